@@ -1,0 +1,41 @@
+# make study   sets everything up, measures this machine, prints where the report lies
+# make test    sets everything up, checks style, types and contracts, runs the tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OUT ?= runs/study
+
+.PHONY: study test lint types contracts check clean
+
+study: $(VENV)/.ready
+	$(BIN)/stepgauge study --out $(OUT)
+
+test: lint types contracts
+	$(BIN)/python -m pytest
+
+check: lint types contracts
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.ready-dev
+	$(BIN)/mypy
+
+contracts: $(VENV)/.ready-dev
+	$(BIN)/lint-imports
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "stepgauge needs Python 3.11 or later")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.ready-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(VENV)/.ready $@
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

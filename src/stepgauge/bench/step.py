@@ -1,0 +1,145 @@
+"""A StepSpec run and timed: `run` gives its record."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from stepgauge.measure import devices
+from stepgauge.measure.environment import device_name, environment
+from stepgauge.measure.timing import time_phases
+from stepgauge.models.parts import build_optimizer
+from stepgauge.models.transformer import TransformerLM, compiled
+from stepgauge.spec.hardware import peaks
+from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.step import StepSpec
+from stepgauge.spec.train import DEFAULT_CORPUS
+from stepgauge.train.data import Corpus, random_batch, read_text
+from stepgauge.train.precision import PRECISIONS, unavailable
+from stepgauge.train.step import TrainingStep
+
+SMALLEST_BYTE_VOCABULARY = 256
+LEARNING_RATE = 1e-4  # small enough that random tokens never drive a timed model to infinities
+
+
+def check(spec: StepSpec) -> None:
+    """Raises ValueError for what the spec asks together but cannot have, before anything is built."""
+    reason = unavailable(spec.precision, torch.device(spec.device))
+    if reason:
+        raise ValueError(reason)
+    if spec.data == "text" and spec.model.vocab_size < SMALLEST_BYTE_VOCABULARY:
+        raise ValueError(f"vocab_size is {spec.model.vocab_size}; text as bytes needs at least 256")
+
+
+def run(spec: StepSpec) -> Record:
+    """Builds, warms up and times the step. Raises what torch raises: out of memory, mostly."""
+    device = torch.device(spec.device)
+    if device.type == "cpu":
+        devices.require_host_memory(least_bytes(spec))
+    torch.manual_seed(spec.seed)
+    step = build(spec, device)
+    batch = make_batch(spec, device)
+    phases = make_phases(spec, step, batch)
+    with step.precision.matmul_mode():
+        compile_s = _first_call(phases, device) if spec.compile != "off" else None
+        devices.reset_peak_memory(device)
+        times = time_phases(phases, device, warmup=spec.warmup, steps=spec.steps)
+    samples = {name: Sample.of(values, "ms") for name, values in times.items()}
+    return Record(
+        kind=spec.kind,
+        spec=dataclasses.asdict(spec),
+        metrics=_metrics(spec, samples, device, compile_s),
+        environment=environment(device),
+    )
+
+
+def build(spec: StepSpec, device: torch.device) -> TrainingStep:
+    """Model, optimizer and precision of the spec, compiled as it says."""
+    precision = PRECISIONS[spec.precision]
+    model = TransformerLM(spec.model, device=device).to(precision.parameters)
+    optimizer = build_optimizer(spec.optimizer, model.parameters(), lr=LEARNING_RATE)
+    return TrainingStep(model, optimizer, precision, device, compute_loss=compiled(model, spec.compile))
+
+
+def make_batch(spec: StepSpec, device: torch.device) -> list[Tensor]:
+    """tokens_BT and targets_BT, the targets one position on."""
+    length = spec.model.context_length
+    if spec.data == "random":
+        batch = random_batch(spec.model.vocab_size, spec.batch, length, spec.seed)
+    else:
+        corpus = Corpus.tokenize(read_text(DEFAULT_CORPUS), "bytes", spec.model.vocab_size)
+        batch = corpus.batch(0, batch=spec.batch, length=length, seed=spec.seed)
+    return [part.to(device) for part in batch]
+
+
+def make_phases(spec: StepSpec, step: TrainingStep, batch: list[Tensor]) -> dict[str, Callable[[], None]]:
+    """The phases that the spec asks for, as calls that leave nothing behind but what the next one needs."""
+    held: dict[str, Tensor] = {}
+
+    def forward() -> None:
+        held["loss"] = step.forward(*batch)
+
+    def forward_only() -> None:
+        with torch.no_grad():
+            step.forward(*batch)
+
+    def backward() -> None:
+        step.backward(held.pop("loss"))
+
+    if spec.phases == "forward":
+        return {"forward": forward_only}
+    if spec.phases == "step":
+        return {"forward": forward, "backward": backward, "optimizer": step.update}
+
+    def clean_forward() -> None:
+        step.optimizer.zero_grad(set_to_none=True)
+        forward()
+
+    return {"forward": clean_forward, "backward": backward}
+
+
+def _first_call(phases: dict[str, Callable[[], None]], device: torch.device) -> float:
+    """Seconds of the step in which torch.compile works."""
+    start = time.perf_counter()
+    for phase in phases.values():
+        phase()
+    devices.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _metrics(
+    spec: StepSpec, samples: dict[str, Sample], device: torch.device, compile_s: float | None
+) -> dict[str, Sample]:
+    metrics = {f"{name}_ms": sample for name, sample in samples.items()}
+    step_ms = metrics["step_ms"]
+    flops = model_flops(spec)
+    metrics["tokens_per_s"] = step_ms.map(lambda ms: spec.tokens / ms * 1e3, "tokens/s")
+    metrics["tflop_per_s"] = step_ms.map(lambda ms: flops / ms / 1e9, "TFLOP/s")
+    known = peaks(device_name(device))
+    peak = known.of(spec.precision) if known else None
+    if peak:
+        metrics["mfu"] = step_ms.map(lambda ms: flops / (ms / 1e3) / peak, "fraction of dense peak")
+    peak_bytes = devices.peak_memory(device)
+    if peak_bytes is not None:
+        metrics["peak_bytes"] = Sample.exact(peak_bytes, "bytes")
+    if compile_s is not None:
+        metrics["compile_s"] = Sample.exact(max(0.0, compile_s - step_ms.median / 1e3), "s")
+    return metrics
+
+
+def model_flops(spec: StepSpec) -> int:
+    """Model FLOPs of what the row times: the forward alone, or forward and backward."""
+    sequence = spec.model.context_length
+    if spec.phases == "forward":
+        return spec.model.forward_flops(batch=spec.batch, sequence=sequence)
+    return spec.model.step_flops(batch=spec.batch, sequence=sequence)
+
+
+def least_bytes(spec: StepSpec) -> int:
+    """Parameters, and where they are trained gradients and optimizer state too: no step can do with less."""
+    copies = 1 if spec.phases == "forward" else 2
+    if spec.phases == "step" and spec.optimizer != "sgd":
+        copies += 2
+    return copies * spec.model.num_parameters * PRECISIONS[spec.precision].parameters.itemsize

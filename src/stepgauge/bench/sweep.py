@@ -1,0 +1,104 @@
+"""Runs many specs, one after another, each in a process of its own, each record on disk before the next begins."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+
+import torch
+
+from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
+from stepgauge.measure.environment import environment
+from stepgauge.measure.isolate import ProcessDiedError, RemoteError, run_isolated
+from stepgauge.spec.record import Record
+from stepgauge.spec.store import RunStore
+
+FAILURES = "failures.log"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A spec (a dataclass with `kind` and `device`) and the function that turns it into a record."""
+
+    run: Callable[[Any], Record]
+    spec: Any
+
+    @property
+    def asked(self) -> Record:
+        """The record as far as it is known before the run."""
+        return Record(kind=self.spec.kind, spec=dataclasses.asdict(self.spec))
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    job: Job
+    record: Record
+    was_there: bool  # measured by an earlier run of the same sweep
+
+
+def sweep(
+    jobs: Sequence[Job],
+    store: RunStore,
+    *,
+    fresh: bool = False,
+    starting: Callable[[Job], None] = lambda job: None,
+) -> Iterator[Outcome]:
+    """Yields each job's record, in order, when it is on disk.
+
+    What the store already holds for the same spec, device and torch version is not measured again unless `fresh`;
+    failed rows are. An error of one job is its record (status oom or failed), and the sweep goes on.
+    Raises StoreError if a record cannot be written.
+    """
+    store.prepare()
+    done = {} if fresh else {(r.key, r.place): r for r in store.read().records if r.status != "failed"}
+    environments: dict[str, dict[str, Any]] = {}
+    for job in jobs:
+        device = job.spec.device
+        if device not in environments:
+            # In a process of its own: naming a GPU takes hundreds of MiB of it.
+            environments[device] = run_isolated(environment, torch.device(device))
+        asked = dataclasses.replace(job.asked, environment=environments[device])
+        known = done.get((asked.key, asked.place))
+        if known:
+            yield Outcome(job, known, was_there=True)
+            continue
+        starting(job)
+        record = stamped(_measure(job, asked, store.folder))
+        store.append(record)
+        yield Outcome(job, record, was_there=False)
+
+
+def stamped(record: Record) -> Record:
+    """The record with the time of now."""
+    return dataclasses.replace(record, created=datetime.now(UTC).isoformat("T", "seconds"))
+
+
+def _measure(job: Job, asked: Record, folder: Path) -> Record:
+    """The record of the job; the traceback of one that failed goes to a file beside the records."""
+    try:
+        return run_isolated(_run_within_memory, job, asked)
+    except ProcessDiedError as died:
+        status = "oom" if died.signal == SIGKILL else "failed"
+        return dataclasses.replace(asked, status=status, note=str(died))
+    except RemoteError as error:
+        with (folder / FAILURES).open("a") as log:
+            log.write(f"{asked.key}\n{error.trace}\n")
+        return dataclasses.replace(asked, status="failed", note=_first_sentence(str(error)))
+
+
+def _run_within_memory(job: Job, asked: Record) -> Record:
+    if job.spec.device == "cpu":
+        limit_host_memory()
+    try:
+        return job.run(job.spec)
+    except Exception as error:
+        reason = out_of_memory_reason(error)
+        if reason is None:
+            raise
+        return dataclasses.replace(asked, status="oom", note=reason)
+
+
+def _first_sentence(message: str) -> str:
+    return message.strip().partition("\n")[0][:300] or "no message"

@@ -1,0 +1,56 @@
+"""A TrainSpec run to its end: `run` gives its record, with the loss curve as series."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from stepgauge.measure import devices
+from stepgauge.measure.environment import environment
+from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.train import TrainSpec
+from stepgauge.train.loop import Point, Trainer, load_corpus
+
+
+def run(spec: TrainSpec, *, folder: Path, report: Callable[[Point], None] = lambda point: None) -> Record:
+    """Trains in the folder, from its newest checkpoint if it has one.
+
+    Raises CorpusError, CheckpointError, Diverged.
+    """
+    corpus, full = load_corpus(spec)
+    trainer = Trainer(full, corpus, folder)
+    devices.reset_peak_memory(trainer.device)
+    start = time.perf_counter()
+    curve, trained = trainer.run(report)
+    seconds = time.perf_counter() - start
+    evaluated = [point for point in curve if point.bits_per_byte is not None]
+    metrics = {
+        "first_loss": Sample.exact(curve[0].loss, "nats/token"),
+        "last_loss": Sample.exact(curve[-1].loss, "nats/token"),
+        "held_out": Sample.exact(evaluated[-1].bits_per_byte or 0.0, "bits/byte"),
+    }
+    if trained:
+        metrics["tokens_per_s"] = Sample.exact(trained * full.tokens_per_step / seconds, "tokens/s")
+    peak = devices.peak_memory(trainer.device)
+    if peak is not None:
+        metrics["peak_bytes"] = Sample.exact(peak, "bytes")
+    return Record(
+        kind=spec.kind,
+        # The spec as it was asked, so that asking again finds the record; what the corpus made of it is beside.
+        spec=dataclasses.asdict(spec),
+        metrics=metrics,
+        series={
+            "step": [point.step for point in curve],
+            "loss": [point.loss for point in curve],
+            "held_out_step": [point.step for point in evaluated],
+            "held_out_bits_per_byte": [point.bits_per_byte or 0.0 for point in evaluated],
+        },
+        environment={
+            **environment(torch.device(spec.device)),
+            "corpus_sha256": corpus.text.sha256,
+            "corpus_bytes": len(corpus.text.data),
+            "vocab_size": corpus.vocab_size,
+        },
+    )

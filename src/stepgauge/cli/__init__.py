@@ -1,0 +1,53 @@
+"""The command line. Commands load torch only when they run, so that help is quick."""
+
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+
+import stepgauge
+from stepgauge.cli import bench, records, study, train
+from stepgauge.cli.console import complain
+
+app = App(
+    name="stepgauge",
+    help="Measures a Transformer training step, explains it, makes it faster and predicts it.",
+    version=stepgauge.__version__,
+    help_format="plaintext",
+)
+app.command(study.study)
+app.command(bench.app)
+app.command(train.train)
+app.command(records.show)
+app.command(records.compare)
+app.command(records.report)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command and exits: 0 done, 1 a run failed, 2 asked wrongly, 130 interrupted."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The command's exit status. A user's mistake is one sentence on standard error, never a traceback."""
+    from stepgauge.spec.store import StoreError
+
+    try:
+        return app(arguments, exit_on_error=False, print_error=False, result_action="return_value") or 0
+    except CycloptsError as error:
+        return complain(_sentence(error), 2)
+    except StoreError as error:
+        for unsaved in error.args[1:]:
+            print(unsaved)  # the record that found no place on disk is not lost with it
+        return complain(error.args[0], 1)
+    except bench.RunFailedError as error:
+        return complain(str(error), 1)
+    except ValueError as error:
+        return complain(str(error), 2)
+    except KeyboardInterrupt:
+        return complain("interrupted; what was measured is on disk, and the same command goes on from there", 130)
+
+
+def _sentence(error: CycloptsError) -> str:
+    cause = error.__cause__ or error.__context__
+    return str(cause) if isinstance(cause, ValueError) else " ".join(str(error).split())

@@ -1,0 +1,90 @@
+"""What people see: tables on standard output, progress and complaints on standard error."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
+
+from stepgauge.report.table import Table
+from stepgauge.report.views import flatten, number
+from stepgauge.spec.record import Record
+
+Format = Literal["table", "csv", "markdown", "latex", "typst", "json"]
+
+error_console = Console(stderr=True, highlight=False)
+
+
+def complain(message: str, status: int) -> int:
+    """Prints the sentence and returns the exit status."""
+    error_console.print(f"stepgauge: {message}", style="red", markup=False, soft_wrap=True)
+    return status
+
+
+def warn(message: str) -> None:
+    error_console.print(f"stepgauge: {message}", style="yellow", markup=False, soft_wrap=True)
+
+
+def tell(message: str) -> None:
+    error_console.print(message, markup=False, soft_wrap=True)
+
+
+def print_table(table: Table) -> None:
+    """A table for the eyes: as wide as its figures are."""
+    drawn = RichTable(title=table.caption or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for column in table.columns:
+        if column in table.numeric:
+            drawn.add_column(column.replace(" ", "\n", 1 if "p10" not in column else 2), justify="right", no_wrap=True)
+        else:
+            drawn.add_column(column, no_wrap=column != "remark")
+    for row in table.rows:
+        drawn.add_row(*row)
+    # Whole figures that wrap are better than figures that are cut.
+    console = Console(highlight=False, width=10_000)
+    console.width = console.measure(drawn).maximum
+    console.print(drawn)
+
+
+def print_records(records: Sequence[Record], format: Format, statistics: Sequence[str] = ()) -> None:
+    from stepgauge.report.views import record_table
+
+    if format == "json":
+        for record in records:
+            print(record.to_json())
+        return
+    for kind in dict.fromkeys(record.kind for record in records):
+        table = record_table([r for r in records if r.kind == kind], statistics=statistics)
+        if format == "table":
+            print_table(table)
+        else:
+            print(table.to(format), end="")
+
+
+@contextlib.contextmanager
+def progress(total: int, noun: str) -> Iterator[tuple[Progress, Any]]:
+    """A bar on standard error: what runs now, how many of how many, how long."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn(noun),
+        TimeElapsedColumn(),
+        console=error_console,
+        transient=True,
+    )
+    with bar:
+        yield bar, bar.add_task("", total=total)
+
+
+def summary(record: Record) -> str:
+    """One line for a record that was just measured."""
+    spec = flatten(record.spec)
+    names = ("size", "batch", "context_length", "precision", "compile", "phases")
+    what = " ".join(f"{spec[name]}" for name in names if name in spec)
+    if record.status != "ok":
+        return f"{record.kind} {what}: {record.status.upper()}, {record.note}"
+    figures = [f"{n} {number(s.median, s.unit)}" for n, s in record.metrics.items() if n.endswith("_ms")]
+    figures += [f"{n} {number(s.median, s.unit)}" for n, s in record.metrics.items() if n == "tokens_per_s"]
+    return f"{record.kind} {what}: {', '.join(figures)}"

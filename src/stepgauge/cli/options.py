@@ -1,0 +1,105 @@
+"""Spec dataclasses as command-line options: a field's declaration is its flag, help text and limits."""
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
+
+from cyclopts import Parameter, Token
+
+from stepgauge.spec.model import SIZES, ModelSpec
+
+Values = dict[str, tuple[Any, ...]]
+
+
+def spec_options(
+    *specs: type, sweep: bool = False, defaults: dict[str, Any] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the fields of the specs as options; it receives what was given as `values`.
+
+    With `sweep` every option takes several values, separated by blanks or commas. Options that were not given are
+    not in `values`. `defaults` overrides what the help shows and the command receives for a field.
+    """
+    shown = defaults or {}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != "values"]
+        fields = [field for spec in specs for field in dataclasses.fields(spec) if field.name != "model"]
+        names = {field.name: field for field in fields}
+        added = [_parameter(field, sweep, shown.get(field.name)) for field in names.values()]
+
+        def run(**given: Any) -> None:
+            chosen = {name: given.pop(name) for name in names if name in given}
+            defaulted = {name: (value,) for name, value in shown.items()}
+            values = {name: value or (_bare(names[name]),) for name, value in chosen.items() if value is not None}
+            command(values={**defaulted, **values}, **given)
+
+        parameters = sorted([*added, *own], key=lambda p: p.name not in names)
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        return run
+
+    return decorate
+
+
+def _parameter(field: "dataclasses.Field[Any]", sweep: bool, default: Any) -> inspect.Parameter:
+    choices = field.metadata["choices"] or (tuple(SIZES) if field.name == "size" else None)
+    text = field.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
+    usual = field.default if default is None else default
+    is_shape = field.name in {f.name for f in dataclasses.fields(ModelSpec)}
+    annotation = Annotated[
+        tuple[str, ...] | None,
+        Parameter(
+            name=f"--{(field.metadata['flag'] or field.name).replace('_', '-')}",
+            help=f"{text} [{'preset' if is_shape and field.name in SHAPE else usual}]",
+            consume_multiple=sweep or (0, 1),
+            converter=lambda _, tokens: _convert(field, tokens),
+            negative="",
+            show_default=False,
+        ),
+    ]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
+
+
+def _bare(field: "dataclasses.Field[Any]") -> Any:
+    if field.metadata["bare"] is None:
+        raise ValueError(f"{field.name} needs a value")
+    return field.metadata["bare"]
+
+
+def _convert(field: "dataclasses.Field[Any]", tokens: Sequence[Token]) -> tuple[Any, ...]:
+    texts = [text for token in tokens for text in token.value.split(",") if text]
+    return tuple(_parse(field, text) for text in texts)
+
+
+def _parse(field: "dataclasses.Field[Any]", text: str) -> Any:
+    if field.type is bool:
+        words = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+        if text.lower() not in words:
+            raise ValueError(f"{field.name} is {text!r}; choose true or false")
+        return words[text.lower()]
+    try:
+        return field.type(text.replace("_", "") if field.type is int else text)  # type: ignore[operator]
+    except ValueError:
+        kind = "a whole number" if field.type is int else "a number"
+        raise ValueError(f"{field.name} is {text!r}; it must be {kind}") from None
+
+
+def expand(spec: type, values: Values) -> Iterator[Any]:
+    """The product of the values as specs, the model made from the preset `size` and the fields that were given.
+
+    The first option varies slowest. Raises ValueError for a combination that is no model.
+    """
+    model_fields = {field.name for field in dataclasses.fields(ModelSpec)}
+    order = [name for name in ("size", *values) if name in values]
+    for combination in itertools.product(*(values[name] for name in dict.fromkeys(order))):
+        chosen = dict(zip(dict.fromkeys(order), combination, strict=True))
+        size = chosen.pop("size")
+        shape = {name: value for name, value in chosen.items() if name in model_fields}
+        rest = {name: value for name, value in chosen.items() if name not in model_fields}
+        yield spec(model=ModelSpec.preset(size, **shape), size=size.lower(), **rest)

@@ -1,0 +1,89 @@
+"""`show`, `compare` and `report`: views of records that are already on disk."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from stepgauge.cli.console import Format, print_records, print_table, tell, warn
+from stepgauge.report.views import STATISTICS, difference_table, differences
+from stepgauge.spec.record import Record
+from stepgauge.spec.store import RunStore
+
+Run = Annotated[Path, Parameter(help="Folder of a run.")]
+
+
+def show(
+    run: Run,
+    /,
+    *,
+    format: Annotated[Format, Parameter(help="What to print.")] = "table",
+    statistics: Annotated[
+        tuple[str, ...],
+        Parameter(
+            consume_multiple=True,
+            negative="",
+            help=f"Of each timing: {', '.join(STATISTICS)}. [median, and the step's range]",
+        ),
+    ] = (),
+    kind: Annotated[str | None, Parameter(help="Only records of this kind: step, train, ...")] = None,
+) -> None:
+    """Print a run's records."""
+    unknown = set(statistics) - set(STATISTICS)
+    if unknown:
+        raise ValueError(f"statistics is {unknown.pop()!r}; choose from {', '.join(STATISTICS)}")
+    records = [record for record in read(run) if kind in (None, record.kind)]
+    if not records:
+        raise ValueError(f"the run at {run} holds no records" + (f" of kind {kind}" if kind else ""))
+    print_records(records, format, statistics)
+
+
+def compare(
+    first: Run,
+    second: Run,
+    /,
+    *,
+    ignoring: Annotated[
+        tuple[str, ...],
+        Parameter(consume_multiple=True, negative="", help="Spec fields that may differ within a pair."),
+    ] = (),
+    format: Annotated[Format, Parameter(help="What to print.")] = "table",
+) -> None:
+    """Pair the rows of two runs by what was run, and print the ratios.
+
+    A difference is called one where the ranges from p10 to p90 do not meet.
+    """
+    pairs = differences(read(first), read(second), ignoring=[name.replace("-", "_") for name in ignoring])
+    if not pairs:
+        raise ValueError(f"no row of {first} was run in {second} too; --ignoring FIELD pairs across a field")
+    table = difference_table(pairs)
+    if format == "table":
+        print_table(table)
+    elif format == "json":
+        import json
+
+        print(json.dumps([dict(zip(table.columns, row, strict=True)) for row in table.rows], indent=1))
+    else:
+        print(table.to(format), end="")
+    exceeding = sum(pair.exceeds_spread for pair in pairs)
+    tell(f"{exceeding} of {len(pairs)} figures differ by more than their spread")
+
+
+def report(
+    run: Run,
+    /,
+    *,
+    out: Annotated[Path | None, Parameter(help="The HTML file. [RUN/report.html]")] = None,
+) -> None:
+    """Write the report of a study again from its records."""
+    from stepgauge.study.run import write_report
+
+    print(write_report(RunStore(run), read(run), out or run / "report.html"))
+
+
+def read(run: Path) -> list[Record]:
+    """The run's records, the last of each thing asked; damaged lines are named on standard error."""
+    contents = RunStore(run).read()
+    for problem in contents.problems:
+        warn(problem)
+    return contents.latest()

@@ -1,0 +1,41 @@
+"""`stepgauge study`: all experiments that this machine can run, and one report."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from stepgauge.cli.bench import Fresh, Out, require_success, run_jobs
+from stepgauge.cli.console import tell
+from stepgauge.spec.store import RunStore
+
+
+def study(
+    *,
+    out: Out = Path("runs/study"),
+    only: Annotated[
+        tuple[str, ...],
+        Parameter(consume_multiple=True, negative="", help="Names of experiments. [all]"),
+    ] = (),
+    device: Annotated[str, Parameter(help="cpu, cuda, cuda:1, mps; auto takes the fastest there is.")] = "auto",
+    fresh: Fresh = False,
+) -> None:
+    """Run every experiment that this machine can run, and write one HTML report.
+
+    Experiments that the machine cannot run are named in the report with the reason. Interrupted and started again,
+    the study goes on where it stopped.
+    """
+    from stepgauge.study import run
+
+    machine = run.this_machine(device)
+    store = RunStore(out)
+    experiments = run.select(only)
+    store.prepare()
+    run.remember(machine, out)
+    tell(f"{machine.name}, {machine.bytes / 2**30:.0f} GiB")
+    for experiment in experiments:
+        if reason := experiment.needs(machine):
+            tell(f"{experiment.name} is left out: {reason}")
+    records = run_jobs(run.plan(machine, out, experiments), store, fresh=fresh)
+    print(f"report: {run.write_report(store, store.read().latest(), out / 'report.html')}")
+    require_success(records)

@@ -1,0 +1,1 @@
+"""Takes callables and modules, gives figures: clocks, memory, environment, isolation. Knows no model."""

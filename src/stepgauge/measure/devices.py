@@ -1,0 +1,92 @@
+"""Which device a name means, and the few things that differ between kinds of device."""
+
+import gc
+import os
+import re
+import resource
+import sys
+
+import torch
+
+
+def resolve(name: str) -> torch.device:
+    """The torch device of a name; "auto" is the accelerator if there is one. Raises ValueError if it is not there."""
+    if name == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device is {name!r}; choose cpu, cuda, cuda:N, mps or auto") from None
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"device is {name!r}; choose cpu, cuda, cuda:N, mps or auto")
+    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if (device.index or 0) >= count[device.type]:
+        raise ValueError(f"device {name!r} is not there: this machine has {count[device.type]} of {device.type}")
+    return device
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done all it was asked to; the CPU always has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Largest bytes that tensors held since the reset (CUDA), or the process's largest resident set (CPU)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "cpu":
+        unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is bytes on macOS, KiB elsewhere
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return None
+
+
+def available_host_bytes() -> int | None:
+    """Memory this process may still take before the machine or its control group is full; None where unknown."""
+    limits = []
+    try:
+        with open("/proc/meminfo") as lines:
+            limits += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+        with open("/sys/fs/cgroup/memory.max") as most, open("/sys/fs/cgroup/memory.current") as current:
+            limits += [int(text) - int(current.read()) for text in [most.read().strip()] if text != "max"]
+    except OSError:
+        pass
+    return min(limits, default=None)
+
+
+def limit_host_memory() -> None:
+    """Makes an allocation beyond the free memory fail here, rather than have the kernel kill some process."""
+    free = available_host_bytes()
+    if free is None:
+        return
+    with open("/proc/self/statm") as sizes:
+        data = int(sizes.read().split()[5]) * os.sysconf("SC_PAGE_SIZE")
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (data + int(0.95 * free), hard))
+
+
+def require_host_memory(least_bytes: int) -> None:
+    """Raises MemoryError, before hours of paging, if that many bytes are not free."""
+    free = available_host_bytes()
+    if free is not None and least_bytes > free:
+        raise MemoryError(f"needs at least {least_bytes / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free")
+
+
+def out_of_memory_reason(error: BaseException) -> str | None:
+    """One sentence if the error says that memory ran out, on a device or on the host; None for any other error."""
+    message = str(error)
+    if isinstance(error, MemoryError):
+        return message or "the host's memory ran out"
+    wanted = re.search(r"[Tt]ried to allocate ([\d.]+) ?(\w+)", message)
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"device memory ran out at {wanted[1]} {wanted[2]} more" if wanted else "device memory ran out"
+    if isinstance(error, RuntimeError) and "can't allocate memory" in message:
+        return f"host memory ran out at {int(wanted[1]) / 2**30:.2f} GiB more" if wanted else "host memory ran out"
+    return None

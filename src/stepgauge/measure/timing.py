@@ -1,0 +1,57 @@
+"""Clocks. How a figure in milliseconds comes about is decided here and nowhere else."""
+
+import gc
+import itertools
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from stepgauge.measure.devices import synchronize
+
+Phases = Mapping[str, Callable[[], None]]
+
+
+def time_phases(phases: Phases, device: torch.device, *, warmup: int, steps: int) -> dict[str, list[float]]:
+    """Milliseconds of each phase and of the whole step ("step"), one value a timed step.
+
+    The phases run in order, `warmup` times untimed and then `steps` times. On an accelerator, events mark the
+    boundaries on the device's own queue and the host waits once a step, at its end: phases add up to the step and
+    no wait between them is measured. On the CPU the clock is time.perf_counter.
+    """
+    clock = _event_clock if device.type in ("cuda", "mps") else _host_clock
+    for _ in range(warmup):
+        for phase in phases.values():
+            phase()
+    synchronize(device)
+    times: dict[str, list[float]] = {name: [] for name in (*phases, "step")}
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(steps):
+            marks = clock(phases, device)
+            for name, milliseconds in zip(phases, marks, strict=True):
+                times[name].append(milliseconds)
+            times["step"].append(sum(marks))
+    finally:
+        if was_enabled:
+            gc.enable()
+    return times
+
+
+def _event_clock(phases: Phases, device: torch.device) -> list[float]:
+    events = [torch.Event(device, enable_timing=True) for _ in range(len(phases) + 1)]
+    events[0].record()
+    for phase, event in zip(phases.values(), events[1:], strict=True):
+        phase()
+        event.record()
+    synchronize(device)
+    return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
+
+
+def _host_clock(phases: Phases, device: torch.device) -> list[float]:
+    marks = [time.perf_counter()]
+    for phase in phases.values():
+        phase()
+        marks.append(time.perf_counter())
+    return [(after - before) * 1e3 for before, after in itertools.pairwise(marks)]

@@ -1,0 +1,1 @@
+"""The networks that are measured. They know nothing of parallelism, precision or measurement."""

@@ -1,0 +1,1 @@
+"""Records in; tables, plots and one self-contained HTML page out. Knows specs and records, and nothing that runs."""

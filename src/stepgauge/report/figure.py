@@ -1,0 +1,159 @@
+"""Plots as inline SVG whose colours are CSS variables: one drawing for light and dark, text stays text.
+
+matplotlib draws with placeholder colours that the page's style sheet then gives a meaning: ink, grid and the series.
+"""
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+# Placeholder -> CSS variable. Any colours that nothing else draws with.
+INK, FAINT, GRID = "#010203", "#010204", "#010205"
+SERIES = ("#020301", "#020302", "#020303", "#020304", "#020305", "#020306")
+_VARIABLES = {INK: "ink", FAINT: "faint", GRID: "grid", **{c: f"series-{i}" for i, c in enumerate(SERIES, 1)}}
+
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": FAINT,
+    "axes.edgecolor": GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 12,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "legend.frameon": False,
+    "svg.hashsalt": "stepgauge",  # equal input gives equal bytes
+}
+
+Series = Mapping[str, Sequence[float | None]]
+
+
+@contextlib.contextmanager
+def _canvas(width: float, height: float) -> Iterator[tuple[Axes, list[str]]]:
+    """An axes to draw on; the SVG is appended to the list when the block ends."""
+    output: list[str] = []
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height))
+        yield figure.add_subplot(), output
+        text = io.StringIO()
+        metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
+        figure.savefig(text, format="svg", transparent=True, bbox_inches="tight", metadata=metadata)
+    output.append(_themed(text.getvalue()))
+
+
+def _themed(svg: str) -> str:
+    svg = svg[svg.index("<svg") :]
+    for colour, name in _VARIABLES.items():
+        svg = svg.replace(colour, f"var(--{name})")
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"|(<svg[^>]*?) height="[^"]*"', r"\1\2", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    return re.sub(r"font: ([\d.]+px)[^\"';]*", r"font: \1 var(--sans)", svg).replace("'DejaVu Sans'", "var(--sans)")
+
+
+def stacked_bars(labels: Sequence[str], parts: Series, *, unit: str, points: Series | None = None) -> str:
+    """A horizontal bar a label, made of the parts, its total at the end. None is no bar.
+
+    `points` marks other totals (published ones) on the same rows.
+    """
+    with _canvas(7.2, 0.9 + 0.42 * len(labels)) as (axes, output):
+        rows = range(len(labels))
+        start = [0.0] * len(labels)
+        for (name, values), colour in zip(parts.items(), SERIES, strict=False):
+            lengths = [value or 0.0 for value in values]
+            axes.barh(rows, lengths, left=start, color=colour, height=0.62, label=name)
+            start = [a + b for a, b in zip(start, lengths, strict=True)]
+        for row, total in zip(rows, start, strict=True):
+            text = f" {short(total)}" if total else " did not run"
+            axes.text(total, row, text, va="center", color=INK if total else FAINT, fontsize=9)
+        _mark(axes, points)
+        _finish_rows(axes, labels, unit)
+    return output[0]
+
+
+def grouped_bars(labels: Sequence[str], groups: Series, *, unit: str) -> str:
+    """A cluster of horizontal bars a label, one bar a group."""
+    height = 0.8 / max(1, len(groups))
+    with _canvas(7.2, 0.9 + len(labels) * (0.2 + 0.24 * len(groups))) as (axes, output):
+        for index, ((name, values), colour) in enumerate(zip(groups.items(), SERIES, strict=False)):
+            rows = [row - 0.4 + height * (index + 0.5) for row in range(len(labels))]
+            axes.barh(rows, [v or 0.0 for v in values], height=height * 0.9, color=colour, label=name)
+            for row, value in zip(rows, values, strict=True):
+                if value:
+                    axes.text(value, row, f" {short(value)}", va="center", fontsize=8, color=INK)
+        _finish_rows(axes, labels, unit)
+    return output[0]
+
+
+def lines(
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    x: str,
+    y: str,
+    dots: Sequence[str] = (),
+    height: float = 3.2,
+) -> str:
+    """A line a curve of (x values, y values); those named in `dots` get a marker a point."""
+    with _canvas(7.2, height) as (axes, output):
+        for (name, (xs, ys)), colour in zip(curves.items(), SERIES, strict=False):
+            marked = {"marker": "o", "markersize": 4.5} if name in dots else {"linewidth": 1.4}
+            axes.plot(xs, ys, color=colour, label=name, **marked)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        axes.margins(x=0.02)
+        _legend(axes)
+    return output[0]
+
+
+def _mark(axes: Axes, points: Series | None) -> None:
+    for (name, values), marker in zip((points or {}).items(), "D^sv", strict=False):
+        known = [(value, row) for row, value in enumerate(values) if value is not None]
+        if known:
+            xs, ys = zip(*known, strict=True)
+            axes.plot(xs, ys, linestyle="none", marker=marker, markersize=6, markerfacecolor="none",
+                      markeredgecolor=INK, markeredgewidth=1.3, label=name)  # fmt: skip
+
+
+def _finish_rows(axes: Axes, labels: Sequence[str], unit: str) -> None:
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(unit)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axes.margins(x=0.12)
+    _legend(axes)
+
+
+def _legend(axes: Axes) -> None:
+    _, names = axes.get_legend_handles_labels()
+    if len(names) > 1:
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, borderaxespad=0, handlelength=1.2)
+
+
+def short(value: float) -> str:
+    """Three significant digits, thousands separated."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

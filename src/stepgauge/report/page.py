@@ -1,0 +1,126 @@
+"""Sections in, one HTML file out: no script, style, font or picture is loaded from anywhere."""
+
+import dataclasses
+import html
+import importlib.resources
+from collections.abc import Mapping, Sequence
+
+from stepgauge.report.table import FORMATS, Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A paragraph."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plot:
+    """An SVG of report.figure and what it shows."""
+
+    svg: str
+    caption: str
+
+
+Block = Text | Plot | Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """What one experiment has to show. `reason` says why there is nothing."""
+
+    title: str
+    question: str
+    blocks: Sequence[Block] = ()
+    method: str = ""
+    reason: str = ""
+
+    @property
+    def anchor(self) -> str:
+        return "".join(c if c.isalnum() else "-" for c in self.title.lower())
+
+
+@dataclasses.dataclass(frozen=True)
+class Headline:
+    """One large figure at the top of the page."""
+
+    value: str
+    unit: str
+    label: str
+
+
+def page(
+    title: str, sections: Sequence[Section], *, facts: Mapping[str, str], headlines: Sequence[Headline] = ()
+) -> str:
+    """The whole HTML document."""
+    shown = [section for section in sections if not section.reason]
+    left_out = [section for section in sections if section.reason]
+    return _resource("page.html").format(
+        title=html.escape(title),
+        style=_resource("page.css"),
+        script=_resource("page.js"),
+        navigation="".join(f'<a href="#{s.anchor}">{html.escape(s.title)}</a>' for s in shown),
+        headlines="".join(map(_headline, headlines)),
+        facts="".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in facts.items()),
+        sections="".join(map(_section, shown)),
+        left_out=_left_out(left_out),
+    )
+
+
+def _resource(name: str) -> str:
+    return importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _headline(headline: Headline) -> str:
+    value, unit, label = map(html.escape, dataclasses.astuple(headline))
+    return f'<div class="headline"><b>{value}<small> {unit}</small></b><span>{label}</span></div>'
+
+
+def _section(section: Section) -> str:
+    blocks = "".join(map(_block, section.blocks))
+    method = (
+        f"<details><summary>How this is measured</summary><p>{html.escape(section.method)}</p></details>"
+        if section.method
+        else ""
+    )
+    return (
+        f'<section id="{section.anchor}"><h2>{html.escape(section.title)}</h2>'
+        f'<p class="question">{html.escape(section.question)}</p>{blocks}{method}</section>'
+    )
+
+
+def _block(block: Block) -> str:
+    match block:
+        case Text(text):
+            return f"<p>{html.escape(text)}</p>"
+        case Plot(svg, caption):
+            return (
+                f'<figure role="img" aria-label="{html.escape(caption)}">{svg}'
+                f"<figcaption>{html.escape(caption)}</figcaption></figure>"
+            )
+        case Table():
+            return _table(block)
+
+
+def _table(table: Table) -> str:
+    def row(tag: str, cells: Sequence[str]) -> str:
+        marks = (' class="n"' if column in table.numeric else "" for column in table.columns)
+        return "<tr>" + "".join(
+            f"<{tag}{mark}>{html.escape(cell)}</{tag}>" for cell, mark in zip(cells, marks, strict=True)
+        ) + "</tr>"  # fmt: skip
+
+    body = "".join(row("td", cells) for cells in table.rows)
+    copies = "".join(f'<button data-copy="{html.escape(table.to(name))}">{name}</button>' for name in FORMATS)
+    return (
+        f'<div class="table"><div class="copies"><span>{html.escape(table.caption)}</span>'
+        f'<span>copy as {copies}</span></div><div class="scroll"><table><thead>{row("th", table.columns)}</thead>'
+        f"<tbody>{body}</tbody></table></div></div>"
+    )
+
+
+def _left_out(sections: Sequence[Section]) -> str:
+    if not sections:
+        return ""
+    items = "".join(f"<li><b>{html.escape(s.title)}</b>: {html.escape(s.reason)}</li>" for s in sections)
+    return f'<section id="not-run"><h2>Not run on this machine</h2><ul>{items}</ul></section>'

@@ -1,0 +1,71 @@
+"""A table of texts, and the formats that it prints in."""
+
+import csv
+import dataclasses
+import io
+from collections.abc import Callable, Mapping, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Columns and rows of texts. `numeric` columns are aligned right."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numeric: frozenset[str] = frozenset()
+    caption: str = ""
+
+    def to(self, name: str) -> str:
+        """The table as text of one of FORMATS."""
+        return FORMATS[name](self)
+
+
+def _csv(table: Table) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([table.columns, *table.rows])
+    return text.getvalue()
+
+
+def _markdown(table: Table) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    rule = ["---:" if column in table.numeric else "---" for column in table.columns]
+    return "\n".join([line(table.columns), line(rule), *map(line, table.rows)]) + "\n"
+
+
+_LATEX_ESCAPES = str.maketrans(
+    {**{c: f"\\{c}" for c in "&%$#_{}"}, "\\": r"\textbackslash{}", "~": r"\textasciitilde{}",
+     "^": r"\textasciicircum{}", "±": r"$\pm$", "×": r"$\times$", "–": "--", "µ": r"\textmu{}"}
+)  # fmt: skip
+
+
+def _latex(table: Table) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return " & ".join(cell.translate(_LATEX_ESCAPES) for cell in cells) + r" \\"
+
+    align = "".join("r" if column in table.numeric else "l" for column in table.columns)
+    body = [line(table.columns), r"\midrule", *map(line, table.rows)]
+    lines = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", *body, r"\bottomrule", r"\end{tabular}"]
+    return "\n".join(lines) + "\n"
+
+
+_TYPST_ESCAPES = str.maketrans({c: f"\\{c}" for c in "\\#$*_[]<>@`~"})
+
+
+def _typst(table: Table) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return "  " + ", ".join(f"[{cell.translate(_TYPST_ESCAPES)}]" for cell in cells) + ","
+
+    align = ", ".join("right" if column in table.numeric else "left" for column in table.columns)
+    head = ["#table(", f"  columns: {len(table.columns)},", f"  align: ({align},),"]
+    header = f"  table.header({line(table.columns).strip().rstrip(',')}),"
+    return "\n".join([*head, header, *map(line, table.rows), ")"]) + "\n"
+
+
+FORMATS: Mapping[str, Callable[[Table], str]] = {
+    "csv": _csv,
+    "markdown": _markdown,
+    "latex": _latex,
+    "typst": _typst,
+}

@@ -1,0 +1,43 @@
+"""Dataclass fields that carry their own documentation and limits.
+
+A field is declared once, here a spec's field; the command line, the validation and the docs all read it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: Iterable[str] | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    flag: str | None = None,
+    bare: Any = None,
+) -> Any:
+    """A dataclass field with a help text and the values that it accepts (`least` and `most` inclusive).
+
+    flag  its name on the command line, where that differs from the field's
+    bare  what the flag alone, without a value, stands for
+    """
+    limits = {"choices": tuple(choices) if choices else None, "least": least, "most": most}
+    return dataclasses.field(default=default, metadata={"help": help, "flag": flag, "bare": bare, **limits})
+
+
+def check(spec: Any) -> None:
+    """Raises ValueError for the first field of the dataclass whose value is outside its declared limits."""
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        choices, least, most = (field.metadata.get(key) for key in ("choices", "least", "most"))
+        if choices and value not in choices:
+            raise ValueError(f"{field.name} is {value!r}; choose one of {', '.join(choices)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{field.name} is {value}; it must be a finite number")
+        if least is not None and value is not None and value < least:
+            raise ValueError(f"{field.name} is {value:,}; it must be at least {least:,}")
+        if most is not None and value is not None and value > most:
+            raise ValueError(f"{field.name} is {value:,}; it must be at most {most:,}")

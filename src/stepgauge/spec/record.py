@@ -1,0 +1,122 @@
+"""One record type for everything that was measured, modelled or published. Tables, plots and comparisons are views."""
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+SCHEMA = 1
+PROVENANCES = ("measured", "calibrated", "modelled", "published")
+STATUSES = ("ok", "oom", "failed")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A figure and its spread. A figure that has none (a byte count, a published value) has n = 1."""
+
+    unit: str
+    n: int
+    mean: float
+    std: float
+    median: float
+    p10: float
+    p90: float
+
+    @classmethod
+    def of(cls, values: Iterable[float], unit: str) -> Self:
+        """Statistics of at least one value; std is the sample's (n - 1), percentiles interpolate linearly."""
+        ordered = sorted(values)
+        if not ordered:
+            raise ValueError("a sample needs at least one value")
+        return cls(
+            unit=unit,
+            n=len(ordered),
+            mean=statistics.fmean(ordered),
+            std=statistics.stdev(ordered) if len(ordered) > 1 else 0.0,
+            median=statistics.median(ordered),
+            p10=_percentile(ordered, 0.1),
+            p90=_percentile(ordered, 0.9),
+        )
+
+    @classmethod
+    def exact(cls, value: float, unit: str) -> Self:
+        return cls.of([value], unit)
+
+    def map(self, function: Any, unit: str) -> Self:
+        """The sample of a monotonous function of the values: median and percentiles exactly, mean of the median.
+
+        A rate derived from times has no mean or deviation of its own here: both are the median's.
+        """
+        low, high = sorted((function(self.p10), function(self.p90)))
+        middle = function(self.median)
+        return type(self)(unit=unit, n=self.n, mean=middle, std=0.0, median=middle, p10=low, p90=high)
+
+
+def _percentile(ordered: list[float], fraction: float) -> float:
+    position = fraction * (len(ordered) - 1)
+    low, high = ordered[math.floor(position)], ordered[math.ceil(position)]
+    return low + (high - low) * (position - math.floor(position))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """What was run, where, and what came out.
+
+    kind         which measurement: "step", "train", ...
+    spec         what was asked, as plain JSON values; nested specs nested
+    metrics      name -> Sample; names carry their unit: step_ms, peak_bytes
+    series       name -> values, for curves
+    environment  machine, versions, commit
+    provenance   one of PROVENANCES; published records name their `source`
+    status       "ok", "oom" (did not fit) or "failed"; `note` then says why in one sentence
+    created      ISO 8601, UTC
+    """
+
+    kind: str
+    spec: Mapping[str, Any]
+    metrics: Mapping[str, Sample] = dataclasses.field(default_factory=dict)
+    series: Mapping[str, list[float]] = dataclasses.field(default_factory=dict)
+    environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    provenance: str = "measured"
+    source: str = ""
+    status: str = "ok"
+    note: str = ""
+    created: str = ""
+
+    def __post_init__(self) -> None:
+        if self.provenance not in PROVENANCES:
+            raise ValueError(f"provenance is {self.provenance!r}; choose one of {', '.join(PROVENANCES)}")
+        if self.status not in STATUSES:
+            raise ValueError(f"status is {self.status!r}; choose one of {', '.join(STATUSES)}")
+
+    @property
+    def key(self) -> str:
+        """Equal for two records of the same thing asked: what a comparison pairs by."""
+        return f"{self.kind} {json.dumps(self.spec, sort_keys=True)}"
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Device and torch version: a row measured elsewhere does not stand in for one that is asked here."""
+        return str(self.environment.get("device", "")), str(self.environment.get("torch", ""))
+
+    def median(self, metric: str) -> float | None:
+        sample = self.metrics.get(metric)
+        return sample.median if sample else None
+
+    def to_json(self) -> str:
+        """One line, without NaN or infinity, that from_json reads back to an equal record."""
+        return json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> Self:
+        """Raises ValueError for text that is no record of this schema."""
+        value = json.loads(line)
+        if not isinstance(value, dict) or value.pop("schema", None) != SCHEMA:
+            raise ValueError(f"not a record of schema {SCHEMA}")
+        try:
+            metrics = {name: Sample(**sample) for name, sample in value.pop("metrics").items()}
+            return cls(**value, metrics=metrics)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"not a record: {error}") from None

@@ -1,0 +1,44 @@
+"""One training step as it is asked for: network, batch, precision and how it is timed."""
+
+import dataclasses
+from typing import ClassVar
+
+from stepgauge.spec.fields import check, option
+from stepgauge.spec.model import ModelSpec
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-pure")
+COMPILE_MODES = ("off", "on", "blocks", "reduce-overhead", "max-autotune")
+OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-loop", "sgd")
+# What a timed step contains: no-grad forward; forward and backward; both and the optimizer.
+PHASES = ("forward", "backward", "step")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSpec:
+    """What `bench step` runs for one row. The sequence length is the model's context_length."""
+
+    kind: ClassVar[str] = "step"
+
+    model: ModelSpec
+    size: str = option("custom", "preset that the model spec starts from")
+    batch: int = option(4, "sequences in a batch", least=1, most=1_000_000)
+    precision: str = option(
+        "fp32",
+        "fp32; tf32 matmuls; bf16 autocast; fp16 autocast with loss scaling; bf16-pure: bf16 parameters",
+        choices=PRECISIONS,
+    )
+    compile: str = option("off", "torch.compile; on: the whole model", choices=COMPILE_MODES, bare="on")
+    optimizer: str = option("adamw", "adamw is torch's fused one", choices=OPTIMIZERS)
+    phases: str = option("step", "forward: without gradients; backward: forward too; step: all three", choices=PHASES)
+    warmup: int = option(5, "untimed steps first", least=0, most=100_000)
+    steps: int = option(10, "timed steps", least=1, most=1_000_000)
+    data: str = option("random", "random tokens, or text: the default corpus as bytes", choices=("random", "text"))
+    device: str = option("cpu", "cpu, cuda, cuda:1, mps; auto takes the fastest there is")
+    seed: int = option(0, "of weights and tokens", least=0, most=2**63 - 1)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.model.context_length

@@ -1,0 +1,84 @@
+"""A run on disk: a folder with records.jsonl, one record a line, each safe the moment it is measured."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+from stepgauge.spec.record import Record
+
+FILE_NAME = "records.jsonl"
+
+
+class StoreError(Exception):
+    """A run that cannot be read or written; the message is one sentence for the user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    records: list[Record]
+    problems: list[str]  # one sentence a damaged line
+
+    def latest(self) -> list[Record]:
+        """The last record of each thing asked at each place, in the order in which they were first measured."""
+        return list({(record.key, record.place): record for record in self.records}.values())
+
+
+class RunStore:
+    """Appends and reads the records of one run."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.path = self.folder / FILE_NAME
+
+    def prepare(self) -> None:
+        """Makes the folder and proves that records can be written. Raises StoreError where they can't."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
+        except OSError as error:
+            raise StoreError(f"cannot write to {self.folder}: {error.strerror}") from None
+
+    def append(self, record: Record) -> None:
+        """Writes the record and waits until the disk has it. A line that does not fit is taken back whole.
+
+        Raises StoreError with the record's JSON in `args[1]`, so that the caller can still show it.
+        """
+        line = record.to_json()
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                self._append_line(descriptor, line)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise StoreError(f"cannot write a record to {self.path}: {error.strerror}", line) from None
+
+    def _append_line(self, descriptor: int, line: str) -> None:
+        size = os.fstat(descriptor).st_size
+        # A line that a power cut left unfinished must not swallow this one.
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        start = "\n" if torn else ""
+        data = memoryview(f"{start}{line}\n".encode())
+        try:
+            while data:
+                data = data[os.write(descriptor, data) :]
+            os.fsync(descriptor)
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
+
+    def read(self) -> Contents:
+        """All good records, and a sentence for every line that is none. Raises StoreError if there is no run."""
+        try:
+            lines = self.path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise StoreError(f"no run at {self.folder}: cannot read {FILE_NAME}: {error.strerror}") from None
+        records, problems = [], []
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                records.append(Record.from_json(line.decode()))
+            except ValueError as error:
+                problems.append(f"{self.path} line {number} is damaged and left out: {error}")
+        return Contents(records, problems)

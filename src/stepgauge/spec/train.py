@@ -1,0 +1,57 @@
+"""A training run as it is asked for."""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+from stepgauge.spec.fields import check, option
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.step import COMPILE_MODES, OPTIMIZERS, PRECISIONS
+
+DEFAULT_CORPUS = "stdlib"  # the source of Python's own standard library
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainSpec:
+    """What `train` runs. The model's vocab_size is the tokenizer's."""
+
+    kind: ClassVar[str] = "train"
+
+    model: ModelSpec
+    size: str = option("custom", "preset that the model spec starts from")
+    corpus: str = option(DEFAULT_CORPUS, "text file or folder; stdlib is Python's own library's source")
+    tokenizer: str = option("bytes", "bytes, or a BPE trained on the corpus", choices=("bytes", "bpe"))
+    steps: int = option(200, "optimizer steps", least=1, most=1_000_000_000)
+    batch: int = option(8, "sequences a micro-batch", least=1, most=1_000_000)
+    accumulation: int = option(1, "micro-batches a step", least=1, most=1_000_000)
+    precision: str = option("fp32", "as in bench step", choices=PRECISIONS)
+    compile: str = option("off", "as in bench step", choices=COMPILE_MODES, bare="on")
+    optimizer: str = option("adamw", "as in bench step", choices=OPTIMIZERS)
+    learning_rate: float = option(1e-3, "at its highest, after warm-up", least=0.0, most=100.0)
+    final_learning_rate: float = option(0.1, "at the end, as a fraction of the highest", least=0.0, most=1.0)
+    warmup: int = option(20, "steps of linear warm-up", least=0, most=1_000_000_000)
+    weight_decay: float = option(0.1, "decoupled; on matrices only", least=0.0, most=100.0)
+    beta1: float = option(0.9, "AdamW's decay of the mean", least=0.0, most=0.999999)
+    beta2: float = option(0.95, "AdamW's decay of the square", least=0.0, most=0.999999)
+    clip: float = option(1.0, "largest norm of the whole gradient; 0 for none", least=0.0)
+    evaluate_every: int = option(50, "steps between held-out losses", least=1)
+    evaluate_windows: int = option(64, "held-out sequences that are evaluated", least=1, most=1_000_000)
+    checkpoint_every: int = option(50, "steps between checkpoints", least=1)
+    keep: int = option(2, "checkpoints that are kept", least=1)
+    device: str = option("cpu", "as in bench step")
+    seed: int = option(0, "of weights and batches", least=0, most=2**63 - 1)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.accumulation * self.model.context_length
+
+    def learning_rate_at(self, step: int) -> float:
+        """Rate of step 0, 1, ...: linear warm-up, then half a cosine down to the final fraction at the last step."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        progress = min(1.0, (step - self.warmup) / max(1, self.steps - 1 - self.warmup))
+        cosine = (1 + math.cos(math.pi * progress)) / 2
+        return self.learning_rate * (self.final_learning_rate + (1 - self.final_learning_rate) * cosine)

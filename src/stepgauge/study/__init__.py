@@ -1,0 +1,14 @@
+"""The study: a list of experiments, run where the machine can, and one report of all of them.
+
+A new experiment is one file with an EXPERIMENT, and one line here.
+"""
+
+from stepgauge.study import compilation, precision, step_time, training, warm_up
+
+EXPERIMENTS = (
+    step_time.EXPERIMENT,
+    warm_up.EXPERIMENT,
+    precision.EXPERIMENT,
+    compilation.EXPERIMENT,
+    training.EXPERIMENT,
+)

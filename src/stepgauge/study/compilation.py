@@ -1,0 +1,74 @@
+"""E6: what torch.compile gains, and what it costs once."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from stepgauge.bench.sweep import Job
+from stepgauge.report.figure import grouped_bars
+from stepgauge.report.page import Block, Plot
+from stepgauge.report.views import flatten, record_table
+from stepgauge.spec.record import Record
+from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.plans import S1, sizes, step_job
+from stepgauge.study.published import beside, published
+
+# (forward, whole step), ms
+_FIGURES: dict[str, dict[str, tuple[float, float]]] = {
+    "off": {
+        "small": (17, 51),
+        "medium": (45.7, 137),
+        "large": (94.2, 309),
+        "xl": (185, 609),
+        "2.7b": (257, 892),
+    },
+    "on": {"small": (6.7, 40), "medium": (16.0, 109), "large": (56.6, 263), "xl": (134, 525), "2.7b": (192, 819)},
+}
+PUBLISHED = [
+    published("S1", spec={"size": size, "precision": "fp32", "compile": mode}, forward=forward, step=step)
+    for mode, rows in _FIGURES.items()
+    for size, (forward, step) in rows.items()
+]
+
+
+def needs(machine: Machine) -> str | None:
+    return None if machine.has_compiler else "torch.compile needs a C++ compiler, and none is on the path"
+
+
+def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+    if not machine.is_gpu:
+        return [step_job(machine, "tiny", compile=mode) for mode in ("off", "on")]
+    fit = sizes(machine)
+    ends = list(dict.fromkeys((fit[0], fit[-1])))
+    ours = [step_job(machine, s, precision="bf16", compile=m) for s in ends for m in ("off", "on")]
+    return ours + [step_job(machine, s, load=S1, compile=m) for s in fit[:2] for m in ("off", "on")]
+
+
+def blocks(records: Sequence[Record]) -> Sequence[Block]:
+    times = {(_row(record), record.spec["compile"]): record.median("step_ms") for record in records}
+    names = list(dict.fromkeys(name for name, _ in times))
+    groups = {text: [times.get((n, mode)) for n in names] for mode, text in (("off", "eager"), ("on", "compiled"))}
+    svg = grouped_bars(names, groups, unit="ms a step (median)")
+    shown: list[Block] = [
+        Plot(svg, "The same step, eager and compiled. Compile time is not in it; the table gives it apart."),
+        record_table(records),
+    ]
+    return [*shown, beside(records, PUBLISHED, ("forward_ms", "step_ms"))]
+
+
+def _row(record: Record) -> str:
+    spec = flatten(record.spec)
+    return f"{spec['size']} {spec['precision']}, {spec['batch']} × {spec['context_length']}"
+
+
+EXPERIMENT = Experiment(
+    name="compile",
+    title="torch.compile",
+    question="What does compiling the whole model gain a step, and how long does it take once?",
+    method=(
+        "The model and its loss are compiled as one; the optimizer is torch's fused one in both. compile s is the "
+        "first step's time less an ordinary step's, with whatever compiler cache the machine has."
+    ),
+    jobs=jobs,
+    blocks=blocks,
+    needs=needs,
+)

@@ -1,0 +1,32 @@
+"""Which sizes and loads a machine is asked for: on a GPU those that fit and fill it, on a CPU those that end soon."""
+
+from typing import Any
+
+from stepgauge.bench.step import least_bytes, run
+from stepgauge.bench.sweep import Job
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.step import StepSpec
+from stepgauge.study.experiment import Machine
+
+GPU_SIZES = ("small", "medium", "large", "xl", "2.7b", "10b")
+CPU_SIZES = ("nano", "tiny", "mini")
+OURS, S1, S2 = (4, 512), (16, 128), (4, 128)  # batch and context: our default, and the published ones
+
+
+def sizes(machine: Machine) -> list[str]:
+    """Sizes whose parameters, gradients and optimizer state fit the device in fp32."""
+    if not machine.is_gpu:
+        return list(CPU_SIZES)
+    return [size for size in GPU_SIZES if least_bytes(step_spec(machine, size)) < machine.bytes]
+
+
+def step_spec(machine: Machine, size: str, *, load: tuple[int, int] | None = None, **fields: Any) -> StepSpec:
+    """A StepSpec on the machine; CPU rows are short."""
+    batch, context = load or (OURS if machine.is_gpu else S2)
+    counts = {"warmup": 5, "steps": 10} if machine.is_gpu else {"warmup": 2, "steps": 5}
+    model = ModelSpec.preset(size, context_length=context)
+    return StepSpec(**{**counts, "model": model, "size": size, "batch": batch, "device": machine.device, **fields})
+
+
+def step_job(machine: Machine, size: str, **fields: Any) -> Job:
+    return Job(run, step_spec(machine, size, **fields))

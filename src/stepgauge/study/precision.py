@@ -1,0 +1,67 @@
+"""E3: what each precision gains."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from stepgauge.bench.sweep import Job
+from stepgauge.report.figure import grouped_bars
+from stepgauge.report.page import Block, Plot
+from stepgauge.report.views import flatten, record_table
+from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.step import PRECISIONS
+from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.plans import S1, sizes, step_job
+from stepgauge.study.published import beside, published
+
+# Forward and backward together, ms: S1's "total".
+_FIGURES: dict[str, dict[str, float]] = {
+    "fp32": {"small": 53, "medium": 131, "large": 287, "xl": 545, "2.7b": 791},
+    "bf16": {"small": 34, "medium": 69, "large": 122, "xl": 192, "2.7b": 194},
+}
+PUBLISHED = [
+    published("S1", spec={"size": size, "precision": precision, "compile": "off"}, total=total)
+    for precision, rows in _FIGURES.items()
+    for size, total in rows.items()
+]
+
+
+def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+    if not machine.is_gpu:
+        return [step_job(machine, "tiny", precision=p, steps=3) for p in PRECISIONS if p != "tf32"]
+    ours = [step_job(machine, size, precision=p) for size in sizes(machine) for p in PRECISIONS]
+    return ours + [step_job(machine, s, precision=p, load=S1) for s in sizes(machine) for p in ("fp32", "bf16")]
+
+
+def blocks(records: Sequence[Record]) -> Sequence[Block]:
+    first = flatten(records[0].spec)
+    same = [r for r in records if flatten(r.spec)["context_length"] == first["context_length"]]
+    names = list(dict.fromkeys(str(record.spec["size"]) for record in same))
+    times = {(r.spec["size"], r.spec["precision"]): r.median("step_ms") for r in same}
+    used = [p for p in PRECISIONS if any(precision == p for _, precision in times)]
+    svg = grouped_bars(names, {p: [times.get((n, p)) for n in names] for p in used}, unit="ms a step (median)")
+    caption = f"Step time by precision, batch × context {first['batch']} × {first['context_length']}."
+    shown: list[Block] = [Plot(svg, caption), record_table(records)]
+    return [*shown, beside([_with_total(record) for record in records], PUBLISHED, ("total_ms",))]
+
+
+def _with_total(record: Record) -> Record:
+    """The record with forward + backward as one figure, as the source gives it."""
+    if record.status != "ok":
+        return record
+    total = (record.median("forward_ms") or 0.0) + (record.median("backward_ms") or 0.0)
+    return dataclasses.replace(record, metrics={**record.metrics, "total_ms": Sample.exact(total, "ms")})
+
+
+EXPERIMENT = Experiment(
+    name="precision",
+    title="Precision",
+    question="What do tf32, autocast to 16 bits, loss scaling and pure bf16 gain over fp32?",
+    method=(
+        "fp32 forbids tf32 products; tf32 allows them; bf16 and fp16 are autocast over fp32 parameters, fp16 with "
+        "loss scaling; bf16-pure keeps parameters and optimizer state in bf16. MFU is taken against the dense peak of "
+        "the arithmetic that the precision's products run in. A published total is forward plus backward."
+    ),
+    jobs=jobs,
+    blocks=blocks,
+)

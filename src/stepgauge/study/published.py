@@ -1,0 +1,75 @@
+"""Figures that others published, as records, so that they stand in the same tables and plots as ours."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from stepgauge.report.table import Table
+from stepgauge.report.views import flatten, number
+from stepgauge.spec.record import Record, Sample
+
+SOURCES = {
+    "S1": "CS336 assignment 2, a write-up of 2024 (A100-class GPU)",
+    "S2": "CS336 assignment 2, a repository of 2025 (A100)",
+    "S5": "benchmarking notes, 8 GB laptop GPU",
+}
+# Batch and context that the source's figures were measured with, where it says so.
+CONDITIONS = {"S1": {"batch": 16, "context_length": 128}, "S2": {"batch": 4, "context_length": 128}, "S5": {}}
+
+
+def published(source: str, *, spec: dict[str, Any], **milliseconds: float) -> Record:
+    """A record of a source: `forward=18.8` becomes forward_ms."""
+    return Record(
+        kind="step",
+        spec={**CONDITIONS[source], **spec},
+        metrics={f"{name}_ms": Sample.exact(value, "ms") for name, value in milliseconds.items()},
+        provenance="published",
+        source=f"{source}: {SOURCES[source]}",
+    )
+
+
+def beside(records: Sequence[Record], theirs: Iterable[Record], figures: Sequence[str]) -> Table:
+    """Each published row beside ours of the same size, precision and compile; batch and context where ours has them.
+
+    Hardware and network details differ: the table gives both figures and no verdict. Rows that were not run here
+    still give the published figure.
+    """
+    rows = []
+    for their in theirs:
+        ours = _nearest(records, their.spec)
+        what = [str(their.spec[n]) for n in ("size", "precision", "compile")]
+        load = _load(flatten(ours.spec)) if ours else "not run here"
+        for figure in figures:
+            if figure in their.metrics:
+                cells = [
+                    figure.removesuffix("_ms"),
+                    number(ours.median(figure) if ours else None),
+                    number(their.median(figure)),
+                ]
+                rows.append([*what, load, *cells, _load(their.spec), their.source])
+    head = [
+        "size",
+        "precision",
+        "compile",
+        "batch × context",
+        "phase",
+        "ours ms",
+        "published ms",
+        "their load",
+        "source",
+    ]
+    return Table(head, rows, numeric=frozenset(("ours ms", "published ms")), caption="Beside published figures")
+
+
+def _load(spec: Mapping[str, Any]) -> str:
+    return f"{spec['batch']} × {spec['context_length']}" if "batch" in spec else "not stated"
+
+
+def _nearest(records: Sequence[Record], wanted: Mapping[str, Any]) -> Record | None:
+    """Ours with all that the published row states; failing that, with all but batch and context."""
+    good = [record for record in records if record.status == "ok"]
+    for names in (list(wanted), [n for n in wanted if n not in ("batch", "context_length")]):
+        for record in good:
+            spec = flatten(record.spec)
+            if all(spec.get(name) == wanted[name] for name in names):
+                return record
+    return None

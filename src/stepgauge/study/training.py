@@ -1,0 +1,71 @@
+"""The main job on real input: a small model trained on real text."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from stepgauge.bench import train
+from stepgauge.bench.sweep import Job
+from stepgauge.report.figure import lines
+from stepgauge.report.page import Block, Plot, Text
+from stepgauge.report.views import number, record_table
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.record import Record
+from stepgauge.spec.train import TrainSpec
+from stepgauge.study.experiment import Experiment, Machine
+
+
+def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+    if machine.is_gpu:
+        size, context = "small", 512
+        spec = TrainSpec(model=_bytes(size, context), size=size, batch=16, steps=600, warmup=50, precision="bf16")
+    else:
+        size, context = "tiny", 128
+        spec = TrainSpec(model=_bytes(size, context), size=size, batch=8, steps=200, warmup=20)
+    spec = dataclasses.replace(spec, device=machine.device)
+    return [Job(functools.partial(train.run, folder=folder / "training"), spec)]
+
+
+def _bytes(size: str, context: int) -> ModelSpec:
+    return ModelSpec.preset(size, context_length=context, vocab_size=256)
+
+
+def blocks(records: Sequence[Record]) -> Sequence[Block]:
+    (record,) = records
+    if record.status != "ok":
+        return [record_table(records)]
+    curve, environment = record.series, record.environment
+    training = (curve["step"], curve["loss"])
+    held_out = (curve["held_out_step"], curve["held_out_bits_per_byte"])
+    corpus = (
+        f"The corpus is the source of Python's standard library as bytes ({environment['corpus_bytes']:,} bytes, "
+        f"sha256 {environment['corpus_sha256'][:16]}…); its last 5 % are held out. Guessing bytes at random costs "
+        f"{number(5.545)} nats or 8 bits."
+    )
+    return [
+        Text(corpus),
+        Plot(
+            lines({"training loss": training}, x="step", y="nats a token"),
+            "Training loss, each step.",
+        ),
+        Plot(
+            lines({"held out": held_out}, x="step", y="bits a byte", dots=("held out",), height=2.4),
+            "Held-out loss.",
+        ),
+        record_table(records),
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="training",
+    title="A training run",
+    question="Does the step that was timed train? The loss on real text, and on text held out.",
+    method=(
+        "AdamW with linear warm-up and cosine decay, gradients clipped at norm 1. Each batch is a pure function of the "
+        "seed and the step, so that a run that was killed goes on along the same curve. The held-out loss is the mean "
+        "over fixed windows, in bits a byte: nats over ln 2 and over the bytes a token stands for."
+    ),
+    jobs=jobs,
+    blocks=blocks,
+)

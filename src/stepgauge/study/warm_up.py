@@ -1,0 +1,52 @@
+"""E1: what a figure is worth without warm-up."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from stepgauge.bench.sweep import Job
+from stepgauge.report.figure import grouped_bars
+from stepgauge.report.page import Block, Plot
+from stepgauge.report.table import Table
+from stepgauge.report.views import number
+from stepgauge.spec.record import Record
+from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.plans import step_job
+
+WARM_UPS = (0, 1, 2, 5)
+# S1's small: forward 84 ms without warm-up, 19 with one step; S2's small: 29 ± 52 against 12.9 ± 0.3 ms.
+_FIGURES = [("S1", "0", "84"), ("S1", "1", "19"), ("S2", "0", "29 ± 52"), ("S2", "5", "12.9 ± 0.3")]
+
+
+def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+    size = "small" if machine.is_gpu else "tiny"
+    return [step_job(machine, size, warmup=warmup, steps=10) for warmup in WARM_UPS]
+
+
+def blocks(records: Sequence[Record]) -> Sequence[Block]:
+    good = [record for record in records if record.status == "ok"]
+    names = [f"{record.spec['warmup']} warm-up steps" for record in good]
+    forward = [record.metrics["forward_ms"] for record in good]
+    svg = grouped_bars(
+        names, {"mean": [s.mean for s in forward], "median": [s.median for s in forward]}, unit="ms a forward"
+    )
+    ours = [
+        [str(record.spec["warmup"]), f"{number(s.mean)} ± {number(s.std)}", number(s.median), "this machine"]
+        for record, s in zip(good, forward, strict=True)
+    ]
+    theirs = [[warmup, figure, "", source] for source, warmup, figure in _FIGURES]
+    head = ["warm-up steps", "forward ms, mean ± std", "median", "source"]
+    table = Table(head, ours + theirs, numeric=frozenset(head[1:3]), caption="Small in S1 and S2")
+    return [Plot(svg, "Mean and median of the same ten forward passes: the first one drags the mean."), table]
+
+
+EXPERIMENT = Experiment(
+    name="warm-up",
+    title="The cost of no warm-up",
+    question="How wrong is a mean that includes the first steps of a process?",
+    method=(
+        "The same row with 0, 1, 2 and 5 untimed steps first, each in a fresh process, so that no earlier row has "
+        "loaded kernels, chosen algorithms or grown the memory pool."
+    ),
+    jobs=jobs,
+    blocks=blocks,
+)

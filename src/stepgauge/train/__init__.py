@@ -1,0 +1,1 @@
+"""The training step, and the loop that trains with it on real text."""

@@ -1,0 +1,106 @@
+"""Checkpoints in torch.distributed.checkpoint's format, whole or not there.
+
+A checkpoint is written to a folder of another name, its files' sizes and checksums are noted in a manifest, all of
+it is forced to disk, and only then the folder gets its name. Reading verifies the manifest, so that a folder that was
+cut short later (a full disk, a broken copy) is passed over as well.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import warnings
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+MANIFEST = "manifest.json"
+PARTIAL = ".partial"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message is one sentence for the user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of one run, a folder each, named by step."""
+
+    folder: Path
+
+    def save(self, step: int, state: dict[str, Any], about: dict[str, Any], *, keep: int) -> Path:
+        """Writes the state as the checkpoint of that step, then removes all but the newest `keep`."""
+        final = self.folder / f"step-{step:09d}"
+        partial = final.with_suffix(PARTIAL)
+        shutil.rmtree(partial, ignore_errors=True)
+        with _quiet():
+            state_dict_saver.save(state, checkpoint_id=partial, no_dist=True)
+        files = {path.name: _fingerprint(path) for path in sorted(partial.iterdir())}
+        (partial / MANIFEST).write_text(json.dumps({"step": step, "about": about, "files": files}, indent=1))
+        for path in [*partial.iterdir(), partial]:
+            _force_to_disk(path)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        _force_to_disk(self.folder)
+        for old in self._folders()[keep:]:
+            shutil.rmtree(old)
+        return final
+
+    def newest(self) -> Iterator[tuple[int, Path, dict[str, Any]]]:
+        """(step, folder, about) of whole checkpoints, newest first; warns of each that is damaged."""
+        for folder in self._folders():
+            try:
+                manifest = json.loads((folder / MANIFEST).read_text())
+                whole = all(_fingerprint(folder / name) == mark for name, mark in manifest["files"].items())
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                whole = False
+            if whole:
+                yield manifest["step"], folder, manifest["about"]
+            else:
+                warnings.warn(f"checkpoint {folder} is not whole and is passed over", stacklevel=2)
+
+    def load(self, folder: Path, state: dict[str, Any]) -> None:
+        """Reads a checkpoint into the tensors of `state`, in place."""
+        with _quiet():
+            state_dict_loader.load(state, checkpoint_id=folder, no_dist=True)
+
+    def _folders(self) -> list[Path]:
+        """Newest first."""
+        return sorted((p for p in self.folder.glob("step-*") if p.suffix != PARTIAL), reverse=True)
+
+
+def require_same(about: dict[str, Any], wanted: dict[str, Any], folder: Path) -> None:
+    """Raises CheckpointError that names the fields in which a checkpoint differs from the run that wants it."""
+    names = sorted({name for name in (*about, *wanted) if about.get(name) != wanted.get(name)})
+    if names:
+        changes = ", ".join(f"{name} {about.get(name)} there, {wanted.get(name)} here" for name in names)
+        raise CheckpointError(f"checkpoint {folder} is of another run: {changes}; choose another --out")
+
+
+def _fingerprint(path: Path) -> list[int]:
+    """Size and CRC-32 of a file: enough against cuts and bit rot, not against malice."""
+    size = checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 24):
+            size += len(chunk)
+            checksum = zlib.crc32(chunk, checksum)
+    return [size, checksum]
+
+
+def _force_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _quiet(warnings.catch_warnings):
+    """torch warns that one process saves alone; that is what is meant."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        warnings.simplefilter("ignore")

@@ -1,0 +1,172 @@
+"""Text in, batches out. A batch is a pure function of the corpus, the seed and the step: resuming needs no state.
+
+Legend: B batch, T sequence.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stepgauge.spec.train import DEFAULT_CORPUS
+
+HELD_OUT_FRACTION = 0.05  # the last part of the corpus
+DEFAULT_EXCLUDED = ("site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__")
+
+
+class CorpusError(ValueError):
+    """A corpus that cannot be trained on; the message is one sentence for the user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """The bytes of a corpus and what identifies them."""
+
+    name: str
+    data: bytes
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
+
+    @property
+    def train_length(self) -> int:
+        """Bytes of the training part, ended at a line so that no character is cut."""
+        wanted = int(len(self.data) * (1 - HELD_OUT_FRACTION))
+        return self.data.rfind(b"\n", 0, wanted) + 1 or wanted
+
+
+@functools.cache
+def read_text(corpus: str) -> Text:
+    """The text of a file, of all text files of a folder in the order of their paths, or of the default corpus.
+
+    Raises CorpusError where it is missing, empty or not text.
+    """
+    if corpus == DEFAULT_CORPUS:
+        root = Path(sysconfig.get_path("stdlib"))
+        paths = [
+            path for path in sorted(root.rglob("*.py")) if not set(path.relative_to(root).parts) & set(DEFAULT_EXCLUDED)
+        ]
+        return Text(DEFAULT_CORPUS, b"\n".join(path.read_bytes() for path in paths))
+    path = Path(corpus)
+    if not path.exists():
+        raise CorpusError(f"corpus {corpus} does not exist")
+    try:
+        data = path.read_bytes() if path.is_file() else _read_folder(path)
+    except OSError as error:
+        raise CorpusError(f"corpus {corpus} cannot be read: {error.strerror}") from None
+    if not data.strip():
+        raise CorpusError(f"corpus {corpus} is empty")
+    if not _is_text(data):
+        raise CorpusError(f"corpus {corpus} is binary; it must be text")
+    return Text(corpus, data)
+
+
+def _read_folder(folder: Path) -> bytes:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    texts = [data for data in (path.read_bytes() for path in files) if _is_text(data)]
+    if not texts:
+        raise CorpusError(f"corpus {folder} holds no text file")
+    return b"\n".join(texts)
+
+
+def _is_text(data: bytes) -> bool:
+    if b"\0" in data:
+        return False
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Tokens of a text, split into a training part and a held-out part."""
+
+    text: Text
+    vocab_size: int
+    train: Tensor
+    held_out: Tensor
+    bytes_per_held_out_token: float
+
+    @classmethod
+    def tokenize(cls, text: Text, tokenizer: str, vocab_size: int) -> "Corpus":
+        """Tokens by "bytes", or by a "bpe" of `vocab_size` trained on the training part only."""
+        split = text.train_length
+        parts = text.data[:split], text.data[split:]
+        encode, size = _byte_encoder() if tokenizer == "bytes" else _bpe_encoder(parts[0], vocab_size)
+        train, held_out = (encode(part) for part in parts)
+        return cls(text, size, train, held_out, len(parts[1]) / max(1, held_out.numel()))
+
+    def require(self, *, length: int) -> None:
+        """Raises CorpusError unless both parts hold at least one sequence of that length and its targets."""
+        for name, part in (("training", self.train), ("held-out", self.held_out)):
+            if part.numel() <= length:
+                raise CorpusError(
+                    f"corpus {self.text.name} is too short: its {name} part has {part.numel():,} tokens, "
+                    f"and a sequence of {length:,} needs {length + 1:,}"
+                )
+
+    def batch(self, step: int, *, batch: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+        """tokens_BT and targets_BT of a step: windows at random places of the training part."""
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
+        starts = torch.randint(self.train.numel() - length, (batch,), generator=generator)
+        return windows(self.train, starts, length)
+
+    def held_out_windows(self, count: int, length: int) -> tuple[Tensor, Tensor]:
+        """At most `count` windows, evenly spread, that do not overlap: always the same ones."""
+        fit = (self.held_out.numel() - 1) // length
+        chosen = min(count, fit)
+        starts = torch.arange(chosen) * (fit // chosen) * length
+        return windows(self.held_out, starts, length)
+
+
+def windows(tokens: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """tokens_BT from each start, and targets_BT one position on."""
+    index = starts[:, None] + torch.arange(length + 1)
+    window = tokens[index].long()
+    return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+
+def random_batch(vocab_size: int, batch: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+    """tokens_BT and targets_BT of independent uniform tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocab_size, (batch, length + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _byte_encoder() -> tuple[Callable[[bytes], Tensor], int]:
+    return lambda data: torch.frombuffer(bytearray(data), dtype=torch.uint8), 256
+
+
+def _bpe_encoder(data: bytes, vocab_size: int) -> tuple[Callable[[bytes], Tensor], int]:
+    """A byte-level BPE (Sennrich et al. 2016) of at least the 256 bytes, by the tokenizers library."""
+    if vocab_size < 257:
+        raise CorpusError(f"vocab_size is {vocab_size}; a byte-level BPE needs at least 257")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_lines(data), trainer)
+
+    def encode(part: bytes) -> Tensor:
+        ids = [i for encoding in tokenizer.encode_batch_fast(_lines(part)) for i in encoding.ids]
+        return torch.tensor(ids, dtype=torch.int32)
+
+    return encode, tokenizer.get_vocab_size()
+
+
+def _lines(data: bytes) -> list[str]:
+    return data.decode(errors="replace").splitlines(keepends=True)

@@ -1,0 +1,198 @@
+"""Trains a model on real text, and goes on where a killed run stopped."""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from stepgauge.models.parts import build_optimizer
+from stepgauge.models.transformer import TransformerLM, compiled
+from stepgauge.spec.train import TrainSpec
+from stepgauge.train.checkpoint import Checkpoints, require_same
+from stepgauge.train.data import Corpus, read_text
+from stepgauge.train.precision import PRECISIONS
+from stepgauge.train.step import TrainingStep
+
+CURVE_FILE = "curve.jsonl"
+DRAIN_EVERY = 10  # steps between readings of the loss from the device: each is a wait
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One step of the loss curve. `bits_per_byte` is the held-out loss, where it was evaluated."""
+
+    step: int
+    loss: float
+    bits_per_byte: float | None = None
+
+
+class DivergedError(Exception):
+    """The loss is no longer a number."""
+
+
+def load_corpus(spec: TrainSpec) -> tuple[Corpus, TrainSpec]:
+    """The tokens of the run, and the spec with the vocabulary that they have. Raises CorpusError."""
+    corpus = Corpus.tokenize(read_text(spec.corpus), spec.tokenizer, spec.model.vocab_size)
+    corpus.require(length=spec.model.context_length)
+    model = dataclasses.replace(spec.model, vocab_size=corpus.vocab_size)
+    return corpus, dataclasses.replace(spec, model=model)
+
+
+class Trainer:
+    """A training run in a folder: its model, its curve on disk, its checkpoints."""
+
+    def __init__(self, spec: TrainSpec, corpus: Corpus, folder: Path):
+        self.spec, self.corpus = spec, corpus
+        self.device = torch.device(spec.device)
+        self.checkpoints = Checkpoints(folder / "checkpoints")
+        self.curve_path = folder / CURVE_FILE
+        torch.manual_seed(spec.seed)
+        precision = PRECISIONS[spec.precision]
+        self.model = TransformerLM(spec.model, device=self.device).to(precision.parameters)
+        self.step = TrainingStep(
+            self.model,
+            build_optimizer(
+                spec.optimizer,
+                decay_groups(self.model, spec.weight_decay),
+                lr=spec.learning_rate,
+                betas=(spec.beta1, spec.beta2),
+            ),
+            precision,
+            self.device,
+            max_gradient_norm=spec.clip or None,
+            compute_loss=compiled(self.model, spec.compile),
+        )
+
+    def run(self, report: Callable[[Point], None]) -> tuple[list[Point], int]:
+        """Trains to the last step from the newest whole checkpoint; the whole curve, and steps done in this call.
+
+        `report` is called for each step, after it is on disk. Raises CheckpointError, DivergedError.
+        """
+        self.curve_path.parent.mkdir(parents=True, exist_ok=True)
+        start = self._resume()
+        curve = self._keep_curve_until(start)
+        for point in curve:
+            report(point)
+        pending: list[tuple[int, Tensor]] = []
+        with self.curve_path.open("a") as file, self.step.precision.matmul_mode():
+            for number in range(start, self.spec.steps):
+                pending.append((number + 1, self._train_step(number)))
+                done = number + 1
+                last = done == self.spec.steps
+                evaluates = last or done % self.spec.evaluate_every == 0
+                saves = last or done % self.spec.checkpoint_every == 0
+                if evaluates or saves or done % DRAIN_EVERY == 0:
+                    points = self._drain(pending, self.evaluate() if evaluates else None)
+                    file.writelines(json.dumps(dataclasses.asdict(point)) + "\n" for point in points)
+                    file.flush()
+                    curve += points
+                    for point in points:
+                        report(point)
+                if saves:
+                    os.fsync(file.fileno())
+                    self._save(done)
+        return curve, self.spec.steps - start
+
+    def _train_step(self, number: int) -> Tensor:
+        """One optimizer step over `accumulation` micro-batches; its mean loss, still on the device."""
+        spec = self.spec
+        for group in self.step.optimizer.param_groups:
+            group["lr"] = spec.learning_rate_at(number)
+        rows = spec.batch * spec.accumulation
+        batch = self.corpus.batch(number, batch=rows, length=spec.model.context_length, seed=spec.seed)
+        tokens, targets = (part.to(self.device, non_blocking=True).split(spec.batch) for part in batch)
+        total = torch.zeros((), device=self.device)
+        for micro_tokens, micro_targets in zip(tokens, targets, strict=True):
+            loss = self.step.forward(micro_tokens, micro_targets) / spec.accumulation
+            self.step.backward(loss)
+            total += loss.detach()
+        self.step.update()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Held-out loss in bits per byte: nats a token over ln 2 and over the bytes a token stands for."""
+        spec = self.spec
+        tokens, targets = self.corpus.held_out_windows(spec.evaluate_windows, spec.model.context_length)
+        total = torch.zeros((), dtype=torch.float64)
+        for micro_tokens, micro_targets in zip(tokens.split(spec.batch), targets.split(spec.batch), strict=True):
+            loss = self.step.forward(micro_tokens.to(self.device), micro_targets.to(self.device))
+            total += loss.double().cpu() * len(micro_tokens)
+        return total.item() / len(tokens) / math.log(2) / self.corpus.bytes_per_held_out_token
+
+    def _drain(self, pending: list[tuple[int, Tensor]], bits_per_byte: float | None) -> list[Point]:
+        losses = torch.stack([loss for _, loss in pending]).tolist()
+        points = [Point(step, loss) for (step, _), loss in zip(pending, losses, strict=True)]
+        pending.clear()
+        for point in points:
+            if not math.isfinite(point.loss):
+                raise DivergedError(f"the loss at step {point.step} is {point.loss}; lower --learning-rate")
+        points[-1] = dataclasses.replace(points[-1], bits_per_byte=bits_per_byte)
+        return points
+
+    def _about(self) -> dict[str, Any]:
+        """What decides the curve: a checkpoint goes on only under the same."""
+        spec = dataclasses.asdict(self.spec)
+        for free in ("model", "size", "corpus", "device", "keep", "checkpoint_every", "compile"):
+            del spec[free]
+        return {**spec, **self.spec.model.architecture(), "corpus_sha256": self.corpus.text.sha256}
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.step.optimizer)
+        return {"model": model, "optimizer": optimizer, "scaler": self.step.scaler.state_dict()}
+
+    def _save(self, step: int) -> None:
+        self.checkpoints.save(step, self._state(), self._about(), keep=self.spec.keep)
+
+    def _resume(self) -> int:
+        """Loads the newest whole checkpoint and returns its step, 0 where there is none."""
+        for step, folder, about in self.checkpoints.newest():
+            require_same(about, self._about(), folder)
+            state = self._state()
+            self.checkpoints.load(folder, state)
+            set_state_dict(
+                self.model,
+                self.step.optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+            )
+            self.step.scaler.load_state_dict(state["scaler"])
+            return step
+        return 0
+
+    def _keep_curve_until(self, step: int) -> list[Point]:
+        """Drops from the file what comes after the checkpoint (it is computed again), and returns the rest."""
+        points = [point for point in read_curve(self.curve_path) if point.step <= step]
+        partial = self.curve_path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(dataclasses.asdict(point)) + "\n" for point in points))
+        partial.replace(self.curve_path)
+        return points
+
+
+def read_curve(path: Path) -> list[Point]:
+    """The points of a curve file; a last line that was cut short is left out."""
+    if not path.exists():
+        return []
+    points = []
+    for line in path.read_text().splitlines():
+        try:
+            points.append(Point(**json.loads(line)))
+        except (ValueError, TypeError):
+            break
+    return points
+
+
+def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices with weight decay, gains and biases without."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]

@@ -1,0 +1,45 @@
+"""The precisions a step can run in, as data: parameter type, autocast type, matmul mode, loss scaling."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision:
+    parameters: torch.dtype = torch.float32
+    autocast: torch.dtype | None = None
+    tf32: bool = False
+    scales_loss: bool = False
+
+    def autocasting(self, device: torch.device) -> torch.autocast:
+        """The context in which a forward pass runs."""
+        return torch.autocast(device.type, self.autocast, enabled=self.autocast is not None)
+
+    @contextlib.contextmanager
+    def matmul_mode(self) -> Iterator[None]:
+        """fp32 matrix products as this precision wants them, in forward and backward; restored afterwards."""
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+PRECISIONS: Mapping[str, Precision] = {
+    "fp32": Precision(),
+    "tf32": Precision(tf32=True),
+    "bf16": Precision(autocast=torch.bfloat16),
+    "fp16": Precision(autocast=torch.float16, scales_loss=True),
+    "bf16-pure": Precision(parameters=torch.bfloat16),
+}
+
+
+def unavailable(name: str, device: torch.device) -> str | None:
+    """Why the precision cannot run on the device, or None."""
+    if name == "tf32" and device.type != "cuda":
+        return f"tf32 is a mode of CUDA matrix units; {device.type} has none"
+    return None

@@ -1,0 +1,49 @@
+"""One training step, in its three phases. What `bench step` times is what `train` trains with."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from stepgauge.train.precision import Precision
+
+
+class TrainingStep:
+    """forward, backward and update of a module that gives its loss: `module(tokens_BT, targets_BT)` -> scalar.
+
+    `forward` may be called several times before `update`, each with its share of the loss: gradients add up.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision,
+        device: torch.device,
+        *,
+        max_gradient_norm: float | None = None,
+        compute_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ):
+        self.module = module
+        self.optimizer = optimizer
+        self.precision = precision
+        self.device = device
+        self.max_gradient_norm = max_gradient_norm
+        self.compute_loss = module if compute_loss is None else compute_loss
+        self.scaler = torch.amp.GradScaler(device.type, enabled=precision.scales_loss)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        with self.precision.autocasting(self.device):
+            return self.compute_loss(tokens_BT, targets_BT)
+
+    def backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+
+    def update(self) -> None:
+        """Clips, steps the optimizer and frees the gradients."""
+        if self.max_gradient_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.module.parameters(), self.max_gradient_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
