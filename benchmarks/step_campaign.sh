@@ -17,7 +17,8 @@ if [ "${ROWS:-1}" = 1 ]; then
   stepgauge compare "$work/a" "$work/b" 2>&1 | tee "$out/repeat.txt"
 fi
 if [ "${STUDY:-1}" = 1 ]; then
-  time stepgauge study --out "$work/study"
+  time timeout "${STUDY_SECONDS:-520}" python3 -m stepgauge study --out "$work/study"
+  stepgauge report "$work/study" # of what there is, should time have run out
   for file in records.jsonl machine.json report.html failures.log; do
     cp "$work/study/$file" "$out/study-$file" 2>/dev/null
   done

@@ -45,7 +45,7 @@ def run(spec: StepSpec) -> Record:
     with step.precision.matmul_mode():
         compile_s = _first_call(phases, device) if spec.compile != "off" else None
         devices.reset_peak_memory(device)
-        times = time_phases(phases, device, warmup=spec.warmup, steps=spec.steps)
+        times = time_phases(phases, device, warmup=spec.warmup, steps=spec.steps, seconds=spec.seconds)
     samples = {name: Sample.of(values, "ms") for name, values in times.items()}
     return Record(
         kind=spec.kind,

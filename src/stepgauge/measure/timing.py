@@ -12,10 +12,13 @@ from stepgauge.measure.devices import synchronize
 Phases = Mapping[str, Callable[[], None]]
 
 
-def time_phases(phases: Phases, device: torch.device, *, warmup: int, steps: int) -> dict[str, list[float]]:
+def time_phases(
+    phases: Phases, device: torch.device, *, warmup: int, steps: int, seconds: float = 0.0
+) -> dict[str, list[float]]:
     """Milliseconds of each phase and of the whole step ("step"), one value a timed step.
 
-    The phases run in order, `warmup` times untimed and then `steps` times. On an accelerator, events mark the
+    The phases run in order, `warmup` times untimed, then at least `steps` times and for at least `seconds`: the
+    median of a short step needs many, since clocks rise and the host is not alone. On an accelerator, events mark the
     boundaries on the device's own queue and the host waits once a step, at its end: phases add up to the step and
     no wait between them is measured. On the CPU the clock is time.perf_counter.
     """
@@ -28,7 +31,8 @@ def time_phases(phases: Phases, device: torch.device, *, warmup: int, steps: int
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        for _ in range(steps):
+        end = time.perf_counter() + seconds
+        while len(times["step"]) < steps or time.perf_counter() < end:
             marks = clock(phases, device)
             for name, milliseconds in zip(phases, marks, strict=True):
                 times[name].append(milliseconds)

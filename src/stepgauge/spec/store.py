@@ -1,5 +1,6 @@
 """A run on disk: a folder with records.jsonl, one record a line, each safe the moment it is measured."""
 
+import contextlib
 import dataclasses
 import os
 from pathlib import Path
@@ -64,7 +65,8 @@ class RunStore:
                 data = data[os.write(descriptor, data) :]
             os.fsync(descriptor)
         except OSError:
-            os.ftruncate(descriptor, size)
+            with contextlib.suppress(OSError):  # the first error is the one to tell
+                os.ftruncate(descriptor, size)
             raise
 
     def read(self) -> Contents:

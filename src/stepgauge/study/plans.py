@@ -23,7 +23,7 @@ def sizes(machine: Machine) -> list[str]:
 def step_spec(machine: Machine, size: str, *, load: tuple[int, int] | None = None, **fields: Any) -> StepSpec:
     """A StepSpec on the machine; CPU rows are short."""
     batch, context = load or (OURS if machine.is_gpu else S2)
-    counts = {"warmup": 5, "steps": 10} if machine.is_gpu else {"warmup": 2, "steps": 5}
+    counts = {"warmup": 5, "steps": 10} if machine.is_gpu else {"warmup": 2, "steps": 5, "seconds": 0.5}
     model = ModelSpec.preset(size, context_length=context)
     return StepSpec(**{**counts, "model": model, "size": size, "batch": batch, "device": machine.device, **fields})
 

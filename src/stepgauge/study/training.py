@@ -23,7 +23,7 @@ def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
     else:
         size, context = "tiny", 128
         spec = TrainSpec(model=_bytes(size, context), size=size, batch=8, steps=200, warmup=20)
-    spec = dataclasses.replace(spec, device=machine.device)
+    spec = dataclasses.replace(spec, device=machine.device, checkpoint_every=spec.steps // 2)
     return [Job(functools.partial(train.run, folder=folder / "training"), spec)]
 
 

@@ -1,0 +1,152 @@
+"""Our model's step beside the same network in the transformers library, in one process on one GPU.
+
+    PYTHONPATH=src python benchmarks/step_vs_transformers.py OUT.jsonl [--sizes small 2.7b] [--device cuda]
+
+Both run in our TrainingStep (bf16 autocast, torch's fused AdamW), eager and compiled, in turn. First the check: with
+our weights copied into theirs, both give the same logits in fp32. Without it no time is printed.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from stepgauge.bench.step import LEARNING_RATE, make_batch, make_phases
+from stepgauge.bench.sweep import stamped
+from stepgauge.measure import devices
+from stepgauge.measure.environment import environment
+from stepgauge.measure.timing import time_phases
+from stepgauge.models.parts import NORM_EPSILON, build_optimizer
+from stepgauge.models.transformer import ROPE_BASE, TransformerLM
+from stepgauge.report.views import record_table
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.step import StepSpec
+from stepgauge.train.precision import PRECISIONS
+from stepgauge.train.step import TrainingStep
+
+
+class Peer(nn.Module):
+    """transformers' Llama of the same shape, with the loss that ours has."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device):
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=spec.vocab_size,
+            hidden_size=spec.d_model,
+            intermediate_size=spec.d_ff,
+            num_hidden_layers=spec.num_layers,
+            num_attention_heads=spec.num_heads,
+            max_position_embeddings=spec.context_length,
+            rms_norm_eps=NORM_EPSILON,
+            rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASE},
+            attn_implementation="sdpa",
+            use_cache=False,
+            tie_word_embeddings=False,
+        )
+        with device:
+            self.network = LlamaForCausalLM(config)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        logits_BTV = self.network(input_ids=tokens_BT, use_cache=False).logits
+        if targets_BT is None:
+            return logits_BTV
+        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+    @torch.no_grad()
+    def copy_from(self, model: TransformerLM) -> None:
+        """Takes our weights, our fused projections split into theirs."""
+        network = self.network.model
+        network.embed_tokens.weight.copy_(model.embedding.weight)
+        network.norm.weight.copy_(model.norm.weight)
+        self.network.lm_head.weight.copy_(model.head.weight)
+        for theirs, ours in zip(network.layers, model.blocks, strict=True):
+            attention, feed_forward = theirs.self_attn, theirs.mlp
+            parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+            for part, weight in zip(parts, ours.attention.input.weight.chunk(3), strict=True):
+                part.weight.copy_(weight)
+            for part, weight in zip(
+                (feed_forward.gate_proj, feed_forward.up_proj), ours.feed_forward.gate_up.weight.chunk(2), strict=True
+            ):
+                part.weight.copy_(weight)
+            attention.o_proj.weight.copy_(ours.attention.output.weight)
+            feed_forward.down_proj.weight.copy_(ours.feed_forward.down.weight)
+            theirs.input_layernorm.weight.copy_(ours.attention_norm.weight)
+            theirs.post_attention_layernorm.weight.copy_(ours.feed_forward_norm.weight)
+
+
+@torch.no_grad()
+def check_same(spec: ModelSpec, device: torch.device) -> float:
+    """Relative difference of the logits with equal weights, in fp32. Raises if they are not the same network."""
+    small = dataclasses.replace(spec, num_layers=2)
+    ours, theirs = TransformerLM(small, device=device), Peer(small, device)
+    theirs.copy_from(ours)
+    counts = [sum(p.numel() for p in model.parameters()) for model in (ours, theirs)]
+    tokens = torch.randint(small.vocab_size, (2, small.context_length), device=device)
+    expected = theirs(tokens)
+    error = ((ours(tokens) - expected).norm() / expected.norm()).item()
+    if error > 1e-4 or counts[0] != counts[1]:
+        raise SystemExit(f"not the same network: relative difference {error:.2e}, parameters {counts}")
+    return error
+
+
+def rows(size: str, device: torch.device, seconds: float, context: int) -> Iterator[Record]:
+    """Ours and theirs, eager and compiled, each built, timed and freed in turn."""
+    model_spec = ModelSpec.preset(size, context_length=context)
+    error = check_same(model_spec, device)
+    for compile_mode in ("off", "on"):
+        spec = StepSpec(
+            model=model_spec, size=size, precision="bf16", compile=compile_mode, device=str(device), seconds=seconds
+        )
+        for name, build in (("stepgauge", lambda: TransformerLM(model_spec, device=device)),
+                            ("transformers", lambda: Peer(model_spec, device))):  # fmt: skip
+            times, peak = measure(spec, build(), device)
+            yield stamped(
+                Record(
+                    kind="step-peer",
+                    spec={**dataclasses.asdict(spec), "implementation": name},
+                    metrics={
+                        **{f"{phase}_ms": Sample.of(values, "ms") for phase, values in times.items()},
+                        "peak_bytes": Sample.exact(peak or 0, "bytes"),
+                        "logit_error": Sample.exact(error, "relative"),
+                    },
+                    environment=environment(device),
+                )
+            )
+
+
+def measure(spec: StepSpec, model: nn.Module, device: torch.device) -> tuple[dict[str, list[float]], int | None]:
+    torch._dynamo.reset()
+    devices.reset_peak_memory(device)
+    optimizer = build_optimizer(spec.optimizer, model.parameters(), lr=LEARNING_RATE)
+    loss = torch.compile(model) if spec.compile == "on" else model
+    step = TrainingStep(model, optimizer, PRECISIONS[spec.precision], device, compute_loss=loss)
+    phases = make_phases(spec, step, make_batch(spec, device))
+    times = time_phases(phases, device, warmup=spec.warmup, steps=spec.steps, seconds=spec.seconds)
+    return times, devices.peak_memory(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--sizes", nargs="+", default=["small", "2.7b"])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--context", type=int, default=512)
+    arguments = parser.parse_args()
+    records = []
+    with arguments.out.open("a") as file:
+        for size in arguments.sizes:
+            for record in rows(size, torch.device(arguments.device), arguments.seconds, arguments.context):
+                records.append(record)
+                print(record.to_json(), file=file, flush=True)
+    print(record_table(records).to("markdown"))
+
+
+if __name__ == "__main__":
+    main()

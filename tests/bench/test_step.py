@@ -1,0 +1,78 @@
+"""A StepSpec as a record."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from stepgauge.bench.step import check, least_bytes, model_flops, run
+from stepgauge.measure.timing import time_phases
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.step import PHASES, PRECISIONS, StepSpec
+
+
+def nano(**fields):
+    model = ModelSpec.preset("nano", vocab_size=300, context_length=32)
+    return StepSpec(**{"model": model, "size": "nano", "batch": 2, "warmup": 1, "steps": 3, "seconds": 0.0, **fields})
+
+
+@pytest.mark.parametrize("phases", PHASES)
+def test_phases_are_timed_and_add_up(phases):
+    record = run(nano(phases=phases))
+    timed = {"forward": ["forward"], "backward": ["forward", "backward"], "step": ["forward", "backward", "optimizer"]}
+    names = [f"{phase}_ms" for phase in timed[phases]]
+    assert [name for name in record.metrics if name.endswith("_ms")] == [*names, "step_ms"]
+    assert record.metrics["step_ms"].n == 3
+    total = sum(record.metrics[name].mean for name in names)
+    assert record.metrics["step_ms"].mean == pytest.approx(total)
+
+
+def test_rates_follow_from_the_step():
+    spec = nano()
+    record = run(spec)
+    seconds = record.median("step_ms") / 1e3
+    assert record.median("tokens_per_s") == pytest.approx(64 / seconds)
+    assert record.median("tflop_per_s") == pytest.approx(model_flops(spec) / seconds / 1e12)
+    assert "mfu" not in record.metrics  # no peak is known for a CPU, and none is guessed
+    assert record.median("peak_bytes") > 0
+
+
+@pytest.mark.parametrize("precision", [p for p in PRECISIONS if p != "tf32"])
+def test_every_precision_runs_on_a_cpu(precision):
+    assert run(nano(precision=precision, steps=1, warmup=0)).metrics["step_ms"].n == 1
+
+
+def test_text_is_a_batch_too():
+    assert run(nano(data="text", steps=1)).status == "ok"
+
+
+def test_what_cannot_be_is_said_before_anything_is_built():
+    with pytest.raises(ValueError, match="tf32 is a mode of CUDA matrix units; cpu has none"):
+        check(nano(precision="tf32"))
+    model = ModelSpec.preset("nano", vocab_size=100)
+    with pytest.raises(ValueError, match="vocab_size is 100; text as bytes needs at least 256"):
+        check(nano(data="text", model=model))
+
+
+def test_a_model_beyond_the_hosts_memory_is_a_memory_error_at_once():
+    giant = dataclasses.replace(nano(), model=ModelSpec.preset("10b", num_layers=5000))
+    assert least_bytes(giant) == 16 * giant.model.num_parameters
+    with pytest.raises(MemoryError, match=r"needs at least [\d.]+ GiB of memory"):
+        run(giant)
+
+
+def test_seconds_extend_the_sample():
+    calls = []
+    times = time_phases({"a": lambda: calls.append(1)}, torch.device("cpu"), warmup=2, steps=1, seconds=0.05)
+    assert len(times["a"]) == len(times["step"]) == len(calls) - 2 > 1
+    times = time_phases({"a": lambda: None}, torch.device("cpu"), warmup=0, steps=4)
+    assert len(times["step"]) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision_runs_on_a_gpu(precision):
+    record = run(nano(precision=precision, device="cuda"))
+    assert record.median("peak_bytes") > 16 * 300 * 64
+    assert record.median("step_ms") > 0

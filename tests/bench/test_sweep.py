@@ -1,0 +1,117 @@
+"""The sweep: each row on disk as it comes, whatever happens to the process that measures it."""
+
+import dataclasses
+import os
+import signal
+from typing import ClassVar
+
+import pytest
+import torch
+
+from stepgauge.bench.sweep import FAILURES, Job, sweep
+from stepgauge.measure.devices import out_of_memory_reason
+from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.store import RunStore
+
+
+@dataclasses.dataclass(frozen=True)
+class Toy:
+    kind: ClassVar[str] = "toy"
+    does: str
+    size: str = "toy"
+    precision: str = "fp32"
+    device: str = "cpu"
+
+
+def run(spec):
+    match spec.does:
+        case "raise":
+            raise RuntimeError("first line\nsecond line")
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "host oom":
+            torch.empty(2**46, dtype=torch.uint8)
+        case "device oom":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total ...")
+    process = Sample.exact(os.getpid(), "process")
+    return Record(kind="toy", spec=dataclasses.asdict(spec), metrics={"process": process}, environment=here())
+
+
+def here():
+    from stepgauge.measure.environment import environment
+
+    return environment(torch.device("cpu"))
+
+
+def outcomes(store, *does, **settings):
+    return list(sweep([Job(run, Toy(what)) for what in does], store, **settings))
+
+
+def test_each_row_runs_in_a_process_of_its_own(tmp_path):
+    store = RunStore(tmp_path)
+    rows = outcomes(store, "a", "b")
+    processes = {row.record.median("process") for row in rows}
+    assert len(processes | {os.getpid()}) == 3
+    assert all(row.record.created for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("does", "status", "words"),
+    [
+        ("raise", "failed", "RuntimeError: first line"),
+        ("killed", "oom", "was ended by SIGKILL"),
+        ("segfault", "failed", "was ended by SIGSEGV"),
+        ("host oom", "oom", "host memory ran out at 65536.00 GiB more"),
+        ("device oom", "oom", "device memory ran out at 2.50 GiB more"),
+    ],
+)
+def test_a_row_that_fails_says_so_and_the_sweep_goes_on(tmp_path, does, status, words):
+    store = RunStore(tmp_path)
+    rows = outcomes(store, "before", does, "after")
+    assert [row.record.status for row in rows] == ["ok", status, "ok"]
+    assert words in rows[1].record.note
+    assert "\n" not in rows[1].record.note
+    assert [r.status for r in store.read().records] == ["ok", status, "ok"]
+    assert rows[1].record.environment["torch"] == torch.__version__
+    assert (tmp_path / FAILURES).exists() == (does == "raise")
+
+
+def test_the_same_sweep_goes_on_where_it_stopped(tmp_path):
+    store = RunStore(tmp_path)
+    first = outcomes(store, "a", "host oom", "raise")
+    second = outcomes(store, "a", "host oom", "raise", "b")
+    assert [row.was_there for row in first] == [False] * 3
+    assert [row.was_there for row in second] == [True, True, False, False]  # what failed is tried again
+    assert second[0].record == first[0].record
+    again = outcomes(store, "a", fresh=True)
+    assert not again[0].was_there
+    assert len(store.read().records) == 6
+
+
+def test_rows_of_another_device_do_not_count(tmp_path):
+    store = RunStore(tmp_path)
+    (row,) = outcomes(store, "a")
+    other = RunStore(tmp_path / "other")
+    other.prepare()
+    other.append(dataclasses.replace(row.record, environment={**row.record.environment, "device": "another"}))
+    assert not outcomes(other, "a")[0].was_there
+
+
+def test_an_interrupt_in_between_keeps_what_was_measured(tmp_path):
+    store = RunStore(tmp_path)
+    seen = []
+    with pytest.raises(KeyboardInterrupt):
+        for outcome in sweep([Job(run, Toy(what)) for what in ("a", "b")], store):
+            seen.append(outcome)
+            raise KeyboardInterrupt
+    assert len(seen) == len(store.read().records) == 1
+
+
+def test_only_memory_errors_are_out_of_memory():
+    assert out_of_memory_reason(RuntimeError("CUDA error: an illegal memory access")) is None
+    assert out_of_memory_reason(ValueError("memory")) is None
+    assert out_of_memory_reason(MemoryError("needs 3 GiB")) == "needs 3 GiB"

@@ -1,0 +1,46 @@
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("MPLBACKEND", "agg")
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def record():
+    """Makes a measured record of a step: record(size="small", step=[10.0, 11.0])."""
+    from stepgauge.spec.model import ModelSpec
+    from stepgauge.spec.record import Record, Sample
+    from stepgauge.spec.step import StepSpec
+
+    def make(size="small", step=(10.0,), device="Test GPU", status="ok", note="", **spec):
+        asked = StepSpec(model=ModelSpec.preset(size), size=size, **spec)
+        metrics = (
+            {} if status != "ok" else {"step_ms": Sample.of(step, "ms"), "peak_bytes": Sample.exact(2**30, "bytes")}
+        )
+        return Record(
+            kind="step",
+            spec=dataclasses.asdict(asked),
+            metrics=metrics,
+            environment={"device": device, "torch": "2.13.0"},
+            status=status,
+            note=note,
+        )
+
+    return make
+
+
+@pytest.fixture
+def stepgauge(capfd):
+    """Runs the command line in this process: stepgauge("show", path) -> (status, stdout, stderr)."""
+    from stepgauge import cli
+
+    def run(*arguments):
+        capfd.readouterr()
+        status = cli.run([str(argument) for argument in arguments])
+        out, err = capfd.readouterr()
+        return status, out, err
+
+    return run

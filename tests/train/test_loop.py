@@ -1,0 +1,167 @@
+"""A run that is killed and started again gives the curve of a run that was not."""
+
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from stepgauge.bench.train import run
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.train import TrainSpec
+from stepgauge.train.checkpoint import MANIFEST, CheckpointError, Checkpoints
+from stepgauge.train.loop import CURVE_FILE, DivergedError, read_curve
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("corpus") / "text.txt"
+    path.write_text("".join(f"{i} bottles of beer on the wall, take {i % 7} down\n" for i in range(3000)))
+    return str(path)
+
+
+@pytest.fixture
+def spec(corpus):
+    model = ModelSpec.preset("nano", context_length=32)
+    return TrainSpec(
+        model=model, size="nano", corpus=corpus, steps=24, batch=4, warmup=4, evaluate_every=6, evaluate_windows=8,
+        checkpoint_every=6, accumulation=2, learning_rate=3e-3,
+    )  # fmt: skip
+
+
+class KilledError(Exception):
+    pass
+
+
+def killed_at(step):
+    def report(point):
+        if point.step == step:
+            raise KilledError
+
+    return report
+
+
+def test_the_loss_falls(spec, tmp_path):
+    record = run(dataclasses.replace(spec, steps=60, checkpoint_every=1000), folder=tmp_path)
+    assert record.series["loss"][0] == pytest.approx(5.545, abs=0.1)  # ln 256: nothing is known yet
+    assert record.series["loss"][-1] < 3.5
+    assert record.median("held_out") < 5.0
+    assert record.series["step"] == list(range(1, 61))
+    assert len(record.environment["corpus_sha256"]) == 64
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_stopped_run_goes_on_bit_for_bit(spec, tmp_path, precision):
+    spec = dataclasses.replace(spec, precision=precision, steps=18)
+    whole = run(spec, folder=tmp_path / "whole")
+    with pytest.raises(KilledError):
+        run(spec, folder=tmp_path / "cut", report=killed_at(10))
+    seen = []
+    gone_on = run(spec, folder=tmp_path / "cut", report=lambda point: seen.append(point.step))
+    assert gone_on.series == whole.series
+    assert seen == list(range(1, 19))
+    assert (tmp_path / "cut" / CURVE_FILE).read_text() == (tmp_path / "whole" / CURVE_FILE).read_text()
+
+
+def test_killed_by_signal_at_any_moment(spec, tmp_path, corpus):
+    """Kills the command itself, several times, wherever it happens to be."""
+    command = [
+        *(sys.executable, "-m", "stepgauge", "train", "--size", "nano", "--context", "32", "--corpus", corpus),
+        *("--steps", "60", "--batch", "4", "--checkpoint-every", "5", "--evaluate-every", "20", "--device", "cpu"),
+    ]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    subprocess.run([*command, "--out", str(whole)], check=True, capture_output=True, timeout=200)
+    for wanted in (5, 15, 30):
+        process = subprocess.Popen([*command, "--out", str(cut)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 100
+        while process.poll() is None and time.monotonic() < deadline:
+            points = read_curve(cut / CURVE_FILE)
+            if points and points[-1].step >= wanted:
+                break
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    subprocess.run([*command, "--out", str(cut)], check=True, capture_output=True, timeout=200)
+    assert (cut / CURVE_FILE).read_text() == (whole / CURVE_FILE).read_text()
+
+
+def folders(path):
+    return sorted(p.name for p in (path / "checkpoints").iterdir())
+
+
+def test_only_the_newest_checkpoints_are_kept(spec, tmp_path):
+    run(spec, folder=tmp_path)
+    assert folders(tmp_path) == ["step-000000018", "step-000000024"]
+
+
+def cut_largest_file(folder):
+    path = max(folder.iterdir(), key=lambda p: p.stat().st_size)
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_a_byte(folder):
+    path = max(folder.iterdir(), key=lambda p: p.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut_largest_file,
+        flip_a_byte,
+        lambda folder: (folder / MANIFEST).unlink(),
+        lambda folder: (folder / MANIFEST).write_text("{"),
+        lambda folder: (folder / ".metadata").unlink(),
+    ],
+    ids=["cut", "bit flip", "no manifest", "bad manifest", "no metadata"],
+)
+def test_a_damaged_checkpoint_is_passed_over(spec, tmp_path, damage):
+    whole = run(spec, folder=tmp_path)
+    damage(tmp_path / "checkpoints" / "step-000000024")
+    with pytest.warns(UserWarning, match="step-000000024 is not whole and is passed over"):
+        assert [step for step, _, _ in Checkpoints(tmp_path / "checkpoints").newest()] == [18]
+    with pytest.warns(UserWarning, match="not whole"):
+        assert run(spec, folder=tmp_path).series == whole.series
+
+
+def test_an_unfinished_checkpoint_is_never_taken(spec, tmp_path):
+    run(spec, folder=tmp_path)
+    newest = tmp_path / "checkpoints" / "step-000000024"
+    newest.rename(newest.with_suffix(".partial"))
+    assert [step for step, _, _ in Checkpoints(tmp_path / "checkpoints").newest()] == [18]
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(spec, tmp_path):
+    run(spec, folder=tmp_path)
+    other = dataclasses.replace(spec, model=dataclasses.replace(spec.model, d_ff=128))
+    with pytest.raises(CheckpointError, match=r"is of another run: d_ff 256 there, 128 here"):
+        run(other, folder=tmp_path)
+    same = dataclasses.replace(spec, model=dataclasses.replace(spec.model, norm="rmsnorm-eager"))
+    run(same, folder=tmp_path)  # another implementation of the same network goes on
+
+
+def test_an_old_curve_without_checkpoints_is_begun_again(spec, tmp_path):
+    first = run(spec, folder=tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert run(spec, folder=tmp_path).series == first.series
+    assert len(read_curve(tmp_path / CURVE_FILE)) == spec.steps
+
+
+def test_divergence_is_said(spec, tmp_path):
+    wild = dataclasses.replace(spec, learning_rate=100.0, warmup=0, optimizer="sgd", clip=0.0, steps=60)
+    with pytest.raises(DivergedError, match=r"the loss at step \d+ is"):
+        run(wild, folder=tmp_path)
+
+
+def test_evaluation_changes_nothing(spec, tmp_path):
+    often = run(dataclasses.replace(spec, evaluate_every=1), folder=tmp_path / "often")
+    seldom = run(dataclasses.replace(spec, evaluate_every=24), folder=tmp_path / "seldom")
+    assert often.series["loss"] == seldom.series["loss"]
+    assert torch.tensor(often.series["held_out_bits_per_byte"]).diff().mean() < 0

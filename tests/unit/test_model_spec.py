@@ -1,0 +1,98 @@
+"""The identities of ModelSpec against the real module and torch's own FLOP counter."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from stepgauge.models.transformer import TransformerLM
+from stepgauge.spec.model import SIZES, ModelSpec, nearest_divisor
+
+META = torch.device("meta")
+VARIANTS = [
+    {},
+    {"feed_forward": "gelu"},
+    {"norm": "layernorm"},
+    {"positions": "learned"},
+    {"tied_head": True},
+    {"feed_forward": "gelu", "norm": "layernorm", "positions": "learned", "tied_head": True},
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_presets_have_the_parameters_of_the_module(size):
+    spec = ModelSpec.preset(size)
+    assert sum(p.numel() for p in TransformerLM(spec, device=META).parameters()) == spec.num_parameters
+
+
+# 2VD + 3LDF + 4LD² + (2L+1)D by hand, for the course's sizes with SwiGLU.
+@pytest.mark.parametrize(
+    ("size", "parameters"), [("small", 128_625_408), ("xl", 1_998_235_200), ("2.7b", 3_406_809_600)]
+)
+def test_presets_have_known_parameters(size, parameters):
+    assert ModelSpec.preset(size).num_parameters == parameters
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_variants_have_the_parameters_of_the_module(changes):
+    spec = ModelSpec.preset("nano", vocab_size=321, context_length=48, **changes)
+    assert sum(p.numel() for p in TransformerLM(spec).parameters()) == spec.num_parameters
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_forward_flops_are_those_of_the_flop_counter(changes):
+    spec = ModelSpec.preset("nano", vocab_size=96, context_length=32, attention="eager", **changes)
+    tokens = torch.randint(96, (3, 32))
+    model = TransformerLM(spec)
+    with FlopCounterMode(display=False) as counter:
+        loss = model(tokens, tokens)
+    # torch counts the whole score matrix, masked or not.
+    expected = spec.forward_flops(batch=3, sequence=32, causal_half=False)
+    assert counter.get_total_flops() == expected
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    assert counter.get_total_flops() == 2 * expected
+
+
+def test_causal_half_halves_attention_only():
+    spec = ModelSpec.preset("small")
+    whole = spec.forward_flops(batch=2, sequence=512, causal_half=False)
+    half = spec.forward_flops(batch=2, sequence=512)
+    assert whole - half == 2 * 2 * 512 * 512 * spec.d_model * spec.num_layers
+    assert spec.step_flops(batch=2, sequence=512) == 3 * half
+
+
+def test_residual_stream_bytes():
+    assert ModelSpec.preset("2.7b").residual_stream_bytes(batch=4, sequence=128) == 4 * 128 * 2560 * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_heads": 7}, ["num_heads is 7", "768", "nearest that does is 6"]),
+        ({"d_model": -1}, ["d_model is -1", "at least 1"]),
+        ({"num_layers": 0}, ["num_layers is 0", "at least 1"]),
+        ({"vocab_size": 10**9}, ["vocab_size is 1,000,000,000", "at most"]),
+        ({"norm": "batchnorm"}, ["norm is 'batchnorm'", "rmsnorm", "layernorm"]),
+        ({"d_model": 36, "num_heads": 12}, ["odd width 3", "rotary"]),
+    ],
+)
+def test_a_shape_that_is_no_network_is_named(changes, words):
+    with pytest.raises(ValueError) as error:
+        ModelSpec.preset("small", **changes)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_unknown_size_lists_the_known():
+    with pytest.raises(ValueError, match=r"size is 'huge'; choose one of nano, .*2\.7b"):
+        ModelSpec.preset("huge")
+
+
+def test_nearest_divisor():
+    assert [nearest_divisor(768, wanted) for wanted in (1, 5, 7, 1000)] == [1, 4, 6, 768]
+
+
+def test_architecture_is_blind_to_implementations_only():
+    spec = ModelSpec.preset("nano")
+    same = ModelSpec.preset("nano", norm="rmsnorm-eager", attention="eager")
+    other = ModelSpec.preset("nano", norm="layernorm")
+    assert spec.architecture() == same.architecture() != other.architecture()

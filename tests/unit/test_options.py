@@ -1,0 +1,53 @@
+"""Spec fields as options, and their product as specs."""
+
+import pytest
+
+from stepgauge.cli.options import expand
+from stepgauge.spec.step import StepSpec
+from stepgauge.spec.train import TrainSpec
+
+
+def test_the_product_is_swept_in_the_order_given():
+    specs = list(expand(StepSpec, {"size": ("nano", "tiny"), "precision": ("fp32", "bf16"), "d_ff": (64,)}))
+    assert [(s.size, s.precision) for s in specs] == [
+        ("nano", "fp32"),
+        ("nano", "bf16"),
+        ("tiny", "fp32"),
+        ("tiny", "bf16"),
+    ]
+    assert {s.model.d_ff for s in specs} == {64}
+    assert [s.model.d_model for s in specs] == [64, 64, 128, 128]
+
+
+def test_a_combination_that_is_no_network_is_an_error():
+    with pytest.raises(ValueError, match="num_heads is 3, which does not divide d_model 64"):
+        list(expand(StepSpec, {"size": ("nano",), "num_heads": (2, 3)}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("batch", 0, "batch is 0; it must be at least 1"),
+        ("batch", 10**9, "batch is 1,000,000,000; it must be at most"),
+        ("precision", "fp8", "precision is 'fp8'; choose one of fp32"),
+        ("steps", -5, "steps is -5; it must be at least 1"),
+        ("seconds", float("nan"), "seconds is nan; it must be a finite number"),
+    ],
+)
+def test_a_value_outside_its_limits_is_an_error(field, value, words):
+    with pytest.raises(ValueError) as error:
+        list(expand(StepSpec, {"size": ("nano",), field: (value,)}))
+    assert words in str(error.value)
+
+
+def test_learning_rate_warms_up_and_ends_at_its_fraction():
+    (spec,) = expand(
+        TrainSpec,
+        {"size": ("nano",), "steps": (100,), "warmup": (10,), "learning_rate": (1.0,), "final_learning_rate": (0.1,)},
+    )
+    rates = [spec.learning_rate_at(step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == rates[10] == 1.0
+    assert rates[99] == pytest.approx(0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[54] == pytest.approx(0.55, abs=0.02)  # half-way down the cosine

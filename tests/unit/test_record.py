@@ -1,0 +1,71 @@
+import json
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepgauge.spec.record import Record, Sample
+
+values = st.lists(st.floats(min_value=1e-6, max_value=1e9), min_size=1, max_size=50)
+
+
+@given(values)
+def test_sample_is_ordered_and_within_its_values(numbers):
+    sample = Sample.of(numbers, "ms")
+    assert min(numbers) <= sample.p10 <= sample.median <= sample.p90 <= max(numbers)
+    assert sample.median == statistics.median(numbers)
+    assert sample.n == len(numbers)
+
+
+def test_sample_by_hand():
+    sample = Sample.of([4.0, 1.0, 3.0, 2.0, 5.0], "ms")
+    assert (sample.mean, sample.median) == (3.0, 3.0)
+    assert sample.std == pytest.approx(2.5**0.5)
+    assert (sample.p10, sample.p90) == (pytest.approx(1.4), pytest.approx(4.6))
+
+
+def test_a_rate_turns_percentiles_round():
+    rate = Sample.of([1.0, 2.0, 4.0], "ms").map(lambda ms: 1000 / ms, "tokens/s")
+    assert rate.median == 500
+    assert rate.p10 < rate.median < rate.p90
+    assert rate.p90 == pytest.approx(1000 / 1.2)
+
+
+def test_no_values_is_an_error():
+    with pytest.raises(ValueError, match="at least one"):
+        Sample.of([], "ms")
+
+
+@given(values, st.text(max_size=40))
+def test_json_line_reads_back_equal(numbers, note):
+    before = Record(
+        kind="step",
+        spec={"size": "small", "model": {"d_model": 768}},
+        metrics={"step_ms": Sample.of(numbers, "ms")},
+        series={"loss": numbers},
+        note=note,
+    )
+    line = before.to_json()
+    assert "\n" not in line
+    assert Record.from_json(line) == before
+
+
+@pytest.mark.parametrize(
+    "line", ["", "{", "[]", "{}", '{"schema": 99}', '{"schema": 1, "metrics": {}}', '{"schema": 1, "metrics": 3}']
+)
+def test_what_is_no_record_is_a_value_error(line):
+    with pytest.raises(ValueError):
+        Record.from_json(line)
+
+
+def test_nan_is_refused_rather_than_written():
+    record = Record(kind="step", spec={}, metrics={"x": Sample.exact(float("nan"), "ms")})
+    with pytest.raises(ValueError):
+        record.to_json()
+
+
+def test_key_ignores_the_order_of_fields():
+    first, second = Record(kind="a", spec={"x": 1, "y": 2}), Record(kind="a", spec={"y": 2, "x": 1})
+    assert first.key == second.key != Record(kind="b", spec={"x": 1, "y": 2}).key
+    assert json.loads(first.to_json())["schema"] == 1

@@ -1,0 +1,101 @@
+"""Nothing that was measured is lost: full disks, torn lines, folders that cannot be written."""
+
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from stepgauge.spec.record import Record
+from stepgauge.spec.store import RunStore, StoreError
+
+
+def numbered(number):
+    return Record(kind="step", spec={"number": number}, environment={"device": "d", "torch": "t"})
+
+
+def test_appends_and_reads(tmp_path):
+    store = RunStore(tmp_path / "new" / "run")
+    store.prepare()
+    for number in range(3):
+        store.append(numbered(number))
+    contents = store.read()
+    assert [record.spec["number"] for record in contents.records] == [0, 1, 2]
+    assert contents.problems == []
+
+
+def test_damaged_lines_are_named_and_the_good_ones_read(tmp_path):
+    store = RunStore(tmp_path)
+    for number in range(3):
+        store.append(numbered(number))
+    lines = store.path.read_bytes().splitlines()
+    lines[1] = lines[1][:40]
+    store.path.write_bytes(b"\n".join([*lines, b"\xff\xfe", b'{"schema": 1, "metr']))
+    contents = store.read()
+    assert [record.spec["number"] for record in contents.records] == [0, 2]
+    assert [problem.split(" is damaged")[0][-6:] for problem in contents.problems] == ["line 2", "line 4", "line 5"]
+
+
+def test_a_torn_last_line_does_not_swallow_the_next_record(tmp_path):
+    store = RunStore(tmp_path)
+    store.append(numbered(0))
+    with store.path.open("ab") as file:
+        file.write(b'{"schema": 1, "ki')
+    store.append(numbered(1))
+    contents = store.read()
+    assert [record.spec["number"] for record in contents.records] == [0, 1]
+    assert len(contents.problems) == 1
+
+
+def test_a_full_disk_leaves_the_good_rows_and_hands_the_record_back(tmp_path):
+    store = RunStore(tmp_path)
+    store.append(numbered(0))
+    size = store.path.stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    # A limit in the middle of the next line: the write is cut short, then refused, as on a disk that fills up.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 50, before[1]))
+    try:
+        with pytest.raises(StoreError, match="cannot write a record") as error:
+            store.append(numbered(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert Record.from_json(error.value.args[1]).spec == {"number": 1}
+    assert store.path.stat().st_size == size
+    store.append(numbered(2))
+    assert [record.spec["number"] for record in store.read().records] == [0, 2]
+
+
+def test_dev_full_is_a_sentence(tmp_path):
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    store = RunStore(tmp_path)
+    store.path.symlink_to("/dev/full")
+    with pytest.raises(StoreError, match="No space left on device"):
+        store.append(numbered(0))
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot write to"):
+        RunStore(tmp_path / "file" / "run").prepare()
+
+
+def test_no_run_is_a_sentence(tmp_path):
+    with pytest.raises(StoreError, match="no run at"):
+        RunStore(tmp_path / "none").read()
+
+
+def test_latest_keeps_one_record_of_each_thing_and_place(tmp_path):
+    store = RunStore(tmp_path)
+    elsewhere = Record(kind="step", spec={"number": 0}, environment={"device": "other", "torch": "t"})
+    again = Record(kind="step", spec={"number": 0}, environment={"device": "d", "torch": "t"}, note="again")
+    for record in (numbered(0), numbered(1), elsewhere, again):
+        store.append(record)
+    latest = store.read().latest()
+    assert [(r.spec["number"], r.environment["device"], r.note) for r in latest] == [
+        (0, "d", "again"),
+        (1, "d", ""),
+        (0, "other", ""),
+    ]
