@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 
 import pytest
 
@@ -64,7 +65,8 @@ def test_formats_keep_every_cell():
     typst = table.to("typst")
     assert r"[x\_1 & 50%], [1,000]," in typst
     assert r"[\#2]" in typst
-    assert set(FORMATS) == {"csv", "markdown", "latex", "typst"}
+    assert json.loads(table.to("json"))[0] == {"name": "x_1 & 50%", "a|b": "1,000"}
+    assert set(FORMATS) == {"json", "csv", "markdown", "latex", "typst"}
 
 
 def test_differences_pair_by_what_was_run(record):

@@ -6,18 +6,19 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 import stepgauge
-from stepgauge.cli import bench, records, study, train
+from stepgauge.cli import bench, model, records, study, train
 from stepgauge.cli.console import complain
 
 app = App(
     name="stepgauge",
     help="Measures a Transformer training step, explains it, makes it faster and predicts it.",
     version=stepgauge.__version__,
-    help_format="plaintext",
+    help_format="markdown",
 )
 app.command(study.study)
 app.command(bench.app)
 app.command(train.train)
+app.command(model.model)
 app.command(records.show)
 app.command(records.compare)
 app.command(records.report)

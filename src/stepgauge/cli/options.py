@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import itertools
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
@@ -46,14 +47,16 @@ def spec_options(
 
 def _parameter(field: "dataclasses.Field[Any]", sweep: bool, default: Any) -> inspect.Parameter:
     choices = field.metadata["choices"] or (tuple(SIZES) if field.name == "size" else None)
-    text = field.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
+    text = field.metadata["help"] + (f" ({', '.join(choices)})" if choices else "")
     usual = field.default if default is None else default
-    is_shape = field.name in {f.name for f in dataclasses.fields(ModelSpec)}
+    is_network = field.name == "size" or field.name in {f.name for f in dataclasses.fields(ModelSpec)}
+    values = types.GenericAlias(tuple, (str if field.type is bool else field.type, ...))
     annotation = Annotated[
-        tuple[str, ...] | None,
+        values | None,
         Parameter(
+            group="Network" if is_network else "Run",
             name=f"--{(field.metadata['flag'] or field.name).replace('_', '-')}",
-            help=f"{text} [{'preset' if is_shape and field.name in SHAPE else usual}]",
+            help=f"{text} [{'preset' if field.name in SHAPE else usual}]",
             consume_multiple=sweep or (0, 1),
             converter=lambda _, tokens: _convert(field, tokens),
             negative="",

@@ -59,10 +59,6 @@ def compare(
     table = difference_table(pairs)
     if format == "table":
         print_table(table)
-    elif format == "json":
-        import json
-
-        print(json.dumps([dict(zip(table.columns, row, strict=True)) for row in table.rows], indent=1))
     else:
         print(table.to(format), end="")
     exceeding = sum(pair.exceeds_spread for pair in pairs)

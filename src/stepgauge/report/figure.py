@@ -88,8 +88,7 @@ def stacked_bars(labels: Sequence[str], parts: Series, *, unit: str, points: Ser
             axes.barh(rows, lengths, left=start, color=colour, height=0.62, label=name)
             start = [a + b for a, b in zip(start, lengths, strict=True)]
         for row, total in zip(rows, start, strict=True):
-            text = f" {short(total)}" if total else " did not run"
-            axes.text(total, row, text, va="center", color=INK if total else FAINT, fontsize=9)
+            _label(axes, total, row, short(total) if total else "did not run", INK if total else FAINT)
         _mark(axes, points)
         _finish_rows(axes, labels, unit)
     return output[0]
@@ -104,7 +103,7 @@ def grouped_bars(labels: Sequence[str], groups: Series, *, unit: str) -> str:
             axes.barh(rows, [v or 0.0 for v in values], height=height * 0.9, color=colour, label=name)
             for row, value in zip(rows, values, strict=True):
                 if value:
-                    axes.text(value, row, f" {short(value)}", va="center", fontsize=8, color=INK)
+                    _label(axes, value, row, short(value), INK)
         _finish_rows(axes, labels, unit)
     return output[0]
 
@@ -129,6 +128,10 @@ def lines(
     return output[0]
 
 
+def _label(axes: Axes, x: float, row: float, text: str, colour: str) -> None:
+    axes.annotate(text, (x, row), xytext=(4, 0), textcoords="offset points", va="center", color=colour, fontsize=8.5)
+
+
 def _mark(axes: Axes, points: Series | None) -> None:
     for (name, values), marker in zip((points or {}).items(), "D^sv", strict=False):
         known = [(value, row) for row, value in enumerate(values) if value is not None]
@@ -151,7 +154,7 @@ def _finish_rows(axes: Axes, labels: Sequence[str], unit: str) -> None:
 def _legend(axes: Axes) -> None:
     _, names = axes.get_legend_handles_labels()
     if len(names) > 1:
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, borderaxespad=0, handlelength=1.2)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=6, borderaxespad=0, handlelength=1.2)
 
 
 def short(value: float) -> str:

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import io
+import json
 from collections.abc import Callable, Mapping, Sequence
 
 
@@ -18,6 +19,11 @@ class Table:
     def to(self, name: str) -> str:
         """The table as text of one of FORMATS."""
         return FORMATS[name](self)
+
+
+def _json(table: Table) -> str:
+    """A list of objects, one a row."""
+    return json.dumps([dict(zip(table.columns, row, strict=True)) for row in table.rows], indent=1) + "\n"
 
 
 def _csv(table: Table) -> str:
@@ -64,6 +70,7 @@ def _typst(table: Table) -> str:
 
 
 FORMATS: Mapping[str, Callable[[Table], str]] = {
+    "json": _json,
     "csv": _csv,
     "markdown": _markdown,
     "latex": _latex,

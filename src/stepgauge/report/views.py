@@ -11,7 +11,7 @@ from stepgauge.spec.record import Record, Sample
 STATISTICS = ("median", "range", "p10", "p90", "mean", "std", "n")
 LABELS = {"median": "", "range": " p10 – p90"}
 # Spec fields that name a row even where all rows share them.
-ALWAYS = ("size", "precision", "compile")
+ALWAYS = ("size", "precision")
 
 
 @dataclasses.dataclass(frozen=True)

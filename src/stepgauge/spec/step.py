@@ -24,16 +24,18 @@ class StepSpec:
     batch: int = option(4, "sequences in a batch", least=1, most=1_000_000)
     precision: str = option(
         "fp32",
-        "fp32; tf32 matmuls; bf16 autocast; fp16 autocast with loss scaling; bf16-pure: bf16 parameters",
+        "bf16 and fp16 are autocast, fp16 with loss scaling; bf16-pure has bf16 parameters",
         choices=PRECISIONS,
     )
     compile: str = option("off", "torch.compile; on: the whole model", choices=COMPILE_MODES, bare="on")
     optimizer: str = option("adamw", "adamw is torch's fused one", choices=OPTIMIZERS)
-    phases: str = option("step", "forward: without gradients; backward: forward too; step: all three", choices=PHASES)
+    phases: str = option(
+        "step", "forward alone without gradients; backward with its forward; or the whole step", choices=PHASES
+    )
     warmup: int = option(5, "untimed steps first", least=0, most=100_000)
     steps: int = option(10, "timed steps, at least", least=1, most=1_000_000)
     seconds: float = option(1.0, "go on timing for this long", least=0.0, most=86_400.0)
-    data: str = option("random", "random tokens, or text: the default corpus as bytes", choices=("random", "text"))
+    data: str = option("random", "tokens: random, or the default corpus as bytes", choices=("random", "text"))
     device: str = option("cpu", "cpu, cuda, cuda:1, mps; auto takes the fastest there is")
     seed: int = option(0, "of weights and tokens", least=0, most=2**63 - 1)
 

@@ -23,7 +23,7 @@ def published(source: str, *, spec: dict[str, Any], **milliseconds: float) -> Re
         spec={**CONDITIONS[source], **spec},
         metrics={f"{name}_ms": Sample.exact(value, "ms") for name, value in milliseconds.items()},
         provenance="published",
-        source=f"{source}: {SOURCES[source]}",
+        source=source,
     )
 
 
@@ -46,6 +46,7 @@ def beside(records: Sequence[Record], theirs: Iterable[Record], figures: Sequenc
                     number(their.median(figure)),
                 ]
                 rows.append([*what, load, *cells, _load(their.spec), their.source])
+    legend = "; ".join(f"{source}: {SOURCES[source]}" for source in dict.fromkeys(row[-1] for row in rows))
     head = [
         "size",
         "precision",
@@ -57,7 +58,9 @@ def beside(records: Sequence[Record], theirs: Iterable[Record], figures: Sequenc
         "their load",
         "source",
     ]
-    return Table(head, rows, numeric=frozenset(("ours ms", "published ms")), caption="Beside published figures")
+    return Table(
+        head, rows, numeric=frozenset(("ours ms", "published ms")), caption=f"Beside published figures. {legend}."
+    )
 
 
 def _load(spec: Mapping[str, Any]) -> str:

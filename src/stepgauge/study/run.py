@@ -13,6 +13,8 @@ from stepgauge.measure.environment import environment
 from stepgauge.measure.isolate import run_isolated
 from stepgauge.report.page import Headline, Section, page
 from stepgauge.report.views import flatten, number
+from stepgauge.spec.hardware import peaks
+from stepgauge.spec.model import FLOP_CONVENTION
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore, StoreError
 from stepgauge.study import EXPERIMENTS
@@ -94,6 +96,11 @@ def _facts(records: Sequence[Record]) -> dict[str, str]:
         "Commit": str(where.get("commit") or "not from a repository"),
         "Measured": f"{min(r.created for r in records)} to {max(r.created for r in records)}",
     }
+    known = peaks(where["device"])
+    if known:
+        rates = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in known.flops.items())
+        facts["Dense peak"] = f"{rates} TFLOP/s ({known.source})"
+    facts["FLOPs"] = FLOP_CONVENTION
     not_ok = [record for record in records if record.status != "ok"]
     facts["Rows"] = f"{len(records)}, of which {len(not_ok)} did not fit or failed"
     return facts

@@ -9,8 +9,8 @@ from stepgauge.report.page import Block, Plot
 from stepgauge.report.views import flatten, record_table
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.plans import OURS, S1, S2, sizes, step_job
-from stepgauge.study.published import beside, published
+from stepgauge.study.plans import GPU_SIZES, OURS, S1, S2, sizes, step_job
+from stepgauge.study.published import CONDITIONS, beside, published
 
 # (forward, backward), fp32, ms
 _FIGURES: dict[str, dict[str, tuple[float, float]]] = {
@@ -27,7 +27,10 @@ PUBLISHED = [
 
 def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
     loads = (OURS, S1, S2) if machine.is_gpu else (S2,)
-    return [step_job(machine, size, load=load) for load in loads for size in sizes(machine)]
+    shown = sizes(machine)
+    jobs = [step_job(machine, size, load=load) for load in loads for size in shown]
+    beyond = [step_job(machine, GPU_SIZES[len(shown)])] if machine.is_gpu and len(shown) < len(GPU_SIZES) else []
+    return jobs + beyond  # the first size that does not fit is a row that says so
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
@@ -36,10 +39,20 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
         rows = [record for record in records if _load(record) == load]
         names = [str(record.spec["size"]) for record in rows]
         phases = {p: [record.median(f"{p}_ms") for record in rows] for p in ("forward", "backward", "optimizer")}
-        svg = stacked_bars(names, phases, unit="ms a step (median)")
+        svg = stacked_bars(names, phases, unit="ms a step (median)", points=_published_totals(load, names))
         shown.append(Plot(svg, f"Step time by size and phase, fp32, batch × context {load}."))
     shown.append(record_table(records))
     return [*shown, beside(records, PUBLISHED, ("forward_ms", "backward_ms"))]
+
+
+def _published_totals(load: str, names: Sequence[str]) -> dict[str, list[float | None]]:
+    """Forward and backward of the sources that were measured at this load."""
+    totals = {
+        source: {name: sum(times) for name, times in rows.items()}
+        for source, rows in _FIGURES.items()
+        if " × ".join(map(str, CONDITIONS[source].values())) == load
+    }
+    return {f"{source} forward + backward": [rows.get(n) for n in names] for source, rows in totals.items()}
 
 
 def _load(record: Record) -> str:

@@ -1,0 +1,42 @@
+"""`stepgauge model`: what follows from a network's shape alone."""
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from stepgauge.cli.console import Format, print_table
+from stepgauge.cli.options import Values, expand, spec_options
+from stepgauge.report.table import Table
+from stepgauge.report.views import number
+from stepgauge.spec.model import FLOP_CONVENTION, SIZES, ModelSpec
+from stepgauge.spec.step import StepSpec
+
+
+@spec_options(ModelSpec, sweep=True)
+def model(
+    *,
+    values: Values,
+    size: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="", help="Presets. [all]")] = tuple(
+        SIZES
+    ),
+    batch: Annotated[int, Parameter(help="Sequences in a batch.")] = 4,
+    format: Annotated[Format, Parameter(help="What to print.")] = "table",
+) -> None:
+    """Print parameters, FLOPs and residual-stream bytes of a network. Needs no torch and no GPU."""
+    rows = []
+    for spec in expand(StepSpec, {"size": size, "batch": (batch,), **values}):
+        network, sequence = spec.model, spec.model.context_length
+        forward = network.forward_flops(batch=batch, sequence=sequence)
+        step = network.step_flops(batch=batch, sequence=sequence)
+        residual = network.residual_stream_bytes(batch=batch, sequence=sequence)
+        shape = (network.d_model, network.d_ff, network.num_layers, network.num_heads, sequence)
+        figures = (f"{network.num_parameters:,}", number(forward / 1e12), number(step / 1e12), number(residual / 2**20))
+        rows.append([spec.size, *map(str, shape), *figures])
+    head = ["size", "d_model", "d_ff", "layers", "heads", "context"]
+    figures_head = ["parameters", "forward TFLOP", "step TFLOP", "residual MiB (fp32)"]
+    table = Table([*head, *figures_head], rows, numeric=frozenset([*head[1:], *figures_head]))
+    if format == "table":
+        print_table(table)
+        print(f"\nBatch {batch}. {FLOP_CONVENTION}.")
+    else:
+        print(table.to(format), end="")

@@ -1,0 +1,221 @@
+"""The command line as a user meets it: one clear sentence for each mistake, and the right exit status."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from stepgauge.spec.store import RunStore
+
+NANO = ("--size", "nano", "--context", "16", "--vocab-size", "300", "--batch", "2", "--device", "cpu")
+QUICK = (*NANO, "--steps", "2", "--seconds", "0", "--warmup", "1")
+
+
+def rows(path):
+    return RunStore(path).read().records
+
+
+def one_sentence(err):
+    lines = [line for line in err.splitlines() if line.startswith("stepgauge:")]
+    assert len(lines) == 1, err
+    assert "Traceback" not in err
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--size", "huge"), "size is 'huge'; choose one of nano"),
+        (("--num-heads", "5"), "num_heads is 5, which does not divide d_model 64"),
+        (("--batch", "-4"), "batch is -4; it must be at least 1"),
+        (("--batch", "99999999999"), "batch is 99,999,999,999; it must be at most"),
+        (("--batch", "four"), "batch is 'four'; it must be a whole number"),
+        (("--precision", "fp7"), "precision is 'fp7'; choose one of fp32"),
+        (("--precision", "tf32"), "tf32 is a mode of CUDA matrix units; cpu has none"),
+        (("--device", "cuda:63"), "device 'cuda:63' is not there"),
+        (("--device", "toaster"), "device is 'toaster'; choose cpu"),
+        (("--seed",), "seed needs a value"),
+        (("--bogus", "1"), "Unknown option: --bogus"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_status_2(stepgauge, tmp_path, arguments, words):
+    status, _, err = stepgauge("bench", "step", *QUICK, *arguments, "--out", tmp_path / "run")
+    assert status == 2
+    assert words in one_sentence(err)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sweep_measures_the_product_and_goes_on(stepgauge, tmp_path):
+    sweep = ("bench", "step", *QUICK, "--precision", "fp32,bf16", "--d-ff", "32", "64", "--out", tmp_path)
+    status, out, err = stepgauge(*sweep)
+    assert status == 0
+    assert [(r.spec["precision"], r.spec["model"]["d_ff"]) for r in rows(tmp_path)] == [
+        ("fp32", 32), ("fp32", 64), ("bf16", 32), ("bf16", 64),
+    ]  # fmt: skip
+    assert out.count("\n") >= 6
+    assert err.count("step_ms") == 4
+    status, _, err = stepgauge(*sweep)
+    assert status == 0
+    assert "4 of 4 rows were already" in err
+    assert len(rows(tmp_path)) == 4
+    status, _, _ = stepgauge(*sweep, "--fresh")
+    assert len(rows(tmp_path)) == 8
+
+
+def test_compile_alone_means_on(stepgauge, tmp_path, monkeypatch):
+    from stepgauge.bench import step as bench_step
+
+    asked = []
+    monkeypatch.setattr(bench_step, "check", asked.append)
+    monkeypatch.setattr("stepgauge.cli.bench.run_jobs", lambda jobs, store, fresh: [])
+    stepgauge("bench", "step", *QUICK, "--compile", "--out", tmp_path)
+    stepgauge("bench", "step", *QUICK, "--compile", "off", "blocks", "--out", tmp_path)
+    assert [spec.compile for spec in asked] == ["on", "off", "blocks"]
+
+
+def test_a_model_too_large_is_a_row_and_no_failure(stepgauge, tmp_path):
+    status, out, err = stepgauge(
+        "bench", "step", *QUICK, "--num-layers", "10000", "--d-ff", "4000000", "--out", tmp_path
+    )
+    assert status == 0
+    assert rows(tmp_path)[-1].status == "oom"
+    assert "OOM: needs at least" in out
+    assert "OOM" in err
+
+
+def test_an_output_folder_that_cannot_be_written(stepgauge, tmp_path):
+    (tmp_path / "file").write_text("")
+    status, _, err = stepgauge("bench", "step", *QUICK, "--out", tmp_path / "file" / "run")
+    assert status == 1
+    assert "cannot write to" in one_sentence(err)
+
+
+def test_a_full_disk_prints_the_row_that_found_no_place(stepgauge, tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    status, out, err = stepgauge("bench", "step", *QUICK, "--out", tmp_path)
+    assert status == 1
+    assert "No space left on device" in one_sentence(err)
+    assert json.loads(out.strip().splitlines()[-1])["metrics"]["step_ms"]["n"] == 2
+
+
+@pytest.fixture
+def run_folder(tmp_path, record):
+    store = RunStore(tmp_path / "run")
+    store.prepare()
+    for size in ("small", "medium"):
+        store.append(record(size, step=[10.0, 11.0, 12.0]))
+    return store.folder
+
+
+@pytest.mark.parametrize(
+    ("format", "start"),
+    [("csv", "size,"), ("markdown", "| size"), ("latex", r"\begin{tabular}"), ("typst", "#table("), ("json", "{")],
+)
+def test_show_in_every_format(stepgauge, run_folder, format, start):
+    status, out, _ = stepgauge("show", run_folder, "--format", format)
+    assert status == 0
+    assert out.startswith(start)
+    assert "medium" in out
+    if format == "json":
+        assert [json.loads(line)["kind"] for line in out.splitlines()] == ["step", "step"]
+
+
+def test_show_names_damaged_lines_and_shows_the_rest(stepgauge, run_folder):
+    with (run_folder / "records.jsonl").open("a") as file:
+        file.write('{"schema": 1, "kind": "st\n')
+    status, out, err = stepgauge("show", run_folder)
+    assert status == 0
+    assert "line 3 is damaged" in one_sentence(err)
+    assert "small" in out
+    assert "medium" in out
+
+
+def test_show_says_what_is_not_there(stepgauge, tmp_path, run_folder):
+    status, _, err = stepgauge("show", tmp_path / "none")
+    assert status == 1
+    assert "no run at" in one_sentence(err)
+    status, _, err = stepgauge("show", run_folder, "--statistics", "mode")
+    assert status == 2
+    assert "statistics is 'mode'" in one_sentence(err)
+
+
+def test_compare_says_which_differences_exceed_the_spread(stepgauge, tmp_path, record, run_folder):
+    other = RunStore(tmp_path / "other")
+    other.prepare()
+    other.append(record("small", step=[10.5, 11.5, 12.5]))
+    other.append(record("medium", step=[20.0, 22.0, 24.0]))
+    status, out, err = stepgauge("compare", run_folder, other.folder)
+    assert status == 0
+    verdicts = [line.split()[-1] for line in out.splitlines() if "step ms" in line]
+    assert verdicts == ["spread", "differs"]
+    assert "2.000" in out
+    assert "1 of 4 figures differ" in err
+    status, _, err = stepgauge("compare", run_folder, other.folder, "--format", "csv")
+    assert status == 0
+
+
+def test_compare_of_runs_that_share_nothing(stepgauge, tmp_path, record, run_folder):
+    other = RunStore(tmp_path / "other")
+    other.prepare()
+    other.append(record("large"))
+    status, _, err = stepgauge("compare", run_folder, other.folder)
+    assert status == 2
+    assert "no row of" in one_sentence(err)
+    assert stepgauge("compare", run_folder, other.folder, "--ignoring", "size")[0] == 2  # the shape differs too
+
+
+TRAIN = ("train", "--size", "nano", "--context", "32", "--steps", "12", "--batch", "2", "--device", "cpu")
+
+
+def test_train_tells_how_the_loss_went(stepgauge, tmp_path):
+    status, out, err = stepgauge(*TRAIN, "--evaluate-every", "6", "--out", tmp_path)
+    assert status == 0
+    assert out.startswith("loss 5.")
+    assert err.count("bits/byte") == 2
+    (record,) = rows(tmp_path)
+    assert record.series["step"] == list(range(1, 13))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "does not exist"), (b"", "is empty"), (b"\0\1", "is binary"), (b"short text\n", "is too short")],
+)
+def test_a_bad_corpus_is_one_sentence(stepgauge, tmp_path, content, words):
+    path = tmp_path / "corpus"
+    if content is not None:
+        path.write_bytes(content)
+    status, _, err = stepgauge(*TRAIN, "--corpus", path, "--out", tmp_path / "run")
+    assert status == 2
+    assert words in one_sentence(err)
+
+
+def test_a_checkpoint_of_another_model(stepgauge, tmp_path):
+    assert stepgauge(*TRAIN, "--out", tmp_path)[0] == 0
+    status, _, err = stepgauge(*TRAIN, "--d-ff", "64", "--out", tmp_path)
+    assert status == 1
+    assert "is of another run: d_ff 256 there, 64 here" in one_sentence(err)
+
+
+@pytest.mark.parametrize("command", [(), ("bench", "step"), ("train",), ("study",), ("show",), ("compare",)])
+def test_help_fits_80_columns_and_needs_no_torch(command):
+    code = "import sys; from stepgauge import cli; cli.run(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command, "--help"],
+        capture_output=True, text=True, env={"COLUMNS": "80", "PATH": ""}, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "Usage" in done.stdout
+
+
+def test_the_version(stepgauge):
+    import stepgauge as package
+
+    status, out, _ = stepgauge("--version")
+    assert (status, out.strip()) == (0, package.__version__)

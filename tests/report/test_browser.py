@@ -1,0 +1,112 @@
+"""The report in a real Chromium: offline, in light and dark, copyable, without an error."""
+
+import shutil
+
+import pytest
+
+from stepgauge.report import figure
+from stepgauge.report.page import Headline, Plot, Section, Text, page
+from stepgauge.report.table import Table
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium on the path")
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    bars = figure.stacked_bars(
+        ["small", "large", "huge"],
+        {"forward": [1.0, 2.0, None], "backward": [2.0, 4.0, None]},
+        unit="ms",
+        points={"S1": [2.5, None, None]},
+    )
+    grouped = figure.grouped_bars(["a", "b"], {"x": [1.0, None], "y": [2.0, 3.0]}, unit="ms")
+    curve = figure.lines({"loss": ([1, 2, 3], [5.0, 2.0, 1.0])}, x="step", y="nats", dots=("loss",))
+    table = Table(["name", "ms"], [["a <b>", "1.5"], ["50%", "2"]], numeric=frozenset(["ms"]), caption="Figures")
+    plots = [Plot(svg, "What it shows.") for svg in (bars, grouped, curve)]
+    sections = [
+        Section("First & last", "Is it <so>?", [Text("1 < 2"), *plots, table], method="By hand."),
+        Section("Elsewhere", "Never run?", reason="needs 2 GPUs, this machine has 0"),
+    ]
+    text = page("A study", sections, facts={"Device": "Test"}, headlines=[Headline("1.5", "ms", "fastest")])
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM,
+            args=["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"],
+        )
+        yield browser
+        browser.close()
+
+
+def opened(browser, path, scheme="light"):
+    tab = browser.new_page(color_scheme=scheme, viewport={"width": 1100, "height": 800})
+    tab.problems = []
+    tab.on("console", lambda message: tab.problems.append(message.text))
+    tab.on("pageerror", lambda error: tab.problems.append(str(error)))
+    tab.on("request", lambda request: request.url.startswith("file:") or tab.problems.append(request.url))
+    tab.goto(path.as_uri())
+    return tab
+
+
+def test_it_loads_nothing_and_says_everything(browser, path):
+    tab = opened(browser, path)
+    assert tab.problems == []
+    assert tab.title() == "A study"
+    assert tab.locator("svg").count() == 3
+    text = tab.locator("body").inner_text()
+    for words in ("Is it <so>?", "1 < 2", "a <b>", "Elsewhere: needs 2 GPUs, this machine has 0", "did not run"):
+        assert words in text
+    assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def colours(tab):
+    return tab.evaluate(
+        """() => {
+            const bar = [...document.querySelectorAll('svg path')].find(p => p.style.fill.includes('--series-1'));
+            const text = document.querySelector('svg text');
+            return [document.body, bar, text].map((e, i) => getComputedStyle(e)[i ? 'fill' : 'backgroundColor']);
+        }"""
+    )
+
+
+def test_light_and_dark_differ_in_page_bars_and_text(browser, path):
+    light, dark = (colours(opened(browser, path, scheme)) for scheme in ("light", "dark"))
+    assert all(a != b for a, b in zip(light, dark, strict=True)), (light, dark)
+
+
+def test_the_button_switches(browser, path):
+    tab = opened(browser, path, "light")
+    before = colours(tab)
+    tab.click("#theme")
+    assert colours(tab) == colours(opened(browser, path, "dark")) != before
+
+
+@pytest.mark.parametrize(("name", "text"), [("csv", "a <b>,1.5"), ("markdown", "| a <b> | 1.5 |"), ("latex", r"50\%")])
+def test_tables_can_be_copied(browser, path, name, text):
+    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    tab = context.new_page()
+    tab.goto(path.as_uri())
+    tab.evaluate("() => { navigator.clipboard.writeText = async text => { window.copied = text; }; }")
+    tab.click(f"button:text-is('{name}')")
+    assert text in tab.evaluate("window.copied")
+    tab.wait_for_selector("button:text-is('copied')")
+
+
+def test_links_lead_to_sections(browser, path):
+    tab = opened(browser, path)
+    for link in tab.locator("nav a").all():
+        assert tab.locator(link.get_attribute("href")).count() == 1
+
+
+def test_it_fits_a_phone(browser, path):
+    tab = browser.new_page(viewport={"width": 390, "height": 800})
+    tab.goto(path.as_uri())
+    assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")

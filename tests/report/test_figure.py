@@ -1,0 +1,34 @@
+"""Plots carry no colour of their own, and equal input gives equal bytes."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+from stepgauge.report import figure
+
+
+def draw():
+    return figure.stacked_bars(["a", "b"], {"x": [1.0, 2.0], "y": [3.0, None]}, unit="ms", points={"P": [3.5, None]})
+
+
+def test_equal_input_gives_equal_bytes():
+    assert draw() == draw()
+
+
+def test_colours_are_the_pages():
+    svg = draw()
+    for name in ("ink", "grid", "series-1", "series-2"):
+        assert f"var(--{name})" in svg
+    assert not re.findall(r"#0[12]0[123]0\d", svg)
+    assert not re.findall(r"(?:fill|stroke): #(?!ffffff)[0-9a-f]{6}", svg)
+
+
+def test_it_is_well_formed_scales_and_keeps_text_as_text():
+    svg = draw()
+    root = ElementTree.fromstring(svg)
+    assert "viewBox" in root.attrib
+    assert not {"width", "height"} & set(root.attrib)
+    assert {"a", "b", "ms"} <= {element.text for element in root.iter() if element.tag.endswith("text")}
+
+
+def test_short():
+    assert [figure.short(v) for v in (0.01234, 1.2345, 99.95, 1234.5)] == ["0.0123", "1.23", "100", "1,234"]

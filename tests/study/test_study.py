@@ -1,0 +1,141 @@
+"""The study: what a machine runs, and what the report says of the rest."""
+
+import dataclasses
+import json
+
+import pytest
+
+from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.store import RunStore
+from stepgauge.study import EXPERIMENTS, published, step_time
+from stepgauge.study.experiment import Machine
+from stepgauge.study.plans import sizes
+from stepgauge.study.run import plan, remember, select, write_report
+
+CPU = Machine(device="cpu", name="Test CPU", bytes=24 * 2**30, has_compiler=True)
+H100 = Machine(device="cuda", name="NVIDIA H100 80GB HBM3", bytes=80 * 2**30, has_compiler=True)
+LAPTOP = dataclasses.replace(H100, name="Laptop GPU", bytes=8 * 2**30)
+
+
+@pytest.mark.parametrize("machine", [CPU, H100, LAPTOP], ids=lambda machine: machine.name)
+def test_every_job_is_asked_once_and_on_the_machine(machine, tmp_path):
+    jobs = plan(machine, tmp_path, EXPERIMENTS)
+    assert len({job.asked.key for job in jobs}) == len(jobs)
+    assert {job.spec.device for job in jobs} == {machine.device}
+
+
+def test_a_gpu_is_filled_and_not_overfilled():
+    assert sizes(H100) == ["small", "medium", "large", "xl", "2.7b"]
+    assert sizes(LAPTOP) == ["small", "medium"]
+    largest = step_time.jobs(LAPTOP, None)[-1].spec.size
+    assert largest == "large"  # the first that does not fit is a row that says so
+
+
+def test_a_machine_without_compiler_leaves_compile_out(tmp_path):
+    bare = dataclasses.replace(CPU, has_compiler=False)
+    assert not any(job.spec.compile != "off" for job in plan(bare, tmp_path, EXPERIMENTS))
+    assert any(job.spec.compile != "off" for job in plan(CPU, tmp_path, EXPERIMENTS))
+
+
+def test_select():
+    assert select([]) == list(EXPERIMENTS)
+    assert [e.name for e in select(["compile", "step-time"])] == ["compile", "step-time"]
+    with pytest.raises(ValueError, match=r"experiment is 'dance'; choose from step-time, "):
+        select(["dance"])
+
+
+def measured(job, milliseconds, machine):
+    """A record as the job would give it."""
+    if job.spec.kind == "train":
+        exact = {"first_loss": 5.5, "last_loss": 1.2, "held_out": 1.8}
+        series = {"step": [1, 2, 3], "loss": [5.5, 3.0, 1.2]}
+        held_out = {"held_out_step": [3], "held_out_bits_per_byte": [1.8]}
+        metrics = {name: Sample.exact(value, "x") for name, value in exact.items()}
+        facts = {"corpus_bytes": 10**7, "corpus_sha256": "ab" * 32}
+        return dataclasses.replace(
+            job.asked, metrics=metrics, series=series | held_out, environment=environment(machine) | facts
+        )
+    times = {"forward_ms": 1, "backward_ms": 2, "optimizer_ms": 0.5, "step_ms": 3.5}
+    metrics = {name: Sample.of([milliseconds * f * s for s in (0.99, 1, 1.02)], "ms") for name, f in times.items()}
+    metrics["tokens_per_s"] = Sample.exact(1e6 / milliseconds, "tokens/s")
+    metrics["tflop_per_s"] = Sample.exact(100.0, "TFLOP/s")
+    return dataclasses.replace(job.asked, metrics=metrics, environment=environment(machine), created="2026-01-01")
+
+
+def environment(machine):
+    return {
+        "device": machine.name, "device_bytes": machine.bytes, "cpu": "Test", "cores": 2, "os": "Linux",
+        "python": "3.11", "torch": "2.13.0", "stepgauge": "0.1.0", "commit": None,
+    }  # fmt: skip
+
+
+def study_run(folder, machine, failing=()):
+    store = RunStore(folder)
+    store.prepare()
+    remember(machine, folder)
+    for number, job in enumerate(plan(machine, folder, EXPERIMENTS)):
+        record = measured(job, 10.0 + number, machine)
+        if number in failing:
+            record = dataclasses.replace(record, metrics={}, status="oom", note="device memory ran out <at> 2 GiB more")
+        store.append(record)
+    return store
+
+
+@pytest.mark.parametrize("machine", [CPU, H100], ids=lambda machine: machine.name)
+def test_the_report_has_a_section_an_experiment(machine, tmp_path):
+    store = study_run(tmp_path, machine, failing=(1,))
+    path = write_report(store, store.read().latest(), tmp_path / "report.html")
+    text = path.read_text()
+    for experiment in EXPERIMENTS:
+        assert experiment.title in text
+    assert text.count("<svg") >= 6
+    assert "S1: CS336 assignment 2, a write-up of 2024 (A100-class GPU)" in text
+    assert "OOM: device memory ran out &lt;at&gt; 2 GiB more" in text
+    assert machine.name in text
+    assert len(text) < 2 * 2**20
+
+
+def test_what_was_not_run_is_named_with_the_reason(tmp_path):
+    bare = dataclasses.replace(CPU, has_compiler=False)
+    store = study_run(tmp_path, bare)
+    text = write_report(store, store.read().latest(), tmp_path / "r.html").read_text()
+    assert "Not run on this machine" in text
+    assert "torch.compile needs a C++ compiler" in text
+
+
+def test_a_run_that_is_no_study_is_said(stepgauge, tmp_path, record):
+    store = RunStore(tmp_path)
+    store.prepare()
+    store.append(record())
+    status, _, err = stepgauge("report", tmp_path)
+    assert status == 1
+    assert "is not the run of a study" in err
+
+
+def test_published_rows_stand_beside_the_nearest_of_ours(tmp_path):
+    jobs = step_time.jobs(H100, tmp_path)
+    ours = [measured(job, 10.0, H100) for job in jobs if job.spec.size == "small"]
+    table = published.beside(ours, step_time.PUBLISHED, ("forward_ms",))
+    rows = {(row[0], row[-1]): dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    small = rows["small", "S1"]
+    assert (small["batch × context"], small["ours ms"], small["published ms"]) == ("16 × 128", "10.00", "18.80")
+    assert rows["small", "S2"]["batch × context"] == "4 × 128"
+    assert rows["2.7b", "S1"]["batch × context"] == "not run here"
+    assert rows["2.7b", "S1"]["published ms"] == "257.0"
+
+
+def test_published_figures_are_records_with_a_source():
+    assert all(isinstance(row, Record) and row.provenance == "published" and row.source for row in step_time.PUBLISHED)
+
+
+def test_the_study_runs_here(stepgauge, tmp_path):
+    """The real thing, its two shortest experiments."""
+    status, out, err = stepgauge("study", "--only", "warm-up", "--device", "cpu", "--out", tmp_path)
+    assert status == 0, err
+    assert out.strip().endswith("report.html")
+    warmups = [r.spec["warmup"] for r in RunStore(tmp_path).read().records]
+    assert warmups == [0, 1, 2, 5]
+    assert json.loads((tmp_path / "machine.json").read_text())["device"] == "cpu"
+    text = (tmp_path / "report.html").read_text()
+    assert "not measured in this run" in text
+    assert "5 warm-up steps" in text
