@@ -50,8 +50,8 @@ def _parameter(field: "dataclasses.Field[Any]", sweep: bool, default: Any) -> in
     text = field.metadata["help"] + (f" ({', '.join(choices)})" if choices else "")
     usual = field.default if default is None else default
     is_network = field.name == "size" or field.name in {f.name for f in dataclasses.fields(ModelSpec)}
-    values = types.GenericAlias(tuple, (str if field.type is bool else field.type, ...))
-    annotation = Annotated[
+    values: Any = types.GenericAlias(tuple, (str if field.type is bool else field.type, ...))
+    annotation: Any = Annotated[
         values | None,
         Parameter(
             group="Network" if is_network else "Run",
