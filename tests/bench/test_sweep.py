@@ -3,6 +3,9 @@
 import dataclasses
 import os
 import signal
+import subprocess
+import sys
+import time
 from typing import ClassVar
 
 import pytest
@@ -115,3 +118,38 @@ def test_only_memory_errors_are_out_of_memory():
     assert out_of_memory_reason(RuntimeError("CUDA error: an illegal memory access")) is None
     assert out_of_memory_reason(ValueError("memory")) is None
     assert out_of_memory_reason(MemoryError("needs 3 GiB")) == "needs 3 GiB"
+
+
+def test_a_killed_parent_leaves_no_process_behind(tmp_path):
+    """The measuring process names itself, then would run for a minute."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import isolated_sleep\n"
+        "from stepgauge.measure.isolate import run_isolated\n"
+        "if __name__ == '__main__': run_isolated(isolated_sleep.sleep, sys.argv[2])"
+    )
+    sleeper = "def sleep(path):\n    pathlib.Path(path).write_text(str(os.getpid()))\n    time.sleep(60)\n"
+    (tmp_path / "isolated_sleep.py").write_text(f"import os, pathlib, time\n\n{sleeper}")
+    (tmp_path / "main.py").write_text(code)
+    process = tmp_path / "process"
+    parent = subprocess.Popen([sys.executable, tmp_path / "main.py", str(tmp_path), str(process)])
+    child = wait_for(lambda: process.exists() and process.read_text() and int(process.read_text()))
+    parent.kill()
+    parent.wait()
+    assert wait_for(lambda: not alive(child))
+
+
+def alive(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_for(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    return None

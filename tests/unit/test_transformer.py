@@ -15,7 +15,7 @@ from stepgauge.spec.model import ModelSpec
 
 
 def test_the_spec_names_the_parts_that_there_are():
-    assert set(parts.NORMS) == set(spec_model.NORM_PARAMETERS)
+    assert set(parts.NORMS) == set(spec_model.NORMS)
     assert set(parts.ATTENTIONS) == set(spec_model.ATTENTIONS)
     assert set(parts.LOSSES) == set(spec_model.LOSSES)
     assert set(parts.OPTIMIZERS) == set(spec_step.OPTIMIZERS)

@@ -5,7 +5,9 @@ Processes fork from a server that has imported the function's module but touched
 
 import multiprocessing
 import multiprocessing.connection
+import os
 import signal
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +57,16 @@ def _answer(
     sender: multiprocessing.connection.Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         sender.send((True, function(*arguments)))
     except BaseException as error:
         sender.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed must not leave a process behind that holds the device."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

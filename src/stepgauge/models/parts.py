@@ -18,6 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from stepgauge.kernels.adamw import FusedAdamW
+from stepgauge.kernels.attention import flash_attention
+from stepgauge.kernels.linear_cross_entropy import linear_cross_entropy
+from stepgauge.kernels.rms_norm import TritonRMSNorm
+
 NORM_EPSILON = 1e-5
 
 
@@ -63,10 +68,16 @@ def cross_entropy(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> 
     return F.cross_entropy(F.linear(hidden_BTD, weight_VD).flatten(0, -2), targets_BT.flatten())
 
 
+def fused_cross_entropy(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor:
+    """Output layer and loss in one operation that never holds the logits."""
+    return linear_cross_entropy(hidden_BTD.flatten(0, -2), weight_VD, targets_BT.flatten())
+
+
 NORMS: Mapping[str, Callable[..., nn.Module]] = {
     "rmsnorm": functools.partial(nn.RMSNorm, eps=NORM_EPSILON),
     "layernorm": functools.partial(nn.LayerNorm, eps=NORM_EPSILON),
     "rmsnorm-eager": EagerRMSNorm,
+    "triton": functools.partial(TritonRMSNorm, eps=NORM_EPSILON),
 }
 
 ATTENTIONS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -74,14 +85,19 @@ ATTENTIONS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "sdpa-flash": functools.partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
     "sdpa-cudnn": functools.partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
     "eager": eager_attention,
+    "triton": functools.partial(flash_attention, is_causal=True),
 }
 
-LOSSES: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"cross-entropy": cross_entropy}
+LOSSES: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "cross-entropy": cross_entropy,
+    "fused": fused_cross_entropy,
+}
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": functools.partial(torch.optim.AdamW, fused=True),
     "adamw-foreach": functools.partial(torch.optim.AdamW, foreach=True),
     "adamw-loop": functools.partial(torch.optim.AdamW, foreach=False, fused=False),
+    "fused": FusedAdamW,
     "sgd": torch.optim.SGD,
 }
 

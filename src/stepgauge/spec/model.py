@@ -12,13 +12,16 @@ from stepgauge.spec.fields import check, option
 
 FEED_FORWARD_MATRICES: Mapping[str, int] = MappingProxyType({"swiglu": 3, "gelu": 2})
 
-# Parameters per feature of each norm: a gain, and for LayerNorm a bias. Names after the first two are other
-# implementations of the same function.
-NORM_PARAMETERS: Mapping[str, int] = MappingProxyType({"rmsnorm": 1, "layernorm": 2, "rmsnorm-eager": 1})
+# Each norm by name, and the function that it implements.
+NORMS: Mapping[str, str] = MappingProxyType(
+    {"rmsnorm": "rmsnorm", "layernorm": "layernorm", "rmsnorm-eager": "rmsnorm", "triton": "rmsnorm"}
+)
+# Parameters per feature: a gain, and for LayerNorm a bias.
+NORM_PARAMETERS: Mapping[str, int] = MappingProxyType({"rmsnorm": 1, "layernorm": 2})
 
 POSITIONS = ("rope", "learned")
-ATTENTIONS = ("sdpa", "sdpa-flash", "sdpa-cudnn", "eager")
-LOSSES = ("cross-entropy",)
+ATTENTIONS = ("sdpa", "sdpa-flash", "sdpa-cudnn", "eager", "triton")
+LOSSES = ("cross-entropy", "fused")
 
 FLOP_CONVENTION = (
     "model FLOPs: 2 per multiply-add of every matrix product; causal attention counted half; "
@@ -40,7 +43,7 @@ class ModelSpec:
     num_layers: int = option(12, "blocks", least=1, most=10_000)
     num_heads: int = option(12, "attention heads", least=1, most=100_000)
     feed_forward: str = option("swiglu", "SwiGLU (three matrices) or GELU (two)", choices=FEED_FORWARD_MATRICES)
-    norm: str = option("rmsnorm", "normalisation, and which implementation of it", choices=NORM_PARAMETERS)
+    norm: str = option("rmsnorm", "normalisation, and which implementation of it", choices=NORMS)
     positions: str = option("rope", "rotary or learned positions", choices=POSITIONS)
     tied_head: bool = option(False, "use the embedding as the output matrix", bare=True)
     attention: str = option("sdpa", "implementation of attention", choices=ATTENTIONS)
@@ -75,7 +78,7 @@ class ModelSpec:
         embedding = self.vocab_size * self.d_model
         head = 0 if self.tied_head else embedding
         positions = self.context_length * self.d_model if self.positions == "learned" else 0
-        norms = (2 * self.num_layers + 1) * NORM_PARAMETERS[self.norm] * self.d_model
+        norms = (2 * self.num_layers + 1) * NORM_PARAMETERS[NORMS[self.norm]] * self.d_model
         return embedding + head + positions + norms + self.num_layers * self.block_matrix_parameters
 
     def forward_flops(self, *, batch: int, sequence: int, causal_half: bool = True) -> int:
@@ -101,7 +104,7 @@ class ModelSpec:
         """The fields that decide which function is computed: equal for two implementations of one network."""
         fields = dataclasses.asdict(self)
         del fields["attention"], fields["loss"]
-        fields["norm"] = self.norm.partition("-")[0]
+        fields["norm"] = NORMS[self.norm]
         return fields
 
     @classmethod

@@ -8,7 +8,7 @@ from stepgauge.spec.model import ModelSpec
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-pure")
 COMPILE_MODES = ("off", "on", "blocks", "reduce-overhead", "max-autotune")
-OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-loop", "sgd")
+OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-loop", "fused", "sgd")
 # What a timed step contains: no-grad forward; forward and backward; both and the optimizer.
 PHASES = ("forward", "backward", "step")
 
@@ -28,7 +28,7 @@ class StepSpec:
         choices=PRECISIONS,
     )
     compile: str = option("off", "torch.compile; on: the whole model", choices=COMPILE_MODES, bare="on")
-    optimizer: str = option("adamw", "adamw is torch's fused one", choices=OPTIMIZERS)
+    optimizer: str = option("adamw", "adamw is torch's fused one, fused is ours", choices=OPTIMIZERS)
     phases: str = option(
         "step", "forward alone without gradients; backward with its forward; or the whole step", choices=PHASES
     )

@@ -1,0 +1,71 @@
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) for one parameter in plain PyTorch: the oracle.
+
+At step t, with gradient g, learning rate lr and weight decay d:
+
+    p <- p - lr d p
+    m <- m + (1 - beta1) (g - m)
+    v <- v + (1 - beta2) (g^2 - v)
+    p <- p - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+
+m and v are float32 beside a narrower parameter, else the parameter's type; the arithmetic is done
+in their type.
+"""
+
+import torch
+from torch import Tensor
+
+
+def state_dtype(param: Tensor) -> torch.dtype:
+    """The type of a parameter's moments: at least float32."""
+    return torch.promote_types(param.dtype, torch.float32)
+
+
+def adamw_(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Update param, exp_avg, exp_avg_sq and step in place; all but step have one shape.
+
+    ``step`` counts the steps already taken (a float32 scalar). ``grad`` is divided by
+    ``grad_scale``, in place, and nothing changes where ``found_inf`` is not zero; neither tensor is
+    read by the host.
+    """
+    dtype = exp_avg.dtype
+    if grad_scale is not None:
+        grad.div_(grad_scale.to(device=grad.device, dtype=grad.dtype))
+    g = -grad.to(dtype) if maximize else grad.to(dtype)
+    t = step.to(device=param.device, dtype=torch.float64) + 1
+    # Scalars in float64: 1 - beta2 and 1 - beta2^t lose digits in float32.
+    step_size = (lr / (1 - beta1**t)).to(dtype)
+    denom_scale = (1 - beta2**t).sqrt().to(dtype)
+
+    wide = param.to(dtype)
+    wide = wide - lr * weight_decay * wide
+    new_avg = exp_avg + (1 - beta1) * (g - exp_avg)
+    new_avg_sq = exp_avg_sq + (1 - beta2) * (g * g - exp_avg_sq)
+    wide = wide - step_size * new_avg / (new_avg_sq.sqrt() / denom_scale + eps)
+    new_param = wide.to(param.dtype)
+
+    taken = torch.ones_like(step)
+    if found_inf is not None:
+        skip = found_inf.to(param.device) != 0
+        new_param = torch.where(skip, param, new_param)
+        new_avg = torch.where(skip, exp_avg, new_avg)
+        new_avg_sq = torch.where(skip, exp_avg_sq, new_avg_sq)
+        taken = torch.where(found_inf.to(step.device) != 0, 0.0, taken).reshape(step.shape)
+    param.copy_(new_param)
+    exp_avg.copy_(new_avg)
+    exp_avg_sq.copy_(new_avg_sq)
+    step.add_(taken)

@@ -1,0 +1,135 @@
+"""The device tables that let one launch update any number of tensors, and that launch.
+
+``Tables`` serves one set of tensors of one device and one pair of types. What follows from sizes
+alone (chunks, lengths, the counter) is sent once; the addresses are sent again only when one of
+them changed, from pinned memory and without waiting. Pinned and device blocks come from torch's
+caching allocators, which do not hand a block out again while a copy or kernel still uses it: they
+are the ring of buffers that this needs.
+"""
+
+import array
+import math
+
+import torch
+from torch import Tensor
+
+from . import triton as kernels
+
+ALIGNMENT_BYTES = 16
+
+
+class Tables:
+    """Chunk and address tables for tensors with the given numbers of elements, `chunk` a program."""
+
+    def __init__(self, numels: list[int], device: torch.device, *, chunk: int):
+        self.device, self.chunk = device, chunk
+        self.num_tensors = len(numels)
+        counts = torch.tensor([-(-n // chunk) for n in numels], dtype=torch.int64)
+        tensor_index = torch.repeat_interleave(torch.arange(len(numels)), counts)
+        within = torch.arange(len(tensor_index)) - (counts.cumsum(0) - counts)[tensor_index]
+        self.num_chunks = len(tensor_index)
+        self.chunks = _send(torch.stack([tensor_index, within], dim=1).to(torch.int32), device)
+        self.numels = _send(torch.tensor(numels, dtype=torch.int64), device)
+        self.counter = torch.zeros(1, dtype=torch.int32, device=device)
+        self._addresses: list[int] | None = None
+        self._table: Tensor | None = None
+
+    def table(self, addresses: list[int]) -> Tensor:
+        """Return the address table, int64 (rows of kernels.TABLE_ROWS, tensors)."""
+        if addresses != self._addresses:
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "FusedAdamW cannot send new addresses while a CUDA graph is captured: take one "
+                    "step with the same parameters and gradients before, and keep them in place"
+                )
+            host = torch.frombuffer(array.array("q", addresses), dtype=torch.int64)
+            self._table = _send(host, self.device)
+            self._addresses = addresses
+        return self._table
+
+
+def shape_for(param_dtype: torch.dtype) -> kernels.Shape:
+    return kernels.SHAPES[param_dtype.itemsize]
+
+
+def _send(host: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return host.clone().to(device)
+    pinned = torch.empty_like(host, pin_memory=True).copy_(host)
+    return torch.empty_like(host, device=device).copy_(pinned, non_blocking=True)
+
+
+def addresses_of(*rows: list[Tensor]) -> list[int]:
+    """Addresses row by row, in the order of kernels.TABLE_ROWS."""
+    return [t.data_ptr() for row in rows for t in row]
+
+
+def aligned(addresses: list[int]) -> bool:
+    combined = 0
+    for address in addresses:
+        combined |= address
+    return combined % ALIGNMENT_BYTES == 0
+
+
+def launch(
+    tables: Tables,
+    addresses: list[int],
+    param_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    block: int | None = None,
+    num_warps: int | None = None,
+    eviction: str = kernels.EVICTION,
+) -> None:
+    """Update all tensors of ``tables`` in one launch; see reference.adamw_ for the arguments."""
+    if not tables.num_chunks:
+        return
+    shape = shape_for(param_dtype)
+    lr_ptr = lr if isinstance(lr, Tensor) else None
+    # The step's address is a scalar's and is never read as a vector.
+    vectors = addresses[: 4 * tables.num_tensors]
+    arguments = (
+        tables.chunks,
+        tables.numels,
+        tables.table(addresses),
+        tables.counter,
+        lr_ptr,
+        grad_scale,
+        found_inf,
+        tables.num_tensors,
+        0.0 if lr_ptr is not None else float(lr),
+        # Logarithms and differences are taken in float64 here: a float32 0.999 is off by 1.3e-8,
+        # which is 1.3e-5 of 1 - 0.999.
+        math.log(beta1) if beta1 > 0 else -math.inf,
+        math.log(beta2) if beta2 > 0 else -math.inf,
+        1.0 - beta1,
+        1.0 - beta2,
+        float(eps),
+        float(weight_decay),
+    )
+    kernels.adamw_kernel[(tables.num_chunks,)](
+        *arguments,
+        PARAM_TYPE=_triton_type(param_dtype),
+        GRAD_TYPE=_triton_type(grad_dtype),
+        CHUNK=tables.chunk,
+        BLOCK=min(block or shape.block, tables.chunk),
+        ALIGNED=aligned(vectors),
+        MAXIMIZE=maximize,
+        EVICTION=eviction,
+        HAS_LR=lr_ptr is not None,
+        HAS_SCALE=grad_scale is not None,
+        HAS_FOUND_INF=found_inf is not None,
+        num_warps=num_warps or shape.num_warps,
+    )
+
+
+def _triton_type(dtype: torch.dtype):
+    return kernels.TYPES[str(dtype).removeprefix("torch.")]

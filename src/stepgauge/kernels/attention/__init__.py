@@ -1,0 +1,255 @@
+"""Attention without the score matrix: FlashAttention-2 as a function, two autograd functions and a custom operator.
+
+Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width; `...` any leading dimensions.
+
+    flash_attention(q, k, v, *, is_causal, scale, deterministic)   the public function, on (B, H, T, D)
+    FlashAttentionTriton.apply(q, k, v, is_causal)                 on (..., T, D), CUDA
+    FlashAttentionReference.apply(q, k, v, is_causal)              the same in plain PyTorch, any device
+    torch.ops.stepgauge.flash_attention                            what torch.compile, fake tensors and counters see
+"""
+
+import functools
+import importlib.util
+import math
+import os
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
+
+from . import plan
+from .reference import FlashAttentionReference, attention
+
+__all__ = ["FlashAttentionReference", "FlashAttentionTriton", "attention", "flash_attention"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def flash_attention(q, k, v, *, is_causal=False, scale=None, deterministic=True):
+    """`softmax(scale q k^T) v` by FlashAttention-2 (Dao 2023): no score matrix is held, forward or backward.
+
+    Shapes: q (B, H, T_q, D), k and v (B, K, T_k, D) with H a multiple of K (grouped-query heads: query head h reads
+    key head h // (H / K)); returns o (B, H, T_q, D) in q's type and order of dimensions. D up to 256, any lengths.
+    Types: float32, bfloat16, float16, accumulated in float32; float32 products are exact to float32 rounding unless
+    `torch.backends.cuda.matmul.allow_tf32`. `scale` is 1/sqrt(D) if None. Under autocast inputs are cast as
+    scaled_dot_product_attention casts them.
+
+    Causal: query i sees key j when i >= j, both counted from the first, also where T_q != T_k: the upper left corner,
+    as torch's `is_causal`, not the lower right one of FlashAttention's own package.
+
+    `deterministic=False` lets the backward add into dq in any order, which saves two products of seven; float32's
+    rounding then differs from run to run. torch.use_deterministic_algorithms overrules it.
+
+    Without CUDA (and outside of Triton's interpreter) the plain PyTorch version runs. Raises ValueError for shapes,
+    types or a scale that it does not take.
+    """
+    if q.ndim != 4 or k.ndim != 4:
+        raise ValueError(f"flash_attention takes (B, H, T, D), not q {tuple(q.shape)}, k {tuple(k.shape)}")
+    if not _has_kernels(q.device):
+        scale = _check(q, k, v, scale)
+        group = q.shape[1] // k.shape[1]
+        if group > 1:
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        return FlashAttentionReference.apply(q, k, v, is_causal, scale)
+    if _needs_operator(q):
+        scale = _check(q, k, v, scale)
+        q, k, v = _autocast(q, k, v)
+        _check_dtypes(q, k, v)
+        return torch.ops.stepgauge.flash_attention(q, k, v, is_causal, scale, deterministic)[0]
+    return FlashAttentionTriton.apply(q, k, v, is_causal, scale, deterministic)
+
+
+class FlashAttentionTriton(torch.autograd.Function):
+    """FlashAttention-2 in Triton: `.apply(q, k, v, is_causal=False, scale=None, deterministic=True)`.
+
+    q (..., T_q, D), k and v (..., T_k, D) with the same leading dimensions (the last of them may be grouped: q's a
+    multiple of k's); returns o (..., T_q, D). Saves q, k, v, o and the fp32 log-sum-exp (..., T_q), nothing else.
+    Causal: query i sees key j when i >= j, both counted from the first. Other terms as in `flash_attention`.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False, scale=None, deterministic=True):
+        scale = _check(q, k, v, scale)
+        q, k, v = _autocast(q, k, v)
+        _check_dtypes(q, k, v)
+        if not _has_kernels(q.device):
+            raise ValueError(f"FlashAttentionTriton runs on CUDA tensors with triton installed, not on {q.device}")
+        run = torch.ops.stepgauge.flash_attention if _needs_operator(q) else _forward
+        o, lse = run(_four_dims(q), _four_dims(k), _four_dims(v), is_causal, scale, deterministic)
+        if q.ndim != 4:
+            o, lse = o.view(q.shape), lse.view(q.shape[:-1])
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.is_causal, ctx.scale, ctx.deterministic = is_causal, scale, deterministic
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_o):
+        q, k, v, o, lse = ctx.saved_tensors
+        run = torch.ops.stepgauge.flash_attention_backward if _needs_operator(q) else _backward
+        tensors = [_four_dims(x) for x in (grad_o, q, k, v, o)]
+        if q.ndim == 4:
+            grads = run(*tensors, lse, ctx.is_causal, ctx.scale, ctx.deterministic)
+            return *grads, None, None, None
+        lse = lse.view(tensors[1].shape[:3])
+        dq, dk, dv = run(*tensors, lse, ctx.is_causal, ctx.scale, ctx.deterministic)
+        return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), None, None, None
+
+
+# ---- the custom operators ------------------------------------------------------------------------------------------
+
+
+def _forward(q, k, v, is_causal, scale, deterministic):
+    """(o, lse), by the path registered for this architecture, type and width, or by the portable kernels."""
+    return _path("forward", q)(q, k, v, is_causal, scale)
+
+
+def _backward(grad_o, q, k, v, o, lse, is_causal, scale, deterministic):
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    return _path("backward", q)(grad_o, q, k, v, o, lse, is_causal, scale, deterministic)
+
+
+@torch.library.custom_op("stepgauge::flash_attention", mutates_args=())
+def _flash_attention_op(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float, deterministic: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of q (B, H, T_q, D) and k, v (B, K, T_k, D); lse is not differentiable."""
+    return _forward(q, k, v, is_causal, scale, deterministic)
+
+
+@torch.library.custom_op("stepgauge::flash_attention_backward", mutates_args=())
+def _flash_attention_backward_op(
+    grad_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    is_causal: bool, scale: float, deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return _backward(grad_o, q, k, v, o, lse, is_causal, scale, deterministic)
+
+
+@_flash_attention_op.register_fake
+def _(q, k, v, is_causal, scale, deterministic):
+    return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@_flash_attention_backward_op.register_fake
+def _(grad_o, q, k, v, o, lse, is_causal, scale, deterministic):
+    return _like(q), _like(k), _like(v)
+
+
+def _like(x):
+    return torch.empty_like(x if x.stride(-1) == 1 else x.contiguous())
+
+
+def _save(ctx, inputs, output):
+    q, k, v, ctx.is_causal, ctx.scale, ctx.deterministic = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx, grad_o, grad_lse):
+    q, k, v, o, lse = ctx.saved_tensors
+    grads = torch.ops.stepgauge.flash_attention_backward(
+        grad_o, q, k, v, o, lse, ctx.is_causal, ctx.scale, ctx.deterministic
+    )
+    return *grads, None, None, None
+
+
+_flash_attention_op.register_autograd(_differentiate, setup_context=_save)
+
+
+# Counted as torch counts its own attention, so that swapping one for the other leaves a model's count alone: every
+# score, also when causal, two products forward and five backward (the second of the scores among them).
+@register_flop_formula(torch.ops.stepgauge.flash_attention)
+def _(q_shape, k_shape, *args, out_shape=None, **kwargs):
+    return 4 * math.prod(q_shape) * k_shape[2]
+
+
+@register_flop_formula(torch.ops.stepgauge.flash_attention_backward)
+def _(grad_shape, q_shape, k_shape, *args, out_shape=None, **kwargs):
+    return 10 * math.prod(q_shape) * k_shape[2]
+
+
+# ---- choices -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _kernels():
+    # Late, so that importing this package neither needs triton nor pays for its import.
+    from . import triton as kernels
+
+    return kernels
+
+
+def _path(direction, q):
+    kernels = _kernels()
+    if plan.has_paths() and q.is_cuda:
+        arch = kernels.device_of(q.device.index).arch
+        path = plan.find_path(direction, arch=arch, dtype=q.dtype, head_width=q.shape[3])
+        if path is not None:
+            return path
+    return getattr(kernels, direction)
+
+
+def _has_kernels(device):
+    return _HAS_TRITON and (_INTERPRET or device.type in ("cuda", "meta"))
+
+
+def _needs_operator(q):
+    """Whether someone watches operators go by: a compiler, a dispatch mode or a tensor subclass.
+
+    Otherwise the functions behind the operators are called directly, which saves their dispatch: some 50 us of host
+    time in a forward and backward, more than the whole of a small attention.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 or type(q) not in (torch.Tensor, torch.nn.Parameter)
+
+
+def _autocast(*tensors):
+    """The tensors as autocast would hand them to scaled_dot_product_attention: float64 is left alone."""
+    kind = tensors[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def _four_dims(x):
+    """(..., T, D) as (B, H, T, D): a view wherever the leading dimensions allow it."""
+    if x.ndim == 4:
+        return x
+    if x.ndim < 4:
+        return x[(None,) * (4 - x.ndim)]
+    return x.reshape(-1, *x.shape[-3:])
+
+
+def _check(q, k, v, scale):
+    """The scale to use; ValueError for shapes that do not fit or a scale that is not positive."""
+    if q.ndim < 2 or q.ndim != k.ndim or k.shape != v.shape or q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: accepted are q (..., T_q, D) "
+            "and k, v of one shape (..., T_k, D)"
+        )
+    if q.ndim > 2 and q.shape[:-2] != k.shape[:-2] and (  # equal in most models: then nothing more is looked at
+        q.shape[:-3] != k.shape[:-3] or k.shape[-3] == 0 or q.shape[-3] % k.shape[-3] != 0
+    ):
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}: leading dimensions must be equal, but for the last of them, "
+            "where q's may be a multiple of k's (grouped heads)"
+        )
+    if k.shape[-2] == 0:
+        raise ValueError(f"k {tuple(k.shape)} has no keys: the softmax over none is not defined; at least 1 is needed")
+    if not 1 <= q.shape[-1] <= plan.MAX_HEAD_WIDTH:
+        raise ValueError(f"head width {q.shape[-1]}: accepted are 1 to {plan.MAX_HEAD_WIDTH}")
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale {scale}: accepted are positive numbers (the row maximum is taken before scaling)")
+    return scale
+
+
+def _check_dtypes(q, k, v):
+    if q.dtype not in _DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"types q {q.dtype}, k {k.dtype}, v {v.dtype}: accepted is one of {_DTYPES} for all three")
+    if k.device != q.device or v.device != q.device:
+        raise ValueError(f"devices q {q.device}, k {k.device}, v {v.device}: one device for all three is needed")

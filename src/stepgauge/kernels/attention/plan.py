@@ -1,0 +1,322 @@
+"""What to launch: tile sizes for each (direction, architecture, type, head width), and how many ways to split a loop.
+
+Pure Python, no torch and no triton, so that the choices can be tested anywhere. Legend: D head width.
+"""
+
+import contextlib
+import heapq
+import math
+from dataclasses import dataclass, replace
+
+MIN_HEAD_WIDTH, MAX_HEAD_WIDTH = 16, 256
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+# Fitted to one-head sweeps on an H100 (docs/kernels/attention.md): what a program costs beside its inner tiles, what a
+# kernel that adds parts costs to launch and to start, and how fast parts are written and read.
+_PROGRAM_US, _REDUCE_US, _PART_BYTES_PER_US = 1.0, 7.0, 3e6
+# A multiprocessor with w resident warps works at a rate in proportion to w / (w + _HALF_RATE_WARPS).
+_HALF_RATE_WARPS = 4.0
+# Tensor-core rate of one multiprocessor, FLOPs a microsecond, where a tile's time was not measured: 400 TFLOP/s of an
+# H100's 132 multiprocessors; a tenth of it in float32.
+_FLOPS_PER_US = 3e6
+_PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4, "fused": 5}
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One kernel's launch choices.
+
+    `programs_per_sm` is what registers and shared memory allow, and `tile_us` the measured microseconds of one inner
+    tile on a full multiprocessor (0: not measured): both for splitting. `fp32_products` is how a float32 product is
+    made where tf32 is not allowed: "ieee" on the ordinary units, or "tf32x3", three tf32 products of the upper and
+    lower halves, whose error is that of float32. `order`: whether dkdv multiplies for dP before the exponentials
+    ("early"), after them ("late": fewer registers), or before and with sums that start at -lse and -delta ("folded").
+    """
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    use_tma: bool = False
+    programs_per_sm: int = 1
+    tile_us: float = 0.0
+    fp32_products: str = "tf32x3"
+    order: str = "late"
+
+
+def block_width(head_width):
+    """The power of two that a head width is padded to in a tile."""
+    return max(MIN_HEAD_WIDTH, 1 << (head_width - 1).bit_length())
+
+
+def choose_num_splits(kernel, tiles, *, num_heads, num_queries, num_keys, head_width, itemsize, num_sms, is_causal):
+    """How many programs share the loop of one tile, so that few heads still fill the chip: the fastest by prediction.
+
+    The prediction plays the launch: programs in the order of the grid, each on the first multiprocessor with room, and
+    adds what the parts cost. More parts are only considered while there are few programs, so the memory for them is
+    bounded by the chip and not by the length.
+    """
+    own, other = (num_keys, num_queries) if kernel in ("dkdv", "fused") else (num_queries, num_keys)
+    block, loop_block = (
+        (tiles.block_k, tiles.block_q) if kernel in ("dkdv", "fused") else (tiles.block_q, tiles.block_k)
+    )
+    most = 8 * num_sms * tiles.programs_per_sm // max(1, num_heads * math.ceil(own / block))
+    candidates = [s for s in _SPLITS if s <= max(1, min(most, math.ceil(other / loop_block)))]
+    if len(candidates) == 1:
+        return 1
+    shape = {"num_heads": num_heads, "num_queries": num_queries, "num_keys": num_keys, "head_width": head_width}
+    options = {"itemsize": itemsize, "num_sms": num_sms, "is_causal": is_causal}
+    return min(candidates, key=lambda s: predict_us(kernel, tiles, s, **shape, **options))
+
+
+def predict_us(kernel, tiles, num_splits, *, num_heads, num_queries, num_keys, head_width, itemsize, num_sms,
+               is_causal):  # fmt: skip
+    """Microseconds of one kernel and of adding its parts, without the first launch."""
+    loops = _loop_tiles(kernel, tiles, num_splits, num_queries, num_keys, is_causal)
+    tile_us = tiles.tile_us
+    if not tile_us:
+        flops = _PRODUCTS[kernel] * 2 * tiles.block_q * tiles.block_k * block_width(head_width)
+        tile_us = flops / (_FLOPS_PER_US if itemsize < 4 else _FLOPS_PER_US / 10)
+    works = [count * tile_us + _PROGRAM_US for count in loops for _ in range(num_heads) if count]
+    cost = _makespan(works, num_sms, tiles.programs_per_sm, tiles.num_warps)
+    if num_splits > 1:
+        rows, outs = (tiles.block_k, 2) if kernel in ("dkdv", "fused") else (tiles.block_q, 1)
+        # Each part is written once and read once, in float32.
+        cost += _REDUCE_US + 2 * len(works) * rows * head_width * 4 * outs / _PART_BYTES_PER_US
+    return cost
+
+
+def _loop_tiles(kernel, tiles, num_splits, num_queries, num_keys, is_causal):
+    """How many inner tiles each program of one head loops over, in the order of the grid."""
+    over_queries = kernel in ("dkdv", "fused")
+    own, other = (num_keys, num_queries) if over_queries else (num_queries, num_keys)
+    block, step = (tiles.block_k, tiles.block_q) if over_queries else (tiles.block_q, tiles.block_k)
+    chunk = chunk_length(other, num_splits, max(block, step))
+    count = math.ceil(own / block)
+    loops = []
+    for split in range(math.ceil(other / chunk)):
+        for index in range(count):
+            first, last = split * chunk, min((split + 1) * chunk, other)
+            if is_causal and over_queries:
+                first = max(first, index * block // step * step)
+            elif is_causal:
+                last = min(last, (count - index) * block)  # the last tile first
+            loops.append(max(0, math.ceil((last - first) / step)))
+    return loops
+
+
+def _makespan(works, num_sms, per_sm, num_warps):
+    """When the last program ends, each started in order as soon as a multiprocessor has room.
+
+    Programs on one multiprocessor share it evenly. `works` are in microseconds of a full multiprocessor; with n
+    programs of w warps it runs at the rate of n w warps. Since all residents of one progress equally, a
+    resident ends when its
+    multiprocessor's own progress reaches a number fixed at its start: `ends` holds these.
+    """
+
+    def rate(programs):
+        warps = programs * num_warps
+        return warps / (warps + _HALF_RATE_WARPS)
+
+    share = [0.0] + [n * rate(per_sm) / rate(n) for n in range(1, per_sm + 1)]
+    waiting = iter(works)
+    ends = [[] for _ in range(num_sms)]
+    for _ in range(per_sm):  # the chip fills breadth first
+        for sm, work in zip(ends, waiting):  # noqa: B905 - shorter on purpose
+            heapq.heappush(sm, work)
+    events = [(sm[0] * share[len(sm)], index) for index, sm in enumerate(ends) if sm]
+    heapq.heapify(events)
+    time = 0.0
+    while events:
+        time, index = heapq.heappop(events)
+        sm = ends[index]
+        progress = heapq.heappop(sm)
+        work = next(waiting, None)
+        if work is not None:
+            heapq.heappush(sm, progress + work)
+        if sm:
+            heapq.heappush(events, (time + (sm[0] - progress) * share[len(sm)], index))
+    return time
+
+
+def chunk_length(length, num_splits, granule):
+    """Rows a split covers: a multiple of `granule`, such that `num_splits` of them cover `length`.
+
+    The granule is the larger tile edge, so that a chunk never begins inside a diagonal tile: every row of a program
+    that does not exit at once then sees the first key of its chunk, and no row is wholly masked.
+    """
+    return max(1, math.ceil(length / (num_splits * granule))) * granule
+
+
+def heads_per_section(*, head_bytes, l2_bytes):
+    """How many heads run side by side: as many as keep what their loops read within half of the L2 cache."""
+    return max(1, int(l2_bytes / 2 // max(1, head_bytes)))
+
+
+# ---- tiles ---------------------------------------------------------------------------------------------------------
+
+_OVERRIDES: dict[str, Tiles] = {}
+
+
+@contextlib.contextmanager
+def override_tiles(**tiles):
+    """Uses the given Tiles for the named kernels (forward, dq, dkdv, fused): for tests and for tuning."""
+    before = dict(_OVERRIDES)
+    _OVERRIDES.update(tiles)
+    try:
+        yield
+    finally:
+        _OVERRIDES.clear()
+        _OVERRIDES.update(before)
+
+
+def overrides():
+    """The overridden tiles as a hashable value, part of the key that launches are cached under."""
+    return tuple(sorted(_OVERRIDES.items())) if _OVERRIDES else ()
+
+
+def select_tiles(kernel, *, arch, itemsize, head_width, is_causal=True, tma=False):
+    """The Tiles of `kernel` (forward, dq, dkdv or fused) on compute capability `arch` (90 for sm_90; 0: interpreter).
+
+    `tma` says that the copy engine can read the tensors.
+    """
+    if kernel in _OVERRIDES:
+        tiles = _OVERRIDES[kernel]
+        return tiles if tma or not tiles.use_tma else replace(tiles, use_tma=False)
+    if arch == 0:
+        return Tiles(32, 32, 4, 1)
+    if itemsize == 4:
+        table = _SM90_FP32 if arch == 90 else _FP32
+    else:
+        table = _SM90_TMA if arch == 90 and tma else _BY_POINTER
+    width = block_width(head_width)
+    if table is _SM90_TMA and not is_causal and (kernel, width) in _SM90_FULL:
+        return _SM90_FULL[kernel, width]
+    return table[kernel][width]
+
+
+def _by_width(d16, d32, d64, d128, d256):
+    return {16: d16, 32: d32, 64: d64, 128: d128, 256: d256}
+
+
+# Each line: head widths 16, 32, 64, 128, 256. Every entry was compiled ahead of time for the architectures it serves:
+# no register spills but where a comment says so, and shared memory within the limit. `_BY_POINTER` keeps to the 99 KiB
+# of the smallest of these chips, and serves sm_90 too where the copy engine cannot read or is not worth its set-up.
+
+_BY_POINTER = {
+    "forward": _by_width(
+        Tiles(128, 64, 4, 3, programs_per_sm=2), Tiles(128, 64, 4, 3, programs_per_sm=2),
+        Tiles(128, 64, 8, 3, programs_per_sm=2), Tiles(64, 64, 4, 2, programs_per_sm=2), Tiles(64, 32, 8, 1),
+    ),
+    "dq": _by_width(
+        Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2, programs_per_sm=2),
+        Tiles(32, 32, 4, 1, programs_per_sm=2),
+    ),
+    "dkdv": _by_width(
+        Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(32, 64, 4, 2, programs_per_sm=2),
+        Tiles(32, 32, 4, 1, programs_per_sm=2),  # 33 spilled words on sm_80
+    ),
+    "fused": _by_width(
+        Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(32, 64, 4, 2, programs_per_sm=2), Tiles(32, 64, 8, 1),
+        Tiles(32, 32, 4, 1, programs_per_sm=2),  # 51 spilled words on sm_80
+    ),
+}  # fmt: skip
+
+# Widths 64 and 128 are the fastest of 7 to 14 measured on an H100 on 2026-11-21, 16384 tokens (2 x 8192), causal; 16,
+# 32 and 256 are guesses from them. dkdv was measured before `_load_numbers`: only its winner at 64 had cheap
+# loads then,
+# so its order may change. At 64 it spills 4 to 8 words and was the fastest nonetheless.
+_SM90_TMA = {
+    "forward": _by_width(
+        Tiles(64, 64, 4, 3, True, 4), Tiles(64, 64, 4, 3, True, 4), Tiles(64, 64, 4, 3, True, 3, 0.304),
+        Tiles(64, 64, 4, 3, True, 2, 0.536), Tiles(128, 32, 8, 2, True),
+    ),
+    "dq": _by_width(
+        Tiles(64, 128, 4, 3, True, 2), Tiles(64, 128, 4, 3, True, 2), Tiles(64, 128, 4, 3, True, 2, 0.603),
+        Tiles(128, 64, 8, 3, True, 1, 1.230), Tiles(64, 32, 8, 2, True),
+    ),
+    "dkdv": _by_width(
+        Tiles(128, 64, 4, 2, True, 2), Tiles(128, 64, 4, 2, True, 2), Tiles(128, 64, 4, 2, True, 2, 1.048),
+        Tiles(64, 64, 4, 2, True, 2, 1.160), Tiles(32, 64, 8, 2, True),
+    ),
+    "fused": _by_width(
+        Tiles(64, 64, 4, 2, True, 2), Tiles(64, 64, 4, 2, True, 2), Tiles(64, 64, 4, 2, True, 2),
+        Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 1, True),
+    ),
+}  # fmt: skip
+
+# Where another tile was the fastest without a mask: by 4 % (forward) and by 19 % (dq).
+_SM90_FULL = {
+    ("forward", 64): Tiles(128, 64, 8, 3, False, 2, 0.583),
+    ("forward", 128): Tiles(128, 64, 8, 3, False, 1, 1.041),
+    ("dq", 64): Tiles(128, 64, 8, 3, False, 1, 0.628),
+}
+
+# float32 as three tf32 products holds two halves of every operand, which is why tiles are small. Widths 128 and 256
+# spill on sm_80 where the tile cannot shrink further; they are there to be right, not fast.
+_FP32 = {
+    "forward": _by_width(
+        Tiles(64, 64, 4, 2, programs_per_sm=2), Tiles(64, 32, 4, 2, programs_per_sm=2), Tiles(64, 32, 8, 1),
+        Tiles(32, 16, 4, 1, programs_per_sm=2), Tiles(16, 16, 4, 1),
+    ),
+    "dq": _by_width(
+        Tiles(64, 32, 4, 2, programs_per_sm=2), Tiles(64, 32, 4, 2, programs_per_sm=2),
+        Tiles(32, 32, 4, 1, programs_per_sm=2), Tiles(16, 16, 4, 1, programs_per_sm=2), Tiles(16, 16, 4, 1),
+    ),
+    "dkdv": _by_width(
+        Tiles(32, 64, 4, 2, programs_per_sm=2), Tiles(32, 64, 4, 2, programs_per_sm=2),
+        Tiles(32, 32, 4, 1, programs_per_sm=2), Tiles(16, 16, 4, 1, programs_per_sm=2), Tiles(16, 16, 4, 1),
+    ),
+    "fused": _by_width(
+        Tiles(32, 64, 4, 2, programs_per_sm=2), Tiles(16, 32, 4, 1, programs_per_sm=2),
+        Tiles(32, 32, 4, 1, programs_per_sm=2), Tiles(16, 16, 4, 1, programs_per_sm=2), None,
+    ),
+}  # fmt: skip
+
+# wgmma reads its operands from shared memory, so larger tiles fit than above; at width 128 small ones win nonetheless,
+# by 1.1 (forward), 1.3 (dq) and 1.9 (dkdv). Widths 64 and 128 measured on the same day, 8 heads, T 4096, causal.
+_SM90_FP32 = {
+    "forward": _by_width(
+        Tiles(64, 64, 4, 2, False, 2), Tiles(64, 64, 4, 2, False, 2), Tiles(64, 64, 4, 2, False, 2, 2.862),
+        Tiles(32, 32, 4, 1, False, 2, 2.512), Tiles(16, 16, 4, 1),
+    ),
+    "dq": _by_width(
+        Tiles(64, 32, 4, 2, False, 3), Tiles(64, 32, 4, 2, False, 3), Tiles(64, 32, 4, 2, False, 2, 2.307),
+        Tiles(32, 32, 4, 2, False, 2, 3.648), Tiles(16, 16, 4, 1),
+    ),
+    "dkdv": _by_width(
+        Tiles(32, 64, 4, 2, False, 2), Tiles(32, 64, 4, 2, False, 2), Tiles(32, 32, 4, 1, False, 2, 1.779),
+        Tiles(32, 32, 4, 2, False, 2, 5.025), Tiles(16, 16, 4, 1),
+    ),
+    "fused": _FP32["fused"],
+}  # fmt: skip
+
+
+def fused_fits(*, itemsize, head_width):
+    """Whether the one-kernel backward has tiles: in float32 at width 256 it needs more shared memory than there is."""
+    return itemsize < 4 or block_width(head_width) < MAX_HEAD_WIDTH
+
+
+# ---- other implementations -----------------------------------------------------------------------------------------
+
+_PATHS: dict[tuple, object] = {}
+
+
+def register_path(direction, function, *, arch, dtype, head_width):
+    """Uses `function` in place of the portable kernels: the seam for kernels written for one architecture.
+
+    `direction` is "forward" (called with q, k, v of (B, H, T, D), is_causal, scale; returns o and lse) or "backward"
+    (called with grad_o, q, k, v, o, lse, is_causal, scale, deterministic; returns dq, dk, dv); `arch` an int such as
+    90, `dtype` a torch type, `head_width` D exactly.
+    """
+    if direction not in ("forward", "backward"):
+        raise ValueError(f"direction {direction!r} is none of forward, backward")
+    _PATHS[direction, arch, dtype, head_width] = function
+
+
+def has_paths():
+    return bool(_PATHS)
+
+
+def find_path(direction, *, arch, dtype, head_width):
+    """The registered function, or None: then the portable kernels run."""
+    return _PATHS.get((direction, arch, dtype, head_width))

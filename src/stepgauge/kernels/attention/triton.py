@@ -1,0 +1,992 @@
+"""FlashAttention-2 in Triton: the forward, the two backward kernels, and what adds parts when a loop is split.
+
+Follows FlashAttention-2 (Dao 2023); splitting the keys is Flash-Decoding's idea, here for training as well. The
+derivation, the floors and what was tried are in docs/kernels/attention.md.
+
+Legend: B batch, H query heads, K key heads (H = K * group), T_q queries, T_k keys, D head width, S splits.
+Inside kernels q_MD is a tile of M queries, k_ND of N keys; s_MN scores, s_NM scores transposed.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import hooks_present, raw_stream
+from . import plan
+
+try:
+    from triton.backends.nvidia import driver as nvidia_driver
+except ImportError:  # pragma: no cover - a Triton without the NVIDIA backend
+    nvidia_driver = None
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # pragma: no cover - a Triton without host descriptors: plain pointers only
+    TensorDescriptor = None
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+LN_2 = tl.constexpr(math.log(2.0))
+
+# Counts that no address is made of: a new value of theirs must not compile the kernel again. Strides are specialised,
+# because that they are multiples of 16 is what makes wide loads and stores possible.
+_COUNTS = (
+    "num_heads", "all_heads", "all_kv_heads", "num_queries", "num_keys", "num_tiles", "section", "chunk",
+    "num_splits", "num_rows", "tile_rows", "step", "other_rows",
+)  # fmt: skip
+
+
+# ---- inside the kernels --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _locate(pid, num_tiles, num_heads, section):
+    """(tile, head) of a program: sections of heads that fit in L2 together, within one by tile, then by head."""
+    first = (pid // (num_tiles * section)) * section
+    rest = pid % (num_tiles * section)
+    width = tl.minimum(section, num_heads - first)
+    return rest // width, first + rest % width
+
+
+@triton.jit
+def _load_rows(
+    x, b, h, row, stride_b, stride_h, stride_t, num_rows,
+    HEAD_WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, USE_TMA: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Rows row .. row + BLOCK of head (b, h), zero outside of the tensor if MASK. `x`: a descriptor or a pointer."""
+    if USE_TMA:
+        tile = x.load([b, h, row, 0]).reshape(BLOCK, BLOCK_D)
+    else:
+        r = tl.arange(0, BLOCK)
+        d = tl.arange(0, BLOCK_D)
+        # int64: b, h and row may each step over 2^31 elements; within one tile int32 is enough.
+        base = x + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(row, tl.int64) * stride_t
+        pointers = base + r[:, None] * stride_t + d[None, :]
+        if MASK and HEAD_WIDTH == BLOCK_D:
+            tile = tl.load(pointers, mask=(row + r < num_rows)[:, None], other=0.0)
+        elif MASK:
+            tile = tl.load(pointers, mask=(row + r < num_rows)[:, None] & (d < HEAD_WIDTH)[None, :], other=0.0)
+        elif HEAD_WIDTH == BLOCK_D:
+            tile = tl.load(pointers)
+        else:
+            tile = tl.load(pointers, mask=(d < HEAD_WIDTH)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _store_rows(
+    out, value, b, h, row, stride_b, stride_h, stride_t, num_rows,
+    HEAD_WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    r = tl.arange(0, BLOCK)
+    d = tl.arange(0, BLOCK_D)
+    base = out + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(row, tl.int64) * stride_t
+    mask = (row + r < num_rows)[:, None] & (d < HEAD_WIDTH)[None, :]
+    tl.store(base + r[:, None] * stride_t + d[None, :], value.to(out.dtype.element_ty), mask=mask)
+
+
+# ---- forward -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _forward_loop(
+    acc_MD, total_M, max_M, q_MD, k, v, b, h, start, stop, row, k_b, k_h, k_t, v_b, v_h, v_t, num_keys, scale_log2,
+    IS_CAUSAL: tl.constexpr, MASK: tl.constexpr, HEAD_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
+):  # fmt: skip
+    rows_M = row + tl.arange(0, BLOCK_M)
+    cols_N = tl.arange(0, BLOCK_N)
+    for col in tl.range(start, stop, BLOCK_N):
+        k_ND = _load_rows(k, b, h, col, k_b, k_h, k_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, MASK)
+        s_MN = tl.dot(q_MD, k_ND.T, input_precision=PRECISION)
+        if MASK:
+            visible = (col + cols_N < num_keys)[None, :]
+            if IS_CAUSAL:
+                visible = visible & (rows_M[:, None] >= (col + cols_N)[None, :])
+            s_MN = tl.where(visible, s_MN, float("-inf"))
+        # One fused multiply-add an element: the scale is positive, so the maximum may be taken before it.
+        new_max_M = tl.maximum(max_M, tl.max(s_MN, 1) * scale_log2)
+        p_MN = tl.exp2(s_MN * scale_log2 - new_max_M[:, None])
+        shrink_M = tl.exp2(max_M - new_max_M)
+        total_M = total_M * shrink_M + tl.sum(p_MN, 1)
+        acc_MD = acc_MD * shrink_M[:, None]
+        v_ND = _load_rows(v, b, h, col, v_b, v_h, v_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, MASK)
+        acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD, input_precision=PRECISION)
+        max_M = new_max_M
+    return acc_MD, total_M, max_M
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def forward_kernel(
+    q, k, v, o, lse,  # pointers; k and v are descriptors of boxes (1, 1, BLOCK_N, BLOCK_D) if USE_TMA, q likewise
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
+    num_heads, all_heads, num_queries, num_keys, num_tiles, section, chunk, o_split, lse_split, scale_log2,
+    IS_CAUSAL: tl.constexpr, HAS_TAIL: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries against one chunk of the keys: o (normalised by the chunk's own sum) and its log-sum-exp."""
+    tile, head = _locate(tl.program_id(0), num_tiles, all_heads, section)
+    split = tl.program_id(1)
+    if IS_CAUSAL:  # the last tile sees the most keys: start it first
+        tile = num_tiles - 1 - tile
+    row = tile * BLOCK_M
+    first = split * chunk
+    last = tl.minimum(first + chunk, num_keys)
+    if IS_CAUSAL:
+        last = tl.minimum(last, row + BLOCK_M)
+        if SPLIT:  # noqa: SIM102 - this tile sees nothing of the chunk, and the sum over parts knows
+            if first >= last:
+                return
+    b = head // num_heads
+    h = head % num_heads
+    kv_h = h // GROUP
+    q_MD = _load_rows(q, b, h, row, q_b, q_h, q_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True)
+    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total_M = tl.zeros([BLOCK_M], tl.float32)
+    max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+
+    # Whole tiles need no mask: every key of theirs exists and is seen by the tile's first row.
+    whole = (last // BLOCK_N) * BLOCK_N
+    if IS_CAUSAL:
+        whole = tl.minimum(whole, ((row + 1) // BLOCK_N) * BLOCK_N)
+    whole = tl.maximum(whole, first)
+    acc_MD, total_M, max_M = _forward_loop(
+        acc_MD, total_M, max_M, q_MD, k, v, b, kv_h, first, whole, row, k_b, k_h, k_t, v_b, v_h, v_t, num_keys,
+        scale_log2, IS_CAUSAL, False, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA)  # fmt: skip
+    if HAS_TAIL:
+        acc_MD, total_M, max_M = _forward_loop(
+            acc_MD, total_M, max_M, q_MD, k, v, b, kv_h, whole, last, row, k_b, k_h, k_t, v_b, v_h, v_t, num_keys,
+            scale_log2, IS_CAUSAL, True, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA)  # fmt: skip
+
+    o += tl.cast(split, tl.int64) * o_split
+    lse += tl.cast(split, tl.int64) * lse_split
+    _store_rows(o, acc_MD / total_M[:, None], b, h, row, o_b, o_h, o_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D)
+    rows_M = row + tl.arange(0, BLOCK_M)
+    lse_M = (max_M + tl.log2(total_M)) * LN_2
+    tl.store(lse + head.to(tl.int64) * num_queries + rows_M, lse_M, mask=rows_M < num_queries)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def combine_kernel(
+    o_parts, lse_parts, o, lse,
+    o_b, o_h, o_t, num_heads, num_queries, num_splits, chunk, o_split, lse_split,
+    IS_CAUSAL: tl.constexpr, HEAD_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """o = sum_s exp(lse_s - lse) o_s with lse = log sum_s exp(lse_s), over the splits that the tile's rows see."""
+    head = tl.program_id(0)
+    row = tl.program_id(1) * BLOCK_M
+    if IS_CAUSAL:
+        # A split wrote this tile if its first key is not after the tile's last row. Tiles here are no larger than the
+        # forward's and divide them, so a split that a row needs was written for all rows of this tile.
+        num_splits = tl.minimum(num_splits, (row + BLOCK_M - 1) // chunk + 1)
+    rows_M = row + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    exists_M = rows_M < num_queries
+    mask = exists_M[:, None] & (d < HEAD_WIDTH)[None, :]
+    lse_parts += head.to(tl.int64) * num_queries
+    o_parts += (head.to(tl.int64) * num_queries + row) * HEAD_WIDTH
+    local = (rows_M - row)[:, None] * HEAD_WIDTH + d[None, :]
+    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total_M = tl.zeros([BLOCK_M], tl.float32)
+    max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for split in range(num_splits):
+        part_M = tl.load(lse_parts + tl.cast(split, tl.int64) * lse_split + rows_M, mask=exists_M, other=0.0)
+        new_max_M = tl.maximum(max_M, part_M)
+        shrink_M = tl.exp(max_M - new_max_M)
+        weight_M = tl.exp(part_M - new_max_M)
+        o_MD = tl.load(o_parts + tl.cast(split, tl.int64) * o_split + local, mask=mask, other=0.0)
+        acc_MD = acc_MD * shrink_M[:, None] + o_MD * weight_M[:, None]
+        total_M = total_M * shrink_M + weight_M
+        max_M = new_max_M
+    b = head // num_heads
+    h = head % num_heads
+    _store_rows(o, acc_MD / total_M[:, None], b, h, row, o_b, o_h, o_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D)
+    tl.store(lse + head.to(tl.int64) * num_queries + rows_M, max_M + tl.log(total_M), mask=exists_M)
+
+
+# ---- backward ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def delta_kernel(
+    o, do, delta, o_b, o_h, o_t, do_b, do_h, do_t, num_heads, num_queries,
+    HEAD_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(o * do), which equals rowsum(P * dP): the part of the softmax's gradient that is a row's own."""
+    head = tl.program_id(0)
+    row = tl.program_id(1) * BLOCK_M
+    b = head // num_heads
+    h = head % num_heads
+    o_MD = _load_rows(o, b, h, row, o_b, o_h, o_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, False, True)
+    do_MD = _load_rows(do, b, h, row, do_b, do_h, do_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, False, True)
+    rows_M = row + tl.arange(0, BLOCK_M)
+    delta_M = tl.sum(o_MD.to(tl.float32) * do_MD.to(tl.float32), 1)
+    tl.store(delta + head.to(tl.int64) * num_queries + rows_M, delta_M, mask=rows_M < num_queries)
+
+
+@triton.jit
+def _dq_loop(
+    dq_MD, q_MD, do_MD, lse2_M, delta_M, k, v, b, h, start, stop, row, k_b, k_h, k_t, v_b, v_h, v_t, num_keys,
+    scale_log2,
+    IS_CAUSAL: tl.constexpr, MASK: tl.constexpr, HEAD_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
+):  # fmt: skip
+    rows_M = row + tl.arange(0, BLOCK_M)
+    cols_N = tl.arange(0, BLOCK_N)
+    for col in tl.range(start, stop, BLOCK_N):
+        k_ND = _load_rows(k, b, h, col, k_b, k_h, k_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, MASK)
+        v_ND = _load_rows(v, b, h, col, v_b, v_h, v_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, MASK)
+        s_MN = tl.dot(q_MD, k_ND.T, input_precision=PRECISION)
+        dp_MN = tl.dot(do_MD, v_ND.T, input_precision=PRECISION)
+        p_MN = tl.exp2(s_MN * scale_log2 - lse2_M[:, None])
+        if MASK:
+            visible = (col + cols_N < num_keys)[None, :]
+            if IS_CAUSAL:
+                visible = visible & (rows_M[:, None] >= (col + cols_N)[None, :])
+            p_MN = tl.where(visible, p_MN, 0.0)
+        ds_MN = p_MN * (dp_MN - delta_M[:, None])
+        dq_MD = tl.dot(ds_MN.to(k_ND.dtype), k_ND, dq_MD, input_precision=PRECISION)
+    return dq_MD
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def dq_kernel(
+    q, k, v, do, o, lse, delta, dq,  # q, k, v and do are descriptors if USE_TMA
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, o_b, o_h, o_t, dq_b, dq_h, dq_t,
+    num_heads, all_heads, num_queries, num_keys, num_tiles, section, chunk, dq_split, scale_log2, scale,
+    IS_CAUSAL: tl.constexpr, HAS_TAIL: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):  # fmt: skip
+    """dq = scale (P * (do v^T - delta)) k for one tile of queries and one chunk of the keys; writes delta as well.
+
+    delta is made here because this kernel holds do already and runs first: one launch and one reading of do fewer.
+    """
+    tile, head = _locate(tl.program_id(0), num_tiles, all_heads, section)
+    split = tl.program_id(1)
+    if IS_CAUSAL:
+        tile = num_tiles - 1 - tile
+    row = tile * BLOCK_M
+    first = split * chunk
+    last = tl.minimum(first + chunk, num_keys)
+    if IS_CAUSAL:
+        last = tl.minimum(last, row + BLOCK_M)
+        if SPLIT:  # noqa: SIM102 - this tile sees nothing of the chunk, and the sum over parts knows
+            if first >= last:
+                return
+    b = head // num_heads
+    h = head % num_heads
+    kv_h = h // GROUP
+    rows_M = row + tl.arange(0, BLOCK_M)
+    q_MD = _load_rows(q, b, h, row, q_b, q_h, q_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True)
+    do_MD = _load_rows(do, b, h, row, do_b, do_h, do_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True)
+    o_MD = _load_rows(o, b, h, row, o_b, o_h, o_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, False, True)
+    delta_M = tl.sum(o_MD.to(tl.float32) * do_MD.to(tl.float32), 1)
+    own = head.to(tl.int64) * num_queries
+    if SPLIT:
+        if split == 0:  # never empty
+            tl.store(delta + own + rows_M, delta_M, mask=rows_M < num_queries)
+    else:
+        tl.store(delta + own + rows_M, delta_M, mask=rows_M < num_queries)
+    lse2_M = tl.load(lse + own + rows_M, mask=rows_M < num_queries, other=float("inf")) * LOG2_E
+
+    dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    whole = (last // BLOCK_N) * BLOCK_N
+    if IS_CAUSAL:
+        whole = tl.minimum(whole, ((row + 1) // BLOCK_N) * BLOCK_N)
+    whole = tl.maximum(whole, first)
+    dq_MD = _dq_loop(
+        dq_MD, q_MD, do_MD, lse2_M, delta_M, k, v, b, kv_h, first, whole, row, k_b, k_h, k_t, v_b, v_h, v_t, num_keys,
+        scale_log2, IS_CAUSAL, False, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA)  # fmt: skip
+    if HAS_TAIL:
+        dq_MD = _dq_loop(
+            dq_MD, q_MD, do_MD, lse2_M, delta_M, k, v, b, kv_h, whole, last, row, k_b, k_h, k_t, v_b, v_h, v_t,
+            num_keys, scale_log2, IS_CAUSAL, True, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+            USE_TMA)  # fmt: skip
+    dq += tl.cast(split, tl.int64) * dq_split
+    _store_rows(dq, dq_MD * scale, b, h, row, dq_b, dq_h, dq_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D)
+
+
+@triton.jit
+def _load_numbers(pointers, mask, other, COUNT: tl.constexpr, THREADS: tl.constexpr):
+    """A number a row. Of fewer numbers than threads each is read twice or four times, at once: Triton 3.6 takes a small
+    load for a cheap one and has every thread copy all that it uses, 32 asynchronous copies of 4 bytes instead of one.
+    """
+    if COUNT * 2 > THREADS:
+        values = tl.load(pointers, mask=mask, other=other)
+    elif COUNT * 4 > THREADS:
+        twice = tl.load(pointers[:, None] + tl.zeros([1, 2], tl.int32), mask=mask[:, None], other=other)
+        values, _ = tl.split(twice)
+    else:
+        often = tl.load(pointers[:, None] + tl.zeros([1, 4], tl.int32), mask=mask[:, None], other=other)
+        twice, _ = tl.split(often.reshape(COUNT, 2, 2))
+        values, _ = tl.split(twice)
+    return values
+
+
+@triton.jit
+def _dkdv_loop(
+    dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, dq, b, kv_h, start, stop, col, q_b, q_h, q_t, do_b, do_h, do_t,
+    num_heads, num_queries, num_keys, scale_log2, scale,
+    MASK: tl.constexpr, MASK_KEYS: tl.constexpr, GROUP: tl.constexpr, HEAD_WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr, WITH_DQ: tl.constexpr, ORDER: tl.constexpr, GRADS: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Rows start .. stop of every query head that shares the key head: one loop over both, to pipeline as one."""
+    cols_N = col + tl.arange(0, BLOCK_N)
+    local_M = tl.arange(0, BLOCK_M)
+    tiles = tl.cdiv(tl.maximum(stop - start, 0), BLOCK_M)
+    for index in tl.range(0, tiles * GROUP, 1):
+        if GROUP == 1:
+            h = kv_h
+            row = start + index * BLOCK_M
+        else:
+            h = kv_h * GROUP + index // tiles
+            row = start + (index % tiles) * BLOCK_M
+        own = tl.cast(b * num_heads + h, tl.int64) * num_queries
+        rows_M = row + local_M
+        q_MD = _load_rows(q, b, h, row, q_b, q_h, q_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True)
+        do_MD = _load_rows(do, b, h, row, do_b, do_h, do_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True)
+        # A query past the end has an infinite log-sum-exp: its probabilities are zero without another mask.
+        lse2_M = _load_numbers(lse + own + rows_M, rows_M < num_queries, float("inf"), BLOCK_M, THREADS) * LOG2_E
+        if ORDER != "late":
+            delta_M = _load_numbers(delta + own + rows_M, rows_M < num_queries, 0.0, BLOCK_M, THREADS)
+        # Scores transposed, so that P^T and dS^T leave the matrix unit in the registers they are needed in next.
+        if ORDER == "folded":  # sums that start at -lse and -delta: neither is held beside the product
+            s_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) - (lse2_M * (1.0 / scale_log2))[None, :]
+            s_NM = tl.dot(k_ND, q_MD.T, s_NM, input_precision=PRECISION)
+            dp_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) - delta_M[None, :]
+            dp_NM = tl.dot(v_ND, do_MD.T, dp_NM, input_precision=PRECISION)
+            p_NM = tl.exp2(s_NM * scale_log2)
+        else:
+            s_NM = tl.dot(k_ND, q_MD.T, input_precision=PRECISION)
+            if ORDER == "early" and GRADS != 1:
+                dp_NM = tl.dot(v_ND, do_MD.T, input_precision=PRECISION)
+            p_NM = tl.exp2(s_NM * scale_log2 - lse2_M[None, :])
+        if MASK:
+            p_NM = tl.where(rows_M[None, :] >= cols_N[:, None], p_NM, 0.0)
+        if MASK_KEYS:  # only where keys are summed over: a key past the end spoils no row but its own otherwise
+            p_NM = tl.where((cols_N < num_keys)[:, None], p_NM, 0.0)
+        if GRADS != 2:
+            dv_ND = tl.dot(p_NM.to(do_MD.dtype), do_MD, dv_ND, input_precision=PRECISION)
+        if GRADS != 1:
+            if ORDER == "late":
+                # dP and delta only now: with the scores still in registers they would not fit.
+                dp_NM = tl.dot(v_ND, do_MD.T, input_precision=PRECISION)
+                delta_M = _load_numbers(delta + own + rows_M, rows_M < num_queries, 0.0, BLOCK_M, THREADS)
+            if ORDER == "folded":
+                ds_NM = (p_NM * dp_NM).to(q_MD.dtype)
+            else:
+                ds_NM = (p_NM * (dp_NM - delta_M[None, :])).to(q_MD.dtype)
+            dk_ND = tl.dot(ds_NM, q_MD, dk_ND, input_precision=PRECISION)
+        if WITH_DQ:
+            part_MD = tl.dot(ds_NM.T, k_ND, input_precision=PRECISION) * scale
+            if USE_TMA:
+                dq.atomic_add([b, h, row, 0], part_MD.reshape(1, 1, BLOCK_M, BLOCK_D))
+            else:
+                d = tl.arange(0, BLOCK_D)
+                mask = (rows_M < num_queries)[:, None] & (d < HEAD_WIDTH)[None, :]
+                first = dq + (own + row) * HEAD_WIDTH
+                tl.atomic_add(first + local_M[:, None] * HEAD_WIDTH + d[None, :], part_MD, mask=mask, sem="relaxed")
+    return dk_ND, dv_ND
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def dkdv_kernel(
+    q, k, v, do, lse, delta, dk, dv, dq,  # q, k, v, do and dq are descriptors if USE_TMA; dq only if WITH_DQ
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    num_heads, all_kv_heads, num_queries, num_keys, num_tiles, section, chunk, dk_split, dv_split, scale_log2, scale,
+    IS_CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr, WITH_DQ: tl.constexpr, ORDER: tl.constexpr, GRADS: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """dv = P^T do and dk = scale (P * (do v^T - delta))^T q for one tile of keys and one chunk of the queries.
+
+    WITH_DQ also adds this tile's share of dq to an fp32 buffer: five products instead of seven in the whole backward,
+    at the price of an order of summation that changes from run to run.
+    """
+    tile, head = _locate(tl.program_id(0), num_tiles, all_kv_heads, section)
+    split = tl.program_id(1)
+    col = tile * BLOCK_N
+    first = split * chunk
+    last = tl.minimum(first + chunk, num_queries)
+    if IS_CAUSAL:
+        first = tl.maximum(first, (col // BLOCK_M) * BLOCK_M)
+        if SPLIT:  # noqa: SIM102 - part 0 is written in any case: with zeros, if no query sees this tile
+            if first >= last and split != 0:
+                return
+    num_kv_heads = num_heads // GROUP
+    b = head // num_kv_heads
+    kv_h = head % num_kv_heads
+    k_ND = _load_rows(k, b, kv_h, col, k_b, k_h, k_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, True)
+    v_ND = _load_rows(v, b, kv_h, col, v_b, v_h, v_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, True)
+    dk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    whole = first
+    if IS_CAUSAL:  # from here on, the tile's first query sees the last key of this tile
+        whole = tl.minimum(tl.cdiv(col + BLOCK_N - 1, BLOCK_M) * BLOCK_M, tl.maximum(first, last))
+        whole = tl.maximum(whole, first)
+        dk_ND, dv_ND = _dkdv_loop(
+            dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, dq, b, kv_h, first, whole, col,
+            q_b, q_h, q_t, do_b, do_h, do_t, num_heads, num_queries, num_keys, scale_log2, scale,
+            True, MASK_KEYS, GROUP, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA,
+            WITH_DQ, ORDER, GRADS, THREADS)  # fmt: skip
+    dk_ND, dv_ND = _dkdv_loop(
+        dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, dq, b, kv_h, whole, last, col,
+        q_b, q_h, q_t, do_b, do_h, do_t, num_heads, num_queries, num_keys, scale_log2, scale,
+        False, MASK_KEYS, GROUP, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA,
+        WITH_DQ, ORDER, GRADS, THREADS)  # fmt: skip
+    dk += tl.cast(split, tl.int64) * dk_split
+    dv += tl.cast(split, tl.int64) * dv_split
+    if GRADS != 1:
+        _store_rows(dk, dk_ND * scale, b, kv_h, col, dk_b, dk_h, dk_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D)
+    if GRADS != 2:
+        _store_rows(dv, dv_ND, b, kv_h, col, dv_b, dv_h, dv_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def sum_parts_kernel(
+    parts, first_out, second_out,
+    a_b, a_h, a_t, b_b, b_h, b_t, num_heads, num_rows, num_splits, chunk, out_parts, part_split, tile_rows, step,
+    other_rows,
+    FROM_FIRST: tl.constexpr, TO_LAST: tl.constexpr, HEAD_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out = sum over the splits that were written, in their order: the same bits in every run. One or two outputs.
+
+    FROM_FIRST (causal dq): rows see the chunks up to their own. TO_LAST (causal dk, dv): keys are seen by the chunks
+    from their own on, or by none, and then split 0 holds zeros. Both repeat the writer's arithmetic.
+    """
+    head = tl.program_id(0)
+    row = tl.program_id(1) * BLOCK
+    which = tl.program_id(2)
+    begin = 0
+    if FROM_FIRST:
+        num_splits = tl.minimum(num_splits, (row + BLOCK - 1) // chunk + 1)
+    if TO_LAST:
+        tile_row = (row // tile_rows) * tile_rows
+        begin = tile_row // chunk
+        unseen = (tile_row // step) * step >= other_rows
+        begin = tl.where(unseen, 0, begin)
+        num_splits = tl.where(unseen, 1, num_splits)
+    r = tl.arange(0, BLOCK)
+    d = tl.arange(0, BLOCK_D)
+    mask = (row + r < num_rows)[:, None] & (d < HEAD_WIDTH)[None, :]
+    parts += which.to(tl.int64) * out_parts + (head.to(tl.int64) * num_rows + row) * HEAD_WIDTH
+    local = r[:, None] * HEAD_WIDTH + d[None, :]
+    acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    for split in range(begin, num_splits):
+        acc += tl.load(parts + tl.cast(split, tl.int64) * part_split + local, mask=mask, other=0.0)
+    b = head // num_heads
+    h = head % num_heads
+    if which == 0:
+        _store_rows(first_out, acc, b, h, row, a_b, a_h, a_t, num_rows, HEAD_WIDTH, BLOCK, BLOCK_D)
+    else:
+        _store_rows(second_out, acc, b, h, row, b_b, b_h, b_t, num_rows, HEAD_WIDTH, BLOCK, BLOCK_D)
+
+
+# ---- launching -----------------------------------------------------------------------------------------------------
+
+
+class _Device(NamedTuple):
+    """What the choices depend on. `arch` 0 stands for the interpreter."""
+
+    arch: int
+    num_sms: int
+    l2_bytes: int
+
+
+@functools.cache
+def device_of(index):
+    if index is None:
+        return _Device(arch=0, num_sms=1, l2_bytes=1 << 25)
+    properties = torch.cuda.get_device_properties(index)
+    return _Device(properties.major * 10 + properties.minor, properties.multi_processor_count, properties.L2_cache_size)
+
+
+def can_run_on(device):
+    """Whether these kernels run on tensors of `device`: a CUDA device, or anything in Triton's interpreter."""
+    return device.type == "cuda" or interpreting()
+
+
+def interpreting():
+    return not isinstance(forward_kernel, triton.JITFunction)
+
+
+class _Launch:
+    """One kernel with everything but the tensors' addresses fixed.
+
+    The first call goes through Triton's own launcher, which compiles. That launcher spends 20 us and more of host time
+    a call on types, alignments and copy descriptors that the plan's key fixes already, so later calls hand the driver
+    addresses. `boxes`: for each argument that the kernel reads by descriptor, its position, view and box. A descriptor
+    is a function of the address and of these alone, so the flat arguments of the last few addresses are kept.
+    """
+
+    _KEPT = 256
+
+    def __init__(self, kernel, grid, scalars, constants, tiles=None, num_warps=4, boxes=()):
+        self.kernel, self.grid, self.scalars, self.constants, self.boxes = kernel, grid, scalars, constants, boxes
+        self.options = {"num_warps": num_warps}
+        if tiles is not None:
+            self.options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        self.tail = (*scalars, *constants.values())
+        self.launch = self.expand = None
+        self.kept = {}
+
+    def __call__(self, stream, *tensors):
+        if self.launch is None or hooks_present():  # a profiler that hooks launches sees them in Triton's launcher only
+            self._by_triton(tensors)
+            return
+        addresses = tuple([x.data_ptr() for x in tensors])
+        flat = self.kept.get(addresses)
+        if flat is None:
+            if len(self.kept) >= self._KEPT:
+                self.kept.clear()
+            flat = self.kept[addresses] = (*self._arguments(addresses), *self.tail)
+        self.launch(stream, flat)
+
+    def _by_triton(self, tensors):
+        given = list(tensors)
+        for position, view, box in self.boxes:
+            shape, strides = _tma_shape(view)
+            given[position] = TensorDescriptor(tensors[position], shape, strides, box)
+        compiled = self.kernel[self.grid](*given, *self.scalars, **self.constants, **self.options)
+        if self.launch is None and hasattr(compiled, "packed_metadata"):  # not in the interpreter
+            self.launch = self._direct(compiled)
+
+    def _direct(self, compiled):
+        """launch(stream, flat arguments). Two hooks and what they are told are None."""
+        run, before = compiled.run, (compiled.function,)
+        if self.boxes:
+            found = _under_descriptors(run)
+            if found is not None:
+                run, self.expand, extra = found
+                before = (compiled.function, *extra)
+        fixed = (*before, compiled.packed_metadata, None, None, None)
+        grid = self.grid
+        return lambda stream, flat: run(*grid, stream, *fixed, *flat)
+
+    def _arguments(self, addresses):
+        flat = list(addresses)
+        for position, view, box in reversed(self.boxes):  # the last first, so that positions stay true
+            descriptor = _Descriptor(_Address(addresses[position]), *_tma_shape(view), box)
+            meta = self.expand and self.expand[position]
+            flat[position : position + 1] = (
+                [descriptor] if meta is None else nvidia_driver.make_tensordesc_arg(descriptor, meta)
+            )
+        return flat
+
+
+class _Address(NamedTuple):
+    """As much of a tensor as a descriptor asks for; keeps no memory alive."""
+
+    value: int
+
+    def data_ptr(self):
+        return self.value
+
+
+class _Descriptor(NamedTuple):
+    """What Triton's launcher reads of a TensorDescriptor."""
+
+    base: _Address
+    shape: list
+    strides: list
+    block_shape: list
+    padding: str = "zero"
+
+
+def _under_descriptors(run):
+    """(launcher, {argument: its descriptor's metadata}, arguments to come first), or None if not as in Triton 3.6.
+
+    Triton builds a copy descriptor, about 3 us of host time, for every such argument of every launch, in a Python
+    function around the compiled launcher. This takes that one out, so that a descriptor is built once an address.
+    """
+    launch = getattr(run, "launch", None)
+    code = getattr(launch, "__code__", None)
+    if code is None or not hasattr(nvidia_driver, "make_tensordesc_arg"):
+        return None
+    inside = dict(zip(code.co_freevars, (cell.cell_contents for cell in launch.__closure__ or ()), strict=True))
+    if set(inside) != {"launcher", "tensordesc_indices", "tensordesc_meta"} or None in inside["tensordesc_meta"]:
+        return None
+    if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
+        return None
+    metas = dict(zip(sorted(inside["tensordesc_indices"]), inside["tensordesc_meta"], strict=True))
+    return inside["launcher"], metas, (run.launch_cooperative_grid, run.launch_pdl, None, None)
+
+
+class _View(NamedTuple):
+    """The part of a 4-dimensional tensor's description that launches depend on. `offset`: address modulo 16."""
+
+    shape: tuple
+    stride: tuple
+    offset: int
+
+    @staticmethod
+    def of(x):
+        return _View(x.shape, x.stride(), x.data_ptr() % 16)
+
+    @property
+    def steps(self):
+        return self.stride[:3]
+
+    def tma_reads(self, itemsize):
+        """Whether the copy engine can read it: base and strides in 16-byte steps, none of them 0."""
+        strides = [stride for stride, length in zip(self.stride[:3], self.shape[:3], strict=True) if length > 1]
+        return self.offset == 0 and all(stride > 0 and stride * itemsize % 16 == 0 for stride in strides)
+
+
+def _tma_shape(view):
+    shape = list(view.shape)
+    # A dimension of length 1 may carry any stride, one that the copy engine refuses too: give it one that it takes.
+    strides = [s if n > 1 else 16 * shape[-1] for s, n in zip(view.stride, shape, strict=True)]
+    strides[-1] = 1
+    return shape, strides
+
+
+def _boxes(tiles, width, *views):
+    """(position, view, box) of leading arguments of a kernel; a view comes with the tile edge that it is read by."""
+    if not tiles.use_tma:
+        return ()
+    return tuple((i, view, [1, 1, rows, width]) for i, (view, rows) in enumerate(views))
+
+
+def _rows_last(x):
+    """x with the head width contiguous, as every kernel here reads it."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def matmul_precision(dtype):
+    """Triton's name for how float32 products are made: true float32 unless torch allows tf32 for its own."""
+    if dtype != torch.float32:
+        return "ieee"
+    setting = getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
+    if setting == "none":
+        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return "tf32" if setting == "tf32" else "ieee"
+
+
+class _Case(NamedTuple):
+    """Everything that a forward's or backward's launches depend on: the key they are cached under."""
+
+    device: int | None
+    dtype: torch.dtype
+    q: _View
+    k: _View
+    v: _View
+    is_causal: bool
+    scale: float
+    precision: str
+    overrides: tuple
+    num_splits: int | None
+    o: _View | None = None
+    do: _View | None = None
+
+    @property
+    def width(self):
+        return plan.block_width(self.q.shape[3])
+
+    @property
+    def group(self):
+        return self.q.shape[1] // self.k.shape[1]
+
+    def tiles(self, kernel):
+        arch = device_of(self.device).arch
+        views = [view for view in (self.q, self.k, self.v, self.do) if view is not None]
+        tma = arch >= 90 and TensorDescriptor is not None
+        return plan.select_tiles(
+            kernel,
+            arch=arch,
+            itemsize=self.dtype.itemsize,
+            head_width=self.q.shape[3],
+            is_causal=self.is_causal,
+            tma=tma and all(view.tma_reads(self.dtype.itemsize) for view in views),
+        )
+
+    def products(self, tiles):
+        """The `input_precision` of the kernels' products."""
+        return tiles.fp32_products if self.dtype == torch.float32 and self.precision == "ieee" else self.precision
+
+    def split(self, kernel, tiles):
+        """(number of splits, rows in each) of a kernel's loop."""
+        over_queries = kernel in ("dkdv", "fused")
+        num_queries, num_keys = self.q.shape[2], self.k.shape[2]
+        length = num_queries if over_queries else num_keys
+        number = self.num_splits or plan.choose_num_splits(
+            kernel,
+            tiles,
+            num_heads=self.q.shape[0] * (self.k.shape[1] if over_queries else self.q.shape[1]),
+            num_queries=num_queries,
+            num_keys=num_keys,
+            head_width=self.q.shape[3],
+            itemsize=self.dtype.itemsize,
+            num_sms=device_of(self.device).num_sms,
+            is_causal=self.is_causal,
+        )
+        chunk = plan.chunk_length(length, number, max(tiles.block_q, tiles.block_k))
+        return triton.cdiv(length, chunk), chunk
+
+    def section(self, loop_length):
+        """How many heads run side by side: two tensors of `loop_length` rows are read over and over for each."""
+        head_bytes = 2 * loop_length * self.q.shape[3] * self.dtype.itemsize
+        return plan.heads_per_section(head_bytes=head_bytes, l2_bytes=device_of(self.device).l2_bytes)
+
+
+def _case(q, k, v, is_causal, scale, num_splits, o=None, do=None):
+    of, dtype = _View.of, q.dtype
+    return _Case(
+        q.get_device() if q.is_cuda else None, dtype, of(q), of(k), of(v), is_causal, scale, matmul_precision(dtype),
+        plan.overrides(), num_splits, None if o is None else of(o), None if do is None else of(do),
+    )  # fmt: skip
+
+
+def _stream(x):
+    return raw_stream(x.get_device()) if x.is_cuda else None
+
+
+def _on_device(function):
+    """Triton launches on the current device: make it the tensors' own."""
+
+    @functools.wraps(function)
+    def wrapper(x, *args, **kwargs):
+        if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+            return function(x, *args, **kwargs)
+        with torch.cuda.device(x.device):
+            return function(x, *args, **kwargs)
+
+    return wrapper
+
+
+# ---- forward, host side --------------------------------------------------------------------------------------------
+
+
+class _ForwardPlan(NamedTuple):
+    tiles: plan.Tiles
+    num_splits: int
+    main: _Launch
+    combine: _Launch | None
+
+
+@functools.lru_cache(maxsize=512)
+def _plan_forward(case):
+    batch, num_heads, num_queries, head_width = case.q.shape
+    num_keys = case.k.shape[2]
+    tiles = case.tiles("forward")
+    num_tiles = triton.cdiv(num_queries, tiles.block_q)
+    all_heads = batch * num_heads
+    num_splits, chunk = case.split("forward", tiles)
+    part_steps = (num_heads * num_queries * head_width, num_queries * head_width, head_width)
+    o_split, lse_split = all_heads * num_queries * head_width, all_heads * num_queries
+    main = _Launch(
+        forward_kernel,
+        (num_tiles * all_heads, num_splits, 1),
+        (*case.q.steps, *case.k.steps, *case.v.steps, *(case.o.steps if num_splits == 1 else part_steps),
+         num_heads, all_heads, num_queries, num_keys, num_tiles, case.section(num_keys), chunk, o_split, lse_split,
+         case.scale * math.log2(math.e)),
+        {"IS_CAUSAL": case.is_causal, "HAS_TAIL": case.is_causal or num_keys % tiles.block_k != 0,
+         "SPLIT": num_splits > 1, "GROUP": case.group,
+         "HEAD_WIDTH": head_width, "BLOCK_D": case.width, "BLOCK_M": tiles.block_q, "BLOCK_N": tiles.block_k,
+         "PRECISION": case.products(tiles), "USE_TMA": tiles.use_tma},
+        tiles,
+        boxes=_boxes(tiles, case.width, (case.q, tiles.block_q), (case.k, tiles.block_k), (case.v, tiles.block_k)),
+    )  # fmt: skip
+    combine = None
+    if num_splits > 1:
+        combine = _Launch(
+            combine_kernel,
+            (all_heads, triton.cdiv(num_queries, 16), 1),
+            (*case.o.steps, num_heads, num_queries, num_splits, chunk, o_split, lse_split),
+            {"IS_CAUSAL": case.is_causal, "HEAD_WIDTH": head_width, "BLOCK_D": case.width, "BLOCK_M": 16},
+        )
+    return _ForwardPlan(tiles, num_splits, main, combine)
+
+
+@_on_device
+def forward(q, k, v, is_causal, scale, *, num_splits=None):
+    """o and the log-sum-exp of q (B, H, T_q, D) and k, v (B, K, T_k, D), H a multiple of K. lse is fp32 (B, H, T_q)."""
+    q, k, v = _rows_last(q), _rows_last(k), _rows_last(v)
+    o = torch.empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if q.numel() == 0:
+        return o, lse
+    step, stream = _plan_forward(_case(q, k, v, is_causal, scale, num_splits, o=o)), _stream(q)
+    if step.combine is None:
+        step.main(stream, q, k, v, o, lse)
+        return o, lse
+    parts = torch.empty(step.num_splits * (o.numel() + lse.numel()), dtype=torch.float32, device=q.device)
+    o_parts, lse_parts = parts, parts[step.num_splits * o.numel() :]
+    step.main(stream, q, k, v, o_parts, lse_parts)
+    step.combine(stream, o_parts, lse_parts, o, lse)
+    return o, lse
+
+
+# ---- backward, host side -------------------------------------------------------------------------------------------
+
+
+class _DqPlan(NamedTuple):
+    tiles: plan.Tiles
+    num_splits: int
+    main: _Launch
+    reduce: _Launch | None
+
+
+class _DkdvPlan(NamedTuple):
+    tiles: plan.Tiles
+    num_splits: int
+    main: _Launch
+    reduce: _Launch | None
+
+
+def _part_steps(view):
+    _, num_heads, num_rows, head_width = view.shape
+    return (num_heads * num_rows * head_width, num_rows * head_width, head_width)
+
+
+def _reduce_launch(view, outs, num_splits, chunk, *, tile_rows, step, other_rows, from_first=False, to_last=False,
+                   head_width, width):  # fmt: skip
+    batch, num_heads, num_rows, _ = view.shape
+    part = batch * num_heads * num_rows * head_width
+    return _Launch(
+        sum_parts_kernel,
+        (batch * num_heads, triton.cdiv(num_rows, 16), len(outs)),
+        (*outs[0], *outs[-1], num_heads, num_rows, num_splits, chunk, num_splits * part, part, tile_rows, step,
+         other_rows),
+        {"FROM_FIRST": from_first, "TO_LAST": to_last, "HEAD_WIDTH": head_width, "BLOCK_D": width, "BLOCK": 16},
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=512)
+def _plan_dq(case, dq_steps):
+    batch, num_heads, num_queries, head_width = case.q.shape
+    num_keys = case.k.shape[2]
+    tiles = case.tiles("dq")
+    num_tiles = triton.cdiv(num_queries, tiles.block_q)
+    all_heads = batch * num_heads
+    num_splits, chunk = case.split("dq", tiles)
+    main = _Launch(
+        dq_kernel,
+        (num_tiles * all_heads, num_splits, 1),
+        (*case.q.steps, *case.k.steps, *case.v.steps, *case.do.steps, *case.o.steps,
+         *(dq_steps if num_splits == 1 else _part_steps(case.q)),
+         num_heads, all_heads, num_queries, num_keys, num_tiles, case.section(num_keys), chunk,
+         all_heads * num_queries * head_width, case.scale * math.log2(math.e), case.scale),
+        {"IS_CAUSAL": case.is_causal, "HAS_TAIL": case.is_causal or num_keys % tiles.block_k != 0,
+         "SPLIT": num_splits > 1, "GROUP": case.group,
+         "HEAD_WIDTH": head_width, "BLOCK_D": case.width, "BLOCK_M": tiles.block_q, "BLOCK_N": tiles.block_k,
+         "PRECISION": case.products(tiles), "USE_TMA": tiles.use_tma},
+        tiles,
+        boxes=_boxes(tiles, case.width, (case.q, tiles.block_q), (case.k, tiles.block_k), (case.v, tiles.block_k),
+                     (case.do, tiles.block_q)),
+    )  # fmt: skip
+    reduce = None
+    if num_splits > 1:
+        reduce = _reduce_launch(
+            case.q, [dq_steps], num_splits, chunk, tile_rows=tiles.block_q, step=tiles.block_k, other_rows=num_keys,
+            from_first=case.is_causal, head_width=head_width, width=case.width)  # fmt: skip
+    return _DqPlan(tiles, num_splits, main, reduce)
+
+
+@functools.lru_cache(maxsize=512)
+def _plan_dkdv(case, dk_steps, dv_steps, with_dq, grads=3):
+    batch, num_heads, num_queries, head_width = case.q.shape
+    num_kv_heads, num_keys = case.k.shape[1:3]
+    kernel = "fused" if with_dq else "dkdv"
+    tiles = case.tiles(kernel)
+    num_tiles = triton.cdiv(num_keys, tiles.block_k)
+    all_kv_heads = batch * num_kv_heads
+    num_splits, chunk = case.split(kernel, tiles)
+    part = all_kv_heads * num_keys * head_width
+    boxes = _boxes(tiles, case.width, (case.q, tiles.block_q), (case.k, tiles.block_k), (case.v, tiles.block_k),
+                   (case.do, tiles.block_q))  # fmt: skip
+    if with_dq and boxes:
+        sums = _View(case.q.shape, (*_part_steps(case.q), 1), 0)
+        boxes = (*boxes, (8, sums, [1, 1, tiles.block_q, case.width]))
+    steps = (*dk_steps, *dv_steps) if num_splits == 1 else (*_part_steps(case.k), *_part_steps(case.k))
+    main = _Launch(
+        dkdv_kernel,
+        (num_tiles * all_kv_heads, num_splits, 1),
+        (*case.q.steps, *case.k.steps, *case.v.steps, *case.do.steps, *steps,
+         num_heads, all_kv_heads, num_queries, num_keys, num_tiles, case.section(num_queries * case.group), chunk,
+         part, part, case.scale * math.log2(math.e), case.scale),
+        {"IS_CAUSAL": case.is_causal, "MASK_KEYS": with_dq and num_keys % tiles.block_k != 0,
+         "SPLIT": num_splits > 1, "GROUP": case.group,
+         "HEAD_WIDTH": head_width, "BLOCK_D": case.width, "BLOCK_M": tiles.block_q, "BLOCK_N": tiles.block_k,
+         "PRECISION": case.products(tiles), "USE_TMA": tiles.use_tma, "WITH_DQ": with_dq,
+         "ORDER": tiles.order, "GRADS": grads, "THREADS": 32 * tiles.num_warps},
+        tiles,
+        boxes=boxes,
+    )  # fmt: skip
+    reduce = None
+    if num_splits > 1:
+        reduce = _reduce_launch(
+            case.k, [dk_steps, dv_steps], num_splits, chunk, tile_rows=tiles.block_k, step=tiles.block_q,
+            other_rows=num_queries, to_last=case.is_causal, head_width=head_width, width=case.width)  # fmt: skip
+    return _DkdvPlan(tiles, num_splits, main, reduce)
+
+
+@functools.lru_cache(maxsize=512)
+def _plan_delta(case, dq_steps):
+    """The launches around the fused kernel: delta before it, and dq in its own type and layout after it."""
+    batch, num_heads, num_queries, head_width = case.q.shape
+    delta = _Launch(
+        delta_kernel,
+        (batch * num_heads, triton.cdiv(num_queries, 32), 1),
+        (*case.o.steps, *case.do.steps, num_heads, num_queries),
+        {"HEAD_WIDTH": head_width, "BLOCK_D": case.width, "BLOCK_M": 32},
+    )
+    cast = _reduce_launch(
+        case.q, [dq_steps], 1, num_queries, tile_rows=num_queries, step=1, other_rows=1, head_width=head_width,
+        width=case.width)  # fmt: skip
+    return delta, cast
+
+
+@_on_device
+def backward(do, q, k, v, o, lse, is_causal, scale, deterministic=True, *, num_splits=None):
+    """(dq, dk, dv) of `forward`, each in its input's type and order of dimensions.
+
+    Deterministic: seven products in two kernels, and sums in a fixed order. Otherwise five products in one kernel that
+    adds into dq with atomic instructions.
+    """
+    do, q, k, v, o = (_rows_last(x) for x in (do, q, k, v, o))
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if q.numel() == 0:
+        return dq, dk.zero_(), dv.zero_()
+    case = _case(q, k, v, is_causal, scale, num_splits, o=o, do=do)
+    deterministic = deterministic or not plan.fused_fits(itemsize=q.element_size(), head_width=q.shape[3])
+    delta = torch.empty_like(lse)
+    if deterministic:
+        _run_dq(_plan_dq(case, dq.stride()[:3]), q, k, v, do, o, lse, delta, dq)
+        _run_dkdv(_plan_dkdv(case, dk.stride()[:3], dv.stride()[:3], False), q, k, v, do, lse, delta, dk, dv, None)
+        return dq, dk, dv
+    make_delta, cast = _plan_delta(case, dq.stride()[:3])
+    dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    stream = _stream(q)
+    make_delta(stream, o, do, delta)
+    _run_dkdv(_plan_dkdv(case, dk.stride()[:3], dv.stride()[:3], True), q, k, v, do, lse, delta, dk, dv, dq_sum)
+    if q.dtype == torch.float32:
+        return dq_sum, dk, dv
+    cast(stream, dq_sum, dq, dq)
+    return dq, dk, dv
+
+
+def _run_dq(step, q, k, v, do, o, lse, delta, dq):
+    out, stream = dq, _stream(q)
+    if step.reduce is not None:
+        out = torch.empty((step.num_splits, *dq.shape), dtype=torch.float32, device=dq.device)
+    step.main(stream, q, k, v, do, o, lse, delta, out)
+    if step.reduce is not None:
+        step.reduce(stream, out, dq, dq)
+
+
+def _run_dkdv(step, q, k, v, do, lse, delta, dk, dv, dq_sum):
+    dk_out, dv_out, stream = dk, dv, _stream(q)
+    if step.reduce is not None:
+        parts = torch.empty((2, step.num_splits, *dk.shape), dtype=torch.float32, device=dk.device)
+        dk_out, dv_out = parts[0], parts[1]
+    step.main(stream, q, k, v, do, lse, delta, dk_out, dv_out, delta if dq_sum is None else dq_sum)
+    if step.reduce is not None:
+        step.reduce(stream, parts, dk, dv)

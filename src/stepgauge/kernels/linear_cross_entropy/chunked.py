@@ -1,0 +1,155 @@
+"""The loop over chunks of tokens: three matmuls a chunk, and one pass over the chunk's logits between them.
+
+The gradients are formed in the forward pass, while the chunk's logits are at hand: forming them in backward would need
+either all logits or a fourth matmul. docs/kernels/linear_cross_entropy.md weighs the orders of the loops.
+
+Legend: N tokens, D model width, V vocabulary, C tokens of a chunk, P a row of logits in memory (V rounded up).
+"""
+
+import functools
+import importlib.util
+import math
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import plain
+
+ACCUMULATIONS = ("auto", "weight", "fp32")
+# A bf16 running sum is rounded once a chunk. Eight roundings of growing partial sums come to about twice one rounding
+# of the whole (square root of (1 + 2 + ... + 8) / 8); past that "auto" pays for an fp32 sum.
+MAX_ROUNDED_CHUNKS = 8
+# 16,384 tokens of a vocabulary of 128,256 in bf16 are then 8 chunks of 2048.
+MAX_LOGITS_BYTES = 512 * 2**20
+# Plain PyTorch holds several fp32 copies of a chunk.
+MAX_LOGITS_BYTES_PLAIN = 64 * 2**20
+# Rows of logits begin on 128 bytes: matmuls and 16-byte loads need it where the vocabulary is odd (50,257).
+ROW_MULTIPLE = 64
+CHUNK_MULTIPLE = 128
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is computed of each row, and how rows are summed."""
+
+    mean: bool
+    ignore_index: int
+    z_loss: float
+    softcap: float | None
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
+    """The module that works on a chunk's rows: Triton's on CUDA where it is installed, plain PyTorch otherwise.
+
+    Plain too for float64: the kernels compute in fp32.
+    """
+    if device.type == "cuda" and dtype != torch.float64 and _has_triton():
+        from . import triton
+
+        return triton
+    return plain
+
+
+def chunk_tokens(num_tokens: int, row_bytes: int, max_logits_bytes: int) -> int:
+    """Tokens of a chunk: as even as they come within `max_logits_bytes`, whole tiles of a matmul where that fits."""
+    limit = max(1, max_logits_bytes // row_bytes)
+    num_chunks = max(1, math.ceil(num_tokens / limit))
+    tokens = math.ceil(num_tokens / num_chunks)
+    whole = math.ceil(tokens / CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+    return max(1, whole if whole <= limit else tokens)
+
+
+def held_dtype(input_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
+    """Type in which a gradient waits for backward: the input's own, or fp32 where the matmul cannot write that."""
+    return input_dtype if input_dtype in (compute_dtype, torch.float32) else torch.float32
+
+
+def held_weight_dtype(weight_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
+    """As held_dtype, but an fp16 weight's gradient waits in fp32: before it is scaled, its sum can pass 65,504."""
+    return torch.float32 if weight_dtype == torch.float16 else held_dtype(weight_dtype, compute_dtype)
+
+
+def scales_gradient(compute_dtype: torch.dtype) -> bool:
+    """Whether 1/N is multiplied into the logits' gradient. In fp16 p/N would underflow: there backward multiplies."""
+    return compute_dtype != torch.float16
+
+
+def loss_and_gradients(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    loss: Loss,
+    *,
+    compute_dtype: torch.dtype,
+    accumulation: str,
+    max_logits_bytes: int,
+    need_hidden: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss (a scalar), gradients of hidden and weight for an incoming gradient of one, and 1/N as a one-element tensor.
+
+    A gradient that is not needed comes back with no elements. Where `scales_gradient` is false, the gradients still
+    want multiplying by 1/N.
+    """
+    N, V = targets_N.shape[0], weight_VD.shape[0]
+    rows = kernels_for(hidden_ND.device, compute_dtype)
+    targets_N = targets_N.contiguous()
+    P = math.ceil(V / ROW_MULTIPLE) * ROW_MULTIPLE
+    max_bytes = max_logits_bytes or (MAX_LOGITS_BYTES_PLAIN if rows is plain else MAX_LOGITS_BYTES)
+    C = chunk_tokens(N, P * compute_dtype.itemsize, max_bytes)
+    num_chunks = math.ceil(N / C)
+    held_weight = held_weight_dtype(weight_VD.dtype, compute_dtype)
+    sums_in_fp32 = accumulation == "fp32" or (accumulation == "auto" and num_chunks > MAX_ROUNDED_CHUNKS)
+    sum_dtype = torch.float32 if sums_in_fp32 and num_chunks > 1 and held_weight.itemsize < 4 else held_weight
+
+    scale_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
+    losses_N = hidden_ND.new_empty(N, dtype=scale_dtype)
+    scale = losses_N.new_ones(())
+    if loss.mean:
+        scale = rows.loss_scale(targets_N, ignore_index=loss.ignore_index).to(scale_dtype)
+    grad_hidden = hidden_ND.new_empty(
+        hidden_ND.shape if need_hidden else 0, dtype=held_dtype(hidden_ND.dtype, compute_dtype)
+    )
+    grad_weight = hidden_ND.new_empty(weight_VD.shape if need_weight else 0, dtype=sum_dtype)
+    hidden_ND, weight_VD = hidden_ND.to(compute_dtype), weight_VD.to(compute_dtype)
+    logits_CP = hidden_ND.new_empty(min(C, N), P)
+
+    for first in range(0, N, C):
+        here = slice(first, min(first + C, N))
+        hidden_CD = hidden_ND[here]
+        chunk_CP = logits_CP[: len(hidden_CD)]
+        chunk_CV = chunk_CP[:, :V]
+        torch.mm(hidden_CD, weight_VD.mT, out=chunk_CV)
+        rows.softmax_gradient_(
+            chunk_CP, V, hidden_CD, weight_VD, targets_N[here], scale, losses_N[here],
+            ignore_index=loss.ignore_index, z_loss=loss.z_loss, softcap=loss.softcap,
+            write_gradient=need_hidden or need_weight, scale_gradient=scales_gradient(compute_dtype),
+        )  # fmt: skip
+        if need_hidden:
+            _matmul_(grad_hidden[here], chunk_CV, weight_VD)
+        if need_weight:
+            _matmul_(grad_weight, chunk_CV.mT, hidden_CD, accumulate=first > 0)
+    del logits_CP
+    if N == 0:
+        grad_weight.zero_()
+        return losses_N.new_full((), math.nan if loss.mean else 0.0), grad_hidden, grad_weight.to(held_weight), scale
+    return losses_N.sum(), grad_hidden, grad_weight.to(held_weight), scale
+
+
+def _matmul_(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
+    """out = a b, or out += a b, summed in fp32 and rounded once to `out`'s type."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
+    elif not a.is_cuda:
+        _matmul_(out, a.to(out.dtype), b.to(out.dtype), accumulate=accumulate)
+    elif accumulate:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)

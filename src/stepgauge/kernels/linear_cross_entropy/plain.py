@@ -1,0 +1,75 @@
+"""The passes over a chunk's logits in plain PyTorch, on any device: the same arithmetic as triton.py.
+
+Legend: N tokens of the chunk, D model width, V vocabulary, P the row's length in memory (V rounded up).
+"""
+
+import torch
+from torch import Tensor
+
+
+def softmax_gradient_(
+    logits_NP: Tensor,
+    vocabulary: int,
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    scale: Tensor,
+    losses_N: Tensor,
+    *,
+    ignore_index: int,
+    z_loss: float,
+    softcap: float | None,
+    write_gradient: bool,
+    scale_gradient: bool,
+) -> None:
+    """As triton.softmax_gradient_; on CPU, raises ValueError for a target outside the vocabulary."""
+    valid_N = targets_N != ignore_index
+    targets_N = targets_N.where(valid_N, 0).long()
+    if targets_N.device.type == "cpu":
+        _check_targets(targets_N, vocabulary)
+    index_N1 = targets_N[:, None]
+    target_N = (hidden_ND.to(losses_N.dtype) * weight_VD[targets_N].to(losses_N.dtype)).sum(dim=1)
+    logits_NV = logits_NP[:, :vocabulary].to(losses_N.dtype)
+    if softcap is not None:
+        slope_NV = _sech2(logits_NV / softcap).scatter_(1, index_N1, _sech2(target_N / softcap)[:, None])
+        logits_NV, target_N = softcap * torch.tanh(logits_NV / softcap), softcap * torch.tanh(target_N / softcap)
+    others_N = logits_NV.scatter(1, index_N1, -torch.inf).logsumexp(dim=1)
+
+    x_N = others_N - target_N
+    cross_entropy_N = x_N.clamp(min=0) + torch.log1p(torch.exp(-x_N.abs()))
+    lse_N = target_N + cross_entropy_N
+    torch.mul((cross_entropy_N + z_loss * lse_N**2).where(valid_N, 0), scale, out=losses_N)
+    if not write_gradient:
+        return
+    z_slope_N = 2 * z_loss * lse_N
+    gradient_NV = (logits_NV - lse_N[:, None]).exp_().mul_((1 + z_slope_N)[:, None])
+    gradient_NV.scatter_(1, index_N1, (z_slope_N * torch.sigmoid(-x_N) - torch.sigmoid(x_N))[:, None])
+    if softcap is not None:
+        gradient_NV *= slope_NV
+    if scale_gradient:
+        gradient_NV *= scale
+    logits_NP[:, :vocabulary] = gradient_NV.where(valid_N[:, None], 0)
+    logits_NP[:, vocabulary:] = 0
+
+
+def loss_scale(targets_N: Tensor, *, ignore_index: int) -> Tensor:
+    """One-element float64 tensor: 1 / (number of targets that are not ignored)."""
+    return 1 / (targets_N != ignore_index).sum().double()
+
+
+def multiply_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Each tensor *= factor in place."""
+    for x in tensors:
+        x.mul_(factor)
+
+
+def _sech2(x: Tensor) -> Tensor:
+    """1 - tanh(x)^2 without the subtraction, which leaves nothing of a saturated cap."""
+    e = torch.exp(-2 * x.abs())
+    return 4 * e / (1 + e) ** 2
+
+
+def _check_targets(targets_N: Tensor, vocabulary: int) -> None:
+    outside_N = targets_N[(targets_N < 0) | (targets_N >= vocabulary)]
+    if outside_N.numel():
+        raise ValueError(f"target {outside_N[0].item()} is outside the vocabulary of {vocabulary}")

@@ -1,0 +1,427 @@
+"""Triton kernels of linear + cross-entropy: what happens to a chunk of logits between two matmuls.
+
+Two kernels turn logits into their gradient in place:
+  held      a row's part stays in registers between its statistics and its gradient: one read, one write. A long row is
+            shared by SPLIT programs, which exchange their statistics through memory.
+  streamed  one program a row of any length: read twice, written once. Serves the loss alone, too.
+
+Legend: N tokens of the chunk, D model width, V vocabulary, P the row's length in memory (V rounded up, see chunked.py).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import ALIGNMENT_BYTES, Launch, hooks_present, raw_stream
+
+BLOCK_D = 1024
+# P is a multiple of it (chunked.ROW_MULTIPLE); handed to the kernels in these units, so that they know it is.
+ROW_UNIT = 64
+# Two programs of 512 threads share a multiprocessor, so that one reads while the other waits; nothing spills.
+HELD_REGISTERS = 64
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x) for 0 <= x <= 1, right where 1 + x rounds to 1 (Kahan: the error of u = 1 + x divides out)."""
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
+
+
+@triton.jit
+def _tanh(x):
+    e = tl.exp(-2.0 * tl.abs(x))
+    return tl.where(x < 0, -1.0, 1.0) * (1.0 - e) / (1.0 + e)
+
+
+@triton.jit
+def _sech2(x):
+    """1 - tanh(x)^2 without the subtraction, which leaves nothing of a saturated cap."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    return 4.0 * e / ((1.0 + e) * (1.0 + e))
+
+
+@triton.jit
+def _dot_rows(a_ptr, stride_a, b_ptr, stride_b, begin, end, BLOCK_D: tl.constexpr):
+    sums = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for start in range(begin, end, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D).to(tl.int64)
+        a = tl.load(a_ptr + d * stride_a, mask=d < end, other=0.0).to(tl.float32)
+        b = tl.load(b_ptr + d * stride_b, mask=d < end, other=0.0).to(tl.float32)
+        sums += a * b
+    return tl.sum(sums, axis=0)
+
+
+@triton.jit
+def _target_logit(dot, in_range, softcap, HAS_SOFTCAP: tl.constexpr):
+    """The target's logit and its slope by the uncapped one."""
+    slope = 1.0
+    if HAS_SOFTCAP:
+        slope = _sech2(dot / softcap)
+        dot = softcap * _tanh(dot / softcap)
+    # There is no error to raise from here: a target outside the vocabulary makes its row NaN.
+    return tl.where(in_range, dot, float("nan")), slope
+
+
+@triton.jit
+def _loss_of(others, target_logit):
+    """Cross-entropy, log-sum-exp, probability of the other classes together and of the target.
+
+    x = (log-sum-exp of the other classes) - (target's logit), so that loss = softplus(x) and the target's probability
+    less one = -sigmoid(x): neither subtracts two numbers near one another, however confident the row.
+    """
+    x = others - target_logit
+    t = tl.exp(-tl.abs(x))
+    cross_entropy = tl.maximum(x, 0.0) + _log1p(t)
+    p_others = tl.where(x >= 0, 1.0, t) / (1.0 + t)
+    p_target = tl.where(x >= 0, t, 1.0) / (1.0 + t)
+    return cross_entropy, target_logit + cross_entropy, p_others, p_target
+
+
+@triton.jit
+def _finite(maximum):
+    """What exponents are taken relative to: nothing is above minus infinity, and inf - inf would be NaN."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@triton.jit(do_not_specialize=["V", "P_units", "D", "hidden_units", "weight_units"])
+def streamed_gradient_kernel(
+    logits_ptr, hidden_ptr, weight_ptr, targets_ptr, scale_ptr, losses_ptr, exchange_ptr,
+    V, P_units, D, hidden_units, weight_units, z_loss, softcap,
+    ROW_UNIT: tl.constexpr, STRIDE_UNIT: tl.constexpr, stride_hidden_d: tl.constexpr, stride_weight_d: tl.constexpr,
+    ignore_index: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, WRITE_GRADIENT: tl.constexpr, SCALE_GRADIENT: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr, REVERSE: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """Row n of the chunk: losses[n] = scale (cross-entropy + z_loss lse^2) and, over the logits, its gradient by them.
+
+    The first walk takes the row's maximum and sum of exponentials together, the second walks back over it.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    P = P_units * ROW_UNIT
+    row_ptr = logits_ptr + n * P
+    # (lanes, VEC): the second axis lies in one thread, so that its reductions need no shuffle and no barrier.
+    lanes = tl.arange(0, BLOCK_V // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+    scale = tl.load(scale_ptr)
+    target = tl.load(targets_ptr + n).to(tl.int64)
+
+    if target == ignore_index:
+        # 0 * scale and not 0: scale is infinite when every token is ignored, and the mean is then NaN as torch's is.
+        tl.store(losses_ptr + n, 0.0 * scale)
+        if WRITE_GRADIENT:
+            for start in range(0, P, BLOCK_V):
+                cols = start + lanes
+                tl.store(row_ptr + cols, tl.zeros_like(cols).to(logits_ptr.dtype.element_ty), mask=cols < P)
+        return
+
+    in_range = (target >= 0) & (target < V)
+    safe_target = tl.where(in_range, target, 0)
+    # The matmul rounded its logits to their type; a confident loss hangs on the target's alone, formed again in fp32.
+    dot = _dot_rows(
+        hidden_ptr + n * hidden_units * STRIDE_UNIT, stride_hidden_d,
+        weight_ptr + safe_target * weight_units * STRIDE_UNIT, stride_weight_d, 0, D, BLOCK_D,
+    )  # fmt: skip
+    target_logit, target_slope = _target_logit(dot, in_range, softcap, HAS_SOFTCAP)
+    target_col = safe_target.to(tl.int32)
+
+    maxima = tl.full([BLOCK_V // VEC], float("-inf"), dtype=tl.float32)
+    sums = tl.zeros([BLOCK_V // VEC], dtype=tl.float32)
+    for start in tl.range(0, P, BLOCK_V, num_stages=STAGES):
+        cols = start + lanes
+        # The mask ends at P, a multiple of VEC, so that loads stay wide whatever V is.
+        x = tl.load(row_ptr + cols, mask=cols < P, other=0.0, eviction_policy=KEEP).to(tl.float32)
+        if HAS_SOFTCAP:
+            x = softcap * _tanh(x / softcap)
+        x = tl.where((cols < V) & (cols != target_col), x, float("-inf"))
+        new_maxima = tl.maximum(maxima, tl.max(x, axis=1))
+        shift = _finite(new_maxima)
+        sums = sums * tl.exp(maxima - shift) + tl.sum(tl.exp(x - shift[:, None]), axis=1)
+        maxima = new_maxima
+    maximum = _finite(tl.max(maxima, axis=0))
+    others = maximum + tl.log(tl.sum(sums * tl.exp(maxima - maximum), axis=0))
+    cross_entropy, lse, p_others, p_target = _loss_of(others, target_logit)
+    tl.store(losses_ptr + n, scale * (cross_entropy + z_loss * lse * lse))
+
+    if WRITE_GRADIENT:
+        z_slope = 2.0 * z_loss * lse
+        factor = 1.0
+        if SCALE_GRADIENT:
+            factor = scale
+        target_gradient = factor * target_slope * (z_slope * p_target - p_others)
+        others_factor = factor * (1.0 + z_slope)
+        num_blocks = tl.cdiv(P, BLOCK_V)
+        for i in tl.range(0, num_blocks, num_stages=STAGES):
+            if REVERSE:
+                cols = (num_blocks - 1 - i) * BLOCK_V + lanes
+            else:
+                cols = i * BLOCK_V + lanes
+            raw = tl.load(row_ptr + cols, mask=cols < P, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            if HAS_SOFTCAP:
+                gradient = others_factor * tl.exp(softcap * _tanh(raw / softcap) - lse) * _sech2(raw / softcap)
+            else:
+                gradient = others_factor * tl.exp(raw - lse)
+            gradient = tl.where(cols == target_col, target_gradient, gradient)
+            gradient = tl.where(cols < V, gradient, 0.0)
+            tl.store(row_ptr + cols, gradient.to(logits_ptr.dtype.element_ty), mask=cols < P)
+
+
+@triton.jit
+def _pack(high, low):
+    """Two fp32 in one int64, so that one 8-byte store shows both or neither."""
+    low_bits = low.to(tl.uint32, bitcast=True).to(tl.int64)
+    return (high.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low_bits
+
+
+@triton.jit
+def _high(packed):
+    return (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _low(packed):
+    return packed.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["V", "P_units", "D", "hidden_units", "weight_units"])
+def held_gradient_kernel(
+    logits_ptr, hidden_ptr, weight_ptr, targets_ptr, scale_ptr, losses_ptr, exchange_ptr,
+    V, P_units, D, hidden_units, weight_units, z_loss, softcap,
+    ROW_UNIT: tl.constexpr, STRIDE_UNIT: tl.constexpr, stride_hidden_d: tl.constexpr, stride_weight_d: tl.constexpr,
+    ignore_index: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, WRITE_GRADIENT: tl.constexpr, SCALE_GRADIENT: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """As streamed_gradient_kernel, by SPLIT programs a row: P / SPLIT, rounded up to 8, is at most BLOCK_V.
+
+    A part says (maximum, sum of exponentials) and (its share of the target's dot product) in two int64 of the row's
+    `exchange`, zero before, and waits until its row's others have. Programs start in the order of their number, so that
+    those it waits for run or are next: no order of arrival can block.
+    """
+    n = (tl.program_id(0) // SPLIT).to(tl.int64)
+    part = tl.program_id(0) % SPLIT
+    P = P_units * ROW_UNIT
+    width = tl.cdiv(P_units * (ROW_UNIT // 8), SPLIT) * 8
+    lanes = tl.arange(0, BLOCK_V)
+    cols = part * width + lanes
+    mine = (lanes < width) & (cols < P)
+    part_ptr = logits_ptr + n * P + cols
+    raw = tl.load(part_ptr, mask=mine, other=0.0, eviction_policy="evict_first")
+    scale = tl.load(scale_ptr)
+    target = tl.load(targets_ptr + n).to(tl.int64)
+
+    if target == ignore_index:
+        if part == 0:
+            tl.store(losses_ptr + n, 0.0 * scale)
+        if WRITE_GRADIENT:
+            tl.store(part_ptr, tl.zeros_like(raw), mask=mine)
+        return
+
+    in_range = (target >= 0) & (target < V)
+    safe_target = tl.where(in_range, target, 0)
+    target_col = safe_target.to(tl.int32)
+    share = tl.cdiv(D, SPLIT * 8) * 8
+    dot = _dot_rows(
+        hidden_ptr + n * hidden_units * STRIDE_UNIT, stride_hidden_d,
+        weight_ptr + safe_target * weight_units * STRIDE_UNIT, stride_weight_d,
+        part * share, tl.minimum(D, (part + 1) * share), BLOCK_D,
+    )  # fmt: skip
+
+    x = raw.to(tl.float32)
+    slope = 1.0
+    if HAS_SOFTCAP:
+        slope = _sech2(x / softcap)
+        x = softcap * _tanh(x / softcap)
+    x = tl.where(mine & (cols < V) & (cols != target_col), x, float("-inf"))
+    maximum = tl.max(x, axis=0)
+    # Kept for the gradient, too: exp(x - lse) = exp(x - shift) exp(shift - lse).
+    shift = _finite(maximum)
+    held = tl.exp(x - shift)
+    sum_exp = tl.sum(held, axis=0)
+    held *= slope
+
+    if SPLIT > 1:
+        row_ptr = exchange_ptr + n * (2 * SPLIT)
+        # Neither is zero when written: a maximum of zero comes with a sum of at least one, the second's low half is 1.
+        tl.atomic_xchg(row_ptr + part, _pack(maximum, sum_exp), sem="relaxed")
+        tl.atomic_xchg(row_ptr + SPLIT + part, _pack(dot, dot * 0.0 + 1.0), sem="relaxed")
+        # At least a warp's 32 lanes, so that a warp leaves the loop together.
+        parts = tl.arange(0, SPLIT if SPLIT > 32 else 32)
+        sums = tl.zeros_like(parts).to(tl.int64)
+        dots = tl.zeros_like(parts).to(tl.int64)
+        missing = 1
+        while missing != 0:
+            sums = tl.load(row_ptr + parts, mask=parts < SPLIT, other=1, volatile=True)
+            dots = tl.load(row_ptr + SPLIT + parts, mask=parts < SPLIT, other=1, volatile=True)
+            missing = tl.max(((sums == 0) | (dots == 0)).to(tl.int32), axis=0)
+        dot = tl.sum(_high(dots), axis=0)
+        maxima = tl.where(parts < SPLIT, _high(sums), float("-inf"))
+        row_maximum = _finite(tl.max(maxima, axis=0))
+        others = row_maximum + tl.log(tl.sum(_low(sums) * tl.exp(maxima - row_maximum), axis=0))
+    else:
+        others = shift + tl.log(sum_exp)
+
+    target_logit, target_slope = _target_logit(dot, in_range, softcap, HAS_SOFTCAP)
+    cross_entropy, lse, p_others, p_target = _loss_of(others, target_logit)
+    if part == 0:
+        tl.store(losses_ptr + n, scale * (cross_entropy + z_loss * lse * lse))
+    if WRITE_GRADIENT:
+        z_slope = 2.0 * z_loss * lse
+        factor = 1.0
+        if SCALE_GRADIENT:
+            factor = scale
+        # Zero in the columns past V and, for the moment, in the target's: no column's number is kept for a comparison.
+        gradient = held * (factor * (1.0 + z_slope) * tl.exp(shift - lse))
+        tl.store(part_ptr, gradient.to(logits_ptr.dtype.element_ty), mask=mine)
+        tl.debug_barrier()
+        target_gradient = factor * target_slope * (z_slope * p_target - p_others)
+        is_mine = (target_col >= part * width) & (target_col < (part + 1) * width)
+        target_ptr = logits_ptr + n * P + target_col
+        tl.store(target_ptr, target_gradient.to(logits_ptr.dtype.element_ty), mask=is_mine)
+
+
+@triton.jit(do_not_specialize=["N"])
+def loss_scale_kernel(targets_ptr, scale_ptr, N, ignore_index: tl.constexpr, BLOCK_N: tl.constexpr):
+    """scale = 1 / (number of targets that are not ignored), in one program: N is a few thousand to a million."""
+    counts = tl.zeros([BLOCK_N], dtype=tl.int32)
+    for start in range(0, N, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        target = tl.load(targets_ptr + n, mask=n < N, other=0).to(tl.int64)
+        counts += ((n < N) & (target != ignore_index)).to(tl.int32)
+    tl.store(scale_ptr, 1.0 / tl.sum(counts, axis=0).to(tl.float32))
+
+
+@triton.jit
+def _multiply_block(x_ptr, factor, numel, BLOCK: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    for start in range(first, numel, tl.num_programs(0).to(tl.int64) * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + i, mask=i < numel).to(tl.float32)
+        tl.store(x_ptr + i, (x * factor).to(x_ptr.dtype.element_ty), mask=i < numel)
+
+
+@triton.jit(do_not_specialize=["num_x", "num_y"])
+def multiply_kernel(x_ptr, y_ptr, factor_ptr, num_x, num_y, BLOCK: tl.constexpr):
+    """x, y *= factor, and no memory traffic at all where factor is 1, which the host cannot know without waiting."""
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor != 1.0:
+        _multiply_block(x_ptr, factor, num_x, BLOCK)
+        _multiply_block(y_ptr, factor, num_y, BLOCK)
+
+
+def row_launch(row_length: int, itemsize: int, *, write_gradient: bool = True) -> dict[str, int | bool | str]:
+    """Constants and warps of the pass over rows of `row_length` elements; with SPLIT for the held kernel."""
+    if write_gradient and row_length <= 16384:
+        block = max(1024, triton.next_power_of_2(row_length))
+        return {"BLOCK_V": block, "SPLIT": 1, "num_warps": max(4, block // 1024), "maxnreg": HELD_REGISTERS}
+    if row_length <= 4096:
+        block, warps = max(1024, triton.next_power_of_2(row_length)), 4
+    elif row_length <= 65536:
+        block, warps = 4096, 16
+    else:
+        block, warps = 8192, 32
+    walk = {"VEC": 16 // itemsize, "STAGES": 1, "REVERSE": True, "KEEP": "evict_last"}
+    return {"BLOCK_V": block, **walk, "num_warps": warps}
+
+
+def split_launch(row_length: int, *, block: int = 16384, num_warps: int = 16) -> dict[str, int | bool | str]:
+    """The held kernel's launch for rows of any length, in parts of at most `block`."""
+    split = triton.next_power_of_2(triton.cdiv(row_length, block))
+    launch = {"BLOCK_V": block, "SPLIT": split, "BLOCK_D": 32 * num_warps}
+    return {**launch, "num_warps": num_warps, "maxnreg": HELD_REGISTERS}
+
+
+def softmax_gradient_(
+    logits_NP: Tensor,
+    vocabulary: int,
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    scale: Tensor,
+    losses_N: Tensor,
+    *,
+    ignore_index: int,
+    z_loss: float,
+    softcap: float | None,
+    write_gradient: bool,
+    scale_gradient: bool,
+    launch: dict[str, int | bool | str] | None = None,
+) -> None:
+    """Fills losses_N and, with `write_gradient`, puts the gradient in the logits' place (zero in the columns past V).
+
+    `logits_NP` is contiguous with P >= vocabulary a multiple of 64; `scale` a one-element fp32 tensor.
+    """
+    num_rows, row_length = logits_NP.shape
+    if not num_rows:
+        return
+    launch = launch or row_launch(row_length, logits_NP.element_size(), write_gradient=write_gradient)
+    split = launch.get("SPLIT", 1)
+    if softcap is not None and "SPLIT" in launch:  # It holds more, and would spill.
+        launch = {**launch, "maxnreg": 65536 // (32 * launch["num_warps"])}
+    # What is not exchanged needs a pointer all the same.
+    exchange = targets_N
+    if split > 1:
+        exchange = torch.zeros(num_rows * 2 * split, dtype=torch.int64, device=logits_NP.device)
+    (hidden_n, hidden_d), (weight_v, weight_d) = hidden_ND.stride(), weight_VD.stride()
+    unit = 8 if hidden_n % 8 == 0 and weight_v % 8 == 0 else 1
+    _launch(
+        held_gradient_kernel if "SPLIT" in launch else streamed_gradient_kernel,
+        num_rows * split,
+        (logits_NP, hidden_ND, weight_VD, targets_N, scale, losses_N, exchange),
+        (vocabulary, row_length // ROW_UNIT, hidden_ND.shape[1], hidden_n // unit, weight_v // unit,
+         float(z_loss), 1.0 if softcap is None else float(softcap)),
+        ROW_UNIT=ROW_UNIT, STRIDE_UNIT=unit, stride_hidden_d=hidden_d, stride_weight_d=weight_d,
+        ignore_index=ignore_index, HAS_SOFTCAP=softcap is not None, WRITE_GRADIENT=write_gradient,
+        SCALE_GRADIENT=scale_gradient, **{"BLOCK_D": BLOCK_D, **launch},
+    )  # fmt: skip
+
+
+def loss_scale(targets_N: Tensor, *, ignore_index: int) -> Tensor:
+    """One-element fp32 tensor: 1 / (number of targets that are not ignored)."""
+    scale = torch.empty((), dtype=torch.float32, device=targets_N.device)
+    constants = {"ignore_index": ignore_index, "BLOCK_N": 4096, "num_warps": 8}
+    _launch(loss_scale_kernel, 1, (targets_N, scale), (targets_N.numel(),), **constants)
+    return scale
+
+
+def multiply_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Each of two contiguous tensors *= a one-element `factor`, in place, in one launch."""
+    first, second = tensors
+    sizes = first.numel(), second.numel()
+    # A gradient that was not asked for has no memory, and its pointer is read by nobody.
+    pointers = [x if x.numel() else factor for x in tensors]
+    num_programs = min(triton.cdiv(max(sizes), 4096), 1024)
+    if num_programs:
+        _launch(multiply_kernel, num_programs, (*pointers, factor), sizes, BLOCK=4096, num_warps=8)
+
+
+_LAUNCHES: dict[tuple, Launch] = {}
+
+
+def _launch(kernel, num_programs: int, tensors: tuple[Tensor, ...], scalars: tuple, **constants) -> None:
+    """Launch by address where that is safe (see kernels/launch.py), as Triton documents it elsewhere."""
+    like = tensors[0]
+    if not like.is_cuda:  # Triton's interpreter
+        kernel[(num_programs,)](*tensors, *scalars, **constants)
+        return
+    index = like.get_device()
+    if index != torch._C._cuda_getDevice():
+        with torch.cuda.device(index):
+            _launch(kernel, num_programs, tensors, scalars, **constants)
+        return
+    # A Launch is for one width of integers.
+    wide = [isinstance(x, int) and x >= 2**31 for x in scalars]
+    key = (id(kernel), index, *[x.dtype for x in tensors], *wide, *constants.values())
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        launch = _LAUNCHES[key] = Launch(kernel, **constants)
+    addresses = [x.data_ptr() for x in tensors]
+    combined = 0
+    for address in addresses:
+        combined |= address
+    if combined % ALIGNMENT_BYTES or hooks_present():
+        launch.through_jit(num_programs, 1, *tensors, *scalars)
+        return
+    if not launch.compiled:
+        launch.compile(*tensors, *scalars)
+    launch.direct(num_programs, 1, raw_stream(index), *addresses, *scalars)

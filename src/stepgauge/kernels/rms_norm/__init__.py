@@ -1,0 +1,220 @@
+"""RMSNorm, forward and backward, with an optional fused residual addition.
+
+``rms_norm`` is what a model calls; ``TritonRMSNorm`` drops in for ``torch.nn.RMSNorm``;
+``RMSNormTriton`` and ``RMSNormReference`` are the two as autograd functions. The equations stand
+in reference.py, their derivation and the design in docs/kernels/rms_norm.md.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from . import extension, reference
+from .reference import backward_input, backward_weight
+
+try:
+    from . import ops
+    from .ops import hooks_present
+except ImportError:  # No Triton: the reference serves, and the extension is never loaded.
+    ops = None
+
+__all__ = [
+    "MAX_WIDTH",
+    "RMSNormReference",
+    "RMSNormTriton",
+    "TritonRMSNorm",
+    "backward_input",
+    "backward_weight",
+    "rms_norm",
+]
+
+MAX_WIDTH = 65536
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PLAIN_TYPES = (Tensor, nn.Parameter)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float = 1e-5, *, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return ``weight * h / sqrt(mean(h^2) + eps)`` over the last dimension (arXiv 1910.07467).
+
+    Without ``residual`` h is x and the result is y. With it h is ``x + residual``, and the result
+    is ``(y, h)``: what a pre-norm block needs, in one pass. Shapes: x, residual and y (*, D),
+    weight (D). y has x's type (h's type), computed in float32; under CUDA autocast it has the type
+    that the installed torch's own rms_norm gives: float32 from torch 2.12 on, x's before. The
+    weight may be float32 or x's type.
+
+    CUDA tensors up to 65,536 wide go to Triton; others, and float64, to the plain PyTorch oracle.
+    Raises ValueError for a weight or residual whose shape does not fit.
+    """
+    if not torch.compiler.is_compiling() and extension.call is not None and not hooks_present():
+        result = extension.call(x, weight, eps, residual)
+        if result is not None:
+            return result
+    _check(x, weight)
+    if residual is not None:
+        _check_residual(x, residual)
+        if residual.dtype != x.dtype:
+            common = torch.promote_types(x.dtype, residual.dtype)
+            x, residual = x.to(common), residual.to(common)
+    out_dtype = _output_dtype(x)
+    if not _kernel_takes(x, weight):
+        h = x if residual is None else x + residual
+        # The narrow type's float32 image holds the same values: only the rounding of y changes.
+        y = reference.forward(h.to(out_dtype), weight, eps)
+        return y if residual is None else (y, h)
+    if _plain(x) and _plain(weight) and (residual is None or _plain(residual)):
+        if residual is None:
+            y = result = RMSNormTriton.apply(x, weight, eps, out_dtype)
+        else:
+            y, _ = result = _RMSNormResidual.apply(x, residual, weight, eps, out_dtype)
+        if x.numel():
+            extension.offer(ops.plan_for, x, residual, weight, y)
+        return result
+    if residual is None:
+        return torch.ops.stepgauge.rms_norm(x, weight, eps, out_dtype)[0]
+    return torch.ops.stepgauge.rms_norm_residual(x, residual, weight, eps, out_dtype)[:2]
+
+
+class RMSNormTriton(torch.autograd.Function):
+    """``.apply(x, weight, eps=1e-5, out_dtype=None)``: the kernels as an autograd function.
+
+    Saves x, the weight and one float32 a row. x (*, D), weight (D).
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, eps=1e-5, out_dtype=None):
+        _require_kernels(x, weight)
+        out_dtype = out_dtype or x.dtype
+        if _plain(x):
+            y, h, rstd = ops.run_forward(x, None, weight, eps, out_dtype)
+        else:
+            y, rstd = torch.ops.stepgauge.rms_norm(x, weight, eps, out_dtype)
+            h = x
+        ctx.save_for_backward(h, weight, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        h, weight, rstd = ctx.saved_tensors
+        dx, dw = _run_backward(dy, h, weight, rstd, None)
+        return dx, dw, None, None
+
+
+class _RMSNormResidual(torch.autograd.Function):
+    """``.apply(x, residual, weight, eps, out_dtype)`` gives (y, x + residual). Eager only."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps, out_dtype):
+        y, total, rstd = ops.run_forward(x, residual, weight, eps, out_dtype)
+        ctx.save_for_backward(total, weight, rstd)
+        return y, total
+
+    @staticmethod
+    def backward(ctx, dy, dsum):
+        total, weight, rstd = ctx.saved_tensors
+        dx, dw = _run_backward(dy, total, weight, rstd, dsum)
+        return dx, dx, dw, None, None
+
+
+class RMSNormReference(torch.autograd.Function):
+    """``.apply(x, weight, eps=1e-5)``: the oracle with its two gradients written out."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps=1e-5):
+        _check(x, weight)
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return reference.forward(x, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dx = backward_input(dy, x, weight, ctx.eps)
+        return dx, backward_weight(dy, x, weight, ctx.eps), None
+
+
+class TritonRMSNorm(nn.Module):
+    """``torch.nn.RMSNorm`` on the fused kernel; the same state_dict (``weight``).
+
+    ``forward(x)`` gives y; ``forward(x, residual)`` gives ``(y, x + residual)``.
+    """
+
+    def __init__(self, width: int, *, eps: float = 1e-5, device=None, dtype=None):
+        super().__init__()
+        if width < 1:
+            raise ValueError(f"width must be at least 1, got {width}")
+        self.width, self.eps = width, eps
+        self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None):
+        return rms_norm(x, self.weight, self.eps, residual=residual)
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, eps={self.eps}"
+
+
+def _output_dtype(x: Tensor) -> torch.dtype:
+    float32 = (
+        x.is_cuda
+        and x.dtype != torch.float64
+        and torch.is_autocast_enabled("cuda")
+        and extension.BUILTIN_AUTOCAST_IS_FLOAT32
+    )
+    return torch.float32 if float32 else x.dtype
+
+
+def _run_backward(dy, h, weight, rstd, dsum):
+    # With create_graph the operator is called: it has no second derivative and says so, where
+    # a launch by address would silently give a constant.
+    if _plain(dy) and not torch.is_grad_enabled():
+        return ops.run_backward(dy, h, weight, rstd, dsum)
+    return torch.ops.stepgauge.rms_norm_backward(dy, h, weight, rstd, dsum)
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether nothing but eager autograd looks at this call, so that addresses may be used."""
+    return (
+        type(tensor) in _PLAIN_TYPES
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def _kernel_takes(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.is_cuda
+        and ops is not None
+        and x.dtype in _KERNEL_DTYPES
+        and weight.dtype in _KERNEL_DTYPES
+        and x.shape[-1] <= MAX_WIDTH
+    )
+
+
+def _require_kernels(x: Tensor, weight: Tensor):
+    _check(x, weight)
+    if ops is None:
+        raise ValueError("RMSNormTriton needs the package triton, which is not installed")
+    if x.dtype not in _KERNEL_DTYPES or weight.dtype not in _KERNEL_DTYPES:
+        raise ValueError(f"RMSNormTriton takes float32, bfloat16 and float16, got {x.dtype} and {weight.dtype}")
+    if x.shape[-1] > MAX_WIDTH:
+        raise ValueError(f"RMSNormTriton takes widths up to {MAX_WIDTH}, got {x.shape[-1]}")
+
+
+def _check(x: Tensor, weight: Tensor):
+    if x.dim() == 0 or weight.dim() != 1 or weight.shape[0] != x.shape[-1] or not weight.shape[0]:
+        raise ValueError(
+            "the weight must be (D,) with D the last dimension of x and at least 1, "
+            f"got weight {tuple(weight.shape)} and x {tuple(x.shape)}"
+        )
+
+
+def _check_residual(x: Tensor, residual: Tensor):
+    if residual.shape != x.shape:
+        raise ValueError(f"the residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")

@@ -1,0 +1,29 @@
+"""What the kernels' tests share: Triton's interpreter, mended where numpy 2.4 breaks that of Triton 3.6."""
+
+import pytest
+
+
+def mend_interpreter(set_attribute=setattr):
+    """Let a kernel's argument be the bound of a range(): the interpreter takes it as an index.
+
+    Triton 3.6 makes an int of a one-element array, which numpy 2.4 forbids. Call it in a process
+    whose TRITON_INTERPRET is 1; `set_attribute` replaces the interpreter's function.
+    """
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor, *scope):
+        original(tensor, *scope)
+        index = lambda self: int(self.handle.data.item())  # noqa: E731
+        if scope:  # 3.6 undoes its patches after each launch.
+            scope[0].set_attr(tensor, "__index__", index)
+        else:
+            tensor.__index__ = index
+
+    set_attribute(interpreter, "_patch_lang_tensor", patched)
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    mend_interpreter(monkeypatch.setattr)

@@ -1,0 +1,619 @@
+"""FusedAdamW: torch's AdamW in arithmetic, state and manners; the kernel against the oracle.
+
+Without a GPU the kernel runs in Triton's interpreter (in a process of its own) and is compiled
+ahead of time for three architectures. The tests marked gpu need a CUDA GPU.
+"""
+
+import copy
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from stepgauge.kernels import adamw as package  # noqa: E402
+from stepgauge.kernels.adamw import FusedAdamW, fused_adamw_  # noqa: E402
+
+try:
+    import triton
+except ImportError:
+    triton = None
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_triton = pytest.mark.skipif(triton is None, reason="needs the package triton")
+compiled_only = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+interpreted_only = pytest.mark.skipif(
+    not INTERPRETED, reason="test_kernel_in_the_interpreter runs it with TRITON_INTERPRET=1"
+)
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a CUDA GPU")
+
+SHAPES = [(5, 7), (130,), (), (3, 1, 4), (64, 3)]
+HYPER = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+
+
+def error(value, exact):
+    exact = exact.detach().double().cpu()
+    return ((value.detach().double().cpu() - exact).norm() / exact.norm()).item()
+
+
+def parameters(dtype=torch.float32, device="cpu", shapes=SHAPES):
+    generator = torch.Generator().manual_seed(0)
+    # .to alone would share memory between the copies that are compared.
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype, copy=True)) for shape in shapes
+    ]
+
+
+def set_gradients(seed, *groups, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    for tensors in zip(*groups, strict=True):
+        gradient = torch.randn(tensors[0].shape, generator=generator)
+        # The narrowest type's values, so that every group sees the same numbers.
+        gradient = gradient.to(min((t.dtype for t in tensors), key=lambda d: d.itemsize))
+        for tensor in tensors:
+            tensor.grad = (gradient * scale).to(tensor.device, tensor.dtype, copy=True)
+
+
+def train(num_steps, pairs, first_seed=0):
+    for seed in range(first_seed, first_seed + num_steps):
+        set_gradients(seed, *(group for group, _ in pairs))
+        for _, optimizer in pairs:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_equals_torch_over_1000_steps(maximize):
+    ours, theirs, exact = parameters(), parameters(), parameters(torch.float64)
+    pairs = [
+        (ours, FusedAdamW(ours, **HYPER, maximize=maximize)),
+        (theirs, torch.optim.AdamW(theirs, **HYPER, maximize=maximize)),
+        (exact, torch.optim.AdamW(exact, **HYPER, maximize=maximize)),
+    ]
+    train(1000, pairs)
+    for a, b, c in zip(ours, theirs, exact, strict=True):
+        # torch's rounding of 1 - lr * weight_decay drifts; ours must be as near at least.
+        assert error(a, c) < 1e-5
+        assert error(a, c) <= error(b, c)
+        assert error(a, b) < 1e-4
+
+
+def test_groups_keep_their_own_settings_and_schedulers_reach_them():
+    ours, theirs = parameters(), parameters()
+
+    def make(cls, params):
+        optimizer = cls([{"params": params[:2], "lr": 1e-3, "weight_decay": 0.0}, {"params": params[2:]}], lr=3e-2)
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    (a, a_schedule), (b, b_schedule) = make(FusedAdamW, ours), make(torch.optim.AdamW, theirs)
+    for seed in range(4):
+        train(1, [(ours, a), (theirs, b)], seed)
+        a_schedule.step()
+        b_schedule.step()
+    assert all(error(p, q) < 1e-6 for p, q in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_state_dicts_go_either_way(fused):
+    ours, theirs, stay = parameters(), parameters(), parameters()
+    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(theirs, **HYPER, fused=fused)
+    reference = torch.optim.AdamW(stay, **HYPER)
+    train(3, [(ours, a), (theirs, b), (stay, reference)])
+    saved_a, saved_b = copy.deepcopy(a.state_dict()), copy.deepcopy(b.state_dict())
+    assert set(saved_a["state"][0]) == set(saved_b["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert saved_a["state"][0]["step"].dtype == saved_b["state"][0]["step"].dtype
+    assert saved_a["param_groups"][0].keys() == saved_b["param_groups"][0].keys()
+    a, b = FusedAdamW(ours), torch.optim.AdamW(theirs)
+    a.load_state_dict(saved_b)
+    b.load_state_dict(saved_a)
+    assert a.param_groups[0]["lr"] == HYPER["lr"]
+    train(3, [(ours, a), (theirs, b), (stay, reference)], 3)
+    for p, q, r in zip(ours, theirs, stay, strict=True):
+        assert error(p, r) < 1e-6 and error(q, r) < 1e-6
+    assert a.state[ours[0]]["step"].item() == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_parameters_keep_float32_moments_through_a_checkpoint(dtype):
+    ours = parameters(dtype)
+    a = FusedAdamW(ours, **HYPER)
+    train(2, [(ours, a)])
+    saved = copy.deepcopy(a.state_dict())
+    assert saved["state"][1]["exp_avg"].dtype == torch.float32
+    again = FusedAdamW(ours)
+    again.load_state_dict(saved)
+    for i, p in enumerate(ours):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert again.state[p][name].dtype == torch.float32
+            assert torch.equal(again.state[p][name], saved["state"][i][name])
+
+
+def test_narrow_parameters_follow_the_equation():
+    """One step from the parameter's rounded value, in float64, rounded once to the type."""
+    ours = parameters(torch.bfloat16)
+    exact = [torch.nn.Parameter(p.detach().double()) for p in ours]
+    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(exact, **HYPER)
+    train(1, [(ours, a), (exact, b)])
+    for p, q in zip(ours, exact, strict=True):
+        # Within one unit of bfloat16's last place (2^-8 relative) of the exact result.
+        assert ((p.double() - q).abs() <= q.abs() * 2**-8 + 1e-12).all()
+
+
+@pytest.mark.parametrize("overflow_at", [None, 2])
+def test_grad_scaler(overflow_at):
+    """A scaled run equals an unscaled one; a step with an infinite gradient changes nothing."""
+    ours, plain = parameters(), parameters()
+    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(plain, **HYPER)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    scaler.scale(torch.ones(()))  # The scaler makes its scale on the first call.
+    for seed in range(4):
+        set_gradients(seed, ours, scale=scaler.get_scale())
+        set_gradients(seed, plain)
+        if seed == overflow_at:
+            ours[1].grad[3] = float("inf")
+        else:
+            b.step()
+        scaler.step(a)
+        if seed != overflow_at:
+            assert error(ours[0].grad, plain[0].grad) < 1e-7, "gradients are left unscaled"
+        scaler.update()
+    assert scaler.get_scale() == (1024.0 if overflow_at is None else 512.0)
+    assert not hasattr(a, "grad_scale") and not hasattr(a, "found_inf")
+    assert a.state[ours[0]]["step"].item() == (4 if overflow_at is None else 3)
+    assert all(error(p, q) < 1e-6 for p, q in zip(ours, plain, strict=True))
+
+
+def test_closure_frozen_and_missing_gradients():
+    ours, theirs = parameters(), parameters()
+    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(theirs, **HYPER)
+    set_gradients(0, ours, theirs)
+    ours[1].grad = theirs[1].grad = None
+    before = ours[1].detach().clone()
+    grad_modes = []
+
+    def closure():
+        grad_modes.append(torch.is_grad_enabled())
+        return torch.tensor(7.0)
+
+    assert a.step(closure).item() == 7.0 and grad_modes == [True]
+    b.step()
+    assert torch.equal(ours[1], before) and ours[1] not in a.state
+    assert all(error(p, q) < 1e-6 for p, q in zip(ours, theirs, strict=True))
+
+
+def test_learning_rate_as_a_tensor():
+    ours, theirs = parameters(), parameters()
+    a = FusedAdamW(ours, **(HYPER | {"lr": torch.tensor(1e-2)}))
+    b = torch.optim.AdamW(theirs, **HYPER)
+    train(3, [(ours, a), (theirs, b)])
+    assert all(error(p, q) < 1e-6 for p, q in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    "settings, shown",
+    [
+        ({"lr": -1.0}, "-1.0"),
+        ({"betas": (1.0, 0.9)}, "1.0"),
+        ({"eps": -1e-8}, "-1e-08"),
+        ({"weight_decay": -0.1}, "-0.1"),
+    ],
+)
+def test_settings_out_of_range_are_named(settings, shown):
+    with pytest.raises(ValueError, match=re.escape(shown)):
+        FusedAdamW(parameters(), **settings)
+
+
+def test_amsgrad_state_is_refused():
+    theirs = torch.optim.AdamW(parameters(), amsgrad=True)
+    with pytest.raises(ValueError, match="amsgrad"):
+        FusedAdamW(parameters()).load_state_dict(theirs.state_dict())
+
+
+def test_sparse_gradient_is_refused():
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse"):
+        FusedAdamW(table.parameters()).step()
+
+
+def test_pickled_and_copied_optimizers_go_on():
+    ours, theirs = parameters(), parameters()
+    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(theirs, **HYPER)
+    train(2, [(ours, a), (theirs, b)])
+    ours, a = copy.deepcopy((ours, a))
+    train(2, [(ours, a), (theirs, b)], 2)
+    assert all(error(p, q) < 1e-6 for p, q in zip(ours, theirs, strict=True))
+
+
+def test_one_graph_under_torch_compile():
+    ours, theirs = parameters(), parameters()
+    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(theirs, **HYPER)
+    torch._dynamo.reset()
+    step = torch.compile(lambda: a.step(), backend="aot_eager", fullgraph=True)
+    for seed in range(3):
+        set_gradients(seed, ours, theirs)
+        step()
+        b.step()
+    assert all(error(p, q) < 1e-6 for p, q in zip(ours, theirs, strict=True))
+
+
+def test_operator_passes_torchs_own_checks():
+    rows = [[torch.randn(4), torch.randn(3, 2)] for _ in range(3)]
+    rows.append([torch.rand(4), torch.rand(3, 2)])
+    rows.append([torch.zeros(()), torch.ones(())])
+    args = (*rows, 1e-2, None, 0.9, 0.99, 1e-8, 0.1, False, None, None)
+    torch.library.opcheck(torch.ops.stepgauge.adamw_.default, args)
+
+
+def test_imports_and_works_without_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from stepgauge.kernels.adamw import FusedAdamW\n"
+        "p = torch.nn.Parameter(torch.ones(3)); p.grad = torch.ones(3)\n"
+        "FusedAdamW([p], lr=0.5).step()\n"
+        "assert (p < 0.6).all()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# The kernel in the interpreter
+
+
+@needs_triton
+@compiled_only
+def test_kernel_in_the_interpreter():
+    """Runs this file's tests marked interpreted_only where they can run."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", __file__, "-k", "interp_"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= 8, result.stdout
+
+
+@pytest.fixture
+def on_kernel(monkeypatch, interpreter):
+    """CPU tensors go to the kernel, in chunks small enough that tensors span several."""
+    from stepgauge.kernels.adamw import tables
+
+    launches = []
+
+    def counted(*args, **kwargs):
+        launches.append(args)
+        return launch(*args, **kwargs)
+
+    make, launch = tables.Tables, tables.launch
+    monkeypatch.setattr(package, "_on_kernel_device", lambda tensor: True)
+    monkeypatch.setattr(tables, "Tables", lambda numels, device, chunk: make(numels, device, chunk=64))
+    monkeypatch.setattr(tables, "launch", counted)
+    return launches
+
+
+@needs_triton
+@interpreted_only
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 3e-7), (torch.float16, 1e-3)])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_interp_equals_float64(dtype, tolerance, maximize, on_kernel):
+    ours = parameters(dtype)
+    exact = [torch.nn.Parameter(p.detach().double()) for p in ours]
+    a = FusedAdamW(ours, **HYPER, maximize=maximize)
+    b = torch.optim.AdamW(exact, **HYPER, maximize=maximize)
+    train(3, [(ours, a), (exact, b)])
+    assert len(on_kernel) == 3, "one launch a step"
+    for p, q in zip(ours, exact, strict=True):
+        assert error(p, q) < tolerance
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert a.state[p][name].dtype == torch.float32
+            assert error(a.state[p][name], b.state[q][name]) < 3e-7
+        assert a.state[p]["step"].item() == 3
+
+
+@needs_triton
+@interpreted_only
+def test_interp_scale_and_overflow(on_kernel):
+    ours, plain = parameters(), parameters()
+    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(plain, **HYPER)
+    for seed, found in enumerate([0.0, 1.0, 0.0]):
+        set_gradients(seed, ours, scale=8.0)
+        set_gradients(seed, plain)
+        a.grad_scale, a.found_inf = torch.tensor(8.0), torch.tensor(found)
+        before = [p.detach().clone() for p in ours]
+        a.step()
+        if found:
+            assert all(torch.equal(p, q) for p, q in zip(ours, before, strict=True))
+        else:
+            b.step()
+            assert error(ours[0].grad, plain[0].grad) < 1e-7
+    assert a.state[ours[0]]["step"].item() == 2
+    assert all(error(p, q) < 1e-6 for p, q in zip(ours, plain, strict=True))
+
+
+@needs_triton
+@interpreted_only
+def test_interp_tensor_learning_rate(on_kernel):
+    ours, theirs = parameters(), parameters()
+    a = FusedAdamW(ours, **(HYPER | {"lr": torch.tensor(1e-2)}))
+    b = torch.optim.AdamW(theirs, **HYPER)
+    train(2, [(ours, a), (theirs, b)])
+    assert all(error(p, q) < 1e-6 for p, q in zip(ours, theirs, strict=True))
+
+
+@needs_triton
+@interpreted_only
+def test_interp_mixed_types_and_layouts(on_kernel):
+    """A launch for each pair of types; transposed and sliced parameters, transposed gradients."""
+
+    def make(cls):
+        torch.manual_seed(0)
+        base = torch.randn(6, 9)
+        params = [
+            torch.nn.Parameter(base.clone().t()),
+            torch.nn.Parameter(torch.randn(4, 8)),
+            torch.nn.Parameter(torch.randn(8, 8)[:, ::2]),
+            torch.nn.Parameter(torch.randn(7).half()),
+        ]
+        return params, cls(params, **HYPER)
+
+    ours, a = make(FusedAdamW)
+    theirs, b = make(torch.optim.AdamW)
+    for seed in range(2):
+        set_gradients(seed, ours, theirs)
+        ours[1].grad = ours[1].grad.t().contiguous().t()
+        a.step()
+        b.step()
+    # float32 and float16: two launches a step; the parameter with holes goes to the oracle.
+    assert len(on_kernel) == 4
+    for p, q in zip(ours[:3], theirs[:3], strict=True):
+        assert error(p, q) < 1e-6
+    assert error(ours[3], theirs[3]) < 2e-3
+
+
+@needs_triton
+@interpreted_only
+def test_interp_follows_what_moves(on_kernel):
+    """New gradients, a parameter moved to new memory, loaded state, a gradient that comes late."""
+    ours, theirs = parameters(), parameters()
+    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(theirs, **HYPER)
+    set_gradients(0, ours, theirs)
+    ours[2].grad = theirs[2].grad = None
+    a.step()
+    b.step()
+    train(2, [(ours, a), (theirs, b)], 1)
+    ours[0].data = ours[0].data.clone()
+    train(1, [(ours, a), (theirs, b)], 3)
+    a.load_state_dict(copy.deepcopy(b.state_dict()))
+    train(2, [(ours, a), (theirs, b)], 4)
+    assert all(error(p, q) < 1e-6 for p, q in zip(ours, theirs, strict=True))
+    assert [a.state[p]["step"].item() for p in ours] == [6, 6, 5, 6, 6]
+
+
+@needs_triton
+@interpreted_only
+def test_interp_steady_state_sends_nothing(on_kernel, monkeypatch):
+    from stepgauge.kernels.adamw import tables
+
+    ours = parameters()
+    a = FusedAdamW(ours, **HYPER)
+    train(1, [(ours, a)])
+    sent = []
+    send = tables._send
+    monkeypatch.setattr(tables, "_send", lambda *args: sent.append(args) or send(*args))
+    a.step()
+    assert not sent, "the same addresses"
+    ours[0].grad = ours[0].grad.clone()
+    a.step()
+    assert len(sent) == 1 and sent[0][0].numel() == 5 * len(ours), "one table, once"
+
+
+@needs_triton
+@interpreted_only
+def test_interp_operator(on_kernel):
+    ours, theirs = parameters(), parameters()
+    set_gradients(0, ours, theirs)
+    b = torch.optim.AdamW(theirs, **HYPER)
+    b.step()
+    moments = [[torch.zeros_like(p) for p in ours] for _ in range(2)]
+    steps = [torch.zeros(()) for _ in ours]
+    with torch.no_grad():
+        fused_adamw_(ours, [p.grad for p in ours], *moments, steps, **HYPER)
+    assert len(on_kernel) == 1 and steps[3].item() == 1
+    assert all(error(p, q) < 1e-6 for p, q in zip(ours, theirs, strict=True))
+
+
+@needs_triton
+@compiled_only
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_kernel_compiles_wide_and_without_spills(arch, dtype):
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from stepgauge.kernels.adamw import triton as kernels
+
+    types = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
+    kernel, shape = kernels.adamw_kernel, kernels.SHAPES[4 if dtype == "fp32" else 2]
+    options = {"PARAM_TYPE": types[dtype], "GRAD_TYPE": types[dtype], "ALIGNED": True}
+    options |= {"CHUNK": shape.chunk, "BLOCK": shape.block, "MAXIMIZE": False, "EVICTION": kernels.EVICTION}
+    options |= {"HAS_LR": False, "HAS_SCALE": True, "HAS_FOUND_INF": True}
+    pointers = {"chunk_ptr": "*i32", "numel_ptr": "*i64", "table_ptr": "*i64", "counter_ptr": "*i32"}
+    signature, constants, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in options or name == "lr_ptr":
+            signature[name], constants[(i,)] = "constexpr", options.get(name)
+        elif name.endswith("_ptr"):
+            signature[name] = pointers.get(name, "*fp32")
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32" if name.startswith("num_") else "fp32"
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": shape.num_warps})
+    # An address from a table brings no alignment; the hint must reach the loads and stores.
+    assert compiled.asm["ptx"].count("ld.global.v4.b32") >= 6
+    assert compiled.asm["ptx"].count("st.global.v4.b32") >= 5
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [tool, "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"STACK:(\d+)", text)[1] == "0"
+
+
+# On a GPU
+
+
+GPU_SHAPES = [(1000, 513), (3, 7), (), (16384,), (16385,), (40000,), (2560,), (1,)]
+
+
+@gpu
+@needs_gpu
+def test_gpu_equals_float64_over_1000_steps():
+    ours, theirs, exact = (
+        parameters(dtype, "cuda", GPU_SHAPES) for dtype in (torch.float32, torch.float32, torch.float64)
+    )
+    a = FusedAdamW(ours, **HYPER)
+    b = torch.optim.AdamW(theirs, **HYPER, fused=True)
+    c = torch.optim.AdamW(exact, **HYPER)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for _ in range(1000):
+        for p, q, r in zip(ours, theirs, exact, strict=True):
+            gradient = torch.randn(p.shape, generator=generator, device="cuda")
+            p.grad, q.grad, r.grad = gradient, gradient.clone(), gradient.double()
+        for optimizer in (a, b, c):
+            optimizer.step()
+    for p, q, r in zip(ours, theirs, exact, strict=True):
+        assert error(p, r) < 1e-5 and error(p, q) < 1e-4
+        assert error(a.state[p]["exp_avg_sq"], c.state[r]["exp_avg_sq"]) < 1e-6
+        assert a.state[p]["step"].item() == 1000
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gpu_narrow_parameters(dtype):
+    ours = parameters(dtype, "cuda", GPU_SHAPES)
+    exact = [torch.nn.Parameter(p.detach().double()) for p in ours]
+    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(exact, **HYPER)
+    for seed in range(3):
+        for p, q in zip(ours, exact, strict=True):
+            q.data.copy_(p)  # One step at a time: roundings of the parameter do not add up.
+        set_gradients(seed, ours, exact)
+        a.step()
+        b.step()
+        unit = torch.finfo(dtype).eps
+        for p, q in zip(ours, exact, strict=True):
+            assert ((p.double() - q).abs() <= q.abs() * unit + 1e-7).all()
+            assert error(a.state[p]["exp_avg"], b.state[q]["exp_avg"]) < 1e-6
+
+
+@gpu
+@needs_gpu
+def test_gpu_step_never_synchronises():
+    ours = parameters(device="cuda", shapes=GPU_SHAPES)
+    a = FusedAdamW(ours, **HYPER)
+    scaler = torch.amp.GradScaler("cuda", init_scale=64.0)
+    scaler.scale(torch.ones((), device="cuda"))
+
+    def step(seed):
+        for p in ours:
+            p.grad = torch.full_like(p, 0.25 * seed)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            scaler.step(a)
+            a.zero_grad()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        scaler.update()
+
+    for seed in range(1, 12):
+        step(seed)
+    assert a.state[ours[0]]["step"].item() == 11
+
+
+@gpu
+@needs_gpu
+def test_gpu_grad_scaler_skips_on_overflow():
+    ours, plain = parameters(device="cuda"), parameters(device="cuda")
+    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(plain, **HYPER)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    scaler.scale(torch.ones((), device="cuda"))
+    for seed in range(3):
+        set_gradients(seed, ours, scale=scaler.get_scale())
+        set_gradients(seed, plain)
+        if seed == 1:
+            ours[1].grad[3] = float("nan")
+        else:
+            b.step()
+        scaler.step(a)
+        scaler.update()
+    assert scaler.get_scale() == 512.0 and a.state[ours[0]]["step"].item() == 2
+    assert all(error(p, q) < 1e-6 for p, q in zip(ours, plain, strict=True))
+
+
+@gpu
+@needs_gpu
+def test_gpu_loads_torchs_host_steps_and_unaligned_memory():
+    storage = torch.randn(4097, device="cuda")
+    ours = [torch.nn.Parameter(storage[1:]), *parameters(device="cuda")]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    b = torch.optim.AdamW(theirs, **HYPER)  # Its steps live on the host.
+    train(1, [(theirs, b)])
+    for p, q in zip(ours, theirs, strict=True):
+        p.data.copy_(q)
+    a = FusedAdamW(ours)
+    a.load_state_dict(copy.deepcopy(b.state_dict()))
+    train(3, [(ours, a), (theirs, b)], 1)
+    assert a.state[ours[0]]["step"].device.type == "cuda"
+    assert all(error(p, q) < 1e-6 for p, q in zip(ours, theirs, strict=True))
+
+
+@gpu
+@needs_gpu
+def test_gpu_one_launch_for_a_group():
+    ours = parameters(device="cuda", shapes=[(300, 7)] * 50)
+    a = FusedAdamW(ours, **HYPER)
+    train(2, [(ours, a)])
+    set_gradients(2, ours)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        a.step()
+        torch.cuda.synchronize()
+    kernels = [e.name for e in profile.events() if "mem" not in e.name.lower()]
+    assert sum("adamw_kernel" in name for name in kernels) == 1, kernels
+
+
+@gpu
+@needs_gpu
+def test_gpu_captured_in_a_graph():
+    ours, theirs = parameters(device="cuda"), parameters(device="cuda")
+    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(theirs, **HYPER)
+    set_gradients(0, ours, theirs)
+    a.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        a.step()
+    graph.replay()
+    graph.replay()
+    for _ in range(3):
+        b.step()
+    assert a.state[ours[0]]["step"].item() == 3
+    assert all(error(p, q) < 1e-6 for p, q in zip(ours, theirs, strict=True))
+
+
+@gpu
+@needs_gpu
+def test_gpu_beyond_2_31_elements():
+    if torch.cuda.mem_get_info()[0] < 30e9:
+        pytest.skip("needs 30 GB of free GPU memory")
+    numel = 2**31 + 5000
+    p = torch.nn.Parameter(torch.ones(numel, device="cuda", dtype=torch.bfloat16))
+    p.grad = torch.ones_like(p)
+    FusedAdamW([p], lr=0.5, weight_decay=0.0).step()
+    # The first step moves by lr against the gradient's sign, whatever its size.
+    assert (p[-6000:] == 0.5).all() and (p[:: numel // 997] == 0.5).all()
