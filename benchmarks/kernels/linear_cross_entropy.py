@@ -464,9 +464,7 @@ def tune_streams(rows):
         torch.mm(hidden[here], weight.T, out=logits[here])
 
     def turn(here):
-        kernels.softmax_gradient_(
-            logits[here], V, hidden[here], weight, targets[here], scale, losses[here], **options
-        )
+        kernels.softmax_gradient_(logits[here], V, hidden[here], weight, targets[here], scale, losses[here], **options)
 
     def finish(*parts):
         for here in parts:

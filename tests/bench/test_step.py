@@ -1,14 +1,17 @@
 """A StepSpec as a record."""
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
 
 from stepgauge.bench.step import check, least_bytes, model_flops, run
 from stepgauge.measure.timing import time_phases
+from stepgauge.spec.hardware import MATMUL_TYPE
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import PHASES, PRECISIONS, StepSpec
+from stepgauge.train import precision as train_precision
 
 
 def nano(**fields):
@@ -67,6 +70,31 @@ def test_seconds_extend_the_sample():
     assert len(times["a"]) == len(times["step"]) == len(calls) - 2 > 1
     times = time_phases({"a": lambda: None}, torch.device("cpu"), warmup=0, steps=4)
     assert len(times["step"]) == 4
+
+
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler"
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", ["on", "blocks"])
+def test_compiled_rows_give_their_compile_time_apart(mode):
+    record = run(nano(compile=mode, steps=2, warmup=1))
+    assert record.median("compile_s") > 10 * record.median("step_ms") / 1e3
+    assert record.metrics["step_ms"].n == 2
+
+
+def test_utilisation_is_against_the_peak_of_the_precision(monkeypatch):
+    from stepgauge.bench import step as bench_step
+    from stepgauge.spec.hardware import ACCELERATORS
+
+    monkeypatch.setattr(bench_step, "device_name", lambda device: "NVIDIA H200")
+    for precision, peak in (("fp32", 67e12), ("bf16", 989.4e12), ("bf16-pure", 989.4e12)):
+        record = run(nano(precision=precision, steps=1))
+        assert record.median("mfu") == pytest.approx(record.median("tflop_per_s") * 1e12 / peak)
+    assert set(PRECISIONS) == set(MATMUL_TYPE) == set(train_precision.PRECISIONS)
+    assert all(peaks.of(p) for peaks in ACCELERATORS.values() for p in PRECISIONS)
 
 
 @pytest.mark.gpu

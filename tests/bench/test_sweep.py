@@ -34,8 +34,6 @@ def run(spec):
             os.kill(os.getpid(), signal.SIGKILL)
         case "segfault":
             os.kill(os.getpid(), signal.SIGSEGV)
-        case "interrupt":
-            raise KeyboardInterrupt
         case "host oom":
             torch.empty(2**46, dtype=torch.uint8)
         case "device oom":
@@ -68,8 +66,8 @@ def test_each_row_runs_in_a_process_of_its_own(tmp_path):
         ("raise", "failed", "RuntimeError: first line"),
         ("killed", "oom", "was ended by SIGKILL"),
         ("segfault", "failed", "was ended by SIGSEGV"),
-        ("host oom", "oom", "host memory ran out at 65536.00 GiB more"),
-        ("device oom", "oom", "device memory ran out at 2.50 GiB more"),
+        ("host oom", "oom", "memory ran out at 65536.00 GiB more"),
+        ("device oom", "oom", "memory ran out at 2.50 GiB more"),
     ],
 )
 def test_a_row_that_fails_says_so_and_the_sweep_goes_on(tmp_path, does, status, words):
@@ -104,20 +102,56 @@ def test_rows_of_another_device_do_not_count(tmp_path):
     assert not outcomes(other, "a")[0].was_there
 
 
-def test_an_interrupt_in_between_keeps_what_was_measured(tmp_path):
-    store = RunStore(tmp_path)
-    seen = []
-    with pytest.raises(KeyboardInterrupt):
-        for outcome in sweep([Job(run, Toy(what)) for what in ("a", "b")], store):
-            seen.append(outcome)
-            raise KeyboardInterrupt
-    assert len(seen) == len(store.read().records) == 1
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("MPS backend out of memory"),
+        RuntimeError("std::bad_alloc"),
+        MemoryError(),
+    ],
+    ids=str,
+)
+def test_libraries_say_out_of_memory_in_many_ways(error):
+    assert "memory ran out" in out_of_memory_reason(error)
+    wrapper = RuntimeError("backend='inductor' raised")
+    wrapper.__cause__ = error
+    assert out_of_memory_reason(wrapper) == out_of_memory_reason(error)
 
 
 def test_only_memory_errors_are_out_of_memory():
     assert out_of_memory_reason(RuntimeError("CUDA error: an illegal memory access")) is None
-    assert out_of_memory_reason(ValueError("memory")) is None
+    assert out_of_memory_reason(ValueError("out of memory")) is None
     assert out_of_memory_reason(MemoryError("needs 3 GiB")) == "needs 3 GiB"
+
+
+def test_a_log_that_cannot_be_written_does_not_cost_the_record(tmp_path):
+    (tmp_path / FAILURES).mkdir()
+    (row,) = outcomes(RunStore(tmp_path), "raise")
+    assert row.record.status == "failed"
+    assert len(RunStore(tmp_path).read().records) == 1
+
+
+def test_the_same_thing_asked_twice_is_measured_once(tmp_path):
+    rows = outcomes(RunStore(tmp_path), "a", "a")
+    assert [row.was_there for row in rows] == [False, True]
+
+
+def test_an_interrupt_during_a_row_ends_it_and_keeps_the_others(tmp_path):
+    command = [sys.executable, "-m", "stepgauge", "bench", "step", "--size", "nano", "--device", "cpu", "--context"]
+    command += ["16", "--seconds", "0,60", "--steps", "1", "--warmup", "0", "--out", str(tmp_path)]
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert wait_for(lambda: (tmp_path / "records.jsonl").exists() and RunStore(tmp_path).read().records)
+    time.sleep(0.5)
+    os.killpg(run.pid, signal.SIGINT)
+    _, err = run.communicate(timeout=30)
+    assert run.returncode == 130
+    assert "goes on from there" in err
+    assert "Traceback" not in err
+    assert len(RunStore(tmp_path).read().records) == 1
 
 
 def test_a_killed_parent_leaves_no_process_behind(tmp_path):

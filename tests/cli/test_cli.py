@@ -56,7 +56,7 @@ def test_a_sweep_measures_the_product_and_goes_on(stepgauge, tmp_path):
         ("fp32", 32), ("fp32", 64), ("bf16", 32), ("bf16", 64),
     ]  # fmt: skip
     assert out.count("\n") >= 6
-    assert err.count("step_ms") == 4
+    assert err.count("step custom") == 4
     status, _, err = stepgauge(*sweep)
     assert status == 0
     assert "4 of 4 rows were already" in err
@@ -115,7 +115,7 @@ def run_folder(tmp_path, record):
 
 @pytest.mark.parametrize(
     ("format", "start"),
-    [("csv", "size,"), ("markdown", "| size"), ("latex", r"\begin{tabular}"), ("typst", "#table("), ("json", "{")],
+    [("csv", "size,"), ("markdown", "| size"), ("latex", r"\begin{tabular}"), ("typst", "#table("), ("json", "[{")],
 )
 def test_show_in_every_format(stepgauge, run_folder, format, start):
     status, out, _ = stepgauge("show", run_folder, "--format", format)
@@ -123,7 +123,7 @@ def test_show_in_every_format(stepgauge, run_folder, format, start):
     assert out.startswith(start)
     assert "medium" in out
     if format == "json":
-        assert [json.loads(line)["kind"] for line in out.splitlines()] == ["step", "step"]
+        assert [row["kind"] for row in json.loads(out)] == ["step", "step"]
 
 
 def test_show_names_damaged_lines_and_shows_the_rest(stepgauge, run_folder):
@@ -155,7 +155,7 @@ def test_compare_says_which_differences_exceed_the_spread(stepgauge, tmp_path, r
     verdicts = [line.split()[-1] for line in out.splitlines() if "step ms" in line]
     assert verdicts == ["spread", "differs"]
     assert "2.000" in out
-    assert "1 of 4 figures differ" in err
+    assert "1 of 2 figures differ" in err
     status, _, err = stepgauge("compare", run_folder, other.folder, "--format", "csv")
     assert status == 0
 
@@ -167,7 +167,9 @@ def test_compare_of_runs_that_share_nothing(stepgauge, tmp_path, record, run_fol
     status, _, err = stepgauge("compare", run_folder, other.folder)
     assert status == 2
     assert "no row of" in one_sentence(err)
-    assert stepgauge("compare", run_folder, other.folder, "--ignoring", "size")[0] == 2  # the shape differs too
+    status, _, err = stepgauge("compare", run_folder, other.folder, "--ignoring", "size")
+    assert status == 2  # the shape differs too
+    assert "no row of" in one_sentence(err)
 
 
 TRAIN = ("train", "--size", "nano", "--context", "32", "--steps", "12", "--batch", "2", "--device", "cpu")
@@ -212,6 +214,55 @@ def test_help_fits_80_columns_and_needs_no_torch(command):
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "Usage" in done.stdout
+
+
+def test_a_custom_shape_is_not_called_by_its_presets_name(stepgauge, tmp_path):
+    assert stepgauge("bench", "step", *QUICK, "--d-ff", "32", "--out", tmp_path)[0] == 0
+    assert rows(tmp_path)[0].spec["size"] == "custom"
+
+
+def test_a_run_is_measured_by_one_process_at_a_time(stepgauge, tmp_path):
+    with RunStore(tmp_path).held():
+        status, _, err = stepgauge("bench", "step", *QUICK, "--out", tmp_path)
+    assert status == 1
+    assert "is in use by another process" in one_sentence(err)
+
+
+def test_a_finished_training_run_is_not_recorded_twice(stepgauge, tmp_path):
+    for expected in ("held-out", "the run is at its end, step 12"):
+        status, _, err = stepgauge(*TRAIN, "--out", tmp_path)
+        assert status == 0
+        assert expected in err
+    assert len(rows(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--precision", "tf32"), "tf32 is a mode of CUDA matrix units; cpu has none"),
+        (("--vocab-size", "999"), "vocab_size is the tokenizer's, 256 for bytes"),
+        (("--learning-rate", "nan"), "learning_rate is nan; it must be a finite number"),
+        (("--corpus", "a,b.txt"), "corpus a,b.txt does not exist"),
+    ],
+)
+def test_a_mistake_in_training_is_one_sentence(stepgauge, tmp_path, arguments, words):
+    status, _, err = stepgauge(*TRAIN, *arguments, "--out", tmp_path / "run")
+    assert status == 2
+    assert words in one_sentence(err)
+
+
+def test_a_checkpoint_that_finds_no_place_is_one_sentence(stepgauge, tmp_path):
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    status, _, err = stepgauge(*TRAIN, "--out", tmp_path)
+    assert status == 1
+    assert "cannot write checkpoint" in one_sentence(err)
+
+
+def test_study_names_and_refuses(stepgauge, tmp_path):
+    for arguments, words in ((("--only", "dance"), "experiment is 'dance'"), (("--only",), "only needs a value")):
+        status, _, err = stepgauge("study", *arguments, "--device", "cpu", "--out", tmp_path / "run")
+        assert status == 2
+        assert words in one_sentence(err)
 
 
 def test_the_version(stepgauge):

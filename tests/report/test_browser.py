@@ -18,6 +18,7 @@ def path(tmp_path_factory):
     bars = figure.stacked_bars(
         ["small", "large", "huge"],
         {"forward": [1.0, 2.0, None], "backward": [2.0, 4.0, None]},
+        totals=[3.0, 6.0, None],
         unit="ms",
         points={"S1": [2.5, None, None]},
     )

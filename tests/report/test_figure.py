@@ -3,11 +3,15 @@
 import re
 import xml.etree.ElementTree as ElementTree
 
+import pytest
+
 from stepgauge.report import figure
 
 
 def draw():
-    return figure.stacked_bars(["a", "b"], {"x": [1.0, 2.0], "y": [3.0, None]}, unit="ms", points={"P": [3.5, None]})
+    return figure.stacked_bars(
+        ["a", "b"], {"x": [1.0, 2.0], "y": [3.0, None]}, totals=[4.0, 2.0], unit="ms", points={"P": [3.5, None]}
+    )
 
 
 def test_equal_input_gives_equal_bytes():
@@ -32,3 +36,8 @@ def test_it_is_well_formed_scales_and_keeps_text_as_text():
 
 def test_short():
     assert [figure.short(v) for v in (0.01234, 1.2345, 99.95, 1234.5)] == ["0.0123", "1.23", "100", "1,234"]
+
+
+def test_more_series_than_colours_are_refused():
+    with pytest.raises(ValueError, match="7 series in one plot; it can show 6"):
+        figure.lines({str(i): ([1], [1]) for i in range(7)}, x="x", y="y")

@@ -138,4 +138,4 @@ def test_the_study_runs_here(stepgauge, tmp_path):
     assert json.loads((tmp_path / "machine.json").read_text())["device"] == "cpu"
     text = (tmp_path / "report.html").read_text()
     assert "not measured in this run" in text
-    assert "5 warm-up steps" in text
+    assert "warm-up 5" in text

@@ -15,7 +15,7 @@ from stepgauge.bench.train import run
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.train import TrainSpec
 from stepgauge.train.checkpoint import MANIFEST, CheckpointError, Checkpoints
-from stepgauge.train.loop import CURVE_FILE, DivergedError, read_curve
+from stepgauge.train.loop import CURVE_FILE, DivergedError, Trainer, load_corpus, read_curve
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(spec, tmp_path, precision):
     seen = []
     gone_on = run(spec, folder=tmp_path / "cut", report=lambda point: seen.append(point.step))
     assert gone_on.series == whole.series
-    assert seen == list(range(1, 19))
+    assert seen == list(range(7, 19))  # from the checkpoint on
     assert (tmp_path / "cut" / CURVE_FILE).read_text() == (tmp_path / "whole" / CURVE_FILE).read_text()
 
 
@@ -152,6 +152,41 @@ def test_an_old_curve_without_checkpoints_is_begun_again(spec, tmp_path):
     shutil.rmtree(tmp_path / "checkpoints")
     assert run(spec, folder=tmp_path).series == first.series
     assert len(read_curve(tmp_path / CURVE_FILE)) == spec.steps
+
+
+def test_a_curve_with_a_hole_is_trained_again(spec, tmp_path):
+    first = run(spec, folder=tmp_path)
+    path = tmp_path / CURVE_FILE
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_bytes("".join(lines[:19]).encode() + b"\xff\n" + "".join(lines[20:]).encode())
+    started = []
+    with pytest.warns(UserWarning, match=r"step-000000024 is passed over: its curve ends at step 19"):
+        again = run(spec, folder=tmp_path, resumed=started.append)
+    assert started == [18]
+    assert again.series == first.series
+
+
+def test_saving_never_removes_what_it_just_wrote(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    state = {"x": torch.ones(3)}
+    checkpoints.save(12, state, {}, keep=1)
+    cut_largest_file(tmp_path / "step-000000012")
+    checkpoints.save(9, state, {}, keep=1)
+    assert [step for step, _, _ in checkpoints.newest()] == [9]
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000000009"]
+
+
+def test_the_loss_scale_is_part_of_the_checkpoint(spec, tmp_path):
+    spec = dataclasses.replace(spec, precision="fp16", steps=6, checkpoint_every=6)
+    corpus, full = load_corpus(spec)
+    trainer = Trainer(full, corpus, tmp_path)
+    trainer.step.scaler._growth_interval = 2
+    trainer.run(lambda point: None)
+    scale = trainer.step.scaler.get_scale()
+    assert scale > 65536  # it grew
+    again = Trainer(full, corpus, tmp_path)
+    again.run(lambda point: None)
+    assert again.step.scaler.get_scale() == scale
 
 
 def test_divergence_is_said(spec, tmp_path):

@@ -5,6 +5,7 @@ import torch
 
 from stepgauge.models.transformer import TransformerLM
 from stepgauge.spec.model import ModelSpec
+from stepgauge.train.build import decay_groups
 from stepgauge.train.precision import PRECISIONS
 from stepgauge.train.step import TrainingStep
 
@@ -90,3 +91,35 @@ def test_matmul_mode_is_restored():
     with PRECISIONS["tf32"].matmul_mode():
         assert torch.get_float32_matmul_precision() == "high"
     assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_autocast_decides_what_the_layers_give(precision, dtype):
+    step = make(precision)
+    seen = []
+    step.module.blocks[0].feed_forward.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    step.forward(*batch())
+    assert seen == [dtype]
+
+
+def test_without_loss_scaling_small_gradients_would_vanish():
+    """A loss of 1e-6 of the usual: its fp16 gradients lie under fp16's smallest number, unless they are scaled."""
+    step = make("fp16")
+    step.backward(step.forward(*batch()) * 1e-6)
+    step.scaler.unscale_(step.optimizer)
+    scaled = torch.cat([p.grad.flatten() for p in step.module.parameters()])
+    bare = make("fp16")
+    (bare.forward(*batch()) * 1e-6).backward()
+    unscaled = torch.cat([p.grad.flatten() for p in bare.module.parameters()])
+    assert (unscaled == 0).float().mean() > 2 * (scaled == 0).float().mean() + 0.1
+
+
+def test_decay_is_for_matrices():
+    model = TransformerLM(ModelSpec.preset("nano", vocab_size=64, context_length=16, norm="layernorm"))
+    decayed, rest = decay_groups(model, 0.1)
+    assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
+    assert {p.ndim for p in decayed["params"]} == {2}
+    assert {p.ndim for p in rest["params"]} == {1}
+    assert len(decayed["params"]) + len(rest["params"]) == len(list(model.parameters()))

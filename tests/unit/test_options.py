@@ -8,14 +8,14 @@ from stepgauge.spec.train import TrainSpec
 
 
 def test_the_product_is_swept_in_the_order_given():
-    specs = list(expand(StepSpec, {"size": ("nano", "tiny"), "precision": ("fp32", "bf16"), "d_ff": (64,)}))
+    specs = list(expand(StepSpec, {"size": ("nano", "tiny"), "precision": ("fp32", "bf16"), "vocab_size": (64,)}))
     assert [(s.size, s.precision) for s in specs] == [
         ("nano", "fp32"),
         ("nano", "bf16"),
         ("tiny", "fp32"),
         ("tiny", "bf16"),
     ]
-    assert {s.model.d_ff for s in specs} == {64}
+    assert {s.model.vocab_size for s in specs} == {64}
     assert [s.model.d_model for s in specs] == [64, 64, 128, 128]
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from stepgauge.report.table import FORMATS, Table
-from stepgauge.report.views import differences, number, record_table, varying
+from stepgauge.report.views import compare, difference_table, number, record_table, varying
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,8 @@ def test_statistics_are_columns(record):
 
 def test_formats_keep_every_cell():
     table = Table(["name", "a|b"], [["x_1 & 50%", "1,000"], ['say "hi"', "#2"]], numeric=frozenset(["a|b"]))
-    assert list(csv.reader(io.StringIO(table.to("csv")))) == [list(table.columns), *map(list, table.rows)]
+    rows = list(csv.reader(io.StringIO(table.to("csv"))))
+    assert rows == [["name", "a|b"], ["x_1 & 50%", "1000"], ['say "hi"', "#2"]]
     assert table.to("markdown").splitlines() == [
         "| name | a\\|b |",
         "| --- | ---: |",
@@ -65,27 +66,50 @@ def test_formats_keep_every_cell():
     typst = table.to("typst")
     assert r"[x\_1 & 50%], [1,000]," in typst
     assert r"[\#2]" in typst
-    assert json.loads(table.to("json"))[0] == {"name": "x_1 & 50%", "a|b": "1,000"}
+    assert json.loads(table.to("json"))[0] == {"name": "x_1 & 50%", "a|b": "1000"}
     assert set(FORMATS) == {"json", "csv", "markdown", "latex", "typst"}
 
 
-def test_differences_pair_by_what_was_run(record):
+def test_a_custom_network_shows_its_shape(record):
+    row = record("small")
+    row.spec["size"] = "custom"
+    assert varying([row]) == ["size", "precision", "compile", "d_model", "d_ff", "num_layers", "num_heads"]
+
+
+def test_comparison_pairs_by_what_was_run(record):
     before = [record("small", step=[10.0, 10.1, 10.2]), record("medium", step=[20.0])]
     after = [record("small", step=[5.0, 5.1, 5.2]), record("large", step=[1.0])]
-    (step, peak) = differences(before, after)
+    step, peak = compare(before, after).found
     assert (step.metric, peak.metric) == ("step_ms", "peak_bytes")
     assert step.ratio == pytest.approx(5.1 / 10.1)
     assert step.exceeds_spread
     assert peak.ratio == 1
-    assert not peak.exceeds_spread
+    assert not peak.has_spread
 
 
 def test_overlapping_ranges_do_not_differ(record):
-    (step, _) = differences([record(step=[10.0, 11.0, 12.0])], [record(step=[11.5, 12.5, 13.5])])
+    step, _ = compare([record(step=[10.0, 11.0, 12.0])], [record(step=[11.5, 12.5, 13.5])]).found
+    assert step.has_spread
     assert not step.exceeds_spread
 
 
-def test_differences_across_a_field(record):
+def test_comparison_across_a_field_shows_both_values(record):
     before, after = [record(precision="fp32")], [record(precision="bf16")]
-    assert differences(before, after) == []
-    assert len(differences(before, after, ignoring=["precision"])) == 2
+    assert compare(before, after).found == []
+    found = compare(before, after, ignoring=["precision"]).found
+    assert len(found) == 2
+    assert "fp32 → bf16" in difference_table(found).rows[0]
+
+
+def test_an_ambiguous_or_unknown_field_is_refused(record):
+    rows = [record(precision="fp32"), record(precision="bf16")]
+    with pytest.raises(ValueError, match="several rows of step small"):
+        compare(rows, rows, ignoring=["precision"])
+    with pytest.raises(ValueError, match="ignoring is 'colour'; choose from"):
+        compare(rows, rows, ignoring=["colour"])
+
+
+def test_a_row_that_only_one_run_could_measure_is_named(record):
+    found = compare([record()], [record(status="oom", note="memory ran out")])
+    assert found.found == []
+    assert found.alone == ["step small fp32 batch 4 × 512: OOM in B (memory ran out)"]

@@ -10,12 +10,11 @@ from torch import Tensor
 from stepgauge.measure import devices
 from stepgauge.measure.environment import device_name, environment
 from stepgauge.measure.timing import time_phases
-from stepgauge.models.parts import build_optimizer
-from stepgauge.models.transformer import TransformerLM, compiled
 from stepgauge.spec.hardware import peaks
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.train import DEFAULT_CORPUS
+from stepgauge.train.build import build_step
 from stepgauge.train.data import Corpus, random_batch, read_text
 from stepgauge.train.precision import PRECISIONS, unavailable
 from stepgauge.train.step import TrainingStep
@@ -35,32 +34,23 @@ def check(spec: StepSpec) -> None:
 
 def run(spec: StepSpec) -> Record:
     """Builds, warms up and times the step. Raises what torch raises: out of memory, mostly."""
+    check(spec)
     device = torch.device(spec.device)
     if device.type == "cpu":
         devices.require_host_memory(least_bytes(spec))
-    torch.manual_seed(spec.seed)
-    step = build(spec, device)
+    step = build_step(spec, lr=LEARNING_RATE)
     batch = make_batch(spec, device)
     phases = make_phases(spec, step, batch)
     with step.precision.matmul_mode():
         compile_s = _first_call(phases, device) if spec.compile != "off" else None
         devices.reset_peak_memory(device)
         times = time_phases(phases, device, warmup=spec.warmup, steps=spec.steps, seconds=spec.seconds)
-    samples = {name: Sample.of(values, "ms") for name, values in times.items()}
     return Record(
         kind=spec.kind,
         spec=dataclasses.asdict(spec),
-        metrics=_metrics(spec, samples, device, compile_s),
+        metrics=_metrics(spec, times, device, compile_s),
         environment=environment(device),
     )
-
-
-def build(spec: StepSpec, device: torch.device) -> TrainingStep:
-    """Model, optimizer and precision of the spec, compiled as it says."""
-    precision = PRECISIONS[spec.precision]
-    model = TransformerLM(spec.model, device=device).to(precision.parameters)
-    optimizer = build_optimizer(spec.optimizer, model.parameters(), lr=LEARNING_RATE)
-    return TrainingStep(model, optimizer, precision, device, compute_loss=compiled(model, spec.compile))
 
 
 def make_batch(spec: StepSpec, device: torch.device) -> list[Tensor]:
@@ -110,22 +100,21 @@ def _first_call(phases: dict[str, Callable[[], None]], device: torch.device) -> 
 
 
 def _metrics(
-    spec: StepSpec, samples: dict[str, Sample], device: torch.device, compile_s: float | None
+    spec: StepSpec, times: dict[str, list[float]], device: torch.device, compile_s: float | None
 ) -> dict[str, Sample]:
-    metrics = {f"{name}_ms": sample for name, sample in samples.items()}
-    step_ms = metrics["step_ms"]
+    metrics = {f"{name}_ms": Sample.of(values, "ms") for name, values in times.items()}
     flops = model_flops(spec)
-    metrics["tokens_per_s"] = step_ms.map(lambda ms: spec.tokens / ms * 1e3, "tokens/s")
-    metrics["tflop_per_s"] = step_ms.map(lambda ms: flops / ms / 1e9, "TFLOP/s")
+    metrics["tokens_per_s"] = Sample.of((spec.tokens / ms * 1e3 for ms in times["step"]), "tokens/s")
+    metrics["tflop_per_s"] = Sample.of((flops / ms / 1e9 for ms in times["step"]), "TFLOP/s")
     known = peaks(device_name(device))
     peak = known.of(spec.precision) if known else None
     if peak:
-        metrics["mfu"] = step_ms.map(lambda ms: flops / (ms / 1e3) / peak, "fraction of dense peak")
+        metrics["mfu"] = Sample.of((flops / (ms / 1e3) / peak for ms in times["step"]), "fraction of dense peak")
     peak_bytes = devices.peak_memory(device)
     if peak_bytes is not None:
         metrics["peak_bytes"] = Sample.exact(peak_bytes, "bytes")
     if compile_s is not None:
-        metrics["compile_s"] = Sample.exact(max(0.0, compile_s - step_ms.median / 1e3), "s")
+        metrics["compile_s"] = Sample.exact(max(0.0, compile_s - metrics["step_ms"].median / 1e3), "s")
     return metrics
 
 

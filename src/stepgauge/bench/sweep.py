@@ -1,5 +1,6 @@
 """Runs many specs, one after another, each in a process of its own, each record on disk before the next begins."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -9,12 +10,14 @@ from typing import Any
 
 import torch
 
+from stepgauge.measure import isolate
 from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import environment
 from stepgauge.measure.isolate import ProcessDiedError, RemoteError, run_isolated
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 
+isolate.preload("stepgauge.bench.step", "stepgauge.bench.train")
 FAILURES = "failures.log"
 
 
@@ -67,6 +70,7 @@ def sweep(
         starting(job)
         record = stamped(_measure(job, asked, store.folder))
         store.append(record)
+        done[asked.key, asked.place] = record
         yield Outcome(job, record, was_there=False)
 
 
@@ -83,7 +87,8 @@ def _measure(job: Job, asked: Record, folder: Path) -> Record:
         status = "oom" if died.signal == SIGKILL else "failed"
         return dataclasses.replace(asked, status=status, note=str(died))
     except RemoteError as error:
-        with (folder / FAILURES).open("a") as log:
+        # The record matters more than the log: a full disk must not cost it.
+        with contextlib.suppress(OSError), (folder / FAILURES).open("a") as log:
             log.write(f"{asked.key}\n{error.trace}\n")
         return dataclasses.replace(asked, status="failed", note=_first_sentence(str(error)))
 

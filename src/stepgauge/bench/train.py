@@ -14,16 +14,22 @@ from stepgauge.spec.train import TrainSpec
 from stepgauge.train.loop import Point, Trainer, load_corpus
 
 
-def run(spec: TrainSpec, *, folder: Path, report: Callable[[Point], None] = lambda point: None) -> Record:
-    """Trains in the folder, from its newest checkpoint if it has one.
+def run(
+    spec: TrainSpec,
+    *,
+    folder: Path,
+    report: Callable[[Point], None] = lambda point: None,
+    resumed: Callable[[int], None] = lambda step: None,
+) -> Record:
+    """Trains in the folder, from its newest checkpoint if it has one. A run that was at its end gives no rate.
 
-    Raises CorpusError, CheckpointError, Diverged.
+    Raises CorpusError, CheckpointError, DivergedError.
     """
     corpus, full = load_corpus(spec)
     trainer = Trainer(full, corpus, folder)
     devices.reset_peak_memory(trainer.device)
     start = time.perf_counter()
-    curve, trained = trainer.run(report)
+    curve, trained = trainer.run(report, resumed)
     seconds = time.perf_counter() - start
     evaluated = [point for point in curve if point.bits_per_byte is not None]
     metrics = {

@@ -1,5 +1,6 @@
 """The command line. Commands load torch only when they run, so that help is quick."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -11,9 +12,10 @@ from stepgauge.cli.console import complain
 
 app = App(
     name="stepgauge",
-    help="Measures a Transformer training step, explains it, makes it faster and predicts it.",
+    help="Measures a Transformer training step, and trains with it.",
     version=stepgauge.__version__,
     help_format="markdown",
+    suppress_keyboard_interrupt=False,
 )
 app.command(study.study)
 app.command(bench.app)
@@ -45,6 +47,9 @@ def run(arguments: Sequence[str]) -> int:
         return complain(str(error), 1)
     except ValueError as error:
         return complain(str(error), 2)
+    except BrokenPipeError:  # a reader such as head has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         return complain("interrupted; what was measured is on disk, and the same command goes on from there", 130)
 

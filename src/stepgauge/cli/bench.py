@@ -9,6 +9,7 @@ from cyclopts import App, Parameter
 
 from stepgauge.cli.console import Format, print_records, progress, summary, tell
 from stepgauge.cli.options import Values, expand, spec_options
+from stepgauge.report.views import describe
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
@@ -64,9 +65,9 @@ def run_jobs(jobs: Sequence["Job"], store: RunStore, *, fresh: bool) -> list["Re
     from stepgauge.bench.sweep import sweep
 
     records, reused = [], 0
-    with progress(len(jobs), "rows") as (bar, task):
+    with store.held(), progress(len(jobs), "rows") as (bar, task):
         for outcome in sweep(
-            jobs, store, fresh=fresh, starting=lambda job: bar.update(task, description=label(job.spec))
+            jobs, store, fresh=fresh, starting=lambda job: bar.update(task, description=describe(job.asked))
         ):
             records.append(outcome.record)
             reused += outcome.was_there
@@ -76,10 +77,6 @@ def run_jobs(jobs: Sequence["Job"], store: RunStore, *, fresh: bool) -> list["Re
     if reused:
         tell(f"{reused} of {len(records)} rows were already in {store.folder}; --fresh measures them again")
     return records
-
-
-def label(spec: Any) -> str:
-    return f"{spec.kind} {spec.size} {spec.precision}"
 
 
 def require_success(records: Sequence["Record"]) -> None:

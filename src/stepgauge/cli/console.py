@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as RichTable
 
 from stepgauge.report.table import Table
-from stepgauge.report.views import flatten, number
+from stepgauge.report.views import describe, heading, number
 from stepgauge.spec.record import Record
 
 Format = Literal["table", "csv", "markdown", "latex", "typst", "json"]
@@ -51,9 +51,10 @@ def print_records(records: Sequence[Record], format: Format, statistics: Sequenc
     from stepgauge.report.views import record_table
 
     if format == "json":
-        for record in records:
-            print(record.to_json())
+        print("[" + ",\n".join(record.to_json() for record in records) + "]")
         return
+    if format == "csv" and not statistics:
+        statistics = ("median", "p10", "p90", "mean", "std", "n")
     for kind in dict.fromkeys(record.kind for record in records):
         table = record_table([r for r in records if r.kind == kind], statistics=statistics)
         if format == "table":
@@ -80,11 +81,10 @@ def progress(total: int, noun: str) -> Iterator[tuple[Progress, Any]]:
 
 def summary(record: Record) -> str:
     """One line for a record that was just measured."""
-    spec = flatten(record.spec)
-    names = ("size", "batch", "context_length", "precision", "compile", "phases")
-    what = " ".join(f"{spec[name]}" for name in names if name in spec)
     if record.status != "ok":
-        return f"{record.kind} {what}: {record.status.upper()}, {record.note}"
-    figures = [f"{n} {number(s.median, s.unit)}" for n, s in record.metrics.items() if n.endswith("_ms")]
-    figures += [f"{n} {number(s.median, s.unit)}" for n, s in record.metrics.items() if n == "tokens_per_s"]
-    return f"{record.kind} {what}: {', '.join(figures)}"
+        return f"{describe(record)}: {record.status.upper()}, {record.note}"
+    shown = [n for n in record.metrics if n.endswith("_ms") or n in ("tokens_per_s", "first_loss", "last_loss")]
+    figures = [
+        f"{heading(n, record.metrics[n].unit)} {number(record.median(n), record.metrics[n].unit)}" for n in shown
+    ]
+    return f"{describe(record)}: {', '.join(figures)}"

@@ -58,7 +58,7 @@ def _parameter(field: "dataclasses.Field[Any]", sweep: bool, default: Any) -> in
             name=f"--{(field.metadata['flag'] or field.name).replace('_', '-')}",
             help=f"{text} [{'preset' if field.name in SHAPE else usual}]",
             consume_multiple=sweep or (0, 1),
-            converter=lambda _, tokens: _convert(field, tokens),
+            converter=lambda _, tokens: _convert(field, tokens, sweep),
             negative="",
             show_default=False,
         ),
@@ -75,8 +75,8 @@ def _bare(field: "dataclasses.Field[Any]") -> Any:
     return field.metadata["bare"]
 
 
-def _convert(field: "dataclasses.Field[Any]", tokens: Sequence[Token]) -> tuple[Any, ...]:
-    texts = [text for token in tokens for text in token.value.split(",") if text]
+def _convert(field: "dataclasses.Field[Any]", tokens: Sequence[Token], sweep: bool) -> tuple[Any, ...]:
+    texts = [text for token in tokens for text in (token.value.split(",") if sweep else [token.value]) if text]
     return tuple(_parse(field, text) for text in texts)
 
 
@@ -105,4 +105,5 @@ def expand(spec: type, values: Values) -> Iterator[Any]:
         size = chosen.pop("size")
         shape = {name: value for name, value in chosen.items() if name in model_fields}
         rest = {name: value for name, value in chosen.items() if name not in model_fields}
-        yield spec(model=ModelSpec.preset(size, **shape), size=size.lower(), **rest)
+        label = "custom" if set(shape) & set(SHAPE) else size.lower()
+        yield spec(model=ModelSpec.preset(size, **shape), size=label, **rest)

@@ -6,7 +6,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, print_records, print_table, tell, warn
-from stepgauge.report.views import STATISTICS, difference_table, differences
+from stepgauge.report.views import STATISTICS, difference_table
+from stepgauge.report.views import compare as compare_records
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 
@@ -53,16 +54,21 @@ def compare(
 
     A difference is called one where the ranges from p10 to p90 do not meet.
     """
-    pairs = differences(read(first), read(second), ignoring=[name.replace("-", "_") for name in ignoring])
+    compared = compare_records(read(first), read(second), ignoring=[name.replace("-", "_") for name in ignoring])
+    pairs = compared.found
     if not pairs:
         raise ValueError(f"no row of {first} was run in {second} too; --ignoring FIELD pairs across a field")
-    table = difference_table(pairs)
-    if format == "table":
-        print_table(table)
-    else:
-        print(table.to(format), end="")
+    for kind in dict.fromkeys(pair.first.kind for pair in pairs):
+        table = difference_table([pair for pair in pairs if pair.first.kind == kind])
+        if format == "table":
+            print_table(table)
+        else:
+            print(table.to(format), end="")
+    for sentence in compared.alone:
+        tell(sentence)
     exceeding = sum(pair.exceeds_spread for pair in pairs)
-    tell(f"{exceeding} of {len(pairs)} figures differ by more than their spread")
+    with_spread = sum(pair.has_spread for pair in pairs)
+    tell(f"{exceeding} of {with_spread} figures differ by more than their spread")
 
 
 def report(

@@ -14,9 +14,9 @@ def study(
     *,
     out: Out = Path("runs/study"),
     only: Annotated[
-        tuple[str, ...],
-        Parameter(consume_multiple=True, negative="", help="Names of experiments. [all]"),
-    ] = (),
+        tuple[str, ...] | None,
+        Parameter(consume_multiple=True, negative="", help="Names of experiments. [all]", show_default=False),
+    ] = None,
     device: Annotated[str, Parameter(help="cpu, cuda, cuda:1, mps; auto takes the fastest there is.")] = "auto",
     fresh: Fresh = False,
 ) -> None:
@@ -29,7 +29,9 @@ def study(
 
     machine = run.this_machine(device)
     store = RunStore(out)
-    experiments = run.select(only)
+    if only == ():
+        raise ValueError("only needs a value: the names of experiments")
+    experiments = run.select(only or ())
     store.prepare()
     run.remember(machine, out)
     tell(f"{machine.name}, {machine.bytes / 2**30:.0f} GiB")

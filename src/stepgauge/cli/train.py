@@ -13,9 +13,7 @@ from stepgauge.spec.store import RunStore
 from stepgauge.spec.train import TrainSpec
 
 
-@spec_options(
-    TrainSpec, ModelSpec, defaults={"size": "mini", "context_length": 256, "vocab_size": 4096, "device": "auto"}
-)
+@spec_options(TrainSpec, ModelSpec, defaults={"size": "mini", "context_length": 256, "device": "auto"})
 def train(
     *,
     values: Values,
@@ -28,23 +26,37 @@ def train(
     """
     from stepgauge.bench import train as bench_train
     from stepgauge.bench.sweep import stamped
+    from stepgauge.measure.devices import out_of_memory_reason
     from stepgauge.train.checkpoint import CheckpointError
     from stepgauge.train.loop import DivergedError, Point
 
+    if "vocab_size" in values and values.get("tokenizer", ("bytes",)) == ("bytes",):
+        raise ValueError("vocab_size is the tokenizer's, 256 for bytes; --tokenizer bpe takes another")
     (spec,) = resolve_devices(expand(TrainSpec, values))
     store = RunStore(out)
-    store.prepare()
-    with progress(spec.steps, "steps") as (bar, task):
+    with store.held(), progress(spec.steps, "steps") as (bar, task):
 
         def report(point: Point) -> None:
             bar.update(task, completed=point.step, description=f"loss {point.loss:.3f}")
             if point.bits_per_byte is not None:
                 tell(f"step {point.step}: loss {point.loss:.4f}, held-out {point.bits_per_byte:.4f} bits/byte")
 
+        def resumed(step: int) -> None:
+            tell(f"the run is at its end, step {step}" if step == spec.steps else f"going on from step {step}")
+
         try:
-            record = bench_train.run(spec, folder=out, report=report)
+            record = bench_train.run(spec, folder=out, report=report, resumed=resumed)
         except (CheckpointError, DivergedError, OSError) as error:
             raise RunFailedError(str(error)) from None
-    store.append(stamped(record))
+        except (RuntimeError, MemoryError) as error:
+            if (reason := out_of_memory_reason(error)) is None:
+                raise
+            raise RunFailedError(f"{reason}; the run goes on from its last checkpoint with the same command") from None
+        if "tokens_per_s" in record.metrics:
+            store.append(stamped(record))
     first, last, held_out = (record.median(name) for name in ("first_loss", "last_loss", "held_out"))
-    print(f"loss {first:.3f} -> {last:.3f} nats a token, held out {held_out:.3f} bits a byte; run in {out}")
+    vocabulary = record.environment["vocab_size"]
+    print(
+        f"loss {first:.3f} -> {last:.3f} nats a token (vocabulary {vocabulary:,}), "
+        f"held out {held_out:.3f} bits a byte; run in {out}"
+    )

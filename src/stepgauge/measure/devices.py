@@ -79,14 +79,32 @@ def require_host_memory(least_bytes: int) -> None:
         raise MemoryError(f"needs at least {least_bytes / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free")
 
 
-def out_of_memory_reason(error: BaseException) -> str | None:
-    """One sentence if the error says that memory ran out, on a device or on the host; None for any other error."""
-    message = str(error)
-    if isinstance(error, MemoryError):
-        return message or "the host's memory ran out"
-    wanted = re.search(r"[Tt]ried to allocate ([\d.]+) ?(\w+)", message)
-    if isinstance(error, torch.OutOfMemoryError):
-        return f"device memory ran out at {wanted[1]} {wanted[2]} more" if wanted else "device memory ran out"
-    if isinstance(error, RuntimeError) and "can't allocate memory" in message:
-        return f"host memory ran out at {int(wanted[1]) / 2**30:.2f} GiB more" if wanted else "host memory ran out"
+# How libraries say it in errors that are no torch.OutOfMemoryError.
+_MEMORY_PHRASES = (
+    "out of memory",  # CUDA's own error, Triton's, MPS's
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "can't allocate memory",  # torch's CPU allocator
+    "std::bad_alloc",
+)
+
+
+def out_of_memory_reason(error: BaseException | None) -> str | None:
+    """One sentence if the error, or one that caused it, says that memory ran out; None for any other error."""
+    while error is not None:
+        message = str(error)
+        if isinstance(error, MemoryError):
+            return message or "the host's memory ran out"
+        if isinstance(error, RuntimeError) and any(phrase in message for phrase in _MEMORY_PHRASES):
+            return f"memory ran out{_wanted(message)}"
+        error = error.__cause__ or error.__context__
     return None
+
+
+def _wanted(message: str) -> str:
+    """ " at 2.50 GiB more", as far as the message names the allocation that failed."""
+    wanted = re.search(r"[Tt]ried to allocate ([\d.]+) ?(\w+)", message)
+    if wanted is None:
+        return ""
+    if wanted[2] == "bytes":
+        return f" at {int(wanted[1]) / 2**30:.2f} GiB more"
+    return f" at {wanted[1]} {wanted[2]} more"

@@ -75,20 +75,28 @@ def _themed(svg: str) -> str:
     return re.sub(r"font: ([\d.]+px)[^\"';]*", r"font: \1 var(--sans)", svg).replace("'DejaVu Sans'", "var(--sans)")
 
 
-def stacked_bars(labels: Sequence[str], parts: Series, *, unit: str, points: Series | None = None) -> str:
-    """A horizontal bar a label, made of the parts, its total at the end. None is no bar.
+def stacked_bars(
+    labels: Sequence[str],
+    parts: Series,
+    *,
+    totals: Sequence[float | None],
+    unit: str,
+    points: Series | None = None,
+) -> str:
+    """A horizontal bar a label, made of the parts, and its total written at the end. None is no bar.
 
-    `points` marks other totals (published ones) on the same rows.
+    The total of medians is not the median of totals, so it is given. `points` marks other totals (published ones) on
+    the same rows.
     """
     with _canvas(7.2, 0.9 + 0.42 * len(labels)) as (axes, output):
         rows = range(len(labels))
         start = [0.0] * len(labels)
-        for (name, values), colour in zip(parts.items(), SERIES, strict=False):
+        for (name, values), colour in _coloured(parts):
             lengths = [value or 0.0 for value in values]
             axes.barh(rows, lengths, left=start, color=colour, height=0.62, label=name)
             start = [a + b for a, b in zip(start, lengths, strict=True)]
-        for row, total in zip(rows, start, strict=True):
-            _label(axes, total, row, short(total) if total else "did not run", INK if total else FAINT)
+        for row, (end, total) in enumerate(zip(start, totals, strict=True)):
+            _label(axes, end, row, short(total) if total else "did not run", INK if total else FAINT)
         _mark(axes, points)
         _finish_rows(axes, labels, unit)
     return output[0]
@@ -98,7 +106,7 @@ def grouped_bars(labels: Sequence[str], groups: Series, *, unit: str) -> str:
     """A cluster of horizontal bars a label, one bar a group."""
     height = 0.8 / max(1, len(groups))
     with _canvas(7.2, 0.9 + len(labels) * (0.2 + 0.24 * len(groups))) as (axes, output):
-        for index, ((name, values), colour) in enumerate(zip(groups.items(), SERIES, strict=False)):
+        for index, ((name, values), colour) in enumerate(_coloured(groups)):
             rows = [row - 0.4 + height * (index + 0.5) for row in range(len(labels))]
             axes.barh(rows, [v or 0.0 for v in values], height=height * 0.9, color=colour, label=name)
             for row, value in zip(rows, values, strict=True):
@@ -118,7 +126,7 @@ def lines(
 ) -> str:
     """A line a curve of (x values, y values); those named in `dots` get a marker a point."""
     with _canvas(7.2, height) as (axes, output):
-        for (name, (xs, ys)), colour in zip(curves.items(), SERIES, strict=False):
+        for (name, (xs, ys)), colour in _coloured(curves):
             marked = {"marker": "o", "markersize": 4.5} if name in dots else {"linewidth": 1.4}
             axes.plot(xs, ys, color=colour, label=name, **marked)
         axes.set_xlabel(x)
@@ -126,6 +134,13 @@ def lines(
         axes.margins(x=0.02)
         _legend(axes)
     return output[0]
+
+
+def _coloured(series: Mapping[str, Any]) -> list[tuple[tuple[str, Any], str]]:
+    """Each series with its colour. Raises ValueError for more series than an eye tells apart."""
+    if len(series) > len(SERIES):
+        raise ValueError(f"{len(series)} series in one plot; it can show {len(SERIES)}")
+    return list(zip(series.items(), SERIES, strict=False))
 
 
 def _label(axes: Axes, x: float, row: float, text: str, colour: str) -> None:

@@ -112,11 +112,12 @@ def _table(table: Table) -> str:
 
     body = "".join(row("td", cells) for cells in table.rows)
     copies = "".join(f'<button data-copy="{html.escape(table.to(name))}">{name}</button>' for name in FORMATS)
-    return (
+    drawn = (
         f'<div class="table"><div class="copies"><span>{html.escape(table.caption)}</span>'
         f'<span>copy as {copies}</span></div><div class="scroll"><table><thead>{row("th", table.columns)}</thead>'
         f"<tbody>{body}</tbody></table></div></div>"
     )
+    return f"<details><summary>{html.escape(table.caption)}</summary>{drawn}</details>" if table.folded else drawn
 
 
 def _left_out(sections: Sequence[Section]) -> str:

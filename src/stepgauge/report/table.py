@@ -15,20 +15,32 @@ class Table:
     rows: Sequence[Sequence[str]]
     numeric: frozenset[str] = frozenset()
     caption: str = ""
+    folded: bool = False  # shown in the report only when opened
 
     def to(self, name: str) -> str:
         """The table as text of one of FORMATS."""
         return FORMATS[name](self)
 
 
+def _for_machines(table: Table) -> list[list[str]]:
+    """The rows, numbers without separators of thousands."""
+    return [
+        [
+            cell.replace(",", "") if column in table.numeric else cell
+            for cell, column in zip(row, table.columns, strict=True)
+        ]
+        for row in table.rows
+    ]
+
+
 def _json(table: Table) -> str:
     """A list of objects, one a row."""
-    return json.dumps([dict(zip(table.columns, row, strict=True)) for row in table.rows], indent=1) + "\n"
+    return json.dumps([dict(zip(table.columns, row, strict=True)) for row in _for_machines(table)], indent=1) + "\n"
 
 
 def _csv(table: Table) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([table.columns, *table.rows])
+    csv.writer(text, lineterminator="\n").writerows([table.columns, *_for_machines(table)])
     return text.getvalue()
 
 
@@ -56,7 +68,7 @@ def _latex(table: Table) -> str:
     return "\n".join(lines) + "\n"
 
 
-_TYPST_ESCAPES = str.maketrans({c: f"\\{c}" for c in "\\#$*_[]<>@`~"})
+_TYPST_ESCAPES = str.maketrans({c: f"\\{c}" for c in "\\#$*_[]<>@`~/"})
 
 
 def _typst(table: Table) -> str:

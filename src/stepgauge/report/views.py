@@ -9,9 +9,10 @@ from stepgauge.report.table import Table
 from stepgauge.spec.record import Record, Sample
 
 STATISTICS = ("median", "range", "p10", "p90", "mean", "std", "n")
+SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
 LABELS = {"median": "", "range": " p10 – p90"}
 # Spec fields that name a row even where all rows share them.
-ALWAYS = ("size", "precision")
+ALWAYS = ("size", "precision", "compile")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +59,12 @@ def varying(records: Sequence[Record]) -> list[str]:
     names = list(dict.fromkeys(name for spec in specs for name in spec))
     first = [name for name in ALWAYS if name in names]
     differs = [n for n in names if n not in first and len({str(spec.get(n)) for spec in specs}) > 1]
-    shape = {"d_model", "d_ff", "num_layers", "num_heads"}
-    sizes = {(spec.get("size"), *(spec.get(n) for n in sorted(shape))) for spec in specs}
-    if len(sizes) == len({spec.get("size") for spec in specs}):
-        differs = [name for name in differs if name not in shape]
+    sizes = {(spec.get("size"), *(spec.get(n) for n in SHAPE)) for spec in specs}
+    names_a_shape = len(sizes) == len({spec.get("size") for spec in specs})
+    if any(spec.get("size") == "custom" for spec in specs):
+        differs = [*(n for n in SHAPE if n not in differs), *differs]
+    elif names_a_shape:
+        differs = [name for name in differs if name not in SHAPE]
     return first + differs
 
 
@@ -113,7 +116,7 @@ def _remark(record: Record) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One figure in two runs. `exceeds_spread`: the ranges p10 to p90 do not meet."""
+    """One figure in two runs. `exceeds_spread`: the ranges p10 to p90 do not meet; a single value has no range."""
 
     first: Record
     second: Record
@@ -126,38 +129,85 @@ class Difference:
         return after / before if before else math.nan
 
     @property
+    def has_spread(self) -> bool:
+        return all(record.metrics[self.metric].n > 1 for record in (self.first, self.second))
+
+    @property
     def exceeds_spread(self) -> bool:
         before, after = self.first.metrics[self.metric], self.second.metrics[self.metric]
-        return before.p90 < after.p10 or after.p90 < before.p10
+        return self.has_spread and (before.p90 < after.p10 or after.p90 < before.p10)
 
 
-def differences(first: Iterable[Record], second: Iterable[Record], *, ignoring: Iterable[str] = ()) -> list[Difference]:
-    """Figures of the records that both runs have, paired by what was run, but for the fields `ignoring`."""
-    partners = {_pair_key(record, ignoring): record for record in second}
-    return [
-        Difference(record, partner, metric)
-        for record in first
-        if (partner := partners.get(_pair_key(record, ignoring)))
-        for metric in record.metrics
-        if metric in partner.metrics
-    ]
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What two runs have in common, and what only one of them could measure, one sentence a row."""
+
+    found: list[Difference]
+    alone: list[str]
 
 
-def _pair_key(record: Record, ignoring: Iterable[str]) -> tuple[Any, ...]:
-    left_out = set(ignoring)
-    fields = flatten(record.spec).items()
-    return (record.kind, *sorted((name, str(value)) for name, value in fields if name not in left_out))
+def compare(first: Iterable[Record], second: Iterable[Record], *, ignoring: Sequence[str] = ()) -> Comparison:
+    """Pairs the records of two runs by what was run, but for the fields `ignoring`.
+
+    Raises ValueError if a field is unknown, or if several records of a run would be the same without the fields.
+    """
+    sides = [_by_pair_key(list(records), ignoring) for records in (first, second)]
+    found, alone = [], []
+    for key, record in sides[0].items():
+        partner = sides[1].get(key)
+        if partner is None:
+            continue
+        found += [Difference(record, partner, metric) for metric in record.metrics if metric in partner.metrics]
+        for side, other, name in ((record, partner, "A"), (partner, record, "B")):
+            if side.status != "ok" and other.status == "ok":
+                alone.append(f"{describe(side)}: {side.status.upper()} in {name} ({side.note})")
+    return Comparison(found, alone)
+
+
+def describe(record: Record) -> str:
+    """What was run, in a few words."""
+    spec = flatten(record.spec)
+    words = [str(spec[name]) for name in ("size", "precision") if name in spec]
+    if spec.get("compile", "off") != "off":
+        words.append(f"compiled ({spec['compile']})")
+    if "batch" in spec and "context_length" in spec:
+        words.append(f"batch {spec['batch']} × {spec['context_length']}")
+    return " ".join([record.kind, *words])
+
+
+def _by_pair_key(records: Sequence[Record], ignoring: Sequence[str]) -> dict[tuple[Any, ...], Record]:
+    known = {name for record in records for name in flatten(record.spec)}
+    if unknown := set(ignoring) - known:
+        raise ValueError(f"ignoring is {unknown.pop()!r}; choose from {', '.join(sorted(known))}")
+    pairs: dict[tuple[Any, ...], Record] = {}
+    for record in records:
+        fields = flatten(record.spec).items()
+        key = (record.kind, *sorted((name, str(value)) for name, value in fields if name not in ignoring))
+        if key in pairs:
+            raise ValueError(
+                f"without {', '.join(ignoring)} a run has several rows of {describe(record)}; ignore fewer fields"
+            )
+        pairs[key] = record
+    return pairs
 
 
 def difference_table(found: Sequence[Difference]) -> Table:
-    fields = varying([difference.first for difference in found])
+    """One row a figure; a field that differs within a pair is written as "A → B"."""
+    fields = varying([record for difference in found for record in (difference.first, difference.second)])
     rows = []
     for difference in found:
         before, after = (r.metrics[difference.metric] for r in (difference.first, difference.second))
-        spec = flatten(difference.first.spec)
-        verdict = "differs" if difference.exceeds_spread else "within spread"
+        specs = flatten(difference.first.spec), flatten(difference.second.spec)
+        values = [tuple(str(spec.get(name, "")) for spec in specs) for name in fields]
         figures = [number(before.median, before.unit), number(after.median, after.unit)]
-        cells = [str(spec.get(name, "")) for name in fields]
-        rows.append([*cells, heading(difference.metric, before.unit), *figures, f"{difference.ratio:.3f}", verdict])
-    head = [*(name.replace("_", " ") for name in fields), "figure", "A", "B", "B / A", "verdict"]
-    return Table(head, rows, numeric=frozenset(("A", "B", "B / A")))
+        cells = [a if a == b else f"{a} → {b}" for a, b in values]
+        head = [*cells, heading(difference.metric, before.unit), *figures]
+        rows.append([*head, f"{difference.ratio:.3f}", _verdict(difference)])
+    columns = [*(name.replace("_", " ") for name in fields), "figure", "A", "B", "B / A", "verdict"]
+    return Table(columns, rows, numeric=frozenset(("A", "B", "B / A")))
+
+
+def _verdict(difference: Difference) -> str:
+    if not difference.has_spread:
+        return ""
+    return "differs" if difference.exceeds_spread else "within spread"

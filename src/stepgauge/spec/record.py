@@ -44,15 +44,6 @@ class Sample:
     def exact(cls, value: float, unit: str) -> Self:
         return cls.of([value], unit)
 
-    def map(self, function: Any, unit: str) -> Self:
-        """The sample of a monotonous function of the values: median and percentiles exactly, mean of the median.
-
-        A rate derived from times has no mean or deviation of its own here: both are the median's.
-        """
-        low, high = sorted((function(self.p10), function(self.p90)))
-        middle = function(self.median)
-        return type(self)(unit=unit, n=self.n, mean=middle, std=0.0, median=middle, p10=low, p90=high)
-
 
 def _percentile(ordered: list[float], fraction: float) -> float:
     position = fraction * (len(ordered) - 1)
@@ -97,9 +88,15 @@ class Record:
         return f"{self.kind} {json.dumps(self.spec, sort_keys=True)}"
 
     @property
-    def place(self) -> tuple[str, str]:
-        """Device and torch version: a row measured elsewhere does not stand in for one that is asked here."""
-        return str(self.environment.get("device", "")), str(self.environment.get("torch", ""))
+    def place(self) -> tuple[str, ...]:
+        """What a row measured elsewhere differs in, and so does not stand in for one that is asked here.
+
+        Device and torch version, and on a CPU the number of threads.
+        """
+        names = ["device", "torch"]
+        if self.environment.get("device") == self.environment.get("cpu"):
+            names.append("threads")
+        return tuple(str(self.environment.get(name, "")) for name in names)
 
     def median(self, metric: str) -> float | None:
         sample = self.metrics.get(metric)
@@ -112,11 +109,33 @@ class Record:
     @classmethod
     def from_json(cls, line: str) -> Self:
         """Raises ValueError for text that is no record of this schema."""
-        value = json.loads(line)
+        try:
+            value = json.loads(line, parse_constant=_refuse)
+        except json.JSONDecodeError:
+            raise ValueError("it is no JSON") from None
         if not isinstance(value, dict) or value.pop("schema", None) != SCHEMA:
             raise ValueError(f"not a record of schema {SCHEMA}")
         try:
             metrics = {name: Sample(**sample) for name, sample in value.pop("metrics").items()}
-            return cls(**value, metrics=metrics)
+            record = cls(**value, metrics=metrics)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not a record: {error}") from None
+        record.check()
+        return record
+
+    def check(self) -> None:
+        """Raises ValueError where a field has not the type that it should."""
+        for name in ("spec", "series", "environment"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ValueError(f"not a record: {name} is no object")
+        for name in ("kind", "provenance", "source", "status", "note", "created"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"not a record: {name} is no text")
+        for name, sample in self.metrics.items():
+            figures = (sample.n, sample.mean, sample.std, sample.median, sample.p10, sample.p90)
+            if not all(isinstance(figure, int | float) for figure in figures):
+                raise ValueError(f"not a record: {name} has figures that are no numbers")
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no figure")

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from stepgauge.spec.record import Record
@@ -36,8 +38,21 @@ class RunStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
+        except FileExistsError:
+            raise StoreError(f"cannot write to {self.folder}: it is a file, not a folder") from None
         except OSError as error:
             raise StoreError(f"cannot write to {self.folder}: {error.strerror}") from None
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps other processes from measuring into the run. Raises StoreError if one does already."""
+        self.prepare()
+        with (self.folder / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise StoreError(f"the run at {self.folder} is in use by another process") from None
+            yield
 
     def append(self, record: Record) -> None:
         """Writes the record and waits until the disk has it. A line that does not fit is taken back whole.
@@ -73,8 +88,10 @@ class RunStore:
         """All good records, and a sentence for every line that is none. Raises StoreError if there is no run."""
         try:
             lines = self.path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            raise StoreError(f"no run at {self.folder}") from None
         except OSError as error:
-            raise StoreError(f"no run at {self.folder}: cannot read {FILE_NAME}: {error.strerror}") from None
+            raise StoreError(f"cannot read {self.path}: {error.strerror}") from None
         records, problems = [], []
         for number, line in enumerate(lines, 1):
             if not line.strip():

@@ -59,7 +59,11 @@ def beside(records: Sequence[Record], theirs: Iterable[Record], figures: Sequenc
         "source",
     ]
     return Table(
-        head, rows, numeric=frozenset(("ours ms", "published ms")), caption=f"Beside published figures. {legend}."
+        head,
+        rows,
+        numeric=frozenset(("ours ms", "published ms")),
+        caption=f"Beside published figures. {legend}.",
+        folded=not any(row[5] for row in rows),
     )
 
 

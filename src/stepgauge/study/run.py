@@ -20,6 +20,7 @@ from stepgauge.spec.store import RunStore, StoreError
 from stepgauge.study import EXPERIMENTS
 from stepgauge.study.experiment import Experiment, Machine
 
+DISTURBED = 1.5
 MACHINE_FILE = "machine.json"
 
 
@@ -81,7 +82,10 @@ def _section(experiment: Experiment, machine: Machine, folder: Path, records: Se
     own = [by_key[key] for key in keys if key in by_key]
     if not own:
         return dataclasses.replace(bare, reason="not measured in this run")
-    return dataclasses.replace(bare, blocks=experiment.blocks(own))
+    try:
+        return dataclasses.replace(bare, blocks=experiment.blocks(own))
+    except Exception as error:  # one section that cannot be drawn must not cost the others
+        return dataclasses.replace(bare, reason=f"its section cannot be drawn: {type(error).__name__}: {error}")
 
 
 def _facts(records: Sequence[Record]) -> dict[str, str]:
@@ -102,7 +106,13 @@ def _facts(records: Sequence[Record]) -> dict[str, str]:
         facts["Dense peak"] = f"{rates} TFLOP/s ({known.source})"
     facts["FLOPs"] = FLOP_CONVENTION
     not_ok = [record for record in records if record.status != "ok"]
-    facts["Rows"] = f"{len(records)}, of which {len(not_ok)} did not fit or failed"
+    steps = [record.metrics["step_ms"] for record in records if "step_ms" in record.metrics]
+    disturbed = sum(sample.p90 > DISTURBED * sample.p10 for sample in steps)
+    if disturbed:
+        facts["Spread"] = (
+            f"in {disturbed} of {len(steps)} timed rows p90 is over {DISTURBED} times p10: the machine was not idle"
+        )
+    facts["Rows"] = f"{len(records)}, {len(not_ok) or 'none'} of which did not fit or failed"
     return facts
 
 

@@ -39,7 +39,13 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
         rows = [record for record in records if _load(record) == load]
         names = [str(record.spec["size"]) for record in rows]
         phases = {p: [record.median(f"{p}_ms") for record in rows] for p in ("forward", "backward", "optimizer")}
-        svg = stacked_bars(names, phases, unit="ms a step (median)", points=_published_totals(load, names))
+        svg = stacked_bars(
+            names,
+            phases,
+            totals=[record.median("step_ms") for record in rows],
+            unit="ms a step (medians)",
+            points=_published_totals(load, names),
+        )
         shown.append(Plot(svg, f"Step time by size and phase, fp32, batch × context {load}."))
     shown.append(record_table(records))
     return [*shown, beside(records, PUBLISHED, ("forward_ms", "backward_ms"))]

@@ -7,10 +7,11 @@ from stepgauge.bench.sweep import Job
 from stepgauge.report.figure import grouped_bars
 from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
-from stepgauge.report.views import number
+from stepgauge.report.views import describe, number, record_table
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
 from stepgauge.study.plans import step_job
+from stepgauge.study.published import SOURCES
 
 WARM_UPS = (0, 1, 2, 5)
 # S1's small: forward 84 ms without warm-up, 19 with one step; S2's small: 29 ± 52 against 12.9 ± 0.3 ms.
@@ -24,7 +25,9 @@ def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
     good = [record for record in records if record.status == "ok"]
-    names = [f"{record.spec['warmup']} warm-up steps" for record in good]
+    if not good:
+        return [record_table(records)]
+    names = [f"warm-up {record.spec['warmup']}" for record in good]
     forward = [record.metrics["forward_ms"] for record in good]
     svg = grouped_bars(
         names, {"mean": [s.mean for s in forward], "median": [s.median for s in forward]}, unit="ms a forward"
@@ -35,8 +38,12 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     ]
     theirs = [[warmup, figure, "", source] for source, warmup, figure in _FIGURES]
     head = ["warm-up steps", "forward ms, mean ± std", "median", "source"]
-    table = Table(head, ours + theirs, numeric=frozenset(head[1:3]), caption="Small in S1 and S2")
-    return [Plot(svg, "Mean and median of the same ten forward passes: the first one drags the mean."), table]
+    sources = "; ".join(f"{name}: {SOURCES[name]}" for name in ("S1", "S2"))
+    table = Table(
+        head, ours + theirs, numeric=frozenset(head[1:3]), caption=f"Beside published figures of small. {sources}."
+    )
+    counts = " to ".join(str(n) for n in sorted({min(s.n for s in forward), max(s.n for s in forward)}))
+    return [Plot(svg, f"Mean and median of {counts} forward passes each, {describe(good[0])}."), table]
 
 
 EXPERIMENT = Experiment(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
@@ -32,22 +33,34 @@ class Checkpoints:
     folder: Path
 
     def save(self, step: int, state: dict[str, Any], about: dict[str, Any], *, keep: int) -> Path:
-        """Writes the state as the checkpoint of that step, then removes all but the newest `keep`."""
+        """Writes the state as the checkpoint of that step, then removes all but the newest `keep` up to it.
+
+        What is newer is damaged, or this step would not have been trained again: it goes too. Raises CheckpointError
+        if it cannot be written.
+        """
         final = self.folder / f"step-{step:09d}"
         partial = final.with_suffix(PARTIAL)
-        shutil.rmtree(partial, ignore_errors=True)
-        with _quiet():
-            state_dict_saver.save(state, checkpoint_id=partial, no_dist=True)
-        files = {path.name: _fingerprint(path) for path in sorted(partial.iterdir())}
-        (partial / MANIFEST).write_text(json.dumps({"step": step, "about": about, "files": files}, indent=1))
-        for path in [*partial.iterdir(), partial]:
-            _force_to_disk(path)
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        _force_to_disk(self.folder)
-        for old in self._folders()[keep:]:
-            shutil.rmtree(old)
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            self._write(partial, step, state, about)
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            _force_to_disk(self.folder)
+        except (OSError, RuntimeError, CheckpointException) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(f"cannot write checkpoint {final}: {_first_line(error)}") from None
+        older = [folder for folder in self._folders() if folder.name <= final.name]
+        for folder in {*self._folders(), *self.folder.glob(f"*{PARTIAL}")} - set(older[:keep]):
+            shutil.rmtree(folder)
         return final
+
+    def _write(self, folder: Path, step: int, state: dict[str, Any], about: dict[str, Any]) -> None:
+        with _quiet():
+            state_dict_saver.save(state, checkpoint_id=folder, no_dist=True)
+        files = {path.name: _fingerprint(path) for path in sorted(folder.iterdir())}
+        (folder / MANIFEST).write_text(json.dumps({"step": step, "about": about, "files": files}, indent=1))
+        for path in [*folder.iterdir(), folder]:
+            _force_to_disk(path)
 
     def newest(self) -> Iterator[tuple[int, Path, dict[str, Any]]]:
         """(step, folder, about) of whole checkpoints, newest first; warns of each that is damaged."""
@@ -78,6 +91,13 @@ def require_same(about: dict[str, Any], wanted: dict[str, Any], folder: Path) ->
     if names:
         changes = ", ".join(f"{name} {about.get(name)} there, {wanted.get(name)} here" for name in names)
         raise CheckpointError(f"checkpoint {folder} is of another run: {changes}; choose another --out")
+
+
+def _first_line(error: BaseException) -> str:
+    """What torch's collected failures say in one line."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _fingerprint(path: Path) -> list[int]:

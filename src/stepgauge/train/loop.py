@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from stepgauge.models.parts import build_optimizer
-from stepgauge.models.transformer import TransformerLM, compiled
 from stepgauge.spec.train import TrainSpec
+from stepgauge.train.build import build_step
 from stepgauge.train.checkpoint import Checkpoints, require_same
 from stepgauge.train.data import Corpus, read_text
-from stepgauge.train.precision import PRECISIONS
-from stepgauge.train.step import TrainingStep
 
 CURVE_FILE = "curve.jsonl"
 DRAIN_EVERY = 10  # steps between readings of the loss from the device: each is a wait
@@ -53,33 +51,27 @@ class Trainer:
         self.device = torch.device(spec.device)
         self.checkpoints = Checkpoints(folder / "checkpoints")
         self.curve_path = folder / CURVE_FILE
-        torch.manual_seed(spec.seed)
-        precision = PRECISIONS[spec.precision]
-        self.model = TransformerLM(spec.model, device=self.device).to(precision.parameters)
-        self.step = TrainingStep(
-            self.model,
-            build_optimizer(
-                spec.optimizer,
-                decay_groups(self.model, spec.weight_decay),
-                lr=spec.learning_rate,
-                betas=(spec.beta1, spec.beta2),
-            ),
-            precision,
-            self.device,
+        self.step = build_step(
+            spec,
             max_gradient_norm=spec.clip or None,
-            compute_loss=compiled(self.model, spec.compile),
+            lr=spec.learning_rate,
+            betas=(spec.beta1, spec.beta2),
+            weight_decay=spec.weight_decay,
         )
 
-    def run(self, report: Callable[[Point], None]) -> tuple[list[Point], int]:
+    def run(
+        self, report: Callable[[Point], None], resumed: Callable[[int], None] = lambda step: None
+    ) -> tuple[list[Point], int]:
         """Trains to the last step from the newest whole checkpoint; the whole curve, and steps done in this call.
 
-        `report` is called for each step, after it is on disk. Raises CheckpointError, DivergedError.
+        `resumed` is told the step of the checkpoint, `report` each step done here, when it is on disk. Raises
+        CheckpointError, DivergedError.
         """
         self.curve_path.parent.mkdir(parents=True, exist_ok=True)
         start = self._resume()
         curve = self._keep_curve_until(start)
-        for point in curve:
-            report(point)
+        if start:
+            resumed(start)
         pending: list[tuple[int, Tensor]] = []
         with self.curve_path.open("a") as file, self.step.precision.matmul_mode():
             for number in range(start, self.spec.steps):
@@ -134,6 +126,10 @@ class Trainer:
         for point in points:
             if not math.isfinite(point.loss):
                 raise DivergedError(f"the loss at step {point.step} is {point.loss}; lower --learning-rate")
+        if bits_per_byte is not None and not math.isfinite(bits_per_byte):
+            raise DivergedError(
+                f"the held-out loss at step {points[-1].step} is {bits_per_byte}; lower --learning-rate"
+            )
         points[-1] = dataclasses.replace(points[-1], bits_per_byte=bits_per_byte)
         return points
 
@@ -145,20 +141,27 @@ class Trainer:
         return {**spec, **self.spec.model.architecture(), "corpus_sha256": self.corpus.text.sha256}
 
     def _state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.step.optimizer)
+        model, optimizer = get_state_dict(self.step.module, self.step.optimizer)
         return {"model": model, "optimizer": optimizer, "scaler": self.step.scaler.state_dict()}
 
     def _save(self, step: int) -> None:
         self.checkpoints.save(step, self._state(), self._about(), keep=self.spec.keep)
 
     def _resume(self) -> int:
-        """Loads the newest whole checkpoint and returns its step, 0 where there is none."""
+        """Loads the newest whole checkpoint and returns its step, 0 where there is none.
+
+        One whose steps are not all in the curve file is passed over, for the curve would have a hole.
+        """
+        known = len(read_curve(self.curve_path))
         for step, folder, about in self.checkpoints.newest():
             require_same(about, self._about(), folder)
+            if step > known:
+                warnings.warn(f"checkpoint {folder} is passed over: its curve ends at step {known}", stacklevel=2)
+                continue
             state = self._state()
             self.checkpoints.load(folder, state)
             set_state_dict(
-                self.model,
+                self.step.module,
                 self.step.optimizer,
                 model_state_dict=state["model"],
                 optim_state_dict=state["optimizer"],
@@ -171,28 +174,25 @@ class Trainer:
         """Drops from the file what comes after the checkpoint (it is computed again), and returns the rest."""
         points = [point for point in read_curve(self.curve_path) if point.step <= step]
         partial = self.curve_path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(dataclasses.asdict(point)) + "\n" for point in points))
+        with partial.open("w") as file:
+            file.writelines(json.dumps(dataclasses.asdict(point)) + "\n" for point in points)
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(self.curve_path)
         return points
 
 
 def read_curve(path: Path) -> list[Point]:
-    """The points of a curve file; a last line that was cut short is left out."""
+    """The points of a curve file, step 1, 2, ..., as far as they are whole."""
     if not path.exists():
         return []
-    points = []
-    for line in path.read_text().splitlines():
+    points: list[Point] = []
+    for line in path.read_text(errors="replace").splitlines():
         try:
-            points.append(Point(**json.loads(line)))
+            point = Point(**json.loads(line))
         except (ValueError, TypeError):
             break
+        if point.step != len(points) + 1:
+            break
+        points.append(point)
     return points
-
-
-def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices with weight decay, gains and biases without."""
-    parameters = list(model.parameters())
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]

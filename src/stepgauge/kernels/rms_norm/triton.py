@@ -279,7 +279,7 @@ def backward_config(width: int, itemsize: int) -> BackwardConfig:
         return BackwardConfig(block=4096, rows=1, num_warps=16, programs_per_sm=1, blocks=4)
     if block == 16384:
         # Spills unless the weight is fetched again for each row; the copy engine hides the fetch.
-        return BackwardConfig(block, 1, 16, stages=2 if itemsize == 2 else 1, programs_per_sm=1, keep_weight=False)
+        return BackwardConfig(block, 1, 16, stages=2, programs_per_sm=1, keep_weight=False)
     if block == 8192:
         return BackwardConfig(block, 1, 16 if itemsize == 4 else 8, stages=2, programs_per_sm=1)
     rows = max(1, 2048 // block)

@@ -1,0 +1,37 @@
+"""From names to a training step: the one place where model, precision, optimizer and compile mode come together."""
+
+from typing import Any
+
+import torch
+
+from stepgauge.models.parts import build_optimizer
+from stepgauge.models.transformer import TransformerLM, compiled
+from stepgauge.spec.step import StepSpec
+from stepgauge.spec.train import TrainSpec
+from stepgauge.train.precision import PRECISIONS, unavailable
+from stepgauge.train.step import TrainingStep
+
+
+def build_step(spec: StepSpec | TrainSpec, *, max_gradient_norm: float | None = None, **settings: Any) -> TrainingStep:
+    """The step that the spec names, on its device, weights drawn from its seed; `settings` go to the optimizer.
+
+    Raises ValueError for a precision that the device does not have.
+    """
+    device = torch.device(spec.device)
+    if reason := unavailable(spec.precision, device):
+        raise ValueError(reason)
+    precision = PRECISIONS[spec.precision]
+    torch.manual_seed(spec.seed)
+    model = TransformerLM(spec.model, device=device).to(precision.parameters)
+    optimizer = build_optimizer(spec.optimizer, decay_groups(model, settings.pop("weight_decay", 0.01)), **settings)
+    loss = compiled(model, spec.compile)
+    return TrainingStep(model, optimizer, precision, device, max_gradient_norm=max_gradient_norm, compute_loss=loss)
+
+
+def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices with weight decay, gains and biases without."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
