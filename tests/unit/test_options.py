@@ -1,10 +1,17 @@
 """Spec fields as options, and their product as specs."""
 
+import dataclasses
+import re
+from pathlib import Path
+
 import pytest
 
 from stepgauge.cli.options import expand
+from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.train import TrainSpec
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def test_the_product_is_swept_in_the_order_given():
@@ -51,3 +58,24 @@ def test_learning_rate_warms_up_and_ends_at_its_fraction():
     assert rates[99] == pytest.approx(0.1)
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[54] == pytest.approx(0.55, abs=0.02)  # half-way down the cosine
+
+
+def test_a_spec_without_a_model_is_swept_too():
+    @dataclasses.dataclass(frozen=True)
+    class Copy:
+        megabytes: int
+        device: str = "cpu"
+
+    assert list(expand(Copy, {"megabytes": (1, 2)})) == [Copy(1), Copy(2)]
+
+
+def test_committed_results_are_read_whole():
+    for path in (REPOSITORY / "benchmarks" / "results").glob("*-s*.jsonl"):
+        records = [Record.from_json(line) for line in path.read_text().splitlines()]
+        assert records
+        assert all(r.environment["torch"] and r.environment["commit"] and r.created for r in records), path
+
+
+def test_no_document_has_a_gap_left_to_fill():
+    for path in (*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")):
+        assert not re.findall(r"@[A-Z]+@", path.read_text()), path

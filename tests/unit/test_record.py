@@ -33,7 +33,7 @@ def test_no_values_is_an_error():
 @given(values, st.text(max_size=40))
 def test_json_line_reads_back_equal(numbers, note):
     before = Record(
-        kind="step",
+        kind="any",
         spec={"size": "small", "model": {"d_model": 768}},
         metrics={"step_ms": Sample.of(numbers, "ms")},
         series={"loss": numbers},
@@ -77,3 +77,14 @@ def test_key_ignores_the_order_of_fields():
     first, second = Record(kind="a", spec={"x": 1, "y": 2}), Record(kind="a", spec={"y": 2, "x": 1})
     assert first.key == second.key != Record(kind="b", spec={"x": 1, "y": 2}).key
     assert json.loads(first.to_json())["schema"] == 1
+
+
+def test_a_record_from_before_a_field_was_added_has_its_default():
+    """A results file from before StepSpec had `seconds` pairs with one from after."""
+    old = Record(kind="step", spec={"size": "small", "model": {"d_model": 768}})
+    read = Record.from_json(old.to_json())
+    assert read.spec["seconds"] == 1.0
+    assert read.spec["model"]["norm"] == "rmsnorm"
+    assert read.spec["model"]["d_model"] == 768
+    other = Record(kind="elsewhere", spec={"x": 1})
+    assert Record.from_json(other.to_json()) == other

@@ -11,7 +11,7 @@ from stepgauge.spec.store import RunStore, StoreError
 
 
 def numbered(number):
-    return Record(kind="step", spec={"number": number}, environment={"device": "d", "torch": "t"})
+    return Record(kind="any", spec={"number": number}, environment={"device": "d", "torch": "t"})
 
 
 def test_appends_and_reads(tmp_path):
@@ -89,8 +89,8 @@ def test_no_run_is_a_sentence(tmp_path):
 
 def test_latest_keeps_one_record_of_each_thing_and_place(tmp_path):
     store = RunStore(tmp_path)
-    elsewhere = Record(kind="step", spec={"number": 0}, environment={"device": "other", "torch": "t"})
-    again = Record(kind="step", spec={"number": 0}, environment={"device": "d", "torch": "t"}, note="again")
+    elsewhere = Record(kind="any", spec={"number": 0}, environment={"device": "other", "torch": "t"})
+    again = Record(kind="any", spec={"number": 0}, environment={"device": "d", "torch": "t"}, note="again")
     for record in (numbered(0), numbered(1), elsewhere, again):
         store.append(record)
     latest = store.read().latest()

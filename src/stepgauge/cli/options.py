@@ -94,7 +94,7 @@ def _parse(field: "dataclasses.Field[Any]", text: str) -> Any:
 
 
 def expand(spec: type, values: Values) -> Iterator[Any]:
-    """The product of the values as specs, the model made from the preset `size` and the fields that were given.
+    """The product of the values as specs; of a spec with a model, made from the preset `size` and the fields given.
 
     The first option varies slowest. Raises ValueError for a combination that is no model.
     """
@@ -102,6 +102,9 @@ def expand(spec: type, values: Values) -> Iterator[Any]:
     order = [name for name in ("size", *values) if name in values]
     for combination in itertools.product(*(values[name] for name in dict.fromkeys(order))):
         chosen = dict(zip(dict.fromkeys(order), combination, strict=True))
+        if "model" not in {field.name for field in dataclasses.fields(spec)}:
+            yield spec(**chosen)
+            continue
         size = chosen.pop("size")
         shape = {name: value for name, value in chosen.items() if name in model_fields}
         rest = {name: value for name, value in chosen.items() if name not in model_fields}

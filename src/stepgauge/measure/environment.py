@@ -65,11 +65,13 @@ def _version(package: str) -> str | None:
 def _commit() -> str | None:
     """The commit of the source tree this package runs from, with + when files differ from it; None if installed.
 
-    Where there is no repository, the environment variable STEPGAUGE_COMMIT says it.
+    A copy without its repository is told by the environment variable STEPGAUGE_COMMIT.
     """
+    if told := os.environ.get("STEPGAUGE_COMMIT"):
+        return told
     root = Path(stepgauge.__file__).parents[2]
     if not (root / ".git").exists():
-        return os.environ.get("STEPGAUGE_COMMIT")
+        return None
     command = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
+from stepgauge.spec.kinds import completed
+
 SCHEMA = 1
 PROVENANCES = ("measured", "calibrated", "modelled", "published")
 STATUSES = ("ok", "oom", "failed")
@@ -121,7 +123,7 @@ class Record:
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not a record: {error}") from None
         record.check()
-        return record
+        return dataclasses.replace(record, spec=completed(record.kind, record.spec))
 
     def check(self) -> None:
         """Raises ValueError where a field has not the type that it should."""

@@ -1,0 +1,33 @@
+"""The specs by the kind of record that they lead to, so that a record from before a field was added still pairs."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.step import StepSpec
+from stepgauge.spec.train import TrainSpec
+
+SPECS: Mapping[str, type] = {spec.kind: spec for spec in (StepSpec, TrainSpec)}
+NESTED: Mapping[str, type] = {"model": ModelSpec}
+
+
+def completed(kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The spec of a record with today's defaults for the fields that it does not have.
+
+    A new field's default must therefore mean what was done before there was the field, or its records must be of a
+    new kind.
+    """
+    return _with_defaults(SPECS[kind], spec) if kind in SPECS else dict(spec)
+
+
+def _with_defaults(declared: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    defaults = {
+        field.name: field.default for field in dataclasses.fields(declared) if field.default is not dataclasses.MISSING
+    }
+    nested = {
+        name: _with_defaults(NESTED[name], value)
+        for name, value in values.items()
+        if name in NESTED and isinstance(value, Mapping)
+    }
+    return {**defaults, **values, **nested}
