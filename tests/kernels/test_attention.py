@@ -615,15 +615,14 @@ def test_direct_launch_gives_the_arguments_that_triton_gives(monkeypatch):
     run.global_scratch_align = run.profile_scratch_align = 1
 
     q, k, o = (torch.zeros(2, 3, t, 64, dtype=torch.bfloat16) for t in (70, 1, 70))
-    boxes = kernels._boxes(
-        plan.Tiles(64, 32, 4, 2, True), 64, (kernels._View.of(q), 64), (kernels._View.of(k), 32)
-    )
+    boxes = kernels._boxes(plan.Tiles(64, 32, 4, 2, True), 64, (kernels._View.of(q), 64), (kernels._View.of(k), 32))
     launch = kernels._Launch(None, (5, 6, 1), (7,), {"IS_CAUSAL": True}, boxes=boxes)
     launch.launch = launch._direct(SimpleNamespace(run=run, function="function", packed_metadata="packed"))
     for _ in range(2):
         launch("stream", q, k, o)
     assert built == [k.data_ptr(), q.data_ptr()]  # not again in the second launch
-    whole = [kernels.TensorDescriptor(x, *kernels._tma_shape(view), box) for (_, view, box), x in zip(boxes, (q, k))]
+    sides = zip(boxes, (q, k), strict=True)
+    whole = [kernels.TensorDescriptor(x, *kernels._tma_shape(view), box) for (_, view, box), x in sides]
     run(5, 6, 1, "stream", "function", "packed", None, None, None, *whole, o.data_ptr(), 7, True)
     assert calls[0] == calls[1] == calls[2]
     launch("stream", q, k.clone(), o)

@@ -231,8 +231,12 @@ def _check(q, k, v, scale):
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: accepted are q (..., T_q, D) "
             "and k, v of one shape (..., T_k, D)"
         )
-    if q.ndim > 2 and q.shape[:-2] != k.shape[:-2] and (  # equal in most models: then nothing more is looked at
-        q.shape[:-3] != k.shape[:-3] or k.shape[-3] == 0 or q.shape[-3] % k.shape[-3] != 0
+    if (
+        q.ndim > 2
+        and q.shape[:-2] != k.shape[:-2]
+        and (  # equal in most models: then nothing more is looked at
+            q.shape[:-3] != k.shape[:-3] or k.shape[-3] == 0 or q.shape[-3] % k.shape[-3] != 0
+        )
     ):
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}: leading dimensions must be equal, but for the last of them, "
