@@ -608,7 +608,7 @@ def _under_descriptors(run):
     """
     launch = getattr(run, "launch", None)
     code = getattr(launch, "__code__", None)
-    if code is None or not hasattr(nvidia_driver, "make_tensordesc_arg"):
+    if code is None or not triton.__version__.startswith("3.6.") or not hasattr(nvidia_driver, "make_tensordesc_arg"):
         return None
     inside = dict(zip(code.co_freevars, (cell.cell_contents for cell in launch.__closure__ or ()), strict=True))
     if set(inside) != {"launcher", "tensordesc_indices", "tensordesc_meta"} or None in inside["tensordesc_meta"]:
