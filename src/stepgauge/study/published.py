@@ -62,7 +62,7 @@ def beside(records: Sequence[Record], theirs: Iterable[Record], figures: Sequenc
         head,
         rows,
         numeric=frozenset(("ours ms", "published ms")),
-        caption=f"Beside published figures. {legend}.",
+        caption=f"Beside published figures. {legend}. Their networks may differ in detail; ours has SwiGLU.",
         folded=not any(row[5] for row in rows),
     )
 

@@ -112,7 +112,9 @@ def _facts(records: Sequence[Record]) -> dict[str, str]:
         facts["Spread"] = (
             f"in {disturbed} of {len(steps)} timed rows p90 is over {DISTURBED} times p10: the machine was not idle"
         )
-    facts["Rows"] = f"{len(records)}, {len(not_ok) or 'none'} of which did not fit or failed"
+    facts["Rows"] = f"{len(records) - len(not_ok)} measured" + (
+        f", {len(not_ok)} did not fit or failed" if not_ok else ""
+    )
     return facts
 
 
