@@ -29,7 +29,7 @@ from stepgauge.kernels.linear_cross_entropy import chunked, linear_cross_entropy
 kernels = importlib.import_module("stepgauge.kernels.linear_cross_entropy.triton")
 
 MAIN = (16384, 4096, 128256)
-# By importance: the target of issue 3, the project's own model, two usual vocabularies, the second of them odd.
+# By importance: the main target, the project's own model, two usual vocabularies, the second of them odd.
 SHAPES = [MAIN, (2048, 2560, 10000), (8192, 4096, 32000), (16384, 2048, 50257)]
 LARGEST_ERROR = 3e-2
 

@@ -31,7 +31,7 @@ from stepgauge.kernels.rms_norm.triton import BackwardConfig, ForwardConfig
 EPS = 1e-5
 FP32, BF16 = torch.float32, torch.bfloat16
 SMALL = (2048, 2560, BF16)
-# By importance: where issue 3 sets a target and the peers are weakest first.
+# By importance: where the targets are and the peers are weakest first.
 GRID = [
     (16384, 16384, BF16), (16384, 16384, FP32), (50000, 4096, BF16), (50000, 4096, FP32),
     (50000, 1024, BF16), (50000, 1024, FP32), (50000, 8192, FP32), (50000, 2048, FP32),
