@@ -26,7 +26,7 @@ contracts: $(VENV)/.ready-dev
 	$(BIN)/lint-imports
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "stepgauge needs Python 3.11 or later")'
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13) and "stepgauge needs Python 3.11 to 3.13; name one with PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
