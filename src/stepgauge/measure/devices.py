@@ -21,7 +21,7 @@ def resolve(name: str) -> torch.device:
         raise ValueError(f"device is {name!r}; choose cpu, cuda, cuda:N, mps or auto")
     count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if (device.index or 0) >= count[device.type]:
-        raise ValueError(f"device {name!r} is not there: this machine has {count[device.type]} of {device.type}")
+        raise ValueError(f"device {name!r} is not there: {device.type} devices on this machine: {count[device.type]}")
     return device
 
 

@@ -59,8 +59,9 @@ EXPERIMENT = Experiment(
     question="What do tf32, autocast to 16 bits, loss scaling and pure bf16 gain over fp32?",
     method=(
         "fp32 forbids tf32 products; tf32 allows them, on CUDA GPUs only; bf16 and fp16 are autocast over fp32 "
-        "parameters, fp16 with loss scaling; bf16-pure keeps parameters and optimizer state in bf16. MFU is taken against the dense peak of "
-        "the arithmetic that the precision's products run in. A published total is forward plus backward."
+        "parameters, fp16 with loss scaling; bf16-pure keeps parameters and optimizer state in bf16. MFU is taken "
+        "against the dense peak of the arithmetic that the precision's products run in. A published total is forward "
+        "plus backward."
     ),
     jobs=jobs,
     blocks=blocks,
