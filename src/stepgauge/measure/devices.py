@@ -101,7 +101,7 @@ def out_of_memory_reason(error: BaseException | None) -> str | None:
 
 
 def _wanted(message: str) -> str:
-    """ " at 2.50 GiB more", as far as the message names the allocation that failed."""
+    """How much the failed allocation asked for, with a blank before it; empty if the message does not say."""
     wanted = re.search(r"[Tt]ried to allocate ([\d.]+) ?(\w+)", message)
     if wanted is None:
         return ""
