@@ -70,7 +70,7 @@ def test_compile_alone_means_on(stepgauge, tmp_path, monkeypatch):
 
     asked = []
     monkeypatch.setattr(bench_step, "check", asked.append)
-    monkeypatch.setattr("stepgauge.cli.bench.run_jobs", lambda jobs, store, fresh: [])
+    monkeypatch.setattr("stepgauge.cli.bench.step.run_jobs", lambda jobs, store, fresh: [])
     stepgauge("bench", "step", *QUICK, "--compile", "--out", tmp_path)
     stepgauge("bench", "step", *QUICK, "--compile", "off", "blocks", "--out", tmp_path)
     assert [spec.compile for spec in asked] == ["on", "off", "blocks"]

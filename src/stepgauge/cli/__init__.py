@@ -9,6 +9,7 @@ from cyclopts import App, CycloptsError
 import stepgauge
 from stepgauge.cli import bench, model, records, study, train
 from stepgauge.cli.console import complain
+from stepgauge.cli.rows import RunFailedError
 
 app = App(
     name="stepgauge",
@@ -43,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
         for unsaved in error.args[1:]:
             print(unsaved)  # the record that found no place on disk is not lost with it
         return complain(error.args[0], 1)
-    except bench.RunFailedError as error:
+    except RunFailedError as error:
         return complain(str(error), 1)
     except ValueError as error:
         return complain(str(error), 2)

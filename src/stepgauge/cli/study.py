@@ -5,8 +5,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from stepgauge.cli.bench import Fresh, Out, require_success, run_jobs
 from stepgauge.cli.console import tell
+from stepgauge.cli.rows import Fresh, Out, require_success, run_jobs
 from stepgauge.spec.store import RunStore
 
 

@@ -5,9 +5,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from stepgauge.cli.bench import Out, RunFailedError, resolve_devices
 from stepgauge.cli.console import progress, tell
 from stepgauge.cli.options import Values, expand, spec_options
+from stepgauge.cli.rows import Out, RunFailedError, resolve_devices
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.store import RunStore
 from stepgauge.spec.train import TrainSpec

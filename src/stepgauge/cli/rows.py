@@ -1,56 +1,27 @@
-"""`stepgauge bench ...`: one command a thing that can be timed, every option a list to sweep."""
+"""What commands that measure rows share: their options, the sweep with its progress bar, the verdict at the end."""
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
-from stepgauge.cli.console import Format, print_records, progress, summary, tell
-from stepgauge.cli.options import Values, expand, spec_options
+from stepgauge.cli.console import Format, progress, summary, tell
 from stepgauge.report.views import describe
-from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
 
 if TYPE_CHECKING:
     from stepgauge.bench.sweep import Job
     from stepgauge.spec.record import Record
 
-app = App(name="bench", help="Times one thing over every combination of the options given.")
-
 Out = Annotated[Path, Parameter(help="Folder of the run.")]
 Fresh = Annotated[bool, Parameter(help="Measure again what the run already holds.", negative="")]
+RowFormat = Annotated[Format, Parameter(help="How the rows are printed at the end.")]
 
 
 class RunFailedError(Exception):
     """Something that was run failed; the message is one sentence."""
-
-
-@app.command
-@spec_options(StepSpec, ModelSpec, sweep=True, defaults={"size": "small", "device": "auto"})
-def step(
-    *,
-    values: Values,
-    out: Out = Path("runs/bench-step"),
-    fresh: Fresh = False,
-    format: Annotated[Format, Parameter(help="How the rows are printed at the end.")] = "table",
-) -> None:
-    """Time a training step: forward, backward, optimizer and whole.
-
-    Every option takes several values, and their product is measured. Each row is on disk the moment it is measured;
-    the same command again goes on where it stopped. A size that does not fit gives a row that says OOM.
-    """
-    from stepgauge.bench import step as bench_step
-    from stepgauge.bench.sweep import Job
-
-    specs = resolve_devices(expand(StepSpec, values))
-    for spec in specs:
-        bench_step.check(spec)
-    records = run_jobs([Job(bench_step.run, spec) for spec in specs], RunStore(out), fresh=fresh)
-    print_records(records, format)
-    require_success(records)
 
 
 def resolve_devices(specs: Any) -> list[Any]:

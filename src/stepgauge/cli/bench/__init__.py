@@ -1,0 +1,8 @@
+"""`stepgauge bench ...`: one command a thing that can be timed, every option a list to sweep."""
+
+from cyclopts import App
+
+from stepgauge.cli.bench import step
+
+app = App(name="bench", help="Times one thing over every combination of the options given.")
+app.command(step.step)

@@ -1,0 +1,34 @@
+"""`stepgauge bench step`."""
+
+from pathlib import Path
+
+from stepgauge.cli.console import print_records
+from stepgauge.cli.options import Values, expand, spec_options
+from stepgauge.cli.rows import Fresh, Out, RowFormat, require_success, resolve_devices, run_jobs
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.step import StepSpec
+from stepgauge.spec.store import RunStore
+
+
+@spec_options(StepSpec, ModelSpec, sweep=True, defaults={"size": "small", "device": "auto"})
+def step(
+    *,
+    values: Values,
+    out: Out = Path("runs/bench-step"),
+    fresh: Fresh = False,
+    format: RowFormat = "table",
+) -> None:
+    """Time a training step: forward, backward, optimizer and whole.
+
+    Every option takes several values, and their product is measured. Each row is on disk the moment it is measured;
+    the same command again goes on where it stopped. A size that does not fit gives a row that says OOM.
+    """
+    from stepgauge.bench import step as bench_step
+    from stepgauge.bench.sweep import Job
+
+    specs = resolve_devices(expand(StepSpec, values))
+    for spec in specs:
+        bench_step.check(spec)
+    records = run_jobs([Job(bench_step.run, spec) for spec in specs], RunStore(out), fresh=fresh)
+    print_records(records, format)
+    require_success(records)

@@ -1,0 +1,1 @@
+"""Takes any nn.Module and spreads its training over ranks. Knows torch.distributed and the plans in spec, no model."""
