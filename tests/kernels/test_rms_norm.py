@@ -337,6 +337,27 @@ def test_one_graph_under_torch_compile(hopper_driver):
 
 @needs_triton
 @compiled_only
+@pytest.mark.parametrize(("width", "operators"), [(2560, 0), (16384, 1)])
+def test_under_torch_compile_inductor_gets_the_equation_up_to_its_width(hopper_driver, width, operators):
+    """On a fake CUDA tensor: narrow rows reach the compiler as plain operations, wide ones as the kernel's operator."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    graphs = []
+
+    def keep(graph_module, example_inputs):
+        graphs.append(graph_module)
+        return graph_module
+
+    torch._dynamo.reset()
+    with FakeTensorMode():
+        x, weight = torch.empty(4, width, device="cuda"), torch.empty(width, device="cuda")
+        torch.compile(rms_norm, backend=keep, fullgraph=True)(x, weight)
+    calls = [str(node.target) for node in graphs[0].graph.nodes if "rms_norm" in str(node.target)]
+    assert len(calls) == operators
+
+
+@needs_triton
+@compiled_only
 def test_fake_tensors_and_flop_counter():
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode

@@ -111,28 +111,28 @@ def _backward(grad_o, q, k, v, o, lse, is_causal, scale, deterministic):
     return _path("backward", q)(grad_o, q, k, v, o, lse, is_causal, scale, deterministic)
 
 
-@torch.library.custom_op("stepgauge::flash_attention", mutates_args=())
-def _flash_attention_op(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float, deterministic: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of q (B, H, T_q, D) and k, v (B, K, T_k, D); lse is not differentiable."""
-    return _forward(q, k, v, is_causal, scale, deterministic)
+# Defined on the library itself: the Python layers of torch.library.custom_op made a call cost 25 us of host time
+# where this one costs 19 with autograd's formula (forward) and 9 without (backward).
+_LIBRARY = torch.library.Library("stepgauge", "FRAGMENT")
+_LIBRARY.define(
+    "flash_attention(Tensor q, Tensor k, Tensor v, bool is_causal, float scale, bool deterministic)"
+    " -> (Tensor o, Tensor lse)"
+)
+_LIBRARY.define(
+    "flash_attention_backward(Tensor grad_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, bool is_causal,"
+    " float scale, bool deterministic) -> (Tensor, Tensor, Tensor)"
+)
+for _key in ("CUDA", "CPU"):
+    _LIBRARY.impl("flash_attention", _forward, _key)
+    _LIBRARY.impl("flash_attention_backward", _backward, _key)
 
 
-@torch.library.custom_op("stepgauge::flash_attention_backward", mutates_args=())
-def _flash_attention_backward_op(
-    grad_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    is_causal: bool, scale: float, deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    return _backward(grad_o, q, k, v, o, lse, is_causal, scale, deterministic)
-
-
-@_flash_attention_op.register_fake
+@torch.library.register_fake("stepgauge::flash_attention")
 def _(q, k, v, is_causal, scale, deterministic):
     return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@_flash_attention_backward_op.register_fake
+@torch.library.register_fake("stepgauge::flash_attention_backward")
 def _(grad_o, q, k, v, o, lse, is_causal, scale, deterministic):
     return _like(q), _like(k), _like(v)
 
@@ -155,7 +155,7 @@ def _differentiate(ctx, grad_o, grad_lse):
     return *grads, None, None, None
 
 
-_flash_attention_op.register_autograd(_differentiate, setup_context=_save)
+torch.library.register_autograd("stepgauge::flash_attention", _differentiate, setup_context=_save)
 
 
 # Counted as torch counts its own attention, so that swapping one for the other leaves a model's count alone: every
