@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from stepgauge.bench.ranks import OnRanks, RankProcesses
 from stepgauge.measure import isolate
 from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import environment
 from stepgauge.measure.isolate import ProcessDiedError, RemoteError, run_isolated
+from stepgauge.parallel.launch import RankError
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 
@@ -23,7 +25,7 @@ FAILURES = "failures.log"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A spec (a dataclass with `kind` and `device`) and the function that turns it into a record."""
+    """A spec (a dataclass with `kind` and `device`) and what turns it into a record: a function, or an OnRanks."""
 
     run: Callable[[Any], Record]
     spec: Any
@@ -57,21 +59,22 @@ def sweep(
     store.prepare()
     done = {} if fresh else {(r.key, r.place): r for r in store.read().records if r.status != "failed"}
     environments: dict[str, dict[str, Any]] = {}
-    for job in jobs:
-        device = job.spec.device
-        if device not in environments:
-            # In a process of its own: naming a GPU takes hundreds of MiB of it.
-            environments[device] = run_isolated(environment, torch.device(device))
-        asked = dataclasses.replace(job.asked, environment=environments[device])
-        known = done.get((asked.key, asked.place))
-        if known:
-            yield Outcome(job, known, was_there=True)
-            continue
-        starting(job)
-        record = stamped(_measure(job, asked, store.folder))
-        store.append(record)
-        done[asked.key, asked.place] = record
-        yield Outcome(job, record, was_there=False)
+    with RankProcesses() as ranks:
+        for job in jobs:
+            device = job.spec.device
+            if device not in environments:
+                # In a process of its own: naming a GPU takes hundreds of MiB of it.
+                environments[device] = run_isolated(environment, torch.device(device))
+            asked = dataclasses.replace(job.asked, environment=environments[device])
+            known = done.get((asked.key, asked.place))
+            if known:
+                yield Outcome(job, known, was_there=True)
+                continue
+            starting(job)
+            record = stamped(_measure(job, asked, store.folder, ranks))
+            store.append(record)
+            done[asked.key, asked.place] = record
+            yield Outcome(job, record, was_there=False)
 
 
 def stamped(record: Record) -> Record:
@@ -79,17 +82,22 @@ def stamped(record: Record) -> Record:
     return dataclasses.replace(record, created=datetime.now(UTC).isoformat("T", "seconds"))
 
 
-def _measure(job: Job, asked: Record, folder: Path) -> Record:
+def _measure(job: Job, asked: Record, folder: Path, ranks: RankProcesses) -> Record:
     """The record of the job; the traceback of one that failed goes to a file beside the records."""
     try:
+        if isinstance(job.run, OnRanks):
+            record = ranks.measure(job.run, job.spec)
+            return dataclasses.replace(record, environment={**record.environment, **asked.environment})
         return run_isolated(_run_within_memory, job, asked)
+    except MemoryError as error:
+        return dataclasses.replace(asked, status="oom", note=str(error))
     except ProcessDiedError as died:
         status = "oom" if died.signal == SIGKILL else "failed"
         return dataclasses.replace(asked, status=status, note=str(died))
-    except RemoteError as error:
+    except (RemoteError, RankError, ValueError) as error:
         # The record matters more than the log: a full disk must not cost it.
         with contextlib.suppress(OSError), (folder / FAILURES).open("a") as log:
-            log.write(f"{asked.key}\n{error.trace}\n")
+            log.write(f"{asked.key}\n{getattr(error, 'trace', '')}\n")
         return dataclasses.replace(asked, status="failed", note=_first_sentence(str(error)))
 
 

@@ -33,18 +33,24 @@ def resolve_devices(specs: Any) -> list[Any]:
 
 def run_jobs(jobs: Sequence["Job"], store: RunStore, *, fresh: bool) -> list["Record"]:
     """Sweeps with a progress bar and a line a row; returns all records, those of earlier runs too."""
+    from stepgauge.bench.ranks import store_for
     from stepgauge.bench.sweep import sweep
+    from stepgauge.parallel.world import GroupError
 
+    store = store_for(store.folder)
     records, reused = [], 0
-    with store.held(), progress(len(jobs), "rows") as (bar, task):
-        for outcome in sweep(
-            jobs, store, fresh=fresh, starting=lambda job: bar.update(task, description=describe(job.asked))
-        ):
-            records.append(outcome.record)
-            reused += outcome.was_there
-            bar.advance(task)
-            if not outcome.was_there:
-                tell(summary(outcome.record))
+    try:
+        with store.held(), progress(len(jobs), "rows") as (bar, task):
+            for outcome in sweep(
+                jobs, store, fresh=fresh, starting=lambda job: bar.update(task, description=describe(job.asked))
+            ):
+                records.append(outcome.record)
+                reused += outcome.was_there
+                bar.advance(task)
+                if not outcome.was_there:
+                    tell(summary(outcome.record))
+    except GroupError as error:
+        raise RunFailedError(str(error)) from error
     if reused:
         tell(f"{reused} of {len(records)} rows were already in {store.folder}; --fresh measures them again")
     return records

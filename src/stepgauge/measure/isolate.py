@@ -7,13 +7,13 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.process
-import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from stepgauge.parallel.parent import end_with_parent
 
 
 class ProcessDiedError(Exception):
@@ -85,16 +85,8 @@ def _answer(
 ) -> None:
     # Ctrl-C reaches the whole group; the parent ends us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     try:
         sender.send((True, function(*arguments)))
     except BaseException as error:
         sender.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
-
-
-def _end_with_parent() -> None:
-    """A parent that was killed must not leave a process behind that holds the device."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)

@@ -1,0 +1,138 @@
+"""Which rank this process is, and the process group that it joins."""
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT_S = 120.0  # of a collective: longer than any that is measured, short enough to notice a rank that hangs
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_generations = itertools.count()
+
+
+class GroupError(Exception):
+    """The ranks could not be brought together, or have lost each other; the message is one sentence."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class World:
+    """The place of this process: its rank of `size`, its local rank of `local_size` on one of `nodes` machines."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @property
+    def nodes(self) -> int:
+        return self.size // self.local_size
+
+    def device(self, name: str) -> torch.device:
+        """The device of this rank where all have one of the kind: "cuda" is the GPU of the local rank.
+
+        Raises ValueError if there are fewer GPUs than ranks here.
+        """
+        device = torch.device(name)
+        if device.type != "cuda":
+            return device
+        if self.local_size > torch.cuda.device_count():
+            raise ValueError(
+                f"{self.local_size} ranks on a machine of {torch.cuda.device_count()} GPUs: one GPU a rank"
+            )
+        return torch.device("cuda", self.local_rank)
+
+
+def joined_world() -> World | None:
+    """Read from what torchrun sets in the environment; None in a process that it has not started."""
+    if not all(os.environ.get(name) for name in _VARIABLES):
+        return None
+    rank, size, local_rank, local_size = (int(os.environ[name]) for name in _VARIABLES[:4])
+    return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
+
+
+def default_backend(device: str) -> str:
+    """NCCL for GPU tensors with Gloo beside it for CPU tensors; Gloo where there are no GPUs."""
+    return "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+
+
+@contextlib.contextmanager
+def process_group(world: World, *, backend: str, device: torch.device, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
+    """The default process group while the block runs; groups may follow one another in a process.
+
+    Raises ValueError for a network interface that is not there, GroupError if the ranks do not find each other.
+    """
+    check_interfaces()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    bound = device if device.type == "cuda" and "nccl" in backend else None
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store = dist.PrefixStore(f"stepgauge{next(_generations)}", _store(timeout_s))
+        dist.init_process_group(
+            backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout, device_id=bound
+        )
+    except (dist.DistError, RuntimeError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = str(error).partition("\n")[0]
+        raise GroupError(f"rank {world.rank} of {world.size} cannot join the others at {where}: {reason}") from error
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class KeptGroup:
+    """The process group of a process that torchrun started: it stays from row to row until another is asked for."""
+
+    def __init__(self) -> None:
+        self._key: tuple[object, ...] = ()
+        self._stack = contextlib.ExitStack()
+
+    def use(self, world: World, *, backend: str, device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
+        """Makes it the default group. All ranks must ask for the same."""
+        key = (backend, device, timeout_s)
+        if key != self._key:
+            self.close()
+            self._stack.enter_context(process_group(world, backend=backend, device=device, timeout_s=timeout_s))
+            self._key = key
+
+    def use_any(self, world: World) -> None:
+        """Makes sure that there is one, for objects that the ranks tell each other."""
+        if not self._key:
+            self.use(world, backend="gloo", device=torch.device("cpu"))
+
+    def close(self) -> None:
+        self._key = ()
+        self._stack.close()
+
+
+KEPT_GROUP = KeptGroup()
+atexit.register(KEPT_GROUP.close)
+
+
+@functools.cache
+def _store(timeout_s: float) -> dist.Store:
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    return store
+
+
+def check_interfaces() -> None:
+    """Raises ValueError if GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names an interface that the machine has not."""
+    known = [name for _, name in socket.if_nameindex()]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        asked = os.environ.get(variable, "")
+        if asked.startswith("^"):  # NCCL: all but these
+            continue
+        exact = variable.startswith("GLOO") or asked.startswith("=")
+        for name in filter(None, asked.removeprefix("=").split(",")):
+            found = name in known if exact else any(there.startswith(name) for there in known)
+            if not found:
+                raise ValueError(f"{variable} is {asked!r}; this machine has {', '.join(known)}")

@@ -1,0 +1,146 @@
+"""Rows that many ranks measure: one record of all, whatever happens to one of them, and the same under torchrun."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stepgauge.bench.ranks import OnRanks, slowest
+from stepgauge.bench.sweep import FAILURES, Job, sweep
+from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.store import RunStore
+
+
+@dataclasses.dataclass(frozen=True)
+class Toy:
+    kind: ClassVar[str] = "toy"
+    does: str
+    ranks: int = 2
+    device: str = "cpu"
+
+
+def measure(spec):
+    """Every rank's process and times: rank 1 is slow in the first repetition, rank 0 in the second."""
+    total = torch.ones(1)
+    if dist.get_rank() == 1:
+        match spec.does:
+            case "raise":
+                raise RuntimeError("first line\nsecond line")
+            case "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "host oom":
+                torch.empty(2**46, dtype=torch.uint8)
+    dist.all_reduce(total)
+    assert total.item() == spec.ranks
+    return os.getpid(), [1.0, 3.0] if dist.get_rank() == 0 else [2.0, 1.0]
+
+
+def record(spec, values):
+    metrics = {
+        "process": Sample.of([process for process, _ in values], "process"),
+        "row_ms": Sample.of(slowest([times for _, times in values]), "ms"),
+    }
+    return Record(kind="toy", spec=dataclasses.asdict(spec), metrics=metrics)
+
+
+ALONE, SHARED = OnRanks(measure, record), OnRanks(measure, record, shared=True)
+
+
+def outcomes(store, *does, run=ALONE, **settings):
+    return list(sweep([Job(run, Toy(what)) for what in does], store, **settings))
+
+
+def test_slowest_is_decided_in_each_repetition():
+    assert slowest([[1.0, 3.0], [2.0, 1.0]]) == [2.0, 3.0]
+
+
+def test_rows_in_processes_of_their_own_or_shared(tmp_path):
+    alone = outcomes(RunStore(tmp_path / "alone"), "a", "b")
+    shared = outcomes(RunStore(tmp_path / "shared"), "a", "b", run=SHARED)
+    processes = [row.record.median("process") for row in [*alone, *shared]]
+    assert len(set(processes)) == 3
+    assert processes[2] == processes[3]
+    first = shared[0].record
+    assert first.metrics["row_ms"].mean == 2.5
+    assert first.environment["hosts"] == [os.uname().nodename] * 2
+    assert len(first.environment["devices"]) == 2
+    assert first.created
+
+
+@pytest.mark.parametrize(
+    ("does", "status", "words"),
+    [
+        ("raise", "failed", "rank 1 of 2: RuntimeError: first line"),
+        ("killed", "failed", "rank 1 of 2 was ended by SIGKILL"),
+        ("host oom", "oom", "memory ran out at 65536.00 GiB more"),
+    ],
+)
+def test_a_rank_that_fails_ends_its_row_soon_and_the_sweep_goes_on(tmp_path, does, status, words):
+    store = RunStore(tmp_path)
+    start = time.monotonic()
+    rows = outcomes(store, "before", does, "after", run=SHARED)
+    assert time.monotonic() - start < 30
+    assert [row.record.status for row in rows] == ["ok", status, "ok"]
+    assert rows[1].record.note == words
+    assert [r.status for r in store.read().records] == ["ok", status, "ok"]
+    assert (tmp_path / FAILURES).exists() == (status == "failed")
+
+
+def test_the_same_sweep_goes_on_where_it_stopped(tmp_path):
+    outcomes(RunStore(tmp_path), "a")
+    assert [row.was_there for row in outcomes(RunStore(tmp_path), "a", "b")] == [True, False]
+
+
+WALK = """
+import sys
+from stepgauge.bench.ranks import store_for
+from stepgauge.bench.sweep import Job, sweep
+from tests.bench.test_ranks import ALONE, Toy
+
+def main():
+    store = store_for(sys.argv[1])
+    with store.held():
+        for row in sweep([Job(ALONE, Toy(what)) for what in sys.argv[2:]], store):
+            print(row.was_there, row.record.status, flush=True)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def torchrun(tmp_path, *does, ranks=2):
+    (tmp_path / "walk.py").write_text(WALK)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run(
+        [*command, str(tmp_path / "walk.py"), str(tmp_path / "run"), *does],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def test_under_torchrun_all_ranks_walk_the_jobs_and_one_writes(tmp_path):
+    first = torchrun(tmp_path, "a", "b")
+    assert first.returncode == 0, first.stderr
+    assert sorted(first.stdout.split("\n")) == sorted(["False ok"] * 4 + [""])
+    again = torchrun(tmp_path, "a", "c")
+    assert sorted(again.stdout.split("\n")) == sorted(["True ok"] * 2 + ["False ok"] * 2 + [""])
+    records = RunStore(tmp_path / "run").read().records
+    assert [r.spec["does"] for r in records] == ["a", "b", "c"]
+    assert records[0].metrics["row_ms"].mean == 2.5
+
+
+def test_under_torchrun_a_rank_that_dies_ends_all_and_keeps_the_rows(tmp_path):
+    start = time.monotonic()
+    run = torchrun(tmp_path, "a", "killed", "b")
+    assert run.returncode != 0
+    assert time.monotonic() - start < 60
+    assert [r.spec["does"] for r in RunStore(tmp_path / "run").read().records] == ["a"]
