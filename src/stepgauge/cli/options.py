@@ -55,7 +55,7 @@ def _parameter(field: "dataclasses.Field[Any]", sweep: bool, default: Any) -> in
         values | None,
         Parameter(
             group="Network" if is_network else "Run",
-            name=f"--{(field.metadata['flag'] or field.name).replace('_', '-')}",
+            name=_names(field),
             help=f"{text} [{'preset' if field.name in SHAPE else usual}]",
             consume_multiple=sweep or (0, 1),
             converter=lambda _, tokens: _convert(field, tokens, sweep),
@@ -64,6 +64,11 @@ def _parameter(field: "dataclasses.Field[Any]", sweep: bool, default: Any) -> in
         ),
     ]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _names(field: "dataclasses.Field[Any]") -> tuple[str, ...]:
+    long = f"--{(field.metadata['flag'] or field.name).replace('_', '-')}"
+    return (long, f"-{field.metadata['short']}") if field.metadata["short"] else (long,)
 
 
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
@@ -82,15 +87,35 @@ def _convert(field: "dataclasses.Field[Any]", tokens: Sequence[Token], sweep: bo
 
 def _parse(field: "dataclasses.Field[Any]", text: str) -> Any:
     if field.type is bool:
-        words = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+        words = {
+            "true": True,
+            "on": True,
+            "yes": True,
+            "1": True,
+            "false": False,
+            "off": False,
+            "no": False,
+            "0": False,
+        }
         if text.lower() not in words:
             raise ValueError(f"{field.name} is {text!r}; choose true or false")
         return words[text.lower()]
+    if field.name.endswith("_bytes"):
+        return parse_bytes(text, field.name)
     try:
         return field.type(text.replace("_", "") if field.type is int else text)  # type: ignore[operator]
     except ValueError:
         kind = "a whole number" if field.type is int else "a number"
         raise ValueError(f"{field.name} is {text!r}; it must be {kind}") from None
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """Bytes of "512K", "1M", "2G" (powers of 1024, as nccl-tests has them) or a plain number. Raises ValueError."""
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    try:
+        return round(float(number.replace("_", "")) * {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise ValueError(f"{name} is {text!r}; it must be a number of bytes such as 65536, 512K, 1M or 2G") from None
 
 
 def expand(spec: type, values: Values) -> Iterator[Any]:

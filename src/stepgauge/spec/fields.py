@@ -17,15 +17,18 @@ def option(
     least: float | None = None,
     most: float | None = None,
     flag: str | None = None,
+    short: str | None = None,
     bare: Any = None,
 ) -> Any:
     """A dataclass field with a help text and the values that it accepts (`least` and `most` inclusive).
 
     flag  its name on the command line, where that differs from the field's
+    short its one-letter name
     bare  what the flag alone, without a value, stands for
     """
     limits = {"choices": tuple(choices) if choices else None, "least": least, "most": most}
-    return dataclasses.field(default=default, metadata={"help": help, "flag": flag, "bare": bare, **limits})
+    names = {"flag": flag, "short": short}
+    return dataclasses.field(default=default, metadata={"help": help, "bare": bare, **names, **limits})
 
 
 def check(spec: Any) -> None:

@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.train import TrainSpec
 
-SPECS: Mapping[str, type] = {spec.kind: spec for spec in (StepSpec, TrainSpec)}
+SPECS: Mapping[str, type] = {spec.kind: spec for spec in (StepSpec, TrainSpec, CommSpec)}
 NESTED: Mapping[str, type] = {"model": ModelSpec}
 
 

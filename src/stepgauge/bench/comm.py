@@ -1,0 +1,90 @@
+"""A CommSpec measured on its ranks: `RUN` gives its record."""
+
+import dataclasses
+
+import torch
+
+from stepgauge.bench.ranks import OnRanks, slowest
+from stepgauge.measure.collectives import Collective, time_collective
+from stepgauge.measure.devices import require_host_memory
+from stepgauge.parallel.world import joined_world
+from stepgauge.spec.comm import CommSpec
+from stepgauge.spec.record import Record, Sample
+
+
+class WrongResultError(Exception):
+    """A collective gave other values than it should; no time of it is worth anything."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RankTimes:
+    """What one rank measured: milliseconds an operation, one value a batch; bytes that a ring of ours sent in one."""
+
+    times_ms: list[float]
+    operations: int
+    sent_bytes: int
+    library: str
+
+
+def measure(spec: CommSpec) -> RankTimes:
+    """Checks, then times, then checks again. Raises WrongResultError."""
+    device = torch.device(spec.device)
+    if device.type == "cpu":
+        world = joined_world()
+        require_host_memory(spec.tensor_bytes * (world.local_size if world else 1))
+    collective = Collective(spec, device)
+    _require_right(collective)
+    before = collective.ring.sent_bytes
+    collective.run()
+    sent = collective.ring.sent_bytes - before
+    times, operations = time_collective(collective)
+    _require_right(collective)
+    return RankTimes(times, operations, sent, _library(spec))
+
+
+def _require_right(collective: Collective) -> None:
+    if collective.spec.check and (wrong := collective.wrong()):
+        raise WrongResultError(f"{wrong:,} of {collective.spec.count:,} elements of {collective.spec.op} are wrong")
+
+
+def _library(spec: CommSpec) -> str:
+    if spec.backend == "nccl":
+        return "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))
+    return f"Gloo of torch {torch.__version__}"
+
+
+def record(spec: CommSpec, ranks: list[RankTimes]) -> Record:
+    """The operation ends with the slowest rank, so that one decides in each batch."""
+    times = [rank.times_ms for rank in ranks]
+    sample = Sample.of(slowest(times), "ms")
+    spread = [max(batch) - min(batch) for batch in zip(*times, strict=True)]
+    metrics = {
+        "time_ms": sample,
+        "p99_ms": Sample.exact(_p99(slowest(times)), "ms"),
+        "rank_spread_ms": Sample.of(spread, "ms"),
+    }
+    if spec.bytes:
+        algbw = spec.bytes / sample.median / 1e6
+        metrics["algbw_gb_per_s"] = Sample.exact(algbw, "GB/s")
+        metrics["busbw_gb_per_s"] = Sample.exact(algbw * spec.factor, "GB/s")
+        metrics["factor"] = Sample.exact(spec.factor, "busbw / algbw")
+    if spec.check:
+        metrics["wrong"] = Sample.exact(0, "elements")
+    if spec.algorithm == "ring":
+        metrics["sent_bytes"] = Sample.of([rank.sent_bytes for rank in ranks], "bytes")
+    metrics["batch"] = Sample.exact(ranks[0].operations, "operations")
+    medians = [Sample.of(rank, "ms").median for rank in times]
+    return Record(
+        kind=spec.kind,
+        spec=dataclasses.asdict(spec),
+        metrics=metrics,
+        series={"time_ms": slowest(times), "rank_median_ms": medians},
+        environment={"library": ranks[0].library},
+    )
+
+
+def _p99(values: list[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
+
+
+RUN = OnRanks(measure, record, shared=True)
