@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 import stepgauge
-from stepgauge.cli import bench, model, records, study, train
-from stepgauge.cli.console import complain
+from stepgauge.cli import bench, comm, model, records, study, topo, train
+from stepgauge.cli.console import complain, silence
 from stepgauge.cli.rows import RunFailedError
 
 app = App(
@@ -20,6 +20,8 @@ app = App(
 )
 app.command(study.study)
 app.command(bench.app)
+app.command(comm.app)
+app.command(topo.topo)
 app.command(train.train)
 app.command(model.model)
 app.command(records.show)
@@ -29,6 +31,8 @@ app.command(records.report)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command and exits: 0 done, 1 a run failed, 2 asked wrongly, 130 interrupted."""
+    if os.environ.get("RANK", "0") != "0":  # under torchrun rank 0 speaks
+        silence()
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 

@@ -1,6 +1,8 @@
 """What people see: tables on standard output, progress and complaints on standard error."""
 
 import contextlib
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -8,10 +10,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
+from stepgauge.report.kinds import table_of
 from stepgauge.report.table import Table
 from stepgauge.report.views import describe, heading, number
 from stepgauge.spec.record import Record
 
+SUMMED_UP = ("tokens_per_s", "first_loss", "last_loss", "busbw_gb_per_s", "gb_per_s", "wrong")
 Format = Literal["table", "csv", "markdown", "latex", "typst", "json"]
 
 error_console = Console(stderr=True, highlight=False)
@@ -19,7 +23,7 @@ error_console = Console(stderr=True, highlight=False)
 
 def complain(message: str, status: int) -> int:
     """Prints the sentence and returns the exit status."""
-    error_console.print(f"stepgauge: {message}", style="red", markup=False, soft_wrap=True)
+    Console(stderr=True, highlight=False).print(f"stepgauge: {message}", style="red", markup=False, soft_wrap=True)
     return status
 
 
@@ -48,19 +52,26 @@ def print_table(table: Table) -> None:
 
 
 def print_records(records: Sequence[Record], format: Format, statistics: Sequence[str] = ()) -> None:
-    from stepgauge.report.views import record_table
-
     if format == "json":
         print("[" + ",\n".join(record.to_json() for record in records) + "]")
         return
     if format == "csv" and not statistics:
         statistics = ("median", "p10", "p90", "mean", "std", "n")
     for kind in dict.fromkeys(record.kind for record in records):
-        table = record_table([r for r in records if r.kind == kind], statistics=statistics)
-        if format == "table":
-            print_table(table)
-        else:
-            print(table.to(format), end="")
+        print_in(format, table_of(kind)([r for r in records if r.kind == kind], statistics=statistics))
+
+
+def print_in(format: Format, table: Table) -> None:
+    if format == "table":
+        print_table(table)
+    else:
+        print(table.to(format), end="")
+
+
+def silence() -> None:
+    """From now on only complaints are printed: another process speaks for all."""
+    error_console.quiet = True
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 
 
 @contextlib.contextmanager
@@ -83,7 +94,7 @@ def summary(record: Record) -> str:
     """One line for a record that was just measured."""
     if record.status != "ok":
         return f"{describe(record)}: {record.status.upper()}, {record.note}"
-    shown = [n for n in record.metrics if n.endswith("_ms") or n in ("tokens_per_s", "first_loss", "last_loss")]
+    shown = [n for n in record.metrics if n.endswith("_ms") or n in SUMMED_UP]
     figures = [
         f"{heading(n, record.metrics[n].unit)} {number(record.median(n), record.metrics[n].unit)}" for n in shown
     ]

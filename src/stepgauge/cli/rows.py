@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, progress, summary, tell
+from stepgauge.cli.options import Values
 from stepgauge.report.views import describe
 from stepgauge.spec.store import RunStore
 
@@ -29,6 +30,16 @@ def resolve_devices(specs: Any) -> list[Any]:
     from stepgauge.measure.devices import resolve
 
     return [dataclasses.replace(spec, device=str(resolve(spec.device))) for spec in specs]
+
+
+def of_torchrun(values: Values) -> Values:
+    """The values with `ranks` and `nodes` as torchrun has started them, where it has started this process."""
+    from stepgauge.parallel.world import joined_world
+
+    world = joined_world()
+    if world is None:
+        return values
+    return {"ranks": (world.size,), **values, "nodes": (world.nodes,)}
 
 
 def run_jobs(jobs: Sequence["Job"], store: RunStore, *, fresh: bool) -> list["Record"]:

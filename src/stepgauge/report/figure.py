@@ -53,7 +53,7 @@ Series = Mapping[str, Sequence[float | None]]
 
 
 @contextlib.contextmanager
-def _canvas(width: float, height: float) -> Iterator[tuple[Axes, list[str]]]:
+def canvas(width: float, height: float) -> Iterator[tuple[Axes, list[str]]]:
     """An axes to draw on; the SVG is appended to the list when the block ends."""
     output: list[str] = []
     with matplotlib.rc_context(_STYLE):
@@ -88,7 +88,7 @@ def stacked_bars(
     The total of medians is not the median of totals, so it is given. `points` marks other totals (published ones) on
     the same rows.
     """
-    with _canvas(7.2, 0.9 + 0.42 * len(labels)) as (axes, output):
+    with canvas(7.2, 0.9 + 0.42 * len(labels)) as (axes, output):
         rows = range(len(labels))
         start = [0.0] * len(labels)
         for (name, values), colour in _coloured(parts):
@@ -105,7 +105,7 @@ def stacked_bars(
 def grouped_bars(labels: Sequence[str], groups: Series, *, unit: str) -> str:
     """A cluster of horizontal bars a label, one bar a group."""
     height = 0.8 / max(1, len(groups))
-    with _canvas(7.2, 0.9 + len(labels) * (0.2 + 0.24 * len(groups))) as (axes, output):
+    with canvas(7.2, 0.9 + len(labels) * (0.2 + 0.24 * len(groups))) as (axes, output):
         for index, ((name, values), colour) in enumerate(_coloured(groups)):
             rows = [row - 0.4 + height * (index + 0.5) for row in range(len(labels))]
             axes.barh(rows, [v or 0.0 for v in values], height=height * 0.9, color=colour, label=name)
@@ -122,13 +122,25 @@ def lines(
     x: str,
     y: str,
     dots: Sequence[str] = (),
+    joined: bool = True,
+    log: bool = False,
     height: float = 3.2,
 ) -> str:
-    """A line a curve of (x values, y values); those named in `dots` get a marker a point."""
-    with _canvas(7.2, height) as (axes, output):
+    """A line a curve of (x values, y values); those named in `dots` get a marker a point.
+
+    Without `joined` they get no line. With `log` both axes are logarithmic and x is in bytes.
+    """
+    with canvas(7.2, height) as (axes, output):
         for (name, (xs, ys)), colour in _coloured(curves):
-            marked = {"marker": "o", "markersize": 4.5} if name in dots else {"linewidth": 1.4}
+            marked: dict[str, Any] = {"marker": "o", "markersize": 4.5} if name in dots else {"linewidth": 1.4}
+            if name in dots and not joined:
+                marked["linestyle"] = "none"
             axes.plot(xs, ys, color=colour, label=name, **marked)
+        if log:
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_bytes(value)))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         axes.margins(x=0.02)
@@ -175,3 +187,11 @@ def _legend(axes: Axes) -> None:
 def short(value: float) -> str:
     """Three significant digits, thousands separated."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def short_bytes(value: float) -> str:
+    """512 K, 1 M, 1 G: powers of 1024."""
+    for unit, factor in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
+        if value >= factor:
+            return f"{value / factor:.3g} {unit}"
+    return f"{value:.3g}"

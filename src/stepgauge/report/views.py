@@ -13,6 +13,8 @@ SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
 LABELS = {"median": "", "range": " p10 – p90"}
 # Spec fields that name a row even where all rows share them.
 ALWAYS = ("size", "precision", "compile")
+# Spec fields that name a row in few words.
+NAMING = ("size", "precision", "op", "schedule", "algorithm", "backend", "timing", "ranks", "gpus")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +27,13 @@ _UNITS: Mapping[str, Heading] = {
     "bytes": Heading("GiB", 2.0**-30),
     "fraction of dense peak": Heading("%", 100.0),
 }
-_NAMES = {"mfu": "MFU %", "tflop_per_s": "TFLOP/s", "tokens_per_s": "tokens/s"}
+_NAMES = {
+    "algbw_gb_per_s": "algbw GB/s",
+    "busbw_gb_per_s": "busbw GB/s",
+    "mfu": "MFU %",
+    "tflop_per_s": "TFLOP/s",
+    "tokens_per_s": "tokens/s",
+}
 
 
 def heading(metric: str, unit: str) -> str:
@@ -167,7 +175,9 @@ def compare(first: Iterable[Record], second: Iterable[Record], *, ignoring: Sequ
 def describe(record: Record) -> str:
     """What was run, in a few words."""
     spec = flatten(record.spec)
-    words = [str(spec[name]) for name in ("size", "precision") if name in spec]
+    words = [str(spec[name]) for name in NAMING if name in spec]
+    if "size_bytes" in spec:
+        words.append(f"{spec['size_bytes']:,} B")
     if spec.get("compile", "off") != "off":
         words.append(f"compiled ({spec['compile']})")
     if "batch" in spec and "context_length" in spec:

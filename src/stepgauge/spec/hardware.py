@@ -1,6 +1,13 @@
 """What a machine can do: vendor peaks with their source; measured ceilings and links join them in files."""
 
 import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from stepgauge.spec.links import Link
 
 # Arithmetic a precision's matrix products run in, as the keys of Peaks.
 MATMUL_TYPE = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16": "fp16", "bf16-pure": "bf16"}
@@ -41,3 +48,51 @@ ACCELERATORS: dict[str, Peaks] = {
 def peaks(device_name: str) -> Peaks | None:
     """The vendor's peaks of the device, or None where we know none: then no utilisation is stated."""
     return ACCELERATORS.get(device_name)
+
+
+HARDWARE_SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HardwareFile:
+    """A calibrated machine on disk. What other calibrations wrote in it (`other`) stays as it is."""
+
+    name: str
+    links: Sequence[Link] = ()
+    other: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises ValueError if it is no hardware file."""
+        try:
+            value = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ValueError(f"no hardware file at {path}") from None
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read the hardware file {path}: {error}") from None
+        if not isinstance(value, dict) or value.pop("schema", None) != HARDWARE_SCHEMA:
+            raise ValueError(f"{path} is no hardware file of schema {HARDWARE_SCHEMA}")
+        links = [Link.from_json(link) for link in value.pop("links", [])]
+        return cls(name=value.pop("name", path.stem), links=links, other=value)
+
+    def with_links(self, links: Sequence[Link]) -> Self:
+        """The links in place of those of the same operation; the others stay."""
+        kept = {json.dumps(link.asked, sort_keys=True): link for link in (*self.links, *links)}
+        return dataclasses.replace(self, links=list(kept.values()))
+
+    def link(self, **asked: Any) -> Link | None:
+        """The first link with these fields: link(op="all_reduce", backend="nccl", ranks=4)."""
+        return next((k for k in self.links if all(k.asked.get(n) == value for n, value in asked.items())), None)
+
+    def write(self, path: Path) -> None:
+        """Whole or not at all. Raises OSError where it cannot."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        value = {
+            "schema": HARDWARE_SCHEMA,
+            "name": self.name,
+            **self.other,
+            "links": [link.to_json() for link in self.links],
+        }
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_text(json.dumps(value, indent=1) + "\n")
+        draft.replace(path)

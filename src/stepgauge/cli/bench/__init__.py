@@ -2,7 +2,9 @@
 
 from cyclopts import App
 
-from stepgauge.cli.bench import step
+from stepgauge.cli.bench import broadcast, comm, step
 
 app = App(name="bench", help="Times one thing over every combination of the options given.")
 app.command(step.step)
+app.command(comm.comm)
+app.command(broadcast.broadcast)

@@ -1,0 +1,84 @@
+"""A BroadcastSpec measured: in one process on GPUs, between processes elsewhere."""
+
+import dataclasses
+
+import torch
+
+from stepgauge.bench.comm import WrongResultError
+from stepgauge.bench.ranks import OnRanks, slowest
+from stepgauge.bench.sweep import Job
+from stepgauge.measure.devices import require_host_memory
+from stepgauge.measure.environment import environment
+from stepgauge.measure.transfer import Engine, GpuEngine, ProcessEngine, rates, time_schedule
+from stepgauge.spec.broadcast import BLOCKLESS, BroadcastSpec, Rates
+from stepgauge.spec.record import Record, Sample
+
+
+def job(spec: BroadcastSpec) -> Job:
+    """What the sweep runs. A block size means nothing to schedules without blocks: they are asked for with the default.
+
+    Raises ValueError for more GPUs than there are.
+    """
+    if spec.schedule in BLOCKLESS:
+        spec = dataclasses.replace(spec, block_bytes=BroadcastSpec().block_bytes)
+    if spec.device == "cpu":
+        return Job(ON_RANKS, spec)
+    there = torch.cuda.device_count()
+    if spec.gpus > there:
+        raise ValueError(f"gpus is {spec.gpus}; this machine has {there}")
+    return Job(on_gpus, spec)
+
+
+def on_gpus(spec: BroadcastSpec) -> Record:
+    require_host_memory(2 * spec.size_bytes + 2 * spec.block_bytes)
+    engine = GpuEngine(spec.size_bytes, spec.gpus, spec.block_bytes)
+    times, alone = _measure(spec, engine)
+    return dataclasses.replace(record(spec, times, alone), environment=environment(torch.device(spec.device)))
+
+
+def _measure(spec: BroadcastSpec, engine: Engine) -> tuple[list[float], Rates]:
+    """Checks, times, checks again. Raises WrongResultError."""
+    schedule = spec.plan()
+    alone = rates(engine, spec.size_bytes, spec.gpus)
+    _require_right(spec, engine)
+    times = time_schedule(engine, schedule, warmup=spec.warmup, repeats=spec.repeats)
+    _require_right(spec, engine)
+    return times, alone
+
+
+def _require_right(spec: BroadcastSpec, engine: Engine) -> None:
+    engine.clear()
+    engine.run(spec.plan())
+    if wrong := engine.wrong():
+        raise WrongResultError(f"{wrong:,} bytes of {spec.schedule} are wrong on the {spec.gpus} GPUs")
+
+
+def on_rank(spec: BroadcastSpec) -> tuple[list[float], Rates]:
+    require_host_memory(4 * spec.size_bytes * spec.ranks)
+    return _measure(spec, ProcessEngine(spec.size_bytes, spec.gpus, spec.block_bytes))
+
+
+def of_ranks(spec: BroadcastSpec, found: list[tuple[list[float], Rates]]) -> Record:
+    return record(spec, slowest([times for times, _ in found]), found[0][1])
+
+
+ON_RANKS = OnRanks(on_rank, of_ranks, shared=True)
+
+
+def record(spec: BroadcastSpec, times_ms: list[float], alone: Rates) -> Record:
+    time = Sample.of(times_ms, "ms")
+    delivered = spec.size_bytes / time.median / 1e6
+    bound_ms = alone.bound_s(spec.plan()) * 1e3
+    metrics = {
+        "time_ms": time,
+        "gb_per_s": Sample.exact(delivered, "GB/s"),
+        "of_host_link": Sample.exact(delivered * 1e9 / alone.host_link, "fraction of one host link"),
+        "bound_ms": Sample.exact(bound_ms, "ms"),
+        "of_bound": Sample.exact(bound_ms / time.median, "fraction of the bound"),
+        "host_link_gb_per_s": Sample.exact(alone.host_link / 1e9, "GB/s"),
+        "host_links_gb_per_s": Sample.exact(alone.host_links / 1e9, "GB/s"),
+        "peer_link_gb_per_s": Sample.exact(alone.peer_link / 1e9, "GB/s"),
+        "host_copy_gb_per_s": Sample.exact(alone.host_copy / 1e9, "GB/s"),
+        "wrong": Sample.exact(0, "bytes"),
+    }
+    return Record(kind=spec.kind, spec=dataclasses.asdict(spec), metrics=metrics, series={"time_ms": times_ms})

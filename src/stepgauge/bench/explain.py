@@ -1,0 +1,88 @@
+"""Runs collectives on small tensors between real processes and writes down what each rank sees."""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from stepgauge.measure.collectives import Collective
+from stepgauge.parallel.launch import launch
+from stepgauge.parallel.ring import Ring
+from stepgauge.spec.comm import OPS, ROOT, CommSpec
+from stepgauge.spec.explain import RING, Explained, Seen, Step, Values, arrows, ring_arrows
+
+MOST_RANKS = 8
+LATE_S = 0.05  # rank r comes r times this late to the barrier
+
+_RING_SUMMARY = "The sum over all ranks comes to every rank, by sends to the next rank only."
+
+
+def explain(op: str, *, ranks: int) -> list[Explained]:
+    """The operation as it ran, all of them for "all". Raises ValueError for an unknown one or a number of ranks
+    that cannot be shown.
+    """
+    names = [*OPS, RING] if op == "all" else [op.replace("-", "_")]
+    if not 2 <= ranks <= MOST_RANKS:
+        raise ValueError(f"ranks is {ranks}; a picture can show 2 to {MOST_RANKS}")
+    for name in names:
+        arrows(name, ranks)
+    return [_put_together(name, ranks, seen) for name, seen in launch(_see, names, ranks=ranks, backend="gloo")[0]]
+
+
+def _see(names: list[str]) -> list[tuple[str, list[tuple[Seen, list[tuple[str, list[Values]]]]]]]:
+    """On each rank: what it sees of each operation, and of all its peers."""
+    found = []
+    for name in names:
+        mine = _see_ring() if name == RING else (_see_one(name), [])
+        everyone = [mine] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        found.append((name, everyone))
+    return found
+
+
+def _see_one(op: str) -> Seen:
+    """Rank r gives 10r, 10r + 1, ...: each value says where it comes from."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    collective = Collective(CommSpec(op=op, ranks=size, size_bytes=4 * size, dtype="int32"), torch.device("cpu"))
+    values = torch.arange(collective.given.numel(), dtype=torch.int32) + 10 * rank
+    collective.got.zero_()
+    collective.given.copy_(values)
+    empty = op in ("broadcast", "scatter") and rank != ROOT
+    if op == "broadcast" and rank != ROOT:
+        collective.given.zero_()
+    before: Values = [] if empty else _written(collective.given)
+    dist.barrier()
+    if op == "barrier":
+        time.sleep(LATE_S * rank)
+    start = time.perf_counter()
+    collective.run()
+    wait_ms = (time.perf_counter() - start) * 1e3
+    nothing = op in ("reduce", "gather") and rank != ROOT  # what is left there is not defined
+    return Seen(before, [] if nothing else _written(collective.got), wait_ms)
+
+
+def _see_ring() -> tuple[Seen, list[tuple[str, list[Values]]]]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = torch.arange(size, dtype=torch.int32) + 10 * rank
+    before, steps = _written(tensor), []
+    ring = Ring()
+    start = time.perf_counter()
+    ring.all_reduce(tensor, watch=lambda name, chunks: steps.append((name, [_written(chunk) for chunk in chunks])))
+    return Seen(before, _written(tensor), (time.perf_counter() - start) * 1e3), steps
+
+
+def _written(tensor: torch.Tensor) -> Values:
+    return [str(value) for value in tensor.tolist()]
+
+
+def _put_together(name: str, n: int, everyone: list[tuple[Seen, list[tuple[str, list[Values]]]]]) -> Explained:
+    seen = [mine for mine, _ in everyone]
+    steps = []
+    for index, (step, _) in enumerate(everyone[0][1]):
+        chunks = [[" ".join(chunk) for chunk in theirs[index][1]] for _, theirs in everyone]
+        steps.append(Step(step, chunks, ring_arrows(index % (n - 1), step.partition(" ")[0], n)))
+    if name == RING:
+        remark = f"{2 * (n - 1)} steps; each rank sends 2·({n} − 1)·K/{n} of K bytes, whatever the number of ranks."
+        return Explained("ring all-reduce", _RING_SUMMARY, arrows(name, n), seen, steps, remark)
+    remark = f"Rank r came {1e3 * LATE_S:.0f}·r ms late: the first waits longest." if name == "barrier" else ""
+    return Explained(name, OPS[name].summary, arrows(name, n), seen, steps, remark)

@@ -1,0 +1,46 @@
+"""`stepgauge bench comm`."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from stepgauge.cli.console import print_records
+from stepgauge.cli.options import Values, expand, parse_bytes, spec_options
+from stepgauge.cli.rows import Fresh, Out, RowFormat, of_torchrun, require_success, resolve_devices, run_jobs
+from stepgauge.spec.comm import CommSpec, sizes
+from stepgauge.spec.store import RunStore
+
+
+@spec_options(CommSpec, sweep=True, defaults={"device": "auto"})
+def comm(
+    *,
+    values: Values,
+    begin: Annotated[str | None, Parameter(name=("--begin", "-b"), help="Smallest of a range of sizes.")] = None,
+    end: Annotated[str | None, Parameter(name=("--end", "-e"), help="Largest of the range. [begin]")] = None,
+    factor: Annotated[float, Parameter(name=("--factor", "-f"), help="From one size of the range to the next.")] = 2.0,
+    out: Out = Path("runs/bench-comm"),
+    fresh: Fresh = False,
+    format: RowFormat = "table",
+) -> None:
+    """Time collectives in the columns of nccl-tests, with every element checked.
+
+    Every option takes several values, and their product is measured. Under torchrun its processes are the ranks;
+    otherwise the ranks are started here. `stepgauge comm fit RUN` turns the run into a cost per byte.
+    """
+    from stepgauge.bench.comm import RUN
+    from stepgauge.bench.sweep import Job
+    from stepgauge.measure.devices import resolve
+
+    if begin or end:
+        first = parse_bytes(begin or end or "", "begin")
+        values["size_bytes"] = tuple(sizes(first, parse_bytes(end, "end") if end else first, factor))
+    (first_device, *_) = values["device"]
+    values.setdefault("backend", ("gloo" if resolve(str(first_device)).type == "cpu" else "nccl",))
+    named = {**values, "device": tuple(str(resolve(str(name))) for name in values["device"])}
+    specs = resolve_devices(expand(CommSpec, of_torchrun(named)))
+    # The ranks of one number are started once if the rows that they measure follow one another.
+    specs.sort(key=lambda spec: (spec.device, spec.ranks))
+    records = run_jobs([Job(RUN, spec) for spec in specs], RunStore(out), fresh=fresh)
+    print_records(records, format)
+    require_success(records)

@@ -1,0 +1,209 @@
+"""Executes schedules of moves (spec.broadcast): on GPUs with streams and peer copies, elsewhere between processes."""
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stepgauge.spec.broadcast import HOST, PINNED, STAGING, Move, Rates, Schedule
+
+_PATTERN = 16_777_213  # bytes until the test pattern repeats: a prime
+_REPEATS = 5  # of a link alone
+
+
+class Engine(Protocol):
+    """Holds the tensor in all places."""
+
+    def run(self, schedule: Schedule) -> None:
+        """All moves, begun and ended."""
+
+    def clear(self) -> None:
+        """Forgets what has arrived."""
+
+    def wrong(self) -> int:
+        """Bytes, over all GPUs, that are not the host tensor's."""
+
+    def meet(self) -> None:
+        """Waits until all that takes part has done all before."""
+
+
+def host_tensor(size: int) -> Tensor:
+    """Known bytes in memory as it comes."""
+    base = torch.randint(256, (min(size, _PATTERN),), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    tensor = torch.empty(size, dtype=torch.uint8)
+    for start in range(0, size, _PATTERN):
+        piece = tensor[start : start + _PATTERN]
+        piece.copy_(base[: piece.numel()])
+    return tensor
+
+
+def time_schedule(engine: Engine, schedule: Schedule, *, warmup: int, repeats: int) -> list[float]:
+    """Milliseconds from the first move's begin to the last one's end, on the host's clock."""
+    times = []
+    for index in range(warmup + repeats):
+        engine.meet()
+        start = time.perf_counter()
+        engine.run(schedule)
+        if index >= warmup:
+            times.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def rates(engine: Engine, size: int, gpus: int) -> Rates:
+    """Each kind of link alone, on the same engine: medians of a few runs."""
+    bounds = [size * g // gpus for g in range(gpus + 1)]
+
+    def bytes_per_s(*moves: Move) -> float:
+        times = time_schedule(engine, Schedule(PINNED, list(moves)), warmup=2, repeats=_REPEATS)
+        return sum(move.bytes for move in moves) / statistics.median(times) * 1e3
+
+    return Rates(
+        host_link=bytes_per_s(Move(PINNED, 0, 0, size)),
+        host_links=bytes_per_s(*(Move(PINNED, g, bounds[g], bounds[g + 1]) for g in range(gpus))),
+        peer_link=bytes_per_s(Move(0, 1, 0, size)) if gpus > 1 else 0.0,
+        host_copy=bytes_per_s(Move(HOST, PINNED, 0, size)),
+    )
+
+
+class _Host:
+    """The places on the host."""
+
+    def __init__(self, size: int, block: int, *, pin: bool):
+        self.memory = host_tensor(size)
+        self.pinned = self.memory.pin_memory() if pin else self.memory.clone()
+        self.staging = torch.empty(2, min(block, size), dtype=torch.uint8, pin_memory=pin)
+        self.block = block
+
+    def part(self, place: str | int, move: Move) -> Tensor:
+        if place == STAGING:
+            return self.staging[move.start // self.block % 2, : move.bytes]
+        return (self.memory if place == HOST else self.pinned)[move.start : move.stop]
+
+
+class GpuEngine:
+    """One process, all GPUs: a pair of streams for each two places, an event for each move."""
+
+    def __init__(self, size: int, gpus: int, block: int):
+        self.host = _Host(size, block, pin=True)
+        self.devices = [torch.device("cuda", g) for g in range(gpus)]
+        self.tensors = [torch.zeros(size, dtype=torch.uint8, device=device) for device in self.devices]
+        self.lanes: dict[tuple[str | int, str | int], list[torch.cuda.Stream]] = {}
+
+    def run(self, schedule: Schedule) -> None:
+        ended: list[torch.cuda.Event | None] = []
+        for move in schedule.moves:
+            ended.append(self._start(move, [ended[index] for index in move.after]))
+            if schedule.one_by_one:
+                self.meet()
+        self.meet()
+
+    def _start(self, move: Move, after: list[torch.cuda.Event | None]) -> torch.cuda.Event | None:
+        """Enqueues the move behind the events; a copy on the host is done here and now, and has no event."""
+        source, target = (self._part(place, move) for place in (move.source, move.target))
+        waited = [event for event in after if event is not None]
+        if isinstance(move.target, str):
+            for event in waited:
+                event.synchronize()
+            target.copy_(source)
+            return None
+        streams = self._lane(move)
+        with contextlib.ExitStack() as stack:
+            for stream in streams:
+                for event in waited:
+                    stream.wait_event(event)
+                # Of both devices: torch makes a peer copy wait for the current stream of either.
+                stack.enter_context(torch.cuda.stream(stream))
+            target.copy_(source, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(streams[-1])
+        return event
+
+    def _lane(self, move: Move) -> list[torch.cuda.Stream]:
+        """A stream on each GPU that takes part, the target's last."""
+        key = (move.source, move.target)
+        if key not in self.lanes:
+            places = [place for place in key if isinstance(place, int)]
+            self.lanes[key] = [torch.cuda.Stream(self.devices[place]) for place in places]
+        return self.lanes[key]
+
+    def _part(self, place: str | int, move: Move) -> Tensor:
+        if isinstance(place, str):
+            return self.host.part(place, move)
+        return self.tensors[place][move.start : move.stop]
+
+    def clear(self) -> None:
+        for tensor in self.tensors:
+            tensor.zero_()
+        self.meet()
+
+    def wrong(self) -> int:
+        return sum(_differing(tensor.cpu(), self.host.memory) for tensor in self.tensors)
+
+    def meet(self) -> None:
+        for device in self.devices:
+            torch.cuda.synchronize(device)
+
+
+class ProcessEngine:
+    """Rank 0 has the host's places, rank g + 1 stands for GPU g; moves between ranks are sends."""
+
+    def __init__(self, size: int, gpus: int, block: int):
+        self.rank = dist.get_rank()
+        self.host = _Host(size, block, pin=False)
+        self.tensor = torch.zeros(size, dtype=torch.uint8)
+
+    def run(self, schedule: Schedule) -> None:
+        pending: dict[int, dist.Work] = {}
+        for index, move in enumerate(schedule.moves):
+            for before in move.after:
+                if work := pending.pop(before, None):
+                    work.wait()
+            if work := self._start(move):
+                pending[index] = work
+            if schedule.one_by_one:
+                _finish(pending)
+        _finish(pending)
+        self.meet()
+
+    def _start(self, move: Move) -> dist.Work | None:
+        source, target = (0 if isinstance(place, str) else place + 1 for place in (move.source, move.target))
+        if source == target == self.rank:
+            self._part(move.target, move).copy_(self._part(move.source, move))
+        elif source == self.rank:
+            return dist.isend(self._part(move.source, move), target)
+        elif target == self.rank:
+            return dist.irecv(self._part(move.target, move), source)
+        return None
+
+    def _part(self, place: str | int, move: Move) -> Tensor:
+        return self.host.part(place, move) if isinstance(place, str) else self.tensor[move.start : move.stop]
+
+    def clear(self) -> None:
+        self.tensor.zero_()
+
+    def wrong(self) -> int:
+        mine = 0 if self.rank == 0 else _differing(self.tensor, self.host.memory)
+        found = [mine] * dist.get_world_size()
+        dist.all_gather_object(found, mine)
+        return sum(found)
+
+    def meet(self) -> None:
+        dist.barrier()
+
+
+def _finish(pending: dict[int, dist.Work]) -> None:
+    for work in pending.values():
+        work.wait()
+    pending.clear()
+
+
+def _differing(tensor: Tensor, expected: Tensor) -> int:
+    return 0 if torch.equal(tensor, expected) else int((tensor != expected).sum())
+
+
+EngineOf = Callable[[int, int, int], Engine]

@@ -1,0 +1,58 @@
+"""A host tensor brought to every GPU: the schedules beside each other."""
+
+from collections.abc import Sequence
+
+from stepgauge.report.figure import grouped_bars, short_bytes
+from stepgauge.report.page import Block, Plot
+from stepgauge.report.table import Table
+from stepgauge.report.views import number
+from stepgauge.spec.broadcast import BLOCKLESS
+from stepgauge.spec.record import Record
+
+_COLUMNS = {
+    "GB/s to each": "gb_per_s",
+    "of one host link": "of_host_link",
+    "bound ms": "bound_ms",
+    "of the bound": "of_bound",
+    "host link GB/s": "host_link_gb_per_s",
+    "all host links GB/s": "host_links_gb_per_s",
+    "peer link GB/s": "peer_link_gb_per_s",
+    "host copy GB/s": "host_copy_gb_per_s",
+    "wrong": "wrong",
+}
+
+
+def broadcast_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> Table:
+    """Each row's time as mean ± std, what it gives, and what the links gave alone in the same run."""
+    rows = []
+    for record in records:
+        spec, time = record.spec, record.metrics.get("time_ms")
+        told = f"{number(time.mean)} ± {number(time.std)}" if time else ""
+        figures = [number(record.median(metric)) for metric in _COLUMNS.values()]
+        remark = "" if record.status == "ok" else f"{record.status.upper()}: {record.note}"
+        rows.append([spec["schedule"], _block(record), str(spec["gpus"]), f"{spec['size_bytes']:,}", told,
+                     number(time.median if time else None), *figures, remark])  # fmt: skip
+    head = ["schedule", "block", "GPUs", "size B", "mean ± std ms", "median ms", *_COLUMNS, "remark"]
+    if not any(row[-1] for row in rows):
+        head, rows = head[:-1], [row[:-1] for row in rows]
+    numeric = frozenset(("GPUs", "size B", "mean ± std ms", "median ms", *_COLUMNS))
+    caption = (
+        "GB/s to each: the tensor's bytes over the time until every GPU has all of it. Links: alone, in the same run."
+    )
+    return Table(head, rows, numeric=numeric, caption=caption)
+
+
+def _block(record: Record) -> str:
+    return "" if record.spec["schedule"] in BLOCKLESS else short_bytes(record.spec["block_bytes"]) + "B"
+
+
+def broadcast_blocks(records: Sequence[Record]) -> list[Block]:
+    shown: list[Block] = []
+    good = [record for record in records if record.status == "ok"]
+    if good:
+        labels = [f"{r.spec['schedule']} {_block(r)}".strip() for r in good]
+        bars = {"GB/s to each": [r.median("gb_per_s") for r in good]}
+        link = number(good[0].median("host_link_gb_per_s"))
+        svg = grouped_bars(labels, bars, unit="GB/s")
+        shown.append(Plot(svg, f"What each schedule gives to each device; one host link alone gives {link} GB/s."))
+    return [*shown, broadcast_table(records)]

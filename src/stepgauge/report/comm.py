@@ -1,0 +1,180 @@
+"""Collectives as nccl-tests prints them, their fits, and plots of both."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stepgauge.report.figure import SERIES, lines
+from stepgauge.report.page import Block, Plot
+from stepgauge.report.table import Table
+from stepgauge.report.views import number
+from stepgauge.spec.comm import OPS, CommSpec
+from stepgauge.spec.links import Link, link
+from stepgauge.spec.record import Record
+
+FIXED = ("op", "backend", "algorithm", "ranks", "nodes", "dtype", "timing", "device")
+MEGABYTE = 1 << 20
+
+
+def asked(record: Record) -> CommSpec:
+    return CommSpec(**record.spec)
+
+
+def comm_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> Table:
+    """The columns of nccl-tests, and the spread. Size is the whole operation's; times are the slowest rank's."""
+    rows = []
+    for record in records:
+        spec, time = asked(record), record.metrics.get("time_ms")
+        reduces = OPS[spec.op].reduces
+        figures = [None] * 4 if time is None else [time.median, time.p10, time.p90, record.median("p99_ms")]
+        rows.append([
+            spec.op, _who(spec), str(spec.ranks), spec.timing,
+            f"{spec.bytes:,}", f"{spec.count:,}", spec.dtype, "sum" if reduces else "none",
+            *(number(ms * 1e3 if ms is not None else None) for ms in figures),
+            number(record.median("algbw_gb_per_s")), number(record.median("busbw_gb_per_s")),
+            f"{spec.factor:.4g}", _wrong(record),
+            "" if record.status == "ok" else f"{record.status.upper()}: {record.note}",
+        ])  # fmt: skip
+    numeric = ("ranks", "size B", "count", "time µs", "p10 µs", "p90 µs", "p99 µs", "algbw GB/s", "busbw GB/s",
+               "factor", "wrong")  # fmt: skip
+    head = ["op", "over", "ranks", "timing", "size B", "count", "type", "redop", "time µs", "p10 µs", "p90 µs",
+            "p99 µs", "algbw GB/s", "busbw GB/s", "factor", "wrong", "remark"]  # fmt: skip
+    if not any(row[-1] for row in rows):
+        head, rows = head[:-1], [row[:-1] for row in rows]
+    return Table(head, rows, numeric=frozenset(numeric), caption="busbw = algbw × factor; percentiles are of batches.")
+
+
+def _who(spec: CommSpec) -> str:
+    where = " (GPU tensors)" if spec.backend == "gloo" and spec.device != "cpu" else ""
+    over = f"{spec.backend}{where}"
+    nodes = f", {spec.nodes} nodes" if spec.nodes > 1 else ""
+    return (f"ring over {over}" if spec.algorithm == "ring" else over) + nodes
+
+
+def _wrong(record: Record) -> str:
+    if record.status != "ok":
+        return ""
+    return "not checked" if "wrong" not in record.metrics else number(record.median("wrong"))
+
+
+def links(records: Sequence[Record]) -> list[Link]:
+    """A fit for each operation that was measured at three sizes or more."""
+    by_operation: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        if record.status == "ok" and asked(record).bytes:
+            by_operation.setdefault(tuple(record.spec[name] for name in FIXED), []).append(record)
+    return [_link(rows) for rows in by_operation.values() if len({asked(r).bytes for r in rows}) >= 3]
+
+
+def _link(records: Sequence[Record]) -> Link:
+    last = records[-1]
+    names = ("device", "torch", "cuda", "library", "hosts", "devices", "stepgauge", "commit")
+    points = {asked(record).bytes: record.metrics["time_ms"].median for record in records}
+    spec = asked(last)
+    return link(
+        list(points.items()),
+        asked={name: last.spec[name] for name in FIXED},
+        measured={"date": last.created, **{name: last.environment.get(name) for name in names}},
+        how=f"medians of the slowest rank, {spec.timing} batches of up to {spec.iterations} operations for "
+        f"{spec.seconds} s a size, {spec.warmup} untimed first",
+    )
+
+
+def fit_table(fitted: Sequence[Link]) -> Table:
+    """One row a piece; the errors are medians of absolute relative errors."""
+    rows = []
+    for found in fitted:
+        spec = CommSpec(**found.asked)
+        errors = [found.held_out_error(0, MEGABYTE), found.held_out_error(MEGABYTE)]
+        start = found.range_bytes[0]
+        for index, piece in enumerate(found.pieces):
+            told = [_percent(e) for e in errors] if index == 0 else ["", ""]
+            to = piece.to_bytes or found.range_bytes[1]
+            figures = [number(piece.alpha_ms * 1e3), _rate(piece.bytes_per_s)]
+            rows.append([spec.op, _who(spec), str(spec.ranks), f"{start:,}", f"{to:,}", *figures, *told])
+            start = to
+    head = ["op", "over", "ranks", "from B", "to B", "α µs", "1/β GB/s", "held out < 1 MiB %", "held out ≥ 1 MiB %"]
+    caption = "time = α + β·bytes; the error is the median over sizes that the fit has not seen."
+    return Table(head, rows, numeric=frozenset(head[2:]), caption=caption)
+
+
+def _rate(bytes_per_s: float) -> str:
+    return "flat" if bytes_per_s > 1e14 else number(bytes_per_s / 1e9)
+
+
+def _percent(error: float | None) -> str:
+    return "" if error is None else f"{100 * error:.2f}"
+
+
+def prediction_table(fitted: Sequence[Link], records: Sequence[Record]) -> Table:
+    """Each measured size beside what the fit says, and whether the fit has seen it."""
+    rows = []
+    for found in fitted:
+        for record in sorted(_own(found, records), key=lambda r: asked(r).bytes):
+            spec = asked(record)
+            measured, predicted = record.metrics["time_ms"].median, found.time_ms(spec.bytes)
+            seen = "held out" if spec.bytes in found.held_out else "fitted"
+            error = f"{100 * (predicted / measured - 1):+.2f}"
+            figures = [number(measured * 1e3), number(predicted * 1e3), error]
+            rows.append([spec.op, _who(spec), str(spec.ranks), f"{spec.bytes:,}", *figures, seen])
+    head = ["op", "over", "ranks", "size B", "measured µs", "predicted µs", "error %", "size was"]
+    return Table(head, rows, numeric=frozenset(head[2:-1]), caption="Predicted beside measured.")
+
+
+def _own(found: Link, records: Sequence[Record]) -> list[Record]:
+    return [r for r in records if r.status == "ok" and all(r.spec[name] == v for name, v in found.asked.items())]
+
+
+def comm_blocks(records: Sequence[Record]) -> list[Block]:
+    """Bandwidth by size, the fits over the points, and the tables."""
+    good = [record for record in records if record.status == "ok" and asked(record).bytes]
+    fitted = links(good)
+    shown: list[Block] = []
+    for ranks in dict.fromkeys(asked(record).ranks for record in good):
+        here = [record for record in good if asked(record).ranks == ranks]
+        curves = _by_operation(here, "busbw_gb_per_s")
+        for part in _portions(curves):
+            svg = lines(part, x="bytes", y="busbw GB/s", dots=list(part), log=True)
+            shown.append(Plot(svg, f"Bus bandwidth by size, {ranks} ranks."))
+    shown += [_fit_plot(found, good) for found in fitted]
+    shown.append(comm_table(records))
+    if fitted:
+        shown += [fit_table(fitted), dataclasses.replace(prediction_table(fitted, good), folded=True)]
+    return shown
+
+
+Curves = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+
+
+def _by_operation(records: Sequence[Record], metric: str) -> Curves:
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        spec = asked(record)
+        timing = "" if spec.timing == "pipelined" else f", {spec.timing}"
+        curves.setdefault(f"{spec.op} {_who(spec)}{timing}", []).append((spec.bytes, record.median(metric) or 0.0))
+    return {name: tuple(zip(*sorted(points), strict=True)) for name, points in curves.items()}  # type: ignore[misc]
+
+
+def _portions(curves: Curves) -> list[Curves]:
+    """As many curves a plot as an eye tells apart."""
+    names = list(curves)
+    return [{n: curves[n] for n in names[i : i + len(SERIES)]} for i in range(0, len(names), len(SERIES))]
+
+
+def _fit_plot(found: Link, records: Sequence[Record]) -> Plot:
+    spec = CommSpec(**found.asked)
+    points = sorted((asked(r).bytes, r.metrics["time_ms"].median * 1e3) for r in _own(found, records))
+    low, high = found.range_bytes
+    sizes = [low * (high / low) ** (i / 200) for i in range(201)]
+    curves: Curves = {
+        "measured, fitted": tuple(zip(*[p for p in points if p[0] not in found.held_out], strict=True)),  # type: ignore[dict-item]
+        "α + β·bytes": (sizes, [found.time_ms(size) * 1e3 for size in sizes]),
+    }
+    if found.held_out:
+        held_out = tuple(zip(*[p for p in points if p[0] in found.held_out], strict=True))
+        curves = {**curves, "measured, held out": held_out}  # type: ignore[dict-item]
+    dots = ["measured, fitted", "measured, held out"]
+    svg = lines(curves, x="bytes", y="µs", dots=dots, joined=False, log=True)
+    errors = found.held_out_error(MEGABYTE)
+    told = f" Median error on held-out sizes from 1 MiB: {_percent(errors)} %." if errors is not None else ""
+    return Plot(svg, f"{spec.op} over {_who(spec)}, {spec.ranks} ranks: the fit through the measured sizes.{told}")

@@ -1,0 +1,186 @@
+"""Ways to bring one host tensor to every GPU, as data: lists of moves that one engine executes.
+
+A tensor lies on the host. A move takes a range of it from one place to another; it may begin when the moves that
+brought that range to its source have ended. Moves between the same two places follow one another.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+from stepgauge.spec.fields import check, option
+
+HOST = "host"  # memory as it comes
+PINNED = "pinned"  # the same tensor in page-locked memory
+STAGING = "staging"  # page-locked memory of two blocks, through which the tensor goes
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """Bytes `start` to `stop` of the tensor from one place to another; a GPU is its index.
+
+    after   indices of moves that must have ended
+    """
+
+    source: str | int
+    target: str | int
+    start: int
+    stop: int
+    after: tuple[int, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Where the tensor lies at the beginning, and the moves; with `one_by_one` each waits for the one before."""
+
+    origin: str
+    moves: list[Move]
+    one_by_one: bool = False
+
+
+def naive(size: int, gpus: int, block: int) -> Schedule:
+    """The whole tensor to each GPU, one GPU after another, from memory as it comes."""
+    return Schedule(HOST, [Move(HOST, g, 0, size) for g in range(gpus)], one_by_one=True)
+
+
+def pinned(size: int, gpus: int, block: int) -> Schedule:
+    """The whole tensor to each GPU at once, a stream each, from page-locked memory."""
+    return Schedule(PINNED, [Move(PINNED, g, 0, size) for g in range(gpus)])
+
+
+def staged(size: int, gpus: int, block: int) -> Schedule:
+    """From memory as it comes: a block goes to all GPUs from one page-locked buffer while the next fills another."""
+    moves: list[Move] = []
+    sent: list[tuple[int, ...]] = []  # by block, its moves to the GPUs
+    for number, (start, stop) in enumerate(_blocks(size, block)):
+        free = sent[number - 2] if number >= 2 else ()
+        moves.append(Move(HOST, STAGING, start, stop, free))
+        filled = len(moves) - 1
+        moves += [Move(STAGING, g, start, stop, (filled,)) for g in range(gpus)]
+        sent.append(tuple(range(filled + 1, filled + 1 + gpus)))
+    return Schedule(HOST, moves)
+
+
+def chain(size: int, gpus: int, block: int) -> Schedule:
+    """Each block once over a host link to GPU 0, and on from GPU to GPU while the next comes in."""
+    moves: list[Move] = []
+    for start, stop in _blocks(size, block):
+        moves.append(Move(PINNED, 0, start, stop))
+        for g in range(1, gpus):
+            moves.append(Move(g - 1, g, start, stop, (len(moves) - 1,)))
+    return Schedule(PINNED, moves)
+
+
+def tree(size: int, gpus: int, block: int) -> Schedule:
+    """Each block once over a host link to GPU 0, and on along a binomial tree while the next comes in."""
+    moves: list[Move] = []
+    for start, stop in _blocks(size, block):
+        moves.append(Move(PINNED, 0, start, stop))
+        arrival = {0: len(moves) - 1}
+        while len(arrival) < gpus:
+            for parent in list(arrival):
+                child = len(arrival)
+                if child < gpus:
+                    moves.append(Move(parent, child, start, stop, (arrival[parent],)))
+                    arrival[child] = len(moves) - 1
+    return Schedule(PINNED, moves)
+
+
+def scatter_gather(size: int, gpus: int, block: int) -> Schedule:
+    """Each GPU takes its own part over its own host link, block by block, and hands each block to the others."""
+    moves: list[Move] = []
+    bounds = [size * g // gpus for g in range(gpus + 1)]
+    parts = [_blocks(bounds[g + 1] - bounds[g], block, bounds[g]) for g in range(gpus)]
+    for number in range(max(map(len, parts))):
+        for g, blocks in enumerate(parts):
+            if number < len(blocks):
+                start, stop = blocks[number]
+                moves.append(Move(PINNED, g, start, stop))
+                arrived = len(moves) - 1
+                moves += [Move(g, (g + k) % gpus, start, stop, (arrived,)) for k in range(1, gpus)]
+    return Schedule(PINNED, moves)
+
+
+def _blocks(size: int, block: int, offset: int = 0) -> list[tuple[int, int]]:
+    return [(offset + start, offset + min(size, start + block)) for start in range(0, size, block)]
+
+
+SCHEDULES: Mapping[str, Callable[[int, int, int], Schedule]] = {
+    "naive": naive,
+    "pinned": pinned,
+    "staged": staged,
+    "chain": chain,
+    "tree": tree,
+    "scatter-gather": scatter_gather,
+}
+BLOCKLESS = ("naive", "pinned")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BroadcastSpec:
+    """One row of `bench broadcast`: one schedule with one block size."""
+
+    kind: ClassVar[str] = "broadcast"
+
+    schedule: str = option("scatter-gather", "the way from the host to all GPUs", choices=SCHEDULES)
+    size_bytes: int = option(1 << 30, "bytes of the host tensor; 512M, 1G are powers of 1024", least=1, flag="size")
+    block_bytes: int = option(32 << 20, "bytes of a block, where there are blocks", least=1, flag="block")
+    gpus: int = option(2, "that get the tensor; on a CPU processes stand for them", least=1, most=64)
+    repeats: int = option(16, "timed runs", least=1, most=100_000)
+    warmup: int = option(2, "untimed runs first", least=0, most=1000)
+    device: str = option("cpu", "cpu or cuda; auto takes the fastest there is")
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def ranks(self) -> int:
+        """Processes where there are no GPUs: the host's and one for each GPU."""
+        return self.gpus + 1
+
+    def plan(self) -> Schedule:
+        return SCHEDULES[self.schedule](self.size_bytes, self.gpus, self.block_bytes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What the links give alone, in bytes a second.
+
+    host_link    the host to one GPU
+    host_links   the host to all GPUs at once, each its own part, together
+    peer_link    one GPU to another; 0 where there is one GPU only
+    host_copy    from memory as it comes to page-locked memory
+    """
+
+    host_link: float
+    host_links: float
+    peer_link: float
+    host_copy: float
+
+    def bound_s(self, schedule: Schedule) -> float:
+        """No run of the moves can be shorter: the busiest link needs as long for the bytes that it carries."""
+        host = _sum(schedule.moves, lambda m: m.target, lambda m: _on_host(m.source) and not _on_host(m.target))
+        sent = _sum(schedule.moves, lambda m: m.source, lambda m: not _on_host(m.source))
+        received = _sum(schedule.moves, lambda m: m.target, lambda m: not _on_host(m.source))
+        copied = sum(m.bytes for m in schedule.moves if m.target == STAGING)
+        seconds = [max(host.values()) / self.host_link, sum(host.values()) / self.host_links]
+        if schedule.one_by_one:
+            seconds.append(sum(host.values()) / self.host_link)
+        if copied:
+            seconds.append(copied / self.host_copy)
+        return max([*seconds, *(b / self.peer_link for b in (*sent.values(), *received.values()))])
+
+
+def _on_host(place: str | int) -> bool:
+    return isinstance(place, str)
+
+
+def _sum(moves: list[Move], by: Callable[[Move], str | int], counts: Callable[[Move], bool]) -> dict[str | int, int]:
+    found: dict[str | int, int] = {}
+    for move in filter(counts, moves):
+        found[by(move)] = found.get(by(move), 0) + move.bytes
+    return found

@@ -1,0 +1,151 @@
+"""What an operation on a link costs, as a fitted function of its bytes: time = alpha + beta·bytes, in pieces."""
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+Point = tuple[int, float]  # bytes, milliseconds
+
+NOISE = 0.01  # relative: what a median repeats to; a piece more must pay for itself beyond it
+PENALTY = 9.0  # a piece has three parameters, each at the price of three times the squared noise
+MOST_PIECES = 5
+HELD_OUT_EVERY = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Milliseconds of `alpha_ms + bytes / bytes_per_s` for sizes up to `to_bytes`; the last piece has no end."""
+
+    alpha_ms: float
+    bytes_per_s: float
+    to_bytes: int | None = None
+
+    def time_ms(self, size_bytes: float) -> float:
+        return self.alpha_ms + size_bytes / self.bytes_per_s * 1e3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Link:
+    """One operation between some ranks, measured and fitted.
+
+    asked       the fields of the rows that do not vary: op, backend, algorithm, ranks, nodes, dtype, timing, device
+    pieces      the fit, by ascending size
+    range_bytes smallest and largest size that was fitted
+    fitted, held_out   size -> relative error of the fit, on the sizes that it saw and on those that it did not
+    measured    date, versions and devices
+    how         in one sentence
+    """
+
+    asked: Mapping[str, Any]
+    pieces: Sequence[Piece]
+    range_bytes: tuple[int, int]
+    fitted: Mapping[int, float]
+    held_out: Mapping[int, float]
+    measured: Mapping[str, Any]
+    how: str = ""
+
+    def time_ms(self, size_bytes: float) -> float:
+        """The predicted time. Below and above the fitted range the outer pieces go on."""
+        for piece in self.pieces:
+            if piece.to_bytes is None or size_bytes <= piece.to_bytes:
+                return piece.time_ms(size_bytes)
+        raise ValueError("a link without a last piece")
+
+    def held_out_error(self, least_bytes: int = 0, most_bytes: float = math.inf) -> float | None:
+        """Median of the absolute relative errors on held-out sizes within the limits; None without such sizes."""
+        errors = [abs(error) for size, error in self.held_out.items() if least_bytes <= size < most_bytes]
+        return statistics.median(errors) if errors else None
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Raises ValueError for what is no link."""
+        try:
+            errors = {n: {int(size): error for size, error in value[n].items()} for n in ("fitted", "held_out")}
+            low, high = value["range_bytes"]
+            pieces = [Piece(**piece) for piece in value["pieces"]]
+            return cls(**{**value, **errors, "pieces": pieces, "range_bytes": (low, high)})
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"not a link: {error}") from None
+
+
+def split(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
+    """Points to fit and points to hold out: every third by size, never the smallest or the largest."""
+    ordered = sorted(points)
+    held_out = [p for i, p in enumerate(ordered) if i % HELD_OUT_EVERY == 1 and i != len(ordered) - 1]
+    if len(ordered) - len(held_out) < 2:
+        held_out = []
+    return [point for point in ordered if point not in held_out], held_out
+
+
+def fit(points: Sequence[Point]) -> list[Piece]:
+    """The line, or lines, of least relative squared error.
+
+    Breakpoints lie between two measured sizes (at their geometric mean). Among all ways to cut the sizes into up to
+    MOST_PIECES runs of at least two, the one is taken that minimises sum((relative error / NOISE)²) + PENALTY·pieces;
+    dynamic programming finds it. Raises ValueError for fewer than two sizes.
+    """
+    ordered = sorted(points)
+    if len({size for size, _ in ordered}) < 2:
+        raise ValueError(f"a fit needs at least 2 sizes; there is {len(ordered)}")
+    # best[k][end]: cost and cuts of the first `end` points in k pieces
+    best: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0.0, ())}]
+    for _ in range(MOST_PIECES):
+        row: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for start, (cost, cuts) in best[-1].items():
+            for end in range(start + 2, len(ordered) + 1):
+                total = cost + PENALTY + _cost(ordered[start:end])
+                if end not in row or total < row[end][0]:
+                    row[end] = total, (*cuts, end)
+        best.append(row)
+    _, cuts = min(row[len(ordered)] for row in best if len(ordered) in row)
+    return [
+        dataclasses.replace(_line(ordered[start:end]), to_bytes=_between(ordered, end))
+        for start, end in itertools.pairwise((0, *cuts))
+    ]
+
+
+def _between(ordered: Sequence[Point], end: int) -> int | None:
+    return round(math.sqrt(ordered[end - 1][0] * ordered[end][0])) if end < len(ordered) else None
+
+
+def _cost(points: Sequence[Point]) -> float:
+    line = _line(points)
+    return sum(((line.time_ms(size) - ms) / ms / NOISE) ** 2 for size, ms in points)
+
+
+def _line(points: Sequence[Point]) -> Piece:
+    """Least squares with weights 1 / ms²: each size counts by its relative error. Time never falls with size."""
+    weights = [1 / ms**2 for _, ms in points]
+    total = sum(weights)
+    mean_size = sum(w * size for w, (size, _) in zip(weights, points, strict=True)) / total
+    mean_ms = sum(w * ms for w, (_, ms) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (size - mean_size) ** 2 for w, (size, _) in zip(weights, points, strict=True))
+    together = sum(w * (size - mean_size) * (ms - mean_ms) for w, (size, ms) in zip(weights, points, strict=True))
+    ms_per_byte = max(together / spread if spread else 0.0, 1e-15)  # flat: a petabyte a millisecond
+    return Piece(mean_ms - ms_per_byte * mean_size, 1e3 / ms_per_byte)
+
+
+def link(points: Sequence[Point], *, asked: Mapping[str, Any], measured: Mapping[str, Any], how: str = "") -> Link:
+    """Fits two thirds of the sizes and tries the fit on the others. Raises ValueError for fewer than two sizes."""
+    seen, unseen = split(points)
+    pieces = fit(seen)
+    bare = Link(
+        asked=asked,
+        pieces=pieces,
+        range_bytes=(seen[0][0], seen[-1][0]),
+        fitted={},
+        held_out={},
+        measured=measured,
+        how=how,
+    )
+
+    def errors(of: Sequence[Point]) -> dict[int, float]:
+        return {size: bare.time_ms(size) / ms - 1 for size, ms in of}
+
+    return dataclasses.replace(bare, fitted=errors(seen), held_out=errors(unseen))
