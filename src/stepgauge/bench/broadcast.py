@@ -79,6 +79,6 @@ def record(spec: BroadcastSpec, times_ms: list[float], alone: Rates) -> Record:
         "host_links_gb_per_s": Sample.exact(alone.host_links / 1e9, "GB/s"),
         "peer_link_gb_per_s": Sample.exact(alone.peer_link / 1e9, "GB/s"),
         "host_copy_gb_per_s": Sample.exact(alone.host_copy / 1e9, "GB/s"),
-        "wrong": Sample.exact(0, "bytes"),
+        "wrong": Sample.exact(0, "elements"),
     }
     return Record(kind=spec.kind, spec=dataclasses.asdict(spec), metrics=metrics, series={"time_ms": times_ms})

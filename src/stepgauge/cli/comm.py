@@ -22,7 +22,10 @@ def explain(
     ranks: Annotated[int, Parameter(help="Processes that take part.")] = 4,
     report: WritePage = None,
 ) -> None:
-    """Show what a collective does, on small tensors between real processes: each rank before and after, who sends what."""
+    """Show what a collective does, on small tensors between real processes.
+
+    Each rank before and after, and who sends what.
+    """
     from stepgauge.bench.explain import explain as run_explained
     from stepgauge.cli.explained import print_explained
     from stepgauge.report.explained import explained_page

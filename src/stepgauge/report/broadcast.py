@@ -36,9 +36,7 @@ def broadcast_table(records: Sequence[Record], *, statistics: Sequence[str] = ()
     if not any(row[-1] for row in rows):
         head, rows = head[:-1], [row[:-1] for row in rows]
     numeric = frozenset(("GPUs", "size B", "mean ± std ms", "median ms", *_COLUMNS))
-    caption = (
-        "GB/s to each: the tensor's bytes over the time until every GPU has all of it. Links: alone, in the same run."
-    )
+    caption = "GB/s to each: the tensor's bytes over the time until all have all of it. Links: alone, in the same run."
     return Table(head, rows, numeric=numeric, caption=caption)
 
 

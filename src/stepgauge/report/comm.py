@@ -1,6 +1,7 @@
 """Collectives as nccl-tests prints them, their fits, and plots of both."""
 
 import dataclasses
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
 from stepgauge.report.views import number
 from stepgauge.spec.comm import OPS, CommSpec
-from stepgauge.spec.links import Link, link
+from stepgauge.spec.links import NOISE, Link, link
 from stepgauge.spec.record import Record
 
 FIXED = ("op", "backend", "algorithm", "ranks", "nodes", "dtype", "timing", "device")
@@ -71,12 +72,15 @@ def _link(records: Sequence[Record]) -> Link:
     names = ("device", "torch", "cuda", "library", "hosts", "devices", "stepgauge", "commit")
     points = {asked(record).bytes: record.metrics["time_ms"].median for record in records}
     spec = asked(last)
+    times = [record.metrics["time_ms"] for record in records]
+    spread = statistics.median((time.p90 - time.p10) / time.median / 4 for time in times)
     return link(
         list(points.items()),
         asked={name: last.spec[name] for name in FIXED},
         measured={"date": last.created, **{name: last.environment.get(name) for name in names}},
         how=f"medians of the slowest rank, {spec.timing} batches of up to {spec.iterations} operations for "
         f"{spec.seconds} s a size, {spec.warmup} untimed first",
+        noise=max(NOISE, spread),
     )
 
 

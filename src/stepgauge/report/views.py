@@ -30,6 +30,7 @@ _UNITS: Mapping[str, Heading] = {
 _NAMES = {
     "algbw_gb_per_s": "algbw GB/s",
     "busbw_gb_per_s": "busbw GB/s",
+    "gb_per_s": "GB/s",
     "mfu": "MFU %",
     "tflop_per_s": "TFLOP/s",
     "tokens_per_s": "tokens/s",

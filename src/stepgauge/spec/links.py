@@ -9,9 +9,10 @@ from typing import Any, Self
 
 Point = tuple[int, float]  # bytes, milliseconds
 
-NOISE = 0.01  # relative: what a median repeats to; a piece more must pay for itself beyond it
+NOISE = 0.01  # relative: what a median repeats to on an idle machine; a piece more must pay for itself beyond it
 PENALTY = 9.0  # a piece has three parameters, each at the price of three times the squared noise
 MOST_PIECES = 5
+LEAST_POINTS = 3  # in a piece: two would be a line through both, whatever they are
 HELD_OUT_EVERY = 3
 
 
@@ -83,23 +84,24 @@ def split(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
     return [point for point in ordered if point not in held_out], held_out
 
 
-def fit(points: Sequence[Point]) -> list[Piece]:
+def fit(points: Sequence[Point], *, noise: float = NOISE) -> list[Piece]:
     """The line, or lines, of least relative squared error.
 
     Breakpoints lie between two measured sizes (at their geometric mean). Among all ways to cut the sizes into up to
-    MOST_PIECES runs of at least two, the one is taken that minimises sum((relative error / NOISE)²) + PENALTY·pieces;
-    dynamic programming finds it. Raises ValueError for fewer than two sizes.
+    MOST_PIECES runs of at least LEAST_POINTS, the one is taken that minimises
+    sum((relative error / noise)²) + PENALTY·pieces; dynamic programming finds it. Raises ValueError for fewer than two sizes.
     """
     ordered = sorted(points)
     if len({size for size, _ in ordered}) < 2:
         raise ValueError(f"a fit needs at least 2 sizes; there is {len(ordered)}")
+    least = min(LEAST_POINTS, len(ordered))
     # best[k][end]: cost and cuts of the first `end` points in k pieces
     best: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0.0, ())}]
     for _ in range(MOST_PIECES):
         row: dict[int, tuple[float, tuple[int, ...]]] = {}
         for start, (cost, cuts) in best[-1].items():
-            for end in range(start + 2, len(ordered) + 1):
-                total = cost + PENALTY + _cost(ordered[start:end])
+            for end in range(start + least, len(ordered) + 1):
+                total = cost + PENALTY + _cost(ordered[start:end], noise)
                 if end not in row or total < row[end][0]:
                     row[end] = total, (*cuts, end)
         best.append(row)
@@ -114,9 +116,9 @@ def _between(ordered: Sequence[Point], end: int) -> int | None:
     return round(math.sqrt(ordered[end - 1][0] * ordered[end][0])) if end < len(ordered) else None
 
 
-def _cost(points: Sequence[Point]) -> float:
+def _cost(points: Sequence[Point], noise: float) -> float:
     line = _line(points)
-    return sum(((line.time_ms(size) - ms) / ms / NOISE) ** 2 for size, ms in points)
+    return sum(((line.time_ms(size) - ms) / ms / noise) ** 2 for size, ms in points)
 
 
 def _line(points: Sequence[Point]) -> Piece:
@@ -131,10 +133,17 @@ def _line(points: Sequence[Point]) -> Piece:
     return Piece(mean_ms - ms_per_byte * mean_size, 1e3 / ms_per_byte)
 
 
-def link(points: Sequence[Point], *, asked: Mapping[str, Any], measured: Mapping[str, Any], how: str = "") -> Link:
+def link(
+    points: Sequence[Point],
+    *,
+    asked: Mapping[str, Any],
+    measured: Mapping[str, Any],
+    how: str = "",
+    noise: float = NOISE,
+) -> Link:
     """Fits two thirds of the sizes and tries the fit on the others. Raises ValueError for fewer than two sizes."""
     seen, unseen = split(points)
-    pieces = fit(seen)
+    pieces = fit(seen, noise=noise)
     bare = Link(
         asked=asked,
         pieces=pieces,

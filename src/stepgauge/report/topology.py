@@ -1,0 +1,83 @@
+"""A machine's topology as tables and a picture."""
+
+from stepgauge.report.network import Edge, network, rows
+from stepgauge.report.page import Block, Plot, Section, Text, page
+from stepgauge.report.table import Table
+from stepgauge.report.views import number
+from stepgauge.spec.topology import Topology
+
+LEGEND = (
+    "NVn: n NVLinks; PIX, PXB: PCIe switches only; PHB: through the host bridge; NODE: within a NUMA node; SYS: "
+    "between NUMA nodes."
+)
+
+
+def gpu_table(found: Topology) -> Table:
+    names = [f"GPU {gpu.index}" for gpu in found.gpus]
+    body = []
+    for gpu in found.gpus:
+        rate = f"{number(gpu.nvlink_bytes_per_s / 1e9)}" if gpu.nvlink_bytes_per_s else ""
+        others = ["·" if gpu.index == j else link_of(found, gpu.index, j) for j in range(len(found.gpus))]
+        numa = "" if gpu.numa_node is None else str(gpu.numa_node)
+        body.append([f"GPU {gpu.index}", gpu.name, number(gpu.memory_bytes / 2**30), *others, str(gpu.nvlinks), rate,
+                     gpu.pci_address, gpu.pcie, numa, gpu.affinity])  # fmt: skip
+    head = ["", "name", "GiB", *names, "NVLinks", "NVLink GB/s a way", "PCI", "PCIe", "NUMA", "cores beside"]
+    return Table(head, body, numeric=frozenset(("GiB", "NVLinks", "NVLink GB/s a way", "NUMA")), caption=LEGEND)
+
+
+def link_of(found: Topology, i: int, j: int) -> str:
+    return found.links.get((min(i, j), max(i, j)), "")
+
+
+def node_table(found: Topology) -> Table:
+    body = [[str(node.index), node.cores, number(node.memory_bytes / 2**30)] for node in found.numa_nodes]
+    return Table(["NUMA node", "cores", "GiB"], body, numeric=frozenset(("NUMA node", "GiB")), caption="Memory.")
+
+
+def interface_table(found: Topology) -> Table:
+    body = [
+        [
+            interface.name,
+            "up" if interface.is_up else "down",
+            f"{interface.bytes_per_s * 8 / 1e9:g}" if interface.bytes_per_s else "not stated",
+            "" if interface.numa_node is None else str(interface.numa_node),
+        ]
+        for interface in found.interfaces
+    ]
+    head = ["interface", "state", "Gbit/s", "NUMA"]
+    return Table(head, body, numeric=frozenset(("Gbit/s", "NUMA")), caption="Network.")
+
+
+def picture(found: Topology) -> str:
+    """NUMA nodes, and under each what hangs on it; lines between GPUs are their links."""
+    nodes = [f"NUMA {node.index}\n{node.cores}" for node in found.numa_nodes] or ["host"]
+    gpus = [f"GPU {gpu.index}" for gpu in found.gpus]
+    names = [interface.name for interface in found.interfaces if interface.is_up]
+    levels = [level for level in (names, nodes, gpus) if level]
+    edges = [Edge(a, b) for i, a in enumerate(nodes) for b in nodes[i + 1 :]]
+    edges += [Edge(_node(nodes, found, i.numa_node), i.name, series=1) for i in found.interfaces if i.is_up]
+    edges += [Edge(_node(nodes, found, gpu.numa_node), f"GPU {gpu.index}", "PCIe", series=2) for gpu in found.gpus]
+    edges += [
+        Edge(f"GPU {i}", f"GPU {j}", name if j == i + 1 else "", weight=2.0, series=3)
+        for (i, j), name in found.links.items()
+        if name.startswith("NV")
+    ]
+    widest = max(len(level) for level in levels)
+    return network(rows(levels), edges, width=min(9.0, 2.5 + 0.9 * widest), height=1.4 * len(levels))
+
+
+def _node(nodes: list[str], found: Topology, index: int | None) -> str:
+    known = [node.index for node in found.numa_nodes]
+    return nodes[known.index(index)] if index in known else nodes[0]
+
+
+def topology_blocks(found: Topology) -> list[Block]:
+    shown: list[Block] = [Plot(picture(found), "What hangs on what.")]
+    shown.append(gpu_table(found) if found.gpus else Text(f"No GPUs: {found.without_gpus}."))
+    return [*shown, node_table(found), interface_table(found)]
+
+
+def topology_page(found: Topology) -> str:
+    """The whole HTML document."""
+    section = Section("Topology", "What links which GPU, NUMA node and network?", topology_blocks(found))
+    return page("stepgauge topo", [section], facts={"Host": found.host, "CPU": f"{found.cpu}, {found.cores} cores"})

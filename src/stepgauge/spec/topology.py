@@ -1,0 +1,49 @@
+"""What a machine is made of, as far as moving bytes goes."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Interface:
+    """A network interface. `bytes_per_s` as its driver states it, None where it does not."""
+
+    name: str
+    is_up: bool
+    bytes_per_s: float | None
+    numa_node: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class NumaNode:
+    index: int
+    cores: str  # as the kernel writes them: 0-15,32-47
+    memory_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A GPU. `affinity` are the cores next to it; PCIe as it is linked now, and the most that it can."""
+
+    index: int
+    name: str
+    memory_bytes: int
+    pci_address: str
+    pcie: str
+    numa_node: int | None
+    affinity: str
+    nvlinks: int
+    nvlink_bytes_per_s: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """links  (i, j) with i < j -> how two GPUs reach each other: "NV18", "PIX", "SYS" as nvidia-smi topo names them."""
+
+    host: str
+    cpu: str
+    cores: int
+    numa_nodes: list[NumaNode]
+    interfaces: list[Interface]
+    gpus: list[Gpu]
+    links: dict[tuple[int, int], str]
+    without_gpus: str  # why none are listed, one sentence
