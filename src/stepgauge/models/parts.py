@@ -22,6 +22,7 @@ from stepgauge.kernels.adamw import FusedAdamW
 from stepgauge.kernels.attention import flash_attention
 from stepgauge.kernels.linear_cross_entropy import linear_cross_entropy
 from stepgauge.kernels.rms_norm import TritonRMSNorm
+from stepgauge.ranges import ranged
 
 NORM_EPSILON = 1e-5
 
@@ -51,8 +52,13 @@ def eager_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
     """softmax(q kᵀ / sqrt(D) + causal mask) v with the whole score matrix in memory."""
     length, width = q_BHTD.shape[-2:]
     masked = torch.ones(length, length, dtype=torch.bool, device=q_BHTD.device).triu(1)
-    scores_BHTT = (q_BHTD @ k_BHTD.transpose(-2, -1)) / math.sqrt(width)
-    return F.softmax(scores_BHTT.masked_fill(masked, -math.inf), dim=-1).to(v_BHTD.dtype) @ v_BHTD
+    with ranged("scores"):
+        scores_BHTT = (q_BHTD @ k_BHTD.transpose(-2, -1)) / math.sqrt(width)
+        scores_BHTT = scores_BHTT.masked_fill(masked, -math.inf)
+    with ranged("softmax"):
+        weights_BHTT = F.softmax(scores_BHTT, dim=-1).to(v_BHTD.dtype)
+    with ranged("values"):
+        return weights_BHTT @ v_BHTD
 
 
 def sdpa(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *, backend: SDPBackend | None = None) -> Tensor:
@@ -65,12 +71,16 @@ def sdpa(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *, backend: SDPBackend 
 
 def cross_entropy(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor:
     """Output layer and loss as two operations; the logits are held for backward."""
-    return F.cross_entropy(F.linear(hidden_BTD, weight_VD).flatten(0, -2), targets_BT.flatten())
+    with ranged("head"):
+        logits_BTV = F.linear(hidden_BTD, weight_VD)
+    with ranged("loss"):
+        return F.cross_entropy(logits_BTV.flatten(0, -2), targets_BT.flatten())
 
 
 def fused_cross_entropy(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor:
     """Output layer and loss in one operation that never holds the logits."""
-    return linear_cross_entropy(hidden_BTD.flatten(0, -2), weight_VD, targets_BT.flatten())
+    with ranged("head and loss"):
+        return linear_cross_entropy(hidden_BTD.flatten(0, -2), weight_VD, targets_BT.flatten())
 
 
 NORMS: Mapping[str, Callable[..., nn.Module]] = {

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepgauge.models.parts import ATTENTIONS, LOSSES, NORMS
+from stepgauge.ranges import ranged
 from stepgauge.spec.model import ModelSpec
 
 ROPE_BASE = 10_000.0  # Su et al. 2021, RoFormer
@@ -96,7 +97,8 @@ class Attention(nn.Module):
         num_heads = heads_BHTW.shape[1] // 3
         qk_BHTW, v_BHTW = heads_BHTW.split((2 * num_heads, num_heads), dim=1)
         if rotation is not None:
-            qk_BHTW = rotate(qk_BHTW, *rotation)
+            with ranged("rotation"):
+                qk_BHTW = rotate(qk_BHTW, *rotation)
         q_BHTW, k_BHTW = qk_BHTW.chunk(2, dim=1)
         return self.output(self.attend(q_BHTW, k_BHTW, v_BHTW).transpose(1, 2).flatten(-2))
 

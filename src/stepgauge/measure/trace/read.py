@@ -1,0 +1,131 @@
+"""A Chrome trace read event by event, plain or gzip: memory does not grow with the file."""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+CHUNK = 1 << 20  # characters read at a time
+LONGEST = 1 << 26  # characters of one event; more is no trace but a damaged file
+_DECODER = json.JSONDecoder()
+_BLANK = " \t\n\r"
+
+
+class TraceError(ValueError):
+    """A file that is no trace, or one without what was asked of it; the message is one sentence."""
+
+
+class _Window:
+    """The part of the text that is being read."""
+
+    def __init__(self, file: TextIO):
+        self.file, self.text, self.at = file, "", 0
+
+    def more(self) -> bool:
+        chunk = self.file.read(CHUNK)
+        self.text = self.text[self.at :] + chunk
+        self.at = 0
+        return bool(chunk)
+
+    def peek(self) -> str:
+        """The next character that is not blank, "" at the end."""
+        while True:
+            text, at = self.text, self.at
+            while at < len(text) and text[at] in _BLANK:
+                at += 1
+            self.at = at
+            if at < len(text):
+                return text[at]
+            if not self.more():
+                return ""
+
+    def take(self, wanted: str) -> str:
+        """Steps over one of the wanted characters."""
+        found = self.peek()
+        if not found:
+            raise TraceError("ends in the middle: it was cut off")
+        if found not in wanted:
+            raise TraceError(f"is no Chrome trace: {found!r} stands where {' or '.join(wanted)} should")
+        self.at += 1
+        return found
+
+    def value(self) -> Any:
+        self.peek()
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self.text, self.at)
+            except json.JSONDecodeError as error:
+                if len(self.text) - self.at > LONGEST:
+                    raise TraceError(f"is damaged: {error.msg} in an event of over {LONGEST:,} characters") from None
+                if self.more():
+                    continue
+                cut = error.pos >= len(self.text) - 1 or error.msg.startswith("Unterminated")
+                raise TraceError("ends in the middle: it was cut off" if cut else f"is damaged: {error.msg}") from None
+            # A number may go on in the next chunk.
+            if end == len(self.text) and self.more():
+                continue
+            self.at = end
+            return value
+
+
+def read(path: Path) -> Iterator[tuple[str, Any]]:
+    """(key, value) for what the file says about itself, ("", event) for each event, in the file's order.
+
+    Both of Chrome's formats: an object with a list `traceEvents`, and the list alone. Raises TraceError.
+    """
+    try:
+        with _opened(path) as file:
+            yield from _parts(_Window(file))
+    except TraceError as error:
+        raise TraceError(f"{path} {error}") from None
+    except (EOFError, zlib.error):
+        raise TraceError(f"{path} ends in the middle: its gzip data was cut off") from None
+    except gzip.BadGzipFile as error:
+        raise TraceError(f"{path} is damaged: {error}") from None
+    except UnicodeDecodeError:
+        raise TraceError(f"{path} is no Chrome trace: it is no text") from None
+    except OSError as error:
+        raise TraceError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _opened(path: Path) -> TextIO:
+    with path.open("rb") as start:
+        packed = start.read(2) == b"\x1f\x8b"
+    return gzip.open(path, "rt", encoding="utf-8") if packed else path.open(encoding="utf-8")
+
+
+def _parts(window: _Window) -> Iterator[tuple[str, Any]]:
+    first = window.peek()
+    if not first:
+        raise TraceError("is empty")
+    if first == "[":
+        yield from _events(window)
+        return
+    window.take("{")
+    found, separator = False, window.peek()
+    while separator != "}":
+        key = window.value()
+        if not isinstance(key, str):
+            raise TraceError("is no Chrome trace: a key is no text")
+        window.take(":")
+        if key == "traceEvents":
+            yield from _events(window)
+            found = True
+        else:
+            yield key, window.value()
+        separator = window.take(",}")
+    if not found:
+        raise TraceError("is no Chrome trace: it has no traceEvents")
+
+
+def _events(window: _Window) -> Iterator[tuple[str, Any]]:
+    window.take("[")
+    if window.peek() == "]":
+        window.take("]")
+        return
+    while True:
+        yield "", window.value()
+        if window.take(",]") == "]":
+            return
