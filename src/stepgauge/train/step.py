@@ -1,6 +1,7 @@
 """One training step, in its three phases. What `bench step` times is what `train` trains with."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from stepgauge.train.precision import Precision
 
 
 class TrainingStep:
-    """forward, backward and update of a module that gives its loss: `module(tokens_BT, targets_BT)` -> scalar.
+    """forward, backward and update of a module that gives its loss: `module(*batch)` -> scalar.
 
     `forward` may be called several times before `update`, each with its share of the loss: gradients add up.
     """
@@ -22,7 +23,7 @@ class TrainingStep:
         device: torch.device,
         *,
         max_gradient_norm: float | None = None,
-        compute_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        compute_loss: Callable[..., Tensor] | None = None,
     ):
         self.module = module
         self.optimizer = optimizer
@@ -32,9 +33,10 @@ class TrainingStep:
         self.compute_loss = module if compute_loss is None else compute_loss
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.scales_loss)
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    def forward(self, *batch: Any) -> Tensor:
+        """The loss of the batch: of ours tokens_BT and targets_BT."""
         with self.precision.autocasting(self.device):
-            return self.compute_loss(tokens_BT, targets_BT)
+            return self.compute_loss(*batch)
 
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
