@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 import stepgauge
-from stepgauge.cli import bench, comm, model, records, study, topo, train
+from stepgauge.cli import bench, comm, model, profile, records, study, topo, train
 from stepgauge.cli.console import complain, silence
 from stepgauge.cli.rows import RunFailedError
 
@@ -20,6 +20,7 @@ app = App(
 )
 app.command(study.study)
 app.command(bench.app)
+app.command(profile.app)
 app.command(comm.app)
 app.command(topo.topo)
 app.command(train.train)

@@ -42,10 +42,13 @@ def peak_memory(device: torch.device) -> int | None:
     """Largest bytes that tensors held since the reset (CUDA), or the process's largest resident set (CPU)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if device.type == "cpu":
-        unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is bytes on macOS, KiB elsewhere
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return None
+    return peak_host_memory() if device.type == "cpu" else None
+
+
+def peak_host_memory() -> int:
+    """Largest resident set of the process so far, bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def available_host_bytes() -> int | None:

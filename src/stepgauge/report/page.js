@@ -30,3 +30,99 @@ for (const button of document.querySelectorAll("[data-copy]")) {
     setTimeout(() => (button.textContent = name), 1200);
   });
 }
+
+// ---- flame graphs: nested [name, µs of its own, children] -----------------------------------------------------------
+
+const ROW = 20;
+const THINNEST = 0.0008; // of the width: narrower boxes are not drawn
+
+function sized([name, self, children]) {
+  const inner = children.map(sized);
+  return { name, self, children: inner, us: inner.reduce((sum, child) => sum + child.us, self) };
+}
+
+// Siblings that differ in a number only become one, and so do their children.
+function mergedRepeats(node) {
+  const groups = new Map();
+  for (const child of node.children) {
+    const name = child.name.replace(/(?<=[._])\d+(?=\.|$)/g, "*");
+    const group = groups.get(name) ?? { name, self: 0, us: 0, children: [] };
+    group.self += child.self;
+    group.us += child.us;
+    group.children.push(...child.children);
+    groups.set(name, group);
+  }
+  return { ...node, children: [...groups.values()].map(mergedRepeats) };
+}
+
+function hue(name) {
+  let hash = 7;
+  for (const letter of name.replace(/\d+/g, "")) hash = (hash * 31 + letter.charCodeAt(0)) % 9973;
+  return `var(--series-${(hash % 6) + 1})`;
+}
+
+function flameGraph(figure) {
+  const steps = Number(figure.dataset.steps);
+  const plain = sized(JSON.parse(figure.querySelector("script").textContent));
+  const rows = figure.querySelector(".rows");
+  const [search, merge] = figure.querySelectorAll("input");
+  const output = figure.querySelector("output");
+  let whole = plain;
+  let zoom = [plain]; // from the root to what is shown in full width
+
+  const time = (us) => `${(us / steps / 1000).toPrecision(3)} ms a step, ${((100 * us) / plain.us).toPrecision(3)} %`;
+  const matches = (node, words) => words && node.name.toLowerCase().includes(words);
+
+  function box(node, path, left, width, depth, words) {
+    const drawn = document.createElement("div");
+    drawn.textContent = width > 0.02 ? node.name || "all" : "";
+    drawn.title = `${path.map((n) => n.name || "all").join(" › ")}\n${time(node.us)}`;
+    drawn.style.cssText = `left:${100 * left}%;width:${100 * width}%;top:${depth * ROW}px`;
+    drawn.style.setProperty("--hue", hue(node.name));
+    drawn.classList.toggle("found", Boolean(matches(node, words)));
+    drawn.classList.toggle("faded", depth < zoom.length - 1);
+    drawn.addEventListener("click", () => { zoom = path; draw(); });
+    drawn.addEventListener("pointerenter", () => { output.value = `${node.name || "all"}: ${time(node.us)}`; });
+    rows.append(drawn);
+  }
+
+  function place(node, path, left, width, depth, words) {
+    if (width < THINNEST) return depth;
+    box(node, path, left, width, depth, words);
+    let deepest = depth;
+    for (const child of node.children) {
+      const share = (width * child.us) / node.us;
+      deepest = Math.max(deepest, place(child, [...path, child], left, share, depth + 1, words));
+      left += share;
+    }
+    return deepest;
+  }
+
+  // What the words find, an outer box counted once with all inside it.
+  function found(node, words) {
+    return matches(node, words) ? node.us : node.children.reduce((sum, child) => sum + found(child, words), 0);
+  }
+
+  function draw() {
+    const words = search.value.trim().toLowerCase();
+    rows.replaceChildren();
+    zoom.slice(0, -1).forEach((node, depth) => box(node, zoom.slice(0, depth + 1), 0, 1, depth, words));
+    const deepest = place(zoom.at(-1), zoom, 0, 1, zoom.length - 1, words);
+    rows.style.height = `${(deepest + 1) * ROW}px`;
+    const scope = zoom.at(-1);
+    output.value = words
+      ? `found: ${time(found(scope, words))}, ${((100 * found(scope, words)) / scope.us).toPrecision(3)} % of what is shown`
+      : `${scope.name || "all"}: ${time(scope.us)}`;
+  }
+
+  search.addEventListener("input", draw);
+  merge.addEventListener("change", () => {
+    whole = merge.checked ? mergedRepeats(plain) : plain;
+    zoom = [whole];
+    draw();
+  });
+  figure.querySelector(".reset").addEventListener("click", () => { zoom = [whole]; draw(); });
+  draw();
+}
+
+document.querySelectorAll(".flame").forEach(flameGraph);

@@ -3,7 +3,9 @@
 import dataclasses
 import html
 import importlib.resources
+import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from stepgauge.report.table import FORMATS, Table
 
@@ -23,7 +25,16 @@ class Plot:
     caption: str
 
 
-Block = Text | Plot | Table
+@dataclasses.dataclass(frozen=True)
+class Flame:
+    """A flame graph that can be zoomed and searched: nested [name, µs of its own, children], of so many steps."""
+
+    tree: Sequence[Any]
+    steps: int
+    caption: str
+
+
+Block = Text | Plot | Table | Flame
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +110,22 @@ def _block(block: Block) -> str:
                 f'<figure role="img" aria-label="{html.escape(caption)}">{svg}'
                 f"<figcaption>{html.escape(caption)}</figcaption></figure>"
             )
+        case Flame():
+            return _flame(block)
         case Table():
             return _table(block)
+
+
+def _flame(flame: Flame) -> str:
+    data = json.dumps(flame.tree, separators=(",", ":")).replace("</", "<\\/")
+    return (
+        f'<figure class="flame" data-steps="{flame.steps}"><div class="bar"><span><input type="search" '
+        'placeholder="find, e.g. norm" aria-label="Find in the flame graph"> '
+        '<label><input type="checkbox" class="merge"> repeated parts as one</label> '
+        '<button class="reset">whole</button></span><output></output></div><div class="rows"></div>'
+        f"<figcaption>{html.escape(flame.caption)} Width is time; click to zoom.</figcaption>"
+        f'<script type="application/json">{data}</script></figure>'
+    )
 
 
 def _table(table: Table) -> str:

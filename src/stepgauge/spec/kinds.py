@@ -7,10 +7,20 @@ from typing import Any
 from stepgauge.spec.broadcast import BroadcastSpec
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.train import TrainSpec
 
-SPECS: Mapping[str, type] = {spec.kind: spec for spec in (StepSpec, TrainSpec, CommSpec, BroadcastSpec)}
+SPECS: Mapping[str, type] = {
+    spec.kind: spec
+    for spec in (
+        StepSpec,
+        TrainSpec,
+        ProfileSpec,
+        CommSpec,
+        BroadcastSpec,
+    )
+}
 NESTED: Mapping[str, type] = {"model": ModelSpec}
 
 

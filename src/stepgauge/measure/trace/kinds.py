@@ -59,9 +59,26 @@ _OPERATIONS = _rules(
     ("host", r"^aten::(empty|t$|transpose|view|_?reshape|as_strided|expand|slice|select|narrow|split|chunk|unsqueeze|"
      r"squeeze|flatten|unflatten|permute|detach|alias|_unsafe_view|resize|set_|result_type|lift|numpy_T|unbind|"
      r"_has_compatible|is_)"),
-    ("host", r"^autograd::|AccumulateGrad|Backward\d*$|^detach"),
     ("elementwise", r"^aten::"),
 )  # fmt: skip
+
+
+_AUTOGRAD = re.compile(r"^autograd::|AccumulateGrad|Backward\d*$|^detach")
+_COMPOSITE = ("attention", "softmax", "norm")
+
+
+@functools.cache
+def _named_kind(operation: str) -> tuple[str, str]:
+    """The kind that the operation's name says, and the words that say it."""
+    for kind, pattern in _OPERATIONS:
+        if found := pattern.search(operation):
+            return kind, found[0]
+    return "other", ""
+
+
+def is_composite(operation: str) -> bool:
+    """Whether what the operation calls is of the operation's kind, a mean inside a norm say."""
+    return _named_kind(operation)[0] in _COMPOSITE
 
 
 @functools.cache
@@ -77,25 +94,28 @@ def of_kernel(name: str, category: str, operation: str, in_optimizer: bool) -> P
     for kind, pattern in _KERNELS[2:]:
         if found := pattern.search(name):
             return Placed(kind, f"kernel name has {found[0]!r}")
-    for kind, pattern in _OPERATIONS:
-        if kind != "host" and operation and pattern.search(operation):
-            return Placed(kind, f"launched by {operation}")
+    kind, words = _named_kind(operation)
+    if words and kind != "host":
+        return Placed(kind, f"launched by {operation}")
     return Placed("other", f"no rule for this name, launched by {operation or 'nothing known'}")
 
 
 @functools.cache
-def of_operation(name: str, category: str, in_optimizer: bool) -> Placed:
-    """Of something that ran on the host by itself, without the calls inside it."""
+def of_operation(name: str, category: str, in_optimizer: bool, composite: str = "") -> Placed:
+    """Of something that ran on the host by itself, without the calls inside it; inside of a composite operation."""
     if category in ("annotation", "python"):
         return Placed("host", "Python between the operations")
     if category == "runtime":
         return Placed("host", "a call of the driver")
-    for kind, pattern in _OPERATIONS:
-        if kind == "communication" and pattern.search(name):
-            return Placed(kind, f"operation is {name}")
+    if _AUTOGRAD.search(name):
+        return Placed("host", "autograd's own work")
+    kind, words = _named_kind(name)
+    if kind == "host":
+        return Placed(kind, "views and allocation")
+    if kind == "communication":
+        return Placed(kind, f"operation is {name}")
     if in_optimizer:
         return Placed("optimizer", "called inside Optimizer.step")
-    for kind, pattern in _OPERATIONS:
-        if found := pattern.search(name):
-            return Placed(kind, "views, allocation and autograd" if kind == "host" else f"operation has {found[0]!r}")
-    return Placed("other", f"no rule for {name}")
+    if composite and composite != name:
+        return Placed(_named_kind(composite)[0], f"called inside {composite}")
+    return Placed(kind, f"operation has {words!r}" if words else f"no rule for {name}")

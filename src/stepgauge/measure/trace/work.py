@@ -91,6 +91,7 @@ class Frame:
     path: int
     operation: Call | None
     in_optimizer: bool
+    composite: str
     pieces: int = 0
 
 
@@ -141,7 +142,7 @@ class Resolver:
 
     def _frames(self, calls: list[Call]) -> Iterator[tuple[Frame, float, float]]:
         """Each call's frame, over each time in which it was the innermost: (frame, start, end)."""
-        stack = [Frame(None, float("inf"), "", "", 0, None, False)]
+        stack = [Frame(None, float("inf"), "", "", 0, None, False, "")]
         now = 0.0
         for call in calls:
             while stack[-1].end <= call.start:
@@ -161,7 +162,7 @@ class Resolver:
 
     def _opened(self, call: Call, parent: Frame) -> Frame:
         frame = Frame(call, min(call.end, parent.end), parent.phase, parent.range, parent.path, parent.operation,
-                      parent.in_optimizer)  # fmt: skip
+                      parent.in_optimizer, parent.composite)  # fmt: skip
         if call.category == "annotation":
             self._enter_annotation(call.name, frame)
         elif call.category == "python":
@@ -198,6 +199,8 @@ class Resolver:
     def _enter_operation(self, call: Call, frame: Frame) -> None:
         if frame.operation is None or not flops.stands_for_all_inside(frame.operation.name):
             frame.operation = call
+        if not frame.composite and kinds.is_composite(call.name):
+            frame.composite = call.name
         if call.is_backward and call.name.startswith(_EVALUATES):
             frame.phase = "backward"
             frame.range = self._forward_ranges.get(-1 if call.sequence is None else call.sequence, "")
@@ -220,7 +223,7 @@ class Resolver:
             call = frame.call
             if call is None or call.name.startswith(STEP) or not frame.phase:
                 continue
-            placed = kinds.of_operation(call.name, call.category, frame.in_optimizer)
+            placed = kinds.of_operation(call.name, call.category, frame.in_optimizer, frame.composite)
             first = frame.pieces == 0
             frame.pieces += 1
             yield Work(start, end, _label(call), *placed, frame.phase, frame.range, call.name, call.shapes, first,

@@ -1,0 +1,189 @@
+"""A ProfileSpec run: stopwatch, profiler, analysis. `run` gives its record; the rest lies in a folder beside it."""
+
+import contextlib
+import dataclasses
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepgauge.bench import step as bench_step
+from stepgauge.bench.own_model import build_own, load_factory
+from stepgauge.measure import devices
+from stepgauge.measure.ceilings import ceilings
+from stepgauge.measure.environment import environment
+from stepgauge.measure.profiler import Schedule, profile_phases
+from stepgauge.measure.ranges import module_ranges
+from stepgauge.measure.timing import Phases, time_phases
+from stepgauge.measure.trace.analysis import analyse
+from stepgauge.measure.trace.flame import collapsed, speedscope
+from stepgauge.report.page import Section, page
+from stepgauge.report.profile import blocks as profile_blocks
+from stepgauge.report.views import describe
+from stepgauge.spec.analysis import Analysis
+from stepgauge.spec.profile import ProfileSpec
+from stepgauge.spec.record import Record, Sample
+from stepgauge.train.build import build_step
+from stepgauge.train.step import TrainingStep
+
+ANALYSIS = "analysis.json"
+METHOD = (
+    "The step runs under torch.profiler. A kernel belongs to the host call that launched it, a backward kernel to the "
+    "part of the model whose forward made its operation. On a device, a phase lasts from the end of the phase before "
+    "to its own last kernel's end. On a CPU every operation counts for what it did itself."
+)
+
+
+def folder_of(record: Record, run: Path) -> Path:
+    """Where the run keeps the profile's trace, analysis and flame graphs."""
+    digest = hashlib.sha256(record.key.encode()).hexdigest()[:8]
+    words = [str(record.spec[name]) for name in ("size", "precision")]
+    return run / "profiles" / "-".join([*words, str(record.spec["model"]["context_length"]), digest])
+
+
+def check(spec: ProfileSpec) -> None:
+    """Raises ValueError for what the spec asks together but cannot have, before anything is built."""
+    bench_step.check(spec)
+    if spec.own:
+        load_factory(spec.own)
+
+
+def run(spec: ProfileSpec, *, folder: Path) -> Record:
+    """Times the step, profiles it, analyses the trace. Raises what torch raises: out of memory, mostly."""
+    check(spec)
+    device = torch.device(spec.device)
+    if device.type == "cpu" and not spec.own:
+        devices.require_host_memory(bench_step.least_bytes(spec))
+    asked = Record(kind=spec.kind, spec=dataclasses.asdict(spec))
+    place = folder_of(asked, folder)
+    step, phases = _step(spec, device)
+    with step.precision.matmul_mode():
+        watch = time_phases(phases, device, warmup=spec.warmup, steps=spec.steps, seconds=spec.seconds)
+        before = devices.peak_host_memory()
+        start = time.perf_counter()
+        with _ranges(spec, step, device):
+            plan = Schedule(wait=spec.wait, warmup=spec.profiler_warmup, active=spec.active, repeat=spec.repeat)
+            traces = profile_phases(phases, device, place, schedule=plan, stacks=spec.stacks)
+        found = analyse(*traces)
+        cost_s = time.perf_counter() - start - plan.steps * Sample.of(watch["step"], "ms").median / 1e3
+        cost_bytes = devices.peak_host_memory() - before
+        del step, phases
+        limits = ceilings(device, _compute_dtype(spec))
+    stopwatch = {name: Sample.of(values, "ms") for name, values in watch.items()}
+    found = dataclasses.replace(
+        found,
+        source=traces[0].name,
+        ceilings=limits,
+        stopwatch_ms={name: sample.median for name, sample in stopwatch.items()},
+    )
+    write(found, place)
+    costs = {"profiling_s": Sample.exact(cost_s, "s"), "profiling_host_bytes": Sample.exact(cost_bytes, "bytes")}
+    sizes = Sample.exact(sum(trace.stat().st_size for trace in traces), "bytes")
+    return dataclasses.replace(
+        asked,
+        metrics={**metrics(found, stopwatch), **costs, "trace_bytes": sizes},
+        environment=environment(device),
+    )
+
+
+def _step(spec: ProfileSpec, device: torch.device) -> tuple[TrainingStep, Phases]:
+    if not spec.own:
+        step = build_step(spec, lr=bench_step.LEARNING_RATE)
+        return step, bench_step.make_phases(spec, step, bench_step.make_batch(spec, device))
+    step, batch = build_own(spec.own, precision=spec.precision, optimizer=spec.optimizer, device=device, seed=spec.seed)
+    if spec.compile != "off":
+        step.compute_loss = torch.compile(step.compute_loss)
+    return step, bench_step.make_phases(spec, step, list(batch))
+
+
+@contextlib.contextmanager
+def _ranges(spec: ProfileSpec, step: TrainingStep, device: torch.device) -> Iterator[None]:
+    """Ranges of the modules, unless they are compiled: a graph has none, and hooks would change it."""
+    if spec.compile != "off":
+        yield
+        return
+    with module_ranges(step.module, nvtx=device.type == "cuda"):
+        yield
+
+
+def _compute_dtype(spec: ProfileSpec) -> torch.dtype:
+    return {"bf16": torch.bfloat16, "bf16-pure": torch.bfloat16, "fp16": torch.float16}.get(
+        spec.precision, torch.float32
+    )
+
+
+def metrics(found: Analysis, stopwatch: dict[str, Sample]) -> dict[str, Sample]:
+    """Phases by stopwatch and by profiler, and ms a step of each kind of work."""
+    result = {f"{name}_ms": sample for name, sample in stopwatch.items()}
+    for phase, values in found.phases_us.items():
+        if phase:
+            result[f"profiled_{phase}_ms"] = Sample.of([us / 1e3 for us in values], "ms")
+    whole = [sum(values) / 1e3 for values in zip(*found.phases_us.values(), strict=True)]
+    result["profiled_step_ms"] = Sample.of(whole, "ms")
+    kinds: dict[str, float] = {}
+    for cell in found.cells:
+        kinds[cell.kind] = kinds.get(cell.kind, 0.0) + cell.us
+    for kind, us in sorted(kinds.items(), key=lambda item: -item[1]):
+        result[f"{kind}_ms"] = Sample.exact(us / 1e3 / found.steps, "ms")
+    if found.on_device:
+        result["idle_ms"] = Sample.exact(sum(row.us for row in found.idle) / 1e3 / found.steps, "ms")
+    if found.overlap:
+        result["overlap_ratio"] = Sample.exact(found.overlap.ratio, "")
+        result["exposed_ms"] = Sample.exact(found.overlap.exposed_us / 1e3 / found.steps, "ms")
+    return result
+
+
+def write(found: Analysis, place: Path) -> None:
+    """The analysis, and the flame graph for speedscope and for flamegraph.pl."""
+    place.mkdir(parents=True, exist_ok=True)
+    files: dict[str, Any] = {
+        ANALYSIS: found.to_json(),
+        "speedscope.json": speedscope(found.flame, place.name),
+        "stacks.txt": "\n".join(collapsed(found.flame)) + "\n",
+    }
+    for name, text in files.items():
+        (place / name).write_text(text, encoding="utf-8")
+
+
+def read(record: Record, run: Path) -> Analysis | None:
+    """The analysis beside the record; None for a row that has none."""
+    path = folder_of(record, run) / ANALYSIS
+    return Analysis.from_json(path.read_text(encoding="utf-8")) if record.status == "ok" and path.exists() else None
+
+
+def write_report(found: Sequence[tuple[Record, Analysis | None]], run: Path) -> Path:
+    """One page of all rows; those without an analysis say why."""
+    sections = [_section(describe(record), analysis, record.note) for record, analysis in found]
+    environments = [record.environment for record, analysis in found if analysis]
+    return _write_page("stepgauge profile", sections, _facts(environments[0]) if environments else {}, run)
+
+
+def write_trace_report(found: Sequence[Analysis], folder: Path) -> Path:
+    sections = [_section(Path(analysis.source).name, analysis, "") for analysis in found]
+    devices_seen = dict.fromkeys(analysis.device for analysis in found if analysis.device)
+    return _write_page("stepgauge profile", sections, {"Device": ", ".join(devices_seen) or "not in the trace"}, folder)
+
+
+def _facts(where: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "Device": f"{where['device']}, {where['device_bytes'] / 2**30:.0f} GiB",
+        "Host": f"{where['cpu']}, {where['cores']} cores, {where['os']}",
+        "Software": f"Python {where['python']}, torch {where['torch']}, stepgauge {where['stepgauge']}",
+    }
+
+
+def _section(title: str, found: Analysis | None, note: str) -> Section:
+    question = "Where does the time of a step go?"
+    if found is None:
+        return Section(title, question, reason=note or "its analysis is not on disk")
+    return Section(title, question, profile_blocks(found), method=METHOD)
+
+
+def _write_page(title: str, sections: Sequence[Section], shown: Mapping[str, str], folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "report.html"
+    path.write_text(page(title, sections, facts=shown), encoding="utf-8")
+    return path

@@ -1,0 +1,9 @@
+"""`stepgauge profile ...`: where the time and the memory of a step go."""
+
+from cyclopts import App
+
+from stepgauge.cli.profile import step, trace
+
+app = App(name="profile", help="Where the time and the memory of a step go.")
+app.command(step.step)
+app.command(trace.trace)

@@ -1,0 +1,55 @@
+"""`stepgauge profile step`."""
+
+import functools
+from pathlib import Path
+
+from stepgauge.cli.console import print_records, print_table, tell
+from stepgauge.cli.options import Values, expand, spec_options
+from stepgauge.cli.rows import Fresh, Out, RowFormat, require_success, resolve_devices, run_jobs
+from stepgauge.report.profile import phases_table, tables
+from stepgauge.report.views import describe
+from stepgauge.spec.analysis import Analysis
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.profile import ProfileSpec
+from stepgauge.spec.record import Record
+from stepgauge.spec.store import RunStore
+
+
+@spec_options(ProfileSpec, ModelSpec, sweep=True, defaults={"size": "small", "device": "auto"})
+def step(
+    *,
+    values: Values,
+    out: Out = Path("runs/profile-step"),
+    fresh: Fresh = False,
+    format: RowFormat = "table",
+) -> None:
+    """Profile a training step: kernels by kind, phase and part of the model, idle time, flame graph.
+
+    The step is timed by the stopwatch first, then recorded by torch.profiler, and both stand side by side. Each row
+    leaves a folder with its Chrome trace (opens in Perfetto), speedscope JSON, collapsed stacks and analysis. All rows
+    are in one report.html. Every option takes several values, and their product is profiled.
+    """
+    from stepgauge.bench import profile
+    from stepgauge.bench.sweep import Job
+
+    specs = resolve_devices(expand(ProfileSpec, values))
+    for spec in specs:
+        profile.check(spec)
+    run = functools.partial(profile.run, folder=out)
+    records = run_jobs([Job(run, spec) for spec in specs], RunStore(out), fresh=fresh)
+    if format == "table":
+        found = [(record, profile.read(record, out)) for record in records]
+        for record, analysis in found:
+            _print(record, analysis, brief=len(found) > 1)
+        tell(f"report: {profile.write_report(found, out)}")
+    else:
+        print_records(records, format)
+    require_success(records)
+
+
+def _print(record: Record, found: Analysis | None, *, brief: bool) -> None:
+    print(f"\n{describe(record)}" + ("" if found else f": {record.status.upper()}, {record.note}"))
+    if found:
+        for table in [phases_table(found)] if brief else tables(found):
+            print()
+            print_table(table)

@@ -1,0 +1,73 @@
+"""`stepgauge profile trace`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from stepgauge.cli.console import Format, print_table, progress, tell
+from stepgauge.report.profile import overlap_table, tables
+from stepgauge.report.table import Table
+
+if TYPE_CHECKING:
+    from stepgauge.spec.analysis import Analysis
+
+
+def trace(
+    *files: Annotated[Path, Parameter(help="Chrome traces of torch.profiler, plain or gzip, one a rank.")],
+    overlap: Annotated[
+        bool, Parameter(help="Only the overlap of communication and computing; a must.", negative="")
+    ] = False,
+    out: Annotated[
+        Path | None, Parameter(help="Folder for report, analysis, speedscope JSON and collapsed stacks.")
+    ] = None,
+    format: Annotated[Format, Parameter(help="How the tables are printed.")] = "table",
+) -> None:
+    """Analyse traces that any PyTorch program wrote: kernels by kind, idle time, overlap, flame graph.
+
+    Phases are the program's own ranges of the names forward, backward and optimizer; where it has none, what autograd
+    runs is backward, Optimizer.step is optimizer, and the rest is forward. A file is read as a stream, so that large
+    ones need little memory.
+    """
+    from stepgauge.bench import profile
+    from stepgauge.measure.trace.events import load
+    from stepgauge.measure.trace.overlap import required_overlap
+
+    if not files:
+        raise ValueError("FILE needs a value: the path of a trace")
+    if overlap:
+        _print([overlap_table([required_overlap(load(file)) for file in files])], format)
+        return
+    found = _analyse(files)
+    shown = [table for analysis in found[:1] for table in tables(analysis)]
+    if len(found) > 1:
+        tell(f"tables of {found[0].source}; overlap and report are of all {len(found)}")
+        overlaps = [analysis.overlap for analysis in found if analysis.overlap]
+        shown = [table for table in shown if not table.caption.startswith("Overlap")] + [overlap_table(overlaps)]
+    _print([table for table in shown if table.rows], format)
+    if out:
+        for analysis, file in zip(found, files, strict=True):
+            profile.write(analysis, out / file.name.split(".")[0])
+        tell(f"report: {profile.write_trace_report(found, out)}")
+
+
+def _analyse(files: Sequence[Path]) -> "list[Analysis]":
+    from stepgauge.measure.trace.analysis import analyse
+
+    found = []
+    with progress(len(files), "traces") as (bar, task):
+        for file in files:
+            bar.update(task, description=file.name)
+            found.append(analyse(file))
+            bar.advance(task)
+    return found
+
+
+def _print(shown: Sequence[Table], format: Format) -> None:
+    for table in shown:
+        if format == "table":
+            print_table(table)
+            print()
+        else:
+            print(table.to(format))
