@@ -39,10 +39,11 @@ def _lane(name: str, times: Sequence[Sequence[float]], top: float, colour: str, 
 def _marks(marks: Sequence[Sequence[Any]], x: Any, height: float) -> list[str]:
     parts = []
     for name, start, end in marks:
+        fits = x(end) - x(start) > 8 * len(str(name))
         parts.append(
             f'<path d="M{x(start)} 14V{height - BOTTOM}M{x(end)} 14V{height - BOTTOM}" stroke="var(--grid)"/>'
-            f'<text x="{x(start) + 3}" y="12" fill="var(--faint)">{html.escape(str(name))} '
-            f"{short((end - start) / 1e3)} ms</text>"
+            f'<text x="{x(start) + 3}" y="12" fill="var(--faint)">'
+            f"{f'{html.escape(str(name))} {short((end - start) / 1e3)} ms' if fits else ''}</text>"
         )
     return parts
 
@@ -51,7 +52,7 @@ def _axis(length: float, x: Any, height: float) -> list[str]:
     line = height - BOTTOM + 4
     ticks = [length * share / 5 for share in range(6)]
     return [f'<path d="M{LABEL} {line}H{WIDTH - 8}" stroke="var(--grid)"/>'] + [
-        f'<text x="{x(us)}" y="{line + 16}" text-anchor="middle" fill="var(--faint)">{short(us / 1e3)}'
-        f"{' ms' if us == ticks[-1] else ''}</text>"
+        f'<text x="{x(us)}" y="{line + 16}" text-anchor="{"end" if us == length else "middle"}" fill="var(--faint)">'
+        f"{short(us / 1e3)}{' ms' if us == length else ''}</text>"
         for us in ticks
     ]

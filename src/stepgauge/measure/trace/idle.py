@@ -68,7 +68,7 @@ def origin(trace: Trace, first: Work) -> float:
 def _reason(work: Work, now: float, before: Work | None, waits: list[tuple[float, float]]) -> str:
     if work.launched is None:
         return UNKNOWN
-    if work.launched > now:
+    if work.launched >= now:
         index = bisect.bisect_right(waits, (now, float("inf"))) - 1
         waited = index >= 0 and waits[index][1] >= now
         return SYNCHRONISED if waited else HOST_BOUND

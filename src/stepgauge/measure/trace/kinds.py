@@ -59,7 +59,10 @@ _OPERATIONS = _rules(
     ("host", r"^aten::(empty|t$|transpose|view|_?reshape|as_strided|expand|slice|select|narrow|split|chunk|unsqueeze|"
      r"squeeze|flatten|unflatten|permute|detach|alias|_unsafe_view|resize|set_|result_type|lift|numpy_T|unbind|"
      r"_has_compatible|is_)"),
-    ("elementwise", r"^aten::"),
+    ("elementwise", r"^aten::_?(abs|add|sub|mul|div|neg|exp|log|sqrt|rsqrt|pow|square|recip|tanh|sigmoid|silu|gelu|"
+     r"relu|erf|sin|cos|sign|lerp|clamp|where|masked_fill|fill|zero|ones|full|new_|embedding|index|gather|scatter|take|"
+     r"roll|arange|triu|tril|lt|gt|le|ge|eq|ne|bitwise|logical|dropout|native_dropout|bernoulli|normal|uniform|rand|"
+     r"foreach|maximum|minimum|softplus|pad|threshold|amp_|round|floor|ceil|trunc|remainder|flip|repeat|constant_pad)"),
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 CHUNK = 1 << 20  # characters read at a time
 LONGEST = 1 << 26  # characters of one event; more is no trace but a damaged file
+LONGEST_LITERAL = len("-Infinity")
 _DECODER = json.JSONDecoder()
 _BLANK = " \t\n\r"
 
@@ -59,9 +60,10 @@ class _Window:
             except json.JSONDecodeError as error:
                 if len(self.text) - self.at > LONGEST:
                     raise TraceError(f"is damaged: {error.msg} in an event of over {LONGEST:,} characters") from None
+                left = len(self.text) - error.pos
                 if self.more():
                     continue
-                cut = error.pos >= len(self.text) - 1 or error.msg.startswith("Unterminated")
+                cut = left <= LONGEST_LITERAL or error.msg.startswith("Unterminated")
                 raise TraceError("ends in the middle: it was cut off" if cut else f"is damaged: {error.msg}") from None
             # A number may go on in the next chunk.
             if end == len(self.text) and self.more():
