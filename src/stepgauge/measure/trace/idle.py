@@ -24,14 +24,6 @@ class Moment(NamedTuple):
     reason: str
 
 
-class Span(NamedTuple):
-    """A phase of one step on the device: from the end of the phase before to its own last kernel's end."""
-
-    step: int
-    phase: str
-    us: float
-
-
 def time_line(trace: Trace, works: Iterable[Work]) -> Iterator[Moment]:
     """Each step's kernels in order. Gaps and busy times of a step add up to its time on the device exactly."""
     waits = merged(
@@ -40,11 +32,12 @@ def time_line(trace: Trace, works: Iterable[Work]) -> Iterator[Moment]:
         for call in calls
         if call.category == "runtime" and "Synchronize" in call.name
     )
+    origins = _origins(trace)
     step, now, before = -1, 0.0, None
     for work in sorted(works, key=lambda work: (work.step, work.start)):
         if work.step != step:
             step, before = work.step, None
-            now = origin(trace, work)
+            now = min(origins[step], work.start)
         gap = max(0.0, work.start - now)
         reason = _reason(work, now, before, waits) if gap > 0 else ""
         busy = max(0.0, work.end - max(work.start, now))
@@ -53,16 +46,19 @@ def time_line(trace: Trace, works: Iterable[Work]) -> Iterator[Moment]:
             now, before = work.end, work
 
 
-def origin(trace: Trace, first: Work) -> float:
-    """When the step's first phase began on the host, or the step; its first kernel's start if that is earlier."""
-    start, end = trace.steps[first.step]
-    begun = [
+def _origins(trace: Trace) -> list[float]:
+    """When each step's first phase began on the host; where it has none, when the step began."""
+    begun = sorted(
         call.start
         for calls in trace.threads.values()
         for call in calls
-        if call.category == "annotation" and call.name in PHASES and start <= call.start <= end
-    ]
-    return min([*begun, first.start]) if begun else min(start, first.start)
+        if call.category == "annotation" and call.name in PHASES
+    )
+    result = []
+    for start, end in trace.steps:
+        index = bisect.bisect_left(begun, start)
+        result.append(begun[index] if index < len(begun) and begun[index] <= end else start)
+    return result
 
 
 def _reason(work: Work, now: float, before: Work | None, waits: list[tuple[float, float]]) -> str:
@@ -75,12 +71,3 @@ def _reason(work: Work, now: float, before: Work | None, waits: list[tuple[float
     if before is not None and before.stream != work.stream and before.kind in ("communication", "copy"):
         return DEPENDENCY
     return TURNAROUND
-
-
-def spans(moments: Iterable[Moment]) -> list[Span]:
-    """The phases of each step on the device's time line; they add up to the step."""
-    found: dict[tuple[int, str], float] = {}
-    for moment in moments:
-        key = (moment.work.step, moment.work.phase)
-        found[key] = found.get(key, 0.0) + moment.gap_us + moment.busy_us
-    return [Span(step, phase, us) for (step, phase), us in found.items()]
