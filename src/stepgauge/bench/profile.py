@@ -40,8 +40,9 @@ METHOD = (
 def folder_of(record: Record, run: Path) -> Path:
     """Where the run keeps the profile's trace, analysis and flame graphs."""
     digest = hashlib.sha256(record.key.encode()).hexdigest()[:8]
-    words = [str(record.spec[name]) for name in ("size", "precision")]
-    return run / "profiles" / "-".join([*words, str(record.spec["model"]["context_length"]), digest])
+    spec = record.spec
+    named = [Path(spec["own"]).stem] if spec["own"] else [spec["size"], str(spec["model"]["context_length"])]
+    return run / "profiles" / "-".join([*named, spec["precision"], digest])
 
 
 def check(spec: ProfileSpec) -> None:

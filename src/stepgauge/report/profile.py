@@ -142,6 +142,24 @@ def kinds_table(found: Analysis) -> Table:
     return Table(head, rows, numeric=frozenset(head[1:]), caption=caption)
 
 
+def kinds_shares(found: Analysis) -> list[list[str]]:
+    """[figure, % of a forward, % of the whole step] of matmul, softmax and norm, and of all norm layers by range."""
+    chosen: dict[str, Callable[[Cell], bool]] = {
+        "matmul": lambda cell: cell.kind == "matmul",
+        "attention, fused": lambda cell: cell.kind == "attention",
+        "softmax": lambda cell: cell.kind == "softmax",
+        "norm layers, by range": lambda cell: "norm" in cell.range,
+        "optimizer": lambda cell: cell.kind == "optimizer",
+    }
+    forward = [cell for cell in found.cells if cell.phase == "forward"]
+
+    def share(cells: Sequence[Cell], wanted: Callable[[Cell], bool]) -> str:
+        whole = sum(cell.us for cell in cells)
+        return f"{100 * sum(cell.us for cell in cells if wanted(cell)) / whole:.1f}" if whole else ""
+
+    return [[name, share(forward, wanted), share(found.cells, wanted)] for name, wanted in chosen.items()]
+
+
 def top_table(found: Analysis) -> Table:
     """The one with most time in each phase."""
     sums = _sums(found.cells, lambda c: (c.phase, c.name), lambda c: c.us)

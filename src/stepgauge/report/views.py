@@ -14,7 +14,7 @@ LABELS = {"median": "", "range": " p10 – p90"}
 # Spec fields that name a row even where all rows share them.
 ALWAYS = ("size", "precision", "compile")
 # Spec fields that name a row in few words.
-NAMING = ("size", "precision", "op", "schedule", "algorithm", "backend", "timing", "ranks", "gpus")
+NAMING = ("precision", "op", "schedule", "algorithm", "backend", "timing", "ranks", "gpus")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,12 +176,13 @@ def compare(first: Iterable[Record], second: Iterable[Record], *, ignoring: Sequ
 def describe(record: Record) -> str:
     """What was run, in a few words."""
     spec = flatten(record.spec)
-    words = [str(spec[name]) for name in NAMING if name in spec]
+    named = "own" if spec.get("own") else "size"
+    words = [str(spec[name]) for name in (named, *NAMING) if name in spec]
     if "size_bytes" in spec:
         words.append(f"{spec['size_bytes']:,} B")
     if spec.get("compile", "off") != "off":
         words.append(f"compiled ({spec['compile']})")
-    if "batch" in spec and "context_length" in spec:
+    if named == "size" and "batch" in spec and "context_length" in spec:
         words.append(f"batch {spec['batch']} × {spec['context_length']}")
     return " ".join([record.kind, *words])
 

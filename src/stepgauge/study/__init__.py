@@ -3,11 +3,12 @@
 A new experiment is one file with an EXPERIMENT, and one line here.
 """
 
-from stepgauge.study import compilation, precision, step_time, training, warm_up
+from stepgauge.study import compilation, precision, profile, step_time, training, warm_up
 
 EXPERIMENTS = (
     step_time.EXPERIMENT,
     warm_up.EXPERIMENT,
+    profile.EXPERIMENT,
     precision.EXPERIMENT,
     compilation.EXPERIMENT,
     training.EXPERIMENT,

@@ -33,6 +33,7 @@ class Experiment:
     method    how the figures come about
     jobs      what it runs on a machine, in a folder of the run
     blocks    what its section shows of its own records
+    pictures  what it shows of files that lie beside the records, in the folder of the run
     needs     why the machine cannot run it, or None
     """
 
@@ -42,4 +43,5 @@ class Experiment:
     method: str
     jobs: Callable[[Machine, Path], Sequence[Job]]
     blocks: Callable[[Sequence[Record]], Sequence[Block]]
+    pictures: Callable[[Sequence[Record], Path], Sequence[Block]] = lambda records, folder: ()
     needs: Callable[[Machine], str | None] = lambda machine: None

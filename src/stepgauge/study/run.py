@@ -83,7 +83,8 @@ def _section(experiment: Experiment, machine: Machine, folder: Path, records: Se
     if not own:
         return dataclasses.replace(bare, reason="not measured in this run")
     try:
-        return dataclasses.replace(bare, blocks=experiment.blocks(own))
+        blocks = [*experiment.blocks(own), *experiment.pictures(own, folder)]
+        return dataclasses.replace(bare, blocks=blocks)
     except Exception as error:  # one section that cannot be drawn must not cost the others
         return dataclasses.replace(bare, reason=f"its section cannot be drawn: {type(error).__name__}: {error}")
 

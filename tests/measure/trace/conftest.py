@@ -70,7 +70,10 @@ class GpuTrace:
                 "deviceProperties": [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}],
                 "distributedInfo": {"backend": "nccl", "rank": self.rank, "world_size": 2},
                 "displayTimeUnit": "ms",
-                "traceEvents": [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}}, *self.events],
+                "traceEvents": [
+                    {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}},
+                    *self.events,
+                ],
                 "traceName": "a/trace.json",
             },
             indent=1,

@@ -8,7 +8,7 @@ import pytest
 from stepgauge.measure.trace import read as reading
 from stepgauge.measure.trace.read import TraceError, read
 
-EVENTS = [{"ph": "X", "name": f"event {n} ü \\ \" }}", "ts": n, "args": {"a": [n, {"b": None}]}} for n in range(50)]
+EVENTS = [{"ph": "X", "name": f'event {n} ü \\ " }}', "ts": n, "args": {"a": [n, {"b": None}]}} for n in range(50)]
 OBJECT = {"schemaVersion": 1, "traceEvents": EVENTS, "traceName": "x", "number": 12345}
 
 

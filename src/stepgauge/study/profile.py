@@ -1,0 +1,89 @@
+"""E2: where the time of a step goes, by kind of work, phase and part of the model."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from stepgauge.bench import profile
+from stepgauge.bench.sweep import Job
+from stepgauge.report.page import Block, Text
+from stepgauge.report.profile import blocks as profile_blocks
+from stepgauge.report.profile import kinds_shares
+from stepgauge.report.table import Table
+from stepgauge.report.views import describe, flatten, record_table
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.profile import ProfileSpec
+from stepgauge.spec.record import Record
+from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.plans import OURS, S1, S2, sizes
+
+# What S1 and S5 say of their profiles: (source, figure, value).
+PUBLISHED = (
+    ("S1", "matmul, share of a forward", "82 %"),
+    ("S1", "matmul, share of a whole step", "71 %"),
+    ("S1", "norm layers, share of a forward at xl", "2.5 %"),
+    ("S1", "softmax, share of a forward at xl", "3.3 %"),
+    ("S5", "softmax in one attention, against its matrix products", "800 µs against 762 µs"),
+)
+
+
+def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+    if not machine.is_gpu:
+        return [_job(machine, folder, "tiny", load=S2, attention="eager")]
+    fit = sizes(machine)
+    ends = list(dict.fromkeys((fit[0], fit[-1])))
+    rows = [_job(machine, folder, size, load=S1, attention="eager") for size in ends]
+    return [*rows, _job(machine, folder, ends[-1], load=OURS, attention="sdpa", precision="bf16")]
+
+
+def _job(
+    machine: Machine, folder: Path, size: str, *, load: tuple[int, int], attention: str, precision: str = "fp32"
+) -> Job:
+    batch, context = load
+    model = ModelSpec.preset(size, context_length=context, attention=attention)
+    counts = {} if machine.is_gpu else {"warmup": 2, "steps": 5, "seconds": 0.5}
+    spec = ProfileSpec(model=model, size=size, batch=batch, precision=precision, device=machine.device, **counts)  # type: ignore[arg-type]
+    return Job(functools.partial(profile.run, folder=folder / "profile"), spec)
+
+
+def blocks(records: Sequence[Record]) -> Sequence[Block]:
+    return [record_table([_timings(record) for record in records])]
+
+
+def _timings(record: Record) -> Record:
+    """The record without the shares of the kinds: tables of their own give them."""
+    kept = {n: s for n, s in record.metrics.items() if n.startswith(("profil", "step", "forward", "backward", "opt"))}
+    return dataclasses.replace(record, metrics=kept)
+
+
+def pictures(records: Sequence[Record], folder: Path) -> Sequence[Block]:
+    shown: list[Block] = []
+    rows = []
+    for record in records:
+        found = profile.read(record, folder / "profile")
+        if found is None:
+            continue
+        spec = flatten(record.spec)
+        name = f"{describe(record).removeprefix('profile ')}, {spec['attention']} attention"
+        rows += [[name, *cells] for cells in kinds_shares(found)]
+        shown += [Text(f"{name}:"), *profile_blocks(found)]
+    head = ["row", "figure", "forward %", "whole step %"]
+    table = Table(head, rows, numeric=frozenset(head[2:]), caption="Shares of kernel time, forward against whole step.")
+    theirs = Table(
+        ["source", "figure", "value"],
+        list(PUBLISHED),
+        caption="What others published of their profiles (A100, laptop).",
+    )
+    return [table, theirs, *shown] if rows else []
+
+
+EXPERIMENT = Experiment(
+    name="profile",
+    title="Where the time goes",
+    question="Which kernels, phases and parts of the model take the time of a step, and why does the device wait?",
+    method=profile.METHOD,
+    jobs=jobs,
+    blocks=blocks,
+    pictures=pictures,
+)
