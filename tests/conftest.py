@@ -1,4 +1,5 @@
 import dataclasses
+import importlib.util
 import os
 from pathlib import Path
 
@@ -44,3 +45,30 @@ def stepgauge(capfd):
         return status, out, err
 
     return run
+
+
+def _gpu_trace():
+    spec = importlib.util.spec_from_file_location("gpu_trace", Path(__file__).with_name("gpu_trace.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def gpu_trace():
+    """The class that writes a GPU's trace event by event."""
+    return _gpu_trace().GpuTrace
+
+
+@pytest.fixture
+def gpu_step():
+    """gpu_step(trace, number) adds one whole step."""
+    return _gpu_trace().step
+
+
+@pytest.fixture
+def gpu_trace_text(gpu_trace, gpu_step):
+    """A trace of one step with communication."""
+    trace = gpu_trace()
+    gpu_step(trace)
+    return trace.text()

@@ -5,8 +5,9 @@ import shutil
 import pytest
 
 from stepgauge.report import figure
-from stepgauge.report.page import Headline, Plot, Section, Text, page
+from stepgauge.report.page import Flame, Headline, Plot, Section, Text, page
 from stepgauge.report.table import Table
+from stepgauge.report.timeline import timeline
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium on the path")
@@ -111,3 +112,58 @@ def test_it_fits_a_phone(browser, path):
     tab = browser.new_page(viewport={"width": 390, "height": 800})
     tab.goto(path.as_uri())
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.fixture(scope="module")
+def flame_path(tmp_path_factory):
+    def block(number):
+        return [
+            f"blocks.{number}",
+            0.0,
+            [["attention", 1000.0, [["softmax </script>", 500.0, []]]], ["norm", 500.0, []]],
+        ]
+
+    tree = ["", 0.0, [["forward", 0.0, [block(0), block(1), ["head", 2000.0, []]]], ["optimizer", 2000.0, []]]]
+    lanes = {"matmul": [[0, 400], [500, 900]], "copy": [[100, 200]]}
+    drawn = Plot(timeline(lanes, [["forward", 0, 450], ["backward", 450, 900]]), "A step over time.")
+    text = page("A profile", [Section("Row", "Where?", [Flame(tree, 2, "By nesting."), drawn])], facts={})
+    path = tmp_path_factory.mktemp("flame") / "report.html"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def boxes(tab):
+    return [t for t in tab.locator(".flame .rows div").all_inner_texts() if t]
+
+
+def test_a_flame_graph_zooms_searches_and_merges(browser, flame_path):
+    tab = opened(browser, flame_path)
+    assert tab.problems == []
+    names = boxes(tab)
+    assert names[:3] == ["all", "forward", "blocks.0"]
+    assert names.count("norm") == 2
+    assert "softmax </script>" in names
+    output = tab.locator(".flame output")
+    assert output.inner_text() == "all: 4.00 ms a step, 100 %"
+    tab.fill(".flame input[type=search]", "NORM")
+    assert output.inner_text().startswith("found: 0.500 ms a step, 12.5 %")
+    assert tab.locator(".flame .found").count() == 2
+    tab.check(".flame .merge")
+    assert boxes(tab).count("norm") == 1
+    assert "blocks.*" in boxes(tab)
+    tab.fill(".flame input[type=search]", "")
+    tab.locator(".flame .rows div", has_text="blocks.*").first.click()
+    assert "head" not in boxes(tab)
+    assert output.inner_text().startswith("blocks.*: 2.00 ms a step, 50.0 %")
+    tab.click(".flame .reset")
+    assert "head" in boxes(tab)
+
+
+def test_the_profile_fits_and_changes_with_the_theme(browser, flame_path):
+    def colour(tab):
+        return tab.evaluate("getComputedStyle(document.querySelector('.flame .rows div')).backgroundColor")
+
+    light, dark = (opened(browser, flame_path, scheme) for scheme in ("light", "dark"))
+    assert colour(light) != colour(dark)
+    assert light.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert light.locator("svg title").all_text_contents() == ["matmul: 0.8 ms", "copy: 0.1 ms"]

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import shutil
 import tempfile
+import warnings
 from pathlib import Path
 
 import torch
@@ -43,14 +44,19 @@ def profile_phases(
         written.append(folder / (f"trace-{len(written)}.json.gz" if schedule.repeat > 1 else "trace.json.gz"))
         _export(profiler, written[-1])
 
-    with profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if nvtx else [])],
-        schedule=torch.profiler.schedule(**dataclasses.asdict(schedule)),
-        on_trace_ready=write,
-        record_shapes=True,
-        with_stack=stacks,
-        experimental_config=torch._C._profiler._ExperimentalConfig(verbose=True) if stacks else None,
-    ) as profiler:
+    with (
+        warnings.catch_warnings(),
+        profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if nvtx else [])],
+            schedule=torch.profiler.schedule(**dataclasses.asdict(schedule)),
+            on_trace_ready=write,
+            record_shapes=True,
+            with_stack=stacks,
+            experimental_config=torch._C._profiler._ExperimentalConfig(verbose=True) if stacks else None,
+        ) as profiler,
+    ):
+        # It warns that a cycle's events end with the cycle: they are in the cycle's trace.
+        warnings.filterwarnings("ignore", message=".*Profiler clears events")
         for _ in range(schedule.steps):
             for name, phase in phases.items():
                 with named(name, nvtx=nvtx):

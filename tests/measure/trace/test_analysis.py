@@ -1,5 +1,7 @@
 """What an analysis says of traces whose every figure is known."""
 
+import contextlib
+
 import pytest
 
 from stepgauge.measure.trace.analysis import analyse, repeated
@@ -117,8 +119,11 @@ def test_a_foreign_trace_needs_no_ranges(trace, tmp_path):
 
 
 def test_modules_of_a_foreign_trace_are_its_ranges(trace, tmp_path):
-    with trace.call("nn.Module: Net_0", "python_function"), trace.call("nn.Module: Linear_3", "python_function"):
-        with trace.call("torch/nn/functional.py(1): linear", "python_function"), trace.op("aten::addmm"):
+    python = "nn.Module: Net_0", "nn.Module: Linear_3", "torch/nn/functional.py(1): linear"
+    with contextlib.ExitStack() as stack:
+        for name in python:
+            stack.enter_context(trace.call(name, "python_function"))
+        with trace.op("aten::addmm"):
             trace.launch("void gemm()", 10)
     (cell,) = analyse(trace.write(tmp_path / "t.json")).cells
     assert cell.range == "Net_*.Linear_*"

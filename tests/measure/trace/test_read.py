@@ -63,7 +63,7 @@ def test_a_cut_gzip_file_a_binary_file_and_a_missing_one_are_said(tmp_path):
         path.write_bytes(content)
         with pytest.raises(TraceError, match=words):
             list(read(path))
-    with pytest.raises(TraceError, match="cannot read .*No such file"):
+    with pytest.raises(TraceError, match=r"cannot read .*No such file"):
         list(read(tmp_path / "absent"))
 
 

@@ -67,6 +67,8 @@ _OPERATIONS = _rules(
 
 
 _AUTOGRAD = re.compile(r"^autograd::|AccumulateGrad|Backward\d*$|^detach")
+_COMPILER = re.compile(r"^(Torch-Compiled|TorchDynamo|Pregraph|AOTDispatcher|CompiledFunction|CompiledF)")
+GENERATED = "## Call Compiled"  # around code that the compiler wrote for a CPU, which records nothing itself
 _COMPOSITE = ("attention", "softmax", "norm")
 
 
@@ -106,6 +108,10 @@ def of_kernel(name: str, category: str, operation: str, in_optimizer: bool) -> P
 @functools.cache
 def of_operation(name: str, category: str, in_optimizer: bool, composite: str = "") -> Placed:
     """Of something that ran on the host by itself, without the calls inside it; inside of a composite operation."""
+    if name.startswith(GENERATED):
+        return Placed("other", "code that torch.compile wrote: many operations in one")
+    if _COMPILER.match(name):
+        return Placed("host", "torch.compile's own work")
     if category in ("annotation", "python"):
         return Placed("host", "Python between the operations")
     if category == "runtime":

@@ -145,8 +145,9 @@ class Resolver:
         stack = [Frame(None, float("inf"), "", "", 0, None, False, "")]
         now = 0.0
         for call in calls:
-            while stack[-1].end <= call.start:
+            while stack[-1].end <= call.start or _is_opener(stack[-1], call):
                 done = stack.pop()
+                done.end = min(done.end, call.start)
                 if done.end > now or not done.pieces:
                     yield done, now, max(now, done.end)
                 now = max(now, done.end)
@@ -251,11 +252,19 @@ class Resolver:
                     1)  # fmt: skip
 
 
+def _is_opener(frame: Frame, call: Call) -> bool:
+    """Whether the frame is the Python function that opened the range: it returns, and the range goes on."""
+    python = frame.call is not None and frame.call.category == "python"
+    return python and call.category == "annotation" and call.end > frame.end
+
+
 def _is_range(name: str) -> bool:
     return not (name.startswith(STEP) or _OWN.match(name) or _PHASE.match(name))
 
 
 def _label(call: Call) -> str:
+    if call.name.startswith(kinds.GENERATED):
+        return "compiled code"
     return "Python" if call.category in ("annotation", "python") else call.name
 
 

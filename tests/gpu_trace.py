@@ -3,8 +3,6 @@
 import contextlib
 import json
 
-import pytest
-
 
 class GpuTrace:
     """A host with a clock that the test advances, and a device that runs kernels in order a stream, at 10 µs a launch.
@@ -44,9 +42,11 @@ class GpuTrace:
     def backward_of(self, name, sequence):
         """What the autograd engine runs on its own thread."""
         self.thread += 1
-        with self.op(f"autograd::engine::evaluate_function: {name}", sequence=sequence, backward=True):
-            with self.op(name, sequence=sequence, backward=True):
-                yield
+        with (
+            self.op(f"autograd::engine::evaluate_function: {name}", sequence=sequence, backward=True),
+            self.op(name, sequence=sequence, backward=True),
+        ):
+            yield
         self.thread -= 1
 
     def launch(self, name, us, stream=7, category="kernel"):
@@ -111,14 +111,3 @@ def step(trace, number=0, communicates=True):
             trace.launch(ADAM, 60)
         trace.synchronize()
         trace.now += 40
-
-
-@pytest.fixture
-def gpu_trace():
-    return GpuTrace
-
-
-@pytest.fixture
-def gpu_step():
-    """gpu_step(trace, number) adds one whole step."""
-    return step

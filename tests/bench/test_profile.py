@@ -1,0 +1,161 @@
+"""A profiled step as a record, and what lies beside it."""
+
+import gzip
+import json
+
+import pytest
+import torch
+
+from stepgauge.bench.profile import check, folder_of, read, run
+from stepgauge.measure.trace.events import load
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.profile import ProfileSpec
+from stepgauge.spec.record import Record
+
+COUNTS = {"warmup": 1, "steps": 2, "seconds": 0.0, "wait": 0, "profiler_warmup": 1, "active": 2}
+
+
+def nano(**fields):
+    shape = {"vocab_size": 300, "context_length": 32, "attention": fields.pop("attention", "eager")}
+    return ProfileSpec(**{"model": ModelSpec.preset("nano", **shape), "size": "nano", "batch": 2, **COUNTS, **fields})
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    record = run(nano(), folder=folder)
+    return record, read(record, folder), folder_of(record, folder)
+
+
+def test_every_range_of_the_model_is_there(profiled):
+    _, found, _ = profiled
+    blocks = ("attention.scores", "attention.softmax", "attention.values", "attention.input", "attention.output",
+              "attention.rotation", "feed_forward.gate_up", "feed_forward.down", "attention_norm",
+              "feed_forward_norm")  # fmt: skip
+    wanted = {"embedding", "norm", "head", "loss", *(f"blocks.*.{part}" for part in blocks)}
+    for phase in ("forward", "backward"):
+        assert wanted <= {cell.range for cell in found.cells if cell.phase == phase}
+    assert {cell.phase for cell in found.cells} == {"forward", "backward", "optimizer"}
+
+
+def test_the_parts_add_up_to_the_phases(profiled):
+    record, found, _ = profiled
+    for phase, values in found.phases_us.items():
+        assert sum(c.us for c in found.cells if c.phase == phase) == pytest.approx(sum(values))
+        assert record.median(f"profiled_{phase}_ms") == pytest.approx(sum(values) / len(values) / 1e3)
+    kinds = {c.kind for c in found.cells}
+    assert sum(record.median(f"{kind}_ms") for kind in kinds) == pytest.approx(
+        sum(map(sum, found.phases_us.values())) / found.steps / 1e3
+    )
+    assert found.steps == 2
+
+
+def test_the_phases_are_those_of_the_trace(profiled):
+    """An oracle of its own: the lengths of the annotations that the profiler wrote."""
+    _, found, place = profiled
+    events = json.loads(gzip.decompress((place / "trace.json.gz").read_bytes()))["traceEvents"]
+    for phase, values in found.phases_us.items():
+        lengths = [e["dur"] for e in events if e.get("cat") == "user_annotation" and e["name"] == phase]
+        assert values == pytest.approx(lengths, abs=1.0)
+
+
+def test_matmul_flops_are_those_of_torch(profiled):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from stepgauge.models.transformer import TransformerLM
+
+    _, found, _ = profiled
+    tokens = torch.randint(300, (2, 32))
+    counter = FlopCounterMode(display=False)
+    with counter:
+        TransformerLM(nano().model)(tokens, tokens).backward()
+    assert sum(c.flops for c in found.cells if c.kind == "matmul") / found.steps == counter.get_total_flops()
+
+
+def test_nothing_is_silently_other(profiled):
+    _, found, _ = profiled
+    assert all(cell.rule for cell in found.cells)
+    other = sum(cell.us for cell in found.cells if cell.kind == "other")
+    assert other < 0.02 * sum(cell.us for cell in found.cells)
+
+
+def test_the_flame_graphs_hold_the_same_time(profiled):
+    _, found, place = profiled
+    whole = sum(cell.us for cell in found.cells)
+    lines = (place / "stacks.txt").read_text().splitlines()
+    assert sum(int(line.rpartition(" ")[2]) for line in lines) / 1e3 == pytest.approx(whole, rel=1e-3)
+    assert any(line.startswith("forward;blocks.1;attention;softmax;") for line in lines)
+    scope = json.loads((place / "speedscope.json").read_text())
+    assert sum(scope["profiles"][0]["weights"]) == pytest.approx(whole, rel=1e-3)
+    names = len(scope["shared"]["frames"])
+    assert all(index < names for sample in scope["profiles"][0]["samples"] for index in sample)
+
+
+def test_a_record_survives_the_disk_and_finds_its_folder(profiled):
+    record, found, place = profiled
+    again = Record.from_json(record.to_json())
+    assert again == record
+    assert folder_of(again, place.parents[1]) == place
+    assert found.ceilings.flop_per_s > 1e9
+    assert record.median("profiling_host_bytes") >= 0
+
+
+def test_cycles_are_one_analysis(tmp_path):
+    record = run(nano(repeat=2), folder=tmp_path)
+    found = read(record, tmp_path)
+    assert found.steps == 4
+    place = folder_of(record, tmp_path)
+    assert sorted(path.name for path in place.glob("trace*")) == ["trace-0.json.gz", "trace-1.json.gz"]
+    assert len(load(place / "trace-0.json.gz").steps) == 2
+
+
+def test_stacks_are_in_the_flame_graph(tmp_path):
+    record = run(nano(stacks=True), folder=tmp_path)
+    text = (folder_of(record, tmp_path) / "stacks.txt").read_text()
+    assert "parts.py" in text
+    found = read(record, tmp_path)
+    assert "blocks.*.attention.softmax" in {cell.range for cell in found.cells if cell.phase == "backward"}
+
+
+def test_a_model_of_ones_own(tmp_path):
+    own = tmp_path / "mine.py"
+    own.write_text(
+        "import torch\n"
+        "def make():\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)), (torch.randn(4, 8),)\n"
+    )
+    record = run(nano(own=f"{own}:make"), folder=tmp_path)
+    assert {c.range for c in read(record, tmp_path).cells if c.phase == "backward"} >= {"0", "1"}
+    assert folder_of(record, tmp_path).name.startswith("mine-")
+    with pytest.raises(ValueError, match="has no function 'made'; it has make"):
+        check(nano(own=f"{own}:made"))
+
+
+def test_profiling_leaves_the_step_as_it_was():
+    """The ranges must not stay on the model, nor change what it computes."""
+    from stepgauge.bench.profile import _ranges, _step
+
+    spec = nano()
+    step, _ = _step(spec, torch.device("cpu"))
+    tokens = torch.randint(300, (2, 32))
+    before = step.forward(tokens, tokens)
+    with _ranges(spec, step, torch.device("cpu")):
+        inside = step.forward(tokens, tokens)
+    assert torch.equal(before, inside)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in step.module.modules())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_ranges_add_up_to_the_stopwatch_on_a_gpu(tmp_path, precision):
+    model = ModelSpec.preset("small", context_length=512, attention="eager")
+    spec = ProfileSpec(model=model, size="small", batch=16, precision=precision, device="cuda", active=5)
+    record = run(spec, folder=tmp_path)
+    found = read(record, tmp_path)
+    assert found.on_device
+    for phase, values in found.phases_us.items():
+        assert sum(values) / len(values) / 1e3 == pytest.approx(found.stopwatch_ms[phase], rel=0.05)
+    assert not any(cell.phase == "" for cell in found.cells)
+    scores = [c for c in found.cells if c.range == "blocks.*.attention.scores" and c.kind == "matmul"]
+    assert {c.phase for c in scores} == {"forward", "backward"}

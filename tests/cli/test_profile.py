@@ -1,0 +1,96 @@
+"""`profile step` and `profile trace` as a user meets them."""
+
+import gzip
+import json
+
+import pytest
+
+from stepgauge.spec.store import RunStore
+
+NANO = ("--size", "nano", "--context", "16", "--vocab-size", "300", "--batch", "2", "--device", "cpu")
+QUICK = (*NANO, "--steps", "2", "--seconds", "0", "--warmup", "1", "--active", "1", "--wait", "0")
+
+
+def sentence(err):
+    lines = [line for line in err.splitlines() if line.startswith("stepgauge:")]
+    assert len(lines) == 1, err
+    assert "Traceback" not in err
+    return lines[0]
+
+
+def test_profile_step_then_its_trace(stepgauge, tmp_path):
+    run = tmp_path / "run"
+    status, out, err = stepgauge("profile", "step", *QUICK, "--attention", "eager", "--out", run)
+    assert status == 0, err
+    for words in ("sum of ranges", "blocks.*.attention.softmax", "Kinds of work", "placed because", "of\nroofline"):
+        assert words.split("\n")[0] in out
+    (record,) = RunStore(run).read().records
+    assert record.kind == "profile"
+    assert record.median("matmul_ms") > 0
+    assert '<figure class="flame"' in (run / "report.html").read_text()
+    (place,) = (run / "profiles").iterdir()
+    assert {path.name for path in place.iterdir()} == {
+        "analysis.json", "speedscope.json", "stacks.txt", "trace.json.gz",
+    }  # fmt: skip
+    status, out, err = stepgauge("profile", "trace", place / "trace.json.gz", "--out", tmp_path / "again")
+    assert status == 0, err
+    assert "blocks.*.attention.softmax" in out
+    assert (tmp_path / "again" / "report.html").exists()
+    status, out, _ = stepgauge("profile", "step", *QUICK, "--attention", "eager", "--out", run, "--format", "csv")
+    assert status == 0
+    assert len(RunStore(run).read().records) == 1  # it was there
+    assert stepgauge("show", run)[0] == 0
+
+
+def test_a_foreign_file_is_one_sentence_and_status_2(stepgauge, tmp_path, gpu_trace_text):
+    cases = {
+        "cut.json": (gpu_trace_text[:-200], "ends in the middle"),
+        "foreign.json": ('{"name": "x"}', "has no traceEvents"),
+        "empty.json": ('{"traceEvents": []}', "neither kernels nor operations"),
+        "text.json": ("hello", "is no Chrome trace"),
+    }
+    for name, (text, words) in cases.items():
+        path = tmp_path / name
+        path.write_text(text)
+        status, out, err = stepgauge("profile", "trace", path)
+        assert (status, out) == (2, "")
+        assert words in sentence(err)
+    status, _, err = stepgauge("profile", "trace", tmp_path / "absent.json")
+    assert status == 2
+    assert "No such file" in sentence(err)
+    status, _, err = stepgauge("profile", "trace")
+    assert status == 2
+    assert "FILE needs a value" in sentence(err)
+
+
+def test_overlap_of_ranks_and_of_a_trace_without_communication(stepgauge, tmp_path, gpu_trace_text):
+    path = tmp_path / "rank0.json.gz"
+    path.write_bytes(gzip.compress(gpu_trace_text.encode()))
+    status, out, _ = stepgauge("profile", "trace", path, path, "--overlap", "--format", "csv")
+    assert status == 0
+    assert out.splitlines()[1:3] == ["0,150.0,410.0,60.00,90.00,0.4000"] * 2
+    silent = json.loads(gpu_trace_text)
+    silent["traceEvents"] = [e for e in silent["traceEvents"] if "nccl" not in e["name"]]
+    (tmp_path / "silent.json").write_text(json.dumps(silent))
+    status, _, err = stepgauge("profile", "trace", tmp_path / "silent.json", "--overlap")
+    assert status == 2
+    assert "has no communication" in sentence(err)
+    status, out, _ = stepgauge("profile", "trace", tmp_path / "silent.json")
+    assert status == 0
+    assert "Overlap" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--active", "0"), "active is 0; it must be at least 1"),
+        (("--own", "mine.py:make"), "there is no file mine.py"),
+        (("--own", "mine"), "name it as FILE.py:factory"),
+        (("--precision", "fp7"), "precision is 'fp7'; choose one of"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_status_2(stepgauge, tmp_path, arguments, words):
+    status, _, err = stepgauge("profile", "step", *QUICK, *arguments, "--out", tmp_path / "run")
+    assert status == 2
+    assert words in sentence(err)
+    assert not (tmp_path / "run").exists()
