@@ -141,6 +141,9 @@ def lines(
             axes.set_yscale("log")
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_bytes(value)))
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+            axes.yaxis.set_minor_formatter(
+                FuncFormatter(lambda value, _: short(value) if f"{value:e}"[0] in "25" else "")
+            )
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         axes.margins(x=0.02)

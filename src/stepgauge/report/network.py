@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from stepgauge.report.figure import FAINT, GRID, INK, SERIES, canvas
 
 Place = tuple[float, float]
+_LABEL_POINTS = 9  # from a line to its label
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +39,9 @@ def rows(levels: Sequence[Sequence[str]]) -> dict[str, Place]:
     }
 
 
-def network(places: Mapping[str, Place], edges: Sequence[Edge], *, width: float = 4.2, height: float = 4.2) -> str:
+def network(places: Mapping[str, Place], edges: Sequence[Edge], *, height: float = 3.4) -> str:
     """The boxes where they are placed, and the edges. Edges both ways between two boxes are bent apart."""
-    with canvas(width, height) as (axes, output):
+    with canvas(7.2, height) as (axes, output):
         axes.set_axis_off()
         pairs = {(edge.source, edge.target) for edge in edges if edge.directed}
         for edge in edges:
@@ -49,7 +50,9 @@ def network(places: Mapping[str, Place], edges: Sequence[Edge], *, width: float 
         for name, (x, y) in places.items():
             box = {"boxstyle": "round,pad=0.5", "facecolor": GRID, "edgecolor": GRID}
             axes.text(x, y, name, ha="center", va="center", color=INK, fontsize=9, bbox=box, zorder=3)
-        axes.margins(0.2)
+        xs, ys = zip(*places.values(), strict=True)
+        axes.set_xlim(min(xs) - 0.5, max(xs) + 0.5)
+        axes.set_ylim(min(ys) - 0.35, max(ys) + 0.35)
     return output[0]
 
 
@@ -59,6 +62,7 @@ def _draw(axes: object, start: Place, end: Place, edge: Edge, bend: float) -> No
         "",
         end,
         start,
+        annotation_clip=False,
         arrowprops={
             "arrowstyle": "-|>" if edge.directed else "-",
             "connectionstyle": f"arc3,rad={bend}",
@@ -70,5 +74,9 @@ def _draw(axes: object, start: Place, end: Place, edge: Edge, bend: float) -> No
     )
     if edge.label:
         (x0, y0), (x1, y1) = start, end
-        x, y = (x0 + x1) / 2 + bend * (y1 - y0) / 2, (y0 + y1) / 2 - bend * (x1 - x0) / 2
-        axes.text(x, y, edge.label, ha="center", va="center", color=FAINT, fontsize=7.5)  # type: ignore[attr-defined]
+        middle = (x0 + x1) / 2 + bend * (y1 - y0) / 2, (y0 + y1) / 2 - bend * (x1 - x0) / 2
+        length = math.hypot(x1 - x0, y1 - y0)
+        beside = -_LABEL_POINTS * (y1 - y0) / length, _LABEL_POINTS * (x1 - x0) / length
+        axes.annotate(  # type: ignore[attr-defined]
+            edge.label, middle, beside, textcoords="offset points", ha="center", va="center", color=FAINT, fontsize=8
+        )

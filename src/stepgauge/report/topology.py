@@ -62,8 +62,7 @@ def picture(found: Topology) -> str:
         for (i, j), name in found.links.items()
         if name.startswith("NV")
     ]
-    widest = max(len(level) for level in levels)
-    return network(rows(levels), edges, width=min(9.0, 2.5 + 0.9 * widest), height=1.4 * len(levels))
+    return network(rows(levels), edges, height=1.2 * len(levels))
 
 
 def _node(nodes: list[str], found: Topology, index: int | None) -> str:

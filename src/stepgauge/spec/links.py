@@ -89,7 +89,8 @@ def fit(points: Sequence[Point], *, noise: float = NOISE) -> list[Piece]:
 
     Breakpoints lie between two measured sizes (at their geometric mean). Among all ways to cut the sizes into up to
     MOST_PIECES runs of at least LEAST_POINTS, the one is taken that minimises
-    sum((relative error / noise)²) + PENALTY·pieces; dynamic programming finds it. Raises ValueError for fewer than two sizes.
+    sum((relative error / noise)²) + PENALTY·pieces; dynamic programming finds it.
+    Raises ValueError for fewer than two sizes.
     """
     ordered = sorted(points)
     if len({size for size, _ in ordered}) < 2:
