@@ -15,21 +15,17 @@ from stepgauge.spec.record import Record, Sample
 
 
 def job(spec: BroadcastSpec) -> Job:
-    """What the sweep runs. A block size means nothing to schedules without blocks: they are asked for with the default.
-
-    Raises ValueError for more GPUs than there are.
-    """
+    """What the sweep runs. Schedules without blocks are asked for with the default size of a block, whatever it was."""
     if spec.schedule in BLOCKLESS:
         spec = dataclasses.replace(spec, block_bytes=BroadcastSpec().block_bytes)
-    if spec.device == "cpu":
-        return Job(ON_RANKS, spec)
-    there = torch.cuda.device_count()
-    if spec.gpus > there:
-        raise ValueError(f"gpus is {spec.gpus}; this machine has {there}")
-    return Job(on_gpus, spec)
+    return Job(ON_RANKS if spec.device == "cpu" else on_gpus, spec)
 
 
 def on_gpus(spec: BroadcastSpec) -> Record:
+    """The row in this process. Raises ValueError for more GPUs than there are."""
+    there = torch.cuda.device_count()
+    if spec.gpus > there:
+        raise ValueError(f"gpus is {spec.gpus}; this machine has {there}")
     require_host_memory(2 * spec.size_bytes + 2 * spec.block_bytes)
     engine = GpuEngine(spec.size_bytes, spec.gpus, spec.block_bytes)
     times, alone = _measure(spec, engine)

@@ -28,10 +28,11 @@ class RankTimes:
 
 def measure(spec: CommSpec) -> RankTimes:
     """Checks, then times, then checks again. Raises WrongResultError."""
-    device = torch.device(spec.device)
+    world = joined_world()
+    assert world is not None, "collectives run on ranks"
+    device = world.device(spec.device)
     if device.type == "cpu":
-        world = joined_world()
-        require_host_memory(spec.tensor_bytes * (world.local_size if world else 1))
+        require_host_memory(spec.tensor_bytes * world.local_size)
     collective = Collective(spec, device)
     _require_right(collective)
     before = collective.ring.sent_bytes

@@ -100,6 +100,7 @@ class Ranks:
         self._error: BaseException | None = None
         self._before: set[BaseProcess] = set()
         # The launcher's loop has a thread of its own, so that Ctrl-C is this one's.
+        self._ended = threading.Event()
         self._launcher = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Self:
@@ -108,19 +109,20 @@ class Ranks:
         return self
 
     def __exit__(self, type: object, *_: object) -> None:
-        if type is not None and self._launcher.is_alive():
-            for process in set(multiprocessing.active_children()) - self._before:
-                process.kill()
-        self._launcher.join()
+        while not self._ended.wait(0.1):
+            if type is not None:  # more than once: some may not have been started yet
+                for process in set(multiprocessing.active_children()) - self._before:
+                    process.kill()
 
     @property
     def running(self) -> bool:
-        return self._launcher.is_alive()
+        return not self._ended.is_set()
 
     def wait(self) -> list[Any]:
         """The ranks' values, when all have returned. Raises RankError."""
-        while self.running:
-            self._launcher.join(timeout=0.2)  # a join without timeout would hold Ctrl-C back
+        # Not the thread's join: interrupted by Ctrl-C, it takes the thread for ended.
+        while not self._ended.wait(0.2):
+            pass
         if self._error is not None:
             raise self._error
         return [self._values[rank] for rank in range(self._ranks)]
@@ -135,6 +137,8 @@ class Ranks:
                     self._error = _rank_error(*error.get_first_failure(), self._ranks)
         except BaseException as error:
             self._error = error
+        finally:
+            self._ended.set()
 
 
 def _config(ranks: int, folder: str) -> LaunchConfig:

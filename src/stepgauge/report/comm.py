@@ -15,6 +15,7 @@ from stepgauge.spec.record import Record
 
 FIXED = ("op", "backend", "algorithm", "ranks", "nodes", "dtype", "timing", "device")
 MEGABYTE = 1 << 20
+MOST_FIT_PLOTS = 4
 
 
 def asked(record: Record) -> CommSpec:
@@ -140,7 +141,8 @@ def comm_blocks(records: Sequence[Record]) -> list[Block]:
         for part in _portions(curves):
             svg = lines(part, x="bytes", y="busbw GB/s", dots=list(part), log=True)
             shown.append(Plot(svg, f"Bus bandwidth by size, {ranks} ranks."))
-    shown += [_fit_plot(found, good) for found in fitted]
+    plotted = fitted if len(fitted) <= MOST_FIT_PLOTS else [f for f in fitted if f.asked["op"] == "all_reduce"]
+    shown += [_fit_plot(found, good) for found in plotted]
     shown.append(comm_table(records))
     if fitted:
         shown += [fit_table(fitted), dataclasses.replace(prediction_table(fitted, good), folded=True)]

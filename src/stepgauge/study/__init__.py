@@ -3,7 +3,16 @@
 A new experiment is one file with an EXPERIMENT, and one line here.
 """
 
-from stepgauge.study import compilation, precision, profile, step_time, training, warm_up
+from stepgauge.study import (
+    broadcast,
+    collectives,
+    compilation,
+    precision,
+    profile,
+    step_time,
+    training,
+    warm_up,
+)
 
 EXPERIMENTS = (
     step_time.EXPERIMENT,
@@ -11,5 +20,7 @@ EXPERIMENTS = (
     profile.EXPERIMENT,
     precision.EXPERIMENT,
     compilation.EXPERIMENT,
+    collectives.EXPERIMENT,
+    broadcast.EXPERIMENT,
     training.EXPERIMENT,
 )

@@ -11,12 +11,13 @@ from stepgauge.spec.record import Record
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What experiments decide by. `bytes` is the memory of the device."""
+    """What experiments decide by. `bytes` is the memory of the device; `gpus` how many there are."""
 
     device: str
     name: str
     bytes: int
     has_compiler: bool
+    gpus: int = 1
 
     @property
     def is_gpu(self) -> bool:

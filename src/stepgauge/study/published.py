@@ -10,6 +10,7 @@ from stepgauge.spec.record import Record, Sample
 SOURCES = {
     "S1": "CS336 assignment 2, a write-up of 2024 (A100-class GPU)",
     "S2": "CS336 assignment 2, a repository of 2025 (A100)",
+    "S3": "a distributed-training lab report (8 GPUs, NVLink, 2 NUMA nodes)",
     "S5": "benchmarking notes, 8 GB laptop GPU",
 }
 # Batch and context that the source's figures were measured with, where it says so.

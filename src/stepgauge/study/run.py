@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from stepgauge.bench.sweep import Job
 from stepgauge.measure.devices import resolve
 from stepgauge.measure.environment import environment
@@ -29,7 +31,9 @@ def this_machine(device: str) -> Machine:
     resolved = resolve(device)
     found = run_isolated(environment, resolved)
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-    return Machine(str(resolved), found["device"], found["device_bytes"], compiler is not None)
+    return Machine(
+        str(resolved), found["device"], found["device_bytes"], compiler is not None, max(1, torch.cuda.device_count())
+    )
 
 
 def select(names: Sequence[str]) -> list[Experiment]:

@@ -1,0 +1,104 @@
+"""E8: what the links between ranks give, by collective and size."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from stepgauge.bench.comm import RUN
+from stepgauge.bench.sweep import Job
+from stepgauge.report.comm import comm_blocks
+from stepgauge.report.page import Block
+from stepgauge.report.table import Table
+from stepgauge.report.views import number
+from stepgauge.spec.comm import CommSpec
+from stepgauge.spec.record import Record
+from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.published import SOURCES
+
+_OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv")
+_MIB = 1 << 20
+_GPU_SIZES = (_MIB // 2, _MIB, 2 * _MIB, 10 * _MIB, 25 * _MIB, 50 * _MIB, 100 * _MIB, 250 * _MIB, 500 * _MIB, 1 << 30)
+_CPU_SIZES = (_MIB // 16, _MIB // 4, _MIB // 2, _MIB, 4 * _MIB, 10 * _MIB)
+_RANKS = (2, 4, 6, 8)
+
+# All-reduce, ms by megabytes (10^6). S2 measured on A100s; its Gloo between processes of one host.
+_S2: dict[tuple[str, int], dict[int, float]] = {
+    ("nccl", 2): {1: 0.094, 10: 0.144, 100: 0.693, 1000: 5.62},
+    ("nccl", 4): {1: 0.199, 10: 0.188, 100: 0.912, 1000: 7.42},
+    ("nccl", 6): {1: 0.081, 10: 0.199, 100: 1.009, 1000: 8.34},
+    ("gloo", 2): {1: 0.33, 10: 2.6, 100: 32, 1000: 310},
+}
+
+
+def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+    if not machine.is_gpu:
+        rows = [CommSpec(op=op, size_bytes=size, seconds=0.1, warmup=2) for op in _OPS for size in _CPU_SIZES]
+        rows += [CommSpec(algorithm="ring", size_bytes=size, seconds=0.1, warmup=2) for size in _CPU_SIZES]
+        return [Job(RUN, spec) for spec in rows]
+    found = []
+    for ranks in (n for n in _RANKS if n <= machine.gpus):
+        found += [_gpu_row("nccl", op, size, ranks) for op in _OPS for size in _GPU_SIZES]
+        found += [_gpu_row("gloo", "all_reduce", size, ranks) for size in _GPU_SIZES[:7]]
+    return [Job(RUN, spec) for spec in found]
+
+
+def _gpu_row(backend: str, op: str, size: int, ranks: int) -> CommSpec:
+    return CommSpec(op=op, backend=backend, size_bytes=size, ranks=ranks, seconds=0.1, device="cuda")
+
+
+def blocks(records: Sequence[Record]) -> Sequence[Block]:
+    return [*comm_blocks(records), _beside(records)]
+
+
+def _beside(records: Sequence[Record]) -> Table:
+    """Ours of the same backend and ranks at the nearest size, both with the bandwidth, which the size moves less."""
+    rows = []
+    for (backend, ranks), figures in _S2.items():
+        asked = {"op": "all_reduce", "backend": backend, "ranks": ranks, "algorithm": "library", "timing": "pipelined"}
+        ours = [r for r in records if r.status == "ok" and all(r.spec[k] == v for k, v in asked.items())]
+        for megabytes, ms in figures.items():
+            spec = CommSpec(backend=backend, ranks=ranks, device="cuda", size_bytes=megabytes * 10**6)
+            theirs = [f"{megabytes * 10**6:,}", number(ms), number(spec.bytes / ms / 1e6 * spec.factor)]
+            rows.append([backend, str(ranks), *theirs, *_nearest(ours, spec.bytes), "S2"])
+    head = [
+        "backend",
+        "ranks",
+        "their size B",
+        "their ms",
+        "their busbw GB/s",
+        "our size B",
+        "our ms",
+        "our busbw GB/s",
+    ]
+    caption = f"All-reduce beside published figures. S2: {SOURCES['S2']}."
+    return Table(
+        [*head, "source"], rows, numeric=frozenset(head[1:]), caption=caption, folded=not any(r[5] for r in rows)
+    )
+
+
+def _nearest(ours: Sequence[Record], size: int) -> list[str]:
+    """The row whose size is within a tenth of theirs; blanks where there is none."""
+    near = [record for record in ours if abs(record.spec["size_bytes"] / size - 1) < 0.1]
+    if not near:
+        return ["", "", ""]
+    found = near[0]
+    return [f"{found.spec['size_bytes']:,}", number(found.median("time_ms")), number(found.median("busbw_gb_per_s"))]
+
+
+def needs(machine: Machine) -> str | None:
+    return "between GPUs there must be two; this machine has one" if machine.is_gpu and machine.gpus < 2 else None
+
+
+EXPERIMENT = Experiment(
+    name="collectives",
+    title="Collectives",
+    question="What do the links between ranks give, and what does a byte cost?",
+    method=(
+        "A process a rank. Each operation is run on known values and every element is compared, before the timing and "
+        "after it. Batches of operations are enqueued one after another; a batch's time over its number of operations "
+        "is one value, the slowest rank's counts, the median is shown. Bus bandwidth as nccl-tests defines it. A third "
+        "of the sizes is held out of the fit."
+    ),
+    jobs=jobs,
+    blocks=blocks,
+    needs=needs,
+)

@@ -1,0 +1,176 @@
+"""Ranks come up, answer in order, and end in a bounded time whatever happens to one of them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stepgauge.parallel.launch import RankError, launch
+from stepgauge.parallel.world import check_interfaces, joined_world
+
+
+def total(addend):
+    tensor = torch.full((3,), float(dist.get_rank() + addend))
+    dist.all_reduce(tensor)
+    return dist.get_rank(), joined_world().size, tensor[0].item(), os.getpid()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_values_come_in_the_order_of_ranks(ranks):
+    values = launch(total, 1, ranks=ranks)
+    expected = sum(range(1, ranks + 1))
+    assert [value[:3] for value in values] == [(rank, ranks, expected) for rank in range(ranks)]
+    assert len({value[3] for value in values} | {os.getpid()}) == ranks + 1
+
+
+def fail(how):
+    """Rank 1 fails; the others wait for it in a collective."""
+    if dist.get_rank() == 1:
+        match how:
+            case "raise":
+                raise ValueError("that is wrong\nat length")
+            case "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "exit":
+                os._exit(3)
+            case "hangs":
+                time.sleep(600)
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raise", "rank 1 of 3: ValueError: that is wrong"),
+        ("killed", "rank 1 of 3 was ended by SIGKILL"),
+        ("exit", "rank 1 of 3 exited with 3"),
+    ],
+)
+def test_the_rank_that_failed_is_named_not_those_that_waited_for_it(how, words):
+    start = time.monotonic()
+    with pytest.raises(RankError) as raised:
+        launch(fail, how, ranks=3)
+    assert str(raised.value) == words
+    assert raised.value.rank == 1
+    assert time.monotonic() - start < 20
+
+
+def test_a_rank_that_hangs_ends_the_job_when_the_timeout_is_over():
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank [02] of 3: .*"):
+        launch(fail, "hangs", ranks=3, timeout_s=3)
+    assert time.monotonic() - start < 30
+
+
+def test_an_interface_that_does_not_exist(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
+    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME is 'nope0'; this machine has"):
+        launch(total, 1, ranks=2)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=l")
+    with pytest.raises(ValueError, match="NCCL_SOCKET_IFNAME is '=l'"):
+        check_interfaces()
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^docker")
+    check_interfaces()
+
+
+def run_rank(code, **environment):
+    """A process as torchrun would start it."""
+    settings = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **environment}
+    command = [sys.executable, "-c", code]
+    path = os.pathsep.join(sys.path)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, **settings, "PYTHONPATH": path}
+    )
+
+
+BENCH = (
+    "from stepgauge.cli import main\n"
+    "if __name__ == '__main__':\n"
+    "    main(['bench', 'comm', '--device', 'cpu', '--size', '4K', '--ranks', '2', '--out', {out!r}])"
+)
+
+
+def test_a_port_that_is_in_use_is_said(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        run = run_rank(
+            BENCH.format(out=str(tmp_path)),
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(taken.getsockname()[1]),
+        )
+    assert run.returncode == 1
+    assert "rank 0 of 2 cannot join the others at 127.0.0.1" in run.stderr
+    assert "EADDRINUSE" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_another_number_of_ranks_than_torchrun_has_started(monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(ValueError, match="ranks is 3; torchrun has started 2"):
+        launch(total, 1, ranks=3)
+    assert joined_world().nodes == 1
+
+
+SLEEP = """
+import os, pathlib, sys, time
+sys.path.insert(0, sys.argv[1])
+from stepgauge.parallel.launch import launch
+import ranks_that_sleep
+if __name__ == "__main__":
+    launch(ranks_that_sleep.sleep, sys.argv[1], ranks=2)
+"""
+SLEEPER = """
+import os, pathlib, time
+import torch.distributed as dist
+def sleep(folder):
+    draft = pathlib.Path(folder, f"draft{dist.get_rank()}")
+    draft.write_text(str(os.getpid()))
+    draft.rename(pathlib.Path(folder, f"pid{dist.get_rank()}"))
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
+def test_a_parent_that_ends_leaves_no_rank_behind(tmp_path, sent):
+    (tmp_path / "ranks_that_sleep.py").write_text(SLEEPER)
+    (tmp_path / "main.py").write_text(SLEEP)
+    path = os.pathsep.join([str(Path(__file__).parents[2] / "src"), *sys.path])
+    parent = subprocess.Popen(
+        [sys.executable, tmp_path / "main.py", tmp_path],
+        env={**os.environ, "PYTHONPATH": path},
+        stderr=subprocess.DEVNULL,
+    )
+    files = [tmp_path / f"pid{rank}" for rank in range(2)]
+    assert wait_for(lambda: all(file.exists() for file in files))
+    parent.send_signal(sent)
+    parent.wait(timeout=30)
+    assert wait_for(lambda: not any(alive(int(file.read_text())) for file in files))
+
+
+def alive(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_for(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False

@@ -1,0 +1,78 @@
+"""The ring gives what the library gives, for any number of ranks and elements, and sends what it should."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stepgauge.parallel.collectives import all_gather_flat, reduce_scatter_flat
+from stepgauge.parallel.launch import launch
+from stepgauge.parallel.ring import Ring
+
+COUNTS = (1, 2, 5, 12, 1000, 4099)
+
+
+def compare(counts):
+    """(count, bytes that this rank sent in an all-reduce) for each; asserts that the results are equal."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sent = []
+    for count in counts:
+        mine = torch.randint(-1000, 1000, (count,), generator=torch.Generator().manual_seed(rank)).double()
+        expected = mine.clone()
+        dist.all_reduce(expected)
+        ring, found = Ring(), mine.clone()
+        ring.all_reduce(found)
+        assert torch.equal(found, expected)
+        chunk = Ring().reduce_scatter(mine)
+        assert torch.equal(chunk, expected.tensor_split(size)[rank])
+        gathered = torch.empty_like(expected)
+        Ring().all_gather(gathered, chunk)
+        assert torch.equal(gathered, expected)
+        sent.append(ring.sent_bytes)
+    return sent
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_the_ring_equals_the_library_and_counts_its_bytes(ranks):
+    by_rank = launch(compare, COUNTS, ranks=ranks)
+    for index, count in enumerate(COUNTS):
+        sent = [mine[index] for mine in by_rank]
+        assert sum(sent) == 2 * (ranks - 1) * count * 8
+        if count % ranks == 0:
+            assert set(sent) == {2 * (ranks - 1) * count * 8 // ranks}
+
+
+def bfloat(_):
+    tensor = torch.full((7,), 0.5, dtype=torch.bfloat16)
+    Ring().all_reduce(tensor)
+    with pytest.raises(ValueError, match="input has 1 elements"):
+        Ring().all_gather(torch.empty(7), torch.empty(1))
+    return tensor.tolist()
+
+
+def test_other_types_and_a_part_that_does_not_fit():
+    assert launch(bfloat, None, ranks=2) == [[1.0] * 7] * 2
+
+
+def flat(_):
+    rank = dist.get_rank()
+    gathered, part = torch.empty(4), torch.empty(2)
+    all_gather_flat(gathered, torch.full((2,), float(rank)))
+    reduce_scatter_flat(part, torch.arange(4.0))
+    return gathered.tolist(), part.tolist()
+
+
+def test_the_names_of_all_versions():
+    values = launch(flat, None, ranks=2)
+    assert values == [([0, 0, 1, 1], [0, 2]), ([0, 0, 1, 1], [4, 6])]
+
+
+def subgroup(_):
+    group = dist.new_group([1, 2])
+    tensor = torch.tensor([float(dist.get_rank())])
+    if dist.get_rank() > 0:
+        Ring(group).all_reduce(tensor)
+    return tensor.item()
+
+
+def test_a_ring_of_some_ranks():
+    assert launch(subgroup, None, ranks=3) == [0, 3, 3]
