@@ -2,7 +2,8 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from stepgauge.measure.environment import device_name, environment
 from stepgauge.measure.timing import time_phases
 from stepgauge.spec.hardware import peaks
 from stepgauge.spec.record import Record, Sample
-from stepgauge.spec.step import StepSpec
+from stepgauge.spec.step import StepSpec, WorkSpec
 from stepgauge.spec.train import DEFAULT_CORPUS
 from stepgauge.train.build import build_step
 from stepgauge.train.data import Corpus, random_batch, read_text
@@ -23,7 +24,7 @@ SMALLEST_BYTE_VOCABULARY = 256
 LEARNING_RATE = 1e-4  # small enough that random tokens never drive a timed model to infinities
 
 
-def check(spec: StepSpec) -> None:
+def check(spec: WorkSpec) -> None:
     """Raises ValueError for what the spec asks together but cannot have, before anything is built."""
     reason = unavailable(spec.precision, torch.device(spec.device))
     if reason:
@@ -53,7 +54,7 @@ def run(spec: StepSpec) -> Record:
     )
 
 
-def make_batch(spec: StepSpec, device: torch.device) -> list[Tensor]:
+def make_batch(spec: WorkSpec, device: torch.device) -> list[Tensor]:
     """tokens_BT and targets_BT, the targets one position on."""
     length = spec.model.context_length
     if spec.data == "random":
@@ -64,7 +65,7 @@ def make_batch(spec: StepSpec, device: torch.device) -> list[Tensor]:
     return [part.to(device) for part in batch]
 
 
-def make_phases(spec: StepSpec, step: TrainingStep, batch: list[Tensor]) -> dict[str, Callable[[], None]]:
+def make_phases(spec: WorkSpec, step: TrainingStep, batch: Sequence[Any]) -> dict[str, Callable[[], None]]:
     """The phases that the spec asks for, as calls that leave nothing behind but what the next one needs."""
     held: dict[str, Tensor] = {}
 
@@ -126,7 +127,7 @@ def model_flops(spec: StepSpec) -> int:
     return spec.model.step_flops(batch=spec.batch, sequence=sequence)
 
 
-def least_bytes(spec: StepSpec) -> int:
+def least_bytes(spec: WorkSpec) -> int:
     """Parameters, and where they are trained gradients and optimizer state too: no step can do with less."""
     copies = 1 if spec.phases == "forward" else 2
     if spec.phases == "step" and spec.optimizer != "sgd":

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepgauge.models.checkpointing import Through, in_order
 from stepgauge.models.parts import ATTENTIONS, LOSSES, NORMS
 from stepgauge.ranges import ranged
 from stepgauge.spec.model import ModelSpec
@@ -24,6 +25,7 @@ class TransformerLM(nn.Module):
         super().__init__()
         self.spec = spec
         self.compute_loss = LOSSES[spec.loss]
+        self.through_blocks: Through = in_order  # or one that keeps less for backward: models.checkpointing
         self.embedding = nn.Embedding(spec.vocab_size, spec.d_model, device=device)
         self.positions = (
             nn.Embedding(spec.context_length, spec.d_model, device=device) if spec.positions == "learned" else None
@@ -58,8 +60,7 @@ class TransformerLM(nn.Module):
             rotation = (self.cos_TW[:length].to(dtype), self.sin_TW[:length].to(dtype))
         else:
             x_BTD = x_BTD + self.positions.weight[:length]
-        for block in self.blocks:
-            x_BTD = block(x_BTD, rotation)
+        x_BTD = self.through_blocks(self.blocks, x_BTD, rotation)
         x_BTD = self.norm(x_BTD)
         if targets_BT is None:
             return self.head(x_BTD)

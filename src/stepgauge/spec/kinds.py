@@ -6,6 +6,7 @@ from typing import Any
 
 from stepgauge.spec.broadcast import BroadcastSpec
 from stepgauge.spec.comm import CommSpec
+from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.step import StepSpec
@@ -17,6 +18,7 @@ SPECS: Mapping[str, type] = {
         StepSpec,
         TrainSpec,
         ProfileSpec,
+        MemorySpec,
         CommSpec,
         BroadcastSpec,
     )

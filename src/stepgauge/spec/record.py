@@ -61,6 +61,7 @@ class Record:
     spec         what was asked, as plain JSON values; nested specs nested
     metrics      name -> Sample; names carry their unit: step_ms, peak_bytes
     series       name -> values, for curves
+    tables       name -> rows, the first the headings, for what figures alone do not say
     environment  machine, versions, commit
     provenance   one of PROVENANCES; published records name their `source`
     status       "ok", "oom" (did not fit) or "failed"; `note` then says why in one sentence
@@ -71,6 +72,7 @@ class Record:
     spec: Mapping[str, Any]
     metrics: Mapping[str, Sample] = dataclasses.field(default_factory=dict)
     series: Mapping[str, list[float]] = dataclasses.field(default_factory=dict)
+    tables: Mapping[str, list[list[Any]]] = dataclasses.field(default_factory=dict)
     environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     provenance: str = "measured"
     source: str = ""
@@ -127,7 +129,7 @@ class Record:
 
     def check(self) -> None:
         """Raises ValueError where a field has not the type that it should."""
-        for name in ("spec", "series", "environment"):
+        for name in ("spec", "series", "tables", "environment"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ValueError(f"not a record: {name} is no object")
         for name in ("kind", "provenance", "source", "status", "note", "created"):

@@ -9,15 +9,16 @@ from stepgauge.spec.model import ModelSpec
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-pure")
 COMPILE_MODES = ("off", "on", "blocks", "reduce-overhead", "max-autotune")
 OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-loop", "fused", "sgd")
+# What forward does not keep and backward computes again: nothing; blocks; blocks, and within them each block; all but
+# the results of matrix products and attention.
+CHECKPOINTING = ("none", "blocks", "nested", "selective")
 # What a timed step contains: no-grad forward; forward and backward; both and the optimizer.
 PHASES = ("forward", "backward", "step")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepSpec:
-    """What `bench step` runs for one row. The sequence length is the model's context_length."""
-
-    kind: ClassVar[str] = "step"
+class WorkSpec:
+    """What a training step does. The sequence length is the model's context_length."""
 
     model: ModelSpec
     size: str = option("custom", "preset that the model spec starts from")
@@ -29,12 +30,13 @@ class StepSpec:
     )
     compile: str = option("off", "torch.compile; on: the whole model", choices=COMPILE_MODES, bare="on")
     optimizer: str = option("adamw", "adamw is torch's fused one, fused is ours", choices=OPTIMIZERS)
+    checkpointing: str = option(
+        "none", "what backward computes again; selective keeps products and attention", choices=CHECKPOINTING
+    )
+    checkpoint_blocks: int = option(1, "blocks that are computed again together", least=1, most=10_000)
     phases: str = option(
         "step", "forward alone without gradients; backward with its forward; or the whole step", choices=PHASES
     )
-    warmup: int = option(5, "untimed steps first", least=0, most=100_000)
-    steps: int = option(10, "timed steps, at least", least=1, most=1_000_000)
-    seconds: float = option(1.0, "go on timing for this long", least=0.0, most=86_400.0)
     data: str = option("random", "tokens: random, or the default corpus as bytes", choices=("random", "text"))
     device: str = option("cpu", "cpu, cuda, cuda:1, mps; auto takes the fastest there is")
     seed: int = option(0, "of weights and tokens", least=0, most=2**63 - 1)
@@ -45,3 +47,14 @@ class StepSpec:
     @property
     def tokens(self) -> int:
         return self.batch * self.model.context_length
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSpec(WorkSpec):
+    """What `bench step` runs for one row."""
+
+    kind: ClassVar[str] = "step"
+
+    warmup: int = option(5, "untimed steps first", least=0, most=100_000)
+    steps: int = option(10, "timed steps, at least", least=1, most=1_000_000)
+    seconds: float = option(1.0, "go on timing for this long", least=0.0, most=86_400.0)

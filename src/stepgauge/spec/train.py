@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from stepgauge.spec.fields import check, option
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.step import COMPILE_MODES, OPTIMIZERS, PRECISIONS
+from stepgauge.spec.step import CHECKPOINTING, COMPILE_MODES, OPTIMIZERS, PRECISIONS
 
 DEFAULT_CORPUS = "stdlib"  # the source of Python's own standard library
 
@@ -27,6 +27,8 @@ class TrainSpec:
     precision: str = option("fp32", "as in bench step", choices=PRECISIONS)
     compile: str = option("off", "as in bench step", choices=COMPILE_MODES, bare="on")
     optimizer: str = option("adamw", "as in bench step", choices=OPTIMIZERS)
+    checkpointing: str = option("none", "as in bench step", choices=CHECKPOINTING)
+    checkpoint_blocks: int = option(1, "as in bench step", least=1, most=10_000)
     learning_rate: float = option(1e-3, "at its highest, after warm-up", least=0.0, most=100.0)
     final_learning_rate: float = option(0.1, "at the end, as a fraction of the highest", least=0.0, most=1.0)
     warmup: int = option(20, "steps of linear warm-up", least=0, most=1_000_000_000)

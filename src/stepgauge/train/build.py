@@ -4,15 +4,16 @@ from typing import Any
 
 import torch
 
+from stepgauge.models.checkpointing import through_blocks
 from stepgauge.models.parts import build_optimizer
 from stepgauge.models.transformer import TransformerLM, compiled
-from stepgauge.spec.step import StepSpec
+from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.train import TrainSpec
 from stepgauge.train.precision import PRECISIONS, unavailable
 from stepgauge.train.step import TrainingStep
 
 
-def build_step(spec: StepSpec | TrainSpec, *, max_gradient_norm: float | None = None, **settings: Any) -> TrainingStep:
+def build_step(spec: WorkSpec | TrainSpec, *, max_gradient_norm: float | None = None, **settings: Any) -> TrainingStep:
     """The step that the spec names, on its device, weights drawn from its seed; `settings` go to the optimizer.
 
     Raises ValueError for a precision that the device does not have.
@@ -24,6 +25,7 @@ def build_step(spec: StepSpec | TrainSpec, *, max_gradient_norm: float | None = 
     torch.manual_seed(spec.seed)
     model = TransformerLM(spec.model, device=device).to(precision.parameters)
     optimizer = build_optimizer(spec.optimizer, decay_groups(model, settings.pop("weight_decay", 0.01)), **settings)
+    model.through_blocks = through_blocks(spec.checkpointing, spec.checkpoint_blocks)
     loss = compiled(model, spec.compile)
     return TrainingStep(model, optimizer, precision, device, max_gradient_norm=max_gradient_norm, compute_loss=loss)
 

@@ -136,8 +136,9 @@ class Trainer:
     def _about(self) -> dict[str, Any]:
         """What decides the curve: a checkpoint goes on only under the same."""
         spec = dataclasses.asdict(self.spec)
-        for free in ("model", "size", "corpus", "device", "keep", "checkpoint_every", "compile"):
-            del spec[free]
+        free = ("model", "size", "corpus", "device", "keep", "checkpoint_every", "compile")
+        for name in (*free, "checkpointing", "checkpoint_blocks"):
+            del spec[name]
         return {**spec, **self.spec.model.architecture(), "corpus_sha256": self.corpus.text.sha256}
 
     def _state(self) -> dict[str, Any]:

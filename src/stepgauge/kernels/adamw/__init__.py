@@ -157,7 +157,9 @@ class FusedAdamW(Optimizer):
 
     def _update(self, group_index: int, key: tuple, rows: tuple, options: dict) -> None:
         device, param_dtype, grad_dtype, on_kernel = key
-        if not on_kernel or torch.compiler.is_compiling():
+        # Fake tensors have no addresses to launch with.
+        has_addresses = type(rows[0][0]) in _PLAIN_TYPES
+        if not on_kernel or not has_addresses or torch.compiler.is_compiling():
             torch.ops.stepgauge.adamw_(*rows, **_op_options(options))
             return
         numels = tuple(p.numel() for p in rows[0])

@@ -9,8 +9,10 @@ Legend: N tokens, D model width, V vocabulary, C tokens of a chunk, P a row of l
 import functools
 import importlib.util
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +68,22 @@ def chunk_tokens(num_tokens: int, row_bytes: int, max_logits_bytes: int) -> int:
     return max(1, whole if whole <= limit else tokens)
 
 
+def chunk_shape(hidden_ND: Tensor, V: int, compute_dtype: torch.dtype, max_logits_bytes: int) -> tuple[int, int]:
+    """C and P of these tokens; `max_logits_bytes` is 0 for the usual limit."""
+    P = math.ceil(V / ROW_MULTIPLE) * ROW_MULTIPLE
+    is_plain = kernels_for(hidden_ND.device, compute_dtype) is plain
+    max_bytes = max_logits_bytes or (MAX_LOGITS_BYTES_PLAIN if is_plain else MAX_LOGITS_BYTES)
+    return chunk_tokens(len(hidden_ND), P * compute_dtype.itemsize, max_bytes), P
+
+
+def transient_bytes(arguments: Sequence[Any]) -> int:
+    """What the operator takes while it runs, beside its results: a chunk's logits, and operands in another type."""
+    hidden_ND, weight_VD, _, compute_dtype, *_ = arguments
+    C, P = chunk_shape(hidden_ND, len(weight_VD), compute_dtype, arguments[9])
+    cast = sum(x.numel() for x in (hidden_ND, weight_VD) if x.dtype != compute_dtype)
+    return (min(C, len(hidden_ND)) * P + cast) * compute_dtype.itemsize
+
+
 def held_dtype(input_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
     """Type in which a gradient waits for backward: the input's own, or fp32 where the matmul cannot write that."""
     return input_dtype if input_dtype in (compute_dtype, torch.float32) else torch.float32
@@ -101,9 +119,7 @@ def loss_and_gradients(
     N, V = targets_N.shape[0], weight_VD.shape[0]
     rows = kernels_for(hidden_ND.device, compute_dtype)
     targets_N = targets_N.contiguous()
-    P = math.ceil(V / ROW_MULTIPLE) * ROW_MULTIPLE
-    max_bytes = max_logits_bytes or (MAX_LOGITS_BYTES_PLAIN if rows is plain else MAX_LOGITS_BYTES)
-    C = chunk_tokens(N, P * compute_dtype.itemsize, max_bytes)
+    C, P = chunk_shape(hidden_ND, V, compute_dtype, max_logits_bytes)
     num_chunks = math.ceil(N / C)
     held_weight = held_weight_dtype(weight_VD.dtype, compute_dtype)
     sums_in_fp32 = accumulation == "fp32" or (accumulation == "auto" and num_chunks > MAX_ROUNDED_CHUNKS)

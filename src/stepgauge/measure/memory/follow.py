@@ -1,0 +1,264 @@
+"""Follows every storage: when it is born and dies, who made it and what for.
+
+Below autograd, as a dispatch mode, each operator's outputs are seen; weak references tell of their end. The category is
+known later than the birth: a storage is a gradient when a parameter's .grad holds it, optimizer state when the
+optimizer's state does, an activation when it outlives the forward pass that made it.
+"""
+
+import contextlib
+import dataclasses
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
+ACTIVATIONS, TEMPORARIES, OTHER = "activations", "temporaries", "other"
+CATEGORIES = (PARAMETERS, STATE, GRADIENTS, ACTIVATIONS, TEMPORARIES, OTHER)
+SKIPPED_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+
+
+@dataclasses.dataclass(eq=False)
+class Allocation:
+    """A storage's life. `born` and `died` count the allocator's events; None where it still lives.
+
+    module    path of the module that ran when it was made
+    line      file and line of the program that made it
+    operator  what made it
+    saver     path of the module whose autograd node keeps it for backward
+    """
+
+    bytes: int
+    born: int
+    phase: str
+    operator: str
+    module: str = ""
+    line: str = ""
+    category: str = TEMPORARIES
+    saver: str | None = None
+    died: int | None = None
+    address: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A named stretch of the run, in events of the allocator: from `start` to before `end`."""
+
+    name: str
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """A category told of a storage whose birth was not seen: compiled code made it."""
+
+    event: int
+    address: int
+    category: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """The events in which one operator ran."""
+
+    start: int
+    end: int
+    operator: str
+    module: str
+    line: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Extra:
+    """What an operator takes beside its outputs, where tensors own no memory: `stays` is never given back."""
+
+    bytes: int
+    name: str
+    stays: bool = False
+
+
+class Follower(TorchDispatchMode):
+    """Follows storages on one kind of device. `events` reads the allocator's own count of events, where it has one.
+
+    extras  what an operator takes beside its outputs, by (operator, arguments, in backward); none on real tensors,
+            where the allocator's history has them
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        events: Callable[[], int] | None = None,
+        extras: Callable[[Any, Any, bool], Iterable[Extra]] | None = None,
+    ):
+        super().__init__()
+        self.device_type = device.type
+        self.allocations: list[Allocation] = []
+        self.phases: list[Phase] = []
+        self.windows: list[Window] = []
+        self.marks: list[Mark] = []
+        self._events = events
+        self._extras = extras
+        self._count = 0
+        self._phase = ""
+        self._live: dict[int, tuple[Allocation, Any]] = {}
+        self._paths: dict[int, str] = {}
+        self._running: list[str] = []
+        self._made: dict[int, tuple[str, str]] = {}  # autograd sequence number -> module and line of the forward
+        self._within: list[Allocation] = []  # born since the outermost module began
+
+    # ---- what is told from outside -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start, self._phase = self.now(), name
+        self._within.clear()
+        try:
+            yield
+        finally:
+            if torch.is_grad_enabled() and name == "forward":
+                self.keep_for_backward()
+            self.phases.append(Phase(name, start, self.now()))
+            self._phase = ""
+
+    @contextlib.contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        """Names of the module's parts, gradients as they are made, and what autograd saves."""
+        self._paths = {id(part): path for path, part in module.named_modules()}
+        handles = [
+            nn.modules.module.register_module_forward_pre_hook(self._enter),
+            nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
+            *(
+                parameter.register_post_accumulate_grad_hook(lambda p: self.label([p.grad], GRADIENTS))
+                for parameter in module.parameters()
+                if parameter.requires_grad
+            ),
+        ]
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def label(self, tensors: Iterable[Any], category: str, *, name: str = "") -> None:
+        """The storages of these tensors are of that category, for their whole lives; `name` says whose they are."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.device.type == self.device_type:
+                storage = self._storage(tensor)
+                found = self._live.get(storage._cdata)
+                if found is not None:
+                    found[0].category = category
+                    found[0].module = name or found[0].module
+                elif self._events:
+                    self.marks.append(Mark(self.now(), storage.data_ptr(), category))
+
+    def keep_for_backward(self) -> None:
+        """What the forward pass made and still lives is held for backward."""
+        for allocation in self._within:
+            if allocation.died is None and allocation.category == TEMPORARIES:
+                allocation.category = ACTIVATIONS
+        self._within.clear()
+
+    def now(self) -> int:
+        return self._events() if self._events else self._count
+
+    # ---- what is seen ------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        in_backward = torch._C._current_autograd_node() is not None
+        module, line = self._origin(in_backward)
+        start = self.now()
+        passing = [self._extra(e, module, line) for e in self._extras(func, args, in_backward)] if self._extras else []
+        result = func(*args, **(kwargs or {}))
+        name = str(func).removeprefix("aten.").removesuffix(".default")
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device.type == self.device_type:
+                self._see(tensor, name, module, line)
+        for allocation in passing:
+            if allocation is not None:
+                self._end(allocation)
+        if self._events and (end := self.now()) > start:
+            self.windows.append(Window(start, end, name, module, line))
+        return result
+
+    def _see(self, tensor: Tensor, operator: str, module: str, line: str) -> None:
+        storage = self._storage(tensor)
+        key = storage._cdata
+        if key in self._live or not storage.nbytes():
+            return
+        address = storage.data_ptr() if self._events else 0
+        allocation = self._begin(Allocation(storage.nbytes(), 0, self._phase, operator, module, line, address=address))
+        self._within.append(allocation)
+        self._live[key] = allocation, weakref.ref(storage, lambda _: self._died(key))
+
+    def _storage(self, tensor: Tensor) -> torch.UntypedStorage:
+        return tensor.untyped_storage()
+
+    def _died(self, key: int) -> None:
+        self._end(self._live.pop(key)[0])
+
+    def _begin(self, allocation: Allocation) -> Allocation:
+        allocation.born = self.now()
+        self._count += 1
+        self.allocations.append(allocation)
+        return allocation
+
+    def _end(self, allocation: Allocation) -> None:
+        allocation.died = self.now()
+        self._count += 1
+
+    def _extra(self, extra: Extra, module: str, line: str) -> Allocation | None:
+        """The allocation, to be ended after the operator, or None if it stays."""
+        category = OTHER if extra.stays else TEMPORARIES
+        made = self._begin(Allocation(extra.bytes, 0, self._phase, extra.name, module, line, category))
+        return None if extra.stays else made
+
+    def _saved(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == self.device_type:
+            found = self._live.get(self._storage(tensor)._cdata)
+            if found is not None and found[0].saver is None:
+                found[0].saver = self._running[-1] if self._running else ""
+        return tensor
+
+    def _enter(self, module: nn.Module, arguments: Any) -> None:
+        if not self._running and self._phase != "forward":
+            self._within.clear()
+        self._running.append(self._paths.get(id(module), type(module).__name__))
+
+    def _leave(self, module: nn.Module, arguments: Any, result: Any) -> None:
+        if self._running:
+            self._running.pop()
+        if not self._running and self._phase == "backward":  # a part was computed again for its gradient
+            self.keep_for_backward()
+
+    def _origin(self, in_backward: bool) -> tuple[str, str]:
+        """Module and line that run; in backward those of the forward operation whose gradient is taken."""
+        if in_backward and not self._running:
+            node = torch._C._current_autograd_node()
+            return self._made.get(node._sequence_nr(), ("", ""))
+        found = (self._running[-1] if self._running else "", _line())
+        self._made[torch.autograd._get_sequence_nr() - 1] = found
+        return found
+
+
+def _line() -> str:
+    """The innermost line of the program that is neither torch's nor of this folder."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(SKIPPED_FOLDERS):
+            return f"{_short(file)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _short(file: str) -> str:
+    return "/".join(Path(file).parts[-2:])

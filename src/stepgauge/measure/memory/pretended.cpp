@@ -1,0 +1,49 @@
+// Makes a torch that has no CUDA device let autograd pass over fake CUDA tensors, which own no memory and run nothing.
+// Autograd asks three things of a device: that there is one, to switch to it, and events between its streams.
+
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <cstring>
+
+namespace {
+
+struct PretendedHooks final : at::CUDAHooksInterface {
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+};
+
+const c10::Device DEVICE(c10::DeviceType::CUDA, 0);
+const c10::Stream STREAM(c10::Stream::DEFAULT, DEVICE);
+
+struct PretendedGuard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
+  c10::Device exchangeDevice(c10::Device) const override { return DEVICE; }
+  c10::Device getDevice() const override { return DEVICE; }
+  c10::Stream getStream(c10::Device) const noexcept override { return STREAM; }
+  c10::Stream getDefaultStream(c10::Device) const override { return STREAM; }
+  c10::Stream getNewStream(c10::Device, int) const override { return STREAM; }
+  c10::Stream exchangeStream(c10::Stream) const noexcept override { return STREAM; }
+  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
+};
+
+}  // namespace
+
+extern "C" void pretend_cuda() {
+  static PretendedHooks hooks;
+  static PretendedGuard guard;
+  c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)].store(&guard);
+  // torch has looked its hooks up for good when it was imported; neither class has fields, so that the object that it
+  // keeps becomes ours by its table of functions.
+  static_assert(sizeof(PretendedHooks) == sizeof(at::CUDAHooksInterface));
+  auto* known = const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks());
+  const void* ours = &hooks;
+  std::memcpy(static_cast<void*>(known), ours, sizeof(void*));
+}

@@ -1,0 +1,172 @@
+"""Tensors without memory on a device that need not be there.
+
+torch's fake tensors run every operator's shape rules and no kernel. On a machine without a GPU three things are missing
+for fake CUDA tensors, and are added: a device for autograd (pretended.cpp), the choices that torch makes by looking at
+the GPU (which attention, whether RMSNorm is one kernel), and autocast's belief that there is CUDA.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SOURCE = Path(__file__).with_name("pretended.cpp")
+CUDNN_WIDEST_HEAD = 128
+aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def pretending(architecture: str) -> Iterator[torch.device]:
+    """Within, tensors made on the device it gives own no memory. architecture: cpu, or sm80, sm90 for CUDA.
+
+    Raises ValueError where CUDA would have to be pretended and no C++ compiler is there to do so.
+    """
+    with contextlib.ExitStack() as stack:
+        if architecture != "cpu" and not torch.cuda.is_available():
+            _pretend_cuda()
+            _register_cuda_rules()
+            stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
+            stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", lambda *_: True))
+            stack.enter_context(ChosenAttention(architecture))
+        stack.enter_context(mock.patch("torch.nn.Module._apply", _applying()))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(NothingIsInfinite())
+        yield torch.device("cpu" if architecture == "cpu" else "cuda:0")
+
+
+def _applying() -> Callable[..., nn.Module]:
+    """Module._apply that replaces a parameter: its own swaps tensors, which fake ones do not take. Ties stay."""
+    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for part in module.modules() if recurse else [module]:
+            for name, parameter in part._parameters.items():
+                if parameter is not None and id(parameter) not in replaced:
+                    with torch.no_grad():
+                        made = fn(parameter)
+                    if made is not parameter:
+                        replaced[id(parameter)] = parameter, nn.Parameter(made, parameter.requires_grad)
+                if id(parameter) in replaced:
+                    part._parameters[name] = replaced[id(parameter)][1]
+            for name, buffer in part._buffers.items():
+                part._buffers[name] = None if buffer is None else fn(buffer)
+        replaced.clear()  # the old ones may go
+        return module
+
+    return apply
+
+
+class NothingIsInfinite(TorchDispatchMode):
+    """Answers the host's question for a value with zero: what loss scaling asks is whether it found infinities."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default:
+            return 0.0 if args[0].is_floating_point() else 0
+        return func(*args, **(kwargs or {}))
+
+
+class ChosenAttention(TorchFunctionMode):
+    """scaled_dot_product_attention by the backend that torch picks on that architecture."""
+
+    def __init__(self, architecture: str):
+        super().__init__()
+        self.prefers_cudnn = architecture == "sm90"
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and args and args[0].is_cuda:
+            chosen = self._attend(*args, **kwargs)
+            if chosen is not None:
+                return chosen
+        return func(*args, **kwargs)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor | None:
+        """The result of the fused backend, or None where torch takes the plain one."""
+        if q.ndim != 4 or enable_gqa:
+            return None
+        if torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        narrow = q.dtype in (torch.bfloat16, torch.float16)
+        width = q.shape[-1]
+        enabled = torch.backends.cuda
+        needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        cudnn_takes = narrow and width <= CUDNN_WIDEST_HEAD and width % 8 == 0
+        if enabled.cudnn_sdp_enabled() and cudnn_takes and (self.prefers_cudnn or not enabled.flash_sdp_enabled()):
+            run = aten._scaled_dot_product_cudnn_attention
+            return run(q, k, v, attn_mask, needs_gradient, dropout_p, is_causal, False, scale=scale)[0]
+        if enabled.flash_sdp_enabled() and narrow and attn_mask is None and width <= 256:
+            padded = [F.pad(x, (0, -width % 8)) if width % 8 else x for x in (q, k, v)]
+            run = aten._scaled_dot_product_flash_attention
+            return run(*padded, dropout_p, is_causal, False, scale=scale or width**-0.5)[0][..., :width]
+        if enabled.mem_efficient_sdp_enabled() and width % (8 if narrow else 4) == 0:
+            run = aten._scaled_dot_product_efficient_attention
+            return run(q, k, v, attn_mask, needs_gradient, dropout_p, is_causal, scale=scale)[0]
+        return None
+
+
+@functools.cache
+def _register_cuda_rules() -> torch.library.Library:
+    """RMSNorm on CUDA is one operator with its own gradient. A build without CUDA would take it apart."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def never(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a kernel was run on a device that is pretended")
+
+    for name in ("_fused_rms_norm", "_fused_rms_norm_backward"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+            library.impl(name, never, "CUDA")
+    return library
+
+
+@functools.cache
+def _pretend_cuda() -> None:
+    ctypes.CDLL(str(_built())).pretend_cuda()
+
+
+def _built() -> Path:
+    """The shared library, compiled once a torch version (some two seconds)."""
+    source = SOURCE.read_bytes()
+    version = hashlib.sha256(source + torch.__version__.encode() + torch.__file__.encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "stepgauge"
+    built = folder / f"pretended-{version}.so"
+    if built.exists():
+        return built
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    if compiler is None:
+        raise ValueError("predicting for CUDA needs a CUDA device or a C++ compiler; neither is on this machine")
+    root = Path(torch.__file__).parent
+    options = ["-shared", "-fPIC", "-std=c++20", f"-I{root}/include", f"-L{root}/lib", "-lc10", "-ltorch_cpu"]
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        partial = Path(scratch) / built.name
+        done = subprocess.run([compiler, str(SOURCE), "-o", str(partial), *options], capture_output=True, text=True)
+        if done.returncode:
+            raise ValueError(f"the pretended CUDA device does not compile here: {done.stderr.strip()[:300]}")
+        partial.replace(built)
+    return built

@@ -1,0 +1,35 @@
+"""The memory of a step as it is asked for."""
+
+import dataclasses
+from typing import ClassVar
+
+from stepgauge.spec.fields import option
+from stepgauge.spec.step import WorkSpec
+
+# Where a step is predicted for: with the kernels that torch takes on a CPU, an A100 or an H100.
+PREDICTIONS = ("no", "cpu", "sm80", "sm90")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemorySpec(WorkSpec):
+    """What `profile memory` runs for one row: forward alone, then whole steps, every storage followed."""
+
+    kind: ClassVar[str] = "memory"
+
+    own: str = option("", "your own model as FILE.py:factory, which returns (module, batch)")
+    predict: str = option(
+        "no", "run nothing, predict for that device; sm80 is A100, sm90 H100", choices=PREDICTIONS, bare="sm90"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.own and self.data != "random":
+            raise ValueError(f"data is {self.data!r}; an own model brings its own batch")
+        if self.own and self.checkpointing != "none":
+            raise ValueError(f"checkpointing is {self.checkpointing!r}; an own model chooses its own")
+        if self.own and self.compile != "off":
+            raise ValueError(f"compile is {self.compile!r}; an own model compiles itself")
+        if self.phases != "step":
+            raise ValueError(f"phases is {self.phases!r}; memory is followed through a whole step, forward alone first")
+        if self.predict != "no" and self.compile != "off":
+            raise ValueError(f"compile is {self.compile!r}; what compiled code holds is measured, not predicted")

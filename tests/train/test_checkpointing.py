@@ -1,0 +1,52 @@
+"""What is computed again gives the gradients of what was kept, to the bit on the CPU."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from stepgauge.bench.step import make_batch
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.step import CHECKPOINTING, StepSpec
+from stepgauge.train.build import build_step
+
+CHOICES = [(name, size) for name in CHECKPOINTING[1:] for size in (1, 2, 3)]
+SPEC = StepSpec(
+    model=ModelSpec(vocab_size=64, context_length=16, d_model=32, d_ff=64, num_layers=4, num_heads=2),
+    batch=2,
+    optimizer="sgd",
+)
+
+
+def _after_a_step(spec):
+    """Gradients, and parameters after a step of plain SGD, which hides no scale as Adam would."""
+    step = build_step(spec, lr=0.5)
+    loss = step.forward(*make_batch(spec, torch.device("cpu")))
+    step.backward(loss)
+    gradients = [parameter.grad.clone() for parameter in step.module.parameters()]
+    step.update()
+    return [loss.detach(), *gradients, *(p.detach() for p in step.module.parameters())]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("checkpointing", "size"), CHOICES)
+def test_gradients_are_those_of_no_checkpointing(checkpointing, size, precision):
+    plain = dataclasses.replace(SPEC, precision=precision)
+    chosen = dataclasses.replace(plain, checkpointing=checkpointing, checkpoint_blocks=size)
+    for expected, found in zip(_after_a_step(plain), _after_a_step(chosen), strict=True):
+        assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize(("checkpointing", "mode"), [("nested", "on"), ("selective", "on"), ("selective", "blocks")])
+def test_compiled_gradients_are_those_of_no_checkpointing(checkpointing, mode, monkeypatch):
+    # The compiler's front end decides what is computed again; its kernels are tested elsewhere and take a minute.
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, mode: compile(model, backend="aot_eager"))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda m: setattr(m, "forward", compile(m.forward, backend="aot_eager"))
+    )
+    small = dataclasses.replace(SPEC, model=dataclasses.replace(SPEC.model, num_layers=2))
+    torch._dynamo.reset()
+    chosen = dataclasses.replace(small, checkpointing=checkpointing, checkpoint_blocks=2, compile=mode)
+    for expected, found in zip(_after_a_step(small), _after_a_step(chosen), strict=True):
+        torch.testing.assert_close(expected, found, rtol=1e-4, atol=1e-5)
