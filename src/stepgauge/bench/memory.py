@@ -14,6 +14,7 @@ from stepgauge.bench import step as bench_step
 from stepgauge.bench.own_model import build_own, load_factory
 from stepgauge.kernels.linear_cross_entropy.chunked import transient_bytes
 from stepgauge.measure import devices
+from stepgauge.measure.dtypes import Found, probe
 from stepgauge.measure.environment import environment
 from stepgauge.measure.memory import history
 from stepgauge.measure.memory.extras import CudaExtras
@@ -71,6 +72,14 @@ def run(spec: MemorySpec, *, folder: Path | None = None) -> Record:
     if predicted is not None:
         figures |= _compared(figures, predicted)
     return _record(asked, found, figures)
+
+
+def probe_dtypes(spec: MemorySpec) -> list[Found]:
+    """The types of one step of the model, uncompiled."""
+    device = torch.device(spec.device)
+    step, batch = _build(spec, device)
+    with step.precision.matmul_mode():
+        return probe(step.module, lambda: step.forward(*batch), step.backward)
 
 
 def predict(spec: MemorySpec) -> Followed:

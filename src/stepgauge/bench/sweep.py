@@ -19,7 +19,7 @@ from stepgauge.parallel.launch import RankError
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 
-isolate.preload("stepgauge.bench.step", "stepgauge.bench.train", "stepgauge.bench.profile")
+isolate.preload("stepgauge.bench.step", "stepgauge.bench.train", "stepgauge.bench.profile", "stepgauge.bench.memory")
 FAILURES = "failures.log"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 import stepgauge
-from stepgauge.cli import bench, comm, model, profile, records, study, topo, train
+from stepgauge.cli import bench, comm, demo, model, profile, records, study, topo, train
 from stepgauge.cli.console import complain, silence
 from stepgauge.cli.rows import RunFailedError
 
@@ -25,6 +25,7 @@ app.command(comm.app)
 app.command(topo.topo)
 app.command(train.train)
 app.command(model.model)
+app.command(demo.app)
 app.command(records.show)
 app.command(records.compare)
 app.command(records.report)

@@ -95,6 +95,7 @@ def summary(record: Record) -> str:
     if record.status != "ok":
         return f"{describe(record)}: {record.status.upper()}, {record.note}"
     shown = [n for n in record.metrics if n.endswith("_ms") or n in SUMMED_UP]
+    shown = shown or [name for name in ("peak_bytes", "predicted_error") if name in record.metrics]
     figures = [
         f"{heading(n, record.metrics[n].unit)} {number(record.median(n), record.metrics[n].unit)}" for n in shown
     ]

@@ -7,6 +7,7 @@ import contextlib
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import matplotlib
@@ -151,6 +152,37 @@ def lines(
     return output[0]
 
 
+def areas(
+    x: Sequence[float],
+    layers: Series,
+    *,
+    unit: str,
+    x_label: str,
+    marks: Mapping[str, float] = MappingProxyType({}),
+    level: tuple[str, float] | None = None,
+) -> str:
+    """Layers over x, one on the other, as steps. `marks` are named places on x, `level` a named height."""
+    with _canvas(7.2, 3.4) as (axes, output):
+        named = _coloured(layers)
+        colours = [colour for _, colour in named]
+        heights = [[value or 0.0 for value in values] for values in layers.values()]
+        axes.stackplot(x, heights, colors=colours, labels=list(layers), step="post", linewidth=0)
+        top = max(map(sum, zip(*heights, strict=True)), default=1.0)
+        for name, place in marks.items():
+            axes.axvline(place, color=FAINT, linewidth=0.8)
+            axes.annotate(
+                name, (place, top * 1.1), xytext=(3, 0), textcoords="offset points", color=FAINT, fontsize=8.5
+            )
+        if level is not None:
+            axes.axhline(level[1], color=INK, linewidth=1.0, linestyle=(0, (4, 3)), label=level[0])
+        axes.set_ylim(0, max(top, level[1] if level else 0.0) * 1.18)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(unit)
+        axes.margins(x=0)
+        _legend(axes, columns=4)
+    return output[0]
+
+
 def _coloured(series: Mapping[str, Any]) -> list[tuple[tuple[str, Any], str]]:
     """Each series with its colour. Raises ValueError for more series than an eye tells apart."""
     if len(series) > len(SERIES):
@@ -181,10 +213,10 @@ def _finish_rows(axes: Axes, labels: Sequence[str], unit: str) -> None:
     _legend(axes)
 
 
-def _legend(axes: Axes) -> None:
+def _legend(axes: Axes, columns: int = 6) -> None:
     _, names = axes.get_legend_handles_labels()
     if len(names) > 1:
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=6, borderaxespad=0, handlelength=1.2)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0, handlelength=1.2)
 
 
 def short(value: float) -> str:

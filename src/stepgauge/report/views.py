@@ -26,6 +26,7 @@ class Heading:
 _UNITS: Mapping[str, Heading] = {
     "bytes": Heading("GiB", 2.0**-30),
     "fraction of dense peak": Heading("%", 100.0),
+    "signed fraction": Heading("%", 100.0),
 }
 _NAMES = {
     "algbw_gb_per_s": "algbw GB/s",
@@ -182,6 +183,8 @@ def describe(record: Record) -> str:
         words.append(f"{spec['size_bytes']:,} B")
     if spec.get("compile", "off") != "off":
         words.append(f"compiled ({spec['compile']})")
+    if spec.get("checkpointing", "none") != "none":
+        words.append(f"checkpointing {spec['checkpointing']} {spec['checkpoint_blocks']}")
     if named == "size" and "batch" in spec and "context_length" in spec:
         words.append(f"batch {spec['batch']} × {spec['context_length']}")
     return " ".join([record.kind, *words])

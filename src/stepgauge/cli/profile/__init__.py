@@ -2,8 +2,10 @@
 
 from cyclopts import App
 
-from stepgauge.cli.profile import step, trace
+from stepgauge.cli.profile import dtypes, memory, step, trace
 
 app = App(name="profile", help="Where the time and the memory of a step go.")
 app.command(step.step)
 app.command(trace.trace)
+app.command(memory.memory)
+app.command(dtypes.dtypes)

@@ -138,5 +138,5 @@ def _summed(places: Iterable[Any], sizes: Sequence[int]) -> list[Any]:
 
 
 def keeper(allocation: Allocation) -> str:
-    """The module whose backward wants it, or failing that (an input of a checkpoint) the one that made it."""
-    return allocation.module if allocation.saver is None else allocation.saver
+    """The module whose backward wants it, or (of a checkpoint's input, of the loss) the one that made it."""
+    return allocation.saver or allocation.module

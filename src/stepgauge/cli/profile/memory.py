@@ -1,0 +1,56 @@
+"""`stepgauge profile memory`."""
+
+import functools
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from stepgauge.cli.console import print_records, print_table, tell
+from stepgauge.cli.options import Values, expand, spec_options
+from stepgauge.cli.rows import Fresh, Out, RowFormat, require_success, resolve_devices, run_jobs
+from stepgauge.report.memory import best_checkpoint_tables, memory_page, memory_tables, summary_table
+from stepgauge.spec.memory import MemorySpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.store import RunStore
+
+
+@spec_options(MemorySpec, ModelSpec, sweep=True, defaults={"size": "small", "device": "auto"})
+def memory(
+    *,
+    values: Values,
+    out: Out = Path("runs/profile-memory"),
+    fresh: Fresh = False,
+    format: RowFormat = "table",
+    details: Annotated[
+        bool,
+        Parameter(help="Tables of each row; a single row has them anyway.", negative=""),
+    ] = False,
+) -> None:
+    """Show who holds memory when in a training step, and predict it.
+
+    Every storage is followed from birth to death. The same step on tensors without memory predicts the peak beside the
+    measured one; --predict gives the prediction alone, for a device that need not be there. Every option takes several
+    values, and their product is measured. The run's folder gets records, report.html and, on CUDA, the allocator's
+    snapshots for PyTorch's own viewer.
+    """
+    from stepgauge.bench import memory as bench_memory
+    from stepgauge.bench.sweep import Job
+
+    specs = resolve_devices(expand(MemorySpec, values))
+    for spec in specs:
+        bench_memory.check(spec)
+    jobs = [Job(functools.partial(bench_memory.run, folder=out), spec) for spec in specs]
+    records = run_jobs(jobs, RunStore(out), fresh=fresh)
+    if format == "table":
+        print_table(summary_table(records))
+        for table in [table for record in records if details or len(records) == 1 for table in memory_tables(record)]:
+            print_table(table)
+        for table in best_checkpoint_tables(records):
+            print_table(table)
+    else:
+        print_records(records, format)
+    report = out / "report.html"
+    report.write_text(memory_page(records), encoding="utf-8")
+    tell(f"timelines and all tables: {report}")
+    require_success(records)

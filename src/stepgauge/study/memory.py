@@ -1,0 +1,129 @@
+"""E4: who holds memory, and what activation checkpointing gives back for how much time."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from stepgauge.bench import memory
+from stepgauge.bench.sweep import Job
+from stepgauge.report.memory import memory_against_time, memory_blocks
+from stepgauge.report.page import Block
+from stepgauge.report.table import Table
+from stepgauge.report.views import flatten, number, record_table
+from stepgauge.spec.memory import MemorySpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.record import Record, Sample
+from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.plans import S1, S2, sizes, step_job
+from stepgauge.study.published import SOURCES, published
+
+# (forward only, whole step), fp32 and bf16, GB as the source prints them
+_FIGURES: dict[str, dict[str, tuple[float, float]]] = {
+    "fp32": {"small": (0.56, 3.95), "medium": (1.49, 10.55), "large": (3.23, 21.22), "xl": (6.42, 38.63),
+             "2.7b": (10.77, 51.91)},
+    "bf16": {"2.7b": (15.65, 50.04)},
+}  # fmt: skip
+GB = 10**9
+CHOICES = (("none", 1), ("blocks", 1), ("blocks", 2), ("nested", 2), ("selective", 1))
+BEYOND = (("10b", 512), ("2.7b", 2048))
+
+
+def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+    precisions = ("fp32", "bf16")
+    load = S1 if machine.is_gpu else S2
+    rows = [_job(machine, size, load, precision=p) for size in sizes(machine) for p in precisions]
+    chosen = "small" if machine.is_gpu else "tiny"
+    choices = [{"checkpointing": name, "checkpoint_blocks": k} for name, k in CHOICES]
+    rows += [_job(machine, chosen, load, **choice) for choice in choices]
+    timed = [step_job(machine, chosen, load=load, **choice) for choice in choices]
+    beyond = [_job(machine, size, (4, length), precision="bf16", predict="sm90") for size, length in BEYOND]
+    return [*rows, *timed, *(beyond if machine.is_gpu or machine.has_compiler else [])]
+
+
+def _job(machine: Machine, size: str, load: tuple[int, int], **fields: object) -> Job:
+    model = ModelSpec.preset(size, context_length=load[1])
+    spec = MemorySpec(model=model, size=size, batch=load[0], device=machine.device, **fields)  # type: ignore[arg-type]
+    return Job(memory.run, spec)
+
+
+def blocks(records: Sequence[Record]) -> Sequence[Block]:
+    followed = [record for record in records if record.kind == MemorySpec.kind]
+    measured = [record for record in followed if record.provenance == "measured"]
+    beyond = [record for record in followed if record.provenance == "modelled"]
+    plain = [record for record in measured if _choice(record)[0] == "none" and record.status == "ok"]
+    largest = {record.spec["size"] for record in plain[-1:]}
+    drawn = [r for r in measured if _choice(r)[0] != "none" or r.spec["size"] in largest]
+    shown: list[Block] = [*memory_blocks(measured, drawn=drawn)] if measured else []
+    times = {_choice(r): r.median("step_ms") for r in records if r.kind == "step" and r.status == "ok"}
+    sizes_of = {str(flatten(r.spec)["size"]) for r in records if r.kind == "step"}
+    points = {
+        " ".join(map(str, _choice(r))): (times[_choice(r)] or 0.0, r.median("peak_bytes") or 0.0)
+        for r in measured
+        if r.status == "ok" and flatten(r.spec)["precision"] == "fp32"
+        and flatten(r.spec)["size"] in sizes_of and _choice(r) in times
+    }  # fmt: skip
+    if points:
+        shown.append(memory_against_time(points))
+    if beyond:
+        shown.append(record_table([_peaks_only(record) for record in beyond]))
+    return [*shown, beside_published(measured)]
+
+
+def _choice(record: Record) -> tuple[str, int]:
+    spec = flatten(record.spec)
+    return str(spec["checkpointing"]), int(spec["checkpoint_blocks"])
+
+
+def _peaks_only(record: Record) -> Record:
+    names = ("peak_bytes", "forward_only_peak_bytes", "reserved_peak_bytes", "saved_for_backward_bytes")
+    kept = {name: record.metrics[name] for name in names if name in record.metrics}
+    return Record(kind=record.kind, spec=record.spec, metrics=kept, provenance="modelled", note=record.note)
+
+
+def published_records() -> list[Record]:
+    """S1's peaks. Its GB are taken as 10⁹ bytes, which it does not say."""
+    found = []
+    for precision, rows in _FIGURES.items():
+        for size, (alone, whole) in rows.items():
+            record = published("S1", spec={"size": size, "precision": precision, "compile": "off"})
+            peaks = {"forward_only_peak_bytes": alone * GB, "peak_bytes": whole * GB}
+            metrics = {name: Sample.exact(value, "bytes") for name, value in peaks.items()}
+            found.append(Record(kind=MemorySpec.kind, spec=record.spec, metrics=metrics, provenance="published",
+                                source="S1"))  # fmt: skip
+    return found
+
+
+def beside_published(records: Sequence[Record]) -> Table:
+    """Published peaks beside ours of the same size and precision, in GiB."""
+    ours = {
+        (spec["size"], spec["precision"]): record
+        for record in records
+        if (spec := flatten(record.spec))["checkpointing"] == "none" and record.status == "ok"
+    }
+    rows = []
+    for their in published_records():
+        own = ours.get((their.spec["size"], their.spec["precision"]))
+        load = f"{flatten(own.spec)['batch']} × {flatten(own.spec)['context_length']}" if own else "not run here"
+        for metric in ("forward_only_peak_bytes", "peak_bytes"):
+            figures = [own.median(metric) if own else None, their.median(metric)]
+            what = "forward only" if metric.startswith("forward") else "whole step"
+            rows.append([str(their.spec["size"]), str(their.spec["precision"]), load, what,
+                         *(number(figure, "bytes") for figure in figures)])  # fmt: skip
+    caption = f"Beside published peaks. S1, 16 × 128: {SOURCES['S1']}. Ours has SwiGLU, so more parameters."
+    return Table(["size", "precision", "batch × context", "what", "ours GiB", "published GiB"], rows,
+                 numeric=frozenset(("ours GiB", "published GiB")), caption=caption, folded=not ours)  # fmt: skip
+
+
+EXPERIMENT = Experiment(
+    name="memory",
+    title="Memory",
+    question="Who holds memory when in a step, what is its peak, and what does computing again give back?",
+    method=(
+        "Every storage is followed from birth to death; a gradient is what a parameter's grad holds, optimizer state "
+        "what the optimizer's state holds, an activation what outlives the forward pass, a temporary the rest. On "
+        "a GPU the bytes are those of the caching allocator's own history, on a CPU those of the storages. The "
+        "prediction runs the same step on tensors without memory through a model of the allocator. Forward only is the first "
+        "thing that runs, without gradients or optimizer state."
+    ),
+    jobs=jobs,
+    blocks=blocks,
+)
