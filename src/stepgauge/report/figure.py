@@ -162,7 +162,7 @@ def areas(
     level: tuple[str, float] | None = None,
 ) -> str:
     """Layers over x, one on the other, as steps. `marks` are named places on x, `level` a named height."""
-    with _canvas(7.2, 3.4) as (axes, output):
+    with canvas(7.2, 3.4) as (axes, output):
         named = _coloured(layers)
         colours = [colour for _, colour in named]
         heights = [[value or 0.0 for value in values] for values in layers.values()]

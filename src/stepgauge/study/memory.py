@@ -121,8 +121,8 @@ EXPERIMENT = Experiment(
         "Every storage is followed from birth to death; a gradient is what a parameter's grad holds, optimizer state "
         "what the optimizer's state holds, an activation what outlives the forward pass, a temporary the rest. On "
         "a GPU the bytes are those of the caching allocator's own history, on a CPU those of the storages. The "
-        "prediction runs the same step on tensors without memory through a model of the allocator. Forward only is the first "
-        "thing that runs, without gradients or optimizer state."
+        "prediction runs the same step on tensors without memory through a model of the allocator. Forward only is "
+        "the first thing that runs, without gradients or optimizer state."
     ),
     jobs=jobs,
     blocks=blocks,
