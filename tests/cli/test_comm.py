@@ -1,0 +1,118 @@
+"""The commands around collectives, as a person uses them."""
+
+import json
+
+import pytest
+
+from stepgauge.spec.explain import arrows
+from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.store import RunStore
+
+SIZES = ("64K", "128K", "256K", "512K", "1M")
+BENCH = ("bench", "comm", "--device", "cpu", "--seconds", "0.01", "-n", "3", "-w", "1")
+
+
+def test_bench_comm_then_fit(stepgauge, tmp_path):
+    run, hardware, page = tmp_path / "run", tmp_path / "box.json", tmp_path / "fit.html"
+    status, out, err = stepgauge(*BENCH, "-b", "64K", "-e", "1M", "-f", "2", "-c", "1", "--out", run, "--format", "csv")
+    assert status == 0, err
+    lines = out.splitlines()
+    assert lines[0].startswith("op,over,ranks,timing,size B,count,type,redop,time µs")
+    assert len(lines) == 1 + len(SIZES)
+    assert lines[1].startswith("all_reduce,gloo,2,pipelined,65536,16384,float32,sum,")
+    assert lines[1].endswith(",1,0")  # the factor at two ranks, and no element wrong
+    status, out, err = stepgauge("comm", "fit", run, "--hardware", hardware, "--report", page)
+    assert status == 0, err
+    assert "held out" in out
+    (link,) = HardwareFile.read(hardware).links
+    assert link.asked["op"] == "all_reduce"
+    assert len(link.held_out) == 2 - (len(SIZES) < 5)
+    assert link.measured["date"]
+    assert link.time_ms(10**6) > 0
+    assert "measured, held out" in page.read_text()
+    status, out, _ = stepgauge("show", run)
+    assert status == 0
+    assert "busbw" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--ranks", "1"), "ranks is 1; a collective between one rank moves no bytes"),
+        (("--size", "1X"), "size_bytes is '1X'; it must be a number of bytes such as 65536, 512K, 1M or 2G"),
+        (("--backend", "nccl"), "NCCL moves GPU tensors only"),
+        (("-b", "1M", "-e", "1K"), "begin must be at least 1 and end not less"),
+    ],
+)
+def test_what_cannot_be_measured(stepgauge, tmp_path, arguments, words):
+    status, _, err = stepgauge("bench", "comm", "--device", "cpu", *arguments, "--out", tmp_path)
+    assert status == 2
+    assert words in err
+    assert not (tmp_path / "records.jsonl").exists()
+
+
+def test_an_interface_that_does_not_exist_is_said(stepgauge, tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
+    status, _, err = stepgauge(*BENCH, "--size", "4K", "--out", tmp_path)
+    assert status == 1
+    assert "GLOO_SOCKET_IFNAME is 'nope0'; this machine has" in err
+    assert RunStore(tmp_path).read().records[0].status == "failed"
+
+
+def test_a_fit_needs_sizes(stepgauge, tmp_path):
+    assert stepgauge(*BENCH, "--size", "4K", "8K", "--out", tmp_path)[0] == 0
+    status, _, err = stepgauge("comm", "fit", tmp_path)
+    assert status == 2
+    assert "no collective at three sizes" in err
+
+
+def test_explain_shows_what_real_processes_have(stepgauge, tmp_path):
+    page = tmp_path / "page.html"
+    status, out, err = stepgauge("comm", "explain", "--ranks", "3", "--report", page)
+    assert status == 0, err
+    words = " ".join(out.split())
+    assert "rank 0 0 1 2 30 33 36" in words  # all-reduce: before and after
+    assert "rank 1 10 11 12 1 11 21" in words  # all-to-all
+    assert "rank 0 ──part 1──▶ rank 1" in out  # scatter
+    assert "reduce-scatter 2" in out
+    assert "4 steps; each rank sends 2·(3 − 1)·K/3 of K bytes" in out
+    waits = [line.split()[-1] for line in out[out.index("barrier") :].splitlines() if line.startswith("rank")][:3]
+    assert float(waits[0]) > float(waits[1]) > 30
+    assert page.read_text().count("<svg") >= 11
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("dance",), "op is 'dance'; choose one of broadcast"),
+        (("--ranks", "1"), "ranks is 1; a picture can show 2 to 8"),
+    ],
+)
+def test_explain_refuses(stepgauge, arguments, words):
+    status, _, err = stepgauge("comm", "explain", *arguments)
+    assert status == 2
+    assert words in err
+
+
+def test_arrows_are_the_operation():
+    assert len(arrows("all_to_all", 4)) == 12
+    assert {(a.source, a.target) for a in arrows("gather", 3)} == {(1, 0), (2, 0)}
+
+
+def test_bench_broadcast(stepgauge, tmp_path):
+    asked = ("--device", "cpu", "--size", "1M", "--block", "256K", "128K", "--repeats", "2", "--gpus", "2")
+    status, out, err = stepgauge("bench", "broadcast", *asked, "--out", tmp_path, "--format", "csv")
+    assert status == 0, err
+    # Without blocks one row, with blocks one a size.
+    assert len(out.splitlines()) == 1 + 2 + 2 * 4
+    assert "staged,256 KB,2,1048576," in out
+
+
+def test_topo(stepgauge, tmp_path):
+    page = tmp_path / "topo.html"
+    status, out, _ = stepgauge("topo", "--report", page)
+    assert status == 0
+    assert "NUMA node" in out
+    assert "<svg" in page.read_text()
+    status, out, _ = stepgauge("topo", "--format", "json")
+    assert json.loads(out)["cores"] >= 1

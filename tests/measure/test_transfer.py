@@ -1,0 +1,91 @@
+"""Schedules of a broadcast: each brings every byte everywhere, in an order that can be executed."""
+
+import pytest
+import torch
+
+from stepgauge.bench.broadcast import job, record
+from stepgauge.bench.sweep import sweep
+from stepgauge.measure.transfer import GpuEngine
+from stepgauge.spec.broadcast import HOST, PINNED, SCHEDULES, STAGING, BroadcastSpec, Rates
+from stepgauge.spec.store import RunStore
+
+SHAPES = [(1000, 1, 100), (1000, 2, 300), (1001, 3, 128), (4096, 5, 5000), (7, 4, 1)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("size", "gpus", "block"), SHAPES)
+def test_every_byte_comes_to_every_gpu_from_where_it_has_arrived(name, size, gpus, block):
+    schedule = SCHEDULES[name](size, gpus, block)
+    has = {schedule.origin: set(range(size)), **{g: set() for g in range(gpus)}, STAGING: set()}
+    ended = {}
+    for index, move in enumerate(schedule.moves):
+        moved = range(move.start, move.stop)
+        assert has[move.source].issuperset(moved)
+        assert all(before < index for before in move.after)
+        if move.source not in (HOST, PINNED):  # what brought it there has been waited for
+            assert any(ended[before].issuperset(moved) for before in move.after)
+        assert move.target not in has or not has[move.target].intersection(moved)  # nothing twice
+        has[move.target] |= set(moved)
+        ended[index] = set(moved) if move.target != PINNED else set()
+    assert all(has[g] == set(range(size)) for g in range(gpus))
+
+
+def test_a_staging_buffer_is_filled_again_only_when_its_block_has_gone():
+    schedule = SCHEDULES["staged"](1000, 3, 100)
+    fills = [index for index, move in enumerate(schedule.moves) if move.target == STAGING]
+    for earlier, later in zip(fills, fills[2:], strict=False):
+        assert schedule.moves[later].after == tuple(range(earlier + 1, earlier + 4))
+
+
+def test_host_links_carry_what_the_schedules_say():
+    def host_bytes(name):
+        return sum(m.bytes for m in SCHEDULES[name](1200, 4, 100).moves if m.source in (HOST, PINNED))
+
+    assert host_bytes("pinned") == 4 * 1200
+    assert host_bytes("tree") == host_bytes("chain") == host_bytes("scatter-gather") == 1200
+
+
+def test_the_bound_is_the_busiest_links():
+    alone = Rates(host_link=10.0, host_links=20.0, peer_link=100.0, host_copy=5.0)
+    assert alone.bound_s(SCHEDULES["naive"](100, 4, 10)) == pytest.approx(40)
+    assert alone.bound_s(SCHEDULES["pinned"](100, 4, 10)) == pytest.approx(20)
+    assert alone.bound_s(SCHEDULES["chain"](100, 4, 10)) == pytest.approx(10)
+    assert alone.bound_s(SCHEDULES["scatter-gather"](100, 4, 10)) == pytest.approx(5)
+    assert alone.bound_s(SCHEDULES["staged"](100, 1, 10)) == pytest.approx(20)
+
+
+def test_schedules_between_processes(tmp_path):
+    asked = [
+        BroadcastSpec(schedule=name, size_bytes=100_003, block_bytes=block, gpus=gpus, repeats=3, warmup=0)
+        for gpus in (1, 3)
+        for name in SCHEDULES
+        for block in (20_000,)
+    ]
+    rows = [row.record for row in sweep([job(spec) for spec in asked], RunStore(tmp_path))]
+    assert [(row.status, row.note) for row in rows] == [("ok", "")] * len(rows)
+    for row in rows:
+        assert row.median("wrong") == 0
+        assert row.metrics["time_ms"].n == 3
+        assert row.median("gb_per_s") == pytest.approx(100_003 / row.median("time_ms") / 1e6)
+
+
+def test_figures_of_a_row():
+    alone = Rates(host_link=50e9, host_links=200e9, peer_link=300e9, host_copy=10e9)
+    row = record(BroadcastSpec(schedule="chain", size_bytes=10**9), [20.0, 25.0, 30.0], alone)
+    assert row.median("gb_per_s") == pytest.approx(40)
+    assert row.median("of_host_link") == pytest.approx(0.8)
+    assert row.median("bound_ms") == pytest.approx(20)
+    assert row.median("of_bound") == pytest.approx(0.8)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_on_gpus(name):
+    size, gpus, block = 10_000_003, torch.cuda.device_count(), 1_000_000
+    engine = GpuEngine(size, gpus, block)
+    for _ in range(3):
+        engine.clear()
+        assert engine.wrong() > 0
+        engine.run(SCHEDULES[name](size, gpus, block))
+        assert engine.wrong() == 0

@@ -1,0 +1,87 @@
+"""Two nodes: two network namespaces on this machine, joined by a link of 1 Gbit/s, where the rights allow it."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from stepgauge.report.comm import links
+from stepgauge.spec.store import RunStore
+
+LINK_BYTES_PER_S = 1e9 / 8
+
+
+def call(*command):
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.fixture
+def nodes():
+    """Two namespaces with an address each: [(name, interface, address), ...]."""
+    if not (shutil.which("ip") and shutil.which("tc")):
+        pytest.skip("needs ip and tc")
+    names = [f"sg{os.getpid()}n{i}" for i in range(2)]
+    wires = [f"v{os.getpid() % 10**6}n{i}" for i in range(2)]
+    commands = [("ip", "netns", "add", name) for name in names]
+    commands.append(("ip", "link", "add", wires[0], "netns", names[0], "type", "veth", "peer", "name", wires[1],
+                     "netns", names[1]))  # fmt: skip
+    for index, (name, wire) in enumerate(zip(names, wires, strict=True)):
+        commands += [
+            ("ip", "-n", name, "addr", "add", f"10.77.0.{index + 1}/24", "dev", wire),
+            ("ip", "-n", name, "link", "set", "lo", "up"),
+            ("ip", "-n", name, "link", "set", wire, "up"),
+            ("tc", "-n", name, "qdisc", "add", "dev", wire, "root", "tbf", "rate", "1gbit", "burst", "1mb", "latency",
+             "50ms"),
+        ]  # fmt: skip
+    try:
+        for command in commands:
+            done = call(*command)
+            if done.returncode:
+                pytest.skip(f"no right to {' '.join(command[:3])}: {done.stderr.strip()}")
+        yield [(name, wire, f"10.77.0.{i + 1}") for i, (name, wire) in enumerate(zip(names, wires, strict=True))]
+    finally:
+        for name in names:
+            call("ip", "netns", "del", name)
+
+
+def torchrun(nodes, *arguments, interface=None):
+    """stepgauge under torchrun on both nodes; their exit statuses and what they said."""
+    with contextlib.ExitStack() as stack:
+        started = []
+        for index, (name, wire, _) in enumerate(nodes):
+            command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
+                       f"--node-rank={index}", "--nproc-per-node=1", f"--master-addr={nodes[0][2]}",
+                       "--master-port=29511", "-m", "stepgauge", *arguments]  # fmt: skip
+            settings = {"GLOO_SOCKET_IFNAME": interface or wire, "PYTHONPATH": os.pathsep.join(sys.path)}
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **settings}
+            )
+            started.append(stack.enter_context(process))
+        said = [process.communicate(timeout=150)[0] for process in started]
+    return [process.returncode for process in started], said
+
+
+def test_two_nodes_take_what_the_link_and_the_fit_predict(nodes, tmp_path):
+    sizes = ("1M", "2M", "4M", "8M", "16M", "64M")
+    asked = ("bench", "comm", "--device", "cpu", "--size", *sizes, "--seconds", "0.2", "-w", "1", "--out", tmp_path)
+    statuses, said = torchrun(nodes, *map(str, asked))
+    assert statuses == [0, 0], said
+    assert "all_reduce" in said[0]
+    assert "all_reduce" not in said[1]  # one rank speaks for all
+    records = RunStore(tmp_path).read().records
+    assert [(r.status, r.spec["ranks"], r.spec["nodes"]) for r in records] == [("ok", 2, 2)] * len(sizes)
+    (fitted,) = links(records)
+    for record in records:
+        size, measured = record.spec["size_bytes"], record.median("time_ms")
+        assert fitted.time_ms(size) == pytest.approx(measured, rel=0.10)
+        assert size / LINK_BYTES_PER_S * 1e3 == pytest.approx(measured, rel=0.15)  # headers take some of the link
+    assert len(fitted.held_out) == 2
+
+
+def test_an_interface_that_a_node_does_not_have(nodes, tmp_path):
+    statuses, said = torchrun(nodes, "bench", "comm", "--device", "cpu", "--out", str(tmp_path), interface="nope0")
+    assert all(status != 0 for status in statuses)
+    assert "GLOO_SOCKET_IFNAME is 'nope0'; this machine has" in said[0]
