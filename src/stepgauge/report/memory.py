@@ -112,9 +112,8 @@ def _highest_of_stretches(series: Mapping[str, Sequence[float]]) -> list[int]:
     """At most POINTS_DRAWN places of the curves, of each stretch the highest."""
     totals = [sum(values) for values in zip(*(series[n.replace(" ", "_")] for n in CATEGORIES), strict=True)]
     stretch = -(-len(totals) // POINTS_DRAWN)
-    return [
-        max(range(i, min(i + stretch, len(totals))), key=totals.__getitem__) for i in range(0, len(totals), stretch)
-    ]
+    stretches = [range(start, min(start + stretch, len(totals))) for start in range(0, len(totals), stretch)]
+    return [max(places, key=totals.__getitem__) for places in stretches]
 
 
 def memory_blocks(records: Sequence[Record], *, drawn: Sequence[Record] | None = None) -> list[Block]:

@@ -1,0 +1,142 @@
+"""Predicted beside measured: on the CPU by running both, for CUDA against recorded measurements of an H100."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepgauge.bench.memory import check, predict, run
+from stepgauge.report.memory import block_bytes
+from stepgauge.spec.memory import MemorySpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.record import Record
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/2026-11-21-h100-study.jsonl"
+SPEC = MemorySpec(
+    model=ModelSpec(vocab_size=256, context_length=64, d_model=64, d_ff=128, num_layers=6, num_heads=2), batch=4
+)
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "size"), [("none", 1), ("blocks", 1), ("blocks", 3), ("nested", 3), ("selective", 1)]
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_on_the_cpu_the_prediction_is_what_was_followed(precision, checkpointing, size):
+    spec = dataclasses.replace(SPEC, precision=precision, checkpointing=checkpointing, checkpoint_blocks=size)
+    record = run(spec)
+    assert record.median("predicted_error") == record.median("predicted_forward_only_error") == 0
+    parts = ("parameters", "optimizer_state", "gradients", "activations", "temporaries", "other")
+    assert sum(record.median(f"{name}_bytes") for name in parts) == record.median("peak_bytes")
+    assert record.median("parameters_bytes") == spec.model.num_parameters * 4
+    assert record.median("backward_peak_bytes") <= record.median("peak_bytes")
+    assert max(map(sum, zip(*(record.series[n] for n in parts), strict=True))) == record.median("peak_bytes")
+    assert Record.from_json(record.to_json()) == record
+
+
+def test_checkpointing_keeps_what_it_says():
+    records = [
+        run(dataclasses.replace(SPEC, checkpointing=name, checkpoint_blocks=size))
+        for name, size in (("none", 1), ("blocks", 1), ("blocks", 3), ("selective", 1))
+    ]
+    kept = [record.median("saved_for_backward_bytes") for record in records]
+    assert kept[0] > kept[3] > kept[1] > kept[2]
+    stream = SPEC.model.residual_stream_bytes(batch=4, sequence=64)
+    sizes = block_bytes(records)
+    assert sizes.boundary == stream
+    assert kept[1] - kept[2] == 4 * stream  # the inputs of six blocks against those of two parts
+
+
+def test_best_k_is_that_of_trying_all():
+    sizes = block_bytes([run(dataclasses.replace(SPEC, checkpointing=c)) for c in ("none", "blocks")])
+    best = sizes.best(36)
+    assert sizes.kept(36, best) == min(sizes.kept(36, k) for k in range(1, 37))
+    assert sizes.best(36, "nested") == 6
+
+
+def recorded():
+    """Measured peaks of whole uncompiled steps, one of each size, load and precision of the smallest."""
+    rows = {}
+    for line in RESULTS.read_text().splitlines():
+        record = Record.from_json(line)
+        spec = record.spec
+        if record.kind == "step" and record.status == "ok" and spec["compile"] == "off":
+            key = spec["size"], spec["batch"], spec["model"]["context_length"], spec["precision"]
+            rows[key] = record.median("peak_bytes")
+    return {key: peak for key, peak in rows.items() if key[0] == "small"}
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and shutil.which("g++") is None, reason="pretending CUDA needs a C++ compiler"
+)
+def test_for_cuda_the_prediction_is_within_3_percent_of_what_an_h100_measured():
+    """In a process of its own, which believes from then on that there is a CUDA device."""
+    known = recorded()
+    assert len(known) >= 6
+    code = (
+        "import json, sys\n"
+        "from stepgauge.bench.memory import predict\n"
+        "from stepgauge.spec.memory import MemorySpec\n"
+        "from stepgauge.spec.model import ModelSpec\n"
+        "for size, batch, length, precision in json.loads(sys.argv[1]):\n"
+        "    model = ModelSpec.preset(size, context_length=length)\n"
+        "    spec = MemorySpec(model=model, size=size, batch=batch, precision=precision, predict='sm90')\n"
+        "    print(predict(spec).step.peak.total)\n"
+    )
+    asked = [key for key in known if key[3] != "tf32"]
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(asked)], capture_output=True, text=True, check=True)
+    for key, predicted in zip(asked, map(int, done.stdout.split()), strict=True):
+        assert abs(predicted / known[key] - 1) < 0.03, key
+
+
+def test_what_does_not_fit_is_a_row_with_its_prediction(monkeypatch):
+    monkeypatch.setattr("stepgauge.measure.devices.available_host_bytes", lambda: 10_000)
+    record = run(SPEC)
+    assert record.status == "oom"
+    assert record.median("predicted_peak_bytes") == predict(SPEC).step.peak.total
+
+
+def test_an_own_model_is_followed(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\n"
+        "def factory():\n"
+        "    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))), (torch.ones(8, 32),)\n"
+    )
+    record = run(dataclasses.replace(SPEC, own=f"{file}:factory"))
+    assert record.median("predicted_error") == 0
+    assert [row[0] for row in record.tables["saved_by_block"][1:]] == ["0", "1", "2"] or record.tables["savers"][1:]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"predict": "sm70"}, "predict is 'sm70'; choose one of no, cpu, sm80, sm90"),
+        ({"phases": "forward"}, "phases is 'forward'"),
+        ({"own": "x.py:f", "checkpointing": "blocks"}, "an own model chooses its own"),
+        ({"compile": "on", "predict": "sm90"}, "measured, not predicted"),
+        ({"compile": "on"}, "can be seen on CUDA only"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(fields, said):
+    with pytest.raises(ValueError, match=r".") as error:
+        check(dataclasses.replace(SPEC, **fields))
+    assert said in str(error.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("checkpointing", ["none", "blocks", "nested", "selective"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_on_a_gpu_parts_add_up_and_the_prediction_is_near(tmp_path, precision, checkpointing):
+    model = ModelSpec.preset("small", context_length=256)
+    spec = MemorySpec(model=model, precision=precision, checkpointing=checkpointing, device="cuda", checkpoint_blocks=2)
+    record = run(spec, folder=tmp_path)
+    peak = record.median("peak_bytes")
+    assert abs(record.median("unexplained_bytes")) < 0.01 * peak
+    assert abs(record.median("predicted_error")) < 0.03
+    assert list((tmp_path / "snapshots").glob("*.pickle"))

@@ -1,0 +1,166 @@
+"""Storages followed on a small step whose sizes are known by hand, and the allocator's history joined with them."""
+
+import torch
+from torch import nn
+
+from stepgauge.measure.memory.follow import (
+    ACTIVATIONS,
+    GRADIENTS,
+    OTHER,
+    PARAMETERS,
+    STATE,
+    TEMPORARIES,
+    Allocation,
+    Follower,
+    Phase,
+)  # fmt: skip
+from stepgauge.measure.memory.history import joined
+from stepgauge.measure.memory.picture import block_of, by_block, general, picture, savers
+
+CPU = torch.device("cpu")
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).relu()
+        return x.sum()
+
+
+def followed_step(follower, model, x, optimizer, steps=2):
+    follower.label(model.parameters(), PARAMETERS)
+    follower.label([x], OTHER)
+    with follower.watching(model):
+        for _ in range(steps):
+            with follower.phase("forward"):
+                loss = model(x)
+            with follower.phase("backward"):
+                loss.backward()
+            with follower.phase("optimizer"):
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                del loss
+            follower.label([t for state in optimizer.state.values() for t in state.values()], STATE)
+
+
+def small_step(follower):
+    with follower:
+        model, x = Small(), torch.ones(32, 64)
+        followed_step(follower, model, x, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    return model
+
+
+def test_bytes_by_category_are_those_of_the_shapes():
+    follower = Follower(CPU)
+    model = small_step(follower)
+    shown = picture(follower.allocations, follower.phases[-3:], caching=False)
+    weights = 3 * 64 * 64 * 4
+    at_end_of_backward = [m for m in shown.moments if m.event < shown.phases[2].start][-1].held
+    assert at_end_of_backward[PARAMETERS] == weights == at_end_of_backward[STATE] == at_end_of_backward[GRADIENTS]
+    assert at_end_of_backward[OTHER] == 32 * 64 * 4
+    # Each relu's result is kept by its own gradient and by the next layer; the loss lives too.
+    assert sum(shown.bytes_of[a] for a in shown.saved_for_backward()) == 3 * 32 * 64 * 4 + 4
+    assert shown.moments[-1].held[GRADIENTS] == 0
+    assert model is not None
+
+
+def test_what_is_kept_is_told_by_block_and_line():
+    follower = Follower(CPU)
+    model = small_step(follower)
+    shown = picture(follower.allocations, follower.phases[-3:], caching=False)
+    saved = shown.saved_for_backward()
+    (first, *_) = savers(saved, shown.bytes_of)
+    kept_by, made_by, line, tensors, size = first
+    assert (made_by, size) == ("relu", tensors * 32 * 64 * 4)
+    assert line.startswith("measure/test_memory.py:")
+    assert set(by_block(saved, shown.bytes_of)) <= {"", "blocks.0", "blocks.1", "blocks.2"}
+    assert kept_by in ("", "blocks.*")
+    gradients = [a for a in follower.allocations if a.category == GRADIENTS]
+    assert {a.module for a in gradients} == {"blocks.0", "blocks.1", "blocks.2"}
+    assert model is not None
+
+
+def test_following_changes_neither_loss_nor_gradients():
+    torch.manual_seed(0)
+    model, x = Small(), torch.randn(8, 64)
+    model(x).backward()
+    plain = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with Follower(CPU) as follower, follower.watching(model):
+        model(x).backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(plain, model.parameters(), strict=True))
+
+
+def test_every_storage_that_was_seen_dies():
+    follower = Follower(CPU)
+    small_step(follower)
+    assert all(allocation.died is not None for allocation in follower.allocations)
+
+
+def test_history_gives_followed_storages_their_category_and_the_rest_to_its_operator():
+    follower = Follower(CPU, events=lambda: 0)
+    windows = [(0, 2, "mm"), (3, 4, "add")]
+    from stepgauge.measure.memory.follow import Mark, Window
+
+    follower.windows = [Window(start, end, name, "blocks.0", "model.py:1") for start, end, name in windows]
+    follower.phases = [Phase("forward", 0, 9)]
+    follower.allocations = [
+        Allocation(1000, 2, "forward", "mm", "blocks.0", "model.py:1", ACTIVATIONS, address=16),
+        Allocation(2000, 4, "forward", "add", "blocks.0", "model.py:1", PARAMETERS, address=32),
+    ]
+    follower.marks = [Mark(6, 64, GRADIENTS)]
+    trace = [
+        {"action": "alloc", "addr": 48, "size": 7},  # 0: mm's workspace, never freed
+        {"action": "alloc", "addr": 16, "size": 1000},  # 1: mm's result
+        {"action": "free_completed", "addr": 16, "size": 1000},  # 2
+        {"action": "alloc", "addr": 32, "size": 2000},  # 3: add's result
+        {"action": "free_completed", "addr": 32, "size": 2000},  # 4
+        {"action": "alloc", "addr": 64, "size": 5},  # 5: made by what was not seen, later told to be a gradient
+        {"action": "free_completed", "addr": 64, "size": 5},  # 6
+        {"action": "alloc", "addr": 16, "size": 1000},  # 7: the same address again, another life
+        {"action": "free_completed", "addr": 16, "size": 1000},  # 8
+    ]
+    lives = joined(trace, follower, first=0)
+    assert [(a.category, a.operator, a.born, a.died) for a in lives] == [
+        (OTHER, "inside mm", 0, None),
+        (ACTIVATIONS, "mm", 1, 2),
+        (PARAMETERS, "add", 3, 4),
+        (GRADIENTS, "outside of operators", 5, 6),
+        (TEMPORARIES, "outside of operators", 7, 8),
+    ]
+
+
+def test_a_real_steps_history_has_the_categories_of_its_storages():
+    """The follower's own events, written down as an allocator would, come back as they were followed."""
+    follower = Follower(CPU)
+    seen = []
+
+    def count():
+        return follower._count
+
+    follower._events = count
+    model = small_step(follower)
+    for allocation in follower.allocations:
+        seen.append((allocation.born, "alloc", allocation))
+        if allocation.died is not None:
+            seen.append((allocation.died, "free_completed", allocation))
+    trace = [
+        {"action": action, "addr": a.address, "size": a.bytes} for _, action, a in sorted(seen, key=lambda e: e[0])
+    ]
+    for index, allocation in enumerate(follower.allocations):
+        follower.allocations[index] = allocation
+        allocation.born += 1  # the count is read after the allocation, on CUDA
+    lives = joined(trace, follower, first=0)
+    assert [a.category for a in lives] == [a.category for a in follower.allocations]
+    assert model is not None
+
+
+def test_paths():
+    assert [block_of(path) for path in ("blocks.3.attention", "head", "0.linear", "a.b.12")] == [
+        "blocks.3", "", "0", "a.b.12",
+    ]  # fmt: skip
+    assert general("blocks.3.experts.11.up") == "blocks.*.experts.*.up"
