@@ -14,7 +14,7 @@ from stepgauge.bench import step as bench_step
 from stepgauge.bench.own_model import build_own, load_factory
 from stepgauge.kernels.linear_cross_entropy.chunked import transient_bytes
 from stepgauge.measure import devices
-from stepgauge.measure.dtypes import Found, probe
+from stepgauge.measure.dtypes import Found, probe, told
 from stepgauge.measure.environment import environment
 from stepgauge.measure.memory import history
 from stepgauge.measure.memory.extras import CudaExtras
@@ -79,7 +79,14 @@ def probe_dtypes(spec: MemorySpec) -> list[Found]:
     device = torch.device(spec.device)
     step, batch = _build(spec, device)
     with step.precision.matmul_mode():
-        return probe(step.module, lambda: step.forward(*batch), step.backward)
+        found = probe(step.module, lambda: step.forward(*batch), step.backward)
+        if spec.own:
+            return found
+        # The loss takes the head's weight; its logits are a module's output only without targets.
+        with torch.no_grad(), step.precision.autocasting(device):
+            logits = step.module(batch[0])
+    here = [f.what for f in found].index("loss")
+    return [*found[:here], told("logits", "head", logits, "Linear"), *found[here:]]
 
 
 def predict(spec: MemorySpec) -> Followed:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """what: "parameter", "output", "loss" or "gradient"; `path` names the parameter or the module."""
+    """what: "parameter", "output", "logits", "loss" or "gradient"; `path` names the parameter or the module."""
 
     what: str
     path: str
@@ -25,13 +25,13 @@ def probe(module: nn.Module, forward: Callable[[], Tensor], backward: Callable[[
 
     Compiled parts show no outputs: probe the module uncompiled.
     """
-    found = [_found("parameter", path, p, owner) for path, p, owner in _parameters(module)]
+    found = [told("parameter", path, p, owner) for path, p, owner in _parameters(module)]
     paths = {part: path for path, part in module.named_modules()}
 
     def note(part: nn.Module, arguments: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor):
-                found.append(_found("output", paths[part], tensor, type(part).__name__))
+                found.append(told("output", paths[part], tensor, type(part).__name__))
 
     handles = [part.register_forward_hook(note) for part in paths if part is not module]
     try:
@@ -39,9 +39,9 @@ def probe(module: nn.Module, forward: Callable[[], Tensor], backward: Callable[[
     finally:
         for handle in handles:
             handle.remove()
-    found.append(_found("loss", "", loss, type(module).__name__))
+    found.append(told("loss", "", loss, type(module).__name__))
     backward(loss)
-    found += [_found("gradient", path, p.grad, owner) for path, p, owner in _parameters(module) if p.grad is not None]
+    found += [told("gradient", path, p.grad, owner) for path, p, owner in _parameters(module) if p.grad is not None]
     return found
 
 
@@ -51,7 +51,7 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
             yield f"{path}.{name}".lstrip("."), parameter, type(part).__name__
 
 
-def _found(what: str, path: str, tensor: Tensor, module: str) -> Found:
+def told(what: str, path: str, tensor: Tensor, module: str) -> Found:
     return Found(what, path, module, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 

@@ -23,7 +23,7 @@ def dtypes(
 ) -> None:
     """Show the type of every parameter, module output, loss and gradient of a step.
 
-    The output of the module "head" are the logits, unless the loss is fused and never makes them.
+    The logits are those of a forward without targets: a fused loss never makes them.
     """
     from stepgauge.bench.memory import probe_dtypes
 
