@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SOURCE = Path(__file__).with_name("pretended.cpp")
@@ -42,10 +41,11 @@ def pretending(architecture: str) -> Iterator[torch.device]:
             _register_cuda_rules()
             stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
             stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", lambda *_: True))
-            stack.enter_context(ChosenAttention(architecture))
+            attend = _attention_of(architecture)
+            stack.enter_context(mock.patch("torch.nn.functional.scaled_dot_product_attention", attend))
         stack.enter_context(mock.patch("torch.nn.Module._apply", _applying()))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(NothingIsInfinite())
+        stack.enter_context(PretendedValues())
         yield torch.device("cpu" if architecture == "cpu" else "cuda:0")
 
 
@@ -71,63 +71,70 @@ def _applying() -> Callable[..., nn.Module]:
     return apply
 
 
-class NothingIsInfinite(TorchDispatchMode):
-    """Answers the host's question for a value with zero: what loss scaling asks is whether it found infinities."""
+class PretendedValues(TorchDispatchMode):
+    """Answers the host's question for a value: no infinity was found by loss scaling, and anything else is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._infinities: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            self._infinities.add(args[1].untyped_storage()._cdata)
         if func is aten._local_scalar_dense.default:
-            return 0.0 if args[0].is_floating_point() else 0
+            value = args[0].untyped_storage()._cdata not in self._infinities
+            return float(value) if args[0].is_floating_point() else int(value)
         return func(*args, **(kwargs or {}))
 
 
-class ChosenAttention(TorchFunctionMode):
-    """scaled_dot_product_attention by the backend that torch picks on that architecture."""
+def _attention_of(architecture: str) -> Callable[..., Tensor]:
+    """scaled_dot_product_attention by the backend that torch picks on that architecture.
 
-    def __init__(self, architecture: str):
-        super().__init__()
-        self.prefers_cudnn = architecture == "sm90"
+    A function in its place rather than a mode: modes do not follow autograd into its thread, where checkpoints run.
+    """
+    original = F.scaled_dot_product_attention
+    prefers_cudnn = architecture == "sm90"
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and args and args[0].is_cuda:
-            chosen = self._attend(*args, **kwargs)
-            if chosen is not None:
-                return chosen
-        return func(*args, **kwargs)
+    def attend(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        chosen = _fused_attention(prefers_cudnn, q, *args, **kwargs) if q.is_cuda else None
+        return original(q, *args, **kwargs) if chosen is None else chosen
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor | None:
-        """The result of the fused backend, or None where torch takes the plain one."""
-        if q.ndim != 4 or enable_gqa:
-            return None
-        if torch.is_autocast_enabled("cuda"):
-            dtype = torch.get_autocast_dtype("cuda")
-            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        narrow = q.dtype in (torch.bfloat16, torch.float16)
-        width = q.shape[-1]
-        enabled = torch.backends.cuda
-        needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        cudnn_takes = narrow and width <= CUDNN_WIDEST_HEAD and width % 8 == 0
-        if enabled.cudnn_sdp_enabled() and cudnn_takes and (self.prefers_cudnn or not enabled.flash_sdp_enabled()):
-            run = aten._scaled_dot_product_cudnn_attention
-            return run(q, k, v, attn_mask, needs_gradient, dropout_p, is_causal, False, scale=scale)[0]
-        if enabled.flash_sdp_enabled() and narrow and attn_mask is None and width <= 256:
-            padded = [F.pad(x, (0, -width % 8)) if width % 8 else x for x in (q, k, v)]
-            run = aten._scaled_dot_product_flash_attention
-            return run(*padded, dropout_p, is_causal, False, scale=scale or width**-0.5)[0][..., :width]
-        if enabled.mem_efficient_sdp_enabled() and width % (8 if narrow else 4) == 0:
-            run = aten._scaled_dot_product_efficient_attention
-            return run(q, k, v, attn_mask, needs_gradient, dropout_p, is_causal, scale=scale)[0]
+    return attend
+
+
+def _fused_attention(
+    prefers_cudnn: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """The result of the fused backend, or None where torch takes the plain one."""
+    if q.ndim != 4 or enable_gqa:
         return None
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    narrow = q.dtype in (torch.bfloat16, torch.float16)
+    width = q.shape[-1]
+    enabled = torch.backends.cuda
+    needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    cudnn_takes = narrow and width <= CUDNN_WIDEST_HEAD and width % 8 == 0
+    if enabled.cudnn_sdp_enabled() and cudnn_takes and (prefers_cudnn or not enabled.flash_sdp_enabled()):
+        run = aten._scaled_dot_product_cudnn_attention
+        return run(q, k, v, attn_mask, needs_gradient, dropout_p, is_causal, False, scale=scale)[0]
+    if enabled.flash_sdp_enabled() and narrow and attn_mask is None and width <= 256:
+        padded = [F.pad(x, (0, -width % 8)) if width % 8 else x for x in (q, k, v)]
+        run = aten._scaled_dot_product_flash_attention
+        return run(*padded, dropout_p, is_causal, False, scale=scale or width**-0.5)[0][..., :width]
+    if enabled.mem_efficient_sdp_enabled() and width % (8 if narrow else 4) == 0:
+        run = aten._scaled_dot_product_efficient_attention
+        return run(q, k, v, attn_mask, needs_gradient, dropout_p, is_causal, scale=scale)[0]
+    return None
 
 
 @functools.cache
