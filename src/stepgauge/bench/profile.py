@@ -67,11 +67,12 @@ def run(spec: ProfileSpec, *, folder: Path) -> Record:
         start = time.perf_counter()
         with _ranges(spec, step, device):
             plan = Schedule(wait=spec.wait, warmup=spec.profiler_warmup, active=spec.active, repeat=spec.repeat)
-            traces = profile_phases(phases, device, place, schedule=plan, stacks=spec.stacks)
+            traces, watched = profile_phases(phases, device, place, schedule=plan, stacks=spec.stacks)
         found = analyse(*traces)
         cost_s = time.perf_counter() - start - plan.steps * Sample.of(watch["step"], "ms").median / 1e3
         cost_bytes = devices.peak_host_memory() - before
         del step, phases
+        devices.reset_peak_memory(device)  # the model's memory is free for the ceilings
         limits = ceilings(device, _compute_dtype(spec))
     stopwatch = {name: Sample.of(values, "ms") for name, values in watch.items()}
     found = dataclasses.replace(
@@ -79,6 +80,7 @@ def run(spec: ProfileSpec, *, folder: Path) -> Record:
         source=traces[0].name,
         ceilings=limits,
         stopwatch_ms={name: sample.median for name, sample in stopwatch.items()},
+        watched_ms=watched,
     )
     write(found, place)
     costs = {"profiling_s": Sample.exact(cost_s, "s"), "profiling_host_bytes": Sample.exact(cost_bytes, "bytes")}

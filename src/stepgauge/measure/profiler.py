@@ -5,6 +5,7 @@ import gzip
 import shutil
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from stepgauge.measure.devices import synchronize
 from stepgauge.measure.ranges import named
-from stepgauge.measure.timing import Phases
+from stepgauge.measure.timing import Phases, clock_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,16 +29,22 @@ class Schedule:
     def steps(self) -> int:
         return (self.wait + self.warmup + self.active) * self.repeat
 
+    def records(self, step: int) -> bool:
+        return step % (self.wait + self.warmup + self.active) >= self.wait + self.warmup
+
 
 def profile_phases(
     phases: Phases, device: torch.device, folder: Path, *, schedule: Schedule, stacks: bool = False
-) -> list[Path]:
-    """Runs the phases under the profiler; one gzipped Chrome trace a cycle in the folder, its paths.
+) -> tuple[list[Path], dict[str, list[float]]]:
+    """Runs the phases under the profiler; one gzipped Chrome trace a cycle in the folder.
 
-    The host waits for the device once a step, at its end, as the stopwatch does. Shapes are recorded; Python stacks
-    with `stacks`, which costs the host much more.
+    Gives the traces' paths and, by the stopwatch's own clock, the milliseconds of each phase of the recorded steps.
+    Shapes are recorded; Python stacks with `stacks`, which costs the host much more.
     """
     nvtx = device.type == "cuda"
+    clock = clock_of(device)
+    ranged = {name: _ranged(name, phase, nvtx) for name, phase in phases.items()}
+    watched: dict[str, list[float]] = {name: [] for name in phases}
     written: list[Path] = []
 
     def write(profiler: profile) -> None:
@@ -57,13 +64,22 @@ def profile_phases(
     ):
         # It warns that a cycle's events end with the cycle: they are in the cycle's trace.
         warnings.filterwarnings("ignore", message=".*Profiler clears events")
-        for _ in range(schedule.steps):
-            for name, phase in phases.items():
-                with named(name, nvtx=nvtx):
-                    phase()
+        for number in range(schedule.steps):
+            times = clock(ranged, device)
             synchronize(device)
             profiler.step()
-    return written
+            if schedule.records(number):
+                for name, milliseconds in zip(phases, times, strict=True):
+                    watched[name].append(milliseconds)
+    return written, watched
+
+
+def _ranged(name: str, phase: Callable[[], None], nvtx: bool) -> Callable[[], None]:
+    def run() -> None:
+        with named(name, nvtx=nvtx):
+            phase()
+
+    return run
 
 
 def _export(profiler: profile, path: Path) -> None:

@@ -22,7 +22,7 @@ def time_phases(
     boundaries on the device's own queue and the host waits once a step, at its end: phases add up to the step and
     no wait between them is measured. On the CPU the clock is time.perf_counter.
     """
-    clock = _event_clock if device.type in ("cuda", "mps") else _host_clock
+    clock = clock_of(device)
     for _ in range(warmup):
         for phase in phases.values():
             phase()
@@ -41,6 +41,11 @@ def time_phases(
         if was_enabled:
             gc.enable()
     return times
+
+
+def clock_of(device: torch.device) -> Callable[[Phases, torch.device], list[float]]:
+    """What runs the phases once and gives the milliseconds of each."""
+    return _event_clock if device.type in ("cuda", "mps") else _host_clock
 
 
 def _event_clock(phases: Phases, device: torch.device) -> list[float]:

@@ -70,21 +70,28 @@ def _attention_us(found: Analysis, parts: Sequence[str]) -> float:
 
 
 def phases_table(found: Analysis) -> Table:
-    """Stopwatch beside profiler: what the profiler costs each phase."""
+    """The stopwatch without and with the profiler, and the trace: what the profiler costs, and whether it is right."""
     rows = []
     for phase in [*found.phases_us, "step"]:
         mine = [cell for cell in found.cells if phase in ("step", cell.phase)]
-        us = sum(_values(found, phase)) / found.steps
-        watch = found.stopwatch_ms.get(phase)
+        trace = sum(_values(found, phase)) / found.steps / 1e3
+        alone, watched = found.stopwatch_ms.get(phase), _watched(found, phase)
+        cost = f"{100 * (watched / alone - 1):+.1f}" if alone and watched else ""
         busy, idle = (sum(getattr(cell, name) for cell in mine) / found.steps for name in ("busy_us", "idle_us"))
-        ratio = f"{us / 1e3 / watch:.3f}" if watch else ""
+        device = [number(busy / 1e3), number(idle / 1e3)] if found.on_device else []
         calls = number(sum(cell.calls for cell in mine) / found.steps)
-        cells = [phase or "rest", number(watch), number(us / 1e3), ratio]
-        rows.append([*cells, *([number(busy / 1e3), number(idle / 1e3)] if found.on_device else []), calls])
+        rows.append([phase or "rest", number(alone), number(watched), cost, number(trace), *device, calls])
     device = ["busy ms", "idle ms"] if found.on_device else []
-    head = ["phase", "stopwatch ms", "profiled ms", "profiled / stopwatch", *device, f"{_noun(found)} a step"]
-    caption = f"Phases: mean of {found.steps} profiled steps beside the median without the profiler."
+    head = ["phase", "stopwatch ms", "stopwatch profiled ms", "profiler costs %", "trace ms", *device,
+            f"{_noun(found)} a step"]  # fmt: skip
+    caption = f"Phases: stopwatch without the profiler (median) and with it, and the trace (means of {found.steps})."
     return Table(head, rows, numeric=frozenset(head[1:]), caption=caption)
+
+
+def _watched(found: Analysis, phase: str) -> float | None:
+    """Mean milliseconds of the phase, or of the whole step, by the stopwatch in the profiled steps."""
+    wanted = list(found.watched_ms) if phase == "step" else [name for name in found.watched_ms if name == phase]
+    return sum(sum(found.watched_ms[name]) for name in wanted) / found.steps if wanted else None
 
 
 def _values(found: Analysis, phase: str) -> Sequence[float]:
@@ -111,12 +118,14 @@ def ranges_table(found: Analysis) -> Table:
     ]  # fmt: skip
     by_phase = [sum(sums.get((name, phase), 0.0) for name in names) for phase in phases]
     rows.append([*row("sum of ranges", by_phase, whole), "100.0"])
-    if found.stopwatch_ms:
-        watch = [found.stopwatch_ms.get(phase) for phase in [*phases, "step"]]
-        sums_ms = [us / 1e3 / found.steps for us in [*by_phase, whole]]
-        rows.append(["stopwatch", *map(number, watch), ""])
-        differences = [f"{100 * (s / w - 1):+.1f} %" if w else "" for s, w in zip(sums_ms, watch, strict=True)]
-        rows.append(["sum against stopwatch", *differences, ""])
+    for label, watch in (
+        ("stopwatch, same steps", [_watched(found, phase) for phase in [*phases, "step"]]),
+        ("stopwatch, unprofiled", [found.stopwatch_ms.get(phase) for phase in [*phases, "step"]]),
+    ):
+        if any(watch):
+            sums_ms = [us / 1e3 / found.steps for us in [*by_phase, whole]]
+            differences = [f"{100 * (s / w - 1):+.1f} %" if w else "" for s, w in zip(sums_ms, watch, strict=True)]
+            rows += [[label, *map(number, watch), ""], ["sum of ranges against it", *differences, ""]]
     head = ["range", *(f"{phase or 'rest'} ms" for phase in phases), "step ms", "share %"]
     idle = ", the device's idle time before its kernels included" if found.on_device else ""
     caption = f"Ranges: time a step{idle}; equal parts of repeated blocks together."

@@ -89,6 +89,7 @@ class Analysis:
     steps       how many steps were profiled
     phases_us   phase -> one value a step; on a device by its own time line, on a CPU on the host's
     stopwatch_ms  phase -> milliseconds without the profiler, where they were taken; "step" is the whole
+    watched_ms    phase -> one value a step: the same stopwatch in the profiled steps themselves
     lanes       kind -> [start, end] pairs in µs from the step's begin, of the last step
     marks       [phase, start µs, end µs] of the last step
     flame       nested [name, µs itself, children], all steps together
@@ -106,6 +107,7 @@ class Analysis:
     overlap: Overlap | None = None
     ceilings: Ceilings | None = None
     stopwatch_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    watched_ms: Mapping[str, list[float]] = dataclasses.field(default_factory=dict)
     lanes: Mapping[str, list[list[float]]] = dataclasses.field(default_factory=dict)
     marks: list[list[Any]] = dataclasses.field(default_factory=list)
     flame: list[Any] = dataclasses.field(default_factory=list)
