@@ -27,7 +27,7 @@ def step(
 
     The step is timed by the stopwatch first, then recorded by torch.profiler, and both stand side by side. Each row
     leaves a folder with its Chrome trace (opens in Perfetto), speedscope JSON, collapsed stacks and analysis. All rows
-    are in one report.html. Every option takes several values, and their product is profiled.
+    of the run are in its report.html. Every option takes several values, and their product is profiled.
     """
     from stepgauge.bench import profile
     from stepgauge.bench.sweep import Job
@@ -41,7 +41,9 @@ def step(
         found = [(record, profile.read(record, out)) for record in records]
         for record, analysis in found:
             _print(record, analysis, brief=len(found) > 1)
-        tell(f"report: {profile.write_report(found, out)}")
+        everything = [record for record in RunStore(out).read().latest() if record.kind == ProfileSpec.kind]
+        report = profile.write_report([(record, profile.read(record, out)) for record in everything], out)
+        tell(f"report: {report}")
     else:
         print_records(records, format)
     require_success(records)

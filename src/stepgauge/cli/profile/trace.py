@@ -48,7 +48,7 @@ def trace(
     _print([table for table in shown if table.rows], format)
     if out:
         for analysis, file in zip(found, files, strict=True):
-            profile.write(analysis, out / file.name.split(".")[0])
+            profile.write(analysis, out / file.name.removesuffix(".gz").removesuffix(".json"))
         tell(f"report: {profile.write_trace_report(found, out)}")
 
 
