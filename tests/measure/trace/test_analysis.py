@@ -161,3 +161,24 @@ def test_repeated_parts_are_one():
     assert repeated("blocks.11.attention.scores") == "blocks.*.attention.scores"
     assert repeated("Net_0.Linear_12") == "Net_*.Linear_*"
     assert repeated("layer1.conv2d") == "layer1.conv2d"
+
+
+def test_what_backward_computes_again_keeps_its_range(trace, tmp_path):
+    """Activation checkpointing: the block's forward runs inside the backward of its last operation."""
+
+    def product(us, *ranges, sequence=None):
+        with contextlib.ExitStack() as stack:
+            for name in ranges:
+                stack.enter_context(trace.range(name))
+            with trace.op("aten::mm", sequence=sequence):
+                trace.launch("void gemm()", us)
+
+    with trace.range("ProfilerStep#0"):
+        product(10, "forward", "blocks.0", "blocks.0.down", sequence=3)
+        with trace.range("backward"), trace.backward_of("MmBackward0", 3):
+            product(20, "blocks.0", "blocks.0.up", "softmax")
+        trace.now += 100
+    found = analyse(trace.write(tmp_path / "t.json"))
+    assert {(c.phase, c.range): c.us for c in found.cells} == {
+        ("forward", "blocks.*.down"): 10, ("backward", "blocks.*.up.softmax"): 20,
+    }  # fmt: skip

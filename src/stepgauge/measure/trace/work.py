@@ -192,8 +192,7 @@ class Resolver:
             frame.path = self._range_path(phase, frame.range)
 
     def _enter_range(self, name: str, frame: Frame) -> None:
-        outer = frame.range
-        frame.range = name if not outer or name == outer or name.startswith(f"{outer}.") else f"{outer}.{name}"
+        frame.range = joined(frame.range, name)
         frame.phase = frame.phase or "forward"
         frame.path = self._range_path(frame.phase, frame.range)
 
@@ -266,6 +265,15 @@ def _label(call: Call) -> str:
     if call.name.startswith(kinds.GENERATED):
         return "compiled code"
     return "Python" if call.category in ("annotation", "python") else call.name
+
+
+def joined(outer: str, name: str) -> str:
+    """The name inside of the outer range, unless it is a qualified name itself.
+
+    Backward may run a whole block's forward again, inside the range of any of its operations.
+    """
+    same_root = outer.partition(".")[0] == name.partition(".")[0]
+    return name if not outer or name == outer or (same_root and "." in name) else f"{outer}.{name}"
 
 
 def split(range: str) -> list[str]:
