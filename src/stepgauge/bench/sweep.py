@@ -14,21 +14,27 @@ from stepgauge.bench.ranks import OnRanks, RankProcesses
 from stepgauge.measure import isolate
 from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import environment
-from stepgauge.measure.isolate import ProcessDiedError, RemoteError, run_isolated
+from stepgauge.measure.isolate import ProcessDiedError, RemoteError, Worker, run_isolated
 from stepgauge.parallel.launch import RankError
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 
-isolate.preload("stepgauge.bench.step", "stepgauge.bench.train", "stepgauge.bench.profile", "stepgauge.bench.memory")
+isolate.preload(
+    *(f"stepgauge.bench.{name}" for name in ("step", "train", "profile", "memory", "kernels.contest", "op"))
+)
 FAILURES = "failures.log"
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A spec (a dataclass with `kind` and `device`) and what turns it into a record: a function, or an OnRanks."""
+    """A spec (a dataclass with `kind` and `device`) and what turns it into a record: a function, or an OnRanks.
+
+    Jobs that name the same `process` and follow one another share one, for as long as each of them gives its record.
+    """
 
     run: Callable[[Any], Record]
     spec: Any
+    process: str = ""
 
     @property
     def asked(self) -> Record:
@@ -59,7 +65,7 @@ def sweep(
     store.prepare()
     done = {} if fresh else {(r.key, r.place): r for r in store.read().records if r.status != "failed"}
     environments: dict[str, dict[str, Any]] = {}
-    with RankProcesses() as ranks:
+    with RankProcesses() as ranks, contextlib.closing(_Processes()) as processes:
         for job in jobs:
             device = job.spec.device
             if device not in environments:
@@ -71,10 +77,38 @@ def sweep(
                 yield Outcome(job, known, was_there=True)
                 continue
             starting(job)
-            record = stamped(_measure(job, asked, store.folder, ranks))
+            record = stamped(_measure(job, asked, store.folder, ranks, processes))
+            if record.status != "ok":
+                processes.close()
             store.append(record)
             done[asked.key, asked.place] = record
             yield Outcome(job, record, was_there=False)
+
+
+class _Processes:
+    """The process of the job that runs: a fresh one, or the one before it where both name the same."""
+
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+        self._name = ""
+
+    @contextlib.contextmanager
+    def of(self, job: Job) -> Iterator[Worker]:
+        if self._worker is None or not job.process or job.process != self._name:
+            self.close()
+            self._worker, self._name = Worker(), job.process
+        try:
+            yield self._worker
+        except BaseException:
+            self.close()
+            raise
+        if not job.process:
+            self.close()
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = None
 
 
 def stamped(record: Record) -> Record:
@@ -82,13 +116,15 @@ def stamped(record: Record) -> Record:
     return dataclasses.replace(record, created=datetime.now(UTC).isoformat("T", "seconds"))
 
 
-def _measure(job: Job, asked: Record, folder: Path, ranks: RankProcesses) -> Record:
+def _measure(job: Job, asked: Record, folder: Path, ranks: RankProcesses, processes: "_Processes") -> Record:
     """The record of the job; the traceback of one that failed goes to a file beside the records."""
     try:
         if isinstance(job.run, OnRanks):
+            processes.close()  # it would hold memory of the device
             record = ranks.measure(job.run, job.spec)
             return dataclasses.replace(record, environment={**record.environment, **asked.environment})
-        return run_isolated(_run_within_memory, job, asked)
+        with processes.of(job) as worker:
+            return worker.call(_run_within_memory, job, asked)
     except MemoryError as error:
         return dataclasses.replace(asked, status="oom", note=str(error))
     except ProcessDiedError as died:

@@ -20,23 +20,26 @@ def spec_options(
     """Gives a command the fields of the specs as options; it receives what was given as `values`.
 
     With `sweep` every option takes several values, separated by blanks or commas. Options that were not given are
-    not in `values`. `defaults` overrides what the help shows and the command receives for a field.
+    not in `values`. `defaults` overrides what the help shows and the command receives for a field. Fields that are not
+    declared with `option` are no options; a parameter of the command's own takes the place of a field of its name.
     """
     shown = defaults or {}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command).parameters.values() if p.name != "values"]
-        fields = [field for spec in specs for field in dataclasses.fields(spec) if field.name != "model"]
+        taken = {p.name for p in own}
+        declared = [field for spec in specs for field in dataclasses.fields(spec) if "help" in field.metadata]
+        fields = [field for field in declared if field.name not in taken]
         names = {field.name: field for field in fields}
         added = [_parameter(field, sweep, shown.get(field.name)) for field in names.values()]
 
-        def run(**given: Any) -> None:
+        def run(*positional: Any, **given: Any) -> None:
             chosen = {name: given.pop(name) for name in names if name in given}
             defaulted = {name: (value,) for name, value in shown.items()}
             values = {name: value or (_bare(names[name]),) for name, value in chosen.items() if value is not None}
-            command(values={**defaulted, **values}, **given)
+            command(*positional, values={**defaulted, **values}, **given)
 
-        parameters = sorted([*added, *own], key=lambda p: p.name not in names)
+        parameters = sorted([*added, *own], key=lambda p: (p.kind, p.name not in names))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         run.__name__, run.__doc__ = command.__name__, command.__doc__

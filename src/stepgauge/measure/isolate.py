@@ -40,26 +40,43 @@ def preload(*modules: str) -> None:
 
 def run_isolated(function: Callable[..., Any], *arguments: Any) -> Any:
     """function(*arguments) in a fresh process. Both must be picklable. Raises ProcessDiedError or RemoteError."""
-    context = multiprocessing.get_context("forkserver")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, function, arguments), daemon=False)
-    with _interrupts_held():
-        process.start()
-    sender.close()
-    try:
-        # The process itself is waited for too: what it started may hold the pipe open after it died.
-        multiprocessing.connection.wait([receiver, process.sentinel])
-        if not receiver.poll():
-            raise EOFError
-        succeeded, value = receiver.recv()
-    except EOFError:
-        process.join()
-        raise ProcessDiedError(process.exitcode or 0) from None
-    finally:
-        _end(process)
-    if succeeded:
-        return value
-    raise RemoteError(*value)
+    with contextlib.closing(Worker()) as worker:
+        return worker.call(function, *arguments)
+
+
+class Worker:
+    """A fresh process that runs one function after another, so that what is costly to set up is set up once.
+
+    After ProcessDiedError it takes no more calls.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=False)
+        with _interrupts_held():
+            self._process.start()
+        theirs.close()
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """As run_isolated, in this process."""
+        try:
+            self._pipe.send((function, arguments))
+            # The process itself is waited for too: what it started may hold the pipe open after it died.
+            multiprocessing.connection.wait([self._pipe, self._process.sentinel])
+            if not self._pipe.poll():
+                raise EOFError
+            succeeded, value = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            self._process.join()
+            raise ProcessDiedError(self._process.exitcode or 0) from None
+        if succeeded:
+            return value
+        raise RemoteError(*value)
+
+    def close(self) -> None:
+        self._pipe.close()
+        _end(self._process)
 
 
 def _end(process: multiprocessing.process.BaseProcess) -> None:
@@ -80,13 +97,15 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _answer(
-    sender: multiprocessing.connection.Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+def _serve(pipe: multiprocessing.connection.Connection) -> None:
+    """Answers calls until the parent closes its end."""
     # Ctrl-C reaches the whole group; the parent ends us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
-    try:
-        sender.send((True, function(*arguments)))
-    except BaseException as error:
-        sender.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
+    with contextlib.suppress(EOFError):
+        while True:
+            function, arguments = pipe.recv()
+            try:
+                pipe.send((True, function(*arguments)))
+            except BaseException as error:
+                pipe.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))

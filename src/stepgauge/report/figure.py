@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 # Placeholder -> CSS variable. Any colours that nothing else draws with.
 INK, FAINT, GRID = "#010203", "#010204", "#010205"
@@ -126,10 +126,13 @@ def lines(
     joined: bool = True,
     log: bool = False,
     height: float = 3.2,
+    scales: str = "",
+    level: tuple[str, float] | None = None,
 ) -> str:
     """A line a curve of (x values, y values); those named in `dots` get a marker a point.
 
-    Without `joined` they get no line. With `log` both axes are logarithmic and x is in bytes.
+    Without `joined` they get no line. With `log` both axes are logarithmic and x is in bytes. `scales` names the axes
+    with a logarithmic scale of plain numbers ("x", "xy"); `level` is a limit across the plot and its name.
     """
     with canvas(7.2, height) as (axes, output):
         for (name, (xs, ys)), colour in _coloured(curves):
@@ -145,6 +148,9 @@ def lines(
             axes.yaxis.set_minor_formatter(
                 FuncFormatter(lambda value, _: short(value) if f"{value:e}"[0] in "25" else "")
             )
+        if level:
+            axes.axhline(level[1], color=FAINT, linestyle=(0, (4, 3)), linewidth=1.2, label=level[0])
+        _logarithmic(axes, scales)
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         axes.margins(x=0.02)
@@ -181,6 +187,34 @@ def areas(
         axes.margins(x=0)
         _legend(axes, columns=4)
     return output[0]
+
+
+def roofline(points: Mapping[str, tuple[float, float]], *, bandwidth_gb_per_s: float, peak_tflop_per_s: float) -> str:
+    """Points of (FLOP a byte, TFLOP/s) under the roof min(peak, bandwidth x intensity) (Williams et al. 2009)."""
+    ridge = peak_tflop_per_s / bandwidth_gb_per_s * 1e3
+    intensities = [intensity for intensity, _ in points.values()]
+    ends = min(*intensities, ridge) / 4, max(*intensities, ridge) * 4
+    with canvas(7.2, 3.6) as (axes, output):
+        roof = [min(peak_tflop_per_s, bandwidth_gb_per_s * x / 1e3) for x in (ends[0], ridge, ends[1])]
+        axes.plot([ends[0], ridge, ends[1]], roof, color=FAINT, linewidth=1.4, label="measured roof")
+        for (name, (intensity, rate)), colour in _coloured(points):
+            axes.plot([intensity], [rate], color=colour, marker="o", markersize=7, linestyle="none", label=name)
+        _logarithmic(axes, "xy")
+        axes.set_xlabel("FLOP a byte")
+        axes.set_ylabel("TFLOP/s")
+        _legend(axes)
+    return output[0]
+
+
+def _logarithmic(axes: Axes, which: str) -> None:
+    """Scales whose ticks are written out, powers of two along x."""
+    if "x" in which:
+        axes.set_xscale("log", base=2)
+    if "y" in which:
+        axes.set_yscale("log")
+    for axis in [getattr(axes, f"{name}axis") for name in which]:
+        axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _coloured(series: Mapping[str, Any]) -> list[tuple[tuple[str, Any], str]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stepgauge.report.table import Table
+from stepgauge.spec.kinds import SPECS
 from stepgauge.spec.record import Record, Sample
 
 STATISTICS = ("median", "range", "p10", "p90", "mean", "std", "n")
@@ -14,7 +15,7 @@ LABELS = {"median": "", "range": " p10 – p90"}
 # Spec fields that name a row even where all rows share them.
 ALWAYS = ("size", "precision", "compile")
 # Spec fields that name a row in few words.
-NAMING = ("precision", "op", "schedule", "algorithm", "backend", "timing", "ranks", "gpus")
+NAMING = ("precision", "dtype", "passes", "op", "schedule", "algorithm", "backend", "timing", "ranks", "gpus")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +37,17 @@ _NAMES = {
     "tflop_per_s": "TFLOP/s",
     "tokens_per_s": "tokens/s",
 }
+_RATES = ("_gb_per_s", "_tflop_per_s")
 
 
 def heading(metric: str, unit: str) -> str:
     """`forward_ms` -> "forward ms", `peak_bytes` -> "peak GiB"."""
     if metric in _NAMES:
         return _NAMES[metric]
-    name = metric.removesuffix(f"_{unit}").replace("_", " ")
+    name = metric.removesuffix(f"_{unit}")
+    for rate in _RATES:
+        name = name.removesuffix(rate)
+    name = name.replace("_", " ")
     return f"{name} {_UNITS[unit].text if unit in _UNITS else unit}"
 
 
@@ -98,7 +103,7 @@ def record_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -
         spec = flatten(record.spec)
         cells = [str(spec.get(name, "")) for name in fields]
         cells += [_figure(record.metrics.get(name), statistic) for name, statistic, _ in columns]
-        rows.append(cells + ([_remark(record)] if notes else []))
+        rows.append(cells + ([remark(record)] if notes else []))
     texts = [text for _, _, text in columns]
     head = [name.replace("_", " ") for name in fields] + texts + (["remark"] if notes else [])
     return Table(head, rows, numeric=frozenset(texts))
@@ -120,7 +125,7 @@ def _figure(sample: Sample | None, statistic: str) -> str:
     return number(getattr(sample, statistic), sample.unit)
 
 
-def _remark(record: Record) -> str:
+def remark(record: Record) -> str:
     return f"{record.status.upper()}: {record.note}" if record.status != "ok" else record.note
 
 
@@ -178,7 +183,9 @@ def describe(record: Record) -> str:
     """What was run, in a few words."""
     spec = flatten(record.spec)
     named = "own" if spec.get("own") else "size"
-    words = [str(spec[name]) for name in (named, *NAMING) if name in spec]
+    shape = getattr(SPECS.get(record.kind), "shape", ())
+    words = [" × ".join(str(spec[name]) for name in shape)] if shape else []
+    words += [str(spec[name]) for name in (named, *NAMING) if name in spec]
     if "size_bytes" in spec:
         words.append(f"{spec['size_bytes']:,} B")
     if spec.get("compile", "off") != "off":

@@ -6,8 +6,10 @@ from typing import Any
 
 from stepgauge.spec.broadcast import BroadcastSpec
 from stepgauge.spec.comm import CommSpec
+from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.op import OpSpec
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.train import TrainSpec
@@ -21,8 +23,9 @@ SPECS: Mapping[str, type] = {
         MemorySpec,
         CommSpec,
         BroadcastSpec,
+        OpSpec,
     )
-}
+} | KERNELS
 NESTED: Mapping[str, type] = {"model": ModelSpec}
 
 

@@ -4,10 +4,13 @@ A new experiment is one file with an EXPERIMENT, and one line here.
 """
 
 from stepgauge.study import (
+    attention,
     broadcast,
     collectives,
     compilation,
+    fused_step,
     memory,
+    norm_layers,
     precision,
     profile,
     step_time,
@@ -21,6 +24,9 @@ EXPERIMENTS = (
     profile.EXPERIMENT,
     precision.EXPERIMENT,
     compilation.EXPERIMENT,
+    norm_layers.EXPERIMENT,
+    attention.EXPERIMENT,
+    fused_step.EXPERIMENT,
     memory.EXPERIMENT,
     collectives.EXPERIMENT,
     broadcast.EXPERIMENT,

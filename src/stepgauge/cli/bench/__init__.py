@@ -2,9 +2,11 @@
 
 from cyclopts import App
 
-from stepgauge.cli.bench import broadcast, comm, step
+from stepgauge.cli.bench import broadcast, comm, kernel, op, step
 
 app = App(name="bench", help="Times one thing over every combination of the options given.")
 app.command(step.step)
+app.command(kernel.app)
+app.command(op.op)
 app.command(comm.comm)
 app.command(broadcast.broadcast)

@@ -1,0 +1,82 @@
+"""A step of AdamW over many parameters, and its peers."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepgauge.bench.kernels.operation import (
+    DTYPES,
+    Implementation,
+    Operation,
+    generator,
+)
+from stepgauge.kernels.adamw import FusedAdamW
+from stepgauge.measure.accuracy import largest, relative_error
+from stepgauge.spec.kernel import AdamWSpec
+
+HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+STEPS_CHECKED = 20
+# What is checked is small, odd and of several sizes: float64 beside the whole set need not fit.
+SHAPES_CHECKED = [(1000, 513), (7,), (40_000,), (1280, 16)]
+Build = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
+
+IMPLEMENTATIONS = {
+    "ours": Implementation(lambda spec: functools.partial(FusedAdamW, **HYPER)),
+    "torch": Implementation(lambda spec: functools.partial(torch.optim.AdamW, **HYPER, fused=True)),
+    "foreach": Implementation(lambda spec: functools.partial(torch.optim.AdamW, **HYPER, foreach=True)),
+}
+
+
+class Case:
+    """Parameters with gradients; an implementation builds its optimizer over them."""
+
+    def __init__(self, spec: AdamWSpec):
+        self.draw = functools.partial(
+            torch.randn, device=spec.device, dtype=DTYPES[spec.dtype], generator=generator(spec)
+        )
+        self.parameters = self._with_gradients(spec.tensor_shapes)
+
+    def error(self, function: Build) -> float:
+        """After some steps, each with gradients of its own, against torch's optimizer in float64."""
+        parameters = self._with_gradients(SHAPES_CHECKED)
+        exact = [torch.nn.Parameter(p.detach().double()) for p in parameters]
+        optimizer, judge = function(parameters), torch.optim.AdamW(exact, **HYPER)
+        for _ in range(STEPS_CHECKED):
+            for parameter, wide in zip(parameters, exact, strict=True):
+                parameter.grad = self.draw(parameter.shape)
+                wide.grad = parameter.grad.double()
+            optimizer.step()
+            judge.step()
+        return largest([relative_error(p, wide) for p, wide in zip(parameters, exact, strict=True)])
+
+    def call(self, function: Build, passes: str) -> Callable[[], Any]:
+        """The step, its state made before."""
+        optimizer = function(self.parameters)
+        optimizer.step()
+        return optimizer.step
+
+    def _with_gradients(self, shapes: Sequence[tuple[int, ...]]) -> list[torch.nn.Parameter]:
+        parameters = [torch.nn.Parameter(self.draw(shape)) for shape in shapes]
+        for parameter in parameters:
+            parameter.grad = self.draw(parameter.shape)
+        return parameters
+
+
+def num_bytes(spec: AdamWSpec, name: str) -> float:
+    """Parameter and two moments read and written, gradient read: ours keeps the moments in fp32, torch in the type."""
+    itemsize = DTYPES[spec.dtype].itemsize
+    moment = 4 if name == "ours" else itemsize
+    return spec.num_parameters * (3 * itemsize + 4 * moment)
+
+
+OPERATION = Operation(
+    spec=AdamWSpec,
+    implementations=IMPLEMENTATIONS,
+    case=Case,
+    ceiling="copy",
+    work=num_bytes,
+    reduction=lambda spec: 1,
+)

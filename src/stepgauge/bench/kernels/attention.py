@@ -1,0 +1,132 @@
+"""Attention and its peers.
+
+Legend: B batch, H heads, T sequence, D width of a head.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from stepgauge.bench.kernels.operation import (
+    DTYPES,
+    Differentiable,
+    Implementation,
+    Operation,
+    compiled,
+    generator,
+)
+from stepgauge.kernels.attention import flash_attention
+from stepgauge.measure.accuracy import largest, relative_error
+from stepgauge.spec.kernel import AttentionSpec
+
+# Of the forward's FLOPs, whatever an implementation recomputes.
+FORWARDS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+SCORES_AT_A_TIME = 2**27  # of the oracle, in float64
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _eager(spec: AttentionSpec) -> Attention:
+    return lambda q, k, v: attention_output(q, k, v, is_causal=spec.causal)
+
+
+def attention_output(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *, is_causal: bool) -> Tensor:
+    """What people write: scores, mask, softmax, product."""
+    scores_BHTT = (q_BHTD @ k_BHTD.transpose(-1, -2)) * q_BHTD.shape[-1] ** -0.5
+    if is_causal:
+        visible_TT = torch.ones(scores_BHTT.shape[-2:], dtype=torch.bool, device=q_BHTD.device).tril()
+        scores_BHTT = scores_BHTT.masked_fill(~visible_TT, -torch.inf)
+    return scores_BHTT.softmax(-1) @ v_BHTD
+
+
+def _sdpa(backend: SDPBackend) -> Implementation:
+    return Implementation(
+        lambda spec: functools.partial(F.scaled_dot_product_attention, is_causal=spec.causal),
+        around=lambda: sdpa_kernel(backend),
+    )
+
+
+def _flash_attention_4(spec: AttentionSpec) -> Attention:
+    from flash_attn.cute.interface import flash_attn_func
+
+    def run(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+        transposed = (x.transpose(1, 2) for x in (q_BHTD, k_BHTD, v_BHTD))
+        return flash_attn_func(*transposed, causal=spec.causal)[0].transpose(1, 2)
+
+    return run
+
+
+def _compiled(spec: AttentionSpec) -> Attention:
+    return compiled(functools.partial(attention_output, is_causal=spec.causal))
+
+
+IMPLEMENTATIONS = {
+    "ours": Implementation(lambda spec: functools.partial(flash_attention, is_causal=spec.causal)),
+    "eager": Implementation(_eager),
+    "compile": Implementation(_compiled),
+    "fa2": _sdpa(SDPBackend.FLASH_ATTENTION),
+    "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
+    "efficient": _sdpa(SDPBackend.EFFICIENT_ATTENTION),
+    "math": _sdpa(SDPBackend.MATH),
+    "fa4": Implementation(_flash_attention_4),
+}
+
+
+class Case(Differentiable):
+    def __init__(self, spec: AttentionSpec):
+        dtype, random = DTYPES[spec.dtype], generator(spec)
+        shape = (spec.batch, spec.heads, spec.sequence, spec.width)
+        q, k, v, grad = (torch.randn(shape, device=spec.device, dtype=dtype, generator=random) for _ in range(4))
+        judge = functools.partial(_judge, exact_results(q, k, v, grad, is_causal=spec.causal))
+        super().__init__([x.requires_grad_() for x in (q, k, v)], grad, judge)
+
+
+@torch.no_grad()
+def exact_results(
+    q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, grad_BHTD: Tensor, *, is_causal: bool
+) -> list[Tensor]:
+    """o, dq, dk and dv in float64, some queries against the keys that they see at a time."""
+    length, width = q_BHTD.shape[-2:]
+    rows = max(1, SCORES_AT_A_TIME // (q_BHTD[..., 0].numel()))
+    exact = [torch.zeros(q_BHTD.shape, dtype=torch.float64, device=q_BHTD.device) for _ in range(4)]
+    o, dq, dk, dv = exact
+    for first in range(0, length, rows):
+        here = slice(first, min(first + rows, length))
+        seen = slice(0, here.stop if is_causal else length)
+        q, grad = (x[..., here, :].double() for x in (q_BHTD, grad_BHTD))
+        k, v = (x[..., seen, :].double() for x in (k_BHTD, v_BHTD))
+        p = (q @ k.mT) * width**-0.5
+        if is_causal:
+            later = torch.ones(p.shape[-2:], dtype=torch.bool, device=p.device).triu(first + 1)
+            p.masked_fill_(later, -torch.inf)
+        p = p.softmax(-1)
+        o[..., here, :] = p @ v
+        dv[..., seen, :] += p.mT @ grad
+        # The softmax's Jacobian: dS = P (dP - rowsum(o grad)).
+        ds = p.mul_(grad @ v.mT - (o[..., here, :] * grad).sum(-1, keepdim=True)).mul_(width**-0.5)
+        dq[..., here, :] = ds @ k
+        dk[..., seen, :] += ds.mT @ q
+    return exact
+
+
+def _judge(exact: Sequence[Tensor], results: Sequence[Tensor]) -> float:
+    return largest([relative_error(a, b) for a, b in zip(results, exact, strict=True)])
+
+
+def num_flops(spec: AttentionSpec, name: str) -> float:
+    """4 B H T² D in the forward, half of that if causal."""
+    forward = 4 * spec.batch * spec.heads * spec.sequence**2 * spec.width * (0.5 if spec.causal else 1)
+    return forward * FORWARDS[spec.passes]
+
+
+OPERATION = Operation(
+    spec=AttentionSpec,
+    implementations=IMPLEMENTATIONS,
+    case=Case,
+    ceiling="matmul",
+    work=num_flops,
+    reduction=lambda spec: max(spec.sequence, spec.width),
+)

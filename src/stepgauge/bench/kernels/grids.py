@@ -1,0 +1,120 @@
+"""The shapes that rows are asked for, by name: a grid is a list of the fields in which its rows differ.
+
+default   one everyday shape in all passes
+anchors   where peers were measured before: the targets
+norm-layers, attention-batch, attention-heads
+          the grids of published write-ups on norm layers and attention
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from stepgauge.spec.kernel import KERNELS
+
+Point = Mapping[str, Any]
+
+
+def product(**values: Iterable[Any]) -> list[Point]:
+    """All combinations; the first field varies slowest."""
+    return [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
+
+
+def points(kind: str, name: str) -> list[Point]:
+    """The grid's points. Raises ValueError for a grid that the operation does not have."""
+    if name == "default":
+        return product(passes=KERNELS[kind].passes_offered)
+    known = GRIDS[kind]
+    if name not in known:
+        raise ValueError(f"grid is {name!r}; {kind} has default, {', '.join(known)}")
+    return known[name]
+
+
+def _each(shapes: Iterable[Point], **values: Iterable[Any]) -> list[Point]:
+    return [{**shape, **rest} for shape in shapes for rest in product(**values)]
+
+
+FORWARD_BACKWARD = ("forward", "backward")
+RMS_NORM_ANCHORS = [
+    {"rows": 2048, "width": 2560, "dtype": "bf16", "passes": "both"},
+    *_each(
+        [
+            {"rows": 16384, "width": 16384, "dtype": "bf16"},
+            {"rows": 16384, "width": 16384, "dtype": "fp32"},
+            {"rows": 50_000, "width": 4096, "dtype": "bf16"},
+            {"rows": 50_000, "width": 4096, "dtype": "fp32"},
+            {"rows": 50_000, "width": 1024, "dtype": "bf16"},
+            {"rows": 50_000, "width": 1024, "dtype": "fp32"},
+            {"rows": 50_000, "width": 8192, "dtype": "fp32"},
+        ],
+        passes=FORWARD_BACKWARD,
+    ),
+]
+NORM_LAYERS = product(
+    rows=(50_000,),
+    width=(1024, 2048, 4096, 8192),
+    dtype=("fp32",),
+    passes=("forward", "both"),
+    peers=("eager torch compile layer_norm",),
+)
+
+# 16,384 tokens of width 2048 in all: batch and heads follow from the length and the width of a head.
+_MAIN_PEERS = "fa2 cudnn fa4"
+ATTENTION_ANCHORS = [
+    *_each(
+        [
+            {"batch": 16_384 // length, "heads": 2048 // width, "sequence": length, "width": width, "causal": causal}
+            for length in (16_384, 2048, 8192, 512)
+            for width in (128, 64)
+            for causal in ((True, False) if length == 16_384 else (True,))
+        ],
+        dtype=("bf16",),
+        peers=(_MAIN_PEERS,),
+        passes=FORWARD_BACKWARD,
+    ),
+    # One sequence of 16 heads.
+    *product(batch=(1,), heads=(16,), sequence=(16_384,), width=(64,), peers=(_MAIN_PEERS,), passes=("both",)),
+]
+ATTENTION_BATCH = product(
+    batch=(8,),
+    heads=(1,),
+    width=(16, 32, 64, 128),
+    sequence=(256, 1024, 4096, 8192, 16_384),
+    causal=(False,),
+    dtype=("fp32",),
+    peers=("eager compile efficient",),
+    passes=FORWARD_BACKWARD,
+)
+ATTENTION_HEADS = product(
+    batch=(1,),
+    heads=(1,),
+    dtype=("bf16", "fp32"),
+    width=(64, 128, 16, 32),
+    sequence=tuple(2**power for power in range(7, 17)),
+    causal=(True,),
+    peers=("eager fa2 cudnn efficient",),
+    passes=("forward", "backward", "both"),
+)
+
+LINEAR_CROSS_ENTROPY_ANCHORS = _each(
+    [
+        {"tokens": 16_384, "width": 4096, "vocabulary": 128_256},
+        {"tokens": 2048, "width": 2560, "vocabulary": 10_000},
+        {"tokens": 8192, "width": 4096, "vocabulary": 32_000},
+        {"tokens": 16_384, "width": 2048, "vocabulary": 50_257},
+    ],
+    dtype=("bf16",),
+    passes=("both",),
+)
+ADAMW_ANCHORS = _each([{"layers": 24, "width": 1280}, {"layers": 12, "width": 768}], dtype=("fp32", "bf16"))
+
+GRIDS: Mapping[str, Mapping[str, list[Point]]] = {
+    "rms-norm": {"anchors": RMS_NORM_ANCHORS, "norm-layers": NORM_LAYERS},
+    "attention": {
+        "anchors": ATTENTION_ANCHORS,
+        "attention-batch": ATTENTION_BATCH,
+        "attention-heads": ATTENTION_HEADS,
+    },
+    "linear-cross-entropy": {"anchors": LINEAR_CROSS_ENTROPY_ANCHORS},
+    "adamw": {"anchors": ADAMW_ANCHORS},
+}

@@ -1,0 +1,120 @@
+"""The protocol of a file that holds a person's own function: docs/bench_op.md has it with examples.
+
+FILE.py defines `NAME(*inputs)`, and beside it
+    NAME_inputs(device) or inputs(device)   the tuple of inputs; required
+    NAME_reference(*inputs)                 what is right; without it nothing is checked
+    NAME_bytes, NAME_flops                  numbers, or functions of the inputs that give them
+FILE.cu binds NAME with PYBIND11_MODULE; the rest stands in a FILE.py of the same name beside it.
+"""
+
+import dataclasses
+import importlib.util
+import inspect
+import shutil
+import sys
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class UserFunction:
+    """num_bytes and num_flops are None where the file does not say."""
+
+    function: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    reference: Callable[..., Any] | None
+    num_bytes: float | None
+    num_flops: float | None
+
+    def call(self) -> Any:
+        return self.function(*self.inputs)
+
+    def reference_call(self) -> Any:
+        assert self.reference is not None
+        return self.reference(*self.inputs)
+
+
+def names(target: str) -> tuple[Path, str]:
+    """FILE.py:function or FILE.cu[:function] taken apart; a .cu's function is its own name unless given.
+
+    Raises ValueError for anything else, or a file that is not there.
+    """
+    text, _, function = target.partition(":")
+    path = Path(text)
+    if path.suffix not in (".py", ".cu"):
+        raise ValueError(f"target is {target!r}; give FILE.py:function or FILE.cu")
+    if not path.is_file():
+        raise ValueError(f"target is {target!r}; there is no file {path}")
+    if path.suffix == ".py" and not function:
+        raise ValueError(f"target is {target!r}; name the function: {path}:function")
+    if path.suffix == ".cu" and not path.with_suffix(".py").is_file():
+        raise ValueError(f"{path} needs {path.with_suffix('.py').name} beside it, which defines inputs(device)")
+    return path, function or path.stem
+
+
+def require_tools(path: Path, device: torch.device) -> None:
+    """Raises ValueError where a CUDA source cannot be built or run."""
+    if path.suffix != ".cu":
+        return
+    if device.type != "cuda":
+        raise ValueError(f"{path} is a CUDA source; it needs a CUDA device, and device is {device}")
+    if shutil.which("nvcc") is None:
+        raise ValueError(f"{path} is a CUDA source; building it needs nvcc, which is not on the path")
+
+
+def load(file: str, name: str, device: torch.device) -> UserFunction:
+    """The function and what stands beside it, its inputs made. Raises ValueError for what the file lacks."""
+    path = Path(file)
+    require_tools(path, device)
+    module = _module(path.with_suffix(".py"))
+    given = vars(module)
+    function = _required(given if path.suffix == ".py" else vars(_extension(path)), (name,), path)
+    make = _required(given, (f"{name}_inputs", "inputs"), path.with_suffix(".py"))
+    torch.manual_seed(0)
+    inputs = make(device)
+    inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    return UserFunction(
+        function=function,
+        inputs=inputs,
+        reference=given.get(f"{name}_reference"),
+        num_bytes=_number(given, f"{name}_bytes", inputs),
+        num_flops=_number(given, f"{name}_flops", inputs),
+    )
+
+
+def _module(path: Path) -> types.ModuleType:
+    """The file as a module, its folder importable as when it is run as a script."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))
+    sys.modules[path.stem] = module  # so that what it defines can be pickled and compiled
+    spec.loader.exec_module(module)
+    return module
+
+
+def _extension(path: Path) -> Any:
+    from torch.utils.cpp_extension import load as build
+
+    return build(name=path.stem, sources=[str(path)], extra_cuda_cflags=["-O3"])
+
+
+def _required(given: Mapping[str, Any], wanted: tuple[str, ...], path: Path) -> Callable[..., Any]:
+    for name in wanted:
+        if callable(given.get(name)):
+            return given[name]
+    own = [n for n, value in given.items() if inspect.isfunction(value) and not n.startswith("_")]
+    raise ValueError(f"{path} defines no {' or '.join(wanted)}; it has {', '.join(own) or 'no function'}")
+
+
+def _number(given: Mapping[str, Any], name: str, inputs: tuple[Any, ...]) -> float | None:
+    value = given.get(name)
+    if callable(value):
+        value = value(*inputs)
+    if value is not None and not isinstance(value, int | float):
+        raise ValueError(f"{name} is {value!r}; it must be a number, or a function of the inputs that gives one")
+    return value

@@ -1,0 +1,78 @@
+"""`stepgauge bench kernel ...`: an operation beside its peers, one command an operation."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from stepgauge.cli.console import print_records, tell
+from stepgauge.cli.options import Values, expand, spec_options
+from stepgauge.cli.rows import Fresh, Out, RowFormat, require_success, resolve_devices, run_jobs
+from stepgauge.report.kernels import outcomes_of
+from stepgauge.spec.kernel import AUTO, KERNELS, KernelSpec
+from stepgauge.spec.store import RunStore
+
+app = App(name="kernel", help="Times one operation beside its peers: checked first, then all in turns in one process.")
+
+Grid = Annotated[
+    str, Parameter(help="Shapes by name: default, anchors, ... (a wrong name lists them); options given override.")
+]
+Peers = Annotated[
+    tuple[str, ...],
+    Parameter(consume_multiple=True, negative="", help="Names, or auto: all that are installed.", show_default=False),
+]
+
+
+def expand_grid(spec: type[KernelSpec], grid: str, values: Values) -> list[KernelSpec]:
+    """The grid's points, each with the product of the values given in place of its own, no row twice.
+
+    The passes of one shape follow one another, since they share what was set up for it.
+    """
+    from stepgauge.bench.kernels.grids import points
+
+    rows: dict[KernelSpec, list[KernelSpec]] = {}
+    for point in points(spec.kind, grid):
+        for row in expand(spec, {name: (value,) for name, value in point.items()} | values):
+            rows.setdefault(dataclasses.replace(row, passes=spec.passes_offered[0]), []).append(row)
+    return [row for shape in rows.values() for row in dict.fromkeys(shape)]
+
+
+def _command(spec: type[KernelSpec]) -> Callable[..., None]:
+    def kernel(
+        *,
+        values: Values,
+        grid: Grid = "default",
+        peers: Peers = (),
+        out: Out = Path("runs/bench-kernel"),
+        fresh: Fresh = False,
+        format: RowFormat = "table",
+    ) -> None:
+        from stepgauge.bench.kernels import contest
+        from stepgauge.bench.sweep import Job
+
+        names = [name for text in peers for name in text.split(",") if name]
+        if names:
+            values["peers"] = (AUTO if AUTO in names else " ".join(names),)
+        specs = resolve_devices(expand_grid(spec, grid, values))
+        for row in specs:
+            contest.check(row)
+        records = run_jobs([Job(contest.run, row, process=spec.kind) for row in specs], RunStore(out), fresh=fresh)
+        print_records(records, format)
+        for sentence in outcomes_of(records):
+            tell(sentence)
+        require_success(records)
+
+    first, _, rest = (spec.__doc__ or "").partition("\n")
+    kernel.__doc__ = (
+        f"{first}\n{rest}\nEvery implementation is checked against float64 and gets no time if it is wrong. Every "
+        "option takes several values, and their product is measured; rows are on disk at once, and the same command "
+        "goes on where it stopped."
+    )
+    kernel.__name__ = spec.kind.replace("-", "_")
+    return spec_options(spec, sweep=True, defaults={"device": "auto"})(kernel)
+
+
+for _spec in KERNELS.values():
+    app.command(_command(_spec), name=_spec.kind)

@@ -1,0 +1,63 @@
+"""`stepgauge bench op`."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from stepgauge.cli.console import print_records, print_table, tell
+from stepgauge.cli.options import Values, spec_options
+from stepgauge.cli.rows import Fresh, Out, RowFormat, require_success, resolve_devices, run_jobs
+from stepgauge.report.ops import figures_table, launched_table, op_page
+from stepgauge.spec.op import OpSpec
+from stepgauge.spec.store import RunStore, StoreError
+
+Target = Annotated[str, Parameter(help="FILE.py:function, or FILE.cu with its inputs in FILE.py.", show_default=False)]
+
+
+@spec_options(OpSpec, defaults={"device": "auto"})
+def op(
+    target: Target,
+    /,
+    *,
+    values: Values,
+    out: Out = Path("runs/bench-op"),
+    fresh: Fresh = False,
+    format: RowFormat = "table",
+) -> None:
+    """Check, time and profile a function of your own, and place it on the roofline.
+
+    The file defines function(*inputs) and inputs(device), and if it can function_reference(*inputs), function_bytes
+    and function_flops. A result that differs from the reference gets no time, and the command fails. Bytes default to
+    inputs and results, FLOPs to those of the reference's matrix products.
+    """
+    from stepgauge.bench import op as bench_op
+    from stepgauge.bench.sweep import Job
+    from stepgauge.bench.user_file import names, require_tools
+    from stepgauge.measure.devices import resolve
+
+    path, function = names(target)
+    (options,) = [{name: value for name, (value,) in values.items()}]
+    require_tools(path, resolve(options["device"]))
+    (spec,) = resolve_devices([OpSpec(file=str(path), function=function, content=_digest(path), **options)])
+    (record,) = run_jobs([Job(bench_op.run, spec)], RunStore(out), fresh=fresh)
+    if format != "table":
+        print_records([record], format)
+    else:
+        for table in [figures_table(record)] + ([launched_table(record)] if record.series else []):
+            print(table.caption)
+            print_table(dataclasses.replace(table, caption=""))
+    require_success([record])
+    try:
+        (out / "report.html").write_text(op_page(record), encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"cannot write {out / 'report.html'}: {error.strerror}") from None
+    tell(f"report: {out / 'report.html'}")
+
+
+def _digest(path: Path) -> str:
+    """Of the source and of the Python file that goes with it."""
+    sources = dict.fromkeys((path, path.with_suffix(".py")))
+    return hashlib.sha256(b"\n".join(source.read_bytes() for source in sources)).hexdigest()[:16]

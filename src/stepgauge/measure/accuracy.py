@@ -1,0 +1,31 @@
+"""How wrong a result is, and how wrong it may be."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def tolerance(dtype: torch.dtype, reduction: int) -> float:
+    """Largest relative error in norm that is called right: `4 eps(dtype) + 4 eps(fp32) sqrt(reduction)`.
+
+    A result is rounded to its type once and to narrower intermediates a few times; what is summed in fp32 errs like a
+    random walk over the `reduction` terms. Types that are no floating point must be equal: 0.
+    """
+    if not dtype.is_floating_point:
+        return 0.0
+    return 4 * torch.finfo(dtype).eps + 4 * torch.finfo(torch.float32).eps * math.sqrt(reduction)
+
+
+def relative_error(value: Tensor, exact: Tensor) -> float:
+    """|value - exact| / |exact|, 0 where both are zero; NaN where the value has one."""
+    exact = exact.detach().double()
+    error = (value.detach().double() - exact).norm().item()
+    return 0.0 if error == 0 else error / max(exact.norm().item(), torch.finfo(torch.float64).tiny)
+
+
+def largest(errors: Iterable[float]) -> float:
+    """The largest, NaN if any is."""
+    known = list(errors)
+    return math.nan if any(math.isnan(error) for error in known) else max(known)

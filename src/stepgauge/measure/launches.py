@@ -1,0 +1,40 @@
+"""What one call of a function launches: each kernel of the device with its calls and time."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from stepgauge.measure.devices import synchronize
+
+CALLS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Launched:
+    """A kernel, or on a CPU an operator, in one call of the function."""
+
+    name: str
+    calls: float
+    us: float
+
+
+def launches(call: Callable[[], Any], device: torch.device) -> list[Launched]:
+    """Means over some calls, most time first. On a CPU, the operators' own time without what they call."""
+    on_device = device.type == "cuda"
+    call()
+    synchronize(device)
+    with profile(
+        activities=[ProfilerActivity.CUDA if on_device else ProfilerActivity.CPU], acc_events=True
+    ) as profiled:
+        for _ in range(CALLS):
+            call()
+        synchronize(device)
+    found = [
+        Launched(event.key, event.count / CALLS, us / CALLS)
+        for event in profiled.key_averages()
+        if (us := event.self_device_time_total if on_device else event.self_cpu_time_total) > 0
+    ]
+    return sorted(found, key=lambda each: -each.us)

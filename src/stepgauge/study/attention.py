@@ -1,0 +1,53 @@
+"""E7: attention, one sequence of one head (c) and a batch of eight (a)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from stepgauge.bench.kernels.grids import ATTENTION_BATCH, ATTENTION_HEADS, product
+from stepgauge.bench.sweep import Job
+from stepgauge.report.kernel_plots import kernel_plots
+from stepgauge.report.kernels import kernel_table
+from stepgauge.report.page import Block
+from stepgauge.spec.record import Record
+from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.kernels import beside_published, kernel_jobs
+
+# Forward and backward, ms: torch beside the source's own kernel.
+_S2 = {
+    ("bf16", 64, 4096): {"eager": 2.28, "ours": 1.18},
+    ("bf16", 64, 16_384): {"eager": 31.5, "ours": 14.8},
+    ("bf16", 64, 32_768): {"eager": 125.0, "ours": 58.4},
+    ("bf16", 64, 65_536): {"ours": 233.0},
+    ("fp32", 128, 16_384): {"eager": 66.6, "ours": 53.2},
+}
+PUBLISHED = {
+    (("batch", 1), ("dtype", dtype), ("width", width), ("sequence", length), ("passes", "both")): times
+    for (dtype, width, length), times in _S2.items()
+}
+ON_CPU = product(
+    batch=(1,), heads=(1,), dtype=("fp32",), width=(64,), sequence=(128, 256, 512), causal=(True,),
+    peers=("eager fa2 math",), passes=("forward", "both"),
+)  # fmt: skip
+
+
+def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+    return kernel_jobs(machine, "attention", [*ATTENTION_HEADS, *ATTENTION_BATCH] if machine.is_gpu else ON_CPU)
+
+
+def blocks(records: Sequence[Record]) -> Sequence[Block]:
+    plotted = [record for record in records if record.spec["width"] == 64]
+    plots = kernel_plots(plotted, "sequence", by=("batch", "dtype", "passes"))
+    return [*plots, kernel_table(records), beside_published(records, "S2", PUBLISHED)]
+
+
+EXPERIMENT = Experiment(
+    name="attention",
+    title="Attention",
+    question="From which length on does attention without a score matrix win, and where does the plain one not fit?",
+    method=(
+        "fa2, cudnn, efficient and math are the backends of torch's scaled_dot_product_attention. FLOPs: 4 B H T² D in "
+        "the forward, half of that if causal, 2.5 times the forward in the backward. A row keeps who ran out of memory."
+    ),
+    jobs=jobs,
+    blocks=blocks,
+)

@@ -1,0 +1,74 @@
+"""The whole step with our parts in place of torch's, eager and compiled."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stepgauge.bench.step import run
+from stepgauge.bench.sweep import Job
+from stepgauge.report.figure import grouped_bars
+from stepgauge.report.page import Block, Plot
+from stepgauge.report.table import Table
+from stepgauge.report.views import flatten, number, record_table
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.record import Record
+from stepgauge.spec.step import StepSpec
+from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.plans import step_spec
+
+OUR_PARTS = {"norm": "triton", "attention": "triton", "loss": "fused"}
+
+
+def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+    sizes = ("small", "2.7b") if machine.is_gpu else ("tiny",)
+    modes = ("off", "on") if machine.has_compiler and machine.is_gpu else ("off",)
+    precision = "bf16" if machine.is_gpu else "fp32"
+    return [
+        Job(run, _spec(machine, size, ours=ours, precision=precision, compile=mode))
+        for size in sizes
+        for mode in modes
+        for ours in (False, True)
+    ]
+
+
+def _spec(machine: Machine, size: str, *, ours: bool, **fields: Any) -> StepSpec:
+    stock = step_spec(machine, size, **fields)
+    if not ours:
+        return stock
+    model = ModelSpec.preset(size, context_length=stock.model.context_length, **OUR_PARTS)
+    return step_spec(machine, size, **fields, model=model, optimizer="fused")
+
+
+def blocks(records: Sequence[Record]) -> Sequence[Block]:
+    rows = {(record.spec["size"], _name(record)): record.median("step_ms") for record in records}
+    sizes = list(dict.fromkeys(size for size, _ in rows))
+    names = list(dict.fromkeys(name for _, name in rows))
+    svg = grouped_bars(sizes, {name: [rows.get((s, name)) for s in sizes] for name in names}, unit="ms a step (median)")
+    table = []
+    for (size, name), ms in rows.items():
+        stock = [t for (s, n), t in rows.items() if s == size and n.startswith("stock") and t]
+        ratio = f"{min(stock) / ms:.3f}" if stock and ms else ""
+        table.append([str(size), name, number(ms), ratio])
+    head = ["size", "parts", "step ms", "best stock over it"]
+    caption = "The best stock run's time divided by the row's: above 1 is faster than stock can be."
+    return [
+        Plot(svg, "The step with torch's parts and with ours."),
+        Table(head, table, numeric=frozenset(head[2:]), caption=caption),
+        record_table(records),
+    ]
+
+
+def _name(record: Record) -> str:
+    spec = flatten(record.spec)
+    parts = "ours" if spec["norm"] == OUR_PARTS["norm"] else "stock"
+    return f"{parts}, {'eager' if spec['compile'] == 'off' else 'compiled'}"
+
+
+EXPERIMENT = Experiment(
+    name="fused-step",
+    title="The step on fused parts",
+    question="Is the whole step faster with our norm, attention, loss and optimizer than the best that torch gives?",
+    method="The rows differ in the four parts and in torch.compile alone; each runs in a process of its own.",
+    jobs=jobs,
+    blocks=blocks,
+)

@@ -1,0 +1,35 @@
+"""What experiments on single operations share: rows of a grid on this machine, and published figures beside ours."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from stepgauge.bench.kernels import OPERATIONS, contest
+from stepgauge.bench.kernels.grids import Point
+from stepgauge.bench.sweep import Job
+from stepgauge.report.table import Table
+from stepgauge.report.views import number
+from stepgauge.spec.record import Record
+from stepgauge.study.experiment import Machine
+from stepgauge.study.published import SOURCES
+
+SECONDS = 0.05  # of timing for each implementation: a grid has many rows
+
+
+def kernel_jobs(machine: Machine, kind: str, points: Iterable[Point]) -> list[Job]:
+    """One row a point, all of an operation in one process."""
+    spec = OPERATIONS[kind].spec
+    rows = [spec(**{"seconds": SECONDS, **point, "device": machine.device}) for point in points]
+    return [Job(contest.run, row, process=kind) for row in rows]
+
+
+def beside_published(records: Sequence[Record], source: str, figures: Mapping[Any, Mapping[str, float]]) -> Table:
+    """Published ms by (name, value) pairs of the spec and by implementation, each beside ours; hardware differs."""
+    rows = []
+    for wanted, published in figures.items():
+        same = [r for r in records if all(r.spec.get(name) == value for name, value in wanted)]
+        for name, theirs in published.items():
+            here = number(same[0].median(f"{name}_ms")) if same else ""
+            rows.append([", ".join(f"{k} {v}" for k, v in wanted), name, here, number(theirs)])
+    head = ["row", "implementation", "here ms", "published ms"]
+    caption = f"Beside {source}: {SOURCES[source]}."
+    return Table(head, rows, numeric=frozenset(head[2:]), caption=caption, folded=not any(row[2] for row in rows))

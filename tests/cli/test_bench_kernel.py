@@ -1,0 +1,70 @@
+"""`bench kernel` and `bench op` as a user meets them."""
+
+from pathlib import Path
+
+import pytest
+
+from stepgauge.spec.store import RunStore
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = ("--rows", "64", "--width", "32", "--dtype", "fp32", "--seconds", "0", "--device", "cpu")
+
+
+def test_a_row_a_pass_and_the_absent_named(stepgauge, tmp_path):
+    status, out, err = stepgauge("bench", "kernel", "rms-norm", *SMALL, "--peers", "eager,liger", "--out", tmp_path)
+    assert status == 0, err
+    assert [r.spec["passes"] for r in RunStore(tmp_path).read().records] == ["forward", "backward", "both"]
+    assert "over" in out and "eager" in out
+    assert "without liger: No module named" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("rms-norm", "--peers", "dance"), "peers is 'dance'; rms-norm has ours, eager"),
+        (("rms-norm", "--grid", "dance"), "grid is 'dance'; rms-norm has default, anchors, norm-layers"),
+        (("adamw", "--passes", "forward"), "passes is 'forward'; choose one of step"),
+        (("linear-cross-entropy", "--passes", "backward"), "is measured in forward, both"),
+    ],
+)
+def test_mistakes(stepgauge, tmp_path, arguments, words):
+    status, _, err = stepgauge("bench", "kernel", *arguments, "--device", "cpu", "--out", tmp_path / "run")
+    assert status == 2
+    assert words in err
+
+
+OP = """
+import torch
+def inputs(device): return (torch.randn(64, 64, device=device),)
+def right(x): return x @ x
+def right_reference(x): return x @ x
+def wrong(x): return 1.01 * (x @ x)
+wrong_reference = right_reference
+"""
+
+
+def test_op_is_checked_and_placed(stepgauge, tmp_path):
+    (tmp_path / "mine.py").write_text(OP)
+    quick = ("--device", "cpu", "--seconds", "0", "--out", tmp_path / "run")
+    status, out, err = stepgauge("bench", "op", f"{tmp_path / 'mine.py'}:right", *quick)
+    assert status == 0, err
+    assert "of the roofline" in out and "aten::mm" in out
+    (record,) = RunStore(tmp_path / "run").read().records
+    assert record.median("flops") == 2 * 64**3
+    assert record.median("bytes") == 2 * 4 * 64**2
+    assert "<svg" in (tmp_path / "run" / "report.html").read_text()
+    status, _, err = stepgauge("bench", "op", f"{tmp_path / 'mine.py'}:wrong", *quick)
+    assert status == 1
+    assert "wrong: relative error 1.0e-02" in err
+    assert "ms" not in RunStore(tmp_path / "run").read().records[-1].metrics
+
+
+def test_op_mistakes(stepgauge, tmp_path):
+    for target, words in (
+        (EXAMPLES / "saxpy.cu", "it needs a CUDA device"),
+        ("nowhere.py:f", "there is no file nowhere.py"),
+        (EXAMPLES / "softmax.py", "name the function"),
+    ):
+        status, _, err = stepgauge("bench", "op", target, "--device", "cpu", "--out", tmp_path)
+        assert status == 2
+        assert words in err
