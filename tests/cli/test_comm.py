@@ -40,6 +40,7 @@ def test_bench_comm_then_fit(stepgauge, tmp_path):
     [
         (("--ranks", "1"), "ranks is 1; a collective between one rank moves no bytes"),
         (("--size", "1X"), "size_bytes is '1X'; it must be a number of bytes such as 65536, 512K, 1M or 2G"),
+        (("--nodes", "2"), "nodes is 2; several nodes are started by torchrun"),
         (("--backend", "nccl"), "NCCL moves GPU tensors only"),
         (("-b", "1M", "-e", "1K"), "begin must be at least 1 and end not less"),
     ],

@@ -33,11 +33,16 @@ def resolve_devices(specs: Any) -> list[Any]:
 
 
 def of_torchrun(values: Values) -> Values:
-    """The values with `ranks` and `nodes` as torchrun has started them, where it has started this process."""
+    """The values with `ranks` and `nodes` as torchrun has started them, where it has started this process.
+
+    Raises ValueError for several nodes without it.
+    """
     from stepgauge.parallel.world import joined_world
 
     world = joined_world()
     if world is None:
+        if values.get("nodes", (1,)) != (1,):
+            raise ValueError(f"nodes is {values['nodes'][-1]}; several nodes are started by torchrun")
         return values
     return {"ranks": (world.size,), **values, "nodes": (world.nodes,)}
 

@@ -24,10 +24,12 @@ def reduce_scatter_flat(output: Tensor, input: Tensor, group: Group = None, asyn
 
 
 @functools.cache
-def _group(backend: str, generation: int) -> dist.ProcessGroup:
+def _group(backend: str, world: dist.ProcessGroup) -> dist.ProcessGroup:
     return dist.new_group(backend=backend)
 
 
 def group_of(backend: str) -> dist.ProcessGroup:
     """All ranks, over the backend. Made once a process group; all ranks must call."""
-    return _group(backend, id(dist.group.WORLD))
+    world = dist.group.WORLD
+    assert world is not None, "collectives run in a process group"
+    return _group(backend, world)
