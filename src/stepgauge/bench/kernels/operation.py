@@ -87,5 +87,9 @@ def generator(spec: KernelSpec) -> torch.Generator:
 
 
 def compiled(function: Any) -> Any:
-    """torch.compile for this shape alone, as a training step with one shape has it."""
+    """torch.compile for this shape alone, as a training step with one shape has it.
+
+    Its backward may be timed alone, on a graph that is kept, and so must not write into what the forward saved.
+    """
+    torch._functorch.config.donated_buffer = False  # type: ignore[attr-defined, unused-ignore]
     return torch.compile(function, dynamic=False)
