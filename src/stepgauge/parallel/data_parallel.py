@@ -1,0 +1,239 @@
+"""Data parallel training: each rank computes the gradients of its own batch, and their mean is what all step with.
+
+One mechanism, four settings of it. Gradients travel in the buckets of a plan (spec/buckets.py), and a bucket is sent
+either when its last gradient is there, while backward goes on, or when backward has ended:
+
+    NaiveDataParallel        a bucket a gradient, after backward, one after the other
+    FlatDataParallel         one bucket for all gradients, after backward
+    OverlappedDataParallel   a bucket a gradient, during backward
+    BucketedDataParallel     buckets of about `bucket_mb`, during backward
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stepgauge.parallel.messages import Averager, as_one_message
+from stepgauge.parallel.replicas import describe_parameters, prepare_replicas
+from stepgauge.spec.buckets import Bucket, plan_buckets
+
+FIRST_BUCKET_MB = 1.0  # as torch's DistributedDataParallel: communication starts with the first layers of backward
+
+
+@dataclasses.dataclass
+class Cycle:
+    """One synchronisation of all buckets: what has arrived, what was sent, what is not yet waited for."""
+
+    missing: list[int]  # gradients that a bucket still waits for
+    arrived: set[str] = dataclasses.field(default_factory=set)
+    launched: int = 0  # buckets, always the first ones of the plan
+    in_flight: list[tuple[dist.Work, int, Tensor]] = dataclasses.field(default_factory=list)
+
+
+class DataParallel(nn.Module):
+    """Averages the gradients of a module over the ranks of a group, bucket by bucket.
+
+    All ranks send the buckets in the plan's order, whatever the order in which gradients arrive: a bucket that is
+    complete early waits for those before it, so that ranks can never wait for each other's different messages.
+
+    A gradient that no rank computed stays None; one that only some ranks computed is averaged with zeros. Buffers
+    are broadcast once, at the start.
+
+    Raises DifferentModelsError, on every rank, where the ranks hold different modules.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, buckets: Sequence[Bucket], overlaps: bool, group: dist.ProcessGroup | None = None
+    ):
+        super().__init__()
+        prepare_replicas(module, group)
+        self.module = module
+        self.buckets = tuple(buckets)
+        self.overlaps = overlaps
+        self.averager = Averager(group)
+        self.communicates = True  # False leaves the collectives out and keeps all else, to time the rest
+        self._synchronises = True
+        self._begun = False
+        self._some_go_unused: bool | None = None  # known after the first synchronisation
+        self._by_name: Mapping[str, nn.Parameter] = dict(module.named_parameters())
+        self._owned_means: set[str] = set()
+        self._earlier: dict[str, Tensor] = {}
+        self._cycle = self._new_cycle()
+        for index, bucket in enumerate(self.buckets):
+            for name in bucket.names:
+                self._watch(name, index)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        self._begun |= self._synchronises and torch.is_grad_enabled()
+        return self.module(*inputs, **named)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add to the gradients of this rank alone; the next one outside sends the sum."""
+        before, self._synchronises = self._synchronises, False
+        try:
+            yield
+        finally:
+            self._synchronises = before
+
+    def finish_gradient_synchronization(self) -> None:
+        """Sends what is not yet sent and waits for all: on a GPU its stream does, and the host goes on.
+
+        To be called on every rank after the backward passes and before gradients are used.
+        """
+        if self._begun or self._cycle.arrived:
+            self.synchronize_gradients()
+
+    def synchronize_gradients(self) -> None:
+        """Sends the buckets that are not yet sent, with the gradients that are there now, and waits."""
+        present = [parameter.grad is not None for parameter in self._planned()]
+        while self._cycle.launched < len(self.buckets):
+            self._launch_next()
+            if not self.overlaps:
+                self._wait_all()
+        self._wait_all()
+        for parameter in self._unused_everywhere(present):
+            parameter.grad = None
+        self._cycle = self._new_cycle()
+        self._begun = False
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scales the averaged gradients so that the norm of all of them is at most `max_norm`; the norm before."""
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+
+    def _new_cycle(self) -> Cycle:
+        return Cycle(missing=[len(bucket.names) for bucket in self.buckets])
+
+    def _watch(self, name: str, index: int) -> None:
+        parameter = self._by_name[name]
+
+        def before_accumulation(gradient: Tensor) -> None:
+            # A second backward may not add to a gradient that is on its way.
+            if name in self._cycle.arrived:
+                self.synchronize_gradients()
+                self._begun = self._synchronises
+            # Nor may a mean that its owner alone has be averaged again with what the others have since.
+            if name in self._owned_means:
+                self._owned_means.discard(name)
+                if parameter.grad is not None:
+                    self._earlier[name], parameter.grad = parameter.grad, None
+
+        def after_accumulation(parameter: Tensor) -> None:
+            if self._synchronises:
+                self._arrive(name, index)
+
+        parameter.register_hook(before_accumulation)
+        parameter.register_post_accumulate_grad_hook(after_accumulation)
+
+    def _arrive(self, name: str, index: int) -> None:
+        cycle = self._cycle
+        cycle.arrived.add(name)
+        cycle.missing[index] -= 1
+        if self.overlaps:
+            while cycle.launched < len(self.buckets) and not cycle.missing[cycle.launched]:
+                self._launch_next()
+
+    def _launch_next(self) -> None:
+        cycle = self._cycle
+        bucket = self.buckets[cycle.launched]
+        message = as_one_message([self._by_name[name] for name in bucket.names])
+        if self.communicates:
+            work = self.averager.launch(message, owner=bucket.owner)
+            cycle.in_flight.append((work, cycle.launched, message))
+        cycle.launched += 1
+        while bucket.owner is not None and cycle.in_flight and cycle.in_flight[0][0].is_completed():
+            self._wait_first()
+
+    def _wait_all(self) -> None:
+        while self._cycle.in_flight:
+            self._wait_first()
+
+    def _wait_first(self) -> None:
+        work, index, _ = self._cycle.in_flight.pop(0)
+        work.wait()
+        bucket = self.buckets[index]
+        if bucket.owner is not None:
+            self._settle(bucket)
+
+    def _settle(self, bucket: Bucket) -> None:
+        """Keeps the means where this rank owns them, and frees its share where another does."""
+        owns = bucket.owner == dist.get_rank(self.averager.group)
+        for name in bucket.names:
+            parameter = self._by_name[name]
+            if not owns:
+                parameter.grad = None
+                continue
+            if name in self._earlier and parameter.grad is not None:
+                parameter.grad.add_(self._earlier.pop(name))
+            self._owned_means.add(name)
+
+    def _planned(self) -> list[nn.Parameter]:
+        return [self._by_name[name] for bucket in self.buckets for name in bucket.names]
+
+    @torch.no_grad()
+    def _unused_everywhere(self, present: list[bool]) -> list[nn.Parameter]:
+        """The parameters that no rank has a gradient of, `present` saying which this rank had of the planned.
+
+        The first call asks all ranks whether any parameter goes unused; where none does, later calls ask nobody and
+        a gradient that is missing then counts as zero. Asking makes the host wait.
+        """
+        parameters = self._planned()
+        if self._some_go_unused is False or not parameters:
+            return []
+        used = torch.tensor(present, dtype=torch.int32, device=parameters[0].device)
+        if self._some_go_unused is None:
+            everywhere = used.min().reshape(1)
+            dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=self.averager.group)
+            self._some_go_unused = not everywhere.item()
+            if not self._some_go_unused:
+                return []
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self.averager.group)
+        return [parameter for parameter, anywhere in zip(parameters, used.tolist(), strict=True) if not anywhere]
+
+
+class NaiveDataParallel(DataParallel):
+    """All-reduces each gradient after backward, one after the other."""
+
+    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None):
+        plan = plan_buckets(describe_parameters(module), cap_mb=0)
+        super().__init__(module, buckets=plan, overlaps=False, group=group)
+
+
+class FlatDataParallel(DataParallel):
+    """Packs all gradients into one message (one a dtype and device) and all-reduces it after backward."""
+
+    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None):
+        plan = plan_buckets(describe_parameters(module), cap_mb=None)
+        super().__init__(module, buckets=plan, overlaps=False, group=group)
+
+
+class OverlappedDataParallel(DataParallel):
+    """All-reduces each gradient as soon as backward has it, while backward goes on."""
+
+    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None):
+        plan = plan_buckets(describe_parameters(module), cap_mb=0)
+        super().__init__(module, buckets=plan, overlaps=True, group=group)
+
+
+class BucketedDataParallel(DataParallel):
+    """All-reduces gradients in buckets of at most `bucket_mb` (10^6 bytes), larger gradients alone, during backward.
+
+    `owners` gives the rank, by a parameter's name, that alone receives its gradient: ZeRO 2. On the other ranks the
+    gradient is freed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_mb: float = 25.0,
+        *,
+        group: dist.ProcessGroup | None = None,
+        owners: Mapping[str, int] | None = None,
+    ):
+        plan = plan_buckets(describe_parameters(module), cap_mb=bucket_mb, first_mb=FIRST_BUCKET_MB, owners=owners)
+        super().__init__(module, buckets=plan, overlaps=True, group=group)

@@ -1,0 +1,70 @@
+"""Gradients as one tensor that a collective works on in place, and the average of it over ranks."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def as_one_message(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The gradients of the parameters as one flat tensor, of which each `.grad` is a view afterwards.
+
+    A gradient that comes alone, and gradients that lie behind each other from an earlier call, are taken where they
+    are. Others are packed, which copies them once and frees the originals. A missing gradient counts as zero.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+        elif parameter.grad.is_sparse:
+            raise ValueError(f"a gradient of shape {tuple(parameter.shape)} is sparse; only dense ones are averaged")
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if _fill_their_storage(gradients):
+        return gradients[0].as_strided((sum(g.numel() for g in gradients),), (1,))
+    flat = torch.empty(sum(g.numel() for g in gradients), dtype=gradients[0].dtype, device=gradients[0].device)
+    views = [
+        part.view(gradient.shape)
+        for part, gradient in zip(flat.split([g.numel() for g in gradients]), gradients, strict=True)
+    ]
+    torch._foreach_copy_(views, gradients)
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.grad = view.data  # a view as autograd knows it would hold `flat` as one more user of the storage
+    return flat
+
+
+def _fill_their_storage(gradients: Sequence[Tensor]) -> bool:
+    """Whether the gradients, in this order, are a whole storage that nothing else uses.
+
+    Autograd may give two parameters gradients that share a storage (of `a.view(-1) + b.view(-1)`, say); averaging
+    one of those in place would change the other.
+    """
+    storage = gradients[0].untyped_storage()
+    offset = 0
+    for gradient in gradients:
+        if not gradient.is_contiguous() or gradient.data_ptr() != storage.data_ptr() + offset:
+            return False
+        offset += gradient.nbytes
+    # The wrapper object `storage` is one of the users.
+    return offset == storage.nbytes() and torch._C._storage_Use_Count(storage._cdata) <= len(gradients) + 1
+
+
+class Averager:
+    """Averages messages over the ranks of a group, in place, without waiting.
+
+    NCCL averages in the collective itself; for other backends the message is divided before it is summed, so that
+    16-bit sums do not overflow.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self.group = group or dist.distributed_c10d._get_default_group()
+        self.ranks = dist.get_world_size(group)
+
+    def launch(self, message: Tensor, *, owner: int | None = None) -> dist.Work:
+        """The work of an all-reduce, or of a reduce to the owner (a rank of the group)."""
+        averages = self.group._get_backend(message.device).name() == "nccl"
+        if not averages:
+            message.div_(self.ranks)
+        operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        if owner is None:
+            return dist.all_reduce(message, operation, group=self.group, async_op=True)
+        return dist.reduce(message, group_dst=owner, op=operation, group=self.group, async_op=True)

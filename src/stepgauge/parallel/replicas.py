@@ -1,0 +1,83 @@
+"""What every wrapper does to a module before training: the same network on all ranks, with rank 0's values."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stepgauge.spec.buckets import Parameter
+
+
+class DifferentModelsError(ValueError):
+    """The ranks built different networks; the message names the first difference."""
+
+
+def describe_parameters(module: nn.Module) -> list[Parameter]:
+    """The parameters in order of registration, a tied one once, under its first name."""
+    return [describe_parameter(name, parameter) for name, parameter in module.named_parameters()]
+
+
+def describe_parameter(name: str, parameter: Tensor) -> Parameter:
+    return Parameter(
+        name=name,
+        numel=parameter.numel(),
+        bytes_per_value=parameter.element_size(),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        device=str(parameter.device),
+        trainable=parameter.requires_grad,
+    )
+
+
+def prepare_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Checks that all ranks hold the same network, and gives parameters and buffers rank 0's values.
+
+    Raises DifferentModelsError, on every rank, where a name, shape, type or requires_grad differs.
+    """
+    require_same(
+        {name: _shape_of(tensor) for name, tensor in _state(module)}, group, noun="parameter or buffer", where="model"
+    )
+    with torch.no_grad():
+        works = [
+            dist.broadcast(_dense(tensor), group=group, group_src=0, async_op=True) for _, tensor in _state(module)
+        ]
+        for work in works:
+            work.wait()
+
+
+def require_same(ours: dict[str, str], group: dist.ProcessGroup | None, *, noun: str, where: str) -> None:
+    """Raises DifferentModelsError, on every rank, unless all ranks gave the same names and texts in the same order."""
+    everyones: list[dict[str, str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, ours, group=group)
+    first = everyones[0]
+    for rank, theirs in enumerate(everyones):
+        if list(theirs.items()) == list(first.items()):
+            continue
+        for name in dict.fromkeys((*first, *theirs)):
+            if first.get(name) != theirs.get(name):
+                raise DifferentModelsError(
+                    f"the ranks' {where}s differ: {noun} {name} is {first.get(name, 'not there')} on rank 0, "
+                    f"{theirs.get(name, 'not there')} on rank {rank}"
+                )
+        raise DifferentModelsError(f"the ranks' {where}s differ: rank {rank} has another order than rank 0")
+
+
+def _state(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _shape_of(tensor: Tensor) -> str:
+    trained = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device.type}{trained}"
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor as collectives can write it: a dense one of permuted strides by its memory order."""
+    if tensor.is_contiguous():
+        return tensor.detach()
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    permuted = tensor.detach().permute(order)
+    if not permuted.is_contiguous():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not dense")
+    return permuted

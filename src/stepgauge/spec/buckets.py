@@ -1,0 +1,105 @@
+"""Which gradients travel together: computed once as data, executed by parallel and predicted from."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+MB = 10**6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """What a plan needs to know of a parameter. `dtype` and `device` are names that only have to tell kinds apart."""
+
+    name: str
+    numel: int
+    bytes_per_value: int = 4
+    dtype: str = "float32"
+    device: str = "cpu"
+    trainable: bool = True
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.bytes_per_value
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients are one message, in the order in which they lie in it.
+
+    owner  the rank that alone receives the average, or None where all do
+    """
+
+    parameters: tuple[Parameter, ...]
+    owner: int | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(parameter.name for parameter in self.parameters)
+
+    @property
+    def bytes(self) -> int:
+        return sum(parameter.bytes for parameter in self.parameters)
+
+
+def plan_buckets(
+    order_of_use: Iterable[Parameter],
+    *,
+    cap_mb: float | None,
+    first_mb: float | None = None,
+    owners: Mapping[str, int] | None = None,
+) -> tuple[Bucket, ...]:
+    """Buckets in the order in which their last gradient is expected, for parameters in order of their first use.
+
+    Gradients come in reverse order of use. They are packed until the next would exceed the cap, apart by dtype, device
+    and owner; the first bucket is closed at `first_mb` already, so that communication starts early. A gradient of the
+    cap's size or more travels alone, since packing it would copy it. Frozen parameters are left out, and a name that
+    comes again (a tied parameter) counts where it is used first: its gradient is complete only there.
+
+    cap_mb    largest bucket, in MB of 10^6 bytes; 0 gives each gradient a bucket of its own, None is without limit
+    owners    the rank that the gradient of a name is for; without it, all receive all
+
+    Raises ValueError for a negative cap.
+    """
+    for name, value in (("cap_mb", cap_mb), ("first_mb", first_mb)):
+        if value is not None and not value >= 0:
+            raise ValueError(f"{name} is {value}; it must be at least 0")
+    by_name: dict[str, Parameter] = {}
+    for parameter in order_of_use:
+        by_name.setdefault(parameter.name, parameter)
+    arriving = [parameter for parameter in reversed(by_name.values()) if parameter.trainable]
+    cap = float("inf") if cap_mb is None else cap_mb * MB
+    first = cap if first_mb is None else min(cap, first_mb * MB)
+    open_groups: dict[tuple[str, str, int | None], list[Parameter]] = {}
+    closed: list[Bucket] = []
+
+    def close(kind: tuple[str, str, int | None]) -> None:
+        closed.append(Bucket(tuple(open_groups.pop(kind)), owner=kind[2]))
+
+    for parameter in arriving:
+        kind = (parameter.dtype, parameter.device, owners[parameter.name] if owners else None)
+        if parameter.bytes >= cap:
+            closed.append(Bucket((parameter,), owner=kind[2]))
+            continue
+        if kind in open_groups and _bytes(open_groups[kind]) + parameter.bytes > cap:
+            close(kind)
+        open_groups.setdefault(kind, []).append(parameter)
+        if _bytes(open_groups[kind]) >= (cap if closed else first):
+            close(kind)
+    for kind in list(open_groups):
+        close(kind)
+    arrival = {parameter.name: index for index, parameter in enumerate(arriving)}
+    return tuple(sorted(closed, key=lambda bucket: max(arrival[name] for name in bucket.names)))
+
+
+def _bytes(parameters: Sequence[Parameter]) -> int:
+    return sum(parameter.bytes for parameter in parameters)
+
+
+def all_reduce_bytes_sent(message_bytes: int, *, ranks: int) -> float:
+    """Bytes that each rank sends in a ring all-reduce: 2(N−1)/N of the message (Patarasuk & Yuan 2009)."""
+    return 2 * (ranks - 1) / ranks * message_bytes
+
+
+def one_way_bytes_sent(message_bytes: int, *, ranks: int) -> float:
+    """Mean bytes that a rank sends in a reduce, broadcast, reduce-scatter or all-gather of the whole message."""
+    return (ranks - 1) / ranks * message_bytes

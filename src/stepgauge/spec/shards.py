@@ -1,0 +1,90 @@
+"""Which rank holds what: whole parameters by owner (ZeRO 1 and 2), equal slices of a unit (ZeRO 3)."""
+
+import dataclasses
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+
+from stepgauge.spec.buckets import Parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnerPlan:
+    """The rank that keeps the optimizer state of each parameter, by name, and the elements of each rank."""
+
+    owners: Mapping[str, int]
+    elements: tuple[int, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Elements of the fullest rank over those of an even share; 1 is perfect."""
+        whole = sum(self.elements)
+        return max(self.elements) * len(self.elements) / whole if whole else 1.0
+
+    def state_bytes(self, rank: int, *, bytes_per_element: int) -> int:
+        """Optimizer state of a rank: AdamW in fp32 keeps 8 bytes an element, momentum 4."""
+        return self.elements[rank] * bytes_per_element
+
+
+def plan_owners(parameters: Iterable[Parameter], *, ranks: int, held: Sequence[int] | None = None) -> OwnerPlan:
+    """Largest parameter first, each to the rank that holds least (Graham 1969: within 4/3 of the best balance).
+
+    `held` is what the ranks hold already, in elements: a later group fills up the emptiest. Raises ValueError for
+    fewer than one rank.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}; it must be at least 1")
+    by_name = {parameter.name: parameter for parameter in parameters}
+    fill = [(elements, rank) for rank, elements in enumerate(held or [0] * ranks)]
+    heapq.heapify(fill)
+    owners = {}
+    for parameter in sorted(by_name.values(), key=lambda p: -p.numel):
+        elements, rank = heapq.heappop(fill)
+        owners[parameter.name] = rank
+        heapq.heappush(fill, (elements + parameter.numel, rank))
+    by_rank = {rank: elements for elements, rank in fill}
+    return OwnerPlan({name: owners[name] for name in by_name}, tuple(by_rank[rank] for rank in range(ranks)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Where a parameter lies in its unit's flat storage, in elements."""
+
+    parameter: Parameter
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.parameter.numel
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitPlan:
+    """The parameters that are gathered together, one behind the other, padded so that each rank has an equal slice."""
+
+    slots: tuple[Slot, ...]
+    ranks: int
+    shard_elements: int
+
+    @property
+    def elements(self) -> int:
+        """With padding."""
+        return self.shard_elements * self.ranks
+
+    @property
+    def padding(self) -> int:
+        return self.elements - sum(slot.parameter.numel for slot in self.slots)
+
+
+ALIGNMENT = 4  # elements: 16 bytes of fp32, so that a slice's kernels can use vector loads
+
+
+def plan_unit(parameters: Sequence[Parameter], *, ranks: int) -> UnitPlan:
+    """One unit's flat storage. Raises ValueError for fewer than one rank."""
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}; it must be at least 1")
+    slots, start = [], 0
+    for parameter in parameters:
+        slots.append(Slot(parameter, start))
+        start += parameter.numel
+    step = ranks * ALIGNMENT
+    return UnitPlan(tuple(slots), ranks, -(-start // step) * ALIGNMENT)

@@ -1,0 +1,76 @@
+"""Networks and training loops that the tests of parallel run on ranks and, as the oracle, in one process."""
+
+import torch
+from torch import nn
+
+from stepgauge.models.transformer import TransformerLM
+from stepgauge.spec.model import ModelSpec
+
+MICRO_BATCHES, ROWS, STEPS = 2, 3, 3  # rows a rank and micro-batch
+
+
+class Toy(nn.Module):
+    """Tied, frozen and unused parameters, a buffer, and layers that are used in another order than registered."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(6, 6, bias=False)
+        self.embedding = nn.Embedding(7, 6)
+        self.frozen = nn.Linear(6, 6)
+        self.frozen.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(5))
+        self.first = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.rand(6))
+
+    def forward(self, tokens, targets):
+        x = torch.tanh(self.first(self.embedding(tokens)) * self.scale)
+        x = self.last(torch.tanh(self.frozen(x)))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def toy():
+    return Toy().double()
+
+
+def transformer():
+    spec = ModelSpec.preset("nano", vocab_size=7, context_length=5, tied_head=True)
+    return TransformerLM(spec).double()
+
+
+NETWORKS = {"toy": toy, "transformer": transformer}
+
+
+def make(name, *, seed=0):
+    torch.manual_seed(seed)
+    return NETWORKS[name]()
+
+
+def batch(step, micro, rank):
+    generator = torch.Generator().manual_seed(step * 100 + micro * 10 + rank)
+    return torch.randint(7, (2, ROWS, 5), generator=generator).unbind()
+
+
+def optimizer_of(name, parameters):
+    return torch.optim.SGD(parameters, lr=0.3) if name == "sgd" else torch.optim.AdamW(parameters, lr=0.01)
+
+
+def train_alone(network, optimizer, ranks, *, clip):
+    """Losses, last gradients and last weights of one process that sees all ranks' batches."""
+    model = make(network)
+    step_with = optimizer_of(optimizer, [p for p in model.parameters() if p.requires_grad])
+    losses = []
+    for step in range(STEPS):
+        step_with.zero_grad()
+        total = 0.0
+        for micro in range(MICRO_BATCHES):
+            for rank in range(ranks):
+                loss = model(*batch(step, micro, rank)) / (MICRO_BATCHES * ranks)
+                loss.backward()
+                total += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        step_with.step()
+        losses.append(total)
+    gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    return losses, gradients, {n: p.detach().clone() for n, p in model.named_parameters()}

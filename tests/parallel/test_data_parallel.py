@@ -1,0 +1,330 @@
+"""Each data parallel wrapper against one process that sees the whole batch, over Gloo, ranks as processes.
+
+All checks of a world size run in one launch: starting ranks takes longer than they do.
+"""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.parallel.networks import MICRO_BATCHES, STEPS, batch, make, optimizer_of, train_alone
+from torch import nn
+
+from stepgauge.parallel.data_parallel import (
+    BucketedDataParallel,
+    FlatDataParallel,
+    NaiveDataParallel,
+    OverlappedDataParallel,
+)
+from stepgauge.parallel.launch import launch
+from stepgauge.parallel.replicas import DifferentModelsError
+
+WRAPPERS = {
+    "naive": NaiveDataParallel,
+    "flat": FlatDataParallel,
+    "overlapped": OverlappedDataParallel,
+    "bucketed": lambda module: BucketedDataParallel(module, bucket_mb=0.0005),
+    "one bucket": lambda module: BucketedDataParallel(module, bucket_mb=1000),
+}
+NETWORKS = ("toy", "transformer")
+OPTIMIZERS = ("sgd", "adamw")
+CLIP = 0.5
+CASES = [*itertools.product(WRAPPERS, NETWORKS, OPTIMIZERS)]
+
+
+def test_training_equals_that_of_one_process(two_ranks):
+    for case in CASES:
+        for rank in two_ranks:
+            assert rank[case] < 1e-12, case
+
+
+def test_four_ranks_too():
+    for rank in launch(parity, CASES[-4:], ranks=4):
+        assert all(difference < 1e-12 for difference in rank.values()), rank
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "second backward",
+        "backward twice through one graph",
+        "a parameter that only one rank uses",
+        "kept zeros",
+        "several types",
+        "gradients that share a storage",
+        "gradients are views of their buckets",
+        "one large gradient stays where it is",
+        "ranks start from rank 0",
+        "without communication",
+        "sparse",
+    ],
+)
+def test_on_two_ranks(two_ranks, check):
+    assert [rank[check] for rank in two_ranks] == ["", ""]
+
+
+def test_different_models_are_told_at_the_start(two_ranks):
+    for rank in two_ranks:
+        assert rank["shapes"] == (
+            "the ranks' models differ: parameter or buffer weight is float32 (3, 2) on cpu on rank 0, "
+            "float32 (3, 3) on cpu on rank 1"
+        )
+        assert "bias is not there on rank 0" in rank["names"]
+        assert "float32 (3, 2) on cpu, frozen on rank 1" in rank["frozen"]
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    """What each rank found, by check."""
+    return launch(all_checks, ranks=2)
+
+
+def all_checks():
+    found = parity(CASES)
+    for name, check in CHECKS.items():
+        try:
+            found[name] = check() or ""
+        except AssertionError as error:
+            found[name] = str(error) or "failed"
+    for name, build in DIFFERENT.items():
+        try:
+            NaiveDataParallel(build(dist.get_rank()))
+            found[name] = "not noticed"
+        except DifferentModelsError as error:
+            found[name] = str(error)
+    return found
+
+
+def parity(cases):
+    torch.use_deterministic_algorithms(True)
+    return {case: difference_from_one_process(*case) for case in cases}
+
+
+def difference_from_one_process(wrapper, network, optimizer):
+    losses, gradients, weights = train_alone(network, optimizer, dist.get_world_size(), clip=CLIP)
+    # Other weights on other ranks: rank 0's count.
+    parallel = WRAPPERS[wrapper](make(network, seed=dist.get_rank()))
+    step_with = optimizer_of(optimizer, [p for p in parallel.parameters() if p.requires_grad])
+    differences = []
+    for step in range(STEPS):
+        step_with.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for micro in range(MICRO_BATCHES):
+            last = micro == MICRO_BATCHES - 1
+            with contextlib.nullcontext() if last else parallel.no_sync():
+                loss = parallel(*batch(step, micro, dist.get_rank())) / MICRO_BATCHES
+                loss.backward()
+            total += loss.detach()
+        parallel.finish_gradient_synchronization()
+        parallel.clip_gradients(CLIP)
+        step_with.step()
+        dist.all_reduce(total)
+        differences.append(abs(total.item() / dist.get_world_size() - losses[step]))
+    for name, parameter in parallel.module.named_parameters():
+        differences.append((parameter.detach() - weights[name]).abs().max().item())
+        assert (parameter.grad is None) == (gradients[name] is None), name
+        if parameter.grad is not None:
+            differences.append((parameter.grad - gradients[name]).abs().max().item())
+    return max(differences)
+
+
+def expected(module, *losses):
+    """Gradients of the mean over ranks of the losses, each a function of the module and the rank."""
+    for rank in range(dist.get_world_size()):
+        for loss in losses:
+            (loss(module, rank) / dist.get_world_size()).backward()
+    return [p.grad for p in module.parameters()]
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def loss_of(module, rank, seed=0):
+    generator = torch.Generator().manual_seed(seed * 10 + rank)
+    return module(torch.randn(5, 4, generator=generator, dtype=torch.float64)).square().mean()
+
+
+def require_equal(module, wanted, tolerance=1e-13):
+    for (name, parameter), gradient in zip(module.named_parameters(), wanted, strict=True):
+        assert parameter.grad is not None, f"{name} has no gradient"
+        assert (parameter.grad - gradient).abs().max() < tolerance, name
+
+
+def second_backward():
+    wanted = expected(mlp(), loss_of, lambda m, r: loss_of(m, r, seed=1))
+    for wrap in WRAPPERS.values():
+        parallel = wrap(mlp())
+        loss_of(parallel, dist.get_rank()).backward()
+        loss_of(parallel, dist.get_rank(), seed=1).backward()
+        parallel.finish_gradient_synchronization()
+        require_equal(parallel.module, wanted)
+
+
+def backward_twice_through_one_graph():
+    wanted = [2 * gradient for gradient in expected(mlp(), loss_of)]
+    for wrap in WRAPPERS.values():
+        parallel = wrap(mlp())
+        loss = loss_of(parallel, dist.get_rank())
+        loss.backward(retain_graph=True)
+        loss.backward()
+        parallel.finish_gradient_synchronization()
+        require_equal(parallel.module, wanted)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)).double()
+        self.out = nn.Linear(4, 1).double()
+
+    def forward(self, x, branch):
+        return self.out(self.branches[branch](x)).mean()
+
+
+def one_rank_uses():
+    x = torch.ones(2, 4, dtype=torch.float64)
+    alone = Branches()
+    expected(alone, lambda module, rank: module(x, rank))
+    for wrap in WRAPPERS.values():
+        parallel = wrap(Branches())
+        for _ in range(2):
+            parallel.zero_grad()
+            parallel(x, dist.get_rank()).backward()
+            parallel.finish_gradient_synchronization()
+            for (name, ours), theirs in zip(parallel.module.named_parameters(), alone.parameters(), strict=True):
+                assert (ours.grad is None) == (theirs.grad is None), name
+                assert ours.grad is None or torch.equal(ours.grad, theirs.grad), name
+
+
+def kept_zeros():
+    """zero_grad(set_to_none=False) keeps the buckets, and they are used again."""
+    wanted = expected(mlp(), loss_of)
+    for wrap in WRAPPERS.values():
+        parallel = wrap(mlp())
+        places = []
+        for _ in range(3):
+            loss_of(parallel, dist.get_rank()).backward()
+            parallel.finish_gradient_synchronization()
+            require_equal(parallel.module, wanted)
+            places.append([p.grad.data_ptr() for p in parallel.parameters()])
+            parallel.zero_grad(set_to_none=False)
+        assert places[0] == places[1] == places[2], wrap
+
+
+def several_types():
+    def mixed():
+        torch.manual_seed(0)
+        return nn.ModuleList([nn.Linear(4, 4, dtype=t) for t in (torch.float64, torch.float32, torch.bfloat16)])
+
+    def loss(module, rank):
+        layers = module.module if hasattr(module, "module") else module
+        x = torch.full((2, 4), 1.0 + rank)
+        for layer in layers:
+            x = layer(x.to(layer.weight.dtype))
+        return x.float().sum()
+
+    wanted = expected(mixed(), loss)
+    for wrap in WRAPPERS.values():
+        parallel = wrap(mixed())
+        loss(parallel, dist.get_rank()).backward()
+        parallel.finish_gradient_synchronization()
+        require_equal(parallel.module, wanted, tolerance=0.05)
+
+
+def shared_storage():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+            self.b = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+
+        def forward(self, factor):
+            return factor * (self.a.view(-1) + self.b.view(-1)).pow(2).sum()
+
+    # By hand, for autograd itself would add to both gradients at once.
+    mean_factor = (dist.get_world_size() + 1) / 2
+    wanted = [torch.full((4, 4), 4 * mean_factor, dtype=torch.float64)] * 2
+    for wrap in WRAPPERS.values():
+        parallel = wrap(Sum())
+        parallel(dist.get_rank() + 1.0).backward()
+        parallel.finish_gradient_synchronization()
+        require_equal(parallel.module, wanted)
+
+
+def views():
+    parallel = FlatDataParallel(mlp())
+    loss_of(parallel, dist.get_rank()).backward()
+    parallel.finish_gradient_synchronization()
+    storages = {p.grad.untyped_storage().data_ptr() for p in parallel.parameters()}
+    assert len(storages) == 1
+    elements = sum(p.numel() for p in parallel.parameters())
+    assert next(parallel.parameters()).grad.untyped_storage().nbytes() == 8 * elements
+
+
+def stays():
+    parallel = OverlappedDataParallel(mlp())
+    places = {}
+    for name, parameter in parallel.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: places.update({name: gradient.data_ptr()}))
+    loss_of(parallel, dist.get_rank()).backward()
+    parallel.finish_gradient_synchronization()
+    kept = [name for name, p in parallel.named_parameters() if p.grad.data_ptr() == places[name]]
+    assert "module.0.weight" in kept, kept
+
+
+def same_start():
+    torch.manual_seed(dist.get_rank())
+    parallel = NaiveDataParallel(nn.BatchNorm1d(3))
+    parallel.module.running_mean += dist.get_rank()
+    module = nn.BatchNorm1d(3)
+    nn.init.normal_(module.weight)
+    module.running_mean += dist.get_rank()
+    parallel = NaiveDataParallel(module)
+    everyones = [torch.empty(6) for _ in range(2)]
+    dist.all_gather(everyones, torch.cat((parallel.module.weight.detach(), parallel.module.running_mean)))
+    assert torch.equal(everyones[0], everyones[1])
+    assert torch.equal(everyones[0][3:], torch.zeros(3))
+
+
+def silent():
+    alone, parallel = mlp(), BucketedDataParallel(mlp())
+    parallel.communicates = False
+    loss_of(alone, dist.get_rank()).backward()
+    loss_of(parallel, dist.get_rank()).backward()
+    parallel.finish_gradient_synchronization()
+    require_equal(parallel.module, [p.grad for p in alone.parameters()])
+
+
+def sparse():
+    parallel = NaiveDataParallel(nn.Embedding(5, 2, sparse=True))
+    parallel(torch.tensor([1])).sum().backward()
+    try:
+        parallel.finish_gradient_synchronization()
+        return "accepted"
+    except ValueError as error:
+        return "" if "a gradient of shape (5, 2) is sparse" in str(error) else str(error)
+
+
+CHECKS = {
+    "second backward": second_backward,
+    "backward twice through one graph": backward_twice_through_one_graph,
+    "a parameter that only one rank uses": one_rank_uses,
+    "kept zeros": kept_zeros,
+    "several types": several_types,
+    "gradients that share a storage": shared_storage,
+    "gradients are views of their buckets": views,
+    "one large gradient stays where it is": stays,
+    "ranks start from rank 0": same_start,
+    "without communication": silent,
+    "sparse": sparse,
+}
+DIFFERENT = {
+    "shapes": lambda rank: nn.Linear(2 + rank, 3),
+    "names": lambda rank: nn.Linear(2, 3, bias=rank == 1),
+    "frozen": lambda rank: nn.Linear(2, 3).requires_grad_(rank == 0),
+}

@@ -1,0 +1,97 @@
+"""Plans as data: nothing lost, nothing twice, caps kept, order of arrival."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepgauge.spec.buckets import MB, Parameter, plan_buckets
+from stepgauge.spec.shards import ALIGNMENT, plan_owners, plan_unit
+
+parameters = st.lists(
+    st.builds(
+        Parameter,
+        name=st.sampled_from([f"p{i}" for i in range(12)]),
+        numel=st.integers(1, 2 * MB),
+        dtype=st.sampled_from(["float32", "bfloat16"]),
+        device=st.sampled_from(["cpu", "cuda:0"]),
+        trainable=st.booleans(),
+    ),
+    max_size=20,
+)
+caps = st.one_of(st.none(), st.floats(0, 10))
+
+
+def parameter(name, megabytes, **fields):
+    return Parameter(name=name, numel=int(megabytes * MB / 4), **fields)
+
+
+@given(parameters, caps, caps)
+def test_every_trainable_parameter_travels_once(order, cap, first):
+    buckets = plan_buckets(order, cap_mb=cap, first_mb=first)
+    first_uses = {p.name: p for p in reversed(order)}
+    planned = [name for bucket in buckets for name in bucket.names]
+    assert sorted(planned) == sorted(p.name for p in first_uses.values() if p.trainable)
+
+
+@given(parameters, caps)
+def test_a_bucket_is_of_one_kind_and_within_the_cap_unless_it_is_one_gradient(order, cap):
+    for bucket in plan_buckets(order, cap_mb=cap):
+        assert len({(p.dtype, p.device) for p in bucket.parameters}) == 1
+        assert len(bucket.parameters) == 1 or cap is None or bucket.bytes <= cap * MB
+
+
+@given(parameters, caps)
+def test_buckets_come_in_the_order_of_their_last_gradient(order, cap):
+    first_seen = list(dict.fromkeys(p.name for p in order))
+    arrival = list(reversed(first_seen))
+    last = [max(map(arrival.index, bucket.names)) for bucket in plan_buckets(order, cap_mb=cap)]
+    assert last == sorted(last)
+
+
+def test_the_plan_of_a_small_network_by_hand():
+    order = [parameter("embedding", 8), parameter("norm", 0.1), parameter("a", 2), parameter("b", 1), parameter("c", 3)]
+    plan = plan_buckets(order, cap_mb=5, first_mb=1)
+    assert [bucket.names for bucket in plan] == [("c",), ("b", "a", "norm"), ("embedding",)]
+
+
+def test_without_a_cap_one_bucket_a_kind_and_with_none_one_a_gradient():
+    order = [parameter("a", 1), parameter("b", 2, dtype="bfloat16"), parameter("c", 3)]
+    assert [b.names for b in plan_buckets(order, cap_mb=None)] == [("b",), ("c", "a")]
+    assert [b.names for b in plan_buckets(order, cap_mb=0)] == [("c",), ("b",), ("a",)]
+
+
+def test_owners_keep_their_gradients_apart():
+    order = [parameter(name, 1) for name in "abcd"]
+    plan = plan_buckets(order, cap_mb=None, owners={"a": 0, "b": 1, "c": 0, "d": 1})
+    assert [(b.names, b.owner) for b in plan] == [(("d", "b"), 1), (("c", "a"), 0)]
+
+
+@pytest.mark.parametrize("field", ["cap_mb", "first_mb"])
+def test_a_negative_cap_is_refused(field):
+    with pytest.raises(ValueError, match=f"{field} is -1; it must be at least 0"):
+        plan_buckets([], **{"cap_mb": 1, field: -1})
+
+
+@given(parameters, st.integers(1, 9))
+def test_owners_are_balanced_by_elements(order, ranks):
+    plan = plan_owners(order, ranks=ranks)
+    unique = {p.name: p for p in order}
+    assert set(plan.owners) == set(unique)
+    assert sum(plan.elements) == sum(p.numel for p in unique.values())
+    largest = max((p.numel for p in unique.values()), default=0)
+    assert max(plan.elements) - min(plan.elements) <= largest
+    for rank in range(ranks):
+        assert plan.elements[rank] == sum(unique[n].numel for n, owner in plan.owners.items() if owner == rank)
+
+
+def test_a_later_group_fills_the_emptier_rank():
+    assert plan_owners([parameter("late", 1)], ranks=2, held=[10, 3]).owners == {"late": 1}
+
+
+@given(parameters, st.integers(1, 9))
+def test_a_unit_is_dense_and_divides_evenly(order, ranks):
+    plan = plan_unit(order, ranks=ranks)
+    ends = [0, *(slot.end for slot in plan.slots)]
+    assert [slot.start for slot in plan.slots] == ends[:-1]
+    assert plan.shard_elements % ALIGNMENT == 0
+    assert 0 <= plan.padding < ranks * ALIGNMENT
