@@ -1,0 +1,221 @@
+"""The sharded optimizer, stages 1 and 2, against one process that has the whole state."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.parallel.networks import MICRO_BATCHES, STEPS, batch, make, train_alone
+from tests.parallel.test_data_parallel import CLIP, expected, loss_of, mlp, require_equal
+from torch import nn
+
+from stepgauge.parallel.data_parallel import BucketedDataParallel
+from stepgauge.parallel.launch import launch
+from stepgauge.parallel.replicas import DifferentModelsError
+from stepgauge.parallel.zero import ShardedOptimizer
+
+SETTINGS = {"sgd": (torch.optim.SGD, {"lr": 0.3}), "adamw": (torch.optim.AdamW, {"lr": 0.01})}
+CASES = [
+    (stage, network, optimizer, every)
+    for stage in (1, 2)
+    for network in ("toy", "transformer")
+    for optimizer in SETTINGS
+    for every in (False, True)
+]
+
+
+def test_training_equals_that_of_one_process(two_ranks):
+    for case in CASES:
+        for rank in two_ranks:
+            assert rank[case] < 1e-12, case
+
+
+@pytest.mark.parametrize("check", ["groups", "closure", "second backward of stage 2", "different"])
+def test_on_two_ranks(two_ranks, check):
+    assert [rank[check] for rank in two_ranks] == ["", ""]
+
+
+def test_state_is_divided_and_as_large_as_predicted(two_ranks):
+    measured = [rank["bytes"][0] for rank in two_ranks]
+    assert measured == [rank["bytes"][1] for rank in two_ranks]
+    assert sum(measured) == two_ranks[0]["bytes"][2]
+    assert max(measured) < 0.6 * sum(measured)
+
+
+def test_a_state_of_two_ranks_goes_on_on_four_and_in_one_process(two_ranks):
+    whole, weights = two_ranks[0]["gathered"]
+    assert two_ranks[1]["gathered"][0] is None
+    alone = mlp()
+    alone.load_state_dict(weights)
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.1)
+    optimizer.load_state_dict(copy.deepcopy(whole))  # torch would step the tensors that are given
+    for parameter, gradient in zip(alone.parameters(), expected_of_two(alone), strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+    for rank in launch(resharded, whole, weights, ranks=4):
+        for name, parameter in alone.named_parameters():
+            assert torch.equal(rank[name], parameter), name
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return launch(all_checks, ranks=2)
+
+
+def all_checks():
+    found = {case: difference_from_one_process(*case) for case in CASES}
+    for name, check in CHECKS.items():
+        try:
+            found[name] = check() or ""
+        except AssertionError as error:
+            found[name] = str(error) or "failed"
+    found["bytes"] = state_bytes()
+    found["gathered"] = gathered()
+    return found
+
+
+def difference_from_one_process(stage, network, optimizer, every):
+    """every: each micro-batch is synchronised, rather than their sum."""
+    _, gradients, weights = train_alone(network, optimizer, 2, clip=CLIP)
+    module = make(network, seed=dist.get_rank())
+    build, settings = SETTINGS[optimizer]
+    sharded = ShardedOptimizer([p for p in module.parameters() if p.requires_grad], build, **settings)
+    parallel = BucketedDataParallel(module, 0.001, owners=sharded.owners_of(module) if stage == 2 else None)
+    for step in range(STEPS):
+        sharded.zero_grad()
+        for micro in range(MICRO_BATCHES):
+            last = micro == MICRO_BATCHES - 1
+            with contextlib.nullcontext() if last or every else parallel.no_sync():
+                loss = parallel(*batch(step, micro, dist.get_rank())) / MICRO_BATCHES
+                loss.backward()
+        parallel.finish_gradient_synchronization()
+        sharded.clip_gradients(CLIP, sharded=stage == 2)
+        if stage == 2:
+            for parameter, owner in sharded.owners.items():
+                assert owner == dist.get_rank() or parameter.grad is None
+        sharded.step()
+    differences = [0.0]
+    for name, parameter in module.named_parameters():
+        differences.append((parameter.detach() - weights[name]).abs().max().item())
+        if parameter.grad is not None:
+            differences.append((parameter.grad - gradients[name]).abs().max().item())
+    return max(differences)
+
+
+def groups():
+    """Groups with settings of their own, one added after a step, a learning rate that is changed."""
+
+    def train(module, build, synchronise):
+        first, last = module[0], module[2]
+        optimizer = build([{"params": [first.weight], "lr": 0.1}, {"params": [first.bias], "weight_decay": 0.2}])
+        for step in range(4):
+            if step == 1:
+                optimizer.add_param_group({"params": list(last.parameters()), "lr": 0.05})
+            if step == 2:
+                optimizer.param_groups[0]["lr"] = 0.3
+            optimizer.zero_grad()
+            synchronise(module)
+            optimizer.step()
+        return module
+
+    def average(module):
+        parallel.zero_grad()
+        loss_of(parallel, dist.get_rank()).backward()
+        parallel.finish_gradient_synchronization()
+
+    alone = train(
+        mlp(), lambda groups: torch.optim.AdamW(groups, lr=0.01), lambda m: (m.zero_grad(), expected(m, loss_of))
+    )
+    parallel = BucketedDataParallel(mlp())
+    train(parallel.module, lambda groups: ShardedOptimizer(groups, torch.optim.AdamW, lr=0.01), average)
+    for (name, ours), theirs in zip(parallel.module.named_parameters(), alone.parameters(), strict=True):
+        assert (ours - theirs).abs().max() < 1e-13, name
+
+
+def closure():
+    parallel = BucketedDataParallel(mlp())
+    optimizer = ShardedOptimizer(parallel.parameters(), torch.optim.SGD, lr=0.1)
+
+    def evaluate():
+        loss = loss_of(parallel, dist.get_rank())
+        loss.backward()
+        parallel.finish_gradient_synchronization()
+        return loss
+
+    before = parallel.module[0].weight.detach().clone()
+    assert optimizer.step(evaluate).item() > 0
+    assert not torch.equal(before, parallel.module[0].weight)
+
+
+def second_backward():
+    wanted = expected(mlp(), loss_of, lambda m, r: loss_of(m, r, seed=1), lambda m, r: loss_of(m, r, seed=2))
+    module = mlp()
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+    parallel = BucketedDataParallel(module, owners=optimizer.owners_of(module))
+    for seed in range(3):
+        loss_of(parallel, dist.get_rank(), seed=seed).backward()
+    parallel.finish_gradient_synchronization()
+    for index, parameter in enumerate(module.parameters()):
+        if optimizer.owners[parameter] != dist.get_rank():
+            assert parameter.grad is None
+            parameter.grad = wanted[index]
+    require_equal(module, wanted)
+
+
+def different():
+    try:
+        ShardedOptimizer(nn.Linear(2, 2 + dist.get_rank()).parameters(), torch.optim.SGD, lr=0.1)
+        return "accepted"
+    except DifferentModelsError as error:
+        return (
+            ""
+            if "the ranks' optimizers differ: parameter 0 is float32 of 4 values on rank 0" in str(error)
+            else str(error)
+        )
+
+
+def trained():
+    parallel = BucketedDataParallel(mlp())
+    optimizer = ShardedOptimizer(parallel.parameters(), torch.optim.AdamW, lr=0.1)
+    loss_of(parallel, dist.get_rank()).backward()
+    parallel.finish_gradient_synchronization()
+    optimizer.step()
+    return parallel.module, optimizer
+
+
+def state_bytes():
+    """Measured, predicted from the plan, and of the whole; without the step counts of 4 bytes."""
+    module, optimizer = trained()
+    counts = sum(p.element_size() // 2 for p, owner in optimizer.owners.items() if owner == dist.get_rank())
+    predicted = optimizer.elements[dist.get_rank()] * 2 * 8
+    return optimizer.state_bytes() - counts, predicted, sum(p.numel() for p in module.parameters()) * 16
+
+
+def gathered():
+    module, optimizer = trained()
+    return optimizer.gathered_state_dict(), module.state_dict()
+
+
+def resharded(whole, weights):
+    module = mlp()
+    module.load_state_dict(weights)
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, lr=0.1)
+    optimizer.load_state_dict(whole)
+    for parameter, gradient in zip(module.parameters(), expected_of_two(module), strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+    return dict(module.state_dict())
+
+
+def expected_of_two(module):
+    total = sum(loss_of(module, rank) for rank in range(2)) / 2
+    return torch.autograd.grad(total, list(module.parameters()))
+
+
+CHECKS = {
+    "groups": groups,
+    "closure": closure,
+    "second backward of stage 2": second_backward,
+    "different": different,
+}
