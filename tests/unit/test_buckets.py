@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepgauge.spec.buckets import MB, Parameter, plan_buckets
-from stepgauge.spec.shards import ALIGNMENT, plan_owners, plan_unit
+from stepgauge.spec.shards import plan_owners, plan_unit
 
 parameters = st.lists(
     st.builds(
@@ -93,5 +93,9 @@ def test_a_unit_is_dense_and_divides_evenly(order, ranks):
     plan = plan_unit(order, ranks=ranks)
     ends = [0, *(slot.end for slot in plan.slots)]
     assert [slot.start for slot in plan.slots] == ends[:-1]
-    assert plan.shard_elements % ALIGNMENT == 0
-    assert 0 <= plan.padding < ranks * ALIGNMENT
+    assert plan.elements - plan.used < ranks
+    slices = [plan.slice_of(rank) for rank in range(ranks)]
+    assert [index for part in slices for index in (part.start, part.stop)][1:-1] == [
+        index for part in slices[1:] for index in (part.start, part.start)
+    ] or ranks == 1
+    assert slices[-1].stop == plan.used

@@ -18,9 +18,11 @@ def all_gather_flat(output: Tensor, input: Tensor, group: Group = None, async_op
     return _all_gather(output, input, group=group, async_op=async_op)
 
 
-def reduce_scatter_flat(output: Tensor, input: Tensor, group: Group = None, async_op: bool = False) -> dist.Work | None:
-    """The sum over ranks of the N-th part that is this rank's."""
-    return _reduce_scatter(output, input, group=group, async_op=async_op)
+def reduce_scatter_flat(
+    output: Tensor, input: Tensor, group: Group = None, async_op: bool = False, op: Any = dist.ReduceOp.SUM
+) -> dist.Work | None:
+    """The sum (or what `op` says) over ranks of the N-th part that is this rank's."""
+    return _reduce_scatter(output, input, op=op, group=group, async_op=async_op)
 
 
 @functools.cache

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stepgauge.parallel.collectives import reduce_scatter_flat
+
 
 def as_one_message(parameters: Sequence[nn.Parameter]) -> Tensor:
     """The gradients of the parameters as one flat tensor, of which each `.grad` is a view afterwards.
@@ -60,11 +62,24 @@ class Averager:
         self.ranks = dist.get_world_size(group)
 
     def launch(self, message: Tensor, *, owner: int | None = None) -> dist.Work:
-        """The work of an all-reduce, or of a reduce to the owner (a rank of the group)."""
-        averages = self.group._get_backend(message.device).name() == "nccl"
-        if not averages:
+        """The work of an all-reduce, or of a reduce to the owner (a rank of the group), in place."""
+        if not self._averages(message):
             message.div_(self.ranks)
-        operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        operation = self._operation(message)
         if owner is None:
             return dist.all_reduce(message, operation, group=self.group, async_op=True)
         return dist.reduce(message, group_dst=owner, op=operation, group=self.group, async_op=True)
+
+    def launch_scatter(self, slice_: Tensor, message: Tensor) -> dist.Work:
+        """The work of a reduce-scatter into this rank's slice; the message stays as it is."""
+        if not self._averages(message):
+            message = message / self.ranks
+        work = reduce_scatter_flat(slice_, message, group=self.group, op=self._operation(message), async_op=True)
+        assert work is not None, "it is asynchronous"
+        return work
+
+    def _averages(self, message: Tensor) -> bool:
+        return self.group._get_backend(message.device).name() == "nccl"
+
+    def _operation(self, message: Tensor) -> dist.ReduceOp.RedOpType:
+        return dist.ReduceOp.AVG if self._averages(message) else dist.ReduceOp.SUM

@@ -6,7 +6,7 @@ BucketedDataParallel(module, owners=optimizer.owners_of(module)).
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's share and waits (on a GPU its stream does) for the other ranks' shares."""
         loss = None
         if closure is not None:
@@ -179,21 +179,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 @torch.no_grad()
 def clip_by_whole_norm(
-    gradients: list[Tensor], max_norm: float, group: dist.ProcessGroup | None, device: torch.device
+    own: list[Tensor],
+    max_norm: float,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    *,
+    replicated: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Scales in place so that the norm over all ranks' gradients is at most `max_norm`; the norm before.
+    """Scales gradients in place so that the norm of all of them is at most `max_norm`; the norm before.
 
-    group  the ranks that hold the other gradients; None if these are all
+    own         gradients that this rank alone has
+    group       the ranks that have others; None if there are no others
+    replicated  gradients that every rank has
     """
-    square = torch.zeros((), device=device)
-    if gradients:
-        square = nn.utils.get_total_norm(gradients).to(device) ** 2
+    square = _square_of_norm(own, device)
     if group is not None:
         dist.all_reduce(square, group=group)
-    norm = square.sqrt()
-    if gradients:
+    norm = (square + _square_of_norm(replicated, device)).sqrt()
+    if gradients := [*own, *replicated]:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def _square_of_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    if not gradients:
+        return torch.zeros((), device=device)
+    return nn.utils.get_total_norm(list(gradients)).to(device).square()
 
 
 def _on_host(value: Any) -> Any:

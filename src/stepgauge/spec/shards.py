@@ -71,20 +71,22 @@ class UnitPlan:
         return self.shard_elements * self.ranks
 
     @property
-    def padding(self) -> int:
-        return self.elements - sum(slot.parameter.numel for slot in self.slots)
+    def used(self) -> int:
+        """Without padding."""
+        return sum(slot.parameter.numel for slot in self.slots)
 
-
-ALIGNMENT = 4  # elements: 16 bytes of fp32, so that a slice's kernels can use vector loads
+    def slice_of(self, rank: int) -> slice:
+        """What the rank holds of the used elements; the last ranks may hold less than a share, or nothing."""
+        start = min(rank * self.shard_elements, self.used)
+        return slice(start, min(start + self.shard_elements, self.used))
 
 
 def plan_unit(parameters: Sequence[Parameter], *, ranks: int) -> UnitPlan:
-    """One unit's flat storage. Raises ValueError for fewer than one rank."""
+    """One unit's flat storage, sliced as torch.chunk slices. Raises ValueError for fewer than one rank."""
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; it must be at least 1")
     slots, start = [], 0
     for parameter in parameters:
         slots.append(Slot(parameter, start))
         start += parameter.numel
-    step = ranks * ALIGNMENT
-    return UnitPlan(tuple(slots), ranks, -(-start // step) * ALIGNMENT)
+    return UnitPlan(tuple(slots), ranks, -(-start // ranks))

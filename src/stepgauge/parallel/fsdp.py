@@ -1,0 +1,237 @@
+"""ZeRO 3 for any module: each rank holds a slice of every weight, and whole weights live only while they are used.
+
+A sharded weight is no longer a parameter of its module but a property: reading it gathers the whole weight from the
+ranks, as an operation of autograd whose backward averages the weight's gradient into the ranks' slices. What backward
+needs of the weight is not kept: autograd's saved-tensor hooks note which weight it was and gather it again. So a whole
+weight is freed as soon as nobody holds it, and nothing has to be known about the modules.
+
+The order in which weights were read is noted; in the next step each read starts gathering the next weight of that
+order, while this one computes.
+"""
+
+import collections
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from stepgauge.parallel.messages import Averager, as_one_message
+from stepgauge.parallel.replicas import describe_parameter, prepare_replicas
+from stepgauge.parallel.units import Reductions, Unit
+from stepgauge.parallel.zero import clip_by_whole_norm
+
+HELD = 3  # whole units that are kept at once: the last, the present and the one that is on its way
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shards the matrices of a module over the ranks; vectors (gains, biases) stay whole on each.
+
+    The weights' slices are parameters in the type that the module was built in, and what an optimizer is to be given:
+    `parameters()`. Slices have two dimensions, so that they are told from vectors as matrices are. With
+    `compute_dtype` weights are gathered, inputs computed and gradients averaged in that type.
+
+    All ranks must use the same weights in the same order; one that is used twice is gathered and averaged twice.
+    Backward passes add up without further ado: each gradient is
+    averaged when it is there. Modules that look at their own class or keep their weights elsewhere (recurrent ones)
+    are not for this wrapper, nor is torch.compile.
+
+    Raises DifferentModelsError, on every rank, where the ranks hold different modules.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ):
+        super().__init__()
+        prepare_replicas(module, group)
+        self.averager = Averager(group)
+        self.compute_dtype = compute_dtype
+        self._places = _places_of_parameters(module)
+        self._units: list[Unit] = []
+        self._unit_of: dict[str, tuple[Unit, int]] = {}
+        properties: dict[nn.Module, dict[str, property]] = collections.defaultdict(dict)
+        for names in _together(module):
+            self._shard(module, names, properties)
+        self.shards = nn.ParameterList(unit.shard for unit in self._units)
+        self._small = dict(module.named_parameters())
+        if compute_dtype is not None:
+            for name in self._small:
+                self._cast_on_read(name, properties)
+        for owner, of_owner in properties.items():
+            owner.__class__ = type(type(owner).__name__, (type(owner),), dict(of_owner))
+        self.module = module
+        self._held: collections.deque[tuple[Unit, Tensor]] = collections.deque(maxlen=HELD)
+        self._coming: dict[Unit, tuple[dist.Work, Tensor]] = {}
+        self._reductions = Reductions(self.averager)
+        self._reads: list[Unit] = []
+        self._expected: list[Unit] = []
+
+    def _shard(self, module: nn.Module, names: list[str], properties: dict[nn.Module, dict[str, property]]) -> None:
+        parameters = [module.get_parameter(name) for name in names]
+        described = [describe_parameter(name, p) for name, p in zip(names, parameters, strict=True)]
+        unit = Unit(described, parameters, self.averager, self.compute_dtype)
+        self._units.append(unit)
+        for index, name in enumerate(names):
+            self._unit_of[name] = unit, index
+            for owner, attribute in self._places[name]:
+                del owner._parameters[attribute]
+                properties[owner][attribute] = self._sharded(unit, index)
+
+    def _cast_on_read(self, name: str, properties: dict[nn.Module, dict[str, property]]) -> None:
+        """A vector in compute_dtype; the parameter itself moves to the wrapper."""
+        parameter = self._small[name]
+        for owner, attribute in self._places[name]:
+            del owner._parameters[attribute]
+            properties[owner][attribute] = property(lambda _: parameter.to(self.compute_dtype))
+        self.register_parameter(f"small_{name.replace('.', '_')}", parameter)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        self._forget()
+        self._expected, self._reads = self._reads or self._expected, []
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            return self.module(*map(self._cast, inputs), **{name: self._cast(value) for name, value in named.items()})
+
+    def _cast(self, value: Any) -> Any:
+        floating = isinstance(value, Tensor) and value.is_floating_point() and self.compute_dtype is not None
+        return value.to(self.compute_dtype) if floating else value
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Changes nothing: a rank has no place to keep whole gradients, so each backward averages its own."""
+        yield
+
+    def finish_gradient_synchronization(self) -> None:
+        """Waits for the averaged gradients (on a GPU its stream does) and averages those of the vectors."""
+        self._reductions.finish()
+        self._forget()
+        kinds = collections.defaultdict(list)
+        for parameter in self._small.values():
+            if parameter.grad is not None:
+                kinds[parameter.dtype, parameter.device].append(parameter)
+        for parameters in kinds.values():
+            self.averager.launch(as_one_message(parameters)).wait()
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scales the gradients so that the norm of all of them is at most `max_norm`; the norm before."""
+        slices = [shard.grad for shard in self.shards if shard.grad is not None]
+        whole = [p.grad for p in self._small.values() if p.grad is not None]
+        return clip_by_whole_norm(slices, max_norm, self.averager.group, self._device(), replicated=whole)
+
+    def _device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @torch.no_grad()
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Every parameter whole, by its name in the module, in the type that it is kept in; on every rank."""
+        whole = {
+            name: weight.clone()
+            for unit in self._units
+            for name, weight in zip(unit.names, unit.views(unit.gather(unit.shard.dtype)), strict=True)
+        }
+        return {name: whole[name] if name in whole else self._small[name].detach().clone() for name in self._places}
+
+    def sharded_state_dict(self, state: dict[nn.Parameter, dict[str, Any]] | None = None) -> dict[str, Any]:
+        """Weights, and with an optimizer's `state` that too, for torch.distributed.checkpoint.
+
+        Slices are DTensors, so that a checkpoint loads on another number of ranks; loading is in place.
+        """
+        mesh = DeviceMesh.from_group(self.averager.group, self._device().type)
+        kept: dict[str, Any] = {name: parameter.detach() for name, parameter in self._small.items()}
+        owners: dict[str, tuple[nn.Parameter, Unit | None]] = {name: (p, None) for name, p in self._small.items()}
+        for unit in self._units:
+            kept["+".join(unit.names)] = unit.distributed(unit.shard.detach(), mesh)
+            owners["+".join(unit.names)] = unit.shard, unit
+        for name, (parameter, its_unit) in owners.items():
+            for key, value in (state or {}).get(parameter, {}).items():
+                sliced = its_unit is not None and isinstance(value, Tensor) and value.shape == parameter.shape
+                kept[f"{name}/{key}"] = its_unit.distributed(value, mesh) if its_unit and sliced else value
+        return kept
+
+    def _sharded(self, unit: Unit, index: int) -> property:
+        """An attribute whose value is the unit's whole weight, as autograd knows it."""
+        return property(lambda _: _Gather.apply(unit.shard, self, unit)[index])
+
+    def materialise(self, unit: Unit) -> Tensor:
+        """The unit's whole storage, ready for the current stream; starts gathering what is expected next."""
+        self._reads.append(unit)
+        flat = next((flat for held, flat in self._held if held is unit), None)
+        if flat is None:
+            coming = self._coming.pop(unit) if unit in self._coming else unit.start_gather(unit.compute_dtype)
+            coming[0].wait()
+            flat = coming[1]
+            self._held.append((unit, flat))
+        position = len(self._reads)
+        if position < len(self._expected) and self._expected[position - 1] is unit:
+            following = self._expected[position]
+            if following not in self._coming and all(held is not following for held, _ in self._held):
+                self._coming[following] = following.start_gather(following.compute_dtype)
+        return flat
+
+    def _forget(self) -> None:
+        """Lets go of whole weights: they are about to change, or have."""
+        for work, _ in self._coming.values():
+            work.wait()
+        self._coming.clear()
+        self._held.clear()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage().data_ptr()
+        for unit, flat in self._held:
+            # Addresses of what is held cannot be anybody else's.
+            if flat.untyped_storage().data_ptr() == storage:
+                return unit, tensor.shape, tensor.stride(), tensor.storage_offset()
+        return tensor
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        unit, shape, stride, offset = packed
+        with torch.no_grad():
+            return self.materialise(unit).as_strided(shape, stride, offset)
+
+    def reduce(self, unit: Unit, gradients: tuple[Tensor | None, ...]) -> None:
+        self._reductions.start(unit, gradients)
+
+
+class _Gather(torch.autograd.Function):
+    """Whole weights of a unit from the ranks' slices; backward starts averaging their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, wrapper: FullyShardedDataParallel, unit: Unit) -> tuple[Tensor, ...]:
+        ctx.wrapper, ctx.unit = wrapper, unit
+        ctx.set_materialize_grads(False)
+        return tuple(unit.views(wrapper.materialise(unit)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        ctx.wrapper.reduce(ctx.unit, gradients)
+        return None, None, None
+
+
+def _places_of_parameters(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Of each parameter, under its first name, the modules and attributes where it is: several if it is tied."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    places: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
+    for owner in module.modules():
+        for attribute, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            places[names[parameter]].append((owner, attribute))
+    return places
+
+
+def _together(module: nn.Module) -> list[list[str]]:
+    """Names of the matrices that are gathered together: those of one module, one type, trained or frozen alike."""
+
+    def kind(item: tuple[str, nn.Parameter]) -> tuple[Any, ...]:
+        name, parameter = item
+        return name.rpartition(".")[0], parameter.dtype, parameter.device, parameter.requires_grad
+
+    matrices = [(name, p) for name, p in module.named_parameters() if p.ndim >= 2]
+    return [[name for name, _ in items] for _, items in itertools.groupby(matrices, kind)]

@@ -1,0 +1,205 @@
+"""Data parallel training by name: ours and torch's own, behind the few calls that a training step makes.
+
+A wrapper takes a module and how its optimizer is built, and gives both as they are to be used.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from stepgauge.parallel.data_parallel import (
+    BucketedDataParallel,
+    DataParallel,
+    FlatDataParallel,
+    NaiveDataParallel,
+    OverlappedDataParallel,
+)
+from stepgauge.parallel.fsdp import FullyShardedDataParallel
+from stepgauge.parallel.replicas import prepare_replicas
+from stepgauge.parallel.zero import ShardedOptimizer
+
+# Splits a module's parameters into groups and builds the optimizer of them.
+Groups = Callable[[nn.Module], Iterable[Any]]
+OptimizerClass = Callable[..., torch.optim.Optimizer]
+
+
+def _clip_whole(module: nn.Module) -> Callable[[float], Tensor]:
+    return lambda max_norm: nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """A module and its optimizer as a training step uses them; the defaults are those of one process alone.
+
+    finish       waits for the gradients of all ranks; before the optimizer
+    no_sync      in it, a backward adds to the local gradients
+    clip         scales by the norm of the whole gradient
+    silence      in it, nothing is communicated but all else is done; None where that cannot be
+    communicate  communicates the gradients that are there once more; None where that cannot be told apart
+    sharded      whether a rank has only its share of gradients or weights
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    finish: Callable[[], None] = lambda: None
+    no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    clip: Callable[[float], Tensor] | None = None
+    silence: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
+    communicate: Callable[[], None] | None = None
+    sharded: bool = False
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """The norm before."""
+        return (self.clip or _clip_whole(self.module))(max_norm)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What wrappers can be told. compute_dtype is what fully sharded modules compute and communicate in."""
+
+    bucket_mb: float = 25.0
+    compute_dtype: torch.dtype | None = None
+    group: dist.ProcessGroup | None = None
+
+
+def _alone(module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings) -> Parallel:
+    return Parallel(module=module, optimizer=optimizer(groups(module)))
+
+
+def _ours(wrap: Callable[..., DataParallel]) -> Callable[..., Parallel]:
+    def build(module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings) -> Parallel:
+        return _parallel(wrap(module, settings), optimizer(groups(module)))
+
+    return build
+
+
+def _parallel(wrapped: DataParallel, optimizer: torch.optim.Optimizer, **changes: Any) -> Parallel:
+    return Parallel(
+        **{
+            "module": wrapped,
+            "optimizer": optimizer,
+            "finish": wrapped.finish_gradient_synchronization,
+            "no_sync": wrapped.no_sync,
+            "clip": wrapped.clip_gradients,
+            "silence": lambda: _silenced(wrapped, optimizer),
+            "communicate": wrapped.synchronize_gradients,
+            **changes,
+        }
+    )
+
+
+@contextlib.contextmanager
+def _silenced(*communicating: Any) -> Any:
+    talking = [part for part in communicating if hasattr(part, "communicates")]
+    for part in talking:
+        part.communicates = False
+    try:
+        yield
+    finally:
+        for part in talking:
+            part.communicates = True
+
+
+def _zero(stage: int) -> Callable[..., Parallel]:
+    def build(module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings) -> Parallel:
+        sharded = ShardedOptimizer(groups(module), optimizer, group=settings.group)
+        owners = sharded.owners_of(module) if stage == 2 else None
+        wrapped = BucketedDataParallel(module, settings.bucket_mb, group=settings.group, owners=owners)
+        if stage == 1:
+            return _parallel(wrapped, sharded)
+        clip = lambda max_norm: sharded.clip_gradients(max_norm, sharded=True)  # noqa: E731
+        return _parallel(wrapped, sharded, clip=clip, sharded=True)
+
+    return build
+
+
+def _zero_3(module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings) -> Parallel:
+    wrapped = FullyShardedDataParallel(module, settings.compute_dtype, group=settings.group)
+    return Parallel(
+        module=wrapped,
+        optimizer=optimizer(groups(wrapped)),
+        finish=wrapped.finish_gradient_synchronization,
+        no_sync=wrapped.no_sync,
+        clip=wrapped.clip_gradients,
+        sharded=True,
+    )
+
+
+def _torch_ddp(*, views: bool, zero: bool = False) -> Callable[..., Parallel]:
+    """views: gradient_as_bucket_view. The defaults of torch are without."""
+
+    def build(module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings) -> Parallel:
+        wrapped = DistributedDataParallel(
+            module,
+            bucket_cap_mb=settings.bucket_mb * 1e6 / 2**20,
+            gradient_as_bucket_view=views,
+            process_group=settings.group,
+        )
+        if not zero:
+            stepping: torch.optim.Optimizer = optimizer(groups(module))
+        else:
+            first, *others = list(groups(module))
+            stepping = ZeroRedundancyOptimizer(
+                first["params"], optimizer, **{k: v for k, v in first.items() if k != "params"}
+            )
+            for group in others:
+                stepping.add_param_group(group)
+        # Without its synchronisation: what no_sync leaves out is what silence leaves out.
+        return Parallel(
+            module=wrapped, optimizer=stepping, no_sync=wrapped.no_sync, silence=None if zero else wrapped.no_sync
+        )
+
+    return build
+
+
+def _torch_fsdp(module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings) -> Parallel:
+    """A unit a repeated block, and one for the rest: the usual use of fully_shard."""
+    prepare_replicas(module, settings.group)
+    dtype = settings.compute_dtype
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList):
+            for block in part:
+                fully_shard(block, mp_policy=policy)
+    fully_shard(module, mp_policy=policy)
+
+    @contextlib.contextmanager
+    def no_sync() -> Any:
+        module.set_requires_gradient_sync(False)  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            module.set_requires_gradient_sync(True)  # type: ignore[operator]
+
+    return Parallel(module=module, optimizer=optimizer(groups(module)), no_sync=no_sync, sharded=True)
+
+
+WRAPPERS: Mapping[str, Callable[[nn.Module, Groups, OptimizerClass, Settings], Parallel]] = {
+    "none": _alone,
+    "naive": _ours(lambda module, s: NaiveDataParallel(module, group=s.group)),
+    "flat": _ours(lambda module, s: FlatDataParallel(module, group=s.group)),
+    "overlapped": _ours(lambda module, s: OverlappedDataParallel(module, group=s.group)),
+    "bucketed": _ours(lambda module, s: BucketedDataParallel(module, s.bucket_mb, group=s.group)),
+    "zero1": _zero(1),
+    "zero2": _zero(2),
+    "zero3": _zero_3,
+    "torch-ddp": _torch_ddp(views=False),
+    "torch-ddp-views": _torch_ddp(views=True),
+    "torch-zero1": _torch_ddp(views=False, zero=True),
+    "torch-fsdp": _torch_fsdp,
+}
+
+
+def parallelise(
+    name: str, module: nn.Module, groups: Groups, optimizer: OptimizerClass, *, settings: Settings = Settings()
+) -> Parallel:
+    """The module under the wrapper of that name, with its optimizer: one of spec.data_parallel's WRAPPERS."""
+    return WRAPPERS[name](module, groups, optimizer, settings)
