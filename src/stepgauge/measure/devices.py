@@ -51,6 +51,11 @@ def peak_host_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def allocated_memory(device: torch.device) -> int | None:
+    """Bytes that tensors hold now (CUDA); None where that is not known."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
 def available_host_bytes() -> int | None:
     """Memory this process may still take before the machine or its control group is full; None where unknown."""
     limits = []

@@ -4,7 +4,7 @@ Legend: B batch, T sequence, D model width, H heads, W head width, F feed-forwar
 """
 
 import math
-from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -152,8 +152,8 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def compiled(model: TransformerLM, mode: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """The model's loss, compiled as one of COMPILE_MODES says. "blocks" compiles each block: quicker to compile."""
+def compiled(model: TransformerLM, mode: str) -> nn.Module:
+    """The model, compiled as one of COMPILE_MODES says. "blocks" compiles each block: quicker to compile."""
     if mode == "off":
         return model
     if mode == "blocks":
@@ -161,4 +161,4 @@ def compiled(model: TransformerLM, mode: str) -> Callable[[Tensor, Tensor], Tens
             block.compile()
         return model
     modes = {"on": None, "reduce-overhead": mode, "max-autotune": "max-autotune-no-cudagraphs"}
-    return torch.compile(model, mode=modes[mode])
+    return cast(nn.Module, torch.compile(model, mode=modes[mode]))

@@ -5,12 +5,12 @@ A wrapper takes a module and how its optimizer is built, and gives both as they 
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -24,41 +24,8 @@ from stepgauge.parallel.data_parallel import (
 )
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
 from stepgauge.parallel.replicas import prepare_replicas
+from stepgauge.parallel.training import Groups, OptimizerClass, Parallel, alone
 from stepgauge.parallel.zero import ShardedOptimizer
-
-# Splits a module's parameters into groups and builds the optimizer of them.
-Groups = Callable[[nn.Module], Iterable[Any]]
-OptimizerClass = Callable[..., torch.optim.Optimizer]
-
-
-def _clip_whole(module: nn.Module) -> Callable[[float], Tensor]:
-    return lambda max_norm: nn.utils.clip_grad_norm_(module.parameters(), max_norm)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Parallel:
-    """A module and its optimizer as a training step uses them; the defaults are those of one process alone.
-
-    finish       waits for the gradients of all ranks; before the optimizer
-    no_sync      in it, a backward adds to the local gradients
-    clip         scales by the norm of the whole gradient
-    silence      in it, nothing is communicated but all else is done; None where that cannot be
-    communicate  communicates the gradients that are there once more; None where that cannot be told apart
-    sharded      whether a rank has only its share of gradients or weights
-    """
-
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
-    finish: Callable[[], None] = lambda: None
-    no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    clip: Callable[[float], Tensor] | None = None
-    silence: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
-    communicate: Callable[[], None] | None = None
-    sharded: bool = False
-
-    def clip_gradients(self, max_norm: float) -> Tensor:
-        """The norm before."""
-        return (self.clip or _clip_whole(self.module))(max_norm)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,10 +35,6 @@ class Settings:
     bucket_mb: float = 25.0
     compute_dtype: torch.dtype | None = None
     group: dist.ProcessGroup | None = None
-
-
-def _alone(module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings) -> Parallel:
-    return Parallel(module=module, optimizer=optimizer(groups(module)))
 
 
 def _ours(wrap: Callable[..., DataParallel]) -> Callable[..., Parallel]:
@@ -90,10 +53,16 @@ def _parallel(wrapped: DataParallel, optimizer: torch.optim.Optimizer, **changes
             "no_sync": wrapped.no_sync,
             "clip": wrapped.clip_gradients,
             "silence": lambda: _silenced(wrapped, optimizer),
-            "communicate": wrapped.synchronize_gradients,
+            "communicate": lambda: _communicate(wrapped, optimizer),
             **changes,
         }
     )
+
+
+def _communicate(wrapped: DataParallel, optimizer: torch.optim.Optimizer) -> None:
+    wrapped.synchronize_gradients()
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.broadcast_parameters()
 
 
 @contextlib.contextmanager
@@ -116,7 +85,8 @@ def _zero(stage: int) -> Callable[..., Parallel]:
         if stage == 1:
             return _parallel(wrapped, sharded)
         clip = lambda max_norm: sharded.clip_gradients(max_norm, sharded=True)  # noqa: E731
-        return _parallel(wrapped, sharded, clip=clip, sharded=True)
+        # Gradients that were freed elsewhere cannot be sent once more.
+        return _parallel(wrapped, sharded, clip=clip, communicate=None)
 
     return build
 
@@ -129,7 +99,6 @@ def _zero_3(module: nn.Module, groups: Groups, optimizer: OptimizerClass, settin
         finish=wrapped.finish_gradient_synchronization,
         no_sync=wrapped.no_sync,
         clip=wrapped.clip_gradients,
-        sharded=True,
     )
 
 
@@ -179,11 +148,11 @@ def _torch_fsdp(module: nn.Module, groups: Groups, optimizer: OptimizerClass, se
         finally:
             module.set_requires_gradient_sync(True)  # type: ignore[operator]
 
-    return Parallel(module=module, optimizer=optimizer(groups(module)), no_sync=no_sync, sharded=True)
+    return Parallel(module=module, optimizer=optimizer(groups(module)), no_sync=no_sync)
 
 
 WRAPPERS: Mapping[str, Callable[[nn.Module, Groups, OptimizerClass, Settings], Parallel]] = {
-    "none": _alone,
+    "none": lambda module, groups, optimizer, _: alone(module, groups, optimizer),
     "naive": _ours(lambda module, s: NaiveDataParallel(module, group=s.group)),
     "flat": _ours(lambda module, s: FlatDataParallel(module, group=s.group)),
     "overlapped": _ours(lambda module, s: OverlappedDataParallel(module, group=s.group)),

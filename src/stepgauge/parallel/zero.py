@@ -111,6 +111,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             work.wait()
         return loss
 
+    def broadcast_parameters(self) -> None:
+        """Sends every parameter from its owner to all, as a step does."""
+        for work in self._broadcast(list(self.owners)):
+            work.wait()
+
     def _broadcast(self, parameters: list[nn.Parameter]) -> list[Any]:
         """The works of sending each trained parameter from its owner to all."""
         if not self.communicates:

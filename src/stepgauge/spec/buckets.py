@@ -93,13 +93,3 @@ def plan_buckets(
 
 def _bytes(parameters: Sequence[Parameter]) -> int:
     return sum(parameter.bytes for parameter in parameters)
-
-
-def all_reduce_bytes_sent(message_bytes: int, *, ranks: int) -> float:
-    """Bytes that each rank sends in a ring all-reduce: 2(N−1)/N of the message (Patarasuk & Yuan 2009)."""
-    return 2 * (ranks - 1) / ranks * message_bytes
-
-
-def one_way_bytes_sent(message_bytes: int, *, ranks: int) -> float:
-    """Mean bytes that a rank sends in a reduce, broadcast, reduce-scatter or all-gather of the whole message."""
-    return (ranks - 1) / ranks * message_bytes

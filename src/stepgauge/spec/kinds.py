@@ -6,6 +6,7 @@ from typing import Any
 
 from stepgauge.spec.broadcast import BroadcastSpec
 from stepgauge.spec.comm import CommSpec
+from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
@@ -22,6 +23,7 @@ SPECS: Mapping[str, type] = {
         ProfileSpec,
         MemorySpec,
         CommSpec,
+        DataParallelSpec,
         BroadcastSpec,
         OpSpec,
     )

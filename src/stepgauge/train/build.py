@@ -1,5 +1,6 @@
 """From names to a training step: the one place where model, precision, optimizer and compile mode come together."""
 
+import functools
 from typing import Any
 
 import torch
@@ -7,14 +8,24 @@ import torch
 from stepgauge.models.checkpointing import through_blocks
 from stepgauge.models.parts import build_optimizer
 from stepgauge.models.transformer import TransformerLM, compiled
+from stepgauge.parallel.training import Parallelise, alone
+from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.train import TrainSpec
 from stepgauge.train.precision import PRECISIONS, unavailable
 from stepgauge.train.step import TrainingStep
 
 
-def build_step(spec: WorkSpec | TrainSpec, *, max_gradient_norm: float | None = None, **settings: Any) -> TrainingStep:
+def build_step(
+    spec: WorkSpec | TrainSpec | DataParallelSpec,
+    *,
+    max_gradient_norm: float | None = None,
+    parallelise: Parallelise = alone,
+    **settings: Any,
+) -> TrainingStep:
     """The step that the spec names, on its device, weights drawn from its seed; `settings` go to the optimizer.
+
+    parallelise  spreads the model and its optimizer over ranks
 
     Raises ValueError for a precision that the device does not have.
     """
@@ -24,10 +35,19 @@ def build_step(spec: WorkSpec | TrainSpec, *, max_gradient_norm: float | None = 
     precision = PRECISIONS[spec.precision]
     torch.manual_seed(spec.seed)
     model = TransformerLM(spec.model, device=device).to(precision.parameters)
-    optimizer = build_optimizer(spec.optimizer, decay_groups(model, settings.pop("weight_decay", 0.01)), **settings)
     model.through_blocks = through_blocks(spec.checkpointing, spec.checkpoint_blocks)
-    loss = compiled(model, spec.compile)
-    return TrainingStep(model, optimizer, precision, device, max_gradient_norm=max_gradient_norm, compute_loss=loss)
+    weight_decay = settings.pop("weight_decay", 0.01)
+    optimizer = functools.partial(build_optimizer, spec.optimizer, **settings)
+    parallel = parallelise(compiled(model, spec.compile), lambda module: decay_groups(module, weight_decay), optimizer)
+    return TrainingStep(
+        model,
+        parallel.optimizer,
+        precision,
+        device,
+        max_gradient_norm=max_gradient_norm,
+        compute_loss=parallel.module,
+        parallel=parallel,
+    )
 
 
 def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:

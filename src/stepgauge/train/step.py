@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepgauge.parallel.training import Parallel
 from stepgauge.train.precision import Precision
 
 
@@ -13,6 +14,7 @@ class TrainingStep:
     """forward, backward and update of a module that gives its loss: `module(*batch)` -> scalar.
 
     `forward` may be called several times before `update`, each with its share of the loss: gradients add up.
+    `parallel` says what other ranks have to do with it.
     """
 
     def __init__(
@@ -24,6 +26,7 @@ class TrainingStep:
         *,
         max_gradient_norm: float | None = None,
         compute_loss: Callable[..., Tensor] | None = None,
+        parallel: Parallel | None = None,
     ):
         self.module = module
         self.optimizer = optimizer
@@ -31,6 +34,7 @@ class TrainingStep:
         self.device = device
         self.max_gradient_norm = max_gradient_norm
         self.compute_loss = module if compute_loss is None else compute_loss
+        self.parallel = parallel or Parallel(module=module, optimizer=optimizer)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.scales_loss)
 
     def forward(self, *batch: Any) -> Tensor:
@@ -41,11 +45,16 @@ class TrainingStep:
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
 
+    def synchronize(self) -> None:
+        """Waits for what other ranks have to do with the gradients."""
+        self.parallel.finish()
+
     def update(self) -> None:
-        """Clips, steps the optimizer and frees the gradients."""
+        """Synchronizes if that is not done, clips, steps the optimizer and frees the gradients."""
+        self.synchronize()
         if self.max_gradient_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.module.parameters(), self.max_gradient_norm)
+            self.parallel.clip_gradients(self.max_gradient_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)

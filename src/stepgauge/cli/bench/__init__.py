@@ -2,10 +2,11 @@
 
 from cyclopts import App
 
-from stepgauge.cli.bench import broadcast, comm, kernel, op, step
+from stepgauge.cli.bench import broadcast, comm, data_parallel, kernel, op, step
 
 app = App(name="bench", help="Times one thing over every combination of the options given.")
 app.command(step.step)
+app.command(data_parallel.data_parallel)
 app.command(kernel.app)
 app.command(op.op)
 app.command(comm.comm)

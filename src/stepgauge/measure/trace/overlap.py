@@ -14,7 +14,7 @@ def overlap(trace: Trace) -> Overlap | None:
 
     Of a trace without kernels: a host backend's transfers against the operations of the threads that step.
     """
-    communication, computation = _busy(trace)
+    communication, computation = busy(trace)
     if not communication:
         return None
     hidden = total(intersection(communication, computation))
@@ -35,7 +35,8 @@ def required_overlap(trace: Trace) -> Overlap:
     return found
 
 
-def _busy(trace: Trace) -> tuple[Intervals, Intervals]:
+def busy(trace: Trace) -> tuple[Intervals, Intervals]:
+    """When the rank communicated, and when it computed."""
     if not trace.on_device:
         # What is no operation, Python and waiting, does not count as computing.
         works = (w for w in Resolver(trace).work() if w.kind not in ("communication", "host"))

@@ -1,0 +1,231 @@
+"""A DataParallelSpec run on ranks and timed: `JOB` makes its record of what all ranks gave."""
+
+import dataclasses
+import functools
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from stepgauge.bench.ranks import OnRanks, slowest
+from stepgauge.measure import devices, footprint
+from stepgauge.measure.environment import environment
+from stepgauge.measure.profiler import Schedule, profile_phases
+from stepgauge.measure.timing import time_phases
+from stepgauge.measure.trace.events import load
+from stepgauge.measure.trace.overlap import busy, overlap
+from stepgauge.parallel.world import joined_world
+from stepgauge.parallel.wrappers import Settings, parallelise
+from stepgauge.spec.data_parallel import FULLY_SHARDED, DataParallelSpec, sent_bytes
+from stepgauge.spec.record import Record, Sample
+from stepgauge.train.build import build_step
+from stepgauge.train.data import random_batch
+from stepgauge.train.precision import PRECISIONS, unavailable
+from stepgauge.train.step import TrainingStep
+
+LEARNING_RATE = 1e-4  # as bench step
+LANES = ("communication", "computation")
+MOST_INTERVALS = 500  # of a lane in a record: what a picture can show
+
+
+def check(spec: DataParallelSpec) -> None:
+    """Raises ValueError for what the spec asks but the machine has not, before ranks are started."""
+    reason = unavailable(spec.precision, torch.device(spec.device))
+    if reason:
+        raise ValueError(reason)
+    gpus = torch.cuda.device_count()
+    if spec.device.startswith("cuda") and joined_world() is None and spec.ranks > gpus:
+        raise ValueError(f"ranks is {spec.ranks}; this machine has {gpus} GPUs, one a rank")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """What one rank measured. Times in ms, one value a step; bytes by name."""
+
+    phases: dict[str, list[float]]
+    silent: list[float]
+    communication: list[float]
+    bytes: dict[str, int]
+    overlap: dict[str, float]
+    lanes: dict[str, list[float]]
+
+
+def measure(spec: DataParallelSpec) -> RankFigures:
+    """Runs on every rank. Raises what torch raises: out of memory, mostly."""
+    world = joined_world()
+    assert world is not None, "ranks run in a world"
+    device = world.device(spec.device)
+    step = build(spec, device)
+    initial = devices.allocated_memory(device)
+    batch = [
+        part.to(device)
+        for part in random_batch(
+            spec.model.vocab_size, spec.batch, spec.model.context_length, spec.seed + 1 + world.rank
+        )
+    ]
+    phases = make_phases(step, batch)
+    with step.precision.matmul_mode():
+        run_once(phases)  # optimizer state, communicators and libraries come into being
+        devices.reset_peak_memory(device)
+        times = time_phases(phases, device, warmup=spec.warmup - 1, steps=spec.steps)
+        kept = _footprint(step, phases, device, initial)
+        measured, lanes = _overlap(phases, device) if spec.trace else ({}, {})
+        silent, communication = _without_and_alone(step, phases, device, spec.steps)
+    return RankFigures(
+        phases=times, silent=silent, communication=communication, bytes=kept, overlap=measured, lanes=lanes
+    )
+
+
+def build(spec: DataParallelSpec, device: torch.device) -> TrainingStep:
+    """The step of this rank. All ranks must call it."""
+    autocast = PRECISIONS[spec.precision].autocast
+    settings = Settings(
+        bucket_mb=spec.bucket_mb,
+        compute_dtype=autocast if spec.wrapper in FULLY_SHARDED else None,
+        group=_group(spec.max_ctas) if spec.max_ctas else None,
+    )
+    spread = functools.partial(parallelise, spec.wrapper, settings=settings)
+    on_device = dataclasses.replace(spec, device=str(device))
+    return build_step(on_device, parallelise=spread, lr=LEARNING_RATE)
+
+
+def _group(max_ctas: int) -> dist.ProcessGroup:
+    """All ranks over NCCL, which leaves the other multiprocessors to the computation."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = max_ctas
+    return dist.new_group(backend="nccl", pg_options=options)
+
+
+def make_phases(step: TrainingStep, batch: list[torch.Tensor]) -> dict[str, Callable[[], None]]:
+    """A step in four phases; `synchronize` is what of the communication backward did not hide."""
+    held: dict[str, torch.Tensor] = {}
+
+    def forward() -> None:
+        held["loss"] = step.forward(*batch)
+
+    def backward() -> None:
+        step.backward(held.pop("loss"))
+
+    return {"forward": forward, "backward": backward, "synchronize": step.synchronize, "optimizer": step.update}
+
+
+def run_once(phases: dict[str, Callable[[], None]]) -> None:
+    for phase in phases.values():
+        phase()
+
+
+def _footprint(
+    step: TrainingStep, phases: dict[str, Callable[[], None]], device: torch.device, initial: int | None
+) -> dict[str, int]:
+    """Bytes after building, before and after the update, at the peak; and of what the step keeps."""
+    module, found = step.parallel.module, {}
+    for name in ("forward", "backward", "synchronize"):
+        phases[name]()
+    found["gradient"] = footprint.gradient_bytes(module)
+    before_update = devices.allocated_memory(device)
+    phases["optimizer"]()
+    found |= {"parameter": footprint.parameter_bytes(module), "optimizer": footprint.state_bytes(step.optimizer)}
+    after, peak = devices.allocated_memory(device), devices.peak_memory(device)
+    if initial is not None and before_update is not None and after is not None:
+        found |= {"initial": initial, "before_update": before_update, "after_update": after}
+    if peak is not None:
+        found |= {"peak": peak, "rest": peak - found["gradient"] - found["parameter"] - found["optimizer"]}
+    return found
+
+
+def _without_and_alone(
+    step: TrainingStep, phases: dict[str, Callable[[], None]], device: torch.device, steps: int
+) -> tuple[list[float], list[float]]:
+    """ms of the same step with communication off, and of its communication alone; empty where that cannot be had."""
+    silent: list[float] = []
+    alone: list[float] = []
+    parallel = step.parallel
+    if parallel.communicate is not None:
+        for name in ("forward", "backward", "synchronize"):
+            phases[name]()
+        alone = time_phases({"communication": parallel.communicate}, device, warmup=2, steps=steps)["step"]
+        phases["optimizer"]()
+    # Last: ranks that do not talk have different weights afterwards.
+    if parallel.silence is not None:
+        with parallel.silence():
+            silent = time_phases(phases, device, warmup=2, steps=steps)["step"]
+    return silent, alone
+
+
+def _overlap(
+    phases: dict[str, Callable[[], None]], device: torch.device
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """The overlap of two profiled steps, and when each lane of the second was busy, in ms from its start."""
+    with tempfile.TemporaryDirectory() as folder:
+        (path,) = profile_phases(phases, device, Path(folder), schedule=Schedule(wait=0, warmup=1, active=2))
+        trace = load(path)
+    found = overlap(trace)
+    if found is None:
+        return {}, {}
+    begin, end = trace.steps[-1]
+    if trace.on_device:
+        # The device runs behind the host: its own first kernel of the step is the beginning.
+        of_step = [k for k in trace.kernels if k.start >= begin]
+        begin, end = min(k.start for k in of_step), max(k.end for k in of_step)
+    lanes: dict[str, list[float]] = {}
+    for name, intervals in zip(LANES, busy(trace), strict=True):
+        shown = [(a, b) for a, b in intervals if a >= begin and b <= end]
+        longest = sorted(shown, key=lambda times: times[0] - times[1])[:MOST_INTERVALS]
+        lanes[f"{name}_start_ms"] = [(a - begin) / 1e3 for a, _ in sorted(longest)]
+        lanes[f"{name}_end_ms"] = [(b - begin) / 1e3 for _, b in sorted(longest)]
+    per_step = {"exposed": found.exposed_us / 2, "communication": found.communication_us / 2}
+    return {"ratio": found.ratio, **per_step}, lanes
+
+
+def record(spec: DataParallelSpec, ranks: list[RankFigures]) -> Record:
+    """One record of all ranks' figures: of each step the slowest rank, of bytes the most."""
+    phases = {name: slowest([rank.phases[name] for rank in ranks]) for name in ranks[0].phases}
+    metrics = {f"{name}_ms": Sample.of(values, "ms") for name, values in phases.items()}
+    tokens = spec.batch * spec.model.context_length * spec.ranks
+    metrics["tokens_per_s"] = Sample.of((tokens / ms * 1e3 for ms in phases["step"]), "tokens/s")
+    medians = [statistics.median(rank.phases["step"]) for rank in ranks]
+    metrics["rank_spread_ms"] = Sample.exact(max(medians) - min(medians), "ms")
+    metrics |= _communication(spec, ranks, metrics["step_ms"].median)
+    for name in ranks[0].bytes:
+        metrics[f"{name}_bytes"] = Sample.exact(max(rank.bytes[name] for rank in ranks), "bytes")
+    first = next((rank for rank in ranks if rank.lanes), None)
+    return Record(
+        kind=spec.kind,
+        spec=dataclasses.asdict(spec),
+        metrics=metrics,
+        series={
+            "rank_step_ms": medians,
+            "rank_optimizer_bytes": [float(rank.bytes["optimizer"]) for rank in ranks],
+            **(first.lanes if first else {}),
+        },
+        environment=environment(torch.device(spec.device)),
+    )
+
+
+def _communication(spec: DataParallelSpec, ranks: list[RankFigures], step_ms: float) -> dict[str, Sample]:
+    metrics: dict[str, Sample] = {}
+    if ranks[0].communication:
+        metrics["communication_ms"] = Sample.of(slowest([rank.communication for rank in ranks]), "ms")
+    if ranks[0].silent:
+        metrics["silent_step_ms"] = Sample.of(slowest([rank.silent for rank in ranks]), "ms")
+        metrics["exposed_ms"] = Sample.exact(step_ms - metrics["silent_step_ms"].median, "ms")
+    if all(rank.overlap for rank in ranks):
+        metrics["overlap_ratio"] = Sample.of((rank.overlap["ratio"] for rank in ranks), "of communication")
+        metrics["traced_exposed_us"] = Sample.of((rank.overlap["exposed"] for rank in ranks), "us")
+        metrics["traced_communication_us"] = Sample.of((rank.overlap["communication"] for rank in ranks), "us")
+    sent = _sent_bytes(spec)
+    return {**metrics, "sent_bytes": Sample.exact(sent, "bytes")}
+
+
+def _sent_bytes(spec: DataParallelSpec) -> float:
+    precision = PRECISIONS[spec.precision]
+    kept = precision.parameters.itemsize
+    travelling = precision.autocast.itemsize if precision.autocast and spec.wrapper in FULLY_SHARDED else kept
+    whole = spec.model.num_parameters * travelling
+    return sent_bytes(spec.wrapper, gradient_bytes=whole, weight_bytes=whole, ranks=spec.ranks)
+
+
+JOB = OnRanks(measure=measure, record=record)

@@ -1,0 +1,36 @@
+"""`stepgauge bench data-parallel`."""
+
+from pathlib import Path
+
+from stepgauge.cli.console import print_records
+from stepgauge.cli.options import Values, expand, spec_options
+from stepgauge.cli.rows import Fresh, Out, RowFormat, require_success, run_jobs
+from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.store import RunStore
+
+
+@spec_options(DataParallelSpec, ModelSpec, sweep=True, defaults={"size": "small", "device": "auto"})
+def data_parallel(
+    *,
+    values: Values,
+    out: Out = Path("runs/bench-data-parallel"),
+    fresh: Fresh = False,
+    format: RowFormat = "table",
+) -> None:
+    """Time a training step spread over ranks: phases, communication, overlap, memory.
+
+    Every option takes several values, and their product is measured, each row by ranks of its own: started here, or
+    those of torchrun. Of each step the slowest rank counts. Bucket sizes vary only wrappers that have buckets.
+    """
+    from stepgauge.bench import data_parallel as bench
+    from stepgauge.bench.sweep import Job
+    from stepgauge.measure.devices import resolve
+
+    named = {**values, "device": tuple(str(resolve(str(name))) for name in values["device"])}
+    specs = list(dict.fromkeys(spec.without_idle_options() for spec in expand(DataParallelSpec, named)))
+    for spec in specs:
+        bench.check(spec)
+    records = run_jobs([Job(bench.JOB, spec) for spec in specs], RunStore(out), fresh=fresh)
+    print_records(records, format)
+    require_success(records)

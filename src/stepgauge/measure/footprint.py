@@ -1,0 +1,31 @@
+"""Bytes of what a training step keeps on a rank: weights, gradients, optimizer state."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Of the storages on this rank, each once; storage that is shared or padded counts whole."""
+    storages = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    return bytes_of(module.parameters())
+
+
+def gradient_bytes(module: nn.Module) -> int:
+    return bytes_of(p.grad for p in module.parameters() if p.grad is not None)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Of the state that this rank keeps, also where the optimizer wraps another one."""
+    inner = getattr(optimizer, "optim", optimizer)  # torch's ZeroRedundancyOptimizer
+    return bytes_of(value for values in inner.state.values() for value in values.values() if isinstance(value, Tensor))

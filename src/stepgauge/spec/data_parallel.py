@@ -1,0 +1,96 @@
+"""A data parallel training step as it is asked for: network, wrapper, ranks and how it is timed."""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar, Self
+
+from stepgauge.spec.fields import check, option
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.step import COMPILE_MODES, OPTIMIZERS, PRECISIONS
+
+# Each wrapper, and how often a step sends a share (N−1)/N of all gradients and of all weights (ring algorithms).
+WRAPPERS: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {
+        "none": (0, 0),
+        "naive": (2, 0),
+        "flat": (2, 0),
+        "overlapped": (2, 0),
+        "bucketed": (2, 0),
+        "zero1": (2, 1),
+        "zero2": (1, 1),
+        "zero3": (1, 2),
+        "torch-ddp": (2, 0),
+        "torch-ddp-views": (2, 0),
+        "torch-zero1": (2, 1),
+        "torch-fsdp": (1, 2),
+    }
+)
+FULLY_SHARDED = ("zero3", "torch-fsdp")
+# What each rank has of the gradients after their synchronisation is its share only.
+SHARDED_GRADIENTS = ("zero2", *FULLY_SHARDED)
+BUCKETED = ("bucketed", "zero1", "zero2", "torch-ddp", "torch-ddp-views", "torch-zero1")
+BACKENDS: Mapping[str, str] = MappingProxyType({"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataParallelSpec:
+    """What `bench data-parallel` runs for one row. The sequence length is the model's context_length."""
+
+    kind: ClassVar[str] = "data-parallel"
+
+    model: ModelSpec
+    size: str = option("custom", "preset that the model spec starts from")
+    wrapper: str = option("bucketed", "how training is spread; none: each rank trains alone", choices=WRAPPERS)
+    bucket_mb: float = option(25.0, "largest bucket of gradients, in MB of 10^6 bytes", least=0.0, most=1e6)
+    ranks: int = option(2, "processes, each with a device of its own", least=1, most=100_000)
+    backend: str = option("auto", "auto is nccl on GPUs, gloo on CPUs", choices=("auto", *BACKENDS))
+    max_ctas: int = option(0, "most thread blocks that NCCL may take; 0 leaves it to NCCL", least=0, most=64)
+    batch: int = option(4, "sequences a rank", least=1, most=1_000_000)
+    precision: str = option("fp32", "as in bench step; fully sharded wrappers also send it", choices=PRECISIONS)
+    compile: str = option("off", "as in bench step", choices=COMPILE_MODES, bare="on")
+    optimizer: str = option("adamw", "as in bench step", choices=OPTIMIZERS)
+    warmup: int = option(5, "untimed steps first", least=1, most=100_000)
+    steps: int = option(10, "timed steps", least=1, most=1_000_000)
+    trace: bool = option(False, "profile two more steps, for the overlap of communication and computing", bare=True)
+    device: str = option("cpu", "cpu or cuda: each rank takes the GPU of its own number")
+    seed: int = option(0, "of weights and tokens", least=0, most=2**63 - 1)
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.backend == "nccl" and not self.device.startswith("cuda"):
+            raise ValueError(f"backend is 'nccl', which moves GPU tensors only; device is {self.device!r}")
+        check_wrapper(self.wrapper, precision=self.precision, compile=self.compile)
+
+    def without_idle_options(self) -> Self:
+        """With defaults for the options that the wrapper does not look at: rows that differ in these alone are one."""
+        idle = [] if self.wrapper in BUCKETED else ["bucket_mb"]
+        idle += [] if "nccl" in self.group_backend and self.wrapper != "none" else ["max_ctas"]
+        defaults = {field.name: field.default for field in dataclasses.fields(self) if field.name in idle}
+        return dataclasses.replace(self, **defaults)
+
+    @property
+    def group_backend(self) -> str:
+        """As torch.distributed names it."""
+        return (
+            BACKENDS["nccl" if self.device.startswith("cuda") else "gloo"]
+            if self.backend == "auto"
+            else (BACKENDS[self.backend])
+        )
+
+
+def check_wrapper(wrapper: str, *, precision: str, compile: str) -> None:
+    """Raises ValueError for what a wrapper cannot do."""
+    if wrapper == "zero3" and compile != "off":
+        raise ValueError(f"compile is {compile!r}; zero3 gathers weights in Python as they are read and takes 'off'")
+    if wrapper in SHARDED_GRADIENTS and precision == "fp16":
+        raise ValueError(
+            f"precision is 'fp16', whose loss scale needs every rank's whole gradients; {wrapper} has shares of them: "
+            f"choose bf16"
+        )
+
+
+def sent_bytes(wrapper: str, *, gradient_bytes: int, weight_bytes: int, ranks: int) -> float:
+    """Bytes that a rank sends in a step, by the counts of ring algorithms, as a mean over ranks."""
+    of_gradients, of_weights = WRAPPERS[wrapper]
+    return (ranks - 1) / ranks * (of_gradients * gradient_bytes + of_weights * weight_bytes)
