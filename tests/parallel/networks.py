@@ -48,8 +48,9 @@ def make(name, *, seed=0):
 
 
 def batch(step, micro, rank):
-    generator = torch.Generator().manual_seed(step * 100 + micro * 10 + rank)
-    return torch.randint(7, (2, ROWS, 5), generator=generator).unbind()
+    generator = torch.Generator("cpu").manual_seed(step * 100 + micro * 10 + rank)
+    tokens = torch.randint(7, (2, ROWS, 5), generator=generator, device="cpu")
+    return tokens.to(torch.get_default_device()).unbind()
 
 
 def optimizer_of(name, parameters):

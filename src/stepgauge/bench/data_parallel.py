@@ -93,9 +93,10 @@ def build(spec: DataParallelSpec, device: torch.device) -> TrainingStep:
 
 
 def _group(max_ctas: int) -> dist.ProcessGroup:
-    """All ranks over NCCL, which leaves the other multiprocessors to the computation."""
+    """All ranks over NCCL, which leaves the other multiprocessors to the computation and starts without queueing."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = max_ctas
+    options.is_high_priority_stream = True
     return dist.new_group(backend="nccl", pg_options=options)
 
 

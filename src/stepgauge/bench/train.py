@@ -1,6 +1,7 @@
 """A TrainSpec run to its end: `run` gives its record, with the loss curve as series."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,14 @@ import torch
 
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
+from stepgauge.parallel.world import joined_world
+from stepgauge.spec.data_parallel import FULLY_SHARDED
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.train import TrainSpec
+from stepgauge.train.data import Corpus
 from stepgauge.train.loop import Point, Trainer, load_corpus
+from stepgauge.train.place import Place
+from stepgauge.train.precision import PRECISIONS
 
 
 def run(
@@ -23,10 +29,12 @@ def run(
 ) -> Record:
     """Trains in the folder, from its newest checkpoint if it has one. A run that was at its end gives no rate.
 
+    Of several ranks, every one must call it, and each gives the record of its own share's time and memory.
+
     Raises CorpusError, CheckpointError, DivergedError.
     """
     corpus, full = load_corpus(spec)
-    trainer = Trainer(full, corpus, folder)
+    trainer = _trainer(full, corpus, folder)
     devices.reset_peak_memory(trainer.device)
     start = time.perf_counter()
     curve, trained = trainer.run(report, resumed)
@@ -59,4 +67,24 @@ def run(
             "corpus_bytes": len(corpus.text.data),
             "vocab_size": corpus.vocab_size,
         },
+    )
+
+
+def _trainer(spec: TrainSpec, corpus: Corpus, folder: Path) -> Trainer:
+    """This process's: of a run of one, or of its rank."""
+    world = joined_world()
+    if spec.ranks == 1 or world is None:
+        return Trainer(spec, corpus, folder)
+    # torch's parts of it take a while to load.
+    from stepgauge.parallel.wrappers import Settings, parallelise
+
+    autocast = PRECISIONS[spec.precision].autocast if spec.data_parallel in FULLY_SHARDED else None
+    settings = Settings(bucket_mb=spec.bucket_mb, compute_dtype=autocast)
+    here = dataclasses.replace(spec, device=str(world.device(spec.device)))
+    return Trainer(
+        here,
+        corpus,
+        folder,
+        place=Place(world.rank, world.size),
+        parallelise=functools.partial(parallelise, spec.data_parallel, settings=settings),
     )

@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from stepgauge.cli.console import progress, tell
 from stepgauge.cli.options import Values, expand, spec_options
-from stepgauge.cli.rows import Out, RunFailedError, resolve_devices
+from stepgauge.cli.rows import Out, RunFailedError
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.store import RunStore
 from stepgauge.spec.train import TrainSpec
@@ -22,17 +22,50 @@ def train(
     """Train a preset on real text and show that the loss falls.
 
     Killed at any moment and started again with the same command, it goes on from the last whole checkpoint. The
-    vocabulary is the tokenizer's: 256 for bytes, --vocab-size for a BPE.
+    vocabulary is the tokenizer's: 256 for bytes, --vocab-size for a BPE. With --ranks, or as the processes of torchrun,
+    each rank takes its share of every batch; another number of ranks or another wrapper may go on with the run.
     """
+    from stepgauge.bench.ranks import is_first_process
+    from stepgauge.measure.devices import resolve
+    from stepgauge.parallel.launch import RankError, launch
+
+    if "vocab_size" in values and values.get("tokenizer", ("bytes",)) == ("bytes",):
+        raise ValueError("vocab_size is the tokenizer's, 256 for bytes; --tokenizer bpe takes another")
+    named = {**values, "device": tuple(str(resolve(str(name))) for name in values["device"])}
+    (spec,) = expand(TrainSpec, named)
+    if spec.ranks == 1:
+        print(_train(spec, out))
+        return
+    try:
+        told = launch(_train_on_rank, spec, out, ranks=spec.ranks, device=spec.device)[0]
+    except RankError as error:
+        raise RunFailedError(error.reason or str(error)) from None
+    if is_first_process():
+        print(told)
+
+
+def _train_on_rank(spec: TrainSpec, out: Path) -> str:
+    """On every rank; rank 0 shows the progress and keeps the record."""
+    from stepgauge.bench.ranks import is_first_process
+
+    return _train(spec, out) if is_first_process() else _train_quietly(spec, out)
+
+
+def _train_quietly(spec: TrainSpec, out: Path) -> str:
+    from stepgauge.bench import train as bench_train
+
+    bench_train.run(spec, folder=out)
+    return ""
+
+
+def _train(spec: TrainSpec, out: Path) -> str:
+    """Trains with a progress bar, keeps the record, and says in a sentence how it went."""
     from stepgauge.bench import train as bench_train
     from stepgauge.bench.sweep import stamped
     from stepgauge.measure.devices import out_of_memory_reason
     from stepgauge.train.checkpoint import CheckpointError
     from stepgauge.train.loop import DivergedError, Point
 
-    if "vocab_size" in values and values.get("tokenizer", ("bytes",)) == ("bytes",):
-        raise ValueError("vocab_size is the tokenizer's, 256 for bytes; --tokenizer bpe takes another")
-    (spec,) = resolve_devices(expand(TrainSpec, values))
     store = RunStore(out)
     with store.held(), progress(spec.steps, "steps") as (bar, task):
 
@@ -56,7 +89,7 @@ def train(
             store.append(stamped(record))
     first, last, held_out = (record.median(name) for name in ("first_loss", "last_loss", "held_out"))
     vocabulary = record.environment["vocab_size"]
-    print(
+    return (
         f"loss {first:.3f} -> {last:.3f} nats a token (vocabulary {vocabulary:,}), "
         f"held out {held_out:.3f} bits a byte; run in {out}"
     )

@@ -5,7 +5,7 @@ ranks, as an operation of autograd whose backward averages the weight's gradient
 needs of the weight is not kept: autograd's saved-tensor hooks note which weight it was and gather it again. So a whole
 weight is freed as soon as nobody holds it, and nothing has to be known about the modules.
 
-The order in which weights were read is noted; in the next step each read starts gathering the next weight of that
+The order in which weights were read is noted; in the next step each read starts gathering the next weights of that
 order, while this one computes.
 """
 
@@ -25,7 +25,8 @@ from stepgauge.parallel.replicas import describe_parameter, prepare_replicas
 from stepgauge.parallel.units import Reductions, Unit
 from stepgauge.parallel.zero import clip_by_whole_norm
 
-HELD = 3  # whole units that are kept at once: the last, the present and the one that is on its way
+HELD = 3  # whole units that are kept after they were read
+PREFETCHED = 4  # units that are gathered ahead: a block's worth, since small matrices hide little of a large one
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -138,6 +139,62 @@ class FullyShardedDataParallel(nn.Module):
         }
         return {name: whole[name] if name in whole else self._small[name].detach().clone() for name in self._places}
 
+    @torch.no_grad()
+    def full_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Model and optimizer whole, by the parameters' names, as one process alone would have them; on the host."""
+        named: dict[str, dict[str, Any]] = {name: {} for name in self._places}
+        for parameter, names, unit in self._kept():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                for name, part in zip(names, self._whole(unit, parameter, value), strict=True):
+                    named[name][key] = part.cpu() if isinstance(part, Tensor) else part
+        names_of = {parameter: names for parameter, names, _ in self._kept()}
+        groups = [
+            {**group, "params": [name for parameter in group["params"] for name in names_of[parameter]]}
+            for group in optimizer.param_groups
+        ]
+        buffers = {name: buffer.cpu() for name, buffer in self.module.state_dict().items() if name not in self._places}
+        model = {name: parameter.cpu() for name, parameter in self.full_parameters().items()} | buffers
+        return {"model": model, "optimizer": {"state": {n: v for n, v in named.items() if v}, "param_groups": groups}}
+
+    @torch.no_grad()
+    def load_full_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Takes what `full_state` gives, of any number of ranks, or of one process alone."""
+        given = state["optimizer"]
+        group_of = {name: group for group in given["param_groups"] for name in group["params"]}
+        for parameter, names, unit in self._kept():
+            parameter.copy_(self._share(unit, parameter, [state["model"][name] for name in names]))
+            states = [given["state"].get(name, {}) for name in names]
+            optimizer.state[parameter] = {
+                key: self._share(unit, parameter, [each[key] for each in states]) for key in states[0]
+            }
+        names_of = {parameter: names for parameter, names, _ in self._kept()}
+        for group in optimizer.param_groups:
+            for name in itertools.islice((n for p in group["params"] for n in names_of[p]), 1):
+                group.update({key: value for key, value in group_of[name].items() if key != "params"})
+        optimizer.load_state_dict(optimizer.state_dict())  # puts each value where the class wants it
+
+    def _kept(self) -> Iterator[tuple[nn.Parameter, list[str], Unit | None]]:
+        """What this rank keeps: each parameter, the names of what is in it, and its unit if it is a slice."""
+        for name, parameter in self._small.items():
+            yield parameter, [name], None
+        for unit in self._units:
+            yield unit.shard, unit.names, unit
+
+    def _whole(self, unit: Unit | None, parameter: nn.Parameter, value: Any) -> list[Any]:
+        """A value of a parameter's state for each of the weights in it, gathered if it is sliced."""
+        if unit is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
+            return [value] * (1 if unit is None else len(unit.names))
+        return unit.views(unit.gather_values(value))
+
+    def _share(self, unit: Unit | None, parameter: nn.Parameter, values: list[Any]) -> Any:
+        """The inverse: this rank's slice of the weights' values."""
+        first = values[0]
+        if not isinstance(first, Tensor):
+            return first
+        if unit is None or first.shape != unit.shapes[0]:
+            return first.clone()
+        return unit.slice_values([value.to(parameter.device) for value in values])
+
     def sharded_state_dict(self, state: dict[nn.Parameter, dict[str, Any]] | None = None) -> dict[str, Any]:
         """Weights, and with an optimizer's `state` that too, for torch.distributed.checkpoint.
 
@@ -168,12 +225,17 @@ class FullyShardedDataParallel(nn.Module):
             coming[0].wait()
             flat = coming[1]
             self._held.append((unit, flat))
-        position = len(self._reads)
-        if position < len(self._expected) and self._expected[position - 1] is unit:
-            following = self._expected[position]
-            if following not in self._coming and all(held is not following for held, _ in self._held):
-                self._coming[following] = following.start_gather(following.compute_dtype)
+        self._prefetch()
         return flat
+
+    def _prefetch(self) -> None:
+        """Starts gathering the next units, as long as this step has read as the last one did."""
+        position = len(self._reads)
+        if self._expected[position - 1 : position] != self._reads[-1:]:
+            return
+        for unit in self._expected[position : position + PREFETCHED]:
+            if unit not in self._coming and all(held is not unit for held, _ in self._held):
+                self._coming[unit] = unit.start_gather(unit.compute_dtype)
 
     def _forget(self) -> None:
         """Lets go of whole weights: they are about to change, or have."""

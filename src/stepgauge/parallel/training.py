@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 # Splits a module's parameters into an optimizer's groups; builds the optimizer of groups.
 Groups = Callable[[nn.Module], Iterable[Any]]
@@ -22,6 +23,9 @@ class Parallel:
     clip         scales by the norm of the whole gradient, and gives the norm before
     silence      in it, nothing is communicated but all else is done; None where that cannot be
     communicate  communicates once more what a step does; None where that cannot be told apart
+    state        the whole model and optimizer, by names, alike for every way of spreading them; on rank 0, and nothing
+                 or the same on the others. All ranks must call it
+    load         takes such a state on every rank
     """
 
     module: nn.Module
@@ -31,6 +35,8 @@ class Parallel:
     clip: Callable[[float], Tensor] | None = None
     silence: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
     communicate: Callable[[], None] | None = None
+    state: Callable[[], dict[str, Any]] | None = None
+    load: Callable[[dict[str, Any]], None] | None = None
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         if self.clip is not None:
@@ -44,4 +50,58 @@ Parallelise = Callable[[nn.Module, Groups, OptimizerClass], Parallel]
 
 def alone(module: nn.Module, groups: Groups, optimizer: OptimizerClass) -> Parallel:
     """One process with a whole model."""
-    return Parallel(module=module, optimizer=optimizer(groups(module)))
+    stepping = optimizer(groups(module))
+    return Parallel(
+        module=module,
+        optimizer=stepping,
+        state=lambda: state_of(module, stepping),
+        load=lambda state: load_state(module, stepping, state),
+    )
+
+
+def state_of(
+    module: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions | None = None
+) -> dict[str, Any]:
+    """Model and optimizer by names, as torch.distributed.checkpoint names them."""
+    model, stepping = get_state_dict(module, optimizer, options=options)
+    return {"model": model, "optimizer": stepping}
+
+
+def load_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], options: StateDictOptions | None = None
+) -> None:
+    set_state_dict(
+        module,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=options,
+    )
+
+
+def by_name(module: nn.Module, optimizer: torch.optim.Optimizer, whole: dict[str, Any] | None) -> dict[str, Any]:
+    """An optimizer's whole state dict with the parameters' names for their indices; nothing of nothing."""
+    if whole is None:
+        return {}
+    names = _names(module, optimizer)
+    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in whole["param_groups"]]
+    return {"state": {names[index]: values for index, values in whole["state"].items()}, "param_groups": groups}
+
+
+def by_index(module: nn.Module, optimizer: torch.optim.Optimizer, named: dict[str, Any]) -> dict[str, Any]:
+    """The inverse, for the parameters in the order in which the optimizer has them."""
+    groups = optimizer.state_dict()["param_groups"]
+    ordered = _names(module, optimizer)
+    theirs = {name: group for group in named["param_groups"] for name in group["params"]}
+    loaded = [
+        {**theirs[ordered[group["params"][0]]], "params": group["params"]} if group["params"] else group
+        for group in groups
+    ]
+    state = {index: named["state"][name] for index, name in enumerate(ordered) if name in named["state"]}
+    return {"state": state, "param_groups": loaded}
+
+
+def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Of the parameters in the order of the optimizer's groups: an index of its state dict is a place in it."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]

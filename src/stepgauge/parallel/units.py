@@ -35,27 +35,40 @@ class Unit:
         self.names = [parameter.name for parameter in described]
         self.shapes = [parameter.shape for parameter in parameters]
         self.compute_dtype = compute_dtype or parameters[0].dtype
-        mine = torch.zeros(self.plan.shard_elements, dtype=parameters[0].dtype, device=parameters[0].device)
+        mine = self.slice_values([parameter.detach() for parameter in parameters])
+        self.shard = nn.Parameter(mine, requires_grad=parameters[0].requires_grad)
+
+    def slice_values(self, values: Sequence[Tensor]) -> Tensor:
+        """This rank's slice of whole values of the weights' shapes, as `shard` is laid out."""
+        mine = torch.zeros(self.plan.shard_elements, dtype=values[0].dtype, device=values[0].device)
         own = self.plan.slice_of(self.rank)
-        for slot, parameter in zip(self.plan.slots, parameters, strict=True):
+        for slot, value in zip(self.plan.slots, values, strict=True):
             start, end = max(own.start, slot.start), min(own.stop, slot.end)
             if start < end:
-                values = parameter.detach().reshape(-1)[start - slot.start : end - slot.start]
-                mine[start - own.start : end - own.start] = values
-        self.shard = nn.Parameter(mine[None], requires_grad=parameters[0].requires_grad)
+                mine[start - own.start : end - own.start] = value.reshape(-1)[start - slot.start : end - slot.start]
+        return mine[None]
 
     def start_gather(self, dtype: torch.dtype) -> tuple[dist.Work, Tensor]:
-        """The work that fills the whole storage, and the storage."""
-        slice_ = self.shard.detach().flatten().to(dtype)
-        flat = torch.empty(self.plan.elements, dtype=dtype, device=slice_.device)
-        work = all_gather_flat(flat, slice_, group=self.averager.group, async_op=True)
-        assert work is not None, "it is asynchronous"
-        return work, flat
+        """The work that fills the whole storage with the weights, and the storage."""
+        return self._start(self.shard.detach().flatten().to(dtype))
 
     def gather(self, dtype: torch.dtype) -> Tensor:
         work, flat = self.start_gather(dtype)
         work.wait()
         return flat
+
+    def gather_values(self, slice_: Tensor) -> Tensor:
+        """The whole storage of any slices that are laid out as `shard` is."""
+        work, flat = self._start(slice_.flatten())
+        work.wait()
+        return flat
+
+    def _start(self, slice_: Tensor) -> tuple[dist.Work, Tensor]:
+        dtype = slice_.dtype
+        flat = torch.empty(self.plan.elements, dtype=dtype, device=slice_.device)
+        work = all_gather_flat(flat, slice_, group=self.averager.group, async_op=True)
+        assert work is not None, "it is asynchronous"
+        return work, flat
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The weights in a whole storage."""

@@ -6,11 +6,12 @@ A wrapper takes a module and how its optimizer is built, and gives both as they 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +25,7 @@ from stepgauge.parallel.data_parallel import (
 )
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
 from stepgauge.parallel.replicas import prepare_replicas
-from stepgauge.parallel.training import Groups, OptimizerClass, Parallel, alone
+from stepgauge.parallel.training import Groups, OptimizerClass, Parallel, alone, by_index, by_name, load_state, state_of
 from stepgauge.parallel.zero import ShardedOptimizer
 
 
@@ -54,6 +55,8 @@ def _parallel(wrapped: DataParallel, optimizer: torch.optim.Optimizer, **changes
             "clip": wrapped.clip_gradients,
             "silence": lambda: _silenced(wrapped, optimizer),
             "communicate": lambda: _communicate(wrapped, optimizer),
+            "state": lambda: state_of(wrapped.module, optimizer),
+            "load": lambda state: load_state(wrapped.module, optimizer, state),
             **changes,
         }
     )
@@ -63,6 +66,15 @@ def _communicate(wrapped: DataParallel, optimizer: torch.optim.Optimizer) -> Non
     wrapped.synchronize_gradients()
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.broadcast_parameters()
+
+
+def _state_by_name(module: nn.Module, optimizer: ShardedOptimizer) -> dict[str, Any]:
+    return {"model": module.state_dict(), "optimizer": by_name(module, optimizer, optimizer.gathered_state_dict())}
+
+
+def _load_by_name(module: nn.Module, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
+    module.load_state_dict(state["model"])
+    optimizer.load_state_dict(by_index(module, optimizer, state["optimizer"]))
 
 
 @contextlib.contextmanager
@@ -82,23 +94,30 @@ def _zero(stage: int) -> Callable[..., Parallel]:
         sharded = ShardedOptimizer(groups(module), optimizer, group=settings.group)
         owners = sharded.owners_of(module) if stage == 2 else None
         wrapped = BucketedDataParallel(module, settings.bucket_mb, group=settings.group, owners=owners)
+        state = {
+            "state": lambda: _state_by_name(module, sharded),
+            "load": lambda state: _load_by_name(module, sharded, state),
+        }
         if stage == 1:
-            return _parallel(wrapped, sharded)
+            return _parallel(wrapped, sharded, **state)
         clip = lambda max_norm: sharded.clip_gradients(max_norm, sharded=True)  # noqa: E731
         # Gradients that were freed elsewhere cannot be sent once more.
-        return _parallel(wrapped, sharded, clip=clip, communicate=None)
+        return _parallel(wrapped, sharded, clip=clip, communicate=None, **state)
 
     return build
 
 
 def _zero_3(module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings) -> Parallel:
     wrapped = FullyShardedDataParallel(module, settings.compute_dtype, group=settings.group)
+    stepping = optimizer(groups(wrapped))
     return Parallel(
         module=wrapped,
-        optimizer=optimizer(groups(wrapped)),
+        optimizer=stepping,
         finish=wrapped.finish_gradient_synchronization,
         no_sync=wrapped.no_sync,
         clip=wrapped.clip_gradients,
+        state=lambda: wrapped.full_state(stepping),
+        load=lambda state: wrapped.load_full_state(stepping, state),
     )
 
 
@@ -116,14 +135,21 @@ def _torch_ddp(*, views: bool, zero: bool = False) -> Callable[..., Parallel]:
             stepping: torch.optim.Optimizer = optimizer(groups(module))
         else:
             first, *others = list(groups(module))
+            others_of_first = {name: value for name, value in first.items() if name != "params"}
+            any_callable = cast(type[torch.optim.Optimizer], optimizer)
             stepping = ZeroRedundancyOptimizer(
-                first["params"], optimizer, **{k: v for k, v in first.items() if k != "params"}
+                first["params"], any_callable, process_group=settings.group, **others_of_first
             )
             for group in others:
                 stepping.add_param_group(group)
-        # Without its synchronisation: what no_sync leaves out is what silence leaves out.
         return Parallel(
-            module=wrapped, optimizer=stepping, no_sync=wrapped.no_sync, silence=None if zero else wrapped.no_sync
+            module=wrapped,
+            optimizer=stepping,
+            no_sync=wrapped.no_sync,
+            # What no_sync leaves out is all that is communicated.
+            silence=None if zero else wrapped.no_sync,
+            state=lambda: state_of(module, stepping),
+            load=lambda state: load_state(module, stepping, state),
         )
 
     return build
@@ -148,7 +174,15 @@ def _torch_fsdp(module: nn.Module, groups: Groups, optimizer: OptimizerClass, se
         finally:
             module.set_requires_gradient_sync(True)  # type: ignore[operator]
 
-    return Parallel(module=module, optimizer=optimizer(groups(module)), no_sync=no_sync)
+    stepping = optimizer(groups(module))
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return Parallel(
+        module=module,
+        optimizer=stepping,
+        no_sync=no_sync,
+        state=lambda: state_of(module, stepping, whole),
+        load=lambda state: load_state(module, stepping, state, StateDictOptions(full_state_dict=True)),
+    )
 
 
 WRAPPERS: Mapping[str, Callable[[nn.Module, Groups, OptimizerClass, Settings], Parallel]] = {

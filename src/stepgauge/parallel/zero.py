@@ -123,23 +123,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         works: list[Any] = []
         trained = [p for p in parameters if p.requires_grad]
         for device in dict.fromkeys(p.device for p in trained):
-            with self._together(device, works):
-                for parameter in trained:
-                    if parameter.device == device:
-                        work = dist.broadcast(
-                            parameter.data, group=self.group, group_src=self.owners[parameter], async_op=True
-                        )
-                        works += [work] if work is not None else []
+            with self._together(device, works) as each:
+                for p in trained:
+                    if p.device == device:
+                        each(dist.broadcast(p.data, group=self.group, group_src=self.owners[p], async_op=True))
         return works
 
     @contextlib.contextmanager
-    def _together(self, device: torch.device, works: list[Any]) -> Iterator[None]:
-        """One launch for all broadcasts of the block, where the backend can: both directions of a link then work."""
+    def _together(self, device: torch.device, works: list[Any]) -> Iterator[Callable[[Any], None]]:
+        """One launch for all broadcasts of the block, where the backend can: both directions of a link then work.
+
+        Yields what takes the work of each; to be waited for is what then stands in `works`.
+        """
         if self.group._get_backend(device).name() != "nccl":
-            yield
+            yield works.append
             return
         with _coalescing_manager(self.group, device, async_ops=True) as together:
-            yield
+            yield lambda work: None
         works.append(together)
 
     def clip_gradients(self, max_norm: float, *, sharded: bool) -> Tensor:

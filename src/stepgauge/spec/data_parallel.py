@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from stepgauge.spec.fields import check, option
 from stepgauge.spec.model import ModelSpec
@@ -45,7 +45,7 @@ class DataParallelSpec:
     bucket_mb: float = option(25.0, "largest bucket of gradients, in MB of 10^6 bytes", least=0.0, most=1e6)
     ranks: int = option(2, "processes, each with a device of its own", least=1, most=100_000)
     backend: str = option("auto", "auto is nccl on GPUs, gloo on CPUs", choices=("auto", *BACKENDS))
-    max_ctas: int = option(0, "most thread blocks that NCCL may take; 0 leaves it to NCCL", least=0, most=64)
+    max_ctas: int = option(0, "most thread blocks of NCCL, at high priority; 0: as NCCL does", least=0, most=64)
     batch: int = option(4, "sequences a rank", least=1, most=1_000_000)
     precision: str = option("fp32", "as in bench step; fully sharded wrappers also send it", choices=PRECISIONS)
     compile: str = option("off", "as in bench step", choices=COMPILE_MODES, bare="on")
@@ -66,7 +66,7 @@ class DataParallelSpec:
         """With defaults for the options that the wrapper does not look at: rows that differ in these alone are one."""
         idle = [] if self.wrapper in BUCKETED else ["bucket_mb"]
         idle += [] if "nccl" in self.group_backend and self.wrapper != "none" else ["max_ctas"]
-        defaults = {field.name: field.default for field in dataclasses.fields(self) if field.name in idle}
+        defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(self) if f.name in idle}
         return dataclasses.replace(self, **defaults)
 
     @property

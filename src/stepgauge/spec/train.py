@@ -4,11 +4,14 @@ import dataclasses
 import math
 from typing import ClassVar
 
+from stepgauge.spec.data_parallel import WRAPPERS, check_wrapper
 from stepgauge.spec.fields import check, option
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import CHECKPOINTING, COMPILE_MODES, OPTIMIZERS, PRECISIONS
 
 DEFAULT_CORPUS = "stdlib"  # the source of Python's own standard library
+# torch's sharded optimizer has no state that another number of ranks could go on from.
+TRAINING_WRAPPERS = tuple(name for name in WRAPPERS if name != "torch-zero1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +25,7 @@ class TrainSpec:
     corpus: str = option(DEFAULT_CORPUS, "text file or folder; stdlib is Python's own library's source")
     tokenizer: str = option("bytes", "bytes, or a BPE trained on the corpus", choices=("bytes", "bpe"))
     steps: int = option(200, "optimizer steps", least=1, most=1_000_000_000)
-    batch: int = option(8, "sequences a micro-batch", least=1, most=1_000_000)
+    batch: int = option(8, "sequences a micro-batch, of all ranks", least=1, most=1_000_000)
     accumulation: int = option(1, "micro-batches a step", least=1, most=1_000_000)
     precision: str = option("fp32", "as in bench step", choices=PRECISIONS)
     compile: str = option("off", "as in bench step", choices=COMPILE_MODES, bare="on")
@@ -40,11 +43,22 @@ class TrainSpec:
     evaluate_windows: int = option(64, "held-out sequences that are evaluated", least=1, most=1_000_000)
     checkpoint_every: int = option(50, "steps between checkpoints", least=1)
     keep: int = option(2, "checkpoints that are kept", least=1)
-    device: str = option("cpu", "as in bench step")
+    data_parallel: str = option("none", "how training is spread over ranks", choices=TRAINING_WRAPPERS)
+    ranks: int = option(1, "processes, each with a device of its own", least=1, most=100_000)
+    bucket_mb: float = option(25.0, "largest bucket of gradients, in MB of 10^6 bytes", least=0.0, most=1e6)
+    device: str = option("cpu", "as in bench step; of several ranks cuda is each one's own")
     seed: int = option(0, "of weights and batches", least=0, most=2**63 - 1)
 
     def __post_init__(self) -> None:
         check(self)
+        check_wrapper(self.data_parallel, precision=self.precision, compile=self.compile)
+        if self.ranks > 1 and self.data_parallel == "none":
+            raise ValueError(
+                f"ranks is {self.ranks}; --data-parallel says how they train: choose one of "
+                f"{', '.join(TRAINING_WRAPPERS[1:])}"
+            )
+        if self.batch % self.ranks:
+            raise ValueError(f"batch is {self.batch}, which {self.ranks} ranks do not divide; choose a multiple")
 
     @property
     def tokens_per_step(self) -> int:

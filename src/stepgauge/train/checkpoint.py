@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import FileSystemReader, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
@@ -75,10 +76,14 @@ class Checkpoints:
             else:
                 warnings.warn(f"checkpoint {folder} is not whole and is passed over", stacklevel=2)
 
-    def load(self, folder: Path, state: dict[str, Any]) -> None:
-        """Reads a checkpoint into the tensors of `state`, in place."""
+    def load(self, folder: Path) -> dict[str, Any]:
+        """The state of a checkpoint, its tensors on the host."""
+        state: dict[str, Any] = {}
         with _quiet():
-            state_dict_loader.load(state, checkpoint_id=folder, no_dist=True)
+            state_dict_loader._load_state_dict(
+                state, FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+            )
+        return state
 
     def _folders(self) -> list[Path]:
         """Newest first."""

@@ -1,5 +1,6 @@
 """Trains a model on real text, and goes on where a killed run stopped."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -11,14 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from stepgauge.parallel.training import Parallelise, alone
 from stepgauge.spec.train import TrainSpec
 from stepgauge.train.build import build_step
 from stepgauge.train.checkpoint import Checkpoints, require_same
 from stepgauge.train.data import Corpus, read_text
+from stepgauge.train.place import ALONE, Place
 
 CURVE_FILE = "curve.jsonl"
+# What a run may change when it goes on: the curve does not depend on it.
+FREE_FIELDS = (
+    *("model", "size", "corpus", "device", "keep", "checkpoint_every", "compile", "checkpointing", "checkpoint_blocks"),
+    *("data_parallel", "ranks", "bucket_mb"),
+)
 DRAIN_EVERY = 10  # steps between readings of the loss from the device: each is a wait
 
 
@@ -44,10 +51,15 @@ def load_corpus(spec: TrainSpec) -> tuple[Corpus, TrainSpec]:
 
 
 class Trainer:
-    """A training run in a folder: its model, its curve on disk, its checkpoints."""
+    """A training run in a folder: its model, its curve on disk, its checkpoints.
 
-    def __init__(self, spec: TrainSpec, corpus: Corpus, folder: Path):
-        self.spec, self.corpus = spec, corpus
+    Of several ranks each has a Trainer, in a process group; they see one folder, and rank 0 alone writes to it.
+    """
+
+    def __init__(
+        self, spec: TrainSpec, corpus: Corpus, folder: Path, *, place: Place = ALONE, parallelise: Parallelise = alone
+    ):
+        self.spec, self.corpus, self.place = spec, corpus, place
         self.device = torch.device(spec.device)
         self.checkpoints = Checkpoints(folder / "checkpoints")
         self.curve_path = folder / CURVE_FILE
@@ -57,6 +69,7 @@ class Trainer:
             lr=spec.learning_rate,
             betas=(spec.beta1, spec.beta2),
             weight_decay=spec.weight_decay,
+            parallelise=parallelise,
         )
 
     def run(
@@ -69,11 +82,13 @@ class Trainer:
         """
         self.curve_path.parent.mkdir(parents=True, exist_ok=True)
         start = self._resume()
-        curve = self._keep_curve_until(start)
+        self.place.wait()  # all have read the curve before one cuts it
+        curve = self._keep_curve_until(start) if self.place.writes else self._curve_until(start)
         if start:
             resumed(start)
         pending: list[tuple[int, Tensor]] = []
-        with self.curve_path.open("a") as file, self.step.precision.matmul_mode():
+        path = self.curve_path if self.place.writes else Path(os.devnull)
+        with path.open("a") as file, self.step.precision.matmul_mode():
             for number in range(start, self.spec.steps):
                 pending.append((number + 1, self._train_step(number)))
                 done = number + 1
@@ -88,22 +103,26 @@ class Trainer:
                     for point in points:
                         report(point)
                 if saves:
-                    os.fsync(file.fileno())
+                    if self.place.writes:
+                        os.fsync(file.fileno())
                     self._save(done)
         return curve, self.spec.steps - start
 
     def _train_step(self, number: int) -> Tensor:
-        """One optimizer step over `accumulation` micro-batches; its mean loss, still on the device."""
+        """One optimizer step over this rank's share of `accumulation` micro-batches; its mean loss, on the device."""
         spec = self.spec
         for group in self.step.optimizer.param_groups:
             group["lr"] = spec.learning_rate_at(number)
         rows = spec.batch * spec.accumulation
         batch = self.corpus.batch(number, batch=rows, length=spec.model.context_length, seed=spec.seed)
-        tokens, targets = (part.to(self.device, non_blocking=True).split(spec.batch) for part in batch)
+        tokens, targets = (self.place.shares(part.split(spec.batch)) for part in batch)
         total = torch.zeros((), device=self.device)
-        for micro_tokens, micro_targets in zip(tokens, targets, strict=True):
-            loss = self.step.forward(micro_tokens, micro_targets) / spec.accumulation
-            self.step.backward(loss)
+        for index, micro in enumerate(zip(tokens, targets, strict=True)):
+            last = index == spec.accumulation - 1
+            with contextlib.nullcontext() if last else self.step.parallel.no_sync():
+                loss = self.step.forward(*(part.to(self.device, non_blocking=True) for part in micro))
+                loss = loss / spec.accumulation
+                self.step.backward(loss)
             total += loss.detach()
         self.step.update()
         return total
@@ -120,7 +139,7 @@ class Trainer:
         return total.item() / len(tokens) / math.log(2) / self.corpus.bytes_per_held_out_token
 
     def _drain(self, pending: list[tuple[int, Tensor]], bits_per_byte: float | None) -> list[Point]:
-        losses = torch.stack([loss for _, loss in pending]).tolist()
+        losses = self.place.mean(torch.stack([loss for _, loss in pending])).tolist()
         points = [Point(step, loss) for (step, _), loss in zip(pending, losses, strict=True)]
         pending.clear()
         for point in points:
@@ -136,17 +155,17 @@ class Trainer:
     def _about(self) -> dict[str, Any]:
         """What decides the curve: a checkpoint goes on only under the same."""
         spec = dataclasses.asdict(self.spec)
-        free = ("model", "size", "corpus", "device", "keep", "checkpoint_every", "compile")
-        for name in (*free, "checkpointing", "checkpoint_blocks"):
-            del spec[name]
+        for free in FREE_FIELDS:
+            del spec[free]
         return {**spec, **self.spec.model.architecture(), "corpus_sha256": self.corpus.text.sha256}
 
-    def _state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.step.module, self.step.optimizer)
-        return {"model": model, "optimizer": optimizer, "scaler": self.step.scaler.state_dict()}
-
     def _save(self, step: int) -> None:
-        self.checkpoints.save(step, self._state(), self._about(), keep=self.spec.keep)
+        parallel = self.step.parallel
+        assert parallel.state is not None, "whatever can be trained with has a state"
+        state = {**parallel.state(), "scaler": self.step.scaler.state_dict()}
+        if self.place.writes:
+            self.checkpoints.save(step, state, self._about(), keep=self.spec.keep)
+        self.place.wait()
 
     def _resume(self) -> int:
         """Loads the newest whole checkpoint and returns its step, 0 where there is none.
@@ -159,21 +178,20 @@ class Trainer:
             if step > known:
                 warnings.warn(f"checkpoint {folder} is passed over: its curve ends at step {known}", stacklevel=2)
                 continue
-            state = self._state()
-            self.checkpoints.load(folder, state)
-            set_state_dict(
-                self.step.module,
-                self.step.optimizer,
-                model_state_dict=state["model"],
-                optim_state_dict=state["optimizer"],
-            )
-            self.step.scaler.load_state_dict(state["scaler"])
+            state = self.checkpoints.load(folder)
+            state["optimizer"].setdefault("state", {})  # empty parts are not stored
+            assert self.step.parallel.load is not None, "whatever can be trained with takes a state"
+            self.step.parallel.load(state)
+            self.step.scaler.load_state_dict(state.get("scaler", {}))
             return step
         return 0
 
+    def _curve_until(self, step: int) -> list[Point]:
+        return [point for point in read_curve(self.curve_path) if point.step <= step]
+
     def _keep_curve_until(self, step: int) -> list[Point]:
         """Drops from the file what comes after the checkpoint (it is computed again), and returns the rest."""
-        points = [point for point in read_curve(self.curve_path) if point.step <= step]
+        points = self._curve_until(step)
         partial = self.curve_path.with_suffix(".partial")
         with partial.open("w") as file:
             file.writelines(json.dumps(dataclasses.asdict(point)) + "\n" for point in points)

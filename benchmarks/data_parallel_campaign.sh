@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# The figures of E9, E10 and E11 on GPUs of one host, in one run: benchmarks/data_parallel_campaign.sh OUT
+# Parity over NCCL first, then every wrapper beside torch's own at one size, then the rest, most important first.
+# Needs an installed stepgauge, or PYTHONPATH=src. SECONDS_LEFT bounds the whole; RANKS, DEVICE, SIZE, SIZES, BATCH,
+# CONTEXT and STEPS make it small enough to try on a CPU.
+set -uo pipefail
+out=$(mkdir -p "$1" && cd "$1" && pwd)
+limit=${SECONDS_LEFT:-470}
+device=${DEVICE:-cuda} ranks=${RANKS:-2} size=${SIZE:-2.7b} steps=${STEPS:-15}
+load=(--batch "${BATCH:-16}" --context "${CONTEXT:-128}" --device "$device" --ranks "$ranks" --warmup 4)
+work=$(mktemp -d)
+
+# part NAME SECONDS STEPS ARGUMENTS...: rows into OUT/NAME.jsonl, within the seconds and within what is left of the whole.
+part() {
+  local name=$1 most=$2 steps=$3 left=$((limit - SECONDS))
+  shift 3
+  ((left > 10)) || { echo "$name: no time left"; return; }
+  timeout "$((most < left ? most : left))" python3 -m stepgauge bench data-parallel "${load[@]}" --steps "$steps" "$@" \
+    --out "$work/$name" --format table >>"$out/tables.txt" 2>>"$out/log.txt"
+  echo "$name: status $?, $SECONDS s so far" | tee -a "$out/log.txt"
+  cat "$work/$name/records.jsonl" >>"$out/records.jsonl" 2>/dev/null
+  cat "$work/$name/failures.log" >>"$out/failures.txt" 2>/dev/null
+}
+
+if [ "${TESTS:-1}" = 1 ]; then
+  timeout 90 python3 -m pytest -m gpu tests/parallel/test_nccl.py -p no:cacheprovider >"$out/tests.txt" 2>&1
+  echo "tests: status $?, $SECONDS s so far" | tee -a "$out/log.txt"
+fi
+wrappers=(none bucketed torch-ddp overlapped naive flat torch-ddp-views zero1 torch-zero1 zero2 zero3 torch-fsdp)
+part bf16 200 "$steps" --size "$size" --precision bf16 --trace --wrapper "${wrappers[@]}"
+part contention 60 "$steps" --size "$size" --precision bf16 --wrapper bucketed --max-ctas 4 8 16
+part buckets 80 "$steps" --size "$size" --precision bf16 --wrapper bucketed --bucket-mb 1 5 10 50 100 500
+part fp32 90 5 --size "$size" --precision fp32 --wrapper none bucketed torch-ddp naive zero3 torch-fsdp
+part sizes 120 "$steps" --size "${SIZES:-small,medium,large,xl}" --precision bf16 --wrapper none naive bucketed torch-ddp
+[ "$device" = cpu ] || part gloo 40 3 --size small --precision fp32 --wrapper naive bucketed --backend gloo
+timeout 60 python3 -m stepgauge bench ddp-vs-fsdp --device "$device" --ranks "$ranks" --out "$work/bert" \
+  >>"$out/tables.txt" 2>>"$out/log.txt"
+cp "$work/bert/ddp-vs-fsdp.json" "$out" 2>/dev/null
+exit 0
