@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The figures of E9, E10 and E11 on GPUs of one host, in one run: benchmarks/data_parallel_campaign.sh OUT
+# The figures of E9 and E10 on GPUs of one host, in one run: benchmarks/data_parallel_campaign.sh OUT
 # Parity over NCCL first, then every wrapper beside torch's own at one size, then the rest, most important first.
 # Needs an installed stepgauge, or PYTHONPATH=src. SECONDS_LEFT bounds the whole; RANKS, DEVICE, SIZE, SIZES, BATCH,
 # CONTEXT and STEPS make it small enough to try on a CPU.
 set -uo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 limit=${SECONDS_LEFT:-470}
-device=${DEVICE:-cuda} ranks=${RANKS:-2} size=${SIZE:-2.7b} steps=${STEPS:-15}
+device=${DEVICE:-cuda} ranks=${RANKS:-2} size=${SIZE:-2.7b} steps=${STEPS:-12}
 load=(--batch "${BATCH:-16}" --context "${CONTEXT:-128}" --device "$device" --ranks "$ranks" --warmup 4)
 work=$(mktemp -d)
 
@@ -27,13 +27,11 @@ if [ "${TESTS:-1}" = 1 ]; then
   echo "tests: status $?, $SECONDS s so far" | tee -a "$out/log.txt"
 fi
 wrappers=(none bucketed torch-ddp overlapped naive flat torch-ddp-views zero1 torch-zero1 zero2 zero3 torch-fsdp)
-part bf16 200 "$steps" --size "$size" --precision bf16 --trace --wrapper "${wrappers[@]}"
+part bf16 190 "$steps" --size "$size" --precision bf16 --wrapper "${wrappers[@]}"
+part traces 90 4 --size "$size" --precision bf16 --trace --wrapper naive bucketed torch-ddp overlapped
 part contention 60 "$steps" --size "$size" --precision bf16 --wrapper bucketed --max-ctas 4 8 16
 part buckets 80 "$steps" --size "$size" --precision bf16 --wrapper bucketed --bucket-mb 1 5 10 50 100 500
 part fp32 90 5 --size "$size" --precision fp32 --wrapper none bucketed torch-ddp naive zero3 torch-fsdp
 part sizes 120 "$steps" --size "${SIZES:-small,medium,large,xl}" --precision bf16 --wrapper none naive bucketed torch-ddp
 [ "$device" = cpu ] || part gloo 40 3 --size small --precision fp32 --wrapper naive bucketed --backend gloo
-timeout 60 python3 -m stepgauge bench ddp-vs-fsdp --device "$device" --ranks "$ranks" --out "$work/bert" \
-  >>"$out/tables.txt" 2>>"$out/log.txt"
-cp "$work/bert/ddp-vs-fsdp.json" "$out" 2>/dev/null
 exit 0

@@ -34,7 +34,7 @@ def alone(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("first", "second", "ranks"),
-    [("bucketed", "zero1", 3), ("zero2", "zero3", 2), ("zero3", "torch-fsdp", 2), ("torch-ddp", "zero2", 2)],
+    [("bucketed", "zero1", 3), ("zero2", "zero3", 2)],
 )
 def test_a_run_goes_on_under_another_wrapper(tmp_path, alone, first, second, ranks):
     with pytest.raises(RankError, match="stop here"):

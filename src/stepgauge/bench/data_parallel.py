@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -55,6 +56,16 @@ class RankFigures:
 
 def measure(spec: DataParallelSpec) -> RankFigures:
     """Runs on every rank. Raises what torch raises: out of memory, mostly."""
+    try:
+        return _measure(spec)
+    finally:
+        # The next row is measured in the same process: wrappers and their hooks refer to each other.
+        gc.collect()
+        if spec.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+
+
+def _measure(spec: DataParallelSpec) -> RankFigures:
     world = joined_world()
     assert world is not None, "ranks run in a world"
     device = world.device(spec.device)
@@ -229,4 +240,4 @@ def _sent_bytes(spec: DataParallelSpec) -> float:
     return sent_bytes(spec.wrapper, gradient_bytes=whole, weight_bytes=whole, ranks=spec.ranks)
 
 
-JOB = OnRanks(measure=measure, record=record)
+JOB = OnRanks(measure=measure, record=record, shared=True)

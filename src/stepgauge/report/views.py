@@ -13,9 +13,9 @@ STATISTICS = ("median", "range", "p10", "p90", "mean", "std", "n")
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
 LABELS = {"median": "", "range": " p10 – p90"}
 # Spec fields that name a row even where all rows share them.
-ALWAYS = ("size", "precision", "compile")
+ALWAYS = ("size", "wrapper", "precision", "compile")
 # Spec fields that name a row in few words.
-NAMING = ("precision", "dtype", "passes", "op", "schedule", "algorithm", "backend", "timing", "ranks", "gpus")
+NAMING = ("wrapper", "precision", "dtype", "passes", "op", "schedule", "algorithm", "backend", "timing", "ranks", "gpus")
 
 
 @dataclasses.dataclass(frozen=True)

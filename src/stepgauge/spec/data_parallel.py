@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from stepgauge.spec.fields import check, option
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.step import COMPILE_MODES, OPTIMIZERS, PRECISIONS
+from stepgauge.spec.step import CHECKPOINTING, COMPILE_MODES, OPTIMIZERS, PRECISIONS
 
 # Each wrapper, and how often a step sends a share (N−1)/N of all gradients and of all weights (ring algorithms).
 WRAPPERS: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -50,6 +50,8 @@ class DataParallelSpec:
     precision: str = option("fp32", "as in bench step; fully sharded wrappers also send it", choices=PRECISIONS)
     compile: str = option("off", "as in bench step", choices=COMPILE_MODES, bare="on")
     optimizer: str = option("adamw", "as in bench step", choices=OPTIMIZERS)
+    checkpointing: str = option("none", "as in bench step", choices=CHECKPOINTING)
+    checkpoint_blocks: int = option(1, "as in bench step", least=1, most=10_000)
     warmup: int = option(5, "untimed steps first", least=1, most=100_000)
     steps: int = option(10, "timed steps", least=1, most=1_000_000)
     trace: bool = option(False, "profile two more steps, for the overlap of communication and computing", bare=True)

@@ -1,0 +1,84 @@
+"""Rows of bench data-parallel: what they hold, and that bytes are those of the plan."""
+
+import dataclasses
+
+import pytest
+
+from stepgauge.bench import data_parallel as bench
+from stepgauge.bench.sweep import Job, sweep
+from stepgauge.spec.data_parallel import WRAPPERS, DataParallelSpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.store import RunStore
+
+CHECKED = ("none", "naive", "bucketed", "zero1", "zero3", "torch-ddp", "torch-fsdp")
+
+
+def spec(wrapper, **changes):
+    model = ModelSpec.preset("nano", context_length=16, vocab_size=64)
+    fields = {"size": "nano", "steps": 2, "warmup": 1, "bucket_mb": 0.05}
+    return DataParallelSpec(**{"model": model, "wrapper": wrapper, **fields, **changes})
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    jobs = [Job(bench.JOB, spec(wrapper, trace=wrapper in ("naive", "bucketed"))) for wrapper in CHECKED]
+    return {o.job.spec.wrapper: o.record for o in sweep(jobs, RunStore(tmp_path_factory.mktemp("rows")))}
+
+
+def test_every_row_has_its_phases_and_adds_up(rows):
+    for wrapper, row in rows.items():
+        assert row.status == "ok", (wrapper, row.note)
+        assert {"forward_ms", "backward_ms", "synchronize_ms", "optimizer_ms", "step_ms"} <= set(row.metrics)
+        assert len(row.series["rank_step_ms"]) == 2
+        assert row.environment["devices"]
+
+
+def test_communication_is_told_where_it_can_be(rows):
+    assert {w for w in CHECKED if "communication_ms" in rows[w].metrics} == {"naive", "bucketed", "zero1"}
+    assert {w for w in CHECKED if "exposed_ms" in rows[w].metrics} == {"naive", "bucketed", "zero1", "torch-ddp"}
+
+
+def test_naive_hides_nothing(rows):
+    assert rows["naive"].median("overlap_ratio") == 0
+    assert rows["naive"].median("traced_exposed_us") == rows["naive"].median("traced_communication_us") > 0
+    assert rows["naive"].series["communication_start_ms"]
+    assert rows["bucketed"].median("overlap_ratio") > 0
+
+
+def test_bytes_are_those_of_the_plan(rows):
+    parameters = 4 * spec("none").model.num_parameters
+    whole = rows["none"]
+    assert whole.median("parameter_bytes") == whole.median("gradient_bytes") == parameters
+    assert whole.median("optimizer_bytes") == pytest.approx(2 * parameters, rel=1e-3)
+    assert rows["zero1"].median("optimizer_bytes") == pytest.approx(parameters, rel=0.1)
+    assert sum(rows["zero1"].series["rank_optimizer_bytes"]) == pytest.approx(2 * parameters, rel=1e-3)
+    for wrapper in ("zero3", "torch-fsdp"):
+        for part in ("parameter", "gradient"):
+            assert rows[wrapper].median(f"{part}_bytes") == pytest.approx(parameters / 2, rel=0.05)
+    assert rows["naive"].median("sent_bytes") == parameters  # 2(N−1)/N of it at N = 2
+    assert rows["none"].median("sent_bytes") == 0
+
+
+def test_options_that_a_wrapper_ignores_make_no_rows():
+    rows = {spec("naive", bucket_mb=mb).without_idle_options() for mb in (1, 5)}
+    assert len(rows) == 1
+    assert len({spec("bucketed", bucket_mb=mb).without_idle_options() for mb in (1, 5)}) == 2
+
+
+def test_the_command_line(stepgauge, tmp_path):
+    shape = ["--size", "nano", "--context", "16", "--batch", "2", "--steps", "1", "--warmup", "1", "--device", "cpu"]
+    status, out, err = stepgauge("bench", "data-parallel", *shape, "--wrapper", "flat", "--out", tmp_path)
+    assert status == 0, err
+    assert "flat" in out
+    status, _, err = stepgauge("bench", "data-parallel", *shape, "--wrapper", "fsdp")
+    assert status == 2
+    assert "wrapper is 'fsdp'; choose one of none, naive" in err
+    status, _, err = stepgauge("bench", "data-parallel", *shape, "--backend", "nccl")
+    assert (status, "backend is 'nccl', which moves GPU tensors only" in err) == (2, True)
+
+
+def test_every_wrapper_has_an_implementation():
+    from stepgauge.parallel import wrappers
+
+    assert set(wrappers.WRAPPERS) == set(WRAPPERS)
+    assert {field.name for field in dataclasses.fields(DataParallelSpec)} >= {"wrapper", "bucket_mb", "ranks"}
