@@ -50,6 +50,7 @@ class RankFigures:
     silent: list[float]
     communication: list[float]
     bytes: dict[str, int]
+    plan: dict[str, int]
     overlap: dict[str, float]
     lanes: dict[str, list[float]]
 
@@ -86,7 +87,13 @@ def _measure(spec: DataParallelSpec) -> RankFigures:
         measured, lanes = _overlap(phases, device) if spec.trace else ({}, {})
         silent, communication = _without_and_alone(step, phases, device, spec.steps)
     return RankFigures(
-        phases=times, silent=silent, communication=communication, bytes=kept, overlap=measured, lanes=lanes
+        phases=times,
+        silent=silent,
+        communication=communication,
+        bytes=kept,
+        plan=_plan(step),
+        overlap=measured,
+        lanes=lanes,
     )
 
 
@@ -127,6 +134,12 @@ def make_phases(step: TrainingStep, batch: list[torch.Tensor]) -> dict[str, Call
 def run_once(phases: dict[str, Callable[[], None]]) -> None:
     for phase in phases.values():
         phase()
+
+
+def _plan(step: TrainingStep) -> dict[str, int]:
+    """Number of buckets and bytes of the last one, where there is a plan that we know."""
+    buckets = getattr(step.parallel.module, "buckets", ())
+    return {"buckets": len(buckets), "tail_bytes": buckets[-1].bytes} if buckets else {}
 
 
 def _footprint(
@@ -172,7 +185,7 @@ def _overlap(
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
     """The overlap of two profiled steps, and when each lane of the second was busy, in ms from its start."""
     with tempfile.TemporaryDirectory() as folder:
-        (path,) = profile_phases(phases, device, Path(folder), schedule=Schedule(wait=0, warmup=1, active=2))
+        (path,), _ = profile_phases(phases, device, Path(folder), schedule=Schedule(wait=0, warmup=1, active=2))
         trace = load(path)
     found = overlap(trace)
     if found is None:
@@ -229,7 +242,8 @@ def _communication(spec: DataParallelSpec, ranks: list[RankFigures], step_ms: fl
         metrics["traced_exposed_us"] = Sample.of((rank.overlap["exposed"] for rank in ranks), "us")
         metrics["traced_communication_us"] = Sample.of((rank.overlap["communication"] for rank in ranks), "us")
     sent = _sent_bytes(spec)
-    return {**metrics, "sent_bytes": Sample.exact(sent, "bytes")}
+    plan = {n: Sample.exact(value, "bytes" if n == "tail_bytes" else "") for n, value in ranks[0].plan.items()}
+    return {**metrics, **plan, "sent_bytes": Sample.exact(sent, "bytes")}
 
 
 def _sent_bytes(spec: DataParallelSpec) -> float:

@@ -15,7 +15,9 @@ LABELS = {"median": "", "range": " p10 – p90"}
 # Spec fields that name a row even where all rows share them.
 ALWAYS = ("size", "wrapper", "precision", "compile")
 # Spec fields that name a row in few words.
-NAMING = ("wrapper", "precision", "dtype", "passes", "op", "schedule", "algorithm", "backend", "timing", "ranks", "gpus")
+NAMING = (
+    *("wrapper", "precision", "dtype", "passes", "op", "schedule", "algorithm", "backend", "timing", "ranks", "gpus"),
+)
 
 
 @dataclasses.dataclass(frozen=True)

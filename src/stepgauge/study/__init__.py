@@ -8,6 +8,7 @@ from stepgauge.study import (
     broadcast,
     collectives,
     compilation,
+    data_parallel,
     fused_step,
     memory,
     norm_layers,
@@ -29,6 +30,7 @@ EXPERIMENTS = (
     fused_step.EXPERIMENT,
     memory.EXPERIMENT,
     collectives.EXPERIMENT,
+    data_parallel.EXPERIMENT,
     broadcast.EXPERIMENT,
     training.EXPERIMENT,
 )

@@ -1,0 +1,177 @@
+"""E9 and E10: what training on several ranks costs a step, by wrapper and bucket size."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepgauge.bench.data_parallel import JOB
+from stepgauge.bench.sweep import Job
+from stepgauge.report.figure import grouped_bars, lines
+from stepgauge.report.lanes import overlap_lanes
+from stepgauge.report.page import Block, Plot, Text
+from stepgauge.report.table import Table
+from stepgauge.report.views import number, record_table
+from stepgauge.spec.data_parallel import WRAPPERS, DataParallelSpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.record import Record
+from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.plans import S1, sizes
+from stepgauge.study.published import SOURCES
+
+BUCKETS_MB = (1.0, 5.0, 10.0, 50.0, 100.0, 500.0)
+CPU_BUCKETS_MB = (0.05, 0.2, 0.5, 1.0, 5.0)
+TRACED = ("naive", "overlapped")
+
+# S1, 2 GPUs: (total s, of it all-reduce s) of a step, naive and overlapped per parameter.
+_S1: dict[str, dict[str, tuple[float, float]]] = {
+    "naive": {
+        "small": (0.076, 0.024),
+        "medium": (0.173, 0.072),
+        "large": (0.341, 0.155),
+        "xl": (0.633, 0.309),
+        "2.7b": (0.956, 0.506),
+    },
+    "overlapped": {
+        "small": (0.066, 0.0003),
+        "medium": (0.139, 0.0006),
+        "large": (0.270, 0.001),
+        "xl": (0.519, 0.001),
+        "2.7b": (0.793, 0.001),
+    },
+}
+
+
+def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+    shown = [size for size in sizes(machine) if size != "10b"] if machine.is_gpu else ["tiny"]
+    wrappers = [wrapper for wrapper in WRAPPERS if machine.is_gpu or not wrapper.startswith("torch")]
+    rows = [_spec(machine, s, wrapper=w, trace=w in TRACED) for s in shown for w in wrappers]
+    sweep = [_spec(machine, shown[-1], bucket_mb=mb) for mb in (BUCKETS_MB if machine.is_gpu else CPU_BUCKETS_MB)]
+    return [Job(JOB, spec) for spec in dict.fromkeys([*rows, *sweep])]
+
+
+def _spec(machine: Machine, size: str, **fields: Any) -> DataParallelSpec:
+    batch, context = S1 if machine.is_gpu else (2, 64)
+    model = ModelSpec.preset(size, context_length=context)
+    counts = {"warmup": 5, "steps": 10} if machine.is_gpu else {"warmup": 2, "steps": 4}
+    spec = DataParallelSpec(
+        **{**counts, "model": model, "size": size, "batch": batch, "device": _kind(machine), **fields}
+    )
+    return spec.without_idle_options()
+
+
+def _kind(machine: Machine) -> str:
+    return "cuda" if machine.is_gpu else "cpu"
+
+
+def needs(machine: Machine) -> str | None:
+    return "needs two GPUs" if machine.is_gpu and machine.gpus < 2 else None
+
+
+def blocks(records: Sequence[Record]) -> Sequence[Block]:
+    good = [record for record in records if record.status == "ok"]
+    names = list(dict.fromkeys(str(record.spec["size"]) for record in good))
+    drawn = ("none", "naive", "overlapped", "bucketed", "zero3", "torch-ddp")
+    steps = {(r.spec["size"], r.spec["wrapper"]): r.median("step_ms") for r in good}
+    bars = {w: [steps.get((n, w)) for n in names] for w in drawn if any(wrapper == w for _, wrapper in steps)}
+    shown: list[Block] = [Plot(grouped_bars(names, bars, unit="ms a step (median, slowest rank)"), "Step by wrapper.")]
+    traced = [(str(r.spec["wrapper"]), r) for r in good if r.series.get("communication_start_ms")]
+    last = [(wrapper, record) for wrapper, record in traced if record.spec["size"] == names[-1]]
+    if last:
+        caption = f"A traced step of {names[-1]}: communication beside computation, one wrapper above the other."
+        shown.append(Plot(overlap_lanes(last), caption))
+    return [*shown, record_table(records), *overhead_blocks(good), _beside(good)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Overhead:
+    """step = base + tail / rate + per_bucket · buckets: with overlap only the last bucket and the calls remain.
+
+    The tail of plans of size b over S bytes is b at most and the calls are S / b, so that the step is shortest at
+    b = sqrt(per_bucket · rate · S).
+    """
+
+    base_ms: float
+    ms_per_byte: float
+    per_bucket_ms: float
+
+    @classmethod
+    def fitted(cls, buckets: Sequence[float], tails: Sequence[float], steps_ms: Sequence[float]) -> "Overhead":
+        """Least squares over a sweep of at least three plans."""
+        design = np.stack([np.ones(len(buckets)), np.asarray(tails), np.asarray(buckets)], axis=1)
+        scale = design.max(axis=0)
+        base, per_byte, per_bucket = np.linalg.lstsq(design / scale, np.asarray(steps_ms), rcond=None)[0] / scale
+        return cls(float(base), float(per_byte), float(per_bucket))
+
+    def step_ms(self, buckets: float, tail_bytes: float) -> float:
+        return self.base_ms + self.ms_per_byte * tail_bytes + self.per_bucket_ms * buckets
+
+
+def overhead_blocks(records: Sequence[Record]) -> list[Block]:
+    """The model fitted to the bucket sweep, beside what was measured."""
+    sweep = [r for r in records if r.spec["wrapper"] == "bucketed"]
+    largest = [r for r in sweep if r.spec["size"] == sweep[-1].spec["size"]] if sweep else []
+    rows = sorted(largest, key=lambda r: float(r.spec["bucket_mb"]))
+    if len(rows) < 4:
+        return []
+    measured = [r.metrics["step_ms"].median for r in rows]
+    buckets, tails = ([r.metrics[name].median for r in rows] for name in ("buckets", "tail_bytes"))
+    model = Overhead.fitted(buckets, tails, measured)
+    predicted = [model.step_ms(n, tail) for n, tail in zip(buckets, tails, strict=True)]
+    megabytes = [float(r.spec["bucket_mb"]) for r in rows]
+    best, expected = (megabytes[int(np.argmin(values))] for values in (measured, predicted))
+    curves = {"measured": (megabytes, measured), "model": (megabytes, predicted)}
+    table = Table(
+        ["bucket MB", "buckets", "last bucket MB", "measured ms", "model ms"],
+        [
+            [f"{mb:g}", number(n), number(tail / 1e6), number(ms), number(fit)]
+            for mb, n, tail, ms, fit in zip(megabytes, buckets, tails, measured, predicted, strict=True)
+        ],
+        numeric=frozenset(["bucket MB", "buckets", "last bucket MB", "measured ms", "model ms"]),
+        caption="Bucket sweep and the fitted model.",
+    )
+    text = (
+        f"step = {number(model.base_ms)} ms + {model.ms_per_byte * 1e6:.4f} ms an MB of the last bucket "
+        f"+ {model.per_bucket_ms * 1e3:.1f} µs a bucket, by least squares. Of the sizes measured the model has its "
+        f"optimum at {expected:g} MB, the measurement at {best:g} MB."
+    )
+    return [
+        Plot(lines(curves, x="bucket MB", y="ms a step", dots=("measured",)), "Step by bucket size."),
+        Text(text),
+        table,
+    ]
+
+
+def _beside(records: Sequence[Record]) -> Table:
+    """S1's steps beside ours of the same wrapper and size."""
+    rows = []
+    for wrapper, of_sizes in _S1.items():
+        for size, (total, communication) in of_sizes.items():
+            ours = next((r for r in records if (r.spec["wrapper"], r.spec["size"]) == (wrapper, size)), None)
+            figures = [number(ours.median(name) if ours else None) for name in ("step_ms", "exposed_ms")]
+            rows.append([wrapper, size, *figures, number(total * 1e3), number(communication * 1e3), "S1"])
+    head = ["wrapper", "size", "ours ms", "ours exposed ms", "published ms", "published all-reduce ms", "source"]
+    return Table(
+        head,
+        rows,
+        numeric=frozenset(head[2:6]),
+        caption=f"Beside published figures. S1: {SOURCES['S1']}, 2 GPUs.",
+        folded=not any(row[2] for row in rows),
+    )
+
+
+EXPERIMENT = Experiment(
+    name="data-parallel",
+    title="Data parallel",
+    question="What does training on two ranks cost a step, and how much of the communication is hidden?",
+    method=(
+        "One process a rank; of each step the slowest counts. Exposed communication is the step less the same step "
+        "with the collectives left out; the overlap ratio is the time in which a traced step both communicates and "
+        "computes over the time in which it communicates. Sent bytes are those of ring algorithms, not measured."
+    ),
+    jobs=jobs,
+    blocks=blocks,
+    needs=needs,
+)
