@@ -74,7 +74,8 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     good = [record for record in records if record.status == "ok"]
     names = list(dict.fromkeys(str(record.spec["size"]) for record in good))
     drawn = ("none", "naive", "overlapped", "bucketed", "zero3", "torch-ddp")
-    steps = {(r.spec["size"], r.spec["wrapper"]): r.median("step_ms") for r in good}
+    usual = DataParallelSpec.bucket_mb
+    steps = {(r.spec["size"], r.spec["wrapper"]): r.median("step_ms") for r in good if r.spec["bucket_mb"] == usual}
     bars = {w: [steps.get((n, w)) for n in names] for w in drawn if any(wrapper == w for _, wrapper in steps)}
     shown: list[Block] = [Plot(grouped_bars(names, bars, unit="ms a step (median, slowest rank)"), "Step by wrapper.")]
     traced = [(str(r.spec["wrapper"]), r) for r in good if r.series.get("communication_start_ms")]
