@@ -4,7 +4,9 @@ All checks of a world size run in one launch: starting ranks takes longer than t
 """
 
 import contextlib
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -58,6 +60,7 @@ def test_four_ranks_too():
         "one large gradient stays where it is",
         "ranks start from rank 0",
         "without communication",
+        "a wrapper that is dropped frees its weights",
         "sparse",
     ],
 )
@@ -298,6 +301,17 @@ def silent():
     require_equal(parallel.module, [p.grad for p in alone.parameters()])
 
 
+def freed():
+    for wrap in WRAPPERS.values():
+        parallel = wrap(mlp())
+        loss_of(parallel, dist.get_rank()).backward()
+        parallel.finish_gradient_synchronization()
+        weight = weakref.ref(parallel.module[0].weight)
+        del parallel
+        gc.collect()
+        assert weight() is None
+
+
 def sparse():
     parallel = NaiveDataParallel(nn.Embedding(5, 2, sparse=True))
     parallel(torch.tensor([1])).sum().backward()
@@ -319,6 +333,7 @@ CHECKS = {
     "one large gradient stays where it is": stays,
     "ranks start from rank 0": same_start,
     "without communication": silent,
+    "a wrapper that is dropped frees its weights": freed,
     "sparse": sparse,
 }
 DIFFERENT = {

@@ -135,7 +135,7 @@ def _measured_by_allocator(
     def peak_of(name: str, number: int) -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats(device)
         yield
-        if number == STEPS - 1 or name == FORWARD_ONLY:
+        if number == STEPS or name == FORWARD_ONLY:
             peaks[f"{_metric(name)}_peak_bytes"] = torch.cuda.max_memory_allocated(device) - baseline
 
     follows = follower if spec.compile == "off" else contextlib.nullcontext()

@@ -134,6 +134,7 @@ FEED_FORWARDS = {"swiglu": SwiGLU, "gelu": GELU}
 
 def rotary_tables(length: int, width: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
     """cos_TW and sin_TW of angle t · base^(-2i/W), both halves of a head alike; the first half's sine is negated."""
+    device = device or torch.get_default_device()
     # On the host, since not every accelerator has float64.
     exponent = torch.arange(0, width, 2, device="cpu", dtype=torch.float64) / width
     angle = torch.arange(length, device="cpu", dtype=torch.float64)[:, None] * ROPE_BASE**-exponent

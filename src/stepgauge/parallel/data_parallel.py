@@ -11,6 +11,7 @@ either when its last gradient is there, while backward goes on, or when backward
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -110,25 +111,32 @@ class DataParallel(nn.Module):
         return Cycle(missing=[len(bucket.names) for bucket in self.buckets])
 
     def _watch(self, name: str, index: int) -> None:
-        parameter = self._by_name[name]
+        # Autograd holds the hooks where the garbage collector does not look: through them the wrapper, and all
+        # weights, would never be freed.
+        this = weakref.ref(self)
 
         def before_accumulation(gradient: Tensor) -> None:
-            # A second backward may not add to a gradient that is on its way.
-            if name in self._cycle.arrived:
-                self.synchronize_gradients()
-                self._begun = self._synchronises
-            # Nor may a mean that its owner alone has be averaged again with what the others have since.
-            if name in self._owned_means:
-                self._owned_means.discard(name)
-                if parameter.grad is not None:
-                    self._earlier[name], parameter.grad = parameter.grad, None
+            if (wrapper := this()) is not None:
+                wrapper._make_way(name)
 
         def after_accumulation(parameter: Tensor) -> None:
-            if self._synchronises:
-                self._arrive(name, index)
+            if (wrapper := this()) is not None and wrapper._synchronises:
+                wrapper._arrive(name, index)
 
-        parameter.register_hook(before_accumulation)
-        parameter.register_post_accumulate_grad_hook(after_accumulation)
+        self._by_name[name].register_hook(before_accumulation)
+        self._by_name[name].register_post_accumulate_grad_hook(after_accumulation)
+
+    def _make_way(self, name: str) -> None:
+        """What autograd is about to add must not meet a gradient that is on its way or is a mean."""
+        if name in self._cycle.arrived:
+            self.synchronize_gradients()
+            self._begun = self._synchronises
+        # A mean that its owner alone has may not be averaged again with what the others have since.
+        if name in self._owned_means:
+            self._owned_means.discard(name)
+            parameter = self._by_name[name]
+            if parameter.grad is not None:
+                self._earlier[name], parameter.grad = parameter.grad, None
 
     def _arrive(self, name: str, index: int) -> None:
         cycle = self._cycle

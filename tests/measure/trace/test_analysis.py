@@ -86,6 +86,30 @@ def test_why_the_device_stood_still(trace, tmp_path):
     assert gaps[SYNCHRONISED] == pytest.approx(32)
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_idle_time_until_a_phase_ends_on_the_host_is_that_phases(trace, tmp_path, recorded):
+    with trace.range("ProfilerStep#0"):
+        with trace.range("forward"):
+            trace.launch("void gemm_a()", 50)  # from 1002 to 1052
+            trace.now = 1300.0
+        trace.now = 1310.0
+        if recorded:
+            with trace.call("cudaEventRecord", "cuda_runtime"):
+                trace.now = 1320.0
+        trace.now = 1400.0
+        with trace.range("backward"):
+            trace.launch("void gemm_b()", 50)  # from 1402 to 1452
+    found = analyse(trace.write(tmp_path / "t.json"))
+    end = 1320 if recorded else 1300
+    assert found.phases_us["forward"] == [pytest.approx(end - 1000)]
+    assert found.phases_us["backward"] == [pytest.approx(1452 - end)]
+    assert {row.phase: row.us for row in found.idle} == {
+        "forward": pytest.approx(2 + end - 1052),
+        "backward": pytest.approx(1402 - end),
+    }
+    assert {cell.name: cell.calls for cell in found.cells} == {"gemm_a": 1, "gemm_b": 1}
+
+
 def test_overlap_is_hidden_over_communication(trace, gpu_step, tmp_path):
     gpu_step(trace)
     found = overlap(load(trace.write(tmp_path / "t.json")))

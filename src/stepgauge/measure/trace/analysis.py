@@ -71,20 +71,21 @@ class _Tally:
         self._ranges: dict[str, str] = {}
 
     def add(self, moment: Moment) -> None:
-        work, gap, busy, reason = moment
-        self._add_cell(work, gap, busy)
-        self.paths[work.path] += work.us
+        work, gap, busy, reason, new = moment
+        self._add_cell(work, gap, busy, new)
+        if new:
+            self.paths[work.path] += work.us
         self._spans.setdefault(work.phase, [0.0] * len(self.trace.steps))[work.step] += gap + busy
         if reason:
             entry = self.idle.setdefault((reason, work.phase), [0, 0.0])
             entry[0] += 1
             entry[1] += gap
-        if work.step == len(self.trace.steps) - 1:
+        if new and work.step == len(self.trace.steps) - 1:
             self._last[work.kind].append((work.start, work.end))
             mark = self._marks.setdefault(work.phase, [work.start - gap, work.end])
             mark[:] = [min(mark[0], work.start), max(mark[1], work.end)]
 
-    def _add_cell(self, work: Work, gap: float, busy: float) -> None:
+    def _add_cell(self, work: Work, gap: float, busy: float, new: bool) -> None:
         part = self._ranges.get(work.range)
         if part is None:
             part = self._ranges[work.range] = repeated(work.range)
@@ -92,10 +93,12 @@ class _Tally:
         sums = self.cells.get(key)
         if sums is None:
             sums = self.cells[key] = dict.fromkeys(("calls", "us", "busy_us", "idle_us", "flops", "bytes"), 0)
-        sums["calls"] += work.calls
-        sums["us"] += work.us
         sums["busy_us"] += busy
         sums["idle_us"] += gap
+        if not new:
+            return
+        sums["calls"] += work.calls
+        sums["us"] += work.us
         if work.shapes is None or work.kind == "host":
             return
         operation = (work.operation, work.shapes)
