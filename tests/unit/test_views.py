@@ -112,4 +112,4 @@ def test_an_ambiguous_or_unknown_field_is_refused(record):
 def test_a_row_that_only_one_run_could_measure_is_named(record):
     found = compare([record()], [record(status="oom", note="memory ran out")])
     assert found.found == []
-    assert found.alone == ["step small fp32 batch 4 × 512: OOM in B (memory ran out)"]
+    assert found.alone == ["step small batch 4 × 512 fp32: OOM in B (memory ran out)"]

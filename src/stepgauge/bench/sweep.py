@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from stepgauge import bench
 from stepgauge.bench.ranks import OnRanks, RankProcesses
 from stepgauge.measure import isolate
 from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
@@ -19,9 +21,7 @@ from stepgauge.parallel.launch import RankError
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 
-isolate.preload(
-    *(f"stepgauge.bench.{name}" for name in ("step", "train", "profile", "memory", "kernels.contest", "op"))
-)
+isolate.preload(*(f"{bench.__name__}.{module.name}" for module in pkgutil.iter_modules(bench.__path__)))
 FAILURES = "failures.log"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stepgauge.report.table import Table
+from stepgauge.spec.fields import words
 from stepgauge.spec.kinds import SPECS
 from stepgauge.spec.record import Record, Sample
 
@@ -14,10 +15,6 @@ SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
 LABELS = {"median": "", "range": " p10 – p90"}
 # Spec fields that name a row even where all rows share them.
 ALWAYS = ("size", "wrapper", "precision", "compile")
-# Spec fields that name a row in few words.
-NAMING = (
-    *("wrapper", "precision", "dtype", "passes", "op", "schedule", "algorithm", "backend", "timing", "ranks", "gpus"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,20 +180,13 @@ def compare(first: Iterable[Record], second: Iterable[Record], *, ignoring: Sequ
 
 def describe(record: Record) -> str:
     """What was run, in a few words."""
-    spec = flatten(record.spec)
-    named = "own" if spec.get("own") else "size"
-    shape = getattr(SPECS.get(record.kind), "shape", ())
-    words = [" × ".join(str(spec[name]) for name in shape)] if shape else []
-    words += [str(spec[name]) for name in (named, *NAMING) if name in spec]
-    if "size_bytes" in spec:
-        words.append(f"{spec['size_bytes']:,} B")
-    if spec.get("compile", "off") != "off":
-        words.append(f"compiled ({spec['compile']})")
-    if spec.get("checkpointing", "none") != "none":
-        words.append(f"checkpointing {spec['checkpointing']} {spec['checkpoint_blocks']}")
-    if named == "size" and "batch" in spec and "context_length" in spec:
-        words.append(f"batch {spec['batch']} × {spec['context_length']}")
-    return " ".join([record.kind, *words])
+    spec, declared = flatten(record.spec), SPECS.get(record.kind)
+    if declared is None:
+        return record.kind
+    shape = getattr(declared, "shape", ())  # of an operation
+    sizes = [" × ".join(str(spec[name]) for name in shape)] if shape else []
+    presets = ("size", "batch") if spec.get("own") else ()  # an own model has neither
+    return " ".join([record.kind, *sizes, *words(declared, spec, leaving_out=presets)])
 
 
 def _by_pair_key(records: Sequence[Record], ignoring: Sequence[str]) -> dict[tuple[Any, ...], Record]:

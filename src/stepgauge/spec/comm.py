@@ -55,19 +55,36 @@ class CommSpec:
 
     kind: ClassVar[str] = "comm"
 
-    op: str = option("all_reduce", "the collective", choices=OPS)
-    backend: str = option("gloo", "who moves the bytes; gloo takes CPU and GPU tensors", choices=("gloo", "nccl"))
-    algorithm: str = option("library", "the backend's own, or our ring of sends over it", choices=("library", "ring"))
-    size_bytes: int = option(
-        1 << 20, "bytes of the whole operation; 512K, 1M, 1G are powers of 1024", least=0, most=1 << 40, flag="size"
+    op: str = option("all_reduce", "the collective", choices=OPS, word="{op}")
+    backend: str = option(
+        "gloo", "who moves the bytes; gloo takes CPU and GPU tensors", choices=("gloo", "nccl"), word="{backend}"
     )
-    ranks: int = option(2, "processes", least=1, most=4096)
-    nodes: int = option(1, "machines that they are spread over; set by torchrun", least=1, most=4096)
+    algorithm: str = option(
+        "library",
+        "the backend's own, or our ring of sends over it",
+        choices=("library", "ring"),
+        word="{algorithm}",
+        quiet="library",
+    )
+    size_bytes: int = option(
+        1 << 20,
+        "bytes of the whole operation; 512K, 1M, 1G are powers of 1024",
+        least=0,
+        most=1 << 40,
+        flag="size",
+        word="{size_bytes:,} B",
+    )
+    ranks: int = option(2, "processes", least=1, most=4096, word="{ranks} ranks")
+    nodes: int = option(
+        1, "machines that they are spread over; set by torchrun", least=1, most=4096, word="{nodes} nodes", quiet=1
+    )
     dtype: str = option("float32", "element type", choices=DTYPE_BYTES)
     timing: str = option(
         "pipelined",
         "pipelined: one after another without waiting; blocking: wait after each; graph: replayed as a CUDA graph",
         choices=("pipelined", "blocking", "graph"),
+        word="{timing}",
+        quiet="pipelined",
     )
     iterations: int = option(
         20, "operations in a timed batch (of one, where blocking)", least=1, most=1_000_000, short="n"

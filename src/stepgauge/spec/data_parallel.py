@@ -40,15 +40,35 @@ class DataParallelSpec:
     kind: ClassVar[str] = "data-parallel"
 
     model: ModelSpec
-    size: str = option("custom", "preset that the model spec starts from")
-    wrapper: str = option("bucketed", "how training is spread; none: each rank trains alone", choices=WRAPPERS)
-    bucket_mb: float = option(25.0, "largest bucket of gradients, in MB of 10^6 bytes", least=0.0, most=1e6)
-    ranks: int = option(2, "processes, each with a device of its own", least=1, most=100_000)
+    size: str = option("custom", "preset that the model spec starts from", word="{size}")
+    wrapper: str = option(
+        "bucketed", "how training is spread; none: each rank trains alone", choices=WRAPPERS, word="{wrapper}"
+    )
+    bucket_mb: float = option(
+        25.0,
+        "largest bucket of gradients, in MB of 10^6 bytes",
+        least=0.0,
+        most=1e6,
+        word="buckets of {bucket_mb:g} MB",
+        quiet=25.0,
+    )
+    ranks: int = option(2, "processes, each with a device of its own", least=1, most=100_000, word="{ranks} ranks")
     backend: str = option("auto", "auto is nccl on GPUs, gloo on CPUs", choices=("auto", *BACKENDS))
-    max_ctas: int = option(0, "most thread blocks of NCCL, at high priority; 0: as NCCL does", least=0, most=64)
-    batch: int = option(4, "sequences a rank", least=1, most=1_000_000)
-    precision: str = option("fp32", "as in bench step; fully sharded wrappers also send it", choices=PRECISIONS)
-    compile: str = option("off", "as in bench step", choices=COMPILE_MODES, bare="on")
+    max_ctas: int = option(
+        0,
+        "most thread blocks of NCCL, at high priority; 0: as NCCL does",
+        least=0,
+        most=64,
+        word="{max_ctas} thread blocks",
+        quiet=0,
+    )
+    batch: int = option(4, "sequences a rank", least=1, most=1_000_000, word="batch {batch} × {context_length}")
+    precision: str = option(
+        "fp32", "as in bench step; fully sharded wrappers also send it", choices=PRECISIONS, word="{precision}"
+    )
+    compile: str = option(
+        "off", "as in bench step", choices=COMPILE_MODES, bare="on", word="compiled ({compile})", quiet="off"
+    )
     optimizer: str = option("adamw", "as in bench step", choices=OPTIMIZERS)
     checkpointing: str = option("none", "as in bench step", choices=CHECKPOINTING)
     checkpoint_blocks: int = option(1, "as in bench step", least=1, most=10_000)

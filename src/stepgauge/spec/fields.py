@@ -5,7 +5,7 @@ A field is declared once, here a spec's field; the command line, the validation 
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -19,16 +19,29 @@ def option(
     flag: str | None = None,
     short: str | None = None,
     bare: Any = None,
+    word: str = "",
+    quiet: Any = None,
 ) -> Any:
     """A dataclass field with a help text and the values that it accepts (`least` and `most` inclusive).
 
     flag  its name on the command line, where that differs from the field's
     short its one-letter name
     bare  what the flag alone, without a value, stands for
+    word  how it names a row in few words, a format of the spec's fields; nothing is said where the value is `quiet`
     """
     limits = {"choices": tuple(choices) if choices else None, "least": least, "most": most}
-    names = {"flag": flag, "short": short}
+    names = {"flag": flag, "short": short, "word": word, "quiet": quiet}
     return dataclasses.field(default=default, metadata={"help": help, "bare": bare, **names, **limits})
+
+
+def words(declared: type, values: Mapping[str, Any], *, leaving_out: Iterable[str] = ()) -> list[str]:
+    """What names a row in few words, by the `word` of each field of the spec that has one; values by field name."""
+    named = [field for field in dataclasses.fields(declared) if field.metadata.get("word")]
+    return [
+        field.metadata["word"].format(**values)
+        for field in named
+        if field.name in values and field.name not in leaving_out and values[field.name] != field.metadata["quiet"]
+    ]
 
 
 def check(spec: Any) -> None:

@@ -20,9 +20,12 @@ class KernelSpec:
     shape: ClassVar[tuple[str, ...]]
     passes_offered: ClassVar[tuple[str, ...]] = PASSES
 
-    dtype: str = option("bf16", "type of the tensors", choices=DTYPES)
+    dtype: str = option("bf16", "type of the tensors", choices=DTYPES, word="{dtype}")
     passes: str = option(
-        "both", "forward without gradients, backward alone, or both in turn; a grid has its own", choices=PASSES
+        "both",
+        "forward without gradients, backward alone, or both in turn; a grid has its own",
+        choices=PASSES,
+        word="{passes}",
     )
     peers: str = option(AUTO, "names of what stands beside ours")
     seconds: float = option(0.2, "of timing for each implementation", least=0.0, most=3600.0)
@@ -62,7 +65,7 @@ class AttentionSpec(KernelSpec):
     heads: int = option(16, "heads", least=1, most=100_000)
     sequence: int = option(512, "positions of a sequence", least=1, most=16_777_216)
     width: int = option(64, "width of a head", least=1, most=256)
-    causal: bool = option(True, "each position sees itself and those before it", bare=True)
+    causal: bool = option(True, "each position sees itself and those before it", bare=True, word="full", quiet=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

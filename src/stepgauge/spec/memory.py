@@ -16,9 +16,14 @@ class MemorySpec(WorkSpec):
 
     kind: ClassVar[str] = "memory"
 
-    own: str = option("", "your own model as FILE.py:factory, which returns (module, batch)")
+    own: str = option("", "your own model as FILE.py:factory, which returns (module, batch)", word="{own}", quiet="")
     predict: str = option(
-        "no", "run nothing, predict for that device; sm80 is A100, sm90 H100", choices=PREDICTIONS, bare="sm90"
+        "no",
+        "run nothing, predict for that device; sm80 is A100, sm90 H100",
+        choices=PREDICTIONS,
+        bare="sm90",
+        word="predicted for {predict}",
+        quiet="no",
     )
 
     def __post_init__(self) -> None:

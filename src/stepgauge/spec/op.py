@@ -16,7 +16,7 @@ class OpSpec:
     kind: ClassVar[str] = "op"
 
     file: str
-    function: str
+    function: str = dataclasses.field(metadata={"word": "{file}:{function}", "quiet": None})
     content: str
     tolerance: float = option(0.0, "largest relative error called right; 0: by the result's type", least=0.0, most=1.0)
     seconds: float = option(0.5, "of timing", least=0.0, most=3600.0)

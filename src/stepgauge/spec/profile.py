@@ -13,7 +13,7 @@ class ProfileSpec(StepSpec):
 
     kind: ClassVar[str] = "profile"
 
-    own: str = option("", "your own model as FILE.py:factory, which returns (module, batch)")
+    own: str = option("", "your own model as FILE.py:factory, which returns (module, batch)", word="{own}", quiet="")
     wait: int = option(1, "steps that pass before the profiler warms up", least=0, most=100_000)
     profiler_warmup: int = option(2, "steps in which the profiler warms up, discarded", least=0, most=1000)
     active: int = option(3, "recorded steps", least=1, most=1000)

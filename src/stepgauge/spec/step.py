@@ -21,17 +21,29 @@ class WorkSpec:
     """What a training step does. The sequence length is the model's context_length."""
 
     model: ModelSpec
-    size: str = option("custom", "preset that the model spec starts from")
-    batch: int = option(4, "sequences in a batch", least=1, most=1_000_000)
+    size: str = option("custom", "preset that the model spec starts from", word="{size}")
+    batch: int = option(4, "sequences in a batch", least=1, most=1_000_000, word="batch {batch} × {context_length}")
     precision: str = option(
         "fp32",
         "bf16 and fp16 are autocast, fp16 with loss scaling; bf16-pure has bf16 parameters",
         choices=PRECISIONS,
+        word="{precision}",
     )
-    compile: str = option("off", "torch.compile; on: the whole model", choices=COMPILE_MODES, bare="on")
+    compile: str = option(
+        "off",
+        "torch.compile; on: the whole model",
+        choices=COMPILE_MODES,
+        bare="on",
+        word="compiled ({compile})",
+        quiet="off",
+    )
     optimizer: str = option("adamw", "adamw is torch's fused one, fused is ours", choices=OPTIMIZERS)
     checkpointing: str = option(
-        "none", "what backward computes again; selective keeps products and attention", choices=CHECKPOINTING
+        "none",
+        "what backward computes again; selective keeps products and attention",
+        choices=CHECKPOINTING,
+        word="checkpointing {checkpointing} {checkpoint_blocks}",
+        quiet="none",
     )
     checkpoint_blocks: int = option(1, "blocks that are computed again together", least=1, most=10_000)
     phases: str = option(

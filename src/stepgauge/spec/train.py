@@ -21,14 +21,18 @@ class TrainSpec:
     kind: ClassVar[str] = "train"
 
     model: ModelSpec
-    size: str = option("custom", "preset that the model spec starts from")
+    size: str = option("custom", "preset that the model spec starts from", word="{size}")
     corpus: str = option(DEFAULT_CORPUS, "text file or folder; stdlib is Python's own library's source")
     tokenizer: str = option("bytes", "bytes, or a BPE trained on the corpus", choices=("bytes", "bpe"))
     steps: int = option(200, "optimizer steps", least=1, most=1_000_000_000)
-    batch: int = option(8, "sequences a micro-batch, of all ranks", least=1, most=1_000_000)
+    batch: int = option(
+        8, "sequences a micro-batch, of all ranks", least=1, most=1_000_000, word="batch {batch} × {context_length}"
+    )
     accumulation: int = option(1, "micro-batches a step", least=1, most=1_000_000)
-    precision: str = option("fp32", "as in bench step", choices=PRECISIONS)
-    compile: str = option("off", "as in bench step", choices=COMPILE_MODES, bare="on")
+    precision: str = option("fp32", "as in bench step", choices=PRECISIONS, word="{precision}")
+    compile: str = option(
+        "off", "as in bench step", choices=COMPILE_MODES, bare="on", word="compiled ({compile})", quiet="off"
+    )
     optimizer: str = option("adamw", "as in bench step", choices=OPTIMIZERS)
     checkpointing: str = option("none", "as in bench step", choices=CHECKPOINTING)
     checkpoint_blocks: int = option(1, "as in bench step", least=1, most=10_000)
@@ -43,8 +47,12 @@ class TrainSpec:
     evaluate_windows: int = option(64, "held-out sequences that are evaluated", least=1, most=1_000_000)
     checkpoint_every: int = option(50, "steps between checkpoints", least=1)
     keep: int = option(2, "checkpoints that are kept", least=1)
-    data_parallel: str = option("none", "how training is spread over ranks", choices=TRAINING_WRAPPERS)
-    ranks: int = option(1, "processes, each with a device of its own", least=1, most=100_000)
+    data_parallel: str = option(
+        "none", "how training is spread over ranks", choices=TRAINING_WRAPPERS, word="{data_parallel}", quiet="none"
+    )
+    ranks: int = option(
+        1, "processes, each with a device of its own", least=1, most=100_000, word="{ranks} ranks", quiet=1
+    )
     bucket_mb: float = option(25.0, "largest bucket of gradients, in MB of 10^6 bytes", least=0.0, most=1e6)
     device: str = option("cpu", "as in bench step; of several ranks cuda is each one's own")
     seed: int = option(0, "of weights and batches", least=0, most=2**63 - 1)
