@@ -1,7 +1,6 @@
 """Collectives as nccl-tests prints them, their fits, and plots of both."""
 
 import dataclasses
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +9,8 @@ from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
 from stepgauge.report.views import number
 from stepgauge.spec.comm import OPS, CommSpec
-from stepgauge.spec.links import NOISE, Link, link
-from stepgauge.spec.record import Record
+from stepgauge.spec.links import NOISE, Link, Point, link
+from stepgauge.spec.record import Record, Sample
 
 FIXED = ("op", "backend", "algorithm", "ranks", "nodes", "dtype", "timing", "device")
 MEGABYTE = 1 << 20
@@ -53,6 +52,11 @@ def _who(spec: CommSpec) -> str:
     return (f"ring over {over}" if spec.algorithm == "ring" else over) + nodes
 
 
+def _how(spec: CommSpec) -> str:
+    """Who moves the bytes and, where it is not the usual clock, by which clock."""
+    return _who(spec) if spec.timing == "pipelined" else f"{_who(spec)}, {spec.timing}"
+
+
 def _wrong(record: Record) -> str:
     if record.status != "ok":
         return ""
@@ -71,18 +75,20 @@ def links(records: Sequence[Record]) -> list[Link]:
 def _link(records: Sequence[Record]) -> Link:
     last = records[-1]
     names = ("device", "torch", "cuda", "library", "hosts", "devices", "stepgauge", "commit")
-    points = {asked(record).bytes: record.metrics["time_ms"].median for record in records}
+    points = {asked(record).bytes: _point(record) for record in records}
     spec = asked(last)
-    times = [record.metrics["time_ms"] for record in records]
-    spread = statistics.median((time.p90 - time.p10) / time.median / 4 for time in times)
     return link(
-        list(points.items()),
+        list(points.values()),
         asked={name: last.spec[name] for name in FIXED},
         measured={"date": last.created, **{name: last.environment.get(name) for name in names}},
         how=f"medians of the slowest rank, {spec.timing} batches of up to {spec.iterations} operations for "
         f"{spec.seconds} s a size, {spec.warmup} untimed first",
-        noise=max(NOISE, spread),
     )
+
+
+def _point(record: Record) -> Point:
+    time: Sample = record.metrics["time_ms"]
+    return Point(asked(record).bytes, time.median, max(NOISE, (time.p90 - time.p10) / time.median / 4))
 
 
 def fit_table(fitted: Sequence[Link]) -> Table:
@@ -96,10 +102,10 @@ def fit_table(fitted: Sequence[Link]) -> Table:
             told = [_percent(e) for e in errors] if index == 0 else ["", ""]
             to = piece.to_bytes or found.range_bytes[1]
             figures = [number(piece.alpha_ms * 1e3), _rate(piece.bytes_per_s)]
-            rows.append([spec.op, _who(spec), str(spec.ranks), f"{start:,}", f"{to:,}", *figures, *told])
+            rows.append([spec.op, _how(spec), str(spec.ranks), f"{start:,}", f"{to:,}", *figures, *told])
             start = to
     head = ["op", "over", "ranks", "from B", "to B", "α µs", "1/β GB/s", "held out < 1 MiB %", "held out ≥ 1 MiB %"]
-    caption = "time = α + β·bytes; the error is the median over sizes that the fit has not seen."
+    caption = "time = α + β·bytes; the error is the median over sizes held out of the fit; blank: none was."
     return Table(head, rows, numeric=frozenset(head[2:]), caption=caption)
 
 
@@ -121,7 +127,7 @@ def prediction_table(fitted: Sequence[Link], records: Sequence[Record]) -> Table
             seen = "held out" if spec.bytes in found.held_out else "fitted"
             error = f"{100 * (predicted / measured - 1):+.2f}"
             figures = [number(measured * 1e3), number(predicted * 1e3), error]
-            rows.append([spec.op, _who(spec), str(spec.ranks), f"{spec.bytes:,}", *figures, seen])
+            rows.append([spec.op, _how(spec), str(spec.ranks), f"{spec.bytes:,}", *figures, seen])
     head = ["op", "over", "ranks", "size B", "measured µs", "predicted µs", "error %", "size was"]
     return Table(head, rows, numeric=frozenset(head[2:-1]), caption="Predicted beside measured.")
 
@@ -156,8 +162,7 @@ def _by_operation(records: Sequence[Record], metric: str) -> Curves:
     curves: dict[str, list[tuple[int, float]]] = {}
     for record in records:
         spec = asked(record)
-        timing = "" if spec.timing == "pipelined" else f", {spec.timing}"
-        curves.setdefault(f"{spec.op} {_who(spec)}{timing}", []).append((spec.bytes, record.median(metric) or 0.0))
+        curves.setdefault(f"{spec.op} {_how(spec)}", []).append((spec.bytes, record.median(metric) or 0.0))
     return {name: tuple(zip(*sorted(points), strict=True)) for name, points in curves.items()}  # type: ignore[misc]
 
 
@@ -183,4 +188,4 @@ def _fit_plot(found: Link, records: Sequence[Record]) -> Plot:
     svg = lines(curves, x="bytes", y="µs", dots=dots, joined=False, log=True)
     errors = found.held_out_error(MEGABYTE)
     told = f" Median error on held-out sizes from 1 MiB: {_percent(errors)} %." if errors is not None else ""
-    return Plot(svg, f"{spec.op} over {_who(spec)}, {spec.ranks} ranks: the fit through the measured sizes.{told}")
+    return Plot(svg, f"{spec.op} over {_how(spec)}, {spec.ranks} ranks: the fit through the measured sizes.{told}")
