@@ -37,7 +37,7 @@ def tell(message: str) -> None:
 
 def print_table(table: Table) -> None:
     """A table for the eyes: as wide as its figures are."""
-    drawn = RichTable(title=table.caption or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    drawn = RichTable(box=None, pad_edge=False, header_style="bold")
     for column in table.columns:
         if column in table.numeric:
             drawn.add_column(column.replace(" ", "\n", 1 if "p10" not in column else 2), justify="right", no_wrap=True)
@@ -46,6 +46,8 @@ def print_table(table: Table) -> None:
     for row in table.rows:
         drawn.add_row(*row)
     # Whole figures that wrap are better than figures that are cut.
+    if table.caption:  # not the table's title, which would wrap at the width of a narrow one
+        Console(highlight=False).print(table.caption, style="table.title", markup=False)
     console = Console(highlight=False, width=10_000)
     console.width = console.measure(drawn).maximum
     console.print(drawn)

@@ -65,12 +65,12 @@ def _pairs(n: int) -> list[tuple[int, int]]:
 
 _ARROWS: Mapping[str, Callable[[int], list[Arrow]]] = {
     "broadcast": lambda n: [Arrow(ROOT, j, "all") for j in range(1, n)],
-    "reduce": lambda n: [Arrow(i, ROOT, "to be added") for i in range(1, n)],
-    "all_reduce": lambda n: [Arrow(i, j, "to be added") for i, j in _pairs(n)],
+    "reduce": lambda n: [Arrow(i, ROOT, "all, to add") for i in range(1, n)],
+    "all_reduce": lambda n: [Arrow(i, j, "all, to add") for i, j in _pairs(n)],
     "gather": lambda n: [Arrow(i, ROOT, f"part {i}") for i in range(1, n)],
     "all_gather": lambda n: [Arrow(i, j, f"part {i}") for i, j in _pairs(n)],
     "scatter": lambda n: [Arrow(ROOT, j, f"part {j}") for j in range(1, n)],
-    "reduce_scatter": lambda n: [Arrow(i, j, f"part {j}, to be added") for i, j in _pairs(n)],
+    "reduce_scatter": lambda n: [Arrow(i, j, f"part {j} to add") for i, j in _pairs(n)],
     "all_to_all": lambda n: [Arrow(i, j, f"part {j}") for i, j in _pairs(n)],
     "send_recv": lambda n: [Arrow(i, (i + 1) % n, "all") for i in range(n)],
     "barrier": lambda n: [Arrow(i, j, "I am here") for i, j in _pairs(n)],

@@ -132,7 +132,7 @@ def _cost(points: Sequence[Point]) -> float:
 
 
 def _line(points: Sequence[Point]) -> Piece:
-    """Least squares with weights 1 / (ms·noise)²: each size counts by its relative error. Time never falls with size."""
+    """Least squares with weights 1 / (ms·noise)²: relative errors count. Time never falls with size."""
     weights = [1 / (point.ms * point.noise) ** 2 for point in points]
     total = sum(weights)
     mean_size = sum(w * point.bytes for w, point in zip(weights, points, strict=True)) / total
