@@ -123,7 +123,7 @@ def torchrun(tmp_path, *does, ranks=2):
         [*command, str(tmp_path / "walk.py"), str(tmp_path / "run"), *does],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
 
@@ -143,5 +143,5 @@ def test_under_torchrun_a_rank_that_dies_ends_all_and_keeps_the_rows(tmp_path):
     start = time.monotonic()
     run = torchrun(tmp_path, "a", "killed", "b")
     assert run.returncode != 0
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 100  # a collective alone would wait 120 s
     assert [r.spec["does"] for r in RunStore(tmp_path / "run").read().records] == ["a"]

@@ -87,7 +87,7 @@ def run_rank(code, **environment):
     command = [sys.executable, "-c", code]
     path = os.pathsep.join(sys.path)
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env={**os.environ, **settings, "PYTHONPATH": path}
+        command, capture_output=True, text=True, timeout=150, env={**os.environ, **settings, "PYTHONPATH": path}
     )
 
 
@@ -155,7 +155,7 @@ def test_a_parent_that_ends_leaves_no_rank_behind(tmp_path, sent):
     files = [tmp_path / f"pid{rank}" for rank in range(2)]
     assert wait_for(lambda: all(file.exists() for file in files))
     parent.send_signal(sent)
-    parent.wait(timeout=30)
+    parent.wait(timeout=90)
     assert wait_for(lambda: not any(alive(int(file.read_text())) for file in files))
 
 
@@ -167,7 +167,7 @@ def alive(process):
     return True
 
 
-def wait_for(condition, seconds=30):
+def wait_for(condition, seconds=90):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():

@@ -71,6 +71,7 @@ def fit(
     if report is not None:
         section = Section("Collectives", "What do the links give, and what does a byte cost?", comm_blocks(records))
         where = records[-1].environment
-        facts = {name: str(where.get(name)) for name in ("device", "library", "torch", "hosts")}
+        facts = {name: str(where.get(name)) for name in ("device", "library", "torch")}
+        facts["hosts"] = ", ".join(dict.fromkeys(where.get("hosts", [])))
         report.write_text(page("stepgauge comm fit", [section], facts=facts), encoding="utf-8")
         tell(f"plots: {report}")

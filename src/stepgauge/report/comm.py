@@ -141,12 +141,11 @@ def comm_blocks(records: Sequence[Record]) -> list[Block]:
     good = [record for record in records if record.status == "ok" and asked(record).bytes]
     fitted = links(good)
     shown: list[Block] = []
-    for ranks in dict.fromkeys(asked(record).ranks for record in good):
-        here = [record for record in good if asked(record).ranks == ranks]
-        curves = _by_operation(here, "busbw_gb_per_s")
-        for part in _portions(curves):
-            svg = lines(part, x="bytes", y="busbw GB/s", dots=list(part), log=True)
-            shown.append(Plot(svg, f"Bus bandwidth by size, {ranks} ranks."))
+    for ranks, how in dict.fromkeys((asked(record).ranks, _how(asked(record))) for record in good):
+        here = [record for record in good if (asked(record).ranks, _how(asked(record))) == (ranks, how)]
+        for part in _portions(_by_operation(here, "busbw_gb_per_s")):
+            svg = lines(part, x="bytes", y="busbw GB/s", dots=list(part), scales="x", in_bytes=True)
+            shown.append(Plot(svg, f"Bus bandwidth by size over {how}, {ranks} ranks."))
     plotted = fitted if len(fitted) <= MOST_FIT_PLOTS else [f for f in fitted if f.asked["op"] == "all_reduce"]
     shown += [_fit_plot(found, good) for found in plotted]
     shown.append(comm_table(records))
@@ -162,7 +161,7 @@ def _by_operation(records: Sequence[Record], metric: str) -> Curves:
     curves: dict[str, list[tuple[int, float]]] = {}
     for record in records:
         spec = asked(record)
-        curves.setdefault(f"{spec.op} {_how(spec)}", []).append((spec.bytes, record.median(metric) or 0.0))
+        curves.setdefault(spec.op, []).append((spec.bytes, record.median(metric) or 0.0))
     return {name: tuple(zip(*sorted(points), strict=True)) for name, points in curves.items()}  # type: ignore[misc]
 
 
@@ -185,7 +184,7 @@ def _fit_plot(found: Link, records: Sequence[Record]) -> Plot:
         held_out = tuple(zip(*[p for p in points if p[0] in found.held_out], strict=True))
         curves = {**curves, "measured, held out": held_out}  # type: ignore[dict-item]
     dots = ["measured, fitted", "measured, held out"]
-    svg = lines(curves, x="bytes", y="µs", dots=dots, joined=False, log=True)
+    svg = lines(curves, x="bytes", y="µs", dots=dots, joined=False, scales="xy", in_bytes=True)
     errors = found.held_out_error(MEGABYTE)
     told = f" Median error on held-out sizes from 1 MiB: {_percent(errors)} %." if errors is not None else ""
     return Plot(svg, f"{spec.op} over {_how(spec)}, {spec.ranks} ranks: the fit through the measured sizes.{told}")

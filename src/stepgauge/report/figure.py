@@ -50,6 +50,9 @@ _STYLE: Any = {
     "svg.hashsalt": "stepgauge",  # equal input gives equal bytes
 }
 
+MOST_LABELLED_BETWEEN = 3e3  # ends of a scale further apart than this get labels at powers of ten only
+LEGEND_KEY_INCHES, LETTER_INCHES = 0.6, 0.065  # of a legend's entry: its key with gaps, a letter on average
+
 Series = Mapping[str, Sequence[float | None]]
 
 
@@ -124,15 +127,15 @@ def lines(
     y: str,
     dots: Sequence[str] = (),
     joined: bool = True,
-    log: bool = False,
     height: float = 3.2,
     scales: str = "",
+    in_bytes: bool = False,
     level: tuple[str, float] | None = None,
 ) -> str:
     """A line a curve of (x values, y values); those named in `dots` get a marker a point.
 
-    Without `joined` they get no line. With `log` both axes are logarithmic and x is in bytes. `scales` names the axes
-    with a logarithmic scale of plain numbers ("x", "xy"); `level` is a limit across the plot and its name.
+    Without `joined` they get no line. `scales` names the axes with a logarithmic scale ("x", "xy"); `in_bytes` writes
+    x as 512 K, 1 M, 1 G; `level` is a limit across the plot and its name.
     """
     with canvas(7.2, height) as (axes, output):
         for (name, (xs, ys)), colour in _coloured(curves):
@@ -140,17 +143,11 @@ def lines(
             if name in dots and not joined:
                 marked["linestyle"] = "none"
             axes.plot(xs, ys, color=colour, label=name, **marked)
-        if log:
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_bytes(value)))
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-            axes.yaxis.set_minor_formatter(
-                FuncFormatter(lambda value, _: short(value) if f"{value:e}"[0] in "25" else "")
-            )
         if level:
             axes.axhline(level[1], color=FAINT, linestyle=(0, (4, 3)), linewidth=1.2, label=level[0])
         _logarithmic(axes, scales)
+        if in_bytes:
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_bytes(value)))
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         axes.margins(x=0.02)
@@ -185,7 +182,7 @@ def areas(
         axes.set_xlabel(x_label)
         axes.set_ylabel(unit)
         axes.margins(x=0)
-        _legend(axes, columns=4)
+        _legend(axes)
     return output[0]
 
 
@@ -215,6 +212,9 @@ def _logarithmic(axes: Axes, which: str) -> None:
     for axis in [getattr(axes, f"{name}axis") for name in which]:
         axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
         axis.set_minor_formatter(NullFormatter())
+    low, high = axes.get_ylim()
+    if "y" in which and high < MOST_LABELLED_BETWEEN * low:
+        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: short(value) if f"{value:e}"[0] in "25" else ""))
 
 
 def _coloured(series: Mapping[str, Any]) -> list[tuple[tuple[str, Any], str]]:
@@ -247,9 +247,12 @@ def _finish_rows(axes: Axes, labels: Sequence[str], unit: str) -> None:
     _legend(axes)
 
 
-def _legend(axes: Axes, columns: int = 6) -> None:
+def _legend(axes: Axes) -> None:
+    """Above the axes and no wider than they are: a wider one would make the plot small."""
     _, names = axes.get_legend_handles_labels()
     if len(names) > 1:
+        inches = LEGEND_KEY_INCHES + LETTER_INCHES * max(map(len, names))
+        columns = max(1, int(axes.get_window_extent().width / axes.figure.dpi / inches))
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0, handlelength=1.2)
 
 
