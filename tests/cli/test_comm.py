@@ -106,7 +106,7 @@ def test_bench_broadcast(stepgauge, tmp_path):
     assert status == 0, err
     # Without blocks one row, with blocks one a size.
     assert len(out.splitlines()) == 1 + 2 + 2 * 4
-    assert "staged,256 KB,2,1048576," in out
+    assert "staged,256 KiB,2,1048576," in out
 
 
 def test_topo(stepgauge, tmp_path):

@@ -5,10 +5,11 @@ import json
 
 import pytest
 
+from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.store import RunStore
-from stepgauge.study import EXPERIMENTS, published, step_time
+from stepgauge.study import EXPERIMENTS, collectives, published, step_time
 from stepgauge.study.experiment import Machine
 from stepgauge.study.plans import sizes
 from stepgauge.study.run import plan, remember, select, write_report
@@ -148,3 +149,13 @@ def test_the_study_runs_here(stepgauge, tmp_path):
     text = (tmp_path / "report.html").read_text()
     assert "not measured in this run" in text
     assert "warm-up 5" in text
+
+
+def test_published_gloo_stands_beside_tensors_of_the_host():
+    def row(device, ms):
+        spec = CommSpec(size_bytes=1_000_000, device=device)
+        return Record(kind="comm", spec=dataclasses.asdict(spec), metrics={"time_ms": Sample.of([ms], "ms")})
+
+    *_, beside = collectives.blocks([row("cuda", 9.0), row("cpu", 7.0)])
+    ours = [line[beside.columns.index("our ms")] for line in beside.rows if line[:2] == ["gloo", "2"]]
+    assert ours == ["7.000", "", "", ""]

@@ -41,7 +41,8 @@ def broadcast_table(records: Sequence[Record], *, statistics: Sequence[str] = ()
 
 
 def _block(record: Record) -> str:
-    return "" if record.spec["schedule"] in BLOCKLESS else short_bytes(record.spec["block_bytes"]) + "B"
+    block = record.spec["block_bytes"]
+    return "" if record.spec["schedule"] in BLOCKLESS else short_bytes(block) + ("iB" if block >= 1024 else " B")
 
 
 def broadcast_blocks(records: Sequence[Record]) -> list[Block]:
@@ -49,6 +50,8 @@ def broadcast_blocks(records: Sequence[Record]) -> list[Block]:
     good = [record for record in records if record.status == "ok"]
     if good:
         labels = [f"{r.spec['schedule']} {_block(r)}".strip() for r in good]
+        if len({r.spec["gpus"] for r in good}) > 1:
+            labels = [f"{label} to {r.spec['gpus']}" for label, r in zip(labels, good, strict=True)]
         bars = {"GB/s to each": [r.median("gb_per_s") for r in good]}
         link = number(good[0].median("host_link_gb_per_s"))
         svg = grouped_bars(labels, bars, unit="GB/s")

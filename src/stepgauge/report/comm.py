@@ -15,6 +15,7 @@ from stepgauge.spec.record import Record, Sample
 FIXED = ("op", "backend", "algorithm", "ranks", "nodes", "dtype", "timing", "device")
 MEGABYTE = 1 << 20
 MOST_FIT_PLOTS = 4
+LEAST_SIZES = 4  # of a curve; fewer are read more easily in the table
 
 
 def asked(record: Record) -> CommSpec:
@@ -162,7 +163,8 @@ def _by_operation(records: Sequence[Record], metric: str) -> Curves:
     for record in records:
         spec = asked(record)
         curves.setdefault(spec.op, []).append((spec.bytes, record.median(metric) or 0.0))
-    return {name: tuple(zip(*sorted(points), strict=True)) for name, points in curves.items()}  # type: ignore[misc]
+    long = {name: sorted(points) for name, points in curves.items() if len(points) >= LEAST_SIZES}
+    return {name: tuple(zip(*points, strict=True)) for name, points in long.items()}  # type: ignore[misc]
 
 
 def _portions(curves: Curves) -> list[Curves]:

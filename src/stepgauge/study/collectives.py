@@ -53,7 +53,8 @@ def _beside(records: Sequence[Record]) -> Table:
     """Ours of the same backend and ranks at the nearest size, both with the bandwidth, which the size moves less."""
     rows = []
     for (backend, ranks), figures in _S2.items():
-        asked = {"op": "all_reduce", "backend": backend, "ranks": ranks, "algorithm": "library", "timing": "pipelined"}
+        asked = {"op": "all_reduce", "backend": backend, "ranks": ranks, "algorithm": "library", "timing": "pipelined",
+                 "device": "cpu" if backend == "gloo" else "cuda"}  # fmt: skip
         ours = [r for r in records if r.status == "ok" and all(r.spec[k] == v for k, v in asked.items())]
         for megabytes, ms in figures.items():
             spec = CommSpec(backend=backend, ranks=ranks, device="cuda", size_bytes=megabytes * 10**6)
