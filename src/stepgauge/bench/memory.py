@@ -126,6 +126,7 @@ def _measured_by_allocator(
     spec: MemorySpec, device: torch.device, folder: Path | None
 ) -> tuple[Picture, dict[str, float]]:
     """The last step but one runs alone, for its peaks; the last is followed, for whose bytes they are."""
+    history.release_what_earlier_steps_left()
     first = history.event_count(device)
     baseline = torch.cuda.memory_allocated(device)
     follower = Follower(device, events=lambda: history.event_count(device))

@@ -270,6 +270,31 @@ def overlap_table(found: Iterable[Overlap]) -> Table:
     return Table(head, rows, numeric=frozenset(head), caption=caption)
 
 
+def ranks_table(found: Iterable[Analysis]) -> Table:
+    """One line a rank: its step, how long its device worked and stood still, and what communication cost it."""
+    rows = []
+    for place, one in enumerate(found):
+        step, busy, idle = (
+            us / one.steps / 1e3
+            for us in (
+                sum(map(sum, one.phases_us.values())),
+                sum(cell.busy_us for cell in one.cells),
+                sum(cell.idle_us for cell in one.cells),
+            )
+        )
+        o = one.overlap
+        device = [number(busy), number(idle)] if one.on_device else ["", ""]
+        shared = (
+            [number(o.communication_us / one.steps / 1e3), f"{o.ratio:.4f}", number(o.exposed_us / one.steps / 1e3)]
+            if o
+            else ["", "", ""]
+        )
+        rows.append([str(place if one.rank is None else one.rank), number(step), *device, *shared])
+    head = ["rank", "step ms", "busy ms", "idle ms", "communication ms", "overlap", "exposed ms"]
+    caption = "Ranks: means of a step; exposed is communication that no computing hides."
+    return Table(head, rows, numeric=frozenset(head), caption=caption)
+
+
 def _sums(cells: Iterable[Cell], key: Callable[[Cell], object], value: Callable[[Cell], float]) -> dict[Any, float]:
     result: dict[Any, float] = defaultdict(float)
     for cell in cells:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, print_table, progress, tell
-from stepgauge.report.profile import overlap_table, tables
+from stepgauge.report.profile import overlap_table, ranks_table, tables
 from stepgauge.report.table import Table
 
 if TYPE_CHECKING:
@@ -42,9 +42,8 @@ def trace(
     found = _analyse(files)
     shown = [table for analysis in found[:1] for table in tables(analysis)]
     if len(found) > 1:
-        tell(f"tables of {found[0].source}; overlap and report are of all {len(found)}")
-        overlaps = [analysis.overlap for analysis in found if analysis.overlap]
-        shown = [table for table in shown if not table.caption.startswith("Overlap")] + [overlap_table(overlaps)]
+        shown = [ranks_table(found), *(table for table in shown if not table.caption.startswith("Overlap"))]
+        tell(f"the first table is of all {len(found)} traces, the others of {found[0].source}; the report has all")
     _print([table for table in shown if table.rows], format)
     if out:
         for analysis, file in zip(found, files, strict=True):

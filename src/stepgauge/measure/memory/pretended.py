@@ -1,8 +1,9 @@
 """Tensors without memory on a device that need not be there.
 
-torch's fake tensors run every operator's shape rules and no kernel. On a machine without a GPU three things are missing
+torch's fake tensors run every operator's shape rules and no kernel. On a machine without a GPU four things are missing
 for fake CUDA tensors, and are added: a device for autograd (pretended.cpp), the choices that torch makes by looking at
-the GPU (which attention, whether RMSNorm is one kernel), and autocast's belief that there is CUDA.
+the GPU (which attention, whether RMSNorm is one kernel), autocast's belief that there is CUDA, and the kernels of which
+autograd wants to know that they are there.
 """
 
 import contextlib
@@ -39,6 +40,7 @@ def pretending(architecture: str) -> Iterator[torch.device]:
         if architecture != "cpu" and not torch.cuda.is_available():
             _pretend_cuda()
             _register_cuda_rules()
+            _register_missing_kernels()
             stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
             stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", lambda *_: True))
             attend = _attention_of(architecture)
@@ -47,6 +49,26 @@ def pretending(architecture: str) -> Iterator[torch.device]:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(PretendedValues())
         yield torch.device("cpu" if architecture == "cpu" else "cuda:0")
+
+
+@functools.cache
+def _register_missing_kernels() -> torch.library.Library:
+    """CUDA kernels, never run, of operators that a torch without CUDA would take apart (the gradient of silu).
+
+    autograd uses an operator's composite formula where the backend has no kernel of its own; CUDA has one, and so holds
+    none of the formula's steps.
+    """
+
+    def never(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a pretended kernel ran on real tensors")
+
+    registered = torch.library.Library("aten", "IMPL")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name in torch._C._dispatch_get_all_op_names():
+        taken_apart = name.startswith("aten::") and has_kernel(name, "CompositeImplicitAutograd")
+        if taken_apart and has_kernel(name, "CPU") and not has_kernel(name, "CUDA"):
+            registered.impl(name.removeprefix("aten::"), never, "CUDA")
+    return registered
 
 
 def _applying() -> Callable[..., nn.Module]:
