@@ -94,3 +94,20 @@ def test_a_mistake_is_one_sentence_and_status_2(stepgauge, tmp_path, arguments, 
     assert status == 2
     assert words in sentence(err)
     assert not (tmp_path / "run").exists()
+
+
+def test_of_several_ranks_the_first_table_has_one_line_each(stepgauge, tmp_path, gpu_trace_text):
+    silent = json.loads(gpu_trace_text)
+    silent["traceEvents"] = [e for e in silent["traceEvents"] if "nccl" not in e.get("name", "").lower()]
+    for name, text in (("rank0.json", gpu_trace_text), ("rank1.json", json.dumps(silent))):
+        (tmp_path / name).write_text(text)
+    files = [tmp_path / "rank0.json", tmp_path / "rank1.json"]
+    status, out, err = stepgauge("profile", "trace", *files, "--format", "csv")
+    assert status == 0 and "first table is of all 2 traces" in err
+    head, *rows = (line.split(",") for line in out.splitlines()[:3])
+    assert head == ["rank", "step ms", "busy ms", "idle ms", "communication ms", "overlap", "exposed ms"]
+    talking, quiet = (dict(zip(head, row, strict=True)) for row in rows)
+    assert float(talking["busy ms"]) + float(talking["idle ms"]) == pytest.approx(float(talking["step ms"]), rel=1e-2)
+    hidden = float(talking["overlap"]) * float(talking["communication ms"])
+    assert hidden + float(talking["exposed ms"]) == pytest.approx(float(talking["communication ms"]), rel=1e-2)
+    assert quiet["communication ms"] == quiet["overlap"] == quiet["exposed ms"] == ""

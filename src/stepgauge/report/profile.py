@@ -45,7 +45,19 @@ def tables(found: Analysis) -> list[Table]:
 
 def sentences(found: Analysis) -> list[str]:
     """What a table does not say by itself."""
-    result = []
+    result = [
+        f"{kind.capitalize()}: {forward} % of the {_noun(found)}' time in a forward, {step} % in the whole step."
+        for kind, forward, step in kinds_shares(found)[:1]
+        if forward and step
+    ]
+    idle = max(found.idle, key=lambda row: row.us, default=None)
+    if idle is not None:
+        still = sum(row.us for row in found.idle)
+        step_us = sum(map(sum, found.phases_us.values()))
+        result.append(
+            f"The device stood still {100 * still / step_us:.1f} % of the step; most of it {idle.reason}, "
+            f"in {idle.phase or 'the rest'} ({100 * idle.us / still:.0f} % of that time)."
+        )
     matmul, softmax = (_attention_us(found, part) for part in (("scores", "values"), ("softmax",)))
     if matmul and softmax:
         ratio = softmax / matmul

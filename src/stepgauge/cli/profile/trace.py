@@ -43,7 +43,7 @@ def trace(
     shown = [table for analysis in found[:1] for table in tables(analysis)]
     if len(found) > 1:
         shown = [ranks_table(found), *(table for table in shown if not table.caption.startswith("Overlap"))]
-        tell(f"the first table is of all {len(found)} traces, the others of {found[0].source}; the report has all")
+        tell(f"the first table is of all {len(found)} traces, the others of {found[0].source}; --out has all")
     _print([table for table in shown if table.rows], format)
     if out:
         for analysis, file in zip(found, files, strict=True):
