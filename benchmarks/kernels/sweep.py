@@ -1,0 +1,219 @@
+"""Which launch shape is fastest: each candidate checked against the operation's oracle, then timed.
+
+    PYTHONPATH=src python benchmarks/kernels/sweep.py OUT_DIR adamw [--budget SECONDS] [--seconds SECONDS] [--device cuda]
+
+The operation is rms-norm, attention, linear-cross-entropy or adamw. One JSON line a candidate in OUT_DIR/sweep.jsonl
+at once; at the end the best of each shape beside what is chosen today. The budget is shared evenly by the shapes, and
+candidates are shuffled, so that what the time allows is spread over the whole list. Small shapes: --field rows=64.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+os.environ["STEPGAUGE_KERNEL_EXTENSION"] = "0"  # what C++ has taken over keeps the shape that it was given
+
+import torch
+import triton
+
+from stepgauge.bench.kernels import OPERATIONS
+from stepgauge.bench.kernels.operation import DTYPES
+from stepgauge.kernels.adamw import triton as adamw
+from stepgauge.kernels.attention import plan
+from stepgauge.kernels.attention.plan import Tiles
+from stepgauge.kernels.linear_cross_entropy import triton as linear_cross_entropy
+from stepgauge.kernels.rms_norm import ops
+from stepgauge.kernels.rms_norm import triton as rms_norm
+from stepgauge.measure.accuracy import tolerance
+from stepgauge.measure.alternating import time_alternately
+from stepgauge.measure.environment import environment
+
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+class Sweep(NamedTuple):
+    """points: the specs' fields. candidates(spec): (what it is, the context in which calls take it)."""
+
+    points: list[dict[str, Any]]
+    candidates: Callable[[Any], Iterable[tuple[str, Context]]]
+
+
+def rms_norm_shapes(spec):
+    name, make = {"forward": ("forward_config", forward_shapes), "backward": ("backward_config", backward_shapes)}[
+        spec.passes
+    ]
+
+    @contextlib.contextmanager
+    def taking(config):
+        with mock.patch.object(rms_norm, name, lambda width, itemsize: config), mock.patch.dict(ops._PLANS, clear=True):
+            yield
+
+    for config in make(spec.width, DTYPES[spec.dtype].itemsize):
+        yield str(config), lambda config=config: taking(config)
+
+
+def forward_shapes(width, itemsize):
+    block = triton.next_power_of_2(width)
+    for rows, warps in itertools.product((1, 2, 4, 8), (2, 4, 8, 16, 32)):
+        if 4 <= rows * block // (warps * 32) <= 64:
+            yield rms_norm.ForwardConfig(block, rows, warps)
+    if width >= 16384:
+        for inner, warps in ((4096, 8), (8192, 16), (16384, 16), (16384, 32)):
+            yield rms_norm.ForwardConfig(inner, 1, warps, wide=True)
+
+
+def backward_shapes(width, itemsize):
+    block = triton.next_power_of_2(width)
+    for rows, warps, stages, per_sm in itertools.product((1, 2, 4), (4, 8, 16, 32), (1, 2, 3, 4), (1, 2, 3)):
+        elements = rows * block // (warps * 32)  # of one tensor a thread
+        if not 4 <= elements <= 32 or warps * per_sm > 32 or (rows > 1 and block > 2048):
+            continue
+        keep = elements < 32
+        idle = stages == 1 and warps * per_sm < 16  # neither copies in flight nor warps to wait for them
+        if not idle and (3 - keep) * rows * block * itemsize * (stages - 1) * per_sm <= 220 * 1024:
+            yield rms_norm.BackwardConfig(block, rows, warps, stages, per_sm, keep_weight=keep)
+    if width >= 16384:
+        for inner, warps, blocks, per_sm in ((4096, 16, 4, 1), (4096, 8, 2, 1), (2048, 8, 4, 2), (8192, 16, 1, 1)):
+            yield rms_norm.BackwardConfig(inner, 1, warps, 1, per_sm, blocks=blocks)
+
+
+# (query rows, key rows, warps, stages[, order]) of one kernel, the others as they are.
+ATTENTION_TILES = {
+    "forward": [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 3), (64, 32, 4, 4), (64, 128, 4, 3)],
+    "dq": [(64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 3), (64, 32, 4, 4)],
+    "dkdv": [(128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2, "early"), (64, 64, 4, 3, "early"),
+             (32, 64, 4, 3, "early"), (64, 128, 8, 2), (128, 128, 8, 2)],
+}  # fmt: skip
+
+
+def attention_tiles(spec):
+    for kernel in ("forward",) if spec.passes == "forward" else ("dkdv", "dq"):
+        for block_q, block_k, warps, stages, *order in ATTENTION_TILES[kernel]:
+            tiles = Tiles(block_q, block_k, warps, stages, use_tma=True, order=(*order, "late")[0])
+            yield f"{kernel} {tiles}", lambda kernel=kernel, tiles=tiles: plan.override_tiles(**{kernel: tiles})
+
+
+def row_launches(spec):
+    length = triton.cdiv(spec.vocabulary, 64) * 64
+    walk = {"VEC": 8, "STAGES": 1, "REVERSE": True, "KEEP": "evict_last"}
+    split = linear_cross_entropy.split_launch
+    launches = [split(length, block=block, num_warps=warps) for block, warps in ((16384, 16), (8192, 8), (4096, 4))]
+    launches += [{"BLOCK_V": block, **walk, "num_warps": warps} for block, warps in ((2048, 8), (4096, 16), (8192, 32))]
+    for launch in launches:
+        taken = mock.patch.object(linear_cross_entropy, "row_launch", lambda *args, _launch=launch, **options: _launch)
+        yield str(launch), lambda taken=taken: taken
+
+
+def adamw_shapes(spec):
+    itemsize = DTYPES[spec.dtype].itemsize
+    blocks = ((2048, 8), (2048, 4), (4096, 8), (1024, 4), (1024, 8))
+    for chunk, (block, warps) in itertools.product((1024, 2048, 4096, 8192, 16384), blocks):
+        if block <= chunk:
+            shape = adamw.SHAPES[itemsize]._replace(chunk=chunk, block=block, num_warps=warps)
+            yield str(shape), lambda shape=shape: mock.patch.dict(adamw.SHAPES, {itemsize: shape})
+
+
+SWEEPS = {
+    "rms-norm": Sweep(
+        [
+            {"rows": rows, "width": width, "dtype": dtype, "passes": passes}
+            for rows, width in ((16_384, 16_384), (50_000, 8192), (50_000, 4096), (50_000, 2048), (50_000, 1024))
+            for dtype in ("fp32", "bf16")
+            for passes in ("backward", "forward")
+        ],
+        rms_norm_shapes,
+    ),
+    "attention": Sweep(
+        [
+            {"batch": 2, "heads": 2048 // width, "sequence": 8192, "width": width, "passes": passes, "dtype": "bf16"}
+            for width in (64, 128, 32)
+            for passes in ("backward", "forward")
+        ],
+        attention_tiles,
+    ),
+    "linear-cross-entropy": Sweep(
+        [
+            {"tokens": tokens, "width": width, "vocabulary": vocabulary}
+            for tokens, width, vocabulary in ((4096, 4096, 128_256), (2048, 2560, 10_000), (4096, 2048, 50_257))
+        ],
+        row_launches,
+    ),
+    "adamw": Sweep([{"layers": 24, "width": 1280, "dtype": dtype} for dtype in ("bf16", "fp32")], adamw_shapes),
+}
+
+
+def sweep(spec, candidates, *, until, record):
+    """Milliseconds of each candidate that is right, the present choice among them."""
+    operation = OPERATIONS[spec.kind]
+    function = operation.implementations["ours"].make(spec)
+    case, device = operation.case(spec), torch.device(spec.device)
+    limit = tolerance(DTYPES[spec.dtype], operation.reduction(spec))
+    shuffled = sorted(candidates, key=lambda candidate: zlib.crc32(candidate[0].encode()))
+    found = {}
+    for name, taking in [("as it is", contextlib.nullcontext), *shuffled]:
+        if found and time.monotonic() > until:
+            break
+        try:
+            with taking():
+                error = case.error(function)
+                if not error <= limit:
+                    raise ValueError(f"wrong by {error:.2e}, allowed {limit:.2e}")
+                times, failures = time_alternately(
+                    {name: case.call(function, spec.passes)}, device, seconds=spec.seconds, rounds=1
+                )
+            for failure in failures.values():
+                raise failure
+            found[name] = statistics.median(times[name])
+            record(spec, candidate=name, ms=found[name], relative_error=error)
+        except Exception as problem:  # one that does not compile, or not rightly, is one candidate less
+            record(spec, candidate=name, failed=f"{type(problem).__name__}: {problem!s:.200}")
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out_dir", type=Path)
+    parser.add_argument("operation", choices=SWEEPS)
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds in all (120)")
+    parser.add_argument("--seconds", type=float, default=0.05, help="of timing for each candidate (0.05)")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--field", action="append", default=[], metavar="NAME=VALUE", help="of every shape instead")
+    args = parser.parse_args()
+    fields = {name: int(value) if value.isdecimal() else value for name, _, value in (each.partition("=") for each in args.field)}
+    points, candidates = SWEEPS[args.operation]
+    points = [{**point, **fields} for point in points]
+    make = OPERATIONS[args.operation].spec
+    specs = [make(**point, seconds=args.seconds, device=args.device) for point in points]
+    args.out_dir.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    common = {"environment": environment(torch.device(args.device))}
+
+    def record(spec, **row):
+        with (args.out_dir / "sweep.jsonl").open("a") as file:
+            print(json.dumps({"kind": spec.kind, "spec": dataclasses.asdict(spec), **row, **common}), file=file)
+        outcome = f"{row['ms']:.4f} ms" if "ms" in row else row["failed"]
+        print(f"{time.monotonic() - start:6.1f} s  {outcome}  {row['candidate']}", flush=True)
+
+    best = {}
+    for number, spec in enumerate(specs, 1):
+        print(f"-- {number}/{len(specs)} {args.operation} {points[number - 1]}", flush=True)
+        until = start + args.budget * number / len(specs)
+        best[number] = sweep(spec, list(candidates(spec)), until=until, record=record)
+    for number, found in best.items():
+        print(f"\n{points[number - 1]}: {len(found)} tried")
+        for name, ms in sorted(found.items(), key=lambda each: each[1])[:4]:
+            print(f"  {ms:.4f} ms, {found.get('as it is', float('nan')) / ms:.3f} of today's rate, {name}")
+
+
+if __name__ == "__main__":
+    main()
