@@ -1,6 +1,6 @@
 """Which launch shape is fastest: each candidate checked against the operation's oracle, then timed.
 
-    PYTHONPATH=src python benchmarks/kernels/sweep.py OUT_DIR adamw [--budget SECONDS] [--seconds SECONDS] [--device cuda]
+    PYTHONPATH=src python benchmarks/kernels/sweep.py OUT_DIR adamw [--budget SECONDS] [--field NAME=VALUE]
 
 The operation is rms-norm, attention, linear-cross-entropy or adamw. One JSON line a candidate in OUT_DIR/sweep.jsonl
 at once; at the end the best of each shape beside what is chosen today. The budget is shared evenly by the shapes, and
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-os.environ["STEPGAUGE_KERNEL_EXTENSION"] = "0"  # what C++ has taken over keeps the shape that it was given
+os.environ["STEPGAUGE_EXTENSION"] = "0"  # what C++ has taken over keeps the shape that it was given
 
 import torch
 import triton
@@ -189,7 +189,10 @@ def main():
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--field", action="append", default=[], metavar="NAME=VALUE", help="of every shape instead")
     args = parser.parse_args()
-    fields = {name: int(value) if value.isdecimal() else value for name, _, value in (each.partition("=") for each in args.field)}
+    fields = {
+        name: int(value) if value.isdecimal() else value
+        for name, _, value in (each.partition("=") for each in args.field)
+    }
     points, candidates = SWEEPS[args.operation]
     points = [{**point, **fields} for point in points]
     make = OPERATIONS[args.operation].spec

@@ -820,6 +820,36 @@ def test_gpu_autograd_compile_and_second_launch(dtype):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("shape", [(2, 12, 512, 64), (1, 1, 4096, 64), (2, 3, 70, 128)])  # the second is split
+def test_gpu_cpp_equals_python(shape, monkeypatch):
+    from stepgauge.kernels.attention import extension
+
+    native = extension.NATIVE
+    assert native.load(), native.problem
+    together = torch.randn(shape[0], shape[2], 3, shape[1], shape[3], device="cuda", dtype=torch.bfloat16)
+    q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in together.unbind(2))
+    grad = torch.randn(shape[0], shape[2], shape[1], shape[3], device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+
+    def results():
+        o = flash_attention(q, k, v, is_causal=True)
+        return o, *torch.autograd.grad(o, (q, k, v), grad)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "call", None)
+        expected = [results() for _ in range(2)][-1]  # the second offers what the first compiled
+    assert native.problem is None, native.problem
+    asked = []
+    patched = package._path
+    monkeypatch.setattr(package, "_path", lambda *args: asked.append(args) or patched(*args))
+    for _ in range(2):
+        keep = torch.empty_like(q)  # so that addresses are others than before
+        assert all(torch.equal(a, b) for a, b in zip(results(), expected, strict=True))
+        del keep
+    assert asked == []  # neither forward nor backward went through Python
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_gpu_no_synchronisation_and_no_square():
     q, k, v, grad_o = make((1, 1, 16384, 64), (1, 1, 16384, 64), torch.bfloat16, "cuda")
     leaves = [x.requires_grad_() for x in (q, k, v)]

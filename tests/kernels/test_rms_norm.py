@@ -571,7 +571,7 @@ class FakeDriver:
 @pytest.fixture(scope="module")
 def cpp(tmp_path_factory):
     # A copy has plans and addresses of its own: those that GPU tests use stay as they are.
-    return extension.import_module(shutil.copy(extension.build(), tmp_path_factory.mktemp("cpp")))
+    return extension.NATIVE.imported(shutil.copy(extension.NATIVE.build(), tmp_path_factory.mktemp("cpp")))
 
 
 @needs_compiler
@@ -671,19 +671,18 @@ def test_cpp_driver_errors(cpp):
 
 
 @compiled_only
-@pytest.mark.parametrize("setting, said", [({"STEPGAUGE_NORM_EXTENSION": "0"}, "=0"), ({"CXX": "false"}, "false")])
+@pytest.mark.parametrize("setting, said", [({"STEPGAUGE_EXTENSION": "0"}, "=0"), ({"CXX": "false"}, "false")])
 def test_without_the_extension_nothing_changes(setting, said, monkeypatch, tmp_path):
-    monkeypatch.setattr(extension, "problem", None)
+    monkeypatch.setattr(extension.NATIVE, "problem", None)
     for name, value in {**setting, "XDG_CACHE_HOME": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    call = extension.call
-    monkeypatch.setattr(extension, "call", None)
-    extension.build.cache_clear()  # another test's build must not stand in for this one's failure
-    assert extension.load() is False and said in extension.problem and extension.call is None
+    call = extension.NATIVE.call
+    monkeypatch.setattr(extension.NATIVE, "call", None)
+    assert extension.NATIVE.load() is False and said in extension.NATIVE.problem and extension.NATIVE.call is None
     assert list(tmp_path.rglob("*.so")) == []
     x, weight, _ = inputs((2, 8), torch.float32)
     assert rms_norm(x, weight).shape == x.shape
-    monkeypatch.setattr(extension, "call", call)
+    monkeypatch.setattr(extension.NATIVE, "call", call)
 
 
 # On a GPU
@@ -694,15 +693,15 @@ def in_cpp(monkeypatch):
     """The extension, loaded; its list says of each call whether C++ took it."""
     if not (shutil.which("c++") or shutil.which("g++")):
         pytest.skip("needs a C++ compiler")
-    assert extension.load(), extension.problem
-    call, taken = extension.call, []
+    assert extension.NATIVE.load(), extension.NATIVE.problem
+    call, taken = extension.NATIVE.call, []
 
     def counted(*args):
         result = call(*args)
         taken.append(result is not None)
         return result
 
-    monkeypatch.setattr(extension, "call", counted)
+    monkeypatch.setattr(extension.NATIVE, "call", counted)
     return taken
 
 
@@ -734,7 +733,7 @@ def test_gpu_cpp_is_python_to_the_bit(dtype, weight_dtype, with_residual, width,
         return (*outputs, *torch.autograd.grad(outputs, (x, residual, weight), (dy, dsum)))
 
     with monkeypatch.context() as patch:
-        patch.setattr(extension, "call", None)
+        patch.setattr(extension.NATIVE, "call", None)
         expected = run()
     run()  # C++ learns of the backward at the first forward after it.
     in_cpp.clear()
@@ -891,7 +890,7 @@ def test_gpu_compiled_equals_eager():
 def test_gpu_captured_in_a_graph_and_no_synchronisation(way, request, monkeypatch):
     taken = request.getfixturevalue("in_cpp") if way == "in C++" else None
     if taken is None:
-        monkeypatch.setattr(extension, "call", None)
+        monkeypatch.setattr(extension.NATIVE, "call", None)
     x, weight, dy = inputs((512, 1024), torch.bfloat16, device="cuda")
     for _ in range(3):
         torch.autograd.grad(rms_norm(x, weight), (x, weight), dy)

@@ -17,7 +17,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from . import plan
+from ..launch import hooks_present
+from . import extension, plan
 from .reference import FlashAttentionReference, attention
 
 __all__ = ["FlashAttentionReference", "FlashAttentionTriton", "attention", "flash_attention"]
@@ -45,6 +46,10 @@ def flash_attention(q, k, v, *, is_causal=False, scale=None, deterministic=True)
     Without CUDA (and outside of Triton's interpreter) the plain PyTorch version runs. Raises ValueError for shapes,
     types or a scale that it does not take.
     """
+    if not torch.compiler.is_compiling() and extension.NATIVE.call is not None and _as_launched():
+        o = extension.NATIVE.call(q, k, v, is_causal, scale, deterministic)
+        if o is not None:
+            return o
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(f"flash_attention takes (B, H, T, D), not q {tuple(q.shape)}, k {tuple(k.shape)}")
     if not _has_kernels(q.device):
@@ -189,6 +194,11 @@ def _path(direction, q):
         if path is not None:
             return path
     return getattr(kernels, direction)
+
+
+def _as_launched():
+    """Whether nothing has changed what C++ was told to launch: no profiler's hook, tiles or path of someone's own."""
+    return not (plan.has_paths() or plan.overrides() or hooks_present())
 
 
 def _has_kernels(device):

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..launch import hooks_present, raw_stream
-from . import plan
+from . import extension, plan
 
 try:
     from triton.backends.nvidia import driver as nvidia_driver
@@ -534,7 +534,7 @@ class _Launch:
         if tiles is not None:
             self.options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
         self.tail = (*scalars, *constants.values())
-        self.launch = self.expand = None
+        self.launch = self.expand = self.binary = None
         self.kept = {}
 
     def __call__(self, stream, *tensors):
@@ -556,7 +556,7 @@ class _Launch:
             given[position] = TensorDescriptor(tensors[position], shape, strides, box)
         compiled = self.kernel[self.grid](*given, *self.scalars, **self.constants, **self.options)
         if self.launch is None and hasattr(compiled, "packed_metadata"):  # not in the interpreter
-            self.launch = self._direct(compiled)
+            self.launch, self.binary = self._direct(compiled), compiled
 
     def _direct(self, compiled):
         """launch(stream, flat arguments). Two hooks and what they are told are None."""
@@ -573,12 +573,19 @@ class _Launch:
     def _arguments(self, addresses):
         flat = list(addresses)
         for position, view, box in reversed(self.boxes):  # the last first, so that positions stay true
-            descriptor = _Descriptor(_Address(addresses[position]), *_tma_shape(view), box)
-            meta = self.expand and self.expand[position]
-            flat[position : position + 1] = (
-                [descriptor] if meta is None else nvidia_driver.make_tensordesc_arg(descriptor, meta)
-            )
+            if self.expand:
+                flat[position : position + 1] = self.described(position, addresses[position])
+            else:
+                flat[position] = _Descriptor(_Address(addresses[position]), *_tma_shape(view), box)
         return flat
+
+    def described(self, position, address):
+        """The driver's descriptor of that argument at an address, then its shape and strides. ValueError if unknown."""
+        if not self.expand:
+            raise ValueError(f"this Triton ({triton.__version__}) makes its descriptors itself")
+        view, box = next((view, box) for at, view, box in self.boxes if at == position)
+        descriptor = _Descriptor(_Address(address), *_tma_shape(view), box)
+        return nvidia_driver.make_tensordesc_arg(descriptor, self.expand[position])
 
 
 class _Address(NamedTuple):
@@ -813,15 +820,33 @@ def forward(q, k, v, is_causal, scale, *, num_splits=None):
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return o, lse
-    step, stream = _plan_forward(_case(q, k, v, is_causal, scale, num_splits, o=o)), _stream(q)
+    case = _case(q, k, v, is_causal, scale, num_splits, o=o)
+    step, stream = _plan_forward(case), _stream(q)
+    _run_forward(step, stream, q, k, v, o, lse)
+    if extension.takes(case):
+        _offer_forward(case, step, q, k, v, o.numel(), lse.numel())
+    return o, lse
+
+
+def _run_forward(step, stream, q, k, v, o, lse):
     if step.combine is None:
         step.main(stream, q, k, v, o, lse)
-        return o, lse
+        return
     parts = torch.empty(step.num_splits * (o.numel() + lse.numel()), dtype=torch.float32, device=q.device)
     o_parts, lse_parts = parts, parts[step.num_splits * o.numel() :]
     step.main(stream, q, k, v, o_parts, lse_parts)
     step.combine(stream, o_parts, lse_parts, o, lse)
-    return o, lse
+
+
+def _offer_forward(case, step, q, k, v, num_o, num_lse):
+    """The same launches as numbers: q, k, v, o, lse, then the parts."""
+    main, outs = [(0, 0), (1, 0), (2, 0)], [(3, 0), (4, 0)]
+    scratch, calls = (), ((step.main, (*main, *outs)),)
+    if step.combine is not None:
+        parts = [(5, 0), (5, step.num_splits * num_o)]
+        scratch = (step.num_splits * (num_o + num_lse),)
+        calls = ((step.main, (*main, *parts)), (step.combine, (*parts, *outs)))
+    extension.offer(case, (q, k, v, None), 5, scratch, calls)
 
 
 # ---- backward, host side -------------------------------------------------------------------------------------------
@@ -959,8 +984,12 @@ def backward(do, q, k, v, o, lse, is_causal, scale, deterministic=True, *, num_s
     deterministic = deterministic or not plan.fused_fits(itemsize=q.element_size(), head_width=q.shape[3])
     delta = torch.empty_like(lse)
     if deterministic:
-        _run_dq(_plan_dq(case, dq.stride()[:3]), q, k, v, do, o, lse, delta, dq)
-        _run_dkdv(_plan_dkdv(case, dk.stride()[:3], dv.stride()[:3], False), q, k, v, do, lse, delta, dk, dv, None)
+        for_dq = _plan_dq(case, dq.stride()[:3])
+        for_dkdv = _plan_dkdv(case, dk.stride()[:3], dv.stride()[:3], False)
+        _run_dq(for_dq, q, k, v, do, o, lse, delta, dq)
+        _run_dkdv(for_dkdv, q, k, v, do, lse, delta, dk, dv, None)
+        if extension.takes(case):
+            _offer_backward(case, for_dq, for_dkdv, q, k, v, do)
         return dq, dk, dv
     make_delta, cast = _plan_delta(case, dq.stride()[:3])
     dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -990,3 +1019,24 @@ def _run_dkdv(step, q, k, v, do, lse, delta, dk, dv, dq_sum):
     step.main(stream, q, k, v, do, lse, delta, dk_out, dv_out, delta if dq_sum is None else dq_sum)
     if step.reduce is not None:
         step.reduce(stream, parts, dk, dv)
+
+
+def _offer_backward(case, for_dq, for_dkdv, q, k, v, grad):
+    """The same launches as numbers: do, q, k, v, o, lse, delta, dq, dk, dv, then the parts of dq and of dk and dv."""
+    do, q_, k_, v_, o, lse, delta, dq, dk, dv = [(number, 0) for number in range(10)]
+    scratch, calls = [], []
+    parts = dq
+    if for_dq.reduce is not None:
+        parts = (10, 0)
+        scratch.append(for_dq.num_splits * q.numel())
+    calls.append((for_dq.main, (q_, k_, v_, do, o, lse, delta, parts)))
+    if for_dq.reduce is not None:
+        calls.append((for_dq.reduce, (parts, dq, dq)))
+    dk_out, dv_out = dk, dv
+    if for_dkdv.reduce is not None:
+        dk_out, dv_out = (10 + len(scratch), 0), (10 + len(scratch), for_dkdv.num_splits * k.numel())
+        scratch.append(2 * for_dkdv.num_splits * k.numel())
+    calls.append((for_dkdv.main, (q_, k_, v_, do, lse, delta, dk_out, dv_out, delta)))
+    if for_dkdv.reduce is not None:
+        calls.append((for_dkdv.reduce, (dk_out, dk, dv)))
+    extension.offer(case, (q, k, v, grad), 10, tuple(scratch), tuple(calls))

@@ -51,8 +51,8 @@ def rms_norm(
     torch.compile those up to 8192 wide too: Inductor makes one kernel of it and its neighbours.
     Raises ValueError for a weight or residual whose shape does not fit.
     """
-    if not torch.compiler.is_compiling() and extension.call is not None and not hooks_present():
-        result = extension.call(x, weight, eps, residual)
+    if not torch.compiler.is_compiling() and extension.NATIVE.call is not None and not hooks_present():
+        result = extension.NATIVE.call(x, weight, eps, residual)
         if result is not None:
             return result
     _check(x, weight)

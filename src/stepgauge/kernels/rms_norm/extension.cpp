@@ -1,24 +1,21 @@
 // RMSNorm's eager path without Python: the autograd node and the launches of Triton's kernels.
 //
 // Python compiles the kernels and hands over, once for each kind of call, their handles and launch
-// shapes (extension.py). Nothing of CUDA is included: a kernel is launched through cuLaunchKernel
-// and the stream comes from torch's C interface, both given as addresses, so that this file builds
-// with any torch and a test can put functions of its own in their place.
+// shapes (extension.py).
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "launch.h"
+
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
 
 #include <algorithm>
-#include <cstdint>
 #include <cstring>
 #include <limits>
 #include <optional>
@@ -27,31 +24,7 @@
 
 namespace {
 
-using at::Tensor;
-using c10::DispatchKey;
-using c10::DispatchKeySet;
-
-// The driver's cuLaunchKernel, cuCtxSetCurrent, and aoti_torch_get_current_cuda_stream of
-// libtorch_cuda, part of torch's stable C interface. All return 0 when all is well.
-using LaunchKernel = int (*)(
-    void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
-    void**);
-using CurrentStream = int (*)(int32_t, void**);
-using SetContext = int (*)(void*);
-
-constexpr int kInvalidContext = 201;  // CUDA_ERROR_INVALID_CONTEXT
-constexpr uintptr_t kAlignment = 16;  // What the compiled kernels take for granted.
-
-LaunchKernel launch_kernel = nullptr;
-CurrentStream current_stream = nullptr;
-SetContext set_context = nullptr;
 bool autocast_gives_float32 = false;
-
-struct Kernel {
-  void* function = nullptr;
-  unsigned threads = 0;
-  unsigned shared_bytes = 0;
-};
 
 struct Plan {
   Kernel forward, backward, reduce;
@@ -71,30 +44,12 @@ uint64_t plan_key(const Tensor& x, const Tensor& weight, at::ScalarType out_type
       bits(out_type, 36) | bits(extra, 44) | bits(x.device().index() + 1, 48);
 }
 
-// Whether nothing but eager autograd looks on: no mode, transform, tracer or tensor subclass.
-bool nobody_looks_on() {
-  static const DispatchKeySet usual{DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView};
-  return (c10::impl::tls_local_dispatch_key_set().included_ - usual).empty();
+// Whether the kernels can take all of the tensor by its address.
+bool whole_by_address(const Tensor& t, const Tensor& like) {
+  return t.is_contiguous() && by_address(t, like);
 }
 
-// Whether the kernels can take the tensor by its address.
-bool by_address(const Tensor& t, const Tensor& like) {
-  static const DispatchKeySet special{
-      DispatchKey::Python,    DispatchKey::PythonTLSSnapshot, DispatchKey::Conjugate,
-      DispatchKey::Negative,  DispatchKey::ZeroTensor,        DispatchKey::Functionalize,
-      DispatchKey::FuncTorchBatched};
-  return (t.key_set() & special).empty() && t.layout() == at::kStrided && t.is_contiguous() &&
-      t.device() == like.device() &&
-      reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kAlignment == 0;
-}
-
-bool on_current_device(const Tensor& x) {
-  return x.is_cpu() ||
-      c10::impl::getDeviceGuardImpl(x.device().type())->getDevice() == x.device();
-}
-
-// A kernel's parameters in order. Triton's own hidden ones follow (scratch memory, which these
-// kernels do not use): the driver reads as many as the kernel declares.
+// A kernel's parameters in order, zeros after them.
 struct Parameters {
   uint64_t values[16] = {};
   void* addresses[16];
@@ -111,23 +66,8 @@ struct Parameters {
 void launch(
     const Kernel& kernel, const Plan& plan, int64_t grid_x, int64_t grid_y, void* stream,
     Parameters& parameters) {
-  auto once = [&] {
-    return launch_kernel(
-        kernel.function, grid_x, grid_y, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream,
-        parameters.addresses, nullptr);
-  };
-  int status = once();
-  if (status == kInvalidContext && set_context && set_context(plan.context) == 0) {
-    status = once();  // A thread of the autograd engine that had not touched the GPU yet.
-  }
-  TORCH_CHECK(status == 0, "RMSNorm: cuLaunchKernel failed with CUDA driver error ", status);
-}
-
-void* stream_for(const Tensor& x) {
-  void* stream = nullptr;
-  const int status = current_stream(x.device().index(), &stream);
-  TORCH_CHECK(status == 0, "RMSNorm: no current CUDA stream, error ", status);
-  return stream;
+  const unsigned grid[3] = {static_cast<unsigned>(grid_x), static_cast<unsigned>(grid_y), 1};
+  launch_by_address(kernel, grid, stream, plan.context, parameters.addresses);
 }
 
 int64_t ceil_div(int64_t a, int64_t b) {
@@ -219,7 +159,7 @@ struct RMSNorm : torch::autograd::Function<RMSNorm> {
     bool direct = plain && on_current_device(h);
     for (Tensor& gradient : gradients) {
       if (plain) gradient = gradient.contiguous();
-      direct = direct && by_address(gradient, h);
+      direct = direct && whole_by_address(gradient, h);
     }
     std::optional<Tensor> dsum;
     if (has_residual) dsum = gradients[1];
@@ -242,15 +182,15 @@ PyObject* py_rms_norm(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const Tensor& x = THPVariable_Unpack(args[0]);
   const Tensor& weight = THPVariable_Unpack(args[1]);
   if (x.dim() == 0 || weight.dim() != 1 || weight.size(0) != x.size(-1) || x.numel() == 0 ||
-      x.numel() / x.size(-1) > std::numeric_limits<int32_t>::max() || !by_address(x, x) ||
-      !by_address(weight, x) || !on_current_device(x)) {
+      x.numel() / x.size(-1) > std::numeric_limits<int32_t>::max() || !whole_by_address(x, x) ||
+      !whole_by_address(weight, x) || !on_current_device(x)) {
     Py_RETURN_NONE;
   }
   std::optional<Tensor> residual;
   if (has_residual) {
     residual = THPVariable_Unpack(args[3]);
     if (residual->sizes() != x.sizes() || residual->scalar_type() != x.scalar_type() ||
-        !by_address(*residual, x)) {
+        !whole_by_address(*residual, x)) {
       Py_RETURN_NONE;
     }
   }

@@ -1,0 +1,394 @@
+"""Attention's path in C++, built here with Python functions in the place of the driver's.
+
+What C++ launches is compared, argument by argument, with what the path in Python launches for the same call.
+"""
+
+import ctypes
+import shutil
+import struct
+import sysconfig
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from stepgauge.kernels import attention
+from stepgauge.kernels.attention import extension, flash_attention
+
+kernels = pytest.importorskip("stepgauge.kernels.attention.triton")
+pytestmark = [
+    pytest.mark.skipif(
+        not (shutil.which("c++") or shutil.which("g++"))
+        or not Path(sysconfig.get_paths()["include"], "Python.h").exists(),
+        reason="needs a C++ compiler and Python.h",
+    ),
+    pytest.mark.skipif(kernels.interpreting(), reason="the interpreter launches nothing"),
+]
+
+LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_size_t, *[ctypes.c_uint] * 7, ctypes.c_size_t,
+    ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p,
+)  # fmt: skip
+STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+CONTEXT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
+REPLACE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t)
+BF16 = torch.bfloat16
+VALUES = {"o": 3.0, "dq": 4.0, "dk": 5.0, "dv": 6.0}
+
+
+class Descriptor(bytes):
+    """128 bytes that begin with the address and go on with what else the descriptor says."""
+
+    @classmethod
+    def of(cls, address, *rest):
+        return cls(struct.pack("<Q", address) + repr(rest).encode()[:120].ljust(120))
+
+
+class Driver:
+    """The driver's functions. `launches` are (function, grid, threads, shared, stream, arguments)."""
+
+    def __init__(self, module):
+        self.launches, self.known, self.statuses, self.contexts = [], {}, [], []
+        self.functions = LAUNCH(self.launch), STREAM(self.stream), CONTEXT(self.set_context), REPLACE(self.replace)
+        module.configure(*(ctypes.cast(function, ctypes.c_void_p).value for function in self.functions))
+
+    def stream(self, device, out):
+        out[0] = 1234
+        return 0
+
+    def set_context(self, context):
+        self.contexts.append(context)
+        return 0
+
+    def replace(self, descriptor, address):
+        ctypes.c_uint64.from_address(descriptor).value = address
+        return 0
+
+    def launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):
+        if self.statuses:
+            return self.statuses.pop(0)
+        types, outs = self.known[function]
+        sizes = [128 if kind == "descriptor" else 8 for kind in types]
+        raw = [ctypes.string_at(parameters[i], size) for i, size in enumerate(sizes)]
+        arguments = [each if len(each) == 128 else int.from_bytes(each, "little") for each in raw]
+        self.launches.append((function, (gx, gy, gz), bx, shared, stream, arguments))
+        for position, (count, value) in outs.items():
+            memory = (ctypes.c_char * (2 * count)).from_address(arguments[position])
+            torch.frombuffer(memory, dtype=BF16).fill_(value)
+        return 0
+
+
+@pytest.fixture(scope="module")
+def library():
+    return extension.NATIVE.build()
+
+
+@pytest.fixture
+def cpp(library, tmp_path, monkeypatch):
+    """The module with plans of its own, called by flash_attention as on a GPU; caches are as they were afterwards."""
+    module = extension.NATIVE.imported(shutil.copy(library, tmp_path))
+    monkeypatch.setattr(extension.NATIVE, "module", module)
+    monkeypatch.setattr(extension.NATIVE, "problem", None)
+    monkeypatch.setattr(extension, "_offered", set())
+    monkeypatch.setattr(extension, "cuda_context", lambda: 4321)
+    monkeypatch.setattr(extension, "_bytes", bytes)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(kernels, "device_of", lambda index: kernels._Device(arch=90, num_sms=132, l2_bytes=1 << 25))
+    caches = (kernels._plan_forward, kernels._plan_dq, kernels._plan_dkdv)
+    for cached in caches:
+        cached.cache_clear()
+    yield module
+    for cached in caches:
+        cached.cache_clear()
+
+
+def make(layout, shape=(2, 3, 160, 64)):
+    """q, k, v and do: each by itself, or as a model has them, (B, T, H, D) in one tensor and transposed."""
+    torch.manual_seed(0)
+    batch, heads, length, width = shape
+    if layout == "contiguous":
+        return [torch.randn(shape, dtype=BF16).requires_grad_(i < 3) for i in range(4)]
+    together = torch.randn(batch, length, 3, heads, width, dtype=BF16)
+    q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in together.unbind(2))
+    return [q, k, v, torch.randn(batch, length, heads, width, dtype=BF16).transpose(1, 2)]
+
+
+def described(self, position, address):
+    """_Launch.described without a driver."""
+    view, box = next((view, box) for at, view, box in self.boxes if at == position)
+    shape, strides = kernels._tma_shape(view)
+    return [Descriptor.of(address, shape, strides, box), *shape, *strides]
+
+
+class Both:
+    """One kind of call, its kernels prepared as if compiled, and launched in Python and in C++."""
+
+    def __init__(self, module, monkeypatch, layout="contiguous", num_splits=1, is_causal=True):
+        self.driver = Driver(module)
+        self.python = []
+        self.is_causal, self.num_splits = is_causal, num_splits
+        self.q, self.k, self.v, self.do = make(layout)
+        self.scale = self.q.shape[-1] ** -0.5
+        monkeypatch.setattr(kernels._Launch, "described", described)
+        self.kept = []
+        for name in ("empty", "empty_like"):  # so that no address is given twice
+            original = getattr(torch, name)
+
+            def keeping(*args, original=original, **options):
+                self.kept.append(original(*args, **options))
+                return self.kept[-1]
+
+            monkeypatch.setattr(torch, name, keeping)
+        o = torch.empty_like(self.q)
+        self.case = kernels._case(self.q, self.k, self.v, is_causal, self.scale, num_splits, o=o)
+        self.back = self.case._replace(do=kernels._View.of(self.do))
+        self.forward = kernels._plan_forward(self.case)
+        steps = [torch.empty_like(x).stride()[:3] for x in (self.q, self.k, self.v)]
+        self.dq = kernels._plan_dq(self.back, steps[0])
+        self.dkdv = kernels._plan_dkdv(self.back, *steps[1:], False)
+        count = self.q.numel()
+        o, dq, dk, dv = ((count, VALUES[name]) for name in ("o", "dq", "dk", "dv"))
+        self._prepare(self.forward.main, 5, {3: o} if num_splits == 1 else {})
+        self._prepare(self.dq.main, 8, {7: dq} if num_splits == 1 else {})
+        self._prepare(self.dkdv.main, 9, {6: dk, 7: dv} if num_splits == 1 else {})
+        if num_splits > 1:
+            self._prepare(self.forward.combine, 4, {2: o})
+            self._prepare(self.dq.reduce, 3, {1: dq})
+            self._prepare(self.dkdv.reduce, 3, {1: dk, 2: dv})
+
+    @staticmethod
+    def moved(descriptor, address):
+        return struct.pack("<Q", address) + descriptor[8:]
+
+    def _prepare(self, launch, num_tensors, outs):
+        boxed = {position: (view, box) for position, view, box in launch.boxes}
+        tensors = [f"tensordesc<bf16{boxed[i][1]}>" if i in boxed else "*bf16" for i in range(num_tensors)]
+        scalars = ["fp32" if isinstance(value, float) else "i32" for value in launch.scalars]
+        types = [*tensors, *scalars, *["constexpr"] * len(launch.constants)]
+        function = len(self.driver.known) + 1
+        metadata = SimpleNamespace(num_warps=launch.options["num_warps"], shared=100 * function)
+        signature = dict(zip(launch.kernel.arg_names, types, strict=True))
+        launch.binary = SimpleNamespace(src=SimpleNamespace(signature=signature), metadata=metadata, function=function)
+        launch.expand = dict.fromkeys(boxed, "something")
+        expanded = []
+        for kind in types:
+            expanded += ["descriptor", *["i32"] * 4, *["i64"] * 4] if kind.startswith("tensordesc") else [kind]
+        passed = [kind for kind in expanded if kind != "constexpr"]
+        at = {i: sum(9 if j in boxed else 1 for j in range(i)) for i in outs}
+        self.driver.known[function] = passed, {at[i]: out for i, out in outs.items()}
+
+        def launched(stream, flat):
+            words = [_word(kind, value) for kind, value in zip(expanded, flat, strict=True) if kind != "constexpr"]
+            self.python.append((function, launch.grid, 32 * metadata.num_warps, metadata.shared, words))
+
+        launch.launch = launched
+
+    def offer(self):
+        q, k, v = self.q, self.k, self.v
+        kernels._offer_forward(self.case, self.forward, q, k, v, q.numel(), q.numel() // q.shape[-1])
+        kernels._offer_backward(self.back, self.dq, self.dkdv, q, k, v, self.do)
+        assert extension.NATIVE.problem is None, extension.NATIVE.problem
+
+    def in_python(self):
+        args = self.is_causal, self.scale
+        inputs = [x.detach() for x in (self.q, self.k, self.v)]
+        o, lse = kernels.forward(*inputs, *args, num_splits=self.num_splits)
+        kernels.backward(self.do, *inputs, o, lse, *args, num_splits=self.num_splits)
+
+
+def _word(kind, value):
+    if kind == "descriptor":
+        return bytes(value)
+    if kind == "fp32":
+        return int.from_bytes(struct.pack("<f", value), "little")
+    return value if kind in ("i64",) or kind.startswith("*") else value & 0xFFFFFFFF
+
+
+def is_address(argument):
+    return isinstance(argument, int) and argument > 1 << 33
+
+
+def in_order(launches):
+    """Addresses numbered as they first appear, so that two runs with memory of their own can be compared."""
+    numbers, out = {}, []
+    for function, grid, threads, shared, arguments in launches:
+        named = []
+        for argument in arguments:
+            if isinstance(argument, bytes):
+                address = int.from_bytes(argument[:8], "little")
+                argument = ("descriptor", numbers.setdefault(address, len(numbers)), argument[8:])
+            elif is_address(argument):
+                argument = ("address", numbers.setdefault(argument, len(numbers)))
+            named.append(argument)
+        out.append((function, grid, threads, shared, named))
+    return out
+
+
+@pytest.fixture
+def both(cpp, monkeypatch):
+    def build(**options):
+        made = Both(cpp, monkeypatch, **options)
+        monkeypatch.setattr(extension.NATIVE, "call", cpp.flash_attention)
+        return made
+
+    return build
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_cpp_launches_what_python_launches(both, num_splits, layout, is_causal):
+    here = both(layout=layout, num_splits=num_splits, is_causal=is_causal)
+    here.in_python()
+    assert len(here.python) == (3 if num_splits == 1 else 6)
+    here.offer()
+    o = flash_attention(here.q, here.k, here.v, is_causal=is_causal)
+    o.backward(here.do)
+    launches = [each[:4] + each[5:] for each in here.driver.launches]
+    assert {each[4] for each in here.driver.launches} == {1234}
+    for passes in (slice(0, num_splits), slice(num_splits, None)):  # memory is free again between the two
+        assert in_order(launches[passes]) == in_order(here.python[passes])
+    if num_splits > 1:  # two halves of one temporary, as far apart: o's and lse's parts, then dk's and dv's
+        for launch, last in ((0, -1), (4, -2)):
+            cpp, python = ([a for a in side[launch][-1] if is_address(a)] for side in (launches, here.python))
+            assert cpp[last] - cpp[last - 1] == python[last] - python[last - 1] > 0
+    got = {"o": o, "dq": here.q.grad, "dk": here.k.grad, "dv": here.v.grad}
+    assert {name: set(x.flatten().tolist()) for name, x in got.items()} == {n: {v} for n, v in VALUES.items()}
+    assert o.stride() == torch.empty_like(here.q).stride() and o.grad_fn is not None
+
+
+def test_inputs_elsewhere_get_their_own_addresses(both):
+    here = both()
+    here.offer()
+    other = [x.detach().clone().requires_grad_() for x in (here.q, here.k, here.v)]
+    with torch.no_grad():
+        assert not flash_attention(*other, is_causal=True).requires_grad
+    words = here.driver.launches[0][-1]
+    starts = [int.from_bytes(each[:8], "little") for each in words if isinstance(each, bytes)]
+    assert starts == [x.data_ptr() for x in other]
+
+
+def test_what_cpp_leaves_to_python(both, cpp):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    class Subclass(torch.Tensor):
+        pass
+
+    here = both()
+    here.offer()
+    q, k, v = (x.detach() for x in (here.q, here.k, here.v))
+    call = lambda q, k, v, *rest: cpp.flash_attention(q, k, v, *(rest or (True, None, True)))  # noqa: E731
+    assert call(q, k, v) is not None
+    assert call(q, k, v, True, here.scale, True) is not None
+    unaligned = torch.randn(q.numel() + 1, dtype=BF16)[1:].view(q.shape)
+    longer = torch.randn(2, 3, 161, 64, dtype=BF16)
+    declined = {
+        "another type": (q.float(), k.float(), v.float()),
+        "mixed types": (q, k.half(), v),
+        "unaligned": (unaligned, k, v),
+        "other strides": (q.transpose(1, 2).contiguous().transpose(1, 2), k, v),
+        "another length": (longer, k, v),
+        "keys and values differ": (q, k, longer),
+        "subclass": (q.as_subclass(Subclass), k, v),
+        "three dimensions": (q[0], k[0], v[0]),
+        "head width not contiguous": (q.mT, k.mT, v.mT),
+    }
+    for name, tensors in declined.items():
+        assert call(*tensors) is None, name
+    assert call(q, k, v, False, None, True) is None  # another mask
+    assert call(q, k, v, True, 0.5, True) is None
+    assert call(q, k, v, True, None, False) is None  # any order of sums
+    with FlopCounterMode(display=False):
+        assert call(q, k, v) is None
+    with torch.autocast("cpu", torch.float16):
+        assert call(q, k, v) is None
+    with torch.autocast("cpu", BF16):
+        assert call(q, k, v) is not None
+    seen = []
+    torch.func.vmap(lambda row: seen.append(call(row[None], k[:1], v[:1])) or row)(q)
+    assert seen == [None]
+    assert len(here.driver.launches) == 3
+
+
+def test_own_tiles_and_hooks_are_not_passed_by(both, monkeypatch):
+    from stepgauge.kernels.attention import plan
+
+    here = both()
+    here.offer()
+    monkeypatch.setattr(attention, "_has_kernels", lambda device: False)  # the plain version serves here
+    q, k, v = (x.detach() for x in (here.q, here.k, here.v))
+    flash_attention(q, k, v, is_causal=True)
+    assert len(here.driver.launches) == 1
+    with plan.override_tiles(forward=plan.Tiles(64, 64, 4, 2)):
+        flash_attention(q, k, v, is_causal=True)
+    monkeypatch.setattr(attention, "hooks_present", lambda: True)
+    flash_attention(q, k, v, is_causal=True)
+    assert len(here.driver.launches) == 1
+
+
+def test_gradients_that_cpp_does_not_know_go_to_the_operator(both, monkeypatch):
+    asked = []
+
+    def backward(grad, q, k, v, o, lse, *rest):
+        asked.append((grad.stride(), rest))
+        return tuple(torch.full_like(x, 7.0) for x in (q, k, v))
+
+    monkeypatch.setattr(attention, "_path", lambda direction, q: backward)
+    here = both()
+    here.offer()
+    turned = here.do.transpose(1, 2).contiguous().transpose(1, 2)
+    flash_attention(here.q, here.k, here.v, is_causal=True).backward(turned)
+    assert asked == [(turned.stride(), (True, here.scale, True))]
+    assert all(x.grad.eq(7).all() for x in (here.q, here.k, here.v))
+    assert len(here.driver.launches) == 1
+    # An expanded gradient, what .sum().backward() sends, is copied and then known.
+    here.q.grad = None
+    flash_attention(here.q, here.k, here.v, is_causal=True).sum().backward()
+    assert here.q.grad.eq(VALUES["dq"]).all() and len(asked) == 1
+
+
+def test_second_derivative_is_refused(both):
+    here = both()
+    here.offer()
+    o = flash_attention(here.q, here.k, here.v, is_causal=True)
+    (dq,) = torch.autograd.grad(o, here.q, here.do.clone().requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+def test_driver_errors(both):
+    here = both()
+    here.offer()
+    q, k, v = (x.detach() for x in (here.q, here.k, here.v))
+    here.driver.statuses = [700]
+    with pytest.raises(RuntimeError, match="700"):
+        flash_attention(q, k, v, is_causal=True)
+    assert here.driver.contexts == []
+    here.driver.statuses = [201]  # a thread without a context gets the plan's and tries once more
+    assert flash_attention(q, k, v, is_causal=True).eq(VALUES["o"]).all()
+    assert here.driver.contexts == [4321]
+
+
+def test_what_cannot_be_launched_so_stays_in_python(both, monkeypatch):
+    """A descriptor that the driver's function does not move as Triton makes it, and a kernel with scratch memory."""
+    here = both()
+    monkeypatch.setattr(extension, "_bytes", lambda each: bytes(each[8:] + each[:8]))
+    kernels._offer_forward(here.case, here.forward, here.q, here.k, here.v, 1, 1)
+    assert "another address" in extension.NATIVE.problem
+    assert extension.NATIVE.call(here.q, here.k, here.v, True, None, True) is None
+    monkeypatch.setattr(extension, "_bytes", bytes)
+    here.dq.main.binary.metadata.global_scratch_size = 64
+    with pytest.raises(ValueError, match="plain launch"):
+        extension.step_of(here.dq.main, ((0, 0),) * 8, here.moved, 4096)
+
+
+def test_only_16_bit_cases_are_offered():
+    case = kernels._Case(
+        0, BF16, *[kernels._View((1, 1, 16, 16), (256, 256, 16, 1), 0)] * 3, True, 0.25, "ieee", (), None
+    )
+    assert extension.takes(case)
+    assert not extension.takes(case._replace(dtype=torch.float32))
+    assert not extension.takes(case._replace(num_splits=2))
+    assert not extension.takes(case._replace(device=None))
+    assert not extension.takes(case._replace(q=case.q._replace(offset=2)))
