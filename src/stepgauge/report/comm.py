@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stepgauge.report.figure import SERIES, lines
+from stepgauge.report.figure import SERIES, lines, short, short_bytes
 from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
 from stepgauge.report.views import number
@@ -145,7 +145,7 @@ def comm_blocks(records: Sequence[Record]) -> list[Block]:
     for ranks, how in dict.fromkeys((asked(record).ranks, _how(asked(record))) for record in good):
         here = [record for record in good if (asked(record).ranks, _how(asked(record))) == (ranks, how)]
         for part in _portions(_by_operation(here, "busbw_gb_per_s")):
-            svg = lines(part, x="bytes", y="busbw GB/s", dots=list(part), scales="x", in_bytes=True)
+            svg = lines(part, x="bytes", y="busbw GB/s", dots=list(part), scales={"x": short_bytes})
             shown.append(Plot(svg, f"Bus bandwidth by size over {how}, {ranks} ranks."))
     plotted = fitted if len(fitted) <= MOST_FIT_PLOTS else [f for f in fitted if f.asked["op"] == "all_reduce"]
     shown += [_fit_plot(found, good) for found in plotted]
@@ -186,7 +186,7 @@ def _fit_plot(found: Link, records: Sequence[Record]) -> Plot:
         held_out = tuple(zip(*[p for p in points if p[0] in found.held_out], strict=True))
         curves = {**curves, "measured, held out": held_out}  # type: ignore[dict-item]
     dots = ["measured, fitted", "measured, held out"]
-    svg = lines(curves, x="bytes", y="µs", dots=dots, joined=False, scales="xy", in_bytes=True)
+    svg = lines(curves, x="bytes", y="µs", dots=dots, joined=False, scales={"x": short_bytes, "y": short})
     errors = found.held_out_error(MEGABYTE)
     told = f" Median error on held-out sizes from 1 MiB: {_percent(errors)} %." if errors is not None else ""
     return Plot(svg, f"{spec.op} over {_how(spec)}, {spec.ranks} ranks: the fit through the measured sizes.{told}")

@@ -6,7 +6,7 @@ matplotlib draws with placeholder colours that the page's style sheet then gives
 import contextlib
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -54,6 +54,8 @@ MOST_LABELLED_BETWEEN = 3e3  # ends of a scale further apart than this get label
 LEGEND_KEY_INCHES, LETTER_INCHES = 0.6, 0.065  # of a legend's entry: its key with gaps, a letter on average
 
 Series = Mapping[str, Sequence[float | None]]
+Scales = Mapping[str, Callable[[float], str]]
+NO_SCALES: Scales = MappingProxyType({})
 
 
 @contextlib.contextmanager
@@ -128,14 +130,13 @@ def lines(
     dots: Sequence[str] = (),
     joined: bool = True,
     height: float = 3.2,
-    scales: str = "",
-    in_bytes: bool = False,
+    scales: Scales = NO_SCALES,
     level: tuple[str, float] | None = None,
 ) -> str:
     """A line a curve of (x values, y values); those named in `dots` get a marker a point.
 
-    Without `joined` they get no line. `scales` names the axes with a logarithmic scale ("x", "xy"); `in_bytes` writes
-    x as 512 K, 1 M, 1 G; `level` is a limit across the plot and its name.
+    Without `joined` they get no line. `scales` names the axes that are logarithmic, with what writes their numbers
+    (`short`, `short_bytes`); `level` is a limit across the plot and its name.
     """
     with canvas(7.2, height) as (axes, output):
         for (name, (xs, ys)), colour in _coloured(curves):
@@ -146,8 +147,6 @@ def lines(
         if level:
             axes.axhline(level[1], color=FAINT, linestyle=(0, (4, 3)), linewidth=1.2, label=level[0])
         _logarithmic(axes, scales)
-        if in_bytes:
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_bytes(value)))
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         axes.margins(x=0.02)
@@ -196,25 +195,27 @@ def roofline(points: Mapping[str, tuple[float, float]], *, bandwidth_gb_per_s: f
         axes.plot([ends[0], ridge, ends[1]], roof, color=FAINT, linewidth=1.4, label="measured roof")
         for (name, (intensity, rate)), colour in _coloured(points):
             axes.plot([intensity], [rate], color=colour, marker="o", markersize=7, linestyle="none", label=name)
-        _logarithmic(axes, "xy")
+        _logarithmic(axes, {"x": short, "y": short})
         axes.set_xlabel("FLOP a byte")
         axes.set_ylabel("TFLOP/s")
         _legend(axes)
     return output[0]
 
 
-def _logarithmic(axes: Axes, which: str) -> None:
-    """Scales whose ticks are written out, powers of two along x."""
-    if "x" in which:
+def _logarithmic(axes: Axes, scales: Scales) -> None:
+    """Scales whose ticks are written out: powers of two along x; 1, 2 and 5 along y."""
+    if "x" in scales:
         axes.set_xscale("log", base=2)
-    if "y" in which:
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: scales["x"](value)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    if "y" in scales:
         axes.set_yscale("log")
-    for axis in [getattr(axes, f"{name}axis") for name in which]:
-        axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-        axis.set_minor_formatter(NullFormatter())
-    low, high = axes.get_ylim()
-    if "y" in which and high < MOST_LABELLED_BETWEEN * low:
-        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: short(value) if f"{value:e}"[0] in "25" else ""))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: scales["y"](value)))
+        low, high = axes.get_ylim()
+        between = "25" if high < MOST_LABELLED_BETWEEN * low else ""
+        axes.yaxis.set_minor_formatter(
+            FuncFormatter(lambda value, _: scales["y"](value) if between and f"{value:e}"[0] in between else "")
+        )
 
 
 def _coloured(series: Mapping[str, Any]) -> list[tuple[tuple[str, Any], str]]:

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
-from stepgauge.report.figure import SERIES, lines
+from stepgauge.report.figure import SERIES, lines, short
 from stepgauge.report.kernels import RATES, implementations
 from stepgauge.report.page import Plot
 from stepgauge.spec.kernel import OURS
@@ -28,14 +28,14 @@ def _pair(records: Sequence[Record], size: str, of_what: str) -> list[Plot]:
     times = _curves(records, size, "ms")
     if not times:
         return []
-    plots = [Plot(lines(times, x=size, y="ms", dots=list(times), scales="xy"), f"Time, {of_what}.")]
+    plots = [Plot(lines(times, x=size, y="ms", dots=list(times), scales={"x": short, "y": short}), f"Time, {of_what}.")]
     for rate, unit in RATES.items():
         if rates := _curves(records, size, rate):
             ceilings = [
                 s.median for r in records for n, s in r.metrics.items() if n in (f"copy_{rate}", f"matmul_{rate}")
             ]
             level = ("copy" if rate == "gb_per_s" else "matmul", statistics.median(ceilings)) if ceilings else None
-            drawn = lines(rates, x=size, y=unit, dots=list(rates), scales="x", level=level)
+            drawn = lines(rates, x=size, y=unit, dots=list(rates), scales={"x": short}, level=level)
             plots.append(
                 Plot(drawn, f"Rate, {of_what}; the dashed line is what the device reaches in the same process.")
             )
