@@ -239,7 +239,7 @@ class BackwardConfig:
 
 
 # By (width, bytes an element): what a sweep found best on an H100 with 50,000 rows, 2026-11-21,
-# benchmarks/kernels/rms_norm.py --tune. Against the rules below: forward 0.3 to 1.4 %, backward 1.2
+# benchmarks/kernels/sweep.py. Against the rules below: forward 0.3 to 1.4 %, backward 1.2
 # to 4 %.
 _TUNED_FORWARD = {
     (1024, 2): ForwardConfig(block=1024, rows=2, num_warps=8),
