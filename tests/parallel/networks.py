@@ -3,7 +3,9 @@
 import torch
 from torch import nn
 
+from stepgauge.models.bert import BertForMaskedLM
 from stepgauge.models.transformer import TransformerLM
+from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.model import ModelSpec
 
 MICRO_BATCHES, ROWS, STEPS = 2, 3, 3  # rows a rank and micro-batch
@@ -39,7 +41,16 @@ def transformer():
     return TransformerLM(spec).double()
 
 
-NETWORKS = {"toy": toy, "transformer": transformer}
+def small_bert():
+    shape = {"d_model": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    return BertForMaskedLM(BertSpec(vocab_size=7, num_positions=5, context_length=5, **shape))
+
+
+def bert():
+    return small_bert().double()
+
+
+NETWORKS = {"toy": toy, "transformer": transformer, "bert": bert}
 
 
 def make(name, *, seed=0):

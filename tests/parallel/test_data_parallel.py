@@ -30,7 +30,7 @@ WRAPPERS = {
     "bucketed": lambda module: BucketedDataParallel(module, bucket_mb=0.0005),
     "one bucket": lambda module: BucketedDataParallel(module, bucket_mb=1000),
 }
-NETWORKS = ("toy", "transformer")
+NETWORKS = ("toy", "transformer", "bert")
 OPTIMIZERS = ("sgd", "adamw")
 CLIP = 0.5
 CASES = [*itertools.product(WRAPPERS, NETWORKS, OPTIMIZERS)]

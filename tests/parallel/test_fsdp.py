@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from tests.parallel.networks import MICRO_BATCHES, STEPS, Toy, batch
+from tests.parallel.networks import MICRO_BATCHES, STEPS, Toy, batch, small_bert
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
@@ -22,7 +22,7 @@ def transformer():
     return TransformerLM(ModelSpec.preset("nano", vocab_size=7, context_length=5, positions="learned"))
 
 
-NETWORKS = {"toy": Toy, "transformer": transformer}
+NETWORKS = {"toy": Toy, "transformer": transformer, "bert": small_bert}
 
 
 def make(name, seed=0):
@@ -40,7 +40,9 @@ CASES = [
         (torch.optim.SGD, torch.bfloat16, False),
         (torch.optim.SGD, torch.float16, False),
     )
-    if dtype is None or network == "transformer"  # the toy's buffer is of another type
+    if dtype is None or network != "toy"  # whose buffer is of another type
+    # The softmax cancels BERT's key biases: AdamW would make steps of the rounding that is their gradient.
+    if optimizer is torch.optim.SGD or network != "bert"
 ]
 
 

@@ -19,7 +19,7 @@ SETTINGS = {"sgd": (torch.optim.SGD, {"lr": 0.3}), "adamw": (torch.optim.AdamW, 
 CASES = [
     (stage, network, optimizer, every)
     for stage in (1, 2)
-    for network in ("toy", "transformer")
+    for network in ("toy", "transformer", "bert")
     for optimizer in SETTINGS
     for every in (False, True)
 ]

@@ -22,8 +22,7 @@ from stepgauge.parallel.world import joined_world
 from stepgauge.parallel.wrappers import Settings, parallelise
 from stepgauge.spec.data_parallel import FULLY_SHARDED, DataParallelSpec, sent_bytes
 from stepgauge.spec.record import Record, Sample
-from stepgauge.train.build import build_step
-from stepgauge.train.data import random_batch
+from stepgauge.train.build import batch_for, build_step
 from stepgauge.train.precision import PRECISIONS, unavailable
 from stepgauge.train.step import TrainingStep
 
@@ -72,12 +71,7 @@ def _measure(spec: DataParallelSpec) -> RankFigures:
     device = world.device(spec.device)
     step = build(spec, device)
     initial = devices.allocated_memory(device)
-    batch = [
-        part.to(device)
-        for part in random_batch(
-            spec.model.vocab_size, spec.batch, spec.model.context_length, spec.seed + 1 + world.rank
-        )
-    ]
+    batch = [part.to(device) for part in batch_for(spec.model, spec.batch, spec.seed + 1 + world.rank)]
     phases = make_phases(step, batch)
     with step.precision.matmul_mode():
         run_once(phases)  # optimizer state, communicators and libraries come into being
@@ -223,7 +217,7 @@ def record(spec: DataParallelSpec, ranks: list[RankFigures]) -> Record:
         metrics=metrics,
         series={
             "rank_step_ms": medians,
-            "rank_optimizer_bytes": [float(rank.bytes["optimizer"]) for rank in ranks],
+            **{f"rank_{name}_bytes": [float(rank.bytes[name]) for rank in ranks] for name in ranks[0].bytes},
             **(first.lanes if first else {}),
         },
         environment=environment(torch.device(spec.device)),

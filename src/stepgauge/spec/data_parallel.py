@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
+from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.fields import check, option
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import CHECKPOINTING, COMPILE_MODES, OPTIMIZERS, PRECISIONS
@@ -39,7 +40,7 @@ class DataParallelSpec:
 
     kind: ClassVar[str] = "data-parallel"
 
-    model: ModelSpec
+    model: ModelSpec | BertSpec
     size: str = option("custom", "preset that the model spec starts from", word="{size}")
     wrapper: str = option(
         "bucketed", "how training is spread; none: each rank trains alone", choices=WRAPPERS, word="{wrapper}"
@@ -83,6 +84,10 @@ class DataParallelSpec:
         if self.backend == "nccl" and not self.device.startswith("cuda"):
             raise ValueError(f"backend is 'nccl', which moves GPU tensors only; device is {self.device!r}")
         check_wrapper(self.wrapper, precision=self.precision, compile=self.compile)
+        if isinstance(self.model, BertSpec) and self.model.dropout and self.checkpointing != "none":
+            raise ValueError(
+                f"dropout is {self.model.dropout}; what checkpointing computes again would drop other values: choose 0"
+            )
 
     def without_idle_options(self) -> Self:
         """With defaults for the options that the wrapper does not look at: rows that differ in these alone are one."""

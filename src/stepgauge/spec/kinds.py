@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.broadcast import BroadcastSpec
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
@@ -28,7 +29,9 @@ SPECS: Mapping[str, type] = {
         OpSpec,
     )
 } | KERNELS
-NESTED: Mapping[str, type] = {"model": ModelSpec}
+# Of nested specs: the one that names the same network.
+NETWORKS: Mapping[str, type] = {"": ModelSpec, BertSpec.network: BertSpec}
+NESTED: Mapping[str, Mapping[str, type]] = {"model": NETWORKS}
 
 
 def completed(kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,7 +48,7 @@ def _with_defaults(declared: type, values: Mapping[str, Any]) -> dict[str, Any]:
         field.name: field.default for field in dataclasses.fields(declared) if field.default is not dataclasses.MISSING
     }
     nested = {
-        name: _with_defaults(NESTED[name], value)
+        name: _with_defaults(NESTED[name][value.get("network", "")], value)
         for name, value in values.items()
         if name in NESTED and isinstance(value, Mapping)
     }

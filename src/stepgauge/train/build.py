@@ -1,19 +1,37 @@
 """From names to a training step: the one place where model, precision, optimizer and compile mode come together."""
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from stepgauge.models.bert import BertForMaskedLM
 from stepgauge.models.checkpointing import through_blocks
 from stepgauge.models.parts import build_optimizer
 from stepgauge.models.transformer import TransformerLM, compiled
 from stepgauge.parallel.training import Parallelise, alone
+from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.train import TrainSpec
+from stepgauge.train.data import masked_batch, random_batch
 from stepgauge.train.precision import PRECISIONS, unavailable
 from stepgauge.train.step import TrainingStep
+
+# Of each spec of a network: its module, and a batch (vocab_size, batch, length, seed) that the module's loss takes.
+NETWORKS: Mapping[type, tuple[Callable[..., Any], Callable[..., tuple[Tensor, ...]]]] = {
+    ModelSpec: (TransformerLM, random_batch),
+    BertSpec: (BertForMaskedLM, masked_batch),
+}
+
+
+def batch_for(model: ModelSpec | BertSpec, batch: int, seed: int) -> tuple[Tensor, ...]:
+    """Random sequences as the network's loss takes them."""
+    _, make = NETWORKS[type(model)]
+    return make(model.vocab_size, batch, model.context_length, seed)
 
 
 def build_step(
@@ -34,7 +52,8 @@ def build_step(
         raise ValueError(reason)
     precision = PRECISIONS[spec.precision]
     torch.manual_seed(spec.seed)
-    model = TransformerLM(spec.model, device=device).to(precision.parameters)
+    network, _ = NETWORKS[type(spec.model)]
+    model = network(spec.model, device=device).to(precision.parameters)
     model.through_blocks = through_blocks(spec.checkpointing, spec.checkpoint_blocks)
     weight_decay = settings.pop("weight_decay", 0.01)
     optimizer = functools.partial(build_optimizer, spec.optimizer, **settings)

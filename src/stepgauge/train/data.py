@@ -13,9 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from stepgauge.models.bert import NOT_MASKED
 from stepgauge.spec.train import DEFAULT_CORPUS
 
 HELD_OUT_FRACTION = 0.05  # the last part of the corpus
+MASKED_SHARE = 0.15
+MASK_TOKEN = 103  # [MASK] in the published vocabulary
 DEFAULT_EXCLUDED = ("site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__")
 
 
@@ -139,6 +142,23 @@ def random_batch(vocab_size: int, batch: int, length: int, seed: int) -> tuple[T
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocab_size, (batch, length + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def masked_batch(vocab_size: int, batch: int, length: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """tokens_BT, targets_BT and types_BT of pairs of independent uniform texts, masked as BERT's (Devlin et al. 2019).
+
+    15 % of the tokens have a target; of these 80 % read [MASK], 10 % another token, 10 % themselves.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocab_size, (batch, length), generator=generator)
+    fate = torch.rand((batch, length), generator=generator)
+    fate[:, 0] = torch.where((fate < MASKED_SHARE).any(1), fate[:, 0], 0.0)  # a row without targets has no loss
+    targets = tokens.where(fate < MASKED_SHARE, NOT_MASKED)
+    others = torch.randint(vocab_size, (batch, length), generator=generator)
+    tokens = torch.where(fate < 0.9 * MASKED_SHARE, others, tokens)
+    tokens = tokens.masked_fill(fate < 0.8 * MASKED_SHARE, min(MASK_TOKEN, vocab_size - 1))
+    types = (torch.arange(length) >= length // 2).long().expand(batch, -1).contiguous()
+    return tokens, targets, types
 
 
 def _byte_encoder() -> tuple[Callable[[bytes], Tensor], int]:

@@ -1,0 +1,133 @@
+"""BERT (Devlin et al. 2019): an encoder that sees the whole sequence, and the masked-language-model loss on it.
+
+Every sequence fills its length: there is no padding and no mask over it.
+
+Legend: B batch, T sequence, D model width, H heads, W head width, F feed-forward width, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stepgauge.models.checkpointing import Through, in_order
+from stepgauge.spec.bert import NUM_TYPES, BertSpec
+
+NORM_EPSILON = 1e-12
+NOT_MASKED = -100  # the target of a token whose loss does not count
+
+
+class Bert(nn.Module):
+    """The encoder: `forward(tokens_BT, types_BT)` gives hidden_BTD.
+
+    pooler  adds the layer over the first token that sentence-pair tasks read
+    """
+
+    def __init__(self, spec: BertSpec, *, device: torch.device | None = None, pooler: bool = True):
+        super().__init__()
+        self.spec = spec
+        self.through_blocks: Through = in_order  # or one that keeps less for backward: models.checkpointing
+        self.tokens = nn.Embedding(spec.vocab_size, spec.d_model, device=device)
+        self.positions = nn.Embedding(spec.num_positions, spec.d_model, device=device)
+        self.types = nn.Embedding(NUM_TYPES, spec.d_model, device=device)
+        self.norm = _norm(spec, device)
+        self.dropout = nn.Dropout(spec.dropout)
+        self.blocks = nn.ModuleList(Block(spec, device) for _ in range(spec.num_layers))
+        self.pooler = nn.Linear(spec.d_model, spec.d_model, device=device) if pooler else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Normal weights of deviation 0.02, biases zero."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=0.02)
+            elif name.endswith("bias"):
+                parameter.zero_()
+
+    def encode(self, tokens_BT: Tensor, types_BT: Tensor | None) -> Tensor:
+        types_BT = torch.zeros_like(tokens_BT) if types_BT is None else types_BT
+        x_BTD = self.tokens(tokens_BT) + self.types(types_BT) + self.positions.weight[: tokens_BT.shape[1]]
+        return self.through_blocks(self.blocks, self.dropout(self.norm(x_BTD)), None)
+
+    def forward(self, tokens_BT: Tensor, types_BT: Tensor | None = None) -> Tensor:
+        return self.encode(tokens_BT, types_BT)
+
+    def pooled(self, hidden_BTD: Tensor) -> Tensor:
+        """tanh(pooler(first token)). Raises ValueError without a pooler."""
+        if self.pooler is None:
+            raise ValueError("pooler is False; this encoder has no pooled output")
+        return torch.tanh(self.pooler(hidden_BTD[:, 0]))
+
+
+class BertForMaskedLM(Bert):
+    """`forward(tokens_BT, None, types_BT)` gives logits_BTV; with targets_BT the mean loss over the masked tokens.
+
+    Without types_BT all tokens are of the first type. The output matrix is the token embedding.
+    """
+
+    def __init__(self, spec: BertSpec, *, device: torch.device | None = None):
+        super().__init__(spec, device=device, pooler=False)
+        self.transform = nn.Linear(spec.d_model, spec.d_model, device=device)
+        self.transform_norm = _norm(spec, device)
+        self.head = nn.Linear(spec.d_model, spec.vocab_size, device=device)
+        self.head.weight = self.tokens.weight
+        self.reset_parameters()
+
+    def forward(  # type: ignore[override]
+        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, types_BT: Tensor | None = None
+    ) -> Tensor:
+        hidden_BTD = self.encode(tokens_BT, types_BT)
+        logits_BTV = self.head(self.transform_norm(F.gelu(self.transform(hidden_BTD))))
+        if targets_BT is None:
+            return logits_BTV
+        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=NOT_MASKED)
+
+
+class Block(nn.Module):
+    """norm(x + attention(x)), then norm(x + feed_forward(x)): normalised after the sum."""
+
+    def __init__(self, spec: BertSpec, device: torch.device | None):
+        super().__init__()
+        self.attention = Attention(spec, device)
+        self.attention_norm = _norm(spec, device)
+        self.feed_forward = FeedForward(spec, device)
+        self.feed_forward_norm = _norm(spec, device)
+        self.dropout = nn.Dropout(spec.dropout)
+
+    def forward(self, x_BTD: Tensor, _: None = None) -> Tensor:
+        x_BTD = self.attention_norm(x_BTD + self.dropout(self.attention(x_BTD)))
+        return self.feed_forward_norm(x_BTD + self.dropout(self.feed_forward(x_BTD)))
+
+
+class Attention(nn.Module):
+    """Multi-head attention over the whole sequence; query, key and value projections are one matrix product."""
+
+    def __init__(self, spec: BertSpec, device: torch.device | None):
+        super().__init__()
+        self.head_width = spec.head_width
+        self.dropout = spec.dropout
+        self.input = nn.Linear(spec.d_model, 3 * spec.d_model, device=device)
+        self.output = nn.Linear(spec.d_model, spec.d_model, device=device)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        heads_BHTW = self.input(x_BTD).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        q_BHTW, k_BHTW, v_BHTW = heads_BHTW.chunk(3, dim=1)
+        dropout = self.dropout if self.training else 0.0
+        mixed_BHTW = F.scaled_dot_product_attention(q_BHTW, k_BHTW, v_BHTW, dropout_p=dropout)
+        return self.output(mixed_BHTW.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """down(gelu(up(x))), the exact GELU."""
+
+    def __init__(self, spec: BertSpec, device: torch.device | None):
+        super().__init__()
+        self.up = nn.Linear(spec.d_model, spec.d_ff, device=device)
+        self.down = nn.Linear(spec.d_ff, spec.d_model, device=device)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_BTD)))
+
+
+def _norm(spec: BertSpec, device: torch.device | None) -> nn.LayerNorm:
+    return nn.LayerNorm(spec.d_model, eps=NORM_EPSILON, device=device)

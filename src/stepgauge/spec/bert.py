@@ -1,0 +1,89 @@
+"""BERT as numbers (Devlin et al. 2019): its shape, and the parameters that follow from the shape.
+
+Legend of the formulas: B batch, T sequence, P positions, D model width, F feed-forward width, L layers, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Self
+
+from stepgauge.spec.fields import check, option
+from stepgauge.spec.model import nearest_divisor
+
+NUM_TYPES = 2  # a token belongs to the first or to the second text of a pair
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BertSpec:
+    """A BERT encoder with the masked-language-model head, whose output matrix is the token embedding.
+
+    Raises ValueError where the fields do not describe a network.
+    """
+
+    vocab_size: int = option(30_522, "tokens in the vocabulary", least=2, most=10_000_000)
+    context_length: int = option(512, "sequence, in tokens", least=1, most=16_777_216, flag="context")
+    num_positions: int = option(512, "positions that the network knows", least=1, most=16_777_216)
+    d_model: int = option(768, "width of the residual stream", least=1, most=1_000_000)
+    d_ff: int = option(3072, "width of the feed-forward layer", least=1, most=4_000_000)
+    num_layers: int = option(12, "blocks", least=1, most=10_000)
+    num_heads: int = option(12, "attention heads", least=1, most=100_000)
+    dropout: float = option(0.0, "share of activations set to zero while training", least=0.0, most=0.99)
+    network: str = dataclasses.field(default="bert", init=False)  # tells it from a ModelSpec in a record
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.d_model % self.num_heads:
+            raise ValueError(
+                f"num_heads is {self.num_heads}, which does not divide d_model {self.d_model}; "
+                f"the nearest that does is {nearest_divisor(self.d_model, self.num_heads)}"
+            )
+        if self.context_length > self.num_positions:
+            raise ValueError(
+                f"context_length is {self.context_length}; the network has {self.num_positions} positions"
+            )
+
+    @property
+    def head_width(self) -> int:
+        return self.d_model // self.num_heads
+
+    @property
+    def encoder_parameters(self) -> int:
+        """Embeddings (V + P + 2)D + 2D and L blocks of 4D² + 2DF matrices, 4D + F + D biases and two norms."""
+        embeddings = (self.vocab_size + self.num_positions + NUM_TYPES + 2) * self.d_model
+        matrices = 4 * self.d_model**2 + 2 * self.d_model * self.d_ff
+        return embeddings + self.num_layers * (matrices + 5 * self.d_model + self.d_ff + 4 * self.d_model)
+
+    @property
+    def pooler_parameters(self) -> int:
+        """D² + D: the layer over the first token that the published count of 109,482,240 includes."""
+        return self.d_model**2 + self.d_model
+
+    @property
+    def num_parameters(self) -> int:
+        """Of encoder and head: D² + D of its layer, 2D of its norm, V of its bias; the tied matrix counted once."""
+        return self.encoder_parameters + self.d_model**2 + 3 * self.d_model + self.vocab_size
+
+    @classmethod
+    def preset(cls, size: str, **changes: Any) -> Self:
+        """The preset of that name with fields changed. Raises ValueError for an unknown name."""
+        try:
+            num_layers, d_model = BERT_SIZES[size.lower()]
+        except KeyError:
+            raise ValueError(f"size is {size!r}; choose one of {', '.join(BERT_SIZES)}") from None
+        # All published sizes have heads of 64 and a feed-forward layer of four widths.
+        shape = {"d_model": d_model, "d_ff": 4 * d_model, "num_layers": num_layers, "num_heads": d_model // 64}
+        return cls(**{**shape, **changes})
+
+
+# Layers and width: base and large of Devlin et al. 2019, the smaller ones of Turc et al. 2019.
+BERT_SIZES: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {
+        "bert-tiny": (2, 128),
+        "bert-mini": (4, 256),
+        "bert-small": (4, 512),
+        "bert-medium": (8, 512),
+        "bert-base": (12, 768),
+        "bert-large": (24, 1024),
+    }
+)
