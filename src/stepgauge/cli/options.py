@@ -4,40 +4,43 @@ import dataclasses
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Annotated, Any
 
 from cyclopts import Parameter, Token
 
-from stepgauge.spec.model import SIZES, ModelSpec
+from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.model import ModelSpec
 
 Values = dict[str, tuple[Any, ...]]
+Network = type[ModelSpec] | type[BertSpec]
 
 
 def spec_options(
-    *specs: type, sweep: bool = False, defaults: dict[str, Any] | None = None
+    *specs: type, sweep: bool = False, defaults: dict[str, Any] | None = None, without: Collection[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command the fields of the specs as options; it receives what was given as `values`.
 
     With `sweep` every option takes several values, separated by blanks or commas. Options that were not given are
-    not in `values`. `defaults` overrides what the help shows and the command receives for a field. Fields that are not
-    declared with `option` are no options; a parameter of the command's own takes the place of a field of its name.
+    not in `values`. `defaults` overrides what the help shows and the command receives for a field: a value, or with
+    `sweep` a tuple of them. Fields that are not declared with `option`, or are in `without`, are no options; a
+    parameter of the command's own takes the place of a field of its name.
     """
-    shown = defaults or {}
+    shown = {name: value if isinstance(value, tuple) else (value,) for name, value in (defaults or {}).items()}
+    network: Network = next((spec for spec in specs if issubclass(spec, ModelSpec | BertSpec)), ModelSpec)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command).parameters.values() if p.name != "values"]
-        taken = {p.name for p in own}
+        taken = {*without, *(p.name for p in own)}
         declared = [field for spec in specs for field in dataclasses.fields(spec) if "help" in field.metadata]
         fields = [field for field in declared if field.name not in taken]
         names = {field.name: field for field in fields}
-        added = [_parameter(field, sweep, shown.get(field.name)) for field in names.values()]
+        added = [_parameter(field, sweep, shown.get(field.name), network) for field in names.values()]
 
         def run(*positional: Any, **given: Any) -> None:
             chosen = {name: given.pop(name) for name in names if name in given}
-            defaulted = {name: (value,) for name, value in shown.items()}
             values = {name: value or (_bare(names[name]),) for name, value in chosen.items() if value is not None}
-            command(*positional, values={**defaulted, **values}, **given)
+            command(*positional, values={**shown, **values}, **given)
 
         parameters = sorted([*added, *own], key=lambda p: (p.kind, p.name not in names))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -48,11 +51,13 @@ def spec_options(
     return decorate
 
 
-def _parameter(field: "dataclasses.Field[Any]", sweep: bool, default: Any) -> inspect.Parameter:
-    choices = field.metadata["choices"] or (tuple(SIZES) if field.name == "size" else None)
+def _parameter(
+    field: "dataclasses.Field[Any]", sweep: bool, defaults: tuple[Any, ...] | None, network: Network
+) -> inspect.Parameter:
+    choices = field.metadata["choices"] or (network.preset_names() if field.name == "size" else None)
     text = field.metadata["help"] + (f" ({', '.join(choices)})" if choices else "")
-    usual = field.default if default is None else default
-    is_network = field.name == "size" or field.name in {f.name for f in dataclasses.fields(ModelSpec)}
+    usual = " ".join(str(value) for value in defaults or (field.default,))
+    is_network = field.name == "size" or field.name in {f.name for f in dataclasses.fields(network)}
     values: Any = types.GenericAlias(tuple, (str if field.type is bool else field.type, ...))
     annotation: Any = Annotated[
         values | None,
@@ -121,12 +126,12 @@ def parse_bytes(text: str, name: str) -> int:
         raise ValueError(f"{name} is {text!r}; it must be a number of bytes such as 65536, 512K, 1M or 2G") from None
 
 
-def expand(spec: type, values: Values) -> Iterator[Any]:
+def expand(spec: type, values: Values, *, network: Network = ModelSpec) -> Iterator[Any]:
     """The product of the values as specs; of a spec with a model, made from the preset `size` and the fields given.
 
     The first option varies slowest. Raises ValueError for a combination that is no model.
     """
-    model_fields = {field.name for field in dataclasses.fields(ModelSpec)}
+    model_fields = {field.name for field in dataclasses.fields(network)}
     order = [name for name in ("size", *values) if name in values]
     for combination in itertools.product(*(values[name] for name in dict.fromkeys(order))):
         chosen = dict(zip(dict.fromkeys(order), combination, strict=True))
@@ -137,4 +142,4 @@ def expand(spec: type, values: Values) -> Iterator[Any]:
         shape = {name: value for name, value in chosen.items() if name in model_fields}
         rest = {name: value for name, value in chosen.items() if name not in model_fields}
         label = "custom" if set(shape) & set(SHAPE) else size.lower()
-        yield spec(model=ModelSpec.preset(size, **shape), size=label, **rest)
+        yield spec(model=network.preset(size, **shape), size=label, **rest)

@@ -64,6 +64,10 @@ class BertSpec:
         """Of encoder and head: D² + D of its layer, 2D of its norm, V of its bias; the tied matrix counted once."""
         return self.encoder_parameters + self.d_model**2 + 3 * self.d_model + self.vocab_size
 
+    @staticmethod
+    def preset_names() -> tuple[str, ...]:
+        return tuple(BERT_SIZES)
+
     @classmethod
     def preset(cls, size: str, **changes: Any) -> Self:
         """The preset of that name with fields changed. Raises ValueError for an unknown name."""

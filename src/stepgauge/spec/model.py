@@ -107,6 +107,10 @@ class ModelSpec:
         fields["norm"] = NORMS[self.norm]
         return fields
 
+    @staticmethod
+    def preset_names() -> tuple[str, ...]:
+        return tuple(SIZES)
+
     @classmethod
     def preset(cls, size: str, **changes: Any) -> Self:
         """The preset of that name with fields changed. Raises ValueError for an unknown name."""
