@@ -12,3 +12,22 @@ def test_the_fit_finds_what_the_sweep_was_made_of():
     assert found.base_ms == pytest.approx(50)
     assert found.ms_per_byte == pytest.approx(2e-6)
     assert found.per_bucket_ms == pytest.approx(0.03)
+
+
+def test_the_optimum_is_the_least_of_the_model():
+    model = Overhead(base_ms=50.0, ms_per_byte=2e-6, per_bucket_ms=0.03)
+    total = 4e8
+    best = model.best_bytes(total)
+    steps = [model.step_ms(total / size, size) for size in (0.9 * best, best, 1.1 * best)]
+    assert min(steps) == steps[1]
+    assert "= 2.449 MB" in model.sentence(total, 5)
+
+
+def test_plans_that_end_alike_tell_nothing_of_the_tail():
+    found = Overhead.fitted([131, 131, 130, 34], [1e8] * 4, [153.3, 153.8, 155.3, 163.3])
+    assert found.ms_per_byte == 0
+    assert found.best_bytes(1e10) is None
+    assert found.step_ms(34, 1e8) == pytest.approx(163.3, rel=1e-3)
+    said = found.sentence(1e10, 1)
+    assert "All plans end with the same bucket" in said
+    assert "it has no optimum here" in said

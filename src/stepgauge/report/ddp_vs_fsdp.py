@@ -80,8 +80,8 @@ def gap_table(rows: Sequence[dict[str, Any]]) -> Table:
     figures = ["peak GiB", "share of the others GiB", "parameters GiB", "gradients GiB", "optimizer GiB", "rest GiB"]
     columns = ["wrappers", "ranks", "global batch", *figures]
     caption = (
-        "Memory that sharding frees a rank of. The share of the others is (N−1)/N of parameters, gradients and optimizer "
-        "state; the rest is activations, which both have, and what a wrapper keeps for communication."
+        "Memory that sharding frees a rank of. The share of the others is (N−1)/N of parameters, gradients and "
+        "optimizer state; the rest is activations, which both have, and what a wrapper keeps for communication."
     )
     return Table(columns, cells, numeric=frozenset(columns[1:]), caption=caption)
 

@@ -39,9 +39,7 @@ class BertSpec:
                 f"the nearest that does is {nearest_divisor(self.d_model, self.num_heads)}"
             )
         if self.context_length > self.num_positions:
-            raise ValueError(
-                f"context_length is {self.context_length}; the network has {self.num_positions} positions"
-            )
+            raise ValueError(f"context_length is {self.context_length}; the network has {self.num_positions} positions")
 
     @property
     def head_width(self) -> int:

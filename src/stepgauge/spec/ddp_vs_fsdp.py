@@ -13,7 +13,7 @@ GLOBAL_BATCHES = (64, 16)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GlobalBatch:
-    """A batch that is shared out: `of_rank` is what each of the ranks takes. Raises ValueError if they do not divide it."""
+    """A batch that all ranks share."""
 
     global_batch: int = option(64, "sequences of all ranks together", least=1, most=1_000_000)
 
@@ -21,6 +21,7 @@ class GlobalBatch:
         check(self)
 
     def of_rank(self, ranks: int) -> int:
+        """What each rank takes. Raises ValueError where the ranks do not divide the batch."""
         if self.global_batch % ranks:
             raise ValueError(
                 f"global_batch is {self.global_batch}, which {ranks} ranks do not divide; choose a multiple of {ranks}"

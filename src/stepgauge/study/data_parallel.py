@@ -21,6 +21,7 @@ from stepgauge.study.experiment import Experiment, Machine
 from stepgauge.study.plans import S1, sizes
 from stepgauge.study.published import SOURCES
 
+USUAL_BUCKET_MB = DataParallelSpec.bucket_mb
 BUCKETS_MB = (1.0, 5.0, 10.0, 50.0, 100.0, 500.0)
 CPU_BUCKETS_MB = (0.05, 0.2, 0.5, 1.0, 5.0)
 TRACED = ("naive", "overlapped")
@@ -74,8 +75,8 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     good = [record for record in records if record.status == "ok"]
     names = list(dict.fromkeys(str(record.spec["size"]) for record in good))
     drawn = ("none", "naive", "overlapped", "bucketed", "zero3", "torch-ddp")
-    usual = DataParallelSpec.bucket_mb
-    steps = {(r.spec["size"], r.spec["wrapper"]): r.median("step_ms") for r in good if r.spec["bucket_mb"] == usual}
+    usual = [record for record in good if record.spec["bucket_mb"] == USUAL_BUCKET_MB]
+    steps = {(record.spec["size"], record.spec["wrapper"]): record.median("step_ms") for record in usual}
     bars = {w: [steps.get((n, w)) for n in names] for w in drawn if any(wrapper == w for _, wrapper in steps)}
     shown: list[Block] = [Plot(grouped_bars(names, bars, unit="ms a step (median, slowest rank)"), "Step by wrapper.")]
     traced = [(str(r.spec["wrapper"]), r) for r in good if r.series.get("communication_start_ms")]
@@ -91,7 +92,7 @@ class Overhead:
     """step = base + tail / rate + per_bucket · buckets: with overlap only the last bucket and the calls remain.
 
     The tail of plans of size b over S bytes is b at most and the calls are S / b, so that the step is shortest at
-    b = sqrt(per_bucket · rate · S).
+    b = sqrt(per_bucket · rate · S). Where all plans end alike, ms_per_byte is 0: the tail's cost is in the base.
     """
 
     base_ms: float
@@ -101,13 +102,40 @@ class Overhead:
     @classmethod
     def fitted(cls, buckets: Sequence[float], tails: Sequence[float], steps_ms: Sequence[float]) -> "Overhead":
         """Least squares over a sweep of at least three plans."""
-        design = np.stack([np.ones(len(buckets)), np.asarray(tails), np.asarray(buckets)], axis=1)
+        terms = [np.ones(len(buckets)), np.asarray(buckets)]
+        if len(set(tails)) > 1:
+            terms.append(np.asarray(tails))
+        design = np.stack(terms, axis=1)
         scale = design.max(axis=0)
-        base, per_byte, per_bucket = np.linalg.lstsq(design / scale, np.asarray(steps_ms), rcond=None)[0] / scale
-        return cls(float(base), float(per_byte), float(per_bucket))
+        base, per_bucket, *per_byte = np.linalg.lstsq(design / scale, np.asarray(steps_ms), rcond=None)[0] / scale
+        return cls(float(base), float(per_byte[0]) if per_byte else 0.0, float(per_bucket))
 
     def step_ms(self, buckets: float, tail_bytes: float) -> float:
         return self.base_ms + self.ms_per_byte * tail_bytes + self.per_bucket_ms * buckets
+
+    def best_bytes(self, total_bytes: float) -> float | None:
+        """The size at which the step is shortest; None where the fit has no cost of the tail, or none of a bucket."""
+        if self.ms_per_byte <= 0 or self.per_bucket_ms <= 0:
+            return None
+        return float(np.sqrt(self.per_bucket_ms / self.ms_per_byte * total_bytes))
+
+    def sentence(self, total_bytes: float, measured_mb: float) -> str:
+        """The fit in words, its optimum beside the measured one, and what it cannot say."""
+        tail = f" + {self.ms_per_byte * 1e6:.4f} ms an MB of the last bucket" if self.ms_per_byte else ""
+        sign = "-" if self.per_bucket_ms < 0 else "+"
+        fit = f"step = {number(self.base_ms)} ms{tail} {sign} {abs(self.per_bucket_ms) * 1e3:.1f} µs a bucket"
+        said = [f"{fit}, by least squares. Of the sizes measured {measured_mb:g} MB is the quickest."]
+        best = self.best_bytes(total_bytes)
+        if best is not None:
+            said.append(f"The model has its optimum at sqrt(o · rate · S) = {number(best / 1e6)} MB.")
+        if not self.ms_per_byte:
+            said.append("All plans end with the same bucket, so that its cost cannot be told from the rest.")
+        if self.per_bucket_ms < 0:
+            said.append(
+                "More buckets were quicker: gradients of the bucket's size travel where they are, smaller ones are "
+                "copied together, for which the model has no term; it has no optimum here."
+            )
+        return " ".join(said)
 
 
 def overhead_blocks(records: Sequence[Record]) -> list[Block]:
@@ -122,7 +150,8 @@ def overhead_blocks(records: Sequence[Record]) -> list[Block]:
     model = Overhead.fitted(buckets, tails, measured)
     predicted = [model.step_ms(n, tail) for n, tail in zip(buckets, tails, strict=True)]
     megabytes = [float(r.spec["bucket_mb"]) for r in rows]
-    best, expected = (megabytes[int(np.argmin(values))] for values in (measured, predicted))
+    quickest = megabytes[int(np.argmin(measured))]
+    total = rows[0].metrics["gradient_bytes"].median
     curves = {"measured": (megabytes, measured), "model": (megabytes, predicted)}
     table = Table(
         ["bucket MB", "buckets", "last bucket MB", "measured ms", "model ms"],
@@ -133,14 +162,9 @@ def overhead_blocks(records: Sequence[Record]) -> list[Block]:
         numeric=frozenset(["bucket MB", "buckets", "last bucket MB", "measured ms", "model ms"]),
         caption="Bucket sweep and the fitted model.",
     )
-    text = (
-        f"step = {number(model.base_ms)} ms + {model.ms_per_byte * 1e6:.4f} ms an MB of the last bucket "
-        f"+ {model.per_bucket_ms * 1e3:.1f} µs a bucket, by least squares. Of the sizes measured the model has its "
-        f"optimum at {expected:g} MB, the measurement at {best:g} MB."
-    )
     return [
         Plot(lines(curves, x="bucket MB", y="ms a step", dots=("measured",)), "Step by bucket size."),
-        Text(text),
+        Text(model.sentence(total, quickest)),
         table,
     ]
 

@@ -1,0 +1,95 @@
+"""E11: replicated against sharded training of BERT."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stepgauge.bench.data_parallel import JOB
+from stepgauge.bench.sweep import Job
+from stepgauge.report.ddp_vs_fsdp import aggregated, comparison_table, gap_table
+from stepgauge.report.page import Block
+from stepgauge.report.table import Table
+from stepgauge.report.views import number
+from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.ddp_vs_fsdp import COMPARED, GLOBAL_BATCHES, SEEDS, GlobalBatch
+from stepgauge.spec.record import Record
+from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.published import SOURCES
+
+MOST_RANKS = 4  # as S3
+# S3, 4 GPUs: global batch -> (samples/s, peak GB), by what replicates and what shards.
+_S3: dict[str, dict[int, tuple[float, float]]] = {
+    "torch-ddp": {64: (111.2, 38.3), 16: (103.1, 10.9)},
+    "torch-fsdp": {64: (102.9, 37.5), 16: (102.3, 10.2)},
+}
+
+
+def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+    ranks = min(machine.gpus, MOST_RANKS) if machine.is_gpu else 2
+    batches = [batch for batch in GLOBAL_BATCHES if batch % ranks == 0] if machine.is_gpu else [4]
+    return [Job(JOB, _spec(machine, w, ranks, b, seed)) for b in batches for w in COMPARED for seed in SEEDS]
+
+
+def _spec(machine: Machine, wrapper: str, ranks: int, batch: int, seed: int) -> DataParallelSpec:
+    size, device = ("bert-base", "cuda") if machine.is_gpu else ("bert-tiny", "cpu")
+    fields: dict[str, Any] = {"context_length": 512} if machine.is_gpu else {"context_length": 64, "vocab_size": 1000}
+    counts = {"warmup": 5, "steps": 10} if machine.is_gpu else {"warmup": 1, "steps": 3}
+    return DataParallelSpec(
+        model=BertSpec.preset(size, **fields),
+        size=size,
+        wrapper=wrapper,
+        ranks=ranks,
+        batch=GlobalBatch(global_batch=batch).of_rank(ranks),
+        seed=seed,
+        device=device,
+        **counts,
+    ).without_idle_options()
+
+
+def needs(machine: Machine) -> str | None:
+    return "needs two GPUs" if machine.is_gpu and machine.gpus < 2 else None
+
+
+def blocks(records: Sequence[Record]) -> Sequence[Block]:
+    rows = aggregated(records)
+    return [comparison_table(rows), gap_table(rows), _beside(rows)]
+
+
+def _beside(rows: Sequence[dict[str, Any]]) -> Table:
+    """S3's figures beside ours of the same wrapper and global batch."""
+    base = {(row["wrapper"], row["global_batch"]): row for row in rows if row["size"] == "bert-base"}
+    cells = []
+    for wrapper, of_batches in _S3.items():
+        for batch, (rate, gigabytes) in of_batches.items():
+            ours = base.get((wrapper, batch), {})
+            peak = ours.get("peak_bytes", {}).get("mean")
+            figures = [number(ours.get("samples_per_s", {}).get("mean")), number(peak and peak / 1e9)]
+            cells.append([wrapper, str(batch), str(ours.get("ranks", "")), *figures, f"{rate}", f"{gigabytes}", "S3"])
+    numbers = ["global batch", "our ranks", "our samples/s", "our peak GB", "published samples/s", "published peak GB"]
+    caption = (
+        f"Beside published figures. S3: {SOURCES['S3']}, 4 GPUs; its sequence length and precision are not stated."
+    )
+    return Table(
+        ["wrapper", *numbers, "source"],
+        cells,
+        numeric=frozenset(numbers),
+        caption=caption,
+        folded=not base,
+    )
+
+
+EXPERIMENT = Experiment(
+    name="ddp-vs-fsdp",
+    title="Replicated against sharded weights",
+    question="What do sharded weights save a rank of BERT, and what do they cost?",
+    method=(
+        "One process a rank, BERT with the masked-language-model loss on random pairs of texts, three seeds of weights "
+        "and tokens. Throughput and step time are means over each seed's steps; memory is each rank's peak. The gap "
+        "between a replicating and a sharding wrapper is taken apart into parameters, gradients, optimizer state and "
+        "the rest."
+    ),
+    jobs=jobs,
+    blocks=blocks,
+    needs=needs,
+)

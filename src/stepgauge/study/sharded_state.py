@@ -1,0 +1,115 @@
+"""E10: optimizer state, gradients and weights sharded over ranks: ZeRO stages 1, 2 and 3."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from stepgauge.bench.sweep import Job
+from stepgauge.report.figure import stacked_bars
+from stepgauge.report.page import Block, Plot
+from stepgauge.report.table import Table
+from stepgauge.report.views import number
+from stepgauge.spec.record import Record
+from stepgauge.study import data_parallel
+from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.published import SOURCES
+
+PLAIN = "bucketed"
+WRAPPERS = (PLAIN, "zero1", "torch-zero1", "zero2", "zero3", "torch-fsdp")
+PARTS = ("parameter", "gradient", "optimizer", "rest")
+MOMENTS = ("initial", "before_update", "after_update", "peak")
+
+# S1, 2 ranks: seconds a step with the optimizer's state sharded and plain.
+_S1: tuple[tuple[str, str, float, float], ...] = (
+    ("small", "1 × 2 GPUs", 0.071, 0.077),
+    ("2.7b", "1 × 2 GPUs", 0.468, 0.488),
+    ("2.7b", "2 × 1 GPU", 1.181, 0.810),
+)
+
+
+def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+    """Those of data parallel training: what both ask is measured once."""
+    return [job for job in data_parallel.jobs(machine, folder) if _is_usual(job.asked)]
+
+
+def _is_usual(record: Record) -> bool:
+    return record.spec["wrapper"] in WRAPPERS and record.spec["bucket_mb"] == data_parallel.USUAL_BUCKET_MB
+
+
+def blocks(records: Sequence[Record]) -> Sequence[Block]:
+    good = [record for record in records if record.status == "ok"]
+    return [*_picture(good), _memory(good), _beside(good)]
+
+
+def _picture(records: Sequence[Record]) -> list[Block]:
+    largest = [record for record in records if record.spec["size"] == records[-1].spec["size"]]
+    if not largest or "rest_bytes" not in largest[0].metrics:
+        return []
+    bars = {part: [_gib(record, part) for record in largest] for part in PARTS}
+    names = [str(record.spec["wrapper"]) for record in largest]
+    return [
+        Plot(
+            stacked_bars(names, bars, totals=[_gib(record, "peak") for record in largest], unit="GiB a rank"),
+            f"Peak memory of {largest[0].spec['size']} by part.",
+        )
+    ]
+
+
+def _gib(record: Record, part: str) -> float | None:
+    value = record.median(f"{part}_bytes")
+    return None if value is None else value / 2**30
+
+
+def _memory(records: Sequence[Record]) -> Table:
+    """Each moment and each part, and of the state how far the fullest rank is from an even share."""
+    rows = []
+    for record in records:
+        plain = _of(records, PLAIN, record.spec["size"])
+        whole, state = (r.median("optimizer_bytes") if r else None for r in (plain, record))
+        ranks = record.spec["ranks"] if record.spec["wrapper"] != PLAIN else 1
+        over = f"{100 * (state * ranks / whole - 1):+.2f}" if whole and state else ""
+        figures = [number(record.median(f"{name}_bytes"), "bytes") for name in (*MOMENTS, *PARTS)]
+        names = [str(record.spec["size"]), str(record.spec["wrapper"])]
+        rows.append([*names, number(record.median("step_ms")), *figures, over])
+    moments = [f"{name.replace('_', ' ')} GiB" for name in MOMENTS]
+    parts = ["parameters GiB", "gradients GiB", "optimizer GiB", "rest GiB"]
+    numbers = ["step ms", *moments, *parts, "state over an even share %"]
+    return Table(["size", "wrapper", *numbers], rows, numeric=frozenset(numbers), caption="Memory of the fullest rank.")
+
+
+def _beside(records: Sequence[Record]) -> Table:
+    """S1's steps beside ours on as many nodes; their sharded optimizer is zero1."""
+    rows = []
+    for size, where, sharded_s, plain_s in _S1:
+        here = [_of(records, wrapper, size) if where.startswith("1") else None for wrapper in ("zero1", PLAIN)]
+        sharded, plain = (record.median("step_ms") if record else None for record in here)
+        ratio = sharded / plain if sharded and plain else None
+        published = [number(1e3 * sharded_s), number(1e3 * plain_s), number(sharded_s / plain_s)]
+        rows.append([size, where, number(sharded), number(plain), number(ratio), *published, "S1"])
+    numbers = ["our sharded ms", "our plain ms", "ours, ratio", "their sharded ms", "their plain ms", "theirs, ratio"]
+    caption = f"Beside published figures. S1: {SOURCES['S1']}. Ours are zero1 and {PLAIN}."
+    return Table(
+        ["size", "ranks", *numbers, "source"],
+        rows,
+        numeric=frozenset(numbers),
+        caption=caption,
+        folded=not any(row[2] for row in rows),
+    )
+
+
+def _of(records: Sequence[Record], wrapper: str, size: str) -> Record | None:
+    return next((r for r in records if (r.spec["wrapper"], r.spec["size"]) == (wrapper, size)), None)
+
+
+EXPERIMENT = Experiment(
+    name="sharded-state",
+    title="Sharded optimizer state",
+    question="What does each stage of ZeRO free on a rank, and what does it cost a step?",
+    method=(
+        "The rows of data parallel training with the usual buckets. Memory is that of tensors: after the first build, "
+        "before and after the update, and at the peak, taken apart into parameters, gradients before the update, "
+        "optimizer state and the rest. An even share is the plain wrapper's state over the ranks."
+    ),
+    jobs=jobs,
+    blocks=blocks,
+    needs=data_parallel.needs,
+)
