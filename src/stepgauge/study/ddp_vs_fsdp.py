@@ -34,7 +34,7 @@ def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
 def _spec(machine: Machine, wrapper: str, ranks: int, batch: int, seed: int) -> DataParallelSpec:
     size, device = ("bert-base", "cuda") if machine.is_gpu else ("bert-tiny", "cpu")
     fields: dict[str, Any] = {"context_length": 512} if machine.is_gpu else {"context_length": 64, "vocab_size": 1000}
-    counts = {"warmup": 5, "steps": 10} if machine.is_gpu else {"warmup": 1, "steps": 3}
+    counts: dict[str, Any] = {"warmup": 5, "steps": 10} if machine.is_gpu else {"warmup": 1, "steps": 3}
     return DataParallelSpec(
         model=BertSpec.preset(size, **fields),
         size=size,
@@ -67,9 +67,7 @@ def _beside(rows: Sequence[dict[str, Any]]) -> Table:
             figures = [number(ours.get("samples_per_s", {}).get("mean")), number(peak and peak / 1e9)]
             cells.append([wrapper, str(batch), str(ours.get("ranks", "")), *figures, f"{rate}", f"{gigabytes}", "S3"])
     numbers = ["global batch", "our ranks", "our samples/s", "our peak GB", "published samples/s", "published peak GB"]
-    caption = (
-        f"Beside published figures. S3: {SOURCES['S3']}, 4 GPUs; its sequence length and precision are not stated."
-    )
+    caption = f"Beside published figures. S3: {SOURCES['S3']}, 4 used; sequence and precision not stated."
     return Table(
         ["wrapper", *numbers, "source"],
         cells,
