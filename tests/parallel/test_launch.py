@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from stepgauge.parallel.launch import RankError, launch
 from stepgauge.parallel.world import check_interfaces, joined_world
+from stepgauge.parallel.wrappers import Settings, parallelise
 
 
 def total(addend):
@@ -67,6 +69,42 @@ def test_a_rank_that_hangs_ends_the_job_when_the_timeout_is_over():
     with pytest.raises(RankError, match=r"rank [02] of 3: .*"):
         launch(fail, "hangs", ranks=3, timeout_s=3)
     assert time.monotonic() - start < 30
+
+
+def fail_in_backward(wrapper, how):
+    """Rank 1 fails while the gradients of its layers travel; the others wait for the rest of them."""
+    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    settings = Settings(bucket_mb=0.01)
+    groups = lambda module: [{"params": list(module.parameters())}]  # noqa: E731
+    parallel = parallelise(wrapper, module, groups, torch.optim.SGD, settings=settings)
+    if dist.get_rank() == 1:
+        # When it reaches the second layer's output, the gradients of the third and fourth are on their way.
+        module[1].register_forward_hook(lambda _, inputs, output: fail_at_gradient_of(output, how))
+    parallel.module(torch.ones(1, 64)).sum().backward()
+    parallel.finish()
+
+
+def fail_at_gradient_of(output, how):
+    output.register_hook(lambda _: fail_here(how))
+
+
+def fail_here(how):
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("wrong in backward")
+
+
+@pytest.mark.parametrize("wrapper", ["naive", "bucketed", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("raise", "rank 1 of 2: ValueError: wrong in backward"), ("killed", "rank 1 of 2 was ended by SIGKILL")],
+)
+def test_a_rank_that_fails_within_a_wrapper(wrapper, how, words):
+    start = time.monotonic()
+    with pytest.raises(RankError) as raised:
+        launch(fail_in_backward, wrapper, how, ranks=2)
+    assert str(raised.value) == words
+    assert time.monotonic() - start < 40
 
 
 def test_an_interface_that_does_not_exist(monkeypatch):

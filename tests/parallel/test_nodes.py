@@ -99,10 +99,10 @@ def test_overlapping_takes_at_most_four_fifths_of_naive(nodes, tmp_path):
     model = ModelSpec.preset("mini", vocab_size=256, context_length=64, num_layers=4)
     link_s = 4 * model.num_parameters / LINK_BYTES_PER_S  # all-reduce between two sends the whole once
     batch = min(range(1, 9), key=lambda rows: abs(backward_s(model, rows) - link_s))
-    asked = ("bench", "data-parallel", "--device", "cpu", "--size", "mini", "--vocab-size", "256", "--context", "64",
-             "--num-layers", "4", "--batch", batch, "--wrapper", "naive", "overlapped", "bucketed", "--bucket-mb", "1", "--optimizer", "sgd",
-             "--warmup", "1", "--steps", "8", "--out", tmp_path)  # fmt: skip
-    statuses, said = torchrun(nodes, *map(str, asked))
+    shape = ("--size", "mini", "--vocab-size", "256", "--context", "64", "--num-layers", "4", "--batch", batch)
+    wrappers = ("--wrapper", "naive", "overlapped", "bucketed", "--bucket-mb", "1", "--optimizer", "sgd")
+    asked = ("bench", "data-parallel", "--device", "cpu", *shape, *wrappers, "--warmup", "1", "--steps", "8")
+    statuses, said = torchrun(nodes, *map(str, (*asked, "--out", tmp_path)))
     assert statuses == [0, 0], said
     rows = {record.spec["wrapper"]: record for record in RunStore(tmp_path).read().records}
     # Others may use the machine's cores: the quickest steps are those that they disturbed least.

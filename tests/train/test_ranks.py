@@ -1,5 +1,9 @@
 """Training on ranks: the curve of one process, and a run that goes on under another wrapper on other ranks."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -54,6 +58,26 @@ def test_a_run_of_ranks_goes_on_alone(tmp_path, alone):
     train(spec(), tmp_path, None)
     losses = [point.loss for point in read_curve(tmp_path / "curve.jsonl")]
     assert max(abs(a - b.loss) for a, b in zip(losses, alone, strict=True)) < 2e-5
+
+
+def test_the_command_under_torchrun(tmp_path, alone):
+    options = ["--size", "nano", "--context", "16", "--batch", "6", "--accumulation", "2", "--warmup", "2"]
+    options += ["--checkpoint-every", "2", "--evaluate-every", "6", "--evaluate-windows", "4", "--device", "cpu"]
+    options += ["--steps", "6", "--ranks", "2", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "stepgauge"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [*command, "train", *options, "--data-parallel", "bucketed"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.count("held out") == 1  # one rank speaks for all
+    curve = read_curve(tmp_path / "curve.jsonl")
+    assert len(curve) == 6
+    assert max(abs(ours.loss - theirs.loss) for ours, theirs in zip(curve, alone, strict=True)) < 2e-5
 
 
 @pytest.mark.parametrize(

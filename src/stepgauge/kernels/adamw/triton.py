@@ -28,8 +28,8 @@ class Shape(NamedTuple):
     num_warps: int
 
 
-# By bytes a parameter: the best of sweeps of about 40 on an H100 (benchmarks/kernels/sweep.py), 2026-11-21, 2.6 and 4.0 %
-# faster than the shape before.
+# By bytes a parameter: the best of sweeps of about 40 on an H100 (benchmarks/kernels/sweep.py), 2026-11-21; 2.6 and
+# 4.0 % faster than the shape before.
 SHAPES = {2: Shape(4096, 2048, 8), 4: Shape(2048, 2048, 8)}
 
 
