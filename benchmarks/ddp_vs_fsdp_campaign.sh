@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# The figures of E11 on GPUs of one host, in one run: benchmarks/ddp_vs_fsdp_campaign.sh OUT
+# fp32 at both global batches first, then bf16. Needs an installed stepgauge, or PYTHONPATH=src. SECONDS_LEFT bounds the
+# whole; RANKS, DEVICE, SIZE, BATCHES, CONTEXT and STEPS make it small enough to try on a CPU.
+set -uo pipefail
+out=$(mkdir -p "$1" && cd "$1" && pwd)
+limit=${SECONDS_LEFT:-280}
+load=(--device "${DEVICE:-cuda}" --ranks "${RANKS:-2}" --size "${SIZE:-bert-base}" --context "${CONTEXT:-512}")
+work=$(mktemp -d)
+
+# part NAME SECONDS ARGUMENTS...: rows into OUT/records.jsonl, the aggregate into OUT/NAME.json.
+part() {
+  local name=$1 most=$2 left=$((limit - SECONDS))
+  shift 2
+  ((left > 10)) || { echo "$name: no time left"; return; }
+  timeout "$((most < left ? most : left))" python3 -m stepgauge bench ddp-vs-fsdp "${load[@]}" \
+    --warmup 5 --steps "${STEPS:-20}" "$@" --out "$work/$name" >>"$out/tables.txt" 2>>"$out/log.txt"
+  echo "$name: status $?, $SECONDS s so far" | tee -a "$out/log.txt"
+  cat "$work/$name/records.jsonl" >>"$out/records.jsonl" 2>/dev/null
+  cat "$work/$name/failures.log" >>"$out/failures.txt" 2>/dev/null
+  cp "$work/$name/ddp-vs-fsdp.json" "$out/$name.json" 2>/dev/null
+}
+
+read -ra batches <<<"${BATCHES:-64 16}"
+part fp32 150 --precision fp32 --global-batch "${batches[@]}"
+part bf16 120 --precision bf16 --global-batch "${batches[@]}"
+exit 0
