@@ -96,12 +96,15 @@ def test_an_interface_that_a_node_does_not_have(nodes, tmp_path):
 
 def test_overlapping_takes_at_most_four_fifths_of_naive(nodes, tmp_path):
     """On a model whose gradients take as long on the link as its backward takes on a core."""
+    busy, cores = os.getloadavg()[0], os.cpu_count()
+    if busy > 0.75 * cores:
+        pytest.skip(f"other work on this machine: a load of {busy:.1f} on {cores} cores")
     model = ModelSpec.preset("mini", vocab_size=256, context_length=64, num_layers=4)
     link_s = 4 * model.num_parameters / LINK_BYTES_PER_S  # all-reduce between two sends the whole once
     batch = min(range(1, 9), key=lambda rows: abs(backward_s(model, rows) - link_s))
     shape = ("--size", "mini", "--vocab-size", "256", "--context", "64", "--num-layers", "4", "--batch", batch)
     wrappers = ("--wrapper", "naive", "overlapped", "bucketed", "--bucket-mb", "1", "--optimizer", "sgd")
-    asked = ("bench", "data-parallel", "--device", "cpu", *shape, *wrappers, "--warmup", "1", "--steps", "8")
+    asked = ("bench", "data-parallel", "--device", "cpu", *shape, *wrappers, "--warmup", "1", "--steps", "5")
     statuses, said = torchrun(nodes, *map(str, (*asked, "--out", tmp_path)))
     assert statuses == [0, 0], said
     rows = {record.spec["wrapper"]: record for record in RunStore(tmp_path).read().records}
