@@ -77,7 +77,7 @@ class DataParallelSpec:
     steps: int = option(10, "timed steps", least=1, most=1_000_000)
     trace: bool = option(False, "profile two more steps, for the overlap of communication and computing", bare=True)
     device: str = option("cpu", "cpu or cuda: each rank takes the GPU of its own number")
-    seed: int = option(0, "of weights and tokens", least=0, most=2**63 - 1)
+    seed: int = option(0, "of weights and tokens", least=0, most=2**63 - 1, word="seed {seed}", quiet=0)
 
     def __post_init__(self) -> None:
         check(self)
