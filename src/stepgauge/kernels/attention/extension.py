@@ -9,6 +9,7 @@ address in them, which the driver has a function for; before the first use a mov
 """
 
 import ctypes
+import os
 import struct
 from pathlib import Path
 
@@ -28,6 +29,8 @@ NATIVE = Extension(
     lambda module: module.configure(*cuda_addresses(*_FUNCTIONS)),
 )
 _offered: set = set()
+# Held against the Python path with the driver's functions replaced, not yet on a GPU: until then it is asked for.
+OPT_IN = "STEPGAUGE_ATTENTION_EXTENSION"
 
 
 def offer(case, tensors: tuple, num_tensors: int, scratch: tuple, calls: tuple) -> None:
@@ -37,7 +40,8 @@ def offer(case, tensors: tuple, num_tensors: int, scratch: tuple, calls: tuple) 
     as (number, offset in floats)), numbered as C++ has them, temporaries after the `num_tensors` others.
     """
     if NATIVE.module is None:
-        NATIVE.load_in_background()
+        if os.environ.get(OPT_IN) == "1":
+            NATIVE.load_in_background()
         return
     *_, grad = tensors
     key = (case, grad is None)
