@@ -10,7 +10,6 @@ device=${DEVICE:-cuda}
 read -ra ranks <<< "${RANKS:-2 4}"
 most=${ranks[-1]}
 export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD/src"
-[ -d .pynvml ] && export PYTHONPATH="$PYTHONPATH:$PWD/.pynvml"
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
 ops=(all_reduce all_gather reduce_scatter broadcast all_to_all send_recv)
 keep() { # a part's name, its limit in seconds, its command: what it says goes to the log

@@ -12,6 +12,8 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.store import RunStore
 from stepgauge.spec.train import TrainSpec
 
+SAVING_S = 3600.0  # ranks wait for the one that writes a checkpoint
+
 
 @spec_options(TrainSpec, ModelSpec, defaults={"size": "mini", "context_length": 256, "device": "auto"})
 def train(
@@ -37,7 +39,7 @@ def train(
         print(_train(spec, out))
         return
     try:
-        told = launch(_train_on_rank, spec, out, ranks=spec.ranks, device=spec.device)[0]
+        told = launch(_train_on_rank, spec, out, ranks=spec.ranks, device=spec.device, timeout_s=SAVING_S)[0]
     except RankError as error:
         raise RunFailedError(error.reason or str(error)) from None
     if is_first_process():

@@ -62,7 +62,10 @@ def launch(
     if world is not None:
         if world.size != ranks:
             raise ValueError(f"ranks is {ranks}; torchrun has started {world.size}")
-        return run_joined(world, function, *arguments, device=device, backend=backend, timeout_s=timeout_s)
+        try:
+            return run_joined(world, function, *arguments, device=device, backend=backend, timeout_s=timeout_s)
+        finally:
+            KEPT_GROUP.close()  # while all ranks are there, rather than when the interpreter ends
     with Ranks(function, *arguments, ranks=ranks, device=device, backend=backend, timeout_s=timeout_s) as started:
         return started.wait()
 

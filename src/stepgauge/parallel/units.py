@@ -114,8 +114,7 @@ def _in_one(unit: Unit, gradients: Sequence[Tensor | None]) -> Tensor:
     first = gradients[0]
     if len(gradients) == 1 and first is not None and first.is_contiguous() and unit.plan.elements == first.numel():
         return first.flatten()
-    there = next(gradient for gradient in gradients if gradient is not None)
-    flat = torch.zeros(unit.plan.elements, dtype=there.dtype, device=there.device)
+    flat = torch.zeros(unit.plan.elements, dtype=unit.compute_dtype, device=unit.shard.device)
     for view, gradient in zip(unit.views(flat), gradients, strict=True):
         if gradient is not None:
             view.copy_(gradient)

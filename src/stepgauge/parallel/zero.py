@@ -209,7 +209,12 @@ def clip_by_whole_norm(
 def _square_of_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     if not gradients:
         return torch.zeros((), device=device)
-    return nn.utils.get_total_norm(list(gradients)).to(device).square()
+    # In fp32 on every rank, whatever the gradients' type: the ranks' squares are added up.
+    return nn.utils.get_total_norm(list(gradients)).to(device=device, dtype=_norm_dtype(gradients)).square()
+
+
+def _norm_dtype(gradients: Sequence[Tensor]) -> torch.dtype:
+    return torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
 
 
 def _on_host(value: Any) -> Any:

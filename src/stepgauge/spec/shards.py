@@ -14,12 +14,6 @@ class OwnerPlan:
     owners: Mapping[str, int]
     elements: tuple[int, ...]
 
-    @property
-    def imbalance(self) -> float:
-        """Elements of the fullest rank over those of an even share; 1 is perfect."""
-        whole = sum(self.elements)
-        return max(self.elements) * len(self.elements) / whole if whole else 1.0
-
     def state_bytes(self, rank: int, *, bytes_per_element: int) -> int:
         """Optimizer state of a rank: AdamW in fp32 keeps 8 bytes an element, momentum 4."""
         return self.elements[rank] * bytes_per_element

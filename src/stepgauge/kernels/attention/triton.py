@@ -508,11 +508,6 @@ def device_of(index):
     return _Device(properties.major * 10 + properties.minor, properties.multi_processor_count, properties.L2_cache_size)
 
 
-def can_run_on(device):
-    """Whether these kernels run on tensors of `device`: a CUDA device, or anything in Triton's interpreter."""
-    return device.type == "cuda" or interpreting()
-
-
 def interpreting():
     return not isinstance(forward_kernel, triton.JITFunction)
 
