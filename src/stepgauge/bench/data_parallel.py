@@ -98,6 +98,7 @@ def build(spec: DataParallelSpec, device: torch.device) -> TrainingStep:
         bucket_mb=spec.bucket_mb,
         compute_dtype=autocast if spec.wrapper in FULLY_SHARDED else None,
         group=_group(spec.max_ctas) if spec.max_ctas else None,
+        transport=spec.transport,
     )
     spread = functools.partial(parallelise, spec.wrapper, settings=settings)
     on_device = dataclasses.replace(spec, device=str(device))

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepgauge.parallel.messages import Averager, as_one_message
+from stepgauge.parallel.messages import Averager, Launched, as_one_message
+from stepgauge.parallel.peer_copies import PeerCopies
 from stepgauge.parallel.replicas import describe_parameters, prepare_replicas
 from stepgauge.spec.buckets import Bucket, plan_buckets
 
@@ -33,7 +34,7 @@ class Cycle:
     missing: list[int]  # gradients that a bucket still waits for
     arrived: set[str] = dataclasses.field(default_factory=set)
     launched: int = 0  # buckets, always the first ones of the plan
-    in_flight: list[tuple[dist.Work, int, Tensor]] = dataclasses.field(default_factory=list)
+    in_flight: list[tuple[Launched, int, Tensor]] = dataclasses.field(default_factory=list)
 
 
 class DataParallel(nn.Module):
@@ -45,18 +46,27 @@ class DataParallel(nn.Module):
     A gradient that no rank computed stays None; one that only some ranks computed is averaged with zeros. Buffers
     are broadcast once, at the start.
 
-    Raises DifferentModelsError, on every rank, where the ranks hold different modules.
+    transport  "collectives" of the group, or "peer-copies" between the ranks of one machine (peer_copies.py)
+
+    Raises DifferentModelsError, on every rank, where the ranks hold different modules; ValueError for a transport that
+    cannot work there.
     """
 
     def __init__(
-        self, module: nn.Module, *, buckets: Sequence[Bucket], overlaps: bool, group: dist.ProcessGroup | None = None
+        self,
+        module: nn.Module,
+        *,
+        buckets: Sequence[Bucket],
+        overlaps: bool,
+        group: dist.ProcessGroup | None = None,
+        transport: str = "collectives",
     ):
         super().__init__()
         prepare_replicas(module, group)
         self.module = module
         self.buckets = tuple(buckets)
         self.overlaps = overlaps
-        self.averager = Averager(group)
+        self.averager = _averager(transport, module, group)
         self.communicates = True  # False leaves the collectives out and keeps all else, to time the rest
         self._synchronises = True
         self._begun = False
@@ -204,28 +214,39 @@ class DataParallel(nn.Module):
         return [parameter for parameter, anywhere in zip(parameters, used.tolist(), strict=True) if not anywhere]
 
 
+def _averager(transport: str, module: nn.Module, group: dist.ProcessGroup | None) -> Averager | PeerCopies:
+    if transport == "collectives":
+        return Averager(group)
+    if transport != "peer-copies":
+        raise ValueError(f"transport is {transport!r}; choose collectives or peer-copies")
+    devices = {parameter.device for parameter in module.parameters()}
+    if len(devices) != 1:
+        raise ValueError(f"peer-copies takes parameters on one device; these are on {len(devices)}")
+    return PeerCopies(group, devices.pop())
+
+
 class NaiveDataParallel(DataParallel):
     """All-reduces each gradient after backward, one after the other."""
 
-    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None):
+    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None, transport: str = "collectives"):
         plan = plan_buckets(describe_parameters(module), cap_mb=0)
-        super().__init__(module, buckets=plan, overlaps=False, group=group)
+        super().__init__(module, buckets=plan, overlaps=False, group=group, transport=transport)
 
 
 class FlatDataParallel(DataParallel):
     """Packs all gradients into one message (one a dtype and device) and all-reduces it after backward."""
 
-    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None):
+    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None, transport: str = "collectives"):
         plan = plan_buckets(describe_parameters(module), cap_mb=None)
-        super().__init__(module, buckets=plan, overlaps=False, group=group)
+        super().__init__(module, buckets=plan, overlaps=False, group=group, transport=transport)
 
 
 class OverlappedDataParallel(DataParallel):
     """All-reduces each gradient as soon as backward has it, while backward goes on."""
 
-    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None):
+    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None, transport: str = "collectives"):
         plan = plan_buckets(describe_parameters(module), cap_mb=0)
-        super().__init__(module, buckets=plan, overlaps=True, group=group)
+        super().__init__(module, buckets=plan, overlaps=True, group=group, transport=transport)
 
 
 class BucketedDataParallel(DataParallel):
@@ -242,6 +263,7 @@ class BucketedDataParallel(DataParallel):
         *,
         group: dist.ProcessGroup | None = None,
         owners: Mapping[str, int] | None = None,
+        transport: str = "collectives",
     ):
         plan = plan_buckets(describe_parameters(module), cap_mb=bucket_mb, first_mb=FIRST_BUCKET_MB, owners=owners)
-        super().__init__(module, buckets=plan, overlaps=True, group=group)
+        super().__init__(module, buckets=plan, overlaps=True, group=group, transport=transport)

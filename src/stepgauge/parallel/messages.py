@@ -1,6 +1,7 @@
 """Gradients as one tensor that a collective works on in place, and the average of it over ranks."""
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,14 @@ def _fill_their_storage(gradients: Sequence[Tensor]) -> bool:
         offset += gradient.nbytes
     # The wrapper object `storage` is one of the users.
     return offset == storage.nbytes() and torch._C._storage_Use_Count(storage._cdata) <= len(gradients) + 1
+
+
+class Launched(Protocol):
+    """A message on its way. After `wait` what is computed next sees its result; on a GPU the host goes on."""
+
+    def wait(self) -> Any: ...
+
+    def is_completed(self) -> bool: ...
 
 
 class Averager:

@@ -36,6 +36,11 @@ class Settings:
     bucket_mb: float = 25.0
     compute_dtype: torch.dtype | None = None
     group: dist.ProcessGroup | None = None
+    transport: str = "collectives"
+
+    @property
+    def of_messages(self) -> dict[str, Any]:
+        return {"group": self.group, "transport": self.transport}
 
 
 def _ours(wrap: Callable[..., DataParallel]) -> Callable[..., Parallel]:
@@ -93,7 +98,7 @@ def _zero(stage: int) -> Callable[..., Parallel]:
     def build(module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings) -> Parallel:
         sharded = ShardedOptimizer(groups(module), optimizer, group=settings.group)
         owners = sharded.owners_of(module) if stage == 2 else None
-        wrapped = BucketedDataParallel(module, settings.bucket_mb, group=settings.group, owners=owners)
+        wrapped = BucketedDataParallel(module, settings.bucket_mb, owners=owners, **settings.of_messages)
         state = {
             "state": lambda: _state_by_name(module, sharded),
             "load": lambda state: _load_by_name(module, sharded, state),
@@ -187,10 +192,10 @@ def _torch_fsdp(module: nn.Module, groups: Groups, optimizer: OptimizerClass, se
 
 WRAPPERS: Mapping[str, Callable[[nn.Module, Groups, OptimizerClass, Settings], Parallel]] = {
     "none": lambda module, groups, optimizer, _: alone(module, groups, optimizer),
-    "naive": _ours(lambda module, s: NaiveDataParallel(module, group=s.group)),
-    "flat": _ours(lambda module, s: FlatDataParallel(module, group=s.group)),
-    "overlapped": _ours(lambda module, s: OverlappedDataParallel(module, group=s.group)),
-    "bucketed": _ours(lambda module, s: BucketedDataParallel(module, s.bucket_mb, group=s.group)),
+    "naive": _ours(lambda module, s: NaiveDataParallel(module, **s.of_messages)),
+    "flat": _ours(lambda module, s: FlatDataParallel(module, **s.of_messages)),
+    "overlapped": _ours(lambda module, s: OverlappedDataParallel(module, **s.of_messages)),
+    "bucketed": _ours(lambda module, s: BucketedDataParallel(module, s.bucket_mb, **s.of_messages)),
     "zero1": _zero(1),
     "zero2": _zero(2),
     "zero3": _zero_3,

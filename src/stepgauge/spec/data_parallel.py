@@ -31,6 +31,9 @@ FULLY_SHARDED = ("zero3", "torch-fsdp")
 # What each rank has of the gradients after their synchronisation is its share only.
 SHARDED_GRADIENTS = ("zero2", *FULLY_SHARDED)
 BUCKETED = ("bucketed", "zero1", "zero2", "torch-ddp", "torch-ddp-views", "torch-zero1")
+# Wrappers whose gradients may travel by either transport.
+TRANSPORTED = ("naive", "flat", "overlapped", "bucketed", "zero1", "zero2")
+TRANSPORTS = ("collectives", "peer-copies")
 BACKENDS: Mapping[str, str] = MappingProxyType({"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"})
 
 
@@ -55,6 +58,13 @@ class DataParallelSpec:
     )
     ranks: int = option(2, "processes, each with a device of its own", least=1, most=100_000, word="{ranks} ranks")
     backend: str = option("auto", "auto is nccl on GPUs, gloo on CPUs", choices=("auto", *BACKENDS))
+    transport: str = option(
+        "collectives",
+        "of gradients: the backend's, or copies into the memory of the other ranks of this machine",
+        choices=TRANSPORTS,
+        word="{transport}",
+        quiet="collectives",
+    )
     max_ctas: int = option(
         0,
         "most thread blocks of NCCL, at high priority; 0: as NCCL does",
@@ -93,6 +103,7 @@ class DataParallelSpec:
         """With defaults for the options that the wrapper does not look at: rows that differ in these alone are one."""
         idle = [] if self.wrapper in BUCKETED else ["bucket_mb"]
         idle += [] if "nccl" in self.group_backend and self.wrapper != "none" else ["max_ctas"]
+        idle += [] if self.wrapper in TRANSPORTED else ["transport"]
         defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(self) if f.name in idle}
         return dataclasses.replace(self, **defaults)
 
