@@ -1,8 +1,8 @@
 """Averages by copies into the other ranks' memory: on GPUs the copy engines move the bytes, not multiprocessors.
 
-NCCL's kernels hold multiprocessors while they wait for each other, which backward wants at the same time. Here a message
-is cut into a share a rank. Each rank copies its part of share r to rank r, which averages what came with its own and
-copies the mean to all: 2(N − 1)/N of the bytes a rank, as a ring sends, and only the averaging is a kernel.
+NCCL's kernels hold multiprocessors, which backward wants at the same time, while they wait for each other. Here a
+message is cut into a share a rank. Each rank copies its part of share r to rank r, which averages what came with its own
+and copies the mean to all: 2(N − 1)/N of the bytes a rank, as a ring sends, and only the averaging is a kernel.
 
 A long message goes in pieces that take turns in a few slots, each with a stream of its own, so that one piece is
 averaged while another travels.

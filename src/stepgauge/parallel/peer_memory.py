@@ -4,6 +4,7 @@ import os
 import platform
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ class PeerMemory:
         dist.all_gather_object(hosts, platform.node(), group=group)
         if len(set(hosts)) > 1:
             raise ValueError(f"ranks are on the machines {', '.join(sorted(set(hosts)))}; peer copies stay within one")
-        self._handle = None
+        self._handle: Any = None  # on GPUs
         self.on_rank = self._on_gpus(bytes, device) if device.type == "cuda" else self._on_cpus(bytes)
 
     def barrier(self, channel: int) -> None:
