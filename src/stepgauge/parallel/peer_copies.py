@@ -11,6 +11,7 @@ averaged while another travels.
 import functools
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -18,29 +19,40 @@ from torch import Tensor
 
 from stepgauge.parallel.peer_memory import PeerMemory
 
-STAGING_BYTES = {"cuda": 256 * 2**20, "cpu": 8 * 2**20}  # of a rank, in all slots
+STAGING_BYTES = {"cuda": 512 * 2**20, "cpu": 8 * 2**20}  # of a rank, in all slots
 SLOTS = 3
 ALIGNMENT = 512
 PARTS, MEANS = 0, 1  # the two boxes that a slot has for each peer
 
 
-class Copied:
-    """Copies that are under way on streams of a GPU. On CPUs there are none: they are done."""
+class Copies:
+    """A message whose copies are being launched by another thread, onto streams of a GPU."""
 
-    def __init__(self, ends: Sequence[torch.cuda.Event]):
-        self._ends = ends
+    def __init__(self, device: torch.device, launched: Future[list[torch.cuda.Event]]):
+        self._device, self._launched = device, launched
 
     def wait(self) -> None:
-        """The current stream waits, the host goes on."""
-        for end in self._ends:
-            torch.cuda.current_stream().wait_event(end)
+        """The current stream waits for the copies, the host only for their launches."""
+        for end in self._launched.result():
+            torch.cuda.current_stream(self._device).wait_event(end)
 
     def is_completed(self) -> bool:
-        return all(end.query() for end in self._ends)
+        return self._launched.done() and all(end.query() for end in self._launched.result())
+
+
+class Done:
+    """What was done at once: on CPUs there are no streams."""
+
+    def wait(self) -> None: ...
+
+    def is_completed(self) -> bool:
+        return True
 
 
 class PeerCopies:
     """As `Averager`, within one machine. All ranks launch the same messages in the same order.
+
+    Backward's own thread is busy launching; the ten launches of a piece are made by a thread beside it.
 
     Raises ValueError, on every rank, where the ranks cannot write to each other.
     """
@@ -52,27 +64,36 @@ class PeerCopies:
         boxes = SLOTS * 2 * max(1, len(self.peers))
         self._box_bytes = STAGING_BYTES[device.type] // boxes // ALIGNMENT * ALIGNMENT
         self._memory = PeerMemory(boxes * self._box_bytes, device, self.group)
+        self._device = device
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(SLOTS)] if device.type == "cuda" else []
+        self._launcher = ThreadPoolExecutor(1, thread_name_prefix="peer-copies")
         self._turns = itertools.cycle(range(SLOTS))
         self._cached_box = functools.cache(self._make_box)
 
-    def launch(self, message: Tensor, *, owner: int | None = None) -> Copied:
+    def launch(self, message: Tensor, *, owner: int | None = None) -> Copies | Done:
         """Averages in place on all ranks, or on the owner alone: on the others the message is then undefined."""
         most = self._box_bytes // message.element_size()
         pieces = message.split(most * self.ranks if owner is None else most)
         if self._streams:
-            return Copied([self._on_a_stream(piece, owner) for piece in pieces])
+            ready = torch.cuda.current_stream(self._device).record_event()
+            return Copies(self._device, self._launcher.submit(self._launch_pieces, ready, pieces, owner))
         for piece in pieces:
             self._average(piece, owner, next(self._turns))
-        return Copied([])
+        return Done()
 
-    def _on_a_stream(self, piece: Tensor, owner: int | None) -> torch.cuda.Event:
-        slot = next(self._turns)
-        stream = self._streams[slot]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._average(piece, owner, slot)
-        return stream.record_event()
+    @torch.no_grad()
+    def _launch_pieces(
+        self, ready: torch.cuda.Event, pieces: Sequence[Tensor], owner: int | None
+    ) -> list[torch.cuda.Event]:
+        ends = {}
+        for piece in pieces:
+            slot = next(self._turns)
+            stream = self._streams[slot]
+            stream.wait_event(ready)
+            with torch.cuda.stream(stream):
+                self._average(piece, owner, slot)
+                ends[slot] = stream.record_event()
+        return list(ends.values())
 
     def _average(self, piece: Tensor, owner: int | None, slot: int) -> None:
         """After the first barrier the parts are there. After the second the means are, and parts may be overwritten."""
