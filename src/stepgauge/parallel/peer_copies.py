@@ -1,8 +1,8 @@
 """Averages by copies into the other ranks' memory: on GPUs the copy engines move the bytes, not multiprocessors.
 
 NCCL's kernels hold multiprocessors, which backward wants at the same time, while they wait for each other. Here a
-message is cut into a share a rank. Each rank copies its part of share r to rank r, which averages what came with its own
-and copies the mean to all: 2(N − 1)/N of the bytes a rank, as a ring sends, and only the averaging is a kernel.
+message is cut into a share a rank. Each rank copies its part of share r to rank r, which averages what came with its
+own and copies the mean to all: 2(N − 1)/N of the bytes a rank, as a ring sends, and only averaging is a kernel.
 
 A long message goes in pieces that take turns in a few slots, each with a stream of its own, so that one piece is
 averaged while another travels.
@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepgauge.parallel.peer_memory import PeerMemory
+from stepgauge.parallel.mean import mean_with
+from stepgauge.parallel.peer_memory import peer_memory
 
 STAGING_BYTES = {"cuda": 512 * 2**20, "cpu": 8 * 2**20}  # of a rank, in all slots
 SLOTS = 3
@@ -63,7 +64,7 @@ class PeerCopies:
         self.peers = [rank for rank in range(self.ranks) if rank != self.rank]
         boxes = SLOTS * 2 * max(1, len(self.peers))
         self._box_bytes = STAGING_BYTES[device.type] // boxes // ALIGNMENT * ALIGNMENT
-        self._memory = PeerMemory(boxes * self._box_bytes, device, self.group)
+        self._memory = peer_memory(boxes * self._box_bytes, device, self.group)
         self._device = device
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(SLOTS)] if device.type == "cuda" else []
         self._launcher = ThreadPoolExecutor(1, thread_name_prefix="peer-copies")
@@ -101,10 +102,9 @@ class PeerCopies:
         mine = shares[self.rank]
         for peer in self.peers:
             self._box(peer, self.rank, slot, PARTS, shares[peer]).copy_(shares[peer])
-        mine.mul_(1 / self.ranks)  # before the sum, which could overflow in 16 bits
         self._memory.barrier(slot)
-        for peer in self.peers:
-            mine.add_(self._box(self.rank, peer, slot, PARTS, mine), alpha=1 / self.ranks)
+        if mine.numel():
+            mean_with(mine, [self._box(self.rank, peer, slot, PARTS, mine) for peer in self.peers])
         if owner is None:
             for peer in self.peers:
                 self._box(peer, self.rank, slot, MEANS, mine).copy_(mine)
