@@ -13,7 +13,7 @@ import torch.distributed._symmetric_memory as symmetric
 
 SHARED_MEMORY = Path("/dev/shm")
 CHANNELS = 4
-ROUNDS = 1024  # after which flags take the same values again
+ROUNDS = 1024  # after which flags take the same values again; even
 _WAIT_UNTIL_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 
 
@@ -63,18 +63,25 @@ class GpuMemory:
         rank, ranks = dist.get_rank(group), group.size()
         self._device = device
         # The tensor owns the memory; what the handle gives only points into it.
-        self._own = symmetric.empty(bytes + 4 * CHANNELS * ranks, dtype=torch.uint8, device=device).zero_()
+        self._own = symmetric.empty(bytes + 4 * CHANNELS * 2 * ranks, dtype=torch.uint8, device=device).zero_()
         try:
             handle = symmetric.rendezvous(self._own, group.group_name)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(f"the ranks' GPUs cannot write to each other: {reason}") from error
         self.on_rank = [handle.get_buffer(rank, (bytes,), torch.uint8) for rank in range(ranks)]
-        # A rank has a flag for each channel and sender.
-        flags_on = [handle.get_buffer(rank, (CHANNELS, ranks), torch.int32, bytes // 4) for rank in range(ranks)]
+        # A rank has two flags for each channel and sender, for even and odd rounds: a peer that has seen our arrival
+        # may be at its next barrier before we have seen its own.
+        shape = (CHANNELS, 2, ranks)
+        flags_on = [handle.get_buffer(rank, shape, torch.int32, bytes // 4) for rank in range(ranks)]
         peers = [peer for peer in range(ranks) if peer != rank]
-        self._theirs = [[flags_on[peer][channel, rank] for peer in peers] for channel in range(CHANNELS)]
-        self._ours = [[flags_on[rank][channel, peer].data_ptr() for peer in peers] for channel in range(CHANNELS)]
+        self._theirs = [
+            [[flags_on[p][channel, odd, rank] for p in peers] for odd in (0, 1)] for channel in range(CHANNELS)
+        ]
+        self._ours = [
+            [[flags_on[rank][channel, odd, peer].data_ptr() for peer in peers] for odd in (0, 1)]
+            for channel in range(CHANNELS)
+        ]
         self._values = torch.arange(ROUNDS, dtype=torch.int32, device=device).unbind()
         self._round = [0] * CHANNELS
         self._wait_value = _stream_wait_value()
@@ -88,10 +95,10 @@ class GpuMemory:
         """
         self._round[channel] = (self._round[channel] + 1) % ROUNDS
         value = self._round[channel]
-        for flag in self._theirs[channel]:
+        for flag in self._theirs[channel][value % 2]:
             flag.copy_(self._values[value])
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        for address in self._ours[channel]:
+        for address in self._ours[channel][value % 2]:
             self._wait_value(stream, address, value)
 
 
