@@ -42,6 +42,7 @@ def test_naive_hides_nothing(rows):
     assert rows["naive"].median("overlap_ratio") == 0
     assert rows["naive"].median("traced_exposed_us") == rows["naive"].median("traced_communication_us") > 0
     assert rows["naive"].series["communication_start_ms"]
+    assert rows["naive"].metrics["profiled_step_ms"].n == 2
     assert rows["bucketed"].median("overlap_ratio") > 0
 
 

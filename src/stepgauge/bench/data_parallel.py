@@ -4,20 +4,16 @@ import dataclasses
 import functools
 import gc
 import statistics
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from stepgauge.bench.ranks import OnRanks, slowest
+from stepgauge.bench.traced import STEPS, Traced, trace_steps
 from stepgauge.measure import devices, footprint
 from stepgauge.measure.environment import environment
-from stepgauge.measure.profiler import Schedule, profile_phases
 from stepgauge.measure.timing import time_phases
-from stepgauge.measure.trace.events import load
-from stepgauge.measure.trace.overlap import busy, overlap
 from stepgauge.parallel.world import joined_world
 from stepgauge.parallel.wrappers import Settings, parallelise
 from stepgauge.spec.data_parallel import FULLY_SHARDED, DataParallelSpec, sent_bytes
@@ -27,8 +23,6 @@ from stepgauge.train.precision import PRECISIONS, unavailable
 from stepgauge.train.step import TrainingStep
 
 LEARNING_RATE = 1e-4  # as bench step
-LANES = ("communication", "computation")
-MOST_INTERVALS = 500  # of a lane in a record: what a picture can show
 
 
 def check(spec: DataParallelSpec) -> None:
@@ -50,8 +44,7 @@ class RankFigures:
     communication: list[float]
     bytes: dict[str, int]
     plan: dict[str, int]
-    overlap: dict[str, float]
-    lanes: dict[str, list[float]]
+    traced: Traced | None
 
 
 def measure(spec: DataParallelSpec) -> RankFigures:
@@ -78,7 +71,7 @@ def _measure(spec: DataParallelSpec) -> RankFigures:
         devices.reset_peak_memory(device)
         times = time_phases(phases, device, warmup=spec.warmup - 1, steps=spec.steps)
         kept = _footprint(step, phases, device, initial)
-        measured, lanes = _overlap(phases, device) if spec.trace else ({}, {})
+        traced = trace_steps(phases, device) if spec.trace else None
         silent, communication = _without_and_alone(step, phases, device, spec.steps)
     return RankFigures(
         phases=times,
@@ -86,8 +79,7 @@ def _measure(spec: DataParallelSpec) -> RankFigures:
         communication=communication,
         bytes=kept,
         plan=_plan(step),
-        overlap=measured,
-        lanes=lanes,
+        traced=traced,
     )
 
 
@@ -175,31 +167,6 @@ def _without_and_alone(
     return silent, alone
 
 
-def _overlap(
-    phases: dict[str, Callable[[], None]], device: torch.device
-) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """The overlap of two profiled steps, and when each lane of the second was busy, in ms from its start."""
-    with tempfile.TemporaryDirectory() as folder:
-        (path,), _ = profile_phases(phases, device, Path(folder), schedule=Schedule(wait=0, warmup=1, active=2))
-        trace = load(path)
-    found = overlap(trace)
-    if found is None:
-        return {}, {}
-    begin, end = trace.steps[-1]
-    if trace.on_device:
-        # The device runs behind the host: its own first kernel of the step is the beginning.
-        of_step = [k for k in trace.kernels if k.start >= begin]
-        begin, end = min(k.start for k in of_step), max(k.end for k in of_step)
-    lanes: dict[str, list[float]] = {}
-    for name, intervals in zip(LANES, busy(trace), strict=True):
-        shown = [(a, b) for a, b in intervals if a >= begin and b <= end]
-        longest = sorted(shown, key=lambda times: times[0] - times[1])[:MOST_INTERVALS]
-        lanes[f"{name}_start_ms"] = [(a - begin) / 1e3 for a, _ in sorted(longest)]
-        lanes[f"{name}_end_ms"] = [(b - begin) / 1e3 for _, b in sorted(longest)]
-    per_step = {"exposed": found.exposed_us / 2, "communication": found.communication_us / 2}
-    return {"ratio": found.ratio, **per_step}, lanes
-
-
 def record(spec: DataParallelSpec, ranks: list[RankFigures]) -> Record:
     """One record of all ranks' figures: of each step the slowest rank, of bytes the most."""
     phases = {name: slowest([rank.phases[name] for rank in ranks]) for name in ranks[0].phases}
@@ -211,7 +178,7 @@ def record(spec: DataParallelSpec, ranks: list[RankFigures]) -> Record:
     metrics |= _communication(spec, ranks, metrics["step_ms"].median)
     for name in ranks[0].bytes:
         metrics[f"{name}_bytes"] = Sample.exact(max(rank.bytes[name] for rank in ranks), "bytes")
-    first = next((rank for rank in ranks if rank.lanes), None)
+    traced = [rank.traced for rank in ranks if rank.traced]
     return Record(
         kind=spec.kind,
         spec=dataclasses.asdict(spec),
@@ -219,7 +186,7 @@ def record(spec: DataParallelSpec, ranks: list[RankFigures]) -> Record:
         series={
             "rank_step_ms": medians,
             **{f"rank_{name}_bytes": [float(rank.bytes[name]) for rank in ranks] for name in ranks[0].bytes},
-            **(first.lanes if first else {}),
+            **(traced[0].lanes if traced else {}),
         },
         environment=environment(torch.device(spec.device)),
     )
@@ -232,13 +199,21 @@ def _communication(spec: DataParallelSpec, ranks: list[RankFigures], step_ms: fl
     if ranks[0].silent:
         metrics["silent_step_ms"] = Sample.of(slowest([rank.silent for rank in ranks]), "ms")
         metrics["exposed_ms"] = Sample.exact(step_ms - metrics["silent_step_ms"].median, "ms")
-    if all(rank.overlap for rank in ranks):
-        metrics["overlap_ratio"] = Sample.of((rank.overlap["ratio"] for rank in ranks), "of communication")
-        metrics["traced_exposed_us"] = Sample.of((rank.overlap["exposed"] for rank in ranks), "us")
-        metrics["traced_communication_us"] = Sample.of((rank.overlap["communication"] for rank in ranks), "us")
+    if traced := [rank.traced for rank in ranks if rank.traced]:
+        metrics |= _overlap(traced)
     sent = _sent_bytes(spec)
     plan = {n: Sample.exact(value, "bytes" if n == "tail_bytes" else "") for n, value in ranks[0].plan.items()}
     return {**metrics, **plan, "sent_bytes": Sample.exact(sent, "bytes")}
+
+
+def _overlap(ranks: list[Traced]) -> dict[str, Sample]:
+    found = [rank.overlap for rank in ranks]
+    return {
+        "overlap_ratio": Sample.of((o.ratio for o in found), "of communication"),
+        "traced_exposed_us": Sample.of((o.exposed_us / STEPS for o in found), "us"),
+        "traced_communication_us": Sample.of((o.communication_us / STEPS for o in found), "us"),
+        "profiled_step_ms": Sample.of(slowest([rank.step_ms for rank in ranks]), "ms"),
+    }
 
 
 def _sent_bytes(spec: DataParallelSpec) -> float:

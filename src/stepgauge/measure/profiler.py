@@ -34,12 +34,21 @@ class Schedule:
 
 
 def profile_phases(
-    phases: Phases, device: torch.device, folder: Path, *, schedule: Schedule, stacks: bool = False
+    phases: Phases,
+    device: torch.device,
+    folder: Path,
+    *,
+    schedule: Schedule,
+    stacks: bool = False,
+    kernels_alone: bool = False,
 ) -> tuple[list[Path], dict[str, list[float]]]:
     """Runs the phases under the profiler; one gzipped Chrome trace a cycle in the folder.
 
     Gives the traces' paths and, by the stopwatch's own clock, the milliseconds of each phase of the recorded steps.
     Shapes are recorded; Python stacks with `stacks`, which costs the host much more.
+
+    kernels_alone  of a GPU record what ran on it and the driver's calls: no operations, ranges or marks of steps, so
+                   that the host launches nearly as it does unwatched. Of a CPU nothing would be left: no change there
     """
     nvtx = device.type == "cuda"
     clock = clock_of(device)
@@ -54,7 +63,7 @@ def profile_phases(
     with (
         warnings.catch_warnings(),
         profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if nvtx else [])],
+            activities=_activities(device, kernels_alone=kernels_alone),
             schedule=torch.profiler.schedule(**dataclasses.asdict(schedule)),
             on_trace_ready=write,
             record_shapes=True,
@@ -72,6 +81,12 @@ def profile_phases(
                 for name, milliseconds in zip(phases, times, strict=True):
                     watched[name].append(milliseconds)
     return written, watched
+
+
+def _activities(device: torch.device, *, kernels_alone: bool) -> list[ProfilerActivity]:
+    if device.type != "cuda":
+        return [ProfilerActivity.CPU]
+    return [ProfilerActivity.CUDA] if kernels_alone else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
 
 
 def _ranged(name: str, phase: Callable[[], None], nvtx: bool) -> Callable[[], None]:

@@ -118,6 +118,21 @@ def test_overlap_is_hidden_over_communication(trace, gpu_step, tmp_path):
     assert found.computation_us == 100 + 50 + 200 + 60
 
 
+@pytest.mark.parametrize("name", ["Memcpy PtoP (Device -> Device)", "Memcpy Peer"])
+def test_copies_from_gpu_to_gpu_are_communication_and_others_are_not(trace, tmp_path, name):
+    with trace.range("ProfilerStep#0"), trace.range("backward"):
+        trace.launch("void gemm()", 100)  # from 1002 to 1102
+        trace.launch(name, 150, stream=20, category="gpu_memcpy")  # from 1012 to 1162
+        trace.launch("Memcpy DtoD (Device -> Device)", 500, stream=21, category="gpu_memcpy")
+        trace.synchronize()
+    path = trace.write(tmp_path / "t.json")
+    found = overlap(load(path))
+    assert (found.communication_us, found.hidden_us, found.exposed_us) == (150, 90, 60)
+    assert found.computation_us == 100
+    kinds = {cell.name: cell.kind for cell in analyse(path).cells}
+    assert kinds == {"gemm": "matmul", name.partition(" (")[0]: "communication", "Memcpy DtoD": "copy"}
+
+
 def test_a_trace_without_communication_has_no_overlap(trace, gpu_step, tmp_path):
     gpu_step(trace, communicates=False)
     path = trace.write(tmp_path / "t.json")

@@ -45,6 +45,8 @@ _KERNELS = _rules(
     ("elementwise", r"elementwise|triton_poi_|index|gather|scatter|embedding|roll|fill|tri(l|u)_|arange|random|philox"),
     ("elementwise", r"multi_tensor_apply"),
 )
+# What the driver calls a copy to the memory of another GPU.
+_BETWEEN_GPUS = re.compile(r"PtoP|Peer", re.IGNORECASE)
 _OPERATIONS = _rules(
     ("communication", r"^(c10d|gloo|nccl|_c10d_functional)"),
     ("attention", r"scaled_dot_product|flash_?attention|flex_attention|efficient_attention"),
@@ -90,6 +92,8 @@ def is_composite(operation: str) -> bool:
 def of_kernel(name: str, category: str, operation: str, in_optimizer: bool) -> Placed:
     """Of something that ran on a device; `operation` launched it."""
     if category == "copy":
+        if found := _BETWEEN_GPUS.search(name):
+            return Placed("communication", f"a transfer whose name has {found[0]!r}")
         return Placed("copy", "a transfer or fill of the driver")
     for kind, pattern in _KERNELS[:2]:
         if found := pattern.search(name):

@@ -10,7 +10,8 @@ from stepgauge.spec.analysis import Overlap
 
 def overlap(trace: Trace) -> Overlap | None:
     """comm_comp_overlap = time in which both communicate and compute / time communicating, as Holistic Trace Analysis
-    defines it; transfers and fills of the driver are neither. None for a trace without communication.
+    defines it; transfers and fills of the driver are neither, but for copies from GPU to GPU, which are communication.
+    None for a trace without communication.
 
     Of a trace without kernels: a host backend's transfers against the operations of the threads that step.
     """
@@ -44,8 +45,8 @@ def busy(trace: Trace) -> tuple[Intervals, Intervals]:
     communication: Intervals = []
     computation: Intervals = []
     for kernel in trace.kernels:
-        if kernel.category == "copy":
-            continue
-        is_communication = kinds.of_kernel(kernel.name, kernel.category, "", False).kind == "communication"
-        (communication if is_communication else computation).append((kernel.start, kernel.end))
+        if kinds.of_kernel(kernel.name, kernel.category, "", False).kind == "communication":
+            communication.append((kernel.start, kernel.end))
+        elif kernel.category != "copy":
+            computation.append((kernel.start, kernel.end))
     return merged(communication), merged(computation)

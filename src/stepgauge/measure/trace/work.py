@@ -290,4 +290,4 @@ def readable(name: str) -> str:
         if character == "(" and depth == 0 and index:
             end = index
             break
-    return name[:end]
+    return name[:end].rstrip()
