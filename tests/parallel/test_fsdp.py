@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 
 import pytest
 import torch
@@ -74,9 +75,14 @@ def test_training_in_16_bits_is_that_of_one_process_with_the_same_casts(two_rank
             assert max(rank[case] for rank in two_ranks) < 1e-4, case
 
 
-@pytest.mark.parametrize("check", ["evaluation", "small", "prefetch", "frees"])
+@pytest.mark.parametrize("check", ["evaluation", "small", "prefetch", "frees", "whole state"])
 def test_on_two_ranks(two_ranks, check):
     assert [rank[check] for rank in two_ranks] == ["", ""]
+
+
+def test_a_second_synchronisation_changes_nothing_on_three_ranks():
+    """A third of a sum of three equal values is not always the value."""
+    assert launch(synchronises_twice, ranks=3) == [True] * 3
 
 
 def test_a_checkpoint_of_two_ranks_loads_on_three(tmp_path):
@@ -241,6 +247,47 @@ def trained():
     return parallel, optimizer
 
 
+def whole_state():
+    """Rank 0 alone has the state; meanwhile no rank holds more than one gathered weight, and one more of the next."""
+    parallel, optimizer = trained()
+    optimizer.step()
+    expected = parallel.full_parameters()
+    before, held = tensor_bytes(), []
+    for unit in parallel._units:
+        unit._start = functools.partial(noting_bytes, unit._start, held)
+    state = parallel.full_state(optimizer)
+    assert len(held) == 3 * len(parallel._units)
+    if dist.get_rank() > 0:
+        assert state == {}
+        assert max(held) - before <= max(4 * unit.plan.elements for unit in parallel._units), (held, before)
+        return
+    assert list(state["model"]) == list(expected)
+    assert all(torch.equal(state["model"][name], weight) for name, weight in expected.items())
+    assert all(values["exp_avg"].shape == expected[name].shape for name, values in state["optimizer"]["state"].items())
+
+
+def noting_bytes(start, held, slice_):
+    work, flat = start(slice_)
+    held.append(tensor_bytes())
+    return work, flat
+
+
+def tensor_bytes():
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def synchronises_twice():
+    torch.manual_seed(0)
+    parallel = FullyShardedDataParallel(nn.Linear(64, 64))
+    parallel(torch.randn(4, 64) * (1 + dist.get_rank())).square().sum().backward()
+    parallel.finish_gradient_synchronization()
+    once = [parameter.grad.clone() for parameter in parallel.parameters()]
+    parallel.finish_gradient_synchronization()
+    return all(torch.equal(p.grad, before) for p, before in zip(parallel.parameters(), once, strict=True))
+
+
 def save(folder):
     parallel, optimizer = trained()
     optimizer.step()
@@ -268,4 +315,4 @@ def step_with_ones(parallel, optimizer):
     optimizer.step()
 
 
-CHECKS = {"evaluation": evaluation, "small": small, "prefetch": prefetch, "frees": frees}
+CHECKS = {"evaluation": evaluation, "small": small, "prefetch": prefetch, "frees": frees, "whole state": whole_state}

@@ -11,6 +11,7 @@ order, while this one computes.
 
 import collections
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -63,6 +64,10 @@ class FullyShardedDataParallel(nn.Module):
             self._shard(module, names, properties)
         self.shards = nn.ParameterList(unit.shard for unit in self._units)
         self._small = dict(module.named_parameters())
+        self._changed: set[str] = set()  # vectors that backward has added to since the last synchronisation
+        for name, parameter in self._small.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(functools.partial(_note, self._changed, name))
         if compute_dtype is not None:
             for name in self._small:
                 self._cast_on_read(name, properties)
@@ -114,11 +119,12 @@ class FullyShardedDataParallel(nn.Module):
         self._reductions.finish()
         self._forget()
         kinds = collections.defaultdict(list)
-        for parameter in self._small.values():
-            if parameter.grad is not None:
+        for name, parameter in self._small.items():
+            if name in self._changed:
                 kinds[parameter.dtype, parameter.device].append(parameter)
         for parameters in kinds.values():
             self.averager.launch(as_one_message(parameters)).wait()
+        self._changed.clear()
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales the gradients so that the norm of all of them is at most `max_norm`; the norm before."""
@@ -141,20 +147,30 @@ class FullyShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def full_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Model and optimizer whole, by the parameters' names, as one process alone would have them; on the host."""
-        named: dict[str, dict[str, Any]] = {name: {} for name in self._places}
+        """Model and optimizer whole, by the parameters' names, as one process alone would have them.
+
+        On the host of rank 0; the other ranks, which must call it too, get nothing. A device holds the weights that are
+        gathered together, or one value of their state, more at a time.
+        """
+        model: dict[str, Any] = dict.fromkeys(self._places)
+        state: dict[str, dict[str, Any]] = {name: {} for name in self._places}
         for parameter, names, unit in self._kept():
+            model.update(zip(names, self._whole_on_first(unit, parameter, parameter.detach()), strict=True))
             for key, value in optimizer.state.get(parameter, {}).items():
-                for name, part in zip(names, self._whole(unit, parameter, value), strict=True):
-                    named[name][key] = part.cpu() if isinstance(part, Tensor) else part
+                for name, part in zip(names, self._whole_on_first(unit, parameter, value), strict=True):
+                    state[name][key] = part
+        if dist.get_rank(self.averager.group) != 0:
+            return {}
         names_of = {parameter: names for parameter, names, _ in self._kept()}
         groups = [
             {**group, "params": [name for parameter in group["params"] for name in names_of[parameter]]}
             for group in optimizer.param_groups
         ]
-        buffers = {name: buffer.cpu() for name, buffer in self.module.state_dict().items() if name not in self._places}
-        model = {name: parameter.cpu() for name, parameter in self.full_parameters().items()} | buffers
-        return {"model": model, "optimizer": {"state": {n: v for n, v in named.items() if v}, "param_groups": groups}}
+        buffers = {n: _copied_to_host(buffer) for n, buffer in self.module.state_dict().items() if n not in self._places}
+        return {
+            "model": model | buffers,
+            "optimizer": {"state": {n: values for n, values in state.items() if values}, "param_groups": groups},
+        }
 
     @torch.no_grad()
     def load_full_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -185,6 +201,11 @@ class FullyShardedDataParallel(nn.Module):
         if unit is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
             return [value] * (1 if unit is None else len(unit.names))
         return unit.views(unit.gather_values(value))
+
+    def _whole_on_first(self, unit: Unit | None, parameter: nn.Parameter, value: Any) -> list[Any]:
+        """The same on the host of rank 0, and None on the others."""
+        keeps = dist.get_rank(self.averager.group) == 0
+        return [_copied_to_host(part) if keeps else None for part in self._whole(unit, parameter, value)]
 
     def _share(self, unit: Unit | None, parameter: nn.Parameter, values: list[Any]) -> Any:
         """The inverse: this rank's slice of the weights' values."""
@@ -261,6 +282,14 @@ class FullyShardedDataParallel(nn.Module):
 
     def reduce(self, unit: Unit, gradients: tuple[Tensor | None, ...]) -> None:
         self._reductions.start(unit, gradients)
+
+
+def _note(changed: set[str], name: str, _: Tensor) -> None:
+    changed.add(name)
+
+
+def _copied_to_host(value: Any) -> Any:
+    return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 class _Gather(torch.autograd.Function):
