@@ -139,6 +139,23 @@ def test_under_torchrun_all_ranks_walk_the_jobs_and_one_writes(tmp_path):
     assert records[0].metrics["row_ms"].mean == 2.5
 
 
+def test_under_torchrun_a_rank_that_fails_alone_costs_its_row_and_no_other(tmp_path):
+    """Its peer waits for it in a collective, whose timeout is 120 s."""
+    start = time.monotonic()
+    run = torchrun(tmp_path, "a", "raise", "b", "host oom", "c")
+    assert run.returncode == 0, run.stderr
+    assert time.monotonic() - start < 60
+    records = RunStore(tmp_path / "run").read().records
+    assert [(r.spec["does"], r.status) for r in records] == [
+        ("a", "ok"), ("raise", "failed"), ("b", "ok"), ("host oom", "oom"), ("c", "ok"),
+    ]  # fmt: skip
+    assert records[1].note == "rank 1 of 2: RuntimeError: first line"
+    assert records[3].note == "memory ran out at 65536.00 GiB more"
+    assert (tmp_path / "run" / FAILURES).read_text().count("in measure") == 1
+    said = sorted(line.split()[1] for line in run.stdout.splitlines())
+    assert said == ["failed"] * 2 + ["ok"] * 6 + ["oom"] * 2
+
+
 def test_under_torchrun_a_rank_that_dies_ends_all_and_keeps_the_rows(tmp_path):
     start = time.monotonic()
     run = torchrun(tmp_path, "a", "killed", "b")

@@ -152,6 +152,33 @@ def test_a_port_that_is_in_use_is_said(tmp_path):
     assert "Traceback" not in run.stderr
 
 
+TWO_GROUPS = """
+import gc, os, weakref
+import torch, torch.distributed as dist
+from stepgauge.parallel.collectives import group_of
+from stepgauge.parallel.world import joined_world, process_group
+made = []
+for timeout_s in (30, 60):
+    with process_group(joined_world(), backend="gloo", device=torch.device("cpu"), timeout_s=timeout_s):
+        group = group_of("gloo")
+        assert group_of("gloo") is group
+        dist.all_reduce(torch.ones(1), group=group)
+        made.append(weakref.ref(group))
+        del group
+    gc.collect()
+    assert made[-1]() is None, "a group outlives the default group"
+"""
+
+
+def test_groups_follow_one_another_at_one_rendezvous():
+    """With another timeout too; groups made inside of one are gone with it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    run = run_rank(TWO_GROUPS, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert run.returncode == 0, run.stderr
+
+
 def test_another_number_of_ranks_than_torchrun_has_started(monkeypatch):
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))

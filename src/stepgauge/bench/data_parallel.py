@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from stepgauge.bench.ranks import OnRanks, slowest
 from stepgauge.bench.traced import STEPS, Traced, trace_steps
 from stepgauge.measure import devices, footprint
 from stepgauge.measure.environment import environment
 from stepgauge.measure.timing import time_phases
+from stepgauge.parallel.collectives import group_of
 from stepgauge.parallel.world import joined_world
 from stepgauge.parallel.wrappers import Settings, parallelise
 from stepgauge.spec.data_parallel import FULLY_SHARDED, DataParallelSpec, sent_bytes
@@ -89,20 +89,12 @@ def build(spec: DataParallelSpec, device: torch.device) -> TrainingStep:
     settings = Settings(
         bucket_mb=spec.bucket_mb,
         compute_dtype=autocast if spec.wrapper in FULLY_SHARDED else None,
-        group=_group(spec.max_ctas) if spec.max_ctas else None,
+        group=group_of("nccl", max_ctas=spec.max_ctas) if spec.max_ctas else None,
         transport=spec.transport,
     )
     spread = functools.partial(parallelise, spec.wrapper, settings=settings)
     on_device = dataclasses.replace(spec, device=str(device))
     return build_step(on_device, parallelise=spread, lr=LEARNING_RATE)
-
-
-def _group(max_ctas: int) -> dist.ProcessGroup:
-    """All ranks over NCCL, which leaves the other multiprocessors to the computation and starts without queueing."""
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = max_ctas
-    options.is_high_priority_stream = True
-    return dist.new_group(backend="nccl", pg_options=options)
 
 
 def make_phases(step: TrainingStep, batch: list[torch.Tensor]) -> dict[str, Callable[[], None]]:

@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import device_name
-from stepgauge.parallel.launch import RankError, Ranks, run_joined
-from stepgauge.parallel.world import KEPT_GROUP, TIMEOUT_S, GroupError, World, default_backend, joined_world
+from stepgauge.parallel.launch import RankError, Ranks
+from stepgauge.parallel.together import together
+from stepgauge.parallel.world import KEPT_GROUP, TIMEOUT_S, World, default_backend, joined_world
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import Contents, RunStore, StoreError
 
@@ -69,22 +70,21 @@ class RankProcesses:
     def measure(self, run: OnRanks, spec: Any) -> Record:
         """The row's record. Raises RankError, MemoryError where memory ran out on some rank, ValueError."""
         world = joined_world()
+        try:
+            return self._measure_started(run, spec) if world is None else _measure_joined(world, run, spec)
+        except RankError as error:
+            if error.type == MemoryError.__name__:
+                raise MemoryError(error.reason) from error
+            raise
+
+    def _measure_started(self, run: OnRanks, spec: Any) -> Record:
         settings = {"device": spec.device, "backend": _backend(spec), "timeout_s": run.timeout_s}
-        if world is not None:
-            if world.size != spec.ranks:
-                raise ValueError(f"ranks is {spec.ranks}; torchrun has started {world.size}")
-            return _measure_joined(world, run, spec, settings)
         key = (spec.ranks, *settings.values())
         if self._kept is None or not run.shared or self._kept[0] != key:
             self._close()
             self._kept = key, _Session(spec.ranks, settings)
         try:
             return self._kept[1].measure(run, spec)
-        except RankError as error:
-            self._close(kill=True)
-            if error.type == MemoryError.__name__:
-                raise MemoryError(error.reason) from error
-            raise
         except BaseException:
             self._close(kill=True)
             raise
@@ -98,15 +98,17 @@ class RankProcesses:
             kept[1].close(kill=kill)
 
 
-def _measure_joined(world: World, run: OnRanks, spec: Any, settings: dict[str, Any]) -> Record:
-    """In a process of torchrun. What all ranks refuse alike is raised; what one alone suffers ends them all."""
+def _measure_joined(world: World, run: OnRanks, spec: Any) -> Record:
+    """In a process of torchrun. One rank's failure is the row's on all, which go on in a new process group."""
+    if world.size != spec.ranks:
+        raise ValueError(f"ranks is {spec.ranks}; torchrun has started {world.size}")
+    device = world.device(spec.device)
+    KEPT_GROUP.use(world, backend=_backend(spec), device=device, timeout_s=run.timeout_s)
     try:
-        return run_joined(world, run, spec, **settings)[0]
-    except (ValueError, MemoryError, GroupError):
+        return together(world, lambda: run(spec), timeout_s=run.timeout_s)
+    except RankError:
+        KEPT_GROUP.close()
         raise
-    except Exception as error:
-        message = str(error).partition("\n")[0]
-        raise GroupError(f"rank {world.rank} of {world.size}: {type(error).__name__}: {message}") from error
 
 
 def _backend(spec: Any) -> str:

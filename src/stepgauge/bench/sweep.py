@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from stepgauge import bench
-from stepgauge.bench.ranks import OnRanks, RankProcesses
+from stepgauge.bench.ranks import OnRanks, RankProcesses, is_first_process
 from stepgauge.measure import isolate
 from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import environment
@@ -131,10 +131,15 @@ def _measure(job: Job, asked: Record, folder: Path, ranks: RankProcesses, proces
         status = "oom" if died.signal == SIGKILL else "failed"
         return dataclasses.replace(asked, status=status, note=str(died))
     except (RemoteError, RankError, ValueError) as error:
-        # The record matters more than the log: a full disk must not cost it.
-        with contextlib.suppress(OSError), (folder / FAILURES).open("a") as log:
-            log.write(f"{asked.key}\n{getattr(error, 'trace', '')}\n")
+        if is_first_process():
+            _log(f"{asked.key}\n{getattr(error, 'trace', '')}\n", folder)
         return dataclasses.replace(asked, status="failed", note=_first_sentence(str(error)))
+
+
+def _log(text: str, folder: Path) -> None:
+    # The record matters more than the log: a full disk must not cost it.
+    with contextlib.suppress(OSError), (folder / FAILURES).open("a") as log:
+        log.write(text)
 
 
 def _run_within_memory(job: Job, asked: Record) -> Record:

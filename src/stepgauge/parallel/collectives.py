@@ -1,6 +1,6 @@
 """The library's collectives under names that are the same in all versions of torch that we support."""
 
-import functools
+import weakref
 from typing import Any
 
 import torch.distributed as dist
@@ -25,13 +25,27 @@ def reduce_scatter_flat(
     return _reduce_scatter(output, input, op=op, group=group, async_op=async_op)
 
 
-@functools.cache
-def _group(backend: str, world: dist.ProcessGroup) -> dist.ProcessGroup:
-    return dist.new_group(backend=backend)
+# Beside the default group there is now: what was made in it is gone with it.
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], dist.ProcessGroup]]
+_groups = weakref.WeakKeyDictionary()
 
 
-def group_of(backend: str) -> dist.ProcessGroup:
-    """All ranks, over the backend. Made once a process group; all ranks must call."""
+def group_of(backend: str, *, max_ctas: int = 0) -> dist.ProcessGroup:
+    """All ranks, over the backend. Made once for each setting in the life of a default group; all ranks must call.
+
+    max_ctas  most thread blocks of NCCL's kernels, which then start without queueing; 0: as NCCL does
+    """
     world = dist.group.WORLD
     assert world is not None, "collectives run in a process group"
-    return _group(backend, world)
+    made = _groups.setdefault(world, {})
+    if (backend, max_ctas) not in made:
+        options = _few_blocks(max_ctas) if max_ctas else None
+        made[backend, max_ctas] = dist.new_group(backend=backend, pg_options=options)
+    return made[backend, max_ctas]
+
+
+def _few_blocks(max_ctas: int) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = max_ctas
+    options.is_high_priority_stream = True
+    return options

@@ -166,7 +166,8 @@ class FullyShardedDataParallel(nn.Module):
             {**group, "params": [name for parameter in group["params"] for name in names_of[parameter]]}
             for group in optimizer.param_groups
         ]
-        buffers = {n: _copied_to_host(buffer) for n, buffer in self.module.state_dict().items() if n not in self._places}
+        kept = self.module.state_dict().items()
+        buffers = {name: _copied_to_host(value) for name, value in kept if name not in self._places}
         return {
             "model": model | buffers,
             "optimizer": {"state": {n: values for n, values in state.items() if values}, "param_groups": groups},

@@ -7,6 +7,7 @@ import functools
 import itertools
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 TIMEOUT_S = 120.0  # of a collective: longer than any that is measured, short enough to notice a rank that hangs
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _generations = itertools.count()
+_ABORTING = threading.Lock()
 
 
 class GroupError(Exception):
@@ -75,7 +77,8 @@ def process_group(world: World, *, backend: str, device: torch.device, timeout_s
     bound = device if device.type == "cuda" and "nccl" in backend else None
     timeout = timedelta(seconds=timeout_s)
     try:
-        store = dist.PrefixStore(f"stepgauge{next(_generations)}", _store(timeout_s))
+        store = shared_store(f"group{next(_generations)}")
+        store.set_timeout(timeout)
         dist.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout, device_id=bound
         )
@@ -86,7 +89,8 @@ def process_group(world: World, *, backend: str, device: torch.device, timeout_s
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # not when it was aborted
+            dist.destroy_process_group()
 
 
 class KeptGroup:
@@ -118,9 +122,22 @@ KEPT_GROUP = KeptGroup()
 atexit.register(KEPT_GROUP.close)
 
 
+def abort_groups() -> None:
+    """Ends all process groups of this rank at once: who waits in a collective, here or on a peer, gets an error."""
+    with _ABORTING:
+        if dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
+
+
+def shared_store(name: str) -> dist.Store:
+    """Keys that the ranks share, beside their collectives and over a connection of its own."""
+    return dist.PrefixStore(name, _rendezvous().clone())  # type: ignore[attr-defined]
+
+
 @functools.cache
-def _store(timeout_s: float) -> dist.Store:
-    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+def _rendezvous() -> dist.Store:
+    """One for the life of the process: a second would ask for the same port."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=TIMEOUT_S)))
     return store
 
 
