@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from tests.processes import alive, wait_for
 
 from stepgauge.bench.sweep import FAILURES, Job, sweep
 from stepgauge.measure.devices import out_of_memory_reason
@@ -170,20 +171,3 @@ def test_a_killed_parent_leaves_no_process_behind(tmp_path):
     parent.kill()
     parent.wait()
     assert wait_for(lambda: not alive(child))
-
-
-def alive(process):
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def wait_for(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    return None

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.processes import alive, wait_for
 from torch import nn
 
 from stepgauge.parallel.launch import RankError, launch
@@ -222,20 +223,3 @@ def test_a_parent_that_ends_leaves_no_rank_behind(tmp_path, sent):
     parent.send_signal(sent)
     parent.wait(timeout=90)
     assert wait_for(lambda: not any(alive(int(file.read_text())) for file in files))
-
-
-def alive(process):
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def wait_for(condition, seconds=90):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False

@@ -53,11 +53,6 @@ class BertSpec:
         return embeddings + self.num_layers * (matrices + 5 * self.d_model + self.d_ff + 4 * self.d_model)
 
     @property
-    def pooler_parameters(self) -> int:
-        """D² + D: the layer over the first token that the published count of 109,482,240 includes."""
-        return self.d_model**2 + self.d_model
-
-    @property
     def num_parameters(self) -> int:
         """Of encoder and head: D² + D of its layer, 2D of its norm, V of its bias; the tied matrix counted once."""
         return self.encoder_parameters + self.d_model**2 + 3 * self.d_model + self.vocab_size

@@ -61,14 +61,6 @@ class CachingAllocator:
                 block = self._merged(*sorted((block, neighbour), key=lambda b: b.address))
         self._give(block)
 
-    def release_cached(self) -> None:
-        """torch.cuda.empty_cache: whole segments that are free go back to the driver."""
-        for pool in self._pools.values():
-            for _, _, block in [*pool]:
-                if block.before is None and block.after is None:
-                    self._take(block)
-                    self.reserved -= block.size
-
     def _best_fit(self, size: int) -> Block | None:
         pool = self._pools[size <= LARGEST_SMALL]
         index = bisect.bisect_left(pool, (size,))
