@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepgauge.spec.buckets import MB, Parameter, plan_buckets
+from stepgauge.spec.buckets import MB, Bucket, Parameter, plan_buckets, plan_launches
 from stepgauge.spec.shards import plan_owners, plan_unit
 
 parameters = st.lists(
@@ -82,6 +82,37 @@ def test_owners_are_balanced_by_elements(order, ranks):
     assert max(plan.elements) - min(plan.elements) <= largest
     for rank in range(ranks):
         assert plan.elements[rank] == sum(unique[n].numel for n, owner in plan.owners.items() if owner == rank)
+
+
+def test_neighbours_have_different_owners():
+    """What the ranks have received differs by the largest at most, though largest first gives whole blocks to one."""
+    names = [(f"{block}.{name}", size) for block in range(4) for name, size in (("a", 1), ("b", 3), ("c", 2))]
+    order = [parameter(name, size) for name, size in names]
+    owners = plan_owners(order, ranks=2).owners
+    received = [0, 0]
+    for p in reversed(order):
+        received[owners[p.name]] += p.bytes
+        assert abs(received[0] - received[1]) <= 3 * MB
+
+
+def test_buckets_for_different_owners_are_launched_at_once():
+    def launches(*owners, devices="c" * 11):
+        buckets = [Bucket((parameter("p", 1, device=d),), owner) for owner, d in zip(owners, devices, strict=False)]
+        return [list(launch) for launch in plan_launches(buckets)]
+
+    assert launches(0, 1, 1, 0, 0, 0, 1) == [[0, 1], [2, 3], [4, 5, 6]]
+    assert launches(0, 1, 2, 2, 2, 0) == [[0, 1, 2], [3, 4, 5]]
+    assert launches(1, 0, 0, 0) == [[0, 1], [2], [3]]  # nobody to wait for
+    assert launches(*[0] * 10, 1) == [[*range(8)], [8, 9, 10]]  # not for long
+    assert launches(0, 1, 1, 0, devices="cdcc") == [[0], [1], [2, 3]]
+    assert launches(None, None) == [[0], [1]]
+    assert launches() == []
+
+
+@given(parameters, caps, st.integers(1, 5))
+def test_every_bucket_is_launched_once_in_the_plans_order(order, cap, ranks):
+    buckets = plan_buckets(order, cap_mb=cap, owners=plan_owners(order, ranks=ranks).owners)
+    assert [index for launch in plan_launches(buckets) for index in launch] == list(range(len(buckets)))
 
 
 def test_a_later_group_fills_the_emptier_rank():

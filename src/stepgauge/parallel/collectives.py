@@ -1,10 +1,13 @@
 """The library's collectives under names that are the same in all versions of torch that we support."""
 
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 # Renamed in torch 2.13, which warns on the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -23,6 +26,21 @@ def reduce_scatter_flat(
 ) -> dist.Work | None:
     """The sum (or what `op` says) over ranks of the N-th part that is this rank's."""
     return _reduce_scatter(output, input, op=op, group=group, async_op=async_op)
+
+
+def launch_together(
+    launches: Sequence[Callable[[], Any]], *, group: dist.ProcessGroup, device: torch.device
+) -> list[Any]:
+    """What each launch of an asynchronous collective gives to wait for.
+
+    Over NCCL they are one kernel, whose work all share: collectives in different directions of a link run at once.
+    """
+    if len(launches) < 2 or group._get_backend(device).name() != "nccl":
+        return [launch() for launch in launches]
+    with _coalescing_manager(group, device, async_ops=True) as together:
+        given = [launch() for launch in launches]
+    # Without any where the launches went another way than NCCL's.
+    return together.works * len(launches) or given
 
 
 # Beside the default group there is now: what was made in it is gone with it.

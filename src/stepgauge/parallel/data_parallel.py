@@ -11,6 +11,7 @@ either when its last gradient is there, while backward goes on, or when backward
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stepgauge.parallel.collectives import launch_together
 from stepgauge.parallel.messages import Averager, Launched, as_one_message
 from stepgauge.parallel.peer_copies import PeerCopies
 from stepgauge.parallel.replicas import describe_parameters, prepare_replicas
-from stepgauge.spec.buckets import Bucket, plan_buckets
+from stepgauge.spec.buckets import Bucket, plan_buckets, plan_launches
 
 FIRST_BUCKET_MB = 1.0  # as torch's DistributedDataParallel: communication starts with the first layers of backward
 
@@ -33,7 +35,7 @@ class Cycle:
 
     missing: list[int]  # gradients that a bucket still waits for
     arrived: set[str] = dataclasses.field(default_factory=set)
-    launched: int = 0  # buckets, always the first ones of the plan
+    launched: int = 0  # launches, always the first ones of the plan
     in_flight: list[tuple[Launched, int, Tensor]] = dataclasses.field(default_factory=list)
 
 
@@ -65,6 +67,7 @@ class DataParallel(nn.Module):
         prepare_replicas(module, group)
         self.module = module
         self.buckets = tuple(buckets)
+        self.launches = plan_launches(self.buckets)
         self.overlaps = overlaps
         self.averager = _averager(transport, module, group)
         self.communicates = True  # False leaves the collectives out and keeps all else, to time the rest
@@ -103,7 +106,7 @@ class DataParallel(nn.Module):
     def synchronize_gradients(self) -> None:
         """Sends the buckets that are not yet sent, with the gradients that are there now, and waits."""
         present = [parameter.grad is not None for parameter in self._planned()]
-        while self._cycle.launched < len(self.buckets):
+        while self._cycle.launched < len(self.launches):
             self._launch_next()
             if not self.overlaps:
                 self._wait_all()
@@ -153,18 +156,25 @@ class DataParallel(nn.Module):
         cycle.arrived.add(name)
         cycle.missing[index] -= 1
         if self.overlaps:
-            while cycle.launched < len(self.buckets) and not cycle.missing[cycle.launched]:
+            while cycle.launched < len(self.launches) and not any(
+                cycle.missing[i] for i in self.launches[cycle.launched]
+            ):
                 self._launch_next()
 
     def _launch_next(self) -> None:
         cycle = self._cycle
-        bucket = self.buckets[cycle.launched]
-        message = as_one_message([self._by_name[name] for name in bucket.names])
+        buckets = {index: self.buckets[index] for index in self.launches[cycle.launched]}
+        messages = [as_one_message([self._by_name[name] for name in b.names]) for b in buckets.values()]
         if self.communicates:
-            work = self.averager.launch(message, owner=bucket.owner)
-            cycle.in_flight.append((work, cycle.launched, message))
+            launches = [
+                functools.partial(self.averager.launch, message, owner=bucket.owner)
+                for message, bucket in zip(messages, buckets.values(), strict=True)
+            ]
+            works = launch_together(launches, group=self.averager.group, device=messages[0].device)
+            cycle.in_flight += zip(works, buckets, messages, strict=True)
         cycle.launched += 1
-        while bucket.owner is not None and cycle.in_flight and cycle.in_flight[0][0].is_completed():
+        frees = any(bucket.owner is not None for bucket in buckets.values())
+        while frees and cycle.in_flight and cycle.in_flight[0][0].is_completed():
             self._wait_first()
 
     def _wait_all(self) -> None:

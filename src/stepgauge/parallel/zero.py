@@ -5,15 +5,16 @@ broadcasts it. Stage 2 is the same optimizer with gradients that are reduced to 
 BucketedDataParallel(module, owners=optimizer.owners_of(module)).
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import collections
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _coalescing_manager
 
+from stepgauge.parallel.collectives import launch_together
 from stepgauge.parallel.replicas import describe_parameter, require_same
 from stepgauge.spec.shards import plan_owners
 
@@ -120,27 +121,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The works of sending each trained parameter from its owner to all."""
         if not self.communicates:
             return []
-        works: list[Any] = []
-        trained = [p for p in parameters if p.requires_grad]
-        for device in dict.fromkeys(p.device for p in trained):
-            with self._together(device, works) as each:
-                for p in trained:
-                    if p.device == device:
-                        each(dist.broadcast(p.data, group=self.group, group_src=self.owners[p], async_op=True))
-        return works
-
-    @contextlib.contextmanager
-    def _together(self, device: torch.device, works: list[Any]) -> Iterator[Callable[[Any], None]]:
-        """One launch for all broadcasts of the block, where the backend can: both directions of a link then work.
-
-        Yields what takes the work of each; to be waited for is what then stands in `works`.
-        """
-        if self.group._get_backend(device).name() != "nccl":
-            yield works.append
-            return
-        with _coalescing_manager(self.group, device, async_ops=True) as together:
-            yield lambda work: None
-        works.append(together)
+        launches = collections.defaultdict(list)
+        for p in parameters:
+            if p.requires_grad:
+                send = functools.partial(dist.broadcast, group=self.group, group_src=self.owners[p], async_op=True)
+                launches[p.device].append(functools.partial(send, p.data))
+        return [
+            work
+            for device, of_device in launches.items()
+            for work in launch_together(of_device, group=self.group, device=device)
+        ]
 
     def clip_gradients(self, max_norm: float, *, sharded: bool) -> Tensor:
         """Scales the gradients so that the norm of all of them is at most `max_norm`; the norm before.

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 MB = 10**6
+MOST_FOR_AN_OWNER = 4  # buckets of a launch, so that none waits for long
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,10 @@ class Bucket:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(parameter.name for parameter in self.parameters)
+
+    @property
+    def device(self) -> str:
+        return self.parameters[0].device
 
     @property
     def bytes(self) -> int:
@@ -89,6 +94,28 @@ def plan_buckets(
         close(kind)
     arrival = {parameter.name: index for index, parameter in enumerate(arriving)}
     return tuple(sorted(closed, key=lambda bucket: max(arrival[name] for name in bucket.names)))
+
+
+def plan_launches(buckets: Sequence[Bucket]) -> tuple[range, ...]:
+    """Which buckets, by their places in the plan, are sent at once: those for all one by one.
+
+    A bucket for an owner travels towards that rank only. Sent with buckets for the others it leaves no direction of
+    the links idle: a launch goes on until it has a bucket for every owner that the rest of the plan has one for, or
+    MOST_FOR_AN_OWNER times as many buckets as there are owners. It is of one device.
+    """
+    launches: list[range] = []
+    num_owners, start = len({bucket.owner for bucket in buckets}), 0
+    for end in range(1, len(buckets) + 1):
+        first, following = buckets[start], buckets[end : end + 1]
+        if (
+            first.owner is None
+            or any(bucket.device != first.device for bucket in following)
+            or end - start == MOST_FOR_AN_OWNER * num_owners
+            or {bucket.owner for bucket in buckets[end:]} <= {bucket.owner for bucket in buckets[start:end]}
+        ):
+            launches.append(range(start, end))
+            start = end
+    return tuple(launches)
 
 
 def _bytes(parameters: Sequence[Parameter]) -> int:

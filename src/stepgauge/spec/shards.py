@@ -2,6 +2,7 @@
 
 import dataclasses
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from stepgauge.spec.buckets import Parameter
@@ -22,6 +23,9 @@ class OwnerPlan:
 def plan_owners(parameters: Iterable[Parameter], *, ranks: int, held: Sequence[int] | None = None) -> OwnerPlan:
     """Largest parameter first, each to the rank that holds least (Graham 1969: within 4/3 of the best balance).
 
+    Which of several equally large ones goes to whom is free then: as gradients arrive, in reverse order of the
+    parameters, each goes to the rank that has received least, so that neighbours have different owners.
+
     `held` is what the ranks hold already, in elements: a later group fills up the emptiest. Raises ValueError for
     fewer than one rank.
     """
@@ -30,13 +34,24 @@ def plan_owners(parameters: Iterable[Parameter], *, ranks: int, held: Sequence[i
     by_name = {parameter.name: parameter for parameter in parameters}
     fill = [(elements, rank) for rank, elements in enumerate(held or [0] * ranks)]
     heapq.heapify(fill)
-    owners = {}
+    of_size: Counter[tuple[int, int]] = Counter()  # parameters by elements and rank
     for parameter in sorted(by_name.values(), key=lambda p: -p.numel):
         elements, rank = heapq.heappop(fill)
-        owners[parameter.name] = rank
+        of_size[parameter.numel, rank] += 1
         heapq.heappush(fill, (elements + parameter.numel, rank))
     by_rank = {rank: elements for elements, rank in fill}
+    owners = _in_turns(list(reversed(by_name.values())), of_size, ranks)
     return OwnerPlan({name: owners[name] for name in by_name}, tuple(by_rank[rank] for rank in range(ranks)))
+
+
+def _in_turns(arriving: Sequence[Parameter], of_size: Counter[tuple[int, int]], ranks: int) -> dict[str, int]:
+    owners, received = {}, [0] * ranks
+    for parameter in arriving:
+        takers = [rank for rank in range(ranks) if of_size[parameter.numel, rank]]
+        owner = owners[parameter.name] = min(takers, key=lambda rank: received[rank])
+        of_size[parameter.numel, owner] -= 1
+        received[owner] += parameter.numel
+    return owners
 
 
 @dataclasses.dataclass(frozen=True)
