@@ -1,34 +1,46 @@
 #!/usr/bin/env bash
 # The figures of E9 and E10 on GPUs of one host, in one run: benchmarks/data_parallel_campaign.sh OUT
 # Parity over NCCL first, then every wrapper beside torch's own at one size, then the rest, most important first.
-# Needs an installed stepgauge, or PYTHONPATH=src. SECONDS_LEFT bounds the whole; RANKS, DEVICE, SIZE, SIZES, BATCH,
-# CONTEXT and STEPS make it small enough to try on a CPU.
+# PARTS="bf16 traces" runs these alone. SECONDS_LEFT bounds the whole; RANKS, DEVICE, SIZE, SIZES, BATCH, CONTEXT and
+# STEPS make it small enough to try on a CPU. Needs an installed stepgauge, or PYTHONPATH=src.
 set -uo pipefail
+known="tests bf16 traces contention buckets fp32 sizes gloo"
+wanted=${PARTS:-$known}
+for name in $wanted; do
+  [[ " $known " == *" $name "* ]] || { echo "PARTS has $name; choose from $known" >&2; exit 2; }
+done
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 limit=${SECONDS_LEFT:-470}
-device=${DEVICE:-cuda} ranks=${RANKS:-2} size=${SIZE:-2.7b} steps=${STEPS:-12}
+device=${DEVICE:-cuda} ranks=${RANKS:-2} size=${SIZE:-2.7b} steps=${STEPS:-10}
 load=(--batch "${BATCH:-16}" --context "${CONTEXT:-128}" --device "$device" --ranks "$ranks" --warmup 4)
 work=$(mktemp -d)
+exec 3>&1 # the screen, where a part's output goes to a file
+trap 'rm -rf "$work"' EXIT
 
-# part NAME SECONDS STEPS ARGUMENTS...: rows into OUT/NAME.jsonl, within the seconds and within what is left of the whole.
+# run NAME SECONDS COMMAND...: within the seconds and within what is left of the whole, if the part is wanted.
+run() {
+  local name=$1 most=$2 left=$((limit - SECONDS))
+  shift 2
+  [[ " $wanted " == *" $name "* ]] || return
+  ((left > 10)) || { echo "$name: no time left" | tee -a "$out/log.txt" >&3; return; }
+  timeout "$((most < left ? most : left))" "$@"
+  echo "$name: status $?, $SECONDS s so far" | tee -a "$out/log.txt" >&3
+}
+
+# part NAME SECONDS STEPS ARGUMENTS...: rows of bench data-parallel, added to OUT/records.jsonl.
 part() {
-  local name=$1 most=$2 steps=$3 left=$((limit - SECONDS))
+  local name=$1 most=$2 steps=$3
   shift 3
-  ((left > 10)) || { echo "$name: no time left"; return; }
-  timeout "$((most < left ? most : left))" python3 -m stepgauge bench data-parallel "${load[@]}" --steps "$steps" "$@" \
+  run "$name" "$most" python3 -m stepgauge bench data-parallel "${load[@]}" --steps "$steps" "$@" \
     --out "$work/$name" --format table >>"$out/tables.txt" 2>>"$out/log.txt"
-  echo "$name: status $?, $SECONDS s so far" | tee -a "$out/log.txt"
   cat "$work/$name/records.jsonl" >>"$out/records.jsonl" 2>/dev/null
   cat "$work/$name/failures.log" >>"$out/failures.txt" 2>/dev/null
 }
 
-if [ "${TESTS:-1}" = 1 ]; then
-  timeout 90 python3 -m pytest -m gpu tests/parallel/test_nccl.py -p no:cacheprovider >"$out/tests.txt" 2>&1
-  echo "tests: status $?, $SECONDS s so far" | tee -a "$out/log.txt"
-fi
-wrappers=(none bucketed torch-ddp overlapped naive flat torch-ddp-views zero1 torch-zero1 zero2 zero3 torch-fsdp)
-part bf16 190 "$steps" --size "$size" --precision bf16 --wrapper "${wrappers[@]}"
-part traces 90 4 --size "$size" --precision bf16 --trace --wrapper naive bucketed torch-ddp overlapped
+run tests 90 python3 -m pytest -m gpu tests/parallel/test_nccl.py -p no:cacheprovider >"$out/tests.txt" 2>&1
+overlapping=(bucketed torch-ddp overlapped torch-ddp-views zero1 torch-zero1 zero2 zero3 torch-fsdp)
+part bf16 190 "$steps" --size "$size" --precision bf16 --wrapper none naive flat "${overlapping[@]}"
+part traces 150 4 --size "$size" --precision bf16 --trace --wrapper naive "${overlapping[@]}"
 part contention 60 "$steps" --size "$size" --precision bf16 --wrapper bucketed --max-ctas 4 8 16
 part buckets 80 "$steps" --size "$size" --precision bf16 --wrapper bucketed --bucket-mb 1 5 10 50 100 500
 part fp32 90 5 --size "$size" --precision fp32 --wrapper none bucketed torch-ddp naive zero3 torch-fsdp
