@@ -4,7 +4,7 @@
 # PARTS="bf16 traces" runs these alone. SECONDS_LEFT bounds the whole; RANKS, DEVICE, SIZE, SIZES, BATCH, CONTEXT and
 # STEPS make it small enough to try on a CPU. Needs an installed stepgauge, or PYTHONPATH=src.
 set -uo pipefail
-known="tests bf16 traces contention buckets fp32 sizes gloo"
+known="tests bf16 copies traces contention buckets fp32 sizes gloo"
 wanted=${PARTS:-$known}
 for name in $wanted; do
   [[ " $known " == *" $name "* ]] || { echo "PARTS has $name; choose from $known" >&2; exit 2; }
@@ -40,6 +40,7 @@ part() {
 run tests 90 python3 -m pytest -m gpu tests/parallel/test_nccl.py -p no:cacheprovider >"$out/tests.txt" 2>&1
 overlapping=(bucketed torch-ddp overlapped torch-ddp-views zero1 torch-zero1 zero2 zero3 torch-fsdp)
 part bf16 190 "$steps" --size "$size" --precision bf16 --wrapper none naive flat "${overlapping[@]}"
+part copies 90 "$steps" --size "$size" --precision bf16 --transport peer-copies --wrapper none bucketed overlapped naive zero1 zero2
 part traces 150 4 --size "$size" --precision bf16 --trace --wrapper naive "${overlapping[@]}"
 part contention 60 "$steps" --size "$size" --precision bf16 --wrapper bucketed --max-ctas 4 8 16
 part buckets 80 "$steps" --size "$size" --precision bf16 --wrapper bucketed --bucket-mb 1 5 10 50 100 500

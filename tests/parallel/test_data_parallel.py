@@ -29,6 +29,7 @@ WRAPPERS = {
     "overlapped": OverlappedDataParallel,
     "bucketed": lambda module: BucketedDataParallel(module, bucket_mb=0.0005),
     "one bucket": lambda module: BucketedDataParallel(module, bucket_mb=1000),
+    "peer copies": lambda module: BucketedDataParallel(module, bucket_mb=0.0005, transport="peer-copies"),
 }
 NETWORKS = ("toy", "transformer", "bert")
 OPTIMIZERS = ("sgd", "adamw")
