@@ -229,7 +229,7 @@ def in_order(launches):
 def both(cpp, monkeypatch):
     def build(**options):
         made = Both(cpp, monkeypatch, **options)
-        monkeypatch.setattr(extension.NATIVE, "call", cpp.flash_attention)
+        monkeypatch.setattr(extension.NATIVE, "call", cpp.attention)
         return made
 
     return build
@@ -278,7 +278,7 @@ def test_what_cpp_leaves_to_python(both, cpp):
     here = both()
     here.offer()
     q, k, v = (x.detach() for x in (here.q, here.k, here.v))
-    call = lambda q, k, v, *rest: cpp.flash_attention(q, k, v, *(rest or (True, None, True)))  # noqa: E731
+    call = lambda q, k, v, *rest: cpp.attention(q, k, v, *(rest or (True, None, True)))  # noqa: E731
     assert call(q, k, v) is not None
     assert call(q, k, v, True, here.scale, True) is not None
     unaligned = torch.randn(q.numel() + 1, dtype=BF16)[1:].view(q.shape)

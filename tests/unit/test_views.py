@@ -1,11 +1,13 @@
 """Tables, their formats, and the comparison of two runs."""
 
 import csv
+import dataclasses
 import io
 import json
 
 import pytest
 
+from stepgauge.report.kernels import launchers_of
 from stepgauge.report.table import FORMATS, Table
 from stepgauge.report.views import compare, difference_table, number, record_table, varying
 
@@ -113,3 +115,9 @@ def test_a_row_that_only_one_run_could_measure_is_named(record):
     found = compare([record()], [record(status="oom", note="memory ran out")])
     assert found.found == []
     assert found.alone == ["step small batch 4 × 512 fp32: OOM in B (memory ran out)"]
+
+
+def test_what_did_not_run_in_cpp_is_said_once(record):
+    paths = [{"rms_norm": "C++", "attention": "Python: why"}, {"attention": "Python: why"}, {}]
+    rows = [dataclasses.replace(record("small"), environment={"native": path}) for path in paths]
+    assert launchers_of(rows) == ["attention ran in Python: why"]

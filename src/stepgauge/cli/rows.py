@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, progress, summary, tell
 from stepgauge.cli.options import Values
+from stepgauge.report.kernels import launchers_of
 from stepgauge.report.views import describe
 from stepgauge.spec.store import RunStore
 
@@ -67,6 +68,8 @@ def run_jobs(jobs: Sequence["Job"], store: RunStore, *, fresh: bool) -> list["Re
                     tell(summary(outcome.record))
     except GroupError as error:
         raise RunFailedError(str(error)) from error
+    for sentence in launchers_of(records):
+        tell(sentence)
     if reused:
         tell(f"{reused} of {len(records)} rows were already in {store.folder}; --fresh measures them again")
     return records

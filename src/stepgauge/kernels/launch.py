@@ -6,6 +6,9 @@ kernel does. A ``Launch`` does it once: it keeps the compiled kernel for argumen
 one kind and, on a call, only hands addresses to the driver.
 """
 
+import ctypes
+from pathlib import Path
+
 import torch
 
 try:
@@ -15,6 +18,7 @@ except ImportError:  # The package imports without Triton; nobody makes a Launch
     triton = knobs = None
 
 ALIGNMENT_BYTES = 16
+LAUNCH_H = Path(__file__).with_name("launch.h")  # the same from C++
 # JIT options that are not the kernel's own arguments.
 _OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 
@@ -71,3 +75,34 @@ def hooks_present() -> bool:
 
 def raw_stream(device_index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device_index)
+
+
+def plain_launch(compiled) -> tuple[int, int, int]:
+    """(function, threads, bytes of shared memory); ValueError for what a plain launch cannot express."""
+    data = compiled.metadata
+    plain = (
+        getattr(data, "num_ctas", 1) == 1
+        and not getattr(data, "launch_pdl", False)
+        and not getattr(data, "launch_cooperative_grid", False)
+        and not getattr(data, "global_scratch_size", 0)
+        and not getattr(data, "profile_scratch_size", 0)
+    )
+    if not plain:
+        raise ValueError(f"needs more than a plain launch: {data}")
+    return compiled.function, 32 * data.num_warps, data.shared
+
+
+def cuda_addresses(*names: str) -> tuple[int, ...]:
+    """The addresses of functions of the CUDA driver or of libtorch_cuda."""
+    libraries = {
+        True: ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cuda.so")),
+        False: ctypes.CDLL("libcuda.so.1"),
+    }
+    functions = (getattr(libraries[name.startswith("aoti_")], name) for name in names)
+    return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
+
+
+def cuda_context() -> int:
+    context = ctypes.c_void_p()
+    ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(context))
+    return context.value or 0

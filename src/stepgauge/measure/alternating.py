@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from stepgauge import native
 from stepgauge.measure.devices import synchronize
 
 ROUNDS = 3
@@ -29,13 +30,15 @@ def time_alternately(
     """Milliseconds of each call, one value a repeat, and what those that raised have raised.
 
     Each call is repeated for `seconds` in all, at least once a round, split over `rounds` in which every call has its
-    turn. On CUDA this is triton.testing.do_bench: events around a call, the L2 cache overwritten before it, so that
-    what the host takes to launch shows where it is longer than that. Elsewhere it is the host's clock. `around` are
-    contexts, entered before a call's turn and left after it. One that raises is out from there on.
+    turn, after a first call that is not timed; what that has begun to build in the background is waited for. On CUDA
+    this is triton.testing.do_bench: events around a call, the L2 cache overwritten before it, so that what the host
+    takes to launch shows where it is longer than that. Elsewhere it is the host's clock. `around` are contexts, entered
+    before a call's turn and left after it. One that raises is out from there on.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     failures: dict[str, Exception] = {}
     clock = _device_times if device.type == "cuda" else _host_times
+    native.count_anew()
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -56,12 +59,15 @@ def _device_times(call: Call, device: torch.device, seconds: float) -> list[floa
     from triton.testing import do_bench
 
     with torch.cuda.device(device):
+        call()
+        native.settle()
         return do_bench(call, warmup=WARMUP_SHARE * seconds * 1e3, rep=seconds * 1e3, return_mode="all")
 
 
 def _host_times(call: Call, device: torch.device, seconds: float) -> list[float]:
     call()
     synchronize(device)
+    native.settle()
     times: list[float] = []
     end = time.perf_counter() + seconds
     while not times or time.perf_counter() < end:

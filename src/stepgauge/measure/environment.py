@@ -11,10 +11,15 @@ from typing import Any
 import torch
 
 import stepgauge
+from stepgauge import native
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What a reader needs to judge or repeat a figure that was measured on this device."""
+    """What a reader needs to judge or repeat a figure that was measured on this device.
+
+    "native" is there where an operation has a path in C++: who served the calls since the clock's start.
+    """
+    served = native.served()
     return {
         "device": device_name(device),
         "device_bytes": _device_bytes(device),
@@ -28,6 +33,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "triton": _version("triton"),
         "stepgauge": stepgauge.__version__,
         "commit": _commit(),
+        **({"native": served} if served else {}),
     }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from stepgauge import native
 from stepgauge.measure.devices import synchronize
 
 Phases = Mapping[str, Callable[[], None]]
@@ -20,13 +21,16 @@ def time_phases(
     The phases run in order, `warmup` times untimed, then at least `steps` times and for at least `seconds`: the
     median of a short step needs many, since clocks rise and the host is not alone. On an accelerator, events mark the
     boundaries on the device's own queue and the host waits once a step, at its end: phases add up to the step and
-    no wait between them is measured. On the CPU the clock is time.perf_counter.
+    no wait between them is measured. On the CPU the clock is time.perf_counter. What a step has begun to build in the
+    background is waited for before the next one.
     """
     clock = clock_of(device)
     for _ in range(warmup):
         for phase in phases.values():
             phase()
+        native.settle()
     synchronize(device)
+    native.count_anew()
     times: dict[str, list[float]] = {name: [] for name in (*phases, "step")}
     was_enabled = gc.isenabled()
     gc.disable()
@@ -37,6 +41,7 @@ def time_phases(
             for name, milliseconds in zip(phases, marks, strict=True):
                 times[name].append(milliseconds)
             times["step"].append(sum(marks))
+            native.settle()
     finally:
         if was_enabled:
             gc.enable()

@@ -58,6 +58,12 @@ def _fixed(record: Record, metric: str) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
+def launchers_of(records: Sequence[Record]) -> list[str]:
+    """One sentence an operation that did not run in C++ throughout though it has a path there, with the reason."""
+    paths = [path for record in records for path in record.environment.get("native", {}).items()]
+    return [f"{name} ran in {path}" for name, path in dict.fromkeys(paths) if path != "C++"]
+
+
 def outcomes_of(records: Sequence[Record]) -> list[str]:
     """One sentence an implementation that is absent, with the reason."""
     return [

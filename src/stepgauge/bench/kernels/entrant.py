@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
+from stepgauge import native
 from stepgauge.bench.kernels.operation import Case, Implementation
 from stepgauge.measure import devices
+from stepgauge.measure.accuracy import largest
+from stepgauge.spec.kernel import OURS
 
 # How torch says that a backend of its attention does not take the device, type or shape.
 _NOT_OFFERED = ("No viable backend", "No available kernel")
@@ -32,8 +35,11 @@ class Entrant:
         """Makes the function and holds its result against the oracle."""
         with self.guarded(torch.device(spec.device)):
             self.function = self.implementation.make(spec)
-            judge = self.implementation.error
-            self.error = judge(case, self.function) if judge else case.error(self.function)
+            judge = self.implementation.error or (lambda case, function: case.error(function))
+            errors = [judge(case, self.function)]
+            if self.name == OURS and native.settle():  # C++ is told of both passes, then serves: what will be timed
+                errors += [judge(case, self.function) for _ in range(2)]
+            self.error = largest(errors)
             if not self.error <= limit:
                 self.outcome = f"wrong: error {self.error:.1e}, at most {limit:.1e} is right"
 

@@ -9,6 +9,7 @@
 #include <Python.h>
 
 #include "launch.h"
+#include "module.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -240,8 +241,8 @@ bool autocast_is_content(const Tensor& q) {
       at::autocast::get_autocast_dtype(device) == q.scalar_type();
 }
 
-// flash_attention(q, k, v, is_causal, scale, deterministic): o, or None when Python must do it.
-PyObject* py_flash_attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
+// attention(q, k, v, is_causal, scale, deterministic): o, or None when Python must do it.
+PyObject* serve(PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   if (count != 6 || !THPVariable_CheckExact(args[0]) || !THPVariable_CheckExact(args[1]) ||
       !THPVariable_CheckExact(args[2]) || !PyBool_Check(args[3]) || args[5] != Py_True ||
@@ -375,19 +376,15 @@ PyObject* py_register(PyObject*, PyObject* args) {
 }
 
 PyMethodDef methods[] = {
-    {"flash_attention",
-     reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(py_flash_attention)), METH_FASTCALL,
-     nullptr},
+    serving<serve>("attention"),
+    {"calls", py_calls, METH_NOARGS, nullptr},
     {"configure", py_configure, METH_VARARGS, nullptr},
     {"moved", py_moved, METH_VARARGS, nullptr},
     {"register", py_register, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
-PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "stepgauge_attention", nullptr, -1, methods, nullptr, nullptr, nullptr,
-    nullptr};
 
 }  // namespace
 
 PyMODINIT_FUNC PyInit_stepgauge_attention() {
-  return PyModule_Create(&definition);
+  return module_of("stepgauge_attention", methods);
 }

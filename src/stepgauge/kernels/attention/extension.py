@@ -1,7 +1,7 @@
 """Attention's eager path in C++ (extension.cpp): what it is told of the kernels that Python has planned and compiled.
 
 In Python a forward and backward cost about 118 µs of host time here, twice that on a GPU's host, where one head of 4096
-needs 69 µs of the GPU. How it is built and done without: stepgauge.kernels.native.
+needs 69 µs of the GPU. How it is built and done without: stepgauge.native.
 
 A call in Python offers what it has launched; C++ takes the next one of the same shapes, strides and options. 16-bit
 types only: how float32 products are made may change between two calls. Copy descriptors are Triton's own with another
@@ -9,13 +9,14 @@ address in them, which the driver has a function for; before the first use a mov
 """
 
 import ctypes
-import os
 import struct
 from pathlib import Path
 
 import torch
 
-from ..native import Extension, cuda_addresses, cuda_context, plain_launch
+from stepgauge.native import Extension
+
+from ..launch import LAUNCH_H, cuda_addresses, cuda_context, plain_launch
 
 _FUNCTIONS = "cuLaunchKernel", "aoti_torch_get_current_cuda_stream", "cuCtxSetCurrent", "cuTensorMapReplaceAddress"
 _CONSTANT, _ADDRESS, _DESCRIPTOR = range(3)
@@ -23,14 +24,14 @@ _DESCRIPTOR_BYTES = 128  # CUtensorMap; in Triton 3.6's object it is the second 
 _WORDS = {"i1": "<?", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q", "u32": "<I", "u64": "<Q", "fp32": "<f"}
 
 NATIVE = Extension(
-    "stepgauge_attention",
+    "attention",
     Path(__file__).with_name("extension.cpp"),
-    "flash_attention",
     lambda module: module.configure(*cuda_addresses(*_FUNCTIONS)),
+    headers=[LAUNCH_H],
+    # Held against the Python path with the driver's functions replaced, not yet on a GPU: until then it is asked for.
+    opt_in="STEPGAUGE_ATTENTION_EXTENSION",
 )
 _offered: set = set()
-# Held against the Python path with the driver's functions replaced, not yet on a GPU: until then it is asked for.
-OPT_IN = "STEPGAUGE_ATTENTION_EXTENSION"
 
 
 def offer(case, tensors: tuple, num_tensors: int, scratch: tuple, calls: tuple) -> None:
@@ -40,8 +41,7 @@ def offer(case, tensors: tuple, num_tensors: int, scratch: tuple, calls: tuple) 
     as (number, offset in floats)), numbered as C++ has them, temporaries after the `num_tensors` others.
     """
     if NATIVE.module is None:
-        if os.environ.get(OPT_IN) == "1":
-            NATIVE.load_in_background()
+        NATIVE.ask()
         return
     *_, grad = tensors
     key = (case, grad is None)

@@ -7,6 +7,7 @@
 #include <Python.h>
 
 #include "launch.h"
+#include "module.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
@@ -170,7 +171,7 @@ struct RMSNorm : torch::autograd::Function<RMSNorm> {
 };
 
 // rms_norm(x, weight, eps, residual): the result, or None when Python must do it.
-PyObject* py_rms_norm(PyObject*, PyObject* const* args, Py_ssize_t count) {
+PyObject* serve(PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   const bool has_residual = count == 4 && args[3] != Py_None;
   if (count != 4 || !THPVariable_CheckExact(args[0]) || !THPVariable_CheckExact(args[1]) ||
@@ -275,17 +276,14 @@ PyObject* py_register(PyObject*, PyObject* args) {
 }
 
 PyMethodDef methods[] = {
-    {"rms_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(py_rms_norm)),
-     METH_FASTCALL, nullptr},
+    serving<serve>("rms_norm"),
+    {"calls", py_calls, METH_NOARGS, nullptr},
     {"configure", py_configure, METH_VARARGS, nullptr},
     {"register", py_register, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
-PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "stepgauge_rms_norm", nullptr, -1, methods, nullptr, nullptr, nullptr,
-    nullptr};
 
 }  // namespace
 
 PyMODINIT_FUNC PyInit_stepgauge_rms_norm() {
-  return PyModule_Create(&definition);
+  return module_of("stepgauge_rms_norm", methods);
 }

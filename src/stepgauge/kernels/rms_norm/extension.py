@@ -1,7 +1,7 @@
 """RMSNorm's eager path in C++ (extension.cpp): what it is told of the kernels that Python has compiled.
 
 In Python an autograd function and three launches cost about 140 µs of host time a step; the GPU needs 30 µs at
-2048 x 2560. How it is built and done without: stepgauge.kernels.native.
+2048 x 2560. How it is built and done without: stepgauge.native.
 """
 
 from pathlib import Path
@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..native import Extension, cuda_addresses, cuda_context, plain_launch
+from stepgauge.native import Extension
+
+from ..launch import LAUNCH_H, cuda_addresses, cuda_context, plain_launch
 
 # Whether the installed torch's rms_norm is float32 under CUDA autocast (2.12 on) or keeps x's type. A constant, so
 # that torch.compile need not trace the question.
@@ -25,13 +27,13 @@ def _configure(module) -> None:
     module.configure(*cuda_addresses(*_FUNCTIONS), BUILTIN_AUTOCAST_IS_FLOAT32)
 
 
-NATIVE = Extension("stepgauge_rms_norm", Path(__file__).with_name("extension.cpp"), "rms_norm", _configure)
+NATIVE = Extension("rms_norm", Path(__file__).with_name("extension.cpp"), _configure, headers=[LAUNCH_H])
 
 
 def offer(plan_for, x: Tensor, residual: Tensor | None, weight: Tensor, y: Tensor) -> None:
     """After a call in Python: let C++ take the next one like it, as far as kernels are compiled."""
     if NATIVE.module is None:
-        NATIVE.load_in_background()
+        NATIVE.ask()
         return
     plan = plan_for(x, weight, y.dtype, residual is not None)
     has_backward = plan.backward.compiled and plan.reduce.compiled

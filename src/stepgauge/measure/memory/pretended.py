@@ -9,11 +9,6 @@ autograd wants to know that they are there.
 import contextlib
 import ctypes
 import functools
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +20,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stepgauge.native.build import BuildError, shared_library
+
 SOURCE = Path(__file__).with_name("pretended.cpp")
 CUDNN_WIDEST_HEAD = 128
+CUDA_ALONE = "aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"  # on a CPU other operators do their work
 aten = torch.ops.aten
 
 
@@ -39,7 +37,6 @@ def pretending(architecture: str) -> Iterator[torch.device]:
     with contextlib.ExitStack() as stack:
         if architecture != "cpu" and not torch.cuda.is_available():
             _pretend_cuda()
-            _register_cuda_rules()
             _register_missing_kernels()
             stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
             stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", lambda *_: True))
@@ -53,7 +50,7 @@ def pretending(architecture: str) -> Iterator[torch.device]:
 
 @functools.cache
 def _register_missing_kernels() -> torch.library.Library:
-    """CUDA kernels, never run, of operators that a torch without CUDA would take apart (the gradient of silu).
+    """CUDA kernels, never run, of operators that a torch without CUDA would take apart: RMSNorm, the gradient of silu.
 
     autograd uses an operator's composite formula where the backend has no kernel of its own; CUDA has one, and so holds
     none of the formula's steps.
@@ -65,8 +62,10 @@ def _register_missing_kernels() -> torch.library.Library:
     registered = torch.library.Library("aten", "IMPL")
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in torch._C._dispatch_get_all_op_names():
-        taken_apart = name.startswith("aten::") and has_kernel(name, "CompositeImplicitAutograd")
-        if taken_apart and has_kernel(name, "CPU") and not has_kernel(name, "CUDA"):
+        if not name.startswith("aten::") or has_kernel(name, "CUDA"):
+            continue
+        taken_apart = has_kernel(name, "CompositeImplicitAutograd") and has_kernel(name, "CPU")
+        if taken_apart or name in CUDA_ALONE:
             registered.impl(name.removeprefix("aten::"), never, "CUDA")
     return registered
 
@@ -160,42 +159,9 @@ def _fused_attention(
 
 
 @functools.cache
-def _register_cuda_rules() -> torch.library.Library:
-    """RMSNorm on CUDA is one operator with its own gradient. A build without CUDA would take it apart."""
-    library = torch.library.Library("aten", "IMPL")
-
-    def never(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("a kernel was run on a device that is pretended")
-
-    for name in ("_fused_rms_norm", "_fused_rms_norm_backward"):
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
-            library.impl(name, never, "CUDA")
-    return library
-
-
-@functools.cache
 def _pretend_cuda() -> None:
-    ctypes.CDLL(str(_built())).pretend_cuda()
-
-
-def _built() -> Path:
-    """The shared library, compiled once a torch version (some two seconds)."""
-    source = SOURCE.read_bytes()
-    version = hashlib.sha256(source + torch.__version__.encode() + torch.__file__.encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "stepgauge"
-    built = folder / f"pretended-{version}.so"
-    if built.exists():
-        return built
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-    if compiler is None:
-        raise ValueError("predicting for CUDA needs a CUDA device or a C++ compiler; neither is on this machine")
-    root = Path(torch.__file__).parent
-    options = ["-shared", "-fPIC", "-std=c++20", f"-I{root}/include", f"-L{root}/lib", "-lc10", "-ltorch_cpu"]
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        partial = Path(scratch) / built.name
-        done = subprocess.run([compiler, str(SOURCE), "-o", str(partial), *options], capture_output=True, text=True)
-        if done.returncode:
-            raise ValueError(f"the pretended CUDA device does not compile here: {done.stderr.strip()[:300]}")
-        partial.replace(built)
-    return built
+    try:
+        library = shared_library(SOURCE, name="pretended")
+    except BuildError as error:
+        raise ValueError(f"predicting for CUDA needs a CUDA device, or C++ to pretend one: {error}") from None
+    ctypes.CDLL(str(library)).pretend_cuda()

@@ -1,0 +1,131 @@
+"""Eager paths in C++: built in the background on first use, else done without.
+
+An autograd function in Python with its launches costs 50 to 150 µs of host time a step, often more than the GPU needs.
+An ``Extension`` holds one C++ file that does the same: ``call`` is its function once it is there, None before; it
+returns None for whatever it leaves to Python. The first call that could go there asks for it, and a thread builds it or
+loads it from the cache: nothing waits for that but what measures (``settle``). Without a C++ compiler, or with
+``STEPGAUGE_EXTENSION=0``, ``call`` stays None and ``problem`` says why.
+"""
+
+import importlib.util
+import os
+import threading
+from collections.abc import Callable, Sequence
+from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from stepgauge.native.build import shared_library
+
+OPT_OUT = "STEPGAUGE_EXTENSION"
+PREFIX = "stepgauge_"
+MODULE_H = Path(__file__).with_name("module.h")
+
+
+class Extension:
+    """The C++ file `source`, a module named stepgauge_`name` whose function of that name is `call` (module.h).
+
+    `configure(module)` gives it the driver. With `opt_in`, a variable's name, it is only built where that is 1.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: Path,
+        configure: Callable[[Any], object],
+        *,
+        headers: Sequence[Path] = (),
+        opt_in: str | None = None,
+    ):
+        self.name, self.source, self.configure = name, source, configure
+        self.headers, self.opt_in = (MODULE_H, *headers), opt_in
+        self.call: Callable[..., Any] | None = None
+        self.module: Any = None
+        self.problem: str | None = "nothing has asked for it yet"
+        self._loading, self._thread = threading.Lock(), threading.Thread(target=self.load, daemon=True)
+        self._is_asked = self._is_tried = False
+        self._counted = (0, 0)
+
+    def ask(self) -> None:
+        """Begins to build or load it, once, and does not wait."""
+        if self._is_asked or self._is_tried:
+            return
+        self._is_asked, _asked[self.name] = True, self
+        if self.opt_in is not None and os.environ.get(self.opt_in) != "1":
+            self.problem = f"{self.opt_in} is not 1"
+            return
+        self.problem = "it is being built"
+        self._thread.start()
+
+    def load(self) -> bool:
+        """Builds or loads it now, once, for the GPU; whether it serves."""
+        with self._loading:
+            if not self._is_tried:
+                self._is_tried, _asked[self.name] = True, self
+                try:
+                    self._load()
+                except Exception as error:  # Whatever it is, Python does the same work.
+                    self.problem = f"{type(error).__name__}: {error}"
+        return self.call is not None
+
+    def _load(self) -> None:
+        if os.environ.get(OPT_OUT) == "0":
+            raise RuntimeError(f"{OPT_OUT}=0")
+        module = self.imported(self.build())
+        self.configure(module)
+        self.module, self.call, self.problem = module, getattr(module, self.name), None
+
+    def settle(self) -> None:
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def build(self) -> Path:
+        return shared_library(self.source, name=PREFIX + self.name, headers=self.headers)
+
+    def imported(self, path: Path) -> ModuleType:
+        loader = ExtensionFileLoader(PREFIX + self.name, str(path))
+        spec = importlib.util.spec_from_loader(loader.name, loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+        return module
+
+    def count_anew(self) -> None:
+        if self.module is not None:
+            self._counted = self.module.calls()
+
+    def served(self) -> str | None:
+        """Who has served the calls since they were counted anew, or None without any."""
+        if self.module is None:
+            return f"Python: {self.problem}"
+        asked, taken = (now - then for now, then in zip(self.module.calls(), self._counted, strict=True))
+        if not asked:
+            return None
+        if not taken:
+            return f"Python: {self.problem or 'C++ does not take such calls'}"
+        in_part = [f"{taken} of {asked} calls"] if taken < asked else []
+        return ", ".join(["C++", *in_part, *([self.problem] if self.problem else [])])
+
+
+_asked: dict[str, Extension] = {}
+
+
+def settle() -> bool:
+    """Waits until every extension that was asked for is there, or has failed; whether any serves."""
+    extensions = list(_asked.values())
+    for extension in extensions:
+        extension.settle()
+    return any(extension.call is not None for extension in extensions)
+
+
+def count_anew() -> None:
+    """From here on calls are counted for `served`."""
+    for extension in list(_asked.values()):
+        extension.count_anew()
+
+
+def served() -> dict[str, str]:
+    """For each extension that was asked for, who served: "C++", or "Python: " and the reason."""
+    paths = {name: extension.served() for name, extension in list(_asked.items())}
+    return {name: path for name, path in paths.items() if path is not None}

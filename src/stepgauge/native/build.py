@@ -1,0 +1,105 @@
+"""A C++ file as a shared library, compiled against torch where it runs and kept in the user's cache.
+
+The compiler is called directly: torch.utils.cpp_extension would leave a lock behind if the process ended during the
+build. Here the lock is the system's and ends with the process, and the result is moved into place in one step.
+"""
+
+import fcntl
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+COMPILERS = ("c++", "g++", "clang++")
+STANDARDS = ("c++20", "c++17")  # what torch's headers want has changed between versions
+LIMIT_S = 300  # of one run of the compiler
+# Rows of a sweep have a process each: what failed is not compiled again by every one of them.
+RETRY_AFTER_S = 3600
+
+
+class BuildError(RuntimeError):
+    """Why there is no library, in one sentence."""
+
+
+def shared_library(source: Path, *, name: str, headers: Sequence[Path] = ()) -> Path:
+    """The library, from the cache or compiled now; another process that compiles the same is waited for.
+
+    Raises BuildError without a compiler, and where compiling fails or did so less than an hour ago.
+    """
+    command = _command(source, headers)
+    told = "\n".join([*command, torch.__version__, sys.version]).encode()
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in (source, *headers)) + told).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stepgauge"
+    library = folder / f"{name}-{digest}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _build_once(command, library)
+    return library
+
+
+def _build_once(command: Sequence[str], library: Path) -> None:
+    """Compiles unless the library is there once the lock is ours. The file that is locked says what failed, if it did.
+
+    To remove it afterwards is safe: whoever gets the lock looks for the library first.
+    """
+    path = library.with_suffix(".building")
+    with path.open("a+") as note:
+        fcntl.flock(note, fcntl.LOCK_EX)
+        if library.exists():
+            return
+        note.seek(0)
+        reason = note.read()
+        if reason and time.time() - path.stat().st_mtime < RETRY_AFTER_S:
+            raise BuildError(f"{reason} (tried again an hour later, or without {path})")
+        note.truncate(0)
+        try:
+            _compile(command, library)
+        except BuildError as error:
+            note.write(str(error))
+            raise
+        path.unlink(missing_ok=True)
+
+
+def _compile(command: Sequence[str], library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        for standard in STANDARDS:
+            try:
+                done = subprocess.run(
+                    [*command, f"-std={standard}", "-o", str(made)], capture_output=True, text=True, timeout=LIMIT_S
+                )
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise BuildError(f"{command[0]}: {error}") from None
+            if done.returncode == 0:
+                made.replace(library)
+                return
+    raise BuildError(f"{command[0]} failed: {done.stderr.strip()[:500]}")
+
+
+def _command(source: Path, headers: Sequence[Path]) -> list[str]:
+    root = Path(torch.__file__).parent
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+    own = dict.fromkeys(f"-I{header.parent}" for header in headers)
+    theirs = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
+    libraries = [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
+    flags = ["-O2", "-fPIC", "-shared", abi, *own, *(f"-isystem{path}" for path in theirs)]
+    return [*_compiler(), *flags, str(source), *libraries]
+
+
+def _compiler() -> list[str]:
+    """The command, of the variable CXX if it is set."""
+    asked = shlex.split(os.environ.get("CXX", ""))
+    names = asked[:1] or COMPILERS
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        raise BuildError(f"no C++ compiler: there is no {', '.join(names)}")
+    return [found, *asked[1:]]
