@@ -38,7 +38,6 @@ def time_alternately(
     times: dict[str, list[float]] = {name: [] for name in calls}
     failures: dict[str, Exception] = {}
     clock = _device_times if device.type == "cuda" else _host_times
-    native.count_anew()
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -61,7 +60,8 @@ def _device_times(call: Call, device: torch.device, seconds: float) -> list[floa
     with torch.cuda.device(device):
         call()
         native.settle()
-        return do_bench(call, warmup=WARMUP_SHARE * seconds * 1e3, rep=seconds * 1e3, return_mode="all")
+        with native.counted():
+            return do_bench(call, warmup=WARMUP_SHARE * seconds * 1e3, rep=seconds * 1e3, return_mode="all")
 
 
 def _host_times(call: Call, device: torch.device, seconds: float) -> list[float]:
@@ -70,9 +70,10 @@ def _host_times(call: Call, device: torch.device, seconds: float) -> list[float]
     native.settle()
     times: list[float] = []
     end = time.perf_counter() + seconds
-    while not times or time.perf_counter() < end:
-        start = time.perf_counter()
-        call()
-        synchronize(device)
-        times.append((time.perf_counter() - start) * 1e3)
+    with native.counted():
+        while not times or time.perf_counter() < end:
+            start = time.perf_counter()
+            call()
+            synchronize(device)
+            times.append((time.perf_counter() - start) * 1e3)
     return times

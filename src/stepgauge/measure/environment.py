@@ -17,7 +17,7 @@ from stepgauge import native
 def environment(device: torch.device) -> dict[str, Any]:
     """What a reader needs to judge or repeat a figure that was measured on this device.
 
-    "native" is there where an operation has a path in C++: who served the calls since the clock's start.
+    "native" is there where an operation has a path in C++: who served the calls that were timed last.
     """
     served = native.served()
     return {

@@ -30,18 +30,18 @@ def time_phases(
             phase()
         native.settle()
     synchronize(device)
-    native.count_anew()
     times: dict[str, list[float]] = {name: [] for name in (*phases, "step")}
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         end = time.perf_counter() + seconds
-        while len(times["step"]) < steps or time.perf_counter() < end:
-            marks = clock(phases, device)
-            for name, milliseconds in zip(phases, marks, strict=True):
-                times[name].append(milliseconds)
-            times["step"].append(sum(marks))
-            native.settle()
+        with native.counted():
+            while len(times["step"]) < steps or time.perf_counter() < end:
+                marks = clock(phases, device)
+                for name, milliseconds in zip(phases, marks, strict=True):
+                    times[name].append(milliseconds)
+                times["step"].append(sum(marks))
+                native.settle()
     finally:
         if was_enabled:
             gc.enable()

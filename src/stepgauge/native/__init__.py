@@ -7,10 +7,11 @@ loads it from the cache: nothing waits for that but what measures (``settle``). 
 ``STEPGAUGE_EXTENSION=0``, ``call`` stays None and ``problem`` says why.
 """
 
+import contextlib
 import importlib.util
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -45,10 +46,12 @@ class Extension:
         self.problem: str | None = "nothing has asked for it yet"
         self._loading, self._thread = threading.Lock(), threading.Thread(target=self.load, daemon=True)
         self._is_asked = self._is_tried = False
-        self._counted = (0, 0)
+        self._counted: tuple[int, int] | None = None
+        self._before_it_was_there = 0
 
     def ask(self) -> None:
-        """Begins to build or load it, once, and does not wait."""
+        """A call that Python serves: begins to build or load it, at the first, and does not wait."""
+        self._before_it_was_there += 1
         if self._is_asked or self._is_tried:
             return
         self._is_asked, _asked[self.name] = True, self
@@ -91,17 +94,23 @@ class Extension:
         loader.exec_module(module)
         return module
 
-    def count_anew(self) -> None:
-        if self.module is not None:
-            self._counted = self.module.calls()
+    def calls(self) -> tuple[int, int]:
+        """How many there were, and how many of them C++ took."""
+        asked, taken = (0, 0) if self.module is None else self.module.calls()
+        return self._before_it_was_there + asked, taken
+
+    def count_since(self, before: tuple[int, int]) -> None:
+        asked, taken = (now - then for now, then in zip(self.calls(), before, strict=True))
+        if asked:
+            self._counted = asked, taken
 
     def served(self) -> str | None:
-        """Who has served the calls since they were counted anew, or None without any."""
+        """Who has served the calls that were counted last, or None without any."""
         if self.module is None:
             return f"Python: {self.problem}"
-        asked, taken = (now - then for now, then in zip(self.module.calls(), self._counted, strict=True))
-        if not asked:
+        if self._counted is None:
             return None
+        asked, taken = self._counted
         if not taken:
             return f"Python: {self.problem or 'C++ does not take such calls'}"
         in_part = [f"{taken} of {asked} calls"] if taken < asked else []
@@ -119,13 +128,16 @@ def settle() -> bool:
     return any(extension.call is not None for extension in extensions)
 
 
-def count_anew() -> None:
-    """From here on calls are counted for `served`."""
-    for extension in list(_asked.values()):
-        extension.count_anew()
+@contextlib.contextmanager
+def counted() -> Iterator[None]:
+    """Counts the calls within for `served`, unless there are none: a clock enters it around what it times."""
+    before = {name: extension.calls() for name, extension in list(_asked.items())}
+    yield
+    for name, extension in list(_asked.items()):
+        extension.count_since(before.get(name, (0, 0)))
 
 
 def served() -> dict[str, str]:
-    """For each extension that was asked for, who served: "C++", or "Python: " and the reason."""
+    """For each extension that was asked for, who served what was counted: "C++", or "Python: " and the reason."""
     paths = {name: extension.served() for name, extension in list(_asked.items())}
     return {name: path for name, path in paths.items() if path is not None}
