@@ -1,11 +1,12 @@
-"""Time and rate of an operation against its size, ours beside the peers."""
+"""Time and rate of an operation, ours beside the peers: against its size, or as bars for sizes that are no line."""
 
 import statistics
 from collections.abc import Sequence
 
-from stepgauge.report.figure import SERIES, lines, short
+from stepgauge.report.figure import SERIES, grouped_bars, lines, short
 from stepgauge.report.kernels import RATES, implementations
 from stepgauge.report.page import Plot
+from stepgauge.report.views import describe
 from stepgauge.spec.kernel import OURS
 from stepgauge.spec.record import Record
 
@@ -55,3 +56,27 @@ def _curves(records: Sequence[Record], size: str, figure: str) -> Curves:
             found[name] = ([x for x, _ in known], [y for _, y in known])
     ranked = sorted(found, key=lambda name: (name != OURS, -len(found[name][0])))
     return {name: found[name] for name in ranked[: len(SERIES)]}
+
+
+def kernel_bars(records: Sequence[Record]) -> list[Plot]:
+    """A cluster of bars a record that has our time: times as multiples of it, and memory where it was measured."""
+    timed = [record for record in records if record.median(f"{OURS}_ms")]
+    names = [name for name in implementations(timed) if any(f"{name}_ms" in record.metrics for record in timed)]
+    names = names[: len(SERIES)]
+    labels = [describe(record).removeprefix(f"{record.kind} ") for record in timed]
+
+    def bars(figure: str, units: Sequence[float], unit: str) -> str:
+        found = [[record.median(f"{name}_{figure}") for record in timed] for name in names]
+        if not any(map(any, found)):
+            return ""
+        scaled = [[None if v is None else v / u for v, u in zip(values, units, strict=True)] for values in found]
+        return grouped_bars(labels, dict(zip(names, scaled, strict=True)), unit=unit)
+
+    ours = [record.median(f"{OURS}_ms") or 1.0 for record in timed]
+    drawn = {
+        "Time as a multiple of ours.": bars("ms", ours, "times as long as ours"),
+        "Peak memory beyond inputs and results; no bar: none, or no figure.": bars(
+            "extra_bytes", [2.0**30] * len(timed), "GiB"
+        ),
+    }
+    return [Plot(svg, caption) for caption, svg in drawn.items() if svg]
