@@ -1,6 +1,9 @@
-"""What the kernels' tests share: Triton's interpreter, mended where numpy 2.4 breaks that of Triton 3.6."""
+"""What the kernels' tests share: poisoned memory, and Triton's interpreter, mended where numpy 2.4 breaks 3.6's."""
+
+import math
 
 import pytest
+import torch
 
 
 def mend_interpreter(set_attribute=setattr):
@@ -27,3 +30,16 @@ def mend_interpreter(set_attribute=setattr):
 @pytest.fixture
 def interpreter(monkeypatch):
     mend_interpreter(monkeypatch.setattr)
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Fresh memory is full of NaN, so that an element nobody wrote shows."""
+    for name in ("empty", "empty_like"):
+        original = getattr(torch, name)
+
+        def filled(*args, original=original, **kwargs):
+            tensor = original(*args, **kwargs)
+            return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
+
+        monkeypatch.setattr(torch, name, filled)

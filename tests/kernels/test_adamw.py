@@ -5,33 +5,28 @@ ahead of time for three architectures. The tests marked gpu need a CUDA GPU.
 """
 
 import copy
-import os
 import re
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from tests.kernels.triton_here import (  # noqa: E402
+    compile_ahead,
+    compiled_only,
+    interpreted_only,
+    needs_gpu,
+    needs_triton,
+    resources_of,
+    run_interpreted,
+)
+
 from stepgauge.kernels import adamw as package  # noqa: E402
 from stepgauge.kernels.adamw import FusedAdamW, fused_adamw_  # noqa: E402
 
-try:
-    import triton
-except ImportError:
-    triton = None
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_triton = pytest.mark.skipif(triton is None, reason="needs the package triton")
-compiled_only = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-interpreted_only = pytest.mark.skipif(
-    not INTERPRETED, reason="test_kernel_in_the_interpreter runs it with TRITON_INTERPRET=1"
-)
 gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a CUDA GPU")
 
 SHAPES = [(5, 7), (130,), (), (3, 1, 4), (64, 3)]
 HYPER = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -268,12 +263,7 @@ def test_imports_and_works_without_triton():
 @needs_triton
 @compiled_only
 def test_kernel_in_the_interpreter():
-    """Runs this file's tests marked interpreted_only where they can run."""
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", __file__, "-k", "interp_"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= 8, result.stdout
+    run_interpreted(__file__, least=8)
 
 
 @pytest.fixture
@@ -431,8 +421,6 @@ def test_interp_operator(on_kernel):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_kernel_compiles_wide_and_without_spills(arch, dtype):
     import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from stepgauge.kernels.adamw import triton as kernels
 
@@ -442,27 +430,15 @@ def test_kernel_compiles_wide_and_without_spills(arch, dtype):
     options |= {"CHUNK": shape.chunk, "BLOCK": shape.block, "MAXIMIZE": False, "EVICTION": kernels.EVICTION}
     options |= {"HAS_LR": False, "HAS_SCALE": True, "HAS_FOUND_INF": True}
     pointers = {"chunk_ptr": "*i32", "numel_ptr": "*i64", "table_ptr": "*i64", "counter_ptr": "*i32"}
-    signature, constants, attributes = {}, {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        if name in options or name == "lr_ptr":
-            signature[name], constants[(i,)] = "constexpr", options.get(name)
-        elif name.endswith("_ptr"):
-            signature[name] = pointers.get(name, "*fp32")
-            attributes[(i,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "i32" if name.startswith("num_") else "fp32"
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": shape.num_warps})
+    names = [name for name in kernel.arg_names if name not in options and name != "lr_ptr"]
+    aligned = [name for name in names if name.endswith("_ptr")]
+    numbers = {name: "i32" if name.startswith("num_") else "fp32" for name in names}
+    signature = numbers | {name: pointers.get(name, "*fp32") for name in aligned}
+    compiled = compile_ahead(kernel, arch, signature, options, aligned=aligned, options={"num_warps": shape.num_warps})
     # An address from a table brings no alignment; the hint must reach the loads and stores.
     assert compiled.asm["ptx"].count("ld.global.v4.b32") >= 6
     assert compiled.asm["ptx"].count("st.global.v4.b32") >= 5
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [tool, "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert re.search(r"STACK:(\d+)", text)[1] == "0"
+    assert resources_of(compiled)["stack"] == 0
 
 
 # On a GPU

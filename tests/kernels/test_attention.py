@@ -4,17 +4,27 @@ Without a GPU the kernels run in Triton's interpreter (in a process of its own, 
 imported) and are compiled ahead of time for three architectures. The tests marked gpu cover every type against float64.
 """
 
-import importlib.util
 import math
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from tests.kernels.triton_here import (  # noqa: E402
+    HAS_TRITON,
+    INTERPRETED,
+    compile_ahead,
+    compiled_only,
+    interpreted_only,
+    needs_gpu,
+    needs_triton,
+    resources_of,
+    run_interpreted,
+)
 
 from stepgauge.kernels import attention as package  # noqa: E402
 from stepgauge.kernels.attention import (  # noqa: E402
@@ -24,16 +34,6 @@ from stepgauge.kernels.attention import (  # noqa: E402
     flash_attention,
     plan,
 )
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
-compiled_only = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-interpreted_only = pytest.mark.skipif(
-    not INTERPRETED, reason="test_kernels_in_the_interpreter runs it with TRITON_INTERPRET=1"
-)
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a CUDA GPU")
 
 if HAS_TRITON:
     from stepgauge.kernels.attention import triton as kernels
@@ -384,30 +384,7 @@ def test_override_and_paths_are_undone():
 @needs_triton
 @compiled_only
 def test_kernels_in_the_interpreter():
-    """Runs this file's interp_ tests where they can run."""
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", __file__, "-k", "interp_"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    passed = int(re.search(r"(\d+) passed", result.stdout)[1])
-    assert passed >= 20 and "skipped" not in result.stdout.splitlines()[-1], result.stdout
-
-
-@pytest.fixture
-def poisoned(monkeypatch):
-    """Fresh memory is full of NaN, so that an element nobody wrote shows."""
-    for name in ("empty", "empty_like"):
-        original = getattr(torch, name)
-
-        def filled(*args, original=original, **kwargs):
-            tensor = original(*args, **kwargs)
-            return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
-
-        monkeypatch.setattr(torch, name, filled)
+    run_interpreted(__file__, least=20)
 
 
 def run_both_ways(q, k, v, grad_o, is_causal, *, tiles=None, num_splits=None, deterministic=True):
@@ -635,10 +612,6 @@ def test_direct_launch_gives_the_arguments_that_triton_gives(monkeypatch):
 
 def build(name, arch, dtype, width, tiles, *, is_causal=True, split=False, products="ieee"):
     """The compiled kernel, without a GPU: arguments as the launches would give them."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     kernel = getattr(kernels, {"fused": "dkdv"}.get(name, name) + "_kernel")
     block_d = plan.block_width(width)
     constants = {
@@ -652,38 +625,22 @@ def build(name, arch, dtype, width, tiles, *, is_causal=True, split=False, produ
     by_tma = {"q", "k", "v", "do"} | ({"dq"} if name == "fused" else set()) if tiles.use_tma else set()
     outs = {"o", "dq", "dk", "dv"} if split else set()
     pointers = {"q", "k", "v", "do", "o", "dq", "dk", "dv", "first_out", "second_out"}
-    signature, attributes, values = {}, {}, {}
-    for index, argument in enumerate(kernel.arg_names):
+    signature, aligned = {}, []
+    for argument in kernel.arg_names:
         kind = "fp32" if argument in in_fp32 | outs else dtype
         if argument in constants:
-            signature[argument], values[(index,)] = "constexpr", constants[argument]
-        elif argument in by_tma:
+            continue
+        if argument in by_tma:
             rows = tiles.block_k if argument in ("k", "v") else tiles.block_q
             signature[argument] = f"tensordesc<{kind}[1,1,{rows},{block_d}]>"
-        elif argument in pointers | in_fp32 | outs:
-            signature[argument], attributes[(index,)] = "*" + kind, [["tt.divisibility", 16]]
-        elif argument in ("scale", "scale_log2"):
-            signature[argument] = "fp32"
-        else:
-            signature[argument] = "i32"
-            if argument not in kernels._COUNTS:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
+            continue
+        is_pointer = argument in pointers | in_fp32 | outs
+        scalar = "fp32" if argument in ("scale", "scale_log2") else "i32"
+        signature[argument] = "*" + kind if is_pointer else scalar
+        if is_pointer or (scalar == "i32" and argument not in kernels._COUNTS):
+            aligned.append(argument)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-
-
-def stack_bytes(compiled, folder):
-    """The bytes of local memory a thread uses: what registers spilled to."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if not tool.exists():
-        pytest.skip("this triton carries no cuobjdump")
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    text = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", text)[1])
+    return compile_ahead(kernel, arch, signature, constants, aligned=aligned, options=options)
 
 
 @needs_triton
@@ -713,10 +670,10 @@ def test_small_kernels_build_ahead_of_time(name, arch):
 @needs_triton
 @compiled_only
 @pytest.mark.parametrize("name", ["forward", "dq", "dkdv"])
-def test_nothing_spills_on_hopper(name, tmp_path):
+def test_nothing_spills_on_hopper(name):
     tiles = plan.select_tiles(name, arch=90, itemsize=2, head_width=128, tma=True)
     compiled = build(name, 90, "bf16", 128, tiles)
-    assert stack_bytes(compiled, tmp_path) == 0
+    assert resources_of(compiled)["stack"] == 0
 
 
 @needs_triton

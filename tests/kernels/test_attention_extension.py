@@ -6,32 +6,22 @@ What C++ launches is compared, argument by argument, with what the path in Pytho
 import ctypes
 import shutil
 import struct
-import sysconfig
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.kernels import driver_here
+from tests.kernels.driver_here import addresses, needs_compiler
 
 from stepgauge.kernels import attention
 from stepgauge.kernels.attention import extension, flash_attention
 
 kernels = pytest.importorskip("stepgauge.kernels.attention.triton")
 pytestmark = [
-    pytest.mark.skipif(
-        not (shutil.which("c++") or shutil.which("g++"))
-        or not Path(sysconfig.get_paths()["include"], "Python.h").exists(),
-        reason="needs a C++ compiler and Python.h",
-    ),
+    needs_compiler,
     pytest.mark.skipif(kernels.interpreting(), reason="the interpreter launches nothing"),
 ]
 
-LAUNCH = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_size_t, *[ctypes.c_uint] * 7, ctypes.c_size_t,
-    ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p,
-)  # fmt: skip
-STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
-CONTEXT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
 REPLACE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t)
 BF16 = torch.bfloat16
 VALUES = {"o": 3.0, "dq": 4.0, "dk": 5.0, "dv": 6.0}
@@ -45,21 +35,14 @@ class Descriptor(bytes):
         return cls(struct.pack("<Q", address) + repr(rest).encode()[:120].ljust(120))
 
 
-class Driver:
+class Driver(driver_here.Driver):
     """The driver's functions. `launches` are (function, grid, threads, shared, stream, arguments)."""
 
     def __init__(self, module):
-        self.launches, self.known, self.statuses, self.contexts = [], {}, [], []
-        self.functions = LAUNCH(self.launch), STREAM(self.stream), CONTEXT(self.set_context), REPLACE(self.replace)
-        module.configure(*(ctypes.cast(function, ctypes.c_void_p).value for function in self.functions))
-
-    def stream(self, device, out):
-        out[0] = 1234
-        return 0
-
-    def set_context(self, context):
-        self.contexts.append(context)
-        return 0
+        super().__init__()
+        self.known = {}
+        self.functions = (*self.functions, REPLACE(self.replace))
+        module.configure(*addresses(self.functions))
 
     def replace(self, descriptor, address):
         ctypes.c_uint64.from_address(descriptor).value = address

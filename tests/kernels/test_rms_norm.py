@@ -6,19 +6,26 @@ marked gpu cover every type against float64.
 """
 
 import ctypes
-import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
-import tempfile
-from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
+
+from tests.kernels.driver_here import Driver, addresses, needs_compiler  # noqa: E402
+from tests.kernels.triton_here import (  # noqa: E402
+    compile_ahead,
+    compiled_only,
+    interpreted_only,
+    needs_gpu,
+    needs_triton,
+    resources_of,
+    run_interpreted,
+)
 
 from stepgauge.kernels import rms_norm as package  # noqa: E402
 from stepgauge.kernels.rms_norm import (  # noqa: E402
@@ -38,14 +45,7 @@ try:
 except ImportError:
     triton = None
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_triton = pytest.mark.skipif(triton is None, reason="needs the package triton")
-compiled_only = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-interpreted_only = pytest.mark.skipif(
-    not INTERPRETED, reason="test_kernels_in_the_interpreter runs it with TRITON_INTERPRET=1"
-)
 gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a CUDA GPU")
 
 # Relative error (norms) against float64 that one rounding to the type leaves, with room.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -181,30 +181,7 @@ def test_imports_and_works_without_triton():
 @needs_triton
 @compiled_only
 def test_kernels_in_the_interpreter():
-    """Runs this file's tests marked interpreted_only where they can run."""
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", __file__, "-k", "interp_"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    passed = int(re.search(r"(\d+) passed", result.stdout)[1])
-    assert passed >= 20, result.stdout
-
-
-@pytest.fixture
-def poisoned(monkeypatch):
-    """Fresh memory is full of NaN, so that an element nobody wrote shows."""
-    for name in ("empty", "empty_like"):
-        original = getattr(torch, name)
-
-        def filled(*args, original=original, **kwargs):
-            tensor = original(*args, **kwargs)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-        monkeypatch.setattr(torch, name, filled)
+    run_interpreted(__file__, least=20)
 
 
 @needs_triton
@@ -431,7 +408,7 @@ def test_every_kernel_compiles_without_spills(arch):
                 if width in reduced:
                     continue
                 reduced.add(width)
-            resources = compile_ahead(launch, row, dtype, arch)
+            resources = resources_ahead(launch, row, dtype, arch)
             assert resources["stack"] <= allowed, (launch.kernel.__name__, width, dtype, resources)
 
 
@@ -446,75 +423,33 @@ def test_tiles_in_flight_fit_shared_memory():
     assert config.fitted(4, has_dsum=False, shared_bytes=163 * 1024).stages == 1
 
 
-def compile_ahead(launch, known, dtype, arch):
-    """Compile a launch as the JIT would and read registers and stack from the binary."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = launch.kernel.arg_names
+def resources_ahead(launch, known, dtype, arch):
+    """Registers and stack of a launch, compiled as the JIT would."""
     unused = {"residual_ptr", "sum_ptr", "dsum_ptr"}
-    signature, constants, attributes = {}, {}, {}
-    for i, name in enumerate(names):
-        if name in launch.constants or name in unused:
-            signature[name] = "constexpr"
-            constants[(i,)] = launch.constants.get(name)
-        elif name.startswith("num_"):
-            signature[name] = "i32"
-        else:
-            signature[name] = known.get(name, "*" + dtype)
-            if signature[name].startswith("*"):
-                attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
-    return resources_of(compiled)
-
-
-def resources_of(compiled):
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    return {"registers": int(found[1]), "stack": int(found[2])}
+    names = [name for name in launch.kernel.arg_names if name not in launch.constants and name not in unused]
+    signature = {name: "i32" if name.startswith("num_") else known.get(name, "*" + dtype) for name in names}
+    aligned = [name for name in names if signature[name].startswith("*")]
+    return resources_of(
+        compile_ahead(launch.kernel, arch, signature, launch.constants, aligned=aligned, options=launch.options)
+    )
 
 
 # The C++ path: built here, with a Python function in the place of cuLaunchKernel
 
-needs_compiler = pytest.mark.skipif(
-    not (shutil.which("c++") or shutil.which("g++")) or not Path(sysconfig.get_paths()["include"], "Python.h").exists(),
-    reason="needs a C++ compiler and Python.h",
-)
-LAUNCH = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_size_t, *[ctypes.c_uint] * 7, ctypes.c_size_t,
-    ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p,
-)  # fmt: skip
-STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
-CONTEXT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
 
-
-class FakeDriver:
+class FakeDriver(Driver):
     """cuLaunchKernel for CPU tensors of one width in float32: does the kernels' work on the addresses."""
 
     def __init__(self, module, width, num_programs):
+        super().__init__()
         self.module, self.width, self.num_programs = module, width, num_programs
-        self.launches, self.statuses, self.contexts = [], [], []
-        self.functions = LAUNCH(self.launch), STREAM(self.stream), CONTEXT(self.set_context)
-        module.configure(*(ctypes.cast(f, ctypes.c_void_p).value for f in self.functions), False)
+        module.configure(*addresses(self.functions), False)
 
     def register(self, x, weight, *, residual=False, with_backward=True):
         reduce_grid = -(-self.width // 32)
         backward = ((21 + residual, 256, 512), 1, self.num_programs, 1, (31, 128, 64), reduce_grid)
         forward = (11 + residual, 128, 0, 2)
         self.module.register(x, weight, x, residual, 4321, forward, backward if with_backward else None)
-
-    def stream(self, device, out):
-        out[0] = 1234
-        return 0
-
-    def set_context(self, context):
-        self.contexts.append(context)
-        return 0
 
     def launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):
         status = self.statuses.pop(0) if self.statuses else 0
