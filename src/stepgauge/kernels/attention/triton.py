@@ -51,6 +51,34 @@ def _locate(pid, num_tiles, num_heads, section):
 
 
 @triton.jit
+def _query_program(
+    num_tiles, num_heads, all_heads, num_keys, section, chunk,
+    IS_CAUSAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """(first row, head, batch, its head, its key head, split, first key, end of keys) of a tile of queries."""
+    tile, head = _locate(tl.program_id(0), num_tiles, all_heads, section)
+    split = tl.program_id(1)
+    if IS_CAUSAL:  # the last tile sees the most keys: start it first
+        tile = num_tiles - 1 - tile
+    row = tile * BLOCK_M
+    first = split * chunk
+    last = tl.minimum(first + chunk, num_keys)
+    if IS_CAUSAL:
+        last = tl.minimum(last, row + BLOCK_M)
+    h = head % num_heads
+    return row, head, head // num_heads, h, h // GROUP, split, first, last
+
+
+@triton.jit
+def _end_of_whole_tiles(first, last, row, IS_CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Up to there tiles need no mask: every key of theirs exists and is seen by the first row."""
+    whole = (last // BLOCK_N) * BLOCK_N
+    if IS_CAUSAL:
+        whole = tl.minimum(whole, ((row + 1) // BLOCK_N) * BLOCK_N)
+    return tl.maximum(whole, first)
+
+
+@triton.jit
 def _load_rows(
     x, b, h, row, stride_b, stride_h, stride_t, num_rows,
     HEAD_WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, USE_TMA: tl.constexpr, MASK: tl.constexpr,
@@ -128,31 +156,17 @@ def forward_kernel(
     USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries against one chunk of the keys: o (normalised by the chunk's own sum) and its log-sum-exp."""
-    tile, head = _locate(tl.program_id(0), num_tiles, all_heads, section)
-    split = tl.program_id(1)
-    if IS_CAUSAL:  # the last tile sees the most keys: start it first
-        tile = num_tiles - 1 - tile
-    row = tile * BLOCK_M
-    first = split * chunk
-    last = tl.minimum(first + chunk, num_keys)
-    if IS_CAUSAL:
-        last = tl.minimum(last, row + BLOCK_M)
-        if SPLIT:  # noqa: SIM102 - this tile sees nothing of the chunk, and the sum over parts knows
-            if first >= last:
-                return
-    b = head // num_heads
-    h = head % num_heads
-    kv_h = h // GROUP
+    row, head, b, h, kv_h, split, first, last = _query_program(
+        num_tiles, num_heads, all_heads, num_keys, section, chunk, IS_CAUSAL, GROUP, BLOCK_M)  # fmt: skip
+    if IS_CAUSAL and SPLIT:  # noqa: SIM102 - this tile sees nothing of the chunk, and the sum over parts knows
+        if first >= last:
+            return
     q_MD = _load_rows(q, b, h, row, q_b, q_h, q_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True)
     acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total_M = tl.zeros([BLOCK_M], tl.float32)
     max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
 
-    # Whole tiles need no mask: every key of theirs exists and is seen by the tile's first row.
-    whole = (last // BLOCK_N) * BLOCK_N
-    if IS_CAUSAL:
-        whole = tl.minimum(whole, ((row + 1) // BLOCK_N) * BLOCK_N)
-    whole = tl.maximum(whole, first)
+    whole = _end_of_whole_tiles(first, last, row, IS_CAUSAL, BLOCK_N)
     acc_MD, total_M, max_M = _forward_loop(
         acc_MD, total_M, max_M, q_MD, k, v, b, kv_h, first, whole, row, k_b, k_h, k_t, v_b, v_h, v_t, num_keys,
         scale_log2, IS_CAUSAL, False, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA)  # fmt: skip
@@ -265,21 +279,11 @@ def dq_kernel(
 
     delta is made here because this kernel holds do already and runs first: one launch and one reading of do fewer.
     """
-    tile, head = _locate(tl.program_id(0), num_tiles, all_heads, section)
-    split = tl.program_id(1)
-    if IS_CAUSAL:
-        tile = num_tiles - 1 - tile
-    row = tile * BLOCK_M
-    first = split * chunk
-    last = tl.minimum(first + chunk, num_keys)
-    if IS_CAUSAL:
-        last = tl.minimum(last, row + BLOCK_M)
-        if SPLIT:  # noqa: SIM102 - this tile sees nothing of the chunk, and the sum over parts knows
-            if first >= last:
-                return
-    b = head // num_heads
-    h = head % num_heads
-    kv_h = h // GROUP
+    row, head, b, h, kv_h, split, first, last = _query_program(
+        num_tiles, num_heads, all_heads, num_keys, section, chunk, IS_CAUSAL, GROUP, BLOCK_M)  # fmt: skip
+    if IS_CAUSAL and SPLIT:  # noqa: SIM102 - this tile sees nothing of the chunk, and the sum over parts knows
+        if first >= last:
+            return
     rows_M = row + tl.arange(0, BLOCK_M)
     q_MD = _load_rows(q, b, h, row, q_b, q_h, q_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True)
     do_MD = _load_rows(do, b, h, row, do_b, do_h, do_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True)
@@ -294,10 +298,7 @@ def dq_kernel(
     lse2_M = tl.load(lse + own + rows_M, mask=rows_M < num_queries, other=float("inf")) * LOG2_E
 
     dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    whole = (last // BLOCK_N) * BLOCK_N
-    if IS_CAUSAL:
-        whole = tl.minimum(whole, ((row + 1) // BLOCK_N) * BLOCK_N)
-    whole = tl.maximum(whole, first)
+    whole = _end_of_whole_tiles(first, last, row, IS_CAUSAL, BLOCK_N)
     dq_MD = _dq_loop(
         dq_MD, q_MD, do_MD, lse2_M, delta_M, k, v, b, kv_h, first, whole, row, k_b, k_h, k_t, v_b, v_h, v_t, num_keys,
         scale_log2, IS_CAUSAL, False, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA)  # fmt: skip

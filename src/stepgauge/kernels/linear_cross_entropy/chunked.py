@@ -10,7 +10,6 @@ import functools
 import importlib.util
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import plain
+from .plain import Loss
 
 ACCUMULATIONS = ("auto", "weight", "fp32")
 # A bf16 running sum is rounded once a chunk. Eight roundings of growing partial sums come to about twice one rounding
@@ -30,16 +30,6 @@ MAX_LOGITS_BYTES_PLAIN = 64 * 2**20
 # Rows of logits begin on 128 bytes: matmuls and 16-byte loads need it where the vocabulary is odd (50,257).
 ROW_MULTIPLE = 64
 CHUNK_MULTIPLE = 128
-
-
-@dataclass(frozen=True)
-class Loss:
-    """What is computed of each row, and how rows are summed."""
-
-    mean: bool
-    ignore_index: int
-    z_loss: float
-    softcap: float | None
 
 
 @functools.cache
@@ -144,8 +134,7 @@ def loss_and_gradients(
         chunk_CV = chunk_CP[:, :V]
         torch.mm(hidden_CD, weight_VD.mT, out=chunk_CV)
         rows.softmax_gradient_(
-            chunk_CP, V, hidden_CD, weight_VD, targets_N[here], scale, losses_N[here],
-            ignore_index=loss.ignore_index, z_loss=loss.z_loss, softcap=loss.softcap,
+            chunk_CP, V, hidden_CD, weight_VD, targets_N[here], scale, losses_N[here], loss,
             write_gradient=need_hidden or need_weight, scale_gradient=scales_gradient(compute_dtype),
         )  # fmt: skip
         if need_hidden:

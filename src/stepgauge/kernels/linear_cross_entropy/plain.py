@@ -3,8 +3,20 @@
 Legend: N tokens of the chunk, D model width, V vocabulary, P the row's length in memory (V rounded up).
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is computed of each row, and how rows are summed."""
+
+    mean: bool
+    ignore_index: int
+    z_loss: float
+    softcap: float | None
 
 
 def softmax_gradient_(
@@ -15,36 +27,35 @@ def softmax_gradient_(
     targets_N: Tensor,
     scale: Tensor,
     losses_N: Tensor,
+    loss: Loss,
     *,
-    ignore_index: int,
-    z_loss: float,
-    softcap: float | None,
     write_gradient: bool,
     scale_gradient: bool,
 ) -> None:
     """As triton.softmax_gradient_; on CPU, raises ValueError for a target outside the vocabulary."""
-    valid_N = targets_N != ignore_index
+    valid_N = targets_N != loss.ignore_index
     targets_N = targets_N.where(valid_N, 0).long()
     if targets_N.device.type == "cpu":
         _check_targets(targets_N, vocabulary)
     index_N1 = targets_N[:, None]
     target_N = (hidden_ND.to(losses_N.dtype) * weight_VD[targets_N].to(losses_N.dtype)).sum(dim=1)
     logits_NV = logits_NP[:, :vocabulary].to(losses_N.dtype)
-    if softcap is not None:
-        slope_NV = _sech2(logits_NV / softcap).scatter_(1, index_N1, _sech2(target_N / softcap)[:, None])
-        logits_NV, target_N = softcap * torch.tanh(logits_NV / softcap), softcap * torch.tanh(target_N / softcap)
+    cap = loss.softcap
+    if cap is not None:
+        slope_NV = _sech2(logits_NV / cap).scatter_(1, index_N1, _sech2(target_N / cap)[:, None])
+        logits_NV, target_N = cap * torch.tanh(logits_NV / cap), cap * torch.tanh(target_N / cap)
     others_N = logits_NV.scatter(1, index_N1, -torch.inf).logsumexp(dim=1)
 
     x_N = others_N - target_N
     cross_entropy_N = x_N.clamp(min=0) + torch.log1p(torch.exp(-x_N.abs()))
     lse_N = target_N + cross_entropy_N
-    torch.mul((cross_entropy_N + z_loss * lse_N**2).where(valid_N, 0), scale, out=losses_N)
+    torch.mul((cross_entropy_N + loss.z_loss * lse_N**2).where(valid_N, 0), scale, out=losses_N)
     if not write_gradient:
         return
-    z_slope_N = 2 * z_loss * lse_N
+    z_slope_N = 2 * loss.z_loss * lse_N
     gradient_NV = (logits_NV - lse_N[:, None]).exp_().mul_((1 + z_slope_N)[:, None])
     gradient_NV.scatter_(1, index_N1, (z_slope_N * torch.sigmoid(-x_N) - torch.sigmoid(x_N))[:, None])
-    if softcap is not None:
+    if cap is not None:
         gradient_NV *= slope_NV
     if scale_gradient:
         gradient_NV *= scale

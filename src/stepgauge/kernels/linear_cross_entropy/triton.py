@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import ALIGNMENT_BYTES, Launch, hooks_present, raw_stream
+from .plain import Loss
 
 BLOCK_D = 1024
 # P is a multiple of it (chunked.ROW_MULTIPLE); handed to the kernels in these units, so that they know it is.
@@ -339,10 +340,8 @@ def softmax_gradient_(
     targets_N: Tensor,
     scale: Tensor,
     losses_N: Tensor,
+    loss: Loss,
     *,
-    ignore_index: int,
-    z_loss: float,
-    softcap: float | None,
     write_gradient: bool,
     scale_gradient: bool,
     launch: dict[str, int | bool | str] | None = None,
@@ -356,7 +355,7 @@ def softmax_gradient_(
         return
     launch = launch or row_launch(row_length, logits_NP.element_size(), write_gradient=write_gradient)
     split = launch.get("SPLIT", 1)
-    if softcap is not None and "SPLIT" in launch:  # It holds more, and would spill.
+    if loss.softcap is not None and "SPLIT" in launch:  # It holds more, and would spill.
         launch = {**launch, "maxnreg": 65536 // (32 * launch["num_warps"])}
     # What is not exchanged needs a pointer all the same.
     exchange = targets_N
@@ -369,9 +368,9 @@ def softmax_gradient_(
         num_rows * split,
         (logits_NP, hidden_ND, weight_VD, targets_N, scale, losses_N, exchange),
         (vocabulary, row_length // ROW_UNIT, hidden_ND.shape[1], hidden_n // unit, weight_v // unit,
-         float(z_loss), 1.0 if softcap is None else float(softcap)),
+         float(loss.z_loss), 1.0 if loss.softcap is None else float(loss.softcap)),
         ROW_UNIT=ROW_UNIT, STRIDE_UNIT=unit, stride_hidden_d=hidden_d, stride_weight_d=weight_d,
-        ignore_index=ignore_index, HAS_SOFTCAP=softcap is not None, WRITE_GRADIENT=write_gradient,
+        ignore_index=loss.ignore_index, HAS_SOFTCAP=loss.softcap is not None, WRITE_GRADIENT=write_gradient,
         SCALE_GRADIENT=scale_gradient, **{"BLOCK_D": BLOCK_D, **launch},
     )  # fmt: skip
 
