@@ -6,6 +6,7 @@
 set -uo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
 device=${DEVICE:-cuda}
 read -ra ranks <<< "${RANKS:-2 4}"
 most=${ranks[-1]}

@@ -7,6 +7,7 @@ out=$(mkdir -p "$1" && cd "$1" && pwd)
 limit=${SECONDS_LEFT:-280}
 load=(--device "${DEVICE:-cuda}" --ranks "${RANKS:-2}" --size "${SIZE:-bert-base}" --context "${CONTEXT:-512}")
 work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
 
 # part NAME SECONDS ARGUMENTS...: rows into OUT/records.jsonl, the aggregate into OUT/NAME.json.
 part() {

@@ -1,12 +1,19 @@
 #!/usr/bin/env bash
 # Operations and the whole step beside their peers on one GPU: benchmarks/kernels_campaign.sh OUT
-# Needs an installed stepgauge, or PYTHONPATH=src; peers that are importable join. The anchors of the four operations
-# come first and need under 300 s; what follows takes what BUDGET=... seconds leave (470 by default).
-# Writes OUT/{step,kernels,op}.jsonl, OUT/tables.txt and OUT/{study,op}.html. Each row is named as it is done, with the
-# seconds since the start.
+# PARTS="attention heads" chooses: linear-cross-entropy attention rms-norm adamw (anchors, under 300 s together), step,
+# heads, batch, norm-layers, op; all of them by default, in that order, within BUDGET=... seconds (470 by default).
+# Several GPUs of one machine can run different parts at once, each with a CUDA_VISIBLE_DEVICES and an OUT of its own.
+# Needs an installed stepgauge, or PYTHONPATH=src; peers that are importable join. Writes OUT/{step,kernels,op}.jsonl,
+# OUT/tables.txt and OUT/{study,op}.html. Each row is named as it is done, with the seconds since the start.
 set -uo pipefail
+known="linear-cross-entropy attention rms-norm adamw step heads batch norm-layers op"
+parts=" ${PARTS:-$known} "
+for name in $parts; do
+  [[ " $known " = *" $name "* ]] || { echo "PARTS names '$name'; choose from $known" >&2; exit 2; }
+done
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
 end=$((SECONDS + ${BUDGET:-470}))
 device=${DEVICE:-cuda}
 declare -A shape=()
@@ -15,25 +22,27 @@ if [ "${TRIAL:-}" ]; then  # everything on small shapes: whether it runs, on any
          [linear-cross-entropy]="--tokens 64 --width 64 --vocabulary 256" [adamw]="--layers 1 --width 16")
 fi
 
+chosen() { [[ "$parts" = *" $1 "* ]]; }
 stamped() { while IFS= read -r line; do echo "$(printf %4d $SECONDS) s  $line"; done; }
 
-# part SECONDS COMMAND...: no longer than that, and no longer than what is left; its failure is not the end.
-part() {
+# timed SECONDS COMMAND...: no longer than that, and no longer than what is left; its failure is not the end.
+timed() {
   local limit=$1 left=$((end - SECONDS)); shift
   [ "$left" -gt 5 ] || { echo "no time left for: $*"; return; }
   echo "== $* ($SECONDS s)"
   timeout -k 5 $((limit < left ? limit : left)) python3 -m stepgauge "$@" 2> >(stamped) >>"$out/tables.txt" \
     || echo "ended with $?"
 }
-collect() { cat "$work"/kernel-*/records.jsonl >"$out/kernels.jsonl" 2>/dev/null; }
-kernel() {  # SECONDS GRID OPERATION OPTIONS...: rows of one grid
-  local limit=$1 grid=$2 op=$3; shift 3
-  part "$limit" bench kernel "$op" --grid "$grid" --device "$device" --out "$work/kernel-$op-$grid" "$@" ${shape[$op]:-}
-  collect
+kernel() {  # PART SECONDS GRID OPERATION OPTIONS...: rows of one grid
+  local name=$1 limit=$2 grid=$3 op=$4; shift 4
+  chosen "$name" || return 0
+  timed "$limit" bench kernel "$op" --grid "$grid" --device "$device" --out "$work/kernel-$name" "$@" ${shape[$op]:-}
+  cat "$work"/kernel-*/records.jsonl >"$out/kernels.jsonl" 2>/dev/null
 }
 
-# Compiles what the anchors need of ours into the disk cache, several at a time: nothing of it is timed for the record.
+# Compiles what the anchors need of ours into the disk caches, several at a time: nothing of it is timed for the record.
 warm() {
+  chosen "$1" || return 0
   timeout -k 5 "$warm" python3 -m stepgauge bench kernel "$@" --grid anchors --peers ours --seconds 0 \
     --device "$device" --out "$work/warm-$RANDOM$RANDOM" ${shape[$1]:-} >/dev/null 2>&1 &
 }
@@ -47,23 +56,25 @@ if [ "$warm" != 0 ]; then
   echo "compiled at $SECONDS s"
 fi
 
-kernel 65 anchors linear-cross-entropy --seconds 0.1
-kernel 70 anchors attention --seconds 0.1
-kernel 65 anchors rms-norm --seconds 0.1
-kernel 20 anchors adamw --seconds 0.1
-echo "anchors done at $SECONDS s"
-part 120 study --only fused-step --device "$device" --out "$work/study"
-cp "$work/study/records.jsonl" "$out/step.jsonl" 2>/dev/null
+kernel linear-cross-entropy 65 anchors linear-cross-entropy --seconds 0.1
+kernel attention 70 anchors attention --seconds 0.1
+kernel rms-norm 65 anchors rms-norm --seconds 0.1
+kernel adamw 20 anchors adamw --seconds 0.1
+if chosen step; then
+  timed 120 study --only fused-step --device "$device" --out "$work/study"
+  cp "$work/study/records.jsonl" "$out/step.jsonl" 2>/dev/null
+  python3 -m stepgauge report "$work/study" >/dev/null && cp "$work/study/report.html" "$out/study.html"
+fi
 # One head: bf16 and the lengths between which launches stop to matter first.
-kernel 60 attention-heads attention --dtype bf16 --seconds 0.05 \
-  --width 64 --sequence 16384 4096 8192 2048 32768 1024
-kernel 60 attention-batch attention --peers eager efficient --seconds 0.03 \
-  --sequence 1024 4096 16384
-kernel 30 norm-layers rms-norm --seconds 0.05
-part 25 bench op examples/softmax.py:softmax --device "$device" --out "$work/op"
-cp "$work/op/report.html" "$out/op.html" 2>/dev/null
-[ "$device" = cuda ] && part 90 bench op examples/saxpy.cu --device "$device" --out "$work/op-cu"
-cat "$work"/op*/records.jsonl >"$out/op.jsonl" 2>/dev/null
-python3 -m stepgauge report "$work/study" >/dev/null && cp "$work/study/report.html" "$out/study.html"
+kernel heads 60 attention-heads attention --dtype bf16 --seconds 0.05 --width 64 \
+  --sequence 16384 4096 8192 2048 32768 1024
+kernel batch 60 attention-batch attention --peers eager efficient --seconds 0.03 --sequence 1024 4096 16384
+kernel norm-layers 30 norm-layers rms-norm --seconds 0.05
+if chosen op; then
+  timed 25 bench op examples/softmax.py:softmax --device "$device" --out "$work/op"
+  cp "$work/op/report.html" "$out/op.html" 2>/dev/null
+  [ "$device" = cuda ] && timed 90 bench op examples/saxpy.cu --device "$device" --out "$work/op-cu"
+  cat "$work"/op*/records.jsonl >"$out/op.jsonl" 2>/dev/null
+fi
 echo "done at $SECONDS s"
 exit 0

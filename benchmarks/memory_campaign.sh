@@ -6,6 +6,7 @@
 set -uo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
 sizes=${SIZES:-small 2.7b} more=${MORE:-medium large xl} contexts=${CONTEXTS:-128 512 2048} device=${DEVICE:-cuda}
 memory() { # SECONDS, then options; all rows go to one run
   timeout "$1" python3 -m stepgauge profile memory --out "$work/run" --device "$device" --batch 4 "${@:2}" 2>&1

@@ -5,6 +5,7 @@
 set -uo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
 
 profile() { # SECONDS, then options: rows that were measured before the time ran out are kept
   timeout "$1" python3 -m stepgauge profile step --batch "${BATCH:-4}" --device "${DEVICE:-auto}" \

@@ -5,6 +5,7 @@
 set -uo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
 stepgauge() { python3 -m stepgauge "$@"; }
 
 if [ "${ROWS:-1}" = 1 ]; then

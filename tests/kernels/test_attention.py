@@ -366,6 +366,21 @@ def test_every_case_has_tiles(arch):
                 assert max(tiles.block_q, tiles.block_k) % min(tiles.block_q, tiles.block_k) == 0
 
 
+@pytest.mark.parametrize(
+    ("kernel", "width", "ms"),
+    [("forward", 64, 1.278), ("forward", 128, 1.104), ("dq", 64, 1.278), ("dq", 128, 1.255), ("dkdv", 64, 2.05),
+     ("dkdv", 128, 1.84)],
+)  # fmt: skip
+def test_the_model_gives_back_what_it_was_made_of(kernel, width, ms):
+    """An H100's full chip: 2 x 8192 tokens, width 2048, causal (docs/kernels/attention.md)."""
+    tiles = plan.select_tiles(kernel, arch=90, itemsize=2, head_width=width, tma=True)
+    us = plan.predict_us(
+        kernel, tiles, 1, num_heads=2 * 2048 // width, num_queries=8192, num_keys=8192, head_width=width, itemsize=2,
+        num_sms=132, is_causal=True,
+    )  # fmt: skip
+    assert us / 1e3 == pytest.approx(ms, rel=0.01)
+
+
 def test_override_and_paths_are_undone():
     ours = plan.Tiles(16, 16, 4, 1)
     before = plan.select_tiles("dq", arch=80, itemsize=2, head_width=64)
