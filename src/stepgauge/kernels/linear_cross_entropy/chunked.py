@@ -3,7 +3,8 @@
 The gradients are formed in the forward pass, while the chunk's logits are at hand: forming them in backward would need
 either all logits or a fourth matmul. docs/kernels/linear_cross_entropy.md weighs the orders of the loops.
 
-Legend: N tokens, D model width, V vocabulary, C tokens of a chunk, P a row of logits in memory (V rounded up).
+Legend: N tokens, D model width, V vocabulary, C tokens of a chunk, P a row of logits in memory (V rounded up), R rows
+of the weight that the matmuls take (P or V).
 """
 
 import functools
@@ -70,8 +71,31 @@ def transient_bytes(arguments: Sequence[Any]) -> int:
     """What the operator takes while it runs, beside its results: a chunk's logits, and operands in another type."""
     hidden_ND, weight_VD, _, compute_dtype, *_ = arguments
     C, P = chunk_shape(hidden_ND, len(weight_VD), compute_dtype, arguments[9])
-    cast = sum(x.numel() for x in (hidden_ND, weight_VD) if x.dtype != compute_dtype)
-    return (min(C, len(hidden_ND)) * P + cast) * compute_dtype.itemsize
+    rows = operand_rows(len(weight_VD), P, compute_dtype)
+    values = min(C, len(hidden_ND)) * P
+    if hidden_ND.dtype != compute_dtype:
+        values += hidden_ND.numel()
+    if weight_VD.dtype != compute_dtype or rows != len(weight_VD):
+        values += rows * weight_VD.shape[1]
+    return values * compute_dtype.itemsize
+
+
+def operand_rows(V: int, P: int, compute_dtype: torch.dtype) -> int:
+    """Rows of the weight as matmuls see it: P in 16 bits, for of 50,257 cuBLAS takes kernels of a quarter of the rate.
+
+    What it costs is a copy of the weight, which another type would cost anyway.
+    """
+    return P if compute_dtype.itemsize == 2 else V
+
+
+def as_operand(weight_VD: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """The weight in that type, with rows of zeros below."""
+    if rows == len(weight_VD):
+        return weight_VD.to(dtype)
+    weight_RD = weight_VD.new_empty((rows, weight_VD.shape[1]), dtype=dtype)
+    weight_RD[: len(weight_VD)] = weight_VD
+    weight_RD[len(weight_VD) :] = 0
+    return weight_RD
 
 
 def held_dtype(input_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
@@ -123,29 +147,31 @@ def loss_and_gradients(
     grad_hidden = hidden_ND.new_empty(
         hidden_ND.shape if need_hidden else 0, dtype=held_dtype(hidden_ND.dtype, compute_dtype)
     )
-    grad_weight = hidden_ND.new_empty(weight_VD.shape if need_weight else 0, dtype=sum_dtype)
-    hidden_ND, weight_VD = hidden_ND.to(compute_dtype), weight_VD.to(compute_dtype)
+    R = operand_rows(V, P, compute_dtype)
+    grad_weight_RD = hidden_ND.new_empty((R if need_weight else 0, hidden_ND.shape[1]), dtype=sum_dtype)
+    hidden_ND, weight_RD = hidden_ND.to(compute_dtype), as_operand(weight_VD, R, compute_dtype)
     logits_CP = hidden_ND.new_empty(min(C, N), P)
 
     for first in range(0, N, C):
         here = slice(first, min(first + C, N))
         hidden_CD = hidden_ND[here]
         chunk_CP = logits_CP[: len(hidden_CD)]
-        chunk_CV = chunk_CP[:, :V]
-        torch.mm(hidden_CD, weight_VD.mT, out=chunk_CV)
+        chunk_CR = chunk_CP[:, :R]
+        torch.mm(hidden_CD, weight_RD.mT, out=chunk_CR)
         rows.softmax_gradient_(
-            chunk_CP, V, hidden_CD, weight_VD, targets_N[here], scale, losses_N[here], loss,
+            chunk_CP, V, hidden_CD, weight_RD, targets_N[here], scale, losses_N[here], loss,
             write_gradient=need_hidden or need_weight, scale_gradient=scales_gradient(compute_dtype),
         )  # fmt: skip
         if need_hidden:
-            _matmul_(grad_hidden[here], chunk_CV, weight_VD)
+            _matmul_(grad_hidden[here], chunk_CR, weight_RD)
         if need_weight:
-            _matmul_(grad_weight, chunk_CV.mT, hidden_CD, accumulate=first > 0)
+            _matmul_(grad_weight_RD, chunk_CR.mT, hidden_CD, accumulate=first > 0)
     del logits_CP
     if N == 0:
-        grad_weight.zero_()
-        return losses_N.new_full((), math.nan if loss.mean else 0.0), grad_hidden, grad_weight.to(held_weight), scale
-    return losses_N.sum(), grad_hidden, grad_weight.to(held_weight), scale
+        grad_weight_RD.zero_()
+    total = losses_N.sum() if N or not loss.mean else losses_N.new_full((), math.nan)
+    grad_weight = grad_weight_RD[:V] if need_weight else grad_weight_RD.flatten()
+    return total, grad_hidden, grad_weight.to(held_weight), scale
 
 
 def _matmul_(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
