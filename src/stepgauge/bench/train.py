@@ -79,7 +79,7 @@ def _trainer(spec: TrainSpec, corpus: Corpus, folder: Path) -> Trainer:
     from stepgauge.parallel.wrappers import Settings, parallelise
 
     autocast = PRECISIONS[spec.precision].autocast if spec.data_parallel in FULLY_SHARDED else None
-    settings = Settings(bucket_mb=spec.bucket_mb, compute_dtype=autocast)
+    settings = Settings(bucket_mb=spec.bucket_mb, compute_dtype=autocast, transport=spec.transport)
     here = dataclasses.replace(spec, device=str(world.device(spec.device)))
     return Trainer(
         here,

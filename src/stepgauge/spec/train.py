@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from stepgauge.spec.data_parallel import WRAPPERS, check_wrapper
+from stepgauge.spec.data_parallel import TRANSPORTED, TRANSPORTS, WRAPPERS, check_wrapper
 from stepgauge.spec.fields import check, option
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import CHECKPOINTING, COMPILE_MODES, OPTIMIZERS, PRECISIONS
@@ -54,12 +54,18 @@ class TrainSpec:
         1, "processes, each with a device of its own", least=1, most=100_000, word="{ranks} ranks", quiet=1
     )
     bucket_mb: float = option(25.0, "largest bucket of gradients, in MB of 10^6 bytes", least=0.0, most=1e6)
+    transport: str = option("collectives", "of gradients, as in bench data-parallel", choices=TRANSPORTS)
     device: str = option("cpu", "as in bench step; of several ranks cuda is each one's own")
     seed: int = option(0, "of weights and batches", least=0, most=2**63 - 1)
 
     def __post_init__(self) -> None:
         check(self)
         check_wrapper(self.data_parallel, precision=self.precision, compile=self.compile)
+        if self.transport != TRANSPORTS[0] and self.data_parallel not in TRANSPORTED:
+            raise ValueError(
+                f"transport is {self.transport!r}, which --data-parallel {self.data_parallel} has no use for: choose "
+                f"one of {', '.join(TRANSPORTED)}"
+            )
         if self.ranks > 1 and self.data_parallel == "none":
             raise ValueError(
                 f"ranks is {self.ranks}; --data-parallel says how they train: choose one of "

@@ -24,7 +24,7 @@ CURVE_FILE = "curve.jsonl"
 # What a run may change when it goes on: the curve does not depend on it.
 FREE_FIELDS = (
     *("model", "size", "corpus", "device", "keep", "checkpoint_every", "compile", "checkpointing", "checkpoint_blocks"),
-    *("data_parallel", "ranks", "bucket_mb"),
+    *("data_parallel", "ranks", "bucket_mb", "transport"),
 )
 DRAIN_EVERY = 10  # steps between readings of the loss from the device: each is a wait
 
