@@ -183,6 +183,10 @@ def _kernels():
     # Late, so that importing this package neither needs triton nor pays for its import.
     from . import triton as kernels
 
+    if os.environ.get("STEPGAUGE_GLUON") == "1":
+        from . import hopper
+
+        hopper.register()
     return kernels
 
 

@@ -520,13 +520,15 @@ class _Launch:
     a call on types, alignments and copy descriptors that the plan's key fixes already, so later calls hand the driver
     addresses. `boxes`: for each argument that the kernel reads by descriptor, its position, view and box. A descriptor
     is a function of the address and of these alone, so the flat arguments of the last few addresses are kept.
+    `describe` makes the descriptor that Triton's own launcher takes of (tensor, shape, strides, box).
     """
 
     _KEPT = 256
 
-    def __init__(self, kernel, grid, scalars, constants, tiles=None, num_warps=4, boxes=()):
+    def __init__(self, kernel, grid, scalars, constants, tiles=None, boxes=(), options=None, describe=TensorDescriptor):
         self.kernel, self.grid, self.scalars, self.constants, self.boxes = kernel, grid, scalars, constants, boxes
-        self.options = {"num_warps": num_warps}
+        self.describe = describe
+        self.options = options or {"num_warps": 4}
         if tiles is not None:
             self.options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
         self.tail = (*scalars, *constants.values())
@@ -549,7 +551,7 @@ class _Launch:
         given = list(tensors)
         for position, view, box in self.boxes:
             shape, strides = _tma_shape(view)
-            given[position] = TensorDescriptor(tensors[position], shape, strides, box)
+            given[position] = self.describe(tensors[position], shape, strides, box)
         compiled = self.kernel[self.grid](*given, *self.scalars, **self.constants, **self.options)
         if self.launch is None and hasattr(compiled, "packed_metadata"):  # not in the interpreter
             self.launch, self.binary = self._direct(compiled), compiled
