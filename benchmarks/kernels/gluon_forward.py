@@ -181,7 +181,7 @@ def check_case(run, tensors, is_causal, times=5):
 
 
 def check_all(out, names, args):
-    """The (variant, width) pairs that no check failed on, bfloat16's at least done; each variant in a process of its own."""
+    """The (variant, width) pairs of which no check failed and bfloat16's were done; a process for each variant."""
     started = {name: start(args, "--check", name, stdout=(out / f"check-{name}.txt").open("w")) for name in names}
     until = time.monotonic() + args.check_seconds
     for name, process in started.items():
