@@ -4,6 +4,7 @@ Without a GPU the kernels run in Triton's interpreter (in a process of its own, 
 imported) and are compiled ahead of time for three architectures. The tests marked gpu cover every type against float64.
 """
 
+import dataclasses
 import math
 import os
 import re
@@ -36,7 +37,10 @@ from stepgauge.kernels.attention import (  # noqa: E402
 )
 
 if HAS_TRITON:
+    from stepgauge.kernels.attention import launching
     from stepgauge.kernels.attention import triton as kernels
+
+    HOPPER = launching.Device(arch=90, num_sms=132, l2_bytes=1 << 25)
 
 
 def relative(value, reference, scale=0.0):
@@ -550,7 +554,7 @@ def test_interp_registered_path_is_taken(interpreter, monkeypatch):
     assert package._path("forward", torch.empty(1, 1, 1, 16)) is kernels.forward
     taken = []
     plan.register_path("forward", lambda *a: taken.append(a), arch=90, dtype=torch.bfloat16, head_width=64)
-    monkeypatch.setattr(kernels, "device_of", lambda index: kernels._Device(arch=90, num_sms=132, l2_bytes=1 << 25))
+    monkeypatch.setattr(launching, "device_of", lambda index: HOPPER)
 
     class OnGpu:
         is_cuda, dtype, shape, device = True, torch.bfloat16, (1, 1, 8, 64), torch.device("cuda", 0)
@@ -565,10 +569,10 @@ def test_interp_registered_path_is_taken(interpreter, monkeypatch):
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_launches_give_every_argument_in_order(num_splits, monkeypatch):
     """A launch hands Triton a flat list after its first call: it must follow the kernel's own parameters."""
-    monkeypatch.setattr(kernels, "device_of", lambda index: kernels._Device(arch=90, num_sms=132, l2_bytes=1 << 25))
-    view = kernels._View((2, 4, 300, 64), (76800, 19200, 64, 1), 0)
+    monkeypatch.setattr(launching, "device_of", lambda index: HOPPER)
+    view = launching.View((2, 4, 300, 64), (76800, 19200, 64, 1), 0)
     steps = view.steps
-    case = kernels._Case(0, torch.bfloat16, view, view, view, True, 0.125, "ieee", (), num_splits, view, view)
+    case = launching.Case(0, torch.bfloat16, view, view, view, True, 0.125, "ieee", (), num_splits, view, view)
     launches = [(kernels._plan_forward(case).main, 5), (kernels._plan_dq(case, steps).main, 8)]
     launches += [(kernels._plan_dkdv(case, steps, steps, with_dq).main, 9) for with_dq in (False, True)]
     launches += [(launch, 3) for launch in kernels._plan_delta(case, steps)]
@@ -580,6 +584,14 @@ def test_launches_give_every_argument_in_order(num_splits, monkeypatch):
         assert num_tensors + len(launch.scalars) + len(launch.constants) == len(names)
         assert list(launch.constants) == names[num_tensors + len(launch.scalars) :]
         assert launch.options["num_warps"] in (4, 8)
+
+
+@needs_triton
+@compiled_only
+def test_descriptors_say_all_that_tritons_do():
+    """Triton's launcher reads them in their place: it asked for one word more in 3.8 than in 3.6."""
+    words = {field.name for field in dataclasses.fields(launching.TensorDescriptor)}
+    assert words <= set(launching._Descriptor._fields)
 
 
 @needs_triton
@@ -608,14 +620,15 @@ def test_direct_launch_gives_the_arguments_that_triton_gives(monkeypatch):
     run.global_scratch_align = run.profile_scratch_align = 1
 
     q, k, o = (torch.zeros(2, 3, t, 64, dtype=torch.bfloat16) for t in (70, 1, 70))
-    boxes = kernels._boxes(plan.Tiles(64, 32, 4, 2, True), 64, (kernels._View.of(q), 64), (kernels._View.of(k), 32))
-    launch = kernels._Launch(None, (5, 6, 1), (7,), {"IS_CAUSAL": True}, boxes=boxes)
+    views = (launching.View.of(q), 64), (launching.View.of(k), 32)
+    boxes = launching.boxes_of(plan.Tiles(64, 32, 4, 2, True), 64, *views)
+    launch = launching.Launch(None, (5, 6, 1), (7,), {"IS_CAUSAL": True}, boxes=boxes)
     launch.launch = launch._direct(SimpleNamespace(run=run, function="function", packed_metadata="packed"))
     for _ in range(2):
         launch("stream", q, k, o)
     assert built == [k.data_ptr(), q.data_ptr()]  # not again in the second launch
     sides = zip(boxes, (q, k), strict=True)
-    whole = [kernels.TensorDescriptor(x, *kernels._tma_shape(view), box) for (_, view, box), x in sides]
+    whole = [launching.TensorDescriptor(x, *launching.tma_shape(view), box) for (_, view, box), x in sides]
     run(5, 6, 1, "stream", "function", "packed", None, None, None, *whole, o.data_ptr(), 7, True)
     assert calls[0] == calls[1] == calls[2]
     launch("stream", q, k.clone(), o)

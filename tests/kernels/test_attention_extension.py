@@ -17,11 +17,13 @@ from stepgauge.kernels import attention
 from stepgauge.kernels.attention import extension, flash_attention
 
 kernels = pytest.importorskip("stepgauge.kernels.attention.triton")
+launching = pytest.importorskip("stepgauge.kernels.attention.launching")
 pytestmark = [
     needs_compiler,
     pytest.mark.skipif(kernels.interpreting(), reason="the interpreter launches nothing"),
 ]
 
+HOPPER = launching.Device(arch=90, num_sms=132, l2_bytes=1 << 25)
 REPLACE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t)
 BF16 = torch.bfloat16
 VALUES = {"o": 3.0, "dq": 4.0, "dk": 5.0, "dv": 6.0}
@@ -77,7 +79,7 @@ def cpp(library, tmp_path, monkeypatch):
     monkeypatch.setattr(extension, "cuda_context", lambda: 4321)
     monkeypatch.setattr(extension, "_bytes", bytes)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(kernels, "device_of", lambda index: kernels._Device(arch=90, num_sms=132, l2_bytes=1 << 25))
+    monkeypatch.setattr(launching, "device_of", lambda index: HOPPER)
     caches = (kernels._plan_forward, kernels._plan_dq, kernels._plan_dkdv)
     for cached in caches:
         cached.cache_clear()
@@ -98,9 +100,9 @@ def make(layout, shape=(2, 3, 160, 64)):
 
 
 def described(self, position, address):
-    """_Launch.described without a driver."""
+    """Launch.described without a driver."""
     view, box = next((view, box) for at, view, box in self.boxes if at == position)
-    shape, strides = kernels._tma_shape(view)
+    shape, strides = launching.tma_shape(view)
     return [Descriptor.of(address, shape, strides, box), *shape, *strides]
 
 
@@ -113,7 +115,7 @@ class Both:
         self.is_causal, self.num_splits = is_causal, num_splits
         self.q, self.k, self.v, self.do = make(layout)
         self.scale = self.q.shape[-1] ** -0.5
-        monkeypatch.setattr(kernels._Launch, "described", described)
+        monkeypatch.setattr(launching.Launch, "described", described)
         self.kept = []
         for name in ("empty", "empty_like"):  # so that no address is given twice
             original = getattr(torch, name)
@@ -124,8 +126,8 @@ class Both:
 
             monkeypatch.setattr(torch, name, keeping)
         o = torch.empty_like(self.q)
-        self.case = kernels._case(self.q, self.k, self.v, is_causal, self.scale, num_splits, o=o)
-        self.back = self.case._replace(do=kernels._View.of(self.do))
+        self.case = launching.case_of(self.q, self.k, self.v, is_causal, self.scale, num_splits, o=o)
+        self.back = self.case._replace(do=launching.View.of(self.do))
         self.forward = kernels._plan_forward(self.case)
         steps = [torch.empty_like(x).stride()[:3] for x in (self.q, self.k, self.v)]
         self.dq = kernels._plan_dq(self.back, steps[0])
@@ -367,8 +369,8 @@ def test_what_cannot_be_launched_so_stays_in_python(both, monkeypatch):
 
 
 def test_only_16_bit_cases_are_offered():
-    case = kernels._Case(
-        0, BF16, *[kernels._View((1, 1, 16, 16), (256, 256, 16, 1), 0)] * 3, True, 0.25, "ieee", (), None
+    case = launching.Case(
+        0, BF16, *[launching.View((1, 1, 16, 16), (256, 256, 16, 1), 0)] * 3, True, 0.25, "ieee", (), None
     )
     assert extension.takes(case)
     assert not extension.takes(case._replace(dtype=torch.float32))

@@ -14,8 +14,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter runs no Gluon", allow_module_level=True)
 
-from stepgauge.kernels.attention import attention, hopper, plan  # noqa: E402
-from stepgauge.kernels.attention import triton as portable  # noqa: E402
+from stepgauge.kernels.attention import attention, hopper, launching, plan  # noqa: E402
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 needs_hopper = pytest.mark.skipif(
@@ -100,11 +99,11 @@ def test_registered_paths_name_this_forward(monkeypatch):
 
 
 def test_launch_covers_every_tile(monkeypatch):
-    device = portable._Device(arch=90, num_sms=132, l2_bytes=50 << 20)
-    monkeypatch.setattr(portable, "device_of", lambda index: device)
+    device = launching.Device(arch=90, num_sms=132, l2_bytes=50 << 20)
+    monkeypatch.setattr(launching, "device_of", lambda index: device)
     hopper._plan.cache_clear()
     q, k = torch.empty(2, 16, 2000, 128, dtype=torch.bfloat16), torch.empty(2, 4, 300, 128, dtype=torch.bfloat16)
-    case = portable._case(q, k, k, True, 0.1, None, o=q)
+    case = launching.case_of(q, k, k, True, 0.1, None, o=q)
     shape = hopper.SHAPES[128]
     launch = hopper._plan(case, shape)
     total = 2 * 16 * 16  # heads of the batch times tiles of 128 queries
@@ -114,7 +113,7 @@ def test_launch_covers_every_tile(monkeypatch):
     assert [box for _, _, box in launch.boxes] == [[1, 1, rows, 128] for rows in (64, 128, 128, 64)]
     assert hopper._plan(case, shape._replace(persistent=False)).grid == (total, 1, 1)
     odd = torch.empty(2, 4, 300, 132, dtype=torch.bfloat16)[..., 2:130]
-    assert hopper._plan(portable._case(q, odd, odd, True, 0.1, None, o=q), shape) is None
+    assert hopper._plan(launching.case_of(q, odd, odd, True, 0.1, None, o=q), shape) is None
     hopper._plan.cache_clear()
 
 

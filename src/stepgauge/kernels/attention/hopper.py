@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import plan
+from . import launching, plan
 from . import triton as portable
 
 ROWS = gl.constexpr(64)  # a wgmma's, and so a consumer's
@@ -390,11 +390,11 @@ def _plan(case, chosen):
         return None
     num_tiles = -(-num_queries // (chosen.consumers * ROWS.value))
     total = num_tiles * batch * num_heads
-    programs = min(total, portable.device_of(case.device).num_sms) if chosen.persistent else total
+    programs = min(total, launching.device_of(case.device).num_sms) if chosen.persistent else total
     maxnreg, registers, producer_registers = chosen.registers
     edges = (ROWS.value, chosen.block_k, chosen.block_k, ROWS.value)
     boxes = zip(views, edges, strict=True)
-    return portable._Launch(
+    return launching.Launch(
         forward_kernel,
         (programs, 1, 1),
         (num_heads, batch * num_heads, case.group, num_queries, num_keys, num_tiles, case.section(num_keys), total,
@@ -414,22 +414,22 @@ def _is_split(case):
     return case.split("forward", case.tiles("forward"))[0] > 1
 
 
-@portable._on_device
+@launching.on_device
 def forward(q, k, v, is_causal, scale, *, shape=None):
     """o and the log-sum-exp as `triton.forward` gives them; that one runs where this cannot, or for few heads.
 
     `shape`: for tuning, how the program is built, also for few heads.
     """
-    q, k, v = (portable._rows_last(x) for x in (q, k, v))
+    q, k, v = (launching.rows_last(x) for x in (q, k, v))
     if q.numel() == 0:
         return portable.forward(q, k, v, is_causal, scale)
     o = torch.empty_like(q)
-    case = portable._case(q, k, v, is_causal, scale, None, o=o)
+    case = launching.case_of(q, k, v, is_causal, scale, None, o=o)
     launch = _plan(case, shape or SHAPES[q.shape[3]])
     if launch is None or (shape is None and _is_split(case)):
         return portable.forward(q, k, v, is_causal, scale)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    launch(portable._stream(q), q, k, v, o, lse)
+    launch(launching.stream_of(q), q, k, v, o, lse)
     return o, lse
 
 

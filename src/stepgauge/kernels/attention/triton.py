@@ -15,17 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import hooks_present, raw_stream
 from . import extension, plan
-
-try:
-    from triton.backends.nvidia import driver as nvidia_driver
-except ImportError:  # pragma: no cover - a Triton without the NVIDIA backend
-    nvidia_driver = None
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # pragma: no cover - a Triton without host descriptors: plain pointers only
-    TensorDescriptor = None
+from .launching import Launch, View, boxes_of, case_of, on_device, rows_last, stream_of
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
@@ -490,280 +481,8 @@ def sum_parts_kernel(
         _store_rows(second_out, acc, b, h, row, b_b, b_h, b_t, num_rows, HEAD_WIDTH, BLOCK, BLOCK_D)
 
 
-# ---- launching -----------------------------------------------------------------------------------------------------
-
-
-class _Device(NamedTuple):
-    """What the choices depend on. `arch` 0 stands for the interpreter."""
-
-    arch: int
-    num_sms: int
-    l2_bytes: int
-
-
-@functools.cache
-def device_of(index):
-    if index is None:
-        return _Device(arch=0, num_sms=1, l2_bytes=1 << 25)
-    properties = torch.cuda.get_device_properties(index)
-    return _Device(properties.major * 10 + properties.minor, properties.multi_processor_count, properties.L2_cache_size)
-
-
 def interpreting():
     return not isinstance(forward_kernel, triton.JITFunction)
-
-
-class _Launch:
-    """One kernel with everything but the tensors' addresses fixed.
-
-    The first call goes through Triton's own launcher, which compiles. That launcher spends 20 us and more of host time
-    a call on types, alignments and copy descriptors that the plan's key fixes already, so later calls hand the driver
-    addresses. `boxes`: for each argument that the kernel reads by descriptor, its position, view and box. A descriptor
-    is a function of the address and of these alone, so the flat arguments of the last few addresses are kept.
-    `describe` makes the descriptor that Triton's own launcher takes of (tensor, shape, strides, box).
-    """
-
-    _KEPT = 256
-
-    def __init__(self, kernel, grid, scalars, constants, tiles=None, boxes=(), options=None, describe=TensorDescriptor):
-        self.kernel, self.grid, self.scalars, self.constants, self.boxes = kernel, grid, scalars, constants, boxes
-        self.describe = describe
-        self.options = options or {"num_warps": 4}
-        if tiles is not None:
-            self.options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-        self.tail = (*scalars, *constants.values())
-        self.launch = self.expand = self.binary = None
-        self.kept = {}
-
-    def __call__(self, stream, *tensors):
-        if self.launch is None or hooks_present():  # a profiler that hooks launches sees them in Triton's launcher only
-            self._by_triton(tensors)
-            return
-        addresses = tuple([x.data_ptr() for x in tensors])
-        flat = self.kept.get(addresses)
-        if flat is None:
-            if len(self.kept) >= self._KEPT:
-                self.kept.clear()
-            flat = self.kept[addresses] = (*self._arguments(addresses), *self.tail)
-        self.launch(stream, flat)
-
-    def _by_triton(self, tensors):
-        given = list(tensors)
-        for position, view, box in self.boxes:
-            shape, strides = _tma_shape(view)
-            given[position] = self.describe(tensors[position], shape, strides, box)
-        compiled = self.kernel[self.grid](*given, *self.scalars, **self.constants, **self.options)
-        if self.launch is None and hasattr(compiled, "packed_metadata"):  # not in the interpreter
-            self.launch, self.binary = self._direct(compiled), compiled
-
-    def _direct(self, compiled):
-        """launch(stream, flat arguments). Two hooks and what they are told are None."""
-        run, before = compiled.run, (compiled.function,)
-        if self.boxes:
-            found = _under_descriptors(run)
-            if found is not None:
-                run, self.expand, extra = found
-                before = (compiled.function, *extra)
-        fixed = (*before, compiled.packed_metadata, None, None, None)
-        grid = self.grid
-        return lambda stream, flat: run(*grid, stream, *fixed, *flat)
-
-    def _arguments(self, addresses):
-        flat = list(addresses)
-        for position, view, box in reversed(self.boxes):  # the last first, so that positions stay true
-            if self.expand:
-                flat[position : position + 1] = self.described(position, addresses[position])
-            else:
-                flat[position] = _Descriptor(_Address(addresses[position]), *_tma_shape(view), box)
-        return flat
-
-    def described(self, position, address):
-        """The driver's descriptor of that argument at an address, then its shape and strides. ValueError if unknown."""
-        if not self.expand:
-            raise ValueError(f"this Triton ({triton.__version__}) makes its descriptors itself")
-        view, box = next((view, box) for at, view, box in self.boxes if at == position)
-        descriptor = _Descriptor(_Address(address), *_tma_shape(view), box)
-        return nvidia_driver.make_tensordesc_arg(descriptor, self.expand[position])
-
-
-class _Address(NamedTuple):
-    """As much of a tensor as a descriptor asks for; keeps no memory alive."""
-
-    value: int
-
-    def data_ptr(self):
-        return self.value
-
-
-class _Descriptor(NamedTuple):
-    """What Triton's launcher reads of a TensorDescriptor."""
-
-    base: _Address
-    shape: list
-    strides: list
-    block_shape: list
-    padding: str = "zero"
-
-
-def _under_descriptors(run):
-    """(launcher, {argument: its descriptor's metadata}, arguments to come first), or None if not as in Triton 3.6.
-
-    Triton builds a copy descriptor, about 3 us of host time, for every such argument of every launch, in a Python
-    function around the compiled launcher. This takes that one out, so that a descriptor is built once an address.
-    """
-    launch = getattr(run, "launch", None)
-    code = getattr(launch, "__code__", None)
-    if code is None or not triton.__version__.startswith("3.6.") or not hasattr(nvidia_driver, "make_tensordesc_arg"):
-        return None
-    inside = dict(zip(code.co_freevars, (cell.cell_contents for cell in launch.__closure__ or ()), strict=True))
-    if set(inside) != {"launcher", "tensordesc_indices", "tensordesc_meta"} or None in inside["tensordesc_meta"]:
-        return None
-    if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
-        return None
-    metas = dict(zip(sorted(inside["tensordesc_indices"]), inside["tensordesc_meta"], strict=True))
-    return inside["launcher"], metas, (run.launch_cooperative_grid, run.launch_pdl, None, None)
-
-
-class _View(NamedTuple):
-    """The part of a 4-dimensional tensor's description that launches depend on. `offset`: address modulo 16."""
-
-    shape: tuple
-    stride: tuple
-    offset: int
-
-    @staticmethod
-    def of(x):
-        return _View(x.shape, x.stride(), x.data_ptr() % 16)
-
-    @property
-    def steps(self):
-        return self.stride[:3]
-
-    def tma_reads(self, itemsize):
-        """Whether the copy engine can read it: base and strides in 16-byte steps, none of them 0."""
-        strides = [stride for stride, length in zip(self.stride[:3], self.shape[:3], strict=True) if length > 1]
-        return self.offset == 0 and all(stride > 0 and stride * itemsize % 16 == 0 for stride in strides)
-
-
-def _tma_shape(view):
-    shape = list(view.shape)
-    # A dimension of length 1 may carry any stride, one that the copy engine refuses too: give it one that it takes.
-    strides = [s if n > 1 else 16 * shape[-1] for s, n in zip(view.stride, shape, strict=True)]
-    strides[-1] = 1
-    return shape, strides
-
-
-def _boxes(tiles, width, *views):
-    """(position, view, box) of leading arguments of a kernel; a view comes with the tile edge that it is read by."""
-    if not tiles.use_tma:
-        return ()
-    return tuple((i, view, [1, 1, rows, width]) for i, (view, rows) in enumerate(views))
-
-
-def _rows_last(x):
-    """x with the head width contiguous, as every kernel here reads it."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def matmul_precision(dtype):
-    """Triton's name for how float32 products are made: true float32 unless torch allows tf32 for its own."""
-    if dtype != torch.float32:
-        return "ieee"
-    setting = getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
-    if setting == "none":
-        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    return "tf32" if setting == "tf32" else "ieee"
-
-
-class _Case(NamedTuple):
-    """Everything that a forward's or backward's launches depend on: the key they are cached under."""
-
-    device: int | None
-    dtype: torch.dtype
-    q: _View
-    k: _View
-    v: _View
-    is_causal: bool
-    scale: float
-    precision: str
-    overrides: tuple
-    num_splits: int | None
-    o: _View | None = None
-    do: _View | None = None
-
-    @property
-    def width(self):
-        return plan.block_width(self.q.shape[3])
-
-    @property
-    def group(self):
-        return self.q.shape[1] // self.k.shape[1]
-
-    def tiles(self, kernel):
-        arch = device_of(self.device).arch
-        views = [view for view in (self.q, self.k, self.v, self.do) if view is not None]
-        tma = arch >= 90 and TensorDescriptor is not None
-        return plan.select_tiles(
-            kernel,
-            arch=arch,
-            itemsize=self.dtype.itemsize,
-            head_width=self.q.shape[3],
-            is_causal=self.is_causal,
-            tma=tma and all(view.tma_reads(self.dtype.itemsize) for view in views),
-        )
-
-    def products(self, tiles):
-        """The `input_precision` of the kernels' products."""
-        return tiles.fp32_products if self.dtype == torch.float32 and self.precision == "ieee" else self.precision
-
-    def split(self, kernel, tiles):
-        """(number of splits, rows in each) of a kernel's loop."""
-        over_queries = kernel in ("dkdv", "fused")
-        num_queries, num_keys = self.q.shape[2], self.k.shape[2]
-        length = num_queries if over_queries else num_keys
-        number = self.num_splits or plan.choose_num_splits(
-            kernel,
-            tiles,
-            num_heads=self.q.shape[0] * (self.k.shape[1] if over_queries else self.q.shape[1]),
-            num_queries=num_queries,
-            num_keys=num_keys,
-            head_width=self.q.shape[3],
-            itemsize=self.dtype.itemsize,
-            num_sms=device_of(self.device).num_sms,
-            is_causal=self.is_causal,
-        )
-        chunk = plan.chunk_length(length, number, max(tiles.block_q, tiles.block_k))
-        return triton.cdiv(length, chunk), chunk
-
-    def section(self, loop_length):
-        """How many heads run side by side: two tensors of `loop_length` rows are read over and over for each."""
-        head_bytes = 2 * loop_length * self.q.shape[3] * self.dtype.itemsize
-        return plan.heads_per_section(head_bytes=head_bytes, l2_bytes=device_of(self.device).l2_bytes)
-
-
-def _case(q, k, v, is_causal, scale, num_splits, o=None, do=None):
-    of, dtype = _View.of, q.dtype
-    return _Case(
-        q.get_device() if q.is_cuda else None, dtype, of(q), of(k), of(v), is_causal, scale, matmul_precision(dtype),
-        plan.overrides(), num_splits, None if o is None else of(o), None if do is None else of(do),
-    )  # fmt: skip
-
-
-def _stream(x):
-    return raw_stream(x.get_device()) if x.is_cuda else None
-
-
-def _on_device(function):
-    """Triton launches on the current device: make it the tensors' own."""
-
-    @functools.wraps(function)
-    def wrapper(x, *args, **kwargs):
-        if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-            return function(x, *args, **kwargs)
-        with torch.cuda.device(x.device):
-            return function(x, *args, **kwargs)
-
-    return wrapper
 
 
 # ---- forward, host side --------------------------------------------------------------------------------------------
@@ -772,8 +491,8 @@ def _on_device(function):
 class _ForwardPlan(NamedTuple):
     tiles: plan.Tiles
     num_splits: int
-    main: _Launch
-    combine: _Launch | None
+    main: Launch
+    combine: Launch | None
 
 
 @functools.lru_cache(maxsize=512)
@@ -786,7 +505,7 @@ def _plan_forward(case):
     num_splits, chunk = case.split("forward", tiles)
     part_steps = (num_heads * num_queries * head_width, num_queries * head_width, head_width)
     o_split, lse_split = all_heads * num_queries * head_width, all_heads * num_queries
-    main = _Launch(
+    main = Launch(
         forward_kernel,
         (num_tiles * all_heads, num_splits, 1),
         (*case.q.steps, *case.k.steps, *case.v.steps, *(case.o.steps if num_splits == 1 else part_steps),
@@ -797,11 +516,11 @@ def _plan_forward(case):
          "HEAD_WIDTH": head_width, "BLOCK_D": case.width, "BLOCK_M": tiles.block_q, "BLOCK_N": tiles.block_k,
          "PRECISION": case.products(tiles), "USE_TMA": tiles.use_tma},
         tiles,
-        boxes=_boxes(tiles, case.width, (case.q, tiles.block_q), (case.k, tiles.block_k), (case.v, tiles.block_k)),
+        boxes=boxes_of(tiles, case.width, (case.q, tiles.block_q), (case.k, tiles.block_k), (case.v, tiles.block_k)),
     )  # fmt: skip
     combine = None
     if num_splits > 1:
-        combine = _Launch(
+        combine = Launch(
             combine_kernel,
             (all_heads, triton.cdiv(num_queries, 16), 1),
             (*case.o.steps, num_heads, num_queries, num_splits, chunk, o_split, lse_split),
@@ -810,16 +529,16 @@ def _plan_forward(case):
     return _ForwardPlan(tiles, num_splits, main, combine)
 
 
-@_on_device
+@on_device
 def forward(q, k, v, is_causal, scale, *, num_splits=None):
     """o and the log-sum-exp of q (B, H, T_q, D) and k, v (B, K, T_k, D), H a multiple of K. lse is fp32 (B, H, T_q)."""
-    q, k, v = _rows_last(q), _rows_last(k), _rows_last(v)
+    q, k, v = rows_last(q), rows_last(k), rows_last(v)
     o = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return o, lse
-    case = _case(q, k, v, is_causal, scale, num_splits, o=o)
-    step, stream = _plan_forward(case), _stream(q)
+    case = case_of(q, k, v, is_causal, scale, num_splits, o=o)
+    step, stream = _plan_forward(case), stream_of(q)
     _run_forward(step, stream, q, k, v, o, lse)
     if extension.takes(case):
         _offer_forward(case, step, q, k, v, o.numel(), lse.numel())
@@ -853,15 +572,15 @@ def _offer_forward(case, step, q, k, v, num_o, num_lse):
 class _DqPlan(NamedTuple):
     tiles: plan.Tiles
     num_splits: int
-    main: _Launch
-    reduce: _Launch | None
+    main: Launch
+    reduce: Launch | None
 
 
 class _DkdvPlan(NamedTuple):
     tiles: plan.Tiles
     num_splits: int
-    main: _Launch
-    reduce: _Launch | None
+    main: Launch
+    reduce: Launch | None
 
 
 def _part_steps(view):
@@ -873,7 +592,7 @@ def _reduce_launch(view, outs, num_splits, chunk, *, tile_rows, step, other_rows
                    head_width, width):  # fmt: skip
     batch, num_heads, num_rows, _ = view.shape
     part = batch * num_heads * num_rows * head_width
-    return _Launch(
+    return Launch(
         sum_parts_kernel,
         (batch * num_heads, triton.cdiv(num_rows, 16), len(outs)),
         (*outs[0], *outs[-1], num_heads, num_rows, num_splits, chunk, num_splits * part, part, tile_rows, step,
@@ -890,7 +609,7 @@ def _plan_dq(case, dq_steps):
     num_tiles = triton.cdiv(num_queries, tiles.block_q)
     all_heads = batch * num_heads
     num_splits, chunk = case.split("dq", tiles)
-    main = _Launch(
+    main = Launch(
         dq_kernel,
         (num_tiles * all_heads, num_splits, 1),
         (*case.q.steps, *case.k.steps, *case.v.steps, *case.do.steps, *case.o.steps,
@@ -902,7 +621,7 @@ def _plan_dq(case, dq_steps):
          "HEAD_WIDTH": head_width, "BLOCK_D": case.width, "BLOCK_M": tiles.block_q, "BLOCK_N": tiles.block_k,
          "PRECISION": case.products(tiles), "USE_TMA": tiles.use_tma},
         tiles,
-        boxes=_boxes(tiles, case.width, (case.q, tiles.block_q), (case.k, tiles.block_k), (case.v, tiles.block_k),
+        boxes=boxes_of(tiles, case.width, (case.q, tiles.block_q), (case.k, tiles.block_k), (case.v, tiles.block_k),
                      (case.do, tiles.block_q)),
     )  # fmt: skip
     reduce = None
@@ -923,13 +642,13 @@ def _plan_dkdv(case, dk_steps, dv_steps, with_dq, grads=3):
     all_kv_heads = batch * num_kv_heads
     num_splits, chunk = case.split(kernel, tiles)
     part = all_kv_heads * num_keys * head_width
-    boxes = _boxes(tiles, case.width, (case.q, tiles.block_q), (case.k, tiles.block_k), (case.v, tiles.block_k),
+    boxes = boxes_of(tiles, case.width, (case.q, tiles.block_q), (case.k, tiles.block_k), (case.v, tiles.block_k),
                    (case.do, tiles.block_q))  # fmt: skip
     if with_dq and boxes:
-        sums = _View(case.q.shape, (*_part_steps(case.q), 1), 0)
+        sums = View(case.q.shape, (*_part_steps(case.q), 1), 0)
         boxes = (*boxes, (8, sums, [1, 1, tiles.block_q, case.width]))
     steps = (*dk_steps, *dv_steps) if num_splits == 1 else (*_part_steps(case.k), *_part_steps(case.k))
-    main = _Launch(
+    main = Launch(
         dkdv_kernel,
         (num_tiles * all_kv_heads, num_splits, 1),
         (*case.q.steps, *case.k.steps, *case.v.steps, *case.do.steps, *steps,
@@ -955,7 +674,7 @@ def _plan_dkdv(case, dk_steps, dv_steps, with_dq, grads=3):
 def _plan_delta(case, dq_steps):
     """The launches around the fused kernel: delta before it, and dq in its own type and layout after it."""
     batch, num_heads, num_queries, head_width = case.q.shape
-    delta = _Launch(
+    delta = Launch(
         delta_kernel,
         (batch * num_heads, triton.cdiv(num_queries, 32), 1),
         (*case.o.steps, *case.do.steps, num_heads, num_queries),
@@ -967,18 +686,18 @@ def _plan_delta(case, dq_steps):
     return delta, cast
 
 
-@_on_device
+@on_device
 def backward(do, q, k, v, o, lse, is_causal, scale, deterministic=True, *, num_splits=None):
     """(dq, dk, dv) of `forward`, each in its input's type and order of dimensions.
 
     Deterministic: seven products in two kernels, and sums in a fixed order. Otherwise five products in one kernel that
     adds into dq with atomic instructions.
     """
-    do, q, k, v, o = (_rows_last(x) for x in (do, q, k, v, o))
+    do, q, k, v, o = (rows_last(x) for x in (do, q, k, v, o))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_()
-    case = _case(q, k, v, is_causal, scale, num_splits, o=o, do=do)
+    case = case_of(q, k, v, is_causal, scale, num_splits, o=o, do=do)
     deterministic = deterministic or not plan.fused_fits(itemsize=q.element_size(), head_width=q.shape[3])
     delta = torch.empty_like(lse)
     if deterministic:
@@ -991,7 +710,7 @@ def backward(do, q, k, v, o, lse, is_causal, scale, deterministic=True, *, num_s
         return dq, dk, dv
     make_delta, cast = _plan_delta(case, dq.stride()[:3])
     dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    stream = _stream(q)
+    stream = stream_of(q)
     make_delta(stream, o, do, delta)
     _run_dkdv(_plan_dkdv(case, dk.stride()[:3], dv.stride()[:3], True), q, k, v, do, lse, delta, dk, dv, dq_sum)
     if q.dtype == torch.float32:
@@ -1001,7 +720,7 @@ def backward(do, q, k, v, o, lse, is_causal, scale, deterministic=True, *, num_s
 
 
 def _run_dq(step, q, k, v, do, o, lse, delta, dq):
-    out, stream = dq, _stream(q)
+    out, stream = dq, stream_of(q)
     if step.reduce is not None:
         out = torch.empty((step.num_splits, *dq.shape), dtype=torch.float32, device=dq.device)
     step.main(stream, q, k, v, do, o, lse, delta, out)
@@ -1010,7 +729,7 @@ def _run_dq(step, q, k, v, do, o, lse, delta, dq):
 
 
 def _run_dkdv(step, q, k, v, do, lse, delta, dk, dv, dq_sum):
-    dk_out, dv_out, stream = dk, dv, _stream(q)
+    dk_out, dv_out, stream = dk, dv, stream_of(q)
     if step.reduce is not None:
         parts = torch.empty((2, step.num_splits, *dk.shape), dtype=torch.float32, device=dk.device)
         dk_out, dv_out = parts[0], parts[1]

@@ -1,0 +1,289 @@
+"""How attention's kernels are launched: the device, the case (all that a launch depends on), and the launch itself."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+
+from ..launch import hooks_present, raw_stream
+from . import plan
+
+try:
+    from triton.backends.nvidia import driver as nvidia_driver
+except ImportError:  # pragma: no cover - a Triton without the NVIDIA backend
+    nvidia_driver = None
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # pragma: no cover - a Triton without host descriptors: plain pointers only
+    TensorDescriptor = None
+
+
+class Device(NamedTuple):
+    """What the choices depend on. `arch` 0 stands for the interpreter."""
+
+    arch: int
+    num_sms: int
+    l2_bytes: int
+
+
+@functools.cache
+def device_of(index):
+    if index is None:
+        return Device(arch=0, num_sms=1, l2_bytes=1 << 25)
+    properties = torch.cuda.get_device_properties(index)
+    return Device(properties.major * 10 + properties.minor, properties.multi_processor_count, properties.L2_cache_size)
+
+
+class Launch:
+    """One kernel with everything but the tensors' addresses fixed.
+
+    The first call goes through Triton's own launcher, which compiles. That launcher spends 20 us and more of host time
+    a call on types, alignments and copy descriptors that the plan's key fixes already, so later calls hand the driver
+    addresses. `boxes`: for each argument that the kernel reads by descriptor, its position, view and box. A descriptor
+    is a function of the address and of these alone, so the flat arguments of the last few addresses are kept.
+    `describe` makes the descriptor that Triton's own launcher takes of (tensor, shape, strides, box).
+    """
+
+    _KEPT = 256
+
+    def __init__(self, kernel, grid, scalars, constants, tiles=None, boxes=(), options=None, describe=TensorDescriptor):
+        self.kernel, self.grid, self.scalars, self.constants, self.boxes = kernel, grid, scalars, constants, boxes
+        self.describe = describe
+        self.options = options or {"num_warps": 4}
+        if tiles is not None:
+            self.options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        self.tail = (*scalars, *constants.values())
+        self.launch = self.expand = self.binary = None
+        self.kept = {}
+
+    def __call__(self, stream, *tensors):
+        if self.launch is None or hooks_present():  # a profiler that hooks launches sees them in Triton's launcher only
+            self._by_triton(tensors)
+            return
+        addresses = tuple([x.data_ptr() for x in tensors])
+        flat = self.kept.get(addresses)
+        if flat is None:
+            if len(self.kept) >= self._KEPT:
+                self.kept.clear()
+            flat = self.kept[addresses] = (*self._arguments(addresses), *self.tail)
+        self.launch(stream, flat)
+
+    def _by_triton(self, tensors):
+        given = list(tensors)
+        for position, view, box in self.boxes:
+            shape, strides = tma_shape(view)
+            given[position] = self.describe(tensors[position], shape, strides, box)
+        compiled = self.kernel[self.grid](*given, *self.scalars, **self.constants, **self.options)
+        if self.launch is None and hasattr(compiled, "packed_metadata"):  # not in the interpreter
+            self.launch, self.binary = self._direct(compiled), compiled
+
+    def _direct(self, compiled):
+        """launch(stream, flat arguments). Two hooks and what they are told are None."""
+        run, before = compiled.run, (compiled.function,)
+        if self.boxes:
+            found = _under_descriptors(run)
+            if found is not None:
+                run, self.expand, extra = found
+                before = (compiled.function, *extra)
+        fixed = (*before, compiled.packed_metadata, None, None, None)
+        grid = self.grid
+        return lambda stream, flat: run(*grid, stream, *fixed, *flat)
+
+    def _arguments(self, addresses):
+        flat = list(addresses)
+        for position, view, box in reversed(self.boxes):  # the last first, so that positions stay true
+            if self.expand:
+                flat[position : position + 1] = self.described(position, addresses[position])
+            else:
+                flat[position] = _Descriptor(_Address(addresses[position]), *tma_shape(view), box)
+        return flat
+
+    def described(self, position, address):
+        """The driver's descriptor of that argument at an address, then its shape and strides. ValueError if unknown."""
+        if not self.expand:
+            raise ValueError(f"this Triton ({triton.__version__}) makes its descriptors itself")
+        view, box = next((view, box) for at, view, box in self.boxes if at == position)
+        descriptor = _Descriptor(_Address(address), *tma_shape(view), box)
+        return nvidia_driver.make_tensordesc_arg(descriptor, self.expand[position])
+
+
+class _Address(NamedTuple):
+    """As much of a tensor as a descriptor asks for; keeps no memory alive."""
+
+    value: int
+
+    def data_ptr(self):
+        return self.value
+
+
+class _Descriptor(NamedTuple):
+    """What Triton's launcher reads of a TensorDescriptor."""
+
+    base: _Address
+    shape: list
+    strides: list
+    block_shape: list
+    padding: str = "zero"
+    round_f32_to_tf32: bool = False  # Triton 3.8 asks for it
+
+
+def _under_descriptors(run):
+    """(launcher, {argument: its descriptor's metadata}, arguments to come first), or None if not as in Triton 3.6.
+
+    Triton builds a copy descriptor, about 3 us of host time, for every such argument of every launch, in a Python
+    function around the compiled launcher. This takes that one out, so that a descriptor is built once an address.
+    """
+    launch = getattr(run, "launch", None)
+    code = getattr(launch, "__code__", None)
+    if code is None or not triton.__version__.startswith("3.6.") or not hasattr(nvidia_driver, "make_tensordesc_arg"):
+        return None
+    inside = dict(zip(code.co_freevars, (cell.cell_contents for cell in launch.__closure__ or ()), strict=True))
+    if set(inside) != {"launcher", "tensordesc_indices", "tensordesc_meta"} or None in inside["tensordesc_meta"]:
+        return None
+    if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
+        return None
+    metas = dict(zip(sorted(inside["tensordesc_indices"]), inside["tensordesc_meta"], strict=True))
+    return inside["launcher"], metas, (run.launch_cooperative_grid, run.launch_pdl, None, None)
+
+
+class View(NamedTuple):
+    """The part of a 4-dimensional tensor's description that launches depend on. `offset`: address modulo 16."""
+
+    shape: tuple
+    stride: tuple
+    offset: int
+
+    @staticmethod
+    def of(x):
+        return View(x.shape, x.stride(), x.data_ptr() % 16)
+
+    @property
+    def steps(self):
+        return self.stride[:3]
+
+    def tma_reads(self, itemsize):
+        """Whether the copy engine can read it: base and strides in 16-byte steps, none of them 0."""
+        strides = [stride for stride, length in zip(self.stride[:3], self.shape[:3], strict=True) if length > 1]
+        return self.offset == 0 and all(stride > 0 and stride * itemsize % 16 == 0 for stride in strides)
+
+
+def tma_shape(view):
+    shape = list(view.shape)
+    # A dimension of length 1 may carry any stride, one that the copy engine refuses too: give it one that it takes.
+    strides = [s if n > 1 else 16 * shape[-1] for s, n in zip(view.stride, shape, strict=True)]
+    strides[-1] = 1
+    return shape, strides
+
+
+def boxes_of(tiles, width, *views):
+    """(position, view, box) of leading arguments of a kernel; a view comes with the tile edge that it is read by."""
+    if not tiles.use_tma:
+        return ()
+    return tuple((i, view, [1, 1, rows, width]) for i, (view, rows) in enumerate(views))
+
+
+def rows_last(x):
+    """x with the head width contiguous, as every kernel here reads it."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def matmul_precision(dtype):
+    """Triton's name for how float32 products are made: true float32 unless torch allows tf32 for its own."""
+    if dtype != torch.float32:
+        return "ieee"
+    setting = getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
+    if setting == "none":
+        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return "tf32" if setting == "tf32" else "ieee"
+
+
+class Case(NamedTuple):
+    """Everything that a forward's or backward's launches depend on: the key they are cached under."""
+
+    device: int | None
+    dtype: torch.dtype
+    q: View
+    k: View
+    v: View
+    is_causal: bool
+    scale: float
+    precision: str
+    overrides: tuple
+    num_splits: int | None
+    o: View | None = None
+    do: View | None = None
+
+    @property
+    def width(self):
+        return plan.block_width(self.q.shape[3])
+
+    @property
+    def group(self):
+        return self.q.shape[1] // self.k.shape[1]
+
+    def tiles(self, kernel):
+        arch = device_of(self.device).arch
+        views = [view for view in (self.q, self.k, self.v, self.do) if view is not None]
+        tma = arch >= 90 and TensorDescriptor is not None
+        return plan.select_tiles(
+            kernel,
+            arch=arch,
+            itemsize=self.dtype.itemsize,
+            head_width=self.q.shape[3],
+            is_causal=self.is_causal,
+            tma=tma and all(view.tma_reads(self.dtype.itemsize) for view in views),
+        )
+
+    def products(self, tiles):
+        """The `input_precision` of the kernels' products."""
+        return tiles.fp32_products if self.dtype == torch.float32 and self.precision == "ieee" else self.precision
+
+    def split(self, kernel, tiles):
+        """(number of splits, rows in each) of a kernel's loop."""
+        over_queries = kernel in ("dkdv", "fused")
+        num_queries, num_keys = self.q.shape[2], self.k.shape[2]
+        length = num_queries if over_queries else num_keys
+        number = self.num_splits or plan.choose_num_splits(
+            kernel,
+            tiles,
+            num_heads=self.q.shape[0] * (self.k.shape[1] if over_queries else self.q.shape[1]),
+            num_queries=num_queries,
+            num_keys=num_keys,
+            head_width=self.q.shape[3],
+            itemsize=self.dtype.itemsize,
+            num_sms=device_of(self.device).num_sms,
+            is_causal=self.is_causal,
+        )
+        chunk = plan.chunk_length(length, number, max(tiles.block_q, tiles.block_k))
+        return triton.cdiv(length, chunk), chunk
+
+    def section(self, loop_length):
+        """How many heads run side by side: two tensors of `loop_length` rows are read over and over for each."""
+        head_bytes = 2 * loop_length * self.q.shape[3] * self.dtype.itemsize
+        return plan.heads_per_section(head_bytes=head_bytes, l2_bytes=device_of(self.device).l2_bytes)
+
+
+def case_of(q, k, v, is_causal, scale, num_splits, o=None, do=None):
+    of, dtype = View.of, q.dtype
+    return Case(
+        q.get_device() if q.is_cuda else None, dtype, of(q), of(k), of(v), is_causal, scale, matmul_precision(dtype),
+        plan.overrides(), num_splits, None if o is None else of(o), None if do is None else of(do),
+    )  # fmt: skip
+
+
+def stream_of(x):
+    return raw_stream(x.get_device()) if x.is_cuda else None
+
+
+def on_device(function):
+    """Triton launches on the current device: make it the tensors' own."""
+
+    @functools.wraps(function)
+    def wrapper(x, *args, **kwargs):
+        if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+            return function(x, *args, **kwargs)
+        with torch.cuda.device(x.device):
+            return function(x, *args, **kwargs)
+
+    return wrapper
