@@ -43,3 +43,26 @@ def poisoned(monkeypatch):
             return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
 
         monkeypatch.setattr(torch, name, filled)
+
+
+class Hopper:
+    """Stands in for Triton's driver, which this machine may lack: compiling and tracing ask for the target."""
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@pytest.fixture
+def hopper_driver(monkeypatch):
+    from triton.runtime import driver
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(driver, "_active", Hopper())

@@ -37,6 +37,10 @@ class Descriptor(bytes):
         return cls(struct.pack("<Q", address) + repr(rest).encode()[:120].ljust(120))
 
 
+def address_in(descriptor):
+    return int.from_bytes(descriptor[:8], "little")
+
+
 class Driver(driver_here.Driver):
     """The driver's functions. `launches` are (function, grid, threads, shared, stream, arguments)."""
 
@@ -59,7 +63,9 @@ class Driver(driver_here.Driver):
         arguments = [each if len(each) == 128 else int.from_bytes(each, "little") for each in raw]
         self.launches.append((function, (gx, gy, gz), bx, shared, stream, arguments))
         for position, (count, value) in outs.items():
-            memory = (ctypes.c_char * (2 * count)).from_address(arguments[position])
+            where = arguments[position]
+            address = where if isinstance(where, int) else address_in(where)
+            memory = (ctypes.c_char * (2 * count)).from_address(address)
             torch.frombuffer(memory, dtype=BF16).fill_(value)
         return 0
 
@@ -107,12 +113,16 @@ def described(self, position, address):
 
 
 class Both:
-    """One kind of call, its kernels prepared as if compiled, and launched in Python and in C++."""
+    """One kind of call, its kernels prepared as if compiled, and launched in Python and in C++.
+
+    Unless `num_splits` is given the forward is the one in Gluon.
+    """
 
     def __init__(self, module, monkeypatch, layout="contiguous", num_splits=1, is_causal=True):
         self.driver = Driver(module)
         self.python = []
         self.is_causal, self.num_splits = is_causal, num_splits
+        is_split = (num_splits or 1) > 1
         self.q, self.k, self.v, self.do = make(layout)
         self.scale = self.q.shape[-1] ** -0.5
         monkeypatch.setattr(launching.Launch, "described", described)
@@ -134,10 +144,10 @@ class Both:
         self.dkdv = kernels._plan_dkdv(self.back, *steps[1:], False)
         count = self.q.numel()
         o, dq, dk, dv = ((count, VALUES[name]) for name in ("o", "dq", "dk", "dv"))
-        self._prepare(self.forward.main, 5, {3: o} if num_splits == 1 else {})
-        self._prepare(self.dq.main, 8, {7: dq} if num_splits == 1 else {})
-        self._prepare(self.dkdv.main, 9, {6: dk, 7: dv} if num_splits == 1 else {})
-        if num_splits > 1:
+        self._prepare(self.forward.main, 5, {} if is_split else {3: o})
+        self._prepare(self.dq.main, 8, {} if is_split else {7: dq})
+        self._prepare(self.dkdv.main, 9, {} if is_split else {6: dk, 7: dv})
+        if is_split:
             self._prepare(self.forward.combine, 4, {2: o})
             self._prepare(self.dq.reduce, 3, {1: dq})
             self._prepare(self.dkdv.reduce, 3, {1: dk, 2: dv})
@@ -201,8 +211,7 @@ def in_order(launches):
         named = []
         for argument in arguments:
             if isinstance(argument, bytes):
-                address = int.from_bytes(argument[:8], "little")
-                argument = ("descriptor", numbers.setdefault(address, len(numbers)), argument[8:])
+                argument = ("descriptor", numbers.setdefault(address_in(argument), len(numbers)), argument[8:])
             elif is_address(argument):
                 argument = ("address", numbers.setdefault(argument, len(numbers)))
             named.append(argument)
@@ -222,19 +231,22 @@ def both(cpp, monkeypatch):
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("num_splits", [None, 1, 2])
 def test_cpp_launches_what_python_launches(both, num_splits, layout, is_causal):
     here = both(layout=layout, num_splits=num_splits, is_causal=is_causal)
     here.in_python()
-    assert len(here.python) == (3 if num_splits == 1 else 6)
+    in_gluon = kernels.hopper is not None and num_splits is None
+    assert here.forward.main.kernel is (kernels.hopper if in_gluon else kernels).forward_kernel
+    parts = num_splits or 1
+    assert len(here.python) == 3 * parts
     here.offer()
     o = flash_attention(here.q, here.k, here.v, is_causal=is_causal)
     o.backward(here.do)
     launches = [each[:4] + each[5:] for each in here.driver.launches]
     assert {each[4] for each in here.driver.launches} == {1234}
-    for passes in (slice(0, num_splits), slice(num_splits, None)):  # memory is free again between the two
+    for passes in (slice(0, parts), slice(parts, None)):  # memory is free again between the two
         assert in_order(launches[passes]) == in_order(here.python[passes])
-    if num_splits > 1:  # two halves of one temporary, as far apart: o's and lse's parts, then dk's and dv's
+    if parts > 1:  # two halves of one temporary, as far apart: o's and lse's parts, then dk's and dv's
         for launch, last in ((0, -1), (4, -2)):
             cpp, python = ([a for a in side[launch][-1] if is_address(a)] for side in (launches, here.python))
             assert cpp[last] - cpp[last - 1] == python[last] - python[last - 1] > 0
@@ -250,7 +262,7 @@ def test_inputs_elsewhere_get_their_own_addresses(both):
     with torch.no_grad():
         assert not flash_attention(*other, is_causal=True).requires_grad
     words = here.driver.launches[0][-1]
-    starts = [int.from_bytes(each[:8], "little") for each in words if isinstance(each, bytes)]
+    starts = [address_in(each) for each in words if isinstance(each, bytes)]
     assert starts == [x.data_ptr() for x in other]
 
 
@@ -319,8 +331,8 @@ def test_gradients_that_cpp_does_not_know_go_to_the_operator(both, monkeypatch):
         asked.append((grad.stride(), rest))
         return tuple(torch.full_like(x, 7.0) for x in (q, k, v))
 
-    monkeypatch.setattr(attention, "_path", lambda direction, q: backward)
     here = both()
+    monkeypatch.setattr(kernels, "backward", backward)
     here.offer()
     turned = here.do.transpose(1, 2).contiguous().transpose(1, 2)
     flash_attention(here.q, here.k, here.v, is_causal=True).backward(turned)

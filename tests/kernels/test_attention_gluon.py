@@ -1,11 +1,11 @@
-"""The forward in Gluon: built for sm_90 without a GPU, and on one against float64."""
+"""The forward in Gluon: built for sm_90 without a GPU as it would be launched, taken where it can be; on a GPU right."""
 
-import functools
 import itertools
 import os
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,46 +14,41 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter runs no Gluon", allow_module_level=True)
 
-from stepgauge.kernels.attention import attention, hopper, launching, plan  # noqa: E402
+from stepgauge.kernels.attention import attention, extension, flash_attention, hopper, launching, plan  # noqa: E402
+from stepgauge.kernels.attention import triton as kernels  # noqa: E402
+from stepgauge.kernels.launch import plain_launch  # noqa: E402
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+WIDTHS = tuple(hopper.NUM_STAGES)
 needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
+
+
+def case_of(q, k, *, is_causal=True, num_splits=None):
+    return launching.case_of(q, k, k, is_causal, 0.1, num_splits, o=torch.empty_like(q))
 
 
 # ---- built ahead of time ---------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def build(width, dtype="bf16", is_causal=True, shape=None):
-    """The compiled kernel, with arguments as the launch gives them."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
+@pytest.fixture
+def on_hopper(hopper_driver, monkeypatch):
+    device = launching.Device(arch=90, num_sms=132, l2_bytes=50 << 20)
+    monkeypatch.setattr(launching, "device_of", lambda index: device)
+    kernels._plan_forward.cache_clear()
+    yield
+    kernels._plan_forward.cache_clear()
 
-    shape = shape or hopper.SHAPES[width]
-    maxnreg, registers, producer_registers = shape.registers
-    constants = {
-        "IS_CAUSAL": is_causal, "CONSUMERS": shape.consumers, "STAGES": shape.stages,
-        "Q_STAGES": shape.q_stages, "OVERLAP": shape.overlap, "TAKE_TURNS": shape.take_turns, "REGISTERS": registers,
-        "PRODUCER_REGISTERS": producer_registers,
-    }  # fmt: skip
-    layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)"
-    rows = {"q": 64, "k": shape.block_k, "v": shape.block_k, "o": 64}
-    signature, attributes, values = {}, {}, {}
-    for index, argument in enumerate(hopper.forward_kernel.arg_names):
-        if argument in constants:
-            signature[argument], values[(index,)] = "constexpr", constants[argument]
-        elif argument in rows:
-            signature[argument] = f"tensordesc<{dtype}[1,1,{rows[argument]},{width}],{layout}>"
-        elif argument == "lse":
-            signature[argument], attributes[(index,)] = "*fp32", [["tt.divisibility", 16]]
-        else:
-            signature[argument] = "fp32" if argument == "scale_log2" else "i32"
-    source = GluonASTSource(hopper.forward_kernel, signature, values, attributes)
-    options = {"num_warps": 4, "maxnreg": maxnreg}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+def build(width, dtype=torch.bfloat16, is_causal=True):
+    """The launch, compiled but not loaded."""
+    q, k = torch.empty(2, 16, 2000, width, dtype=dtype), torch.empty(2, 4, 300, width, dtype=dtype)
+    launch = hopper.forward_launch(case_of(q, k, is_causal=is_causal))
+    given = [q, k, k, q, torch.empty(q.shape[:3])]
+    for position, view, box in launch.boxes:
+        given[position] = launch.describe(given[position], *launching.tma_shape(view), box)
+    options = launch.constants | launch.options
+    return launch, launch.kernel.warmup(*given, *launch.scalars, grid=launch.grid, **options)
 
 
 def tool(name):
@@ -63,10 +58,10 @@ def tool(name):
     return path if path.exists() else pytest.skip(f"this Triton carries no {name}")
 
 
-@pytest.mark.parametrize("width", hopper.WIDTHS)
-@pytest.mark.parametrize("dtype, is_causal", [("bf16", True), ("bf16", False), ("fp16", True)])
-def test_builds_without_spills_in_a_loop(width, dtype, is_causal, tmp_path):
-    compiled = build(width, dtype, is_causal)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtype, is_causal", [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)])
+def test_builds_without_spills_in_a_loop(on_hopper, width, dtype, is_causal, tmp_path):
+    _, compiled = build(width, dtype, is_causal)
     assert compiled.metadata.shared <= 227 * 1024
     (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
     command = [tool("ptxas"), "-v", "--gpu-name=sm_90a", tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]
@@ -76,45 +71,75 @@ def test_builds_without_spills_in_a_loop(width, dtype, is_causal, tmp_path):
     assert int(re.search(r"(\d+) bytes spill stores", said)[1]) <= 64, said  # of what a tile needs once
 
 
-@pytest.mark.parametrize("width", hopper.WIDTHS)
-def test_softmax_runs_beside_the_product(width, tmp_path):
+@pytest.mark.parametrize("width", WIDTHS)
+def test_softmax_runs_beside_the_product(on_hopper, width, tmp_path):
     """Between the wait for the scores and the wait for the output's product stand all exponentials of a tile."""
-    (tmp_path / "kernel.cubin").write_bytes(build(width).asm["cubin"])
+    (tmp_path / "kernel.cubin").write_bytes(build(width)[1].asm["cubin"])
     command = [tool("cuobjdump"), "-sass", tmp_path / "kernel.cubin"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     beside = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1(.*?)WARPGROUP\.DEPBAR\.LE gsb0, 0x0", text, re.DOTALL)
-    shape = hopper.SHAPES[width]
-    assert len(beside) == 2 * shape.consumers  # with and without a mask
+    assert len(beside) == 2 * hopper.CONSUMERS.value  # with and without a mask
     for instructions in beside:
-        assert instructions.count("MUFU.EX2") >= 64 * shape.block_k // 128
+        assert instructions.count("MUFU.EX2") >= hopper.ROWS.value * hopper.BLOCK_N.value // 128
 
 
-def test_registered_paths_name_this_forward(monkeypatch):
-    monkeypatch.setattr(plan, "_PATHS", {})
-    hopper.register()
-    for dtype, width in itertools.product(DTYPES, hopper.WIDTHS):
-        assert plan.find_path("forward", arch=90, dtype=dtype, head_width=width) is hopper.forward
-    assert plan.find_path("forward", arch=100, dtype=torch.bfloat16, head_width=64) is None
-    assert plan.find_path("backward", arch=90, dtype=torch.bfloat16, head_width=64) is None
+def test_cpp_can_launch_it(on_hopper, monkeypatch):
+    """What Triton compiled is a plain launch of three groups of warps, and each of its arguments is known."""
+    launch, compiled = build(128)
+    assert plain_launch(SimpleNamespace(metadata=compiled.metadata, function=7)) == (7, 384, compiled.metadata.shared)
+    assert compiled.metadata.shared > 48 * 1024
+    launch.binary = SimpleNamespace(src=compiled.src, metadata=compiled.metadata, function=7)
+    monkeypatch.setattr(extension, "_bytes", bytes)
+    expanded = [bytes(128), *range(4), *range(4)]
+    monkeypatch.setattr(launching.Launch, "described", lambda self, position, address: expanded)
+    numbers = tuple((number, 0) for number in range(5))
+    *begin, parameters = extension.step_of(launch, numbers, lambda descriptor, address: descriptor, 4096)
+    assert begin == [7, 384, compiled.metadata.shared, *launch.grid]
+    assert [parameters[9 * i][:3] for i in range(4)] == [(2, 0, i) for i in range(4)]  # descriptors of q, k, v and o
+    assert parameters[36][:3] == (1, 0, 4) and len(parameters) == 37 + len(launch.scalars)  # lse's address
 
 
-def test_launch_covers_every_tile(monkeypatch):
-    device = launching.Device(arch=90, num_sms=132, l2_bytes=50 << 20)
-    monkeypatch.setattr(launching, "device_of", lambda index: device)
-    hopper._plan.cache_clear()
+# ---- where it is taken -----------------------------------------------------------------------------------------------
+
+
+def test_launch_covers_every_tile(on_hopper):
     q, k = torch.empty(2, 16, 2000, 128, dtype=torch.bfloat16), torch.empty(2, 4, 300, 128, dtype=torch.bfloat16)
-    case = launching.case_of(q, k, k, True, 0.1, None, o=q)
-    shape = hopper.SHAPES[128]
-    launch = hopper._plan(case, shape)
-    total = 2 * 16 * 16  # heads of the batch times tiles of 128 queries
-    assert (
-        launch.grid == (132, 1, 1) and launch.scalars[:6] == (16, 32, 4, 2000, 300, 16) and launch.scalars[7] == total
-    )
+    launch = kernels._plan_forward(case_of(q, k)).main
+    assert launch.kernel is hopper.forward_kernel and launch.grid == (132, 1, 1)
+    # heads of the batch times tiles of 128 queries
+    assert launch.scalars[:6] == (16, 32, 4, 2000, 300, 16) and launch.scalars[7] == 2 * 16 * 16
     assert [box for _, _, box in launch.boxes] == [[1, 1, rows, 128] for rows in (64, 128, 128, 64)]
-    assert hopper._plan(case, shape._replace(persistent=False)).grid == (total, 1, 1)
-    odd = torch.empty(2, 4, 300, 132, dtype=torch.bfloat16)[..., 2:130]
-    assert hopper._plan(launching.case_of(q, odd, odd, True, 0.1, None, o=q), shape) is None
-    hopper._plan.cache_clear()
+    few = torch.empty(1, 2, 300, 128, dtype=torch.bfloat16)
+    assert kernels._plan_forward(case_of(few, few)).main.grid == (2 * 3, 1, 1)
+
+
+def test_it_is_taken_where_it_can_be_and_nobody_chose_otherwise(on_hopper, monkeypatch):
+    def kernel_of(q, k=None, **options):
+        kernels._plan_forward.cache_clear()
+        return kernels._plan_forward(case_of(q, q if k is None else k, **options)).main.kernel
+
+    q = torch.empty(2, 16, 512, 64, dtype=torch.bfloat16)
+    for dtype, width in itertools.product(hopper.DTYPES, WIDTHS):
+        assert kernel_of(torch.empty(2, 16, 512, width, dtype=dtype)) is hopper.forward_kernel
+    together = torch.empty(2, 512, 3, 16, 64, dtype=torch.bfloat16)
+    assert kernel_of(*(x.transpose(1, 2) for x in together.unbind(2)[:2])) is hopper.forward_kernel
+    one_head = torch.empty(1, 1, 8192, 64, dtype=torch.bfloat16)
+    assert kernel_of(one_head) is kernels.forward_kernel  # in parts
+    odd = torch.empty(2, 16, 512, 68, dtype=torch.bfloat16)[..., 2:66]
+    assert kernel_of(q, odd) is kernels.forward_kernel
+    assert kernel_of(q.float()) is kernels.forward_kernel
+    assert kernel_of(torch.empty(2, 16, 512, 80, dtype=torch.bfloat16)) is kernels.forward_kernel
+    assert kernel_of(q, num_splits=1) is kernels.forward_kernel
+    with plan.override_tiles(forward=plan.Tiles(64, 64, 4, 2)):
+        assert kernel_of(q) is kernels.forward_kernel
+    with monkeypatch.context() as patch:
+        patch.setenv("STEPGAUGE_GLUON", "0")
+        assert kernel_of(q) is kernels.forward_kernel
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "hopper", None)  # a Triton without Gluon
+        assert kernel_of(q) is kernels.forward_kernel
+    monkeypatch.setattr(launching, "device_of", lambda index: launching.Device(100, 148, 100 << 20))
+    assert kernel_of(q) is kernels.forward_kernel
 
 
 # ---- on the GPU ------------------------------------------------------------------------------------------------------
@@ -134,59 +159,73 @@ def make(batch, heads, kv_heads, queries, keys, width, dtype, layout="BHTD"):
     return made
 
 
+def forward(q, k, v, is_causal):
+    """By this kernel, also where the plan would split the keys."""
+    o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
+    case = launching.case_of(q, k, v, is_causal, q.shape[-1] ** -0.5, None, o=o)
+    assert hopper.takes(case)
+    launch, stream = hopper.forward_launch(case), launching.stream_of(q)
+    launch(stream, q, k, v, o, lse)  # by Triton's launcher
+    yield o, lse
+    for _ in range(10):
+        o, lse = o.clone().fill_(float("nan")), lse.clone().fill_(float("nan"))
+        launch(stream, q, k, v, o, lse)
+        yield o, lse
+
+
 def check(q, k, v, is_causal):
     group = q.shape[1] // k.shape[1]
     wide = [x.double() for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))]
     want, want_lse = attention(*wide, is_causal=is_causal)
-    for like in (q, want_lse.float()):  # freed memory of these sizes, which a result is likely to get, holds NaN
-        torch.full_like(like, float("nan"))
-    o, lse = hopper.forward(q, k, v, is_causal, q.shape[-1] ** -0.5, shape=hopper.SHAPES[q.shape[-1]])
+    (o, lse), *more = forward(q, k, v, is_causal)
     limit = 4e-3 if q.dtype == torch.bfloat16 else 8e-4
     rows = (o.double() - want).norm(dim=-1) / want.norm(dim=-1)
     assert (o.double() - want).norm() / want.norm() < limit and rows.max() < 4 * limit
-    assert o.stride() == q.stride() and lse.dtype == torch.float32
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
-    for _ in range(10):
-        again, again_lse = hopper.forward(q, k, v, is_causal, q.shape[-1] ** -0.5, shape=hopper.SHAPES[q.shape[-1]])
+    for again, again_lse in more:
         assert torch.equal(o, again) and torch.equal(lse, again_lse)
 
 
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", hopper.WIDTHS)
+@pytest.mark.parametrize("dtype", hopper.DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_forward_against_float64(case, width, dtype, is_causal):
+def test_gpu_equals_float64(case, width, dtype, is_causal, poisoned):
     check(*make(*case, width, dtype), is_causal)
 
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("width", hopper.WIDTHS)
-def test_forward_of_views(width):
+@pytest.mark.parametrize("width", WIDTHS)
+def test_gpu_views(width, poisoned):
     check(*make(2, 3, 3, 513, 511, width, torch.bfloat16, layout="BTHD"), True)
     fused = torch.randn(2, 640, 3, 4, width, device="cuda").bfloat16()
     check(*(part.transpose(1, 2) for part in fused.unbind(2)), True)
-    odd = torch.randn(1, 2, 100, width + 4, device="cuda").bfloat16()[..., 2 : width + 2]  # by pointers, portably
-    check(odd.contiguous(), odd, odd, True)
 
 
 @pytest.mark.gpu
 @needs_hopper
-def test_path_is_taken_and_differentiates(monkeypatch):
-    from stepgauge.kernels.attention import flash_attention
+@pytest.mark.parametrize("width", WIDTHS)
+def test_gpu_is_what_attention_runs_and_differentiates(width, monkeypatch):
+    """Beside the portable kernel, whose backward both have."""
+    q, k, v = (x.requires_grad_() for x in make(4, 16, 16, 512, 512, width, torch.bfloat16))
 
-    q, k, v = make(4, 16, 16, 512, 512, 64, torch.bfloat16)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    portably = flash_attention(*leaves, is_causal=True)
-    grads = torch.autograd.grad(portably, leaves, torch.ones_like(portably))
-    calls = []
-    monkeypatch.setattr(plan, "_PATHS", {})
-    counting = lambda *args: calls.append(1) or hopper.forward(*args)  # noqa: E731
-    plan.register_path("forward", counting, arch=90, dtype=torch.bfloat16, head_width=64)
-    o = flash_attention(*leaves, is_causal=True)
-    ours = torch.autograd.grad(o, leaves, torch.ones_like(o))
-    assert calls == [1]
-    for got, want in zip((o, *ours), (portably, *grads), strict=True):
+    def results():
+        kernels._plan_forward.cache_clear()
+        o = flash_attention(q, k, v, is_causal=True)
+        return o, *torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
+
+    monkeypatch.setattr(extension.NATIVE, "call", None)
+    launched = []
+    launch = hopper.forward_launch
+    monkeypatch.setattr(hopper, "forward_launch", lambda case: launched.append(case) or launch(case))
+    ours = results()
+    assert len(launched) == 1
+    monkeypatch.setenv("STEPGAUGE_GLUON", "0")
+    portably = results()
+    assert len(launched) == 1
+    kernels._plan_forward.cache_clear()
+    for got, want in zip(ours, portably, strict=True):
         assert (got.float() - want.float()).norm() / want.float().norm() < 1e-2

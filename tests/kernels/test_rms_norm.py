@@ -267,23 +267,6 @@ def test_interp_every_backward_shape(rows, fold, blocks, interpreter, poisoned, 
 # What surrounds the kernels
 
 
-class Hopper:
-    """Stands in for Triton's driver, which this machine may lack: tracing asks for the target."""
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-
-@pytest.fixture
-def hopper_driver(monkeypatch):
-    from triton.runtime import driver
-
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(driver, "_active", Hopper())
-
-
 @needs_triton
 @compiled_only
 def test_one_graph_under_torch_compile(hopper_driver):

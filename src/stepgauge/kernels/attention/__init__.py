@@ -107,13 +107,12 @@ class FlashAttentionTriton(torch.autograd.Function):
 
 
 def _forward(q, k, v, is_causal, scale, deterministic):
-    """(o, lse), by the path registered for this architecture, type and width, or by the portable kernels."""
-    return _path("forward", q)(q, k, v, is_causal, scale)
+    return _kernels().forward(q, k, v, is_causal, scale)
 
 
 def _backward(grad_o, q, k, v, o, lse, is_causal, scale, deterministic):
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    return _path("backward", q)(grad_o, q, k, v, o, lse, is_causal, scale, deterministic)
+    return _kernels().backward(grad_o, q, k, v, o, lse, is_causal, scale, deterministic)
 
 
 # Defined on the library itself: the Python layers of torch.library.custom_op made a call cost 25 us of host time
@@ -183,26 +182,12 @@ def _kernels():
     # Late, so that importing this package neither needs triton nor pays for its import.
     from . import triton as kernels
 
-    if os.environ.get("STEPGAUGE_GLUON") == "1":
-        from . import hopper
-
-        hopper.register()
     return kernels
 
 
-def _path(direction, q):
-    kernels = _kernels()
-    if plan.has_paths() and q.is_cuda:
-        arch = kernels.device_of(q.device.index).arch
-        path = plan.find_path(direction, arch=arch, dtype=q.dtype, head_width=q.shape[3])
-        if path is not None:
-            return path
-    return getattr(kernels, direction)
-
-
 def _as_launched():
-    """Whether nothing has changed what C++ was told to launch: no profiler's hook, tiles or path of someone's own."""
-    return not (plan.has_paths() or plan.overrides() or hooks_present())
+    """Whether nothing has changed what C++ was told to launch: no profiler's hook, no tiles of someone's own."""
+    return not (plan.overrides() or hooks_present())
 
 
 def _has_kernels(device):

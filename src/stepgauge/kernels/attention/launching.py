@@ -215,6 +215,10 @@ class Case(NamedTuple):
     do: View | None = None
 
     @property
+    def chip(self):
+        return device_of(self.device)
+
+    @property
     def width(self):
         return plan.block_width(self.q.shape[3])
 
@@ -223,7 +227,7 @@ class Case(NamedTuple):
         return self.q.shape[1] // self.k.shape[1]
 
     def tiles(self, kernel):
-        arch = device_of(self.device).arch
+        arch = self.chip.arch
         views = [view for view in (self.q, self.k, self.v, self.do) if view is not None]
         tma = arch >= 90 and TensorDescriptor is not None
         return plan.select_tiles(
@@ -252,7 +256,7 @@ class Case(NamedTuple):
             num_keys=num_keys,
             head_width=self.q.shape[3],
             itemsize=self.dtype.itemsize,
-            num_sms=device_of(self.device).num_sms,
+            num_sms=self.chip.num_sms,
             is_causal=self.is_causal,
         )
         chunk = plan.chunk_length(length, number, max(tiles.block_q, tiles.block_k))
@@ -261,7 +265,7 @@ class Case(NamedTuple):
     def section(self, loop_length):
         """How many heads run side by side: two tensors of `loop_length` rows are read over and over for each."""
         head_bytes = 2 * loop_length * self.q.shape[3] * self.dtype.itemsize
-        return plan.heads_per_section(head_bytes=head_bytes, l2_bytes=device_of(self.device).l2_bytes)
+        return plan.heads_per_section(head_bytes=head_bytes, l2_bytes=self.chip.l2_bytes)
 
 
 def case_of(q, k, v, is_causal, scale, num_splits, o=None, do=None):

@@ -295,29 +295,3 @@ _SM90_FP32 = {
 def fused_fits(*, itemsize, head_width):
     """Whether the one-kernel backward has tiles: in float32 at width 256 it needs more shared memory than there is."""
     return itemsize < 4 or block_width(head_width) < MAX_HEAD_WIDTH
-
-
-# ---- other implementations -----------------------------------------------------------------------------------------
-
-_PATHS: dict[tuple, object] = {}
-
-
-def register_path(direction, function, *, arch, dtype, head_width):
-    """Uses `function` in place of the portable kernels: the seam for kernels written for one architecture.
-
-    `direction` is "forward" (called with q, k, v of (B, H, T, D), is_causal, scale; returns o and lse) or "backward"
-    (called with grad_o, q, k, v, o, lse, is_causal, scale, deterministic; returns dq, dk, dv); `arch` an int such as
-    90, `dtype` a torch type, `head_width` D exactly.
-    """
-    if direction not in ("forward", "backward"):
-        raise ValueError(f"direction {direction!r} is none of forward, backward")
-    _PATHS[direction, arch, dtype, head_width] = function
-
-
-def has_paths():
-    return bool(_PATHS)
-
-
-def find_path(direction, *, arch, dtype, head_width):
-    """The registered function, or None: then the portable kernels run."""
-    return _PATHS.get((direction, arch, dtype, head_width))

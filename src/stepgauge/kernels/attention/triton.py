@@ -18,6 +18,11 @@ import triton.language as tl
 from . import extension, plan
 from .launching import Launch, View, boxes_of, case_of, on_device, rows_last, stream_of
 
+try:
+    from . import hopper
+except ImportError:  # pragma: no cover - a Triton without Gluon, or with another
+    hopper = None
+
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
 
@@ -489,7 +494,6 @@ def interpreting():
 
 
 class _ForwardPlan(NamedTuple):
-    tiles: plan.Tiles
     num_splits: int
     main: Launch
     combine: Launch | None
@@ -497,19 +501,26 @@ class _ForwardPlan(NamedTuple):
 
 @functools.lru_cache(maxsize=512)
 def _plan_forward(case):
+    tiles = case.tiles("forward")
+    num_splits, chunk = case.split("forward", tiles)
+    if num_splits > 1:
+        main = _forward_launch(case, tiles, num_splits, chunk)
+        return _ForwardPlan(num_splits, main, _combine_launch(case, num_splits, chunk))
+    if hopper is not None and hopper.takes(case):
+        return _ForwardPlan(1, hopper.forward_launch(case), None)
+    return _ForwardPlan(1, _forward_launch(case, tiles, 1, chunk), None)
+
+
+def _forward_launch(case, tiles, num_splits, chunk):
     batch, num_heads, num_queries, head_width = case.q.shape
     num_keys = case.k.shape[2]
-    tiles = case.tiles("forward")
     num_tiles = triton.cdiv(num_queries, tiles.block_q)
     all_heads = batch * num_heads
-    num_splits, chunk = case.split("forward", tiles)
-    part_steps = (num_heads * num_queries * head_width, num_queries * head_width, head_width)
-    o_split, lse_split = all_heads * num_queries * head_width, all_heads * num_queries
-    main = Launch(
+    return Launch(
         forward_kernel,
         (num_tiles * all_heads, num_splits, 1),
-        (*case.q.steps, *case.k.steps, *case.v.steps, *(case.o.steps if num_splits == 1 else part_steps),
-         num_heads, all_heads, num_queries, num_keys, num_tiles, case.section(num_keys), chunk, o_split, lse_split,
+        (*case.q.steps, *case.k.steps, *case.v.steps, *(case.o.steps if num_splits == 1 else _part_steps(case.q)),
+         num_heads, all_heads, num_queries, num_keys, num_tiles, case.section(num_keys), chunk, *_part_sizes(case),
          case.scale * math.log2(math.e)),
         {"IS_CAUSAL": case.is_causal, "HAS_TAIL": case.is_causal or num_keys % tiles.block_k != 0,
          "SPLIT": num_splits > 1, "GROUP": case.group,
@@ -518,15 +529,22 @@ def _plan_forward(case):
         tiles,
         boxes=boxes_of(tiles, case.width, (case.q, tiles.block_q), (case.k, tiles.block_k), (case.v, tiles.block_k)),
     )  # fmt: skip
-    combine = None
-    if num_splits > 1:
-        combine = Launch(
-            combine_kernel,
-            (all_heads, triton.cdiv(num_queries, 16), 1),
-            (*case.o.steps, num_heads, num_queries, num_splits, chunk, o_split, lse_split),
-            {"IS_CAUSAL": case.is_causal, "HEAD_WIDTH": head_width, "BLOCK_D": case.width, "BLOCK_M": 16},
-        )
-    return _ForwardPlan(tiles, num_splits, main, combine)
+
+
+def _combine_launch(case, num_splits, chunk):
+    batch, num_heads, num_queries, head_width = case.q.shape
+    return Launch(
+        combine_kernel,
+        (batch * num_heads, triton.cdiv(num_queries, 16), 1),
+        (*case.o.steps, num_heads, num_queries, num_splits, chunk, *_part_sizes(case)),
+        {"IS_CAUSAL": case.is_causal, "HEAD_WIDTH": head_width, "BLOCK_D": case.width, "BLOCK_M": 16},
+    )
+
+
+def _part_sizes(case):
+    """Numbers of a part of o, and of one of lse."""
+    num_rows = math.prod(case.q.shape[:3])
+    return num_rows * case.q.shape[3], num_rows
 
 
 @on_device
