@@ -1,4 +1,4 @@
-"""The forward in Gluon: built for sm_90 without a GPU as it would be launched, taken where it can be; on a GPU right."""
+"""The forward in Gluon: built for sm_90 without a GPU as it would be launched, taken where it can be, and right."""
 
 import itertools
 import os
@@ -110,7 +110,7 @@ def test_launch_covers_every_tile(on_hopper):
     assert launch.scalars[:6] == (16, 32, 4, 2000, 300, 16) and launch.scalars[7] == 2 * 16 * 16
     assert [box for _, _, box in launch.boxes] == [[1, 1, rows, 128] for rows in (64, 128, 128, 64)]
     few = torch.empty(1, 2, 300, 128, dtype=torch.bfloat16)
-    assert kernels._plan_forward(case_of(few, few)).main.grid == (2 * 3, 1, 1)
+    assert hopper.forward_launch(case_of(few, few)).grid == (2 * 3, 1, 1)
 
 
 def test_it_is_taken_where_it_can_be_and_nobody_chose_otherwise(on_hopper, monkeypatch):
@@ -118,17 +118,18 @@ def test_it_is_taken_where_it_can_be_and_nobody_chose_otherwise(on_hopper, monke
         kernels._plan_forward.cache_clear()
         return kernels._plan_forward(case_of(q, q if k is None else k, **options)).main.kernel
 
-    q = torch.empty(2, 16, 512, 64, dtype=torch.bfloat16)
+    q = torch.empty(4, 16, 512, 64, dtype=torch.bfloat16)
     for dtype, width in itertools.product(hopper.DTYPES, WIDTHS):
-        assert kernel_of(torch.empty(2, 16, 512, width, dtype=dtype)) is hopper.forward_kernel
-    together = torch.empty(2, 512, 3, 16, 64, dtype=torch.bfloat16)
+        assert kernel_of(torch.empty(4, 16, 512, width, dtype=dtype)) is hopper.forward_kernel
+    together = torch.empty(4, 512, 3, 16, 64, dtype=torch.bfloat16)
     assert kernel_of(*(x.transpose(1, 2) for x in together.unbind(2)[:2])) is hopper.forward_kernel
     one_head = torch.empty(1, 1, 8192, 64, dtype=torch.bfloat16)
     assert kernel_of(one_head) is kernels.forward_kernel  # in parts
-    odd = torch.empty(2, 16, 512, 68, dtype=torch.bfloat16)[..., 2:66]
+    assert kernel_of(q[:2]) is kernels.forward_kernel  # 128 tiles for 132 multiprocessors
+    odd = torch.empty(4, 16, 512, 68, dtype=torch.bfloat16)[..., 2:66]
     assert kernel_of(q, odd) is kernels.forward_kernel
     assert kernel_of(q.float()) is kernels.forward_kernel
-    assert kernel_of(torch.empty(2, 16, 512, 80, dtype=torch.bfloat16)) is kernels.forward_kernel
+    assert kernel_of(torch.empty(4, 16, 512, 80, dtype=torch.bfloat16)) is kernels.forward_kernel
     assert kernel_of(q, num_splits=1) is kernels.forward_kernel
     with plan.override_tiles(forward=plan.Tiles(64, 64, 4, 2)):
         assert kernel_of(q) is kernels.forward_kernel
@@ -160,10 +161,9 @@ def make(batch, heads, kv_heads, queries, keys, width, dtype, layout="BHTD"):
 
 
 def forward(q, k, v, is_causal):
-    """By this kernel, also where the plan would split the keys."""
+    """By this kernel, also where the plan would take the portable one for so few heads."""
     o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
     case = launching.case_of(q, k, v, is_causal, q.shape[-1] ** -0.5, None, o=o)
-    assert hopper.takes(case)
     launch, stream = hopper.forward_launch(case), launching.stream_of(q)
     launch(stream, q, k, v, o, lse)  # by Triton's launcher
     yield o, lse

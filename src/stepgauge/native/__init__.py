@@ -27,20 +27,12 @@ MODULE_H = Path(__file__).with_name("module.h")
 class Extension:
     """The C++ file `source`, a module named stepgauge_`name` whose function of that name is `call` (module.h).
 
-    `configure(module)` gives it the driver. With `opt_in`, a variable's name, it is only built where that is 1.
+    `configure(module)` gives it the driver.
     """
 
-    def __init__(
-        self,
-        name: str,
-        source: Path,
-        configure: Callable[[Any], object],
-        *,
-        headers: Sequence[Path] = (),
-        opt_in: str | None = None,
-    ):
+    def __init__(self, name: str, source: Path, configure: Callable[[Any], object], *, headers: Sequence[Path] = ()):
         self.name, self.source, self.configure = name, source, configure
-        self.headers, self.opt_in = (MODULE_H, *headers), opt_in
+        self.headers = (MODULE_H, *headers)
         self.call: Callable[..., Any] | None = None
         self.module: Any = None
         self.problem: str | None = "nothing has asked for it yet"
@@ -55,9 +47,6 @@ class Extension:
         if self._is_asked or self._is_tried:
             return
         self._is_asked, _asked[self.name] = True, self
-        if self.opt_in is not None and os.environ.get(self.opt_in) != "1":
-            self.problem = f"{self.opt_in} is not 1"
-            return
         self.problem = "it is being built"
         self._thread.start()
 

@@ -28,8 +28,6 @@ NATIVE = Extension(
     Path(__file__).with_name("extension.cpp"),
     lambda module: module.configure(*cuda_addresses(*_FUNCTIONS)),
     headers=[LAUNCH_H],
-    # Held against the Python path with the driver's functions replaced, not yet on a GPU: until then it is asked for.
-    opt_in="STEPGAUGE_ATTENTION_EXTENSION",
 )
 _offered: set = set()
 
