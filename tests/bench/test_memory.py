@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepgauge.bench.memory import check, predict, run
-from stepgauge.report.memory import block_bytes
+from stepgauge.bench.followed import predict
+from stepgauge.bench.memory import check, run
+from stepgauge.report.checkpointing import block_bytes
+from stepgauge.report.memory import kept_tables, memory_tables, summary_table
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
@@ -95,7 +97,7 @@ def test_for_cuda_the_prediction_is_within_1_percent_of_what_an_h100_and_an_h200
     assert len(steps) >= 5 and len(checkpointing) >= 4
     code = (
         "import json, sys\n"
-        "from stepgauge.bench.memory import predict\n"
+        "from stepgauge.bench.followed import predict\n"
         "from stepgauge.spec.memory import MemorySpec\n"
         "from stepgauge.spec.model import ModelSpec\n"
         "for row in json.loads(sys.argv[1]):\n"
@@ -116,7 +118,22 @@ def test_what_does_not_fit_is_a_row_with_its_prediction(monkeypatch):
     monkeypatch.setattr("stepgauge.measure.devices.available_host_bytes", lambda: 10_000)
     record = run(SPEC)
     assert record.status == "oom"
+    assert record.provenance == "modelled"
     assert record.median("predicted_peak_bytes") == predict(SPEC).step.peak.total
+    table = summary_table([run(dataclasses.replace(SPEC, predict="cpu")), record])
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert [row["figures"] for row in rows] == ["predicted", "predicted"]
+    assert "peak GiB" not in table.columns
+    assert rows[0]["predicted peak GiB"] == rows[1]["predicted peak GiB"] != ""
+    assert rows[1]["remark"].startswith("OOM: needs at least")
+
+
+def test_a_prediction_stands_beside_what_was_measured():
+    table = summary_table([run(SPEC), run(dataclasses.replace(SPEC, predict="cpu"))])
+    measured, alone = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
+    assert (measured["figures"], alone["figures"]) == ("measured", "predicted")
+    assert (measured["peak GiB"], alone["peak GiB"]) == (measured["predicted peak GiB"], "")
+    assert alone["predicted peak GiB"] == measured["predicted peak GiB"]
 
 
 def test_an_own_model_is_followed(tmp_path):
@@ -138,13 +155,36 @@ def test_an_own_model_is_followed(tmp_path):
         ({"phases": "forward"}, "phases is 'forward'"),
         ({"own": "x.py:f", "checkpointing": "blocks"}, "an own model chooses its own"),
         ({"compile": "on", "predict": "sm90"}, "measured, not predicted"),
-        ({"compile": "on"}, "can be seen on CUDA only"),
+        ({"compile": "blocks", "checkpointing": "nested"}, "can be followed on CUDA only"),
     ],
 )
 def test_what_cannot_be_asked_is_said(fields, said):
     with pytest.raises(ValueError, match=r".") as error:
         check(dataclasses.replace(SPEC, **fields))
     assert said in str(error.value)
+
+
+def test_a_compiled_step_tells_what_it_keeps_and_that_its_peak_is_not_seen():
+    shallow = dataclasses.replace(SPEC, model=dataclasses.replace(SPEC.model, num_layers=2))
+    eager, compiled = (run(dataclasses.replace(shallow, compile=mode)) for mode in ("off", "on"))
+    assert "peak_bytes" not in compiled.metrics
+    assert "the peak is not seen" in compiled.note
+    assert 0 < compiled.median("saved_for_backward_bytes") <= eager.median("saved_for_backward_bytes")
+    blocks = [name for name, _ in compiled.tables["saved_by_block"][1:] if name]
+    assert sorted(blocks) == [f"blocks.{n}" for n in range(2)]
+    # Attention's result is wanted by its own gradient and by the product after it, compiled or not.
+    stream = SPEC.model.residual_stream_bytes(batch=4, sequence=64)
+    kept = {(row[0], row[1]): row[-1] for row in compiled.tables["savers"][1:]}
+    assert kept["blocks.*.attention", "_scaled_dot_product_flash_attention_for_cpu"] >= 2 * stream
+    (table, largest) = kept_tables([eager, compiled])
+    assert [row[0] for row in table.rows] == ["custom batch 4 × 64 fp32", "custom batch 4 × 64 fp32 compiled (on)"]
+    assert len(largest.rows) == 10
+    assert not any(table.caption.endswith("at the peak") for table in memory_tables(compiled))
+
+
+def test_our_loss_is_predicted_to_the_byte():
+    model = dataclasses.replace(SPEC.model, loss="fused")
+    assert run(dataclasses.replace(SPEC, model=model, precision="bf16")).median("predicted_error") == 0
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ from stepgauge.report.views import describe, heading, number
 from stepgauge.spec.record import Record
 
 SUMMED_UP = ("tokens_per_s", "first_loss", "last_loss", "busbw_gb_per_s", "gb_per_s", "wrong")
+MEMORY = ("peak_bytes", "predicted_error", "saved_for_backward_bytes")  # where nothing was timed
 Format = Literal["table", "csv", "markdown", "latex", "typst", "json"]
 
 error_console = Console(stderr=True, highlight=False)
@@ -95,10 +96,12 @@ def progress(total: int, noun: str) -> Iterator[tuple[Progress, Any]]:
 def summary(record: Record) -> str:
     """One line for a record that was just measured."""
     if record.status != "ok":
-        return f"{describe(record)}: {record.status.upper()}, {record.note}"
+        predicted = number(record.median("predicted_peak_bytes"), "bytes")
+        known = f"; predicted peak {predicted} GiB" if predicted else ""
+        return f"{describe(record)}: {record.status.upper()}, {record.note}{known}"
     shown = [n for n in record.metrics if n.endswith("_ms") or n in SUMMED_UP]
-    shown = shown or [name for name in ("peak_bytes", "predicted_error") if name in record.metrics]
+    shown = shown or [name for name in MEMORY if name in record.metrics]
     figures = [
         f"{heading(n, record.metrics[n].unit)} {number(record.median(n), record.metrics[n].unit)}" for n in shown
     ]
-    return f"{describe(record)}: {', '.join(figures)}"
+    return f"{describe(record)}: {', '.join(figures) or 'ok'}"

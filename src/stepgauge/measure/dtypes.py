@@ -55,7 +55,7 @@ def told(what: str, path: str, tensor: Tensor, module: str) -> Found:
     return Found(what, path, module, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-def accumulation() -> dict[str, float]:
+def accumulation(device: torch.device) -> dict[str, float]:
     """1000 times 0.01 added up in four ways: what each type of sum and of summand makes of 10.
 
     0.01 is no binary fraction: fp32 holds 0.00999999978, fp16 0.01000213623. The sum of the second is 10.0021 however
@@ -63,9 +63,9 @@ def accumulation() -> dict[str, float]:
     """
 
     def total(sum_dtype: torch.dtype, term_dtype: torch.dtype, cast: bool) -> float:
-        result = torch.tensor(0.0, dtype=sum_dtype)
+        result = torch.tensor(0.0, dtype=sum_dtype, device=device)
         for _ in range(1000):
-            term = torch.tensor(0.01, dtype=term_dtype)
+            term = torch.tensor(0.01, dtype=term_dtype, device=device)
             result += term.to(sum_dtype) if cast else term
         return result.item()
 

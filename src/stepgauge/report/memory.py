@@ -1,19 +1,15 @@
-"""Records of kind "memory" as tables, timelines and the choice of a checkpointing."""
+"""Records of kind "memory" as tables and timelines."""
 
 import dataclasses
-import math
-import re
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from stepgauge.report.figure import areas, lines
+from stepgauge.report.checkpointing import GIB, best_checkpoint_tables, bytes_a_block
+from stepgauge.report.figure import areas
 from stepgauge.report.page import Block, Plot, Section, Text, page
 from stepgauge.report.table import Table
-from stepgauge.report.views import describe, flatten, number, record_table
+from stepgauge.report.views import describe, flatten, names, number, record_table
 from stepgauge.spec.record import Record
 
-GIB = 2**30
 CATEGORIES = ("parameters", "optimizer state", "gradients", "activations", "temporaries", "other")
 SHOWN = (
     "peak_bytes",
@@ -30,12 +26,22 @@ SAVERS_SHOWN = 5
 
 
 def summary_table(records: Sequence[Record], caption: str = "") -> Table:
-    """One row a record: peak, prediction, and whose bytes the peak is."""
-    kept = [
-        dataclasses.replace(record, metrics={name: record.metrics[name] for name in SHOWN if name in record.metrics})
-        for record in records
-    ]
-    return dataclasses.replace(record_table(kept), caption=caption)
+    """One row a record: measured peak, predicted peak, and whose bytes it is; what is predicted alone says so."""
+    table = record_table([_shown(record) for record in records])
+    at = next((place for place, name in enumerate(table.columns) if name in table.numeric), len(table.columns))
+    sources = ["predicted" if record.provenance == "modelled" else "measured" for record in records]
+    rows = [[*row[:at], source, *row[at:]] for row, source in zip(table.rows, sources, strict=True)]
+    columns = [*table.columns[:at], "figures", *table.columns[at:]]
+    return dataclasses.replace(table, columns=columns, rows=rows, caption=caption)
+
+
+def _shown(record: Record) -> Record:
+    """The record with the columns' metrics; a prediction has no measured peak."""
+    metrics = {name: record.metrics[name] for name in SHOWN if name in record.metrics}
+    if record.provenance == "modelled":
+        metrics.pop("peak_bytes", None)
+    spec = {name: value for name, value in record.spec.items() if name != "predict"}
+    return dataclasses.replace(record, metrics=metrics, spec=spec)
 
 
 def memory_tables(record: Record) -> list[Table]:
@@ -43,18 +49,39 @@ def memory_tables(record: Record) -> list[Table]:
     if not record.tables:
         return []
     name = describe(record)
-    return [
+    tables = [
         _table(record, "at_the_peak", LARGEST_SHOWN, f"{name}: the largest at the peak"),
         _table(record, "savers", SAVERS_SHOWN, f"{name}: what is kept for backward, all blocks together"),
         blocks_table(record),
         derived_table(record),
     ]
+    return [table for table in tables if table.rows]
 
 
 def _table(record: Record, which: str, rows: int, caption: str) -> Table:
-    head, *body = record.tables[which]
+    head, *body = record.tables.get(which, [["bytes"]])
     shown = [[*map(str, row[:-1]), number(row[-1], "bytes")] for row in body[:rows]]
     return Table([*head[:-1], "GiB"], shown, numeric=frozenset(("GiB", "tensors")), caption=caption)
+
+
+def kept_tables(records: Sequence[Record]) -> list[Table]:
+    """What rows of one network keep for backward, beside each other: a block, all of it, and the five largest."""
+    found = [(name, r) for name, r in zip(names(records), records, strict=True) if "savers" in r.tables]
+    if len(found) < 2:
+        return []
+    sizes, savers = [], []
+    for name, record in found:
+        whole = record.median("saved_for_backward_bytes") or 0.0
+        sizes.append([name, number(bytes_a_block(record), "bytes"), number(whole, "bytes")])
+        for place, row in enumerate(record.tables["savers"][1 : SAVERS_SHOWN + 1]):
+            share = f"{100 * row[-1] / whole:.1f}" if whole else ""
+            savers.append([name if place == 0 else "", *map(str, row[:-1]), number(row[-1], "bytes"), share])
+    kept = Table(["row", "a block GiB", "all GiB"], sizes, numeric=frozenset(("a block GiB", "all GiB")),
+                 caption="Kept for backward, a block and all of it")  # fmt: skip
+    head = ["row", *found[0][1].tables["savers"][0][:-1], "GiB", "of all %"]
+    largest = Table(head, savers, numeric=frozenset(("tensors", "GiB", "of all %")),
+                    caption="The five that keep most for backward, all blocks together")  # fmt: skip
+    return [kept, largest]
 
 
 def blocks_table(record: Record) -> Table:
@@ -116,8 +143,10 @@ def _highest_of_stretches(series: Mapping[str, Sequence[float]]) -> list[int]:
     return [max(places, key=totals.__getitem__) for places in stretches]
 
 
-def memory_blocks(records: Sequence[Record], *, drawn: Sequence[Record] | None = None) -> list[Block]:
-    """What a report shows of these records; timelines of those `drawn`, else of all."""
+def memory_blocks(
+    records: Sequence[Record], *, drawn: Sequence[Record] | None = None, compared: Sequence[Record] | None = None
+) -> list[Block]:
+    """What a report shows of these records; timelines of those `drawn`, what those `compared` keep, else of all."""
     shown: list[Block] = [summary_table(records, "Peak of the last step, and whose bytes it is")]
     errors = [abs(r.median("predicted_error") or 0.0) for r in records if "predicted_error" in r.metrics]
     if errors:
@@ -125,8 +154,8 @@ def memory_blocks(records: Sequence[Record], *, drawn: Sequence[Record] | None =
     for record in records if drawn is None else drawn:
         plot = timeline(record)
         shown += [plot] if plot else []
-        shown += [dataclasses.replace(table, folded=True) for table in memory_tables(record) if table.rows]
-    return shown + list(best_checkpoint_tables(records))
+        shown += [dataclasses.replace(table, folded=True) for table in memory_tables(record)]
+    return [*shown, *kept_tables(records if compared is None else compared), *best_checkpoint_tables(records)]
 
 
 def memory_page(records: Sequence[Record]) -> str:
@@ -135,103 +164,3 @@ def memory_page(records: Sequence[Record]) -> str:
     where = records[0].environment
     facts = {name: str(where[name]) for name in ("device", "torch", "commit") if where.get(name)}
     return page("stepgauge profile memory", [section], facts=facts)
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockBytes:
-    """What one block weighs, read off two records of a model: with every block checkpointed and with none."""
-
-    boundary: float  # kept at a block's entry when it is computed again
-    inside: float  # kept within one block when it is not
-
-    def kept(self, layers: int, k: int, checkpointing: str = "blocks") -> float:
-        """Largest bytes kept at once: the inputs of L/k parts and the insides of the part that runs again.
-
-        blocks: ceil(L/k) boundary + k inside; nested: ceil(L/k) boundary + k boundary + inside.
-        """
-        within = k * self.inside if checkpointing == "blocks" else k * self.boundary + self.inside
-        return math.ceil(layers / k) * self.boundary + within
-
-    def best(self, layers: int, checkpointing: str = "blocks") -> int:
-        """The k of least `kept`: near sqrt(L boundary / inside) for blocks, near sqrt(L) for nested."""
-        return min(range(1, layers + 1), key=lambda k: (self.kept(layers, k, checkpointing), k))
-
-
-def block_bytes(records: Iterable[Record]) -> BlockBytes | None:
-    """From the records of one model without checkpointing and with every block checkpointed, if both are there."""
-    sizes: dict[str, float] = {}
-    for record in records:
-        spec = flatten(record.spec)
-        kept = [int(size) for name, size in record.tables.get("saved_by_block", [])[1:] if str(name)]
-        if kept and spec["checkpointing"] in ("none", "blocks") and spec["checkpoint_blocks"] == 1:
-            sizes[spec["checkpointing"]] = statistics.median(kept)  # the first and the last keep more or less
-    if set(sizes) != {"none", "blocks"}:
-        return None
-    return BlockBytes(boundary=sizes["blocks"], inside=sizes["none"])
-
-
-def best_checkpoint_tables(records: Sequence[Record]) -> list[Table]:
-    """Of each model that was run with several checkpointings: peak of each, and the k that the formula calls best."""
-    tables = []
-    for name, group in _by_model(records).items():
-        sizes = block_bytes(group)
-        if sizes is None:
-            continue
-        layers = int(flatten(group[0].spec)["num_layers"])
-        rows = []
-        for record in sorted(group, key=_choice):
-            choice, k = _choice(record)
-            by_formula = choice in ("blocks", "nested")
-            figures = [sizes.kept(layers, k, choice) if by_formula else None]
-            figures += [record.median("peak_bytes"), record.median("predicted_peak_bytes")]
-            remark = "least by formula" if by_formula and k == sizes.best(layers, choice) else ""
-            part = str(k) if choice != "none" else ""
-            rows.append([choice, part, *(number(figure, "bytes") for figure in figures), remark])
-        columns = ["checkpointing", "blocks a part", "kept by formula GiB", "peak GiB", "predicted GiB", "remark"]
-        best = {choice: sizes.best(layers, choice) for choice in ("blocks", "nested")}
-        caption = (
-            f"{name}: a block keeps {number(sizes.inside, 'bytes')} GiB, its input "
-            f"{number(sizes.boundary, 'bytes')} GiB; of {layers} blocks the formula takes parts of {best['blocks']}, "
-            f"nested of {best['nested']}"
-        )
-        tables.append(Table(columns, rows, numeric=frozenset(columns[1:5]), caption=caption))
-    return tables
-
-
-def _choice(record: Record) -> tuple[str, int]:
-    spec = flatten(record.spec)
-    return str(spec["checkpointing"]), int(spec["checkpoint_blocks"])
-
-
-def _by_model(records: Sequence[Record]) -> Mapping[str, list[Record]]:
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        spec = {**record.spec, "checkpointing": "none"}
-        if record.tables:
-            key = " ".join([describe(dataclasses.replace(record, spec=spec)), *_unusual(spec)])
-            groups.setdefault(key, []).append(record)
-    return groups
-
-
-def _unusual(spec: Mapping[str, Any]) -> list[str]:
-    flat = flatten(spec)
-    return [str(flat[name]) for name in ("attention", "loss", "norm", "optimizer", "predict") if name in flat]
-
-
-def memory_against_time(points: Mapping[str, tuple[float, float]]) -> Plot:
-    """A point a choice: (step ms, peak bytes)."""
-    curves = {name: ([ms], [size / GIB]) for name, (ms, size) in points.items()}
-    return Plot(
-        lines(curves, x="ms a step (median)", y="peak GiB", dots=tuple(curves)),
-        "Memory against time: what each checkpointing saves and what it costs.",
-    )
-
-
-def dtype_table(found: Sequence[tuple[str, str, str, str]], *, each: bool) -> Table:
-    """(what, path, module, dtype), the same place in every block as one row unless `each`."""
-    counts: dict[tuple[str, ...], int] = {}
-    for what, path, module, dtype in found:
-        row = (what, path if each else re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), module, dtype)
-        counts[row] = counts.get(row, 0) + 1
-    rows = [[*row, str(count)] for row, count in counts.items()]
-    return Table(["what", "where", "module", "type", "tensors"], rows, numeric=frozenset(("tensors",)))

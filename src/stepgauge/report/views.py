@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import string
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -187,6 +188,24 @@ def describe(record: Record) -> str:
     sizes = [" × ".join(str(spec[name]) for name in shape)] if shape else []
     presets = ("size", "batch") if spec.get("own") else ()  # an own model has neither
     return " ".join([record.kind, *sizes, *words(declared, spec, leaving_out=presets)])
+
+
+def names(records: Sequence[Record]) -> list[str]:
+    """What was run, in words, with what the words leave out where it is not the first record's."""
+    said = {
+        name
+        for record in records
+        for field in dataclasses.fields(SPECS[record.kind])
+        for _, name, _, _ in string.Formatter().parse(field.metadata.get("word") or "")
+    }
+    rest = [name for name in varying(records) if name not in said]
+    specs = [flatten(record.spec) for record in records]
+
+    def named(record: Record, spec: Mapping[str, Any]) -> str:
+        unsaid = [f"{name.replace('_', ' ')} {spec.get(name)}" for name in rest if spec.get(name) != specs[0].get(name)]
+        return ", ".join([describe(record).removeprefix(f"{record.kind} "), *unsaid])
+
+    return list(map(named, records, specs))
 
 
 def _by_pair_key(records: Sequence[Record], ignoring: Sequence[str]) -> dict[tuple[Any, ...], Record]:

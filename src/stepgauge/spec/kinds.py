@@ -8,6 +8,7 @@ from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.broadcast import BroadcastSpec
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.dtypes import AccumulationSpec, DtypesSpec
 from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
@@ -23,6 +24,8 @@ SPECS: Mapping[str, type] = {
         TrainSpec,
         ProfileSpec,
         MemorySpec,
+        DtypesSpec,
+        AccumulationSpec,
         CommSpec,
         DataParallelSpec,
         BroadcastSpec,

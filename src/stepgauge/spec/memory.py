@@ -38,3 +38,8 @@ class MemorySpec(WorkSpec):
             raise ValueError(f"phases is {self.phases!r}; memory is followed through a whole step, forward alone first")
         if self.predict != "no" and self.compile != "off":
             raise ValueError(f"compile is {self.compile!r}; what compiled code holds is measured, not predicted")
+
+    @property
+    def kept_is_told(self) -> bool:
+        """Whether autograd can be asked what a compiled step keeps: a checkpoint around a graph hides it."""
+        return self.compile != "off" and (self.compile != "blocks" or self.checkpointing == "none")

@@ -1,18 +1,23 @@
 """E4: who holds memory, and what activation checkpointing gives back for how much time."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from stepgauge.bench import memory
 from stepgauge.bench.sweep import Job
-from stepgauge.report.memory import memory_against_time, memory_blocks
+from stepgauge.report.checkpointing import choice_of, memory_against_time
+from stepgauge.report.memory import memory_blocks
 from stepgauge.report.page import Block
 from stepgauge.report.table import Table
-from stepgauge.report.views import flatten, number, record_table
+from stepgauge.report.views import flatten, number
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.step import StepSpec
 from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.fused_step import OUR_PARTS
 from stepgauge.study.plans import S1, S2, sizes, step_job
 from stepgauge.study.published import SOURCES, published
 
@@ -23,6 +28,7 @@ _FIGURES: dict[str, dict[str, tuple[float, float]]] = {
     "bf16": {"2.7b": (15.65, 50.04)},
 }  # fmt: skip
 GB = 10**9
+NO_PARTS: Mapping[str, str] = MappingProxyType({})
 CHOICES = (("none", 1), ("blocks", 1), ("blocks", 2), ("nested", 2), ("selective", 1))
 BEYOND = (("10b", 512), ("2.7b", 2048))
 
@@ -32,51 +38,45 @@ def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
     load = S1 if machine.is_gpu else S2
     rows = [_job(machine, size, load, precision=p) for size in sizes(machine) for p in precisions]
     chosen = "small" if machine.is_gpu else "mini"
-    choices = [{"checkpointing": name, "checkpoint_blocks": k} for name, k in CHOICES]
+    choices: list[dict[str, Any]] = [{"checkpointing": name, "checkpoint_blocks": k} for name, k in CHOICES]
     rows += [_job(machine, chosen, load, **choice) for choice in choices[1:]]  # none is among the sizes
+    rows.append(_job(machine, chosen, load, parts=OUR_PARTS, optimizer="fused"))
+    rows += [_job(machine, chosen, load, compile="on")] if machine.has_compiler else []
     timed = [step_job(machine, chosen, load=load, **choice) for choice in choices]
     beyond = [_job(machine, size, (4, length), precision="bf16", predict="sm90") for size, length in BEYOND]
     return [*rows, *timed, *(beyond if machine.is_gpu or machine.has_compiler else [])]
 
 
-def _job(machine: Machine, size: str, load: tuple[int, int], **fields: object) -> Job:
-    model = ModelSpec.preset(size, context_length=load[1])
-    spec = MemorySpec(model=model, size=size, batch=load[0], device=machine.device, **fields)  # type: ignore[arg-type]
+def _job(
+    machine: Machine, size: str, load: tuple[int, int], *, parts: Mapping[str, str] = NO_PARTS, **fields: Any
+) -> Job:
+    model = ModelSpec.preset(size, context_length=load[1], **parts)
+    spec = MemorySpec(model=model, size=size, batch=load[0], device=machine.device, **fields)
     return Job(memory.run, spec)
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
     followed = [record for record in records if record.kind == MemorySpec.kind]
-    measured = [record for record in followed if record.provenance == "measured"]
-    beyond = [record for record in followed if record.provenance == "modelled"]
-    plain = [record for record in measured if _choice(record)[0] == "none" and record.status == "ok"]
-    largest = {record.spec["size"] for record in plain[-1:]}
-    drawn = [r for r in measured if _choice(r)[0] != "none" or r.spec["size"] in largest]
-    shown: list[Block] = [*memory_blocks(measured, drawn=drawn)] if measured else []
-    times = {_choice(r): r.median("step_ms") for r in records if r.kind == "step" and r.status == "ok"}
-    sizes_of = {str(flatten(r.spec)["size"]) for r in records if r.kind == "step"}
+    timed = [record for record in records if record.kind == StepSpec.kind and record.status == "ok"]
+    chosen = {str(flatten(record.spec)["size"]) for record in records if record.kind == StepSpec.kind}
+    variants = [r for r in followed if r.spec["size"] in chosen and r.spec["precision"] == "fp32"]
+    largest = [r for r in followed if r.status == "ok" and r.provenance == "measured" and r not in variants][-1:]
+    shown = [*memory_blocks(followed, drawn=[*variants, *largest], compared=variants)] if followed else []
+    times = {choice_of(r): r.median("step_ms") for r in timed}
     points = {
-        " ".join(map(str, _choice(r))): (times[_choice(r)] or 0.0, r.median("peak_bytes") or 0.0)
-        for r in measured
-        if r.status == "ok" and flatten(r.spec)["precision"] == "fp32"
-        and flatten(r.spec)["size"] in sizes_of and _choice(r) in times
-    }  # fmt: skip
+        " ".join(map(str, choice_of(r))): (times[choice_of(r)] or 0.0, r.median("peak_bytes") or 0.0)
+        for r in variants
+        if r.status == "ok" and _is_stock(r) and choice_of(r) in times
+    }
     if points:
         shown.append(memory_against_time(points))
-    if beyond:
-        shown.append(record_table([_peaks_only(record) for record in beyond]))
-    return [*shown, beside_published(measured)]
+    return [*shown, beside_published([record for record in followed if record.provenance == "measured"])]
 
 
-def _choice(record: Record) -> tuple[str, int]:
+def _is_stock(record: Record) -> bool:
+    """Whether nothing but its checkpointing may set the row apart."""
     spec = flatten(record.spec)
-    return str(spec["checkpointing"]), int(spec["checkpoint_blocks"])
-
-
-def _peaks_only(record: Record) -> Record:
-    names = ("peak_bytes", "forward_only_peak_bytes", "reserved_peak_bytes", "saved_for_backward_bytes")
-    kept = {name: record.metrics[name] for name in names if name in record.metrics}
-    return Record(kind=record.kind, spec=record.spec, metrics=kept, provenance="modelled", note=record.note)
+    return spec["compile"] == "off" and spec["norm"] != OUR_PARTS["norm"]
 
 
 def published_records() -> list[Record]:
@@ -97,7 +97,7 @@ def beside_published(records: Sequence[Record]) -> Table:
     ours = {
         (spec["size"], spec["precision"]): record
         for record in records
-        if (spec := flatten(record.spec))["checkpointing"] == "none" and record.status == "ok"
+        if (spec := flatten(record.spec))["checkpointing"] == "none" and record.status == "ok" and _is_stock(record)
     }
     rows = []
     for their in published_records():
@@ -122,7 +122,8 @@ EXPERIMENT = Experiment(
         "what the optimizer's state holds, an activation what outlives the forward pass, a temporary the rest. On "
         "a GPU the bytes are those of the caching allocator's own history, on a CPU those of the storages. The "
         "prediction runs the same step on tensors without memory through a model of the allocator. Forward only is "
-        "the first thing that runs, without gradients or optimizer state."
+        "the first thing that runs, without gradients or optimizer state. What compiled code keeps is what autograd's "
+        "node holds, and where it was made is known from torch.compile's partitioner."
     ),
     jobs=jobs,
     blocks=blocks,

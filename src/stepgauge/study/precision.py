@@ -1,15 +1,19 @@
-"""E3: what each precision gains."""
+"""E3: what each precision gains, which types a step then has, and what a sum's type loses."""
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from stepgauge.bench import dtypes
 from stepgauge.bench.sweep import Job
+from stepgauge.report.dtypes import EXPLANATION, accumulation_table, dtype_table
 from stepgauge.report.figure import grouped_bars
-from stepgauge.report.page import Block, Plot
+from stepgauge.report.page import Block, Plot, Text
 from stepgauge.report.views import flatten, record_table
+from stepgauge.spec.dtypes import AccumulationSpec, DtypesSpec
+from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
-from stepgauge.spec.step import PRECISIONS
+from stepgauge.spec.step import PRECISIONS, StepSpec
 from stepgauge.study.experiment import Experiment, Machine
 from stepgauge.study.plans import S1, sizes, step_job
 from stepgauge.study.published import beside, published
@@ -27,6 +31,12 @@ PUBLISHED = [
 
 
 def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+    types = DtypesSpec(model=ModelSpec.preset("nano"), size="nano", precision="bf16", device=machine.device)
+    sums = AccumulationSpec(device=machine.device)
+    return [*_timed(machine), Job(dtypes.run, types), Job(dtypes.run_accumulation, sums)]
+
+
+def _timed(machine: Machine) -> Sequence[Job]:
     if not machine.is_gpu:
         return [step_job(machine, "tiny", precision=p, steps=3) for p in PRECISIONS if p != "tf32"]
     ours = [step_job(machine, size, precision=p) for size in sizes(machine) for p in PRECISIONS]
@@ -34,6 +44,14 @@ def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
+    steps = [record for record in records if record.kind == StepSpec.kind]
+    shown: list[Block] = _times(steps) if steps else []
+    shown += [dtype_table(record) for record in records if "dtypes" in record.tables]
+    sums = [accumulation_table(record) for record in records if "sums" in record.tables]
+    return [*shown, *sums, *([Text(EXPLANATION)] if sums else [])]
+
+
+def _times(records: Sequence[Record]) -> list[Block]:
     first = flatten(records[0].spec)
     same = [r for r in records if flatten(r.spec)["context_length"] == first["context_length"]]
     names = list(dict.fromkeys(str(record.spec["size"]) for record in same))
@@ -56,7 +74,7 @@ def _with_total(record: Record) -> Record:
 EXPERIMENT = Experiment(
     name="precision",
     title="Precision",
-    question="What do tf32, autocast to 16 bits, loss scaling and pure bf16 gain over fp32?",
+    question="What do tf32, autocast to 16 bits, loss scaling and pure bf16 gain over fp32, and where do they round?",
     method=(
         "fp32 forbids tf32 products; tf32 allows them, on CUDA GPUs only; bf16 and fp16 are autocast over fp32 "
         "parameters, fp16 with loss scaling; bf16-pure keeps parameters and optimizer state in bf16. MFU is taken "

@@ -9,7 +9,8 @@ from cyclopts import Parameter
 from stepgauge.cli.console import print_records, print_table, tell
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import Fresh, Out, RowFormat, require_success, resolve_devices, run_jobs
-from stepgauge.report.memory import best_checkpoint_tables, memory_page, memory_tables, summary_table
+from stepgauge.report.checkpointing import best_checkpoint_tables
+from stepgauge.report.memory import kept_tables, memory_page, memory_tables, summary_table
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.store import RunStore
@@ -46,11 +47,12 @@ def memory(
         print_table(summary_table(records))
         for table in [table for record in records if details or len(records) == 1 for table in memory_tables(record)]:
             print_table(table)
-        for table in best_checkpoint_tables(records):
+        for table in [*kept_tables(records)[:1], *best_checkpoint_tables(records)]:
             print_table(table)
     else:
         print_records(records, format)
+    everything = [record for record in RunStore(out).read().latest() if record.kind == MemorySpec.kind]
     report = out / "report.html"
-    report.write_text(memory_page(records), encoding="utf-8")
+    report.write_text(memory_page(everything), encoding="utf-8")
     tell(f"timelines and all tables: {report}")
     require_success(records)

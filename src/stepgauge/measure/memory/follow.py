@@ -57,11 +57,14 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """A category told of a storage whose birth was not seen: compiled code made it."""
+    """What is told of a storage whose birth was not seen: compiled code made it."""
 
     event: int
     address: int
     category: str
+    module: str = ""
+    operator: str = ""
+    line: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +161,19 @@ class Follower(TorchDispatchMode):
                     found[0].category = category
                     found[0].module = name or found[0].module
                 elif self._events:
-                    self.marks.append(Mark(self.now(), storage.data_ptr(), category))
+                    self.marks.append(Mark(self.now(), storage.data_ptr(), category, name))
+                else:
+                    self._see(tensor, "", name, "", category)
+
+    def held_for_backward(self, tensor: Tensor, operator: str, module: str, line: str) -> None:
+        """Autograd holds the tensor: an activation, unless it is known as something else."""
+        storage = self._storage(tensor)
+        if tensor.device.type != self.device_type or storage._cdata in self._live:
+            return
+        if self._events:
+            self.marks.append(Mark(self.now(), storage.data_ptr(), ACTIVATIONS, module, operator, line))
+        else:
+            self._see(tensor, operator, module, line, ACTIVATIONS)
 
     def keep_for_backward(self) -> None:
         """What the forward pass made and still lives is held for backward."""
@@ -189,13 +204,15 @@ class Follower(TorchDispatchMode):
             self.windows.append(Window(start, end, name, module, line))
         return result
 
-    def _see(self, tensor: Tensor, operator: str, module: str, line: str) -> None:
+    def _see(self, tensor: Tensor, operator: str, module: str, line: str, category: str = TEMPORARIES) -> None:
         storage = self._storage(tensor)
         key = storage._cdata
         if key in self._live or not storage.nbytes():
             return
         address = storage.data_ptr() if self._events else 0
-        allocation = self._begin(Allocation(storage.nbytes(), 0, self._phase, operator, module, line, address=address))
+        allocation = self._begin(
+            Allocation(storage.nbytes(), 0, self._phase, operator, module, line, category, address=address)
+        )
         self._within.append(allocation)
         self._live[key] = allocation, weakref.ref(storage, lambda _: self._died(key))
 
@@ -254,11 +271,17 @@ def _line() -> str:
     frame: Any = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(SKIPPED_FOLDERS):
-            return f"{_short(file)}:{frame.f_lineno}"
+        if is_own(file):
+            return f"{short_path(file)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
 
-def _short(file: str) -> str:
+def is_own(file: str) -> bool:
+    """Whether the file is the program's: neither torch's nor of this folder."""
+    return not file.startswith(SKIPPED_FOLDERS)
+
+
+def short_path(file: str) -> str:
+    """The file and its folder."""
     return "/".join(Path(file).parts[-2:])

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from stepgauge.measure.memory.follow import ACTIVATIONS, OTHER, TEMPORARIES, Allocation, Follower, Phase
+from stepgauge.measure.memory.follow import ACTIVATIONS, OTHER, TEMPORARIES, Allocation, Follower, Mark, Phase
 
 UNSEEN = "outside of operators"
 EVENTS = ("alloc", "free_completed")
@@ -74,7 +74,7 @@ def joined(trace: Sequence[Mapping[str, Any]], follower: Follower, *, first: int
     for event, entry in enumerate(trace, first):
         while mark is not None and mark.event <= event:
             if mark.address in live:
-                live[mark.address].category = mark.category
+                _told(live[mark.address], mark)
             mark = next(marks, None)
         address = entry["addr"]
         if entry["action"] != "alloc":
@@ -101,6 +101,16 @@ def joined(trace: Sequence[Mapping[str, Any]], follower: Follower, *, first: int
         if allocation.category == TEMPORARIES and allocation.operator.startswith("inside"):
             allocation.category = OTHER  # a library's workspace
     return found
+
+
+def _told(allocation: Allocation, mark: Mark) -> None:
+    """What compiled code keeps is an activation unless the storage is known as something else."""
+    if mark.category == ACTIVATIONS and allocation.category != TEMPORARIES:
+        return
+    allocation.category = mark.category
+    allocation.module = mark.module or allocation.module
+    allocation.operator = mark.operator or allocation.operator
+    allocation.line = mark.line or allocation.line
 
 
 def _keep_what_outlives_forward(found: Sequence[Allocation], phases: Sequence[Phase]) -> None:

@@ -1,0 +1,112 @@
+"""What activation checkpointing gives back: bytes a block by formula, the best k, memory against time."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from stepgauge.report.figure import lines
+from stepgauge.report.page import Plot
+from stepgauge.report.table import Table
+from stepgauge.report.views import describe, flatten, number
+from stepgauge.spec.record import Record
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockBytes:
+    """What one block weighs, read off two records of a model: with every block checkpointed and with none."""
+
+    boundary: float  # kept at a block's entry when it is computed again
+    inside: float  # kept within one block when it is not
+
+    def kept(self, layers: int, k: int, checkpointing: str = "blocks") -> float:
+        """Largest bytes kept at once: the inputs of L/k parts and the insides of the part that runs again.
+
+        blocks: ceil(L/k) boundary + k inside; nested: ceil(L/k) boundary + k boundary + inside.
+        """
+        within = k * self.inside if checkpointing == "blocks" else k * self.boundary + self.inside
+        return math.ceil(layers / k) * self.boundary + within
+
+    def best(self, layers: int, checkpointing: str = "blocks") -> int:
+        """The k of least `kept`: near sqrt(L boundary / inside) for blocks, near sqrt(L) for nested."""
+        return min(range(1, layers + 1), key=lambda k: (self.kept(layers, k, checkpointing), k))
+
+
+def bytes_a_block(record: Record) -> float | None:
+    """Kept for backward by a block: the median, since the first and the last keep more or less."""
+    kept = [int(size) for name, size in record.tables.get("saved_by_block", [])[1:] if str(name)]
+    return statistics.median(kept) if kept else None
+
+
+def block_bytes(records: Iterable[Record]) -> BlockBytes | None:
+    """From the records of one model without checkpointing and with every block checkpointed, if both are there."""
+    sizes: dict[str, float] = {}
+    for record in records:
+        spec, kept = flatten(record.spec), bytes_a_block(record)
+        if kept is not None and spec["checkpointing"] in ("none", "blocks") and spec["checkpoint_blocks"] == 1:
+            sizes[spec["checkpointing"]] = kept
+    if set(sizes) != {"none", "blocks"}:
+        return None
+    return BlockBytes(boundary=sizes["blocks"], inside=sizes["none"])
+
+
+def best_checkpoint_tables(records: Sequence[Record]) -> list[Table]:
+    """Of each model that was run with several checkpointings: peak of each, and the k that the formula calls best."""
+    tables = []
+    for name, group in _by_model(records).items():
+        sizes = block_bytes(group)
+        if sizes is None:
+            continue
+        layers = int(flatten(group[0].spec)["num_layers"])
+        rows = []
+        for record in sorted(group, key=choice_of):
+            choice, k = choice_of(record)
+            by_formula = choice in ("blocks", "nested")
+            figures = [sizes.kept(layers, k, choice) if by_formula else None]
+            measured = record.median("peak_bytes") if record.provenance == "measured" else None
+            figures += [measured, record.median("predicted_peak_bytes")]
+            remark = "least by formula" if by_formula and k == sizes.best(layers, choice) else ""
+            part = str(k) if choice != "none" else ""
+            rows.append([choice, part, *(number(figure, "bytes") for figure in figures), remark])
+        columns = ["checkpointing", "blocks a part", "kept by formula GiB", "peak GiB", "predicted GiB", "remark"]
+        best = {choice: sizes.best(layers, choice) for choice in ("blocks", "nested")}
+        caption = (
+            f"{name}: a block keeps {number(sizes.inside, 'bytes')} GiB, its input "
+            f"{number(sizes.boundary, 'bytes')} GiB; of {layers} blocks the formula takes parts of {best['blocks']}, "
+            f"nested of {best['nested']}"
+        )
+        tables.append(Table(columns, rows, numeric=frozenset(columns[1:5]), caption=caption))
+    return tables
+
+
+def choice_of(record: Record) -> tuple[str, int]:
+    """What is computed again, and how many blocks at a time."""
+    spec = flatten(record.spec)
+    return str(spec["checkpointing"]), int(spec["checkpoint_blocks"])
+
+
+def _by_model(records: Sequence[Record]) -> Mapping[str, list[Record]]:
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        spec = {**record.spec, "checkpointing": "none"}
+        if record.tables:
+            key = " ".join([describe(dataclasses.replace(record, spec=spec)), *_unusual(spec)])
+            groups.setdefault(key, []).append(record)
+    return groups
+
+
+def _unusual(spec: Mapping[str, Any]) -> list[str]:
+    flat = flatten(spec)
+    return [str(flat[name]) for name in ("attention", "loss", "norm", "optimizer", "predict") if name in flat]
+
+
+def memory_against_time(points: Mapping[str, tuple[float, float]]) -> Plot:
+    """A point a choice: (step ms, peak bytes)."""
+    curves = {name: ([ms], [size / GIB]) for name, (ms, size) in points.items()}
+    return Plot(
+        lines(curves, x="ms a step (median)", y="peak GiB", dots=tuple(curves)),
+        "Memory against time: what each checkpointing saves and what it costs.",
+    )

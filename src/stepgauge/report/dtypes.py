@@ -1,0 +1,33 @@
+"""Records of kinds "dtypes" and "accumulation" as tables."""
+
+import re
+
+from stepgauge.report.table import Table
+from stepgauge.report.views import describe
+from stepgauge.spec.record import Record
+
+EXPLANATION = (
+    "0.01 is no binary fraction. fp32 holds 0.0099999998, fp16 0.0100021: rounded once, its thousand add up to 10.0021 "
+    "in fp32, and casting each term first changes nothing, since addition casts it anyway. An fp16 sum is rounded at "
+    "every addition, from 8 on to steps of 0.0078, where 0.01 becomes 0.0078: it falls behind. Hence sums (of "
+    "products, gradients, means) are kept in fp32 whatever their terms are."
+)
+
+
+def dtype_table(record: Record, *, each: bool = False) -> Table:
+    """Every type of a step, the same place in every block as one row unless `each`."""
+    head, *found = record.tables["dtypes"]
+    counts: dict[tuple[str, ...], int] = {}
+    for what, path, module, dtype in found:
+        row = (what, path if each else re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), module, dtype)
+        counts[row] = counts.get(row, 0) + 1
+    rows = [[*row, str(count)] for row, count in counts.items()]
+    caption = f"Types of one step: {describe(record).removeprefix('dtypes ')}"
+    return Table([*head, "tensors"], rows, numeric=frozenset(("tensors",)), caption=caption)
+
+
+def accumulation_table(record: Record) -> Table:
+    """What each pair of types makes of a thousand times 0.01, and how far from 10 it is."""
+    head, *sums = record.tables["sums"]
+    rows = [[name, f"{total:.4f}", f"{total - 10:+.4f}"] for name, total in sums]
+    return Table([*head, "error"], rows, numeric=frozenset(("sum", "error")), caption="What a sum's type loses")
