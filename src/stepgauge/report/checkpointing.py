@@ -1,15 +1,15 @@
 """What activation checkpointing gives back: bytes a block by formula, the best k, memory against time."""
 
 import dataclasses
+import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from stepgauge.report.figure import lines
 from stepgauge.report.page import Plot
 from stepgauge.report.table import Table
-from stepgauge.report.views import describe, flatten, number
+from stepgauge.report.views import flatten, names, number
 from stepgauge.spec.record import Record
 
 GIB = 2**30
@@ -56,7 +56,8 @@ def block_bytes(records: Iterable[Record]) -> BlockBytes | None:
 def best_checkpoint_tables(records: Sequence[Record]) -> list[Table]:
     """Of each model that was run with several checkpointings: peak of each, and the k that the formula calls best."""
     tables = []
-    for name, group in _by_model(records).items():
+    groups = _by_model(records)
+    for name, group in zip(names([group[0] for group in groups]), groups, strict=True):
         sizes = block_bytes(group)
         if sizes is None:
             continue
@@ -88,19 +89,14 @@ def choice_of(record: Record) -> tuple[str, int]:
     return str(spec["checkpointing"]), int(spec["checkpoint_blocks"])
 
 
-def _by_model(records: Sequence[Record]) -> Mapping[str, list[Record]]:
+def _by_model(records: Sequence[Record]) -> list[list[Record]]:
+    """Rows that differ in their checkpointing alone, those without any first."""
     groups: dict[str, list[Record]] = {}
-    for record in records:
-        spec = {**record.spec, "checkpointing": "none"}
+    for record in sorted(records, key=lambda record: choice_of(record)[0] != "none"):
+        rest = {n: v for n, v in record.spec.items() if n not in ("checkpointing", "checkpoint_blocks")}
         if record.tables:
-            key = " ".join([describe(dataclasses.replace(record, spec=spec)), *_unusual(spec)])
-            groups.setdefault(key, []).append(record)
-    return groups
-
-
-def _unusual(spec: Mapping[str, Any]) -> list[str]:
-    flat = flatten(spec)
-    return [str(flat[name]) for name in ("attention", "loss", "norm", "optimizer", "predict") if name in flat]
+            groups.setdefault(json.dumps(rest, sort_keys=True), []).append(record)
+    return list(groups.values())
 
 
 def memory_against_time(points: Mapping[str, tuple[float, float]]) -> Plot:

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from stepgauge.report.checkpointing import GIB, best_checkpoint_tables, bytes_a_block
 from stepgauge.report.figure import areas
 from stepgauge.report.page import Block, Plot, Section, Text, page
 from stepgauge.report.table import Table
-from stepgauge.report.views import describe, flatten, names, number, record_table
+from stepgauge.report.views import apart, describe, flatten, names, number, record_table
 from stepgauge.spec.record import Record
 
 CATEGORIES = ("parameters", "optimizer state", "gradients", "activations", "temporaries", "other")
@@ -23,25 +24,27 @@ SHOWN = (
 POINTS_DRAWN = 350
 LARGEST_SHOWN = 10
 SAVERS_SHOWN = 5
+OUTSIDE = "outside of blocks"
 
 
 def summary_table(records: Sequence[Record], caption: str = "") -> Table:
     """One row a record: measured peak, predicted peak, and whose bytes it is; what is predicted alone says so."""
     table = record_table([_shown(record) for record in records])
     at = next((place for place, name in enumerate(table.columns) if name in table.numeric), len(table.columns))
-    sources = ["predicted" if record.provenance == "modelled" else "measured" for record in records]
-    rows = [[*row[:at], source, *row[at:]] for row, source in zip(table.rows, sources, strict=True)]
-    columns = [*table.columns[:at], "figures", *table.columns[at:]]
-    return dataclasses.replace(table, columns=columns, rows=rows, caption=caption)
+    rows = [
+        [name, "predicted" if record.provenance == "modelled" else "measured", *row[at:]]
+        for name, record, row in zip(names(records), records, table.rows, strict=True)
+    ]
+    return dataclasses.replace(table, columns=["row", "figures", *table.columns[at:]], rows=rows, caption=caption)
 
 
 def _shown(record: Record) -> Record:
-    """The record with the columns' metrics; a prediction has no measured peak."""
+    """The record with the columns' metrics; a prediction has no measured peak, and the row's name says it is one."""
     metrics = {name: record.metrics[name] for name in SHOWN if name in record.metrics}
     if record.provenance == "modelled":
         metrics.pop("peak_bytes", None)
-    spec = {name: value for name, value in record.spec.items() if name != "predict"}
-    return dataclasses.replace(record, metrics=metrics, spec=spec)
+    note = "" if record.provenance == "modelled" and record.status == "ok" else record.note
+    return dataclasses.replace(record, metrics=metrics, note=note)
 
 
 def memory_tables(record: Record) -> list[Table]:
@@ -58,38 +61,53 @@ def memory_tables(record: Record) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
-def _table(record: Record, which: str, rows: int, caption: str) -> Table:
-    head, *body = record.tables.get(which, [["bytes"]])
-    shown = [[*map(str, row[:-1]), number(row[-1], "bytes")] for row in body[:rows]]
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count} rows"
+
+
+def _largest(record: Record, which: str, most: int) -> tuple[list[str], list[list[Any]]]:
+    """Headings and first rows of a table of the record, the last column bytes; none where it has no such table."""
+    head, *rows = record.tables.get(which, [["bytes"]])
+    places = {number for number, name in enumerate(head) if name in ("module", "kept by")}
+    named = [[OUTSIDE if n in places and not cell else cell for n, cell in enumerate(row)] for row in rows[:most]]
+    return head, named
+
+
+def _table(record: Record, which: str, most: int, caption: str) -> Table:
+    head, rows = _largest(record, which, most)
+    shown = [[*map(str, row[:-1]), number(row[-1], "bytes")] for row in rows]
     return Table([*head[:-1], "GiB"], shown, numeric=frozenset(("GiB", "tensors")), caption=caption)
 
 
 def kept_tables(records: Sequence[Record]) -> list[Table]:
     """What rows of one network keep for backward, beside each other: a block, all of it, and the five largest."""
-    found = [(name, r) for name, r in zip(names(records), records, strict=True) if "savers" in r.tables]
+    found = [record for record in records if "savers" in record.tables]
     if len(found) < 2:
         return []
+    common, rows = apart(names(found))
+    of_all = f"{common}: " if common else ""
     sizes, savers = [], []
-    for name, record in found:
+    for name, record in zip(rows, found, strict=True):
         whole = record.median("saved_for_backward_bytes") or 0.0
         sizes.append([name, number(bytes_a_block(record), "bytes"), number(whole, "bytes")])
-        for place, row in enumerate(record.tables["savers"][1 : SAVERS_SHOWN + 1]):
-            share = f"{100 * row[-1] / whole:.1f}" if whole else ""
-            savers.append([name if place == 0 else "", *map(str, row[:-1]), number(row[-1], "bytes"), share])
+        for module, operator, line, tensors, size in _largest(record, "savers", SAVERS_SHOWN)[1]:
+            share = f"{100 * size / whole:.1f}" if whole else ""
+            savers.append([name, number(size, "bytes"), share, str(tensors), operator, module, line])
+            name = ""  # once for the five
     kept = Table(["row", "a block GiB", "all GiB"], sizes, numeric=frozenset(("a block GiB", "all GiB")),
-                 caption="Kept for backward, a block and all of it")  # fmt: skip
-    head = ["row", *found[0][1].tables["savers"][0][:-1], "GiB", "of all %"]
-    largest = Table(head, savers, numeric=frozenset(("tensors", "GiB", "of all %")),
-                    caption="The five that keep most for backward, all blocks together")  # fmt: skip
+                 caption=f"{of_all}kept for backward, by a block and in all")  # fmt: skip
+    head = ["row", "GiB", "of all %", "tensors", "made by", "kept by", "line"]
+    largest = Table(head, savers, numeric=frozenset(head[1:4]),
+                    caption=f"{of_all}the five that keep most for backward, all blocks together")  # fmt: skip
     return [kept, largest]
 
 
 def blocks_table(record: Record) -> Table:
     """Bytes kept by block; the blocks between the first and the last that keep the same are one row."""
-    rows = [(str(name) or "outside of blocks", int(size)) for name, size in record.tables["saved_by_block"][1:]]
+    rows = [(str(name) or OUTSIDE, int(size)) for name, size in record.tables["saved_by_block"][1:]]
     merged: list[tuple[str, str, int]] = []
     for name, size in rows:
-        if merged and merged[-1][2] == size and name != "outside of blocks":
+        if merged and merged[-1][2] == size and name != OUTSIDE:
             merged[-1] = merged[-1][0], name, size
         else:
             merged.append((name, name, size))
@@ -150,7 +168,7 @@ def memory_blocks(
     shown: list[Block] = [summary_table(records, "Peak of the last step, and whose bytes it is")]
     errors = [abs(r.median("predicted_error") or 0.0) for r in records if "predicted_error" in r.metrics]
     if errors:
-        shown.append(Text(f"Largest error of the predicted peak: {100 * max(errors):.2f} % over {len(errors)} rows."))
+        shown.append(Text(f"Largest error of the predicted peak: {100 * max(errors):.2f} % over {_rows(len(errors))}."))
     for record in records if drawn is None else drawn:
         plot = timeline(record)
         shown += [plot] if plot else []

@@ -1,6 +1,7 @@
 """Records as tables: which columns a set of records needs, and how a figure is written."""
 
 import dataclasses
+import itertools
 import math
 import string
 from collections.abc import Iterable, Mapping, Sequence
@@ -206,6 +207,14 @@ def names(records: Sequence[Record]) -> list[str]:
         return ", ".join([describe(record).removeprefix(f"{record.kind} "), *unsaid])
 
     return list(map(named, records, specs))
+
+
+def apart(rows: Sequence[str]) -> tuple[str, list[str]]:
+    """What all names begin with, and what is left of each; "plain" where that is nothing."""
+    split = [name.replace(",", " ,").split() for name in rows]
+    common = [words[0] for words in itertools.takewhile(lambda words: len(set(words)) == 1, zip(*split, strict=False))]
+    rests = [" ".join(words[len(common) :]).replace(" ,", ",").removeprefix(", ") for words in split]
+    return " ".join(common).replace(" ,", ","), [rest or "plain" for rest in rests]
 
 
 def _by_pair_key(records: Sequence[Record], ignoring: Sequence[str]) -> dict[tuple[Any, ...], Record]:

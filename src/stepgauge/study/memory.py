@@ -61,16 +61,21 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     chosen = {str(flatten(record.spec)["size"]) for record in records if record.kind == StepSpec.kind}
     variants = [r for r in followed if r.spec["size"] in chosen and r.spec["precision"] == "fp32"]
     largest = [r for r in followed if r.status == "ok" and r.provenance == "measured" and r not in variants][-1:]
-    shown = [*memory_blocks(followed, drawn=[*variants, *largest], compared=variants)] if followed else []
+    drawn = [*(record for record in variants if choice_of(record)[1] == 1), *largest]
+    shown = [*memory_blocks(followed, drawn=drawn, compared=variants)] if followed else []
     times = {choice_of(r): r.median("step_ms") for r in timed}
     points = {
-        " ".join(map(str, choice_of(r))): (times[choice_of(r)] or 0.0, r.median("peak_bytes") or 0.0)
+        _words(*choice_of(r)): (times[choice_of(r)] or 0.0, r.median("peak_bytes") or 0.0)
         for r in variants
         if r.status == "ok" and _is_stock(r) and choice_of(r) in times
     }
     if points:
         shown.append(memory_against_time(points))
     return [*shown, beside_published([record for record in followed if record.provenance == "measured"])]
+
+
+def _words(checkpointing: str, blocks_a_part: int) -> str:
+    return checkpointing if checkpointing == "none" else f"{checkpointing} {blocks_a_part}"
 
 
 def _is_stock(record: Record) -> bool:
@@ -109,8 +114,8 @@ def beside_published(records: Sequence[Record]) -> Table:
             rows.append([str(their.spec["size"]), str(their.spec["precision"]), load, what,
                          *(number(figure, "bytes") for figure in figures)])  # fmt: skip
     caption = f"Beside published peaks. S1, 16 × 128: {SOURCES['S1']}. Ours has SwiGLU, so more parameters."
-    return Table(["size", "precision", "batch × context", "what", "ours GiB", "published GiB"], rows,
-                 numeric=frozenset(("ours GiB", "published GiB")), caption=caption, folded=not ours)  # fmt: skip
+    head = ["size", "precision", "batch × context", "what", "ours GiB", "published GiB"]
+    return Table(head, rows, numeric=frozenset(head[-2:]), caption=caption, folded=not any(row[-2] for row in rows))
 
 
 EXPERIMENT = Experiment(
