@@ -80,8 +80,11 @@ def _measured(spec: MemorySpec, folder: Path | None, predicted: Followed | None)
 def _measured_by_allocator(
     spec: MemorySpec, device: torch.device, folder: Path | None
 ) -> tuple[Picture, dict[str, float]]:
-    """The last step but one runs alone, for its peaks; the last is followed, for whose bytes they are."""
-    history.release_what_earlier_steps_left()
+    """The last step but one runs alone, for its peaks; the last is followed, for whose bytes they are.
+
+    Wants a process of its own, as every row has: what an earlier step has left, such as cuBLAS's workspaces, would be
+    part of the level that its peaks are counted from.
+    """
     first = history.event_count(device)
     baseline = torch.cuda.memory_allocated(device)
     follower = Follower(device, events=lambda: history.event_count(device))

@@ -3,8 +3,6 @@
 The factory returns a module and its batch: `module(*batch)` gives the loss, or a tensor whose mean stands in for it.
 """
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from stepgauge.bench.load_file import load_file
 from stepgauge.models.parts import build_optimizer
 from stepgauge.train.precision import PRECISIONS, unavailable
 from stepgauge.train.step import TrainingStep
@@ -29,17 +28,7 @@ def load_factory(where: str) -> Factory:
         raise ValueError(f"model is {where!r}; name it as FILE.py:factory")
     if not path.is_file():
         raise ValueError(f"model is {where!r}, but there is no file {path}")
-    imported = importlib.util.spec_from_file_location(f"own_model_{path.stem}", path.resolve())
-    assert imported is not None and imported.loader is not None
-    module = importlib.util.module_from_spec(imported)
-    sys.modules[imported.name] = module  # dataclasses and pickle look their module up there
-    sys.path.insert(0, str(path.resolve().parent))  # the file may import its neighbours
-    try:
-        imported.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(str(path.resolve().parent))
+    module = load_file(path)
     factory = getattr(module, name, None)
     if not callable(factory):
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]

@@ -8,16 +8,15 @@ FILE.cu binds NAME with PYBIND11_MODULE; the rest stands in a FILE.py of the sam
 """
 
 import dataclasses
-import importlib.util
 import inspect
 import shutil
-import sys
-import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from stepgauge.bench.load_file import load_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +69,7 @@ def load(file: str, name: str, device: torch.device) -> UserFunction:
     """The function and what stands beside it, its inputs made. Raises ValueError for what the file lacks."""
     path = Path(file)
     require_tools(path, device)
-    module = _module(path.with_suffix(".py"))
+    module = load_file(path.with_suffix(".py"))
     given = vars(module)
     function = _required(given if path.suffix == ".py" else vars(_extension(path)), (name,), path)
     make = _required(given, (f"{name}_inputs", "inputs"), path.with_suffix(".py"))
@@ -84,17 +83,6 @@ def load(file: str, name: str, device: torch.device) -> UserFunction:
         num_bytes=_number(given, f"{name}_bytes", inputs),
         num_flops=_number(given, f"{name}_flops", inputs),
     )
-
-
-def _module(path: Path) -> types.ModuleType:
-    """The file as a module, its folder importable as when it is run as a script."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))
-    sys.modules[path.stem] = module  # so that what it defines can be pickled and compiled
-    spec.loader.exec_module(module)
-    return module
 
 
 def _extension(path: Path) -> Any:

@@ -6,7 +6,6 @@ window is the operator's own, a temporary, or a workspace if it is never given b
 """
 
 import contextlib
-import gc
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,13 +27,6 @@ def recording() -> Iterator[None]:
         yield
     finally:
         torch.cuda.memory._record_memory_history(None)
-
-
-def release_what_earlier_steps_left() -> None:
-    """Workspaces of cuBLAS and cached segments go, so that a step takes what it takes in a process of its own."""
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
 
 
 def event_count(device: torch.device) -> int:
