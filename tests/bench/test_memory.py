@@ -22,12 +22,12 @@ from stepgauge.spec.record import Record
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 SPEC = MemorySpec(
-    model=ModelSpec(vocab_size=256, context_length=64, d_model=64, d_ff=128, num_layers=6, num_heads=2), batch=4
+    model=ModelSpec(vocab_size=256, context_length=64, d_model=64, d_ff=128, num_layers=4, num_heads=2), batch=4
 )
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "size"), [("none", 1), ("blocks", 1), ("blocks", 3), ("nested", 3), ("selective", 1)]
+    ("checkpointing", "size"), [("none", 1), ("blocks", 1), ("blocks", 2), ("nested", 2), ("selective", 1)]
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_on_the_cpu_the_prediction_is_what_was_followed(precision, checkpointing, size):
@@ -45,14 +45,14 @@ def test_on_the_cpu_the_prediction_is_what_was_followed(precision, checkpointing
 def test_checkpointing_keeps_what_it_says():
     records = [
         run(dataclasses.replace(SPEC, checkpointing=name, checkpoint_blocks=size))
-        for name, size in (("none", 1), ("blocks", 1), ("blocks", 3), ("selective", 1))
+        for name, size in (("none", 1), ("blocks", 1), ("blocks", 2), ("selective", 1))
     ]
     kept = [record.median("saved_for_backward_bytes") for record in records]
     assert kept[0] > kept[3] > kept[1] > kept[2]
     stream = SPEC.model.residual_stream_bytes(batch=4, sequence=64)
     sizes = block_bytes(records)
     assert sizes.boundary == stream
-    assert kept[1] - kept[2] == 4 * stream  # the inputs of six blocks against those of two parts
+    assert kept[1] - kept[2] == 2 * stream  # the inputs of four blocks against those of two parts
 
 
 def test_best_k_is_that_of_trying_all():
@@ -63,12 +63,16 @@ def test_best_k_is_that_of_trying_all():
 
 
 def recorded_steps():
-    """The specs of whole uncompiled steps of the smallest size, and the peaks that an H100 measured."""
+    """The specs of whole uncompiled steps of the smallest size, and the peaks that an H100 measured.
+
+    Every precision of one load, and every load of one precision.
+    """
     rows = {}
     for record in records_of("2026-11-21-h100-study.jsonl"):
         spec = record.spec
         asked = record.kind == "step" and record.status == "ok" and spec["compile"] == "off" and spec["size"] == "small"
-        if asked and spec["precision"] != "tf32":
+        load = spec.get("batch"), spec.get("model", {}).get("context_length")
+        if asked and spec["precision"] != "tf32" and (spec["precision"] == "bf16" or load == (4, 512)):
             shared = {f.name: spec[f.name] for f in dataclasses.fields(MemorySpec) if f.name in spec}
             rows[spec["batch"], spec["model"]["context_length"], spec["precision"]] = (
                 shared,
@@ -179,7 +183,7 @@ def test_a_compiled_step_tells_what_it_keeps_and_that_its_peak_is_not_seen():
     kept = {(row[0], row[1]): row[-1] for row in compiled.tables["savers"][1:]}
     assert kept["blocks.*.attention", "_scaled_dot_product_flash_attention_for_cpu"] >= 2 * stream
     (table, largest) = kept_tables([eager, compiled])
-    assert [row[0] for row in table.rows] == ["custom batch 4 × 64 fp32", "custom batch 4 × 64 fp32 compiled (on)"]
+    assert [row[0] for row in table.rows] == ["plain", "compiled (on)"]
     assert len(largest.rows) == 10
     assert not any(table.caption.endswith("at the peak") for table in memory_tables(compiled))
 

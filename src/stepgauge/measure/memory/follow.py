@@ -7,6 +7,7 @@ optimizer's state does, an activation when it outlives the forward pass that mad
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -282,6 +283,7 @@ def is_own(file: str) -> bool:
     return not file.startswith(SKIPPED_FOLDERS)
 
 
+@functools.cache
 def short_path(file: str) -> str:
     """The file and its folder."""
     return "/".join(Path(file).parts[-2:])
