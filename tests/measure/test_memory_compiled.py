@@ -1,10 +1,13 @@
 """What backward of compiled code keeps, on a model whose sizes are known by hand."""
 
+import functools
 import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from stepgauge.measure.memory.compiled import KeptByGraphs
 
@@ -69,3 +72,17 @@ def test_a_graph_that_runs_for_every_block_is_a_part_a_time_and_eager_code_is_to
     # The first part's input is the batch; the last result is kept for its square, by autograd's own node.
     assert {("graph.0", "input", ROWS * WIDTH * 4), ("graph.1", "input", ROWS * WIDTH * 4)} <= told
     assert ("", "PowBackward0", ROWS * WIDTH * 4) in told
+
+
+class Checkpointed(nn.Module):
+    def forward(self, x):
+        """Its compiled graph keeps attention's random state, whose size is symbolic to the compiler."""
+        attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+        return checkpoint(attend, x, x, x, use_reentrant=False).square().sum()
+
+
+def test_what_a_checkpoint_computes_again_is_not_kept():
+    torch._dynamo.reset()
+    model, x = Checkpointed(), torch.randn(2, 2, ROWS, WIDTH, requires_grad=True)
+    found = kept(model, torch.compile(model), x)
+    assert sum(size for *_, size in found) < x.nbytes  # neither attention's result nor its square's input

@@ -211,10 +211,13 @@ def names(records: Sequence[Record]) -> list[str]:
 
 def apart(rows: Sequence[str]) -> tuple[str, list[str]]:
     """What all names begin with, and what is left of each; "plain" where that is nothing."""
-    split = [name.replace(",", " ,").split() for name in rows]
+    split = [name.replace(" × ", "×").replace(",", " ,").split() for name in rows]
     common = [words[0] for words in itertools.takewhile(lambda words: len(set(words)) == 1, zip(*split, strict=False))]
-    rests = [" ".join(words[len(common) :]).replace(" ,", ",").removeprefix(", ") for words in split]
-    return " ".join(common).replace(" ,", ","), [rest or "plain" for rest in rests]
+
+    def written(words: Sequence[str]) -> str:
+        return " ".join(words).replace("×", " × ").replace(" ,", ",").removeprefix(", ")
+
+    return written(common), [written(words[len(common) :]) or "plain" for words in split]
 
 
 def _by_pair_key(records: Sequence[Record], ignoring: Sequence[str]) -> dict[tuple[Any, ...], Record]:

@@ -71,7 +71,12 @@ class KeptByGraphs(CustomPartitionerFn):
 
 
 def _signature(tensors: Sequence[Tensor]) -> Signature:
-    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+    """Shapes and types; a size that is symbolic to the compiler is the one that it was compiled with."""
+    return tuple((tuple(map(_size, tensor.shape)), tensor.dtype) for tensor in tensors)
+
+
+def _size(size: int | torch.SymInt) -> int:
+    return size if isinstance(size, int) else size.node.hint
 
 
 def _nodes(loss: Tensor) -> list[Any]:
