@@ -8,7 +8,7 @@ from stepgauge.report.checkpointing import GIB, best_checkpoint_tables, bytes_a_
 from stepgauge.report.figure import areas
 from stepgauge.report.page import Block, Plot, Section, Text, page
 from stepgauge.report.table import Table
-from stepgauge.report.views import apart, describe, flatten, names, number, record_table
+from stepgauge.report.views import SHAPE, apart, describe, flatten, names, number, record_table
 from stepgauge.spec.record import Record
 
 CATEGORIES = ("parameters", "optimizer state", "gradients", "activations", "temporaries", "other")
@@ -21,9 +21,11 @@ SHOWN = (
     "unexplained_bytes",
     "saved_for_backward_bytes",
 )
+PHASES = ("forward only", "forward", "backward", "optimizer")
 POINTS_DRAWN = 350
 LARGEST_SHOWN = 10
 SAVERS_SHOWN = 5
+ONE_SHAPE = ("own", "size", *SHAPE, "batch", "context_length", "precision")
 OUTSIDE = "outside of blocks"
 
 
@@ -53,6 +55,7 @@ def memory_tables(record: Record) -> list[Table]:
         return []
     name = describe(record)
     tables = [
+        phases_table(record),
         _table(record, "at_the_peak", LARGEST_SHOWN, f"{name}: the largest at the peak"),
         _table(record, "savers", SAVERS_SHOWN, f"{name}: what is kept for backward, all blocks together"),
         blocks_table(record),
@@ -79,13 +82,19 @@ def _table(record: Record, which: str, most: int, caption: str) -> Table:
     return Table([*head[:-1], "GiB"], shown, numeric=frozenset(("GiB", "tensors")), caption=caption)
 
 
-def kept_tables(records: Sequence[Record]) -> list[Table]:
-    """What rows of one network keep for backward, beside each other: a block, all of it, and the five largest."""
-    found = [record for record in records if "savers" in record.tables]
-    if len(found) < 2:
-        return []
+def kept_tables(records: Sequence[Record], *, largest: bool = True) -> list[Table]:
+    """What rows of one shape and precision keep for backward, beside each other: a block, all, the five `largest`."""
+    groups: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        if "savers" in record.tables:
+            spec = flatten(record.spec)
+            groups.setdefault(tuple(spec[name] for name in ONE_SHAPE), []).append(record)
+    tables = [table for group in groups.values() if len(group) > 1 for table in _kept_tables(group)]
+    return tables if largest else tables[::2]
+
+
+def _kept_tables(found: Sequence[Record]) -> tuple[Table, Table]:
     common, rows = apart(names(found))
-    of_all = f"{common}: " if common else ""
     sizes, savers = [], []
     for name, record in zip(rows, found, strict=True):
         whole = record.median("saved_for_backward_bytes") or 0.0
@@ -95,11 +104,19 @@ def kept_tables(records: Sequence[Record]) -> list[Table]:
             savers.append([name, number(size, "bytes"), share, str(tensors), operator, module, line])
             name = ""  # once for the five
     kept = Table(["row", "a block GiB", "all GiB"], sizes, numeric=frozenset(("a block GiB", "all GiB")),
-                 caption=f"{of_all}kept for backward, by a block and in all")  # fmt: skip
+                 caption=f"{common}: kept for backward, by a block and in all")  # fmt: skip
     head = ["row", "GiB", "of all %", "tensors", "made by", "kept by", "line"]
     largest = Table(head, savers, numeric=frozenset(head[1:4]),
-                    caption=f"{of_all}the five that keep most for backward, all blocks together")  # fmt: skip
-    return [kept, largest]
+                    caption=f"{common}: the five that keep most for backward, all blocks together")  # fmt: skip
+    return kept, largest
+
+
+def phases_table(record: Record) -> Table:
+    """The peak of forward alone without gradients, and of each phase of the step."""
+    peaks = {phase: record.median(f"{phase.replace(' ', '_')}_peak_bytes") for phase in PHASES}
+    rows = [[phase, number(peak, "bytes")] for phase, peak in peaks.items() if peak is not None]
+    caption = f"{describe(record)}: peak of each phase"
+    return Table(["phase", "peak GiB"], rows, numeric=frozenset(("peak GiB",)), caption=caption)
 
 
 def blocks_table(record: Record) -> Table:

@@ -47,7 +47,7 @@ def memory(
         print_table(summary_table(records))
         for table in [table for record in records if details or len(records) == 1 for table in memory_tables(record)]:
             print_table(table)
-        for table in [*kept_tables(records)[:1], *best_checkpoint_tables(records)]:
+        for table in [*kept_tables(records, largest=False), *best_checkpoint_tables(records)]:
             print_table(table)
     else:
         print_records(records, format)
