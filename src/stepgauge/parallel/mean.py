@@ -4,7 +4,7 @@ import importlib.util
 
 from torch import Tensor
 
-_BLOCK = 4096
+_BLOCK = 2048
 
 if importlib.util.find_spec("triton") is not None:
     import triton

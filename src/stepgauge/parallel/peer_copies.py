@@ -66,7 +66,7 @@ class PeerCopies:
         self._box_bytes = STAGING_BYTES[device.type] // boxes // ALIGNMENT * ALIGNMENT
         self._memory = peer_memory(boxes * self._box_bytes, device, self.group)
         self._device = device
-        self._streams = [torch.cuda.Stream(device) for _ in range(SLOTS)] if device.type == "cuda" else []
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(SLOTS)] if device.type == "cuda" else []
         self._launcher = ThreadPoolExecutor(1, thread_name_prefix="peer-copies")
         self._turns = itertools.cycle(range(SLOTS))
         self._cached_box = functools.cache(self._make_box)
