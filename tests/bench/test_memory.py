@@ -26,27 +26,29 @@ SPEC = MemorySpec(
 )
 
 
+@functools.cache
+def followed(precision="fp32", checkpointing="none", size=1):
+    return run(dataclasses.replace(SPEC, precision=precision, checkpointing=checkpointing, checkpoint_blocks=size))
+
+
 @pytest.mark.parametrize(
     ("checkpointing", "size"), [("none", 1), ("blocks", 1), ("blocks", 2), ("nested", 2), ("selective", 1)]
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_on_the_cpu_the_prediction_is_what_was_followed(precision, checkpointing, size):
-    spec = dataclasses.replace(SPEC, precision=precision, checkpointing=checkpointing, checkpoint_blocks=size)
-    record = run(spec)
+    record = followed(precision, checkpointing, size)
     assert record.median("predicted_error") == record.median("predicted_forward_only_error") == 0
     parts = ("parameters", "optimizer_state", "gradients", "activations", "temporaries", "other")
     assert sum(record.median(f"{name}_bytes") for name in parts) == record.median("peak_bytes")
-    assert record.median("parameters_bytes") == spec.model.num_parameters * 4
+    assert record.median("parameters_bytes") == SPEC.model.num_parameters * 4
     assert record.median("backward_peak_bytes") <= record.median("peak_bytes")
     assert max(map(sum, zip(*(record.series[n] for n in parts), strict=True))) == record.median("peak_bytes")
     assert Record.from_json(record.to_json()) == record
 
 
 def test_checkpointing_keeps_what_it_says():
-    records = [
-        run(dataclasses.replace(SPEC, checkpointing=name, checkpoint_blocks=size))
-        for name, size in (("none", 1), ("blocks", 1), ("blocks", 2), ("selective", 1))
-    ]
+    choices = (("none", 1), ("blocks", 1), ("blocks", 2), ("selective", 1))
+    records = [followed("fp32", name, size) for name, size in choices]
     kept = [record.median("saved_for_backward_bytes") for record in records]
     assert kept[0] > kept[3] > kept[1] > kept[2]
     stream = SPEC.model.residual_stream_bytes(batch=4, sequence=64)
@@ -56,7 +58,7 @@ def test_checkpointing_keeps_what_it_says():
 
 
 def test_best_k_is_that_of_trying_all():
-    sizes = block_bytes([run(dataclasses.replace(SPEC, checkpointing=c)) for c in ("none", "blocks")])
+    sizes = block_bytes([followed("fp32", name, 1) for name in ("none", "blocks")])
     best = sizes.best(36)
     assert sizes.kept(36, best) == min(sizes.kept(36, k) for k in range(1, 37))
     assert sizes.best(36, "nested") == 6
@@ -135,7 +137,7 @@ def test_what_does_not_fit_is_a_row_with_its_prediction(monkeypatch):
 
 
 def test_a_prediction_stands_beside_what_was_measured():
-    table = summary_table([run(SPEC), run(dataclasses.replace(SPEC, predict="cpu"))])
+    table = summary_table([followed("fp32", "none", 1), run(dataclasses.replace(SPEC, predict="cpu"))])
     measured, alone = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
     assert (measured["figures"], alone["figures"]) == ("measured", "predicted")
     assert (measured["peak GiB"], alone["peak GiB"]) == (measured["predicted peak GiB"], "")

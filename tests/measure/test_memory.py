@@ -9,7 +9,6 @@ from stepgauge.measure.memory.follow import (
     OTHER,
     PARAMETERS,
     STATE,
-    TEMPORARIES,
     Allocation,
     Follower,
     Phase,
@@ -112,7 +111,11 @@ def test_history_gives_followed_storages_their_category_and_the_rest_to_its_oper
         Allocation(1000, 2, "forward", "mm", "blocks.0", "model.py:1", ACTIVATIONS, address=16),
         Allocation(2000, 4, "forward", "add", "blocks.0", "model.py:1", PARAMETERS, address=32),
     ]
-    follower.marks = [Mark(6, 64, GRADIENTS)]
+    follower.marks = [
+        Mark(6, 64, GRADIENTS, "blocks.0.weight"),
+        Mark(6, 64, ACTIVATIONS, "blocks.0", "relu", "model.py:2"),  # a gradient stays one
+        Mark(8, 16, ACTIVATIONS, "blocks.1", "mm", "model.py:3"),
+    ]
     trace = [
         {"action": "alloc", "addr": 48, "size": 7},  # 0: mm's workspace, never freed
         {"action": "alloc", "addr": 16, "size": 1000},  # 1: mm's result
@@ -130,8 +133,9 @@ def test_history_gives_followed_storages_their_category_and_the_rest_to_its_oper
         (ACTIVATIONS, "mm", 1, 2),
         (PARAMETERS, "add", 3, 4),
         (GRADIENTS, "outside of operators", 5, 6),
-        (TEMPORARIES, "outside of operators", 7, 8),
+        (ACTIVATIONS, "mm", 7, 8),
     ]
+    assert [a.module for a in lives[3:]] == ["blocks.0.weight", "blocks.1"]
 
 
 def test_a_real_steps_history_has_the_categories_of_its_storages():
