@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from stepgauge.bench import step as bench_step
 from stepgauge.bench.own_model import build_own
-from stepgauge.kernels import linear_cross_entropy
 from stepgauge.kernels.linear_cross_entropy.chunked import transient_bytes
 from stepgauge.measure.memory.extras import CudaExtras
 from stepgauge.measure.memory.follow import GRADIENTS, OTHER, PARAMETERS, STATE, Follower
@@ -40,18 +38,13 @@ class Followed:
 def predict(spec: MemorySpec) -> Followed:
     """The same step on tensors without memory, for the device that is asked for or the one it runs on."""
     architecture = spec.predict if spec.predict != "no" else _architecture(torch.device(spec.device))
-    with pretending(architecture) as device, mock.patch.object(linear_cross_entropy, "_multiplied", _in_place):
+    with pretending(architecture) as device:
         is_cuda = device.type == "cuda"
         extras = CudaExtras(architecture, KNOWN_EXTRAS) if is_cuda else None
         follower = Follower(device, extras=extras)
         with follower:
             follow(dataclasses.replace(spec, device=str(device)), device, follower, steps=STEPS)
     return pictures(follower, follower.allocations, caching=is_cuda)
-
-
-def _in_place(gradients: list[Tensor], factor: Tensor) -> list[Tensor]:
-    """What the fused loss does on real tensors; those without memory it takes for a compiler's, and multiplies anew."""
-    return gradients
 
 
 def _architecture(device: torch.device) -> str:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
@@ -232,7 +234,7 @@ def _multiplied(gradients: list[Tensor], factor: Tensor) -> list[Tensor]:
 
     A tracer's tensors take the plain product, which the compiler fuses and may put in the gradient's own place.
     """
-    if torch.compiler.is_compiling() or any(type(gradient) is not Tensor for gradient in gradients):
+    if torch.compiler.is_compiling() or get_proxy_mode() or any(isinstance(g, FunctionalTensor) for g in gradients):
         return [gradient * factor for gradient in gradients]
     if _plain(*gradients, factor) and not torch.is_grad_enabled():
         chunked.kernels_for(factor.device, factor.dtype).multiply_(gradients, factor)
