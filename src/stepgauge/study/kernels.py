@@ -6,10 +6,12 @@ from typing import Any
 from stepgauge.bench.kernels import OPERATIONS, contest
 from stepgauge.bench.kernels.grids import Point
 from stepgauge.bench.sweep import Job
+from stepgauge.report.kernel_plots import kernel_bars
+from stepgauge.report.kernels import kernel_table
 from stepgauge.report.table import Table
 from stepgauge.report.views import number
 from stepgauge.spec.record import Record
-from stepgauge.study.experiment import Machine
+from stepgauge.study.experiment import Experiment, Machine
 from stepgauge.study.published import SOURCES
 
 SECONDS = 0.05  # of timing for each implementation: a grid has many rows
@@ -20,6 +22,15 @@ def kernel_jobs(machine: Machine, kind: str, points: Iterable[Point]) -> list[Jo
     spec = OPERATIONS[kind].spec
     rows = [spec(**{"seconds": SECONDS, **point, "device": machine.device}) for point in points]
     return [Job(contest.run, row, process=kind) for row in rows]
+
+
+def kernel_experiment(kind: str, *, on_gpu: Iterable[Point], on_cpu: Iterable[Point], **told: Any) -> Experiment:
+    """An operation beside its peers, in bars and a table; `told` is what the experiment says of itself."""
+    return Experiment(
+        jobs=lambda machine, folder: kernel_jobs(machine, kind, on_gpu if machine.is_gpu else on_cpu),
+        blocks=lambda records: [*kernel_bars(records), kernel_table(records)],
+        **told,
+    )
 
 
 def beside_published(records: Sequence[Record], source: str, figures: Mapping[Any, Mapping[str, float]]) -> Table:
