@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from stepgauge.measure.trace.analysis import analyse, repeated
+from stepgauge.measure.trace.analysis import analyse, repeated, thinned
 from stepgauge.measure.trace.events import load
 from stepgauge.measure.trace.idle import DEPENDENCY, HOST_BOUND, SYNCHRONISED, TURNAROUND
 from stepgauge.measure.trace.overlap import overlap, required_overlap
@@ -200,6 +200,13 @@ def test_repeated_parts_are_one():
     assert repeated("blocks.11.attention.scores") == "blocks.*.attention.scores"
     assert repeated("Net_0.Linear_12") == "Net_*.Linear_*"
     assert repeated("layer1.conv2d") == "layer1.conv2d"
+
+
+def test_small_parts_of_many_blocks_stay_in_the_flame_graph_and_lone_ones_go_to_their_parents():
+    blocks = [[f"blocks.{number}", 0.0, [["mm", 999.0, []], ["norm", 1.0, []]]] for number in range(50)]
+    found = thinned(["", 0.0, [["forward", 5.0, [*blocks, ["lone", 1.0, [["kernel", 2.0, []]]]]]]])
+    (forward,) = found[2]
+    assert forward == ["forward", 8.0, blocks]
 
 
 def test_what_backward_computes_again_keeps_its_range(trace, tmp_path):

@@ -15,7 +15,7 @@ from stepgauge.measure.trace.work import PHASES, Resolver, Work
 from stepgauge.spec.analysis import Analysis, Cell, Idle, OperationRow
 
 FINEST = 1 / 2000  # of a step: shorter pauses cannot be seen in the drawn timeline
-SMALLEST = 1e-4  # of the whole: what takes less is not drawn in the flame graph
+SMALLEST = 1e-4  # of the whole: what takes less, together with its like, is left out of the flame graph
 
 
 def analyse(path: Path, *later: Path) -> Analysis:
@@ -175,16 +175,31 @@ def repeated(range: str) -> str:
 
 
 def thinned(tree: flame.Tree) -> flame.Tree:
-    """The tree without nodes that no screen shows; their time goes to their parents."""
+    """The tree without parts that no screen shows; their time goes to their parents.
 
-    def size(node: flame.Tree) -> float:
-        return node[1] + sum(map(size, node[2]))
+    Equal parts of repeated blocks count together: each alone is small in a model of many blocks.
+    """
+    together: dict[tuple[str, ...], float] = defaultdict(float)
 
-    least = SMALLEST * size(tree)
+    def add(node: flame.Tree, path: tuple[str, ...]) -> float:
+        us: float = node[1] + sum(add(child, (*path, repeated(child[0]))) for child in node[2])
+        together[path] += us
+        return us
 
-    def kept(node: flame.Tree) -> flame.Tree:
-        large = [child for child in node[2] if size(child) >= least]
-        lost = sum(size(child) for child in node[2]) - sum(map(size, large))
-        return [node[0], round(node[1] + lost, 3), [kept(child) for child in large]]
+    def kept(node: flame.Tree, path: tuple[str, ...]) -> flame.Tree:
+        us, children = node[1], []
+        for child in node[2]:
+            place = (*path, repeated(child[0]))
+            if together[place] >= least:
+                children.append(kept(child, place))
+            else:
+                us += _size(child)
+        return [node[0], round(us, 3), children]
 
-    return kept(tree)
+    least = SMALLEST * add(tree, ())
+    return kept(tree, ())
+
+
+def _size(tree: flame.Tree) -> float:
+    size: float = tree[1] + sum(map(_size, tree[2]))
+    return size
