@@ -159,6 +159,20 @@ def test_a_flame_graph_zooms_searches_and_merges(browser, flame_path):
     assert "head" in boxes(tab)
 
 
+def test_boxes_of_a_flame_graph_are_as_wide_as_their_time(browser, tmp_path):
+    """Boxes of a few pixels too: wider ones would cover what stands beside them."""
+    blocks = [[f"blocks.{number}", 0.0, [["norm", 5000.0, []], ["mm", 20000.0, []]]] for number in range(200)]
+    flame = Flame(["", 0.0, [["forward", 0.0, blocks]]], 1, "By nesting.")
+    path = tmp_path / "report.html"
+    path.write_text(page("A profile", [Section("Row", "Where?", [flame])], facts={}), encoding="utf-8")
+    tab = opened(browser, path)
+    whole, _, *parts = tab.evaluate(
+        "[...document.querySelectorAll('.flame .rows div')].map(box => box.getBoundingClientRect().width)"
+    )
+    assert sum(parts) == pytest.approx(2 * whole, rel=0.01)  # the blocks, and what is in them
+    assert tab.locator(".flame output").inner_text() == "all: 5,000 ms a step, 100 %"
+
+
 def test_the_profile_fits_and_changes_with_the_theme(browser, flame_path):
     def colour(tab):
         return tab.evaluate("getComputedStyle(document.querySelector('.flame .rows div')).backgroundColor")

@@ -35,6 +35,8 @@ for (const button of document.querySelectorAll("[data-copy]")) {
 
 const ROW = 20;
 const THINNEST = 0.0008; // of the width: narrower boxes are not drawn
+const NAMED = 0.03; // narrower boxes have no room for a name
+const BORDERED = 0.004; // narrower boxes have none for a border
 
 function sized([name, self, children]) {
   const inner = children.map(sized);
@@ -61,6 +63,11 @@ function hue(name) {
   return `var(--series-${(hash % 6) + 1})`;
 }
 
+// Three digits, no exponent.
+function digits(value) {
+  return value >= 1000 ? Math.round(value).toLocaleString("en") : value.toPrecision(3);
+}
+
 function flameGraph(figure) {
   const steps = Number(figure.dataset.steps);
   const plain = sized(JSON.parse(figure.querySelector("script").textContent));
@@ -70,15 +77,16 @@ function flameGraph(figure) {
   let whole = plain;
   let zoom = [plain]; // from the root to what is shown in full width
 
-  const time = (us) => `${(us / steps / 1000).toPrecision(3)} ms a step, ${((100 * us) / plain.us).toPrecision(3)} %`;
+  const time = (us) => `${digits(us / steps / 1000)} ms a step, ${digits((100 * us) / plain.us)} %`;
   const matches = (node, words) => words && node.name.toLowerCase().includes(words);
 
   function box(node, path, left, width, depth, words) {
     const drawn = document.createElement("div");
-    drawn.textContent = width > 0.02 ? node.name || "all" : "";
+    drawn.textContent = width > NAMED ? node.name || "all" : "";
     drawn.title = `${path.map((n) => n.name || "all").join(" › ")}\n${time(node.us)}`;
     drawn.style.cssText = `left:${100 * left}%;width:${100 * width}%;top:${depth * ROW}px`;
     drawn.style.setProperty("--hue", hue(node.name));
+    drawn.classList.toggle("bordered", width > BORDERED);
     drawn.classList.toggle("found", Boolean(matches(node, words)));
     drawn.classList.toggle("faded", depth < zoom.length - 1);
     drawn.addEventListener("click", () => { zoom = path; draw(); });
@@ -111,7 +119,7 @@ function flameGraph(figure) {
     rows.style.height = `${(deepest + 1) * ROW}px`;
     const scope = zoom.at(-1);
     output.value = words
-      ? `found: ${time(found(scope, words))}, ${((100 * found(scope, words)) / scope.us).toPrecision(3)} % of what is shown`
+      ? `found: ${time(found(scope, words))}, ${digits((100 * found(scope, words)) / scope.us)} % of what is shown`
       : `${scope.name || "all"}: ${time(scope.us)}`;
   }
 

@@ -4,6 +4,8 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from matplotlib.ticker import MaxNLocator
+
 from stepgauge.report.figure import short
 
 WIDTH, LABEL, ROW, GAP, TOP, BOTTOM = 900, 120, 18, 5, 26, 34
@@ -50,9 +52,9 @@ def _marks(marks: Sequence[Sequence[Any]], x: Any, height: float) -> list[str]:
 
 def _axis(length: float, x: Any, height: float) -> list[str]:
     line = height - BOTTOM + 4
-    ticks = [length * share / 5 for share in range(6)]
+    ticks = [us for us in MaxNLocator(6).tick_values(0, length) if us < length]
     return [f'<path d="M{LABEL} {line}H{WIDTH - 8}" stroke="var(--grid)"/>'] + [
-        f'<text x="{x(us)}" y="{line + 16}" text-anchor="{"end" if us == length else "middle"}" fill="var(--faint)">'
-        f"{short(us / 1e3)}{' ms' if us == length else ''}</text>"
+        f'<text x="{x(us)}" y="{line + 16}" text-anchor="middle" fill="var(--faint)">'
+        f"{short(us / 1e3)}{' ms' if us == ticks[-1] else ''}</text>"
         for us in ticks
     ]
