@@ -54,14 +54,14 @@ from pathlib import Path
 from stepgauge.bench.profile import read, write_report
 from stepgauge.cli.console import print_table
 from stepgauge.report.profile import sentences, tables
-from stepgauge.report.views import describe
+from stepgauge.report.views import names
 from stepgauge.spec.store import RunStore
 
 run, out = map(Path, sys.argv[1:])
 found = [(record, read(record, run)) for record in RunStore(run).read().latest()]
 write_report(found, out).rename(out / "profile-report.html")
-for record, analysis in found:
-    print(f"==== {describe(record)}" + ("" if analysis else f": {record.status}, {record.note}"))
+for name, (record, analysis) in zip(names([record for record, _ in found]), found, strict=True):
+    print(f"==== {name}" + ("" if analysis else f": {record.status}, {record.note}"))
     for table in tables(analysis) if analysis else []:
         print_table(table)
         print()

@@ -42,6 +42,30 @@ def test_profile_step_then_its_trace(stepgauge, tmp_path):
     assert stepgauge("show", run)[0] == 0
 
 
+def test_traces_of_one_name_keep_their_own_folders(stepgauge, tmp_path, gpu_trace_text):
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "trace.json").write_text(gpu_trace_text)
+    files = [tmp_path / folder / "trace.json" for folder in ("first", "second")]
+    status, out, err = stepgauge("profile", "trace", *files, "--out", tmp_path / "out")
+    assert status == 0, err
+    assert "stopwatch" not in out  # another program's trace comes without one
+    assert all((tmp_path / "out" / folder / "trace" / "analysis.json").exists() for folder in ("first", "second"))
+    report = (tmp_path / "out" / "report.html").read_text()
+    assert all(f"<h2>{folder}/trace</h2>" in report for folder in ("first", "second"))
+    status, _, err = stepgauge("profile", "trace", files[0], files[0])
+    assert status == 2
+    assert "give each trace once" in sentence(err)
+
+
+def test_rows_of_equal_words_are_told_apart(stepgauge, tmp_path):
+    status, out, err = stepgauge("profile", "step", *QUICK, "--attention", "eager", "sdpa", "--out", tmp_path / "run")
+    assert status == 0, err
+    assert "nano batch 2 × 16 fp32\n" in out
+    assert "nano batch 2 × 16 fp32, attention sdpa\n" in out
+    assert "<h2>nano batch 2 × 16 fp32, attention sdpa</h2>" in (tmp_path / "run" / "report.html").read_text()
+
+
 def test_a_foreign_file_is_one_sentence_and_status_2(stepgauge, tmp_path, gpu_trace_text):
     cases = {
         "cut.json": (gpu_trace_text[:-200], "ends in the middle"),

@@ -22,7 +22,7 @@ from stepgauge.measure.trace.analysis import analyse
 from stepgauge.measure.trace.flame import collapsed, speedscope
 from stepgauge.report.page import Section, page
 from stepgauge.report.profile import blocks as profile_blocks
-from stepgauge.report.views import describe
+from stepgauge.report.views import names
 from stepgauge.spec.analysis import Analysis
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record, Sample
@@ -159,14 +159,31 @@ def read(record: Record, run: Path) -> Analysis | None:
 
 def write_report(found: Sequence[tuple[Record, Analysis | None]], run: Path) -> Path:
     """One page of all rows; those without an analysis say why."""
-    sections = [_section(describe(record), analysis, record.note) for record, analysis in found]
+    titles = names([record for record, _ in found])
+    sections = [_section(title, analysis, record.note) for title, (record, analysis) in zip(titles, found, strict=True)]
     environments = [record.environment for record, analysis in found if analysis]
     return _write_page("stepgauge profile", sections, _facts(environments[0]) if environments else {}, run)
 
 
-def write_trace_report(found: Sequence[Analysis], folder: Path) -> Path:
-    sections = [_section(Path(analysis.source).name, analysis, "") for analysis in found]
-    devices_seen = dict.fromkeys(analysis.device for analysis in found if analysis.device)
+def trace_names(files: Sequence[Path]) -> list[str]:
+    """Each file's name without its endings, after as many of its folders as it takes to tell all apart.
+
+    Raises ValueError for a file that is given twice.
+    """
+    full = [(file.parent.resolve() / file.name).parts[1:] for file in files]
+    paths = [(*folders, name.removesuffix(".gz").removesuffix(".json")) for *folders, name in full]
+    for depth in range(1, max(map(len, paths)) + 1):
+        shown = ["/".join(path[-depth:]) for path in paths]
+        if len(set(shown)) == len(shown):
+            return shown
+    twice = next(file for file, path in zip(files, paths, strict=True) if paths.count(path) > 1)
+    raise ValueError(f"FILE is {twice} twice; give each trace once")
+
+
+def write_trace_report(found: Mapping[str, Analysis], folder: Path) -> Path:
+    """One page of all traces, by name."""
+    sections = [_section(name, analysis, "") for name, analysis in found.items()]
+    devices_seen = dict.fromkeys(analysis.device for analysis in found.values() if analysis.device)
     return _write_page("stepgauge profile", sections, {"Device": ", ".join(devices_seen) or "not in the trace"}, folder)
 
 

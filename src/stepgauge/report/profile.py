@@ -82,21 +82,27 @@ def _attention_us(found: Analysis, parts: Sequence[str]) -> float:
 
 
 def phases_table(found: Analysis) -> Table:
-    """The stopwatch without and with the profiler, and the trace: what the profiler costs, and whether it is right."""
+    """The stopwatch without and with the profiler, and the trace: what the profiler costs, and whether it is right.
+
+    A trace that another program wrote comes without the stopwatch.
+    """
     rows = []
+    was_timed = bool(found.stopwatch_ms)
     for phase in [*found.phases_us, "step"]:
         mine = [cell for cell in found.cells if phase in ("step", cell.phase)]
         trace = sum(_values(found, phase)) / found.steps / 1e3
         alone, watched = found.stopwatch_ms.get(phase), _watched(found, phase)
         cost = f"{100 * (watched / alone - 1):+.1f}" if alone and watched else ""
         busy, idle = (sum(getattr(cell, name) for cell in mine) / found.steps for name in ("busy_us", "idle_us"))
+        timed = [number(alone), number(watched), cost] if was_timed else []
         device = [number(busy / 1e3), number(idle / 1e3)] if found.on_device else []
         calls = number(sum(cell.calls for cell in mine) / found.steps)
-        rows.append([phase or "rest", number(alone), number(watched), cost, number(trace), *device, calls])
+        rows.append([phase or "rest", *timed, number(trace), *device, calls])
+    timed = ["stopwatch ms", "stopwatch profiled ms", "profiler costs %"] if was_timed else []
     device = ["busy ms", "idle ms"] if found.on_device else []
-    head = ["phase", "stopwatch ms", "stopwatch profiled ms", "profiler costs %", "trace ms", *device,
-            f"{_noun(found)} a step"]  # fmt: skip
-    caption = f"Phases: stopwatch without the profiler (median) and with it, and the trace (means of {found.steps})."
+    head = ["phase", *timed, "trace ms", *device, f"{_noun(found)} a step"]
+    stopwatch = "stopwatch without the profiler (median) and with it, and the trace" if was_timed else "the trace"
+    caption = f"Phases: {stopwatch} (means of {found.steps})."
     return Table(head, rows, numeric=frozenset(head[1:]), caption=caption)
 
 

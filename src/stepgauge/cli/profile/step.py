@@ -7,7 +7,7 @@ from stepgauge.cli.console import print_records, print_table, tell
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import Fresh, Out, RowFormat, require_success, resolve_devices, run_jobs
 from stepgauge.report.profile import phases_table, tables
-from stepgauge.report.views import describe
+from stepgauge.report.views import names
 from stepgauge.spec.analysis import Analysis
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.profile import ProfileSpec
@@ -39,8 +39,8 @@ def step(
     records = run_jobs([Job(run, spec) for spec in specs], RunStore(out), fresh=fresh)
     if format == "table":
         found = [(record, profile.read(record, out)) for record in records]
-        for record, analysis in found:
-            _print(record, analysis, brief=len(found) > 1)
+        for name, (record, analysis) in zip(names(records), found, strict=True):
+            _print(name, record, analysis, brief=len(found) > 1)
         everything = [record for record in RunStore(out).read().latest() if record.kind == ProfileSpec.kind]
         report = profile.write_report([(record, profile.read(record, out)) for record in everything], out)
         tell(f"report: {report}")
@@ -49,8 +49,8 @@ def step(
     require_success(records)
 
 
-def _print(record: Record, found: Analysis | None, *, brief: bool) -> None:
-    print(f"\n{describe(record)}" + ("" if found else f": {record.status.upper()}, {record.note}"))
+def _print(name: str, record: Record, found: Analysis | None, *, brief: bool) -> None:
+    print(f"\n{name}" + ("" if found else f": {record.status.upper()}, {record.note}"))
     if found:
         for table in [phases_table(found)] if brief else tables(found):
             print()

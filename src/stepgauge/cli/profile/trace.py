@@ -39,6 +39,7 @@ def trace(
     if overlap:
         _print([overlap_table([required_overlap(load(file)) for file in files])], format)
         return
+    names = profile.trace_names(files)
     found = _analyse(files)
     shown = [table for analysis in found[:1] for table in tables(analysis)]
     if len(found) > 1:
@@ -46,9 +47,9 @@ def trace(
         tell(f"the first table is of all {len(found)} traces, the others of {found[0].source}; --out has all")
     _print([table for table in shown if table.rows], format)
     if out:
-        for analysis, file in zip(found, files, strict=True):
-            profile.write(analysis, out / file.name.removesuffix(".gz").removesuffix(".json"))
-        tell(f"report: {profile.write_trace_report(found, out)}")
+        for name, analysis in zip(names, found, strict=True):
+            profile.write(analysis, out / name)
+        tell(f"report: {profile.write_trace_report(dict(zip(names, found, strict=True)), out)}")
 
 
 def _analyse(files: Sequence[Path]) -> "list[Analysis]":
