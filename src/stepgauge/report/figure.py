@@ -51,6 +51,7 @@ _STYLE: Any = {
 }
 
 MOST_LABELLED_BETWEEN = 3e3  # ends of a scale further apart than this get labels at powers of ten only
+LATE = 0.85  # of a scale: a name further right would leave the plot
 LEGEND_KEY_INCHES, LETTER_INCHES = 0.6, 0.065  # of a legend's entry: its key with gaps, a letter on average
 
 Series = Mapping[str, Sequence[float | None]]
@@ -172,8 +173,9 @@ def areas(
         top = max(map(sum, zip(*heights, strict=True)), default=1.0)
         for name, place in marks.items():
             axes.axvline(place, color=FAINT, linewidth=0.8)
+            offset, side = ((-3, 0), "right") if place > LATE * x[-1] else ((3, 0), "left")
             axes.annotate(
-                name, (place, top * 1.1), xytext=(3, 0), textcoords="offset points", color=FAINT, fontsize=8.5
+                name, (place, top * 1.1), xytext=offset, textcoords="offset points", ha=side, color=FAINT, fontsize=8.5
             )
         if level is not None:
             axes.axhline(level[1], color=INK, linewidth=1.0, linestyle=(0, (4, 3)), label=level[0])
