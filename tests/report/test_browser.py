@@ -114,6 +114,17 @@ def test_it_fits_a_phone(browser, path):
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+def test_long_names_wrap_before_figures_are_out_of_sight(browser, tmp_path):
+    columns = ["kernel", "kind", *(f"figure {number}" for number in range(9))]
+    rows = [["void_kernel_without_a_space_in_its_name_" * 3, "elementwise", *["1,234"] * 9]]
+    table = Table(columns, rows, numeric=frozenset(columns[2:]))
+    path = tmp_path / "report.html"
+    path.write_text(page("A study", [Section("Row", "Where?", [table])], facts={}), encoding="utf-8")
+    tab = opened(browser, path)
+    assert tab.evaluate("(box => box.scrollWidth <= box.clientWidth)(document.querySelector('.scroll'))")
+    assert tab.evaluate("document.querySelector('td.n').getClientRects().length") == 1
+
+
 @pytest.fixture(scope="module")
 def flame_path(tmp_path_factory):
     def block(number):

@@ -34,6 +34,7 @@ class Flame:
     caption: str
 
 
+LONG = 24  # letters of a table's cell, above which it may take several lines
 Block = Text | Plot | Table | Flame
 
 
@@ -130,7 +131,10 @@ def _flame(flame: Flame) -> str:
 
 def _table(table: Table) -> str:
     def row(tag: str, cells: Sequence[str]) -> str:
-        marks = (' class="n"' if column in table.numeric else "" for column in table.columns)
+        marks = (
+            ' class="n"' if column in table.numeric else ' class="long"' if len(cell) > LONG else ""
+            for column, cell in zip(table.columns, cells, strict=True)
+        )
         return "<tr>" + "".join(
             f"<{tag}{mark}>{html.escape(cell)}</{tag}>" for cell, mark in zip(cells, marks, strict=True)
         ) + "</tr>"  # fmt: skip
