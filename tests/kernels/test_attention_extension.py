@@ -118,13 +118,13 @@ class Both:
     Unless `num_splits` is given the forward is the one in Gluon.
     """
 
-    def __init__(self, module, monkeypatch, layout="contiguous", num_splits=1, is_causal=True):
+    def __init__(self, module, monkeypatch, layout="contiguous", num_splits=1, is_causal=True, width=64):
         self.driver = Driver(module)
         self.python = []
         self.is_causal, self.num_splits = is_causal, num_splits
         is_split = (num_splits or 1) > 1
         heads = 3 if num_splits else 34  # so many that each multiprocessor has a tile
-        self.q, self.k, self.v, self.do = make(layout, (2, heads, 160, 64))
+        self.q, self.k, self.v, self.do = make(layout, (2, heads, 160, width))
         self.scale = self.q.shape[-1] ** -0.5
         monkeypatch.setattr(launching.Launch, "described", described)
         self.kept = []
@@ -235,25 +235,43 @@ def both(cpp, monkeypatch):
 @pytest.mark.parametrize("num_splits", [None, 1, 2])
 def test_cpp_launches_what_python_launches(both, num_splits, layout, is_causal):
     here = both(layout=layout, num_splits=num_splits, is_causal=is_causal)
-    here.in_python()
     in_gluon = kernels.hopper is not None and num_splits is None
     assert here.forward.main.kernel is (kernels.hopper if in_gluon else kernels).forward_kernel
-    parts = num_splits or 1
+    launches = assert_same_launches(here, num_splits or 1)
+    if num_splits == 2:  # two halves of one temporary, as far apart: o's and lse's parts, then dk's and dv's
+        for launch, last in ((0, -1), (4, -2)):
+            cpp, python = ([a for a in side[launch][-1] if is_address(a)] for side in (launches, here.python))
+            assert cpp[last] - cpp[last - 1] == python[last] - python[last - 1] > 0
+
+
+@pytest.mark.skipif(kernels.hopper is None, reason="needs a Triton with Gluon")
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_cpp_launches_the_backward_in_gluon(both, layout, width, monkeypatch):
+    from stepgauge.kernels.attention import hopper_backward
+
+    monkeypatch.setenv(hopper_backward.ASKED_FOR, "1")
+    here = both(layout=layout, num_splits=None, width=width)
+    assert here.dkdv.main.kernel is hopper_backward.dkdv_kernel
+    assert here.dq.main.kernel is (hopper_backward if width == 128 else kernels).dq_kernel
+    assert_same_launches(here, 1)
+
+
+def assert_same_launches(here, parts):
+    """C++'s, which must give the same as Python's: compared by argument, and by what stands in the results."""
+    here.in_python()
     assert len(here.python) == 3 * parts
     here.offer()
-    o = flash_attention(here.q, here.k, here.v, is_causal=is_causal)
+    o = flash_attention(here.q, here.k, here.v, is_causal=here.is_causal)
     o.backward(here.do)
     launches = [each[:4] + each[5:] for each in here.driver.launches]
     assert {each[4] for each in here.driver.launches} == {1234}
     for passes in (slice(0, parts), slice(parts, None)):  # memory is free again between the two
         assert in_order(launches[passes]) == in_order(here.python[passes])
-    if parts > 1:  # two halves of one temporary, as far apart: o's and lse's parts, then dk's and dv's
-        for launch, last in ((0, -1), (4, -2)):
-            cpp, python = ([a for a in side[launch][-1] if is_address(a)] for side in (launches, here.python))
-            assert cpp[last] - cpp[last - 1] == python[last] - python[last - 1] > 0
     got = {"o": o, "dq": here.q.grad, "dk": here.k.grad, "dv": here.v.grad}
     assert {name: set(x.flatten().tolist()) for name, x in got.items()} == {n: {v} for n, v in VALUES.items()}
     assert o.stride() == torch.empty_like(here.q).stride() and o.grad_fn is not None
+    return launches
 
 
 def test_inputs_elsewhere_get_their_own_addresses(both):

@@ -1,27 +1,25 @@
 """The forward in Gluon: built for sm_90 without a GPU as it would be launched, taken where it can be, and right."""
 
 import itertools
-import os
-import re
-import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="needs a Triton with Gluon")
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("the interpreter runs no Gluon", allow_module_level=True)
+
+from tests.kernels.gluon_here import (  # noqa: E402
+    H100,
+    assert_no_spills_in_a_loop,
+    build,
+    exponentials_beside_a_product,
+    needs_hopper,
+)
 
 from stepgauge.kernels.attention import attention, extension, flash_attention, hopper, launching, plan  # noqa: E402
 from stepgauge.kernels.attention import triton as kernels  # noqa: E402
 from stepgauge.kernels.launch import plain_launch  # noqa: E402
 
 WIDTHS = tuple(hopper.NUM_STAGES)
-needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-)
 
 
 def case_of(q, k, *, is_causal=True, num_splits=None):
@@ -33,59 +31,35 @@ def case_of(q, k, *, is_causal=True, num_splits=None):
 
 @pytest.fixture
 def on_hopper(hopper_driver, monkeypatch):
-    device = launching.Device(arch=90, num_sms=132, l2_bytes=50 << 20)
-    monkeypatch.setattr(launching, "device_of", lambda index: device)
+    monkeypatch.setattr(launching, "device_of", lambda index: H100)
     kernels._plan_forward.cache_clear()
     yield
     kernels._plan_forward.cache_clear()
 
 
-def build(width, dtype=torch.bfloat16, is_causal=True):
-    """The launch, compiled but not loaded."""
+def built(width, dtype=torch.bfloat16, is_causal=True):
     q, k = torch.empty(2, 16, 2000, width, dtype=dtype), torch.empty(2, 4, 300, width, dtype=dtype)
     launch = hopper.forward_launch(case_of(q, k, is_causal=is_causal))
-    given = [q, k, k, q, torch.empty(q.shape[:3])]
-    for position, view, box in launch.boxes:
-        given[position] = launch.describe(given[position], *launching.tma_shape(view), box)
-    options = launch.constants | launch.options
-    return launch, launch.kernel.warmup(*given, *launch.scalars, grid=launch.grid, **options)
-
-
-def tool(name):
-    import triton
-
-    path = Path(triton.__file__).parent / "backends/nvidia/bin" / name
-    return path if path.exists() else pytest.skip(f"this Triton carries no {name}")
+    return launch, build(launch, q, k, k, q, torch.empty(q.shape[:3]))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dtype, is_causal", [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)])
 def test_builds_without_spills_in_a_loop(on_hopper, width, dtype, is_causal, tmp_path):
-    _, compiled = build(width, dtype, is_causal)
-    assert compiled.metadata.shared <= 227 * 1024
-    (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
-    command = [tool("ptxas"), "-v", "--gpu-name=sm_90a", tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]
-    log = subprocess.run(command, capture_output=True, text=True, check=True)
-    said = log.stdout + log.stderr
-    assert "wgmma" not in said, said  # it would say that products are serialised
-    assert int(re.search(r"(\d+) bytes spill stores", said)[1]) <= 64, said  # of what a tile needs once
+    assert_no_spills_in_a_loop(built(width, dtype, is_causal)[1], tmp_path)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_softmax_runs_beside_the_product(on_hopper, width, tmp_path):
     """Between the wait for the scores and the wait for the output's product stand all exponentials of a tile."""
-    (tmp_path / "kernel.cubin").write_bytes(build(width)[1].asm["cubin"])
-    command = [tool("cuobjdump"), "-sass", tmp_path / "kernel.cubin"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    beside = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1(.*?)WARPGROUP\.DEPBAR\.LE gsb0, 0x0", text, re.DOTALL)
+    beside = exponentials_beside_a_product(built(width)[1], tmp_path)
     assert len(beside) == 2 * hopper.CONSUMERS.value  # with and without a mask
-    for instructions in beside:
-        assert instructions.count("MUFU.EX2") >= hopper.ROWS.value * hopper.BLOCK_N.value // 128
+    assert min(beside) >= hopper.ROWS.value * hopper.BLOCK_N.value // 128
 
 
 def test_cpp_can_launch_it(on_hopper, monkeypatch):
     """What Triton compiled is a plain launch of three groups of warps, and each of its arguments is known."""
-    launch, compiled = build(128)
+    launch, compiled = built(128)
     assert plain_launch(SimpleNamespace(metadata=compiled.metadata, function=7)) == (7, 384, compiled.metadata.shared)
     assert compiled.metadata.shared > 48 * 1024
     launch.binary = SimpleNamespace(src=compiled.src, metadata=compiled.metadata, function=7)

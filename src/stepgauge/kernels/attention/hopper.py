@@ -63,8 +63,8 @@ def _index_of(round_):
 
 
 @gluon.jit
-def _place(index, sizes, IS_CAUSAL: gl.constexpr):
-    """(batch, head, first row, number of key tiles) of a tile's number."""
+def _place(index, sizes, IS_CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(batch, head, first row, number of key tiles) of the number of a tile of queries."""
     num_heads, all_heads, _, num_keys, num_tiles, section = sizes
     tile, head = _locate(index, num_tiles, all_heads, section)
     last = num_keys
@@ -98,7 +98,7 @@ def _produce(inputs, rings, sizes, group, total, IS_CAUSAL: gl.constexpr):
     STAGES: gl.constexpr = k_tiles.shape[0]
     slot, phase, q_slot, q_phase = 0, 1, 0, 1  # a fresh barrier counts as past its phase 1: every slot is free
     for round_ in range(_num_rounds(total)):
-        b, h, row, num_steps = _place(_index_of(round_), sizes, IS_CAUSAL)
+        b, h, row, num_steps = _place(_index_of(round_), sizes, IS_CAUSAL, BLOCK_N)
         for step in range(num_steps):
             mbarrier.wait(k_free.index(slot), phase)
             _copy(k, b, h // group, step * BLOCK_N, k_ready.index(slot), k_tiles.index(slot))
@@ -141,16 +141,21 @@ def _round(p_MN, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def _rows(tile):
+    """A copied tile as rows of the head width."""
+    return tile.reshape([tile.shape[2], tile.shape[3]])
+
+
+@gluon.jit
 def _issue_scores(q_MD, k_tile, S_LAYOUT: gl.constexpr):
-    k_DN = k_tile.reshape([BLOCK_N, k_tile.shape[3]]).permute((1, 0))
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    return warpgroup_mma(q_MD, k_DN, zeros, use_acc=False, is_async=True)
+    N: gl.constexpr = k_tile.shape[2]
+    zeros = gl.zeros([ROWS, N], gl.float32, S_LAYOUT)
+    return warpgroup_mma(q_MD, _rows(k_tile).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _issue_output(p, v_tile, acc_MD):
-    v_ND = v_tile.reshape([BLOCK_N, v_tile.shape[3]])
-    return warpgroup_mma(p, v_ND, acc_MD, is_async=True)
+    return warpgroup_mma(p, _rows(v_tile), acc_MD, is_async=True)
 
 
 @gluon.jit
@@ -206,7 +211,7 @@ def _consume(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr):
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     k_slot, k_phase, v_slot, v_phase, q_slot, q_phase = 0, 0, 0, 0, 0, 0
     for round_ in range(_num_rounds(total)):
-        b, h, row, num_steps = _place(_index_of(round_), sizes, IS_CAUSAL)
+        b, h, row, num_steps = _place(_index_of(round_), sizes, IS_CAUSAL, BLOCK_N)
         row += INDEX * ROWS
         rows_M = row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
         # Whole tiles need no mask: every key of theirs exists and is seen by the first row.
@@ -218,7 +223,7 @@ def _consume(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr):
         total_M = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
         own = INDEX * Q_STAGES + q_slot
         q_tile = q_tiles.index(own)
-        q_MD = q_tile.reshape([ROWS, D])
+        q_MD = _rows(q_tile)
         mbarrier.wait(q_ready.index(own), q_phase)
         # The first tile's scores go ahead: from there on a step has the scores of its tile and the product of the last.
         mbarrier.wait(k_ready.index(k_slot), k_phase)
@@ -293,43 +298,61 @@ IS_KNOWN = triton.__version__.startswith(("3.6.", "3.8."))
 
 
 def takes(case):
-    """Whether the kernel is written for the case and has a tile for each multiprocessor, and nobody chose otherwise.
+    """Whether the forward is the one written here."""
+    views = (case.q, case.k, case.v, case.o)
+    return case.q.shape[3] in NUM_STAGES and can_run(case, *views) and fills_chip(case, case.q)
 
-    With fewer tiles the portable kernel's, which are half as long, busy more of the chip.
-    """
+
+def can_run(case, *views):
+    """Whether the chip, the type and the views are those that kernels in Gluon run on, and nobody chose otherwise."""
     return (
         IS_KNOWN
         and os.environ.get(OPT_OUT) != "0"
         and case.chip.arch == 90
         and case.dtype in DTYPES
-        and case.q.shape[3] in NUM_STAGES
         and case.num_splits is None
         and not case.overrides
-        and all(view.tma_reads(case.dtype.itemsize) for view in (case.q, case.k, case.v, case.o))
-        and math.prod(case.q.shape[:2]) * _tiles_of_head(case) >= case.chip.num_sms
+        and all(view.tma_reads(case.dtype.itemsize) for view in views)
     )
+
+
+def fills_chip(case, owned):
+    """Whether there is a tile for each multiprocessor: with fewer, portable tiles, half as long, busy more of it."""
+    return math.prod(owned.shape[:2]) * _tiles_of_head(owned) >= case.chip.num_sms
 
 
 def forward_launch(case):
     """The launch on q, k, v, o and lse."""
-    batch, num_heads, num_queries, head_width = case.q.shape
-    num_keys, num_tiles = case.k.shape[2], _tiles_of_head(case)
-    total = num_tiles * batch * num_heads
-    views = ((case.q, ROWS), (case.k, BLOCK_N), (case.v, BLOCK_N), (case.o, ROWS))
+    return launch_of(
+        forward_kernel, case, owned=case.q, loop_length=case.k.shape[2],
+        boxes=((0, case.q, ROWS), (1, case.k, BLOCK_N), (2, case.v, BLOCK_N), (3, case.o, ROWS)),
+        scalars=(case.scale * math.log2(math.e),), constants={"STAGES": NUM_STAGES[case.q.shape[3]]},
+    )  # fmt: skip
+
+
+def launch_of(kernel, case, *, owned, loop_length, boxes, scalars, constants, strides=(), is_persistent=True):
+    """The launch of a kernel whose programs own tiles of `owned` and loop over `loop_length` rows for each.
+
+    boxes: (position, view, rows of the box). Persistent: one program a multiprocessor, for many tiles; otherwise one a
+    tile. The kernel's numbers are `strides`, what is counted here, and `scalars`.
+    """
+    batch, num_heads, _, head_width = owned.shape
+    num_tiles = _tiles_of_head(owned)
+    total = batch * num_heads * num_tiles
     return Launch(
-        forward_kernel,
-        (min(total, case.chip.num_sms), 1, 1),
-        (num_heads, batch * num_heads, case.group, num_queries, num_keys, num_tiles, case.section(num_keys), total,
-         case.scale * math.log2(math.e)),
-        {"IS_CAUSAL": case.is_causal, "STAGES": NUM_STAGES[head_width]},
-        boxes=tuple((i, view, [1, 1, rows.value, head_width]) for i, (view, rows) in enumerate(views)),
+        kernel,
+        (min(total, case.chip.num_sms) if is_persistent else total, 1, 1),
+        (*strides, num_heads, batch * num_heads, case.group, case.q.shape[2], case.k.shape[2], num_tiles,
+         case.section(loop_length), total, *scalars),
+        {"IS_CAUSAL": case.is_causal, **constants},
+        boxes=tuple((position, view, [1, 1, rows.value, head_width]) for position, view, rows in boxes),
         options={"num_warps": 4, "maxnreg": REGISTERS},
         describe=_describe,
     )  # fmt: skip
 
 
-def _tiles_of_head(case):
-    return triton.cdiv(case.q.shape[2], TILE_ROWS.value)
+def _tiles_of_head(view):
+    return triton.cdiv(view.shape[2], TILE_ROWS.value)
 
 
 def _describe(tensor, shape, strides, box):

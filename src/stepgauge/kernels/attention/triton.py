@@ -19,9 +19,9 @@ from . import extension, plan
 from .launching import Launch, View, boxes_of, case_of, on_device, rows_last, stream_of
 
 try:
-    from . import hopper
+    from . import hopper, hopper_backward
 except ImportError:  # pragma: no cover - a Triton without Gluon, or with another
-    hopper = None
+    hopper = hopper_backward = None
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
@@ -587,15 +587,9 @@ def _offer_forward(case, step, q, k, v, num_o, num_lse):
 # ---- backward, host side -------------------------------------------------------------------------------------------
 
 
-class _DqPlan(NamedTuple):
-    tiles: plan.Tiles
-    num_splits: int
-    main: Launch
-    reduce: Launch | None
+class _BackwardPlan(NamedTuple):
+    """Of one of the two kernels."""
 
-
-class _DkdvPlan(NamedTuple):
-    tiles: plan.Tiles
     num_splits: int
     main: Launch
     reduce: Launch | None
@@ -604,6 +598,11 @@ class _DkdvPlan(NamedTuple):
 def _part_steps(view):
     _, num_heads, num_rows, head_width = view.shape
     return (num_heads * num_rows * head_width, num_rows * head_width, head_width)
+
+
+def _view_of(like, steps):
+    """A fresh tensor's view: of that shape, with rows that lie together."""
+    return View(like.shape, (*steps, 1), 0)
 
 
 def _reduce_launch(view, outs, num_splits, chunk, *, tile_rows, step, other_rows, from_first=False, to_last=False,
@@ -621,17 +620,30 @@ def _reduce_launch(view, outs, num_splits, chunk, *, tile_rows, step, other_rows
 
 @functools.lru_cache(maxsize=512)
 def _plan_dq(case, dq_steps):
+    tiles = case.tiles("dq")
+    num_splits, chunk = case.split("dq", tiles)
+    if num_splits > 1:
+        main = _dq_launch(case, tiles, num_splits, chunk, _part_steps(case.q))
+        reduce = _reduce_launch(
+            case.q, [dq_steps], num_splits, chunk, tile_rows=tiles.block_q, step=tiles.block_k,
+            other_rows=case.k.shape[2], from_first=case.is_causal, head_width=case.q.shape[3],
+            width=case.width)  # fmt: skip
+        return _BackwardPlan(num_splits, main, reduce)
+    dq = _view_of(case.q, dq_steps)
+    if hopper_backward is not None and hopper_backward.takes_dq(case, dq):
+        return _BackwardPlan(1, hopper_backward.dq_launch(case, dq), None)
+    return _BackwardPlan(1, _dq_launch(case, tiles, 1, chunk, dq_steps), None)
+
+
+def _dq_launch(case, tiles, num_splits, chunk, steps):
     batch, num_heads, num_queries, head_width = case.q.shape
     num_keys = case.k.shape[2]
-    tiles = case.tiles("dq")
     num_tiles = triton.cdiv(num_queries, tiles.block_q)
     all_heads = batch * num_heads
-    num_splits, chunk = case.split("dq", tiles)
-    main = Launch(
+    return Launch(
         dq_kernel,
         (num_tiles * all_heads, num_splits, 1),
-        (*case.q.steps, *case.k.steps, *case.v.steps, *case.do.steps, *case.o.steps,
-         *(dq_steps if num_splits == 1 else _part_steps(case.q)),
+        (*case.q.steps, *case.k.steps, *case.v.steps, *case.do.steps, *case.o.steps, *steps,
          num_heads, all_heads, num_queries, num_keys, num_tiles, case.section(num_keys), chunk,
          all_heads * num_queries * head_width, case.scale * math.log2(math.e), case.scale),
         {"IS_CAUSAL": case.is_causal, "HAS_TAIL": case.is_causal or num_keys % tiles.block_k != 0,
@@ -642,31 +654,37 @@ def _plan_dq(case, dq_steps):
         boxes=boxes_of(tiles, case.width, (case.q, tiles.block_q), (case.k, tiles.block_k), (case.v, tiles.block_k),
                      (case.do, tiles.block_q)),
     )  # fmt: skip
-    reduce = None
-    if num_splits > 1:
-        reduce = _reduce_launch(
-            case.q, [dq_steps], num_splits, chunk, tile_rows=tiles.block_q, step=tiles.block_k, other_rows=num_keys,
-            from_first=case.is_causal, head_width=head_width, width=case.width)  # fmt: skip
-    return _DqPlan(tiles, num_splits, main, reduce)
 
 
 @functools.lru_cache(maxsize=512)
 def _plan_dkdv(case, dk_steps, dv_steps, with_dq, grads=3):
-    batch, num_heads, num_queries, head_width = case.q.shape
-    num_kv_heads, num_keys = case.k.shape[1:3]
     kernel = "fused" if with_dq else "dkdv"
     tiles = case.tiles(kernel)
+    num_splits, chunk = case.split(kernel, tiles)
+    if num_splits > 1:
+        main = _dkdv_launch(case, tiles, num_splits, chunk, _part_steps(case.k) * 2, with_dq, grads)
+        reduce = _reduce_launch(
+            case.k, [dk_steps, dv_steps], num_splits, chunk, tile_rows=tiles.block_k, step=tiles.block_q,
+            other_rows=case.q.shape[2], to_last=case.is_causal, head_width=case.q.shape[3],
+            width=case.width)  # fmt: skip
+        return _BackwardPlan(num_splits, main, reduce)
+    outs = _view_of(case.k, dk_steps), _view_of(case.k, dv_steps)
+    if hopper_backward is not None and grads == 3 and not with_dq and hopper_backward.takes_dkdv(case, *outs):
+        return _BackwardPlan(1, hopper_backward.dkdv_launch(case, *outs), None)
+    return _BackwardPlan(1, _dkdv_launch(case, tiles, 1, chunk, (*dk_steps, *dv_steps), with_dq, grads), None)
+
+
+def _dkdv_launch(case, tiles, num_splits, chunk, steps, with_dq, grads):
+    batch, num_heads, num_queries, head_width = case.q.shape
+    num_kv_heads, num_keys = case.k.shape[1:3]
     num_tiles = triton.cdiv(num_keys, tiles.block_k)
     all_kv_heads = batch * num_kv_heads
-    num_splits, chunk = case.split(kernel, tiles)
     part = all_kv_heads * num_keys * head_width
     boxes = boxes_of(tiles, case.width, (case.q, tiles.block_q), (case.k, tiles.block_k), (case.v, tiles.block_k),
                    (case.do, tiles.block_q))  # fmt: skip
     if with_dq and boxes:
-        sums = View(case.q.shape, (*_part_steps(case.q), 1), 0)
-        boxes = (*boxes, (8, sums, [1, 1, tiles.block_q, case.width]))
-    steps = (*dk_steps, *dv_steps) if num_splits == 1 else (*_part_steps(case.k), *_part_steps(case.k))
-    main = Launch(
+        boxes = (*boxes, (8, _view_of(case.q, _part_steps(case.q)), [1, 1, tiles.block_q, case.width]))
+    return Launch(
         dkdv_kernel,
         (num_tiles * all_kv_heads, num_splits, 1),
         (*case.q.steps, *case.k.steps, *case.v.steps, *case.do.steps, *steps,
@@ -680,12 +698,6 @@ def _plan_dkdv(case, dk_steps, dv_steps, with_dq, grads=3):
         tiles,
         boxes=boxes,
     )  # fmt: skip
-    reduce = None
-    if num_splits > 1:
-        reduce = _reduce_launch(
-            case.k, [dk_steps, dv_steps], num_splits, chunk, tile_rows=tiles.block_k, step=tiles.block_q,
-            other_rows=num_queries, to_last=case.is_causal, head_width=head_width, width=case.width)  # fmt: skip
-    return _DkdvPlan(tiles, num_splits, main, reduce)
 
 
 @functools.lru_cache(maxsize=512)
