@@ -37,7 +37,7 @@ part() {
   cat "$work/$name/failures.log" >>"$out/failures.txt" 2>/dev/null
 }
 
-run tests 90 python3 -m pytest -m gpu tests/parallel/test_nccl.py -p no:cacheprovider >"$out/tests.txt" 2>&1
+run tests 90 python3 -m pytest -m gpu tests/parallel/test_nccl.py -p no:cacheprovider >>"$out/tests.txt" 2>&1
 overlapping=(bucketed torch-ddp overlapped torch-ddp-views zero1 torch-zero1 zero2 zero3 torch-fsdp)
 part bf16 190 "$steps" --size "$size" --precision bf16 --wrapper none naive flat "${overlapping[@]}"
 part copies 90 "$steps" --size "$size" --precision bf16 --transport peer-copies --wrapper none bucketed overlapped naive zero1 zero2

@@ -190,8 +190,10 @@ def test_a_compiled_step_tells_what_it_keeps_and_that_its_peak_is_not_seen():
     assert not any(table.caption.endswith("at the peak") for table in memory_tables(compiled))
 
 
-def test_our_loss_is_predicted_to_the_byte():
-    model = dataclasses.replace(SPEC.model, loss="fused")
+@pytest.mark.parametrize("vocabulary", [256, 257])
+def test_our_loss_is_predicted_to_the_byte(vocabulary):
+    """Of an odd vocabulary it pads the weight while it runs."""
+    model = dataclasses.replace(SPEC.model, loss="fused", vocab_size=vocabulary)
     assert run(dataclasses.replace(SPEC, model=model, precision="bf16")).median("predicted_error") == 0
 
 

@@ -288,6 +288,19 @@ def synchronises_twice():
     return all(torch.equal(p.grad, before) for p, before in zip(parallel.parameters(), once, strict=True))
 
 
+def trained_later():
+    """A vector that was frozen when it was wrapped is averaged once it has gradients."""
+    module = nn.Linear(4, 4)
+    module.bias.requires_grad_(False)
+    parallel = FullyShardedDataParallel(module)
+    module.bias.requires_grad_(True)
+    parallel(torch.ones(2, 4) * (1 + dist.get_rank())).square().sum().backward()
+    parallel.finish_gradient_synchronization()
+    everyones = [torch.empty(4) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, module.bias.grad)
+    assert torch.equal(everyones[0], everyones[1])
+
+
 def save(folder):
     parallel, optimizer = trained()
     optimizer.step()
@@ -315,4 +328,11 @@ def step_with_ones(parallel, optimizer):
     optimizer.step()
 
 
-CHECKS = {"evaluation": evaluation, "small": small, "prefetch": prefetch, "frees": frees, "whole state": whole_state}
+CHECKS = {
+    "evaluation": evaluation,
+    "small": small,
+    "prefetch": prefetch,
+    "frees": frees,
+    "whole state": whole_state,
+    "trained later": trained_later,
+}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def load_file(path: Path) -> types.ModuleType:
-    """The file, run as a module that may import its neighbours. Raises ValueError where it cannot be imported.
+    """The file, run as a module that may import its neighbours meanwhile. Raises ValueError where it cannot be.
 
     It is known by a name of ours, so that a file called json.py takes no other module's place.
     """

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stepgauge import native
 from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import device_name
 from stepgauge.parallel.launch import RankError, Ranks
@@ -157,6 +158,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def _measure_on_this_rank(run: OnRanks, spec: Any) -> Record:
+    native.forget()
     if spec.device == "cpu":
         limit_host_memory()
     try:

@@ -93,6 +93,9 @@ class Extension:
         if asked:
             self._counted = asked, taken
 
+    def forget(self) -> None:
+        self._counted = None
+
     def served(self) -> str | None:
         """Who has served the calls that were counted last, or None without any."""
         if self.module is None:
@@ -124,6 +127,12 @@ def counted() -> Iterator[None]:
     yield
     for name, extension in list(_asked.items()):
         extension.count_since(before.get(name, (0, 0)))
+
+
+def forget() -> None:
+    """Counts nothing so far: at the beginning of a row in a process that has measured others."""
+    for extension in list(_asked.values()):
+        extension.forget()
 
 
 def served() -> dict[str, str]:

@@ -38,9 +38,8 @@ class FullyShardedDataParallel(nn.Module):
     `compute_dtype` weights are gathered, inputs computed and gradients averaged in that type.
 
     All ranks must use the same weights in the same order; one that is used twice is gathered and averaged twice.
-    Backward passes add up without further ado: each gradient is
-    averaged when it is there. Modules that look at their own class or keep their weights elsewhere (recurrent ones)
-    are not for this wrapper, nor is torch.compile.
+    Backward passes add up without further ado: each gradient is averaged when it is there. Modules that look at their
+    own class or keep their weights elsewhere (recurrent ones) are not for this wrapper, nor is torch.compile.
 
     Raises DifferentModelsError, on every rank, where the ranks hold different modules.
     """
@@ -65,9 +64,10 @@ class FullyShardedDataParallel(nn.Module):
         self.shards = nn.ParameterList(unit.shard for unit in self._units)
         self._small = dict(module.named_parameters())
         self._changed: set[str] = set()  # vectors that backward has added to since the last synchronisation
-        for name, parameter in self._small.items():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(functools.partial(_note, self._changed, name))
+        # Those that are frozen now, and may be trained later, take no hook.
+        self._noted = {name for name, parameter in self._small.items() if parameter.requires_grad}
+        for name in self._noted:
+            self._small[name].register_post_accumulate_grad_hook(functools.partial(_note, self._changed, name))
         if compute_dtype is not None:
             for name in self._small:
                 self._cast_on_read(name, properties)
@@ -120,7 +120,7 @@ class FullyShardedDataParallel(nn.Module):
         self._forget()
         kinds = collections.defaultdict(list)
         for name, parameter in self._small.items():
-            if name in self._changed:
+            if name in self._changed or (name not in self._noted and parameter.grad is not None):
                 kinds[parameter.dtype, parameter.device].append(parameter)
         for parameters in kinds.values():
             self.averager.launch(as_one_message(parameters)).wait()

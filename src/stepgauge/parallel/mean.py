@@ -1,4 +1,7 @@
-"""The mean of a tensor and of what came from peers, in one pass: each value is read once, the mean is written once."""
+"""The mean of a tensor and of what came from peers, in one pass: each value is read once, the mean is written once.
+
+A part of a transport and not an operation of the model, so it is here and not among the kernels.
+"""
 
 import importlib.util
 
@@ -11,24 +14,24 @@ if importlib.util.find_spec("triton") is not None:
     import triton.language as tl
 
     @triton.jit
-    def mean_kernel(mine, parts, stride, numel, COUNT: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    def peer_mean_kernel(mine, parts, stride, numel, COUNT: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         """mine[i] <- (mine[i] + Σ_p parts[p · stride + i]) / (COUNT + 1)"""
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        total = tl.load(mine + i, i < numel).to(ACCUMULATE)
+        total = tl.load(mine + i, i < numel).to(SUM)
         for part in tl.static_range(COUNT):
-            total += tl.load(parts + part * stride.to(tl.int64) + i, i < numel).to(ACCUMULATE)
+            total += tl.load(parts + part * stride.to(tl.int64) + i, i < numel).to(SUM)
         tl.store(mine + i, (total / (COUNT + 1)).to(mine.dtype.element_ty), i < numel)
 
     def _in_one_pass(mine: Tensor, parts: list[Tensor]) -> None:
         numel = mine.numel()
         stride = parts[1].data_ptr() - parts[0].data_ptr() if len(parts) > 1 else 0
-        mean_kernel[(triton.cdiv(numel, _BLOCK),)](
+        peer_mean_kernel[(triton.cdiv(numel, _BLOCK),)](
             mine,
             parts[0],
             stride // mine.element_size(),
             numel,
             COUNT=len(parts),
-            ACCUMULATE=tl.float64 if mine.element_size() == 8 else tl.float32,
+            SUM=tl.float64 if mine.element_size() == 8 else tl.float32,
             BLOCK=_BLOCK,
             num_warps=8,
         )

@@ -103,7 +103,7 @@ class PeerCopies:
         for peer in self.peers:
             self._box(peer, self.rank, slot, PARTS, shares[peer]).copy_(shares[peer])
         self._memory.barrier(slot)
-        if mine.numel():
+        if mine.numel() and self.peers:
             mean_with(mine, [self._box(self.rank, peer, slot, PARTS, mine) for peer in self.peers])
         if owner is None:
             for peer in self.peers:

@@ -95,6 +95,7 @@ class GpuMemory:
         """
         self._round[channel] = (self._round[channel] + 1) % ROUNDS
         value = self._round[channel]
+        # A flag is copied after the data, in the same stream: where it is seen the data has arrived.
         for flag in self._theirs[channel][value % 2]:
             flag.copy_(self._values[value])
         stream = torch.cuda.current_stream(self._device).cuda_stream

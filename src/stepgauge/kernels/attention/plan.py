@@ -108,9 +108,8 @@ def _makespan(works, num_sms, per_sm, num_warps):
     """When the last program ends, each started in order as soon as a multiprocessor has room.
 
     Programs on one multiprocessor share it evenly. `works` are in microseconds of a full multiprocessor; with n
-    programs of w warps it runs at the rate of n w warps. Since all residents of one progress equally, a
-    resident ends when its
-    multiprocessor's own progress reaches a number fixed at its start: `ends` holds these.
+    programs of w warps it runs at the rate of n w warps. Since all residents of one progress equally, a resident ends
+    when its multiprocessor's own progress reaches a number fixed at its start: `ends` holds these.
     """
 
     def rate(programs):

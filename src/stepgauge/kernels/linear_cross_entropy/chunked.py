@@ -148,7 +148,7 @@ def loss_and_gradients(
         hidden_ND.shape if need_hidden else 0, dtype=held_dtype(hidden_ND.dtype, compute_dtype)
     )
     R = operand_rows(V, P, compute_dtype)
-    grad_weight_RD = hidden_ND.new_empty((R if need_weight else 0, hidden_ND.shape[1]), dtype=sum_dtype)
+    grad_weight = hidden_ND.new_empty(weight_VD.shape if need_weight else 0, dtype=sum_dtype)
     hidden_ND, weight_RD = hidden_ND.to(compute_dtype), as_operand(weight_VD, R, compute_dtype)
     logits_CP = hidden_ND.new_empty(min(C, N), P)
 
@@ -165,13 +165,19 @@ def loss_and_gradients(
         if need_hidden:
             _matmul_(grad_hidden[here], chunk_CR, weight_RD)
         if need_weight:
-            _matmul_(grad_weight_RD, chunk_CR.mT, hidden_CD, accumulate=first > 0)
+            for rows_of in _aligned_and_rest(V, R):
+                _matmul_(grad_weight[rows_of], chunk_CR[:, rows_of].mT, hidden_CD, accumulate=first > 0)
     del logits_CP
     if N == 0:
-        grad_weight_RD.zero_()
+        grad_weight.zero_()
     total = losses_N.sum() if N or not loss.mean else losses_N.new_full((), math.nan)
-    grad_weight = grad_weight_RD[:V] if need_weight else grad_weight_RD.flatten()
     return total, grad_hidden, grad_weight.to(held_weight), scale
+
+
+def _aligned_and_rest(V: int, R: int) -> list[slice]:
+    """The vocabulary in one, or where matmuls want whole multiples, these and the few words after them."""
+    whole = V if R == V else V - V % ROW_MULTIPLE
+    return [part for part in (slice(0, whole), slice(whole, V)) if part.start < part.stop]
 
 
 def _matmul_(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:

@@ -34,7 +34,7 @@ def _rules(*rows: tuple[str, str]) -> list[tuple[str, re.Pattern[str]]]:
 
 # Order matters: a fused kernel carries the names of all that it does, the most telling first.
 _KERNELS = _rules(
-    ("communication", r"^nccl|^rccl|nccl.*kernel|nvshmem|one_shot_all_|two_shot_all_|multimem_|symm_mem"),
+    ("communication", r"^nccl|^rccl|nccl.*kernel|nvshmem|one_shot_all_|two_shot_all_|multimem_|symm_mem|peer_mean"),
     ("copy", r"^mem(cpy|set)|^dma|direct_copy_kernel|copy_device_to_device|CatArrayBatchedCopy|float\d+_copy"),
     ("attention", r"flash|fmha|sdpa|_attn_|attention|dkdv|(^|_)dq_kernel|mha_"),
     ("optimizer", r"adam|FusedOptimizer|multi_tensor_apply.*(sgd|lamb)"),
