@@ -75,7 +75,7 @@ def test_training_in_16_bits_is_that_of_one_process_with_the_same_casts(two_rank
             assert max(rank[case] for rank in two_ranks) < 1e-4, case
 
 
-@pytest.mark.parametrize("check", ["evaluation", "small", "prefetch", "frees", "whole state"])
+@pytest.mark.parametrize("check", ["evaluation", "small", "prefetch", "frees", "whole state", "trained later"])
 def test_on_two_ranks(two_ranks, check):
     assert [rank[check] for rank in two_ranks] == ["", ""]
 
