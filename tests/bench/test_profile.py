@@ -44,10 +44,21 @@ def test_the_parts_add_up_to_the_phases(profiled):
         assert sum(c.us for c in found.cells if c.phase == phase) == pytest.approx(sum(values))
         assert record.median(f"profiled_{phase}_ms") == pytest.approx(sum(values) / len(values) / 1e3)
     kinds = {c.kind for c in found.cells}
-    assert sum(record.median(f"{kind}_ms") for kind in kinds) == pytest.approx(
+    assert sum(record.median(f"kind_{kind}_ms") for kind in kinds) == pytest.approx(
         sum(map(sum, found.phases_us.values())) / found.steps / 1e3
     )
     assert found.steps == 2
+
+
+def test_a_phase_keeps_its_stopwatch_beside_the_kind_of_its_name(profiled):
+    record, found, _ = profiled
+    assert found.stopwatch_ms.keys() >= {"forward", "backward", "optimizer", "step"}
+    for phase, milliseconds in found.stopwatch_ms.items():
+        assert record.metrics[f"{phase}_ms"].n == 2
+        assert record.median(f"{phase}_ms") == milliseconds
+    assert record.median("kind_optimizer_ms") == pytest.approx(
+        sum(c.us for c in found.cells if c.kind == "optimizer") / found.steps / 1e3
+    )
 
 
 def test_the_phases_are_those_of_the_trace(profiled):

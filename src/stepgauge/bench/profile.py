@@ -119,7 +119,7 @@ def _compute_dtype(spec: ProfileSpec) -> torch.dtype:
 
 
 def metrics(found: Analysis, stopwatch: dict[str, Sample]) -> dict[str, Sample]:
-    """Phases by stopwatch and by profiler, and ms a step of each kind of work."""
+    """Phases by stopwatch and by profiler, and ms a step of each kind of work; phase and kind may share a name."""
     result = {f"{name}_ms": sample for name, sample in stopwatch.items()}
     for phase, values in found.phases_us.items():
         if phase:
@@ -130,7 +130,7 @@ def metrics(found: Analysis, stopwatch: dict[str, Sample]) -> dict[str, Sample]:
     for cell in found.cells:
         kinds[cell.kind] = kinds.get(cell.kind, 0.0) + cell.us
     for kind, us in sorted(kinds.items(), key=lambda item: -item[1]):
-        result[f"{kind}_ms"] = Sample.exact(us / 1e3 / found.steps, "ms")
+        result[f"kind_{kind}_ms"] = Sample.exact(us / 1e3 / found.steps, "ms")
     if found.on_device:
         result["idle_ms"] = Sample.exact(sum(row.us for row in found.idle) / 1e3 / found.steps, "ms")
     if found.overlap:
