@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -45,6 +46,21 @@ def stepgauge(capfd):
         return status, out, err
 
     return run
+
+
+@pytest.fixture
+def closed_pipe(monkeypatch):
+    """closed_pipe(): within it, standard output is a pipe whose reader has gone."""
+
+    @contextlib.contextmanager
+    def closed():
+        reader, writer = os.pipe()
+        os.close(reader)
+        with monkeypatch.context() as patched, open(writer, "w", buffering=1) as pipe:
+            patched.setattr("sys.stdout", pipe)
+            yield
+
+    return closed
 
 
 def _gpu_trace():

@@ -30,6 +30,11 @@ def test_bench_comm_then_fit(stepgauge, tmp_path):
     assert link.measured["date"]
     assert link.time_ms(10**6) > 0
     assert "measured, held out" in page.read_text()
+    status, out, err = stepgauge("comm", "fit", run, "--format", "json")
+    assert status == 0, err
+    fits, predictions = json.loads(out)
+    assert fits["rows"][0]["ranks"] == 2
+    assert [row["size B"] for row in predictions["rows"]] == [65536 << power for power in range(5)]
     status, out, _ = stepgauge("show", run)
     assert status == 0
     assert "busbw" in out

@@ -58,6 +58,33 @@ def test_traces_of_one_name_keep_their_own_folders(stepgauge, tmp_path, gpu_trac
     assert "give each trace once" in sentence(err)
 
 
+def test_files_are_there_whatever_becomes_of_the_reader(stepgauge, tmp_path, gpu_trace_text, closed_pipe):
+    """As `stepgauge profile ... | head` has it, whose pipe closes first."""
+    path = tmp_path / "trace.json"
+    path.write_text(gpu_trace_text)
+    for command, folder in (
+        (("trace", path), "traced"),
+        (("step", *QUICK), "profiled"),
+        (("memory", *NANO), "followed"),
+    ):
+        with closed_pipe():
+            status, _, err = stepgauge("profile", *command, "--out", tmp_path / folder)
+        assert status == 0, err
+        assert (tmp_path / folder / "report.html").exists()
+    assert (tmp_path / "traced" / "trace" / "analysis.json").exists()
+
+
+def test_json_of_several_tables_is_one_document(stepgauge, tmp_path, gpu_trace_text):
+    path = tmp_path / "trace.json"
+    path.write_text(gpu_trace_text)
+    status, out, err = stepgauge("profile", "trace", path, "--format", "json")
+    assert status == 0, err
+    phases = json.loads(out)[0]
+    assert phases["caption"].startswith("Phases")
+    assert phases["rows"][-1]["phase"] == "step"
+    assert phases["rows"][-1]["trace ms"] > 0
+
+
 def test_rows_of_equal_words_are_told_apart(stepgauge, tmp_path):
     status, out, err = stepgauge("profile", "step", *QUICK, "--attention", "eager", "sdpa", "--out", tmp_path / "run")
     assert status == 0, err

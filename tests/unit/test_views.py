@@ -68,8 +68,17 @@ def test_formats_keep_every_cell():
     typst = table.to("typst")
     assert r"[x\_1 & 50%], [1,000]," in typst
     assert r"[\#2]" in typst
-    assert json.loads(table.to("json"))[0] == {"name": "x_1 & 50%", "a|b": "1000"}
+    assert json.loads(table.to("json")) == [{"name": "x_1 & 50%", "a|b": 1000}, {"name": 'say "hi"', "a|b": "#2"}]
     assert set(FORMATS) == {"json", "csv", "markdown", "latex", "typst"}
+
+
+@pytest.mark.parametrize(
+    ("cell", "value"),
+    [("1,234.5", 1234.5), ("-0.08", -0.08), ("+3", 3), ("", None), ("flat", "flat"), ("1 – 2", "1 – 2")],
+)
+def test_json_has_numbers_where_a_column_has(cell, value):
+    (row,) = json.loads(Table(["name", "ms"], [["7", cell]], numeric=frozenset(["ms"])).to("json"))
+    assert row == {"name": "7", "ms": value}
 
 
 def test_a_custom_network_shows_its_shape(record):

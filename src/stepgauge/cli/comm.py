@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from stepgauge.cli.console import Format, print_in, tell
+from stepgauge.cli.console import Format, print_tables, tell
 from stepgauge.cli.records import Run, read
 from stepgauge.spec.hardware import HardwareFile
 
@@ -62,8 +62,6 @@ def fit(
         raise ValueError(
             f"the run at {run} has no collective at three sizes or more; bench comm -b 1M -e 64M gives one"
         )
-    print_in(format, fit_table(found))
-    print_in(format, prediction_table(found, records))
     if hardware is not None:
         known = HardwareFile.read(hardware) if hardware.exists() else HardwareFile(name=hardware.stem)
         known.with_links(found).write(hardware)
@@ -75,3 +73,4 @@ def fit(
         facts["hosts"] = ", ".join(dict.fromkeys(where.get("hosts", [])))
         report.write_text(page("stepgauge comm fit", [section], facts=facts), encoding="utf-8")
         tell(f"plots: {report}")
+    print_tables(format, [fit_table(found), prediction_table(found, records)])

@@ -1,6 +1,7 @@
 """What people see: tables on standard output, progress and complaints on standard error."""
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,13 +12,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as RichTable
 
 from stepgauge.report.kinds import table_of
-from stepgauge.report.table import Table
+from stepgauge.report.table import Table, objects
 from stepgauge.report.views import describe, heading, number
 from stepgauge.spec.record import Record
 
 SUMMED_UP = ("tokens_per_s", "first_loss", "last_loss", "busbw_gb_per_s", "gb_per_s", "wrong")
 MEMORY = ("peak_bytes", "predicted_error", "saved_for_backward_bytes")  # where nothing was timed
 Format = Literal["table", "csv", "markdown", "latex", "typst", "json"]
+
+
+class Output(Console):
+    """Standard output. That its reader has gone is for the caller to handle; rich itself would exit with status 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # the error that is being handled where this is called
+
 
 error_console = Console(stderr=True, highlight=False)
 
@@ -48,8 +57,8 @@ def print_table(table: Table) -> None:
         drawn.add_row(*row)
     # Whole figures that wrap are better than figures that are cut.
     if table.caption:  # not the table's title, which would wrap at the width of a narrow one
-        Console(highlight=False).print(table.caption, style="table.title", markup=False)
-    console = Console(highlight=False, width=10_000)
+        Output(highlight=False).print(table.caption, style="table.title", markup=False)
+    console = Output(highlight=False, width=10_000)
     console.width = console.measure(drawn).maximum
     console.print(drawn)
 
@@ -69,6 +78,16 @@ def print_in(format: Format, table: Table) -> None:
         print_table(table)
     else:
         print(table.to(format), end="")
+
+
+def print_tables(format: Format, tables: Sequence[Table]) -> None:
+    """Several tables, an empty line after each; as JSON one document, a list of captions with their rows."""
+    if format == "json":
+        print(json.dumps([{"caption": t.caption, "rows": objects(t)} for t in tables], indent=1, ensure_ascii=False))
+        return
+    for table in tables:
+        print_in(format, table)
+        print()
 
 
 def silence() -> None:

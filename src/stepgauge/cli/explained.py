@@ -1,9 +1,8 @@
 """A collective explained on the terminal."""
 
-from rich.console import Console
 from rich.rule import Rule
 
-from stepgauge.cli.console import print_table
+from stepgauge.cli.console import Output, print_table
 from stepgauge.report.explained import rank_table, step_table, traffic_table
 from stepgauge.spec.explain import Explained
 
@@ -11,7 +10,7 @@ MOST_LINES = 8
 
 
 def print_explained(explained: Explained) -> None:
-    console = Console(highlight=False)
+    console = Output(highlight=False)
     console.print(Rule(explained.op.replace("_", "-"), align="left"))
     print_table(rank_table(explained))
     console.print()

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
-from rich.console import Console
 from rich.tree import Tree
 
-from stepgauge.cli.console import print_table, tell
+from stepgauge.cli.console import Output, print_table, tell
 from stepgauge.report.topology import gpu_table, interface_table, link_of, node_table, topology_page
 from stepgauge.spec.topology import Topology
 
@@ -34,7 +33,7 @@ def topo(
 
 
 def _print(found: Topology) -> None:
-    console = Console(highlight=False)
+    console = Output(highlight=False)
     console.print(_tree(found))
     console.print()
     if found.gpus:

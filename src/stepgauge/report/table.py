@@ -4,7 +4,11 @@ import csv
 import dataclasses
 import io
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +37,26 @@ def _for_machines(table: Table) -> list[list[str]]:
     ]
 
 
+def objects(table: Table) -> list[dict[str, Any]]:
+    """One a row, by column; in numeric columns numbers are numbers, and null is where there is none."""
+    return [
+        {
+            column: _value(cell) if column in table.numeric else cell
+            for column, cell in zip(table.columns, row, strict=True)
+        }
+        for row in _for_machines(table)
+    ]
+
+
+def _value(cell: str) -> int | float | str | None:
+    if not _NUMBER.fullmatch(cell):
+        return cell or None
+    return float(cell) if "." in cell else int(cell)
+
+
 def _json(table: Table) -> str:
     """A list of objects, one a row."""
-    return json.dumps([dict(zip(table.columns, row, strict=True)) for row in _for_machines(table)], indent=1) + "\n"
+    return json.dumps(objects(table), indent=1, ensure_ascii=False) + "\n"
 
 
 def _csv(table: Table) -> str:

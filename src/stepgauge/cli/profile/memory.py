@@ -43,6 +43,10 @@ def memory(
         bench_memory.check(spec)
     jobs = [Job(functools.partial(bench_memory.run, folder=out), spec) for spec in specs]
     records = run_jobs(jobs, RunStore(out), fresh=fresh)
+    everything = [record for record in RunStore(out).read().latest() if record.kind == MemorySpec.kind]
+    report = out / "report.html"  # before anything is printed: a reader such as head may end the program
+    report.write_text(memory_page(everything), encoding="utf-8")
+    tell(f"timelines and all tables: {report}")
     if format == "table":
         print_table(summary_table(records))
         for table in [table for record in records if details or len(records) == 1 for table in memory_tables(record)]:
@@ -51,8 +55,4 @@ def memory(
             print_table(table)
     else:
         print_records(records, format)
-    everything = [record for record in RunStore(out).read().latest() if record.kind == MemorySpec.kind]
-    report = out / "report.html"
-    report.write_text(memory_page(everything), encoding="utf-8")
-    tell(f"timelines and all tables: {report}")
     require_success(records)

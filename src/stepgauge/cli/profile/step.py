@@ -38,12 +38,12 @@ def step(
     run = functools.partial(profile.run, folder=out)
     records = run_jobs([Job(run, spec) for spec in specs], RunStore(out), fresh=fresh)
     if format == "table":
-        found = [(record, profile.read(record, out)) for record in records]
-        for name, (record, analysis) in zip(names(records), found, strict=True):
-            _print(name, record, analysis, brief=len(found) > 1)
         everything = [record for record in RunStore(out).read().latest() if record.kind == ProfileSpec.kind]
         report = profile.write_report([(record, profile.read(record, out)) for record in everything], out)
         tell(f"report: {report}")
+        found = [(record, profile.read(record, out)) for record in records]
+        for name, (record, analysis) in zip(names(records), found, strict=True):
+            _print(name, record, analysis, brief=len(found) > 1)
     else:
         print_records(records, format)
     require_success(records)

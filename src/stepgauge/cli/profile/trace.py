@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import Format, print_table, progress, tell
+from stepgauge.cli.console import Format, print_tables, progress, tell
 from stepgauge.report.profile import overlap_table, ranks_table, tables
-from stepgauge.report.table import Table
 
 if TYPE_CHECKING:
     from stepgauge.spec.analysis import Analysis
@@ -37,7 +36,7 @@ def trace(
     if not files:
         raise ValueError("FILE needs a value: the path of a trace")
     if overlap:
-        _print([overlap_table([required_overlap(load(file)) for file in files])], format)
+        print_tables(format, [overlap_table([required_overlap(load(file)) for file in files])])
         return
     names = profile.trace_names(files)
     found = _analyse(files)
@@ -45,11 +44,11 @@ def trace(
     if len(found) > 1:
         shown = [ranks_table(found), *(table for table in shown if not table.caption.startswith("Overlap"))]
         tell(f"the first table is of all {len(found)} traces, the others of {found[0].source}; --out has all")
-    _print([table for table in shown if table.rows], format)
-    if out:
+    if out:  # before anything is printed: a reader such as head may end the program
         for name, analysis in zip(names, found, strict=True):
             profile.write(analysis, out / name)
         tell(f"report: {profile.write_trace_report(dict(zip(names, found, strict=True)), out)}")
+    print_tables(format, [table for table in shown if table.rows])
 
 
 def _analyse(files: Sequence[Path]) -> "list[Analysis]":
@@ -62,12 +61,3 @@ def _analyse(files: Sequence[Path]) -> "list[Analysis]":
             found.append(analyse(file))
             bar.advance(task)
     return found
-
-
-def _print(shown: Sequence[Table], format: Format) -> None:
-    for table in shown:
-        if format == "table":
-            print_table(table)
-            print()
-        else:
-            print(table.to(format))
