@@ -135,8 +135,6 @@ def test_overlap_of_ranks_and_of_a_trace_without_communication(stepgauge, tmp_pa
     ("arguments", "words"),
     [
         (("--active", "0"), "active is 0; it must be at least 1"),
-        (("--own", "mine.py:make"), "there is no file mine.py"),
-        (("--own", "mine"), "name it as FILE.py:factory"),
         (("--precision", "fp7"), "precision is 'fp7'; choose one of"),
     ],
 )
@@ -145,6 +143,35 @@ def test_a_mistake_is_one_sentence_and_status_2(stepgauge, tmp_path, arguments, 
     assert status == 2
     assert words in sentence(err)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["step", "memory", "dtypes"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("mine.py:make",), "there is no file mine.py"),
+        (("mine",), "name it as FILE.py:factory"),
+        (("mine.py:make", "--size", "medium"), "size is 'medium'; an own model brings its network and batch"),
+        (("mine.py:make", "--context", "64"), "context_length is 64; an own model brings its network and batch"),
+        (("mine.py:make", "--batch", "8"), "batch is 8; an own model brings its network and batch"),
+        (("mine.py:make", "--checkpointing", "blocks"), "checkpointing is 'blocks'; an own model chooses its own"),
+    ],
+)
+def test_a_mistake_about_an_own_model_is_one_sentence(stepgauge, command, arguments, words):
+    status, _, err = stepgauge("profile", command, "--device", "cpu", "--own", *arguments)
+    assert status == 2
+    assert words in sentence(err)
+
+
+def test_a_row_of_an_own_model_has_its_functions_name(stepgauge, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import torch\n\ndef perceptron():\n    return torch.nn.Linear(8, 8), (torch.randn(4, 8),)\n")
+    run = tmp_path / "run"
+    status, _, err = stepgauge("profile", "memory", "--device", "cpu", "--own", f"{file}:perceptron", "--out", run)
+    assert status == 0, err
+    status, out, _ = stepgauge("show", run, "--format", "csv")
+    assert status == 0
+    assert out.splitlines()[1].startswith("perceptron,fp32,")
 
 
 def test_of_several_ranks_the_first_table_has_one_line_each(stepgauge, tmp_path, gpu_trace_text):

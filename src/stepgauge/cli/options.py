@@ -40,6 +40,7 @@ def spec_options(
         def run(*positional: Any, **given: Any) -> None:
             chosen = {name: given.pop(name) for name in names if name in given}
             values = {name: value or (_bare(names[name]),) for name, value in chosen.items() if value is not None}
+            _refuse_beside_own(values, network)
             command(*positional, values={**shown, **values}, **given)
 
         parameters = sorted([*added, *own], key=lambda p: (p.kind, p.name not in names))
@@ -49,6 +50,14 @@ def spec_options(
         return run
 
     return decorate
+
+
+def _refuse_beside_own(given: Values, network: Network) -> None:
+    """Raises ValueError for an option that an own model leaves nothing to say, where one is given."""
+    idle = {"size", "batch", *(field.name for field in dataclasses.fields(network))}
+    beside = next((name for name in given if name in idle), None)
+    if any(given.get("own", ())) and beside:
+        raise ValueError(f"{beside} is {given[beside][0]!r}; an own model brings its network and batch: leave it out")
 
 
 def _parameter(

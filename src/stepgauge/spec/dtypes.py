@@ -4,21 +4,17 @@ import dataclasses
 from typing import ClassVar
 
 from stepgauge.spec.fields import option
-from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.own import OwnWorkSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DtypesSpec(WorkSpec):
+class DtypesSpec(OwnWorkSpec):
     """What `profile dtypes` runs: one step, uncompiled, in which every module's output is looked at."""
 
     kind: ClassVar[str] = "dtypes"
 
-    own: str = option("", "your own model as FILE.py:factory, which returns (module, batch)", word="{own}", quiet="")
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.own and self.data != "random":
-            raise ValueError(f"data is {self.data!r}; an own model brings its own batch")
         if self.compile != "off":
             raise ValueError(f"compile is {self.compile!r}; a compiled module shows no outputs, types are probed eager")
 

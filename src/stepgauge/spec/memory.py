@@ -4,19 +4,18 @@ import dataclasses
 from typing import ClassVar
 
 from stepgauge.spec.fields import option
-from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.own import OwnWorkSpec
 
 # Where a step is predicted for: with the kernels that torch takes on a CPU, an A100 or an H100.
 PREDICTIONS = ("no", "cpu", "sm80", "sm90")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MemorySpec(WorkSpec):
+class MemorySpec(OwnWorkSpec):
     """What `profile memory` runs for one row: forward alone, then whole steps, every storage followed."""
 
     kind: ClassVar[str] = "memory"
 
-    own: str = option("", "your own model as FILE.py:factory, which returns (module, batch)", word="{own}", quiet="")
     predict: str = option(
         "no",
         "run nothing, predict for that device; sm80 is A100, sm90 H100",
@@ -28,10 +27,6 @@ class MemorySpec(WorkSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.own and self.data != "random":
-            raise ValueError(f"data is {self.data!r}; an own model brings its own batch")
-        if self.own and self.checkpointing != "none":
-            raise ValueError(f"checkpointing is {self.checkpointing!r}; an own model chooses its own")
         if self.own and self.compile != "off":
             raise ValueError(f"compile is {self.compile!r}; an own model compiles itself")
         if self.phases != "step":

@@ -4,23 +4,18 @@ import dataclasses
 from typing import ClassVar
 
 from stepgauge.spec.fields import option
+from stepgauge.spec.own import OwnWorkSpec
 from stepgauge.spec.step import StepSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProfileSpec(StepSpec):
+class ProfileSpec(OwnWorkSpec, StepSpec):
     """What `profile step` runs for one row: the step of StepSpec by the stopwatch, then under the profiler."""
 
     kind: ClassVar[str] = "profile"
 
-    own: str = option("", "your own model as FILE.py:factory, which returns (module, batch)", word="{own}", quiet="")
     wait: int = option(1, "steps that pass before the profiler warms up", least=0, most=100_000)
     profiler_warmup: int = option(2, "steps in which the profiler warms up, discarded", least=0, most=1000)
     active: int = option(3, "recorded steps", least=1, most=1000)
     repeat: int = option(1, "how often to wait, warm up and record", least=1, most=100)
     stacks: bool = option(False, "record Python stacks too: slower, larger", bare=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.own and self.data != "random":
-            raise ValueError(f"data is {self.data!r}; an own model brings its own batch")
