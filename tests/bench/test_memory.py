@@ -154,6 +154,7 @@ def test_an_own_model_is_followed(tmp_path):
     record = run(dataclasses.replace(SPEC, own=f"{file}:factory"))
     assert record.median("predicted_error") == 0
     assert [row[0] for row in record.tables["saved_by_block"][1:]] == ["0", "1", "2"] or record.tables["savers"][1:]
+    assert all(table.rows and table.caption for table in memory_tables(record))
 
 
 @pytest.mark.parametrize(

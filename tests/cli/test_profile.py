@@ -163,6 +163,16 @@ def test_a_mistake_about_an_own_model_is_one_sentence(stepgauge, command, argume
     assert words in sentence(err)
 
 
+def test_blocks_without_checkpointing_are_no_rows_of_their_own(stepgauge, tmp_path):
+    run = tmp_path / "run"
+    sweep = ("--predict", "cpu", "--checkpointing", "none", "blocks", "--checkpoint-blocks", "2", "1")
+    status, _, err = stepgauge("profile", "memory", *NANO, *sweep, "--out", run)
+    assert status == 0, err
+    rows = [(r.spec["checkpointing"], r.spec["checkpoint_blocks"]) for r in RunStore(run).read().records]
+    assert rows == [("none", 1), ("blocks", 2), ("blocks", 1)]
+    assert "checkpoint_blocks says nothing to 1 of 4 rows; rows that differ in it alone are one" in err
+
+
 def test_a_row_of_an_own_model_has_its_functions_name(stepgauge, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("import torch\n\ndef perceptron():\n    return torch.nn.Linear(8, 8), (torch.randn(4, 8),)\n")

@@ -1,5 +1,6 @@
 """What commands that measure rows share: their options, the sweep with its progress bar, the verdict at the end."""
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,20 @@ def resolve_devices(specs: Any) -> list[Any]:
     from stepgauge.measure.devices import resolve
 
     return [dataclasses.replace(spec, device=str(resolve(spec.device))) for spec in specs]
+
+
+def distinct(specs: Sequence[Any]) -> list[Any]:
+    """The specs without their idle options, each once; says which options that were."""
+    kept = [spec.without_idle_options() for spec in specs]
+    idle = collections.Counter(
+        field.name
+        for asked, left in zip(specs, kept, strict=True)
+        for field in dataclasses.fields(asked)
+        if getattr(asked, field.name) != getattr(left, field.name)
+    )
+    for name, count in idle.items():
+        tell(f"{name} says nothing to {count} of {len(specs)} rows; rows that differ in it alone are one")
+    return list(dict.fromkeys(kept))
 
 
 def of_torchrun(values: Values) -> Values:

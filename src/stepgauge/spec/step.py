@@ -1,7 +1,7 @@
 """One training step as it is asked for: network, batch, precision and how it is timed."""
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from stepgauge.spec.fields import check, option
 from stepgauge.spec.model import ModelSpec
@@ -55,6 +55,12 @@ class WorkSpec:
 
     def __post_init__(self) -> None:
         check(self)
+
+    def without_idle_options(self) -> Self:
+        """With the default for the option that a step without checkpointing does not look at."""
+        if self.checkpointing != "none":
+            return self
+        return dataclasses.replace(self, checkpoint_blocks=WorkSpec.checkpoint_blocks)
 
     @property
     def tokens(self) -> int:

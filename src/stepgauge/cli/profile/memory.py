@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from stepgauge.cli.console import print_records, print_table, tell
 from stepgauge.cli.options import Values, expand, spec_options
-from stepgauge.cli.rows import Fresh, Out, RowFormat, require_success, resolve_devices, run_jobs
+from stepgauge.cli.rows import Fresh, Out, RowFormat, distinct, require_success, resolve_devices, run_jobs
 from stepgauge.report.checkpointing import best_checkpoint_tables
 from stepgauge.report.memory import kept_tables, memory_page, memory_tables, summary_table
 from stepgauge.spec.memory import MemorySpec
@@ -32,13 +32,13 @@ def memory(
 
     Every storage is followed from birth to death. The same step on tensors without memory predicts the peak beside the
     measured one; --predict gives the prediction alone, for a device that need not be there. Every option takes several
-    values, and their product is measured. The run's folder gets records, report.html and, on CUDA, the allocator's
-    snapshots for PyTorch's own viewer.
+    values, and their product is measured; blocks to compute again together vary only rows with checkpointing. The run's
+    folder gets records, report.html and, on CUDA, the allocator's snapshots for PyTorch's own viewer.
     """
     from stepgauge.bench import memory as bench_memory
     from stepgauge.bench.sweep import Job
 
-    specs = resolve_devices(expand(MemorySpec, values))
+    specs = distinct(resolve_devices(expand(MemorySpec, values)))
     for spec in specs:
         bench_memory.check(spec)
     jobs = [Job(functools.partial(bench_memory.run, folder=out), spec) for spec in specs]

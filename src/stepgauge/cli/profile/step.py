@@ -5,7 +5,7 @@ from pathlib import Path
 
 from stepgauge.cli.console import print_records, print_table, tell
 from stepgauge.cli.options import Values, expand, spec_options
-from stepgauge.cli.rows import Fresh, Out, RowFormat, require_success, resolve_devices, run_jobs
+from stepgauge.cli.rows import Fresh, Out, RowFormat, distinct, require_success, resolve_devices, run_jobs
 from stepgauge.report.profile import phases_table, tables
 from stepgauge.report.views import names
 from stepgauge.spec.analysis import Analysis
@@ -32,7 +32,7 @@ def step(
     from stepgauge.bench import profile
     from stepgauge.bench.sweep import Job
 
-    specs = resolve_devices(expand(ProfileSpec, values))
+    specs = distinct(resolve_devices(expand(ProfileSpec, values)))
     for spec in specs:
         profile.check(spec)
     run = functools.partial(profile.run, folder=out)
