@@ -9,7 +9,7 @@ import pytest
 
 from stepgauge.report.kernels import launchers_of
 from stepgauge.report.table import FORMATS, Table
-from stepgauge.report.views import compare, difference_table, number, record_table, varying
+from stepgauge.report.views import compare, difference_table, heading, number, record_table, varying
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,19 @@ from stepgauge.report.views import compare, difference_table, number, record_tab
 )
 def test_numbers(value, unit, text):
     assert number(value, unit) == text
+
+
+@pytest.mark.parametrize(
+    ("metric", "unit", "text"),
+    [
+        ("forward_ms", "ms", "forward ms"),
+        ("traced_exposed_us", "us", "traced exposed µs"),
+        ("peak_bytes", "bytes", "peak GiB"),
+        ("kind_matmul_ms", "ms", "kind matmul ms"),
+    ],
+)
+def test_headings(metric, unit, text):
+    assert heading(metric, unit) == text
 
 
 def test_columns_are_what_tells_rows_apart(record):

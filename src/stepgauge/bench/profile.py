@@ -23,6 +23,7 @@ from stepgauge.measure.trace.flame import collapsed, speedscope
 from stepgauge.report.page import Section, page
 from stepgauge.report.profile import blocks as profile_blocks
 from stepgauge.report.views import names
+from stepgauge.report.where import measured_where
 from stepgauge.spec.analysis import Analysis
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record, Sample
@@ -161,8 +162,7 @@ def write_report(found: Sequence[tuple[Record, Analysis | None]], run: Path) -> 
     """One page of all rows; those without an analysis say why."""
     titles = names([record for record, _ in found])
     sections = [_section(title, analysis, record.note) for title, (record, analysis) in zip(titles, found, strict=True)]
-    environments = [record.environment for record, analysis in found if analysis]
-    return _write_page("stepgauge profile", sections, _facts(environments[0]) if environments else {}, run)
+    return _write_page("stepgauge profile step", sections, measured_where([record for record, _ in found]), run)
 
 
 def trace_names(files: Sequence[Path]) -> list[str]:
@@ -184,15 +184,9 @@ def write_trace_report(found: Mapping[str, Analysis], folder: Path) -> Path:
     """One page of all traces, by name."""
     sections = [_section(name, analysis, "") for name, analysis in found.items()]
     devices_seen = dict.fromkeys(analysis.device for analysis in found.values() if analysis.device)
-    return _write_page("stepgauge profile", sections, {"Device": ", ".join(devices_seen) or "not in the trace"}, folder)
-
-
-def _facts(where: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        "Device": f"{where['device']}, {where['device_bytes'] / 2**30:.0f} GiB",
-        "Host": f"{where['cpu']}, {where['cores']} cores, {where['os']}",
-        "Software": f"Python {where['python']}, torch {where['torch']}, stepgauge {where['stepgauge']}",
-    }
+    return _write_page(
+        "stepgauge profile trace", sections, {"Device": ", ".join(devices_seen) or "not in the trace"}, folder
+    )
 
 
 def _section(title: str, found: Analysis | None, note: str) -> Section:

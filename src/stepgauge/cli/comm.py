@@ -55,6 +55,7 @@ def fit(
     """
     from stepgauge.report.comm import comm_blocks, fit_table, links, prediction_table
     from stepgauge.report.page import Section, page
+    from stepgauge.report.where import measured_where
 
     records = [record for record in read(run) if record.kind == "comm"]
     found = links(records)
@@ -69,8 +70,8 @@ def fit(
     if report is not None:
         section = Section("Collectives", "What do the links give, and what does a byte cost?", comm_blocks(records))
         where = records[-1].environment
-        facts = {name: str(where.get(name)) for name in ("device", "library", "torch")}
-        facts["hosts"] = ", ".join(dict.fromkeys(where.get("hosts", [])))
+        told = {"Library": where.get("library"), "Hosts": ", ".join(dict.fromkeys(where.get("hosts", [])))}
+        facts = measured_where(records) | {name: str(value) for name, value in told.items() if value}
         report.write_text(page("stepgauge comm fit", [section], facts=facts), encoding="utf-8")
         tell(f"plots: {report}")
     print_tables(format, [fit_table(found), prediction_table(found, records)])

@@ -9,6 +9,7 @@ from stepgauge.report.figure import areas
 from stepgauge.report.page import Block, Plot, Section, Text, page
 from stepgauge.report.table import Table
 from stepgauge.report.views import SHAPE, apart, describe, flatten, names, number, record_table
+from stepgauge.report.where import measured_where
 from stepgauge.spec.record import Record
 
 CATEGORIES = ("parameters", "optimizer state", "gradients", "activations", "temporaries", "other")
@@ -196,6 +197,4 @@ def memory_blocks(
 def memory_page(records: Sequence[Record]) -> str:
     """A report of these records alone."""
     section = Section("Memory", "Who holds memory when, and what is the peak?", memory_blocks(records))
-    where = records[0].environment
-    facts = {name: str(where[name]) for name in ("device", "torch", "commit") if where.get(name)}
-    return page("stepgauge profile memory", [section], facts=facts)
+    return page("stepgauge profile memory", [section], facts=measured_where(records))

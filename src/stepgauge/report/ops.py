@@ -4,6 +4,7 @@ from stepgauge.report.figure import roofline
 from stepgauge.report.page import Block, Plot, Section, page
 from stepgauge.report.table import Table
 from stepgauge.report.views import heading, number
+from stepgauge.report.where import measured_where
 from stepgauge.spec.record import Record
 
 LONGEST_NAME = 64
@@ -68,10 +69,4 @@ def op_page(record: Record) -> str:
     if record.series:
         blocks.append(launched_table(record))
     section = Section(title(record), "How fast is it, and how fast could it be here?", blocks)
-    where = record.environment
-    facts = {
-        "Device": str(where.get("device")),
-        "Software": f"Python {where.get('python')}, torch {where.get('torch')}, Triton {where.get('triton')}",
-        "Measured": record.created,
-    }
-    return page(title(record), [section], facts=facts)
+    return page(title(record), [section], facts=measured_where([record]))

@@ -13,7 +13,19 @@ from stepgauge.spec.analysis import Analysis, Cell, Overlap
 LONGEST_NAME = 72
 SHOWN_KERNELS, SHOWN_OPERATIONS = 20, 16
 OTHER_LIMIT = 0.02  # what no rule could place is named one by one above this share
-LANES = ("communication", "matmul", "attention", "softmax", "norm", "elementwise", "reduction", "optimizer", "copy")
+LANES = (
+    "communication",
+    "matmul",
+    "attention",
+    "softmax",
+    "norm",
+    "elementwise",
+    "reduction",
+    "optimizer",
+    "copy",
+    "host",
+    "other",
+)
 ATTENTION_PARTS = ("scores", "softmax", "values")
 
 

@@ -9,12 +9,15 @@ from matplotlib.ticker import MaxNLocator
 from stepgauge.report.figure import short
 
 WIDTH, LABEL, ROW, GAP, TOP, BOTTOM = 900, 120, 18, 5, 26, 34
-COLOURS = 6
+COLOURS = 11  # of page.css
 Lanes = Mapping[str, Sequence[Sequence[float]]]
 
 
 def timeline(lanes: Lanes, marks: Sequence[Sequence[Any]] = (), *, order: Sequence[str] = ()) -> str:
-    """SVG of lanes name -> [(start µs, end µs), ...]; `marks` are [name, start µs, end µs]; `order` from the top."""
+    """SVG of lanes name -> [(start µs, end µs), ...]; `marks` are [name, start µs, end µs]; `order` from the top.
+
+    A name of `order` has the same colour in every drawing.
+    """
     names = [name for name in order if name in lanes] + [name for name in lanes if name not in order]
     ends = [end for times in lanes.values() for _, end in times] + [mark[2] for mark in marks]
     length = max(ends, default=0.0) or 1.0
@@ -24,8 +27,9 @@ def timeline(lanes: Lanes, marks: Sequence[Sequence[Any]] = (), *, order: Sequen
         return round(LABEL + us / length * (WIDTH - LABEL - 8), 2)
 
     parts = [*_marks(marks, x, height), *_axis(length, x, height)]
+    colours = {name: number % COLOURS + 1 for number, name in enumerate(dict.fromkeys([*order, *names]))}
     for index, name in enumerate(names):
-        parts += _lane(name, lanes[name], TOP + index * (ROW + GAP), f"var(--series-{index % COLOURS + 1})", x)
+        parts += _lane(name, lanes[name], TOP + index * (ROW + GAP), f"var(--series-{colours[name]})", x)
     return f'<svg viewBox="0 0 {WIDTH} {height}" font-size="12" font-family="var(--sans)">{"".join(parts)}</svg>'
 
 

@@ -26,6 +26,7 @@ class Heading:
 
 
 _UNITS: Mapping[str, Heading] = {
+    "us": Heading("µs"),
     "bytes": Heading("GiB", 2.0**-30),
     "fraction of dense peak": Heading("%", 100.0),
     "signed fraction": Heading("%", 100.0),

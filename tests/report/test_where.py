@@ -1,0 +1,52 @@
+"""What a page says of the machine is the same for all commands."""
+
+import dataclasses
+
+from stepgauge.report.where import measured_where
+
+MACHINE = {
+    "device": "Test GPU", "device_bytes": 80 * 2**30, "cpu": "Test CPU", "cores": 8, "os": "Linux 6",
+    "python": "3.12.1", "torch": "2.13.0", "triton": "3.8.0", "stepgauge": "0.1", "commit": "abc",
+}  # fmt: skip
+
+
+def test_it_says_machine_software_and_times(record):
+    rows = [dataclasses.replace(record(), environment=MACHINE, created=f"2026-01-0{day}T00:00:00Z") for day in (2, 1)]
+    assert measured_where(rows) == {
+        "Device": "Test GPU, 80 GiB",
+        "Host": "Test CPU, 8 cores, Linux 6",
+        "Software": "Python 3.12.1, torch 2.13.0, Triton 3.8.0, stepgauge 0.1",
+        "Commit": "abc",
+        "Measured": "2026-01-01T00:00:00Z to 2026-01-02T00:00:00Z",
+    }
+
+
+def test_what_is_not_known_is_left_out(record):
+    failed = dataclasses.replace(record(status="failed", note="why"), environment={})
+    assert measured_where([failed]) == {}
+    assert measured_where([dataclasses.replace(record(), environment={"device": "Test GPU"}), failed]) == {
+        "Device": "Test GPU"
+    }
+
+
+def test_pages_of_memory_and_profile_say_the_same(record, tmp_path):
+    from stepgauge.bench.profile import write_report
+    from stepgauge.report.memory import memory_page
+    from stepgauge.spec.memory import MemorySpec
+    from stepgauge.spec.model import ModelSpec
+    from stepgauge.spec.profile import ProfileSpec
+    from stepgauge.spec.record import Record
+
+    def row(spec):
+        return Record(
+            kind=spec.kind, spec=dataclasses.asdict(spec), environment=MACHINE, created="2026-01-01T00:00:00Z"
+        )
+
+    model = ModelSpec.preset("nano")
+    pages = [
+        memory_page([row(MemorySpec(model=model))]),
+        write_report([(row(ProfileSpec(model=model)), None)], tmp_path).read_text(),
+    ]
+    facts = [text[text.index("<dl>") : text.index("</dl>")] for text in pages]
+    assert facts[0] == facts[1]
+    assert "Test GPU, 80 GiB" in facts[0]
