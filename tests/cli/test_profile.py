@@ -154,13 +154,31 @@ def test_a_mistake_is_one_sentence_and_status_2(stepgauge, tmp_path, arguments, 
         (("mine.py:make", "--size", "medium"), "size is 'medium'; an own model brings its network and batch"),
         (("mine.py:make", "--context", "64"), "context_length is 64; an own model brings its network and batch"),
         (("mine.py:make", "--batch", "8"), "batch is 8; an own model brings its network and batch"),
-        (("mine.py:make", "--checkpointing", "blocks"), "checkpointing is 'blocks'; an own model chooses its own"),
     ],
 )
 def test_a_mistake_about_an_own_model_is_one_sentence(stepgauge, command, arguments, words):
     status, _, err = stepgauge("profile", command, "--device", "cpu", "--own", *arguments)
     assert status == 2
     assert words in sentence(err)
+
+
+@pytest.mark.parametrize("command", ["step", "memory"])
+def test_an_own_model_chooses_what_it_computes_again(stepgauge, command):
+    asked = ("--own", "mine.py:make", "--checkpointing", "blocks")
+    status, _, err = stepgauge("profile", command, "--device", "cpu", *asked)
+    assert status == 2
+    assert "checkpointing is 'blocks'; an own model chooses its own" in sentence(err)
+
+
+def test_types_have_no_options_that_change_none(stepgauge):
+    status, out, _ = stepgauge("profile", "dtypes", "--help")
+    assert status == 0
+    assert "--precision" in out and "--own" in out
+    for name in ("phases", "predict", "compile", "optimizer", "checkpointing", "data", "seed"):
+        assert f"--{name}" not in out
+    status, _, err = stepgauge("profile", "dtypes", "--phases", "forward")
+    assert status == 2
+    assert "--phases" in sentence(err)
 
 
 def test_blocks_without_checkpointing_are_no_rows_of_their_own(stepgauge, tmp_path):

@@ -16,7 +16,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.store import RunStore
 
 
-@spec_options(MemorySpec, ModelSpec, sweep=True, defaults={"size": "small", "device": "auto"})
+@spec_options(MemorySpec, ModelSpec, sweep=True, without=("phases",), defaults={"size": "small", "device": "auto"})
 def memory(
     *,
     values: Values,
