@@ -131,8 +131,8 @@ def test_what_does_not_fit_is_a_row_with_its_prediction(monkeypatch):
     table = summary_table([run(dataclasses.replace(SPEC, predict="cpu")), record])
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     assert [row["figures"] for row in rows] == ["predicted", "predicted"]
-    assert "peak GiB" not in table.columns
-    assert rows[0]["predicted peak GiB"] == rows[1]["predicted peak GiB"] != ""
+    assert "peak MiB" not in table.columns
+    assert rows[0]["predicted peak MiB"] == rows[1]["predicted peak MiB"] != ""
     assert rows[1]["remark"].startswith("OOM: needs at least")
 
 
@@ -140,8 +140,8 @@ def test_a_prediction_stands_beside_what_was_measured():
     table = summary_table([followed("fp32", "none", 1), run(dataclasses.replace(SPEC, predict="cpu"))])
     measured, alone = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
     assert (measured["figures"], alone["figures"]) == ("measured", "predicted")
-    assert (measured["peak GiB"], alone["peak GiB"]) == (measured["predicted peak GiB"], "")
-    assert alone["predicted peak GiB"] == measured["predicted peak GiB"]
+    assert (measured["peak MiB"], alone["peak MiB"]) == (measured["predicted peak MiB"], "")
+    assert alone["predicted peak MiB"] == measured["predicted peak MiB"]
 
 
 def test_an_own_model_is_followed(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from stepgauge.report.kernels import launchers_of
 from stepgauge.report.table import FORMATS, Table
-from stepgauge.report.views import compare, difference_table, heading, number, record_table, varying
+from stepgauge.report.views import compare, difference_table, heading, number, record_table, size_unit, varying
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,20 @@ from stepgauge.report.views import compare, difference_table, heading, number, r
 )
 def test_numbers(value, unit, text):
     assert number(value, unit) == text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "texts"),
+    [
+        ([2**30, 2**20, None], ["1.000 GiB", "0.000977 GiB", " GiB"]),
+        ([2**30 - 2**20, 2**10], ["1,023 MiB", "0.000977 MiB"]),
+        ([48_000.0], ["46.88 KiB"]),
+        ([0, None], ["0 GiB", " GiB"]),
+    ],
+)
+def test_sizes_of_a_table_are_in_one_unit(sizes, texts):
+    unit = size_unit(sizes)
+    assert [f"{unit.of(size)} {unit.text}" for size in sizes] == texts
 
 
 @pytest.mark.parametrize(

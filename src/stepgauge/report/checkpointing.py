@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from stepgauge.report.figure import lines
 from stepgauge.report.page import Plot
 from stepgauge.report.table import Table
-from stepgauge.report.views import flatten, names, number
+from stepgauge.report.views import flatten, names, size_unit
 from stepgauge.spec.record import Record
 
 GIB = 2**30
@@ -62,6 +62,7 @@ def best_checkpoint_tables(records: Sequence[Record]) -> list[Table]:
         if sizes is None:
             continue
         layers = int(flatten(group[0].spec)["num_layers"])
+        unit = size_unit(record.median(name) for record in group for name in ("peak_bytes", "predicted_peak_bytes"))
         rows = []
         for record in sorted(group, key=choice_of):
             choice, k = choice_of(record)
@@ -71,12 +72,13 @@ def best_checkpoint_tables(records: Sequence[Record]) -> list[Table]:
             figures += [measured, record.median("predicted_peak_bytes")]
             remark = "least by formula" if by_formula and k == sizes.best(layers, choice) else ""
             part = str(k) if choice != "none" else ""
-            rows.append([choice, part, *(number(figure, "bytes") for figure in figures), remark])
-        columns = ["checkpointing", "blocks a part", "kept by formula GiB", "peak GiB", "predicted GiB", "remark"]
+            rows.append([choice, part, *map(unit.of, figures), remark])
+        sized = [f"{what} {unit.text}" for what in ("kept by formula", "peak", "predicted")]
+        columns = ["checkpointing", "blocks a part", *sized, "remark"]
         best = {choice: sizes.best(layers, choice) for choice in ("blocks", "nested")}
         caption = (
-            f"{name}: a block keeps {number(sizes.inside, 'bytes')} GiB, its input "
-            f"{number(sizes.boundary, 'bytes')} GiB; of {layers} blocks the formula takes parts of {best['blocks']}, "
+            f"{name}: a block keeps {unit.of(sizes.inside)} {unit.text}, its input "
+            f"{unit.of(sizes.boundary)} {unit.text}; of {layers} blocks the formula takes parts of {best['blocks']}, "
             f"nested of {best['nested']}"
         )
         tables.append(Table(columns, rows, numeric=frozenset(columns[1:5]), caption=caption))

@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stepgauge.report.checkpointing import GIB, best_checkpoint_tables, bytes_a_block
+from stepgauge.report.checkpointing import best_checkpoint_tables, bytes_a_block
 from stepgauge.report.figure import areas
 from stepgauge.report.page import Block, Plot, Section, Text, page
 from stepgauge.report.table import Table
-from stepgauge.report.views import SHAPE, apart, describe, flatten, names, number, record_table
+from stepgauge.report.views import SHAPE, SizeUnit, apart, describe, flatten, names, record_table, size_unit
 from stepgauge.report.where import measured_where
-from stepgauge.spec.record import Record
+from stepgauge.spec.record import Record, Sample
 
 CATEGORIES = ("parameters", "optimizer state", "gradients", "activations", "temporaries", "other")
 SHOWN = (
@@ -32,7 +32,8 @@ OUTSIDE = "outside of blocks"
 
 def summary_table(records: Sequence[Record], caption: str = "") -> Table:
     """One row a record: measured peak, predicted peak, and whose bytes it is; what is predicted alone says so."""
-    table = record_table([_shown(record) for record in records])
+    unit = _unit(records)
+    table = record_table([_shown(record, unit) for record in records])
     at = next((place for place, name in enumerate(table.columns) if name in table.numeric), len(table.columns))
     rows = [
         [name, "predicted" if record.provenance == "modelled" else "measured", *row[at:]]
@@ -41,13 +42,25 @@ def summary_table(records: Sequence[Record], caption: str = "") -> Table:
     return dataclasses.replace(table, columns=["row", "figures", *table.columns[at:]], rows=rows, caption=caption)
 
 
-def _shown(record: Record) -> Record:
+def _unit(records: Sequence[Record]) -> SizeUnit:
+    """What all sizes of the records are written in, so that they can be compared and added up."""
+    return size_unit(record.median(name) for record in records for name in SHOWN if name.endswith("_bytes"))
+
+
+def _shown(record: Record, unit: SizeUnit) -> Record:
     """The record with the columns' metrics; a prediction has no measured peak, and the row's name says it is one."""
     metrics = {name: record.metrics[name] for name in SHOWN if name in record.metrics}
     if record.provenance == "modelled":
         metrics.pop("peak_bytes", None)
+    metrics = dict(_in_unit(name, sample, unit) for name, sample in metrics.items())
     note = "" if record.provenance == "modelled" and record.status == "ok" else record.note
     return dataclasses.replace(record, metrics=metrics, note=note)
+
+
+def _in_unit(name: str, sample: Sample, unit: SizeUnit) -> tuple[str, Sample]:
+    if sample.unit != "bytes":
+        return name, sample
+    return f"{name.removesuffix('_bytes')}_{unit.text}", Sample.exact(sample.median / unit.bytes, unit.text)
 
 
 def memory_tables(record: Record) -> list[Table]:
@@ -79,8 +92,9 @@ def _largest(record: Record, which: str, most: int) -> tuple[list[str], list[lis
 
 def _table(record: Record, which: str, most: int, caption: str) -> Table:
     head, rows = _largest(record, which, most)
-    shown = [[*map(str, row[:-1]), number(row[-1], "bytes")] for row in rows]
-    return Table([*head[:-1], "GiB"], shown, numeric=frozenset(("GiB", "tensors")), caption=caption)
+    unit = _unit([record])
+    shown = [[*map(str, row[:-1]), unit.of(row[-1])] for row in rows]
+    return Table([*head[:-1], unit.text], shown, numeric=frozenset((unit.text, "tensors")), caption=caption)
 
 
 def kept_tables(records: Sequence[Record], *, largest: bool = True) -> list[Table]:
@@ -96,17 +110,19 @@ def kept_tables(records: Sequence[Record], *, largest: bool = True) -> list[Tabl
 
 def _kept_tables(found: Sequence[Record]) -> tuple[Table, Table]:
     common, rows = apart(names(found))
+    unit = _unit(found)
     sizes, savers = [], []
     for name, record in zip(rows, found, strict=True):
         whole = record.median("saved_for_backward_bytes") or 0.0
-        sizes.append([name, number(bytes_a_block(record), "bytes"), number(whole, "bytes")])
+        sizes.append([name, unit.of(bytes_a_block(record)), unit.of(whole)])
         for module, operator, line, tensors, size in _largest(record, "savers", SAVERS_SHOWN)[1]:
             share = f"{100 * size / whole:.1f}" if whole else ""
-            savers.append([name, number(size, "bytes"), share, str(tensors), operator, module, line])
+            savers.append([name, unit.of(size), share, str(tensors), operator, module, line])
             name = ""  # once for the five
-    kept = Table(["row", "a block GiB", "all GiB"], sizes, numeric=frozenset(("a block GiB", "all GiB")),
+    head = ["row", f"a block {unit.text}", f"all {unit.text}"]
+    kept = Table(head, sizes, numeric=frozenset(head[1:]),
                  caption=f"{common}: kept for backward, by a block and in all")  # fmt: skip
-    head = ["row", "GiB", "of all %", "tensors", "made by", "kept by", "line"]
+    head = ["row", unit.text, "of all %", "tensors", "made by", "kept by", "line"]
     largest = Table(head, savers, numeric=frozenset(head[1:4]),
                     caption=f"{common}: the five that keep most for backward, all blocks together")  # fmt: skip
     return kept, largest
@@ -115,9 +131,10 @@ def _kept_tables(found: Sequence[Record]) -> tuple[Table, Table]:
 def phases_table(record: Record) -> Table:
     """The peak of forward alone without gradients, and of each phase of the step."""
     peaks = {phase: record.median(f"{phase.replace(' ', '_')}_peak_bytes") for phase in PHASES}
-    rows = [[phase, number(peak, "bytes")] for phase, peak in peaks.items() if peak is not None]
+    unit = _unit([record])
+    rows = [[phase, unit.of(peak)] for phase, peak in peaks.items() if peak is not None]
     caption = f"{describe(record)}: peak of each phase"
-    return Table(["phase", "peak GiB"], rows, numeric=frozenset(("peak GiB",)), caption=caption)
+    return Table(["phase", f"peak {unit.text}"], rows, numeric=frozenset((f"peak {unit.text}",)), caption=caption)
 
 
 def blocks_table(record: Record) -> Table:
@@ -129,24 +146,26 @@ def blocks_table(record: Record) -> Table:
             merged[-1] = merged[-1][0], name, size
         else:
             merged.append((name, name, size))
-    shown = [[a if a == b else f"{a} to {b.rpartition('.')[2]}", number(size, "bytes")] for a, b, size in merged]
+    unit = _unit([record])
+    shown = [[a if a == b else f"{a} to {b.rpartition('.')[2]}", unit.of(size)] for a, b, size in merged]
     caption = f"{describe(record)}: kept for backward, each"
-    return Table(["part", "GiB"], shown, numeric=frozenset(("GiB",)), caption=caption, folded=len(shown) > 8)
+    return Table(["part", unit.text], shown, numeric=frozenset((unit.text,)), caption=caption, folded=len(shown) > 8)
 
 
 def derived_table(record: Record) -> Table:
     """Sizes that follow from the shape: the residual stream's, and full attention's quadratic term."""
     spec = flatten(record.spec)
     if spec.get("own"):
-        return Table(["tensor", "size", "GiB"], [])
+        return Table([], [])
     batch, length, width, heads = (int(spec[n]) for n in ("batch", "context_length", "d_model", "num_heads"))
     stream, scores = batch * length * width * 4, batch * heads * length**2 * 4
+    unit = _unit([record])
     rows = [
-        ["residual stream, fp32", f"{batch} × {length} × {width} × 4 B", number(stream, "bytes")],
-        ["one layer's full score matrices, fp32", f"{batch} × {heads} × {length}² × 4 B", number(scores, "bytes")],
+        ["residual stream, fp32", f"{batch} × {length} × {width} × 4 B", unit.of(stream)],
+        ["one layer's full score matrices, fp32", f"{batch} × {heads} × {length}² × 4 B", unit.of(scores)],
     ]
     caption = f"{describe(record)}: sizes by formula (fused attention never holds the score matrices)"
-    return Table(["tensor", "size", "GiB"], rows, numeric=frozenset(("GiB",)), caption=caption)
+    return Table(["tensor", "size", unit.text], rows, numeric=frozenset((unit.text,)), caption=caption)
 
 
 def timeline(record: Record) -> Plot | None:
@@ -155,14 +174,15 @@ def timeline(record: Record) -> Plot | None:
     if "event" not in series:
         return None
     points = _highest_of_stretches(series)
-    layers = {name: [series[name.replace(" ", "_")][i] / GIB for i in points] for name in CATEGORIES}
+    unit = _unit([record])
+    layers = {name: [series[name.replace(" ", "_")][i] / unit.bytes for i in points] for name in CATEGORIES}
     starts = dict(zip(("forward", "backward", "optimizer"), series["phase_start"], strict=True))
     predicted = record.median("predicted_peak_bytes")
-    level = ("predicted peak", predicted / GIB) if predicted and record.provenance == "measured" else None
+    level = ("predicted peak", predicted / unit.bytes) if predicted and record.provenance == "measured" else None
     svg = areas(
         [series["event"][i] for i in points],
         layers,
-        unit="GiB",
+        unit=unit.text,
         x_label="allocations and frees of one step",
         marks=starts,
         level=level,

@@ -64,6 +64,24 @@ def number(value: float | None, unit: str = "") -> str:
     return f"{value:,.{min(decimals, 6)}f}"
 
 
+@dataclasses.dataclass(frozen=True)
+class SizeUnit:
+    """What a table's sizes are written in."""
+
+    text: str
+    bytes: int
+
+    def of(self, size: float | None) -> str:
+        return number(None if size is None else size / self.bytes)
+
+
+def size_unit(sizes: Iterable[float | None]) -> SizeUnit:
+    """GiB; MiB or KiB where all sizes are below a GiB or MiB."""
+    largest = max((size for size in sizes if size is not None), default=0.0)
+    units = (SizeUnit("GiB", 2**30), SizeUnit("MiB", 2**20), SizeUnit("KiB", 2**10))
+    return next((unit for unit in units if largest >= unit.bytes), units[-1] if largest else units[0])
+
+
 def flatten(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Nested specs as one level of fields; the outer one wins where names meet."""
     inner = {k: v for part in spec.values() if isinstance(part, Mapping) for k, v in flatten(part).items()}
