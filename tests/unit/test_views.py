@@ -9,7 +9,18 @@ import pytest
 
 from stepgauge.report.kernels import launchers_of
 from stepgauge.report.table import FORMATS, Table
-from stepgauge.report.views import compare, difference_table, heading, number, record_table, size_unit, varying
+from stepgauge.report.views import (
+    compare,
+    describe,
+    difference_table,
+    heading,
+    labels,
+    number,
+    record_table,
+    size_unit,
+    varying,
+)
+from stepgauge.spec.ours import stand_ins, with_stand_ins
 
 
 @pytest.mark.parametrize(
@@ -70,6 +81,44 @@ def test_a_row_without_figures_says_why(record):
     table = record_table([record(), record("2.7b", status="oom", note="device memory ran out at 2 GiB more")])
     assert table.rows[1][-1] == "OOM: device memory ran out at 2 GiB more"
     assert table.rows[0][-1] == ""
+
+
+def test_options_of_the_network_name_the_row(record):
+    changed = record("nano")
+    changed.spec["model"].update(norm="triton", tied_head=True)
+    assert describe(record("nano")) == "step nano batch 4 × 512 fp32"
+    assert describe(changed) == "step nano batch 4 × 512 fp32 norm triton tied head"
+    custom = record("nano")
+    custom.spec["size"] = "custom"
+    assert describe(custom) == "step custom batch 4 × 512 fp32 width 64 feed-forward 256 2 blocks 2 heads"
+
+
+def test_labels_add_what_tells_rows_of_equal_words_apart(record):
+    rows = [record("nano", warmup=0), record("nano", warmup=2), record("tiny")]
+    assert labels(rows) == [
+        "step nano batch 4 × 512 fp32, warmup 0",
+        "step nano batch 4 × 512 fp32, warmup 2",
+        "step tiny batch 4 × 512 fp32",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "environment", "said"),
+    [
+        ({"optimizer": "fused"}, {}, ["optimizer fused ran in plain PyTorch: no CUDA GPU"]),
+        ({"optimizer": "fused", "phases": "forward"}, {}, []),
+        ({"optimizer": "fused", "device": "cuda:0"}, {"triton": "3.6.0"}, []),
+        ({"optimizer": "fused", "device": "cuda"}, {}, ["optimizer fused ran in plain PyTorch: no Triton"]),
+        ({}, {}, []),
+    ],
+)
+def test_a_row_says_what_stood_in_for_our_kernels(record, spec, environment, said):
+    asked = record()
+    asked.spec.update(spec)
+    row = with_stand_ins(dataclasses.replace(asked, environment=environment))
+    assert stand_ins(row) == said
+    assert record_table([row]).columns[-1] == ("remark" if said else "peak GiB")
+    assert launchers_of([row]) == said
 
 
 def test_statistics_are_columns(record):

@@ -18,6 +18,7 @@ from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import environment
 from stepgauge.measure.isolate import ProcessDiedError, RemoteError, Worker, run_isolated
 from stepgauge.parallel.launch import RankError
+from stepgauge.spec.ours import with_stand_ins
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 
@@ -112,8 +113,8 @@ class _Processes:
 
 
 def stamped(record: Record) -> Record:
-    """The record with the time of now."""
-    return dataclasses.replace(record, created=datetime.now(UTC).isoformat("T", "seconds"))
+    """The record with the time of now, and with what ran in place of kernels that could not."""
+    return dataclasses.replace(with_stand_ins(record), created=datetime.now(UTC).isoformat("T", "seconds"))
 
 
 def _measure(job: Job, asked: Record, folder: Path, ranks: RankProcesses, processes: "_Processes") -> Record:

@@ -13,7 +13,7 @@ from rich.table import Table as RichTable
 
 from stepgauge.report.kinds import table_of
 from stepgauge.report.table import Table, objects
-from stepgauge.report.views import describe, heading, number
+from stepgauge.report.views import heading, number
 from stepgauge.spec.record import Record
 
 SUMMED_UP = ("tokens_per_s", "first_loss", "last_loss", "busbw_gb_per_s", "gb_per_s", "wrong")
@@ -112,15 +112,15 @@ def progress(total: int, noun: str) -> Iterator[tuple[Progress, Any]]:
         yield bar, bar.add_task("", total=total)
 
 
-def summary(record: Record) -> str:
-    """One line for a record that was just measured."""
+def summary(record: Record, name: str) -> str:
+    """One line for a record that was just measured, of what was run in words."""
     if record.status != "ok":
         predicted = number(record.median("predicted_peak_bytes"), "bytes")
         known = f"; predicted peak {predicted} GiB" if predicted else ""
-        return f"{describe(record)}: {record.status.upper()}, {record.note}{known}"
+        return f"{name}: {record.status.upper()}, {record.note}{known}"
     shown = [n for n in record.metrics if n.endswith("_ms") or n in SUMMED_UP]
     shown = shown or [name for name in MEMORY if name in record.metrics]
     figures = [
         f"{heading(n, record.metrics[n].unit)} {number(record.median(n), record.metrics[n].unit)}" for n in shown
     ]
-    return f"{describe(record)}: {', '.join(figures) or 'ok'}"
+    return f"{name}: {', '.join(figures) or 'ok'}"

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from stepgauge.cli.console import Format, progress, summary, tell
 from stepgauge.cli.options import Values
 from stepgauge.report.kernels import launchers_of
-from stepgauge.report.views import describe
+from stepgauge.report.views import labels
 from stepgauge.spec.store import RunStore
 
 if TYPE_CHECKING:
@@ -71,16 +71,18 @@ def run_jobs(jobs: Sequence["Job"], store: RunStore, *, fresh: bool) -> list["Re
 
     store = store_for(store.folder)
     records, reused = [], 0
+    asked = [job.asked for job in jobs]
+    names = dict(zip((record.key for record in asked), labels(asked), strict=True))
     try:
         with store.held(), progress(len(jobs), "rows") as (bar, task):
             for outcome in sweep(
-                jobs, store, fresh=fresh, starting=lambda job: bar.update(task, description=describe(job.asked))
+                jobs, store, fresh=fresh, starting=lambda job: bar.update(task, description=names[job.asked.key])
             ):
                 records.append(outcome.record)
                 reused += outcome.was_there
                 bar.advance(task)
                 if not outcome.was_there:
-                    tell(summary(outcome.record))
+                    tell(summary(outcome.record, names[outcome.job.asked.key]))
     except GroupError as error:
         raise RunFailedError(str(error)) from error
     for sentence in launchers_of(records):

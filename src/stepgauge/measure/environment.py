@@ -17,7 +17,8 @@ from stepgauge import native
 def environment(device: torch.device) -> dict[str, Any]:
     """What a reader needs to judge or repeat a figure that was measured on this device.
 
-    "native" is there where an operation has a path in C++: who served the calls that were timed last.
+    "native" is there where an operation has a path in C++: who served the calls that were timed last. A sweep adds what
+    stood in for kernels (spec/ours.py).
     """
     served = native.served()
     return {

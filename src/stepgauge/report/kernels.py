@@ -32,7 +32,7 @@ def kernel_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -
     head = [*fields, *(f"{name} ms" for name in shown)]
     head += [f"{OURS} {RATES[rate[1:]]}"] if rate else []
     head += ["over best peer", "of ceiling", "extra GiB"]
-    notes = any(record.note for record in records)
+    notes = any(map(remark, records))
     rows = []
     for record in records:
         spec = flatten(record.spec)

@@ -9,7 +9,8 @@ from typing import Any
 
 from stepgauge.report.table import Table
 from stepgauge.spec.fields import words
-from stepgauge.spec.kinds import SPECS
+from stepgauge.spec.kinds import declarations
+from stepgauge.spec.ours import stand_ins
 from stepgauge.spec.record import Record, Sample
 
 STATISTICS = ("median", "range", "p10", "p90", "mean", "std", "n")
@@ -117,7 +118,7 @@ def record_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -
         for name, unit in units.items()
         for statistic in _statistics_of(name, statistics, has_spread=name in spread)
     ]
-    notes = any(record.status != "ok" or record.note for record in records)
+    notes = any(map(remark, records))
     rows = []
     for record in records:
         spec = flatten(record.spec)
@@ -146,7 +147,10 @@ def _figure(sample: Sample | None, statistic: str) -> str:
 
 
 def remark(record: Record) -> str:
-    return f"{record.status.upper()}: {record.note}" if record.status != "ok" else record.note
+    """Why the record has no figures, or what is to be known of those that it has."""
+    if record.status != "ok":
+        return f"{record.status.upper()}: {record.note}"
+    return "; ".join([*([record.note] if record.note else []), *stand_ins(record)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,13 +205,27 @@ def compare(first: Iterable[Record], second: Iterable[Record], *, ignoring: Sequ
 
 def describe(record: Record) -> str:
     """What was run, in a few words."""
-    spec, declared = flatten(record.spec), SPECS.get(record.kind)
-    if declared is None:
-        return record.kind
-    shape = getattr(declared, "shape", ())  # of an operation
+    spec, declared = flatten(record.spec), declarations(record.kind, record.spec)
+    shape = getattr(declared[0], "shape", ()) if declared else ()  # of an operation
     sizes = [" × ".join(str(spec[name]) for name in shape)] if shape else []
     presets = ("size", "batch") if spec.get("own") else ()  # an own model has neither
-    return " ".join([record.kind, *sizes, *words(declared, spec, leaving_out=presets)])
+    implied = SHAPE if spec.get("size") != "custom" else ()
+    said = [word for each in declared for word in words(each, spec, leaving_out=(*presets, *implied))]
+    return " ".join([record.kind, *sizes, *said])
+
+
+def labels(records: Sequence[Record]) -> list[str]:
+    """What was run, in words; where they are the same for several records, with the fields that tell those apart."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(describe(record), []).append(flatten(record.spec))
+
+    def label(record: Record) -> str:
+        alike, spec = groups[describe(record)], flatten(record.spec)
+        differs = [name for name in spec if len({str(other.get(name)) for other in alike}) > 1]
+        return ", ".join([describe(record), *(f"{name.replace('_', ' ')} {spec[name]}" for name in differs)])
+
+    return [label(record) for record in records]
 
 
 def names(records: Sequence[Record]) -> list[str]:
@@ -215,7 +233,8 @@ def names(records: Sequence[Record]) -> list[str]:
     said = {
         name
         for record in records
-        for field in dataclasses.fields(SPECS[record.kind])
+        for declared in declarations(record.kind, record.spec)
+        for field in dataclasses.fields(declared)
         for _, name, _, _ in string.Formatter().parse(field.metadata.get("word") or "")
     }
     rest = [name for name in varying(records) if name not in said]

@@ -21,14 +21,25 @@ class BertSpec:
     Raises ValueError where the fields do not describe a network.
     """
 
-    vocab_size: int = option(30_522, "tokens in the vocabulary", least=2, most=10_000_000)
+    vocab_size: int = option(
+        30_522, "tokens in the vocabulary", least=2, most=10_000_000, word="vocabulary {vocab_size:,}", quiet=30_522
+    )
     context_length: int = option(512, "sequence, in tokens", least=1, most=16_777_216, flag="context")
-    num_positions: int = option(512, "positions that the network knows", least=1, most=16_777_216)
-    d_model: int = option(768, "width of the residual stream", least=1, most=1_000_000)
-    d_ff: int = option(3072, "width of the feed-forward layer", least=1, most=4_000_000)
-    num_layers: int = option(12, "blocks", least=1, most=10_000)
-    num_heads: int = option(12, "attention heads", least=1, most=100_000)
-    dropout: float = option(0.0, "share of activations set to zero while training", least=0.0, most=0.99)
+    num_positions: int = option(
+        512, "positions that the network knows", least=1, most=16_777_216, word="{num_positions} positions", quiet=512
+    )
+    d_model: int = option(768, "width of the residual stream", least=1, most=1_000_000, word="width {d_model}")
+    d_ff: int = option(3072, "width of the feed-forward layer", least=1, most=4_000_000, word="feed-forward {d_ff}")
+    num_layers: int = option(12, "blocks", least=1, most=10_000, word="{num_layers} blocks")
+    num_heads: int = option(12, "attention heads", least=1, most=100_000, word="{num_heads} heads")
+    dropout: float = option(
+        0.0,
+        "share of activations set to zero while training",
+        least=0.0,
+        most=0.99,
+        word="dropout {dropout:g}",
+        quiet=0.0,
+    )
     network: str = dataclasses.field(default="bert", init=False)  # tells it from a ModelSpec in a record
 
     def __post_init__(self) -> None:

@@ -50,14 +50,17 @@ class DataParallelSpec:
     )
     bucket_mb: float = option(
         25.0,
-        "largest bucket of gradients, in MB of 10^6 bytes",
+        "largest bucket of gradients, in MB of 10^6 bytes; 0: a bucket a gradient",
         least=0.0,
         most=1e6,
         word="buckets of {bucket_mb:g} MB",
         quiet=25.0,
+        special={0.0: "a bucket a gradient"},
     )
     ranks: int = option(2, "processes, each with a device of its own", least=1, most=100_000, word="{ranks} ranks")
-    backend: str = option("auto", "auto is nccl on GPUs, gloo on CPUs", choices=("auto", *BACKENDS))
+    backend: str = option(
+        "auto", "auto is nccl on GPUs, gloo on CPUs", choices=("auto", *BACKENDS), word="{backend}", quiet="auto"
+    )
     transport: str = option(
         "collectives",
         "of gradients: the backend's, or copies into the memory of the other ranks of this machine",
@@ -80,8 +83,16 @@ class DataParallelSpec:
     compile: str = option(
         "off", "as in bench step", choices=COMPILE_MODES, bare="on", word="compiled ({compile})", quiet="off"
     )
-    optimizer: str = option("adamw", "as in bench step", choices=OPTIMIZERS)
-    checkpointing: str = option("none", "as in bench step", choices=CHECKPOINTING)
+    optimizer: str = option(
+        "adamw", "as in bench step", choices=OPTIMIZERS, word="optimizer {optimizer}", quiet="adamw"
+    )
+    checkpointing: str = option(
+        "none",
+        "as in bench step",
+        choices=CHECKPOINTING,
+        word="checkpointing {checkpointing} {checkpoint_blocks}",
+        quiet="none",
+    )
     checkpoint_blocks: int = option(1, "as in bench step", least=1, most=10_000)
     warmup: int = option(5, "untimed steps first", least=1, most=100_000)
     steps: int = option(10, "timed steps", least=1, most=1_000_000)

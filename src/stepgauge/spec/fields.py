@@ -21,6 +21,7 @@ def option(
     bare: Any = None,
     word: str = "",
     quiet: Any = None,
+    special: Mapping[Any, str] | None = None,
 ) -> Any:
     """A dataclass field with a help text and the values that it accepts (`least` and `most` inclusive).
 
@@ -28,9 +29,10 @@ def option(
     short its one-letter name
     bare  what the flag alone, without a value, stands for
     word  how it names a row in few words, a format of the spec's fields; nothing is said where the value is `quiet`
+    special  other words for single values
     """
     limits = {"choices": tuple(choices) if choices else None, "least": least, "most": most}
-    names = {"flag": flag, "short": short, "word": word, "quiet": quiet}
+    names = {"flag": flag, "short": short, "word": word, "quiet": quiet, "special": special or {}}
     return dataclasses.field(default=default, metadata={"help": help, "bare": bare, **names, **limits})
 
 
@@ -38,7 +40,7 @@ def words(declared: type, values: Mapping[str, Any], *, leaving_out: Iterable[st
     """What names a row in few words, by the `word` of each field of the spec that has one; values by field name."""
     named = [field for field in dataclasses.fields(declared) if field.metadata.get("word")]
     return [
-        field.metadata["word"].format(**values)
+        field.metadata.get("special", {}).get(values[field.name], field.metadata["word"]).format(**values)
         for field in named
         if field.name in values and field.name not in leaving_out and values[field.name] != field.metadata["quiet"]
     ]

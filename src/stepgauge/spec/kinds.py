@@ -46,6 +46,14 @@ def completed(kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
     return _with_defaults(SPECS[kind], spec) if kind in SPECS else dict(spec)
 
 
+def declarations(kind: str, spec: Mapping[str, Any]) -> list[type]:
+    """The spec of that kind, and the nested ones that the values are of; none for an unknown kind."""
+    if kind not in SPECS:
+        return []
+    nested = [(name, value) for name, value in spec.items() if name in NESTED and isinstance(value, Mapping)]
+    return [SPECS[kind], *(NESTED[name][value.get("network", "")] for name, value in nested)]
+
+
 def _with_defaults(declared: type, values: Mapping[str, Any]) -> dict[str, Any]:
     defaults = {
         field.name: field.default for field in dataclasses.fields(declared) if field.default is not dataclasses.MISSING

@@ -36,18 +36,38 @@ class ModelSpec:
     Raises ValueError where the fields do not describe a network (heads that do not divide the width, say).
     """
 
-    vocab_size: int = option(10_000, "tokens in the vocabulary", least=2, most=10_000_000)
+    vocab_size: int = option(
+        10_000, "tokens in the vocabulary", least=2, most=10_000_000, word="vocabulary {vocab_size:,}", quiet=10_000
+    )
     context_length: int = option(512, "longest sequence, in tokens", least=1, most=16_777_216, flag="context")
-    d_model: int = option(768, "width of the residual stream", least=1, most=1_000_000)
-    d_ff: int = option(3072, "width of the feed-forward layer", least=1, most=4_000_000)
-    num_layers: int = option(12, "blocks", least=1, most=10_000)
-    num_heads: int = option(12, "attention heads", least=1, most=100_000)
-    feed_forward: str = option("swiglu", "SwiGLU (three matrices) or GELU (two)", choices=FEED_FORWARD_MATRICES)
-    norm: str = option("rmsnorm", "normalisation, and which implementation of it", choices=NORMS)
-    positions: str = option("rope", "rotary or learned positions", choices=POSITIONS)
-    tied_head: bool = option(False, "use the embedding as the output matrix", bare=True)
-    attention: str = option("sdpa", "implementation of attention", choices=ATTENTIONS)
-    loss: str = option("cross-entropy", "implementation of output layer and loss", choices=LOSSES)
+    d_model: int = option(768, "width of the residual stream", least=1, most=1_000_000, word="width {d_model}")
+    d_ff: int = option(3072, "width of the feed-forward layer", least=1, most=4_000_000, word="feed-forward {d_ff}")
+    num_layers: int = option(12, "blocks", least=1, most=10_000, word="{num_layers} blocks")
+    num_heads: int = option(12, "attention heads", least=1, most=100_000, word="{num_heads} heads")
+    feed_forward: str = option(
+        "swiglu",
+        "SwiGLU (three matrices) or GELU (two)",
+        choices=FEED_FORWARD_MATRICES,
+        word="{feed_forward}",
+        quiet="swiglu",
+    )
+    norm: str = option(
+        "rmsnorm", "normalisation, and which implementation of it", choices=NORMS, word="norm {norm}", quiet="rmsnorm"
+    )
+    positions: str = option(
+        "rope", "rotary or learned positions", choices=POSITIONS, word="{positions} positions", quiet="rope"
+    )
+    tied_head: bool = option(False, "use the embedding as the output matrix", bare=True, word="tied head", quiet=False)
+    attention: str = option(
+        "sdpa", "implementation of attention", choices=ATTENTIONS, word="attention {attention}", quiet="sdpa"
+    )
+    loss: str = option(
+        "cross-entropy",
+        "implementation of output layer and loss",
+        choices=LOSSES,
+        word="loss {loss}",
+        quiet="cross-entropy",
+    )
 
     def __post_init__(self) -> None:
         check(self)

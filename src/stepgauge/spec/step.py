@@ -37,7 +37,13 @@ class WorkSpec:
         word="compiled ({compile})",
         quiet="off",
     )
-    optimizer: str = option("adamw", "adamw is torch's fused one, fused is ours", choices=OPTIMIZERS)
+    optimizer: str = option(
+        "adamw",
+        "adamw is torch's fused one, fused is ours",
+        choices=OPTIMIZERS,
+        word="optimizer {optimizer}",
+        quiet="adamw",
+    )
     checkpointing: str = option(
         "none",
         "what backward computes again; selective keeps products and attention",
@@ -47,11 +53,21 @@ class WorkSpec:
     )
     checkpoint_blocks: int = option(1, "blocks that are computed again together", least=1, most=10_000)
     phases: str = option(
-        "step", "forward alone without gradients; backward with its forward; or the whole step", choices=PHASES
+        "step",
+        "forward alone without gradients; backward with its forward; or the whole step",
+        choices=PHASES,
+        word="up to {phases}",
+        quiet="step",
     )
-    data: str = option("random", "tokens: random, or the default corpus as bytes", choices=("random", "text"))
+    data: str = option(
+        "random",
+        "tokens: random, or the default corpus as bytes",
+        choices=("random", "text"),
+        word="tokens of {data}",
+        quiet="random",
+    )
     device: str = option("cpu", "cpu, cuda, cuda:1, mps; auto takes the fastest there is")
-    seed: int = option(0, "of weights and tokens", least=0, most=2**63 - 1)
+    seed: int = option(0, "of weights and tokens", least=0, most=2**63 - 1, word="seed {seed}", quiet=0)
 
     def __post_init__(self) -> None:
         check(self)

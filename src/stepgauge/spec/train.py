@@ -23,18 +23,30 @@ class TrainSpec:
     model: ModelSpec
     size: str = option("custom", "preset that the model spec starts from", word="{size}")
     corpus: str = option(DEFAULT_CORPUS, "text file or folder; stdlib is Python's own library's source")
-    tokenizer: str = option("bytes", "bytes, or a BPE trained on the corpus", choices=("bytes", "bpe"))
+    tokenizer: str = option(
+        "bytes", "bytes, or a BPE trained on the corpus", choices=("bytes", "bpe"), word="{tokenizer}", quiet="bytes"
+    )
     steps: int = option(200, "optimizer steps", least=1, most=1_000_000_000)
     batch: int = option(
         8, "sequences a micro-batch, of all ranks", least=1, most=1_000_000, word="batch {batch} × {context_length}"
     )
-    accumulation: int = option(1, "micro-batches a step", least=1, most=1_000_000)
+    accumulation: int = option(
+        1, "micro-batches a step", least=1, most=1_000_000, word="accumulation {accumulation}", quiet=1
+    )
     precision: str = option("fp32", "as in bench step", choices=PRECISIONS, word="{precision}")
     compile: str = option(
         "off", "as in bench step", choices=COMPILE_MODES, bare="on", word="compiled ({compile})", quiet="off"
     )
-    optimizer: str = option("adamw", "as in bench step", choices=OPTIMIZERS)
-    checkpointing: str = option("none", "as in bench step", choices=CHECKPOINTING)
+    optimizer: str = option(
+        "adamw", "as in bench step", choices=OPTIMIZERS, word="optimizer {optimizer}", quiet="adamw"
+    )
+    checkpointing: str = option(
+        "none",
+        "as in bench step",
+        choices=CHECKPOINTING,
+        word="checkpointing {checkpointing} {checkpoint_blocks}",
+        quiet="none",
+    )
     checkpoint_blocks: int = option(1, "as in bench step", least=1, most=10_000)
     learning_rate: float = option(1e-3, "at its highest, after warm-up", least=0.0, most=100.0)
     final_learning_rate: float = option(0.1, "at the end, as a fraction of the highest", least=0.0, most=1.0)
@@ -53,7 +65,9 @@ class TrainSpec:
     ranks: int = option(
         1, "processes, each with a device of its own", least=1, most=100_000, word="{ranks} ranks", quiet=1
     )
-    bucket_mb: float = option(25.0, "largest bucket of gradients, in MB of 10^6 bytes", least=0.0, most=1e6)
+    bucket_mb: float = option(
+        25.0, "largest bucket of gradients, in MB of 10^6 bytes; 0: a bucket a gradient", least=0.0, most=1e6
+    )
     transport: str = option("collectives", "of gradients, as in bench data-parallel", choices=TRANSPORTS)
     device: str = option("cpu", "as in bench step; of several ranks cuda is each one's own")
     seed: int = option(0, "of weights and batches", least=0, most=2**63 - 1)

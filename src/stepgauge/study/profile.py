@@ -11,7 +11,7 @@ from stepgauge.report.page import Block, Text
 from stepgauge.report.profile import blocks as profile_blocks
 from stepgauge.report.profile import kinds_shares
 from stepgauge.report.table import Table
-from stepgauge.report.views import describe, flatten, record_table
+from stepgauge.report.views import describe, record_table
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record
@@ -64,8 +64,7 @@ def pictures(records: Sequence[Record], folder: Path) -> Sequence[Block]:
         found = profile.read(record, folder / "profile")
         if found is None:
             continue
-        spec = flatten(record.spec)
-        name = f"{describe(record).removeprefix('profile ')}, {spec['attention']} attention"
+        name = describe(record).removeprefix("profile ")
         rows += [[name, *cells] for cells in kinds_shares(found)]
         shown += [Text(f"{name}:"), *profile_blocks(found)]
     head = ["row", "figure", "forward %", "whole step %"]

@@ -1,0 +1,44 @@
+"""Which parts of a row are kernels of this package, and where plain PyTorch computed in their place."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from stepgauge.spec.kernel import KERNELS
+from stepgauge.spec.record import Record
+
+# The fields that choose an implementation, and the value of each that stands for ours.
+OURS: Mapping[str, str] = {"norm": "triton", "attention": "triton", "loss": "fused", "optimizer": "fused"}
+NATIVE = "native"  # of an environment: who served, by what was asked for
+STAND_IN = "plain PyTorch"
+
+
+def with_stand_ins(record: Record) -> Record:
+    """The record of a run whose environment says for each of our kernels that could not run there what ran instead."""
+    reason = _reason(record)
+    if reason is None or record.status != "ok" or record.provenance != "measured":
+        return record
+    asked = ["ours"] if record.kind in KERNELS else _parts(record.spec)
+    if not asked:
+        return record
+    served = {**record.environment.get(NATIVE, {}), **dict.fromkeys(asked, f"{STAND_IN}: {reason}")}
+    return dataclasses.replace(record, environment={**record.environment, NATIVE: served})
+
+
+def stand_ins(record: Record) -> list[str]:
+    """One sentence a kernel of ours that plain PyTorch stood in for."""
+    served = record.environment.get(NATIVE, {})
+    return [f"{name} ran in {path}" for name, path in served.items() if path.startswith(STAND_IN)]
+
+
+def _reason(record: Record) -> str | None:
+    if not str(record.spec.get("device", "")).startswith("cuda"):
+        return "no CUDA GPU"
+    return None if record.environment.get("triton") else "no Triton"
+
+
+def _parts(spec: Mapping[str, Any]) -> list[str]:
+    chosen = {} if spec.get("own") else {**spec.get("model", {}), **spec}
+    if chosen.get("phases", "step") != "step":  # no optimizer runs
+        chosen.pop("optimizer", None)
+    return [f"{part} {name}" for part, name in OURS.items() if chosen.get(part) == name]
