@@ -196,6 +196,23 @@ def test_an_ambiguous_or_unknown_field_is_refused(record):
         compare(rows, rows, ignoring=["colour"])
 
 
+def test_a_field_is_ignored_by_its_options_name_too(record):
+    before, after = record(), record()
+    after.spec["model"]["context_length"] = 1024
+    assert not compare([before], [after]).found
+    assert compare([before], [after], ignoring=["context"]).found
+
+
+def test_rows_without_a_partner_are_counted_and_the_first_named(record):
+    first = [record(batch=batch) for batch in (1, 2, 3, 4, 5)]
+    found = compare(first, [record(batch=1), record(batch=9)])
+    assert found.alone == [
+        "4 of 5 rows of A without a partner: step small batch 2 × 512 fp32; step small batch 3 × 512 fp32; "
+        "step small batch 4 × 512 fp32, and 1 more",
+        "1 of 2 rows of B without a partner: step small batch 9 × 512 fp32",
+    ]
+
+
 def test_a_row_that_only_one_run_could_measure_is_named(record):
     found = compare([record()], [record(status="oom", note="memory ran out")])
     assert found.found == []

@@ -15,6 +15,7 @@ from stepgauge.spec.record import Record, Sample
 
 STATISTICS = ("median", "range", "p10", "p90", "mean", "std", "n")
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
+MOST_NAMED = 3  # of rows without a partner
 LABELS = {"median": "", "range": " p10 – p90"}
 # Spec fields that name a row even where all rows share them.
 ALWAYS = ("size", "wrapper", "precision", "compile")
@@ -179,18 +180,22 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What two runs have in common, and what only one of them could measure, one sentence a row."""
+    """What two runs have in common, and what only one of them could measure or was asked for, in sentences."""
 
     found: list[Difference]
     alone: list[str]
 
 
 def compare(first: Iterable[Record], second: Iterable[Record], *, ignoring: Sequence[str] = ()) -> Comparison:
-    """Pairs the records of two runs by what was run, but for the fields `ignoring`.
+    """Pairs the records of two runs by what was run, but for the fields `ignoring`, by their names or their options'.
 
     Raises ValueError if a field is unknown, or if several records of a run would be the same without the fields.
     """
     sides = [_by_pair_key(list(records), ignoring) for records in (first, second)]
+    missing = (
+        _without_partner([record for key, record in own.items() if key not in other], len(own), name)
+        for own, other, name in ((sides[0], sides[1], "A"), (sides[1], sides[0], "B"))
+    )
     found, alone = [], []
     for key, record in sides[0].items():
         partner = sides[1].get(key)
@@ -200,7 +205,16 @@ def compare(first: Iterable[Record], second: Iterable[Record], *, ignoring: Sequ
         for side, other, name in ((record, partner, "A"), (partner, record, "B")):
             if side.status != "ok" and other.status == "ok":
                 alone.append(f"{describe(side)}: {side.status.upper()} in {name} ({side.note})")
-    return Comparison(found, alone)
+    return Comparison(found, [*alone, *(sentence for sentence in missing if sentence)])
+
+
+def _without_partner(records: Sequence[Record], rows: int, run: str) -> str:
+    """How many of a run's rows the other has not, the first few by name; nothing for none."""
+    if not records:
+        return ""
+    named = labels(records)[:MOST_NAMED]
+    more = f", and {len(records) - len(named)} more" if len(records) > len(named) else ""
+    return f"{len(records)} of {rows} rows of {run} without a partner: {'; '.join(named)}{more}"
 
 
 def describe(record: Record) -> str:
@@ -248,20 +262,35 @@ def names(records: Sequence[Record]) -> list[str]:
 
 
 def apart(rows: Sequence[str]) -> tuple[str, list[str]]:
-    """What all names begin with, and what is left of each; "plain" where that is nothing."""
+    """What all names begin and end with, and what is left of each; "plain" where that is nothing."""
     split = [name.replace(" × ", "×").replace(",", " ,").split() for name in rows]
-    common = [words[0] for words in itertools.takewhile(lambda words: len(set(words)) == 1, zip(*split, strict=False))]
+    begin = _common(split)
+    rest = [words[len(begin) :] for words in split]
+    end = _common([words[::-1] for words in rest])[::-1]
 
     def written(words: Sequence[str]) -> str:
         return " ".join(words).replace("×", " × ").replace(" ,", ",").removeprefix(", ")
 
-    return written(common), [written(words[len(common) :]) or "plain" for words in split]
+    return written([*begin, *end]), [written(words[: len(words) - len(end)]) or "plain" for words in rest]
+
+
+def _common(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The words that all begin with."""
+    return [words[0] for words in itertools.takewhile(lambda words: len(set(words)) == 1, zip(*rows, strict=False))]
 
 
 def _by_pair_key(records: Sequence[Record], ignoring: Sequence[str]) -> dict[tuple[Any, ...], Record]:
     known = {name for record in records for name in flatten(record.spec)}
+    flags = {
+        field.metadata["flag"]: field.name
+        for record in records
+        for declared in declarations(record.kind, record.spec)
+        for field in dataclasses.fields(declared)
+        if field.metadata.get("flag")
+    }
+    ignoring = [name if name in known else flags.get(name, name) for name in ignoring]
     if unknown := set(ignoring) - known:
-        raise ValueError(f"ignoring is {unknown.pop()!r}; choose from {', '.join(sorted(known))}")
+        raise ValueError(f"ignoring is {unknown.pop()!r}; choose from {', '.join(sorted({*known, *flags}))}")
     pairs: dict[tuple[Any, ...], Record] = {}
     for record in records:
         fields = flatten(record.spec).items()
