@@ -59,11 +59,22 @@ def test_op_is_checked_and_placed(stepgauge, tmp_path):
     assert "ms" not in RunStore(tmp_path / "run").read().records[-1].metrics
 
 
+def test_op_that_raises_is_one_sentence(stepgauge, tmp_path):
+    (tmp_path / "mine.py").write_text(OP + "def bad(x): raise RuntimeError('no such tile')")
+    target = f"{tmp_path / 'mine.py'}:bad"
+    status, out, err = stepgauge("bench", "op", target, "--device", "cpu", "--out", tmp_path / "run")
+    assert status == 1
+    assert not out
+    assert err.count("no such tile") == 1
+
+
 def test_op_mistakes(stepgauge, tmp_path):
+    (tmp_path / "mine.py").write_text(OP)
     for target, words in (
         (EXAMPLES / "saxpy.cu", "it needs a CUDA device"),
         ("nowhere.py:f", "there is no file nowhere.py"),
         (EXAMPLES / "softmax.py", "name the function"),
+        (f"{tmp_path / 'mine.py'}:nope", "defines no nope; it has inputs, right"),
     ):
         status, _, err = stepgauge("bench", "op", target, "--device", "cpu", "--out", tmp_path)
         assert status == 2

@@ -241,6 +241,7 @@ def test_a_finished_training_run_is_not_recorded_twice(stepgauge, tmp_path):
     [
         (("--precision", "tf32"), "tf32 is a mode of CUDA matrix units; cpu has none"),
         (("--vocab-size", "999"), "vocab_size is the tokenizer's, 256 for bytes"),
+        (("--warmup", "100"), "warmup is 100 of 12 steps; choose at most 12"),
         (("--learning-rate", "nan"), "learning_rate is nan; it must be a finite number"),
         (("--corpus", "a,b.txt"), "corpus a,b.txt does not exist"),
     ],

@@ -47,6 +47,9 @@ def test_bench_comm_then_fit(stepgauge, tmp_path):
         (("--size", "1X"), "size_bytes is '1X'; it must be a number of bytes such as 65536, 512K, 1M or 2G"),
         (("--nodes", "2"), "nodes is 2; several nodes are started by torchrun"),
         (("--backend", "nccl"), "NCCL moves GPU tensors only"),
+        (("-b", "1K", "-e", "1M", "--size", "3K"), "size is given beside a range from begin to end"),
+        (("-e", "1M"), "end is 1M without a begin"),
+        (("-f", "4"), "factor is 4.0 without a begin"),
         (("-b", "1M", "-e", "1K"), "begin must be at least 1 and end not less"),
     ],
 )
@@ -55,6 +58,12 @@ def test_what_cannot_be_measured(stepgauge, tmp_path, arguments, words):
     assert status == 2
     assert words in err
     assert not (tmp_path / "records.jsonl").exists()
+
+
+def test_a_barrier_has_no_size(stepgauge, tmp_path):
+    status, _, err = stepgauge(*BENCH, "--op", "barrier", "--size", "1K", "1M", "--out", tmp_path)
+    assert status == 0, err
+    assert err.count("comm barrier gloo 2 ranks:") == 1
 
 
 def test_an_interface_that_does_not_exist_is_said(stepgauge, tmp_path, monkeypatch):

@@ -65,14 +65,23 @@ def require_tools(path: Path, device: torch.device) -> None:
         raise ValueError(f"{path} is a CUDA source; building it needs nvcc, which is not on the path")
 
 
+def problem(path: Path, name: str) -> str | None:
+    """Why the file cannot serve: it does not import, or has no such function or no inputs; a CUDA source unbuilt."""
+    try:
+        _own(path, name, vars(load_file(path.with_suffix(".py"))))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def load(file: str, name: str, device: torch.device) -> UserFunction:
     """The function and what stands beside it, its inputs made. Raises ValueError for what the file lacks."""
     path = Path(file)
     require_tools(path, device)
     module = load_file(path.with_suffix(".py"))
     given = vars(module)
-    function = _required(given if path.suffix == ".py" else vars(_extension(path)), (name,), path)
-    make = _required(given, (f"{name}_inputs", "inputs"), path.with_suffix(".py"))
+    function, make = _own(path, name, given)
+    function = function or _required(vars(_extension(path)), (name,), path)
     torch.manual_seed(0)
     inputs = make(device)
     inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
@@ -83,6 +92,12 @@ def load(file: str, name: str, device: torch.device) -> UserFunction:
         num_bytes=_number(given, f"{name}_bytes", inputs),
         num_flops=_number(given, f"{name}_flops", inputs),
     )
+
+
+def _own(path: Path, name: str, given: Mapping[str, Any]) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
+    """The function, None where it is still to be built, and what makes its inputs. Raises ValueError without them."""
+    function = _required(given, (name,), path) if path.suffix == ".py" else None
+    return function, _required(given, (f"{name}_inputs", "inputs"), path.with_suffix(".py"))
 
 
 def _extension(path: Path) -> Any:

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from stepgauge.cli.console import Format, progress, summary, tell
 from stepgauge.cli.options import Values
 from stepgauge.report.kernels import launchers_of
-from stepgauge.report.views import labels
+from stepgauge.report.views import describe, labels
 from stepgauge.spec.store import RunStore
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ def run_jobs(jobs: Sequence["Job"], store: RunStore, *, fresh: bool) -> list["Re
                 records.append(outcome.record)
                 reused += outcome.was_there
                 bar.advance(task)
-                if not outcome.was_there:
+                alone_and_failed = len(jobs) == 1 and outcome.record.status == "failed"  # require_success says it
+                if not outcome.was_there and not alone_and_failed:
                     tell(summary(outcome.record, names[outcome.job.asked.key]))
     except GroupError as error:
         raise RunFailedError(str(error)) from error
@@ -93,6 +94,9 @@ def run_jobs(jobs: Sequence["Job"], store: RunStore, *, fresh: bool) -> list["Re
 
 
 def require_success(records: Sequence["Record"]) -> None:
+    """Raises RunFailedError, whose sentence says what failed, if any did."""
     failed = [record for record in records if record.status == "failed"]
+    if failed and len(records) == 1:
+        raise RunFailedError(f"{describe(failed[0])} failed: {failed[0].note}")
     if failed:
         raise RunFailedError(f"{len(failed)} of {len(records)} rows failed: {failed[0].note}")

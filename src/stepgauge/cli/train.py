@@ -35,6 +35,8 @@ def train(
         raise ValueError("vocab_size is the tokenizer's, 256 for bytes; --tokenizer bpe takes another")
     named = {**values, "device": tuple(str(resolve(str(name))) for name in values["device"])}
     (spec,) = expand(TrainSpec, named)
+    if "warmup" in values and spec.warmup > spec.steps:
+        raise ValueError(f"warmup is {spec.warmup} of {spec.steps} steps; choose at most {spec.steps}")
     if spec.ranks == 1:
         print(_train(spec, out))
         return

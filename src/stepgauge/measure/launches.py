@@ -8,6 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from stepgauge.measure.devices import synchronize
+from stepgauge.measure.profiler import without_marks
 
 CALLS = 5
 
@@ -23,6 +24,7 @@ class Launched:
 
 def launches(call: Callable[[], Any], device: torch.device) -> list[Launched]:
     """Means over some calls, most time first. On a CPU, the operators' own time without what they call."""
+    without_marks()
     on_device = device.type == "cuda"
     call()
     synchronize(device)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import os
 import shutil
 import tempfile
 import warnings
@@ -50,6 +51,7 @@ def profile_phases(
     kernels_alone  of a GPU record what ran on it and the driver's calls: no operations, ranges or marks of steps, so
                    that the host launches nearly as it does unwatched. Of a CPU nothing would be left: no change there
     """
+    without_marks()
     nvtx = device.type == "cuda"
     clock = clock_of(device)
     ranged = {name: _ranged(name, phase, nvtx) for name, phase in phases.items()}
@@ -81,6 +83,14 @@ def profile_phases(
                 for name, milliseconds in zip(phases, times, strict=True):
                     watched[name].append(milliseconds)
     return written, watched
+
+
+def without_marks() -> None:
+    """Keeps the profiler's own marks, lines of "USDT:", from standard error; KINETO_LOG_LEVEL=0 to 5 shows all.
+
+    Its library reads the variable at its first use, and has no level between errors and these marks.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 def _activities(device: torch.device, *, kernels_alone: bool) -> list[ProfilerActivity]:

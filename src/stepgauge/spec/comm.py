@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from stepgauge.spec.fields import check, option
 
@@ -73,6 +73,7 @@ class CommSpec:
         most=1 << 40,
         flag="size",
         word="{size_bytes:,} B",
+        quiet=0,
     )
     ranks: int = option(2, "processes", least=1, most=4096, word="{ranks} ranks")
     nodes: int = option(
@@ -106,6 +107,10 @@ class CommSpec:
             raise ValueError(f"timing is 'graph' with backend {self.backend!r}; only NCCL can be captured")
         if self.op != "barrier" and self.count == 0:
             raise ValueError(f"size_bytes is {self.size_bytes}; {self.op} needs an element a rank at least")
+
+    def without_idle_options(self) -> Self:
+        """Without a size where nothing is sent: barriers that differ in it alone are one row."""
+        return dataclasses.replace(self, size_bytes=0) if self.op == "barrier" else self
 
     @property
     def count(self) -> int:

@@ -11,6 +11,8 @@ from stepgauge.cli.rows import Fresh, Out, RowFormat, of_torchrun, require_succe
 from stepgauge.spec.comm import CommSpec, sizes
 from stepgauge.spec.store import RunStore
 
+FACTOR = 2.0
+
 
 @spec_options(CommSpec, sweep=True, defaults={"device": "auto"})
 def comm(
@@ -18,7 +20,9 @@ def comm(
     values: Values,
     begin: Annotated[str | None, Parameter(name=("--begin", "-b"), help="Smallest of a range of sizes.")] = None,
     end: Annotated[str | None, Parameter(name=("--end", "-e"), help="Largest of the range. [begin]")] = None,
-    factor: Annotated[float, Parameter(name=("--factor", "-f"), help="From one size of the range to the next.")] = 2.0,
+    factor: Annotated[
+        float | None, Parameter(name=("--factor", "-f"), help="From one size of the range to the next. [2]")
+    ] = None,
     out: Out = Path("runs/bench-comm"),
     fresh: Fresh = False,
     format: RowFormat = "table",
@@ -32,15 +36,28 @@ def comm(
     from stepgauge.bench.sweep import Job
     from stepgauge.measure.devices import resolve
 
-    if begin or end:
-        first = parse_bytes(begin or end or "", "begin")
-        values["size_bytes"] = tuple(sizes(first, parse_bytes(end, "end") if end else first, factor))
+    if ranged := _range(begin, end, factor):
+        if "size_bytes" in values:
+            raise ValueError("size is given beside a range from begin to end; choose one of the two")
+        values["size_bytes"] = ranged
     (first_device, *_) = values["device"]
     values.setdefault("backend", ("gloo" if resolve(str(first_device)).type == "cpu" else "nccl",))
     named = {**values, "device": tuple(str(resolve(str(name))) for name in values["device"])}
     specs = resolve_devices(expand(CommSpec, of_torchrun(named)))
+    specs = list(dict.fromkeys(spec.without_idle_options() for spec in specs))
     # The ranks of one number are started once if the rows that they measure follow one another.
     specs.sort(key=lambda spec: (spec.device, spec.ranks))
     records = run_jobs([Job(RUN, spec) for spec in specs], RunStore(out), fresh=fresh)
     print_records(records, format)
     require_success(records)
+
+
+def _range(begin: str | None, end: str | None, factor: float | None) -> tuple[int, ...]:
+    """The sizes from begin to end, none where neither was given. Raises ValueError for a part of a range."""
+    if begin is None:
+        for name, value in (("end", end), ("factor", factor)):
+            if value is not None:
+                raise ValueError(f"{name} is {value} without a begin; a range is --begin 1K --end 1M")
+        return ()
+    first = parse_bytes(begin, "begin")
+    return tuple(sizes(first, parse_bytes(end, "end") if end else first, FACTOR if factor is None else factor))

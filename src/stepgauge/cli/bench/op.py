@@ -35,14 +35,24 @@ def op(
     """
     from stepgauge.bench import op as bench_op
     from stepgauge.bench.sweep import Job
-    from stepgauge.bench.user_file import names, require_tools
+    from stepgauge.bench.user_file import names, problem, require_tools
     from stepgauge.measure.devices import resolve
+    from stepgauge.measure.isolate import ProcessDiedError, RemoteError, run_isolated
 
     path, function = names(target)
     (options,) = [{name: value for name, (value,) in values.items()}]
     require_tools(path, resolve(options["device"]))
+    # In a process of its own: a file may take a device as it is imported.
+    try:
+        lacks = run_isolated(problem, path, function)
+    except (RemoteError, ProcessDiedError) as error:  # sys.exit() or a crash
+        lacks = f"{path} cannot be imported: {error}"
+    if lacks:
+        raise ValueError(lacks)
     (spec,) = resolve_devices([OpSpec(file=str(path), function=function, content=_digest(path), **options)])
     (record,) = run_jobs([Job(bench_op.run, spec)], RunStore(out), fresh=fresh)
+    if not record.metrics:  # nothing was measured: the sentence says all
+        require_success([record])
     if format != "table":
         print_records([record], format)
     else:
