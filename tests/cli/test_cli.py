@@ -179,6 +179,7 @@ def test_train_tells_how_the_loss_went(stepgauge, tmp_path):
     status, out, err = stepgauge(*TRAIN, "--evaluate-every", "6", "--out", tmp_path)
     assert status == 0
     assert out.startswith("loss 5.")
+    assert "parameters on" in out and "tokens/s; run in" in out
     assert err.count("bits/byte") == 2
     (record,) = rows(tmp_path)
     assert record.series["step"] == list(range(1, 13))

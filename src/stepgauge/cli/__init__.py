@@ -1,6 +1,7 @@
 """The command line. Commands load torch only when they run, so that help is quick."""
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -32,8 +33,10 @@ app.command(records.report)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command and exits: 0 done, 1 a run failed, 2 asked wrongly, 130 interrupted."""
-    if os.environ.get("RANK", "0") != "0":  # under torchrun rank 0 speaks
+    """Runs the command and exits: 0 done, 1 a run failed, 2 asked wrongly, 130 interrupted, 143 terminated."""
+    if "RANK" not in os.environ:  # torchrun ends its processes itself
+        signal.signal(signal.SIGTERM, _terminated)
+    elif os.environ["RANK"] != "0":  # under torchrun rank 0 speaks
         silence()
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
@@ -59,6 +62,11 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     except KeyboardInterrupt:
         return complain("interrupted; what was measured is on disk, and the same command goes on from there", 130)
+
+
+def _terminated(number: int, _: object) -> None:
+    """Leaves as at an interrupt, so that processes and semaphores do not stay behind."""
+    raise SystemExit(128 + number)
 
 
 def _sentence(error: CycloptsError) -> str:

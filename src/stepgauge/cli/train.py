@@ -1,5 +1,6 @@
 """`stepgauge train`: a real training run, that can be killed and goes on."""
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +9,9 @@ from cyclopts import Parameter
 from stepgauge.cli.console import progress, tell
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import Out, RunFailedError
+from stepgauge.report.views import number
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 from stepgauge.spec.train import TrainSpec
 
@@ -91,9 +94,19 @@ def _train(spec: TrainSpec, out: Path) -> str:
             raise RunFailedError(f"{reason}; the run goes on from its last checkpoint with the same command") from None
         if "tokens_per_s" in record.metrics:
             store.append(stamped(record))
-    first, last, held_out = (record.median(name) for name in ("first_loss", "last_loss", "held_out"))
+    return _told(spec, record, out)
+
+
+def _told(spec: TrainSpec, record: Record, out: Path) -> str:
+    first, last, held_out, rate = (
+        record.median(name) for name in ("first_loss", "last_loss", "held_out", "tokens_per_s")
+    )
     vocabulary = record.environment["vocab_size"]
+    parameters = dataclasses.replace(spec.model, vocab_size=vocabulary).num_parameters
+    ranks = f", {spec.ranks} ranks" if spec.ranks > 1 else ""
+    # A run that was at its end has no rate of today, and was trained who knows where.
+    speed = f" on {record.environment['device']}{ranks}, {number(rate, 'tokens/s')} tokens/s" if rate else ""
     return (
         f"loss {first:.3f} -> {last:.3f} nats a token (vocabulary {vocabulary:,}), "
-        f"held out {held_out:.3f} bits a byte; run in {out}"
+        f"held out {held_out:.3f} bits a byte; {parameters:,} parameters{speed}; run in {out}"
     )
