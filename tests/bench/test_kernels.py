@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from stepgauge import native
-from stepgauge.bench.kernels import OPERATIONS, contest, grids
+from stepgauge.bench.kernels import OPERATIONS, contest
 from stepgauge.bench.kernels.operation import Implementation
+from stepgauge.spec import grids
 from stepgauge.spec.kernel import KERNELS, AdamWSpec, AttentionSpec, LinearCrossEntropySpec, RmsNormSpec
 
 QUICK = {"dtype": "fp32", "seconds": 0.0}

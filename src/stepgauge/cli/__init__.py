@@ -14,7 +14,7 @@ from stepgauge.cli.rows import RunFailedError
 
 app = App(
     name="stepgauge",
-    help="Measures a Transformer training step, explains it, makes it faster, and trains with it.",
+    help="Measure a Transformer training step, explain it, make it faster, and train with it.",
     version=stepgauge.__version__,
     help_format="markdown",
     suppress_keyboard_interrupt=False,

@@ -9,7 +9,7 @@ from stepgauge.cli.console import Format, print_tables, tell
 from stepgauge.cli.records import Run, read
 from stepgauge.spec.hardware import HardwareFile
 
-app = App(name="comm", help="Explains collectives, and fits what bench comm measured.")
+app = App(name="comm", help="Explain collectives, and fit what bench comm measured.")
 
 WritePage = Annotated[Path | None, Parameter(help="An HTML file with the pictures, too.")]
 

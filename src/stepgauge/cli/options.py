@@ -65,7 +65,7 @@ def _parameter(
 ) -> inspect.Parameter:
     choices = field.metadata["choices"] or (network.preset_names() if field.name == "size" else None)
     text = field.metadata["help"] + (f" ({', '.join(choices)})" if choices else "")
-    usual = " ".join(str(value) for value in defaults or (field.default,))
+    usual = "preset" if field.name in SHAPE else " ".join(_written(field, v) for v in defaults or (field.default,))
     is_network = field.name == "size" or field.name in {f.name for f in dataclasses.fields(network)}
     values: Any = types.GenericAlias(tuple, (str if field.type is bool else field.type, ...))
     annotation: Any = Annotated[
@@ -73,7 +73,8 @@ def _parameter(
         Parameter(
             group="Network" if is_network else "Run",
             name=_names(field),
-            help=f"{text} [{'preset' if field.name in SHAPE else usual}]",
+            help=f"{text} [{usual}]" if usual else text,
+            metavar=_placeholder(field) + ("..." if sweep else ""),
             consume_multiple=sweep or (0, 1),
             converter=lambda _, tokens: _convert(field, tokens, sweep),
             negative="",
@@ -81,6 +82,26 @@ def _parameter(
         ),
     ]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _placeholder(field: "dataclasses.Field[Any]") -> str:
+    """What stands for a value in the help; in brackets where the flag alone has a meaning."""
+    if field.type is bool:
+        name = "true|false"
+    else:
+        name = "SIZE" if _is_size(field) else field.type.__name__.upper()  # type: ignore[union-attr]
+    return name if field.metadata["bare"] is None else rf"\[{name}]"  # escaped, for rich
+
+
+def _written(field: "dataclasses.Field[Any]", value: Any) -> str:
+    """A default as a person would type it."""
+    if field.type is bool:
+        return str(value).lower()
+    return format_bytes(value) if _is_size(field) else str(value)
+
+
+def _is_size(field: "dataclasses.Field[Any]") -> bool:
+    return field.name.endswith("_bytes")
 
 
 def _names(field: "dataclasses.Field[Any]") -> tuple[str, ...]:
@@ -117,7 +138,7 @@ def _parse(field: "dataclasses.Field[Any]", text: str) -> Any:
         if text.lower() not in words:
             raise ValueError(f"{field.name} is {text!r}; choose true or false")
         return words[text.lower()]
-    if field.name.endswith("_bytes"):
+    if _is_size(field):
         return parse_bytes(text, field.name)
     try:
         return field.type(text.replace("_", "") if field.type is int else text)  # type: ignore[operator]
@@ -133,6 +154,14 @@ def parse_bytes(text: str, name: str) -> int:
         return round(float(number.replace("_", "")) * {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}[unit])
     except (ValueError, KeyError, OverflowError):
         raise ValueError(f"{name} is {text!r}; it must be a number of bytes such as 65536, 512K, 1M or 2G") from None
+
+
+def format_bytes(size: int) -> str:
+    """What parse_bytes reads back to the size, in the largest unit that gives a whole number."""
+    for unit, factor in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
+        if size and size % factor == 0:
+            return f"{size // factor}{unit}"
+    return str(size)
 
 
 def expand(spec: type, values: Values, *, network: Network = ModelSpec) -> Iterator[Any]:

@@ -24,6 +24,7 @@ def show(
         Parameter(
             consume_multiple=True,
             negative="",
+            show_default=False,
             help=f"Of each timing: {', '.join(STATISTICS)}. [median, and the step's range]",
         ),
     ] = (),
@@ -46,7 +47,9 @@ def compare(
     *,
     ignoring: Annotated[
         tuple[str, ...],
-        Parameter(consume_multiple=True, negative="", help="Spec fields that may differ within a pair."),
+        Parameter(
+            consume_multiple=True, negative="", show_default=False, help="Spec fields that may differ within a pair."
+        ),
     ] = (),
     format: Annotated[Format, Parameter(help="What to print.")] = "table",
 ) -> None:

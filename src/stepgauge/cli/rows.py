@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stepgauge.spec.record import Record
 
 Out = Annotated[Path, Parameter(help="Folder of the run.")]
-Fresh = Annotated[bool, Parameter(help="Measure again what the run already holds.", negative="")]
+Fresh = Annotated[bool, Parameter(help="Measure again what the run already holds.", negative="", show_default=False)]
 RowFormat = Annotated[Format, Parameter(help="How the rows are printed at the end.")]
 
 

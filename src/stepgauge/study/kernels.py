@@ -4,12 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stepgauge.bench.kernels import OPERATIONS, contest
-from stepgauge.bench.kernels.grids import Point
 from stepgauge.bench.sweep import Job
 from stepgauge.report.kernel_plots import kernel_bars
 from stepgauge.report.kernels import kernel_table
 from stepgauge.report.table import Table
 from stepgauge.report.views import number
+from stepgauge.spec.grids import Point
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
 from stepgauge.study.published import SOURCES

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepgauge.bench.kernels.grids import NORM_LAYERS, product
 from stepgauge.bench.sweep import Job
 from stepgauge.report.kernel_plots import kernel_plots
 from stepgauge.report.kernels import kernel_table
 from stepgauge.report.page import Block
+from stepgauge.spec.grids import NORM_LAYERS, product
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
 from stepgauge.study.kernels import beside_published, kernel_jobs

@@ -1,6 +1,6 @@
 """AdamW in one launch over all parameters beside torch's."""
 
-from stepgauge.bench.kernels.grids import ADAMW_ANCHORS, product
+from stepgauge.spec.grids import ADAMW_ANCHORS, product
 from stepgauge.study.kernels import kernel_experiment
 
 EXPERIMENT = kernel_experiment(

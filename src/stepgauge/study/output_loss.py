@@ -1,6 +1,6 @@
 """Output layer and cross-entropy in one operation that never holds the logits, beside those that do."""
 
-from stepgauge.bench.kernels.grids import LINEAR_CROSS_ENTROPY_ANCHORS, product
+from stepgauge.spec.grids import LINEAR_CROSS_ENTROPY_ANCHORS, product
 from stepgauge.study.kernels import kernel_experiment
 
 EXPERIMENT = kernel_experiment(

@@ -18,8 +18,12 @@ FACTOR = 2.0
 def comm(
     *,
     values: Values,
-    begin: Annotated[str | None, Parameter(name=("--begin", "-b"), help="Smallest of a range of sizes.")] = None,
-    end: Annotated[str | None, Parameter(name=("--end", "-e"), help="Largest of the range. [begin]")] = None,
+    begin: Annotated[
+        str | None, Parameter(name=("--begin", "-b"), metavar="SIZE", help="Smallest of a range of sizes, such as 1M.")
+    ] = None,
+    end: Annotated[
+        str | None, Parameter(name=("--end", "-e"), metavar="SIZE", help="Largest of the range. [begin]")
+    ] = None,
     factor: Annotated[
         float | None, Parameter(name=("--factor", "-f"), help="From one size of the range to the next. [2]")
     ] = None,

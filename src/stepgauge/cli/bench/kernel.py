@@ -11,14 +11,12 @@ from stepgauge.cli.console import print_records, tell
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import Fresh, Out, RowFormat, require_success, resolve_devices, run_jobs
 from stepgauge.report.kernels import outcomes_of
+from stepgauge.spec.grids import names_of, points
 from stepgauge.spec.kernel import AUTO, KERNELS, KernelSpec
 from stepgauge.spec.store import RunStore
 
-app = App(name="kernel", help="Times one operation beside its peers: checked first, then all in turns in one process.")
+app = App(name="kernel", help="Time one operation beside its peers: checked first, then all in turns in one process.")
 
-Grid = Annotated[
-    str, Parameter(help="Shapes by name: default, anchors, ... (a wrong name lists them); options given override.")
-]
 Peers = Annotated[
     tuple[str, ...],
     Parameter(consume_multiple=True, negative="", help="Names, or auto: all that are installed.", show_default=False),
@@ -30,8 +28,6 @@ def expand_grid(spec: type[KernelSpec], grid: str, values: Values) -> list[Kerne
 
     The passes of one shape follow one another, since they share what was set up for it.
     """
-    from stepgauge.bench.kernels.grids import points
-
     rows: dict[KernelSpec, list[KernelSpec]] = {}
     for point in points(spec.kind, grid):
         for row in expand(spec, {name: (value,) for name, value in point.items()} | values):
@@ -43,7 +39,9 @@ def _command(spec: type[KernelSpec]) -> Callable[..., None]:
     def kernel(
         *,
         values: Values,
-        grid: Grid = "default",
+        grid: Annotated[
+            str, Parameter(help=f"Shapes by name; options given override. ({', '.join(names_of(spec.kind))})")
+        ] = "default",
         peers: Peers = (),
         out: Out = Path("runs/bench-kernel"),
         fresh: Fresh = False,

@@ -4,7 +4,7 @@ from cyclopts import App
 
 from stepgauge.cli.profile import dtypes, memory, step, trace
 
-app = App(name="profile", help="Where the time and the memory of a step go.")
+app = App(name="profile", help="Show where the time and the memory of a step go.")
 app.command(step.step)
 app.command(trace.trace)
 app.command(memory.memory)

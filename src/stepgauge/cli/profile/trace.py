@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def trace(
     *files: Annotated[Path, Parameter(help="Chrome traces of torch.profiler, plain or gzip, one a rank.")],
     overlap: Annotated[
-        bool, Parameter(help="Only the overlap of communication and computing; a must.", negative="")
+        bool,
+        Parameter(help="Only the overlap of communication and computing; fails if there is none.", negative=""),
     ] = False,
     out: Annotated[
         Path | None, Parameter(help="Folder for report, analysis, speedscope JSON and collapsed stacks.")

@@ -20,14 +20,17 @@ def product(**values: Iterable[Any]) -> list[Point]:
     return [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
 
 
+def names_of(kind: str) -> list[str]:
+    return ["default", *GRIDS[kind]]
+
+
 def points(kind: str, name: str) -> list[Point]:
     """The grid's points. Raises ValueError for a grid that the operation does not have."""
     if name == "default":
         return product(passes=KERNELS[kind].passes_offered)
-    known = GRIDS[kind]
-    if name not in known:
-        raise ValueError(f"grid is {name!r}; {kind} has default, {', '.join(known)}")
-    return known[name]
+    if name not in GRIDS[kind]:
+        raise ValueError(f"grid is {name!r}; {kind} has {', '.join(names_of(kind))}")
+    return GRIDS[kind][name]
 
 
 def _each(shapes: Iterable[Point], **values: Iterable[Any]) -> list[Point]:
