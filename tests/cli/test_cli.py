@@ -205,6 +205,14 @@ def test_a_checkpoint_of_another_model(stepgauge, tmp_path):
     assert "is of another run: d_ff 256 there, 64 here" in one_sentence(err)
 
 
+def test_help_shows_values_as_they_are_typed(stepgauge):
+    sweeps, single = (" ".join(stepgauge(*command, "--help")[1].split()) for command in (("bench", "comm"), ("train",)))
+    assert "--size SIZE..." in sweeps and "[1M]" in sweeps
+    assert "--check -c true|false..." in sweeps
+    assert "--tied-head [true|false] " in single and "--steps INT " in single
+    assert "..." not in single
+
+
 @pytest.mark.parametrize("command", [(), ("bench", "step"), ("train",), ("study",), ("show",), ("compare",)])
 def test_help_fits_80_columns_and_needs_no_torch(command):
     code = "import sys; from stepgauge import cli; cli.run(sys.argv[1:]); sys.exit('torch' in sys.modules)"

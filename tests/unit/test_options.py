@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepgauge.cli.options import expand
+from stepgauge.cli.options import expand, format_bytes, parse_bytes
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.train import TrainSpec
@@ -79,3 +79,11 @@ def test_committed_results_are_read_whole():
 def test_no_document_has_a_gap_left_to_fill():
     for path in (*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")):
         assert not re.findall(r"@[A-Z]+@", path.read_text()), path
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0"), (1000, "1000"), (3 << 10, "3K"), (1 << 20, "1M"), (1 << 30, "1G"), (2**40, "1024G")]
+)
+def test_sizes_are_written_as_they_are_read(size, text):
+    assert format_bytes(size) == text
+    assert parse_bytes(text, "size") == size
