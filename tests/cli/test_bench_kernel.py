@@ -49,6 +49,7 @@ def test_op_is_checked_and_placed(stepgauge, tmp_path):
     status, out, err = stepgauge("bench", "op", f"{tmp_path / 'mine.py'}:right", *quick)
     assert status == 0, err
     assert "of the roofline" in out and "aten::mm" in out
+    assert "USDT" not in out + err
     (record,) = RunStore(tmp_path / "run").read().records
     assert record.median("flops") == 2 * 64**3
     assert record.median("bytes") == 2 * 4 * 64**2

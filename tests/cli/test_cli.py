@@ -205,6 +205,22 @@ def test_a_checkpoint_of_another_model(stepgauge, tmp_path):
     assert "is of another run: d_ff 256 there, 64 here" in one_sentence(err)
 
 
+def test_sigterm_leaves_as_an_interrupt_does():
+    code = """
+import os, signal
+from stepgauge import cli
+def app(*_, **__):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        print("cleaned up")
+cli.app = app
+cli.main([])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "cleaned up\n", "")
+
+
 def test_help_shows_values_as_they_are_typed(stepgauge):
     sweeps, single = (" ".join(stepgauge(*command, "--help")[1].split()) for command in (("bench", "comm"), ("train",)))
     assert "--size SIZE..." in sweeps and "[1M]" in sweeps
