@@ -85,12 +85,15 @@ def test_json_of_several_tables_is_one_document(stepgauge, tmp_path, gpu_trace_t
     assert phases["rows"][-1]["trace ms"] > 0
 
 
-def test_rows_of_equal_words_are_told_apart(stepgauge, tmp_path):
+def test_rows_of_one_size_are_told_apart(stepgauge, tmp_path):
     status, out, err = stepgauge("profile", "step", *QUICK, "--attention", "eager", "sdpa", "--out", tmp_path / "run")
     assert status == 0, err
-    assert "nano batch 2 × 16 fp32\n" in out
-    assert "nano batch 2 × 16 fp32, attention sdpa\n" in out
-    assert "<h2>nano batch 2 × 16 fp32, attention sdpa</h2>" in (tmp_path / "run" / "report.html").read_text()
+    assert "nano batch 2 × 16 fp32 vocabulary 300\n" in out
+    assert "nano batch 2 × 16 fp32 vocabulary 300 attention eager\n" in out
+    assert (
+        "<h2>nano batch 2 × 16 fp32 vocabulary 300 attention eager</h2>"
+        in (tmp_path / "run" / "report.html").read_text()
+    )
 
 
 def test_a_foreign_file_is_one_sentence_and_status_2(stepgauge, tmp_path, gpu_trace_text):
