@@ -116,7 +116,8 @@ def test_overlapping_takes_at_most_four_fifths_of_naive(nodes, tmp_path):
     ratios = {wrapper: round(quick[wrapper] / quick["naive"], 3) for wrapper in ("overlapped", "bucketed")}
     figures = {w: {n: round(s.p10) for n, s in row.metrics.items() if n.endswith("_ms")} for w, row in rows.items()}
     print(f"batch {batch}, of naive's step {ratios}, p10 ms {figures}")
-    alone = rows["naive"].metrics["communication_ms"].p10
+    # Of many messages at once, for one after the other takes longer than the link needs: that is naive's fault.
+    alone = rows["bucketed"].metrics["communication_ms"].p10
     if alone > 1.3 * link_s * 1e3:
         pytest.skip(f"other work on this machine: {alone:.0f} ms for what the link takes in {link_s * 1e3:.0f}")
     assert min(ratios.values()) <= 0.8, (batch, figures)
