@@ -8,31 +8,18 @@ from stepgauge.report.page import Block, Flame, Plot, Text
 from stepgauge.report.table import Table
 from stepgauge.report.timeline import timeline
 from stepgauge.report.views import number
-from stepgauge.spec.analysis import Analysis, Cell, Overlap
+from stepgauge.spec.analysis import KINDS, Analysis, Cell, Overlap
 
 LONGEST_NAME = 72
 SHOWN_KERNELS, SHOWN_OPERATIONS = 20, 16
 OTHER_LIMIT = 0.02  # what no rule could place is named one by one above this share
-LANES = (
-    "communication",
-    "matmul",
-    "attention",
-    "softmax",
-    "norm",
-    "elementwise",
-    "reduction",
-    "optimizer",
-    "copy",
-    "host",
-    "other",
-)
 ATTENTION_PARTS = ("scores", "softmax", "values")
 
 
 def blocks(found: Analysis) -> list[Block]:
     """All of it, for the report."""
     pictures: list[Block] = [
-        Plot(timeline(found.lanes, found.marks, order=LANES), "The last profiled step, by kind of work."),
+        Plot(timeline(found.lanes, found.marks, order=KINDS), "The last profiled step, by kind of work."),
         Flame(found.flame, found.steps, "Where the time goes, by nesting: phases, parts of the model, operations"
               + (", kernels." if found.on_device else ".")),
     ]  # fmt: skip

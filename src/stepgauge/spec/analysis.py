@@ -6,6 +6,20 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 SCHEMA = 1
+# Of work, in the order of a timeline's lanes.
+KINDS = (
+    "communication",
+    "matmul",
+    "attention",
+    "softmax",
+    "norm",
+    "elementwise",
+    "reduction",
+    "optimizer",
+    "copy",
+    "host",
+    "other",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Self
 
-from stepgauge.spec.fields import check, option
+from stepgauge.spec.fields import by_size, check, option
 from stepgauge.spec.model import nearest_divisor
 
 NUM_TYPES = 2  # a token belongs to the first or to the second text of a pair
@@ -75,10 +75,7 @@ class BertSpec:
     @classmethod
     def preset(cls, size: str, **changes: Any) -> Self:
         """The preset of that name with fields changed. Raises ValueError for an unknown name."""
-        try:
-            num_layers, d_model = BERT_SIZES[size.lower()]
-        except KeyError:
-            raise ValueError(f"size is {size!r}; choose one of {', '.join(BERT_SIZES)}") from None
+        num_layers, d_model = by_size(size, BERT_SIZES)
         # All published sizes have heads of 64 and a feed-forward layer of four widths.
         shape = {"d_model": d_model, "d_ff": 4 * d_model, "num_layers": num_layers, "num_heads": d_model // 64}
         return cls(**{**shape, **changes})

@@ -6,9 +6,9 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 from stepgauge.spec.bert import BertSpec
-from stepgauge.spec.fields import check, option
+from stepgauge.spec.fields import as_in, check, option
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.step import CHECKPOINTING, COMPILE_MODES, OPTIMIZERS, PRECISIONS
+from stepgauge.spec.step import WorkSpec
 
 # Each wrapper, and how often a step sends a share (N−1)/N of all gradients and of all weights (ring algorithms).
 WRAPPERS: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -77,23 +77,11 @@ class DataParallelSpec:
         quiet=0,
     )
     batch: int = option(4, "sequences a rank", least=1, most=1_000_000, word="batch {batch} × {context_length}")
-    precision: str = option(
-        "fp32", "as in bench step; fully sharded wrappers also send it", choices=PRECISIONS, word="{precision}"
-    )
-    compile: str = option(
-        "off", "as in bench step", choices=COMPILE_MODES, bare="on", word="compiled ({compile})", quiet="off"
-    )
-    optimizer: str = option(
-        "adamw", "as in bench step", choices=OPTIMIZERS, word="optimizer {optimizer}", quiet="adamw"
-    )
-    checkpointing: str = option(
-        "none",
-        "as in bench step",
-        choices=CHECKPOINTING,
-        word="checkpointing {checkpointing} {checkpoint_blocks}",
-        quiet="none",
-    )
-    checkpoint_blocks: int = option(1, "as in bench step", least=1, most=10_000)
+    precision: str = as_in(WorkSpec, "precision", "as in bench step; fully sharded wrappers also send it")
+    compile: str = as_in(WorkSpec, "compile")
+    optimizer: str = as_in(WorkSpec, "optimizer")
+    checkpointing: str = as_in(WorkSpec, "checkpointing")
+    checkpoint_blocks: int = as_in(WorkSpec, "checkpoint_blocks")
     warmup: int = option(5, "untimed steps first", least=1, most=100_000)
     steps: int = option(10, "timed steps", least=1, most=1_000_000)
     trace: bool = option(False, "profile two more steps, for the overlap of communication and computing", bare=True)

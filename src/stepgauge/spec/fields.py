@@ -6,7 +6,9 @@ A field is declared once, here a spec's field; the command line, the validation 
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+Preset = TypeVar("Preset")
 
 
 def option(
@@ -34,6 +36,21 @@ def option(
     limits = {"choices": tuple(choices) if choices else None, "least": least, "most": most}
     names = {"flag": flag, "short": short, "word": word, "quiet": quiet, "special": special or {}}
     return dataclasses.field(default=default, metadata={"help": help, "bare": bare, **names, **limits})
+
+
+def as_in(declared: type, name: str, help: str = "") -> Any:
+    """The field of that name of another spec once more: its default, limits and words, and its help or this one."""
+    (field,) = [field for field in dataclasses.fields(declared) if field.name == name]
+    metadata = {**field.metadata, "help": help or field.metadata["help"]}
+    return dataclasses.field(default=field.default, metadata=metadata)
+
+
+def by_size(size: str, sizes: Mapping[str, Preset]) -> Preset:
+    """The preset of that name. Raises ValueError for an unknown one."""
+    try:
+        return sizes[size.lower()]
+    except KeyError:
+        raise ValueError(f"size is {size!r}; choose one of {', '.join(sizes)}") from None
 
 
 def words(declared: type, values: Mapping[str, Any], *, leaving_out: Iterable[str] = ()) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Self
 
-from stepgauge.spec.fields import check, option
+from stepgauge.spec.fields import by_size, check, option
 
 FEED_FORWARD_MATRICES: Mapping[str, int] = MappingProxyType({"swiglu": 3, "gelu": 2})
 
@@ -134,10 +134,7 @@ class ModelSpec:
     @classmethod
     def preset(cls, size: str, **changes: Any) -> Self:
         """The preset of that name with fields changed. Raises ValueError for an unknown name."""
-        try:
-            d_model, d_ff, num_layers, num_heads = SIZES[size.lower()]
-        except KeyError:
-            raise ValueError(f"size is {size!r}; choose one of {', '.join(SIZES)}") from None
+        d_model, d_ff, num_layers, num_heads = by_size(size, SIZES)
         shape = {"d_model": d_model, "d_ff": d_ff, "num_layers": num_layers, "num_heads": num_heads}
         return cls(**{**shape, **changes})
 

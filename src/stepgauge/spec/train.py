@@ -5,9 +5,9 @@ import math
 from typing import ClassVar
 
 from stepgauge.spec.data_parallel import TRANSPORTED, TRANSPORTS, WRAPPERS, check_wrapper
-from stepgauge.spec.fields import check, option
+from stepgauge.spec.fields import as_in, check, option
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.step import CHECKPOINTING, COMPILE_MODES, OPTIMIZERS, PRECISIONS
+from stepgauge.spec.step import WorkSpec
 
 DEFAULT_CORPUS = "stdlib"  # the source of Python's own standard library
 # torch's sharded optimizer has no state that another number of ranks could go on from.
@@ -33,21 +33,11 @@ class TrainSpec:
     accumulation: int = option(
         1, "micro-batches a step", least=1, most=1_000_000, word="accumulation {accumulation}", quiet=1
     )
-    precision: str = option("fp32", "as in bench step", choices=PRECISIONS, word="{precision}")
-    compile: str = option(
-        "off", "as in bench step", choices=COMPILE_MODES, bare="on", word="compiled ({compile})", quiet="off"
-    )
-    optimizer: str = option(
-        "adamw", "as in bench step", choices=OPTIMIZERS, word="optimizer {optimizer}", quiet="adamw"
-    )
-    checkpointing: str = option(
-        "none",
-        "as in bench step",
-        choices=CHECKPOINTING,
-        word="checkpointing {checkpointing} {checkpoint_blocks}",
-        quiet="none",
-    )
-    checkpoint_blocks: int = option(1, "as in bench step", least=1, most=10_000)
+    precision: str = as_in(WorkSpec, "precision")
+    compile: str = as_in(WorkSpec, "compile")
+    optimizer: str = as_in(WorkSpec, "optimizer")
+    checkpointing: str = as_in(WorkSpec, "checkpointing")
+    checkpoint_blocks: int = as_in(WorkSpec, "checkpoint_blocks")
     learning_rate: float = option(1e-3, "at its highest, after warm-up", least=0.0, most=100.0)
     final_learning_rate: float = option(0.1, "at the end, as a fraction of the highest", least=0.0, most=1.0)
     warmup: int = option(20, "steps of linear warm-up", least=0, most=1_000_000_000)

@@ -8,20 +8,6 @@ import functools
 import re
 from typing import NamedTuple
 
-KINDS = (
-    "matmul",
-    "attention",
-    "softmax",
-    "norm",
-    "elementwise",
-    "reduction",
-    "optimizer",
-    "copy",
-    "communication",
-    "host",
-    "other",
-)
-
 
 class Placed(NamedTuple):
     kind: str
