@@ -53,7 +53,7 @@ class Done:
 class PeerCopies:
     """As `Averager`, within one machine. All ranks launch the same messages in the same order.
 
-    Backward's own thread is busy launching; the ten launches of a piece are made by a thread beside it.
+    The dozen launches of a piece are made by a thread beside backward's own, which launches too.
 
     Raises ValueError, on every rank, where the ranks cannot write to each other.
     """
