@@ -46,6 +46,8 @@ def test_what_cannot_be_is_said(stepgauge, tmp_path):
     assert (status, "size is 'small'; choose one of bert-tiny" in err) == (2, True)
     with pytest.raises(ValueError, match=r"dropout is 0\.1; what checkpointing computes again"):
         DataParallelSpec(model=BertSpec(dropout=0.1), checkpointing="blocks")
+    with pytest.raises(ValueError, match="ranks is 1; sharding wants at least 2"):
+        GlobalBatch().of_rank(1)
     with pytest.raises(ValueError, match="global_batch is 0; it must be at least 1"):
         GlobalBatch(global_batch=0)
 

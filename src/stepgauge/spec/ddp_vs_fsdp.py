@@ -21,7 +21,9 @@ class GlobalBatch:
         check(self)
 
     def of_rank(self, ranks: int) -> int:
-        """What each rank takes. Raises ValueError where the ranks do not divide the batch."""
+        """What each rank takes. Raises ValueError for a single rank, and where the ranks do not divide the batch."""
+        if ranks < 2:
+            raise ValueError(f"ranks is {ranks}; sharding wants at least 2")
         if self.global_batch % ranks:
             raise ValueError(
                 f"global_batch is {self.global_batch}, which {ranks} ranks do not divide; choose a multiple of {ranks}"
