@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Attention in Gluon on one Hopper GPU: benchmarks/kernels/gluon_campaign.sh OUT
 # PARTS="backward forward" chooses, both by default in that order; each takes under 300 s.
-# backward, with STEPGAUGE_GLUON_BACKWARD=1: that it is right, alone and from C++, under torch.compile and without
-#   synchronisation; then the anchors beside all peers, into OUT/backward.
+# backward: that it is right, alone and from C++, under torch.compile and without synchronisation; then the anchors
+#   beside all peers, into OUT/backward.
 # forward: the same, and before the anchors it beside the portable forward where it fills little of the chip.
 # Writes OUT/PART/tests.txt and what kernels_campaign.sh writes; OUT/forward/forward_by_tiles.{jsonl,txt}.
 set -uo pipefail
@@ -26,12 +26,10 @@ anchors() { PARTS=attention BUDGET=${ANCHORS_BUDGET:-90} WARM=15 benchmarks/kern
 for part in $parts; do
   out=$root/$part && mkdir -p "$out"
   if [ "$part" = backward ]; then
-    export STEPGAUGE_GLUON_BACKWARD=1
     tests 100 tests/kernels/test_attention_gluon_backward.py
     in_use
     anchors
   else
-    unset STEPGAUGE_GLUON_BACKWARD
     tests 80 tests/kernels/test_attention_gluon.py
     in_use
     timeout -k 5 70 python3 benchmarks/kernels/forward_by_tiles.py "$out" --budget "${TILES_BUDGET:-50}" 2>&1 \

@@ -247,10 +247,9 @@ def test_cpp_launches_what_python_launches(both, num_splits, layout, is_causal):
 @pytest.mark.skipif(kernels.hopper is None, reason="needs a Triton with Gluon")
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-def test_cpp_launches_the_backward_in_gluon(both, layout, width, monkeypatch):
+def test_cpp_launches_the_backward_in_gluon(both, layout, width):
     from stepgauge.kernels.attention import hopper_backward
 
-    monkeypatch.setenv(hopper_backward.ASKED_FOR, "1")
     here = both(layout=layout, num_splits=None, width=width)
     assert here.dkdv.main.kernel is hopper_backward.dkdv_kernel
     assert here.dq.main.kernel is (hopper_backward if width == 128 else kernels).dq_kernel

@@ -39,8 +39,7 @@ def case_of(q, k, do=None, *, is_causal=True, num_splits=None):
 
 
 @pytest.fixture(autouse=True)
-def asked_for(monkeypatch):
-    monkeypatch.setenv(hopper_backward.ASKED_FOR, "1")
+def planned_anew():
     forget()
     yield
     forget()
@@ -152,10 +151,9 @@ def test_it_is_taken_where_it_wins_is_asked_for_and_nobody_chose_otherwise(on_ho
     assert in_gluon(torch.empty(4, 16, 512, 80, dtype=BF16)) == set()
     with plan.override_tiles(dq=plan.Tiles(64, 64, 4, 2)):
         assert in_gluon(q) == set()
-    for name, value in ((hopper_backward.ASKED_FOR, "0"), (hopper.OPT_OUT, "0")):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, value)
-            assert in_gluon(q) == set()
+    with monkeypatch.context() as patch:
+        patch.setenv(hopper.OPT_OUT, "0")
+        assert in_gluon(q) == set()
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "hopper_backward", None)  # a Triton without Gluon
         assert in_gluon(q) == set()
@@ -295,7 +293,7 @@ def test_gpu_is_what_attention_differentiates_by(width, monkeypatch):
         monkeypatch.setattr(hopper_backward, name, noting)
     ours = torch.autograd.grad(o, leaves, do, retain_graph=True)
     assert launched == [f"{name}_launch" for name in expected(width)]
-    monkeypatch.setenv(hopper_backward.ASKED_FOR, "0")
+    monkeypatch.setenv(hopper.OPT_OUT, "0")
     forget()
     portably = torch.autograd.grad(o, leaves, do)
     assert len(launched) == len(expected(width))
