@@ -332,6 +332,24 @@ def test_predicted_loops_cover_what_is_seen(kernel, t_q, t_k):
     assert sum(whole) == len(seen)
 
 
+def test_tiles_are_dealt_to_who_is_free():
+    dealt = plan.deal_tiles([1, 9, 5], num_heads=3, section=2, num_programs=2)
+    # Tiles 0 to 2 of heads 0 and 1 come first, 10 and 6 and 2 with what a tile costs beside its steps; then head 2's.
+    assert dealt == [[1, 2, 0, 7], [4, 5, 3, 8, 6]]
+
+
+@pytest.mark.parametrize(
+    "length, heads, section, most", [(512, 512, 95, 1.06), (2048, 128, 23, 1.07), (16384, 16, 2, 1.09)]
+)
+def test_causal_tiles_are_dealt_evenly(length, heads, section, most):
+    """16,384 tokens of width 2048 at D 128 on 132 multiprocessors of an H200."""
+    steps = range(1, length // 128 + 1)
+    dealt = plan.deal_tiles(steps, num_heads=heads, section=section, num_programs=132)
+    assert sorted(number for own in dealt for number in own) == list(range(heads * len(steps)))
+    works = [sum(steps[number % len(steps)] for number in own) for own in dealt]
+    assert max(works) <= most * sum(works) / 132
+
+
 def test_makespan_of_known_launches():
     """Two programs that share a multiprocessor take as long as one after the other, less what sharing wins."""
     alone = plan._makespan([10.0], 1, 2, 4)

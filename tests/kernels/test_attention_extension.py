@@ -160,7 +160,8 @@ class Both:
     def _prepare(self, launch, num_tensors, outs):
         boxed = {position: (view, box) for position, view, box in launch.boxes}
         tensors = [f"tensordesc<bf16{boxed[i][1]}>" if i in boxed else "*bf16" for i in range(num_tensors)]
-        scalars = ["fp32" if isinstance(value, float) else "i32" for value in launch.scalars]
+        kinds = {float: "fp32", int: "i32", torch.Tensor: "*i32"}
+        scalars = [kinds[type(value)] for value in launch.scalars]
         types = [*tensors, *scalars, *["constexpr"] * len(launch.constants)]
         function = len(self.driver.known) + 1
         metadata = SimpleNamespace(num_warps=launch.options["num_warps"], shared=100 * function)

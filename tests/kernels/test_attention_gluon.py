@@ -80,8 +80,11 @@ def test_launch_covers_every_tile(on_hopper):
     q, k = torch.empty(2, 16, 2000, 128, dtype=torch.bfloat16), torch.empty(2, 4, 300, 128, dtype=torch.bfloat16)
     launch = kernels._plan_forward(case_of(q, k)).main
     assert launch.kernel is hopper.forward_kernel and launch.grid == (132, 1, 1)
-    # heads of the batch times tiles of 128 queries
-    assert launch.scalars[:6] == (16, 32, 4, 2000, 300, 16) and launch.scalars[7] == 2 * 16 * 16
+    turns, *numbers = launch.scalars
+    assert numbers[:5] == [16, 4, 2000, 300, 16]
+    begins, tiles = turns[:133].tolist(), turns[133:-1].tolist()
+    assert begins[0] == 133 and begins[-1] == 133 + len(tiles) and begins == sorted(begins)
+    assert sorted(tiles) == list(range(2 * 16 * 16))  # heads of the batch times tiles of 128 queries
     assert [box for _, _, box in launch.boxes] == [[1, 1, rows, 128] for rows in (64, 128, 128, 64)]
     few = torch.empty(1, 2, 300, 128, dtype=torch.bfloat16)
     assert hopper.forward_launch(case_of(few, few)).grid == (2 * 3, 1, 1)

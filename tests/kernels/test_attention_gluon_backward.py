@@ -108,14 +108,24 @@ def test_launches_cover_every_tile(on_hopper):
     launch = kernels._plan_dq(case_of(q, k[:, :4]), q.stride()[:3]).main
     total = 2 * 16 * 16  # heads of the batch times tiles of 128 queries
     assert launch.kernel is hopper_backward.dq_kernel and launch.grid == (total, 1, 1)
-    assert launch.scalars[:9] == (*q.stride()[:3], 16, 32, 4, 2000, 300, 16) and launch.scalars[10] == total
+    assert launch.scalars[:9] == (*q.stride()[:3], 16, 4, 2000, 300, 16, 32)
     assert [(at, box[2]) for at, _, box in launch.boxes] == [(0, 64), (1, 64), (2, 64), (3, 64), (7, 64)]
     many = torch.empty(2, 80, 2000, 128, dtype=BF16)
     launch = kernels._plan_dkdv(case_of(many, k), k.stride()[:3], k.stride()[:3], False).main
     total = 2 * 40 * 3  # key heads times tiles of 128 keys
     assert launch.kernel is hopper_backward.dkdv_kernel and launch.grid == (132, 1, 1)
-    assert launch.scalars[:6] == (40, 80, 2, 2000, 300, 3) and launch.scalars[7] == total
+    turns, *numbers = launch.scalars
+    assert numbers[:5] == [40, 2, 2000, 300, 3] and sorted(turns[133:-1].tolist()) == list(range(total))
     assert [at for at, _, _ in launch.boxes] == [0, 1, 2, 3, 6, 7]
+
+
+@pytest.mark.parametrize("num_tiles, heads, section", [(1, 1, 1), (5, 7, 3), (4, 6, 100)])
+def test_programs_of_dq_have_every_tile(num_tiles, heads, section, monkeypatch):
+    program = iter(range(num_tiles * heads))
+    monkeypatch.setattr(hopper_backward, "gl", SimpleNamespace(minimum=min, program_id=lambda axis: next(program)))
+    numbers = [hopper_backward._number.fn(heads, num_tiles, section, True) for _ in range(num_tiles * heads)]
+    assert sorted(numbers) == list(range(num_tiles * heads))
+    assert [number % num_tiles for number in numbers[: min(section, heads)]] == [num_tiles - 1] * min(section, heads)
 
 
 @pytest.mark.parametrize("name, width", KERNELS)
@@ -170,17 +180,19 @@ def test_it_is_taken_where_it_wins_is_asked_for_and_nobody_chose_otherwise(on_ho
 def test_tiles_of_queries_that_a_tile_of_keys_visits(num_queries, num_keys, is_causal, group, monkeypatch):
     """By the kernels' own arithmetic in Python: every visible score once, and none invisible without a mask."""
     cdiv = lambda a, b: -(-a // b)  # noqa: E731
+    q, k = torch.empty(1, 2 * group, num_queries, 64), torch.empty(1, 2, num_keys, 64)
+    seen = hopper_backward._query_tiles_seen(case_of(q, k, is_causal=is_causal))
     python = SimpleNamespace(minimum=min, maximum=max, cdiv=cdiv, where=lambda c, x, y: x if c else y)
     monkeypatch.setattr(hopper_backward, "gl", python)
-    for name, value in (("TILE_ROWS", 128), ("BLOCK", 64), ("_locate", hopper._locate.fn)):
+    for name, value in (("TILE_ROWS", 128), ("BLOCK", 64)):
         monkeypatch.setattr(hopper_backward, name, value)
-    monkeypatch.setattr(hopper, "gl", python)
     num_tiles, heads = cdiv(num_keys, 128), 4
-    sizes = (2, heads, num_queries, num_keys, num_tiles, 3)
+    sizes = (2, num_queries, num_keys, num_tiles)
     visited = set()
-    for index in range(num_tiles * heads):
-        b, kv_h, col, first, masked, whole = hopper_backward._place_keys.fn(index, sizes, is_causal)
+    for number in range(num_tiles * heads):
+        b, kv_h, col, first, masked, whole = hopper_backward._place_keys.fn(number, sizes, is_causal)
         assert masked + whole >= 1  # or nothing would copy the keys
+        assert masked + whole == seen[number % num_tiles]
         for step in range((masked + whole) * group):
             in_group, tile = hopper_backward._query_tile.fn(step, first, masked, whole, group)
             assert (b, kv_h, col, in_group, tile) not in visited and 0 <= tile * 64 < num_queries

@@ -94,9 +94,10 @@ def step_of(launch, numbers: tuple, moved, address: int) -> tuple:
 
 
 def _constant(kind: str, value) -> tuple:
-    if kind not in _WORDS or value is None:
+    form = _WORDS["u64"] if kind.startswith("*") else _WORDS.get(kind)
+    if form is None or value is None:
         raise ValueError(f"an argument of type {kind}")
-    word = int.from_bytes(struct.pack(_WORDS[kind], value), "little")
+    word = int.from_bytes(struct.pack(form, value), "little")
     return (_CONSTANT, word, 0, 0, b"")
 
 

@@ -9,8 +9,11 @@ Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width
 the keys of a tile. A ring is (tiles, barriers of what is ready to be read, barriers of what is free to be filled).
 """
 
+import functools
+import itertools
 import math
 import os
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from . import plan
 from .launching import Launch
 
 CONSUMERS = gl.constexpr(2)
@@ -39,37 +43,19 @@ LN_2 = gl.constexpr(math.log(2.0))
 
 
 @gluon.jit
-def _locate(index, num_tiles, all_heads, section):
-    """(tile, head) of a tile's number: sections of heads that fit in L2 together, within one by tile, then by head."""
-    first = (index // (num_tiles * section)) * section
-    rest = index % (num_tiles * section)
-    width = gl.minimum(section, all_heads - first)
-    return rest // width, first + rest % width
+def _own_turns(turns):
+    """(where this program's tiles stand in what `_deal` made, how many they are)."""
+    first = gl.load(turns + gl.program_id(0))
+    return turns + first, gl.load(turns + gl.program_id(0) + 1) - first
 
 
 @gluon.jit
-def _num_rounds(total):
-    """How many tiles this program has."""
-    programs = gl.num_programs(0)
-    rounds = total // programs
-    return gl.where(_index_of(rounds) < total, rounds + 1, rounds)
-
-
-@gluon.jit
-def _index_of(round_):
-    """The number of this program's tile: there and back over the programs, since tiles get shorter as they go."""
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    return round_ * programs + gl.where(round_ % 2 == 0, program, programs - 1 - program)
-
-
-@gluon.jit
-def _place(index, sizes, IS_CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
+def _place(number, sizes, IS_CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
     """(batch, head, first row, number of key tiles) of the number of a tile of queries."""
-    num_heads, all_heads, _, num_keys, num_tiles, section = sizes
-    tile, head = _locate(index, num_tiles, all_heads, section)
+    num_heads, _, num_keys, num_tiles = sizes
+    tile, head = number % num_tiles, number // num_tiles
     last = num_keys
-    if IS_CAUSAL:  # the last tile sees the most keys: start it first
-        tile = num_tiles - 1 - tile
+    if IS_CAUSAL:
         last = gl.minimum(last, (tile + 1) * TILE_ROWS)
     return head // num_heads, head % num_heads, tile * TILE_ROWS, gl.cdiv(last, BLOCK_N)
 
@@ -88,7 +74,7 @@ def _copy(x, b, h, row, ready, tile):
 
 
 @gluon.jit
-def _produce(inputs, rings, sizes, group, total, IS_CAUSAL: gl.constexpr):
+def _produce(inputs, rings, sizes, group, turns, IS_CAUSAL: gl.constexpr):
     """Copies what the consumers read, as far ahead as the rings are long."""
     q, k, v = inputs
     q_ring, k_ring, v_ring = rings
@@ -97,16 +83,19 @@ def _produce(inputs, rings, sizes, group, total, IS_CAUSAL: gl.constexpr):
     v_tiles, v_ready, v_free = v_ring
     STAGES: gl.constexpr = k_tiles.shape[0]
     slot, phase, q_slot, q_phase = 0, 1, 0, 1  # a fresh barrier counts as past its phase 1: every slot is free
-    for round_ in range(_num_rounds(total)):
-        b, h, row, num_steps = _place(_index_of(round_), sizes, IS_CAUSAL, BLOCK_N)
+    own, rounds = _own_turns(turns)
+    number = gl.load(own)
+    for round_ in range(rounds):
+        b, h, row, num_steps = _place(number, sizes, IS_CAUSAL, BLOCK_N)
+        number = gl.load(own + round_ + 1)  # early, and one more than there are
         for step in range(num_steps):
             mbarrier.wait(k_free.index(slot), phase)
             _copy(k, b, h // group, step * BLOCK_N, k_ready.index(slot), k_tiles.index(slot))
             if step == 0:
                 for consumer in gl.static_range(CONSUMERS):
-                    own = consumer * Q_STAGES + q_slot
-                    mbarrier.wait(q_free.index(own), q_phase)
-                    _copy(q, b, h, row + consumer * ROWS, q_ready.index(own), q_tiles.index(own))
+                    place = consumer * Q_STAGES + q_slot
+                    mbarrier.wait(q_free.index(place), q_phase)
+                    _copy(q, b, h, row + consumer * ROWS, q_ready.index(place), q_tiles.index(place))
             mbarrier.wait(v_free.index(slot), phase)
             _copy(v, b, h // group, step * BLOCK_N, v_ready.index(slot), v_tiles.index(slot))
             slot, phase = _advance(slot, phase, STAGES)
@@ -198,20 +187,23 @@ def _overlapped(
 @gluon.jit
 def _consume(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr):
     """Consumer INDEX: its 64 rows of every tile of queries that this program has."""
-    o, lse, rings, sizes, total, scale_log2 = work
+    o, lse, rings, sizes, turns, scale_log2 = work
     q_ring, k_ring, v_ring = rings
     q_tiles, q_ready, q_free = q_ring
     k_tiles, k_ready, k_free = k_ring
     v_tiles, v_ready, v_free = v_ring
-    num_heads, num_queries, num_keys = sizes[0], sizes[2], sizes[3]
+    num_heads, num_queries, num_keys = sizes[0], sizes[1], sizes[2]
     STAGES: gl.constexpr = k_tiles.shape[0]
     D: gl.constexpr = k_tiles.shape[4]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     k_slot, k_phase, v_slot, v_phase, q_slot, q_phase = 0, 0, 0, 0, 0, 0
-    for round_ in range(_num_rounds(total)):
-        b, h, row, num_steps = _place(_index_of(round_), sizes, IS_CAUSAL, BLOCK_N)
+    own, rounds = _own_turns(turns)
+    number = gl.load(own)
+    for round_ in range(rounds):
+        b, h, row, num_steps = _place(number, sizes, IS_CAUSAL, BLOCK_N)
+        number = gl.load(own + round_ + 1)  # early, and one more than there are
         row += INDEX * ROWS
         rows_M = row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
         # Whole tiles need no mask: every key of theirs exists and is seen by the first row.
@@ -221,10 +213,10 @@ def _consume(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr):
         acc_MD = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
         max_M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
         total_M = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
-        own = INDEX * Q_STAGES + q_slot
-        q_tile = q_tiles.index(own)
+        place = INDEX * Q_STAGES + q_slot
+        q_tile = q_tiles.index(place)
         q_MD = _rows(q_tile)
-        mbarrier.wait(q_ready.index(own), q_phase)
+        mbarrier.wait(q_ready.index(place), q_phase)
         # The first tile's scores go ahead: from there on a step has the scores of its tile and the product of the last.
         mbarrier.wait(k_ready.index(k_slot), k_phase)
         s_MN = _issue_scores(q_MD, k_tiles.index(k_slot), S_LAYOUT)
@@ -254,7 +246,7 @@ def _consume(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr):
         head = (b * num_heads + h).to(gl.int64)
         gl.store(lse + head * num_queries + rows_M, lse_M, mask=rows_M < num_queries)
         tma.store_wait(0)
-        mbarrier.arrive(q_free.index(own))
+        mbarrier.arrive(q_free.index(place))
         q_slot, q_phase = _advance(q_slot, q_phase, Q_STAGES)
 
 
@@ -271,21 +263,21 @@ def _ring(box, LENGTH: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=["num_heads", "all_heads", "group", "num_queries", "num_keys", "num_tiles", "section", "total"],
+    do_not_specialize=["num_heads", "group", "num_queries", "num_keys", "num_tiles"],
 )
 def forward_kernel(
     q, k, v, o,  # descriptors of boxes (1, 1, ROWS, D) for q and o, (1, 1, BLOCK_N, D) for k and v
-    lse, num_heads, all_heads, group, num_queries, num_keys, num_tiles, section, total, scale_log2,
+    lse, turns, num_heads, group, num_queries, num_keys, num_tiles, scale_log2,
     IS_CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """o and its log-sum-exp for the `total` tiles of TILE_ROWS queries, shared out over the programs."""
+    """o and its log-sum-exp for the tiles of TILE_ROWS queries that `turns` deals out to the programs."""
     rings = (_ring(q, CONSUMERS * Q_STAGES, 1), _ring(k, STAGES, CONSUMERS), _ring(v, STAGES, CONSUMERS))
-    sizes = (num_heads, all_heads, num_queries, num_keys, num_tiles, section)
-    work = (o, lse, rings, sizes, total, scale_log2)
+    sizes = (num_heads, num_queries, num_keys, num_tiles)
+    work = (o, lse, rings, sizes, turns, scale_log2)
     gl.warp_specialize([
         (_consume, (work, 0, IS_CAUSAL)),
         (_consume, (work, 1, IS_CAUSAL)),
-        (_produce, ((q, k, v), rings, sizes, group, total, IS_CAUSAL)),
+        (_produce, ((q, k, v), rings, sizes, group, turns, IS_CAUSAL)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -323,27 +315,56 @@ def fills_chip(case, owned):
 
 def forward_launch(case):
     """The launch on q, k, v, o and lse."""
+    steps = [triton.cdiv(keys, BLOCK_N.value) for keys in _keys_seen(case)]
     return launch_of(
-        forward_kernel, case, owned=case.q, loop_length=case.k.shape[2],
+        forward_kernel, case, owned=case.q, deal=deal_of(case, case.q, steps, loop_length=case.k.shape[2]),
         boxes=((0, case.q, ROWS), (1, case.k, BLOCK_N), (2, case.v, BLOCK_N), (3, case.o, ROWS)),
         scalars=(case.scale * math.log2(math.e),), constants={"STAGES": NUM_STAGES[case.q.shape[3]]},
     )  # fmt: skip
 
 
-def launch_of(kernel, case, *, owned, loop_length, boxes, scalars, constants, strides=(), is_persistent=True):
-    """The launch of a kernel whose programs own tiles of `owned` and loop over `loop_length` rows for each.
+def _keys_seen(case):
+    """How many keys each tile of queries sees."""
+    ends = range(TILE_ROWS.value, (_tiles_of_head(case.q) + 1) * TILE_ROWS.value, TILE_ROWS.value)
+    return [min(case.k.shape[2], end) if case.is_causal else case.k.shape[2] for end in ends]
 
-    boxes: (position, view, rows of the box). Persistent: one program a multiprocessor, for many tiles; otherwise one a
-    tile. The kernel's numbers are `strides`, what is counted here, and `scalars`.
+
+class Deal(NamedTuple):
+    """Programs that stay, one a multiprocessor, and what the kernel reads of which tiles each of them has."""
+
+    programs: int
+    turns: torch.Tensor
+
+
+def deal_of(case, owned, steps, *, loop_length):
+    """steps: of each tile of a head of `owned`, which loops over `loop_length` rows at most."""
+    heads = math.prod(owned.shape[:2])
+    programs = min(heads * len(steps), case.chip.num_sms)
+    return Deal(programs, _turns(case.device, programs, heads, case.section(loop_length), tuple(steps)))
+
+
+@functools.cache  # for good: C++ keeps the address
+def _turns(device, programs, heads, section, steps):
+    """Where each program's tiles begin, where the last one's end, then all tiles and one number that is read ahead."""
+    dealt = plan.deal_tiles(steps, num_heads=heads, section=section, num_programs=programs)
+    begins = itertools.accumulate(map(len, dealt), initial=programs + 1)
+    turns = torch.tensor([*begins, *itertools.chain(*dealt), 0], dtype=torch.int32)
+    # From pinned memory, or the host would wait for the copy.
+    return turns if device is None else turns.pin_memory().to(torch.device("cuda", device), non_blocking=True)
+
+
+def launch_of(kernel, case, *, owned, boxes, scalars, constants, deal=None, strides=()):
+    """The launch of a kernel whose programs own tiles of `owned`: those of a deal, or else one each.
+
+    boxes: (position, view, rows of the box). The kernel's numbers are `strides`, what is counted here, and `scalars`.
     """
     batch, num_heads, _, head_width = owned.shape
     num_tiles = _tiles_of_head(owned)
-    total = batch * num_heads * num_tiles
     return Launch(
         kernel,
-        (min(total, case.chip.num_sms) if is_persistent else total, 1, 1),
-        (*strides, num_heads, batch * num_heads, case.group, case.q.shape[2], case.k.shape[2], num_tiles,
-         case.section(loop_length), total, *scalars),
+        (deal.programs if deal else batch * num_heads * num_tiles, 1, 1),
+        (*([deal.turns] if deal else []), *strides, num_heads, case.group, case.q.shape[2], case.k.shape[2], num_tiles,
+         *scalars),
         {"IS_CAUSAL": case.is_causal, **constants},
         boxes=tuple((position, view, [1, 1, rows.value, head_width]) for position, view, rows in boxes),
         options={"num_warps": 4, "maxnreg": REGISTERS},

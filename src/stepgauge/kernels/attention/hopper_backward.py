@@ -11,6 +11,7 @@ Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width
 
 import math
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -27,15 +28,14 @@ from .hopper import (
     ROWS,
     TILE_ROWS,
     _advance,
-    _index_of,
     _issue_output,
     _issue_scores,
-    _locate,
-    _num_rounds,
+    _own_turns,
     _place,
     _round,
     _rows,
     can_run,
+    deal_of,
     fills_chip,
     launch_of,
 )
@@ -73,12 +73,23 @@ def _copy_pair(first, second, b, h, row, ready, first_tile, second_tile):
 
 
 @gluon.jit
-def _produce_dq(inputs, rings, sizes, group, IS_CAUSAL: gl.constexpr):
+def _number(all_heads, num_tiles, section, IS_CAUSAL: gl.constexpr):
+    """The number of this program's tile: sections of heads that fit in L2 together, within one the longest first."""
+    index = gl.program_id(0)
+    first = (index // (num_tiles * section)) * section
+    rest = index % (num_tiles * section)
+    width = gl.minimum(section, all_heads - first)
+    tile, head = rest // width, first + rest % width
+    return head * num_tiles + (num_tiles - 1 - tile if IS_CAUSAL else tile)
+
+
+@gluon.jit
+def _produce_dq(inputs, rings, number, sizes, group, IS_CAUSAL: gl.constexpr):
     q, k, v, do = inputs
     q_tiles, do_tiles, q_ready, k_tiles, v_tiles, ready, free = rings
     STAGES: gl.constexpr = k_tiles.shape[0]
     slot, phase = 0, 1  # a fresh barrier counts as past its phase 1: every slot is free
-    b, h, row, num_steps = _place(gl.program_id(0), sizes, IS_CAUSAL, BLOCK)
+    b, h, row, num_steps = _place(number, sizes, IS_CAUSAL, BLOCK)
     for step in range(num_steps):
         mbarrier.wait(free.index(slot), phase)
         _copy_pair(k, v, b, h // group, step * BLOCK, ready.index(slot), k_tiles.index(slot), v_tiles.index(slot))
@@ -123,14 +134,14 @@ def _dq_steps(
 @gluon.jit
 def _consume_dq(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr):
     """Consumer INDEX: dq, and delta on the way, of its 64 rows of this program's tile of queries."""
-    o, o_strides, lse, delta, dq, rings, sizes, scale_log2, scale = work
+    o, o_strides, lse, delta, dq, rings, number, sizes, scale_log2, scale = work
     q_tiles, do_tiles, q_ready, k_tiles, _, _, _ = rings
-    num_heads, num_queries, num_keys = sizes[0], sizes[2], sizes[3]
+    num_heads, num_queries, num_keys = sizes[0], sizes[1], sizes[2]
     D: gl.constexpr = k_tiles.shape[4]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
-    b, h, row, num_steps = _place(gl.program_id(0), sizes, IS_CAUSAL, BLOCK)
+    b, h, row, num_steps = _place(number, sizes, IS_CAUSAL, BLOCK)
     row += INDEX * ROWS
     own_rows = (b * num_heads + h).to(gl.int64) * num_queries
     rows_M = row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
@@ -167,13 +178,13 @@ def _consume_dq(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=["num_heads", "all_heads", "group", "num_queries", "num_keys", "num_tiles", "section", "total"],
+    do_not_specialize=["num_heads", "group", "num_queries", "num_keys", "num_tiles", "all_heads", "section"],
 )
 def dq_kernel(
     q, k, v, do,  # descriptors of boxes (1, 1, ROWS, D) for q and do, (1, 1, BLOCK, D) for k and v
     o, lse, delta,
     dq,  # a descriptor of boxes (1, 1, ROWS, D)
-    o_b, o_h, o_t, num_heads, all_heads, group, num_queries, num_keys, num_tiles, section, total, scale_log2, scale,
+    o_b, o_h, o_t, num_heads, group, num_queries, num_keys, num_tiles, all_heads, section, scale_log2, scale,
     IS_CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dq = scale (P * (do v^T - delta)) k and delta = rowsum(o * do), for one tile of TILE_ROWS queries."""
@@ -181,12 +192,13 @@ def dq_kernel(
         _tiles(q, CONSUMERS), _tiles(do, CONSUMERS), _barriers(CONSUMERS, 1), _tiles(k, STAGES), _tiles(v, STAGES),
         _barriers(STAGES, 1), _barriers(STAGES, CONSUMERS),
     )  # fmt: skip
-    sizes = (num_heads, all_heads, num_queries, num_keys, num_tiles, section)
-    work = (o, (o_b, o_h, o_t), lse, delta, dq, rings, sizes, scale_log2, scale)
+    number = _number(all_heads, num_tiles, section, IS_CAUSAL)
+    sizes = (num_heads, num_queries, num_keys, num_tiles)
+    work = (o, (o_b, o_h, o_t), lse, delta, dq, rings, number, sizes, scale_log2, scale)
     gl.warp_specialize([
         (_consume_dq, (work, 0, IS_CAUSAL)),
         (_consume_dq, (work, 1, IS_CAUSAL)),
-        (_produce_dq, ((q, k, v, do), rings, sizes, group, IS_CAUSAL)),
+        (_produce_dq, ((q, k, v, do), rings, number, sizes, group, IS_CAUSAL)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -194,10 +206,10 @@ def dq_kernel(
 
 
 @gluon.jit
-def _place_keys(index, sizes, IS_CAUSAL: gl.constexpr):
+def _place_keys(number, sizes, IS_CAUSAL: gl.constexpr):
     """(batch, key head, first key, first query tile, how many of a head need a mask, how many of it need none)."""
-    num_kv_heads, all_kv_heads, num_queries, _, num_tiles, section = sizes
-    tile, head = _locate(index, num_tiles, all_kv_heads, section)
+    num_kv_heads, num_queries, _, num_tiles = sizes
+    tile, head = number % num_tiles, number // num_tiles
     col = tile * TILE_ROWS
     stop = gl.cdiv(num_queries, BLOCK)
     first, masked = 0, 0
@@ -218,17 +230,20 @@ def _query_tile(step, first, masked, whole, group):
 
 
 @gluon.jit
-def _produce_dkdv(inputs, numbers, rings, sizes, group, total, IS_CAUSAL: gl.constexpr):
+def _produce_dkdv(inputs, numbers, rings, sizes, group, turns, IS_CAUSAL: gl.constexpr):
     """Copies tiles, and beside those of queries their log-sum-exp, to base 2 and infinite past the end, and delta."""
     q, k, v, do = inputs
     lse, delta = numbers
     k_tiles, v_tiles, kv_ready, kv_free, q_tiles, do_tiles, lse_tiles, delta_tiles, ready, free = rings
-    num_kv_heads, num_queries = sizes[0], sizes[2]
+    num_kv_heads, num_queries = sizes[0], sizes[1]
     STAGES: gl.constexpr = q_tiles.shape[0]
     WARP: gl.constexpr = gl.BlockedLayout([BLOCK // 32], [32], [1], [0])
     slot, phase, kv_slot, kv_phase = 0, 1, 0, 1
-    for round_ in range(_num_rounds(total)):
-        b, kv_h, col, first, masked, whole = _place_keys(_index_of(round_), sizes, IS_CAUSAL)
+    own, rounds = _own_turns(turns)
+    number = gl.load(own)
+    for round_ in range(rounds):
+        b, kv_h, col, first, masked, whole = _place_keys(number, sizes, IS_CAUSAL)
+        number = gl.load(own + round_ + 1)  # early, and one more than there are
         num_steps = (masked + whole) * group
         for step in range(num_steps):
             in_group, tile = _query_tile(step, first, masked, whole, group)
@@ -246,10 +261,10 @@ def _produce_dkdv(inputs, numbers, rings, sizes, group, total, IS_CAUSAL: gl.con
             # Queries go ahead as far as the ring is long: keys wait for the end of the tile before.
             if step == gl.minimum(STAGES, num_steps) - 1:
                 for consumer in gl.static_range(CONSUMERS):
-                    own = consumer * KV_STAGES + kv_slot
-                    mbarrier.wait(kv_free.index(own), kv_phase)
-                    _copy_pair(k, v, b, kv_h, col + consumer * ROWS, kv_ready.index(own), k_tiles.index(own),
-                               v_tiles.index(own))  # fmt: skip
+                    place = consumer * KV_STAGES + kv_slot
+                    mbarrier.wait(kv_free.index(place), kv_phase)
+                    _copy_pair(k, v, b, kv_h, col + consumer * ROWS, kv_ready.index(place), k_tiles.index(place),
+                               v_tiles.index(place))  # fmt: skip
             slot, phase = _advance(slot, phase, STAGES)
         kv_slot, kv_phase = _advance(kv_slot, kv_phase, KV_STAGES)
 
@@ -290,20 +305,23 @@ def _dkdv_steps(
 @gluon.jit
 def _consume_dkdv(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr):
     """Consumer INDEX: dk and dv of its 64 rows of every tile of keys that this program has."""
-    dk, dv, rings, sizes, group, total, scale_log2, scale = work
+    dk, dv, rings, sizes, group, turns, scale_log2, scale = work
     k_tiles, v_tiles, kv_ready, kv_free, q_tiles, _, _, _, _, _ = rings
     D: gl.constexpr = q_tiles.shape[4]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     slot, phase, kv_slot, kv_phase = 0, 0, 0, 0
-    for round_ in range(_num_rounds(total)):
-        b, kv_h, col, first, masked, whole = _place_keys(_index_of(round_), sizes, IS_CAUSAL)
+    own, rounds = _own_turns(turns)
+    number = gl.load(own)
+    for round_ in range(rounds):
+        b, kv_h, col, first, masked, whole = _place_keys(number, sizes, IS_CAUSAL)
+        number = gl.load(own + round_ + 1)  # early, and one more than there are
         col += INDEX * ROWS
         cols_N = col + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
-        own = INDEX * KV_STAGES + kv_slot
-        mbarrier.wait(kv_ready.index(own), kv_phase)
-        k_ND, v_ND = _rows(k_tiles.index(own)), _rows(v_tiles.index(own))
+        place = INDEX * KV_STAGES + kv_slot
+        mbarrier.wait(kv_ready.index(place), kv_phase)
+        k_ND, v_ND = _rows(k_tiles.index(place)), _rows(v_tiles.index(place))
         dk_ND = gl.zeros([ROWS, D], gl.float32, D_LAYOUT)
         dv_ND = gl.zeros([ROWS, D], gl.float32, D_LAYOUT)
         if IS_CAUSAL:
@@ -317,27 +335,25 @@ def _consume_dkdv(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr):
         v_ND.store(dv_ND.to(q_tiles.dtype))
         k_ND.store((dk_ND * scale).to(q_tiles.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(dv, [b, kv_h, col, 0], v_tiles.index(own))
-        tma.async_copy_shared_to_global(dk, [b, kv_h, col, 0], k_tiles.index(own))
+        tma.async_copy_shared_to_global(dv, [b, kv_h, col, 0], v_tiles.index(place))
+        tma.async_copy_shared_to_global(dk, [b, kv_h, col, 0], k_tiles.index(place))
         tma.store_wait(0)
-        mbarrier.arrive(kv_free.index(own))
+        mbarrier.arrive(kv_free.index(place))
         kv_slot, kv_phase = _advance(kv_slot, kv_phase, KV_STAGES)
 
 
 @gluon.jit(
-    do_not_specialize=[
-        "num_kv_heads", "all_kv_heads", "group", "num_queries", "num_keys", "num_tiles", "section", "total",
-    ],
-)  # fmt: skip
+    do_not_specialize=["num_kv_heads", "group", "num_queries", "num_keys", "num_tiles"],
+)
 def dkdv_kernel(
     q, k, v, do,  # descriptors of boxes (1, 1, BLOCK, D) for q and do, (1, 1, ROWS, D) for k and v
     lse, delta,
     dk, dv,  # descriptors of boxes (1, 1, ROWS, D)
     unused,  # what the portable kernel adds dq into when it makes that as well
-    num_kv_heads, all_kv_heads, group, num_queries, num_keys, num_tiles, section, total, scale_log2, scale,
+    turns, num_kv_heads, group, num_queries, num_keys, num_tiles, scale_log2, scale,
     IS_CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dv = P^T do and dk = scale (P * (do v^T - delta))^T q, for the `total` tiles of TILE_ROWS keys."""
+    """dv = P^T do and dk = scale (P * (do v^T - delta))^T q, for the tiles of TILE_ROWS keys that `turns` deals out."""
     numbers: gl.constexpr = [STAGES, BLOCK]
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rings = (
@@ -346,16 +362,17 @@ def dkdv_kernel(
         gl.allocate_shared_memory(gl.float32, numbers, plain), gl.allocate_shared_memory(gl.float32, numbers, plain),
         _barriers(STAGES, 2), _barriers(STAGES, CONSUMERS),
     )  # fmt: skip
-    sizes = (num_kv_heads, all_kv_heads, num_queries, num_keys, num_tiles, section)
-    work = (dk, dv, rings, sizes, group, total, scale_log2, scale)
+    sizes = (num_kv_heads, num_queries, num_keys, num_tiles)
+    work = (dk, dv, rings, sizes, group, turns, scale_log2, scale)
     gl.warp_specialize([
         (_consume_dkdv, (work, 0, IS_CAUSAL)),
         (_consume_dkdv, (work, 1, IS_CAUSAL)),
-        (_produce_dkdv, ((q, k, v, do), (lse, delta), rings, sizes, group, total, IS_CAUSAL)),
+        (_produce_dkdv, ((q, k, v, do), (lse, delta), rings, sizes, group, turns, IS_CAUSAL)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 # ---- host side -----------------------------------------------------------------------------------------------------
+
 
 def takes_dq(case, dq):
     return _takes(case, case.q, DQ_STAGES, dq)
@@ -367,29 +384,36 @@ def takes_dkdv(case, dk, dv):
 
 def _takes(case, owned, widths, *outs):
     return (
-        owned.shape[3] in widths
-        and can_run(case, case.q, case.k, case.v, case.do, *outs)
-        and fills_chip(case, owned)
+        owned.shape[3] in widths and can_run(case, case.q, case.k, case.v, case.do, *outs) and fills_chip(case, owned)
     )
 
 
 def dq_launch(case, dq):
     """The launch on q, k, v, do, o, lse, delta and dq."""
     return launch_of(
-        dq_kernel, case, owned=case.q, loop_length=case.k.shape[2], strides=case.o.steps, is_persistent=False,
+        dq_kernel, case, owned=case.q, strides=case.o.steps,
         boxes=((0, case.q, ROWS), (1, case.k, BLOCK), (2, case.v, BLOCK), (3, case.do, ROWS), (7, dq, ROWS)),
-        scalars=_scales(case), constants={"STAGES": DQ_STAGES[case.q.shape[3]]},
+        scalars=(math.prod(case.q.shape[:2]), case.section(case.k.shape[2]), *_scales(case)),
+        constants={"STAGES": DQ_STAGES[case.q.shape[3]]},
     )  # fmt: skip
 
 
 def dkdv_launch(case, dk, dv):
     """The launch on q, k, v, do, lse, delta, dk, dv and one more tensor, which it leaves alone."""
+    steps = [tiles * case.group for tiles in _query_tiles_seen(case)]
     return launch_of(
-        dkdv_kernel, case, owned=case.k, loop_length=case.q.shape[2] * case.group,
+        dkdv_kernel, case, owned=case.k, deal=deal_of(case, case.k, steps, loop_length=case.q.shape[2] * case.group),
         boxes=((0, case.q, BLOCK), (1, case.k, ROWS), (2, case.v, ROWS), (3, case.do, BLOCK), (6, dk, ROWS),
                (7, dv, ROWS)),
         scalars=_scales(case), constants={"STAGES": DKDV_STAGES[case.k.shape[3]]},
     )  # fmt: skip
+
+
+def _query_tiles_seen(case):
+    """How many tiles of queries each tile of keys is seen by, at least one: `_place_keys` on the host."""
+    stop = triton.cdiv(case.q.shape[2], BLOCK.value)
+    begins = range(0, case.k.shape[2], TILE_ROWS.value)
+    return [stop - min(begin // BLOCK.value, stop - 1) if case.is_causal else stop for begin in begins]
 
 
 def _scales(case):

@@ -53,7 +53,9 @@ class Launch:
         self.options = options or {"num_warps": 4}
         if tiles is not None:
             self.options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-        self.tail = (*scalars, *constants.values())
+        # A tensor among the scalars is the same at every call.
+        words = (x.data_ptr() if isinstance(x, torch.Tensor) else x for x in scalars)
+        self.tail = (*words, *constants.values())
         self.launch = self.expand = self.binary = None
         self.kept = {}
 

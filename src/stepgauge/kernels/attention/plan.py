@@ -18,6 +18,7 @@ _HALF_RATE_WARPS = 4.0
 # Tensor-core rate of one multiprocessor, FLOPs a microsecond, where a tile's time was not measured: 400 TFLOP/s of an
 # H100's 132 multiprocessors; a tenth of it in float32.
 _FLOPS_PER_US = 3e6
+_TILE_STEPS = 1  # what a tile costs beside its loop, in steps of it: a guess
 _PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4, "fused": 5}
 
 
@@ -135,6 +136,24 @@ def _makespan(works, num_sms, per_sm, num_warps):
         if sm:
             heapq.heappush(events, (time + (sm[0] - progress) * share[len(sm)], index))
     return time
+
+
+def deal_tiles(steps, *, num_heads, section, num_programs):
+    """The tiles of each of `num_programs` programs that stay: each tile goes to the program that is free first.
+
+    `steps` has the inner tiles that each tile of a head loops over; a tile's number is head * len(steps) + tile. As in
+    a grid of a program a tile, sections of heads come one after another, and within one the longest tiles first.
+    """
+    dealt = [[] for _ in range(num_programs)]
+    free = [(0, program) for program in range(num_programs)]
+    longest_first = sorted(range(len(steps)), key=lambda tile: -steps[tile])
+    for first in range(0, num_heads, section):
+        for tile in longest_first:
+            for head in range(first, min(first + section, num_heads)):
+                time, program = free[0]
+                dealt[program].append(head * len(steps) + tile)
+                heapq.heapreplace(free, (time + steps[tile] + _TILE_STEPS, program))
+    return dealt
 
 
 def chunk_length(length, num_splits, granule):
