@@ -3,6 +3,7 @@
 What C++ launches is compared, argument by argument, with what the path in Python launches for the same call.
 """
 
+import contextlib
 import ctypes
 import shutil
 import struct
@@ -62,11 +63,11 @@ class Driver(driver_here.Driver):
         raw = [ctypes.string_at(parameters[i], size) for i, size in enumerate(sizes)]
         arguments = [each if len(each) == 128 else int.from_bytes(each, "little") for each in raw]
         self.launches.append((function, (gx, gy, gz), bx, shared, stream, arguments))
-        for position, (count, value) in outs.items():
+        for position, (like, value) in outs.items():
             where = arguments[position]
             address = where if isinstance(where, int) else address_in(where)
-            memory = (ctypes.c_char * (2 * count)).from_address(address)
-            torch.frombuffer(memory, dtype=BF16).fill_(value)
+            memory = (ctypes.c_char * like.nbytes).from_address(address)
+            torch.frombuffer(memory, dtype=like.dtype).fill_(value)
         return 0
 
 
@@ -94,15 +95,15 @@ def cpp(library, tmp_path, monkeypatch):
         cached.cache_clear()
 
 
-def make(layout, shape):
+def make(layout, shape, dtype=BF16):
     """q, k, v and do: each by itself, or as a model has them, (B, T, H, D) in one tensor and transposed."""
     torch.manual_seed(0)
     batch, heads, length, width = shape
     if layout == "contiguous":
-        return [torch.randn(shape, dtype=BF16).requires_grad_(i < 3) for i in range(4)]
-    together = torch.randn(batch, length, 3, heads, width, dtype=BF16)
+        return [torch.randn(shape, dtype=dtype).requires_grad_(i < 3) for i in range(4)]
+    together = torch.randn(batch, length, 3, heads, width, dtype=dtype)
     q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in together.unbind(2))
-    return [q, k, v, torch.randn(batch, length, heads, width, dtype=BF16).transpose(1, 2)]
+    return [q, k, v, torch.randn(batch, length, heads, width, dtype=dtype).transpose(1, 2)]
 
 
 def described(self, position, address):
@@ -115,16 +116,16 @@ def described(self, position, address):
 class Both:
     """One kind of call, its kernels prepared as if compiled, and launched in Python and in C++.
 
-    Unless `num_splits` is given the forward is the one in Gluon.
+    Unless `num_splits` is given the forward is the one in Gluon, if the type has 16 bits.
     """
 
-    def __init__(self, module, monkeypatch, layout="contiguous", num_splits=1, is_causal=True, width=64):
+    def __init__(self, module, monkeypatch, layout="contiguous", num_splits=1, is_causal=True, width=64, dtype=BF16):
         self.driver = Driver(module)
         self.python = []
         self.is_causal, self.num_splits = is_causal, num_splits
         is_split = (num_splits or 1) > 1
         heads = 3 if num_splits else 34  # so many that each multiprocessor has a tile
-        self.q, self.k, self.v, self.do = make(layout, (2, heads, 160, width))
+        self.q, self.k, self.v, self.do = make(layout, (2, heads, 160, width), dtype)
         self.scale = self.q.shape[-1] ** -0.5
         monkeypatch.setattr(launching.Launch, "described", described)
         self.kept = []
@@ -136,20 +137,21 @@ class Both:
                 return self.kept[-1]
 
             monkeypatch.setattr(torch, name, keeping)
-        o = torch.empty_like(self.q)
+        self.o = o = torch.empty_like(self.q).detach()
+        self.lse = torch.zeros(o.shape[:3])
         self.case = launching.case_of(self.q, self.k, self.v, is_causal, self.scale, num_splits, o=o)
         self.back = self.case._replace(do=launching.View.of(self.do))
         self.forward = kernels._plan_forward(self.case)
         steps = [torch.empty_like(x).stride()[:3] for x in (self.q, self.k, self.v)]
         self.dq = kernels._plan_dq(self.back, steps[0])
         self.dkdv = kernels._plan_dkdv(self.back, *steps[1:], False)
-        count = self.q.numel()
-        o, dq, dk, dv = ((count, VALUES[name]) for name in ("o", "dq", "dk", "dv"))
-        self._prepare(self.forward.main, 5, {} if is_split else {3: o})
+        lse = self.lse, 7.0
+        o, dq, dk, dv = ((self.q, VALUES[name]) for name in ("o", "dq", "dk", "dv"))
+        self._prepare(self.forward.main, 5, {} if is_split else {3: o, 4: lse})
         self._prepare(self.dq.main, 8, {} if is_split else {7: dq})
         self._prepare(self.dkdv.main, 9, {} if is_split else {6: dk, 7: dv})
         if is_split:
-            self._prepare(self.forward.combine, 4, {2: o})
+            self._prepare(self.forward.combine, 4, {2: o, 3: lse})
             self._prepare(self.dq.reduce, 3, {1: dq})
             self._prepare(self.dkdv.reduce, 3, {1: dk, 2: dv})
 
@@ -184,7 +186,7 @@ class Both:
     def offer(self):
         q, k, v = self.q, self.k, self.v
         kernels._offer_forward(self.case, self.forward, q, k, v, q.numel(), q.numel() // q.shape[-1])
-        kernels._offer_backward(self.back, self.dq, self.dkdv, q, k, v, self.do)
+        kernels._offer_backward(self.back, self.dq, self.dkdv, q, k, v, self.do, self.o)
         assert extension.NATIVE.problem is None, extension.NATIVE.problem
 
     def in_python(self):
@@ -257,12 +259,12 @@ def test_cpp_launches_the_backward_in_gluon(both, layout, width):
     assert_same_launches(here, 1)
 
 
-def assert_same_launches(here, parts):
+def assert_same_launches(here, parts, function=flash_attention):
     """C++'s, which must give the same as Python's: compared by argument, and by what stands in the results."""
     here.in_python()
     assert len(here.python) == 3 * parts
     here.offer()
-    o = flash_attention(here.q, here.k, here.v, is_causal=here.is_causal)
+    o = function(here.q, here.k, here.v, is_causal=here.is_causal)
     o.backward(here.do)
     launches = [each[:4] + each[5:] for each in here.driver.launches]
     assert {each[4] for each in here.driver.launches} == {1234}
@@ -272,6 +274,170 @@ def assert_same_launches(here, parts):
     assert {name: set(x.flatten().tolist()) for name, x in got.items()} == {n: {v} for n, v in VALUES.items()}
     assert o.stride() == torch.empty_like(here.q).stride() and o.grad_fn is not None
     return launches
+
+
+@pytest.fixture
+def operators_here(monkeypatch):
+    """What torch.compile sees on a GPU: the operators, for tensors of the CPU. Counts what was left to Python."""
+    left = []
+    monkeypatch.setattr(attention, "_has_kernels", lambda device: True)
+
+    def watched():
+        left.append("kernels")
+        return kernels
+
+    monkeypatch.setattr(attention, "_kernels", watched)
+    return left
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_a_compiled_graph_launches_from_cpp(both, cpp, operators_here, num_splits):
+    here = both(layout="transposed", num_splits=num_splits)
+    compiled = torch.compile(flash_attention, fullgraph=True, backend="aot_eager")
+    assert_same_launches(here, num_splits, compiled)
+    assert operators_here == [] and cpp.calls() == (2, 2)  # a call is a pass
+
+
+def test_operators_make_no_node_and_are_seen_by_modes(both, cpp, operators_here):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    here = both()
+    here.offer()
+    q, k, v = inputs = [here.q, here.k, here.v]
+    with torch.no_grad():
+        o, lse = torch.ops.stepgauge.flash_attention(*inputs, True, here.scale, True)
+    assert o.grad_fn is lse.grad_fn is None and not o.requires_grad and o.eq(VALUES["o"]).all()
+    with torch.inference_mode():
+        torch.ops.stepgauge.flash_attention(*inputs, True, here.scale, False)  # the forward has one order of sums
+    with FlopCounterMode(display=False) as counter:
+        o, lse = torch.ops.stepgauge.flash_attention(*inputs, True, here.scale, True)
+        o.backward(here.do)
+    assert counter.get_total_flops() == 14 * q.numel() * k.shape[2]
+    assert lse.grad_fn is None and not lse.requires_grad and q.grad.eq(VALUES["dq"]).all()
+    assert v.grad.grad_fn is None and operators_here == [] and cpp.calls() == (4, 4)
+
+
+def test_operators_pass_torchs_own_checks(both, operators_here):
+    here = both()
+    here.offer()
+    inputs = [x.detach().requires_grad_() for x in (here.q, here.k, here.v)]
+    torch.library.opcheck(torch.ops.stepgauge.flash_attention.default, (*inputs, True, here.scale, True))
+    tensors = [x.detach() for x in (here.do, *inputs, here.o)]
+    backward = torch.ops.stepgauge.flash_attention_backward.default
+    torch.library.opcheck(backward, (*tensors, here.lse, True, here.scale, True))
+    assert operators_here == []
+
+
+def test_what_operators_leave_to_python(both, cpp):
+    here = both()
+    here.offer()
+    q, k, v, do, o, lse = (x.detach() for x in (here.q, here.k, here.v, here.do, here.o, here.lse))
+    assert cpp.forward(q, k, v, True, here.scale) is not None
+    assert cpp.backward(do, q, k, v, o, lse, True, here.scale) is not None
+    assert cpp.backward(do[..., :1].expand_as(do), q, k, v, o, lse, True, here.scale) is not None  # copied
+    turned = o.transpose(1, 2).contiguous().transpose(1, 2)
+    shorter = torch.randn(2, 3, 159, 64, dtype=BF16)
+    declined = {
+        "another mask": (do, q, k, v, o, lse, False, here.scale),
+        "another scale": (do, q, k, v, o, lse, True, 0.5),
+        "other strides of the gradient": (turned, q, k, v, o, lse, True, here.scale),
+        "other strides of the output": (do, q, k, v, turned, lse, True, here.scale),
+        "another length of the output": (do, q, k, v, shorter, lse, True, here.scale),
+        "another length of the gradient": (shorter, q, k, v, o, lse, True, here.scale),
+        "keys and values differ": (do, q, k, shorter, o, lse, True, here.scale),
+        "sums of another type": (do, q, k, v, o, lse.double(), True, here.scale),
+        "sums that do not lie together": (do, q, k, v, o, lse.mT.contiguous().mT, True, here.scale),
+        "sums of another length": (do, q, k, v, o, lse[..., 1:].contiguous(), True, here.scale),
+    }
+    for name, arguments in declined.items():
+        assert cpp.backward(*arguments) is None, name
+    assert cpp.forward(q, k, shorter, True, here.scale) is None
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        assert cpp.forward(q, k, v, True, here.scale) is None
+        assert cpp.backward(do, q, k, v, o, lse, True, here.scale) is None
+    assert cpp.calls() == (3 + len(declined) + 3, 3)
+
+
+def test_any_order_of_sums_is_left_to_python(both, monkeypatch):
+    here = both()
+    here.offer()
+    asked = []
+    monkeypatch.setattr(kernels, "backward", lambda *args: asked.append(args[-1]) or args[1:4])
+    inputs = [x.detach() for x in (here.do, here.q, here.k, here.v, here.o)]
+    operator = torch.ops.stepgauge.flash_attention_backward
+    operator(*inputs, here.lse, True, here.scale, False)
+    assert asked == [False] and here.driver.launches == []
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        operator(*inputs, here.lse, True, here.scale, False)
+    assert asked == [False] and len(here.driver.launches) == 2
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_cpp_launches_what_python_launches_in_float32(both, layout, num_splits):
+    here = both(layout=layout, num_splits=num_splits, dtype=torch.float32)
+    assert here.forward.main.constants["PRECISION"] == "tf32x3"
+    assert_same_launches(here, num_splits)
+
+
+@contextlib.contextmanager
+def float32_products(setting):
+    """As the one or the other of torch's settings makes them."""
+    cuda = torch.backends.cuda.matmul
+    allowed, before = cuda.allow_tf32, cuda.fp32_precision
+    try:
+        setting()
+        yield
+    finally:
+        cuda.allow_tf32, torch.backends.fp32_precision = allowed, "none"
+        cuda.fp32_precision = before
+
+
+SETTINGS = {
+    "nothing": lambda: None,
+    "allow_tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+    "not allow_tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", False),
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "of cuda": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "of cuda, ieee": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee"),
+    "of all": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+}
+
+
+@pytest.mark.parametrize("now", SETTINGS)
+@pytest.mark.parametrize("then", ["nothing", "allow_tf32"])
+def test_float32_is_launched_as_products_are_made_now(both, cpp, then, now):
+    """A program that was offered under one precision serves under that one alone, in both passes."""
+    with float32_products(SETTINGS[then]):
+        here = both(dtype=torch.float32)
+        offered = here.case.precision
+        here.offer()
+    q, k, v, do, o, lse = (x.detach() for x in (here.q, here.k, here.v, here.do, here.o, here.lse))
+    with float32_products(SETTINGS[now]):
+        is_same = launching.matmul_precision(torch.float32) == offered
+        assert (cpp.attention(q, k, v, True, None, True) is not None) == is_same
+        assert (cpp.forward(q, k, v, True, here.scale) is not None) == is_same
+        assert (cpp.backward(do, q, k, v, o, lse, True, here.scale) is not None) == is_same
+
+
+def test_backward_looks_at_its_own_time(both, monkeypatch):
+    asked = []
+    here = both(dtype=torch.float32)
+    here.offer()
+    monkeypatch.setattr(kernels, "backward", lambda *args: asked.append(args) or args[1:4])
+    o = flash_attention(here.q, here.k, here.v, is_causal=True)
+    assert here.driver.launches and not asked
+    with float32_products(SETTINGS["allow_tf32"]):
+        o.backward(here.do)
+    assert len(asked) == 1
+
+
+def test_16_bit_is_the_same_under_every_precision(both, cpp):
+    here = both()
+    here.offer()
+    with float32_products(SETTINGS["allow_tf32"]):
+        assert cpp.attention(here.q.detach(), here.k.detach(), here.v.detach(), True, None, True) is not None
 
 
 def test_inputs_elsewhere_get_their_own_addresses(both):
@@ -399,12 +565,12 @@ def test_what_cannot_be_launched_so_stays_in_python(both, monkeypatch):
         extension.step_of(here.dq.main, ((0, 0),) * 8, here.moved, 4096)
 
 
-def test_only_16_bit_cases_are_offered():
+def test_which_cases_are_offered():
     case = launching.Case(
         0, BF16, *[launching.View((1, 1, 16, 16), (256, 256, 16, 1), 0)] * 3, True, 0.25, "ieee", (), None
     )
     assert extension.takes(case)
-    assert not extension.takes(case._replace(dtype=torch.float32))
+    assert extension.takes(case._replace(dtype=torch.float32, precision="tf32"))
     assert not extension.takes(case._replace(num_splits=2))
     assert not extension.takes(case._replace(device=None))
     assert not extension.takes(case._replace(q=case.q._replace(offset=2)))

@@ -46,8 +46,8 @@ def flash_attention(q, k, v, *, is_causal=False, scale=None, deterministic=True)
     Without CUDA (and outside of Triton's interpreter) the plain PyTorch version runs. Raises ValueError for shapes,
     types or a scale that it does not take.
     """
-    if not torch.compiler.is_compiling() and extension.NATIVE.call is not None and _as_launched():
-        o = extension.NATIVE.call(q, k, v, is_causal, scale, deterministic)
+    if not torch.compiler.is_compiling():
+        o = _in_cpp("attention", q, k, v, is_causal, scale, deterministic)
         if o is not None:
             return o
     if q.ndim != 4 or k.ndim != 4:
@@ -81,8 +81,11 @@ class FlashAttentionTriton(torch.autograd.Function):
         _check_dtypes(q, k, v)
         if not _has_kernels(q.device):
             raise ValueError(f"FlashAttentionTriton runs on CUDA tensors with triton installed, not on {q.device}")
-        run = torch.ops.stepgauge.flash_attention if _needs_operator(q) else _forward
-        o, lse = run(_four_dims(q), _four_dims(k), _four_dims(v), is_causal, scale, deterministic)
+        inputs = _four_dims(q), _four_dims(k), _four_dims(v), is_causal, scale
+        if _needs_operator(q):
+            o, lse = torch.ops.stepgauge.flash_attention(*inputs, deterministic)
+        else:
+            o, lse = _kernels().forward(*inputs)
         if q.ndim != 4:
             o, lse = o.view(q.shape), lse.view(q.shape[:-1])
         ctx.save_for_backward(q, k, v, o, lse)
@@ -107,16 +110,56 @@ class FlashAttentionTriton(torch.autograd.Function):
 
 
 def _forward(q, k, v, is_causal, scale, deterministic):
-    return _kernels().forward(q, k, v, is_causal, scale)
+    outputs = _in_cpp("forward", q, k, v, is_causal, scale)
+    return _kernels().forward(q, k, v, is_causal, scale) if outputs is None else outputs
 
 
 def _backward(grad_o, q, k, v, o, lse, is_causal, scale, deterministic):
+    inputs = grad_o, q, k, v, o, lse, is_causal, scale
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    return _kernels().backward(grad_o, q, k, v, o, lse, is_causal, scale, deterministic)
+    grads = _in_cpp("backward", *inputs) if deterministic else None
+    return _kernels().backward(*inputs, deterministic) if grads is None else grads
 
 
-# Defined on the library itself: the Python layers of torch.library.custom_op made a call cost 25 us of host time
-# where this one costs 19 with autograd's formula (forward) and 9 without (backward).
+class _Differentiable(torch.autograd.Function):
+    """The operator's autograd formula."""
+
+    @staticmethod
+    def forward(ctx, keys, *inputs):
+        q, k, v, ctx.is_causal, ctx.scale, ctx.deterministic = inputs
+        o, lse = _below_autograd(keys, *inputs)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.mark_non_differentiable(lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, grad_o, grad_lse):
+        grads = torch.ops.stepgauge.flash_attention_backward(
+            grad_o, *ctx.saved_tensors, ctx.is_causal, ctx.scale, ctx.deterministic
+        )
+        return None, *grads, None, None, None
+
+
+def _with_autograd(keys, q, k, v, *options):
+    """The operator as autograd comes by, also where it has nothing to do: in a compiled graph."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Differentiable.apply(keys, q, k, v, *options)
+    return _below_autograd(keys, q, k, v, *options)
+
+
+_NOTHING_BUT_A_DEVICE = [torch._C.DispatchKeySet(key) for key in (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU)]
+
+
+def _below_autograd(keys, *inputs):
+    keys = keys & torch._C._after_autograd_keyset
+    if keys in _NOTHING_BUT_A_DEVICE:  # what the dispatcher would do next, without another round through it
+        return _forward(*inputs)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.stepgauge.flash_attention.default.redispatch(keys, *inputs)
+
+
+# Defined on the library itself: the Python layers of torch.library.custom_op and register_autograd cost a call more
+# host time than C++ needs for all of it.
 _LIBRARY = torch.library.Library("stepgauge", "FRAGMENT")
 _LIBRARY.define(
     "flash_attention(Tensor q, Tensor k, Tensor v, bool is_causal, float scale, bool deterministic)"
@@ -129,6 +172,7 @@ _LIBRARY.define(
 for _key in ("CUDA", "CPU"):
     _LIBRARY.impl("flash_attention", _forward, _key)
     _LIBRARY.impl("flash_attention_backward", _backward, _key)
+_LIBRARY.impl("flash_attention", _with_autograd, "Autograd", with_keyset=True)
 
 
 @torch.library.register_fake("stepgauge::flash_attention")
@@ -143,23 +187,6 @@ def _(grad_o, q, k, v, o, lse, is_causal, scale, deterministic):
 
 def _like(x):
     return torch.empty_like(x if x.stride(-1) == 1 else x.contiguous())
-
-
-def _save(ctx, inputs, output):
-    q, k, v, ctx.is_causal, ctx.scale, ctx.deterministic = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _differentiate(ctx, grad_o, grad_lse):
-    q, k, v, o, lse = ctx.saved_tensors
-    grads = torch.ops.stepgauge.flash_attention_backward(
-        grad_o, q, k, v, o, lse, ctx.is_causal, ctx.scale, ctx.deterministic
-    )
-    return *grads, None, None, None
-
-
-torch.library.register_autograd("stepgauge::flash_attention", _differentiate, setup_context=_save)
 
 
 # Counted as torch counts its own attention, so that swapping one for the other leaves a model's count alone: every
@@ -185,9 +212,14 @@ def _kernels():
     return kernels
 
 
-def _as_launched():
-    """Whether nothing has changed what C++ was told to launch: no profiler's hook, no tiles of someone's own."""
-    return not (plan.overrides() or hooks_present())
+def _in_cpp(function, *args):
+    """What that function of extension.cpp returns, or None where C++ is not there or leaves it to Python.
+
+    It is not asked where something has changed what it was told to launch: a profiler's hook, tiles of someone's own.
+    """
+    if extension.NATIVE.call is None or plan.overrides() or hooks_present():
+        return None
+    return getattr(extension.NATIVE.module, function)(*args)
 
 
 def _has_kernels(device):

@@ -1,11 +1,12 @@
-"""Attention's eager path in C++ (extension.cpp): what it is told of the kernels that Python has planned and compiled.
+"""Attention launched from C++ (extension.cpp): what it is told of the kernels that Python has planned and compiled.
 
 In Python a forward and backward cost about 118 µs of host time here, twice that on a GPU's host, where one head of 4096
 needs 69 µs of the GPU. How it is built and done without: stepgauge.native.
 
-A call in Python offers what it has launched; C++ takes the next one of the same shapes, strides and options. 16-bit
-types only: how float32 products are made may change between two calls. Copy descriptors are Triton's own with another
-address in them, which the driver has a function for; before the first use a moved one is compared with a new one.
+A call in Python offers what it has launched; C++ takes the next one of the same shapes, strides and options, eager or
+of the custom operators. How float32 products are made may change between two calls, so C++ looks at each. Copy
+descriptors are Triton's own with another address in them, which the driver has a function for; before the first use a
+moved one is compared with a new one.
 """
 
 import ctypes
@@ -27,7 +28,7 @@ NATIVE = Extension(
     "attention",
     Path(__file__).with_name("extension.cpp"),
     lambda module: module.configure(*cuda_addresses(*_FUNCTIONS)),
-    headers=[LAUNCH_H],
+    headers=[LAUNCH_H, *(Path(__file__).with_name(name) for name in ("programs.h", "registering.h"))],
 )
 _offered: set = set()
 
@@ -35,14 +36,13 @@ _offered: set = set()
 def offer(case, tensors: tuple, num_tensors: int, scratch: tuple, calls: tuple) -> None:
     """After a call in Python: let C++ take the next one like it, if its kernels are compiled.
 
-    tensors: q, k, v and the output's gradient or None. scratch: floats of each temporary; calls: (launch, its tensors
-    as (number, offset in floats)), numbered as C++ has them, temporaries after the `num_tensors` others.
+    tensors: (q, k, v), or of a backward (q, k, v, do, o). scratch: floats of each temporary; calls: (launch, its
+    tensors as (number, offset in floats)), numbered as C++ has them, temporaries after the `num_tensors` others.
     """
     if NATIVE.module is None:
         NATIVE.ask()
         return
-    *_, grad = tensors
-    key = (case, grad is None)
+    key = (case, len(tensors))
     if key in _offered or not all(launch.launch for launch, _ in calls):
         return
     if case.device != torch.cuda.current_device():
@@ -51,8 +51,8 @@ def offer(case, tensors: tuple, num_tensors: int, scratch: tuple, calls: tuple) 
     try:
         address = tensors[0].data_ptr()
         steps = tuple(step_of(launch, numbers, NATIVE.module.moved, address) for launch, numbers in calls)
-        context = cuda_context()
-        NATIVE.module.register(*tensors, case.is_causal, case.scale, context, num_tensors, scratch, steps)
+        kind = tensors, case.is_causal, case.scale, case.precision == "tf32"
+        NATIVE.module.register(*kind, cuda_context(), num_tensors, scratch, steps)
     except Exception as error:  # A Triton that launches otherwise: go on in Python.
         NATIVE.problem = f"{type(error).__name__}: {error}"
 
@@ -62,7 +62,6 @@ def takes(case) -> bool:
     views = [view for view in (case.q, case.k, case.v, case.o, case.do) if view is not None]
     return (
         case.device is not None
-        and case.dtype in (torch.bfloat16, torch.float16)
         and case.num_splits is None
         and not case.overrides
         and all(view.offset == 0 for view in views)

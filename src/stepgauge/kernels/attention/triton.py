@@ -581,7 +581,7 @@ def _offer_forward(case, step, q, k, v, num_o, num_lse):
         parts = [(5, 0), (5, step.num_splits * num_o)]
         scratch = (step.num_splits * (num_o + num_lse),)
         calls = ((step.main, (*main, *parts)), (step.combine, (*parts, *outs)))
-    extension.offer(case, (q, k, v, None), 5, scratch, calls)
+    extension.offer(case, (q, k, v), 5, scratch, calls)
 
 
 # ---- backward, host side -------------------------------------------------------------------------------------------
@@ -736,7 +736,7 @@ def backward(do, q, k, v, o, lse, is_causal, scale, deterministic=True, *, num_s
         _run_dq(for_dq, q, k, v, do, o, lse, delta, dq)
         _run_dkdv(for_dkdv, q, k, v, do, lse, delta, dk, dv, None)
         if extension.takes(case):
-            _offer_backward(case, for_dq, for_dkdv, q, k, v, do)
+            _offer_backward(case, for_dq, for_dkdv, q, k, v, do, o)
         return dq, dk, dv
     make_delta, cast = _plan_delta(case, dq.stride()[:3])
     dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -768,22 +768,22 @@ def _run_dkdv(step, q, k, v, do, lse, delta, dk, dv, dq_sum):
         step.reduce(stream, parts, dk, dv)
 
 
-def _offer_backward(case, for_dq, for_dkdv, q, k, v, grad):
+def _offer_backward(case, for_dq, for_dkdv, q, k, v, do, o):
     """The same launches as numbers: do, q, k, v, o, lse, delta, dq, dk, dv, then the parts of dq and of dk and dv."""
-    do, q_, k_, v_, o, lse, delta, dq, dk, dv = [(number, 0) for number in range(10)]
+    do_, q_, k_, v_, o_, lse, delta, dq, dk, dv = [(number, 0) for number in range(10)]
     scratch, calls = [], []
     parts = dq
     if for_dq.reduce is not None:
         parts = (10, 0)
         scratch.append(for_dq.num_splits * q.numel())
-    calls.append((for_dq.main, (q_, k_, v_, do, o, lse, delta, parts)))
+    calls.append((for_dq.main, (q_, k_, v_, do_, o_, lse, delta, parts)))
     if for_dq.reduce is not None:
         calls.append((for_dq.reduce, (parts, dq, dq)))
     dk_out, dv_out = dk, dv
     if for_dkdv.reduce is not None:
         dk_out, dv_out = (10 + len(scratch), 0), (10 + len(scratch), for_dkdv.num_splits * k.numel())
         scratch.append(2 * for_dkdv.num_splits * k.numel())
-    calls.append((for_dkdv.main, (q_, k_, v_, do, lse, delta, dk_out, dv_out, delta)))
+    calls.append((for_dkdv.main, (q_, k_, v_, do_, lse, delta, dk_out, dv_out, delta)))
     if for_dkdv.reduce is not None:
         calls.append((for_dkdv.reduce, (dk_out, dk, dv)))
-    extension.offer(case, (q, k, v, grad), 10, tuple(scratch), tuple(calls))
+    extension.offer(case, (q, k, v, do, o), 10, tuple(scratch), tuple(calls))
