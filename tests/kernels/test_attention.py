@@ -804,34 +804,50 @@ def test_gpu_autograd_compile_and_second_launch(dtype, width):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize(
-    "shape",  # the second is split; on Hopper the last two forwards are in Gluon
-    [(2, 12, 512, 64), (1, 1, 4096, 64), (2, 3, 70, 128), (4, 12, 512, 64), (4, 16, 1000, 128)],
+    "shape, precision",  # one head is split; on Hopper the last two forwards are in Gluon
+    [
+        ((2, 12, 512, 64), "fp32"),
+        ((2, 12, 512, 64), "tf32"),
+        ((1, 1, 4096, 64), "fp32"),
+        ((2, 12, 512, 64), "bf16"),
+        ((1, 1, 4096, 64), "bf16"),
+        ((2, 3, 70, 128), "bf16"),
+        ((4, 12, 512, 64), "bf16"),
+        ((4, 16, 1000, 128), "bf16"),
+    ],
 )
-def test_gpu_cpp_equals_python(shape, monkeypatch):
+def test_gpu_cpp_equals_python(shape, precision, mode, monkeypatch):
     from stepgauge.kernels.attention import extension
 
     native = extension.NATIVE
     assert native.load(), native.problem
-    together = torch.randn(shape[0], shape[2], 3, shape[1], shape[3], device="cuda", dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", precision == "tf32")
+    options = {"device": "cuda", "dtype": torch.bfloat16 if precision == "bf16" else torch.float32}
+    together = torch.randn(shape[0], shape[2], 3, shape[1], shape[3], **options)
     q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in together.unbind(2))
-    grad = torch.randn(shape[0], shape[2], shape[1], shape[3], device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    grad = torch.randn(shape[0], shape[2], shape[1], shape[3], **options).transpose(1, 2)
+    torch._dynamo.reset()
+    function = flash_attention if mode == "eager" else torch.compile(flash_attention, fullgraph=True, dynamic=False)
 
     def results():
-        o = flash_attention(q, k, v, is_causal=True)
+        o = function(q, k, v, is_causal=True)
         return o, *torch.autograd.grad(o, (q, k, v), grad)
 
     with monkeypatch.context() as patch:
         patch.setattr(native, "call", None)
         expected = [results() for _ in range(2)][-1]  # the second offers what the first compiled
     assert native.problem is None, native.problem
-    asked = []
+    asked, (calls, taken) = [], native.calls()
     monkeypatch.setattr(package, "_kernels", lambda: asked.append("kernels") or kernels)
     for _ in range(2):
         keep = torch.empty_like(q)  # so that addresses are others than before
         assert all(torch.equal(a, b) for a, b in zip(results(), expected, strict=True))
         del keep
     assert asked == []  # neither forward nor backward went through Python
+    passes = 2 if mode == "eager" else 4
+    assert native.calls() == (calls + passes, taken + passes)
 
 
 @pytest.mark.gpu
