@@ -295,7 +295,7 @@ def test_a_compiled_graph_launches_from_cpp(both, cpp, operators_here, num_split
     here = both(layout="transposed", num_splits=num_splits)
     compiled = torch.compile(flash_attention, fullgraph=True, backend="aot_eager")
     assert_same_launches(here, num_splits, compiled)
-    assert operators_here == [] and cpp.calls() == (2, 2)  # a call is a pass
+    assert operators_here == [] and cpp.calls() == (2, 2)  # Python asks for each pass
 
 
 def test_operators_make_no_node_and_are_seen_by_modes(both, cpp, operators_here):

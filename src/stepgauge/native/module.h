@@ -1,4 +1,4 @@
-// What every extension's Python module has: a function that serves or returns None, and how often it did.
+// What every extension's Python module has: functions that serve or return None, and how often they did.
 
 #pragma once
 
