@@ -703,13 +703,18 @@ def test_nothing_spills_on_hopper(name):
 
 @needs_triton
 @compiled_only
-@pytest.mark.parametrize("products, instruction", [("ieee", "fma.rn.f32"), ("tf32", "wgmma"), ("tf32x3", "wgmma")])
+@pytest.mark.parametrize(
+    "products, instruction",
+    [("ieee", "fma.rn.f32"), ("tf32", "wgmma"), ("tf32x3", "wgmma"), ("bf16x6", "wgmma")],
+)
 def test_fp32_builds_by_each_product(products, instruction):
     tiles = plan.select_tiles("forward", arch=90, itemsize=4, head_width=32)
     text = build("forward", 90, "fp32", 32, tiles, products=products).asm["ptx"]
     assert instruction in text
     if products == "ieee":
         assert "wgmma" not in text and "mma.sync" not in text
+    assert (".f32.tf32.tf32" in text) == products.startswith("tf32")
+    assert (".f32.bf16.bf16" in text) == (products == "bf16x6")
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
@@ -751,7 +756,7 @@ def test_gpu_equals_float64(case, dtype, deterministic, poisoned):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("products", ["ieee", "tf32x3"])
+@pytest.mark.parametrize("products", ["ieee", "tf32x3", "bf16x6"])
 @pytest.mark.parametrize("d", [32, 64, 128])
 def test_gpu_float32_is_float32(d, products, poisoned):
     q, k, v, grad_o = make((1, 2, 700, d), (1, 2, 700, d), torch.float32, "cuda")

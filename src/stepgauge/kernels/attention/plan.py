@@ -28,9 +28,10 @@ class Tiles:
 
     `programs_per_sm` is what registers and shared memory allow, and `tile_us` the measured microseconds of one inner
     tile on a full multiprocessor (0: not measured): both for splitting. `fp32_products` is how a float32 product is
-    made where tf32 is not allowed: "ieee" on the ordinary units, or "tf32x3", three tf32 products of the upper and
-    lower halves, whose error is that of float32. `order`: whether dkdv multiplies for dP before the exponentials
-    ("early"), after them ("late": fewer registers), or before and with sums that start at -lse and -delta ("folded").
+    made where tf32 is not allowed: "ieee" on the ordinary units, "tf32x3", three tf32 products of the upper and lower
+    halves, or "bf16x6", six bf16 products of upper, middle and lower thirds; the error of both is that of float32.
+    `order`: whether dkdv multiplies for dP before the exponentials ("early"), after them ("late": fewer registers), or
+    before and with sums that start at -lse and -delta ("folded").
     """
 
     block_q: int
