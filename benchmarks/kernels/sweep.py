@@ -39,6 +39,7 @@ from stepgauge.kernels.rms_norm import triton as rms_norm
 from stepgauge.measure.accuracy import tolerance
 from stepgauge.measure.alternating import time_alternately
 from stepgauge.measure.environment import environment
+from stepgauge.spec.fields import words
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -255,6 +256,10 @@ def sweep(spec, asked, *, until, record):
     return found
 
 
+def named(spec):
+    return " ".join([spec.kind, *words(type(spec), dataclasses.asdict(spec))])
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out_dir", type=Path)
@@ -269,9 +274,9 @@ def main():
         for name, _, value in (each.partition("=") for each in args.field)
     }
     asked = SWEEPS[args.operation]
-    points = [{**point, **fields} for point in asked.points]
     make = OPERATIONS[asked.operation].spec
-    specs = [make(**point, seconds=args.seconds, device=args.device) for point in points]
+    specs = [make(**{**point, **fields}, seconds=args.seconds, device=args.device) for point in asked.points]
+    specs = list(dict.fromkeys(specs))  # fields may have made points the same
     args.out_dir.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     common = {"environment": environment(torch.device(args.device))}
@@ -284,11 +289,11 @@ def main():
 
     best = {}
     for number, spec in enumerate(specs, 1):
-        print(f"-- {number}/{len(specs)} {args.operation} {points[number - 1]}", flush=True)
+        print(f"-- {number}/{len(specs)} {named(spec)}", flush=True)
         until = start + args.budget * number / len(specs)
         best[number] = sweep(spec, asked, until=until, record=record)
     for number, found in best.items():
-        print(f"\n{points[number - 1]}: {len(found)} tried")
+        print(f"\n{named(specs[number - 1])}: {len(found)} tried")
         for name, ms in sorted(found.items(), key=lambda each: each[1])[:4]:
             print(f"  {ms:.4f} ms, {found.get('as it is', float('nan')) / ms:.3f} of today's rate, {name}")
 
