@@ -17,7 +17,7 @@ from tests.kernels.gluon_here import (  # noqa: E402
 
 from stepgauge.kernels.attention import attention, extension, flash_attention, hopper, launching, plan  # noqa: E402
 from stepgauge.kernels.attention import triton as kernels  # noqa: E402
-from stepgauge.kernels.launch import plain_launch  # noqa: E402
+from stepgauge.native.launch import plain_launch  # noqa: E402
 
 WIDTHS = tuple(hopper.NUM_STAGES)
 

@@ -25,7 +25,7 @@ from stepgauge.kernels.attention import (  # noqa: E402
     plan,
 )
 from stepgauge.kernels.attention import triton as kernels  # noqa: E402
-from stepgauge.kernels.launch import plain_launch  # noqa: E402
+from stepgauge.native.launch import plain_launch  # noqa: E402
 
 WIDTHS = tuple(hopper_backward.DKDV_STAGES)
 KERNELS = [("dq", width) for width in hopper_backward.DQ_STAGES] + [("dkdv", width) for width in WIDTHS]

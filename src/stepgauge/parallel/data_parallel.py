@@ -12,6 +12,7 @@ either when its last gradient is there, while backward goes on, or when backward
 import contextlib
 import dataclasses
 import functools
+import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -75,6 +76,8 @@ class DataParallel(nn.Module):
         self._begun = False
         self._some_go_unused: bool | None = None  # known after the first synchronisation
         self._by_name: Mapping[str, nn.Parameter] = dict(module.named_parameters())
+        self._parameters_of = [[self._by_name[name] for name in bucket.names] for bucket in self.buckets]
+        self._frees = any(bucket.owner is not None for bucket in self.buckets)
         self._owned_means: set[str] = set()
         self._earlier: dict[str, Tensor] = {}
         self._cycle = self._new_cycle()
@@ -162,19 +165,18 @@ class DataParallel(nn.Module):
                 self._launch_next()
 
     def _launch_next(self) -> None:
-        cycle = self._cycle
-        buckets = {index: self.buckets[index] for index in self.launches[cycle.launched]}
-        messages = [as_one_message([self._by_name[name] for name in b.names]) for b in buckets.values()]
+        cycle, group = self._cycle, self.averager.group
+        indices = self.launches[cycle.launched]
+        messages = [as_one_message(self._parameters_of[index]) for index in indices]
         if self.communicates:
             launches = [
-                functools.partial(self.averager.launch, message, owner=bucket.owner)
-                for message, bucket in zip(messages, buckets.values(), strict=True)
+                functools.partial(self.averager.launch, message, owner=self.buckets[index].owner)
+                for message, index in zip(messages, indices, strict=True)
             ]
-            works = launch_together(launches, group=self.averager.group, device=messages[0].device)
-            cycle.in_flight += zip(works, buckets, messages, strict=True)
+            works = launch_together(launches, group=group, device=messages[0].device)
+            cycle.in_flight += zip(works, indices, messages, strict=True)
         cycle.launched += 1
-        frees = any(bucket.owner is not None for bucket in buckets.values())
-        while frees and cycle.in_flight and cycle.in_flight[0][0].is_completed():
+        while self._frees and cycle.in_flight and cycle.in_flight[0][0].is_completed():
             self._wait_first()
 
     def _wait_all(self) -> None:
@@ -201,7 +203,7 @@ class DataParallel(nn.Module):
             self._owned_means.add(name)
 
     def _planned(self) -> list[nn.Parameter]:
-        return [self._by_name[name] for bucket in self.buckets for name in bucket.names]
+        return list(itertools.chain(*self._parameters_of))
 
     @torch.no_grad()
     def _unused_everywhere(self, present: list[bool]) -> list[nn.Parameter]:

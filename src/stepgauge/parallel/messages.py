@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepgauge.parallel.collectives import reduce_scatter_flat
+from stepgauge.parallel.collectives import all_reduce_of, reduce_scatter_flat
 
 
 def as_one_message(parameters: Sequence[nn.Parameter]) -> Tensor:
@@ -69,6 +69,7 @@ class Averager:
     def __init__(self, group: dist.ProcessGroup | None):
         self.group = group or dist.distributed_c10d._get_default_group()
         self.ranks = dist.get_world_size(group)
+        self._is_nccl: dict[str, bool] = {}  # by the device's type
 
     def launch(self, message: Tensor, *, owner: int | None = None) -> dist.Work:
         """The work of an all-reduce, or of a reduce to the owner (a rank of the group), in place."""
@@ -76,7 +77,7 @@ class Averager:
             message.div_(self.ranks)
         operation = self._operation(message)
         if owner is None:
-            return dist.all_reduce(message, operation, group=self.group, async_op=True)
+            return all_reduce_of(message, operation, self.group)
         return dist.reduce(message, group_dst=owner, op=operation, group=self.group, async_op=True)
 
     def launch_scatter(self, slice_: Tensor, message: Tensor) -> dist.Work:
@@ -88,7 +89,10 @@ class Averager:
         return work
 
     def _averages(self, message: Tensor) -> bool:
-        return self.group._get_backend(message.device).name() == "nccl"
+        kind = message.device.type
+        if kind not in self._is_nccl:
+            self._is_nccl[kind] = self.group._get_backend(message.device).name() == "nccl"
+        return self._is_nccl[kind]
 
     def _operation(self, message: Tensor) -> dist.ReduceOp.RedOpType:
         return dist.ReduceOp.AVG if self._averages(message) else dist.ReduceOp.SUM

@@ -17,7 +17,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from ..launch import hooks_present
+from stepgauge.native.launch import hooks_present
+
 from . import extension, plan
 from .reference import FlashAttentionReference, attention
 

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 
 from stepgauge.native import Extension
-
-from ..launch import LAUNCH_H, cuda_addresses, cuda_context, plain_launch
+from stepgauge.native.launch import LAUNCH_H, cuda_addresses, cuda_context, plain_launch
 
 _FUNCTIONS = "cuLaunchKernel", "aoti_torch_get_current_cuda_stream", "cuCtxSetCurrent", "cuTensorMapReplaceAddress"
 _CONSTANT, _ADDRESS, _DESCRIPTOR = range(3)

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ..launch import hooks_present, raw_stream
+from stepgauge.native.launch import hooks_present, raw_stream
+
 from . import plan
 
 try:

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import ALIGNMENT_BYTES, Launch, hooks_present, raw_stream
+from stepgauge.native.launch import ALIGNMENT_BYTES, Launch, hooks_present, raw_stream
+
 from .plain import Loss
 
 BLOCK_D = 1024
@@ -398,7 +399,7 @@ _LAUNCHES: dict[tuple, Launch] = {}
 
 
 def _launch(kernel, num_programs: int, tensors: tuple[Tensor, ...], scalars: tuple, **constants) -> None:
-    """Launch by address where that is safe (see kernels/launch.py), as Triton documents it elsewhere."""
+    """Launch by address where that is safe (see native/launch.py), as Triton documents it elsewhere."""
     like = tensors[0]
     if not like.is_cuda:  # Triton's interpreter
         kernel[(num_programs,)](*tensors, *scalars, **constants)

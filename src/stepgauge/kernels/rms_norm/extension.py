@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from stepgauge.native import Extension
-
-from ..launch import LAUNCH_H, cuda_addresses, cuda_context, plain_launch
+from stepgauge.native.launch import LAUNCH_H, cuda_addresses, cuda_context, plain_launch
 
 # Whether the installed torch's rms_norm is float32 under CUDA autocast (2.12 on) or keeps x's type. A constant, so
 # that torch.compile need not trace the question.

@@ -8,6 +8,7 @@ one kind and, on a call, only hands addresses to the driver.
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,13 +34,14 @@ class Launch:
 
     __slots__ = ("_function", "_metadata", "_run", "_tail", "binary", "constants", "kernel", "options")
 
-    def __init__(self, kernel, **constants):
+    def __init__(self, kernel: Any, **constants: Any):
         self.kernel = kernel
         self.options = {name: constants.pop(name) for name in _OPTIONS if name in constants}
         self.constants = constants
-        self._run = self.binary = None
+        self._run: Any = None
+        self.binary: Any = None
 
-    def compile(self, *args):
+    def compile(self, *args: Any) -> Any:
         """Compile for arguments like these: tensors (aligned), numbers or None, in order."""
         compiled = self.kernel.warmup(*args, grid=(1,), **self.constants, **self.options)
         # Reading `run` loads the binary on the current device and builds the C launcher.
@@ -53,7 +55,7 @@ class Launch:
     def compiled(self) -> bool:
         return self._run is not None
 
-    def direct(self, grid_x: int, grid_y: int, stream: int, *args):
+    def direct(self, grid_x: int, grid_y: int, stream: int, *args: Any) -> None:
         """Launch with addresses (Python integers) for tensors; the caller vouches for them."""
         # The launcher of Triton 3.6 to 3.9 takes: grid, stream, function, packed metadata, launch
         # metadata, two hooks (None: none), then every argument of the signature in order.
@@ -62,7 +64,7 @@ class Launch:
             *args, *self._tail,
         )  # fmt: skip
 
-    def through_jit(self, grid_x: int, grid_y: int, *args):
+    def through_jit(self, grid_x: int, grid_y: int, *args: Any) -> None:
         """Launch as Triton's documentation does: any alignment, hooks, the interpreter."""
         self.kernel[(grid_x, grid_y, 1)](*args, **self.constants, **self.options)
 
@@ -77,7 +79,7 @@ def raw_stream(device_index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
-def plain_launch(compiled) -> tuple[int, int, int]:
+def plain_launch(compiled: Any) -> tuple[int, int, int]:
     """(function, threads, bytes of shared memory); ValueError for what a plain launch cannot express."""
     data = compiled.metadata
     plain = (
