@@ -45,6 +45,6 @@ part traces 150 4 --size "$size" --precision bf16 --trace --wrapper naive "${ove
 part contention 60 "$steps" --size "$size" --precision bf16 --wrapper bucketed --max-ctas 4 8 16
 part buckets 80 "$steps" --size "$size" --precision bf16 --wrapper bucketed --bucket-mb 1 5 10 50 100 500
 part fp32 90 5 --size "$size" --precision fp32 --wrapper none bucketed torch-ddp naive zero3 torch-fsdp
-part sizes 120 "$steps" --size "${SIZES:-small,medium,large,xl}" --precision bf16 --wrapper none naive bucketed torch-ddp
+part sizes 190 "$steps" --size "${SIZES:-small,medium,large,xl}" --precision bf16 --wrapper none naive flat "${overlapping[@]}"
 [ "$device" = cpu ] || part gloo 40 3 --size small --precision fp32 --wrapper naive bucketed --backend gloo
 exit 0
