@@ -1,5 +1,6 @@
 """C++ built where it runs: once, by one process, waited for by the clocks, and named in the record."""
 
+import multiprocessing
 import os
 import re
 import shutil
@@ -137,7 +138,8 @@ def test_steps_are_timed_when_the_build_is_done(source, compiler, warmup):
     doubled, beside = Doubled(source), []
 
     def step():
-        beside.append(doubled.extension._thread.is_alive())
+        thread = doubled.extension._thread
+        beside.append(thread is not None and thread.is_alive())
         assert doubled() == 42
 
     time_phases({"forward": step}, CPU, warmup=warmup, steps=4)
@@ -153,6 +155,23 @@ def test_turns_are_timed_when_the_build_is_done(source, compiler):
     assert len(times["doubled"]) == 3 and not failures
     assert doubled.in_python == 1
     assert native.served() == {"double": "C++"}
+
+
+def test_turns_are_timed_when_the_build_is_done_in_a_forked_process_too(source, compiler):
+    """As rows are: there a thread that was made before counts as one that has ended."""
+    compiler(f'sleep 0.5; exec {COMPILER} "$@"')
+    doubled = Doubled(source)
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    process = context.Process(target=served_in_turns, args=(doubled, answers))
+    process.start()
+    process.join(100)
+    assert not answers.empty() and answers.get() == {"double": "C++"}
+
+
+def served_in_turns(doubled, answers):
+    time_alternately({"doubled": doubled}, CPU, seconds=0.0)
+    answers.put(native.served())
 
 
 def test_calls_left_to_python_are_told_apart(source):

@@ -36,7 +36,8 @@ class Extension:
         self.call: Callable[..., Any] | None = None
         self.module: Any = None
         self.problem: str | None = "nothing has asked for it yet"
-        self._loading, self._thread = threading.Lock(), threading.Thread(target=self.load, daemon=True)
+        self._loading = threading.Lock()
+        self._thread: threading.Thread | None = None
         self._is_asked = self._is_tried = False
         self._counted: tuple[int, int] | None = None
         self._before_it_was_there = 0
@@ -48,6 +49,8 @@ class Extension:
             return
         self._is_asked, _asked[self.name] = True, self
         self.problem = "it is being built"
+        # Made here and not before: a process that was forked in between takes a thread of before for one that ended.
+        self._thread = threading.Thread(target=self.load, daemon=True)
         self._thread.start()
 
     def load(self) -> bool:
@@ -69,7 +72,7 @@ class Extension:
         self.module, self.call, self.problem = module, getattr(module, self.name), None
 
     def settle(self) -> None:
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join()
 
     def build(self) -> Path:
