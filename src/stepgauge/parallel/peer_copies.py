@@ -10,6 +10,8 @@ averaged while another travels.
 
 import functools
 import itertools
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -20,27 +22,38 @@ from stepgauge.parallel.peer_memory import peer_memory
 
 STAGING_BYTES = {"cuda": 512 * 2**20, "cpu": 8 * 2**20}  # of a rank, in all slots
 SLOTS = 3
-ALIGNMENT = 512  # bytes: where a share or a box begins
+ALIGNMENT = 512
 PARTS, MEANS = 0, 1  # the two boxes that a slot has for each peer
 
 
 class Copies:
-    """A message whose copies are under way on streams of a GPU. On CPUs they are done."""
+    """A message whose copies are being launched by another thread, onto streams of a GPU."""
 
-    def __init__(self, ends: list[torch.cuda.Event | None]):
-        self._ends = [end for end in ends if end is not None]
+    def __init__(self, device: torch.device, launched: Future[list[torch.cuda.Event]]):
+        self._device, self._launched = device, launched
 
     def wait(self) -> None:
-        """The current stream waits for the copies, the host goes on."""
-        for end in self._ends:
-            torch.cuda.current_stream(end.device).wait_event(end)
+        """The current stream waits for the copies, the host only for their launches."""
+        for end in self._launched.result():
+            torch.cuda.current_stream(self._device).wait_event(end)
 
     def is_completed(self) -> bool:
-        return all(end.query() for end in self._ends)
+        return self._launched.done() and all(end.query() for end in self._launched.result())
+
+
+class Done:
+    """What was done at once: on CPUs there are no streams."""
+
+    def wait(self) -> None: ...
+
+    def is_completed(self) -> bool:
+        return True
 
 
 class PeerCopies:
     """As `Averager`, within one machine. All ranks launch the same messages in the same order.
+
+    The dozen launches of a piece are made by a thread beside backward's own, which launches too.
 
     Raises ValueError, on every rank, where the ranks cannot write to each other.
     """
@@ -52,63 +65,65 @@ class PeerCopies:
         boxes = SLOTS * 2 * max(1, len(self.peers))
         self._box_bytes = STAGING_BYTES[device.type] // boxes // ALIGNMENT * ALIGNMENT
         self._memory = peer_memory(boxes * self._box_bytes, device, self.group)
-        self._bases = [there.data_ptr() for there in self._memory.on_rank]
+        self._device = device
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(SLOTS)] if device.type == "cuda" else []
+        self._launcher = ThreadPoolExecutor(1, thread_name_prefix="peer-copies")
         self._turns = itertools.cycle(range(SLOTS))
-        self._parts = functools.cache(self._make_parts)
+        self._cached_box = functools.cache(self._make_box)
 
-    @torch.no_grad()
-    def launch(self, message: Tensor, *, owner: int | None = None) -> Copies:
+    def launch(self, message: Tensor, *, owner: int | None = None) -> Copies | Done:
         """Averages in place on all ranks, or on the owner alone: on the others the message is then undefined."""
         most = self._box_bytes // message.element_size()
+        pieces = message.split(most * self.ranks if owner is None else most)
+        if self._streams:
+            ready = torch.cuda.current_stream(self._device).record_event()
+            return Copies(self._device, self._launcher.submit(self._launch_pieces, ready, pieces, owner))
+        for piece in pieces:
+            self._average(piece, owner, next(self._turns))
+        return Done()
+
+    @torch.no_grad()
+    def _launch_pieces(
+        self, ready: torch.cuda.Event, pieces: Sequence[Tensor], owner: int | None
+    ) -> list[torch.cuda.Event]:
         ends = {}
-        for piece in message.split(most * self.ranks if owner is None else most):
+        for piece in pieces:
             slot = next(self._turns)
-            self._memory.begin(slot)
-            self._average(piece, owner, slot)
-            ends[slot] = self._memory.end(slot)
-        return Copies(list(ends.values()))
+            stream = self._streams[slot]
+            stream.wait_event(ready)
+            with torch.cuda.stream(stream):
+                self._average(piece, owner, slot)
+                ends[slot] = stream.record_event()
+        return list(ends.values())
 
     def _average(self, piece: Tensor, owner: int | None, slot: int) -> None:
         """After the first barrier the parts are there. After the second the means are, and parts may be overwritten."""
-        memory, item, start = self._memory, piece.element_size(), piece.data_ptr()
         shares = self._shares(piece, owner)
-        begin, end = shares[self.rank]
+        mine = shares[self.rank]
         for peer in self.peers:
-            first, last = shares[peer]
-            memory.copy(slot, self._box(peer, self.rank, slot, PARTS), start + first * item, (last - first) * item)
-        memory.barrier(slot)
-        if end > begin and self.peers:
-            mean_with(piece[begin:end], self._parts(slot, piece.dtype, end - begin), memory.stream(slot))
+            self._box(peer, self.rank, slot, PARTS, shares[peer]).copy_(shares[peer])
+        self._memory.barrier(slot)
+        if mine.numel() and self.peers:
+            mean_with(mine, [self._box(self.rank, peer, slot, PARTS, mine) for peer in self.peers])
         if owner is None:
             for peer in self.peers:
-                box = self._box(peer, self.rank, slot, MEANS)
-                memory.copy(slot, box, start + begin * item, (end - begin) * item)
-        memory.barrier(slot)
+                self._box(peer, self.rank, slot, MEANS, mine).copy_(mine)
+        self._memory.barrier(slot)
         if owner is None:
             for peer in self.peers:
-                first, last = shares[peer]
-                box = self._box(self.rank, peer, slot, MEANS)
-                memory.copy(slot, start + first * item, box, (last - first) * item)
+                shares[peer].copy_(self._box(self.rank, peer, slot, MEANS, shares[peer]))
 
-    def _shares(self, piece: Tensor, owner: int | None) -> list[tuple[int, int]]:
-        """What of the piece each rank averages, as (first, end): a part each, or all of it the owner."""
-        numel = piece.numel()
-        if owner is not None:
-            return [(0, numel) if rank == owner else (0, 0) for rank in range(self.ranks)]
-        granule = ALIGNMENT // piece.element_size()
-        length = -(-numel // (self.ranks * granule)) * granule
-        return [(min(rank * length, numel), min((rank + 1) * length, numel)) for rank in range(self.ranks)]
+    def _shares(self, piece: Tensor, owner: int | None) -> Sequence[Tensor]:
+        """What of the piece each rank averages: a part each, or all of it the owner."""
+        if owner is None:
+            return piece.tensor_split(self.ranks)
+        return [piece if rank == owner else piece[:0] for rank in range(self.ranks)]
 
-    def _offset(self, receiver: int, sender: int, slot: int, kind: int) -> int:
+    def _box(self, receiver: int, sender: int, slot: int, kind: int, like: Tensor) -> Tensor:
+        """The receiver's memory for what the sender gives it, as a tensor of the same type and length."""
+        return self._cached_box(receiver, sender, slot, kind, like.dtype, like.numel())
+
+    def _make_box(self, receiver: int, sender: int, slot: int, kind: int, dtype: torch.dtype, numel: int) -> Tensor:
         neighbour = sender - (sender > receiver)
-        return ((slot * 2 + kind) * len(self.peers) + neighbour) * self._box_bytes
-
-    def _box(self, receiver: int, sender: int, slot: int, kind: int) -> int:
-        """The address of the receiver's memory for what the sender gives it."""
-        return self._bases[receiver] + self._offset(receiver, sender, slot, kind)
-
-    def _make_parts(self, slot: int, dtype: torch.dtype, numel: int) -> list[Tensor]:
-        """What the peers have given for this rank's share, as tensors."""
-        own = self._memory.on_rank[self.rank]
-        starts = [self._offset(self.rank, peer, slot, PARTS) for peer in self.peers]
-        return [own[start : start + numel * dtype.itemsize].view(dtype) for start in starts]
+        start = ((slot * 2 + kind) * len(self.peers) + neighbour) * self._box_bytes
+        return self._memory.on_rank[receiver][start : start + numel * dtype.itemsize].view(dtype)

@@ -1,13 +1,11 @@
 """Memory on every rank of one machine that all its ranks can write: over NVLink on GPUs, shared memory on CPUs."""
 
 import ctypes
-import itertools
 import os
 import platform
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,10 +32,7 @@ def peer_memory(bytes: int, device: torch.device, group: dist.ProcessGroup) -> "
 
 
 class SharedMemory:
-    """For ranks on CPUs: files that live in memory, without names once all have mapped them.
-
-    What is asked for on a channel is done when the call returns.
-    """
+    """For ranks on CPUs: files that live in memory, without names once all have mapped them."""
 
     def __init__(self, bytes: int, group: dist.ProcessGroup):
         self.group = group
@@ -52,26 +47,16 @@ class SharedMemory:
         finally:
             Path(path).unlink()
 
-    def begin(self, channel: int) -> None: ...
-
-    def end(self, channel: int) -> None: ...
-
-    def copy(self, channel: int, target: int, source: int, bytes: int) -> None:
-        ctypes.memmove(target, source, bytes)
-
     def barrier(self, channel: int) -> None:
         """What any rank wrote before is there for all ranks after."""
         dist.barrier(self.group)
 
-    def stream(self, channel: int) -> None: ...
-
 
 class GpuMemory:
-    """For ranks on GPUs: symmetric memory of torch, and a stream for each channel. The host waits for nothing.
+    """For ranks on GPUs: symmetric memory of torch.
 
     Its own barrier is a kernel that spins on a multiprocessor, and a matrix product that counts on all of them then
     takes up to twice as long. Here a rank's arrival is a copy of four bytes, and streams wait for it by themselves.
-    The driver is called directly: torch takes several times as long to launch a copy.
     """
 
     def __init__(self, bytes: int, device: torch.device, group: dist.ProcessGroup):
@@ -90,59 +75,42 @@ class GpuMemory:
         shape = (CHANNELS, 2, ranks)
         flags_on = [handle.get_buffer(rank, shape, torch.int32, bytes // 4) for rank in range(ranks)]
         peers = [peer for peer in range(ranks) if peer != rank]
-        channels_and_odds = list(itertools.product(range(CHANNELS), (0, 1)))
-        self._theirs = {at: [flags_on[peer][*at, rank].data_ptr() for peer in peers] for at in channels_and_odds}
-        self._ours = {at: [flags_on[rank][*at, peer].data_ptr() for peer in peers] for at in channels_and_odds}
-        self._values = torch.arange(ROUNDS, dtype=torch.int32, device=device)
+        self._theirs = [
+            [[flags_on[p][channel, odd, rank] for p in peers] for odd in (0, 1)] for channel in range(CHANNELS)
+        ]
+        self._ours = [
+            [[flags_on[rank][channel, odd, peer].data_ptr() for peer in peers] for odd in (0, 1)]
+            for channel in range(CHANNELS)
+        ]
+        self._values = torch.arange(ROUNDS, dtype=torch.int32, device=device).unbind()
         self._round = [0] * CHANNELS
-        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(CHANNELS)]
-        self._handles = [stream.cuda_stream for stream in self._streams]
-        address, number = ctypes.c_uint64, ctypes.c_uint
-        self._copy = _driver("cuMemcpyDtoDAsync_v2", address, address, ctypes.c_size_t, ctypes.c_void_p)
-        self._wait_value = _driver("cuStreamWaitValue32_v2", ctypes.c_void_p, address, number, number)
+        self._wait_value = _stream_wait_value()
         torch.cuda.synchronize(device)
         dist.barrier(group)
 
-    def begin(self, channel: int) -> None:
-        """What is asked for on the channel from now on comes after what the current stream has been given."""
-        self._streams[channel].wait_event(torch.cuda.current_stream(self._device).record_event())
-
-    def end(self, channel: int) -> torch.cuda.Event:
-        """The event of all that has been asked for on the channel."""
-        return self._streams[channel].record_event()
-
-    def copy(self, channel: int, target: int, source: int, bytes: int) -> None:
-        """Between addresses of this process, a peer's memory among them."""
-        if bytes:
-            self._copy(target, source, bytes, self._handles[channel])
-
     def barrier(self, channel: int) -> None:
-        """What any rank wrote before, on its channel, is there for all ranks after, on theirs.
+        """What any rank wrote before, in its current stream, is there for all ranks after, in theirs.
 
-        Channels (0 to 3) are independent.
+        The host goes on. Channels (0 to 3) are independent; each belongs to one stream.
         """
-        value = self._round[channel] = (self._round[channel] + 1) % ROUNDS
-        stream, at = self._handles[channel], (channel, value % 2)
+        self._round[channel] = (self._round[channel] + 1) % ROUNDS
+        value = self._round[channel]
         # A flag is copied after the data, in the same stream: where it is seen the data has arrived.
-        source = self._values.data_ptr() + 4 * value
-        for flag in self._theirs[at]:
-            self._copy(flag, source, 4, stream)
-        for flag in self._ours[at]:
-            self._wait_value(stream, flag, value, _WAIT_UNTIL_EQUAL)
-
-    def stream(self, channel: int) -> int:
-        """The address of the channel's stream, for kernels."""
-        return self._handles[channel]
+        for flag in self._theirs[channel][value % 2]:
+            flag.copy_(self._values[value])
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        for address in self._ours[channel][value % 2]:
+            self._wait_value(stream, address, value)
 
 
-def _driver(name: str, *types: Any) -> Callable[..., None]:
-    """That function of the CUDA driver. Raises RuntimeError where it gives an error."""
-    function = getattr(ctypes.CDLL("libcuda.so.1"), name)
-    function.argtypes = types
+def _stream_wait_value() -> Callable[[int, int, int], None]:
+    """A function (stream, address, value): the stream waits until the 32 bits there are the value."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    wait = driver.cuStreamWaitValue32_v2
+    wait.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
 
-    def refused(error: int, *_: Any) -> None:
-        if error:
-            raise RuntimeError(f"the CUDA driver's {name} ends with error {error}")
+    def wait_value(stream: int, address: int, value: int) -> None:
+        if error := wait(stream, address, value, _WAIT_UNTIL_EQUAL):
+            raise RuntimeError(f"the CUDA driver refuses to wait for a value in memory: error {error}")
 
-    function.errcheck = refused
-    return function
+    return wait_value
