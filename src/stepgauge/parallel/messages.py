@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from stepgauge.parallel.collectives import all_reduce_of, reduce_scatter_flat
 
@@ -24,13 +25,8 @@ def as_one_message(parameters: Sequence[nn.Parameter]) -> Tensor:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if _fill_their_storage(gradients):
         return gradients[0].as_strided((sum(g.numel() for g in gradients),), (1,))
-    flat = torch.empty(sum(g.numel() for g in gradients), dtype=gradients[0].dtype, device=gradients[0].device)
-    views = [
-        part.view(gradient.shape)
-        for part, gradient in zip(flat.split([g.numel() for g in gradients]), gradients, strict=True)
-    ]
-    torch._foreach_copy_(views, gradients)
-    for parameter, view in zip(parameters, views, strict=True):
+    flat = _flatten_dense_tensors(gradients)
+    for parameter, view in zip(parameters, _unflatten_dense_tensors(flat, gradients), strict=True):
         parameter.grad = view.data  # a view as autograd knows it would hold `flat` as one more user of the storage
     return flat
 
