@@ -370,8 +370,32 @@ def test_chunks_cover_the_loop_on_tile_edges(length, splits):
 
 
 def test_heads_side_by_side_fit_half_the_cache():
-    assert plan.heads_per_section(head_bytes=8 << 20, l2_bytes=50 << 20) == 3
-    assert plan.heads_per_section(head_bytes=80 << 20, l2_bytes=50 << 20) == 1
+    assert plan.heads_per_section(head_bytes=8 << 20, l2_bytes=50 << 20, num_heads=16) == 3
+    assert plan.heads_per_section(head_bytes=80 << 20, l2_bytes=50 << 20, num_heads=16) == 1
+    assert plan.heads_per_section(head_bytes=1 << 20, l2_bytes=50 << 20, num_heads=16) == 16
+
+
+@pytest.mark.parametrize("num_heads", [1, 7, 8, 9, 16, 33])
+@pytest.mark.parametrize("least", [1, 3, 9])
+def test_no_section_is_too_small(num_heads, least):
+    size = plan.heads_per_section(head_bytes=4 << 20, l2_bytes=50 << 20, num_heads=num_heads, least=least)
+    assert all(min(size, num_heads - first) >= min(least, num_heads) for first in range(0, num_heads, size))
+    assert size <= max(6, least) + least  # and no larger than that needs
+
+
+def test_sections_leave_no_long_tile_to_the_end():
+    """8 heads of float32 at D 128, T 4096, causal: sections of 7 and 1 measured 0.998 ms for 1.083 without a mask."""
+    num_tiles, num_slots = 64, 264
+
+    def in_sections(size):
+        order = [range(first, min(first + size, 8)) for first in range(0, 8, size)]
+        works = [1.0 * (num_tiles - tile) for heads in order for tile in range(num_tiles) for _ in heads]
+        return plan._makespan(works, 132, 2, 4)
+
+    least = plan.heads_beside_longest(num_tiles, num_slots)
+    size = plan.heads_per_section(head_bytes=4 << 20, l2_bytes=60 << 20, num_heads=8, least=least)
+    assert in_sections(size) < 0.7 * in_sections(7)
+    assert in_sections(size) < 1.02 * 8 * num_tiles * (num_tiles + 1) / 2 / 132
 
 
 @pytest.mark.parametrize("arch", [0, 80, 86, 90, 100, 120])

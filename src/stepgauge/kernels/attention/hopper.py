@@ -340,7 +340,8 @@ def deal_of(case, owned, steps, *, loop_length):
     """steps: of each tile of a head of `owned`, which loops over `loop_length` rows at most."""
     heads = math.prod(owned.shape[:2])
     programs = min(heads * len(steps), case.chip.num_sms)
-    return Deal(programs, _turns(case.device, programs, heads, case.section(loop_length), tuple(steps)))
+    section = case.section(loop_length, num_heads=heads, num_tiles=len(steps))
+    return Deal(programs, _turns(case.device, programs, heads, section, tuple(steps)))
 
 
 @functools.cache  # for good: C++ keeps the address

@@ -390,10 +390,12 @@ def _takes(case, owned, widths, *outs):
 
 def dq_launch(case, dq):
     """The launch on q, k, v, do, o, lse, delta and dq."""
+    heads = math.prod(case.q.shape[:2])
+    section = case.section(case.k.shape[2], num_heads=heads, num_tiles=triton.cdiv(case.q.shape[2], TILE_ROWS.value))
     return launch_of(
         dq_kernel, case, owned=case.q, strides=case.o.steps,
         boxes=((0, case.q, ROWS), (1, case.k, BLOCK), (2, case.v, BLOCK), (3, case.do, ROWS), (7, dq, ROWS)),
-        scalars=(math.prod(case.q.shape[:2]), case.section(case.k.shape[2]), *_scales(case)),
+        scalars=(heads, section, *_scales(case)),
         constants={"STAGES": DQ_STAGES[case.q.shape[3]]},
     )  # fmt: skip
 

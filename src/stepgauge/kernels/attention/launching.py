@@ -265,10 +265,17 @@ class Case(NamedTuple):
         chunk = plan.chunk_length(length, number, max(tiles.block_q, tiles.block_k))
         return triton.cdiv(length, chunk), chunk
 
-    def section(self, loop_length):
-        """How many heads run side by side: two tensors of `loop_length` rows are read over and over for each."""
-        head_bytes = 2 * loop_length * self.q.shape[3] * self.dtype.itemsize
-        return plan.heads_per_section(head_bytes=head_bytes, l2_bytes=self.chip.l2_bytes)
+    def section(self, loop_length, *, num_heads, num_tiles, per_sm=1):
+        """How many of `num_heads` run side by side, each in `num_tiles` tiles, `per_sm` of these on a multiprocessor.
+
+        Two tensors of `loop_length` rows are read over and over for each.
+        """
+        return plan.heads_per_section(
+            head_bytes=2 * loop_length * self.q.shape[3] * self.dtype.itemsize,
+            l2_bytes=self.chip.l2_bytes,
+            num_heads=num_heads,
+            least=plan.heads_beside_longest(num_tiles, per_sm * self.chip.num_sms) if self.is_causal else 1,
+        )
 
 
 def case_of(q, k, v, is_causal, scale, num_splits, o=None, do=None):

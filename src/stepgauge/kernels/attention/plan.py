@@ -166,9 +166,24 @@ def chunk_length(length, num_splits, granule):
     return max(1, math.ceil(length / (num_splits * granule))) * granule
 
 
-def heads_per_section(*, head_bytes, l2_bytes):
-    """How many heads run side by side: as many as keep what their loops read within half of the L2 cache."""
-    return max(1, int(l2_bytes / 2 // max(1, head_bytes)))
+def heads_per_section(*, head_bytes, l2_bytes, num_heads, least=1):
+    """How many heads run side by side: as many as keep what their loops read within half of the L2 cache.
+
+    No section has fewer than `least` (but all heads may be fewer), the last one included.
+    """
+    size = min(num_heads, max(1, least, int(l2_bytes / 2 // max(1, head_bytes))))
+    while 0 < num_heads % size < least:
+        size += 1
+    return size
+
+
+def heads_beside_longest(num_tiles, num_slots):
+    """Heads whose causal tiles, shared out over the chip, take as long as the longest one by itself.
+
+    With fewer in the last section its longest tiles start when little else is left, and end alone: 8 heads in sections
+    of 7 and 1 take almost twice as long as 8 side by side. A head's tiles are 1 to num_tiles long.
+    """
+    return math.ceil(2 * num_slots / (num_tiles + 1))
 
 
 # ---- tiles ---------------------------------------------------------------------------------------------------------

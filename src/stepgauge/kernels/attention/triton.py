@@ -516,11 +516,12 @@ def _forward_launch(case, tiles, num_splits, chunk):
     num_keys = case.k.shape[2]
     num_tiles = triton.cdiv(num_queries, tiles.block_q)
     all_heads = batch * num_heads
+    section = case.section(num_keys, num_heads=all_heads, num_tiles=num_tiles, per_sm=tiles.programs_per_sm)
     return Launch(
         forward_kernel,
         (num_tiles * all_heads, num_splits, 1),
         (*case.q.steps, *case.k.steps, *case.v.steps, *(case.o.steps if num_splits == 1 else _part_steps(case.q)),
-         num_heads, all_heads, num_queries, num_keys, num_tiles, case.section(num_keys), chunk, *_part_sizes(case),
+         num_heads, all_heads, num_queries, num_keys, num_tiles, section, chunk, *_part_sizes(case),
          case.scale * math.log2(math.e)),
         {"IS_CAUSAL": case.is_causal, "HAS_TAIL": case.is_causal or num_keys % tiles.block_k != 0,
          "SPLIT": num_splits > 1, "GROUP": case.group,
@@ -640,11 +641,12 @@ def _dq_launch(case, tiles, num_splits, chunk, steps):
     num_keys = case.k.shape[2]
     num_tiles = triton.cdiv(num_queries, tiles.block_q)
     all_heads = batch * num_heads
+    section = case.section(num_keys, num_heads=all_heads, num_tiles=num_tiles, per_sm=tiles.programs_per_sm)
     return Launch(
         dq_kernel,
         (num_tiles * all_heads, num_splits, 1),
         (*case.q.steps, *case.k.steps, *case.v.steps, *case.do.steps, *case.o.steps, *steps,
-         num_heads, all_heads, num_queries, num_keys, num_tiles, case.section(num_keys), chunk,
+         num_heads, all_heads, num_queries, num_keys, num_tiles, section, chunk,
          all_heads * num_queries * head_width, case.scale * math.log2(math.e), case.scale),
         {"IS_CAUSAL": case.is_causal, "HAS_TAIL": case.is_causal or num_keys % tiles.block_k != 0,
          "SPLIT": num_splits > 1, "GROUP": case.group,
@@ -680,6 +682,8 @@ def _dkdv_launch(case, tiles, num_splits, chunk, steps, with_dq, grads):
     num_tiles = triton.cdiv(num_keys, tiles.block_k)
     all_kv_heads = batch * num_kv_heads
     part = all_kv_heads * num_keys * head_width
+    section = case.section(num_queries * case.group, num_heads=all_kv_heads, num_tiles=num_tiles,
+                           per_sm=tiles.programs_per_sm)  # fmt: skip
     boxes = boxes_of(tiles, case.width, (case.q, tiles.block_q), (case.k, tiles.block_k), (case.v, tiles.block_k),
                    (case.do, tiles.block_q))  # fmt: skip
     if with_dq and boxes:
@@ -688,7 +692,7 @@ def _dkdv_launch(case, tiles, num_splits, chunk, steps, with_dq, grads):
         dkdv_kernel,
         (num_tiles * all_kv_heads, num_splits, 1),
         (*case.q.steps, *case.k.steps, *case.v.steps, *case.do.steps, *steps,
-         num_heads, all_kv_heads, num_queries, num_keys, num_tiles, case.section(num_queries * case.group), chunk,
+         num_heads, all_kv_heads, num_queries, num_keys, num_tiles, section, chunk,
          part, part, case.scale * math.log2(math.e), case.scale),
         {"IS_CAUSAL": case.is_causal, "MASK_KEYS": with_dq and num_keys % tiles.block_k != 0,
          "SPLIT": num_splits > 1, "GROUP": case.group,
