@@ -427,6 +427,33 @@ def test_the_model_gives_back_what_it_was_made_of(kernel, width, ms):
     assert us / 1e3 == pytest.approx(ms, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "width", "ms"),  # of dq and dkdv: the whole backward, less what the other took
+    [("forward", 64, 0.604), ("forward", 128, 1.083), ("dq", 64, 0.824), ("dq", 128, 1.842), ("dkdv", 64, 1.016),
+     ("dkdv", 128, 3.905)],
+)  # fmt: skip
+def test_the_model_gives_back_what_float32_was_made_of(kernel, width, ms):
+    """An H200: 8 heads, T 4096, full (docs/kernels/attention.md)."""
+    tiles = plan.select_tiles(kernel, arch=90, itemsize=4, head_width=width)
+    us = plan.predict_us(
+        kernel, tiles, 1, num_heads=8, num_queries=4096, num_keys=4096, head_width=width, itemsize=4, num_sms=132,
+        is_causal=False,
+    )  # fmt: skip
+    assert us / 1e3 == pytest.approx(ms, rel=0.01)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("width", [16, 32, 64, 128])
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
+def test_float32_splits_one_head_and_leaves_a_full_chip_alone(kernel, width, is_causal):
+    tiles = plan.select_tiles(kernel, arch=90, itemsize=4, head_width=width)
+    one = one_head(width, 4096) | {"itemsize": 4, "is_causal": is_causal}
+    splits = plan.choose_num_splits(kernel, tiles, **one)
+    assert splits >= 2
+    assert plan.predict_us(kernel, tiles, splits, **one) < 0.7 * plan.predict_us(kernel, tiles, 1, **one)
+    assert plan.choose_num_splits(kernel, tiles, **one | {"num_heads": 64}) == 1
+
+
 def test_override_is_undone():
     ours = plan.Tiles(16, 16, 4, 1)
     before = plan.select_tiles("dq", arch=80, itemsize=2, head_width=64)
@@ -723,6 +750,22 @@ def test_nothing_spills_on_hopper(name):
     tiles = plan.select_tiles(name, arch=90, itemsize=2, head_width=128, tma=True)
     compiled = build(name, 90, "bf16", 128, tiles)
     assert resources_of(compiled)["stack"] == 0
+
+
+@needs_triton
+@compiled_only
+@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize("name", ["forward", "dq", "dkdv"])
+def test_float32_fits_hopper_in_six_products(name, width):
+    tiles = plan.select_tiles(name, arch=90, itemsize=4, head_width=width)
+    for products in (tiles.fp32_products, "tf32") if width == 128 else (tiles.fp32_products,):
+        compiled = build(name, 90, "fp32", width, tiles, products=products)
+        assert compiled.metadata.shared * tiles.programs_per_sm <= 227 * 1024
+        kind = "bf16" if products == "bf16x6" else "tf32"
+        assert "wgmma.mma_async" in compiled.asm["ptx"] and f".f32.{kind}.{kind}" in compiled.asm["ptx"]
+        used = resources_of(compiled)
+        assert used["registers"] * 32 * tiles.num_warps * tiles.programs_per_sm <= 65536
+        assert used["stack"] <= {32: 0, 64: 256, 128: 640}[width]
 
 
 @needs_triton
