@@ -301,6 +301,17 @@ def test_splits_fill_an_idle_chip():
             assert plan.choose_num_splits(kernel, tiles, **one_head(64, 4096) | {"is_causal": is_causal}) >= 3
 
 
+@pytest.mark.parametrize(
+    "d, t, splits, us, least",  # one head on an H200, by the number of splits of before; short ones are predicted short
+    [(16, 2048, 1, 22.8, 0.75), (16, 8192, 3, 40.4, 0.9), (16, 32768, 2, 276.3, 0.99), (32, 2048, 1, 23.4, 0.75),
+     (32, 8192, 6, 41.3, 0.9), (32, 32768, 2, 293.9, 0.99)],
+)  # fmt: skip
+def test_narrow_heads_are_split_by_times_that_fit(d, t, splits, us, least):
+    tiles = plan.select_tiles("forward", arch=90, itemsize=2, head_width=d, tma=True)
+    assert least < (plan.predict_us("forward", tiles, splits, **one_head(d, t)) + 3.0) / us < 1.01
+    assert plan.choose_num_splits("forward", tiles, **one_head(d, t)) >= (6 if t < 32768 else 2)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_splits_leave_a_full_chip_alone(is_causal):
     tiles = plan.Tiles(64, 64, 4, 2)

@@ -260,18 +260,20 @@ _BY_POINTER = {
 }  # fmt: skip
 
 # Widths 64 and 128 are the fastest of 7 to 14 measured on an H100 on 2026-11-21, 16384 tokens (2 x 8192), causal; 16,
-# 32 and 256 are guesses from them. A tile's time is that measurement less a program's, over the inner tiles.
+# 32 and 256 are guesses from them. A tile's time is that measurement less a program's, over the inner tiles; at 16 and
+# 32 it is what makes the model above give one head of T 32768 on an H200 (0.276 and 0.294 ms forward, 0.616 and 0.662
+# backward, of which dq has the share that it has at 64).
 _SM90_TMA = {
     "forward": _by_width(
-        Tiles(64, 64, 4, 3, True, 4), Tiles(64, 64, 4, 3, True, 4), Tiles(64, 64, 4, 3, True, 3, 0.304),
+        Tiles(64, 64, 4, 3, True, 4, 0.256), Tiles(64, 64, 4, 3, True, 4, 0.272), Tiles(64, 64, 4, 3, True, 3, 0.304),
         Tiles(64, 64, 4, 3, True, 2, 0.536), Tiles(128, 32, 8, 2, True),
     ),
     "dq": _by_width(
-        Tiles(64, 128, 4, 3, True, 2), Tiles(64, 128, 4, 3, True, 2), Tiles(64, 128, 4, 3, True, 2, 0.603),
-        Tiles(128, 64, 8, 3, True, 1, 1.230), Tiles(64, 32, 8, 2, True),
+        Tiles(64, 128, 4, 3, True, 2, 0.450), Tiles(64, 128, 4, 3, True, 2, 0.484),
+        Tiles(64, 128, 4, 3, True, 2, 0.603), Tiles(128, 64, 8, 3, True, 1, 1.230), Tiles(64, 32, 8, 2, True),
     ),
     "dkdv": _by_width(
-        Tiles(128, 64, 4, 2, True, 2), Tiles(128, 64, 4, 2, True, 2),
+        Tiles(128, 64, 4, 2, True, 2, 0.742), Tiles(128, 64, 4, 2, True, 2, 0.798),
         Tiles(64, 64, 4, 3, True, 2, 0.497, order="early"),
         Tiles(64, 64, 4, 2, True, 2, 0.904), Tiles(32, 64, 8, 2, True),
     ),
