@@ -7,11 +7,14 @@ import torch
 
 
 def mend_interpreter(set_attribute=setattr):
-    """Let a kernel's argument be the bound of a range(): the interpreter takes it as an index.
+    """Let a kernel's argument be the bound of a range(), and products of bf16 be products of their numbers.
 
-    Triton 3.6 makes an int of a one-element array, which numpy 2.4 forbids. Call it in a process
-    whose TRITON_INTERPRET is 1; `set_attribute` replaces the interpreter's function.
+    Triton 3.6 makes an int of a one-element array, which numpy 2.4 forbids: the interpreter takes it as an index. It
+    keeps bf16 as the 16 bits' integers and multiplies those. Call it in a process whose TRITON_INTERPRET is 1;
+    `set_attribute` replaces the interpreter's functions.
     """
+    import numpy
+    from triton import language
     from triton.runtime import interpreter
 
     original = interpreter._patch_lang_tensor
@@ -25,6 +28,19 @@ def mend_interpreter(set_attribute=setattr):
             tensor.__index__ = index
 
     set_attribute(interpreter, "_patch_lang_tensor", patched)
+
+    def in_fp32(operand):
+        if operand.dtype.scalar != language.bfloat16:
+            return operand
+        numbers = (operand.data.astype(numpy.uint32) << 16).view(numpy.float32)
+        return interpreter.TensorHandle(numbers, language.float32)
+
+    create_dot = interpreter.InterpreterBuilder.create_dot
+    set_attribute(
+        interpreter.InterpreterBuilder,
+        "create_dot",
+        lambda self, a, b, *rest: create_dot(self, in_fp32(a), in_fp32(b), *rest),
+    )
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from stepgauge.kernels.attention import extension, flash_attention
 
 kernels = pytest.importorskip("stepgauge.kernels.attention.triton")
 launching = pytest.importorskip("stepgauge.kernels.attention.launching")
+thirds = pytest.importorskip("stepgauge.kernels.attention.thirds")
 pytestmark = [
     needs_compiler,
     pytest.mark.skipif(kernels.interpreting(), reason="the interpreter launches nothing"),
@@ -87,7 +88,7 @@ def cpp(library, tmp_path, monkeypatch):
     monkeypatch.setattr(extension, "_bytes", bytes)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(launching, "device_of", lambda index: HOPPER)
-    caches = (kernels._plan_forward, kernels._plan_dq, kernels._plan_dkdv)
+    caches = (kernels._plan_forward, kernels._plan_dq, kernels._plan_dkdv, thirds.cut_launch)
     for cached in caches:
         cached.cache_clear()
     yield module
@@ -149,7 +150,10 @@ class Both:
         o, dq, dk, dv = ((self.q, VALUES[name]) for name in ("o", "dq", "dk", "dv"))
         self._prepare(self.forward.main, 5, {} if is_split else {3: o, 4: lse})
         self._prepare(self.dq.main, 8, {} if is_split else {7: dq})
-        self._prepare(self.dkdv.main, 9, {} if is_split else {6: dk, 7: dv})
+        for launch in self.dkdv.mains:
+            self._prepare(launch, 9, {} if is_split else {6: dk, 7: dv})
+        if thirds.takes(self.back):
+            self._prepare(thirds.cut_launch(self.back), 10, {})
         if is_split:
             self._prepare(self.forward.combine, 4, {2: o, 3: lse})
             self._prepare(self.dq.reduce, 3, {1: dq})
@@ -259,10 +263,10 @@ def test_cpp_launches_the_backward_in_gluon(both, layout, width):
     assert_same_launches(here, 1)
 
 
-def assert_same_launches(here, parts, function=flash_attention):
+def assert_same_launches(here, parts, function=flash_attention, more=0):
     """C++'s, which must give the same as Python's: compared by argument, and by what stands in the results."""
     here.in_python()
-    assert len(here.python) == 3 * parts
+    assert len(here.python) == 3 * parts + more
     here.offer()
     o = function(here.q, here.k, here.v, is_causal=here.is_causal)
     o.backward(here.do)
@@ -374,11 +378,14 @@ def test_any_order_of_sums_is_left_to_python(both, monkeypatch):
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
-@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-def test_cpp_launches_what_python_launches_in_float32(both, layout, num_splits):
-    here = both(layout=layout, num_splits=num_splits, dtype=torch.float32)
-    assert here.forward.main.constants["PRECISION"] == "tf32x3"
-    assert_same_launches(here, num_splits)
+@pytest.mark.parametrize(
+    "layout, width", [("contiguous", 64), ("transposed", 64), ("contiguous", 32), ("transposed", 128)]
+)
+def test_cpp_launches_what_python_launches_in_float32(both, layout, num_splits, width):
+    here = both(layout=layout, num_splits=num_splits, dtype=torch.float32, width=width)
+    assert here.forward.main.constants["PRECISION"] == "bf16x6"
+    in_thirds = {32: 0, 64: 1, 128: 2}[width]  # beside the three: the cut, and dk and dv apart
+    assert_same_launches(here, num_splits, more=in_thirds)
 
 
 @contextlib.contextmanager

@@ -193,7 +193,7 @@ _OVERRIDES: dict[str, Tiles] = {}
 
 @contextlib.contextmanager
 def override_tiles(**tiles):
-    """Uses the given Tiles for the named kernels (forward, dq, dkdv, fused): for tests and for tuning."""
+    """Uses the given Tiles for the named kernels (as for select_tiles): for tests and for tuning."""
     before = dict(_OVERRIDES)
     _OVERRIDES.update(tiles)
     try:
@@ -209,15 +209,18 @@ def overrides():
 
 
 def select_tiles(kernel, *, arch, itemsize, head_width, is_causal=True, tma=False):
-    """The Tiles of `kernel` (forward, dq, dkdv or fused) on compute capability `arch` (90 for sm_90; 0: interpreter).
+    """The Tiles of `kernel` on compute capability `arch` (90 for sm_90; 0: interpreter).
 
-    `tma` says that the copy engine can read the tensors.
+    Kernels are forward, dq, dkdv and fused; of thirds.py, dq_thirds and dkdv_thirds. `tma` says that the copy engine
+    can read the tensors.
     """
     if kernel in _OVERRIDES:
         tiles = _OVERRIDES[kernel]
         return tiles if tma or not tiles.use_tma else replace(tiles, use_tma=False)
     if arch == 0:
         return Tiles(32, 32, 4, 1)
+    if kernel in _SM90_THIRDS:
+        return _SM90_THIRDS[kernel][head_width]
     if itemsize == 4:
         table = _SM90_FP32 if arch == 90 else _FP32
     else:
@@ -332,6 +335,13 @@ _SM90_FP32 = {
     ),
     "fused": _FP32["fused"],
 }  # fmt: skip
+
+
+# Operands in thirds (thirds.py), by head width: those of the compiler's list that spill nothing. Not timed yet.
+_SM90_THIRDS = {
+    "dq_thirds": {64: Tiles(128, 64, 8, 2, True), 128: Tiles(64, 32, 4, 2, True)},
+    "dkdv_thirds": {64: Tiles(32, 64, 4, 2, True, 2), 128: Tiles(32, 64, 4, 2, True)},
+}
 
 
 def fused_fits(*, itemsize, head_width):

@@ -15,7 +15,17 @@ import torch
 import triton
 import triton.language as tl
 
-from . import extension, plan
+from . import extension, plan, thirds
+from .inside import (
+    _COUNTS,
+    LOG2_E,
+    _end_of_whole_tiles,
+    _load_numbers,
+    _load_rows,
+    _locate,
+    _query_program,
+    _store_rows,
+)
 from .launching import Launch, View, boxes_of, case_of, on_device, rows_last, stream_of
 
 try:
@@ -23,93 +33,7 @@ try:
 except ImportError:  # pragma: no cover - a Triton without Gluon, or with another
     hopper = hopper_backward = None
 
-LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
-
-# Counts that no address is made of: a new value of theirs must not compile the kernel again. Strides are specialised,
-# because that they are multiples of 16 is what makes wide loads and stores possible.
-_COUNTS = (
-    "num_heads", "all_heads", "all_kv_heads", "num_queries", "num_keys", "num_tiles", "section", "chunk",
-    "num_splits", "num_rows", "tile_rows", "step", "other_rows",
-)  # fmt: skip
-
-
-# ---- inside the kernels --------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _locate(pid, num_tiles, num_heads, section):
-    """(tile, head) of a program: sections of heads that fit in L2 together, within one by tile, then by head."""
-    first = (pid // (num_tiles * section)) * section
-    rest = pid % (num_tiles * section)
-    width = tl.minimum(section, num_heads - first)
-    return rest // width, first + rest % width
-
-
-@triton.jit
-def _query_program(
-    num_tiles, num_heads, all_heads, num_keys, section, chunk,
-    IS_CAUSAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """(first row, head, batch, its head, its key head, split, first key, end of keys) of a tile of queries."""
-    tile, head = _locate(tl.program_id(0), num_tiles, all_heads, section)
-    split = tl.program_id(1)
-    if IS_CAUSAL:  # the last tile sees the most keys: start it first
-        tile = num_tiles - 1 - tile
-    row = tile * BLOCK_M
-    first = split * chunk
-    last = tl.minimum(first + chunk, num_keys)
-    if IS_CAUSAL:
-        last = tl.minimum(last, row + BLOCK_M)
-    h = head % num_heads
-    return row, head, head // num_heads, h, h // GROUP, split, first, last
-
-
-@triton.jit
-def _end_of_whole_tiles(first, last, row, IS_CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Up to there tiles need no mask: every key of theirs exists and is seen by the first row."""
-    whole = (last // BLOCK_N) * BLOCK_N
-    if IS_CAUSAL:
-        whole = tl.minimum(whole, ((row + 1) // BLOCK_N) * BLOCK_N)
-    return tl.maximum(whole, first)
-
-
-@triton.jit
-def _load_rows(
-    x, b, h, row, stride_b, stride_h, stride_t, num_rows,
-    HEAD_WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, USE_TMA: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
-    """Rows row .. row + BLOCK of head (b, h), zero outside of the tensor if MASK. `x`: a descriptor or a pointer."""
-    if USE_TMA:
-        tile = x.load([b, h, row, 0]).reshape(BLOCK, BLOCK_D)
-    else:
-        r = tl.arange(0, BLOCK)
-        d = tl.arange(0, BLOCK_D)
-        # int64: b, h and row may each step over 2^31 elements; within one tile int32 is enough.
-        base = x + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(row, tl.int64) * stride_t
-        pointers = base + r[:, None] * stride_t + d[None, :]
-        if MASK and HEAD_WIDTH == BLOCK_D:
-            tile = tl.load(pointers, mask=(row + r < num_rows)[:, None], other=0.0)
-        elif MASK:
-            tile = tl.load(pointers, mask=(row + r < num_rows)[:, None] & (d < HEAD_WIDTH)[None, :], other=0.0)
-        elif HEAD_WIDTH == BLOCK_D:
-            tile = tl.load(pointers)
-        else:
-            tile = tl.load(pointers, mask=(d < HEAD_WIDTH)[None, :], other=0.0)
-    return tile
-
-
-@triton.jit
-def _store_rows(
-    out, value, b, h, row, stride_b, stride_h, stride_t, num_rows,
-    HEAD_WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    r = tl.arange(0, BLOCK)
-    d = tl.arange(0, BLOCK_D)
-    base = out + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(row, tl.int64) * stride_t
-    mask = (row + r < num_rows)[:, None] & (d < HEAD_WIDTH)[None, :]
-    tl.store(base + r[:, None] * stride_t + d[None, :], value.to(out.dtype.element_ty), mask=mask)
-
 
 # ---- forward -------------------------------------------------------------------------------------------------------
 
@@ -305,23 +229,6 @@ def dq_kernel(
             USE_TMA)  # fmt: skip
     dq += tl.cast(split, tl.int64) * dq_split
     _store_rows(dq, dq_MD * scale, b, h, row, dq_b, dq_h, dq_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D)
-
-
-@triton.jit
-def _load_numbers(pointers, mask, other, COUNT: tl.constexpr, THREADS: tl.constexpr):
-    """A number a row. Of fewer numbers than threads each is read twice or four times, at once: Triton 3.6 takes a small
-    load for a cheap one and has every thread copy all that it uses, 32 asynchronous copies of 4 bytes instead of one.
-    """
-    if COUNT * 2 > THREADS:
-        values = tl.load(pointers, mask=mask, other=other)
-    elif COUNT * 4 > THREADS:
-        twice = tl.load(pointers[:, None] + tl.zeros([1, 2], tl.int32), mask=mask[:, None], other=other)
-        values, _ = tl.split(twice)
-    else:
-        often = tl.load(pointers[:, None] + tl.zeros([1, 4], tl.int32), mask=mask[:, None], other=other)
-        twice, _ = tl.split(often.reshape(COUNT, 2, 2))
-        values, _ = tl.split(twice)
-    return values
 
 
 @triton.jit
@@ -589,11 +496,16 @@ def _offer_forward(case, step, q, k, v, num_o, num_lse):
 
 
 class _BackwardPlan(NamedTuple):
-    """Of one of the two kernels."""
+    """Of dq, or of dk and dv."""
 
     num_splits: int
-    main: Launch
+    mains: tuple[Launch, ...]
     reduce: Launch | None
+
+    @property
+    def main(self):
+        """The first, which is the only one but where dk and dv are made apart."""
+        return self.mains[0]
 
 
 def _part_steps(view):
@@ -621,19 +533,21 @@ def _reduce_launch(view, outs, num_splits, chunk, *, tile_rows, step, other_rows
 
 @functools.lru_cache(maxsize=512)
 def _plan_dq(case, dq_steps):
-    tiles = case.tiles("dq")
+    in_thirds = thirds.takes(case)
+    tiles = case.tiles("dq_thirds" if in_thirds else "dq")
+    launch = thirds.dq_launch if in_thirds else _dq_launch
     num_splits, chunk = case.split("dq", tiles)
     if num_splits > 1:
-        main = _dq_launch(case, tiles, num_splits, chunk, _part_steps(case.q))
+        main = launch(case, tiles, num_splits, chunk, _part_steps(case.q))
         reduce = _reduce_launch(
             case.q, [dq_steps], num_splits, chunk, tile_rows=tiles.block_q, step=tiles.block_k,
             other_rows=case.k.shape[2], from_first=case.is_causal, head_width=case.q.shape[3],
             width=case.width)  # fmt: skip
-        return _BackwardPlan(num_splits, main, reduce)
+        return _BackwardPlan(num_splits, (main,), reduce)
     dq = _view_of(case.q, dq_steps)
     if hopper_backward is not None and hopper_backward.takes_dq(case, dq):
-        return _BackwardPlan(1, hopper_backward.dq_launch(case, dq), None)
-    return _BackwardPlan(1, _dq_launch(case, tiles, 1, chunk, dq_steps), None)
+        return _BackwardPlan(1, (hopper_backward.dq_launch(case, dq),), None)
+    return _BackwardPlan(1, (launch(case, tiles, 1, chunk, dq_steps),), None)
 
 
 def _dq_launch(case, tiles, num_splits, chunk, steps):
@@ -661,19 +575,25 @@ def _dq_launch(case, tiles, num_splits, chunk, steps):
 @functools.lru_cache(maxsize=512)
 def _plan_dkdv(case, dk_steps, dv_steps, with_dq, grads=3):
     kernel = "fused" if with_dq else "dkdv"
-    tiles = case.tiles(kernel)
+    in_thirds = not with_dq and grads == 3 and thirds.takes(case)
+    tiles = case.tiles("dkdv_thirds" if in_thirds else kernel)
     num_splits, chunk = case.split(kernel, tiles)
+
+    def launches(steps):
+        if in_thirds:
+            return thirds.dkdv_launches(case, tiles, num_splits, chunk, steps)
+        return (_dkdv_launch(case, tiles, num_splits, chunk, steps, with_dq, grads),)
+
     if num_splits > 1:
-        main = _dkdv_launch(case, tiles, num_splits, chunk, _part_steps(case.k) * 2, with_dq, grads)
         reduce = _reduce_launch(
             case.k, [dk_steps, dv_steps], num_splits, chunk, tile_rows=tiles.block_k, step=tiles.block_q,
             other_rows=case.q.shape[2], to_last=case.is_causal, head_width=case.q.shape[3],
             width=case.width)  # fmt: skip
-        return _BackwardPlan(num_splits, main, reduce)
+        return _BackwardPlan(num_splits, launches(_part_steps(case.k) * 2), reduce)
     outs = _view_of(case.k, dk_steps), _view_of(case.k, dv_steps)
     if hopper_backward is not None and grads == 3 and not with_dq and hopper_backward.takes_dkdv(case, *outs):
-        return _BackwardPlan(1, hopper_backward.dkdv_launch(case, *outs), None)
-    return _BackwardPlan(1, _dkdv_launch(case, tiles, 1, chunk, (*dk_steps, *dv_steps), with_dq, grads), None)
+        return _BackwardPlan(1, (hopper_backward.dkdv_launch(case, *outs),), None)
+    return _BackwardPlan(1, launches((*dk_steps, *dv_steps)), None)
 
 
 def _dkdv_launch(case, tiles, num_splits, chunk, steps, with_dq, grads):
@@ -737,8 +657,9 @@ def backward(do, q, k, v, o, lse, is_causal, scale, deterministic=True, *, num_s
     if deterministic:
         for_dq = _plan_dq(case, dq.stride()[:3])
         for_dkdv = _plan_dkdv(case, dk.stride()[:3], dv.stride()[:3], False)
-        _run_dq(for_dq, q, k, v, do, o, lse, delta, dq)
-        _run_dkdv(for_dkdv, q, k, v, do, lse, delta, dk, dv, None)
+        operands = thirds.cut(case, q, k, v, do, o, delta) if thirds.takes(case) else (q, k, v, do)
+        _run_dq(for_dq, *operands, o, lse, delta, dq)
+        _run_dkdv(for_dkdv, *operands, lse, delta, dk, dv, None)
         if extension.takes(case):
             _offer_backward(case, for_dq, for_dkdv, q, k, v, do, o)
         return dq, dk, dv
@@ -757,7 +678,8 @@ def _run_dq(step, q, k, v, do, o, lse, delta, dq):
     out, stream = dq, stream_of(q)
     if step.reduce is not None:
         out = torch.empty((step.num_splits, *dq.shape), dtype=torch.float32, device=dq.device)
-    step.main(stream, q, k, v, do, o, lse, delta, out)
+    for launch in step.mains:
+        launch(stream, q, k, v, do, o, lse, delta, out)
     if step.reduce is not None:
         step.reduce(stream, out, dq, dq)
 
@@ -767,27 +689,38 @@ def _run_dkdv(step, q, k, v, do, lse, delta, dk, dv, dq_sum):
     if step.reduce is not None:
         parts = torch.empty((2, step.num_splits, *dk.shape), dtype=torch.float32, device=dk.device)
         dk_out, dv_out = parts[0], parts[1]
-    step.main(stream, q, k, v, do, lse, delta, dk_out, dv_out, delta if dq_sum is None else dq_sum)
+    for launch in step.mains:
+        launch(stream, q, k, v, do, lse, delta, dk_out, dv_out, delta if dq_sum is None else dq_sum)
     if step.reduce is not None:
         step.reduce(stream, parts, dk, dv)
 
 
 def _offer_backward(case, for_dq, for_dkdv, q, k, v, do, o):
-    """The same launches as numbers: do, q, k, v, o, lse, delta, dq, dk, dv, then the parts of dq and of dk and dv."""
+    """The same launches as numbers: do, q, k, v, o, lse, delta, dq, dk, dv, then temporaries.
+
+    These are the thirds of q, k, v and do if there are any, and the parts of dq and of dk and dv.
+    """
     do_, q_, k_, v_, o_, lse, delta, dq, dk, dv = [(number, 0) for number in range(10)]
+    operands = (q_, k_, v_, do_)
     scratch, calls = [], []
-    parts = dq
-    if for_dq.reduce is not None:
-        parts = (10, 0)
-        scratch.append(for_dq.num_splits * q.numel())
-    calls.append((for_dq.main, (q_, k_, v_, do_, o_, lse, delta, parts)))
+
+    def temporary(num_floats):
+        scratch.append(num_floats)
+        return 9 + len(scratch), 0
+
+    if thirds.takes(case):
+        cut = tuple(temporary(x.numel() * 3 // 2) for x in (q, k, v, do))
+        calls.append((thirds.cut_launch(case), (*operands, o_, *cut, delta)))
+        operands = cut
+    parts = dq if for_dq.reduce is None else temporary(for_dq.num_splits * q.numel())
+    calls += [(launch, (*operands, o_, lse, delta, parts)) for launch in for_dq.mains]
     if for_dq.reduce is not None:
         calls.append((for_dq.reduce, (parts, dq, dq)))
     dk_out, dv_out = dk, dv
     if for_dkdv.reduce is not None:
-        dk_out, dv_out = (10 + len(scratch), 0), (10 + len(scratch), for_dkdv.num_splits * k.numel())
-        scratch.append(2 * for_dkdv.num_splits * k.numel())
-    calls.append((for_dkdv.main, (q_, k_, v_, do_, lse, delta, dk_out, dv_out, delta)))
+        dk_out = temporary(2 * for_dkdv.num_splits * k.numel())
+        dv_out = (dk_out[0], for_dkdv.num_splits * k.numel())
+    calls += [(launch, (*operands, lse, delta, dk_out, dv_out, delta)) for launch in for_dkdv.mains]
     if for_dkdv.reduce is not None:
         calls.append((for_dkdv.reduce, (dk_out, dk, dv)))
     extension.offer(case, (q, k, v, do, o), 10, tuple(scratch), tuple(calls))
