@@ -148,7 +148,25 @@ FP32_TILES = {
 }  # fmt: skip
 
 
+# The same of operands in thirds, from the same compiler's list: (query rows, key rows, warps, stages, programs).
+THIRDS_TILES = {
+    ("dq_thirds", 128): [(64, 32, 4, 2, 1), (64, 16, 4, 2, 1), (64, 32, 4, 1, 1)],
+    ("dkdv_thirds", 128): [(32, 64, 4, 2, 1), (16, 64, 4, 2, 1), (32, 64, 4, 1, 1)],
+    ("dq_thirds", 64): [(128, 64, 8, 2, 1), (64, 64, 4, 2, 1), (64, 64, 4, 1, 2), (64, 32, 4, 2, 2)],
+    ("dkdv_thirds", 64): [(32, 64, 4, 2, 2), (64, 128, 8, 2, 1), (64, 64, 4, 1, 2), (32, 128, 8, 2, 1)],
+}
+
+
+def thirds_tiles(spec):
+    for kernel in ("dq_thirds", "dkdv_thirds"):
+        for block_q, block_k, warps, stages, per_sm in THIRDS_TILES[kernel, spec.width]:
+            tiles = Tiles(block_q, block_k, warps, stages, True, per_sm)
+            yield f"{kernel} {tiles}", lambda kernel=kernel, tiles=tiles: plan.override_tiles(**{kernel: tiles})
+
+
 def attention_fp32_tiles(spec):
+    if spec.passes == "backward":
+        yield from thirds_tiles(spec)
     for kernel in ("forward",) if spec.passes == "forward" else ("dkdv", "dq"):
         for block_q, block_k, warps, stages, products, per_sm, *order in FP32_TILES[kernel, spec.width]:
             tiles = Tiles(block_q, block_k, warps, stages, False, per_sm, 0.0, products, (*order, "late")[0])

@@ -501,6 +501,7 @@ class _BackwardPlan(NamedTuple):
     num_splits: int
     mains: tuple[Launch, ...]
     reduce: Launch | None
+    in_thirds: bool = False
 
     @property
     def main(self):
@@ -543,11 +544,11 @@ def _plan_dq(case, dq_steps):
             case.q, [dq_steps], num_splits, chunk, tile_rows=tiles.block_q, step=tiles.block_k,
             other_rows=case.k.shape[2], from_first=case.is_causal, head_width=case.q.shape[3],
             width=case.width)  # fmt: skip
-        return _BackwardPlan(num_splits, (main,), reduce)
+        return _BackwardPlan(num_splits, (main,), reduce, in_thirds)
     dq = _view_of(case.q, dq_steps)
     if hopper_backward is not None and hopper_backward.takes_dq(case, dq):
         return _BackwardPlan(1, (hopper_backward.dq_launch(case, dq),), None)
-    return _BackwardPlan(1, (launch(case, tiles, 1, chunk, dq_steps),), None)
+    return _BackwardPlan(1, (launch(case, tiles, 1, chunk, dq_steps),), None, in_thirds)
 
 
 def _dq_launch(case, tiles, num_splits, chunk, steps):
@@ -589,11 +590,11 @@ def _plan_dkdv(case, dk_steps, dv_steps, with_dq, grads=3):
             case.k, [dk_steps, dv_steps], num_splits, chunk, tile_rows=tiles.block_k, step=tiles.block_q,
             other_rows=case.q.shape[2], to_last=case.is_causal, head_width=case.q.shape[3],
             width=case.width)  # fmt: skip
-        return _BackwardPlan(num_splits, launches(_part_steps(case.k) * 2), reduce)
+        return _BackwardPlan(num_splits, launches(_part_steps(case.k) * 2), reduce, in_thirds)
     outs = _view_of(case.k, dk_steps), _view_of(case.k, dv_steps)
     if hopper_backward is not None and grads == 3 and not with_dq and hopper_backward.takes_dkdv(case, *outs):
         return _BackwardPlan(1, (hopper_backward.dkdv_launch(case, *outs),), None)
-    return _BackwardPlan(1, launches((*dk_steps, *dv_steps)), None)
+    return _BackwardPlan(1, launches((*dk_steps, *dv_steps)), None, in_thirds)
 
 
 def _dkdv_launch(case, tiles, num_splits, chunk, steps, with_dq, grads):
@@ -657,9 +658,11 @@ def backward(do, q, k, v, o, lse, is_causal, scale, deterministic=True, *, num_s
     if deterministic:
         for_dq = _plan_dq(case, dq.stride()[:3])
         for_dkdv = _plan_dkdv(case, dk.stride()[:3], dv.stride()[:3], False)
-        operands = thirds.cut(case, q, k, v, do, o, delta) if thirds.takes(case) else (q, k, v, do)
-        _run_dq(for_dq, *operands, o, lse, delta, dq)
-        _run_dkdv(for_dkdv, *operands, lse, delta, dk, dv, None)
+        whole = cut = q, k, v, do
+        if for_dq.in_thirds or for_dkdv.in_thirds:
+            cut = thirds.cut(case, *whole, o, delta)
+        _run_dq(for_dq, *(cut if for_dq.in_thirds else whole), o, lse, delta, dq)
+        _run_dkdv(for_dkdv, *(cut if for_dkdv.in_thirds else whole), lse, delta, dk, dv, None)
         if extension.takes(case):
             _offer_backward(case, for_dq, for_dkdv, q, k, v, do, o)
         return dq, dk, dv
@@ -701,18 +704,18 @@ def _offer_backward(case, for_dq, for_dkdv, q, k, v, do, o):
     These are the thirds of q, k, v and do if there are any, and the parts of dq and of dk and dv.
     """
     do_, q_, k_, v_, o_, lse, delta, dq, dk, dv = [(number, 0) for number in range(10)]
-    operands = (q_, k_, v_, do_)
+    whole = cut = (q_, k_, v_, do_)
     scratch, calls = [], []
 
     def temporary(num_floats):
         scratch.append(num_floats)
         return 9 + len(scratch), 0
 
-    if thirds.takes(case):
+    if for_dq.in_thirds or for_dkdv.in_thirds:
         cut = tuple(temporary(x.numel() * 3 // 2) for x in (q, k, v, do))
-        calls.append((thirds.cut_launch(case), (*operands, o_, *cut, delta)))
-        operands = cut
+        calls.append((thirds.cut_launch(case), (*whole, o_, *cut, delta)))
     parts = dq if for_dq.reduce is None else temporary(for_dq.num_splits * q.numel())
+    operands = cut if for_dq.in_thirds else whole
     calls += [(launch, (*operands, o_, lse, delta, parts)) for launch in for_dq.mains]
     if for_dq.reduce is not None:
         calls.append((for_dq.reduce, (parts, dq, dq)))
@@ -720,6 +723,7 @@ def _offer_backward(case, for_dq, for_dkdv, q, k, v, do, o):
     if for_dkdv.reduce is not None:
         dk_out = temporary(2 * for_dkdv.num_splits * k.numel())
         dv_out = (dk_out[0], for_dkdv.num_splits * k.numel())
+    operands = cut if for_dkdv.in_thirds else whole
     calls += [(launch, (*operands, lse, delta, dk_out, dv_out, delta)) for launch in for_dkdv.mains]
     if for_dkdv.reduce is not None:
         calls.append((for_dkdv.reduce, (dk_out, dk, dv)))
