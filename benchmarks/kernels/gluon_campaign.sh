@@ -20,7 +20,7 @@ tests() {  # SECONDS OPTIONS...
   timeout -k 5 "$limit" python3 -m pytest -m gpu -q -p no:cacheprovider "$@" 2>&1 | tee -a "$out/tests.txt" | tail -n 15
 }
 in_use() { tests 100 tests/kernels/test_attention.py \
-  -k "cpp_equals_python or compile_and_second_launch or no_synchronisation or beyond_int32"; }
+  -k "cpp_equals_python or compile_and_second_launch or in_cuda_graphs or no_synchronisation or beyond_int32"; }
 anchors() { PARTS=attention BUDGET=${ANCHORS_BUDGET:-90} WARM=15 benchmarks/kernels_campaign.sh "$out"; }
 
 for part in $parts; do

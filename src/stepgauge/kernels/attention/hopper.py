@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import plan
-from .launching import Launch
+from .launching import Launch, kept_on
 
 CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # a wgmma's, and so a consumer's
@@ -350,8 +350,7 @@ def _turns(device, programs, heads, section, steps):
     dealt = plan.deal_tiles(steps, num_heads=heads, section=section, num_programs=programs)
     begins = itertools.accumulate(map(len, dealt), initial=programs + 1)
     turns = torch.tensor([*begins, *itertools.chain(*dealt), 0], dtype=torch.int32)
-    # From pinned memory, or the host would wait for the copy.
-    return turns if device is None else turns.pin_memory().to(torch.device("cuda", device), non_blocking=True)
+    return turns if device is None else kept_on(device, turns)
 
 
 def launch_of(kernel, case, *, owned, boxes, scalars, constants, deal=None, strides=()):

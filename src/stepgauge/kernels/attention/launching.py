@@ -1,6 +1,7 @@
 """How attention's kernels are launched: the device, the case (all that a launch depends on), and the launch itself."""
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -284,6 +285,24 @@ def case_of(q, k, v, is_causal, scale, num_splits, o=None, do=None):
         q.get_device() if q.is_cuda else None, dtype, of(q), of(k), of(v), is_causal, scale, matmul_precision(dtype),
         plan.overrides(), num_splits, None if o is None else of(o), None if do is None else of(do),
     )  # fmt: skip
+
+
+def kept_on(device, values):
+    """A copy on the GPU that may be kept for good, ready when this returns.
+
+    Made by a thread with a stream of its own: under torch.compile's CUDA graphs what the calling thread allocates is
+    the graph's, which takes it back.
+    """
+
+    def make():
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            made = values.pin_memory().to(torch.device("cuda", device), non_blocking=True)
+            stream.synchronize()
+        return made
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 def stream_of(x):
