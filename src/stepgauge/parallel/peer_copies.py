@@ -11,7 +11,6 @@ averaged while another travels.
 import functools
 import itertools
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -27,18 +26,18 @@ PARTS, MEANS = 0, 1  # the two boxes that a slot has for each peer
 
 
 class Copies:
-    """A message whose copies are being launched by another thread, onto streams of a GPU."""
+    """A message whose copies are under way on streams of a GPU."""
 
-    def __init__(self, device: torch.device, launched: Future[list[torch.cuda.Event]]):
-        self._device, self._launched = device, launched
+    def __init__(self, device: torch.device, ends: Sequence[torch.cuda.Event]):
+        self._device, self._ends = device, ends
 
     def wait(self) -> None:
-        """The current stream waits for the copies, the host only for their launches."""
-        for end in self._launched.result():
+        """The current stream waits for the copies, the host goes on."""
+        for end in self._ends:
             torch.cuda.current_stream(self._device).wait_event(end)
 
     def is_completed(self) -> bool:
-        return self._launched.done() and all(end.query() for end in self._launched.result())
+        return all(end.query() for end in self._ends)
 
 
 class Done:
@@ -53,8 +52,6 @@ class Done:
 class PeerCopies:
     """As `Averager`, within one machine. All ranks launch the same messages in the same order.
 
-    The dozen launches of a piece are made by a thread beside backward's own, which launches too.
-
     Raises ValueError, on every rank, where the ranks cannot write to each other.
     """
 
@@ -67,7 +64,6 @@ class PeerCopies:
         self._memory = peer_memory(boxes * self._box_bytes, device, self.group)
         self._device = device
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(SLOTS)] if device.type == "cuda" else []
-        self._launcher = ThreadPoolExecutor(1, thread_name_prefix="peer-copies")
         self._turns = itertools.cycle(range(SLOTS))
         self._cached_box = functools.cache(self._make_box)
 
@@ -77,7 +73,7 @@ class PeerCopies:
         pieces = message.split(most * self.ranks if owner is None else most)
         if self._streams:
             ready = torch.cuda.current_stream(self._device).record_event()
-            return Copies(self._device, self._launcher.submit(self._launch_pieces, ready, pieces, owner))
+            return Copies(self._device, self._launch_pieces(ready, pieces, owner))
         for piece in pieces:
             self._average(piece, owner, next(self._turns))
         return Done()
