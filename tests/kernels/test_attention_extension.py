@@ -388,17 +388,23 @@ def test_cpp_launches_what_python_launches_in_float32(both, layout, num_splits, 
     assert_same_launches(here, num_splits, more=in_thirds)
 
 
+_MATMULS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+
+
 @contextlib.contextmanager
 def float32_products(setting):
     """As the one or the other of torch's settings makes them."""
-    cuda = torch.backends.cuda.matmul
-    allowed, before = cuda.allow_tf32, cuda.fp32_precision
+    of_all, places = torch.get_float32_matmul_precision(), (torch.backends, *_MATMULS)
+    before = [place.fp32_precision for place in places]
     try:
         setting()
         yield
-    finally:
-        cuda.allow_tf32, torch.backends.fp32_precision = allowed, "none"
-        cuda.fp32_precision = before
+    finally:  # torch refuses to tell a mixture of its older setting and its newer ones
+        torch.backends.fp32_precision = before[0]
+        torch.set_float32_matmul_precision(of_all)
+        for place, precision in zip(_MATMULS, before[1:], strict=True):
+            place.fp32_precision = precision
+        assert torch.get_float32_matmul_precision() == of_all
 
 
 SETTINGS = {

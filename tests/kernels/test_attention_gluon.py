@@ -90,6 +90,12 @@ def test_launch_covers_every_tile(on_hopper):
     assert hopper.forward_launch(case_of(few, few)).grid == (2 * 3, 1, 1)
 
 
+def test_the_deal_is_made_once_and_on_the_host():
+    with torch.device("meta"):  # as someone's default device
+        made = hopper._turns(None, 2, 3, 3, (1, 2, 3))
+    assert made.device.type == "cpu" and hopper._turns(None, 2, 3, 3, (1, 2, 3)) is made
+
+
 def test_it_is_taken_where_it_can_be_and_nobody_chose_otherwise(on_hopper, monkeypatch):
     def kernel_of(q, k=None, **options):
         kernels._plan_forward.cache_clear()

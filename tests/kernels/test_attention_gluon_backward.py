@@ -137,7 +137,7 @@ def test_constants_come_in_the_kernels_order(on_hopper, name, width):
     assert len(names) == {"dq": 8, "dkdv": 9}[name] + len(launch.tail)
 
 
-def test_it_is_taken_where_it_wins_is_asked_for_and_nobody_chose_otherwise(on_hopper, monkeypatch):
+def test_it_is_taken_where_it_wins_and_nobody_chose_otherwise(on_hopper, monkeypatch):
     def in_gluon(q, k=None, do=None, **options):
         forget()
         k = q if k is None else k

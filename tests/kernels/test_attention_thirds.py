@@ -207,6 +207,13 @@ def needs_hopper():
         pytest.skip("needs compute capability 9.0")
 
 
+def test_grids_are_legal_for_long_sequences():
+    """CUDA takes 65,535 blocks in y and z."""
+    q, k = (torch.empty(1, 1, 1, 64).expand(1, 1, length, 64) for length in (128, 5_000_000))
+    case = launching.case_of(q, k, k, True, 0.125, None, o=q, do=q)
+    assert thirds.cut_launch(case).grid == (-(-5_000_000 // thirds._BLOCK), 4, 1)
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)

@@ -21,6 +21,7 @@ from stepgauge.parallel.data_parallel import (
     OverlappedDataParallel,
 )
 from stepgauge.parallel.launch import launch
+from stepgauge.parallel.messages import as_one_message
 from stepgauge.parallel.replicas import DifferentModelsError
 
 WRAPPERS = {
@@ -35,6 +36,16 @@ NETWORKS = ("toy", "transformer", "bert")
 OPTIMIZERS = ("sgd", "adamw")
 CLIP = 0.5
 CASES = [*itertools.product(WRAPPERS, NETWORKS, OPTIMIZERS)]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_that_others_share_are_copied(count):
+    shared = torch.ones(3, 6)  # one row more than is sent: the storage is not all theirs
+    sent = [nn.Parameter(torch.zeros(2, 3)) for _ in range(count)]
+    for parameter, row in zip(sent, shared, strict=False):
+        parameter.grad = row.view(2, 3)
+    as_one_message(sent).zero_()
+    assert shared.eq(1).all() and all(parameter.grad.eq(0).all() for parameter in sent)
 
 
 def test_training_equals_that_of_one_process(two_ranks):

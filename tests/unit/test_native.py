@@ -157,10 +157,13 @@ def test_turns_are_timed_when_the_build_is_done(source, compiler):
     assert native.served() == {"double": "C++"}
 
 
-def test_turns_are_timed_when_the_build_is_done_in_a_forked_process_too(source, compiler):
+@pytest.mark.parametrize("is_building", [False, True])
+def test_turns_are_timed_when_the_build_is_done_in_a_forked_process_too(source, compiler, is_building):
     """As rows are: there a thread that was made before counts as one that has ended."""
     compiler(f'sleep 0.5; exec {COMPILER} "$@"')
     doubled = Doubled(source)
+    if is_building:
+        assert doubled() == 42
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
     process = context.Process(target=served_in_turns, args=(doubled, answers))

@@ -72,7 +72,7 @@ def test_a_spec_without_a_model_is_swept_too():
 
 
 def test_committed_results_are_read_whole():
-    for path in (REPOSITORY / "benchmarks" / "results").glob("*-s*.jsonl"):
+    for path in (REPOSITORY / "benchmarks" / "results").glob("*-st*.jsonl"):
         records = [Record.from_json(line) for line in path.read_text().splitlines()]
         assert records
         assert all(r.environment["torch"] and r.environment["commit"] and r.created for r in records), path

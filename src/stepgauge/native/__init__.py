@@ -38,7 +38,7 @@ class Extension:
         self.problem: str | None = "nothing has asked for it yet"
         self._loading = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._is_asked = self._is_tried = False
+        self._is_asked = self._is_tried = self._is_done = False
         self._counted: tuple[int, int] | None = None
         self._before_it_was_there = 0
 
@@ -62,6 +62,7 @@ class Extension:
                     self._load()
                 except Exception as error:  # Whatever it is, Python does the same work.
                     self.problem = f"{type(error).__name__}: {error}"
+                self._is_done = True
         return self.call is not None
 
     def _load(self) -> None:
@@ -70,6 +71,12 @@ class Extension:
         module = self.imported(self.build())
         self.configure(module)
         self.module, self.call, self.problem = module, getattr(module, self.name), None
+
+    def begin_again(self) -> None:
+        """In a process forked while this one was building: its thread is not there, and may have held the lock."""
+        if not self._is_done:
+            self._loading, self._thread = threading.Lock(), None
+            self._is_asked = self._is_tried = False
 
     def settle(self) -> None:
         if self._thread is not None:
@@ -113,6 +120,14 @@ class Extension:
 
 
 _asked: dict[str, Extension] = {}
+
+
+def _begin_again() -> None:
+    for extension in list(_asked.values()):
+        extension.begin_again()
+
+
+os.register_at_fork(after_in_child=_begin_again)
 
 
 def settle() -> bool:

@@ -25,7 +25,8 @@ def as_one_message(parameters: Sequence[nn.Parameter]) -> Tensor:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if _fill_their_storage(gradients):
         return gradients[0].as_strided((sum(g.numel() for g in gradients),), (1,))
-    flat = _flatten_dense_tensors(gradients)
+    # torch's own flattening leaves a single tensor where it is.
+    flat = _flatten_dense_tensors(gradients) if len(gradients) > 1 else gradients[0].reshape(-1).clone()
     for parameter, view in zip(parameters, _unflatten_dense_tensors(flat, gradients), strict=True):
         parameter.grad = view.data  # a view as autograd knows it would hold `flat` as one more user of the storage
     return flat

@@ -131,10 +131,13 @@ class _Differentiable(torch.autograd.Function):
         o, lse = _below_autograd(keys, *inputs)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # no zeros for lse
         return o, lse
 
     @staticmethod
     def backward(ctx, grad_o, grad_lse):
+        if grad_o is None:
+            return (None,) * 7
         grads = torch.ops.stepgauge.flash_attention_backward(
             grad_o, *ctx.saved_tensors, ctx.is_causal, ctx.scale, ctx.deterministic
         )

@@ -9,7 +9,6 @@ Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width
 the keys of a tile. A ring is (tiles, barriers of what is ready to be read, barriers of what is free to be filled).
 """
 
-import functools
 import itertools
 import math
 import os
@@ -344,12 +343,19 @@ def deal_of(case, owned, steps, *, loop_length):
     return Deal(programs, _turns(case.device, programs, heads, section, tuple(steps)))
 
 
-@functools.cache  # for good: C++ keeps the address
-def _turns(device, programs, heads, section, steps):
+_kept: dict[tuple, torch.Tensor] = {}  # for good: C++ keeps the address
+
+
+def _turns(*key):
+    """The one list of a key, whichever thread makes it first."""
+    return _kept[key] if key in _kept else _kept.setdefault(key, _make_turns(*key))
+
+
+def _make_turns(device, programs, heads, section, steps):
     """Where each program's tiles begin, where the last one's end, then all tiles and one number that is read ahead."""
     dealt = plan.deal_tiles(steps, num_heads=heads, section=section, num_programs=programs)
     begins = itertools.accumulate(map(len, dealt), initial=programs + 1)
-    turns = torch.tensor([*begins, *itertools.chain(*dealt), 0], dtype=torch.int32)
+    turns = torch.tensor([*begins, *itertools.chain(*dealt), 0], dtype=torch.int32, device="cpu")
     return turns if device is None else kept_on(device, turns)
 
 

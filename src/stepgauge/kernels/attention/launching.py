@@ -287,6 +287,11 @@ def case_of(q, k, v, is_causal, scale, num_splits, o=None, do=None):
     )  # fmt: skip
 
 
+@functools.cache
+def _stream_for_copies(device):
+    return torch.cuda.Stream(device)
+
+
 def kept_on(device, values):
     """A copy on the GPU that may be kept for good, ready when this returns.
 
@@ -295,7 +300,7 @@ def kept_on(device, values):
     """
 
     def make():
-        stream = torch.cuda.Stream(device)
+        stream = _stream_for_copies(device)
         with torch.cuda.device(device), torch.cuda.stream(stream):
             made = values.pin_memory().to(torch.device("cuda", device), non_blocking=True)
             stream.synchronize()

@@ -337,7 +337,7 @@ _SM90_FP32 = {
 }  # fmt: skip
 
 
-# Operands in thirds (thirds.py), by head width: those of the compiler's list that spill nothing. Not timed yet.
+# Operands in thirds (thirds.py), by head width: those that the compiler spills nothing of. Not timed beside others.
 _SM90_THIRDS = {
     "dq_thirds": {64: Tiles(128, 64, 8, 2, True), 128: Tiles(64, 32, 4, 2, True)},
     "dkdv_thirds": {64: Tiles(32, 64, 4, 2, True, 2), 128: Tiles(32, 64, 4, 2, True)},

@@ -44,11 +44,12 @@ def _cut_rows(
 ):  # fmt: skip
     num_rows = tl.where(head < all_heads, num_rows, 0)
     rows = _load_rows(x, head // num_heads, head % num_heads, row, x_b, x_h, x_t, num_rows, D, BLOCK, D, False, True)
-    third = all_heads.to(tl.int64) * num_rows * D
+    step = tl.cast(num_rows, tl.int64) * D
+    third = all_heads * step
     upper, middle, lower = _cut(rows)
-    _store_rows(x3, upper, 0, head, row, third, num_rows * D, D, num_rows, D, BLOCK, D)
-    _store_rows(x3, middle, 1, head, row, third, num_rows * D, D, num_rows, D, BLOCK, D)
-    _store_rows(x3, lower, 2, head, row, third, num_rows * D, D, num_rows, D, BLOCK, D)
+    _store_rows(x3, upper, 0, head, row, third, step, D, num_rows, D, BLOCK, D)
+    _store_rows(x3, middle, 1, head, row, third, step, D, num_rows, D, BLOCK, D)
+    _store_rows(x3, lower, 2, head, row, third, step, D, num_rows, D, BLOCK, D)
     return rows
 
 
@@ -56,11 +57,11 @@ def _cut_rows(
 def cut_kernel(
     q, k, v, do, o, q3, k3, v3, do3, delta,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, o_b, o_h, o_t,
-    num_heads, all_heads, num_queries, num_kv_heads, all_kv_heads, num_keys,
+    num_heads, all_heads, num_queries, num_kv_heads, all_kv_heads, num_keys, num_tiles,
     D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The thirds of q, k, v and do, and delta = rowsum(o * do)."""
-    head, row, which = tl.program_id(0), tl.program_id(1) * BLOCK, tl.program_id(2)
+    head, row, which = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles * BLOCK, tl.program_id(1)
     if which == 0:
         _cut_rows(q, q3, head, row, q_b, q_h, q_t, num_heads, all_heads, num_queries, D, BLOCK)
     elif which == 1:
@@ -233,12 +234,12 @@ def cut_launch(case):
     """The launch on q, k, v, do, o, their thirds without o's, and delta."""
     batch, num_heads, num_queries, head_width = case.q.shape
     num_kv_heads, num_keys = case.k.shape[1:3]
-    rows = max(num_queries, num_keys)
+    num_tiles = triton.cdiv(max(num_queries, num_keys), _BLOCK)
     return Launch(
         cut_kernel,
-        (batch * num_heads, triton.cdiv(rows, _BLOCK), 4),
+        (batch * num_heads * num_tiles, 4, 1),
         (*case.q.steps, *case.k.steps, *case.v.steps, *case.do.steps, *case.o.steps,
-         num_heads, batch * num_heads, num_queries, num_kv_heads, batch * num_kv_heads, num_keys),
+         num_heads, batch * num_heads, num_queries, num_kv_heads, batch * num_kv_heads, num_keys, num_tiles),
         {"D": head_width, "BLOCK": _BLOCK},
     )  # fmt: skip
 
