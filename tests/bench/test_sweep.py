@@ -144,7 +144,13 @@ def test_the_same_thing_asked_twice_is_measured_once(tmp_path):
 def test_an_interrupt_during_a_row_ends_it_and_keeps_the_others(tmp_path):
     command = [sys.executable, "-m", "stepgauge", "bench", "step", "--size", "nano", "--device", "cpu", "--context"]
     command += ["16", "--seconds", "0,60", "--steps", "1", "--warmup", "0", "--out", str(tmp_path)]
-    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    run = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
+    )
     assert wait_for(lambda: (tmp_path / "records.jsonl").exists() and RunStore(tmp_path).read().records)
     time.sleep(0.5)
     os.killpg(run.pid, signal.SIGINT)
