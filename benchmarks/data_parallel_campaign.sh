@@ -5,10 +5,7 @@
 # STEPS make it small enough to try on a CPU. Needs an installed stepgauge, or PYTHONPATH=src.
 set -uo pipefail
 known="tests bf16 copies traces contention buckets fp32 sizes gloo"
-wanted=${PARTS:-$known}
-for name in $wanted; do
-  [[ " $known " == *" $name "* ]] || { echo "PARTS has $name; choose from $known" >&2; exit 2; }
-done
+. "$(dirname "$0")/parts.sh"
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 limit=${SECONDS_LEFT:-470}
 device=${DEVICE:-cuda} ranks=${RANKS:-2} size=${SIZE:-2.7b} steps=${STEPS:-10}
@@ -21,7 +18,7 @@ trap 'rm -rf "$work"' EXIT
 run() {
   local name=$1 most=$2 left=$((limit - SECONDS))
   shift 2
-  [[ " $wanted " == *" $name "* ]] || return
+  chosen "$name" || return
   ((left > 10)) || { echo "$name: no time left" | tee -a "$out/log.txt" >&3; return; }
   timeout "$((most < left ? most : left))" "$@"
   echo "$name: status $?, $SECONDS s so far" | tee -a "$out/log.txt" >&3

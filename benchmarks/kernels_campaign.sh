@@ -6,15 +6,12 @@
 # Needs an installed stepgauge, or PYTHONPATH=src; peers that are importable join. Writes OUT/{step,kernels,op}.jsonl,
 # OUT/tables.txt and OUT/{study,op}.html. Each row is named as it is done, with the seconds since the start.
 set -uo pipefail
+BUDGET=${BUDGET:-470}
 known="linear-cross-entropy attention rms-norm adamw step heads batch norm-layers op"
-parts=" ${PARTS:-$known} "
-for name in $parts; do
-  [[ " $known " = *" $name "* ]] || { echo "PARTS names '$name'; choose from $known" >&2; exit 2; }
-done
+. "$(dirname "$0")/parts.sh"
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-end=$((SECONDS + ${BUDGET:-470}))
 device=${DEVICE:-cuda}
 declare -A shape=()
 if [ "${TRIAL:-}" ]; then  # everything on small shapes: whether it runs, on any machine
@@ -22,21 +19,16 @@ if [ "${TRIAL:-}" ]; then  # everything on small shapes: whether it runs, on any
          [linear-cross-entropy]="--tokens 64 --width 64 --vocabulary 256" [adamw]="--layers 1 --width 16")
 fi
 
-chosen() { [[ "$parts" = *" $1 "* ]]; }
 stamped() { while IFS= read -r line; do echo "$(printf %4d $SECONDS) s  $line"; done; }
 
-# timed SECONDS COMMAND...: no longer than that, and no longer than what is left; its failure is not the end.
-timed() {
-  local limit=$1 left=$((end - SECONDS)); shift
-  [ "$left" -gt 5 ] || { echo "no time left for: $*"; return; }
-  echo "== $* ($SECONDS s)"
-  timeout -k 5 $((limit < left ? limit : left)) python3 -m stepgauge "$@" 2> >(stamped) >>"$out/tables.txt" \
-    || echo "ended with $?"
+stepgauge() {  # SECONDS OPTIONS...: tables go to a file, what is said to the screen
+  local limit=$1; shift
+  timed "$limit" python3 -m stepgauge "$@" 2> >(stamped) >>"$out/tables.txt"
 }
 kernel() {  # PART SECONDS GRID OPERATION OPTIONS...: rows of one grid
   local name=$1 limit=$2 grid=$3 op=$4; shift 4
   chosen "$name" || return 0
-  timed "$limit" bench kernel "$op" --grid "$grid" --device "$device" --out "$work/kernel-$name" "$@" ${shape[$op]:-}
+  stepgauge "$limit" bench kernel "$op" --grid "$grid" --device "$device" --out "$work/kernel-$name" "$@" ${shape[$op]:-}
   cat "$work"/kernel-*/records.jsonl >"$out/kernels.jsonl" 2>/dev/null
 }
 
@@ -61,7 +53,7 @@ kernel attention 70 anchors attention --seconds 0.1
 kernel rms-norm 65 anchors rms-norm --seconds 0.1
 kernel adamw 20 anchors adamw --seconds 0.1
 if chosen step; then
-  timed 120 study --only fused-step --device "$device" --out "$work/study"
+  stepgauge 120 study --only fused-step --device "$device" --out "$work/study"
   cp "$work/study/records.jsonl" "$out/step.jsonl" 2>/dev/null
   python3 -m stepgauge report "$work/study" >/dev/null && cp "$work/study/report.html" "$out/study.html"
 fi
@@ -71,9 +63,9 @@ kernel heads 60 attention-heads attention --dtype bf16 --seconds 0.05 --width 64
 kernel batch 60 attention-batch attention --peers eager efficient --seconds 0.03 --sequence 1024 4096 16384
 kernel norm-layers 30 norm-layers rms-norm --seconds 0.05
 if chosen op; then
-  timed 25 bench op examples/softmax.py:softmax --device "$device" --out "$work/op"
+  stepgauge 25 bench op examples/softmax.py:softmax --device "$device" --out "$work/op"
   cp "$work/op/report.html" "$out/op.html" 2>/dev/null
-  [ "$device" = cuda ] && timed 90 bench op examples/saxpy.cu --device "$device" --out "$work/op-cu"
+  [ "$device" = cuda ] && stepgauge 90 bench op examples/saxpy.cu --device "$device" --out "$work/op-cu"
   cat "$work"/op*/records.jsonl >"$out/op.jsonl" 2>/dev/null
 fi
 echo "done at $SECONDS s"

@@ -12,16 +12,12 @@
 # Writes OUT/tests.txt, OUT/{rows,before,heads,narrow,long}.jsonl, OUT/tables.txt and OUT/tiles-*/sweep.jsonl.
 set -uo pipefail
 known="tests rows before heads narrow long tiles"
-parts=" ${PARTS:-$known} "
-for name in $parts; do
-  [[ " $known " = *" $name "* ]] || { echo "PARTS names '$name'; choose from $known" >&2; exit 2; }
-done
 cd "$(dirname "$0")/../.."
+. benchmarks/parts.sh
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
-end=$((SECONDS + ${BUDGET:-540}))
 device=${DEVICE:-cuda}
 shape="--batch 8 --heads 1 --sequence 4096 --width 128 64 --causal false true"
 lengths="512 2048 8192 32768" seconds=0.05
@@ -31,13 +27,6 @@ if [ "${TRIAL:-}" ]; then  # everything on small shapes: whether it runs, on any
   lengths=32 seconds=0 long="--batch 1 --heads 2 --sequence 32 --width 64" tiles="--field sequence=32"
 fi
 
-chosen() { [[ "$parts" = *" $1 "* ]]; }
-timed() {  # SECONDS COMMAND...: no longer than that and than what is left; its failure is not the end
-  local limit=$1 left=$((end - SECONDS)); shift
-  [ "$left" -gt 5 ] || { echo "no time left for: $*"; return; }
-  echo "== $* ($SECONDS s)"
-  timeout -k 5 $((limit < left ? limit : left)) "$@" || echo "ended with $?"
-}
 rows() {  # SECONDS NAME OPTIONS...: rows of one run
   local limit=$1 name=$2; shift 2
   timed "$limit" python3 -m stepgauge bench kernel attention "$@" --seconds "$seconds" --device "$device" \

@@ -7,11 +7,8 @@
 # Writes OUT/PART/tests.txt and what kernels_campaign.sh writes; OUT/forward/forward_by_tiles.{jsonl,txt}.
 set -uo pipefail
 known="backward forward"
-parts=" ${PARTS:-$known} "
-for name in $parts; do
-  [[ " $known " = *" $name "* ]] || { echo "PARTS names '$name'; choose from $known" >&2; exit 2; }
-done
 cd "$(dirname "$0")/../.."
+. benchmarks/parts.sh
 root=$(mkdir -p "$1" && cd "$1" && pwd)
 export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
 

@@ -8,16 +8,13 @@
 # Writes OUT/tests.txt, OUT/host.{json,txt}, OUT/{step,heads}.jsonl and OUT/tables.txt.
 set -uo pipefail
 known="tests host step heads"
-parts=" ${PARTS:-$known} "
-for name in $parts; do
-  [[ " $known " = *" $name "* ]] || { echo "PARTS names '$name'; choose from $known" >&2; exit 2; }
-done
 cd "$(dirname "$0")/../.."
+BUDGET=${BUDGET:-420}
+. benchmarks/parts.sh
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
-end=$((SECONDS + ${BUDGET:-420}))
 device=${DEVICE:-cuda}
 step="--size small --batch 4 --context 512 --precision bf16 --compile on --steps 100 --seconds 3"
 lengths="128 256 512 1024 2048" widths="64 128 16 32" seconds=0.03
@@ -26,13 +23,6 @@ if [ "${TRIAL:-}" ]; then  # everything on small shapes: whether it runs, on any
   lengths=32 widths=16 seconds=0
 fi
 
-chosen() { [[ "$parts" = *" $1 "* ]]; }
-timed() {  # SECONDS COMMAND...: no longer than that and than what is left; its failure is not the end
-  local limit=$1 left=$((end - SECONDS)); shift
-  [ "$left" -gt 5 ] || { echo "no time left for: $*"; return; }
-  echo "== $* ($SECONDS s)"
-  timeout -k 5 $((limit < left ? limit : left)) "$@" || echo "ended with $?"
-}
 rows() {  # SECONDS NAME COMMAND...: rows of one run
   local limit=$1 name=$2; shift 2
   timed "$limit" python3 -m stepgauge "$@" --device "$device" --out "$work/$name" 2>&1 | tee -a "$out/tables.txt"

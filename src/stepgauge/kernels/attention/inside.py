@@ -47,6 +47,23 @@ def _query_program(
 
 
 @triton.jit
+def _key_program(
+    num_tiles, num_heads, all_kv_heads, num_queries, section, chunk,
+    IS_CAUSAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(first column, key head, batch, its key head, split, first query, end of queries) of a tile of keys."""
+    tile, head = _locate(tl.program_id(0), num_tiles, all_kv_heads, section)
+    split = tl.program_id(1)
+    col = tile * BLOCK_N
+    first = split * chunk
+    last = tl.minimum(first + chunk, num_queries)
+    if IS_CAUSAL:
+        first = tl.maximum(first, (col // BLOCK_M) * BLOCK_M)
+    num_kv_heads = num_heads // GROUP
+    return col, head, head // num_kv_heads, head % num_kv_heads, split, first, last
+
+
+@triton.jit
 def _end_of_whole_tiles(first, last, row, IS_CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
     """Up to there tiles need no mask: every key of theirs exists and is seen by the first row."""
     whole = (last // BLOCK_N) * BLOCK_N

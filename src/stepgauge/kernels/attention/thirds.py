@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .inside import _COUNTS, LOG2_E, _load_numbers, _load_rows, _locate, _query_program, _store_rows
+from .inside import _COUNTS, LOG2_E, _key_program, _load_numbers, _load_rows, _query_program, _store_rows
 from .launching import Launch, TensorDescriptor, View, stream_of
 
 OPT_OUT = "STEPGAUGE_THIRDS"
@@ -160,16 +160,12 @@ def dkdv_kernel(
     BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, GRADS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """dv = P^T do and dk = scale (P * (do v^T - delta))^T q for one tile of keys and one chunk of the queries."""
-    tile, head = _locate(tl.program_id(0), num_tiles, all_kv_heads, section)
-    split = tl.program_id(1)
-    col = tile * BLOCK_N
-    first = split * chunk
-    last = tl.minimum(first + chunk, num_queries)
-    if IS_CAUSAL:
-        first = tl.maximum(first, (col // BLOCK_M) * BLOCK_M)
-        if SPLIT:  # noqa: SIM102 - part 0 is written in any case: with zeros, if no query sees this tile
-            if first >= last and split != 0:
-                return
+    col, head, b, h, split, first, last = _key_program(
+        num_tiles, num_heads, all_kv_heads, num_queries, section, chunk, IS_CAUSAL, GROUP, BLOCK_M, BLOCK_N
+    )
+    if IS_CAUSAL and SPLIT:  # noqa: SIM102 - part 0 is written in any case: with zeros, if no query sees this tile
+        if first >= last and split != 0:
+            return
     cols_N = col + tl.arange(0, BLOCK_N)
     local_M = tl.arange(0, BLOCK_M)
     k_ND = _load_thirds(k3, head, col, k_third, num_keys, BLOCK_N, D, USE_TMA)
@@ -198,8 +194,6 @@ def dkdv_kernel(
             dk_ND += _multiply(_cut(p_NM * (dp_NM - delta_M[None, :])), q_MD)
     dk += tl.cast(split, tl.int64) * part
     dv += tl.cast(split, tl.int64) * part
-    num_kv_heads = num_heads // GROUP
-    b, h = head // num_kv_heads, head % num_kv_heads
     if GRADS != 1:
         _store_rows(dk, dk_ND * scale, b, h, col, dk_b, dk_h, dk_t, num_keys, D, BLOCK_N, D)
     if GRADS != 2:

@@ -20,9 +20,9 @@ from .inside import (
     _COUNTS,
     LOG2_E,
     _end_of_whole_tiles,
+    _key_program,
     _load_numbers,
     _load_rows,
-    _locate,
     _query_program,
     _store_rows,
 )
@@ -313,19 +313,12 @@ def dkdv_kernel(
     WITH_DQ also adds this tile's share of dq to an fp32 buffer: five products instead of seven in the whole backward,
     at the price of an order of summation that changes from run to run.
     """
-    tile, head = _locate(tl.program_id(0), num_tiles, all_kv_heads, section)
-    split = tl.program_id(1)
-    col = tile * BLOCK_N
-    first = split * chunk
-    last = tl.minimum(first + chunk, num_queries)
-    if IS_CAUSAL:
-        first = tl.maximum(first, (col // BLOCK_M) * BLOCK_M)
-        if SPLIT:  # noqa: SIM102 - part 0 is written in any case: with zeros, if no query sees this tile
-            if first >= last and split != 0:
-                return
-    num_kv_heads = num_heads // GROUP
-    b = head // num_kv_heads
-    kv_h = head % num_kv_heads
+    col, _, b, kv_h, split, first, last = _key_program(
+        num_tiles, num_heads, all_kv_heads, num_queries, section, chunk, IS_CAUSAL, GROUP, BLOCK_M, BLOCK_N
+    )
+    if IS_CAUSAL and SPLIT:  # noqa: SIM102 - part 0 is written in any case: with zeros, if no query sees this tile
+        if first >= last and split != 0:
+            return
     k_ND = _load_rows(k, b, kv_h, col, k_b, k_h, k_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, True)
     v_ND = _load_rows(v, b, kv_h, col, v_b, v_h, v_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, True)
     dk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
