@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python benchmarks/bucket_host_time.py [OUT.jsonl]
 
-216 gradients of 8 × 8, backward and synchronisation on a CPU: the least of 40 steps of each plan, less the step with all
-gradients in one bucket, over the number of buckets. One JSON line, printed and added to OUT.
+216 gradients of 8 × 8, backward and synchronisation on a CPU: the least of 35 steps of each plan, less that of the plan
+with all gradients in one bucket, over how many buckets more there are. One JSON line, printed and added to OUT.
 """
 
 import json

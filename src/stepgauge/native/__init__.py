@@ -4,8 +4,9 @@ An autograd function in Python with its launches costs 50 to 150 µs of host tim
 An ``Extension`` holds one C++ file that does the same: ``call`` is its function once it is there, None before; it
 returns None for whatever it leaves to Python. The first call that could go there asks for it, and a thread builds it or
 loads it from the cache: nothing waits for that but what measures (``settle``). Without a C++ compiler, or with
-``STEPGAUGE_EXTENSION=0``, ``call`` stays None and ``problem`` says why. Beside it, launch.py and launch.h launch compiled
-Triton kernels by address, from Python and from C++.
+``STEPGAUGE_EXTENSION=0``, ``call`` stays None and ``problem`` says why.
+
+Beside it, launch.py and launch.h launch compiled Triton kernels by address, from Python and from C++.
 """
 
 import contextlib
