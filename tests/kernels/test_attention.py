@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -585,6 +586,34 @@ def test_interp_strided_inputs(interpreter, poisoned):
     for value, expected in zip(got, float64_reference(q, k, v, grad_o, True), strict=True):
         assert relative(value, expected) < 2e-6
     assert got[0].transpose(1, 2).is_contiguous()  # o in q's order of dimensions: no copy before the next projection
+
+
+def test_inductor_hands_views_over_as_they_lie(monkeypatch):
+    """Heads of one rotated projection, as models make them: no copy into the strides that a chunk of it had."""
+    from torch._inductor.utils import run_and_get_code
+
+    def forward(q, k, v, is_causal, scale):
+        o, lse = attention(q, k, v, is_causal=is_causal, scale=scale)
+        return torch.empty_like(q).copy_(o), lse
+
+    def backward(grad_o, q, k, v, o, lse, is_causal, scale, deterministic):
+        return tuple(torch.empty_like(x).copy_(grad_o) for x in (q, k, v))
+
+    def model(x):
+        q, k, v = (2 * x.unflatten(-1, (12, 16))).transpose(1, 2).sin().chunk(3, dim=1)
+        return flash_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+
+    monkeypatch.setattr(package, "_kernels", lambda: SimpleNamespace(forward=forward, backward=backward))
+    monkeypatch.setattr(package, "_has_kernels", lambda device: True)
+    x = torch.randn(2, 32, 192, requires_grad=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        y, codes = run_and_get_code(lambda: torch.compile(model)(x))
+        _, more = run_and_get_code(lambda: y.sum().backward())
+    code = "".join(codes + more)
+    assert "stepgauge.flash_attention_backward" in code
+    for size, strides in re.findall(r"= empty_strided_cpu\(\((.*?)\), \((.*?)\)", code):
+        size, strides = (list(map(int, numbers.strip(",").split(","))) for numbers in (size, strides))
+        assert sum((n - 1) * step for n, step in zip(size, strides, strict=True)) + 1 == math.prod(size)
 
 
 @needs_triton

@@ -165,13 +165,17 @@ def _below_autograd(keys, *inputs):
 # Defined on the library itself: the Python layers of torch.library.custom_op and register_autograd cost a call more
 # host time than C++ needs for all of it.
 _LIBRARY = torch.library.Library("stepgauge", "FRAGMENT")
+# What is returned depends on the order of an input's dimensions alone: Inductor need not copy views into their strides.
+_LAYOUT = (torch.Tag.needs_fixed_stride_order,)
 _LIBRARY.define(
     "flash_attention(Tensor q, Tensor k, Tensor v, bool is_causal, float scale, bool deterministic)"
-    " -> (Tensor o, Tensor lse)"
+    " -> (Tensor o, Tensor lse)",
+    tags=_LAYOUT,
 )
 _LIBRARY.define(
     "flash_attention_backward(Tensor grad_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, bool is_causal,"
-    " float scale, bool deterministic) -> (Tensor, Tensor, Tensor)"
+    " float scale, bool deterministic) -> (Tensor, Tensor, Tensor)",
+    tags=_LAYOUT,
 )
 for _key in ("CUDA", "CPU"):
     _LIBRARY.impl("flash_attention", _forward, _key)
