@@ -20,6 +20,7 @@ from stepgauge.kernels.attention import triton as kernels  # noqa: E402
 from stepgauge.native.launch import plain_launch  # noqa: E402
 
 WIDTHS = tuple(hopper.NUM_STAGES)
+NARROWER = (40, 80, 120)  # than a tile
 
 
 def case_of(q, k, *, is_causal=True, num_splits=None):
@@ -43,7 +44,7 @@ def built(width, dtype=torch.bfloat16, is_causal=True):
     return launch, build(launch, q, k, k, q, torch.empty(q.shape[:3]))
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", (*WIDTHS, 80))
 @pytest.mark.parametrize("dtype, is_causal", [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)])
 def test_builds_without_spills_in_a_loop(on_hopper, width, dtype, is_causal, tmp_path):
     assert_no_spills_in_a_loop(built(width, dtype, is_causal)[1], tmp_path)
@@ -112,7 +113,8 @@ def test_it_is_taken_where_it_can_be_and_nobody_chose_otherwise(on_hopper, monke
     odd = torch.empty(4, 16, 512, 68, dtype=torch.bfloat16)[..., 2:66]
     assert kernel_of(q, odd) is kernels.forward_kernel
     assert kernel_of(q.float()) is kernels.forward_kernel
-    assert kernel_of(torch.empty(4, 16, 512, 80, dtype=torch.bfloat16)) is kernels.forward_kernel
+    assert kernel_of(torch.empty(4, 16, 512, 80, dtype=torch.bfloat16)) is hopper.forward_kernel
+    assert kernel_of(torch.empty(4, 16, 512, 32, dtype=torch.bfloat16)) is kernels.forward_kernel
     assert kernel_of(q, num_splits=1) is kernels.forward_kernel
     with plan.override_tiles(forward=plan.Tiles(64, 64, 4, 2)):
         assert kernel_of(q) is kernels.forward_kernel
@@ -173,7 +175,7 @@ def check(q, k, v, is_causal):
 @needs_hopper
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", hopper.DTYPES)
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", (*WIDTHS, 80))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gpu_equals_float64(case, width, dtype, is_causal, poisoned):
     check(*make(*case, width, dtype), is_causal)
@@ -181,7 +183,7 @@ def test_gpu_equals_float64(case, width, dtype, is_causal, poisoned):
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", WIDTHS + NARROWER)
 def test_gpu_views(width, poisoned):
     check(*make(2, 3, 3, 513, 511, width, torch.bfloat16, layout="BTHD"), True)
     fused = torch.randn(2, 640, 3, 4, width, device="cuda").bfloat16()

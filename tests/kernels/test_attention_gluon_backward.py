@@ -28,6 +28,7 @@ from stepgauge.kernels.attention import triton as kernels  # noqa: E402
 from stepgauge.native.launch import plain_launch  # noqa: E402
 
 WIDTHS = tuple(hopper_backward.DKDV_STAGES)
+NARROWER = (40, 80, 120)  # than a tile
 KERNELS = [("dq", width) for width in hopper_backward.DQ_STAGES] + [("dkdv", width) for width in WIDTHS]
 GLUON = {"dq": hopper_backward.dq_kernel, "dkdv": hopper_backward.dkdv_kernel}
 BF16 = torch.bfloat16
@@ -68,7 +69,7 @@ def built(name, width, dtype=BF16, is_causal=True):
     return launch, build(launch, q, k, k, q, row, row, k, k, row)
 
 
-@pytest.mark.parametrize("name, width", KERNELS)
+@pytest.mark.parametrize("name, width", [*KERNELS, ("dq", 80), ("dkdv", 80)])
 @pytest.mark.parametrize("dtype, is_causal", [(BF16, True), (BF16, False), (torch.float16, True)])
 def test_builds_without_spills_in_a_loop(on_hopper, name, width, dtype, is_causal, tmp_path):
     assert_no_spills_in_a_loop(built(name, width, dtype, is_causal)[1], tmp_path)
@@ -158,7 +159,8 @@ def test_it_is_taken_where_it_wins_and_nobody_chose_otherwise(on_hopper, monkeyp
     summed = torch.empty(1, dtype=BF16).expand(4, 16, 512, 128)  # a gradient as o.sum() gives it
     assert in_gluon(q, odd) == in_gluon(q, do=summed) == set()
     assert in_gluon(q.float()) == in_gluon(q, num_splits=1) == in_gluon(q[:2]) == set()
-    assert in_gluon(torch.empty(4, 16, 512, 80, dtype=BF16)) == set()
+    assert in_gluon(torch.empty(4, 16, 512, 80, dtype=BF16)) == {"dq", "dkdv"}
+    assert in_gluon(torch.empty(4, 16, 512, 32, dtype=BF16)) == set()
     with plan.override_tiles(dq=plan.Tiles(64, 64, 4, 2)):
         assert in_gluon(q) == set()
     with monkeypatch.context() as patch:
@@ -265,14 +267,14 @@ def names_of_gluon(q, k, v, do, o, is_causal):
 
 
 def expected(width):
-    return tuple(name for name, each in KERNELS if each == width)
+    return tuple(name for name, each in KERNELS if each == plan.block_width(width))
 
 
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", hopper.DTYPES)
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", (*WIDTHS, 80))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gpu_equals_float64(case, width, dtype, is_causal, poisoned, of_any_size):
     check(*make(*case, width, dtype), is_causal, expected(width))
@@ -280,7 +282,7 @@ def test_gpu_equals_float64(case, width, dtype, is_causal, poisoned, of_any_size
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", WIDTHS + NARROWER)
 def test_gpu_views(width, poisoned, of_any_size):
     check(*make(2, 3, 3, 513, 511, width, BF16, layout="BTHD"), True, expected(width))
     fused = torch.randn(2, 640, 4, 4, width, device="cuda").bfloat16()

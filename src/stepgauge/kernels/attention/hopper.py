@@ -5,8 +5,9 @@ engine; each of two consumers owns 64 query rows and lets the scores of the next
 while it exponentiates. There is one program a multiprocessor, which fetches its next tile while it finishes this one.
 What it computes is `forward_kernel` of triton.py; why it is written so is in docs/kernels/attention.md.
 
-Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width; M the 64 query rows of a consumer, N
-the keys of a tile. A ring is (tiles, barriers of what is ready to be read, barriers of what is free to be filled).
+Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width of a tile: the tensors' may be smaller,
+the copy engine reads zeros beyond it and writes nothing there; M the 64 query rows of a consumer, N the keys of a tile.
+A ring is (tiles, barriers of what is ready to be read, barriers of what is free to be filled).
 """
 
 import itertools
@@ -35,7 +36,7 @@ ROWS = gl.constexpr(64)  # a wgmma's, and so a consumer's
 TILE_ROWS = gl.constexpr(CONSUMERS.value * ROWS.value)
 BLOCK_N = gl.constexpr(128)
 Q_STAGES = gl.constexpr(2)  # tiles of queries of each consumer
-NUM_STAGES = {64: 3, 128: 2}  # tiles of keys, and of values, by head width: at 128 shared memory holds no more
+NUM_STAGES = {64: 3, 128: 2}  # tiles of keys, and of values, by a tile's width: at 128 shared memory holds no more
 # Registers of a thread as launched, of a consumer's and of the producer's: they move within 64 Ki a program.
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, gl.constexpr(240), gl.constexpr(24)
 LN_2 = gl.constexpr(math.log(2.0))
@@ -291,7 +292,11 @@ IS_KNOWN = triton.__version__.startswith(("3.6.", "3.8."))
 def takes(case):
     """Whether the forward is the one written here."""
     views = (case.q, case.k, case.v, case.o)
-    return case.q.shape[3] in NUM_STAGES and can_run(case, *views) and fills_chip(case, case.q)
+    return tile_width(case) in NUM_STAGES and can_run(case, *views) and fills_chip(case, case.q)
+
+
+def tile_width(case):
+    return plan.block_width(case.q.shape[3])
 
 
 def can_run(case, *views):
@@ -318,7 +323,7 @@ def forward_launch(case):
     return launch_of(
         forward_kernel, case, owned=case.q, deal=deal_of(case, case.q, steps, loop_length=case.k.shape[2]),
         boxes=((0, case.q, ROWS), (1, case.k, BLOCK_N), (2, case.v, BLOCK_N), (3, case.o, ROWS)),
-        scalars=(case.scale * math.log2(math.e),), constants={"STAGES": NUM_STAGES[case.q.shape[3]]},
+        scalars=(case.scale * math.log2(math.e),), constants={"STAGES": NUM_STAGES[tile_width(case)]},
     )  # fmt: skip
 
 
@@ -364,7 +369,7 @@ def launch_of(kernel, case, *, owned, boxes, scalars, constants, deal=None, stri
 
     boxes: (position, view, rows of the box). The kernel's numbers are `strides`, what is counted here, and `scalars`.
     """
-    batch, num_heads, _, head_width = owned.shape
+    batch, num_heads = owned.shape[:2]
     num_tiles = _tiles_of_head(owned)
     return Launch(
         kernel,
@@ -372,7 +377,7 @@ def launch_of(kernel, case, *, owned, boxes, scalars, constants, deal=None, stri
         (*([deal.turns] if deal else []), *strides, num_heads, case.group, case.q.shape[2], case.k.shape[2], num_tiles,
          *scalars),
         {"IS_CAUSAL": case.is_causal, **constants},
-        boxes=tuple((position, view, [1, 1, rows.value, head_width]) for position, view, rows in boxes),
+        boxes=tuple((position, view, [1, 1, rows.value, tile_width(case)]) for position, view, rows in boxes),
         options={"num_warps": 4, "maxnreg": REGISTERS},
         describe=_describe,
     )  # fmt: skip

@@ -38,10 +38,11 @@ from .hopper import (
     deal_of,
     fills_chip,
     launch_of,
+    tile_width,
 )
 
 BLOCK = gl.constexpr(64)  # rows of a tile of what is looped over
-DQ_STAGES = {128: 3}  # tiles of keys and values; at 64 the portable dq is the faster one
+DQ_STAGES = {128: 3}  # tiles of keys and values, by their width; at 64 the portable dq is the faster one
 DKDV_STAGES = {64: 4, 128: 2}  # tiles of queries and their gradients
 KV_STAGES = gl.constexpr(2)  # tiles of keys and values that each consumer of dkdv owns: it has the next one's early
 LOG2_E = gl.constexpr(math.log2(math.e))
@@ -132,7 +133,7 @@ def _dq_steps(
 
 
 @gluon.jit
-def _consume_dq(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr):
+def _consume_dq(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_WIDTH: gl.constexpr):
     """Consumer INDEX: dq, and delta on the way, of its 64 rows of this program's tile of queries."""
     o, o_strides, lse, delta, dq, rings, number, sizes, scale_log2, scale = work
     q_tiles, do_tiles, q_ready, k_tiles, _, _, _ = rings
@@ -151,8 +152,10 @@ def _consume_dq(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr):
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, D_LAYOUT))
     cols = gl.arange(0, D, gl.SliceLayout(0, D_LAYOUT))
     head_of_o = o + b.to(gl.int64) * o_strides[0] + h.to(gl.int64) * o_strides[1] + row.to(gl.int64) * o_strides[2]
-    o_MD = gl.load(head_of_o + ((rows - row) * o_strides[2])[:, None] + cols[None, :],
-                   mask=(rows < num_queries)[:, None], other=0.0)  # fmt: skip
+    exists_MD = (rows < num_queries)[:, None]
+    if HEAD_WIDTH < D:
+        exists_MD = exists_MD & (cols < HEAD_WIDTH)[None, :]
+    o_MD = gl.load(head_of_o + ((rows - row) * o_strides[2])[:, None] + cols[None, :], mask=exists_MD, other=0.0)
     mbarrier.wait(q_ready.index(INDEX), 0)
     q_MD, do_MD = _rows(q_tiles.index(INDEX)), _rows(do_tiles.index(INDEX))
     delta_M = gl.sum(o_MD.to(gl.float32) * do_MD.load(D_LAYOUT).to(gl.float32), 1)
@@ -185,7 +188,7 @@ def dq_kernel(
     o, lse, delta,
     dq,  # a descriptor of boxes (1, 1, ROWS, D)
     o_b, o_h, o_t, num_heads, group, num_queries, num_keys, num_tiles, all_heads, section, scale_log2, scale,
-    IS_CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, STAGES: gl.constexpr, HEAD_WIDTH: gl.constexpr,
 ):  # fmt: skip
     """dq = scale (P * (do v^T - delta)) k and delta = rowsum(o * do), for one tile of TILE_ROWS queries."""
     rings = (
@@ -196,8 +199,8 @@ def dq_kernel(
     sizes = (num_heads, num_queries, num_keys, num_tiles)
     work = (o, (o_b, o_h, o_t), lse, delta, dq, rings, number, sizes, scale_log2, scale)
     gl.warp_specialize([
-        (_consume_dq, (work, 0, IS_CAUSAL)),
-        (_consume_dq, (work, 1, IS_CAUSAL)),
+        (_consume_dq, (work, 0, IS_CAUSAL, HEAD_WIDTH)),
+        (_consume_dq, (work, 1, IS_CAUSAL, HEAD_WIDTH)),
         (_produce_dq, ((q, k, v, do), rings, number, sizes, group, IS_CAUSAL)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
@@ -384,7 +387,7 @@ def takes_dkdv(case, dk, dv):
 
 def _takes(case, owned, widths, *outs):
     return (
-        owned.shape[3] in widths and can_run(case, case.q, case.k, case.v, case.do, *outs) and fills_chip(case, owned)
+        tile_width(case) in widths and can_run(case, case.q, case.k, case.v, case.do, *outs) and fills_chip(case, owned)
     )
 
 
@@ -396,7 +399,7 @@ def dq_launch(case, dq):
         dq_kernel, case, owned=case.q, strides=case.o.steps,
         boxes=((0, case.q, ROWS), (1, case.k, BLOCK), (2, case.v, BLOCK), (3, case.do, ROWS), (7, dq, ROWS)),
         scalars=(heads, section, *_scales(case)),
-        constants={"STAGES": DQ_STAGES[case.q.shape[3]]},
+        constants={"STAGES": DQ_STAGES[tile_width(case)], "HEAD_WIDTH": case.q.shape[3]},
     )  # fmt: skip
 
 
@@ -407,7 +410,7 @@ def dkdv_launch(case, dk, dv):
         dkdv_kernel, case, owned=case.k, deal=deal_of(case, case.k, steps, loop_length=case.q.shape[2] * case.group),
         boxes=((0, case.q, BLOCK), (1, case.k, ROWS), (2, case.v, ROWS), (3, case.do, BLOCK), (6, dk, ROWS),
                (7, dv, ROWS)),
-        scalars=_scales(case), constants={"STAGES": DKDV_STAGES[case.k.shape[3]]},
+        scalars=_scales(case), constants={"STAGES": DKDV_STAGES[tile_width(case)]},
     )  # fmt: skip
 
 
