@@ -1,5 +1,6 @@
 """The library's collectives under names that are the same in all versions of torch that we support."""
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,9 +31,14 @@ def reduce_scatter_flat(
 
 def all_reduce_of(message: Tensor, operation: Any, group: dist.ProcessGroup) -> dist.Work:
     """The work of an all-reduce in place: dist.all_reduce without the checks that cost as much again as its launch."""
+    return group.allreduce([message], _options_of(operation))
+
+
+@functools.cache
+def _options_of(operation: Any) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.reduceOp, options.asyncOp = operation, True
-    return group.allreduce([message], options)
+    return options
 
 
 def launch_together(

@@ -34,7 +34,7 @@ FIRST_BUCKET_MB = 1.0  # as torch's DistributedDataParallel: communication start
 class Cycle:
     """One synchronisation of all buckets: what has arrived, what was sent, what is not yet waited for."""
 
-    missing: list[int]  # gradients that a bucket still waits for
+    missing: list[int]  # gradients that a launch still waits for
     arrived: set[str] = dataclasses.field(default_factory=set)
     launched: int = 0  # launches, always the first ones of the plan
     in_flight: list[tuple[Launched, int, Tensor]] = dataclasses.field(default_factory=list)
@@ -81,9 +81,9 @@ class DataParallel(nn.Module):
         self._owned_means: set[str] = set()
         self._earlier: dict[str, Tensor] = {}
         self._cycle = self._new_cycle()
-        for index, bucket in enumerate(self.buckets):
-            for name in bucket.names:
-                self._watch(name, index)
+        for launch, indices in enumerate(self.launches):
+            for name in itertools.chain(*(self.buckets[index].names for index in indices)):
+                self._watch(name, launch)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         self._begun |= self._synchronises and torch.is_grad_enabled()
@@ -108,13 +108,14 @@ class DataParallel(nn.Module):
 
     def synchronize_gradients(self) -> None:
         """Sends the buckets that are not yet sent, with the gradients that are there now, and waits."""
-        present = [parameter.grad is not None for parameter in self._planned()]
+        asks = self._some_go_unused is not False
+        present = [parameter.grad is not None for parameter in self._planned()] if asks else []
         while self._cycle.launched < len(self.launches):
             self._launch_next()
             if not self.overlaps:
                 self._wait_all()
         self._wait_all()
-        for parameter in self._unused_everywhere(present):
+        for parameter in self._unused_everywhere(present) if present else ():
             parameter.grad = None
         self._cycle = self._new_cycle()
         self._begun = False
@@ -124,20 +125,25 @@ class DataParallel(nn.Module):
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
     def _new_cycle(self) -> Cycle:
-        return Cycle(missing=[len(bucket.names) for bucket in self.buckets])
+        return Cycle(missing=[sum(len(self._parameters_of[index]) for index in launch) for launch in self.launches])
 
-    def _watch(self, name: str, index: int) -> None:
+    def _watch(self, name: str, launch: int) -> None:
         # Autograd holds the hooks where the garbage collector does not look: through them the wrapper, and all
         # weights, would never be freed.
         this = weakref.ref(self)
 
-        def before_accumulation(gradient: Tensor) -> None:
-            if (wrapper := this()) is not None:
+        def before_accumulation(_: Tensor) -> None:
+            if (wrapper := this()) is not None and (name in wrapper._cycle.arrived or name in wrapper._owned_means):
                 wrapper._make_way(name)
 
-        def after_accumulation(parameter: Tensor) -> None:
-            if (wrapper := this()) is not None and wrapper._synchronises:
-                wrapper._arrive(name, index)
+        def after_accumulation(_: Tensor) -> None:
+            if (wrapper := this()) is None or not wrapper._synchronises:
+                return
+            cycle = wrapper._cycle
+            cycle.arrived.add(name)
+            cycle.missing[launch] -= 1
+            if not cycle.missing[launch] and wrapper.overlaps:
+                wrapper._launch_what_is_complete()
 
         self._by_name[name].register_hook(before_accumulation)
         self._by_name[name].register_post_accumulate_grad_hook(after_accumulation)
@@ -154,30 +160,29 @@ class DataParallel(nn.Module):
             if parameter.grad is not None:
                 self._earlier[name], parameter.grad = parameter.grad, None
 
-    def _arrive(self, name: str, index: int) -> None:
+    def _launch_what_is_complete(self) -> None:
         cycle = self._cycle
-        cycle.arrived.add(name)
-        cycle.missing[index] -= 1
-        if self.overlaps:
-            while cycle.launched < len(self.launches) and not any(
-                cycle.missing[i] for i in self.launches[cycle.launched]
-            ):
-                self._launch_next()
+        while cycle.launched < len(self.launches) and not cycle.missing[cycle.launched]:
+            self._launch_next()
 
     def _launch_next(self) -> None:
-        cycle, group = self._cycle, self.averager.group
+        cycle = self._cycle
         indices = self.launches[cycle.launched]
         messages = [as_one_message(self._parameters_of[index]) for index in indices]
         if self.communicates:
-            launches = [
-                functools.partial(self.averager.launch, message, owner=self.buckets[index].owner)
-                for message, index in zip(messages, indices, strict=True)
-            ]
-            works = launch_together(launches, group=group, device=messages[0].device)
-            cycle.in_flight += zip(works, indices, messages, strict=True)
+            cycle.in_flight += zip(self._send(messages, indices), indices, messages, strict=True)
         cycle.launched += 1
         while self._frees and cycle.in_flight and cycle.in_flight[0][0].is_completed():
             self._wait_first()
+
+    def _send(self, messages: list[Tensor], indices: Sequence[int]) -> list[Launched]:
+        if len(messages) == 1:  # nearly always, and a small model's step is the host's
+            return [self.averager.launch(messages[0], owner=self.buckets[indices[0]].owner)]
+        launches = [
+            functools.partial(self.averager.launch, message, owner=self.buckets[index].owner)
+            for message, index in zip(messages, indices, strict=True)
+        ]
+        return launch_together(launches, group=self.averager.group, device=messages[0].device)
 
     def _wait_all(self) -> None:
         while self._cycle.in_flight:
@@ -213,8 +218,6 @@ class DataParallel(nn.Module):
         a gradient that is missing then counts as zero. Asking makes the host wait.
         """
         parameters = self._planned()
-        if self._some_go_unused is False or not parameters:
-            return []
         used = torch.tensor(present, dtype=torch.int32, device=parameters[0].device)
         if self._some_go_unused is None:
             everywhere = used.min().reshape(1)

@@ -17,12 +17,7 @@ def as_one_message(parameters: Sequence[nn.Parameter]) -> Tensor:
     A gradient that comes alone, and gradients that lie behind each other from an earlier call, are taken where they
     are. Others are packed, which copies them once and frees the originals. A missing gradient counts as zero.
     """
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-        elif parameter.grad.is_sparse:
-            raise ValueError(f"a gradient of shape {tuple(parameter.shape)} is sparse; only dense ones are averaged")
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [_gradient(parameter) for parameter in parameters]
     if _fill_their_storage(gradients):
         return gradients[0].as_strided((sum(g.numel() for g in gradients),), (1,))
     # torch's own flattening leaves a single tensor where it is.
@@ -32,20 +27,30 @@ def as_one_message(parameters: Sequence[nn.Parameter]) -> Tensor:
     return flat
 
 
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    elif gradient.is_sparse:
+        raise ValueError(f"a gradient of shape {tuple(parameter.shape)} is sparse; only dense ones are averaged")
+    return gradient
+
+
 def _fill_their_storage(gradients: Sequence[Tensor]) -> bool:
     """Whether the gradients, in this order, are a whole storage that nothing else uses.
 
     Autograd may give two parameters gradients that share a storage (of `a.view(-1) + b.view(-1)`, say); averaging
     one of those in place would change the other.
     """
-    storage = gradients[0].untyped_storage()
-    offset = 0
+    start = end = gradients[0].data_ptr()
     for gradient in gradients:
-        if not gradient.is_contiguous() or gradient.data_ptr() != storage.data_ptr() + offset:
+        if gradient.data_ptr() != end or not gradient.is_contiguous():
             return False
-        offset += gradient.nbytes
+        end += gradient.nbytes
+    storage = gradients[0].untyped_storage()
     # The wrapper object `storage` is one of the users.
-    return offset == storage.nbytes() and torch._C._storage_Use_Count(storage._cdata) <= len(gradients) + 1
+    users = torch._C._storage_Use_Count(storage._cdata) - 1
+    return storage.data_ptr() == start and storage.nbytes() == end - start and users <= len(gradients)
 
 
 class Launched(Protocol):
