@@ -265,7 +265,7 @@ class OverlappedDataParallel(DataParallel):
 
 
 class BucketedDataParallel(DataParallel):
-    """All-reduces gradients in buckets of at most `bucket_mb` (10^6 bytes), larger gradients alone, during backward.
+    """All-reduces gradients in buckets of `bucket_mb` (10^6 bytes) to less than twice that, during backward.
 
     `owners` gives the rank, by a parameter's name, that alone receives its gradient: ZeRO 2. On the other ranks the
     gradient is freed.

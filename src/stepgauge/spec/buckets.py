@@ -55,12 +55,13 @@ def plan_buckets(
 ) -> tuple[Bucket, ...]:
     """Buckets in the order in which their last gradient is expected, for parameters in order of their first use.
 
-    Gradients come in reverse order of use. They are packed until the next would exceed the cap, apart by dtype, device
-    and owner; the first bucket is closed at `first_mb` already, so that communication starts early. A gradient of the
-    cap's size or more travels alone, since packing it would copy it. Frozen parameters are left out, and a name that
-    comes again (a tied parameter) counts where it is used first: its gradient is complete only there.
+    Gradients come in reverse order of use. They are packed until they reach the cap, apart by dtype, device and owner:
+    a bucket is less than twice the cap. The first bucket is closed at `first_mb` already, so that communication starts
+    early. A gradient of the cap's size or more travels alone, since packing it would copy it. Frozen parameters are
+    left out, and a name that comes again (a tied parameter) counts where it is used first: its gradient is complete
+    only there.
 
-    cap_mb    largest bucket, in MB of 10^6 bytes; 0 gives each gradient a bucket of its own, None is without limit
+    cap_mb    where a bucket is closed, in MB of 10^6 bytes; 0 gives each gradient its own bucket, None is no limit
     owners    the rank that the gradient of a name is for; without it, all receive all
 
     Raises ValueError for a negative cap.
@@ -85,8 +86,6 @@ def plan_buckets(
         if parameter.bytes >= cap:
             closed.append(Bucket((parameter,), owner=kind[2]))
             continue
-        if kind in open_groups and _bytes(open_groups[kind]) + parameter.bytes > cap:
-            close(kind)
         open_groups.setdefault(kind, []).append(parameter)
         if _bytes(open_groups[kind]) >= (cap if closed else first):
             close(kind)

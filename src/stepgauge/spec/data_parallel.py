@@ -50,7 +50,7 @@ class DataParallelSpec:
     )
     bucket_mb: float = option(
         25.0,
-        "largest bucket of gradients, in MB of 10^6 bytes; 0: a bucket a gradient",
+        "gradients that make a bucket, in MB of 10^6 bytes; 0: a bucket a gradient",
         least=0.0,
         most=1e6,
         word="buckets of {bucket_mb:g} MB",

@@ -56,7 +56,7 @@ class TrainSpec:
         1, "processes, each with a device of its own", least=1, most=100_000, word="{ranks} ranks", quiet=1
     )
     bucket_mb: float = option(
-        25.0, "largest bucket of gradients, in MB of 10^6 bytes; 0: a bucket a gradient", least=0.0, most=1e6
+        25.0, "gradients that make a bucket, in MB of 10^6 bytes; 0: a bucket a gradient", least=0.0, most=1e6
     )
     transport: str = option("collectives", "of gradients, as in bench data-parallel", choices=TRANSPORTS)
     device: str = option("cpu", "as in bench step; of several ranks cuda is each one's own")
