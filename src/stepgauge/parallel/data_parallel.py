@@ -15,19 +15,28 @@ import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from stepgauge.parallel.collectives import launch_together
-from stepgauge.parallel.messages import Averager, Launched, as_one_message
+from stepgauge.parallel.messages import Averager, Done, Launched, as_one_message, narrow_message, widen
+from stepgauge.parallel.narrow import NarrowReads
 from stepgauge.parallel.peer_copies import PeerCopies
 from stepgauge.parallel.replicas import describe_parameters, prepare_replicas
 from stepgauge.spec.buckets import Bucket, plan_buckets, plan_launches
 
 FIRST_BUCKET_MB = 1.0  # as torch's DistributedDataParallel: communication starts with the first layers of backward
+
+
+class Sending(TypedDict, total=False):
+    """How the messages of a `DataParallel` travel; the terms are explained there."""
+
+    group: dist.ProcessGroup | None
+    transport: str
+    reduce_dtype: torch.dtype | None
 
 
 @dataclasses.dataclass
@@ -49,7 +58,8 @@ class DataParallel(nn.Module):
     A gradient that no rank computed stays None; one that only some ranks computed is averaged with zeros. Buffers
     are broadcast once, at the start.
 
-    transport  "collectives" of the group, or "peer-copies" between the ranks of one machine (peer_copies.py)
+    transport     "collectives" of the group, or "peer-copies" between the ranks of one machine (peer_copies.py)
+    reduce_dtype  type that gradients of wider types travel and are averaged in; `.grad` then holds the widened mean
 
     Raises DifferentModelsError, on every rank, where the ranks hold different modules; ValueError for a transport that
     cannot work there.
@@ -63,10 +73,12 @@ class DataParallel(nn.Module):
         overlaps: bool,
         group: dist.ProcessGroup | None = None,
         transport: str = "collectives",
+        reduce_dtype: torch.dtype | None = None,
     ):
         super().__init__()
         prepare_replicas(module, group)
         self.module = module
+        self.reduce_dtype = reduce_dtype
         self.buckets = tuple(buckets)
         self.launches = plan_launches(self.buckets)
         self.overlaps = overlaps
@@ -81,13 +93,20 @@ class DataParallel(nn.Module):
         self._owned_means: set[str] = set()
         self._earlier: dict[str, Tensor] = {}
         self._cycle = self._new_cycle()
-        for launch, indices in enumerate(self.launches):
-            for name in itertools.chain(*(self.buckets[index].names for index in indices)):
-                self._watch(name, launch)
+        self._launch_of = {
+            name: launch
+            for launch, indices in enumerate(self.launches)
+            for name in itertools.chain(*(self.buckets[index].names for index in indices))
+        }
+        for name, launch in self._launch_of.items():
+            self._watch(name, launch)
+        self._narrow: dict[str, Tensor] = {}  # gradients in reduce_dtype that are not yet sent
+        self._reads = NarrowReads(module, reduce_dtype, self._take) if reduce_dtype else None
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         self._begun |= self._synchronises and torch.is_grad_enabled()
-        return self.module(*inputs, **named)
+        with self._reads.reading() if self._reads else contextlib.nullcontext():
+            return self.module(*inputs, **named)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -108,8 +127,8 @@ class DataParallel(nn.Module):
 
     def synchronize_gradients(self) -> None:
         """Sends the buckets that are not yet sent, with the gradients that are there now, and waits."""
-        asks = self._some_go_unused is not False
-        present = [parameter.grad is not None for parameter in self._planned()] if asks else []
+        asks, arrived = self._some_go_unused is not False, self._cycle.arrived
+        present = [name in arrived or self._by_name[name].grad is not None for name in self._launch_of if asks]
         while self._cycle.launched < len(self.launches):
             self._launch_next()
             if not self.overlaps:
@@ -137,13 +156,8 @@ class DataParallel(nn.Module):
                 wrapper._make_way(name)
 
         def after_accumulation(_: Tensor) -> None:
-            if (wrapper := this()) is None or not wrapper._synchronises:
-                return
-            cycle = wrapper._cycle
-            cycle.arrived.add(name)
-            cycle.missing[launch] -= 1
-            if not cycle.missing[launch] and wrapper.overlaps:
-                wrapper._launch_what_is_complete()
+            if (wrapper := this()) is not None and wrapper._synchronises:
+                wrapper._arrive(name, launch)
 
         self._by_name[name].register_hook(before_accumulation)
         self._by_name[name].register_post_accumulate_grad_hook(after_accumulation)
@@ -160,20 +174,46 @@ class DataParallel(nn.Module):
             if parameter.grad is not None:
                 self._earlier[name], parameter.grad = parameter.grad, None
 
-    def _launch_what_is_complete(self) -> None:
+    def _arrive(self, name: str, launch: int) -> None:
         cycle = self._cycle
-        while cycle.launched < len(self.launches) and not cycle.missing[cycle.launched]:
-            self._launch_next()
+        cycle.arrived.add(name)
+        cycle.missing[launch] -= 1
+        if self.overlaps and not cycle.missing[launch]:
+            while cycle.launched < len(self.launches) and not cycle.missing[cycle.launched]:
+                self._launch_next()
+
+    def _take(self, name: str, gradient: Tensor) -> None:
+        """A gradient in reduce_dtype, which is nobody else's, in place of what autograd would add to `.grad`."""
+        parameter = self._by_name[name]
+        if self._synchronises and (name in self._cycle.arrived or name in self._owned_means):
+            self._make_way(name)
+        if parameter.grad is not None or not self._synchronises:
+            wide = gradient.to(parameter.dtype)
+            parameter.grad = wide if parameter.grad is None else parameter.grad.add_(wide)
+        else:
+            self._narrow[name] = gradient
+        if self._synchronises:
+            self._arrive(name, self._launch_of[name])
 
     def _launch_next(self) -> None:
         cycle = self._cycle
         indices = self.launches[cycle.launched]
-        messages = [as_one_message(self._parameters_of[index]) for index in indices]
-        if self.communicates:
-            cycle.in_flight += zip(self._send(messages, indices), indices, messages, strict=True)
+        messages = [self._message(index) for index in indices]
+        works = self._send(messages, indices) if self.communicates else [Done()] * len(messages)
+        cycle.in_flight += zip(works, indices, messages, strict=True)
         cycle.launched += 1
         while self._frees and cycle.in_flight and cycle.in_flight[0][0].is_completed():
             self._wait_first()
+
+    def _message(self, index: int) -> Tensor:
+        parameters = self._parameters_of[index]
+        if self.reduce_dtype is None or not self._is_narrow(index):
+            return as_one_message(parameters)
+        taken = [self._narrow.pop(name, None) for name in self.buckets[index].names]
+        return narrow_message(parameters, taken, self.reduce_dtype)
+
+    def _is_narrow(self, index: int) -> bool:
+        return self.buckets[index].parameters[0].bytes_per_value < self._parameters_of[index][0].element_size()
 
     def _send(self, messages: list[Tensor], indices: Sequence[int]) -> list[Launched]:
         if len(messages) == 1:  # nearly always, and a small model's step is the host's
@@ -189,8 +229,10 @@ class DataParallel(nn.Module):
             self._wait_first()
 
     def _wait_first(self) -> None:
-        work, index, _ = self._cycle.in_flight.pop(0)
+        work, index, message = self._cycle.in_flight.pop(0)
         work.wait()
+        if self._is_narrow(index):
+            widen(message, self._parameters_of[index])
         bucket = self.buckets[index]
         if bucket.owner is not None:
             self._settle(bucket)
@@ -243,25 +285,22 @@ def _averager(transport: str, module: nn.Module, group: dist.ProcessGroup | None
 class NaiveDataParallel(DataParallel):
     """All-reduces each gradient after backward, one after the other."""
 
-    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None, transport: str = "collectives"):
-        plan = plan_buckets(describe_parameters(module), cap_mb=0)
-        super().__init__(module, buckets=plan, overlaps=False, group=group, transport=transport)
+    def __init__(self, module: nn.Module, **sending: Unpack[Sending]):
+        super().__init__(module, buckets=_plan(module, sending, cap_mb=0), overlaps=False, **sending)
 
 
 class FlatDataParallel(DataParallel):
     """Packs all gradients into one message (one a dtype and device) and all-reduces it after backward."""
 
-    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None, transport: str = "collectives"):
-        plan = plan_buckets(describe_parameters(module), cap_mb=None)
-        super().__init__(module, buckets=plan, overlaps=False, group=group, transport=transport)
+    def __init__(self, module: nn.Module, **sending: Unpack[Sending]):
+        super().__init__(module, buckets=_plan(module, sending, cap_mb=None), overlaps=False, **sending)
 
 
 class OverlappedDataParallel(DataParallel):
     """All-reduces each gradient as soon as backward has it, while backward goes on."""
 
-    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None, transport: str = "collectives"):
-        plan = plan_buckets(describe_parameters(module), cap_mb=0)
-        super().__init__(module, buckets=plan, overlaps=True, group=group, transport=transport)
+    def __init__(self, module: nn.Module, **sending: Unpack[Sending]):
+        super().__init__(module, buckets=_plan(module, sending, cap_mb=0), overlaps=True, **sending)
 
 
 class BucketedDataParallel(DataParallel):
@@ -276,9 +315,12 @@ class BucketedDataParallel(DataParallel):
         module: nn.Module,
         bucket_mb: float = 25.0,
         *,
-        group: dist.ProcessGroup | None = None,
         owners: Mapping[str, int] | None = None,
-        transport: str = "collectives",
+        **sending: Unpack[Sending],
     ):
-        plan = plan_buckets(describe_parameters(module), cap_mb=bucket_mb, first_mb=FIRST_BUCKET_MB, owners=owners)
-        super().__init__(module, buckets=plan, overlaps=True, group=group, transport=transport)
+        plan = _plan(module, sending, cap_mb=bucket_mb, first_mb=FIRST_BUCKET_MB, owners=owners)
+        super().__init__(module, buckets=plan, overlaps=True, **sending)
+
+
+def _plan(module: nn.Module, sending: Sending, **how: Any) -> tuple[Bucket, ...]:
+    return plan_buckets(describe_parameters(module, sending.get("reduce_dtype")), **how)

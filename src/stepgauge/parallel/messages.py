@@ -36,6 +36,24 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return gradient
 
 
+def narrow_message(parameters: Sequence[nn.Parameter], taken: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+    """The parameters' gradients in `dtype` as one flat tensor, and no `.grad` until `widen`.
+
+    taken  what is there in that type already, which is used where it is if it comes alone
+    """
+    gradients = []
+    for parameter, narrow in zip(parameters, taken, strict=True):
+        gradients.append(_gradient(parameter).to(dtype) if narrow is None else narrow)
+        parameter.grad = None
+    return _flatten_dense_tensors(gradients) if len(gradients) > 1 else gradients[0].reshape(-1)
+
+
+def widen(message: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+    """Gives each parameter its part of the message as `.grad`, in its own type."""
+    for parameter, part in zip(parameters, _unflatten_dense_tensors(message, parameters), strict=True):
+        parameter.grad = part.to(parameter.dtype)
+
+
 def _fill_their_storage(gradients: Sequence[Tensor]) -> bool:
     """Whether the gradients, in this order, are a whole storage that nothing else uses.
 
@@ -59,6 +77,15 @@ class Launched(Protocol):
     def wait(self) -> Any: ...
 
     def is_completed(self) -> bool: ...
+
+
+class Done:
+    """What was done at once, or not at all."""
+
+    def wait(self) -> None: ...
+
+    def is_completed(self) -> bool:
+        return True
 
 
 class Averager:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepgauge.parallel.mean import mean_with
+from stepgauge.parallel.messages import Done
 from stepgauge.parallel.peer_memory import peer_memory
 
 STAGING_BYTES = {"cuda": 512 * 2**20, "cpu": 8 * 2**20}  # of a rank, in all slots
@@ -38,15 +39,6 @@ class Copies:
 
     def is_completed(self) -> bool:
         return all(end.query() for end in self._ends)
-
-
-class Done:
-    """What was done at once: on CPUs there are no streams."""
-
-    def wait(self) -> None: ...
-
-    def is_completed(self) -> bool:
-        return True
 
 
 class PeerCopies:

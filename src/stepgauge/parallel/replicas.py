@@ -13,17 +13,23 @@ class DifferentModelsError(ValueError):
     """The ranks built different networks; the message names the first difference."""
 
 
-def describe_parameters(module: nn.Module) -> list[Parameter]:
-    """The parameters in order of registration, a tied one once, under its first name."""
-    return [describe_parameter(name, parameter) for name, parameter in module.named_parameters()]
+def describe_parameters(module: nn.Module, reduce_dtype: torch.dtype | None = None) -> list[Parameter]:
+    """The parameters in order of registration, a tied one once, under its first name.
+
+    reduce_dtype  what gradients of wider types travel in
+    """
+    return [describe_parameter(name, parameter, reduce_dtype) for name, parameter in module.named_parameters()]
 
 
-def describe_parameter(name: str, parameter: Tensor) -> Parameter:
+def describe_parameter(name: str, parameter: Tensor, reduce_dtype: torch.dtype | None = None) -> Parameter:
+    dtype = parameter.dtype
+    if reduce_dtype is not None and reduce_dtype.itemsize < dtype.itemsize:
+        dtype = reduce_dtype
     return Parameter(
         name=name,
         numel=parameter.numel(),
-        bytes_per_value=parameter.element_size(),
-        dtype=str(parameter.dtype).removeprefix("torch."),
+        bytes_per_value=dtype.itemsize,
+        dtype=str(dtype).removeprefix("torch."),
         device=str(parameter.device),
         trainable=parameter.requires_grad,
     )

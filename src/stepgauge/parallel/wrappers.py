@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -22,6 +23,7 @@ from stepgauge.parallel.data_parallel import (
     FlatDataParallel,
     NaiveDataParallel,
     OverlappedDataParallel,
+    Sending,
 )
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
 from stepgauge.parallel.replicas import prepare_replicas
@@ -31,16 +33,21 @@ from stepgauge.parallel.zero import ShardedOptimizer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What wrappers can be told. compute_dtype is what fully sharded modules compute and communicate in."""
+    """What wrappers can be told.
+
+    compute_dtype  what fully sharded modules compute and communicate in
+    reduce_dtype   what the others average gradients in; None: the parameters' type
+    """
 
     bucket_mb: float = 25.0
     compute_dtype: torch.dtype | None = None
     group: dist.ProcessGroup | None = None
     transport: str = "collectives"
+    reduce_dtype: torch.dtype | None = None
 
     @property
-    def of_messages(self) -> dict[str, Any]:
-        return {"group": self.group, "transport": self.transport}
+    def of_messages(self) -> Sending:
+        return {"group": self.group, "transport": self.transport, "reduce_dtype": self.reduce_dtype}
 
 
 def _ours(wrap: Callable[..., DataParallel]) -> Callable[..., Parallel]:
@@ -126,6 +133,9 @@ def _zero_3(module: nn.Module, groups: Groups, optimizer: OptimizerClass, settin
     )
 
 
+COMPRESS = {torch.bfloat16: default_hooks.bf16_compress_hook, torch.float16: default_hooks.fp16_compress_hook}
+
+
 def _torch_ddp(*, views: bool, zero: bool = False) -> Callable[..., Parallel]:
     """views: gradient_as_bucket_view. The defaults of torch are without."""
 
@@ -136,6 +146,8 @@ def _torch_ddp(*, views: bool, zero: bool = False) -> Callable[..., Parallel]:
             gradient_as_bucket_view=views,
             process_group=settings.group,
         )
+        if settings.reduce_dtype is not None:
+            wrapped.register_comm_hook(settings.group, COMPRESS[settings.reduce_dtype])
         if not zero:
             stepping: torch.optim.Optimizer = optimizer(groups(module))
         else:

@@ -34,6 +34,9 @@ BUCKETED = ("bucketed", "zero1", "zero2", "torch-ddp", "torch-ddp-views", "torch
 # Wrappers whose gradients may travel by either transport.
 TRANSPORTED = ("naive", "flat", "overlapped", "bucketed", "zero1", "zero2")
 TRANSPORTS = ("collectives", "peer-copies")
+# Wrappers whose gradients may travel in another type than their own. The fully sharded ones send what they compute in.
+NARROWED = (*TRANSPORTED, "torch-ddp", "torch-ddp-views")
+REDUCE_DTYPES: Mapping[str, str | None] = MappingProxyType({"own": None, "bf16": "bfloat16", "fp16": "float16"})
 BACKENDS: Mapping[str, str] = MappingProxyType({"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"})
 
 
@@ -67,6 +70,13 @@ class DataParallelSpec:
         choices=TRANSPORTS,
         word="{transport}",
         quiet="collectives",
+    )
+    reduce_dtype: str = option(
+        "own",
+        "type that gradients travel and are averaged in; own: the parameters'",
+        choices=REDUCE_DTYPES,
+        word="gradients in {reduce_dtype}",
+        quiet="own",
     )
     max_ctas: int = option(
         0,
@@ -103,6 +113,7 @@ class DataParallelSpec:
         idle = [] if self.wrapper in BUCKETED else ["bucket_mb"]
         idle += [] if "nccl" in self.group_backend and self.wrapper != "none" else ["max_ctas"]
         idle += [] if self.wrapper in TRANSPORTED else ["transport"]
+        idle += [] if self.wrapper in NARROWED else ["reduce_dtype"]
         defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(self) if f.name in idle}
         return dataclasses.replace(self, **defaults)
 

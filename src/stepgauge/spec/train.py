@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from stepgauge.spec.data_parallel import TRANSPORTED, TRANSPORTS, WRAPPERS, check_wrapper
+from stepgauge.spec.data_parallel import NARROWED, REDUCE_DTYPES, TRANSPORTED, TRANSPORTS, WRAPPERS, check_wrapper
 from stepgauge.spec.fields import as_in, check, option
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import WorkSpec
@@ -59,17 +59,20 @@ class TrainSpec:
         25.0, "gradients that make a bucket, in MB of 10^6 bytes; 0: a bucket a gradient", least=0.0, most=1e6
     )
     transport: str = option("collectives", "of gradients, as in bench data-parallel", choices=TRANSPORTS)
+    reduce_dtype: str = option("own", "of gradients, as in bench data-parallel", choices=REDUCE_DTYPES)
     device: str = option("cpu", "as in bench step; of several ranks cuda is each one's own")
     seed: int = option(0, "of weights and batches", least=0, most=2**63 - 1)
 
     def __post_init__(self) -> None:
         check(self)
         check_wrapper(self.data_parallel, precision=self.precision, compile=self.compile)
-        if self.transport != TRANSPORTS[0] and self.data_parallel not in TRANSPORTED:
-            raise ValueError(
-                f"transport is {self.transport!r}, which --data-parallel {self.data_parallel} has no use for: choose "
-                f"one of {', '.join(TRANSPORTED)}"
-            )
+        for name, usual, takers in (("transport", TRANSPORTS[0], TRANSPORTED), ("reduce_dtype", "own", NARROWED)):
+            value = getattr(self, name)
+            if value != usual and self.data_parallel not in takers:
+                raise ValueError(
+                    f"{name} is {value!r}, which --data-parallel {self.data_parallel} has no use for: choose one of "
+                    f"{', '.join(takers)}"
+                )
         if self.ranks > 1 and self.data_parallel == "none":
             raise ValueError(
                 f"ranks is {self.ranks}; --data-parallel says how they train: choose one of "
