@@ -12,13 +12,15 @@ from stepgauge.parallel.collectives import all_reduce_of, reduce_scatter_flat
 
 
 def as_one_message(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The gradients of the parameters as one flat tensor, of which each `.grad` is a view afterwards.
+    """The gradients of the parameters as one contiguous tensor, of which each `.grad` is a view afterwards.
 
     A gradient that comes alone, and gradients that lie behind each other from an earlier call, are taken where they
     are. Others are packed, which copies them once and frees the originals. A missing gradient counts as zero.
     """
     gradients = [_gradient(parameter) for parameter in parameters]
     if _fill_their_storage(gradients):
+        if len(gradients) == 1:
+            return gradients[0]
         return gradients[0].as_strided((sum(g.numel() for g in gradients),), (1,))
     # torch's own flattening leaves a single tensor where it is.
     flat = _flatten_dense_tensors(gradients) if len(gradients) > 1 else gradients[0].reshape(-1).clone()

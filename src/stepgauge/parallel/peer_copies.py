@@ -62,7 +62,7 @@ class PeerCopies:
     def launch(self, message: Tensor, *, owner: int | None = None) -> Copies | Done:
         """Averages in place on all ranks, or on the owner alone: on the others the message is then undefined."""
         most = self._box_bytes // message.element_size()
-        pieces = message.split(most * self.ranks if owner is None else most)
+        pieces = message.view(-1).split(most * self.ranks if owner is None else most)
         if self._streams:
             ready = torch.cuda.current_stream(self._device).record_event()
             return Copies(self._device, self._launch_pieces(ready, pieces, owner))
