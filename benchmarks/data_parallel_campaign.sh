@@ -4,7 +4,7 @@
 # PARTS="bf16 traces" runs these alone. SECONDS_LEFT bounds the whole; RANKS, DEVICE, SIZE, SIZES, BATCH, CONTEXT and
 # STEPS make it small enough to try on a CPU. Needs an installed stepgauge, or PYTHONPATH=src.
 set -uo pipefail
-known="tests bf16 copies traces contention buckets fp32 sizes gloo"
+known="tests bf16 copies narrow narrow-copies traces contention buckets fp32 sizes gloo"
 . "$(dirname "$0")/parts.sh"
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 limit=${SECONDS_LEFT:-470}
@@ -38,6 +38,9 @@ run tests 90 python3 -m pytest -m gpu tests/parallel/test_nccl.py -p no:cachepro
 overlapping=(bucketed torch-ddp overlapped torch-ddp-views zero1 torch-zero1 zero2 zero3 torch-fsdp)
 part bf16 190 "$steps" --size "$size" --precision bf16 --wrapper none naive flat "${overlapping[@]}"
 part copies 90 "$steps" --size "$size" --precision bf16 --transport peer-copies --wrapper none bucketed overlapped naive zero1 zero2
+part narrow 90 "$steps" --size "$size" --precision bf16 --reduce-dtype bf16 --wrapper none bucketed torch-ddp zero1 zero2
+part narrow-copies 60 "$steps" --size "$size" --precision bf16 --reduce-dtype bf16 --transport peer-copies \
+  --wrapper bucketed zero1 zero2
 part traces 150 4 --size "$size" --precision bf16 --trace --wrapper naive "${overlapping[@]}"
 part contention 60 "$steps" --size "$size" --precision bf16 --wrapper bucketed --max-ctas 4 8 16
 part buckets 80 "$steps" --size "$size" --precision bf16 --wrapper bucketed --bucket-mb 1 5 10 50 100 500

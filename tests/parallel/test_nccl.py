@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from tests.parallel import test_data_parallel, test_fsdp, test_zero
+from tests.parallel import test_data_parallel, test_fsdp, test_narrow, test_zero
 
 from stepgauge.parallel.launch import launch
 
@@ -35,4 +35,6 @@ def checks(all_of_them):
     for check in ("second backward", "a parameter that only one rank uses", "kept zeros"):
         test_data_parallel.CHECKS[check]()
     test_zero.CHECKS["second backward of stage 2"]()
+    for check in test_narrow.CHECKS.values():
+        check()
     return found
