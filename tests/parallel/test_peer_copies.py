@@ -56,14 +56,9 @@ def test_the_kernel_gives_the_mean_too():
             for parts in (1, 3):
                 rows = torch.randn(1 + parts, 2500).to(dtype)
                 mine, boxes = rows[0].clone(), list(rows[1:].contiguous())
-                kept = [box.clone() for box in boxes]
-                _in_one_pass(mine, boxes, False)
+                _in_one_pass(mine, boxes)
                 error = (mine.double() - rows.double().mean(0)).abs().max().item()
                 assert error <= tolerance, (dtype, parts, error)
-                assert all(torch.equal(box, before) for box, before in zip(boxes, kept))
-                again = rows[0].clone()
-                _in_one_pass(again, boxes, True)
-                assert all(torch.equal(each, mine) for each in (again, *boxes))
         print("equal")
     """
     environment = os.environ | {"TRITON_INTERPRET": "1"}

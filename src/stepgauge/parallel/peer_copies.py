@@ -1,9 +1,8 @@
 """Averages by copies into the other ranks' memory: on GPUs the copy engines move the bytes, not multiprocessors.
 
 NCCL's kernels hold multiprocessors, which backward wants at the same time, while they wait for each other. Here a
-message is cut into a share a rank. Each rank copies its part of share r into a box of rank r, which averages what came
-with its own and puts the mean into the boxes, from where the others copy it: 2(N − 1)/N of the bytes a rank, as a ring
-sends, and only averaging is a kernel.
+message is cut into a share a rank. Each rank copies its part of share r to rank r, which averages what came with its
+own and copies the mean to all: 2(N − 1)/N of the bytes a rank, as a ring sends, and only averaging is a kernel.
 
 A long message goes in pieces that take turns in a few slots, each with a stream of its own, so that one piece is
 averaged while another travels.
@@ -24,6 +23,7 @@ from stepgauge.parallel.peer_memory import peer_memory
 STAGING_BYTES = {"cuda": 512 * 2**20, "cpu": 8 * 2**20}  # of a rank, in all slots
 SLOTS = 3
 ALIGNMENT = 512
+PARTS, MEANS = 0, 1  # the two boxes that a slot has for each peer
 
 
 class Copies:
@@ -51,7 +51,7 @@ class PeerCopies:
         self.group = group or dist.distributed_c10d._get_default_group()
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.peers = [rank for rank in range(self.ranks) if rank != self.rank]
-        boxes = SLOTS * max(1, len(self.peers))
+        boxes = SLOTS * 2 * max(1, len(self.peers))
         self._box_bytes = STAGING_BYTES[device.type] // boxes // ALIGNMENT * ALIGNMENT
         self._memory = peer_memory(boxes * self._box_bytes, device, self.group)
         self._device = device
@@ -85,23 +85,21 @@ class PeerCopies:
         return list(ends.values())
 
     def _average(self, piece: Tensor, owner: int | None, slot: int) -> None:
-        """After the first barrier the parts are there, after the second the means.
-
-        A box has one other rank that writes and reads it, in the order of its stream: no barrier stands between a mean
-        that is read and the next part.
-        """
+        """After the first barrier the parts are there. After the second the means are, and parts may be overwritten."""
         shares = self._shares(piece, owner)
         mine = shares[self.rank]
         for peer in self.peers:
-            self._box(peer, self.rank, slot, shares[peer]).copy_(shares[peer])
+            self._box(peer, self.rank, slot, PARTS, shares[peer]).copy_(shares[peer])
         self._memory.barrier(slot)
         if mine.numel() and self.peers:
-            boxes = [self._box(self.rank, peer, slot, mine) for peer in self.peers]
-            mean_with(mine, boxes, returned=owner is None)
+            mean_with(mine, [self._box(self.rank, peer, slot, PARTS, mine) for peer in self.peers])
+        if owner is None:
+            for peer in self.peers:
+                self._box(peer, self.rank, slot, MEANS, mine).copy_(mine)
         self._memory.barrier(slot)
         if owner is None:
             for peer in self.peers:
-                shares[peer].copy_(self._box(peer, self.rank, slot, shares[peer]))
+                shares[peer].copy_(self._box(self.rank, peer, slot, MEANS, shares[peer]))
 
     def _shares(self, piece: Tensor, owner: int | None) -> Sequence[Tensor]:
         """What of the piece each rank averages: a part each, or all of it the owner."""
@@ -109,11 +107,11 @@ class PeerCopies:
             return piece.tensor_split(self.ranks)
         return [piece if rank == owner else piece[:0] for rank in range(self.ranks)]
 
-    def _box(self, receiver: int, sender: int, slot: int, like: Tensor) -> Tensor:
-        """The receiver's memory for what it exchanges with the sender, as a tensor of the same type and length."""
-        return self._cached_box(receiver, sender, slot, like.dtype, like.numel())
+    def _box(self, receiver: int, sender: int, slot: int, kind: int, like: Tensor) -> Tensor:
+        """The receiver's memory for what the sender gives it, as a tensor of the same type and length."""
+        return self._cached_box(receiver, sender, slot, kind, like.dtype, like.numel())
 
-    def _make_box(self, receiver: int, sender: int, slot: int, dtype: torch.dtype, numel: int) -> Tensor:
+    def _make_box(self, receiver: int, sender: int, slot: int, kind: int, dtype: torch.dtype, numel: int) -> Tensor:
         neighbour = sender - (sender > receiver)
-        start = (slot * len(self.peers) + neighbour) * self._box_bytes
+        start = ((slot * 2 + kind) * len(self.peers) + neighbour) * self._box_bytes
         return self._memory.on_rank[receiver][start : start + numel * dtype.itemsize].view(dtype)
