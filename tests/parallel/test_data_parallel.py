@@ -24,6 +24,14 @@ from stepgauge.parallel.launch import launch
 from stepgauge.parallel.messages import as_one_message
 from stepgauge.parallel.replicas import DifferentModelsError
 
+
+def in_lists(module):
+    """As over NCCL, where the gradients of a bucket are sent at once as they lie."""
+    wrapped = BucketedDataParallel(module, bucket_mb=0.0005)
+    wrapped.averager.takes_lists = lambda device: True
+    return wrapped
+
+
 WRAPPERS = {
     "naive": NaiveDataParallel,
     "flat": FlatDataParallel,
@@ -31,6 +39,7 @@ WRAPPERS = {
     "bucketed": lambda module: BucketedDataParallel(module, bucket_mb=0.0005),
     "one bucket": lambda module: BucketedDataParallel(module, bucket_mb=1000),
     "peer copies": lambda module: BucketedDataParallel(module, bucket_mb=0.0005, transport="peer-copies"),
+    "in lists": in_lists,
 }
 NETWORKS = ("toy", "transformer", "bert")
 OPTIMIZERS = ("sgd", "adamw")

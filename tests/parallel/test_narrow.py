@@ -2,6 +2,9 @@
 widens them. Two ranks over Gloo."""
 
 import contextlib
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,7 +18,16 @@ from stepgauge.parallel.launch import launch
 from stepgauge.parallel.narrow import NarrowReads
 
 BF16 = torch.bfloat16
+
+
+def in_lists(module, **how):
+    wrapped = BucketedDataParallel(module, bucket_mb=0.0005, **how)
+    wrapped.averager.takes_lists = lambda device: True
+    return wrapped
+
+
 WRAPPERS = {
+    "in lists": in_lists,
     "naive": NaiveDataParallel,
     "bucketed": lambda module, **how: BucketedDataParallel(module, bucket_mb=0.0005, **how),
     "one bucket": lambda module, **how: BucketedDataParallel(module, bucket_mb=1000, **how),
@@ -193,6 +205,25 @@ CHECKS = {
     "twice": twice,
     "by owners": by_owners,
 }
+
+
+def test_the_kernel_widens_too():
+    """In Triton's interpreter."""
+    pytest.importorskip("triton")
+    script = """if True:
+        import torch
+        from stepgauge.parallel.widening import _in_one_pass
+        for dtype in (torch.bfloat16, torch.float16):
+            for numel in (1, 5000):
+                narrow = torch.randn(numel + 1).to(dtype)[1:]
+                wide = torch.full((numel,), float("nan"))
+                _in_one_pass(wide, narrow)
+                assert torch.equal(wide, narrow.float()), dtype
+        print("equal")
+    """
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.stdout == "equal\n", done.stderr
 
 
 def test_weights_read_elsewhere_are_the_parameters():

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stepgauge.parallel.collectives import launch_together
-from stepgauge.parallel.messages import Averager, Done, Launched, as_one_message, narrow_message, widen
+from stepgauge.parallel.messages import Averager, Done, Launched, as_one_message, narrow_gradients, packed, widen
 from stepgauge.parallel.narrow import NarrowReads
 from stepgauge.parallel.peer_copies import PeerCopies
 from stepgauge.parallel.replicas import describe_parameters, prepare_replicas
@@ -46,7 +46,7 @@ class Cycle:
     missing: list[int]  # gradients that a launch still waits for
     arrived: set[str] = dataclasses.field(default_factory=set)
     launched: int = 0  # launches, always the first ones of the plan
-    in_flight: list[tuple[Launched, int, Tensor]] = dataclasses.field(default_factory=list)
+    in_flight: list[tuple[Launched, int, list[Tensor]]] = dataclasses.field(default_factory=list)
 
 
 class DataParallel(nn.Module):
@@ -60,6 +60,7 @@ class DataParallel(nn.Module):
 
     transport     "collectives" of the group, or "peer-copies" between the ranks of one machine (peer_copies.py)
     reduce_dtype  type that gradients of wider types travel and are averaged in; `.grad` then holds the widened mean
+    packs         copies the gradients of a bucket behind each other also where they could be sent at once as they lie
 
     Raises DifferentModelsError, on every rank, where the ranks hold different modules; ValueError for a transport that
     cannot work there.
@@ -74,11 +75,12 @@ class DataParallel(nn.Module):
         group: dist.ProcessGroup | None = None,
         transport: str = "collectives",
         reduce_dtype: torch.dtype | None = None,
+        packs: bool = False,
     ):
         super().__init__()
         prepare_replicas(module, group)
         self.module = module
-        self.reduce_dtype = reduce_dtype
+        self.reduce_dtype, self.packs = reduce_dtype, packs
         self.buckets = tuple(buckets)
         self.launches = plan_launches(self.buckets)
         self.overlaps = overlaps
@@ -205,24 +207,36 @@ class DataParallel(nn.Module):
         while self._frees and cycle.in_flight and cycle.in_flight[0][0].is_completed():
             self._wait_first()
 
-    def _message(self, index: int) -> Tensor:
+    def _message(self, index: int) -> list[Tensor]:
+        """The bucket's gradients, packed or one by one."""
         parameters = self._parameters_of[index]
-        if self.reduce_dtype is None or not self._is_narrow(index):
-            return as_one_message(parameters)
-        taken = [self._narrow.pop(name, None) for name in self.buckets[index].names]
-        return narrow_message(parameters, taken, self.reduce_dtype)
+        packs = len(parameters) > 1 and self._packs(index)
+        if self.reduce_dtype is not None and self._is_narrow(index):
+            taken = [self._narrow.pop(name, None) for name in self.buckets[index].names]
+            narrow = narrow_gradients(parameters, taken, self.reduce_dtype)
+            return [packed(narrow)] if packs else narrow
+        return [as_one_message(parameters)] if packs else [as_one_message([parameter]) for parameter in parameters]
+
+    def _packs(self, index: int) -> bool:
+        bucket, device = self.buckets[index], self._parameters_of[index][0].device
+        return self.packs or bucket.owner is not None or not self.averager.takes_lists(device)
 
     def _is_narrow(self, index: int) -> bool:
         return self.buckets[index].parameters[0].bytes_per_value < self._parameters_of[index][0].element_size()
 
-    def _send(self, messages: list[Tensor], indices: Sequence[int]) -> list[Launched]:
+    def _send(self, messages: list[list[Tensor]], indices: Sequence[int]) -> list[Launched]:
         if len(messages) == 1:  # nearly always, and a small model's step is the host's
-            return [self.averager.launch(messages[0], owner=self.buckets[indices[0]].owner)]
+            return [self._send_one(messages[0], indices[0])]
         launches = [
-            functools.partial(self.averager.launch, message, owner=self.buckets[index].owner)
-            for message, index in zip(messages, indices, strict=True)
+            functools.partial(self._send_one, message, index) for message, index in zip(messages, indices, strict=True)
         ]
-        return launch_together(launches, group=self.averager.group, device=messages[0].device)
+        return launch_together(launches, group=self.averager.group, device=messages[0][0].device)
+
+    def _send_one(self, message: list[Tensor], index: int) -> Launched:
+        if len(message) > 1:
+            assert isinstance(self.averager, Averager), "which takes lists"
+            return self.averager.launch_list(message)
+        return self.averager.launch(message[0], owner=self.buckets[index].owner)
 
     def _wait_all(self) -> None:
         while self._cycle.in_flight:
@@ -293,7 +307,7 @@ class FlatDataParallel(DataParallel):
     """Packs all gradients into one message (one a dtype and device) and all-reduces it after backward."""
 
     def __init__(self, module: nn.Module, **sending: Unpack[Sending]):
-        super().__init__(module, buckets=_plan(module, sending, cap_mb=None), overlaps=False, **sending)
+        super().__init__(module, buckets=_plan(module, sending, cap_mb=None), overlaps=False, packs=True, **sending)
 
 
 class OverlappedDataParallel(DataParallel):

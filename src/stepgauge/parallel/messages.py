@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from stepgauge.parallel.collectives import all_reduce_of, reduce_scatter_flat
+from stepgauge.parallel.collectives import all_reduce_list, all_reduce_of, reduce_scatter_flat
+from stepgauge.parallel.widening import widened
 
 
 def as_one_message(parameters: Sequence[nn.Parameter]) -> Tensor:
@@ -38,22 +39,31 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return gradient
 
 
-def narrow_message(parameters: Sequence[nn.Parameter], taken: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
-    """The parameters' gradients in `dtype` as one flat tensor, and no `.grad` until `widen`.
+def narrow_gradients(
+    parameters: Sequence[nn.Parameter], taken: Sequence[Tensor | None], dtype: torch.dtype
+) -> list[Tensor]:
+    """The parameters' gradients in `dtype`, each contiguous and nobody else's; they have no `.grad` until `widen`.
 
-    taken  what is there in that type already, which is used where it is if it comes alone
+    taken  what is there in that type already
     """
     gradients = []
     for parameter, narrow in zip(parameters, taken, strict=True):
-        gradients.append(_gradient(parameter).to(dtype) if narrow is None else narrow)
+        gradients.append((_gradient(parameter).to(dtype) if narrow is None else narrow).contiguous())
         parameter.grad = None
-    return _flatten_dense_tensors(gradients) if len(gradients) > 1 else gradients[0].reshape(-1)
+    return gradients
 
 
-def widen(message: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    """Gives each parameter its part of the message as `.grad`, in its own type."""
-    for parameter, part in zip(parameters, _unflatten_dense_tensors(message, parameters), strict=True):
-        parameter.grad = part.to(parameter.dtype)
+def packed(gradients: Sequence[Tensor]) -> Tensor:
+    """The gradients behind each other; a single one as it is."""
+    return _flatten_dense_tensors(gradients) if len(gradients) > 1 else gradients[0]
+
+
+def widen(message: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> None:
+    """Gives each parameter its part of the message, packed or one by one, as `.grad` in its own type."""
+    if len(message) < len(parameters):
+        message = _unflatten_dense_tensors(message[0], parameters)
+    for parameter, part in zip(parameters, message, strict=True):
+        parameter.grad = widened(part, parameter.dtype).view(parameter.shape)
 
 
 def _fill_their_storage(gradients: Sequence[Tensor]) -> bool:
@@ -104,26 +114,36 @@ class Averager:
 
     def launch(self, message: Tensor, *, owner: int | None = None) -> dist.Work:
         """The work of an all-reduce, or of a reduce to the owner (a rank of the group), in place."""
-        if not self._averages(message):
+        if not self._averages(message.device):
             message.div_(self.ranks)
         operation = self._operation(message)
         if owner is None:
             return all_reduce_of(message, operation, self.group)
         return dist.reduce(message, group_dst=owner, op=operation, group=self.group, async_op=True)
 
+    def takes_lists(self, device: torch.device) -> bool:
+        """Whether `launch_list` sends tensors of that device where they lie: packing them first gains nothing."""
+        return self._averages(device)
+
+    def launch_list(self, message: Sequence[Tensor]) -> dist.Work:
+        """The work of an all-reduce of each tensor, in one launch, in place."""
+        if not self._averages(message[0].device):
+            for tensor in message:
+                tensor.div_(self.ranks)
+        return all_reduce_list(message, self._operation(message[0]), self.group)
+
     def launch_scatter(self, slice_: Tensor, message: Tensor) -> dist.Work:
         """The work of a reduce-scatter into this rank's slice; the message stays as it is."""
-        if not self._averages(message):
+        if not self._averages(message.device):
             message = message / self.ranks
         work = reduce_scatter_flat(slice_, message, group=self.group, op=self._operation(message), async_op=True)
         assert work is not None, "it is asynchronous"
         return work
 
-    def _averages(self, message: Tensor) -> bool:
-        kind = message.device.type
-        if kind not in self._is_nccl:
-            self._is_nccl[kind] = self.group._get_backend(message.device).name() == "nccl"
-        return self._is_nccl[kind]
+    def _averages(self, device: torch.device) -> bool:
+        if device.type not in self._is_nccl:
+            self._is_nccl[device.type] = self.group._get_backend(device).name() == "nccl"
+        return self._is_nccl[device.type]
 
     def _operation(self, message: Tensor) -> dist.ReduceOp.RedOpType:
-        return dist.ReduceOp.AVG if self._averages(message) else dist.ReduceOp.SUM
+        return dist.ReduceOp.AVG if self._averages(message.device) else dist.ReduceOp.SUM

@@ -59,6 +59,9 @@ class PeerCopies:
         self._turns = itertools.cycle(range(SLOTS))
         self._cached_box = functools.cache(self._make_box)
 
+    def takes_lists(self, device: torch.device) -> bool:
+        return False
+
     def launch(self, message: Tensor, *, owner: int | None = None) -> Copies | Done:
         """Averages in place on all ranks, or on the owner alone: on the others the message is then undefined."""
         most = self._box_bytes // message.element_size()
