@@ -16,11 +16,10 @@ from stepgauge.measure.timing import time_phases
 from stepgauge.parallel.collectives import group_of
 from stepgauge.parallel.world import joined_world
 from stepgauge.parallel.wrappers import Settings, parallelise
-from stepgauge.spec.data_parallel import FULLY_SHARDED, REDUCE_DTYPES, DataParallelSpec, sent_bytes
+from stepgauge.spec.data_parallel import FULLY_SHARDED, DataParallelSpec, sent_bytes
 from stepgauge.spec.record import Record, Sample
-from stepgauge.spec.train import TrainSpec
 from stepgauge.train.build import batch_for, build_step
-from stepgauge.train.precision import PRECISIONS, unavailable
+from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES, unavailable
 from stepgauge.train.step import TrainingStep
 
 LEARNING_RATE = 1e-4  # as bench step
@@ -92,17 +91,11 @@ def build(spec: DataParallelSpec, device: torch.device) -> TrainingStep:
         compute_dtype=autocast if spec.wrapper in FULLY_SHARDED else None,
         group=group_of("nccl", max_ctas=spec.max_ctas) if spec.max_ctas else None,
         transport=spec.transport,
-        reduce_dtype=reduce_dtype(spec),
+        reduce_dtype=REDUCE_DTYPES[spec.reduce_dtype],
     )
     spread = functools.partial(parallelise, spec.wrapper, settings=settings)
     on_device = dataclasses.replace(spec, device=str(device))
     return build_step(on_device, parallelise=spread, lr=LEARNING_RATE)
-
-
-def reduce_dtype(spec: DataParallelSpec | TrainSpec) -> torch.dtype | None:
-    """What the gradients are averaged in, or None for the parameters' own type."""
-    name = REDUCE_DTYPES[spec.reduce_dtype]
-    return None if name is None else getattr(torch, name)
 
 
 def make_phases(step: TrainingStep, batch: list[torch.Tensor]) -> dict[str, Callable[[], None]]:
@@ -220,7 +213,7 @@ def _sent_bytes(spec: DataParallelSpec) -> float:
     precision = PRECISIONS[spec.precision]
     kept = precision.parameters.itemsize
     travelling = precision.autocast.itemsize if precision.autocast and spec.wrapper in FULLY_SHARDED else kept
-    narrowed = reduce_dtype(spec)
+    narrowed = REDUCE_DTYPES[spec.reduce_dtype]
     values = spec.model.num_parameters
     return sent_bytes(
         spec.wrapper,

@@ -17,7 +17,7 @@ from stepgauge.spec.train import TrainSpec
 from stepgauge.train.data import Corpus
 from stepgauge.train.loop import Point, Trainer, load_corpus
 from stepgauge.train.place import Place
-from stepgauge.train.precision import PRECISIONS
+from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES
 
 
 def run(
@@ -76,12 +76,14 @@ def _trainer(spec: TrainSpec, corpus: Corpus, folder: Path) -> Trainer:
     if spec.ranks == 1 or world is None:
         return Trainer(spec, corpus, folder)
     # torch's parts of it take a while to load.
-    from stepgauge.bench.data_parallel import reduce_dtype
     from stepgauge.parallel.wrappers import Settings, parallelise
 
     autocast = PRECISIONS[spec.precision].autocast if spec.data_parallel in FULLY_SHARDED else None
     settings = Settings(
-        bucket_mb=spec.bucket_mb, compute_dtype=autocast, transport=spec.transport, reduce_dtype=reduce_dtype(spec)
+        bucket_mb=spec.bucket_mb,
+        compute_dtype=autocast,
+        transport=spec.transport,
+        reduce_dtype=REDUCE_DTYPES[spec.reduce_dtype],
     )
     here = dataclasses.replace(spec, device=str(world.device(spec.device)))
     return Trainer(

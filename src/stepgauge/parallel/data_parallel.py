@@ -23,11 +23,12 @@ from torch import Tensor, nn
 
 from stepgauge.parallel.collectives import launch_together
 from stepgauge.parallel.messages import Averager, Done, Launched, as_one_message, narrow_gradients, packed, widen
-from stepgauge.parallel.narrow import NarrowReads
+from stepgauge.parallel.narrow import NarrowGradients
 from stepgauge.parallel.peer_copies import PeerCopies
 from stepgauge.parallel.replicas import describe_parameters, prepare_replicas
 from stepgauge.spec.buckets import Bucket, plan_buckets, plan_launches
 
+HOOKS = 2  # of this module's on a parameter
 FIRST_BUCKET_MB = 1.0  # as torch's DistributedDataParallel: communication starts with the first layers of backward
 
 
@@ -59,11 +60,13 @@ class DataParallel(nn.Module):
     are broadcast once, at the start.
 
     transport     "collectives" of the group, or "peer-copies" between the ranks of one machine (peer_copies.py)
-    reduce_dtype  type that gradients of wider types travel and are averaged in; `.grad` then holds the widened mean
+    reduce_dtype  floating type that gradients of wider ones travel and are averaged in. `.grad` holds the widened mean
+                  once gradients are synchronised, and until then may be None; torch.autograd.grad has no gradients of
+                  linear layers' weights under autocast (narrow.py)
     packs         copies the gradients of a bucket behind each other also where they could be sent at once as they lie
 
     Raises DifferentModelsError, on every rank, where the ranks hold different modules; ValueError for a transport that
-    cannot work there.
+    cannot work there, or a reduce_dtype that is not floating.
     """
 
     def __init__(
@@ -78,6 +81,8 @@ class DataParallel(nn.Module):
         packs: bool = False,
     ):
         super().__init__()
+        if reduce_dtype is not None and not reduce_dtype.is_floating_point:
+            raise ValueError(f"reduce_dtype is {reduce_dtype}; gradients are averaged in floating types")
         prepare_replicas(module, group)
         self.module = module
         self.reduce_dtype, self.packs = reduce_dtype, packs
@@ -103,12 +108,11 @@ class DataParallel(nn.Module):
         for name, launch in self._launch_of.items():
             self._watch(name, launch)
         self._narrow: dict[str, Tensor] = {}  # gradients in reduce_dtype that are not yet sent
-        self._reads = NarrowReads(module, reduce_dtype, self._take) if reduce_dtype else None
+        self._kept = self._narrow_gradients() if reduce_dtype is not None else None
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         self._begun |= self._synchronises and torch.is_grad_enabled()
-        with self._reads.reading() if self._reads else contextlib.nullcontext():
-            return self.module(*inputs, **named)
+        return self.module(*inputs, **named)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -145,6 +149,12 @@ class DataParallel(nn.Module):
         """Scales the averaged gradients so that the norm of all of them is at most `max_norm`; the norm before."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
+    def _narrow_gradients(self) -> NarrowGradients:
+        assert self.reduce_dtype is not None, "there is one"
+        narrowed = [index for index in range(len(self.buckets)) if self._is_narrow(index)]
+        names = {self._by_name[name]: name for index in narrowed for name in self.buckets[index].names}
+        return NarrowGradients(self.module, self.reduce_dtype, names, own_hooks=HOOKS)
+
     def _new_cycle(self) -> Cycle:
         return Cycle(missing=[sum(len(self._parameters_of[index]) for index in launch) for launch in self.launches])
 
@@ -153,12 +163,17 @@ class DataParallel(nn.Module):
         # weights, would never be freed.
         this = weakref.ref(self)
 
-        def before_accumulation(_: Tensor) -> None:
-            if (wrapper := this()) is not None and (name in wrapper._cycle.arrived or name in wrapper._owned_means):
+        def before_accumulation(gradient: Tensor | None) -> None:
+            if (wrapper := this()) is None:
+                return
+            if name in wrapper._cycle.arrived or name in wrapper._owned_means:
                 wrapper._make_way(name)
+            if wrapper._kept is not None and (narrow := wrapper._kept.fetch(name)) is not None:
+                wrapper._take(name, narrow, more_comes=gradient is not None)
 
         def after_accumulation(_: Tensor) -> None:
-            if (wrapper := this()) is not None and wrapper._synchronises:
+            # A gradient that was taken in reduce_dtype has arrived already.
+            if (wrapper := this()) is not None and wrapper._synchronises and name not in wrapper._cycle.arrived:
                 wrapper._arrive(name, launch)
 
         self._by_name[name].register_hook(before_accumulation)
@@ -184,17 +199,15 @@ class DataParallel(nn.Module):
             while cycle.launched < len(self.launches) and not cycle.missing[cycle.launched]:
                 self._launch_next()
 
-    def _take(self, name: str, gradient: Tensor) -> None:
-        """A gradient in reduce_dtype, which is nobody else's, in place of what autograd would add to `.grad`."""
+    def _take(self, name: str, gradient: Tensor, *, more_comes: bool) -> None:
+        """A gradient in reduce_dtype that autograd did not add to `.grad`. more_comes: it is about to add another."""
         parameter = self._by_name[name]
-        if self._synchronises and (name in self._cycle.arrived or name in self._owned_means):
-            self._make_way(name)
-        if parameter.grad is not None or not self._synchronises:
-            wide = gradient.to(parameter.dtype)
-            parameter.grad = wide if parameter.grad is None else parameter.grad.add_(wide)
-        else:
+        if parameter.grad is None and self._synchronises and not more_comes:
             self._narrow[name] = gradient
-        if self._synchronises:
+        else:
+            wide = gradient.to(parameter.dtype)
+            parameter.grad = wide if parameter.grad is None else parameter.grad + wide
+        if self._synchronises and not more_comes:
             self._arrive(name, self._launch_of[name])
 
     def _launch_next(self) -> None:
@@ -245,9 +258,9 @@ class DataParallel(nn.Module):
     def _wait_first(self) -> None:
         work, index, message = self._cycle.in_flight.pop(0)
         work.wait()
-        if self._is_narrow(index):
-            widen(message, self._parameters_of[index])
         bucket = self.buckets[index]
+        if self._is_narrow(index) and bucket.owner in (None, dist.get_rank(self.averager.group)):
+            widen(message, self._parameters_of[index])
         if bucket.owner is not None:
             self._settle(bucket)
 
@@ -270,8 +283,8 @@ class DataParallel(nn.Module):
     def _unused_everywhere(self, present: list[bool]) -> list[nn.Parameter]:
         """The parameters that no rank has a gradient of, `present` saying which this rank had of the planned.
 
-        The first call asks all ranks whether any parameter goes unused; where none does, later calls ask nobody and
-        a gradient that is missing then counts as zero. Asking makes the host wait.
+        The first call asks all ranks whether any parameter goes unused; where none does it need not be called again,
+        and a gradient that is missing then counts as zero. Asking makes the host wait.
         """
         parameters = self._planned()
         used = torch.tensor(present, dtype=torch.int32, device=parameters[0].device)

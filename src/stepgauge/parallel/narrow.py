@@ -1,89 +1,95 @@
-"""Weights whose gradients are taken in autocast's type, before autograd widens them into `.grad`.
+"""Gradients of linear layers in autocast's type, kept before autograd widens them into `.grad`.
 
 Under autocast the gradient of a linear layer's weight is computed in 16 bits, and widening it is one pass over memory.
 A message of 16-bit gradients that were widened already would need a pass to narrow them and one to widen the mean. Here
 the only pass is the one that autograd leaves out: from the mean into `.grad`.
 """
 
-import collections
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+LONGEST_WAY = 4  # nodes between a linear layer's output and the cast of its weight
+KEPT = "stepgauge keeps the gradient"
 
-class NarrowReads:
-    """Lets the linear layers of a module read their weights in `dtype` where autocast would make it of them anyway.
 
-    Within `reading()` such a weight is one node of autograd, whose gradient goes to `take(name, gradient)` in place of
-    `.grad`. The tensor that is taken is nobody else's. Parameters, their names and the module's state stay as they are;
-    a weight in two places is left alone, and so are all of them in a compiled graph and in what checkpointing computes
-    again.
+class NarrowGradients:
+    """Of the linear layers of a module, the weights' gradients in `dtype`, from backward until they are fetched.
+
+    A layer's output hangs on the node that casts its weight. A hook there keeps the gradient that comes and hands on
+    none; the hooks of the weight itself still run once a backward, with None, and then all of it is there. Weights with
+    hooks of others are left alone, and so are compiled graphs and what else has no such node: their gradients come as
+    they always do.
+
+    own_hooks  how many hooks of the caller's a weight has
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, take: Callable[[str, Tensor], None]):
-        self.dtype, self._take = dtype, take
-        self._read: dict[str, Tensor] | None = None
-        self._anchors: dict[torch.device, Tensor] = {}
-        places = collections.Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-        for name, owner in module.named_modules():
-            if isinstance(owner, nn.Linear) and places[id(owner.weight)] == 1:
-                self._attach(owner, f"{name}.weight" if name else "weight")
+    def __init__(self, module: nn.Module, dtype: torch.dtype, names: Mapping[nn.Parameter, str], *, own_hooks: int):
+        self.dtype = dtype
+        self._names, self._own_hooks = names, own_hooks
+        self._kept: dict[str, list[Tensor]] = {}
+        hook = _Hook(self)  # one for all layers, or compiled blocks would be compiled for each
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear) and layer.weight in names:
+                layer.register_forward_hook(hook)
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """For the forward pass: what is read twice in it is one node, and its gradient comes once."""
-        self._read = {}
-        try:
-            yield
-        finally:
-            self._read = None
+    def fetch(self, name: str) -> Tensor | None:
+        """The sum of what was kept of that weight."""
+        kept = self._kept.pop(name, None)
+        if kept is None:
+            return None
+        if len(kept) == 1:
+            return kept[0].contiguous()
+        return torch.stack([gradient.float() for gradient in kept]).sum(0).to(self.dtype)
 
-    def _attach(self, layer: nn.Linear, name: str) -> None:
-        weight = property(lambda layer: self._of(name, layer._parameters["weight"]))
-        layer.__class__ = type(type(layer).__name__, (type(layer),), {"weight": weight})
-
-    def _of(self, name: str, weight: nn.Parameter) -> Tensor:
-        if self._read is None or not self._is_narrowed(weight):
-            return weight
-        if name not in self._read:
-            anchor = self._anchors.setdefault(weight.device, torch.empty(0, device=weight.device, requires_grad=True))
-            take = functools.partial(self._take, name)
-            self._read[name] = _Narrowed.apply(anchor, weight.detach(), self.dtype, take)
-        return self._read[name]
-
-    def _is_narrowed(self, weight: nn.Parameter) -> bool:
+    def look(self, weight: Tensor, output: Tensor) -> None:
+        """Keeps the weight's gradient from this forward, if it is cast there."""
         kind = weight.device.type
-        return (
-            torch.is_grad_enabled()
-            and weight.requires_grad
-            and torch.is_autocast_enabled(kind)
-            and torch.get_autocast_dtype(kind) == self.dtype != weight.dtype
-            and not torch.compiler.is_compiling()
-        )
+        name = self._names.get(weight) if isinstance(weight, nn.Parameter) else None
+        if name is None or not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != self.dtype:
+            return
+        node = _cast_of(weight, output)
+        hooks = len(weight._backward_hooks or ()) + len(weight._post_accumulate_grad_hooks or ())
+        if node is None or KEPT in node.metadata or hooks > self._own_hooks:
+            return
+        node.metadata[KEPT] = True  # a second use of the same cast
+        this = weakref.ref(self)
+
+        def keep(gradients: tuple[Tensor | None, ...]) -> tuple[None, ...] | None:
+            (gradient,) = gradients
+            if gradient is None or torch.is_grad_enabled() or (narrow := this()) is None:
+                return None
+            narrow._kept.setdefault(name, []).append(gradient.detach())
+            return (None,)
+
+        node.register_prehook(keep)
 
 
-class _Narrowed(torch.autograd.Function):
-    """`.apply(anchor, weight, dtype, take)`: the anchor makes autograd look this way, the weight has no gradient."""
+class _Hook:
+    """Of a layer's forward. A copy of the layer, or one from a file, has a hook that does nothing."""
 
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, weight: Tensor, dtype: torch.dtype, take: Callable[[Tensor], None]) -> Tensor:
-        ctx.take = take
-        return weight.to(dtype)
+    def __init__(self, narrow: NarrowGradients | None = None):
+        self._narrow = weakref.ref(narrow) if narrow is not None else lambda: None
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
-        ctx.take(gradient.detach() if _is_nobody_elses(gradient) else gradient.clone())
-        return None, None, None, None
+    def __call__(self, layer: nn.Linear, _: Any, output: Tensor) -> None:
+        if not torch.compiler.is_compiling() and (narrow := self._narrow()) is not None:
+            narrow.look(layer.weight, output)
+
+    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
+        return _Hook, ()
 
 
-def _is_nobody_elses(gradient: Tensor) -> bool:
-    """Whether no other tensor shares its memory: autograd may give one gradient to several who wait for it."""
-    storage = gradient.untyped_storage()
-    # The wrapper object `storage` is one of its users, and what a view is of another.
-    own_users = 2 + gradient._is_view()
-    alone: bool = gradient._use_count() == 1  # type: ignore[attr-defined]
-    return alone and torch._C._storage_Use_Count(storage._cdata) <= own_users
+def _cast_of(weight: Tensor, output: Tensor) -> Any:
+    """The node of autograd that casts the weight for a product: the product's last operand, perhaps transposed."""
+    node: Any = output.grad_fn
+    for _ in range(LONGEST_WAY):
+        if node is None or not node.next_functions:
+            return None
+        above = node.next_functions[-1][0]
+        if node.name() == "ToCopyBackward0":
+            return node if getattr(above, "variable", None) is weight else None
+        node = above
+    return None

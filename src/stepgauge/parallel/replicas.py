@@ -22,14 +22,15 @@ def describe_parameters(module: nn.Module, reduce_dtype: torch.dtype | None = No
 
 
 def describe_parameter(name: str, parameter: Tensor, reduce_dtype: torch.dtype | None = None) -> Parameter:
-    dtype = parameter.dtype
-    if reduce_dtype is not None and reduce_dtype.itemsize < dtype.itemsize:
-        dtype = reduce_dtype
+    dtype, itemsize = str(parameter.dtype).removeprefix("torch."), parameter.element_size()
+    if reduce_dtype is not None and parameter.is_floating_point() and reduce_dtype.itemsize < itemsize:
+        # Apart from parameters that have this type themselves.
+        dtype, itemsize = f"{dtype} in {reduce_dtype}", reduce_dtype.itemsize
     return Parameter(
         name=name,
         numel=parameter.numel(),
-        bytes_per_value=dtype.itemsize,
-        dtype=str(dtype).removeprefix("torch."),
+        bytes_per_value=itemsize,
+        dtype=dtype,
         device=str(parameter.device),
         trainable=parameter.requires_grad,
     )

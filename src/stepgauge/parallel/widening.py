@@ -10,7 +10,9 @@ from torch import Tensor
 
 _BLOCK = 4096
 
-if importlib.util.find_spec("triton") is not None:
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+if _HAS_TRITON:
     import triton
     import triton.language as tl
 
@@ -28,8 +30,9 @@ if importlib.util.find_spec("triton") is not None:
 
 def widened(narrow: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy of a contiguous tensor in a wider type."""
-    if not narrow.is_cuda:
+    if not narrow.is_cuda or not _HAS_TRITON:
         return narrow.to(dtype)
     wide = torch.empty_like(narrow, dtype=dtype)
-    _in_one_pass(wide, narrow)
+    with torch.cuda.device_of(narrow):
+        _in_one_pass(wide, narrow)
     return wide

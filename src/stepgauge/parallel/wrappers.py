@@ -147,6 +147,10 @@ def _torch_ddp(*, views: bool, zero: bool = False) -> Callable[..., Parallel]:
             process_group=settings.group,
         )
         if settings.reduce_dtype is not None:
+            if settings.reduce_dtype not in COMPRESS:
+                raise ValueError(
+                    f"reduce_dtype is {settings.reduce_dtype}; torch's DDP compresses to bfloat16 and float16"
+                )
             wrapped.register_comm_hook(settings.group, COMPRESS[settings.reduce_dtype])
         if not zero:
             stepping: torch.optim.Optimizer = optimizer(groups(module))

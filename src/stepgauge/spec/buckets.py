@@ -57,7 +57,7 @@ def plan_buckets(
 
     Gradients come in reverse order of use. They are packed until they reach the cap, apart by dtype, device and owner:
     a bucket is less than twice the cap. The first bucket is closed at `first_mb` already, so that communication starts
-    early. A gradient of the cap's size or more travels alone, since packing it would copy it. Frozen parameters are
+    early. A gradient of the cap's size or more travels alone, since packing would copy it. Frozen parameters are
     left out, and a name that comes again (a tied parameter) counts where it is used first: its gradient is complete
     only there.
 

@@ -36,7 +36,7 @@ TRANSPORTED = ("naive", "flat", "overlapped", "bucketed", "zero1", "zero2")
 TRANSPORTS = ("collectives", "peer-copies")
 # Wrappers whose gradients may travel in another type than their own. The fully sharded ones send what they compute in.
 NARROWED = (*TRANSPORTED, "torch-ddp", "torch-ddp-views")
-REDUCE_DTYPES: Mapping[str, str | None] = MappingProxyType({"own": None, "bf16": "bfloat16", "fp16": "float16"})
+REDUCE_DTYPES = ("own", "bf16", "fp16")
 BACKENDS: Mapping[str, str] = MappingProxyType({"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"})
 
 
@@ -53,7 +53,7 @@ class DataParallelSpec:
     )
     bucket_mb: float = option(
         25.0,
-        "gradients that make a bucket, in MB of 10^6 bytes; 0: a bucket a gradient",
+        "MB (10^6 bytes) of gradients at which a bucket is sent; 0: a bucket a gradient",
         least=0.0,
         most=1e6,
         word="buckets of {bucket_mb:g} MB",
@@ -73,7 +73,7 @@ class DataParallelSpec:
     )
     reduce_dtype: str = option(
         "own",
-        "type that gradients travel and are averaged in; own: the parameters'",
+        "type that gradients are averaged in, by wrappers that leave weights whole; own: the parameters'",
         choices=REDUCE_DTYPES,
         word="gradients in {reduce_dtype}",
         quiet="own",
@@ -102,7 +102,13 @@ class DataParallelSpec:
         check(self)
         if self.backend == "nccl" and not self.device.startswith("cuda"):
             raise ValueError(f"backend is 'nccl', which moves GPU tensors only; device is {self.device!r}")
-        check_wrapper(self.wrapper, precision=self.precision, compile=self.compile)
+        check_wrapper(
+            self.wrapper,
+            precision=self.precision,
+            compile=self.compile,
+            reduce_dtype=self.reduce_dtype,
+            device=self.device,
+        )
         if isinstance(self.model, BertSpec) and self.model.dropout and self.checkpointing != "none":
             raise ValueError(
                 f"dropout is {self.model.dropout}; what checkpointing computes again would drop other values: choose 0"
@@ -127,8 +133,10 @@ class DataParallelSpec:
         )
 
 
-def check_wrapper(wrapper: str, *, precision: str, compile: str) -> None:
+def check_wrapper(wrapper: str, *, precision: str, compile: str, reduce_dtype: str, device: str) -> None:
     """Raises ValueError for what a wrapper cannot do."""
+    if wrapper in NARROWED and wrapper not in TRANSPORTED and reduce_dtype != "own" and not device.startswith("cuda"):
+        raise ValueError(f"reduce_dtype is {reduce_dtype!r}; {wrapper} compresses on GPUs only, device is {device!r}")
     if wrapper == "zero3" and compile != "off":
         raise ValueError(f"compile is {compile!r}; zero3 gathers weights in Python as they are read and takes 'off'")
     if wrapper in SHARDED_GRADIENTS and precision == "fp16":

@@ -56,16 +56,24 @@ class TrainSpec:
         1, "processes, each with a device of its own", least=1, most=100_000, word="{ranks} ranks", quiet=1
     )
     bucket_mb: float = option(
-        25.0, "gradients that make a bucket, in MB of 10^6 bytes; 0: a bucket a gradient", least=0.0, most=1e6
+        25.0, "MB (10^6 bytes) of gradients at which a bucket is sent; 0: a bucket a gradient", least=0.0, most=1e6
     )
     transport: str = option("collectives", "of gradients, as in bench data-parallel", choices=TRANSPORTS)
-    reduce_dtype: str = option("own", "of gradients, as in bench data-parallel", choices=REDUCE_DTYPES)
+    reduce_dtype: str = option(
+        "own", "type that gradients are averaged in; own: the parameters'", choices=REDUCE_DTYPES
+    )
     device: str = option("cpu", "as in bench step; of several ranks cuda is each one's own")
     seed: int = option(0, "of weights and batches", least=0, most=2**63 - 1)
 
     def __post_init__(self) -> None:
         check(self)
-        check_wrapper(self.data_parallel, precision=self.precision, compile=self.compile)
+        check_wrapper(
+            self.data_parallel,
+            precision=self.precision,
+            compile=self.compile,
+            reduce_dtype=self.reduce_dtype,
+            device=self.device,
+        )
         for name, usual, takers in (("transport", TRANSPORTS[0], TRANSPORTED), ("reduce_dtype", "own", NARROWED)):
             value = getattr(self, name)
             if value != usual and self.data_parallel not in takers:

@@ -38,6 +38,10 @@ PRECISIONS: Mapping[str, Precision] = {
 }
 
 
+# What gradients can be averaged in, by name; None: the parameters' type.
+REDUCE_DTYPES: Mapping[str, torch.dtype | None] = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 def unavailable(name: str, device: torch.device) -> str | None:
     """Why the precision cannot run on the device, or None."""
     if name == "tf32" and device.type != "cuda":
