@@ -9,7 +9,9 @@ from torch import Tensor
 
 _BLOCK = 2048
 
-if importlib.util.find_spec("triton") is not None:
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+if _HAS_TRITON:
     import triton
     import triton.language as tl
 
@@ -40,9 +42,9 @@ if importlib.util.find_spec("triton") is not None:
 def mean_with(mine: Tensor, parts: list[Tensor]) -> None:
     """Makes `mine` the mean of itself and the parts, all flat and of one type and length.
 
-    On a GPU the parts lie at equal distances. 16-bit values are summed in float32 there.
+    On a GPU the parts lie at equal distances. 16-bit values are summed in float32 there, given Triton.
     """
-    if mine.is_cuda:
+    if mine.is_cuda and _HAS_TRITON:
         _in_one_pass(mine, parts)
     else:
         mine.div_(len(parts) + 1)  # before the sum, which could overflow in 16 bits
