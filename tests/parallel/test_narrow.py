@@ -260,6 +260,19 @@ def left_alone():
     assert other.layer.weight.grad is not None
 
 
+def without_their_own_hooks():
+    """Should autograd not run a weight's hooks for no gradient, what was kept is sent at the end."""
+    wrapped = NaiveDataParallel(Layer(), reduce_dtype=BF16)
+    weight = wrapped.module.layer.weight
+    weight._backward_hooks.clear()
+    weight._post_accumulate_grad_hooks.clear()
+    with autocast():
+        wrapped(ones()).backward()
+    assert weight.grad is None
+    wrapped.finish_gradient_synchronization()
+    assert weight.grad.eq(3).all()
+
+
 def checkpointed():
     """Of both kinds: what is computed again gives the gradient of the layer once."""
     for reentrant in (False, True):
@@ -299,6 +312,7 @@ CHECKS = {
     "types apart": types_apart,
     "left alone": left_alone,
     "checkpointed": checkpointed,
+    "without their own hooks": without_their_own_hooks,
 }
 
 

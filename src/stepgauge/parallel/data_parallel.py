@@ -128,6 +128,8 @@ class DataParallel(nn.Module):
 
         To be called on every rank after the backward passes and before gradients are used.
         """
+        for name, narrow in self._kept.fetch_all() if self._kept else ():  # of weights whose own hooks did not run
+            self._take(name, narrow, more_comes=False)
         if self._begun or self._cycle.arrived:
             self.synchronize_gradients()
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LONGEST_WAY = 4  # nodes between a linear layer's output and the cast of its weight
+LONGEST_WAY = 6  # nodes between a linear layer's output and the cast of its weight
 KEPT = "stepgauge keeps the gradient"
 
 
@@ -39,11 +39,17 @@ class NarrowGradients:
     def fetch(self, name: str) -> Tensor | None:
         """The sum of what was kept of that weight."""
         kept = self._kept.pop(name, None)
-        if kept is None:
-            return None
-        if len(kept) == 1:
-            return kept[0].contiguous()
-        return torch.stack([gradient.float() for gradient in kept]).sum(0).to(self.dtype)
+        return None if kept is None else self._sum(kept)
+
+    def fetch_all(self) -> list[tuple[str, Tensor]]:
+        """The sums of all that is left, by name."""
+        kept, self._kept = self._kept, {}
+        return [(name, self._sum(gradients)) for name, gradients in kept.items()]
+
+    def _sum(self, gradients: list[Tensor]) -> Tensor:
+        if len(gradients) == 1:
+            return gradients[0].contiguous()
+        return torch.stack([gradient.float() for gradient in gradients]).sum(0).to(self.dtype)
 
     def look(self, weight: Tensor, output: Tensor) -> None:
         """Keeps the weight's gradient from this forward, if it is cast there."""
