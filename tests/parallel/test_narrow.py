@@ -260,6 +260,39 @@ def left_alone():
     assert other.layer.weight.grad is not None
 
 
+def not_accumulated():
+    """torch.autograd.grad has its gradients and leaves nothing behind; so has a hook that came after the forward."""
+    wrapped = NaiveDataParallel(Layer(), reduce_dtype=BF16)
+    weight = wrapped.module.layer.weight
+    with autocast():
+        loss = wrapped(ones())
+    (asked,) = torch.autograd.grad(loss, [weight], retain_graph=True)
+    assert asked.eq(2 * (1 + dist.get_rank())).all() and weight.grad is None
+    loss.backward(retain_graph=True)
+    wrapped.finish_gradient_synchronization()
+    assert weight.grad.eq(3).all()
+    wrapped.zero_grad()
+    weight.register_hook(lambda gradient: 2 * gradient)
+    loss.backward()
+    wrapped.finish_gradient_synchronization()
+    assert weight.grad.eq(6).all()
+
+
+def wrapped_again():
+    module, count = Layer(), []
+    for _ in range(2):
+        wrapped = NaiveDataParallel(module, reduce_dtype=BF16)
+        taken = noting_what_is_taken(wrapped)
+        with autocast():
+            wrapped(ones()).backward()
+        wrapped.finish_gradient_synchronization()
+        count.append(len(taken))
+        wrapped._take = taken = None
+        del wrapped
+        gc.collect()
+    assert count == [1, 1] and not module.layer._forward_hooks and not module.layer.weight._backward_hooks
+
+
 def without_their_own_hooks():
     """Should autograd not run a weight's hooks for no gradient, what was kept is sent at the end."""
     wrapped = NaiveDataParallel(Layer(), reduce_dtype=BF16)
@@ -312,6 +345,8 @@ CHECKS = {
     "types apart": types_apart,
     "left alone": left_alone,
     "checkpointed": checkpointed,
+    "not accumulated": not_accumulated,
+    "wrapped again": wrapped_again,
     "without their own hooks": without_their_own_hooks,
 }
 

@@ -20,10 +20,11 @@ from typing import Any, TypedDict, Unpack
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from stepgauge.parallel.collectives import launch_together
 from stepgauge.parallel.messages import Averager, Done, Launched, as_one_message, narrow_gradients, packed, widen
-from stepgauge.parallel.narrow import NarrowGradients
+from stepgauge.parallel.narrow import NarrowGradients, remove_with
 from stepgauge.parallel.peer_copies import PeerCopies
 from stepgauge.parallel.replicas import describe_parameters, prepare_replicas
 from stepgauge.spec.buckets import Bucket, plan_buckets, plan_launches
@@ -61,8 +62,8 @@ class DataParallel(nn.Module):
 
     transport     "collectives" of the group, or "peer-copies" between the ranks of one machine (peer_copies.py)
     reduce_dtype  floating type that gradients of wider ones travel and are averaged in. `.grad` holds the widened mean
-                  once gradients are synchronised, and until then may be None; torch.autograd.grad has no gradients of
-                  linear layers' weights under autocast (narrow.py)
+                  once gradients are synchronised, and until then may be None: zero_grad before that discards nothing,
+                  also not after an exception
     packs         copies the gradients of a bucket behind each other also where they could be sent at once as they lie
 
     Raises DifferentModelsError, on every rank, where the ranks hold different modules; ValueError for a transport that
@@ -106,7 +107,7 @@ class DataParallel(nn.Module):
             for name in itertools.chain(*(self.buckets[index].names for index in indices))
         }
         for name, launch in self._launch_of.items():
-            self._watch(name, launch)
+            remove_with(self, self._watch(name, launch))
         self._narrow: dict[str, Tensor] = {}  # gradients in reduce_dtype that are not yet sent
         self._kept = self._narrow_gradients() if reduce_dtype is not None else None
 
@@ -160,7 +161,7 @@ class DataParallel(nn.Module):
     def _new_cycle(self) -> Cycle:
         return Cycle(missing=[sum(len(self._parameters_of[index]) for index in launch) for launch in self.launches])
 
-    def _watch(self, name: str, launch: int) -> None:
+    def _watch(self, name: str, launch: int) -> list[RemovableHandle]:
         # Autograd holds the hooks where the garbage collector does not look: through them the wrapper, and all
         # weights, would never be freed.
         this = weakref.ref(self)
@@ -178,8 +179,11 @@ class DataParallel(nn.Module):
             if (wrapper := this()) is not None and wrapper._synchronises and name not in wrapper._cycle.arrived:
                 wrapper._arrive(name, launch)
 
-        self._by_name[name].register_hook(before_accumulation)
-        self._by_name[name].register_post_accumulate_grad_hook(after_accumulation)
+        parameter = self._by_name[name]
+        return [
+            parameter.register_hook(before_accumulation),
+            parameter.register_post_accumulate_grad_hook(after_accumulation),
+        ]
 
     def _make_way(self, name: str) -> None:
         """What autograd is about to add must not meet a gradient that is on its way or is a mean."""

@@ -42,7 +42,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 def narrow_gradients(
     parameters: Sequence[nn.Parameter], taken: Sequence[Tensor | None], dtype: torch.dtype
 ) -> list[Tensor]:
-    """The parameters' gradients in `dtype`, each contiguous and nobody else's; they have no `.grad` until `widen`.
+    """The parameters' gradients in `dtype`, each contiguous; they have no `.grad` until `widen`.
 
     taken  what is there in that type already
     """

@@ -6,11 +6,12 @@ the only pass is the one that autograd leaves out: from the mean into `.grad`.
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 LONGEST_WAY = 6  # nodes between a linear layer's output and the cast of its weight
 KEPT = "stepgauge keeps the gradient"
@@ -21,8 +22,8 @@ class NarrowGradients:
 
     A layer's output hangs on the node that casts its weight. A hook there keeps the gradient that comes and hands on
     none; the hooks of the weight itself still run once a backward, with None, and then all of it is there. Weights with
-    hooks of others are left alone, and so are compiled graphs and what else has no such node: their gradients come as
-    they always do.
+    hooks of others are left alone, and so are torch.autograd.grad, compiled graphs and what else has no such node:
+    gradients come there as they always do.
 
     own_hooks  how many hooks of the caller's a weight has
     """
@@ -32,9 +33,8 @@ class NarrowGradients:
         self._names, self._own_hooks = names, own_hooks
         self._kept: dict[str, list[Tensor]] = {}
         hook = _Hook(self)  # one for all layers, or compiled blocks would be compiled for each
-        for layer in module.modules():
-            if isinstance(layer, nn.Linear) and layer.weight in names:
-                layer.register_forward_hook(hook)
+        layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear) and layer.weight in names]
+        remove_with(self, [layer.register_forward_hook(hook) for layer in layers])
 
     def fetch(self, name: str) -> Tensor | None:
         """The sum of what was kept of that weight."""
@@ -58,34 +58,57 @@ class NarrowGradients:
         if name is None or not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != self.dtype:
             return
         node = _cast_of(weight, output)
-        hooks = len(weight._backward_hooks or ()) + len(weight._post_accumulate_grad_hooks or ())
-        if node is None or KEPT in node.metadata or hooks > self._own_hooks:
+        if node is None or KEPT in node.metadata:
             return
         node.metadata[KEPT] = True  # a second use of the same cast
-        this = weakref.ref(self)
+        this, leaf = weakref.ref(self), node.next_functions[0][0]
 
         def keep(gradients: tuple[Tensor | None, ...]) -> tuple[None, ...] | None:
-            (gradient,) = gradients
-            if gradient is None or torch.is_grad_enabled() or (narrow := this()) is None:
+            (gradient,), narrow = gradients, this()
+            if narrow is None or gradient is None or not narrow._keeps(gradient, weight) or not _is_accumulated(leaf):
                 return None
             narrow._kept.setdefault(name, []).append(gradient.detach())
             return (None,)
 
         node.register_prehook(keep)
 
+    def _keeps(self, gradient: Tensor, weight: Tensor) -> bool:
+        hooks = len(weight._backward_hooks or ()) + len(weight._post_accumulate_grad_hooks or ())
+        return gradient.dtype == self.dtype and hooks <= self._own_hooks and not torch.is_grad_enabled()
+
 
 class _Hook:
     """Of a layer's forward. A copy of the layer, or one from a file, has a hook that does nothing."""
 
     def __init__(self, narrow: NarrowGradients | None = None):
+        self.__name__ = "stepgauge_narrow_gradients"  # torch.jit asks for it
         self._narrow = weakref.ref(narrow) if narrow is not None else lambda: None
 
-    def __call__(self, layer: nn.Linear, _: Any, output: Tensor) -> None:
-        if not torch.compiler.is_compiling() and (narrow := self._narrow()) is not None:
-            narrow.look(layer.weight, output)
+    def __call__(self, layer: nn.Linear, _: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or (narrow := self._narrow()) is None or not isinstance(output, Tensor):
+            return
+        narrow.look(layer.weight, output)
 
     def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
         return _Hook, ()
+
+
+def remove_with(owner: object, handles: Sequence[RemovableHandle]) -> None:
+    """Takes hooks out when their owner is gone."""
+    weakref.finalize(owner, _remove, handles).atexit = False
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _is_accumulated(leaf: Any) -> bool:
+    """Whether this backward adds to the leaf's `.grad`."""
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # torch.autograd.grad
+        return False
 
 
 def _cast_of(weight: Tensor, output: Tensor) -> Any:
