@@ -160,16 +160,19 @@ def test_turns_are_timed_when_the_build_is_done(source, compiler):
 @pytest.mark.parametrize("is_building", [False, True])
 def test_turns_are_timed_when_the_build_is_done_in_a_forked_process_too(source, compiler, is_building):
     """As rows are: there a thread that was made before counts as one that has ended."""
-    compiler(f'sleep 0.5; exec {COMPILER} "$@"')
+    runs = compiler(f'sleep 0.5; exec {COMPILER} "$@"')
     doubled = Doubled(source)
     if is_building:
         assert doubled() == 42
+        while not runs():  # from then on the build has its lock
+            time.sleep(0.01)
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
-    process = context.Process(target=served_in_turns, args=(doubled, answers))
+    process = context.Process(target=served_in_turns, args=(doubled, answers), daemon=True)
     process.start()
     process.join(100)
     assert not answers.empty() and answers.get() == {"double": "C++"}
+    assert runs() == 1
 
 
 def served_in_turns(doubled, answers):

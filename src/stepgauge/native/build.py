@@ -1,7 +1,8 @@
 """A C++ file as a shared library, compiled against torch where it runs and kept in the user's cache.
 
 The compiler is called directly: torch.utils.cpp_extension would leave a lock behind if the process ended during the
-build. Here the lock is the system's and ends with the process, and the result is moved into place in one step.
+build. Here the lock is the system's, ends with the process that holds it and is not inherited by one that is forked
+meanwhile (flock's would be, and wait for itself); the result is moved into place in one step.
 """
 
 import fcntl
@@ -53,7 +54,7 @@ def _build_once(command: Sequence[str], library: Path) -> None:
     """
     path = library.with_suffix(".building")
     with path.open("a+") as note:
-        fcntl.flock(note, fcntl.LOCK_EX)
+        fcntl.lockf(note, fcntl.LOCK_EX)
         if library.exists():
             return
         note.seek(0)
