@@ -1,6 +1,7 @@
 """A run that is killed and started again gives the curve of a run that was not."""
 
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -145,6 +146,20 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(spec, tmp_path):
         run(other, folder=tmp_path)
     same = dataclasses.replace(spec, model=dataclasses.replace(spec.model, norm="rmsnorm-eager"))
     run(same, folder=tmp_path)  # another implementation of the same network goes on
+
+
+def test_a_checkpoint_of_before_a_field_was_there_goes_on_under_its_default(spec, tmp_path):
+    run(spec, folder=tmp_path)
+    for manifest in (tmp_path / "checkpoints").glob(f"*/{MANIFEST}"):
+        kept = json.loads(manifest.read_text())
+        assert kept["about"].pop("reduce_dtype") == "own"
+        manifest.write_text(json.dumps(kept))
+    resumed = []
+    run(spec, folder=tmp_path, resumed=resumed.append)
+    assert resumed == [spec.steps]
+    other = dataclasses.replace(spec, data_parallel="bucketed", ranks=2, batch=4, reduce_dtype="bf16")
+    with pytest.raises(CheckpointError, match=r"reduce_dtype own there, bf16 here"):
+        run(other, folder=tmp_path)
 
 
 def test_an_old_curve_without_checkpoints_is_begun_again(spec, tmp_path):

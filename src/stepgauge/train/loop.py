@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stepgauge.parallel.training import Parallelise, alone
+from stepgauge.spec.kinds import completed
 from stepgauge.spec.train import TrainSpec
 from stepgauge.train.build import build_step
 from stepgauge.train.checkpoint import Checkpoints, require_same
@@ -174,7 +175,9 @@ class Trainer:
         """
         known = len(read_curve(self.curve_path))
         for step, folder, about in self.checkpoints.newest():
-            require_same(about, self._about(), folder)
+            wanted = self._about()
+            before = completed(self.spec.kind, about)  # what was not yet asked for then was as its default is
+            require_same({name: before[name] for name in before if name in {**about, **wanted}}, wanted, folder)
             if step > known:
                 warnings.warn(f"checkpoint {folder} is passed over: its curve ends at step {known}", stacklevel=2)
                 continue
