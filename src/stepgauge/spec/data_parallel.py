@@ -3,12 +3,15 @@
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.fields import as_in, check, option
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import WorkSpec
+
+if TYPE_CHECKING:
+    from stepgauge.spec.train import TrainSpec
 
 # Each wrapper, and how often a step sends a share (N−1)/N of all gradients and of all weights (ring algorithms).
 WRAPPERS: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -102,13 +105,7 @@ class DataParallelSpec:
         check(self)
         if self.backend == "nccl" and not self.device.startswith("cuda"):
             raise ValueError(f"backend is 'nccl', which moves GPU tensors only; device is {self.device!r}")
-        check_wrapper(
-            self.wrapper,
-            precision=self.precision,
-            compile=self.compile,
-            reduce_dtype=self.reduce_dtype,
-            device=self.device,
-        )
+        check_wrapper(self.wrapper, self)
         if isinstance(self.model, BertSpec) and self.model.dropout and self.checkpointing != "none":
             raise ValueError(
                 f"dropout is {self.model.dropout}; what checkpointing computes again would drop other values: choose 0"
@@ -133,13 +130,18 @@ class DataParallelSpec:
         )
 
 
-def check_wrapper(wrapper: str, *, precision: str, compile: str, reduce_dtype: str, device: str) -> None:
+def check_wrapper(wrapper: str, spec: "DataParallelSpec | TrainSpec") -> None:
     """Raises ValueError for what a wrapper cannot do."""
-    if wrapper in NARROWED and wrapper not in TRANSPORTED and reduce_dtype != "own" and not device.startswith("cuda"):
-        raise ValueError(f"reduce_dtype is {reduce_dtype!r}; {wrapper} compresses on GPUs only, device is {device!r}")
-    if wrapper == "zero3" and compile != "off":
-        raise ValueError(f"compile is {compile!r}; zero3 gathers weights in Python as they are read and takes 'off'")
-    if wrapper in SHARDED_GRADIENTS and precision == "fp16":
+    compresses = wrapper in NARROWED and wrapper not in TRANSPORTED and spec.reduce_dtype != "own"
+    if compresses and not spec.device.startswith("cuda"):
+        raise ValueError(
+            f"reduce_dtype is {spec.reduce_dtype!r}; {wrapper} compresses on GPUs only, device is {spec.device!r}"
+        )
+    if wrapper == "zero3" and spec.compile != "off":
+        raise ValueError(
+            f"compile is {spec.compile!r}; zero3 gathers weights in Python as they are read and takes 'off'"
+        )
+    if wrapper in SHARDED_GRADIENTS and spec.precision == "fp16":
         raise ValueError(
             f"precision is 'fp16', whose loss scale needs every rank's whole gradients; {wrapper} has shares of them: "
             f"choose bf16"

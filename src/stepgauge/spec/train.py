@@ -67,13 +67,7 @@ class TrainSpec:
 
     def __post_init__(self) -> None:
         check(self)
-        check_wrapper(
-            self.data_parallel,
-            precision=self.precision,
-            compile=self.compile,
-            reduce_dtype=self.reduce_dtype,
-            device=self.device,
-        )
+        check_wrapper(self.data_parallel, self)
         for name, usual, takers in (("transport", TRANSPORTS[0], TRANSPORTED), ("reduce_dtype", "own", NARROWED)):
             value = getattr(self, name)
             if value != usual and self.data_parallel not in takers:
