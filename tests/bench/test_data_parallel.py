@@ -6,9 +6,10 @@ import pytest
 
 from stepgauge.bench import data_parallel as bench
 from stepgauge.bench.sweep import Job, sweep
-from stepgauge.spec.data_parallel import WRAPPERS, DataParallelSpec
+from stepgauge.spec.data_parallel import REDUCE_DTYPES, WRAPPERS, DataParallelSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.store import RunStore
+from stepgauge.train import precision
 
 CHECKED = ("none", "naive", "bucketed", "zero1", "zero3", "torch-ddp", "torch-fsdp")
 
@@ -21,8 +22,11 @@ def spec(wrapper, **changes):
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    jobs = [Job(bench.JOB, spec(wrapper, trace=wrapper in ("naive", "bucketed"))) for wrapper in CHECKED]
-    return {o.job.spec.wrapper: o.record for o in sweep(jobs, RunStore(tmp_path_factory.mktemp("rows")))}
+    specs = {wrapper: spec(wrapper, trace=wrapper in ("naive", "bucketed")) for wrapper in CHECKED}
+    specs["narrow"] = spec("zero1", precision="bf16", reduce_dtype="bf16")
+    store = RunStore(tmp_path_factory.mktemp("rows"))
+    records = {o.job.spec: o.record for o in sweep([Job(bench.JOB, each) for each in specs.values()], store)}
+    return {name: records[each] for name, each in specs.items()}
 
 
 def test_every_row_has_its_phases_and_adds_up(rows):
@@ -58,12 +62,17 @@ def test_bytes_are_those_of_the_plan(rows):
             assert rows[wrapper].median(f"{part}_bytes") == pytest.approx(parameters / 2, rel=0.05)
     assert rows["naive"].median("sent_bytes") == parameters  # 2(N−1)/N of it at N = 2
     assert rows["none"].median("sent_bytes") == 0
+    assert rows["zero1"].median("sent_bytes") == parameters * 3 / 2  # with the weights' broadcasts
+    assert rows["narrow"].median("sent_bytes") == parameters  # gradients of half the bytes
+    assert rows["narrow"].median("gradient_bytes") == parameters  # and widened after all
 
 
 def test_options_that_a_wrapper_ignores_make_no_rows():
     rows = {spec("naive", bucket_mb=mb).without_idle_options() for mb in (1, 5)}
     assert len(rows) == 1
     assert len({spec("bucketed", bucket_mb=mb).without_idle_options() for mb in (1, 5)}) == 2
+    for wrapper, count in (("zero3", 1), ("zero2", 2)):
+        assert len({spec(wrapper, reduce_dtype=name).without_idle_options() for name in ("own", "bf16")}) == count
 
 
 def test_the_command_line(stepgauge, tmp_path):
@@ -76,10 +85,13 @@ def test_the_command_line(stepgauge, tmp_path):
     assert "wrapper is 'fsdp'; choose one of none, naive" in err
     status, _, err = stepgauge("bench", "data-parallel", *shape, "--backend", "nccl")
     assert (status, "backend is 'nccl', which moves GPU tensors only" in err) == (2, True)
+    status, _, err = stepgauge("bench", "data-parallel", *shape, "--wrapper", "torch-ddp", "--reduce-dtype", "bf16")
+    assert (status, "torch-ddp compresses on GPUs only, device is 'cpu'" in err) == (2, True)
 
 
 def test_every_wrapper_has_an_implementation():
     from stepgauge.parallel import wrappers
 
     assert set(wrappers.WRAPPERS) == set(WRAPPERS)
+    assert set(precision.REDUCE_DTYPES) == set(REDUCE_DTYPES)
     assert {field.name for field in dataclasses.fields(DataParallelSpec)} >= {"wrapper", "bucket_mb", "ranks"}

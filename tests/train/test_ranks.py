@@ -87,6 +87,11 @@ def test_the_command_under_torchrun(tmp_path, alone):
         ({"ranks": 2}, "ranks is 2; --data-parallel says how they train"),
         ({"data_parallel": "zero3", "compile": "on"}, "zero3 gathers weights in Python"),
         ({"data_parallel": "zero2", "precision": "fp16"}, "precision is 'fp16', whose loss scale needs"),
+        (
+            {"data_parallel": "zero3", "reduce_dtype": "bf16"},
+            "reduce_dtype is 'bf16', which --data-parallel zero3 has no",
+        ),
+        ({"data_parallel": "torch-ddp", "reduce_dtype": "bf16"}, "torch-ddp compresses on GPUs only"),
     ],
 )
 def test_what_cannot_be_is_said(changes, sentence):
