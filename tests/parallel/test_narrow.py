@@ -218,8 +218,8 @@ def types_apart():
     for first_is_narrow in (False, True):
         torch.manual_seed(0)
         layers = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False, dtype=BF16)])
-        layers.append(nn.Linear(4, 4, bias=False, dtype=torch.complex64))
-        order = [layers[i] for i in ((1, 2, 0) if first_is_narrow else (0, 1, 2))]
+        layers += [nn.Linear(4, 4, bias=False, dtype=torch.complex64) for _ in range(2)]
+        order = [layers[i] for i in ((1, 2, 3, 0) if first_is_narrow else (0, 1, 2, 3))]
         for lists in (False, True):
             module = nn.ModuleList(order)
             module.zero_grad()
@@ -278,6 +278,100 @@ def not_accumulated():
     assert weight.grad.eq(6).all()
 
 
+class Sum(nn.Linear):
+    """A layer whose weight is read as the sum of another's and its own: autograd gives both one and the same tensor."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.other[0].to(BF16) + self.weight.to(BF16))
+
+
+def shared_by_autograd():
+    class Both(Layer):
+        def __init__(self):
+            super().__init__()
+            self.sum = Sum(4, 4, bias=False)
+            self.sum.other = [self.layer.weight]
+
+        def forward(self, x):
+            return self.sum(x).sum()
+
+    for lists in (False, True):
+        wrapped = BucketedDataParallel(Both(), 0 if not lists else 1, reduce_dtype=BF16)
+        wrapped.averager.takes_lists = lambda device, lists=lists: lists
+        taken = noting_what_is_taken(wrapped)
+        with autocast():
+            wrapped(ones()).backward()
+        wrapped.finish_gradient_synchronization()
+        assert taken == ["sum.weight"]
+        assert all(parameter.grad.eq(3).all() for parameter in wrapped.parameters())
+
+
+def after_a_failure():
+    """What a backward that failed had computed of a weight is gone; a later backward has its own alone."""
+    for arrives, synchronises in ((False, False), (False, True), (True, True)):
+        wrapped, plain = (BucketedDataParallel(Layer(), reduce_dtype=dtype) for dtype in (BF16, None))
+        for each in (wrapped, plain):
+            with autocast():
+                first, second = each(ones()), each(100 * ones())
+            if arrives:
+                first.backward()
+            cast = the_cast(second, each.module.layer.weight)
+            handle = cast.register_prehook(fails)  # after what keeps the gradient
+            with pytest.raises(InterruptedError):
+                second.backward()
+            handle.remove()
+            if synchronises:
+                each.finish_gradient_synchronization()
+                assert each is plain or not each._kept._sums
+            for accumulates in (True, False):
+                each.zero_grad()
+                for micro in range(2):
+                    with each.no_sync() if micro < accumulates else contextlib.nullcontext(), autocast():
+                        each(ones()).backward()
+                each.finish_gradient_synchronization()
+                assert each.module.layer.weight.grad.eq(6).all(), (each is wrapped, arrives, synchronises)
+
+
+def fails(_):
+    raise InterruptedError
+
+
+def the_cast(loss, weight):
+    nodes = [loss.grad_fn]
+    for node in nodes:
+        leaf = node.next_functions[0][0] if node.next_functions else None
+        if node.name() == "ToCopyBackward0" and getattr(leaf, "variable", None) is weight:
+            return node
+        nodes += [above for above, _ in node.next_functions if above is not None]
+    raise AssertionError("no cast")
+
+
+def read_often():
+    """Each read brings a gradient: their sum is kept, not all of them, and rounded once."""
+
+    class Often(Layer):
+        def forward(self, x):
+            for _ in range(8):
+                with torch.autocast(torch.get_default_device().type, BF16, cache_enabled=False):
+                    x = x + self.layer(x).float().tanh()
+            return x.sum()
+
+    wrapped = NaiveDataParallel(Often(), reduce_dtype=BF16)
+    most, look = [0], wrapped._kept._keep
+    wrapped._kept._keep = lambda *of: look(*of) or most.append(len(wrapped._kept._sums))
+    wrapped(ones()).backward()
+    wrapped.finish_gradient_synchronization()
+    assert len(most) == 9 and max(most) == 1
+    wanted = means_of(Often())
+    assert (wrapped.module.layer.weight.grad - wanted).abs().max() <= 2 * ROUNDING * wanted.abs().max()
+
+
+def means_of(module):
+    for rank in range(2):
+        (module(torch.ones(2, 4) * (1 + rank)) / 2).backward()
+    return module.layer.weight.grad
+
+
 def wrapped_again():
     module, count = Layer(), []
     for _ in range(2):
@@ -291,19 +385,6 @@ def wrapped_again():
         del wrapped
         gc.collect()
     assert count == [1, 1] and not module.layer._forward_hooks and not module.layer.weight._backward_hooks
-
-
-def without_their_own_hooks():
-    """Should autograd not run a weight's hooks for no gradient, what was kept is sent at the end."""
-    wrapped = NaiveDataParallel(Layer(), reduce_dtype=BF16)
-    weight = wrapped.module.layer.weight
-    weight._backward_hooks.clear()
-    weight._post_accumulate_grad_hooks.clear()
-    with autocast():
-        wrapped(ones()).backward()
-    assert weight.grad is None
-    wrapped.finish_gradient_synchronization()
-    assert weight.grad.eq(3).all()
 
 
 def checkpointed():
@@ -347,7 +428,9 @@ CHECKS = {
     "checkpointed": checkpointed,
     "not accumulated": not_accumulated,
     "wrapped again": wrapped_again,
-    "without their own hooks": without_their_own_hooks,
+    "shared by autograd": shared_by_autograd,
+    "after a failure": after_a_failure,
+    "read often": read_often,
 }
 
 

@@ -31,7 +31,9 @@ def test_training_equals_that_of_one_process(two_ranks):
             assert rank[case] < 1e-12, case
 
 
-@pytest.mark.parametrize("check", ["groups", "closure", "second backward of stage 2", "different"])
+@pytest.mark.parametrize(
+    "check", ["groups", "closure", "second backward of stage 2", "given up in stage 2", "different"]
+)
 def test_on_two_ranks(two_ranks, check):
     assert [rank[check] for rank in two_ranks] == ["", ""]
 
@@ -156,11 +158,30 @@ def second_backward():
     for seed in range(3):
         loss_of(parallel, dist.get_rank(), seed=seed).backward()
     parallel.finish_gradient_synchronization()
+    require_owned(module, optimizer, wanted)
+
+
+def require_owned(module, optimizer, wanted):
     for index, parameter in enumerate(module.parameters()):
         if optimizer.owners[parameter] != dist.get_rank():
             assert parameter.grad is None
             parameter.grad = wanted[index]
     require_equal(module, wanted)
+
+
+def given_up():
+    """A mean and what was added to it, thrown away, do not come back with the next step's."""
+    module = mlp()
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+    parallel = BucketedDataParallel(module, owners=optimizer.owners_of(module))
+    loss_of(parallel, dist.get_rank()).backward()
+    parallel.finish_gradient_synchronization()
+    with parallel.no_sync():
+        loss_of(parallel, dist.get_rank()).backward()
+    parallel.zero_grad()
+    loss_of(parallel, dist.get_rank(), seed=1).backward()
+    parallel.finish_gradient_synchronization()
+    require_owned(module, optimizer, expected(mlp(), lambda m, r: loss_of(m, r, seed=1)))
 
 
 def different():
@@ -217,5 +238,6 @@ CHECKS = {
     "groups": groups,
     "closure": closure,
     "second backward of stage 2": second_backward,
+    "given up in stage 2": given_up,
     "different": different,
 }

@@ -36,6 +36,8 @@ def all_reduce_of(message: Tensor, operation: Any, group: dist.ProcessGroup) -> 
 
 def all_reduce_list(messages: Sequence[Tensor], operation: Any, group: dist.ProcessGroup) -> dist.Work:
     """The same of several tensors of one type and device: over NCCL one launch, and nothing is packed."""
+    if messages[0].is_complex():  # which this collective, unlike that of one tensor, does not take
+        messages = [torch.view_as_real(message) for message in messages]
     return group.allreduce_coalesced(list(messages), _options_of(operation, dist.AllreduceCoalescedOptions))
 
 

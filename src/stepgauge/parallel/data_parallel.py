@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from stepgauge.parallel.collectives import launch_together
-from stepgauge.parallel.messages import Averager, Done, Launched, as_one_message, narrow_gradients, packed, widen
+from stepgauge.parallel.messages import Averager, Done, Launched, as_one_message, flattened, narrow_gradients, widen
 from stepgauge.parallel.narrow import NarrowGradients, remove_with
 from stepgauge.parallel.peer_copies import PeerCopies
 from stepgauge.parallel.replicas import describe_parameters, prepare_replicas
@@ -129,8 +129,8 @@ class DataParallel(nn.Module):
 
         To be called on every rank after the backward passes and before gradients are used.
         """
-        for name, narrow in self._kept.fetch_all() if self._kept else ():  # of weights whose own hooks did not run
-            self._take(name, narrow, more_comes=False)
+        if self._kept is not None:
+            self._kept.forget()
         if self._begun or self._cycle.arrived:
             self.synchronize_gradients()
 
@@ -171,6 +171,8 @@ class DataParallel(nn.Module):
                 return
             if name in wrapper._cycle.arrived or name in wrapper._owned_means:
                 wrapper._make_way(name)
+            elif wrapper._earlier and wrapper._by_name[name].grad is None:
+                wrapper._earlier.pop(name, None)  # whoever threw away what came since gives that up too
             if wrapper._kept is not None and (narrow := wrapper._kept.fetch(name)) is not None:
                 wrapper._take(name, narrow, more_comes=gradient is not None)
 
@@ -233,7 +235,7 @@ class DataParallel(nn.Module):
         if self.reduce_dtype is not None and self._is_narrow(index):
             taken = [self._narrow.pop(name, None) for name in self.buckets[index].names]
             narrow = narrow_gradients(parameters, taken, self.reduce_dtype)
-            return [packed(narrow)] if packs else narrow
+            return [flattened(narrow)] if packs else narrow
         return [as_one_message(parameters)] if packs else [as_one_message([parameter]) for parameter in parameters]
 
     def _packs(self, index: int) -> bool:

@@ -6,7 +6,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors as flattened
+from torch._utils import _unflatten_dense_tensors
 
 from stepgauge.parallel.collectives import all_reduce_list, all_reduce_of, reduce_scatter_flat
 from stepgauge.parallel.widening import widened
@@ -23,8 +24,7 @@ def as_one_message(parameters: Sequence[nn.Parameter]) -> Tensor:
         if len(gradients) == 1:
             return gradients[0]
         return gradients[0].as_strided((sum(g.numel() for g in gradients),), (1,))
-    # torch's own flattening leaves a single tensor where it is.
-    flat = _flatten_dense_tensors(gradients) if len(gradients) > 1 else gradients[0].reshape(-1).clone()
+    flat = flattened(gradients) if len(gradients) > 1 else gradients[0].clone(memory_format=torch.contiguous_format)
     for parameter, view in zip(parameters, _unflatten_dense_tensors(flat, gradients), strict=True):
         parameter.grad = view.data  # a view as autograd knows it would hold `flat` as one more user of the storage
     return flat
@@ -42,20 +42,19 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 def narrow_gradients(
     parameters: Sequence[nn.Parameter], taken: Sequence[Tensor | None], dtype: torch.dtype
 ) -> list[Tensor]:
-    """The parameters' gradients in `dtype`, each contiguous; they have no `.grad` until `widen`.
+    """The parameters' gradients in `dtype`, each contiguous and used by nobody else; without `.grad` until `widen`.
 
     taken  what is there in that type already
     """
     gradients = []
     for parameter, narrow in zip(parameters, taken, strict=True):
-        gradients.append((_gradient(parameter).to(dtype) if narrow is None else narrow).contiguous())
+        if narrow is None:
+            narrow = _gradient(parameter).to(dtype).contiguous()
+        elif not _fill_their_storage([narrow]):
+            narrow = narrow.clone(memory_format=torch.contiguous_format)
+        gradients.append(narrow)
         parameter.grad = None
     return gradients
-
-
-def packed(gradients: Sequence[Tensor]) -> Tensor:
-    """The gradients behind each other; a single one as it is."""
-    return _flatten_dense_tensors(gradients) if len(gradients) > 1 else gradients[0]
 
 
 def widen(message: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> None:
@@ -69,8 +68,8 @@ def widen(message: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> None
 def _fill_their_storage(gradients: Sequence[Tensor]) -> bool:
     """Whether the gradients, in this order, are a whole storage that nothing else uses.
 
-    Autograd may give two parameters gradients that share a storage (of `a.view(-1) + b.view(-1)`, say); averaging
-    one of those in place would change the other.
+    Autograd may give two parameters gradients that share a storage (of `a.view(-1) + b.view(-1)`, say), or read one
+    again after it gave it; averaging one of those in place would change the other.
     """
     start = end = gradients[0].data_ptr()
     for gradient in gradients:

@@ -22,8 +22,8 @@ class NarrowGradients:
 
     A layer's output hangs on the node that casts its weight. A hook there keeps the gradient that comes and hands on
     none; the hooks of the weight itself still run once a backward, with None, and then all of it is there. Weights with
-    hooks of others are left alone, and so are torch.autograd.grad, compiled graphs and what else has no such node:
-    gradients come there as they always do.
+    tensor hooks of others are left alone, and so are torch.autograd.grad, compiled graphs and what else has no such
+    node: gradients come there as they always do.
 
     own_hooks  how many hooks of the caller's a weight has
     """
@@ -31,25 +31,24 @@ class NarrowGradients:
     def __init__(self, module: nn.Module, dtype: torch.dtype, names: Mapping[nn.Parameter, str], *, own_hooks: int):
         self.dtype = dtype
         self._names, self._own_hooks = names, own_hooks
-        self._kept: dict[str, list[Tensor]] = {}
+        self._sums: dict[tuple[int, str], _Sum] = {}  # by backward: of one that failed some are left
         hook = _Hook(self)  # one for all layers, or compiled blocks would be compiled for each
         layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear) and layer.weight in names]
         remove_with(self, [layer.register_forward_hook(hook) for layer in layers])
 
     def fetch(self, name: str) -> Tensor | None:
-        """The sum of what was kept of that weight."""
-        kept = self._kept.pop(name, None)
-        return None if kept is None else self._sum(kept)
+        """The sum of what this backward has kept of that weight so far."""
+        kept = self._sums.pop((_backward(), name), None)
+        return None if kept is None else kept.here().to(self.dtype)
 
-    def fetch_all(self) -> list[tuple[str, Tensor]]:
-        """The sums of all that is left, by name."""
-        kept, self._kept = self._kept, {}
-        return [(name, self._sum(gradients)) for name, gradients in kept.items()]
+    def forget(self) -> None:
+        """What backwards that failed have left."""
+        self._sums.clear()
 
-    def _sum(self, gradients: list[Tensor]) -> Tensor:
-        if len(gradients) == 1:
-            return gradients[0].contiguous()
-        return torch.stack([gradient.float() for gradient in gradients]).sum(0).to(self.dtype)
+    def _keep(self, name: str, gradient: Tensor) -> None:
+        key = _backward(), name
+        earlier = self._sums.get(key)
+        self._sums[key] = _Sum(gradient.detach() if earlier is None else earlier.here().float() + gradient)
 
     def look(self, weight: Tensor, output: Tensor) -> None:
         """Keeps the weight's gradient from this forward, if it is cast there."""
@@ -67,7 +66,7 @@ class NarrowGradients:
             (gradient,), narrow = gradients, this()
             if narrow is None or gradient is None or not narrow._keeps(gradient, weight) or not _is_accumulated(leaf):
                 return None
-            narrow._kept.setdefault(name, []).append(gradient.detach())
+            narrow._keep(name, gradient)
             return (None,)
 
         node.register_prehook(keep)
@@ -75,6 +74,22 @@ class NarrowGradients:
     def _keeps(self, gradient: Tensor, weight: Tensor) -> bool:
         hooks = len(weight._backward_hooks or ()) + len(weight._post_accumulate_grad_hooks or ())
         return gradient.dtype == self.dtype and hooks <= self._own_hooks and not torch.is_grad_enabled()
+
+
+class _Sum:
+    """Of a weight's gradients so far, on the stream on which it is computed."""
+
+    def __init__(self, gradient: Tensor):
+        self._gradient = gradient
+        self._stream = _stream(gradient)
+
+    def here(self) -> Tensor:
+        """For the current stream, which need not be that of the forward: autograd has no part in this."""
+        stream = _stream(self._gradient)
+        if stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+            self._gradient.record_stream(stream)
+        return self._gradient
 
 
 class _Hook:
@@ -91,6 +106,14 @@ class _Hook:
 
     def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
         return _Hook, ()
+
+
+def _stream(tensor: Tensor) -> Any:
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+
+def _backward() -> int:
+    return torch._C._current_graph_task_id()
 
 
 def remove_with(owner: object, handles: Sequence[RemovableHandle]) -> None:
