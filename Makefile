@@ -1,9 +1,10 @@
 # make study   sets everything up, measures this machine, prints where the report lies
-# make test    sets everything up, checks style, types and contracts, runs the tests
+# make test    sets everything up, checks style, types and contracts, runs the tests in JOBS processes
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= runs/study
+JOBS ?= 2
 
 .PHONY: study test lint types contracts check clean
 
@@ -11,7 +12,7 @@ study: $(VENV)/.ready
 	$(BIN)/stepgauge study --out $(OUT)
 
 test: lint types contracts
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 check: lint types contracts
 
