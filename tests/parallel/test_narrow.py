@@ -469,6 +469,24 @@ def test_compiled_blocks_are_compiled_as_often_as_without():
     assert graphs_of_blocks(True) == graphs_of_blocks(False) <= 2
 
 
+@pytest.mark.gpu
+def test_a_gradient_of_another_stream_is_waited_for():
+    layer = nn.Linear(1024, 1024, bias=False, device="cuda")
+    accumulating = layer.weight.view_as(layer.weight).grad_fn  # on the stream on which it is first used: this one
+    narrow = NarrowGradients(layer, BF16, {layer.weight: "weight"}, own_hooks=1)
+    fetched = []
+    layer.weight.register_hook(lambda _: fetched.append(narrow.fetch("weight").clone()))
+    side = torch.cuda.Stream()
+    x = torch.ones(64, 1024, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.autocast("cuda", BF16):
+        y = layer(x)
+        y.register_hook(lambda gradient: torch.cuda._sleep(10**9))  # half a second
+    torch.cuda.current_stream().wait_stream(side)
+    y.float().sum().backward()
+    assert fetched[0].eq(64).all() and accumulating is not None
+
+
 def test_the_kernel_widens_too():
     """In Triton's interpreter."""
     pytest.importorskip("triton")

@@ -38,7 +38,7 @@ BUCKETED = ("bucketed", "zero1", "zero2", "torch-ddp", "torch-ddp-views", "torch
 TRANSPORTED = ("naive", "flat", "overlapped", "bucketed", "zero1", "zero2")
 TRANSPORTS = ("collectives", "peer-copies")
 # Wrappers whose gradients may travel in another type than their own. The fully sharded ones send what they compute in.
-NARROWED = (*TRANSPORTED, "torch-ddp", "torch-ddp-views")
+NARROWED = (*TRANSPORTED, "torch-ddp", "torch-ddp-views", "torch-zero1")
 REDUCE_DTYPES = ("own", "bf16", "fp16")
 BACKENDS: Mapping[str, str] = MappingProxyType({"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"})
 
