@@ -470,6 +470,7 @@ def test_compiled_blocks_are_compiled_as_often_as_without():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_gradient_of_another_stream_is_waited_for():
     layer = nn.Linear(1024, 1024, bias=False, device="cuda")
     accumulating = layer.weight.view_as(layer.weight).grad_fn  # on the stream on which it is first used: this one
