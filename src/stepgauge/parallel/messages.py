@@ -24,7 +24,8 @@ def as_one_message(parameters: Sequence[nn.Parameter]) -> Tensor:
         if len(gradients) == 1:
             return gradients[0]
         return gradients[0].as_strided((sum(g.numel() for g in gradients),), (1,))
-    flat = flattened(gradients) if len(gradients) > 1 else gradients[0].clone(memory_format=torch.contiguous_format)
+    # torch's own flattening leaves a single tensor where it is.
+    flat = flattened(gradients) if len(gradients) > 1 else gradients[0].reshape(-1).clone()
     for parameter, view in zip(parameters, _unflatten_dense_tensors(flat, gradients), strict=True):
         parameter.grad = view.data  # a view as autograd knows it would hold `flat` as one more user of the storage
     return flat
