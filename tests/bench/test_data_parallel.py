@@ -67,6 +67,13 @@ def test_bytes_are_those_of_the_plan(rows):
     assert rows["narrow"].median("gradient_bytes") == parameters  # and widened after all
 
 
+def test_a_process_is_not_taken_for_its_tensors(rows):
+    """What a CPU tells is the process's memory, which is no sum of parts."""
+    for row in rows.values():
+        assert row.median("resident_peak_bytes") > 2**27
+        assert "peak_bytes" not in row.metrics and "rest_bytes" not in row.metrics
+
+
 def test_options_that_a_wrapper_ignores_make_no_rows():
     rows = {spec("naive", bucket_mb=mb).without_idle_options() for mb in (1, 5)}
     assert len(rows) == 1

@@ -71,3 +71,12 @@ def test_the_gap_is_taken_apart():
         ["torch-ddp less torch-fsdp", "4", "64", "11.00", "12.00", "3.000", "3.000", "6.000", "-1.000"]
     ]
     assert aggregated([]) == []
+
+
+def test_without_a_peak_of_tensors_the_gap_is_that_of_what_is_kept():
+    rows = [row("torch-ddp", 26, (4 * 2**30,) * 4), row("torch-fsdp", 15, (2**30,) * 4)]
+    for each in rows:
+        del each["peak_bytes"], each["rest_bytes"]
+    assert gap_table(rows).rows == [
+        ["torch-ddp less torch-fsdp", "4", "64", "", "9.000", "3.000", "3.000", "3.000", ""]
+    ]

@@ -37,7 +37,7 @@ def test_rates_follow_from_the_step():
     assert record.median("tokens_per_s") == pytest.approx(64 / seconds)
     assert record.median("tflop_per_s") == pytest.approx(model_flops(spec) / seconds / 1e12)
     assert "mfu" not in record.metrics  # no peak is known for a CPU, and none is guessed
-    assert record.median("peak_bytes") > 0
+    assert record.median("resident_peak_bytes") > 0
 
 
 @pytest.mark.parametrize("precision", [p for p in PRECISIONS if p != "tf32"])
@@ -102,5 +102,5 @@ def test_utilisation_is_against_the_peak_of_the_precision(monkeypatch):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_runs_on_a_gpu(precision):
     record = run(nano(precision=precision, device="cuda"))
-    assert record.median("peak_bytes") > 16 * 300 * 64
+    assert record.median("resident_peak_bytes") > 16 * 300 * 64
     assert record.median("step_ms") > 0

@@ -161,6 +161,34 @@ def test_an_interrupt_during_a_row_ends_it_and_keeps_the_others(tmp_path):
     assert len(RunStore(tmp_path).read().records) == 1
 
 
+def test_an_interrupt_while_the_server_of_processes_starts_is_told_once(tmp_path):
+    (tmp_path / "slow_server.py").write_text("import pathlib, sys, time\npathlib.Path('begun').touch()\ntime.sleep(1)")
+    code = (
+        "from stepgauge.measure import isolate\n"
+        "isolate.preload('slow_server')\n"
+        "if __name__ == '__main__':\n"
+        "    try:\n"
+        "        isolate.run_isolated(int)\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('interrupted')\n"
+    )
+    (tmp_path / "main.py").write_text(code)
+    process = subprocess.Popen(
+        [sys.executable, "main.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert wait_for(lambda: (tmp_path / "begun").exists())
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (out, err) == ("interrupted\n", "")
+
+
 def test_a_killed_parent_leaves_no_process_behind(tmp_path):
     """The measuring process names itself, then would run for a minute."""
     code = (

@@ -125,20 +125,21 @@ def _plan(step: TrainingStep) -> dict[str, int]:
 def _footprint(
     step: TrainingStep, phases: dict[str, Callable[[], None]], device: torch.device, initial: int | None
 ) -> dict[str, int]:
-    """Bytes after building, before and after the update, at the peak; and of what the step keeps."""
-    module, found = step.parallel.module, {}
+    """Metrics in bytes: after building, before and after the update, at the peak; and what the step keeps."""
+    module = step.parallel.module
     for name in ("forward", "backward", "synchronize"):
         phases[name]()
-    found["gradient"] = footprint.gradient_bytes(module)
+    kept = {"gradient_bytes": footprint.gradient_bytes(module)}
     before_update = devices.allocated_memory(device)
     phases["optimizer"]()
-    found |= {"parameter": footprint.parameter_bytes(module), "optimizer": footprint.state_bytes(step.optimizer)}
-    after, peak = devices.allocated_memory(device), devices.peak_memory(device)
+    kept["parameter_bytes"] = footprint.parameter_bytes(module)
+    kept["optimizer_bytes"] = footprint.state_bytes(step.optimizer)
+    after, found = devices.allocated_memory(device), devices.peak_memory(device)
     if initial is not None and before_update is not None and after is not None:
-        found |= {"initial": initial, "before_update": before_update, "after_update": after}
-    if peak is not None:
-        found |= {"peak": peak, "rest": peak - found["gradient"] - found["parameter"] - found["optimizer"]}
-    return found
+        found |= {"initial_bytes": initial, "before_update_bytes": before_update, "after_update_bytes": after}
+    if "peak_bytes" in found:
+        found["rest_bytes"] = found["peak_bytes"] - sum(kept.values())
+    return kept | found
 
 
 def _without_and_alone(
@@ -170,7 +171,7 @@ def record(spec: DataParallelSpec, ranks: list[RankFigures]) -> Record:
     metrics["rank_spread_ms"] = Sample.exact(max(medians) - min(medians), "ms")
     metrics |= _communication(spec, ranks, metrics["step_ms"].median)
     for name in ranks[0].bytes:
-        metrics[f"{name}_bytes"] = Sample.exact(max(rank.bytes[name] for rank in ranks), "bytes")
+        metrics[name] = Sample.exact(max(rank.bytes[name] for rank in ranks), "bytes")
     traced = [rank.traced for rank in ranks if rank.traced]
     return Record(
         kind=spec.kind,
@@ -178,7 +179,7 @@ def record(spec: DataParallelSpec, ranks: list[RankFigures]) -> Record:
         metrics=metrics,
         series={
             "rank_step_ms": medians,
-            **{f"rank_{name}_bytes": [float(rank.bytes[name]) for rank in ranks] for name in ranks[0].bytes},
+            **{f"rank_{name}": [float(rank.bytes[name]) for rank in ranks] for name in ranks[0].bytes},
             **(traced[0].lanes if traced else {}),
         },
         environment=environment(torch.device(spec.device)),

@@ -72,9 +72,7 @@ def _measured(spec: MemorySpec, folder: Path | None, predicted: Followed | None)
     with follower if spec.compile == "off" else contextlib.nullcontext():
         follow(spec, device, follower, steps=STEPS)
     found = pictures(follower, follower.allocations, caching=False)
-    resident = devices.peak_memory(device)
-    extra = {"resident_peak_bytes": float(resident)} if resident else {}
-    return found.step, {**(_figures(found) if spec.compile == "off" else {}), **extra}
+    return found.step, {**(_figures(found) if spec.compile == "off" else {}), **devices.peak_memory(device)}
 
 
 def _measured_by_allocator(

@@ -111,9 +111,7 @@ def _metrics(
     peak = known.of(spec.precision) if known else None
     if peak:
         metrics["mfu"] = Sample.of((flops / (ms / 1e3) / peak for ms in times["step"]), "fraction of dense peak")
-    peak_bytes = devices.peak_memory(device)
-    if peak_bytes is not None:
-        metrics["peak_bytes"] = Sample.exact(peak_bytes, "bytes")
+    metrics |= {name: Sample.exact(value, "bytes") for name, value in devices.peak_memory(device).items()}
     if compile_s is not None:
         metrics["compile_s"] = Sample.exact(max(0.0, compile_s - metrics["step_ms"].median / 1e3), "s")
     return metrics

@@ -47,9 +47,7 @@ def run(
     }
     if trained:
         metrics["tokens_per_s"] = Sample.exact(trained * full.tokens_per_step / seconds, "tokens/s")
-    peak = devices.peak_memory(trainer.device)
-    if peak is not None:
-        metrics["peak_bytes"] = Sample.exact(peak, "bytes")
+    metrics |= {name: Sample.exact(value, "bytes") for name, value in devices.peak_memory(trainer.device).items()}
     return Record(
         kind=spec.kind,
         # The spec as it was asked, so that asking again finds the record; what the corpus made of it is beside.

@@ -38,11 +38,14 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def peak_memory(device: torch.device) -> int | None:
-    """Largest bytes that tensors held since the reset (CUDA), or the process's largest resident set (CPU)."""
+def peak_memory(device: torch.device) -> dict[str, int]:
+    """`peak_bytes`, the most that tensors held since the reset (CUDA), or `resident_peak_bytes`, of the process (CPU).
+
+    Nothing where neither is known.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return peak_host_memory() if device.type == "cpu" else None
+        return {"peak_bytes": torch.cuda.max_memory_allocated(device)}
+    return {"resident_peak_bytes": peak_host_memory()} if device.type == "cpu" else {}
 
 
 def peak_host_memory() -> int:

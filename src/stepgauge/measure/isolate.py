@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from typing import Any
 
 from stepgauge.parallel.parent import end_with_parent
@@ -90,6 +91,7 @@ def _end(process: multiprocessing.process.BaseProcess) -> None:
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
     """Ctrl-C while the server starts would kill it half-way, with a traceback; it is delivered afterwards."""
+    resource_tracker.ensure_running()  # which the server starts else, and which lets interrupts through in the end
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

@@ -9,7 +9,7 @@ from stepgauge.report.views import flatten, number
 from stepgauge.spec.ddp_vs_fsdp import PAIRS
 from stepgauge.spec.record import Record
 
-PARTS = ("parameter", "gradient", "optimizer", "rest")
+KEPT = ("parameter", "gradient", "optimizer")
 _NAMES = ("size", "wrapper", "ranks", "context_length", "precision")
 
 
@@ -30,7 +30,7 @@ def _of_seeds(records: Sequence[Record]) -> dict[str, Any]:
     steps = [record.metrics["step_ms"].mean for record in records]
     rates = [record.metrics["tokens_per_s"].mean / spec["context_length"] for record in records]
     peaks = [peak for record in records for peak in record.series.get("rank_peak_bytes", [])]
-    parts = [f"{part}_bytes" for part in PARTS if f"{part}_bytes" in records[0].metrics]
+    parts = [f"{part}_bytes" for part in (*KEPT, "rest") if f"{part}_bytes" in records[0].metrics]
     return {
         **{name: spec[name] for name in _NAMES},
         "global_batch": spec["batch"] * spec["ranks"],
@@ -70,18 +70,21 @@ def gap_table(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         for replicated, sharded in PAIRS:
             other = by_wrapper.get((sharded, *_load(row)))
-            if row["wrapper"] != replicated or other is None or "peak_bytes" not in row:
+            if row["wrapper"] != replicated or other is None or "optimizer_bytes" not in row:
                 continue
-            gap = row["peak_bytes"]["mean"] - other["peak_bytes"]["mean"]
-            by_part = [row[f"{part}_bytes"] - other[f"{part}_bytes"] for part in PARTS]
-            freed = (row["ranks"] - 1) / row["ranks"] * sum(row[f"{part}_bytes"] for part in PARTS[:3])
+            peaks = [each["peak_bytes"]["mean"] for each in (row, other) if "peak_bytes" in each]
+            gap = peaks[0] - peaks[1] if len(peaks) == 2 else None
+            kept = [row[f"{part}_bytes"] - other[f"{part}_bytes"] for part in KEPT]
+            by_part = [*kept, None if gap is None else gap - sum(kept)]
+            freed = (row["ranks"] - 1) / row["ranks"] * sum(row[f"{part}_bytes"] for part in KEPT)
             texts = [number(value, "bytes") for value in (gap, freed, *by_part)]
             cells.append([f"{replicated} less {sharded}", str(row["ranks"]), str(row["global_batch"]), *texts])
     figures = ["peak GiB", "share of the others GiB", "parameters GiB", "gradients GiB", "optimizer GiB", "rest GiB"]
     columns = ["wrappers", "ranks", "global batch", *figures]
     caption = (
         "Memory that sharding frees a rank of. The share of the others is (N−1)/N of parameters, gradients and "
-        "optimizer state; the rest is activations, which both have, and what a wrapper keeps for communication."
+        "optimizer state; the rest is activations, which both have, and what a wrapper keeps for communication. On a "
+        "CPU peaks are those of processes and not of tensors: they and the rest are left out."
     )
     return Table(columns, cells, numeric=frozenset(columns[1:]), caption=caption)
 

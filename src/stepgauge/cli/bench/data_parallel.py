@@ -4,7 +4,7 @@ from pathlib import Path
 
 from stepgauge.cli.console import print_records
 from stepgauge.cli.options import Values, expand, spec_options
-from stepgauge.cli.rows import Fresh, Out, RowFormat, require_success, run_jobs
+from stepgauge.cli.rows import Fresh, Out, RowFormat, distinct, require_success, run_jobs
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.store import RunStore
@@ -28,7 +28,7 @@ def data_parallel(
     from stepgauge.measure.devices import resolve
 
     named = {**values, "device": tuple(str(resolve(str(name))) for name in values["device"])}
-    specs = list(dict.fromkeys(spec.without_idle_options() for spec in expand(DataParallelSpec, named)))
+    specs = distinct(list(expand(DataParallelSpec, named)))
     for spec in specs:
         bench.check(spec)
     records = run_jobs([Job(bench.JOB, spec) for spec in specs], RunStore(out), fresh=fresh)

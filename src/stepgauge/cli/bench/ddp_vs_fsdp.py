@@ -6,7 +6,7 @@ from typing import Any
 
 from stepgauge.cli.console import print_in, tell
 from stepgauge.cli.options import Values, expand, spec_options
-from stepgauge.cli.rows import Fresh, Out, RowFormat, require_success, run_jobs
+from stepgauge.cli.rows import Fresh, Out, RowFormat, distinct, require_success, run_jobs
 from stepgauge.report.ddp_vs_fsdp import aggregated, comparison_table, gap_table
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
@@ -70,7 +70,7 @@ def _specs(values: Values) -> list[DataParallelSpec]:
     ]
     given = [{**rest, "ranks": (ranks,), "batch": (share,)} for ranks, share in shares]
     specs = [spec for each in given for spec in expand(DataParallelSpec, each, network=BertSpec)]
-    return list(dict.fromkeys(spec.without_idle_options() for spec in specs))
+    return distinct(specs)
 
 
 def _write(path: Path, text: str) -> None:
