@@ -5,11 +5,12 @@ import json
 
 import pytest
 
+from stepgauge.report.views import labels
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.store import RunStore
-from stepgauge.study import EXPERIMENTS, collectives, published, step_time
+from stepgauge.study import EXPERIMENTS, collectives, published, run, step_time
 from stepgauge.study.experiment import Machine
 from stepgauge.study.plans import sizes
 from stepgauge.study.run import plan, remember, select, write_report
@@ -136,6 +137,17 @@ def test_published_rows_stand_beside_the_nearest_of_ours(tmp_path):
 
 def test_published_figures_are_records_with_a_source():
     assert all(isinstance(row, Record) and row.provenance == "published" and row.source for row in step_time.PUBLISHED)
+
+
+def test_a_section_begins_with_what_is_to_be_known_of_its_figures(record):
+    quiet, busy = record("small", step=[10.0, 10.1]), record("medium", step=[10.0, 20.0])
+    ours = dataclasses.replace(quiet, environment={**quiet.environment, "native": {"norm triton": "plain PyTorch: so"}})
+    assert run.reservations([quiet]) == []
+    said = [block.text for block in run.reservations([ours, ours, busy])]
+    assert said == [
+        "No measure of our kernels here: norm triton ran in plain PyTorch: so.",
+        f"To be doubted, since p90 is over 1.5 times p10: {labels([quiet, busy])[1]}.",
+    ]
 
 
 def test_the_study_runs_here(stepgauge, tmp_path):

@@ -142,7 +142,7 @@ def ranges_table(found: Analysis) -> Table:
         if any(watch):
             sums_ms = [us / 1e3 / found.steps for us in [*by_phase, whole]]
             differences = [f"{100 * (s / w - 1):+.1f} %" if w else "" for s, w in zip(sums_ms, watch, strict=True)]
-            rows += [[label, *map(number, watch), ""], ["sum of ranges against it", *differences, ""]]
+            rows += [[label, *map(number, watch), ""], [f"sum of ranges against {label}", *differences, ""]]
     head = ["range", *(f"{phase or 'rest'} ms" for phase in phases), "step ms", "share %"]
     idle = ", the device's idle time before its kernels included" if found.on_device else ""
     caption = f"Ranges: time a step{idle}; equal parts of repeated blocks together."

@@ -58,7 +58,7 @@ def _axis(length: float, x: Any, height: float) -> list[str]:
     line = height - BOTTOM + 4
     ticks = [us for us in MaxNLocator(6).tick_values(0, length) if us < length]
     return [f'<path d="M{LABEL} {line}H{WIDTH - 8}" stroke="var(--grid)"/>'] + [
-        f'<text x="{x(us)}" y="{line + 16}" text-anchor="middle" fill="var(--faint)">'
+        f'<text x="{x(us)}" y="{line + 16}" text-anchor="{"end" if us == ticks[-1] else "middle"}" fill="var(--faint)">'
         f"{short(us / 1e3)}{' ms' if us == ticks[-1] else ''}</text>"
         for us in ticks
     ]

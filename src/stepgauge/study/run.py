@@ -13,16 +13,18 @@ from stepgauge.bench.sweep import Job
 from stepgauge.measure.devices import resolve
 from stepgauge.measure.environment import environment
 from stepgauge.measure.isolate import run_isolated
-from stepgauge.report.page import Headline, Section, page
-from stepgauge.report.views import flatten, number
+from stepgauge.report.page import Headline, Section, Text, page
+from stepgauge.report.views import flatten, labels, number
 from stepgauge.spec.hardware import peaks
 from stepgauge.spec.model import FLOP_CONVENTION
+from stepgauge.spec.ours import stand_ins
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore, StoreError
 from stepgauge.study import EXPERIMENTS
 from stepgauge.study.experiment import Experiment, Machine
 
 DISTURBED = 1.5
+NAMED = 4  # of disturbed rows, in a section
 MACHINE_FILE = "machine.json"
 
 
@@ -87,10 +89,28 @@ def _section(experiment: Experiment, machine: Machine, folder: Path, records: Se
     if not own:
         return dataclasses.replace(bare, reason="not measured in this run")
     try:
-        blocks = [*experiment.blocks(own), *experiment.pictures(own, folder)]
+        blocks = [*reservations(own), *experiment.blocks(own), *experiment.pictures(own, folder)]
         return dataclasses.replace(bare, blocks=blocks)
     except Exception as error:  # one section that cannot be drawn must not cost the others
         return dataclasses.replace(bare, reason=f"its section cannot be drawn: {type(error).__name__}: {error}")
+
+
+def reservations(records: Sequence[Record]) -> list[Text]:
+    """What a reader of the section has to know before its figures."""
+    said = list(dict.fromkeys(sentence for record in records for sentence in stand_ins(record)))
+    if said:
+        said = [f"No measure of our kernels here: {'; '.join(said)}."]
+    names = zip(labels(records), records, strict=True)
+    disturbed = [name for name, record in names if _is_disturbed(record)]
+    if disturbed:
+        many = f" and {len(disturbed) - NAMED} more" if len(disturbed) > NAMED else ""
+        said.append(f"To be doubted, since p90 is over {DISTURBED} times p10: {'; '.join(disturbed[:NAMED])}{many}.")
+    return [Text(sentence) for sentence in said]
+
+
+def _is_disturbed(record: Record) -> bool:
+    step = record.metrics.get("step_ms")
+    return step is not None and step.p90 > DISTURBED * step.p10
 
 
 def _facts(records: Sequence[Record]) -> dict[str, str]:
@@ -111,11 +131,11 @@ def _facts(records: Sequence[Record]) -> dict[str, str]:
         facts["Dense peak"] = f"{rates} TFLOP/s ({known.source})"
     facts["FLOPs"] = FLOP_CONVENTION
     not_ok = [record for record in records if record.status != "ok"]
-    steps = [record.metrics["step_ms"] for record in records if "step_ms" in record.metrics]
-    disturbed = sum(sample.p90 > DISTURBED * sample.p10 for sample in steps)
+    timed = sum("step_ms" in record.metrics for record in records)
+    disturbed = sum(map(_is_disturbed, records))
     if disturbed:
         facts["Spread"] = (
-            f"in {disturbed} of {len(steps)} timed rows p90 is over {DISTURBED} times p10: the machine was not idle"
+            f"in {disturbed} of {timed} timed rows p90 is over {DISTURBED} times p10: the machine was not idle"
         )
     facts["Rows"] = f"{len(records) - len(not_ok)} measured" + (
         f", {len(not_ok)} did not fit or failed" if not_ok else ""
