@@ -1,10 +1,9 @@
 # make study   sets everything up, measures this machine, prints where the report lies
-# make test    sets everything up, checks style, types and contracts, runs the tests in JOBS processes
+# make test    sets everything up, checks style, types and contracts, runs the tests
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= runs/study
-JOBS ?= 2
 
 .PHONY: study test lint types contracts check clean
 
@@ -12,7 +11,7 @@ study: $(VENV)/.ready
 	$(BIN)/stepgauge study --out $(OUT)
 
 test: lint types contracts
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest
 
 check: lint types contracts
 

@@ -80,9 +80,9 @@ needs_compiler = pytest.mark.skipif(
 @needs_compiler
 @pytest.mark.parametrize("mode", ["on", "blocks"])
 def test_compiled_rows_give_their_compile_time_apart(mode):
-    record = run(nano(compile=mode, steps=2, warmup=1))
-    assert record.median("compile_s") > 10 * record.median("step_ms") / 1e3
-    assert record.metrics["step_ms"].n == 2
+    record = run(nano(compile=mode, steps=5, warmup=1))
+    assert record.median("compile_s") > 10 * record.metrics["step_ms"].p10 / 1e3  # other work may slow a step
+    assert record.metrics["step_ms"].n == 5
 
 
 def test_utilisation_is_against_the_peak_of_the_precision(monkeypatch):
