@@ -94,6 +94,9 @@ def test_the_command_line(stepgauge, tmp_path):
     assert (status, "backend is 'nccl', which moves GPU tensors only" in err) == (2, True)
     status, _, err = stepgauge("bench", "data-parallel", *shape, "--wrapper", "torch-ddp", "--reduce-dtype", "bf16")
     assert (status, "torch-ddp compresses on GPUs only, device is 'cpu'" in err) == (2, True)
+    idle = ("--wrapper", "zero3", "--precision", "bf16", "--reduce-dtype", "bf16", "--out", tmp_path)
+    status, _, err = stepgauge("bench", "data-parallel", *shape, *idle)
+    assert (status, "reduce_dtype says nothing to 1 of 1 rows" in err) == (0, True)
 
 
 def test_every_wrapper_has_an_implementation():

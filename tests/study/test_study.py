@@ -10,7 +10,7 @@ from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.store import RunStore
-from stepgauge.study import EXPERIMENTS, collectives, published, run, step_time
+from stepgauge.study import EXPERIMENTS, collectives, published, run, sharded_state, step_time
 from stepgauge.study.experiment import Machine
 from stepgauge.study.plans import sizes
 from stepgauge.study.run import plan, remember, select, write_report
@@ -171,3 +171,21 @@ def test_published_gloo_stands_beside_tensors_of_the_host():
     *_, beside = collectives.blocks([row("cuda", 9.0), row("cpu", 7.0)])
     ours = [line[beside.columns.index("our ms")] for line in beside.rows if line[:2] == ["gloo", "2"]]
     assert ours == ["7.000", "", "", ""]
+
+
+def sharded(**gib):
+    metrics = {f"{name}_bytes": Sample.exact(value * 2**30, "bytes") for name, value in gib.items()}
+    return Record(kind="data-parallel", spec={"size": "tiny", "wrapper": "zero1"}, metrics=metrics)
+
+
+@pytest.mark.parametrize(
+    ("found", "total", "caption"),
+    [
+        ({"peak": 9.5, "rest": 2.25}, "9.5", "Peak memory of tiny by part."),
+        ({"resident_peak": 20}, "7", "Memory of what a step keeps of tiny by part."),
+    ],
+)
+def test_memory_by_part_ends_at_the_peak_of_tensors_or_at_what_is_kept(found, total, caption):
+    (plot,) = sharded_state._picture([sharded(parameter=1, gradient=2, optimizer=4, **found)])
+    assert plot.caption == caption
+    assert f">{total}<" in plot.svg and (">rest<" in plot.svg) == ("rest" in found)

@@ -10,6 +10,7 @@ from stepgauge.spec.ddp_vs_fsdp import PAIRS
 from stepgauge.spec.record import Record
 
 KEPT = ("parameter", "gradient", "optimizer")
+PARTS = (*KEPT, "rest")
 _NAMES = ("size", "wrapper", "ranks", "context_length", "precision")
 
 
@@ -30,7 +31,7 @@ def _of_seeds(records: Sequence[Record]) -> dict[str, Any]:
     steps = [record.metrics["step_ms"].mean for record in records]
     rates = [record.metrics["tokens_per_s"].mean / spec["context_length"] for record in records]
     peaks = [peak for record in records for peak in record.series.get("rank_peak_bytes", [])]
-    parts = [f"{part}_bytes" for part in (*KEPT, "rest") if f"{part}_bytes" in records[0].metrics]
+    parts = [f"{part}_bytes" for part in PARTS if f"{part}_bytes" in records[0].metrics]
     return {
         **{name: spec[name] for name in _NAMES},
         "global_batch": spec["batch"] * spec["ranks"],
@@ -72,10 +73,9 @@ def gap_table(rows: Sequence[dict[str, Any]]) -> Table:
             other = by_wrapper.get((sharded, *_load(row)))
             if row["wrapper"] != replicated or other is None or "optimizer_bytes" not in row:
                 continue
-            peaks = [each["peak_bytes"]["mean"] for each in (row, other) if "peak_bytes" in each]
-            gap = peaks[0] - peaks[1] if len(peaks) == 2 else None
-            kept = [row[f"{part}_bytes"] - other[f"{part}_bytes"] for part in KEPT]
-            by_part = [*kept, None if gap is None else gap - sum(kept)]
+            gap = row["peak_bytes"]["mean"] - other["peak_bytes"]["mean"] if "peak_bytes" in row else None
+            names = [f"{part}_bytes" for part in PARTS]
+            by_part = [row[name] - other[name] if name in row else None for name in names]
             freed = (row["ranks"] - 1) / row["ranks"] * sum(row[f"{part}_bytes"] for part in KEPT)
             texts = [number(value, "bytes") for value in (gap, freed, *by_part)]
             cells.append([f"{replicated} less {sharded}", str(row["ranks"]), str(row["global_batch"]), *texts])

@@ -44,15 +44,15 @@ def _picture(records: Sequence[Record]) -> list[Block]:
     largest = [record for record in records if record.spec["size"] == records[-1].spec["size"]]
     if not largest or "optimizer_bytes" not in largest[0].metrics:
         return []
-    bars = {part: [_gib(record, part) for record in largest] for part in PARTS}
-    has_peak = "peak_bytes" in largest[0].metrics  # on a CPU only what is kept is known
-    known = bars if has_peak else {part: values for part, values in bars.items() if part != "rest"}
-    totals = [sum(filter(None, parts)) for parts in zip(*known.values(), strict=True)]
+    has_peak = "peak_bytes" in largest[0].metrics  # on a CPU only what a step keeps is known
+    bars = {part: [_gib(record, part) for record in largest] for part in (PARTS if has_peak else PARTS[:-1])}
+    kept = [sum(filter(None, parts)) for parts in zip(*bars.values(), strict=True)]
+    totals = [_gib(record, "peak") for record in largest] if has_peak else kept
     names = [str(record.spec["wrapper"]) for record in largest]
+    what = "Peak memory" if has_peak else "Memory of what a step keeps"
     return [
         Plot(
-            stacked_bars(names, known, totals=totals, unit="GiB a rank"),
-            f"{'Peak memory' if has_peak else 'Memory between steps'} of {largest[0].spec['size']} by part.",
+            stacked_bars(names, bars, totals=totals, unit="GiB a rank"), f"{what} of {largest[0].spec['size']} by part."
         )
     ]
 

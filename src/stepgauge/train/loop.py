@@ -177,7 +177,9 @@ class Trainer:
         for step, folder, about in self.checkpoints.newest():
             wanted = self._about()
             before = completed(self.spec.kind, about)  # what was not yet asked for then was as its default is
-            require_same({name: before[name] for name in before if name in {**about, **wanted}}, wanted, folder)
+            require_same(
+                {name: before[name] for name in before.keys() & (about.keys() | wanted.keys())}, wanted, folder
+            )
             if step > known:
                 warnings.warn(f"checkpoint {folder} is passed over: its curve ends at step {known}", stacklevel=2)
                 continue
