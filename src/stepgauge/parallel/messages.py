@@ -58,12 +58,16 @@ def narrow_gradients(
     return gradients
 
 
-def widen(message: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> None:
-    """Gives each parameter its part of the message, packed or one by one, as `.grad` in its own type."""
-    if len(message) < len(parameters):
-        message = _unflatten_dense_tensors(message[0], parameters)
-    for parameter, part in zip(parameters, message, strict=True):
-        parameter.grad = widened(part, parameter.dtype).view(parameter.shape)
+def widen(message: list[Tensor], parameters: Sequence[nn.Parameter]) -> None:
+    """Gives each parameter its part of the message, packed or one by one, as `.grad` in its own type, theirs all."""
+    dtype = parameters[0].dtype
+    if len(message) == 1:
+        parts = _unflatten_dense_tensors(widened(message[0].view(-1), dtype), parameters)
+    else:  # of a bucket, and so small: a launch for each would take the host longer than the GPU
+        parts = [torch.empty_like(part, dtype=dtype) for part in message]
+        torch._foreach_copy_(parts, message)
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.grad = part.data.view(parameter.shape)
 
 
 def _fill_their_storage(gradients: Sequence[Tensor]) -> bool:
