@@ -18,7 +18,7 @@ from stepgauge.report.checkpointing import block_bytes
 from stepgauge.report.memory import kept_tables, memory_tables, summary_table
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.record import Record
+from stepgauge.spec.record import Record, Sample
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 SPEC = MemorySpec(
@@ -142,6 +142,14 @@ def test_a_prediction_stands_beside_what_was_measured():
     assert (measured["figures"], alone["figures"]) == ("measured", "predicted")
     assert (measured["peak MiB"], alone["peak MiB"]) == (measured["predicted peak MiB"], "")
     assert alone["predicted peak MiB"] == measured["predicted peak MiB"]
+
+
+def test_a_prediction_says_what_holds_it():
+    small = run(dataclasses.replace(SPEC, predict="sm90"))
+    huge = dataclasses.replace(small, metrics={"predicted_peak_bytes": Sample.exact(2**40, "bytes")})
+    table = summary_table([small, huge])
+    assert [row[table.columns.index("fits")] for row in table.rows] == ["H100 80GB HBM3", "no: H200 has 141 GiB"]
+    assert "fits" not in summary_table([followed("fp32", "none", 1)]).columns
 
 
 def test_an_own_model_is_followed(tmp_path):

@@ -21,6 +21,7 @@ from stepgauge.report.views import (
     varying,
 )
 from stepgauge.spec.ours import stand_ins, with_stand_ins
+from stepgauge.spec.record import Sample
 
 
 @pytest.mark.parametrize(
@@ -223,3 +224,22 @@ def test_what_did_not_run_in_cpp_is_said_once(record):
     paths = [{"rms_norm": "C++", "attention": "Python: why"}, {"attention": "Python: why"}, {}]
     rows = [dataclasses.replace(record("small"), environment={"native": path}) for path in paths]
     assert launchers_of(rows) == ["attention ran in Python: why"]
+
+
+def test_what_all_rows_share_is_said_once_above_them(record):
+    table = record_table([record("small"), record("2.7b")])
+    assert "fp32" in table.caption and "small" not in table.caption
+    assert {"precision", "compile"} <= table.said and "size" not in table.said
+    assert "precision" not in table.for_eyes().columns and "precision" in table.to("csv")
+    alone = record_table([record("small")])
+    assert "small" in alone.caption and "size" in alone.said
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"), [(15, "", "15"), (1234, "", "1,234"), (0.93, "", "0.9300"), (15, "ms", "15.00")]
+)
+def test_a_count_is_written_as_one(record, value, unit, text):
+    row = record()
+    row.metrics["buckets"] = Sample.exact(value, unit)
+    table = record_table([row])
+    assert table.rows[0][table.columns.index(heading("buckets", unit))] == text

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
@@ -18,6 +19,9 @@ from stepgauge.spec.record import Record
 
 SUMMED_UP = ("tokens_per_s", "first_loss", "last_loss", "busbw_gb_per_s", "gb_per_s", "wrong")
 MEMORY = ("peak_bytes", "predicted_error", "saved_for_backward_bytes")  # where nothing was timed
+GAP = 2  # between columns
+REMARK_WIDTH = 32  # at least, where the terminal has as much
+NO_BOUND = 10_000
 Format = Literal["table", "csv", "markdown", "latex", "typst", "json"]
 
 
@@ -46,20 +50,56 @@ def tell(message: str) -> None:
 
 
 def print_table(table: Table) -> None:
-    """A table for the eyes: as wide as its figures are."""
+    """A table for the eyes. In a terminal that is narrower it comes in parts below each other."""
+    console = Output(highlight=False)
+    if table.caption:  # not the table's title, which would wrap at the width of a narrow one
+        console.print(table.caption, style="table.title", markup=False)
+    shown = table.for_eyes()
+    names = sum(_width(shown, place) + GAP for place in range(_names(shown)))
+    width = console.width if console.is_terminal and names <= console.width else NO_BOUND
+    for place, part in enumerate(_parts(shown, min(names, width // 2), width)):
+        if place:
+            console.print()
+        _draw(part, width)
+
+
+def _names(table: Table) -> int:
+    """The columns that name the rows: how many there are before the first figure."""
+    columns = table.columns
+    return next((place for place, column in enumerate(columns) if column in table.numeric), len(columns))
+
+
+def _parts(table: Table, named: int, width: int) -> list[Table]:
+    """Tables that fit the width, each with the columns that name the rows. Names that need more than `named` wrap."""
+    names, columns = range(_names(table)), range(len(table.columns))
+    parts: list[list[int]] = [[]]
+    for place in columns[len(names) :]:
+        if parts[-1] and named + sum(_width(table, other) + GAP for other in (*parts[-1], place)) - GAP > width:
+            parts.append([])
+        parts[-1].append(place)
+    return [table.of([*names, *part]) for part in parts]
+
+
+def _width(table: Table, place: int) -> int:
+    column = table.columns[place]
+    if column == "remark":
+        return REMARK_WIDTH
+    return max(map(cell_len, (*_head(table, column).split("\n"), *(row[place] for row in table.rows))))
+
+
+def _head(table: Table, column: str) -> str:
+    return column.replace(" ", "\n", 1 if "p10" not in column else 2) if column in table.numeric else column
+
+
+def _draw(table: Table, width: int) -> None:
     drawn = RichTable(box=None, pad_edge=False, header_style="bold")
     for column in table.columns:
-        if column in table.numeric:
-            drawn.add_column(column.replace(" ", "\n", 1 if "p10" not in column else 2), justify="right", no_wrap=True)
-        else:
-            drawn.add_column(column, no_wrap=column != "remark")
+        numeric = column in table.numeric
+        drawn.add_column(_head(table, column), justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
     for row in table.rows:
         drawn.add_row(*row)
-    # Whole figures that wrap are better than figures that are cut.
-    if table.caption:  # not the table's title, which would wrap at the width of a narrow one
-        Output(highlight=False).print(table.caption, style="table.title", markup=False)
-    console = Output(highlight=False, width=10_000)
-    console.width = console.measure(drawn).maximum
+    console = Output(highlight=False, width=NO_BOUND)
+    console.width = min(width, console.measure(drawn).maximum)
     console.print(drawn)
 
 

@@ -10,6 +10,7 @@ from stepgauge.report.page import Block, Plot, Section, Text, page
 from stepgauge.report.table import Table
 from stepgauge.report.views import SHAPE, SizeUnit, apart, describe, flatten, names, record_table, size_unit
 from stepgauge.report.where import measured_where
+from stepgauge.spec.hardware import fits
 from stepgauge.spec.record import Record, Sample
 
 CATEGORIES = ("parameters", "optimizer state", "gradients", "activations", "temporaries", "other")
@@ -31,15 +32,29 @@ OUTSIDE = "outside of blocks"
 
 
 def summary_table(records: Sequence[Record], caption: str = "") -> Table:
-    """One row a record: measured peak, predicted peak, and whose bytes it is; what is predicted alone says so."""
+    """One row a record: measured peak, predicted peak, and whose bytes it is.
+
+    What is predicted alone says so, and which device of that architecture holds it.
+    """
     unit = _unit(records)
     table = record_table([_shown(record, unit) for record in records])
     at = next((place for place, name in enumerate(table.columns) if name in table.numeric), len(table.columns))
-    rows = [
-        [name, "predicted" if record.provenance == "modelled" else "measured", *row[at:]]
-        for name, record, row in zip(names(records), records, table.rows, strict=True)
-    ]
-    return dataclasses.replace(table, columns=["row", "figures", *table.columns[at:]], rows=rows, caption=caption)
+    common, rest = apart(names(records)) if len(records) > 1 else ("", names(records))
+    columns = ["row", "figures", *table.columns[at:]]
+    figures = ["predicted" if record.provenance == "modelled" else "measured" for record in records]
+    rows = [[name, of, *row[at:]] for name, of, row in zip(rest, figures, table.rows, strict=True)]
+    held = [_holds(record) for record in records]
+    if any(held):
+        columns = [*columns, "fits"]
+        rows = [[*row, holds] for row, holds in zip(rows, held, strict=True)]
+    said = frozenset(["figures"] if len(set(figures)) == 1 else [])
+    caption = ": ".join(filter(None, (caption, common)))
+    return dataclasses.replace(table, columns=columns, rows=rows, caption=caption, said=said)
+
+
+def _holds(record: Record) -> str:
+    peak = record.median("predicted_peak_bytes")
+    return fits(peak, str(record.spec["predict"])) if record.provenance == "modelled" and peak else ""
 
 
 def _unit(records: Sequence[Record]) -> SizeUnit:

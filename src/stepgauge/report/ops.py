@@ -3,7 +3,7 @@
 from stepgauge.report.figure import roofline
 from stepgauge.report.page import Block, Plot, Section, page
 from stepgauge.report.table import Table
-from stepgauge.report.views import heading, number
+from stepgauge.report.views import count, heading, number
 from stepgauge.report.where import measured_where
 from stepgauge.spec.record import Record
 
@@ -44,8 +44,7 @@ def launched_table(record: Record) -> Table:
     """One row a kernel, most time first: calls and µs in one call of the function, and its share."""
     total = sum(us for _, us in record.series.values()) or 1.0
     rows = [
-        [_cut(name), number(calls), number(us), f"{100 * us / total:.1f}"]
-        for name, (calls, us) in record.series.items()
+        [_cut(name), count(calls), number(us), f"{100 * us / total:.1f}"] for name, (calls, us) in record.series.items()
     ]
     on_cpu = record.environment.get("device") == record.environment.get("cpu")
     what = "operator" if on_cpu else "device kernel"

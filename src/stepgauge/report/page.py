@@ -133,17 +133,18 @@ def _table(table: Table) -> str:
     def row(tag: str, cells: Sequence[str]) -> str:
         marks = (
             ' class="n"' if column in table.numeric else ' class="long"' if len(cell) > LONG else ""
-            for column, cell in zip(table.columns, cells, strict=True)
+            for column, cell in zip(shown.columns, cells, strict=True)
         )
         return "<tr>" + "".join(
             f"<{tag}{mark}>{html.escape(cell)}</{tag}>" for cell, mark in zip(cells, marks, strict=True)
         ) + "</tr>"  # fmt: skip
 
-    body = "".join(row("td", cells) for cells in table.rows)
+    shown = table.for_eyes()
+    body = "".join(row("td", cells) for cells in shown.rows)
     copies = "".join(f'<button data-copy="{html.escape(table.to(name))}">{name}</button>' for name in FORMATS)
     drawn = (
         f'<div class="table"><div class="copies"><span>{html.escape(table.caption)}</span>'
-        f'<span>copy as {copies}</span></div><div class="scroll"><table><thead>{row("th", table.columns)}</thead>'
+        f'<span>copy as {copies}</span></div><div class="scroll"><table><thead>{row("th", shown.columns)}</thead>'
         f"<tbody>{body}</tbody></table></div></div>"
     )
     return f"<details><summary>{html.escape(table.caption)}</summary>{drawn}</details>" if table.folded else drawn

@@ -7,7 +7,7 @@ from typing import Any
 from stepgauge.report.page import Block, Flame, Plot, Text
 from stepgauge.report.table import Table
 from stepgauge.report.timeline import timeline
-from stepgauge.report.views import number
+from stepgauge.report.views import count, number
 from stepgauge.spec.analysis import KINDS, Analysis, Cell, Overlap
 
 LONGEST_NAME = 72
@@ -95,7 +95,7 @@ def phases_table(found: Analysis) -> Table:
         busy, idle = (sum(getattr(cell, name) for cell in mine) / found.steps for name in ("busy_us", "idle_us"))
         timed = [number(alone), number(watched), cost] if was_timed else []
         device = [number(busy / 1e3), number(idle / 1e3)] if found.on_device else []
-        calls = number(sum(cell.calls for cell in mine) / found.steps)
+        calls = count(sum(cell.calls for cell in mine) / found.steps)
         rows.append([phase or "rest", *timed, number(trace), *device, calls])
     timed = ["stopwatch ms", "stopwatch profiled ms", "profiler costs %"] if was_timed else []
     device = ["busy ms", "idle ms"] if found.on_device else []
@@ -196,7 +196,7 @@ def top_table(found: Analysis) -> Table:
         mine = {key: us for key, us in sums.items() if key[0] == phase}
         key = max(mine, key=lambda k: mine[k])
         share = f"{100 * mine[key] / sum(mine.values()):.1f}"
-        times = [number(calls[key] / found.steps), number(mine[key] / 1e3 / found.steps), share]
+        times = [count(calls[key] / found.steps), number(mine[key] / 1e3 / found.steps), share]
         rows.append([phase or "rest", _cut(key[1]), kinds[key], *times])
     head = ["phase", _noun(found)[:-1], "kind", "calls a step", "ms a step", "share of phase %"]
     caption = f"The {_noun(found)[:-1]} with most time in each phase."

@@ -13,17 +13,30 @@ _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Columns and rows of texts. `numeric` columns are aligned right."""
+    """Columns and rows of texts.
+
+    numeric  columns that are aligned right
+    said     columns that the caption says already, being the same in all rows: machines read them, people need not
+    """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     numeric: frozenset[str] = frozenset()
     caption: str = ""
     folded: bool = False  # shown in the report only when opened
+    said: frozenset[str] = frozenset()
 
     def to(self, name: str) -> str:
         """The table as text of one of FORMATS."""
         return FORMATS[name](self)
+
+    def for_eyes(self) -> "Table":
+        return self.of([place for place, column in enumerate(self.columns) if column not in self.said])
+
+    def of(self, places: Sequence[int]) -> "Table":
+        """Some of the columns."""
+        columns, *rows = ([cells[place] for place in places] for cells in (self.columns, *self.rows))
+        return dataclasses.replace(self, columns=columns, rows=rows)
 
 
 def _for_machines(table: Table) -> list[list[str]]:

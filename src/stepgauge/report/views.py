@@ -3,12 +3,11 @@
 import dataclasses
 import itertools
 import math
-import string
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stepgauge.report.table import Table
-from stepgauge.spec.fields import words
+from stepgauge.spec.fields import named_in, word_of, words
 from stepgauge.spec.kinds import declarations
 from stepgauge.spec.ours import stand_ins
 from stepgauge.spec.record import Record, Sample
@@ -64,6 +63,11 @@ def number(value: float | None, unit: str = "") -> str:
         return f"{value:.0f}"
     decimals = max(0, 3 - math.floor(math.log10(abs(value))))
     return f"{value:,.{min(decimals, 6)}f}"
+
+
+def count(value: float) -> str:
+    """Of something that is counted: no decimals where it comes to a whole number."""
+    return f"{value:,.0f}" if float(value).is_integer() else number(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +132,8 @@ def record_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -
         rows.append(cells + ([remark(record)] if notes else []))
     texts = [text for _, _, text in columns]
     head = [name.replace("_", " ") for name in fields] + texts + (["remark"] if notes else [])
-    return Table(head, rows, numeric=frozenset(texts))
+    caption, said = shared(records)
+    return Table(head, rows, numeric=frozenset(texts), caption=caption, said=said & {*ALWAYS})
 
 
 def _statistics_of(metric: str, asked: Sequence[str], *, has_spread: bool) -> Sequence[str]:
@@ -144,7 +149,8 @@ def _figure(sample: Sample | None, statistic: str) -> str:
         return str(sample.n)
     if statistic == "range":
         return f"{number(sample.p10, sample.unit)} – {number(sample.p90, sample.unit)}"
-    return number(getattr(sample, statistic), sample.unit)
+    value = getattr(sample, statistic)
+    return count(value) if not sample.unit else number(value, sample.unit)
 
 
 def remark(record: Record) -> str:
@@ -222,10 +228,33 @@ def describe(record: Record) -> str:
     spec, declared = flatten(record.spec), declarations(record.kind, record.spec)
     shape = getattr(declared[0], "shape", ()) if declared else ()  # of an operation
     sizes = [" × ".join(str(spec[name]) for name in shape)] if shape else []
-    presets = ("size", "batch") if spec.get("own") else ()  # an own model has neither
-    implied = SHAPE if spec.get("size") != "custom" else ()
-    said = [word for each in declared for word in words(each, spec, leaving_out=(*presets, *implied))]
+    said = [word for each in declared for word in words(each, spec, leaving_out=_unnamed(spec))]
     return " ".join([record.kind, *sizes, *said])
+
+
+def _unnamed(spec: Mapping[str, Any]) -> tuple[str, ...]:
+    """Fields that say nothing: an own model has no preset, and a preset implies its shape."""
+    presets = ("size", "batch") if spec.get("own") else ()
+    return (*presets, *(SHAPE if spec.get("size") != "custom" else ()))
+
+
+def shared(records: Sequence[Record]) -> tuple[str, frozenset[str]]:
+    """What is the same for all records, of one kind: in a few words, and the fields that these speak of or imply."""
+    spec = flatten(records[0].spec)
+    same = {name for name, value in spec.items() if all(flatten(r.spec).get(name) == value for r in records)}
+    fields = [
+        field
+        for declared in declarations(records[0].kind, records[0].spec)
+        for field in dataclasses.fields(declared)
+        if field.metadata.get("word") and field.name not in _unnamed(spec)
+    ]
+    said = []
+    for field in fields:
+        if {field.name, *named_in(field)} <= same:
+            said.append(word_of(field, spec))
+        elif word_of(field, spec):
+            said += [f"{name.replace('_', ' ')} {spec[name]}" for name in spec if name in named_in(field) & same]
+    return " ".join(filter(None, said)), frozenset(field.name for field in fields) & same
 
 
 def labels(records: Sequence[Record]) -> list[str]:
@@ -249,7 +278,7 @@ def names(records: Sequence[Record]) -> list[str]:
         for record in records
         for declared in declarations(record.kind, record.spec)
         for field in dataclasses.fields(declared)
-        for _, name, _, _ in string.Formatter().parse(field.metadata.get("word") or "")
+        for name in named_in(field)
     }
     rest = [name for name in varying(records) if name not in said]
     specs = [flatten(record.spec) for record in records]
@@ -305,7 +334,8 @@ def _by_pair_key(records: Sequence[Record], ignoring: Sequence[str]) -> dict[tup
 
 def difference_table(found: Sequence[Difference]) -> Table:
     """One row a figure; a field that differs within a pair is written as "A → B"."""
-    fields = varying([record for difference in found for record in (difference.first, difference.second)])
+    records = [record for difference in found for record in (difference.first, difference.second)]
+    fields = varying(records)
     rows = []
     for difference in found:
         before, after = (r.metrics[difference.metric] for r in (difference.first, difference.second))
@@ -316,7 +346,8 @@ def difference_table(found: Sequence[Difference]) -> Table:
         head = [*cells, heading(difference.metric, before.unit), *figures]
         rows.append([*head, f"{difference.ratio:.3f}", _verdict(difference)])
     columns = [*(name.replace("_", " ") for name in fields), "figure", "A", "B", "B / A", "verdict"]
-    return Table(columns, rows, numeric=frozenset(("A", "B", "B / A")))
+    caption, said = shared(records)
+    return Table(columns, rows, numeric=frozenset(("A", "B", "B / A")), caption=caption, said=said & {*ALWAYS})
 
 
 def _verdict(difference: Difference) -> str:

@@ -5,6 +5,7 @@ A field is declared once, here a spec's field; the command line, the validation 
 
 import dataclasses
 import math
+import string
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -55,12 +56,21 @@ def by_size(size: str, sizes: Mapping[str, Preset]) -> Preset:
 
 def words(declared: type, values: Mapping[str, Any], *, leaving_out: Iterable[str] = ()) -> list[str]:
     """What names a row in few words, by the `word` of each field of the spec that has one; values by field name."""
-    named = [field for field in dataclasses.fields(declared) if field.metadata.get("word")]
-    return [
-        field.metadata.get("special", {}).get(values[field.name], field.metadata["word"]).format(**values)
-        for field in named
-        if field.name in values and field.name not in leaving_out and values[field.name] != field.metadata["quiet"]
-    ]
+    fields = [field for field in dataclasses.fields(declared) if field.name not in leaving_out]
+    return [word for field in fields if (word := word_of(field, values))]
+
+
+def word_of(field: Any, values: Mapping[str, Any]) -> str:
+    """What one field of a spec adds to the name of a row; nothing where it has no `word` or its value is `quiet`."""
+    word, value = field.metadata.get("word"), values.get(field.name)
+    if not word or field.name not in values or value == field.metadata["quiet"]:
+        return ""
+    return str(field.metadata.get("special", {}).get(value, word)).format(**values)
+
+
+def named_in(field: Any) -> set[str]:
+    """The fields whose values are in a field's `word`."""
+    return {name for _, name, _, _ in string.Formatter().parse(field.metadata.get("word") or "") if name}
 
 
 def check(spec: Any) -> None:

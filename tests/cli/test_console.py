@@ -1,0 +1,82 @@
+"""Tables in a terminal."""
+
+import pytest
+from rich.console import Console
+
+from stepgauge.cli import console
+from stepgauge.report.table import Table
+
+FIGURES = tuple(f"figure {i} ms" for i in range(8))
+
+
+@pytest.fixture
+def terminal(monkeypatch, capsys):
+    """A function that sets the terminal's width, and one that gives the lines printed since."""
+
+    def make(width):
+        class Narrow(console.Output):
+            def __init__(self, **settings):
+                super().__init__(**({"width": width} | settings), force_terminal=True, color_system=None)
+
+        monkeypatch.setattr(console, "Output", Narrow)
+        return lambda: [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+
+    return make
+
+
+def table(rows=2, **more):
+    cells = [[f"row{r}", *(f"{1000 * r + i:,}.5" for i in range(len(FIGURES)))] for r in range(rows)]
+    return Table(["name", *FIGURES], cells, numeric=frozenset(FIGURES), caption="what they share", **more)
+
+
+@pytest.mark.parametrize("width", [30, 44, 80])
+def test_a_table_that_is_too_wide_comes_in_parts_that_fit_and_name_their_rows(terminal, width):
+    printed = terminal(width)
+    console.print_table(table())
+    lines = printed()
+    assert lines[0] == "what they share" and max(map(len, lines)) <= width
+    parts = "\n".join(lines[1:]).split("\n\n")
+    assert len(parts) == {30: 4, 44: 2, 80: 1}[width]
+    rows = [[line.split() for line in part.splitlines()[-2:]] for part in parts]
+    assert all(part[0][0] == "row0" and part[1][0] == "row1" for part in rows)
+    assert [figure for part in rows for figure in part[1][1:]] == list(table().rows[1][1:])
+
+
+def test_in_a_file_a_table_is_whole(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    console.print_table(table())
+    assert capsys.readouterr().out.count("row0") == 1
+
+
+def test_a_remark_wraps_and_figures_do_not(terminal):
+    printed = terminal(60)
+    remarked = Table(
+        ["name", "step ms", "remark"], [["row0", "1.5", "device memory ran out " * 4]], frozenset(["step ms"])
+    )
+    console.print_table(remarked)
+    lines = printed()
+    assert (
+        max(map(len, lines)) <= 60 and lines[-2].startswith("row0   1.5") and lines[-1].startswith("            device")
+    )
+
+
+def test_long_names_fold_to_half_of_the_width_and_nothing_is_cut(terminal):
+    printed = terminal(40)
+    names = ["blocks.0.feed_forward.gate_up.weight", "blocks.11.attention.output.weight"]
+    console.print_table(Table(["name", *FIGURES], [[name, *["1,234.5"] * 8] for name in names], frozenset(FIGURES)))
+    text = "\n".join(printed())
+    assert max(map(len, text.splitlines())) <= 40 and text.count("1,234.5") == 16
+    columns = "".join(line.split("  ")[0].strip() for line in text.split("\n\n")[0].splitlines())
+    assert all(name in columns for name in names)
+
+
+def test_names_wider_than_the_terminal_leave_the_table_whole(terminal):
+    printed = terminal(30)
+    console.print_table(Table(["name", *FIGURES], [["n" * 40, *["1.5"] * 8]], frozenset(FIGURES)))
+    assert printed()[-1].split() == ["n" * 40, *["1.5"] * 8]
+
+
+def test_what_the_caption_says_is_for_machines():
+    told = table(said=frozenset(["name"]))
+    assert told.for_eyes().columns == list(FIGURES) and "name" in told.to("csv")
+    assert isinstance(console.Output(), Console)
