@@ -24,6 +24,26 @@ def test_appends_and_reads(tmp_path):
     assert contents.problems == []
 
 
+def test_a_new_folder_into_which_nothing_was_written_goes_again(tmp_path):
+    new, old, written = (RunStore(tmp_path / name) for name in ("new", "old", "written"))
+    old.prepare()
+    for store in (new, old, written):
+        with pytest.raises(ZeroDivisionError), store.held():
+            if store is written:
+                store.append(numbered(0))
+            raise ZeroDivisionError
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "written"]
+    assert len(written.read().records) == 1
+
+
+@pytest.mark.parametrize("name", ["failures.log", "checkpoints"])
+def test_a_folder_that_holds_anything_else_stays(tmp_path, name):
+    store = RunStore(tmp_path / "run")
+    with store.held():
+        (store.folder / name).mkdir()
+    assert (store.folder / name).exists()
+
+
 def test_damaged_lines_are_named_and_the_good_ones_read(tmp_path):
     store = RunStore(tmp_path)
     for number in range(3):

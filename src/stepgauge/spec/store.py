@@ -4,12 +4,14 @@ import contextlib
 import dataclasses
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from stepgauge.spec.record import Record
 
 FILE_NAME = "records.jsonl"
+LOCK_NAME = "lock"
 
 
 class StoreError(Exception):
@@ -45,14 +47,28 @@ class RunStore:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keeps other processes from measuring into the run. Raises StoreError if one does already."""
+        """Keeps other processes from measuring into the run. Raises StoreError if one does already.
+
+        A folder that was made for it, and into which nothing was written, goes again.
+        """
+        is_new = not self.folder.exists()
         self.prepare()
-        with (self.folder / "lock").open("w") as lock:
+        with (self.folder / LOCK_NAME).open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise StoreError(f"the run at {self.folder} is in use by another process") from None
-            yield
+            try:
+                yield
+            finally:
+                if is_new:
+                    self._remove_empty()
+
+    def _remove_empty(self) -> None:
+        with contextlib.suppress(OSError):  # whoever removed it first
+            names = {path.name for path in self.folder.iterdir()}
+            if names <= {FILE_NAME, LOCK_NAME} and not self.path.stat().st_size:
+                shutil.rmtree(self.folder)
 
     def append(self, record: Record) -> None:
         """Writes the record and waits until the disk has it. A line that does not fit is taken back whole.
