@@ -2,7 +2,8 @@
 
 import pytest
 
-from stepgauge.study.data_parallel import Overhead
+from stepgauge.spec.record import Record, Sample
+from stepgauge.study.data_parallel import USUAL_BUCKET_MB, Overhead, blocks
 
 
 def test_the_fit_finds_what_the_sweep_was_made_of():
@@ -31,3 +32,20 @@ def test_plans_that_end_alike_tell_nothing_of_the_tail():
     said = found.sentence(1e10, 1)
     assert "All plans end with the same bucket" in said
     assert "it has no optimum here" in said
+
+
+def test_rows_that_send_otherwise_are_other_bars():
+    def row(step_ms, **spec):
+        metrics = {"step_ms": Sample.exact(step_ms, "ms")}
+        usual = {"size": "tiny", "wrapper": "bucketed", "bucket_mb": USUAL_BUCKET_MB}
+        return Record(kind="data-parallel", spec=usual | spec, metrics=metrics)
+
+    rows = [row(11.0), row(22.0, reduce_dtype="bf16"), row(33.0, bucket_mb=1.0), row(44.0, transport="peer-copies")]
+    plot, *_ = blocks(rows)
+    assert [text in plot.svg for text in (">11", ">22", ">33", ">44", "bucketed bf16")] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]

@@ -32,10 +32,10 @@ def broadcast_table(records: Sequence[Record], *, statistics: Sequence[str] = ()
         remark = "" if record.status == "ok" else f"{record.status.upper()}: {record.note}"
         rows.append([spec["schedule"], _block(record), str(spec["gpus"]), f"{spec['size_bytes']:,}", told,
                      number(time.median if time else None), *figures, remark])  # fmt: skip
-    head = ["schedule", "block", "GPUs", "size B", "mean ± std ms", "median ms", *_COLUMNS, "remark"]
+    head = ["schedule", "block", "devices", "size B", "mean ± std ms", "median ms", *_COLUMNS, "remark"]
     if not any(row[-1] for row in rows):
         head, rows = head[:-1], [row[:-1] for row in rows]
-    numeric = frozenset(("GPUs", "size B", "mean ± std ms", "median ms", *_COLUMNS))
+    numeric = frozenset(("devices", "size B", "mean ± std ms", "median ms", *_COLUMNS))
     caption = "GB/s to each: the tensor's bytes over the time until all have all of it. Links: alone, in the same run."
     return Table(head, rows, numeric=numeric, caption=caption)
 

@@ -13,7 +13,7 @@ from stepgauge.report.figure import grouped_bars, lines
 from stepgauge.report.lanes import overlap_lanes
 from stepgauge.report.page import Block, Plot, Text
 from stepgauge.report.table import Table
-from stepgauge.report.views import number, record_table
+from stepgauge.report.views import count, number, record_table
 from stepgauge.spec.data_parallel import WRAPPERS, DataParallelSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
@@ -25,6 +25,7 @@ USUAL_BUCKET_MB = DataParallelSpec.bucket_mb
 BUCKETS_MB = (1.0, 5.0, 10.0, 50.0, 100.0, 500.0)
 CPU_BUCKETS_MB = (0.05, 0.2, 0.5, 1.0, 5.0)
 TRACED = ("naive", "overlapped")
+DRAWN = ("none", "naive", "bucketed", "bucketed bf16", "zero3", "torch-ddp")  # as many as a plot shows
 
 # S1, 2 GPUs: (total s, of it all-reduce s) of a step, naive and overlapped per parameter.
 _S1: dict[str, dict[str, tuple[float, float]]] = {
@@ -49,8 +50,9 @@ def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
     shown = [size for size in sizes(machine) if size != "10b"] if machine.is_gpu else ["tiny"]
     wrappers = [wrapper for wrapper in WRAPPERS if machine.is_gpu or not wrapper.startswith("torch")]
     rows = [_spec(machine, s, wrapper=w, trace=w in TRACED) for s in shown for w in wrappers]
+    narrow = [_spec(machine, size, wrapper="bucketed", reduce_dtype="bf16") for size in shown]
     sweep = [_spec(machine, shown[-1], bucket_mb=mb) for mb in (BUCKETS_MB if machine.is_gpu else CPU_BUCKETS_MB)]
-    return [Job(JOB, spec) for spec in dict.fromkeys([*rows, *sweep])]
+    return [Job(JOB, spec) for spec in dict.fromkeys([*rows, *narrow, *sweep])]
 
 
 def _spec(machine: Machine, size: str, **fields: Any) -> DataParallelSpec:
@@ -74,17 +76,23 @@ def needs(machine: Machine) -> str | None:
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
     good = [record for record in records if record.status == "ok"]
     names = list(dict.fromkeys(str(record.spec["size"]) for record in good))
-    drawn = ("none", "naive", "overlapped", "bucketed", "zero3", "torch-ddp")
-    usual = [record for record in good if record.spec["bucket_mb"] == USUAL_BUCKET_MB]
-    steps = {(record.spec["size"], record.spec["wrapper"]): record.median("step_ms") for record in usual}
-    bars = {w: [steps.get((n, w)) for n in names] for w in drawn if any(wrapper == w for _, wrapper in steps)}
-    shown: list[Block] = [Plot(grouped_bars(names, bars, unit="ms a step (median, slowest rank)"), "Step by wrapper.")]
+    steps = {(record.spec["size"], _bar(record)): record.median("step_ms") for record in good}
+    bars = {name: [steps.get((n, name)) for n in names] for name in DRAWN if any(bar == name for _, bar in steps)}
+    svg = grouped_bars(names, bars, unit="ms a step (median, slowest rank)")
+    shown: list[Block] = [Plot(svg, "Step by wrapper, some of them (bf16: averaged in it); the table has all.")]
     traced = [(str(r.spec["wrapper"]), r) for r in good if r.series.get("communication_start_ms")]
     last = [(wrapper, record) for wrapper, record in traced if record.spec["size"] == names[-1]]
     if last:
         caption = f"A traced step of {names[-1]}: communication beside computation, one wrapper above the other."
         shown.append(Plot(overlap_lanes(last), caption))
     return [*shown, record_table(records), *overhead_blocks(good), _beside(good)]
+
+
+def _bar(record: Record) -> str:
+    """The wrapper, with what of its sending is not as usual."""
+    usual = {"bucket_mb": USUAL_BUCKET_MB, "transport": "collectives", "reduce_dtype": "own", "max_ctas": 0}
+    unusual = [str(record.spec[name]) for name, value in usual.items() if record.spec.get(name, value) != value]
+    return " ".join([str(record.spec["wrapper"]), *unusual])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +148,7 @@ class Overhead:
 
 def overhead_blocks(records: Sequence[Record]) -> list[Block]:
     """The model fitted to the bucket sweep, beside what was measured."""
-    sweep = [r for r in records if r.spec["wrapper"] == "bucketed"]
+    sweep = [r for r in records if r.spec["wrapper"] == "bucketed" and r.spec.get("reduce_dtype", "own") == "own"]
     largest = [r for r in sweep if r.spec["size"] == sweep[-1].spec["size"]] if sweep else []
     rows = sorted(largest, key=lambda r: float(r.spec["bucket_mb"]))
     if len(rows) < 4:
@@ -156,7 +164,7 @@ def overhead_blocks(records: Sequence[Record]) -> list[Block]:
     table = Table(
         ["bucket MB", "buckets", "last bucket MB", "measured ms", "model ms"],
         [
-            [f"{mb:g}", number(n), number(tail / 1e6), number(ms), number(fit)]
+            [f"{mb:g}", count(n), number(tail / 1e6), number(ms), number(fit)]
             for mb, n, tail, ms, fit in zip(megabytes, buckets, tails, measured, predicted, strict=True)
         ],
         numeric=frozenset(["bucket MB", "buckets", "last bucket MB", "measured ms", "model ms"]),
