@@ -149,7 +149,7 @@ def test_a_prediction_says_what_holds_it():
     small.spec["predict"] = "sm90"
     huge = dataclasses.replace(small, metrics={"predicted_peak_bytes": Sample.exact(2**40, "bytes")})
     table = summary_table([small, huge])
-    assert [row[table.columns.index("fits")] for row in table.rows] == ["H100 80GB HBM3", "no: H200 has 141 GiB"]
+    assert [row[table.columns.index("fits")] for row in table.rows] == ["H100 80GB HBM3", "no: H200 has 141 GB"]
     assert "fits" not in summary_table([followed("fp32", "none", 1)]).columns
 
 

@@ -70,6 +70,29 @@ def test_long_names_fold_to_half_of_the_width_and_nothing_is_cut(terminal):
     assert all(name in columns for name in names)
 
 
+def test_figures_that_name_rows_are_in_each_part(terminal):
+    printed = terminal(40)
+    cells = [["all_reduce", str(size), *["1,234.5"] * len(FIGURES)] for size in (512, 1024)]
+    console.print_table(Table(["op", "size B", *FIGURES], cells, frozenset(["size B", *FIGURES]), names=2))
+    parts = "\n".join(printed()).split("\n\n")
+    assert len(parts) > 1 and all("512" in part and "1024" in part for part in parts)
+
+
+@pytest.mark.parametrize("width", [9, 12, 16, 20])
+def test_no_figure_is_cut_in_a_narrow_terminal(terminal, width):
+    printed = terminal(width)
+    cells = [["row0", "123,456.7 – 234,567.8", "absent because of it"]]
+    console.print_table(Table(["name", "step ms", "dot"], cells, frozenset(["step ms", "dot"])))
+    text = "".join(printed())
+    assert "123,456.7 – 234,567.8" in text and "absent because of it" in text
+
+
+def test_cells_are_no_markup(terminal):
+    printed = terminal(80)
+    console.print_table(Table(["name"], [["a[/b] [red]c"]]))
+    assert printed()[-1] == "a[/b] [red]c"
+
+
 def test_names_wider_than_the_terminal_leave_the_table_whole(terminal):
     printed = terminal(30)
     console.print_table(Table(["name", *FIGURES], [["n" * 40, *["1.5"] * 8]], frozenset(FIGURES)))

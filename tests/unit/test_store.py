@@ -1,6 +1,8 @@
 """Nothing that was measured is lost: full disks, torn lines, folders that cannot be written."""
 
+import fcntl
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -42,6 +44,22 @@ def test_a_folder_that_holds_anything_else_stays(tmp_path, name):
     with store.held():
         (store.folder / name).mkdir()
     assert (store.folder / name).exists()
+
+
+def test_a_lock_whose_file_was_removed_in_between_is_taken_again(tmp_path, monkeypatch):
+    store, locked, tries = RunStore(tmp_path / "run"), fcntl.flock, []
+
+    def flock(file, how):
+        tries.append(file)
+        if len(tries) == 1:
+            shutil.rmtree(store.folder)
+        locked(file, how)
+
+    monkeypatch.setattr("stepgauge.spec.store.fcntl.flock", flock)
+    with store.held():
+        assert len(tries) == 2
+        with pytest.raises(StoreError, match="in use"), RunStore(store.folder).held():
+            pass
 
 
 def test_damaged_lines_are_named_and_the_good_ones_read(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from stepgauge.report.kernels import launchers_of
 from stepgauge.report.table import FORMATS, Table
 from stepgauge.report.views import (
+    apart,
     compare,
     describe,
     difference_table,
@@ -17,6 +18,7 @@ from stepgauge.report.views import (
     labels,
     number,
     record_table,
+    shared,
     size_unit,
     varying,
 )
@@ -243,3 +245,17 @@ def test_a_count_is_written_as_one(record, value, unit, text):
     row.metrics["buckets"] = Sample.exact(value, unit)
     table = record_table([row])
     assert table.rows[0][table.columns.index(heading("buckets", unit))] == text
+
+
+def test_what_an_older_or_newer_version_recorded_has_a_table_too(record):
+    assert record_table([]).rows == []
+    partial, unknown = record(), record()
+    del partial.spec["model"]["context_length"], partial.spec["batch"]
+    unknown.spec["model"]["network"] = "vit"
+    for row in (partial, unknown):
+        assert record_table([row]).rows
+
+
+def test_phrases_are_not_cut(record):
+    assert apart([record(batch=4), record(batch=8)]) == ("small fp32", ["batch 4 × 512", "batch 8 × 512"])
+    assert shared([record(batch=4), record(batch=8)])[0] == "small context length 512 fp32"

@@ -11,6 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from stepgauge.report.kinds import table_of
 from stepgauge.report.table import Table, objects
@@ -55,36 +56,39 @@ def print_table(table: Table) -> None:
     if table.caption:  # not the table's title, which would wrap at the width of a narrow one
         console.print(table.caption, style="table.title", markup=False)
     shown = table.for_eyes()
-    names = sum(_width(shown, place) + GAP for place in range(_names(shown)))
-    width = console.width if console.is_terminal and names <= console.width else NO_BOUND
-    for place, part in enumerate(_parts(shown, min(names, width // 2), width)):
+    width = console.width if console.is_terminal and _can_be_cut(shown, console.width) else NO_BOUND
+    for place, part in enumerate(_parts(shown, width)):
         if place:
             console.print()
         _draw(part, width)
 
 
-def _names(table: Table) -> int:
-    """The columns that name the rows: how many there are before the first figure."""
-    columns = table.columns
-    return next((place for place, column in enumerate(columns) if column in table.numeric), len(columns))
+def _can_be_cut(table: Table, width: int) -> bool:
+    """Whether names and any one column fit the width; otherwise the terminal wraps whole lines."""
+    widths = [_width(table, place) + GAP for place in range(len(table.columns))]
+    names = sum(widths[place] for place in table.naming())
+    others = [widths[place] for place in range(len(widths)) if place not in table.naming()]
+    return names <= width and min(names, width // 2) + max(others, default=0) - GAP <= width
 
 
-def _parts(table: Table, named: int, width: int) -> list[Table]:
-    """Tables that fit the width, each with the columns that name the rows. Names that need more than `named` wrap."""
-    names, columns = range(_names(table)), range(len(table.columns))
+def _parts(table: Table, width: int) -> list[Table]:
+    """Tables that fit the width, each with the columns that name the rows. Names over half of the width wrap."""
+    widths = [_width(table, place) + GAP for place in range(len(table.columns))]
+    named = min(sum(widths[place] for place in table.naming()), width // 2)
     parts: list[list[int]] = [[]]
-    for place in columns[len(names) :]:
-        if parts[-1] and named + sum(_width(table, other) + GAP for other in (*parts[-1], place)) - GAP > width:
+    for place in range(len(widths)):
+        if place in table.naming():
+            continue
+        if parts[-1] and named + sum(widths[other] for other in (*parts[-1], place)) - GAP > width:
             parts.append([])
         parts[-1].append(place)
-    return [table.of([*names, *part]) for part in parts]
+    return [table.of([*table.naming(), *part]) for part in parts]
 
 
 def _width(table: Table, place: int) -> int:
     column = table.columns[place]
-    if column == "remark":
-        return REMARK_WIDTH
-    return max(map(cell_len, (*_head(table, column).split("\n"), *(row[place] for row in table.rows))))
+    widest = max(map(cell_len, (*_head(table, column).split("\n"), *(row[place] for row in table.rows))))
+    return min(widest, REMARK_WIDTH) if column == "remark" else widest
 
 
 def _head(table: Table, column: str) -> str:
@@ -95,9 +99,11 @@ def _draw(table: Table, width: int) -> None:
     drawn = RichTable(box=None, pad_edge=False, header_style="bold")
     for column in table.columns:
         numeric = column in table.numeric
-        drawn.add_column(_head(table, column), justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+        drawn.add_column(
+            Text(_head(table, column)), justify="right" if numeric else "left", no_wrap=numeric, overflow="fold"
+        )
     for row in table.rows:
-        drawn.add_row(*row)
+        drawn.add_row(*map(Text, row))
     console = Output(highlight=False, width=NO_BOUND)
     console.width = min(width, console.measure(drawn).maximum)
     console.print(drawn)

@@ -67,7 +67,7 @@ def widen(message: list[Tensor], parameters: Sequence[nn.Parameter]) -> None:
         parts = [torch.empty_like(part, dtype=dtype) for part in message]
         torch._foreach_copy_(parts, message)
     for parameter, part in zip(parameters, parts, strict=True):
-        parameter.grad = part.data.view(parameter.shape)
+        parameter.grad = part.view(parameter.shape).data  # not a view as autograd knows it
 
 
 def _fill_their_storage(gradients: Sequence[Tensor]) -> bool:

@@ -37,7 +37,7 @@ def broadcast_table(records: Sequence[Record], *, statistics: Sequence[str] = ()
         head, rows = head[:-1], [row[:-1] for row in rows]
     numeric = frozenset(("devices", "size B", "mean ± std ms", "median ms", *_COLUMNS))
     caption = "GB/s to each: the tensor's bytes over the time until all have all of it. Links: alone, in the same run."
-    return Table(head, rows, numeric=numeric, caption=caption)
+    return Table(head, rows, numeric=numeric, caption=caption, names=head.index("size B") + 1)
 
 
 def _block(record: Record) -> str:

@@ -43,7 +43,8 @@ def comm_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> 
             "p99 µs", "algbw GB/s", "busbw GB/s", "factor", "wrong", "remark"]  # fmt: skip
     if not any(row[-1] for row in rows):
         head, rows = head[:-1], [row[:-1] for row in rows]
-    return Table(head, rows, numeric=frozenset(numeric), caption="busbw = algbw × factor; percentiles are of batches.")
+    caption = "busbw = algbw × factor; percentiles are of batches."
+    return Table(head, rows, numeric=frozenset(numeric), caption=caption, names=head.index("size B") + 1)
 
 
 def _who(spec: CommSpec) -> str:
@@ -107,7 +108,7 @@ def fit_table(fitted: Sequence[Link]) -> Table:
             start = to
     head = ["op", "over", "ranks", "from B", "to B", "α µs", "1/β GB/s", "held out < 1 MiB %", "held out ≥ 1 MiB %"]
     caption = "time = α + β·bytes; the error is the median over sizes held out of the fit; blank: none was."
-    return Table(head, rows, numeric=frozenset(head[2:]), caption=caption)
+    return Table(head, rows, numeric=frozenset(head[2:]), caption=caption, names=head.index("to B") + 1)
 
 
 def _rate(bytes_per_s: float) -> str:
@@ -130,7 +131,8 @@ def prediction_table(fitted: Sequence[Link], records: Sequence[Record]) -> Table
             figures = [number(measured * 1e3), number(predicted * 1e3), error]
             rows.append([spec.op, _how(spec), str(spec.ranks), f"{spec.bytes:,}", *figures, seen])
     head = ["op", "over", "ranks", "size B", "measured µs", "predicted µs", "error %", "size was"]
-    return Table(head, rows, numeric=frozenset(head[2:-1]), caption="Predicted beside measured.")
+    names = head.index("size B") + 1
+    return Table(head, rows, numeric=frozenset(head[2:-1]), caption="Predicted beside measured.", names=names)
 
 
 def _own(found: Link, records: Sequence[Record]) -> list[Record]:

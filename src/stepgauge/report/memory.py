@@ -8,7 +8,7 @@ from stepgauge.report.checkpointing import best_checkpoint_tables, bytes_a_block
 from stepgauge.report.figure import areas
 from stepgauge.report.page import Block, Plot, Section, Text, page
 from stepgauge.report.table import Table
-from stepgauge.report.views import SHAPE, SizeUnit, apart, describe, flatten, names, record_table, size_unit
+from stepgauge.report.views import SHAPE, SizeUnit, apart, describe, flatten, record_table, size_unit
 from stepgauge.report.where import measured_where
 from stepgauge.spec.hardware import fits
 from stepgauge.spec.record import Record, Sample
@@ -38,18 +38,21 @@ def summary_table(records: Sequence[Record], caption: str = "") -> Table:
     """
     unit = _unit(records)
     table = record_table([_shown(record, unit) for record in records])
-    at = next((place for place, name in enumerate(table.columns) if name in table.numeric), len(table.columns))
-    common, rest = apart(names(records)) if len(records) > 1 else ("", names(records))
-    columns = ["row", "figures", *table.columns[at:]]
+    at = table.naming().stop
     figures = ["predicted" if record.provenance == "modelled" else "measured" for record in records]
-    rows = [[name, of, *row[at:]] for name, of, row in zip(rest, figures, table.rows, strict=True)]
     held = [_holds(record) for record in records]
-    if any(held):
-        columns = [*columns, "fits"]
-        rows = [[*row, holds] for row, holds in zip(rows, held, strict=True)]
-    said = frozenset(["figures"] if len(set(figures)) == 1 else [])
-    caption = ": ".join(filter(None, (caption, common)))
-    return dataclasses.replace(table, columns=columns, rows=rows, caption=caption, said=said)
+    columns = [*table.columns[:at], "figures", *table.columns[at:], "fits"]
+    rows = [[*row[:at], of, *row[at:], holds] for row, of, holds in zip(table.rows, figures, held, strict=True)]
+    same = len(set(figures)) == 1
+    said = ", ".join([table.caption, figures[0]]) if same else table.caption
+    found = dataclasses.replace(
+        table,
+        columns=columns,
+        rows=rows,
+        caption=": ".join(filter(None, (caption, said))),
+        said=table.said | (frozenset(["figures"]) if same else frozenset()),
+    )
+    return found if any(held) else found.of(range(len(columns) - 1))
 
 
 def _holds(record: Record) -> str:
@@ -124,7 +127,7 @@ def kept_tables(records: Sequence[Record], *, largest: bool = True) -> list[Tabl
 
 
 def _kept_tables(found: Sequence[Record]) -> tuple[Table, Table]:
-    common, rows = apart(names(found))
+    common, rows = apart(found)
     unit = _unit(found)
     sizes, savers = [], []
     for name, record in zip(rows, found, strict=True):

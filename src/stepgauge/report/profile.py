@@ -284,7 +284,7 @@ def overlap_table(found: Iterable[Overlap]) -> Table:
     ]  # fmt: skip
     head = ["rank", "communication µs", "computation µs", "hidden µs", "exposed µs", "overlap"]
     caption = "Overlap: time in which a rank both communicates and computes, over its time communicating."
-    return Table(head, rows, numeric=frozenset(head), caption=caption)
+    return Table(head, rows, numeric=frozenset(head), caption=caption, names=1)
 
 
 def ranks_table(found: Iterable[Analysis]) -> Table:
@@ -309,7 +309,7 @@ def ranks_table(found: Iterable[Analysis]) -> Table:
         rows.append([str(place if one.rank is None else one.rank), number(step), *device, *shared])
     head = ["rank", "step ms", "busy ms", "idle ms", "communication ms", "overlap", "exposed ms"]
     caption = "Ranks: means of a step; exposed is communication that no computing hides."
-    return Table(head, rows, numeric=frozenset(head), caption=caption)
+    return Table(head, rows, numeric=frozenset(head), caption=caption, names=1)
 
 
 def _sums(cells: Iterable[Cell], key: Callable[[Cell], object], value: Callable[[Cell], float]) -> dict[Any, float]:

@@ -16,7 +16,8 @@ class Table:
     """Columns and rows of texts.
 
     numeric  columns that are aligned right
-    said     columns that the caption says already, being the same in all rows: machines read them, people need not
+    said     columns that people need not read, being the same in all rows: said by the caption, or the default
+    names    how many of the first columns name the rows; None: those before the first number
     """
 
     columns: Sequence[str]
@@ -25,10 +26,16 @@ class Table:
     caption: str = ""
     folded: bool = False  # shown in the report only when opened
     said: frozenset[str] = frozenset()
+    names: int | None = None
 
     def to(self, name: str) -> str:
         """The table as text of one of FORMATS."""
         return FORMATS[name](self)
+
+    def naming(self) -> range:
+        """The columns that name the rows."""
+        numbers = (place for place, column in enumerate(self.columns) if column in self.numeric)
+        return range(next(numbers, len(self.columns)) if self.names is None else self.names)
 
     def for_eyes(self) -> "Table":
         return self.of([place for place, column in enumerate(self.columns) if column not in self.said])
@@ -36,7 +43,8 @@ class Table:
     def of(self, places: Sequence[int]) -> "Table":
         """Some of the columns."""
         columns, *rows = ([cells[place] for place in places] for cells in (self.columns, *self.rows))
-        return dataclasses.replace(self, columns=columns, rows=rows)
+        names = None if self.names is None else sum(place < self.names for place in places)
+        return dataclasses.replace(self, columns=columns, rows=rows, names=names)
 
 
 def _for_machines(table: Table) -> list[list[str]]:

@@ -225,11 +225,14 @@ def _without_partner(records: Sequence[Record], rows: int, run: str) -> str:
 
 def describe(record: Record) -> str:
     """What was run, in a few words."""
+    return " ".join([record.kind, *_said(record)])
+
+
+def _said(record: Record) -> list[str]:
     spec, declared = flatten(record.spec), declarations(record.kind, record.spec)
     shape = getattr(declared[0], "shape", ()) if declared else ()  # of an operation
     sizes = [" × ".join(str(spec[name]) for name in shape)] if shape else []
-    said = [word for each in declared for word in words(each, spec, leaving_out=_unnamed(spec))]
-    return " ".join([record.kind, *sizes, *said])
+    return [*sizes, *(word for each in declared for word in words(each, spec, leaving_out=_unnamed(spec)))]
 
 
 def _unnamed(spec: Mapping[str, Any]) -> tuple[str, ...]:
@@ -240,13 +243,14 @@ def _unnamed(spec: Mapping[str, Any]) -> tuple[str, ...]:
 
 def shared(records: Sequence[Record]) -> tuple[str, frozenset[str]]:
     """What is the same for all records, of one kind: in a few words, and the fields that these speak of or imply."""
-    spec = flatten(records[0].spec)
-    same = {name for name, value in spec.items() if all(flatten(r.spec).get(name) == value for r in records)}
+    specs = [flatten(record.spec) for record in records]
+    spec = specs[0] if specs else {}
+    same = {name for name, value in spec.items() if all(other.get(name) == value for other in specs)}
     fields = [
         field
-        for declared in declarations(records[0].kind, records[0].spec)
+        for declared in (declarations(records[0].kind, records[0].spec) if records else ())
         for field in dataclasses.fields(declared)
-        if field.metadata.get("word") and field.name not in _unnamed(spec)
+        if field.metadata.get("word") and field.name not in _unnamed(spec) and named_in(field) <= spec.keys()
     ]
     said = []
     for field in fields:
@@ -273,6 +277,20 @@ def labels(records: Sequence[Record]) -> list[str]:
 
 def names(records: Sequence[Record]) -> list[str]:
     """What was run, in words, with what the words leave out where it is not the first record's."""
+    return list(map(_written, _phrases(records)))
+
+
+def apart(records: Sequence[Record]) -> tuple[str, list[str]]:
+    """What all names begin and end with, and what is left of each; "plain" where that is nothing."""
+    split = _phrases(records)
+    begin = _common(split)
+    rest = [phrases[len(begin) :] for phrases in split]
+    end = _common([phrases[::-1] for phrases in rest])[::-1]
+    return _written([*begin, *end]), [_written(each[: len(each) - len(end)]) or "plain" for each in rest]
+
+
+def _phrases(records: Sequence[Record]) -> list[list[str]]:
+    """What `names` are made of, a list a record; what the words leave out begins with a comma."""
     said = {
         name
         for record in records
@@ -282,30 +300,20 @@ def names(records: Sequence[Record]) -> list[str]:
     }
     rest = [name for name in varying(records) if name not in said]
     specs = [flatten(record.spec) for record in records]
+    unsaid = [
+        [f", {name.replace('_', ' ')} {spec.get(name)}" for name in rest if spec.get(name) != specs[0].get(name)]
+        for spec in specs
+    ]
+    return [[*_said(record), *more] for record, more in zip(records, unsaid, strict=True)]
 
-    def named(record: Record, spec: Mapping[str, Any]) -> str:
-        unsaid = [f"{name.replace('_', ' ')} {spec.get(name)}" for name in rest if spec.get(name) != specs[0].get(name)]
-        return ", ".join([describe(record).removeprefix(f"{record.kind} "), *unsaid])
 
-    return list(map(named, records, specs))
-
-
-def apart(rows: Sequence[str]) -> tuple[str, list[str]]:
-    """What all names begin and end with, and what is left of each; "plain" where that is nothing."""
-    split = [name.replace(" × ", "×").replace(",", " ,").split() for name in rows]
-    begin = _common(split)
-    rest = [words[len(begin) :] for words in split]
-    end = _common([words[::-1] for words in rest])[::-1]
-
-    def written(words: Sequence[str]) -> str:
-        return " ".join(words).replace("×", " × ").replace(" ,", ",").removeprefix(", ")
-
-    return written([*begin, *end]), [written(words[: len(words) - len(end)]) or "plain" for words in rest]
+def _written(phrases: Sequence[str]) -> str:
+    return " ".join(phrases).replace(" , ", ", ").removeprefix(", ")
 
 
 def _common(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The words that all begin with."""
-    return [words[0] for words in itertools.takewhile(lambda words: len(set(words)) == 1, zip(*rows, strict=False))]
+    """The phrases that all begin with."""
+    return [each[0] for each in itertools.takewhile(lambda each: len(set(each)) == 1, zip(*rows, strict=False))]
 
 
 def _by_pair_key(records: Sequence[Record], ignoring: Sequence[str]) -> dict[tuple[Any, ...], Record]:

@@ -17,45 +17,45 @@ MATMUL_TYPE = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16": "fp16", "
 class Peaks:
     """Dense peak FLOP/s by arithmetic type (accumulating in fp32), memory bytes/s, and memory, from `source`.
 
-    architecture  as compilers name it: sm90
-    memory_bytes  as sold; the driver, a context and an allocator leave a program about MEMORY_KEPT less
+    architecture  as compilers name it, where memory is predicted for it: sm90
+    memory_gb     as sold
     """
 
     flops: dict[str, float]
     memory_bytes_per_s: float
     architecture: str
-    memory_bytes: int
+    memory_gb: int
     source: str
 
     def of(self, precision: str) -> float | None:
         return self.flops.get(MATMUL_TYPE[precision])
 
 
-def _nvidia(fp32: float, tf32: float, half: float, gigabytes: float, architecture: str, gib: int, source: str) -> Peaks:
+def _nvidia(
+    fp32: float, tf32: float, half: float, gigabytes: float, source: str, architecture: str = "", sold_gb: int = 0
+) -> Peaks:
     flops = {"fp32": fp32 * 1e12, "tf32": tf32 * 1e12, "bf16": half * 1e12, "fp16": half * 1e12}
     return Peaks(
         flops=flops,
         memory_bytes_per_s=gigabytes * 1e9,
         architecture=architecture,
-        memory_bytes=gib * 2**30,
+        memory_gb=sold_gb,
         source=source,
     )
 
 
 # By the name that the driver gives the device. Dense rates, boost clock.
 ACCELERATORS: dict[str, Peaks] = {
-    "NVIDIA H200": _nvidia(67, 494.7, 989.4, 4800, "sm90", 141, "NVIDIA H200 datasheet, SXM, dense"),
-    "NVIDIA H100 80GB HBM3": _nvidia(67, 494.7, 989.4, 3350, "sm90", 80, "NVIDIA H100 datasheet, SXM, dense"),
-    "NVIDIA H100 PCIe": _nvidia(51.2, 378, 756, 2000, "sm90", 80, "NVIDIA H100 datasheet, PCIe, dense"),
-    "NVIDIA A100-SXM4-80GB": _nvidia(19.5, 156, 312, 2039, "sm80", 80, "NVIDIA A100 datasheet, SXM 80 GB, dense"),
-    "NVIDIA A100-SXM4-40GB": _nvidia(19.5, 156, 312, 1555, "sm80", 40, "NVIDIA A100 datasheet, SXM 40 GB, dense"),
-    "NVIDIA A100 80GB PCIe": _nvidia(19.5, 156, 312, 1935, "sm80", 80, "NVIDIA A100 datasheet, PCIe 80 GB, dense"),
-    "NVIDIA L40S": _nvidia(91.6, 183, 362, 864, "sm89", 48, "NVIDIA L40S datasheet, dense"),
-    "NVIDIA L4": _nvidia(30.3, 60, 121, 300, "sm89", 24, "NVIDIA L4 datasheet, dense"),
-    "NVIDIA GeForce RTX 4090": _nvidia(82.6, 82.6, 165.2, 1008, "sm89", 24, "NVIDIA Ada whitepaper, fp32 accumulation"),
-    "NVIDIA GeForce RTX 3090": _nvidia(
-        35.6, 35.6, 71, 936, "sm86", 24, "NVIDIA Ampere GA102 whitepaper, fp32 accumulation"
-    ),
+    "NVIDIA H200": _nvidia(67, 494.7, 989.4, 4800, "NVIDIA H200 datasheet, SXM, dense", "sm90", 141),
+    "NVIDIA H100 80GB HBM3": _nvidia(67, 494.7, 989.4, 3350, "NVIDIA H100 datasheet, SXM, dense", "sm90", 80),
+    "NVIDIA H100 PCIe": _nvidia(51.2, 378, 756, 2000, "NVIDIA H100 datasheet, PCIe, dense", "sm90", 80),
+    "NVIDIA A100-SXM4-80GB": _nvidia(19.5, 156, 312, 2039, "NVIDIA A100 datasheet, SXM 80 GB, dense", "sm80", 80),
+    "NVIDIA A100-SXM4-40GB": _nvidia(19.5, 156, 312, 1555, "NVIDIA A100 datasheet, SXM 40 GB, dense", "sm80", 40),
+    "NVIDIA A100 80GB PCIe": _nvidia(19.5, 156, 312, 1935, "NVIDIA A100 datasheet, PCIe 80 GB, dense", "sm80", 80),
+    "NVIDIA L40S": _nvidia(91.6, 183, 362, 864, "NVIDIA L40S datasheet, dense"),
+    "NVIDIA L4": _nvidia(30.3, 60, 121, 300, "NVIDIA L4 datasheet, dense"),
+    "NVIDIA GeForce RTX 4090": _nvidia(82.6, 82.6, 165.2, 1008, "NVIDIA Ada whitepaper, fp32 accumulation"),
+    "NVIDIA GeForce RTX 3090": _nvidia(35.6, 35.6, 71, 936, "NVIDIA Ampere GA102 whitepaper, fp32 accumulation"),
 }
 
 
@@ -64,18 +64,20 @@ def peaks(device_name: str) -> Peaks | None:
     return ACCELERATORS.get(device_name)
 
 
-MEMORY_KEPT = 2 * 2**30  # bytes
+# Of the gigabytes sold, in GiB: an H200 of 141 has 139.8 for programs, an H100 of 80 has 79.2 (records' device_bytes),
+# and a process's context is in these, too.
+NOT_FOR_TENSORS = 2 * 2**30
 
 
 def fits(needed: float, architecture: str) -> str:
     """The smallest device of the architecture that holds so many bytes, in words; empty where we know none of it."""
-    known = [(its.memory_bytes, name) for name, its in ACCELERATORS.items() if its.architecture == architecture]
+    known = [(its.memory_gb, name) for name, its in ACCELERATORS.items() if its.architecture == architecture]
     if not known:
         return ""
-    holding = [device for device in known if needed + MEMORY_KEPT <= device[0]]
+    holding = [device for device in known if needed + NOT_FOR_TENSORS <= device[0] * 2**30]
     memory, name = min(holding, default=max(known))
     name = name.removeprefix("NVIDIA ")
-    return name if holding else f"no: {name} has {memory >> 30} GiB"
+    return name if holding else f"no: {name} has {memory} GB"
 
 
 HARDWARE_SCHEMA = 1

@@ -50,17 +50,17 @@ def declarations(kind: str, spec: Mapping[str, Any]) -> list[type]:
     """The spec of that kind, and the nested ones that the values are of; none for an unknown kind."""
     if kind not in SPECS:
         return []
-    nested = [(name, value) for name, value in spec.items() if name in NESTED and isinstance(value, Mapping)]
-    return [SPECS[kind], *(NESTED[name][value.get("network", "")] for name, value in nested)]
+    return [SPECS[kind], *(declared for name, value in spec.items() if (declared := _nested(name, value)))]
+
+
+def _nested(name: str, value: Any) -> type | None:
+    """The spec that a nested value is of; None where it is none, or of a network that we do not know."""
+    return NESTED[name].get(value.get("network", "")) if name in NESTED and isinstance(value, Mapping) else None
 
 
 def _with_defaults(declared: type, values: Mapping[str, Any]) -> dict[str, Any]:
     defaults = {
         field.name: field.default for field in dataclasses.fields(declared) if field.default is not dataclasses.MISSING
     }
-    nested = {
-        name: _with_defaults(NESTED[name][value.get("network", "")], value)
-        for name, value in values.items()
-        if name in NESTED and isinstance(value, Mapping)
-    }
-    return {**defaults, **values, **nested}
+    inner = {name: _with_defaults(nested, value) for name, value in values.items() if (nested := _nested(name, value))}
+    return {**defaults, **values, **inner}

@@ -4,9 +4,9 @@ import contextlib
 import dataclasses
 import fcntl
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from stepgauge.spec.record import Record
 
@@ -52,23 +52,35 @@ class RunStore:
         A folder that was made for it, and into which nothing was written, goes again.
         """
         is_new = not self.folder.exists()
-        self.prepare()
-        with (self.folder / LOCK_NAME).open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise StoreError(f"the run at {self.folder} is in use by another process") from None
+        with self._locked():
             try:
                 yield
             finally:
                 if is_new:
                     self._remove_empty()
 
+    def _locked(self) -> IO[str]:
+        """The lock file, locked until it is closed."""
+        path = self.folder / LOCK_NAME
+        while True:
+            self.prepare()
+            lock = path.open("w")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                lock.close()
+                raise StoreError(f"the run at {self.folder} is in use by another process") from None
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(lock.fileno())):
+                return lock
+            lock.close()  # another process has removed the file in between, with its folder
+
     def _remove_empty(self) -> None:
-        with contextlib.suppress(OSError):  # whoever removed it first
+        with contextlib.suppress(OSError):  # something else is there, or nothing any more
             names = {path.name for path in self.folder.iterdir()}
             if names <= {FILE_NAME, LOCK_NAME} and not self.path.stat().st_size:
-                shutil.rmtree(self.folder)
+                for name in names:
+                    (self.folder / name).unlink()
+                self.folder.rmdir()
 
     def append(self, record: Record) -> None:
         """Writes the record and waits until the disk has it. A line that does not fit is taken back whole.
