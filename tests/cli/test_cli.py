@@ -115,7 +115,13 @@ def run_folder(tmp_path, record):
 
 @pytest.mark.parametrize(
     ("format", "start"),
-    [("csv", "size,"), ("markdown", "| size"), ("latex", r"\begin{tabular}"), ("typst", "#table("), ("json", "[{")],
+    [
+        ("csv", "size,"),
+        ("markdown", "batch 4 × 512 fp32\n\n| size |"),
+        ("latex", "% batch 4 × 512 fp32\n\\begin{tabular}"),
+        ("typst", "// batch 4 × 512 fp32\n#table("),
+        ("json", "[{"),
+    ],
 )
 def test_show_in_every_format(stepgauge, run_folder, format, start):
     status, out, _ = stepgauge("show", run_folder, "--format", format)

@@ -78,8 +78,9 @@ def test_a_folder_is_its_text_files_in_order(tmp_path):
         read_text(str(empty))
 
 
-def test_a_corpus_shorter_than_a_sequence_is_named():
-    corpus = Corpus.tokenize(Text("short.txt", b"just a few words\n"), "bytes", 0)
+@pytest.mark.parametrize("data", [b"just a few words\n", b"x"])
+def test_a_corpus_shorter_than_a_sequence_is_named(data):
+    corpus = Corpus.tokenize(Text("short.txt", data), "bytes", 0)
     with pytest.raises(CorpusError, match=r"short.txt is too short: its training part has \d+ tokens"):
         corpus.require(length=64)
 

@@ -11,6 +11,7 @@ from stepgauge.report.kernels import launchers_of
 from stepgauge.report.table import FORMATS, Table
 from stepgauge.report.views import (
     apart,
+    closest_differ_in,
     compare,
     describe,
     difference_table,
@@ -258,4 +259,18 @@ def test_what_an_older_or_newer_version_recorded_has_a_table_too(record):
 
 def test_phrases_are_not_cut(record):
     assert apart([record(batch=4), record(batch=8)]) == ("small fp32", ["batch 4 × 512", "batch 8 × 512"])
-    assert shared([record(batch=4), record(batch=8)])[0] == "small context length 512 fp32"
+    assert shared([record(batch=4), record(batch=8)]).words == "small context length 512 fp32"
+
+
+def test_machines_get_what_the_caption_says(record):
+    table = record_table([record(batch=4), record(batch=8)])
+    (first, _) = csv.DictReader(io.StringIO(table.to("csv")))
+    assert (first["size"], first["precision"], first["batch"], first["context length"]) == ("small", "fp32", "4", "512")
+    assert table.for_eyes().columns[0] == "batch"
+    for form, start in (("markdown", "small "), ("latex", "% small "), ("typst", "// small ")):
+        assert table.to(form).startswith(start) and "context length 512" in table.to(form).splitlines()[0]
+
+
+def test_the_closest_rows_say_what_keeps_them_apart(record):
+    assert closest_differ_in([record("small")], [record("medium", batch=8), record("small", batch=8)]) == ["batch"]
+    assert closest_differ_in([record()], [dataclasses.replace(record(), kind="train")]) == []

@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, print_records, print_table, tell, warn
-from stepgauge.report.views import STATISTICS, difference_table
+from stepgauge.report.views import STATISTICS, closest_differ_in, difference_table
 from stepgauge.report.views import compare as compare_records
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
@@ -60,7 +60,9 @@ def compare(
     compared = compare_records(read(first), read(second), ignoring=[name.replace("-", "_") for name in ignoring])
     pairs = compared.found
     if not pairs:
-        raise ValueError(f"no row of {first} was run in {second} too; --ignoring FIELD pairs across a field")
+        fields = ", ".join(closest_differ_in(read(first), read(second)))
+        differ = f" (the closest differ in {fields})" if fields else ""
+        raise ValueError(f"no row of {first} was run in {second} too{differ}; --ignoring FIELD pairs across a field")
     for kind in dict.fromkeys(pair.first.kind for pair in pairs):
         table = difference_table([pair for pair in pairs if pair.first.kind == kind])
         if format == "table":

@@ -22,10 +22,10 @@ def kernel_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -
 
     Times are medians; where statistics are asked for, the general table. Who has no time in any row has no column.
     """
-    if statistics:
-        return record_table(records, statistics=statistics)
-    shown = [name for name in implementations(records) if any(f"{name}_ms" in record.metrics for record in records)]
     shape = KERNELS[records[0].kind].shape if records[0].kind in KERNELS else ()
+    if statistics:
+        return record_table(records, statistics=statistics, first=(*shape, "dtype"))
+    shown = [name for name in implementations(records) if any(f"{name}_ms" in record.metrics for record in records)]
     differs = [name for name in varying(records) if name not in (*ALONE, *shape, "passes", "dtype")]
     fields = [*shape, *differs, "dtype", "passes"]
     rate = next((f"_{name}" for name in RATES for record in records if f"{OURS}_{name}" in record.metrics), "")

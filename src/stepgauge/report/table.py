@@ -16,7 +16,8 @@ class Table:
     """Columns and rows of texts.
 
     numeric  columns that are aligned right
-    said     columns that people need not read, being the same in all rows: said by the caption, or the default
+    said     columns that people need not read, being the same in all rows: said by the caption, or the default.
+             They are in csv and JSON; markdown, LaTeX and Typst have the caption
     names    how many of the first columns name the rows; None: those before the first number
     """
 
@@ -90,8 +91,10 @@ def _markdown(table: Table) -> str:
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
+    table = table.for_eyes()
     rule = ["---:" if column in table.numeric else "---" for column in table.columns]
-    return "\n".join([line(table.columns), line(rule), *map(line, table.rows)]) + "\n"
+    above = [table.caption, ""] if table.caption else []
+    return "\n".join([*above, line(table.columns), line(rule), *map(line, table.rows)]) + "\n"
 
 
 _LATEX_ESCAPES = str.maketrans(
@@ -104,10 +107,11 @@ def _latex(table: Table) -> str:
     def line(cells: Sequence[str]) -> str:
         return " & ".join(cell.translate(_LATEX_ESCAPES) for cell in cells) + r" \\"
 
+    table = table.for_eyes()
     align = "".join("r" if column in table.numeric else "l" for column in table.columns)
     body = [line(table.columns), r"\midrule", *map(line, table.rows)]
     lines = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", *body, r"\bottomrule", r"\end{tabular}"]
-    return "\n".join(lines) + "\n"
+    return _comment("%", table) + "\n".join(lines) + "\n"
 
 
 _TYPST_ESCAPES = str.maketrans({c: f"\\{c}" for c in "\\#$*_[]<>@`~/"})
@@ -117,10 +121,16 @@ def _typst(table: Table) -> str:
     def line(cells: Sequence[str]) -> str:
         return "  " + ", ".join(f"[{cell.translate(_TYPST_ESCAPES)}]" for cell in cells) + ","
 
+    table = table.for_eyes()
     align = ", ".join("right" if column in table.numeric else "left" for column in table.columns)
     head = ["#table(", f"  columns: {len(table.columns)},", f"  align: ({align},),"]
     header = f"  table.header({line(table.columns).strip().rstrip(',')}),"
-    return "\n".join([*head, header, *map(line, table.rows), ")"]) + "\n"
+    return _comment("//", table) + "\n".join([*head, header, *map(line, table.rows), ")"]) + "\n"
+
+
+def _comment(mark: str, table: Table) -> str:
+    """The caption where it can be taken over into one."""
+    return f"{mark} {table.caption}\n" if table.caption else ""
 
 
 FORMATS: Mapping[str, Callable[[Table], str]] = {

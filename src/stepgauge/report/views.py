@@ -51,7 +51,7 @@ def heading(metric: str, unit: str) -> str:
     for rate in _RATES:
         name = name.removesuffix(rate)
     name = name.replace("_", " ")
-    return f"{name} {_UNITS[unit].text if unit in _UNITS else unit}"
+    return f"{name} {_UNITS[unit].text if unit in _UNITS else unit}".strip()
 
 
 def number(value: float | None, unit: str = "") -> str:
@@ -109,12 +109,13 @@ def varying(records: Sequence[Record]) -> list[str]:
     return first + differs
 
 
-def record_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> Table:
+def record_table(records: Sequence[Record], *, statistics: Sequence[str] = (), first: Sequence[str] = ()) -> Table:
     """One row a record: what tells it apart, its figures by the statistics asked for, and why it has none.
 
-    Without `statistics`: medians, and the range of the whole step.
+    Without `statistics`: medians, and the range of the whole step. `first`: fields that the table begins with.
     """
-    fields = varying(records)
+    alike = shared(records)
+    fields = list(dict.fromkeys([*first, *varying(records), *alike.spoken]))
     units = {name: sample.unit for record in records for name, sample in record.metrics.items()}
     # A figure without spread needs no statistics.
     spread = {name for record in records for name, sample in record.metrics.items() if sample.n > 1}
@@ -132,8 +133,7 @@ def record_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -
         rows.append(cells + ([remark(record)] if notes else []))
     texts = [text for _, _, text in columns]
     head = [name.replace("_", " ") for name in fields] + texts + (["remark"] if notes else [])
-    caption, said = shared(records)
-    return Table(head, rows, numeric=frozenset(texts), caption=caption, said=said & {*ALWAYS})
+    return Table(head, rows, numeric=frozenset(texts), caption=alike.words, said=alike.columns())
 
 
 def _statistics_of(metric: str, asked: Sequence[str], *, has_spread: bool) -> Sequence[str]:
@@ -214,6 +214,17 @@ def compare(first: Iterable[Record], second: Iterable[Record], *, ignoring: Sequ
     return Comparison(found, [*alone, *(sentence for sentence in missing if sentence)])
 
 
+def closest_differ_in(first: Sequence[Record], second: Sequence[Record]) -> list[str]:
+    """The fields in which those two records, of one kind, differ that differ least; nothing where kinds differ."""
+    specs = [[(record.kind, flatten(record.spec)) for record in records] for records in (first, second)]
+    differences = [
+        [name for name in {**a, **b} if a.get(name) != b.get(name)]
+        for (kind_a, a), (kind_b, b) in itertools.product(*specs)
+        if kind_a == kind_b
+    ]
+    return min(differences, key=len, default=[])
+
+
 def _without_partner(records: Sequence[Record], rows: int, run: str) -> str:
     """How many of a run's rows the other has not, the first few by name; nothing for none."""
     if not records:
@@ -241,24 +252,37 @@ def _unnamed(spec: Mapping[str, Any]) -> tuple[str, ...]:
     return (*presets, *(SHAPE if spec.get("size") != "custom" else ()))
 
 
-def shared(records: Sequence[Record]) -> tuple[str, frozenset[str]]:
-    """What is the same for all records, of one kind: in a few words, and the fields that these speak of or imply."""
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """What is the same for all records, of one kind: in a few words, the fields in these, and fields at their usual."""
+
+    words: str
+    spoken: Sequence[str]
+    usual: frozenset[str]
+
+    def columns(self) -> frozenset[str]:
+        return frozenset(name.replace("_", " ") for name in (*self.spoken, *self.usual))
+
+
+def shared(records: Sequence[Record]) -> Shared:
     specs = [flatten(record.spec) for record in records]
     spec = specs[0] if specs else {}
-    same = {name for name, value in spec.items() if all(other.get(name) == value for other in specs)}
+    same = [name for name, value in spec.items() if all(other.get(name) == value for other in specs)]
     fields = [
         field
         for declared in (declarations(records[0].kind, records[0].spec) if records else ())
         for field in dataclasses.fields(declared)
         if field.metadata.get("word") and field.name not in _unnamed(spec) and named_in(field) <= spec.keys()
     ]
-    said = []
+    said, spoken = [], []
     for field in fields:
-        if {field.name, *named_in(field)} <= same:
-            said.append(word_of(field, spec))
-        elif word_of(field, spec):
-            said += [f"{name.replace('_', ' ')} {spec[name]}" for name in spec if name in named_in(field) & same]
-    return " ".join(filter(None, said)), frozenset(field.name for field in fields) & same
+        word, named = word_of(field, spec), {field.name, *named_in(field)}
+        if not word:
+            continue
+        spoken += [name for name in same if name in named]
+        said += [word] if named <= {*same} else [f"{n.replace('_', ' ')} {spec[n]}" for n in same if n in named]
+    quiet = {field.name for field in fields if not word_of(field, spec)} & {*same}
+    return Shared(" ".join(said), list(dict.fromkeys(spoken)), frozenset(quiet))
 
 
 def labels(records: Sequence[Record]) -> list[str]:
@@ -343,19 +367,21 @@ def _by_pair_key(records: Sequence[Record], ignoring: Sequence[str]) -> dict[tup
 def difference_table(found: Sequence[Difference]) -> Table:
     """One row a figure; a field that differs within a pair is written as "A → B"."""
     records = [record for difference in found for record in (difference.first, difference.second)]
-    fields = varying(records)
+    alike = shared(records)
+    fields = list(dict.fromkeys([*varying(records), *alike.spoken]))
     rows = []
     for difference in found:
         before, after = (r.metrics[difference.metric] for r in (difference.first, difference.second))
         specs = flatten(difference.first.spec), flatten(difference.second.spec)
         values = [tuple(str(spec.get(name, "")) for spec in specs) for name in fields]
-        figures = [number(before.median, before.unit), number(after.median, after.unit)]
+        figures = [_figure(before, "median"), _figure(after, "median")]
         cells = [a if a == b else f"{a} → {b}" for a, b in values]
         head = [*cells, heading(difference.metric, before.unit), *figures]
-        rows.append([*head, f"{difference.ratio:.3f}", _verdict(difference)])
+        ratio = "" if math.isnan(difference.ratio) else f"{difference.ratio:.3f}"
+        rows.append([*head, ratio, _verdict(difference)])
     columns = [*(name.replace("_", " ") for name in fields), "figure", "A", "B", "B / A", "verdict"]
-    caption, said = shared(records)
-    return Table(columns, rows, numeric=frozenset(("A", "B", "B / A")), caption=caption, said=said & {*ALWAYS})
+    numeric = frozenset(("A", "B", "B / A"))
+    return Table(columns, rows, numeric=numeric, caption=alike.words, said=alike.columns())
 
 
 def _verdict(difference: Difference) -> str:

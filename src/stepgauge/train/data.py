@@ -162,7 +162,8 @@ def masked_batch(vocab_size: int, batch: int, length: int, seed: int) -> tuple[T
 
 
 def _byte_encoder() -> tuple[Callable[[bytes], Tensor], int]:
-    return lambda data: torch.frombuffer(bytearray(data), dtype=torch.uint8), 256
+    # frombuffer takes no empty one
+    return lambda data: torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)], 256
 
 
 def _bpe_encoder(data: bytes, vocab_size: int) -> tuple[Callable[[bytes], Tensor], int]:
