@@ -117,9 +117,9 @@ def run_folder(tmp_path, record):
     ("format", "start"),
     [
         ("csv", "size,"),
-        ("markdown", "batch 4 × 512 fp32\n\n| size |"),
-        ("latex", "% batch 4 × 512 fp32\n\\begin{tabular}"),
-        ("typst", "// batch 4 × 512 fp32\n#table("),
+        ("markdown", "batch 4 × 512, fp32 on Test GPU\n\n| size |"),
+        ("latex", "% batch 4 × 512, fp32 on Test GPU\n\\begin{tabular}"),
+        ("typst", "// batch 4 × 512, fp32 on Test GPU\n#table("),
         ("json", "[{"),
     ],
 )

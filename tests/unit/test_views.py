@@ -259,7 +259,7 @@ def test_what_an_older_or_newer_version_recorded_has_a_table_too(record):
 
 def test_phrases_are_not_cut(record):
     assert apart([record(batch=4), record(batch=8)]) == ("small fp32", ["batch 4 × 512", "batch 8 × 512"])
-    assert shared([record(batch=4), record(batch=8)]).words == "small context length 512 fp32"
+    assert shared([record(batch=4), record(batch=8)]).words == "small, context length 512, fp32"
 
 
 def test_machines_get_what_the_caption_says(record):
@@ -267,7 +267,7 @@ def test_machines_get_what_the_caption_says(record):
     (first, _) = csv.DictReader(io.StringIO(table.to("csv")))
     assert (first["size"], first["precision"], first["batch"], first["context length"]) == ("small", "fp32", "4", "512")
     assert table.for_eyes().columns[0] == "batch"
-    for form, start in (("markdown", "small "), ("latex", "% small "), ("typst", "// small ")):
+    for form, start in (("markdown", "small, "), ("latex", "% small, "), ("typst", "// small, ")):
         assert table.to(form).startswith(start) and "context length 512" in table.to(form).splitlines()[0]
 
 

@@ -63,6 +63,7 @@ def compare(
         fields = ", ".join(closest_differ_in(read(first), read(second)))
         differ = f" (the closest differ in {fields})" if fields else ""
         raise ValueError(f"no row of {first} was run in {second} too{differ}; --ignoring FIELD pairs across a field")
+    tell(f"A is {first}, B is {second}")
     for kind in dict.fromkeys(pair.first.kind for pair in pairs):
         table = difference_table([pair for pair in pairs if pair.first.kind == kind])
         if format == "table":

@@ -133,7 +133,14 @@ def record_table(records: Sequence[Record], *, statistics: Sequence[str] = (), f
         rows.append(cells + ([remark(record)] if notes else []))
     texts = [text for _, _, text in columns]
     head = [name.replace("_", " ") for name in fields] + texts + (["remark"] if notes else [])
-    return Table(head, rows, numeric=frozenset(texts), caption=alike.words, said=alike.columns())
+    caption = " on ".join(filter(None, (alike.words, _device(records))))
+    return Table(head, rows, numeric=frozenset(texts), caption=caption, said=alike.columns())
+
+
+def _device(records: Sequence[Record]) -> str:
+    """Where all were measured, if that was one kind of device."""
+    known = {str(record.environment.get("device", "")) for record in records}
+    return known.pop() if len(known) == 1 and all(record.provenance == "measured" for record in records) else ""
 
 
 def _statistics_of(metric: str, asked: Sequence[str], *, has_spread: bool) -> Sequence[str]:
@@ -282,7 +289,7 @@ def shared(records: Sequence[Record]) -> Shared:
         spoken += [name for name in same if name in named]
         said += [word] if named <= {*same} else [f"{n.replace('_', ' ')} {spec[n]}" for n in same if n in named]
     quiet = {field.name for field in fields if not word_of(field, spec)} & {*same}
-    return Shared(" ".join(said), list(dict.fromkeys(spoken)), frozenset(quiet))
+    return Shared(", ".join(said), list(dict.fromkeys(spoken)), frozenset(quiet))
 
 
 def labels(records: Sequence[Record]) -> list[str]:
