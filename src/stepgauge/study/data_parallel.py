@@ -129,9 +129,8 @@ class Overhead:
 
     def sentence(self, total_bytes: float, measured_mb: float) -> str:
         """The fit in words, its optimum beside the measured one, and what it cannot say."""
-        tail = f" + {self.ms_per_byte * 1e6:.4f} ms an MB of the last bucket" if self.ms_per_byte else ""
-        sign = "-" if self.per_bucket_ms < 0 else "+"
-        fit = f"step = {number(self.base_ms)} ms{tail} {sign} {abs(self.per_bucket_ms) * 1e3:.1f} µs a bucket"
+        tail = f" {_signed(self.ms_per_byte * 1e6, '.4f')} ms an MB of the last bucket" if self.ms_per_byte else ""
+        fit = f"step = {number(self.base_ms)} ms{tail} {_signed(self.per_bucket_ms * 1e3, '.1f')} µs a bucket"
         said = [f"{fit}, by least squares. Of the sizes measured {measured_mb:g} MB is the quickest."]
         best = self.best_bytes(total_bytes)
         if best is not None:
@@ -144,6 +143,10 @@ class Overhead:
                 "copied together, for which the model has no term; it has no optimum here."
             )
         return " ".join(said)
+
+
+def _signed(value: float, digits: str) -> str:
+    return f"{'-' if value < 0 else '+'} {abs(value):{digits}}"
 
 
 def overhead_blocks(records: Sequence[Record]) -> list[Block]:
