@@ -10,6 +10,7 @@ from stepgauge.report.figure import short
 
 WIDTH, LABEL, ROW, GAP, TOP, BOTTOM = 900, 120, 18, 5, 26, 34
 COLOURS = 11  # of page.css
+CHARACTER = 7  # wide, at most on average
 Lanes = Mapping[str, Sequence[Sequence[float]]]
 
 
@@ -45,13 +46,17 @@ def _lane(name: str, times: Sequence[Sequence[float]], top: float, colour: str, 
 def _marks(marks: Sequence[Sequence[Any]], x: Any, height: float) -> list[str]:
     parts = []
     for name, start, end in marks:
-        fits = x(end) - x(start) > 8 * len(str(name))
+        label = _fitting([f"{name} {short((end - start) / 1e3)} ms", str(name)], x(end) - x(start))
         parts.append(
             f'<path d="M{x(start)} 14V{height - BOTTOM}M{x(end)} 14V{height - BOTTOM}" stroke="var(--grid)"/>'
-            f'<text x="{x(start) + 3}" y="12" fill="var(--faint)">'
-            f"{f'{html.escape(str(name))} {short((end - start) / 1e3)} ms' if fits else ''}</text>"
+            f'<text x="{x(start) + 3}" y="12" fill="var(--faint)">{html.escape(label)}</text>'
         )
     return parts
+
+
+def _fitting(texts: Sequence[str], room: float) -> str:
+    """The first that the room holds; nothing where none does."""
+    return next((text for text in texts if CHARACTER * len(text) <= room), "")
 
 
 def _axis(length: float, x: Any, height: float) -> list[str]:
