@@ -56,29 +56,25 @@ def print_table(table: Table) -> None:
     if table.caption:  # not the table's title, which would wrap at the width of a narrow one
         console.print(table.caption, style="table.title", markup=False)
     shown = table.for_eyes()
-    width = console.width if console.is_terminal and _can_be_cut(shown, console.width) else NO_BOUND
-    for place, part in enumerate(_parts(shown, width)):
+    parts = _parts(shown, console.width) if console.is_terminal else []
+    for place, part in enumerate(parts or [shown]):
         if place:
             console.print()
-        _draw(part, width)
-
-
-def _can_be_cut(table: Table, width: int) -> bool:
-    """Whether names and any one column fit the width; otherwise the terminal wraps whole lines."""
-    widths = [_width(table, place) + GAP for place in range(len(table.columns))]
-    names = sum(widths[place] for place in table.naming())
-    others = [widths[place] for place in range(len(widths)) if place not in table.naming()]
-    return names <= width and min(names, width // 2) + max(others, default=0) - GAP <= width
+        _draw(part, console.width if parts else NO_BOUND)
 
 
 def _parts(table: Table, width: int) -> list[Table]:
-    """Tables that fit the width, each with the columns that name the rows. Names over half of the width wrap."""
+    """Tables that fit the width, each with the columns that name the rows. Names over half of the width wrap.
+
+    None where names, or half of the width and a column, do not fit: the terminal then wraps whole lines.
+    """
     widths = [_width(table, place) + GAP for place in range(len(table.columns))]
-    named = min(sum(widths[place] for place in table.naming()), width // 2)
+    first = table.naming().stop
+    named = min(sum(widths[:first]), width // 2)
+    if sum(widths[:first]) > width or named + max(widths[first:], default=0) - GAP > width:
+        return []
     parts: list[list[int]] = [[]]
-    for place in range(len(widths)):
-        if place in table.naming():
-            continue
+    for place in range(first, len(widths)):
         if parts[-1] and named + sum(widths[other] for other in (*parts[-1], place)) - GAP > width:
             parts.append([])
         parts[-1].append(place)
