@@ -153,6 +153,12 @@ def test_a_prediction_says_what_holds_it():
     assert "fits" not in summary_table([followed("fp32", "none", 1)]).columns
 
 
+def test_rows_are_named_in_words_for_people_and_by_fields_for_machines():
+    table = summary_table([followed("fp32", "none", 1), run(dataclasses.replace(SPEC, predict="cpu"))])
+    assert table.for_eyes().columns[:2] == ["row", "figures"] and {"precision", "predict"} <= {*table.columns}
+    assert [row[0] for row in table.rows] == ["plain", "predicted for cpu"] and "fp32" in table.caption
+
+
 def test_an_own_model_is_followed(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(

@@ -8,7 +8,7 @@ from stepgauge.report.checkpointing import best_checkpoint_tables, bytes_a_block
 from stepgauge.report.figure import areas
 from stepgauge.report.page import Block, Plot, Section, Text, page
 from stepgauge.report.table import Table
-from stepgauge.report.views import SHAPE, SizeUnit, apart, describe, flatten, record_table, size_unit
+from stepgauge.report.views import SHAPE, SizeUnit, apart, describe, flatten, names, record_table, size_unit
 from stepgauge.report.where import measured_where
 from stepgauge.spec.hardware import fits
 from stepgauge.spec.record import Record, Sample
@@ -39,18 +39,22 @@ def summary_table(records: Sequence[Record], caption: str = "") -> Table:
     unit = _unit(records)
     table = record_table([_shown(record, unit) for record in records])
     at = table.naming().stop
+    common, rest = apart(records) if len(records) > 1 else ("", names(records))
     figures = ["predicted" if record.provenance == "modelled" else "measured" for record in records]
     held = [_holds(record) for record in records]
-    columns = [*table.columns[:at], "figures", *table.columns[at:], "fits"]
-    rows = [[*row[:at], of, *row[at:], holds] for row, of, holds in zip(table.rows, figures, held, strict=True)]
-    same = len(set(figures)) == 1
-    said = ", ".join([table.caption, figures[0]]) if same else table.caption
+    columns = ["row", *table.columns[:at], "figures", *table.columns[at:], "fits"]
+    rows = [
+        [name, *row[:at], of, *row[at:], holds]
+        for name, row, of, holds in zip(rest, table.rows, figures, held, strict=True)
+    ]
+    same = figures[:1] if len(set(figures)) == 1 else []
+    said = ", ".join(filter(None, (common, *same)))
     found = dataclasses.replace(
         table,
         columns=columns,
         rows=rows,
         caption=": ".join(filter(None, (caption, said))),
-        said=table.said | (frozenset(["figures"]) if same else frozenset()),
+        said=frozenset([*table.columns[:at], *(["figures"] if same else [])]),
     )
     return found if any(held) else found.of(range(len(columns) - 1))
 

@@ -16,7 +16,7 @@ class Table:
     """Columns and rows of texts.
 
     numeric  columns that are aligned right
-    said     columns that people need not read, being the same in all rows: said by the caption, or the default.
+    said     columns that people need not read: the caption or another column says it, or it is as usual in all rows.
              They are in csv and JSON; markdown, LaTeX and Typst have the caption
     names    how many of the first columns name the rows; None: those before the first number
     """
