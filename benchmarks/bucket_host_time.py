@@ -28,8 +28,8 @@ from stepgauge.models.transformer import TransformerLM
 from stepgauge.parallel.data_parallel import FIRST_BUCKET_MB, DataParallel
 from stepgauge.parallel.replicas import describe_parameters
 from stepgauge.parallel.wrappers import Settings, parallelise
-from stepgauge.spec.buckets import plan_buckets
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.buckets import plan_buckets
 
 WRAPPERS = ("none", "naive", "overlapped", "bucketed", "torch-ddp", "torch-ddp-views")
 RANKS, NARROWER, BUCKET_MB = 2, 64, 25.0

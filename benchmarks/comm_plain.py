@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from stepgauge.bench.ranks import slowest
 from stepgauge.measure.collectives import Collective, time_collective
-from stepgauge.parallel.launch import launch
-from stepgauge.parallel.world import joined_world
+from stepgauge.runtime.launch import launch
+from stepgauge.runtime.world import joined_world
 from stepgauge.spec.comm import CommSpec
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv")

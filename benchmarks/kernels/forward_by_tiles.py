@@ -19,8 +19,8 @@ import torch
 
 from stepgauge.kernels.attention import hopper, launching
 from stepgauge.kernels.attention import triton as portable
-from stepgauge.measure.alternating import time_alternately
 from stepgauge.measure.environment import environment
+from stepgauge.measure.interleaved import time_alternately
 
 HEADS, LENGTHS, PARTS = (1, 4, 12, 24, 48, 96), (256, 512, 1024, 2048, 4096), (2, 4, 8)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from stepgauge import native
 from stepgauge.kernels.attention import extension
+from stepgauge.runtime import extension as native
 
 OURS = torch.ops.stepgauge
 ATEN = torch.ops.aten

@@ -31,14 +31,14 @@ import triton
 from stepgauge.bench.kernels import OPERATIONS
 from stepgauge.bench.kernels.operation import DTYPES
 from stepgauge.kernels.adamw import triton as adamw
-from stepgauge.kernels.attention import plan
-from stepgauge.kernels.attention.plan import Tiles
+from stepgauge.kernels.attention import heuristics
+from stepgauge.kernels.attention.heuristics import Tiles
 from stepgauge.kernels.linear_cross_entropy import triton as linear_cross_entropy
 from stepgauge.kernels.rms_norm import ops
 from stepgauge.kernels.rms_norm import triton as rms_norm
 from stepgauge.measure.accuracy import tolerance
-from stepgauge.measure.alternating import time_alternately
 from stepgauge.measure.environment import environment
+from stepgauge.measure.interleaved import time_alternately
 from stepgauge.spec.fields import words
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -108,7 +108,7 @@ def attention_tiles(spec):
     for kernel in ("forward",) if spec.passes == "forward" else ("dkdv", "dq"):
         for block_q, block_k, warps, stages, *order in ATTENTION_TILES[kernel]:
             tiles = Tiles(block_q, block_k, warps, stages, use_tma=True, order=(*order, "late")[0])
-            yield f"{kernel} {tiles}", lambda kernel=kernel, tiles=tiles: plan.override_tiles(**{kernel: tiles})
+            yield f"{kernel} {tiles}", lambda kernel=kernel, tiles=tiles: heuristics.override_tiles(**{kernel: tiles})
 
 
 # float32: (query rows, key rows, warps, stages, products, programs a multiprocessor[, order]), by kernel and width: of
@@ -161,7 +161,7 @@ def thirds_tiles(spec):
     for kernel in ("dq_thirds", "dkdv_thirds"):
         for block_q, block_k, warps, stages, per_sm in THIRDS_TILES[kernel, spec.width]:
             tiles = Tiles(block_q, block_k, warps, stages, True, per_sm)
-            yield f"{kernel} {tiles}", lambda kernel=kernel, tiles=tiles: plan.override_tiles(**{kernel: tiles})
+            yield f"{kernel} {tiles}", lambda kernel=kernel, tiles=tiles: heuristics.override_tiles(**{kernel: tiles})
 
 
 def attention_fp32_tiles(spec):
@@ -170,7 +170,7 @@ def attention_fp32_tiles(spec):
     for kernel in ("forward",) if spec.passes == "forward" else ("dkdv", "dq"):
         for block_q, block_k, warps, stages, products, per_sm, *order in FP32_TILES[kernel, spec.width]:
             tiles = Tiles(block_q, block_k, warps, stages, False, per_sm, 0.0, products, (*order, "late")[0])
-            yield f"{kernel} {tiles}", lambda kernel=kernel, tiles=tiles: plan.override_tiles(**{kernel: tiles})
+            yield f"{kernel} {tiles}", lambda kernel=kernel, tiles=tiles: heuristics.override_tiles(**{kernel: tiles})
 
 
 def row_launches(spec):

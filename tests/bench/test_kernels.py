@@ -6,11 +6,18 @@ import functools
 import pytest
 import torch
 
-from stepgauge import native
-from stepgauge.bench.kernels import OPERATIONS, contest
+from stepgauge.bench.kernels import OPERATIONS
+from stepgauge.bench.kernels import comparison as contest
 from stepgauge.bench.kernels.operation import Implementation
+from stepgauge.runtime import extension as native
 from stepgauge.spec import grids
-from stepgauge.spec.kernel import KERNELS, AdamWSpec, AttentionSpec, LinearCrossEntropySpec, RmsNormSpec
+from stepgauge.spec.kernel import (
+    KERNELS,
+    AdamWSpec,
+    AttentionSpec,
+    LinearCrossEntropySpec,
+    RmsNormSpec,
+)
 
 QUICK = {"dtype": "fp32", "seconds": 0.0}
 ROWS = [

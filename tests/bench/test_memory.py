@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepgauge.bench.followed import predict
 from stepgauge.bench.memory import check, run
-from stepgauge.measure.isolate import run_isolated
+from stepgauge.bench.storage_tracking import predict
 from stepgauge.report.checkpointing import block_bytes
 from stepgauge.report.memory import kept_tables, memory_tables, summary_table
+from stepgauge.runtime.isolate import run_isolated
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
@@ -105,7 +105,7 @@ def test_for_cuda_the_prediction_is_within_1_percent_of_what_an_h100_and_an_h200
     assert len(steps) >= 5 and len(checkpointing) >= 4
     code = (
         "import json, sys\n"
-        "from stepgauge.bench.followed import predict\n"
+        "from stepgauge.bench.storage_tracking import predict\n"
         "from stepgauge.spec.memory import MemorySpec\n"
         "from stepgauge.spec.model import ModelSpec\n"
         "for row in json.loads(sys.argv[1]):\n"

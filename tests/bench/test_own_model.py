@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from stepgauge.bench.own_model import build_own, load_factory
+from stepgauge.bench.user_model import build_own, load_factory
 
 MODEL = """
 import torch

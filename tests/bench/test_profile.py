@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from stepgauge.bench.profile import check, folder_of, read, run
-from stepgauge.measure.trace.events import load
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record
+from stepgauge.trace.events import load
 
 COUNTS = {"warmup": 1, "steps": 2, "seconds": 0.0, "wait": 0, "profiler_warmup": 1, "active": 2}
 

@@ -193,7 +193,7 @@ def test_a_killed_parent_leaves_no_process_behind(tmp_path):
     """The measuring process names itself, then would run for a minute."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import isolated_sleep\n"
-        "from stepgauge.measure.isolate import run_isolated\n"
+        "from stepgauge.runtime.isolate import run_isolated\n"
         "if __name__ == '__main__': run_isolated(isolated_sleep.sleep, sys.argv[2])"
     )
     sleeper = "def sleep(path):\n    pathlib.Path(path).write_text(str(os.getpid()))\n    time.sleep(60)\n"

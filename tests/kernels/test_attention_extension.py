@@ -15,11 +15,11 @@ from tests.kernels import driver_here
 from tests.kernels.driver_here import addresses, needs_compiler
 
 from stepgauge.kernels import attention
-from stepgauge.kernels.attention import extension, flash_attention
+from stepgauge.kernels.attention import extension, flash_attention, heuristics
 
 kernels = pytest.importorskip("stepgauge.kernels.attention.triton")
 launching = pytest.importorskip("stepgauge.kernels.attention.launching")
-thirds = pytest.importorskip("stepgauge.kernels.attention.thirds")
+bf16x3 = pytest.importorskip("stepgauge.kernels.attention.bf16x3")
 pytestmark = [
     needs_compiler,
     pytest.mark.skipif(kernels.interpreting(), reason="the interpreter launches nothing"),
@@ -88,7 +88,7 @@ def cpp(library, tmp_path, monkeypatch):
     monkeypatch.setattr(extension, "_bytes", bytes)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(launching, "device_of", lambda index: HOPPER)
-    caches = (kernels._plan_forward, kernels._plan_dq, kernels._plan_dkdv, thirds.cut_launch)
+    caches = (kernels._plan_forward, kernels._plan_dq, kernels._plan_dkdv, bf16x3.cut_launch)
     for cached in caches:
         cached.cache_clear()
     yield module
@@ -152,8 +152,8 @@ class Both:
         self._prepare(self.dq.main, 8, {} if is_split else {7: dq})
         for launch in self.dkdv.mains:
             self._prepare(launch, 9, {} if is_split else {6: dk, 7: dv})
-        if thirds.takes(self.back):
-            self._prepare(thirds.cut_launch(self.back), 10, {})
+        if bf16x3.takes(self.back):
+            self._prepare(bf16x3.cut_launch(self.back), 10, {})
         if is_split:
             self._prepare(self.forward.combine, 4, {2: o, 3: lse})
             self._prepare(self.dq.reduce, 3, {1: dq})
@@ -507,7 +507,6 @@ def test_what_cpp_leaves_to_python(both, cpp):
 
 
 def test_own_tiles_and_hooks_are_not_passed_by(both, monkeypatch):
-    from stepgauge.kernels.attention import plan
 
     here = both()
     here.offer()
@@ -515,7 +514,7 @@ def test_own_tiles_and_hooks_are_not_passed_by(both, monkeypatch):
     q, k, v = (x.detach() for x in (here.q, here.k, here.v))
     flash_attention(q, k, v, is_causal=True)
     assert len(here.driver.launches) == 1
-    with plan.override_tiles(forward=plan.Tiles(64, 64, 4, 2)):
+    with heuristics.override_tiles(forward=heuristics.Tiles(64, 64, 4, 2)):
         flash_attention(q, k, v, is_causal=True)
     monkeypatch.setattr(attention, "hooks_present", lambda: True)
     flash_attention(q, k, v, is_causal=True)

@@ -15,9 +15,16 @@ from tests.kernels.gluon_here import (  # noqa: E402
     needs_hopper,
 )
 
-from stepgauge.kernels.attention import attention, extension, flash_attention, hopper, launching, plan  # noqa: E402
+from stepgauge.kernels.attention import (  # noqa: E402
+    attention,
+    extension,
+    flash_attention,
+    heuristics,
+    hopper,
+    launching,
+)
 from stepgauge.kernels.attention import triton as kernels  # noqa: E402
-from stepgauge.native.launch import plain_launch  # noqa: E402
+from stepgauge.kernels.launch import plain_launch  # noqa: E402
 
 WIDTHS = tuple(hopper.NUM_STAGES)
 NARROWER = (40, 80, 120)  # than a tile
@@ -116,7 +123,7 @@ def test_it_is_taken_where_it_can_be_and_nobody_chose_otherwise(on_hopper, monke
     assert kernel_of(torch.empty(4, 16, 512, 80, dtype=torch.bfloat16)) is hopper.forward_kernel
     assert kernel_of(torch.empty(4, 16, 512, 32, dtype=torch.bfloat16)) is kernels.forward_kernel
     assert kernel_of(q, num_splits=1) is kernels.forward_kernel
-    with plan.override_tiles(forward=plan.Tiles(64, 64, 4, 2)):
+    with heuristics.override_tiles(forward=heuristics.Tiles(64, 64, 4, 2)):
         assert kernel_of(q) is kernels.forward_kernel
     with monkeypatch.context() as patch:
         patch.setenv("STEPGAUGE_GLUON", "0")

@@ -19,13 +19,13 @@ from stepgauge.kernels.attention import (  # noqa: E402
     attention,
     extension,
     flash_attention,
+    heuristics,
     hopper,
     hopper_backward,
     launching,
-    plan,
 )
 from stepgauge.kernels.attention import triton as kernels  # noqa: E402
-from stepgauge.native.launch import plain_launch  # noqa: E402
+from stepgauge.kernels.launch import plain_launch  # noqa: E402
 
 WIDTHS = tuple(hopper_backward.DKDV_STAGES)
 NARROWER = (40, 80, 120)  # than a tile
@@ -161,7 +161,7 @@ def test_it_is_taken_where_it_wins_and_nobody_chose_otherwise(on_hopper, monkeyp
     assert in_gluon(q.float()) == in_gluon(q, num_splits=1) == in_gluon(q[:2]) == set()
     assert in_gluon(torch.empty(4, 16, 512, 80, dtype=BF16)) == {"dq", "dkdv"}
     assert in_gluon(torch.empty(4, 16, 512, 32, dtype=BF16)) == set()
-    with plan.override_tiles(dq=plan.Tiles(64, 64, 4, 2)):
+    with heuristics.override_tiles(dq=heuristics.Tiles(64, 64, 4, 2)):
         assert in_gluon(q) == set()
     with monkeypatch.context() as patch:
         patch.setenv(hopper.OPT_OUT, "0")
@@ -239,7 +239,7 @@ def cancelling_scales(q, k, v, do, is_causal):
 def of_any_size(monkeypatch):
     """Taken also where the plan would take portable kernels: too few tiles, or loops in parts."""
     monkeypatch.setattr(hopper_backward, "fills_chip", lambda case, owned: True)
-    monkeypatch.setattr(plan, "choose_num_splits", lambda *args, **options: 1)
+    monkeypatch.setattr(heuristics, "choose_num_splits", lambda *args, **options: 1)
 
 
 def check(q, k, v, do, is_causal, names=("dq", "dkdv")):
@@ -267,7 +267,7 @@ def names_of_gluon(q, k, v, do, o, is_causal):
 
 
 def expected(width):
-    return tuple(name for name, each in KERNELS if each == plan.block_width(width))
+    return tuple(name for name, each in KERNELS if each == heuristics.block_width(width))
 
 
 @pytest.mark.gpu

@@ -18,7 +18,12 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from stepgauge.kernels import linear_cross_entropy as package
-from stepgauge.kernels.linear_cross_entropy import FusedLinearCrossEntropy, chunked, linear_cross_entropy, reference
+from stepgauge.kernels.linear_cross_entropy import (
+    FusedLinearCrossEntropy,
+    chunked,
+    linear_cross_entropy,
+    reference,
+)
 
 OPTIONS = [
     {},

@@ -38,7 +38,7 @@ from stepgauge.kernels.rms_norm import (  # noqa: E402
     reference,
     rms_norm,
 )
-from stepgauge.native import Extension  # noqa: E402
+from stepgauge.runtime.extension import Extension  # noqa: E402
 
 try:
     import triton

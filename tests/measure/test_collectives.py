@@ -9,7 +9,7 @@ import torch.distributed as dist
 from stepgauge.bench.comm import RUN, WrongResultError, measure, record
 from stepgauge.bench.sweep import Job, sweep
 from stepgauge.measure.collectives import Collective, time_collective
-from stepgauge.parallel.launch import launch
+from stepgauge.runtime.launch import launch
 from stepgauge.spec.comm import OPS, RING_OPS, CommSpec, sizes
 from stepgauge.spec.store import RunStore
 

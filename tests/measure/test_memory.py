@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from stepgauge.measure.memory.follow import (
+from stepgauge.measure.memory.history import joined
+from stepgauge.measure.memory.storage_tracker import (
     ACTIVATIONS,
     GRADIENTS,
     OTHER,
@@ -13,8 +14,7 @@ from stepgauge.measure.memory.follow import (
     Follower,
     Phase,
 )  # fmt: skip
-from stepgauge.measure.memory.history import joined
-from stepgauge.measure.memory.picture import block_of, by_block, general, picture, savers
+from stepgauge.measure.memory.timeline import block_of, by_block, general, picture, savers
 
 CPU = torch.device("cpu")
 
@@ -103,7 +103,7 @@ def test_every_storage_that_was_seen_dies():
 def test_history_gives_followed_storages_their_category_and_the_rest_to_its_operator():
     follower = Follower(CPU, events=lambda: 0)
     windows = [(0, 2, "mm"), (3, 4, "add")]
-    from stepgauge.measure.memory.follow import Mark, Window
+    from stepgauge.measure.memory.storage_tracker import Mark, Window
 
     follower.windows = [Window(start, end, name, "blocks.0", "model.py:1") for start, end, name in windows]
     follower.phases = [Phase("forward", 0, 9)]

@@ -20,9 +20,9 @@ from stepgauge.parallel.data_parallel import (
     NaiveDataParallel,
     OverlappedDataParallel,
 )
-from stepgauge.parallel.launch import launch
 from stepgauge.parallel.messages import as_one_message
 from stepgauge.parallel.replicas import DifferentModelsError
+from stepgauge.runtime.launch import launch
 
 
 def in_lists(module):

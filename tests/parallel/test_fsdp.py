@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from stepgauge.models.transformer import TransformerLM
 from stepgauge.parallel.fsdp import HELD, PREFETCHED, FullyShardedDataParallel
-from stepgauge.parallel.launch import launch
+from stepgauge.runtime.launch import launch
 from stepgauge.spec.model import ModelSpec
 
 CLIP = 0.5

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stepgauge.parallel.data_parallel import BucketedDataParallel, NaiveDataParallel
-from stepgauge.parallel.launch import launch
 from stepgauge.parallel.narrow import NarrowGradients
+from stepgauge.runtime.launch import launch
 
 BF16 = torch.bfloat16
 

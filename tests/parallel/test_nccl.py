@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.parallel import test_data_parallel, test_fsdp, test_narrow, test_zero
 
-from stepgauge.parallel.launch import launch
+from stepgauge.runtime.launch import launch
 
 pytestmark = pytest.mark.gpu
 

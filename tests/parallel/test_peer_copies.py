@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from stepgauge.parallel import peer_copies
 from stepgauge.parallel.data_parallel import NaiveDataParallel
-from stepgauge.parallel.launch import launch
 from stepgauge.parallel.mean import mean_with
+from stepgauge.runtime.launch import launch
 
 # Of 16 bits: one rounding of the scaled parts and one of the sum a rank.
 TOLERANCES = {torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 0.03, torch.float16: 0.004}

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from stepgauge.parallel.collectives import all_gather_flat, reduce_scatter_flat
-from stepgauge.parallel.launch import launch
 from stepgauge.parallel.ring import Ring
+from stepgauge.runtime.launch import launch
 
 COUNTS = (1, 2, 5, 12, 1000, 4099)
 

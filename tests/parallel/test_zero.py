@@ -11,9 +11,9 @@ from tests.parallel.test_data_parallel import CLIP, expected, loss_of, mlp, requ
 from torch import nn
 
 from stepgauge.parallel.data_parallel import BucketedDataParallel
-from stepgauge.parallel.launch import launch
 from stepgauge.parallel.replicas import DifferentModelsError
 from stepgauge.parallel.zero import ShardedOptimizer
+from stepgauge.runtime.launch import launch
 
 SETTINGS = {"sgd": (torch.optim.SGD, {"lr": 0.3}), "adamw": (torch.optim.AdamW, {"lr": 0.01})}
 CASES = [

@@ -3,9 +3,9 @@
 import importlib.resources
 import re
 
-from stepgauge.measure.trace import kinds as rules
 from stepgauge.report.timeline import timeline
 from stepgauge.spec.analysis import KINDS
+from stepgauge.trace import kinds as rules
 
 
 def colours(kinds):

@@ -12,8 +12,8 @@ from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.store import RunStore
 from stepgauge.study import EXPERIMENTS, collectives, published, run, sharded_state, step_time
 from stepgauge.study.experiment import Machine
-from stepgauge.study.plans import sizes
 from stepgauge.study.run import plan, remember, select, write_report
+from stepgauge.study.sizes import sizes
 
 CPU = Machine(device="cpu", name="Test CPU", bytes=24 * 2**30, has_compiler=True)
 H100 = Machine(device="cuda", name="NVIDIA H100 80GB HBM3", bytes=80 * 2**30, has_compiler=True)

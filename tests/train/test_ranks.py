@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stepgauge.bench import train as bench_train
-from stepgauge.parallel.launch import RankError, launch
+from stepgauge.runtime.launch import RankError, launch
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.train import TrainSpec
 from stepgauge.train.loop import read_curve

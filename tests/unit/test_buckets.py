@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepgauge.spec.buckets import MB, Bucket, Parameter, plan_buckets, plan_launches
-from stepgauge.spec.shards import plan_owners, plan_unit
+from stepgauge.spec.plan.buckets import MB, Bucket, Parameter, plan_buckets, plan_launches
+from stepgauge.spec.plan.shards import plan_owners, plan_unit
 
 parameters = st.lists(
     st.builds(

@@ -23,7 +23,7 @@ from stepgauge.report.views import (
     size_unit,
     varying,
 )
-from stepgauge.spec.ours import stand_ins, with_stand_ins
+from stepgauge.spec.fallbacks import stand_ins, with_stand_ins
 from stepgauge.spec.record import Sample
 
 

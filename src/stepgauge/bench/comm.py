@@ -7,7 +7,7 @@ import torch
 from stepgauge.bench.ranks import OnRanks, slowest
 from stepgauge.measure.collectives import Collective, time_collective
 from stepgauge.measure.devices import require_host_memory
-from stepgauge.parallel.world import joined_world
+from stepgauge.runtime.world import joined_world
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.record import Record, Sample
 

@@ -14,8 +14,8 @@ from stepgauge.measure import devices, footprint
 from stepgauge.measure.environment import environment
 from stepgauge.measure.timing import time_phases
 from stepgauge.parallel.collectives import group_of
-from stepgauge.parallel.world import joined_world
 from stepgauge.parallel.wrappers import Settings, parallelise
+from stepgauge.runtime.world import joined_world
 from stepgauge.spec.data_parallel import FULLY_SHARDED, DataParallelSpec, sent_bytes
 from stepgauge.spec.record import Record, Sample
 from stepgauge.train.build import batch_for, build_step

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from stepgauge.bench import step as bench_step
-from stepgauge.bench.followed import build
+from stepgauge.bench.storage_tracking import build
 from stepgauge.measure.dtypes import Found, accumulation, probe, told
 from stepgauge.measure.environment import environment
 from stepgauge.spec.dtypes import AccumulationSpec, DtypesSpec

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from stepgauge.measure.collectives import Collective
-from stepgauge.parallel.launch import launch
 from stepgauge.parallel.ring import Ring
+from stepgauge.runtime.launch import launch
 from stepgauge.spec.comm import OPS, ROOT, CommSpec
 from stepgauge.spec.explain import RING, Explained, Seen, Step, Values, arrows, ring_arrows
 

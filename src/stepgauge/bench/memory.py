@@ -10,13 +10,20 @@ from typing import Any
 import torch
 
 from stepgauge.bench import step as bench_step
-from stepgauge.bench.followed import FORWARD_ONLY, STEPS, Followed, follow, pictures, predict
-from stepgauge.bench.own_model import load_factory
+from stepgauge.bench.storage_tracking import (
+    FORWARD_ONLY,
+    STEPS,
+    Followed,
+    follow,
+    pictures,
+    predict,
+)
+from stepgauge.bench.user_model import load_factory
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.measure.memory import history
-from stepgauge.measure.memory.follow import CATEGORIES, Follower
-from stepgauge.measure.memory.picture import LARGEST, Picture, by_block, savers
+from stepgauge.measure.memory.storage_tracker import CATEGORIES, Follower
+from stepgauge.measure.memory.timeline import LARGEST, Picture, by_block, savers
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.record import Record, Sample
 

@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from stepgauge.bench.user_file import UserFunction, load
 from stepgauge.measure import devices
 from stepgauge.measure.accuracy import largest, relative_error, tolerance
-from stepgauge.measure.alternating import time_alternately
 from stepgauge.measure.ceilings import ceilings
 from stepgauge.measure.environment import environment
+from stepgauge.measure.interleaved import time_alternately
 from stepgauge.measure.launches import Launched, launches
 from stepgauge.spec.op import OpSpec
 from stepgauge.spec.record import Record, Sample

@@ -11,15 +11,13 @@ from typing import Any
 import torch
 
 from stepgauge.bench import step as bench_step
-from stepgauge.bench.own_model import build_own, load_factory
+from stepgauge.bench.user_model import build_own, load_factory
 from stepgauge.measure import devices
 from stepgauge.measure.ceilings import ceilings
 from stepgauge.measure.environment import environment
 from stepgauge.measure.profiler import Schedule, profile_phases
 from stepgauge.measure.ranges import module_ranges
 from stepgauge.measure.timing import Phases, time_phases
-from stepgauge.measure.trace.analysis import analyse
-from stepgauge.measure.trace.flame import collapsed, speedscope
 from stepgauge.report.page import Section, page
 from stepgauge.report.profile import blocks as profile_blocks
 from stepgauge.report.views import names
@@ -27,6 +25,8 @@ from stepgauge.report.where import measured_where
 from stepgauge.spec.analysis import Analysis
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record, Sample
+from stepgauge.trace.analysis import analyse
+from stepgauge.trace.flame import collapsed, speedscope
 from stepgauge.train.build import build_step
 from stepgauge.train.step import TrainingStep
 

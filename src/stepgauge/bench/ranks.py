@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stepgauge import native
 from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import device_name
-from stepgauge.parallel.launch import RankError, Ranks
-from stepgauge.parallel.together import together
-from stepgauge.parallel.world import KEPT_GROUP, TIMEOUT_S, World, default_backend, joined_world
+from stepgauge.runtime import extension as native
+from stepgauge.runtime.launch import RankError, Ranks
+from stepgauge.runtime.propagate_errors import together
+from stepgauge.runtime.world import KEPT_GROUP, TIMEOUT_S, World, default_backend, joined_world
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import Contents, RunStore, StoreError
 

@@ -13,12 +13,12 @@ import torch
 
 from stepgauge import bench
 from stepgauge.bench.ranks import OnRanks, RankProcesses, is_first_process
-from stepgauge.measure import isolate
 from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import environment
-from stepgauge.measure.isolate import ProcessDiedError, RemoteError, Worker, run_isolated
-from stepgauge.parallel.launch import RankError
-from stepgauge.spec.ours import with_stand_ins
+from stepgauge.runtime import isolate
+from stepgauge.runtime.isolate import ProcessDiedError, RemoteError, Worker, run_isolated
+from stepgauge.runtime.launch import RankError
+from stepgauge.spec.fallbacks import with_stand_ins
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 

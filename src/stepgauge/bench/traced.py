@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from stepgauge.measure.profiler import Schedule, profile_phases
 from stepgauge.measure.timing import Phases
-from stepgauge.measure.trace.events import load
-from stepgauge.measure.trace.intervals import Intervals
-from stepgauge.measure.trace.overlap import busy, overlap
 from stepgauge.spec.analysis import Overlap
+from stepgauge.trace.events import load
+from stepgauge.trace.intervals import Intervals
+from stepgauge.trace.overlap import busy, overlap
 
 STEPS = 2
 LANES = ("communication", "computation")

@@ -10,7 +10,7 @@ import torch
 
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
-from stepgauge.parallel.world import joined_world
+from stepgauge.runtime.world import joined_world
 from stepgauge.spec.data_parallel import FULLY_SHARDED
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.train import TrainSpec

@@ -53,7 +53,7 @@ def of_torchrun(values: Values) -> Values:
 
     Raises ValueError for several nodes without it.
     """
-    from stepgauge.parallel.world import joined_world
+    from stepgauge.runtime.world import joined_world
 
     world = joined_world()
     if world is None:
@@ -67,7 +67,7 @@ def run_jobs(jobs: Sequence["Job"], store: RunStore, *, fresh: bool) -> list["Re
     """Sweeps with a progress bar and a line a row; returns all records, those of earlier runs too."""
     from stepgauge.bench.ranks import store_for
     from stepgauge.bench.sweep import sweep
-    from stepgauge.parallel.world import GroupError
+    from stepgauge.runtime.world import GroupError
 
     store = store_for(store.folder)
     records, reused = [], 0

@@ -32,7 +32,7 @@ def train(
     """
     from stepgauge.bench.ranks import is_first_process
     from stepgauge.measure.devices import resolve
-    from stepgauge.parallel.launch import RankError, launch
+    from stepgauge.runtime.launch import RankError, launch
 
     if "vocab_size" in values and values.get("tokenizer", ("bytes",)) == ("bytes",):
         raise ValueError("vocab_size is the tokenizer's, 256 for bytes; --tokenizer bpe takes another")

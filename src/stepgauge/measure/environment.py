@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import stepgauge
-from stepgauge import native
+from stepgauge.runtime import extension as native
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from stepgauge import native
 from stepgauge.measure.devices import synchronize
+from stepgauge.runtime import extension as native
 
 Phases = Mapping[str, Callable[[], None]]
 

@@ -23,11 +23,19 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from stepgauge.parallel.collectives import launch_together
-from stepgauge.parallel.messages import Averager, Done, Launched, as_one_message, flattened, narrow_gradients, widen
+from stepgauge.parallel.messages import (
+    Averager,
+    Done,
+    Launched,
+    as_one_message,
+    flattened,
+    narrow_gradients,
+    widen,
+)
 from stepgauge.parallel.narrow import NarrowGradients, remove_with
 from stepgauge.parallel.peer_copies import PeerCopies
 from stepgauge.parallel.replicas import describe_parameters, prepare_replicas
-from stepgauge.spec.buckets import Bucket, plan_buckets, plan_launches
+from stepgauge.spec.plan.buckets import Bucket, plan_buckets, plan_launches
 
 HOOKS = 2  # of this module's on a parameter
 FIRST_BUCKET_MB = 1.0  # as torch's DistributedDataParallel: communication starts with the first layers of backward

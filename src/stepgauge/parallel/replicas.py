@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepgauge.spec.buckets import Parameter
+from stepgauge.spec.plan.buckets import Parameter
 
 
 class DifferentModelsError(ValueError):

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from stepgauge.parallel.collectives import all_gather_flat
 from stepgauge.parallel.messages import Averager
-from stepgauge.spec.buckets import Parameter
-from stepgauge.spec.shards import plan_unit
+from stepgauge.spec.plan.buckets import Parameter
+from stepgauge.spec.plan.shards import plan_unit
 
 MOST_IN_FLIGHT = 2  # units whose whole gradients wait to be averaged: more only takes memory
 

@@ -27,7 +27,16 @@ from stepgauge.parallel.data_parallel import (
 )
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
 from stepgauge.parallel.replicas import prepare_replicas
-from stepgauge.parallel.training import Groups, OptimizerClass, Parallel, alone, by_index, by_name, load_state, state_of
+from stepgauge.parallel.training import (
+    Groups,
+    OptimizerClass,
+    Parallel,
+    alone,
+    by_index,
+    by_name,
+    load_state,
+    state_of,
+)
 from stepgauge.parallel.zero import ShardedOptimizer
 
 

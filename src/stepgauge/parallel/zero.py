@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from stepgauge.parallel.collectives import launch_together
 from stepgauge.parallel.replicas import describe_parameter, require_same
-from stepgauge.spec.shards import plan_owners
+from stepgauge.spec.plan.shards import plan_owners
 
 # Parts of a step: while one is broadcast, the next is updated.
 NUM_PARTS = 4

@@ -4,12 +4,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stepgauge.cost.link_fit import NOISE, Point, link
 from stepgauge.report.figure import SERIES, lines, short, short_bytes
 from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
 from stepgauge.report.views import number
 from stepgauge.spec.comm import OPS, CommSpec
-from stepgauge.spec.links import NOISE, Link, Point, link
+from stepgauge.spec.links import Link
 from stepgauge.spec.record import Record, Sample
 
 FIXED = ("op", "backend", "algorithm", "ranks", "nodes", "dtype", "timing", "device")

@@ -8,7 +8,16 @@ from stepgauge.report.checkpointing import best_checkpoint_tables, bytes_a_block
 from stepgauge.report.figure import areas
 from stepgauge.report.page import Block, Plot, Section, Text, page
 from stepgauge.report.table import Table
-from stepgauge.report.views import SHAPE, SizeUnit, apart, describe, flatten, names, record_table, size_unit
+from stepgauge.report.views import (
+    SHAPE,
+    SizeUnit,
+    apart,
+    describe,
+    flatten,
+    names,
+    record_table,
+    size_unit,
+)
 from stepgauge.report.where import measured_where
 from stepgauge.spec.hardware import fits
 from stepgauge.spec.record import Record, Sample

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stepgauge.report.table import Table
+from stepgauge.spec.fallbacks import stand_ins
 from stepgauge.spec.fields import named_in, word_of, words
 from stepgauge.spec.kinds import declarations
-from stepgauge.spec.ours import stand_ins
 from stepgauge.spec.record import Record, Sample
 
 STATISTICS = ("median", "range", "p10", "p90", "mean", "std", "n")

@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from stepgauge.spec.fields import option
-from stepgauge.spec.own import OwnWorkSpec
+from stepgauge.spec.user_model import OwnWorkSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

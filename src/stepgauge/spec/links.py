@@ -1,25 +1,13 @@
-"""What an operation on a link costs, as a fitted function of its bytes: time = alpha + beta·bytes, in pieces."""
+"""What an operation on a link costs, as a fitted function of its bytes: time = alpha + beta·bytes, in pieces.
+
+cost/link_fit.py makes one from measured sizes.
+"""
 
 import dataclasses
-import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self
-
-NOISE = 0.01  # relative: what a median repeats to on an idle machine; a piece more must pay for itself beyond it
-PENALTY = 9.0  # a piece has three parameters, each at the price of three times the squared noise
-MOST_PIECES = 5
-LEAST_POINTS = 3  # in a piece: two would be a line through both, whatever they are
-HELD_OUT_EVERY = 3
-
-
-class Point(NamedTuple):
-    """A measured size. `noise` is what its time repeats to, relative: a size that repeats well counts for more."""
-
-    bytes: int
-    ms: float
-    noise: float = NOISE
+from typing import Any, Self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,92 +67,3 @@ class Link:
             return cls(**{**value, **errors, "pieces": pieces, "range_bytes": (low, high)})
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"not a link: {error}") from None
-
-
-def split(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
-    """Points to fit and points to hold out: every third by size, never the smallest or the largest.
-
-    None is held out where fewer than LEAST_POINTS would be left to fit.
-    """
-    ordered = sorted(points)
-    held_out = [p for i, p in enumerate(ordered) if i % HELD_OUT_EVERY == 1 and i != len(ordered) - 1]
-    if len(ordered) - len(held_out) < LEAST_POINTS:
-        held_out = []
-    return [point for point in ordered if point not in held_out], held_out
-
-
-def fit(points: Sequence[Point]) -> list[Piece]:
-    """The line, or lines, of least squared error, each error in units of its point's noise.
-
-    Breakpoints lie between two measured sizes (at their geometric mean). Among all ways to cut the sizes into up to
-    MOST_PIECES runs of at least LEAST_POINTS, the one is taken that minimises
-    sum((relative error / noise)²) + PENALTY·pieces; dynamic programming finds it.
-    Raises ValueError for fewer than two sizes.
-    """
-    ordered = sorted(points)
-    if len({point.bytes for point in ordered}) < 2:
-        raise ValueError(f"a fit needs at least 2 sizes; there is {len(ordered)}")
-    least = min(LEAST_POINTS, len(ordered))
-    # best[k][end]: cost and cuts of the first `end` points in k pieces
-    best: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0.0, ())}]
-    for _ in range(MOST_PIECES):
-        row: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for start, (cost, cuts) in best[-1].items():
-            for end in range(start + least, len(ordered) + 1):
-                total = cost + PENALTY + _cost(ordered[start:end])
-                if end not in row or total < row[end][0]:
-                    row[end] = total, (*cuts, end)
-        best.append(row)
-    _, cuts = min(row[len(ordered)] for row in best if len(ordered) in row)
-    return [
-        dataclasses.replace(_line(ordered[start:end]), to_bytes=_between(ordered, end))
-        for start, end in itertools.pairwise((0, *cuts))
-    ]
-
-
-def _between(ordered: Sequence[Point], end: int) -> int | None:
-    return round(math.sqrt(ordered[end - 1].bytes * ordered[end].bytes)) if end < len(ordered) else None
-
-
-def _cost(points: Sequence[Point]) -> float:
-    line = _line(points)
-    return sum(((line.time_ms(point.bytes) - point.ms) / point.ms / point.noise) ** 2 for point in points)
-
-
-def _line(points: Sequence[Point]) -> Piece:
-    """Least squares with weights 1 / (ms·noise)²: relative errors count. Time never falls with size."""
-    weights = [1 / (point.ms * point.noise) ** 2 for point in points]
-    total = sum(weights)
-    mean_size = sum(w * point.bytes for w, point in zip(weights, points, strict=True)) / total
-    mean_ms = sum(w * point.ms for w, point in zip(weights, points, strict=True)) / total
-    away = [(w, point.bytes - mean_size, point.ms - mean_ms) for w, point in zip(weights, points, strict=True)]
-    spread = sum(w * size**2 for w, size, _ in away)
-    together = sum(w * size * ms for w, size, ms in away)
-    ms_per_byte = max(together / spread if spread else 0.0, 1e-15)  # flat: a petabyte a millisecond
-    return Piece(mean_ms - ms_per_byte * mean_size, 1e3 / ms_per_byte)
-
-
-def link(
-    points: Sequence[Point],
-    *,
-    asked: Mapping[str, Any],
-    measured: Mapping[str, Any],
-    how: str = "",
-) -> Link:
-    """Fits two thirds of the sizes and tries the fit on the others. Raises ValueError for fewer than two sizes."""
-    seen, unseen = split(points)
-    pieces = fit(seen)
-    bare = Link(
-        asked=asked,
-        pieces=pieces,
-        range_bytes=(seen[0].bytes, seen[-1].bytes),
-        fitted={},
-        held_out={},
-        measured=measured,
-        how=how,
-    )
-
-    def errors(of: Sequence[Point]) -> dict[int, float]:
-        return {point.bytes: bare.time_ms(point.bytes) / point.ms - 1 for point in of}
-
-    return dataclasses.replace(bare, fitted=errors(seen), held_out=errors(unseen))

@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from stepgauge.spec.fields import option
-from stepgauge.spec.own import OwnWorkSpec
+from stepgauge.spec.user_model import OwnWorkSpec
 
 # Where a step is predicted for: with the kernels that torch takes on a CPU, an A100 or an H100.
 PREDICTIONS = ("no", "cpu", "sm80", "sm90")

@@ -4,8 +4,8 @@ import dataclasses
 from typing import ClassVar
 
 from stepgauge.spec.fields import option
-from stepgauge.spec.own import OwnWorkSpec
 from stepgauge.spec.step import StepSpec
+from stepgauge.spec.user_model import OwnWorkSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,14 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from stepgauge.spec.data_parallel import NARROWED, REDUCE_DTYPES, TRANSPORTED, TRANSPORTS, WRAPPERS, check_wrapper
+from stepgauge.spec.data_parallel import (
+    NARROWED,
+    REDUCE_DTYPES,
+    TRANSPORTED,
+    TRANSPORTS,
+    WRAPPERS,
+    check_wrapper,
+)
 from stepgauge.spec.fields import as_in, check, option
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import WorkSpec

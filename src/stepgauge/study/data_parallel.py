@@ -10,16 +10,16 @@ import numpy as np
 from stepgauge.bench.data_parallel import JOB
 from stepgauge.bench.sweep import Job
 from stepgauge.report.figure import grouped_bars, lines
-from stepgauge.report.lanes import overlap_lanes
 from stepgauge.report.page import Block, Plot, Text
 from stepgauge.report.table import Table
+from stepgauge.report.tracks import overlap_lanes
 from stepgauge.report.views import count, number, record_table
 from stepgauge.spec.data_parallel import WRAPPERS, DataParallelSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.plans import S1, sizes
 from stepgauge.study.published import SOURCES
+from stepgauge.study.sizes import S1, sizes
 
 USUAL_BUCKET_MB = DataParallelSpec.bucket_mb
 BUCKETS_MB = (1.0, 5.0, 10.0, 50.0, 100.0, 500.0)

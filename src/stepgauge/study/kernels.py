@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from stepgauge.bench.kernels import OPERATIONS, contest
+from stepgauge.bench.kernels import OPERATIONS
+from stepgauge.bench.kernels import comparison as contest
 from stepgauge.bench.sweep import Job
 from stepgauge.report.kernel_plots import kernel_bars
 from stepgauge.report.kernels import kernel_table

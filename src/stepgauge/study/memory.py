@@ -18,8 +18,8 @@ from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
 from stepgauge.study.experiment import Experiment, Machine
 from stepgauge.study.fused_step import OUR_PARTS
-from stepgauge.study.plans import S1, S2, sizes, step_job
 from stepgauge.study.published import SOURCES, published
+from stepgauge.study.sizes import S1, S2, sizes, step_job
 
 # (forward only, whole step), fp32 and bf16, GB as the source prints them
 _FIGURES: dict[str, dict[str, tuple[float, float]]] = {

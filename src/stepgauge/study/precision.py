@@ -15,8 +15,8 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import PRECISIONS, StepSpec
 from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.plans import S1, sizes, step_job
 from stepgauge.study.published import beside, published
+from stepgauge.study.sizes import S1, sizes, step_job
 
 # Forward and backward together, ms: S1's "total".
 _FIGURES: dict[str, dict[str, float]] = {

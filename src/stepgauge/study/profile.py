@@ -16,7 +16,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.plans import OURS, S1, S2, sizes
+from stepgauge.study.sizes import OURS, S1, S2, sizes
 
 # What S1 and S5 say of their profiles: (source, figure, value).
 PUBLISHED = (

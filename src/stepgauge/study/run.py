@@ -12,12 +12,12 @@ import torch
 from stepgauge.bench.sweep import Job
 from stepgauge.measure.devices import resolve
 from stepgauge.measure.environment import environment
-from stepgauge.measure.isolate import run_isolated
 from stepgauge.report.page import Headline, Section, Text, page
 from stepgauge.report.views import flatten, labels, number
+from stepgauge.runtime.isolate import run_isolated
+from stepgauge.spec.fallbacks import stand_ins
 from stepgauge.spec.hardware import peaks
 from stepgauge.spec.model import FLOP_CONVENTION
-from stepgauge.spec.ours import stand_ins
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore, StoreError
 from stepgauge.study import EXPERIMENTS

@@ -9,8 +9,8 @@ from stepgauge.report.page import Block, Plot
 from stepgauge.report.views import flatten, record_table
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.plans import GPU_SIZES, OURS, S1, S2, sizes, step_job
 from stepgauge.study.published import CONDITIONS, beside, published
+from stepgauge.study.sizes import GPU_SIZES, OURS, S1, S2, sizes, step_job
 
 # (forward, backward), fp32, ms
 _FIGURES: dict[str, dict[str, tuple[float, float]]] = {

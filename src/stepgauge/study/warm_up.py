@@ -10,8 +10,8 @@ from stepgauge.report.table import Table
 from stepgauge.report.views import describe, number, record_table
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.plans import step_job
 from stepgauge.study.published import SOURCES
+from stepgauge.study.sizes import step_job
 
 WARM_UPS = (0, 1, 2, 5)
 # S1's small: forward 84 ms without warm-up, 19 with one step; S2's small: 29 ± 52 against 12.9 ± 0.3 ms.

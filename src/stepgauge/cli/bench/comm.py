@@ -7,7 +7,15 @@ from cyclopts import Parameter
 
 from stepgauge.cli.console import print_records
 from stepgauge.cli.options import Values, expand, parse_bytes, spec_options
-from stepgauge.cli.rows import Fresh, Out, RowFormat, of_torchrun, require_success, resolve_devices, run_jobs
+from stepgauge.cli.rows import (
+    Fresh,
+    Out,
+    RowFormat,
+    of_torchrun,
+    require_success,
+    resolve_devices,
+    run_jobs,
+)
 from stepgauge.spec.comm import CommSpec, sizes
 from stepgauge.spec.store import RunStore
 

@@ -47,7 +47,7 @@ def _command(spec: type[KernelSpec]) -> Callable[..., None]:
         fresh: Fresh = False,
         format: RowFormat = "table",
     ) -> None:
-        from stepgauge.bench.kernels import contest
+        from stepgauge.bench.kernels import comparison as contest
         from stepgauge.bench.sweep import Job
 
         names = [name for text in peers for name in text.split(",") if name]

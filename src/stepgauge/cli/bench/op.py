@@ -37,7 +37,7 @@ def op(
     from stepgauge.bench.sweep import Job
     from stepgauge.bench.user_file import names, problem, require_tools
     from stepgauge.measure.devices import resolve
-    from stepgauge.measure.isolate import ProcessDiedError, RemoteError, run_isolated
+    from stepgauge.runtime.isolate import ProcessDiedError, RemoteError, run_isolated
 
     path, function = names(target)
     (options,) = [{name: value for name, (value,) in values.items()}]

@@ -8,7 +8,15 @@ from cyclopts import Parameter
 
 from stepgauge.cli.console import print_records, print_table, tell
 from stepgauge.cli.options import Values, expand, spec_options
-from stepgauge.cli.rows import Fresh, Out, RowFormat, distinct, require_success, resolve_devices, run_jobs
+from stepgauge.cli.rows import (
+    Fresh,
+    Out,
+    RowFormat,
+    distinct,
+    require_success,
+    resolve_devices,
+    run_jobs,
+)
 from stepgauge.report.checkpointing import best_checkpoint_tables
 from stepgauge.report.memory import kept_tables, memory_page, memory_tables, summary_table
 from stepgauge.spec.memory import MemorySpec

@@ -5,7 +5,15 @@ from pathlib import Path
 
 from stepgauge.cli.console import print_records, print_table, tell
 from stepgauge.cli.options import Values, expand, spec_options
-from stepgauge.cli.rows import Fresh, Out, RowFormat, distinct, require_success, resolve_devices, run_jobs
+from stepgauge.cli.rows import (
+    Fresh,
+    Out,
+    RowFormat,
+    distinct,
+    require_success,
+    resolve_devices,
+    run_jobs,
+)
 from stepgauge.report.profile import phases_table, tables
 from stepgauge.report.views import names
 from stepgauge.spec.analysis import Analysis

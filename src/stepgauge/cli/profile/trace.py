@@ -31,8 +31,8 @@ def trace(
     ones need little memory.
     """
     from stepgauge.bench import profile
-    from stepgauge.measure.trace.events import load
-    from stepgauge.measure.trace.overlap import required_overlap
+    from stepgauge.trace.events import load
+    from stepgauge.trace.overlap import required_overlap
 
     if not files:
         raise ValueError("FILE needs a value: the path of a trace")
@@ -53,7 +53,7 @@ def trace(
 
 
 def _analyse(files: Sequence[Path]) -> "list[Analysis]":
-    from stepgauge.measure.trace.analysis import analyse
+    from stepgauge.trace.analysis import analyse
 
     found = []
     with progress(len(files), "traces") as (bar, task):

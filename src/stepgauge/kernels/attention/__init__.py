@@ -17,9 +17,9 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from stepgauge.native.launch import hooks_present
+from stepgauge.kernels.launch import hooks_present
 
-from . import extension, plan
+from . import extension, heuristics
 from .reference import FlashAttentionReference, attention
 
 __all__ = ["FlashAttentionReference", "FlashAttentionTriton", "attention", "flash_attention"]
@@ -225,7 +225,7 @@ def _in_cpp(function, *args):
 
     It is not asked where something has changed what it was told to launch: a profiler's hook, tiles of someone's own.
     """
-    if extension.NATIVE.call is None or plan.overrides() or hooks_present():
+    if extension.NATIVE.call is None or heuristics.overrides() or hooks_present():
         return None
     return getattr(extension.NATIVE.module, function)(*args)
 
@@ -283,8 +283,8 @@ def _check(q, k, v, scale):
         )
     if k.shape[-2] == 0:
         raise ValueError(f"k {tuple(k.shape)} has no keys: the softmax over none is not defined; at least 1 is needed")
-    if not 1 <= q.shape[-1] <= plan.MAX_HEAD_WIDTH:
-        raise ValueError(f"head width {q.shape[-1]}: accepted are 1 to {plan.MAX_HEAD_WIDTH}")
+    if not 1 <= q.shape[-1] <= heuristics.MAX_HEAD_WIDTH:
+        raise ValueError(f"head width {q.shape[-1]}: accepted are 1 to {heuristics.MAX_HEAD_WIDTH}")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"scale {scale}: accepted are positive numbers (the row maximum is taken before scaling)")

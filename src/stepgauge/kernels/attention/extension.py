@@ -1,7 +1,7 @@
 """Attention launched from C++ (extension.cpp): what it is told of the kernels that Python has planned and compiled.
 
 In Python a forward and backward cost about 118 µs of host time here, twice that on a GPU's host, where one head of 4096
-needs 69 µs of the GPU. How it is built and done without: stepgauge.native.
+needs 69 µs of the GPU. How it is built and done without: stepgauge.runtime.extension.
 
 A call in Python offers what it has launched; C++ takes the next one of the same shapes, strides and options, eager or
 of the custom operators. How float32 products are made may change between two calls, so C++ looks at each. Copy
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from stepgauge.native import Extension
-from stepgauge.native.launch import LAUNCH_H, cuda_addresses, cuda_context, plain_launch
+from stepgauge.kernels.launch import LAUNCH_H, cuda_addresses, cuda_context, plain_launch
+from stepgauge.runtime.extension import Extension
 
 _FUNCTIONS = "cuLaunchKernel", "aoti_torch_get_current_cuda_stream", "cuCtxSetCurrent", "cuTensorMapReplaceAddress"
 _CONSTANT, _ADDRESS, _DESCRIPTOR = range(3)

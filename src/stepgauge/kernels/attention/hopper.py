@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import plan
+from . import heuristics
 from .launching import Launch, kept_on
 
 CONSUMERS = gl.constexpr(2)
@@ -296,7 +296,7 @@ def takes(case):
 
 
 def tile_width(case):
-    return plan.block_width(case.q.shape[3])
+    return heuristics.block_width(case.q.shape[3])
 
 
 def can_run(case, *views):
@@ -358,7 +358,7 @@ def _turns(*key):
 
 def _make_turns(device, programs, heads, section, steps):
     """Where each program's tiles begin, where the last one's end, then all tiles and one number that is read ahead."""
-    dealt = plan.deal_tiles(steps, num_heads=heads, section=section, num_programs=programs)
+    dealt = heuristics.deal_tiles(steps, num_heads=heads, section=section, num_programs=programs)
     begins = itertools.accumulate(map(len, dealt), initial=programs + 1)
     turns = torch.tensor([*begins, *itertools.chain(*dealt), 0], dtype=torch.int32, device="cpu")
     return turns if device is None else kept_on(device, turns)

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 import triton
 
-from stepgauge.native.launch import hooks_present, raw_stream
+from stepgauge.kernels.launch import hooks_present, raw_stream
 
-from . import plan
+from . import heuristics
 
 try:
     from triton.backends.nvidia import driver as nvidia_driver
@@ -224,7 +224,7 @@ class Case(NamedTuple):
 
     @property
     def width(self):
-        return plan.block_width(self.q.shape[3])
+        return heuristics.block_width(self.q.shape[3])
 
     @property
     def group(self):
@@ -234,7 +234,7 @@ class Case(NamedTuple):
         arch = self.chip.arch
         views = [view for view in (self.q, self.k, self.v, self.do) if view is not None]
         tma = arch >= 90 and TensorDescriptor is not None
-        return plan.select_tiles(
+        return heuristics.select_tiles(
             kernel,
             arch=arch,
             itemsize=self.dtype.itemsize,
@@ -252,7 +252,7 @@ class Case(NamedTuple):
         over_queries = kernel in ("dkdv", "fused")
         num_queries, num_keys = self.q.shape[2], self.k.shape[2]
         length = num_queries if over_queries else num_keys
-        number = self.num_splits or plan.choose_num_splits(
+        number = self.num_splits or heuristics.choose_num_splits(
             kernel,
             tiles,
             num_heads=self.q.shape[0] * (self.k.shape[1] if over_queries else self.q.shape[1]),
@@ -263,7 +263,7 @@ class Case(NamedTuple):
             num_sms=self.chip.num_sms,
             is_causal=self.is_causal,
         )
-        chunk = plan.chunk_length(length, number, max(tiles.block_q, tiles.block_k))
+        chunk = heuristics.chunk_length(length, number, max(tiles.block_q, tiles.block_k))
         return triton.cdiv(length, chunk), chunk
 
     def section(self, loop_length, *, num_heads, num_tiles, per_sm=1):
@@ -271,11 +271,11 @@ class Case(NamedTuple):
 
         Two tensors of `loop_length` rows are read over and over for each.
         """
-        return plan.heads_per_section(
+        return heuristics.heads_per_section(
             head_bytes=2 * loop_length * self.q.shape[3] * self.dtype.itemsize,
             l2_bytes=self.chip.l2_bytes,
             num_heads=num_heads,
-            least=plan.heads_beside_longest(num_tiles, per_sm * self.chip.num_sms) if self.is_causal else 1,
+            least=heuristics.heads_beside_longest(num_tiles, per_sm * self.chip.num_sms) if self.is_causal else 1,
         )
 
 
@@ -283,7 +283,7 @@ def case_of(q, k, v, is_causal, scale, num_splits, o=None, do=None):
     of, dtype = View.of, q.dtype
     return Case(
         q.get_device() if q.is_cuda else None, dtype, of(q), of(k), of(v), is_causal, scale, matmul_precision(dtype),
-        plan.overrides(), num_splits, None if o is None else of(o), None if do is None else of(do),
+        heuristics.overrides(), num_splits, None if o is None else of(o), None if do is None else of(do),
     )  # fmt: skip
 
 

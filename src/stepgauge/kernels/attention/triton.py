@@ -15,8 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from . import extension, plan, thirds
-from .inside import (
+from . import bf16x3, extension, heuristics
+from .launching import Launch, View, boxes_of, case_of, on_device, rows_last, stream_of
+from .tile_ops import (
     _COUNTS,
     LOG2_E,
     _end_of_whole_tiles,
@@ -26,7 +27,6 @@ from .inside import (
     _query_program,
     _store_rows,
 )
-from .launching import Launch, View, boxes_of, case_of, on_device, rows_last, stream_of
 
 try:
     from . import hopper, hopper_backward
@@ -527,9 +527,9 @@ def _reduce_launch(view, outs, num_splits, chunk, *, tile_rows, step, other_rows
 
 @functools.lru_cache(maxsize=512)
 def _plan_dq(case, dq_steps):
-    in_thirds = thirds.takes(case)
+    in_thirds = bf16x3.takes(case)
     tiles = case.tiles("dq_thirds" if in_thirds else "dq")
-    launch = thirds.dq_launch if in_thirds else _dq_launch
+    launch = bf16x3.dq_launch if in_thirds else _dq_launch
     num_splits, chunk = case.split("dq", tiles)
     if num_splits > 1:
         main = launch(case, tiles, num_splits, chunk, _part_steps(case.q))
@@ -569,13 +569,13 @@ def _dq_launch(case, tiles, num_splits, chunk, steps):
 @functools.lru_cache(maxsize=512)
 def _plan_dkdv(case, dk_steps, dv_steps, with_dq, grads=3):
     kernel = "fused" if with_dq else "dkdv"
-    in_thirds = not with_dq and grads == 3 and thirds.takes(case)
+    in_thirds = not with_dq and grads == 3 and bf16x3.takes(case)
     tiles = case.tiles("dkdv_thirds" if in_thirds else kernel)
     num_splits, chunk = case.split(kernel, tiles)
 
     def launches(steps):
         if in_thirds:
-            return thirds.dkdv_launches(case, tiles, num_splits, chunk, steps)
+            return bf16x3.dkdv_launches(case, tiles, num_splits, chunk, steps)
         return (_dkdv_launch(case, tiles, num_splits, chunk, steps, with_dq, grads),)
 
     if num_splits > 1:
@@ -646,14 +646,14 @@ def backward(do, q, k, v, o, lse, is_causal, scale, deterministic=True, *, num_s
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_()
     case = case_of(q, k, v, is_causal, scale, num_splits, o=o, do=do)
-    deterministic = deterministic or not plan.fused_fits(itemsize=q.element_size(), head_width=q.shape[3])
+    deterministic = deterministic or not heuristics.fused_fits(itemsize=q.element_size(), head_width=q.shape[3])
     delta = torch.empty_like(lse)
     if deterministic:
         for_dq = _plan_dq(case, dq.stride()[:3])
         for_dkdv = _plan_dkdv(case, dk.stride()[:3], dv.stride()[:3], False)
         whole = cut = q, k, v, do
         if for_dq.in_thirds or for_dkdv.in_thirds:
-            cut = thirds.cut(case, *whole, o, delta)
+            cut = bf16x3.cut(case, *whole, o, delta)
         _run_dq(for_dq, *(cut if for_dq.in_thirds else whole), o, lse, delta, dq)
         _run_dkdv(for_dkdv, *(cut if for_dkdv.in_thirds else whole), lse, delta, dk, dv, None)
         if extension.takes(case):
@@ -706,7 +706,7 @@ def _offer_backward(case, for_dq, for_dkdv, q, k, v, do, o):
 
     if for_dq.in_thirds or for_dkdv.in_thirds:
         cut = tuple(temporary(x.numel() * 3 // 2) for x in (q, k, v, do))
-        calls.append((thirds.cut_launch(case), (*whole, o_, *cut, delta)))
+        calls.append((bf16x3.cut_launch(case), (*whole, o_, *cut, delta)))
     parts = dq if for_dq.reduce is None else temporary(for_dq.num_splits * q.numel())
     operands = cut if for_dq.in_thirds else whole
     calls += [(launch, (*operands, o_, lse, delta, parts)) for launch in for_dq.mains]

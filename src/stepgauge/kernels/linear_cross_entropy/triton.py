@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepgauge.native.launch import ALIGNMENT_BYTES, Launch, hooks_present, raw_stream
+from stepgauge.kernels.launch import ALIGNMENT_BYTES, Launch, hooks_present, raw_stream
 
 from .plain import Loss
 

@@ -1,7 +1,7 @@
 """RMSNorm's eager path in C++ (extension.cpp): what it is told of the kernels that Python has compiled.
 
 In Python an autograd function and three launches cost about 140 µs of host time a step; the GPU needs 30 µs at
-2048 x 2560. How it is built and done without: stepgauge.native.
+2048 x 2560. How it is built and done without: stepgauge.runtime.extension.
 """
 
 from pathlib import Path
@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stepgauge.native import Extension
-from stepgauge.native.launch import LAUNCH_H, cuda_addresses, cuda_context, plain_launch
+from stepgauge.kernels.launch import LAUNCH_H, cuda_addresses, cuda_context, plain_launch
+from stepgauge.runtime.extension import Extension
 
 # Whether the installed torch's rms_norm is float32 under CUDA autocast (2.12 on) or keeps x's type. A constant, so
 # that torch.compile need not trace the question.

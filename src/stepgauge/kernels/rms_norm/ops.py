@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 from torch.utils.flop_counter import register_flop_formula
 
-from stepgauge.native.launch import ALIGNMENT_BYTES, Launch, hooks_present, raw_stream
+from stepgauge.kernels.launch import ALIGNMENT_BYTES, Launch, hooks_present, raw_stream
 
 from . import triton as kernels
 from .triton import (

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from stepgauge.measure.memory.follow import is_own, short_path
+from stepgauge.measure.memory.storage_tracker import is_own, short_path
 
 Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')

@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 
-from stepgauge.measure.memory.follow import ACTIVATIONS, OTHER, TEMPORARIES, Allocation, Follower, Mark, Phase
+from stepgauge.measure.memory.storage_tracker import (
+    ACTIVATIONS,
+    OTHER,
+    TEMPORARIES,
+    Allocation,
+    Follower,
+    Mark,
+    Phase,
+)
 
 UNSEEN = "outside of operators"
 EVENTS = ("alloc", "free_completed")

@@ -1,0 +1,124 @@
+"""A MemorySpec's step under a follower: on real tensors as it is told, or on tensors without memory as a prediction."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from stepgauge.bench import step as bench_step
+from stepgauge.bench.user_model import build_own
+from stepgauge.kernels.linear_cross_entropy.chunked import transient_bytes
+from stepgauge.measure.memory.fake_cuda import pretending
+from stepgauge.measure.memory.storage_tracker import GRADIENTS, OTHER, PARAMETERS, STATE, Follower
+from stepgauge.measure.memory.timeline import Picture, picture
+from stepgauge.measure.memory.workspaces import CudaExtras
+from stepgauge.spec.dtypes import DtypesSpec
+from stepgauge.spec.memory import MemorySpec
+from stepgauge.train.build import build_step
+from stepgauge.train.step import TrainingStep
+
+FORWARD_ONLY = "forward only"
+KNOWN_EXTRAS: Mapping[str, Callable[[Any], int]] = {"stepgauge::linear_cross_entropy": transient_bytes}
+STEPS = 2  # the optimizer makes its state in the first; the second is like every later one
+Around = Callable[[str, int], contextlib.AbstractContextManager[None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Followed:
+    """One run under a follower: the picture of its last step, and the peak of the forward pass without gradients."""
+
+    step: Picture
+    forward_only_bytes: int
+
+
+def predict(spec: MemorySpec) -> Followed:
+    """The same step on tensors without memory, for the device that is asked for or the one it runs on."""
+    architecture = spec.predict if spec.predict != "no" else _architecture(torch.device(spec.device))
+    with pretending(architecture) as device:
+        is_cuda = device.type == "cuda"
+        extras = CudaExtras(architecture, KNOWN_EXTRAS) if is_cuda else None
+        follower = Follower(device, extras=extras)
+        with follower:
+            follow(dataclasses.replace(spec, device=str(device)), device, follower, steps=STEPS)
+    return pictures(follower, follower.allocations, caching=is_cuda)
+
+
+def _architecture(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "cpu"
+    return "sm90" if torch.cuda.get_device_capability(device) >= (9, 0) else "sm80"
+
+
+def _nothing(name: str, number: int) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def follow(
+    spec: MemorySpec, device: torch.device, follower: Follower, *, steps: int, around: Around = _nothing
+) -> None:
+    """Builds the step, runs forward without gradients and then `steps` whole steps, and tells whose is what.
+
+    Eager operators are seen by entering the follower around this; of a compiled step it is told what backward keeps.
+    """
+    with follower.phase("build"):
+        step, batch = build(spec, device)
+    names: dict[Any, str] = {parameter: name for name, parameter in step.module.named_parameters()}
+    for parameter, name in names.items():
+        follower.label([parameter], PARAMETERS, name=name)
+    follower.label([*step.module.buffers(), *tree_leaves(batch)], OTHER)
+    watching = follower.watching(step.module) if spec.compile == "off" else _told_what_is_kept(spec, step, follower)
+    with watching, step.precision.matmul_mode():
+        with around(FORWARD_ONLY, 0), follower.phase(FORWARD_ONLY), torch.no_grad():
+            step.forward(*batch)
+        phases = bench_step.make_phases(spec, step, batch)
+        for number in range(1, steps + 1):
+            for name, phase in phases.items():
+                with around(name, number), follower.phase(name):
+                    phase()
+                for parameter, name in names.items():
+                    follower.label([parameter.grad], GRADIENTS, name=name)
+            for owner, state in step.optimizer.state.items():
+                for key, value in state.items():
+                    follower.label([value], STATE, name=f"{names.get(owner, '')} {key}")
+
+
+def build(spec: MemorySpec | DtypesSpec, device: torch.device) -> tuple[TrainingStep, Sequence[Any]]:
+    """The step and its batch, of ours or of a person's own model."""
+    if spec.own:
+        return build_own(spec.own, precision=spec.precision, optimizer=spec.optimizer, device=device, seed=spec.seed)
+    return build_step(spec, lr=bench_step.LEARNING_RATE), bench_step.make_batch(spec, device)
+
+
+@contextlib.contextmanager
+def _told_what_is_kept(spec: MemorySpec, step: TrainingStep, follower: Follower) -> Iterator[None]:
+    """After each forward the follower is told what compiled code keeps for backward."""
+    if not spec.kept_is_told:
+        yield
+        return
+    from stepgauge.measure.memory.compiled import KeptByGraphs  # imports the compiler: two seconds
+
+    compute, kept = step.compute_loss, KeptByGraphs()
+
+    def compute_loss(*batch: Any) -> Tensor:
+        loss = compute(*batch)
+        for tensor, place in kept.of(loss):
+            follower.held_for_backward(tensor, place.operator, place.module, place.line)
+        return loss
+
+    step.compute_loss = compute_loss
+    with kept.noting():
+        yield
+
+
+def pictures(follower: Follower, allocations: Sequence[Any], *, caching: bool) -> Followed:
+    """The last step's picture and the forward-only peak; `caching` counts bytes as the CUDA allocator does."""
+    alone = [phase for phase in follower.phases if phase.name == FORWARD_ONLY]
+    last = follower.phases[-3:]
+    assert [phase.name for phase in last] == ["forward", "backward", "optimizer"]
+    return Followed(
+        picture(allocations, last, caching=caching), picture(allocations, alone, caching=caching).peak.total
+    )

@@ -1,0 +1,67 @@
+"""What CUDA operators take beside their outputs: predicted, since tensors without memory do not show it.
+
+Sources are torch's own: aten/src/ATen/cuda/CublasHandlePool.cpp for the workspace of a cuBLAS handle, one for the
+thread of the forward pass and one for autograd's; the backward kernels of attention for theirs.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepgauge.measure.memory.storage_tracker import Extra
+
+# Bytes of a cuBLAS workspace by compute capability (CublasHandlePool.cpp, getChosenWorkspaceSize).
+CUBLAS_BYTES: Mapping[str, int] = {"sm80": 4096 * 2 * 1024 + 16 * 8 * 1024, "sm90": 4096 * 8 * 1024}
+aten = torch.ops.aten
+PRODUCTS = frozenset((aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.mv.default))
+
+
+class CudaExtras:
+    """extras of Follower for one architecture, and for operators that are told with `known`."""
+
+    def __init__(self, architecture: str, known: Mapping[str, Callable[[Any], int]] | None = None):
+        self.workspace_bytes = CUBLAS_BYTES[architecture]
+        self.known = {**ATTENTION, **(known or {})}
+        self._have_workspace: set[bool] = set()
+
+    def __call__(self, func: Any, args: Any, in_backward: bool) -> Iterable[Extra]:
+        name = func._schema.name
+        if func in PRODUCTS and in_backward not in self._have_workspace:
+            self._have_workspace.add(in_backward)
+            yield Extra(self.workspace_bytes, "cuBLAS workspace", stays=True)
+        if name in self.known and (size := self.known[name](args)):
+            yield Extra(size, f"inside {name.split('::')[1]}")
+
+
+def _rows(query_BHTD: Tensor) -> int:
+    return math.prod(query_BHTD.shape[:-1])
+
+
+def _flash_backward(args: Any) -> int:
+    """fp32 gradient of the queries, and one value a row, both padded to tiles of 128 rows (FlashAttention-2)."""
+    q_BHTD = args[1]
+    rows = _rows(q_BHTD) // q_BHTD.shape[-2] * -(-q_BHTD.shape[-2] // 128) * 128
+    width = -(-q_BHTD.shape[-1] // 32) * 32
+    return rows * width * 4 + rows * 4
+
+
+def _efficient_backward(args: Any) -> int:
+    """One fp32 value a row; fp32 gradients of queries, keys and values where those are narrower."""
+    q_BHTD, k_BHTD = args[1], args[2]
+    accumulators = 0 if q_BHTD.dtype == torch.float32 else (q_BHTD.numel() + 2 * k_BHTD.numel()) * 4
+    return _rows(q_BHTD) * 4 + accumulators
+
+
+def _cudnn_backward(args: Any) -> int:
+    """fp32 gradient of the queries, and one value a row."""
+    return args[1].numel() * 4 + _rows(args[1]) * 4
+
+
+ATTENTION: Mapping[str, Callable[[Any], int]] = {
+    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "aten::_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
+}

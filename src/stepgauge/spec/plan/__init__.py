@@ -1,0 +1,1 @@
+"""Plans as data: parallel executes them, cost simulates the same object."""

@@ -1,0 +1,101 @@
+"""Which rank holds what: whole parameters by owner (ZeRO 1 and 2), equal slices of a unit (ZeRO 3)."""
+
+import dataclasses
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from stepgauge.spec.plan.buckets import Parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnerPlan:
+    """The rank that keeps the optimizer state of each parameter, by name, and the elements of each rank."""
+
+    owners: Mapping[str, int]
+    elements: tuple[int, ...]
+
+    def state_bytes(self, rank: int, *, bytes_per_element: int) -> int:
+        """Optimizer state of a rank: AdamW in fp32 keeps 8 bytes an element, momentum 4."""
+        return self.elements[rank] * bytes_per_element
+
+
+def plan_owners(parameters: Iterable[Parameter], *, ranks: int, held: Sequence[int] | None = None) -> OwnerPlan:
+    """Largest parameter first, each to the rank that holds least (Graham 1969: within 4/3 of the best balance).
+
+    Which of several equally large ones goes to whom is free then: as gradients arrive, in reverse order of the
+    parameters, each goes to the rank that has received least, so that neighbours have different owners.
+
+    `held` is what the ranks hold already, in elements: a later group fills up the emptiest. Raises ValueError for
+    fewer than one rank.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}; it must be at least 1")
+    by_name = {parameter.name: parameter for parameter in parameters}
+    fill = [(elements, rank) for rank, elements in enumerate(held or [0] * ranks)]
+    heapq.heapify(fill)
+    of_size: Counter[tuple[int, int]] = Counter()  # parameters by elements and rank
+    for parameter in sorted(by_name.values(), key=lambda p: -p.numel):
+        elements, rank = heapq.heappop(fill)
+        of_size[parameter.numel, rank] += 1
+        heapq.heappush(fill, (elements + parameter.numel, rank))
+    by_rank = {rank: elements for elements, rank in fill}
+    owners = _in_turns(list(reversed(by_name.values())), of_size, ranks)
+    return OwnerPlan({name: owners[name] for name in by_name}, tuple(by_rank[rank] for rank in range(ranks)))
+
+
+def _in_turns(arriving: Sequence[Parameter], of_size: Counter[tuple[int, int]], ranks: int) -> dict[str, int]:
+    owners, received = {}, [0] * ranks
+    for parameter in arriving:
+        takers = [rank for rank in range(ranks) if of_size[parameter.numel, rank]]
+        owner = owners[parameter.name] = min(takers, key=lambda rank: received[rank])
+        of_size[parameter.numel, owner] -= 1
+        received[owner] += parameter.numel
+    return owners
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Where a parameter lies in its unit's flat storage, in elements."""
+
+    parameter: Parameter
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.parameter.numel
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitPlan:
+    """The parameters that are gathered together, one behind the other, padded so that each rank has an equal slice."""
+
+    slots: tuple[Slot, ...]
+    ranks: int
+    shard_elements: int
+
+    @property
+    def elements(self) -> int:
+        """With padding."""
+        return self.shard_elements * self.ranks
+
+    @property
+    def used(self) -> int:
+        """Without padding."""
+        return sum(slot.parameter.numel for slot in self.slots)
+
+    def slice_of(self, rank: int) -> slice:
+        """What the rank holds of the used elements; the last ranks may hold less than a share, or nothing."""
+        start = min(rank * self.shard_elements, self.used)
+        return slice(start, min(start + self.shard_elements, self.used))
+
+
+def plan_unit(parameters: Sequence[Parameter], *, ranks: int) -> UnitPlan:
+    """One unit's flat storage, sliced as torch.chunk slices. Raises ValueError for fewer than one rank."""
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}; it must be at least 1")
+    slots, start = [], 0
+    for parameter in parameters:
+        slots.append(Slot(parameter, start))
+        start += parameter.numel
+    return UnitPlan(tuple(slots), ranks, -(-start // ranks))

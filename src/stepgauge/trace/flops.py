@@ -1,0 +1,123 @@
+"""FLOPs and least bytes of an operation, from the shapes that it was called with.
+
+Matrix products: 2 per multiply-add. Attention over B, H, T, S, D: 4BHTSD forward, 10BHTSD backward (it computes the
+scores again), half where it is causal. Softmax: 5 per element (maximum, difference, exponential, sum, quotient), its
+backward 4. Everything else: bytes only. Bytes are the arguments read once and the result written once; what a kernel
+reads again out of cache is not in them.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from stepgauge.trace.events import Shapes
+
+Dims = tuple[int, ...]
+
+_BYTES = {
+    "double": 8, "float": 4, "c10::Half": 2, "c10::BFloat16": 2, "long int": 8, "long": 8, "int": 4, "short int": 2,
+    "signed char": 1, "unsigned char": 1, "bool": 1, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1,
+}  # fmt: skip
+
+
+class Cost(NamedTuple):
+    """`flops` is None where no formula is known, `bytes` where the shapes say nothing."""
+
+    flops: float | None
+    bytes: float | None
+
+
+def cost(operation: str, shapes: Shapes | None) -> Cost:
+    if shapes is None:
+        return Cost(None, None)
+    formula = _FORMULAS.get(operation)
+    try:
+        flops, result = formula(shapes) if formula else (None, _largest(shapes))
+    except (LookupError, ValueError):  # called in a way that the formula does not know
+        flops, result = None, _largest(shapes)
+    read = sum(math.prod(d) * _BYTES.get(t, 0) for d, t in zip(shapes.dims, shapes.types, strict=False) if d)
+    width = _BYTES.get(dtype(shapes), 0)
+    # A Triton kernel's arguments hold its result too.
+    written = 0 if operation.startswith("triton_") else result * width
+    return Cost(flops, read + written if read else None)
+
+
+def dtype(shapes: Shapes) -> str:
+    """Of the first argument that is a tensor of floats; "" if there is none."""
+    floats = (t for d, t in zip(shapes.dims, shapes.types, strict=False) if d and ("loat" in t or t in _FLOATS))
+    return next(floats, "")
+
+
+_FLOATS = ("double", "c10::Half")
+
+
+def _largest(shapes: Shapes) -> int:
+    return max((math.prod(d) for d in shapes.dims if d), default=0)
+
+
+Formula = Callable[[Shapes], tuple[float, float]]
+
+
+def _product(first: int, second: int) -> Formula:
+    """Of the arguments with those places: (..., M, K) · (..., K, N)."""
+
+    def formula(shapes: Shapes) -> tuple[float, float]:
+        (*_, inner), right = shapes.dims[first], shapes.dims[second]
+        result = math.prod(shapes.dims[first]) // inner * (right[-1] if len(right) > 1 else 1)
+        return 2.0 * result * inner, result
+
+    return formula
+
+
+def _linear(shapes: Shapes) -> tuple[float, float]:
+    """x (..., K) and weight (N, K)."""
+    rows, (columns, inner) = math.prod(shapes.dims[0][:-1]), shapes.dims[1]
+    return 2.0 * rows * columns * inner, rows * columns
+
+
+def _attention(query: int, causal: int, per_score: int) -> Formula:
+    """q, k and v from the place `query` on, the causal flag at the place `causal`; no FLOPs without the flag."""
+
+    def formula(shapes: Shapes) -> tuple[float, float]:
+        (*batch, rows, width), keys = shapes.dims[query], shapes.dims[query + 1][-2]
+        full = per_score * math.prod(batch) * rows * keys * width
+        halves = {"True": 2, "False": 1}[shapes.values[causal]]
+        results = 1 if per_score == 4 else 3
+        return full / halves, results * math.prod(shapes.dims[query])
+
+    return formula
+
+
+def _elements(per_element: int) -> Formula:
+    return lambda shapes: (float(per_element * math.prod(shapes.dims[0])), math.prod(shapes.dims[0]))
+
+
+# The arguments' places are those of the operators' schemas.
+_FORMULAS: Mapping[str, Formula] = {
+    "aten::mm": _product(0, 1),
+    "aten::bmm": _product(0, 1),
+    "aten::addmm": _product(1, 2),
+    "aten::baddbmm": _product(1, 2),
+    "aten::_addmm_activation": _product(1, 2),
+    "aten::mkldnn_linear": _linear,
+    "aten::_softmax": _elements(5),
+    "aten::_log_softmax": _elements(5),
+    "aten::_softmax_backward_data": _elements(4),
+    "aten::_log_softmax_backward_data": _elements(4),
+    "aten::_scaled_dot_product_flash_attention": _attention(0, 4, 4),
+    "aten::_scaled_dot_product_flash_attention_backward": _attention(1, 11, 10),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention(0, 4, 4),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention(1, 7, 10),
+    "aten::_scaled_dot_product_efficient_attention": _attention(0, 6, 4),
+    "aten::_scaled_dot_product_efficient_attention_backward": _attention(1, 11, 10),
+    "aten::_scaled_dot_product_cudnn_attention": _attention(0, 6, 4),
+    "aten::_scaled_dot_product_cudnn_attention_backward": _attention(1, 14, 10),
+    "stepgauge::flash_attention": _attention(0, 3, 4),
+    "stepgauge::flash_attention_backward": _attention(1, 6, 10),
+    "FlashAttentionTriton": _attention(0, 3, 4),
+}
+
+
+def stands_for_all_inside(operation: str) -> bool:
+    """Whether what the operation calls is part of what its formula counts."""
+    return operation in _FORMULAS

@@ -1,0 +1,225 @@
+"""Ranks come up, answer in order, and end in a bounded time whatever happens to one of them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.processes import alive, wait_for
+from torch import nn
+
+from stepgauge.parallel.wrappers import Settings, parallelise
+from stepgauge.runtime.launch import RankError, launch
+from stepgauge.runtime.world import check_interfaces, joined_world
+
+
+def total(addend):
+    tensor = torch.full((3,), float(dist.get_rank() + addend))
+    dist.all_reduce(tensor)
+    return dist.get_rank(), joined_world().size, tensor[0].item(), os.getpid()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_values_come_in_the_order_of_ranks(ranks):
+    values = launch(total, 1, ranks=ranks)
+    expected = sum(range(1, ranks + 1))
+    assert [value[:3] for value in values] == [(rank, ranks, expected) for rank in range(ranks)]
+    assert len({value[3] for value in values} | {os.getpid()}) == ranks + 1
+
+
+def fail(how):
+    """Rank 1 fails; the others wait for it in a collective."""
+    if dist.get_rank() == 1:
+        match how:
+            case "raise":
+                raise ValueError("that is wrong\nat length")
+            case "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "exit":
+                os._exit(3)
+            case "hangs":
+                time.sleep(600)
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raise", "rank 1 of 3: ValueError: that is wrong"),
+        ("killed", "rank 1 of 3 was ended by SIGKILL"),
+        ("exit", "rank 1 of 3 exited with 3"),
+    ],
+)
+def test_the_rank_that_failed_is_named_not_those_that_waited_for_it(how, words):
+    start = time.monotonic()
+    with pytest.raises(RankError) as raised:
+        launch(fail, how, ranks=3)
+    assert str(raised.value) == words
+    assert raised.value.rank == 1
+    assert time.monotonic() - start < 20
+
+
+def test_a_rank_that_hangs_ends_the_job_when_the_timeout_is_over():
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank [02] of 3: .*"):
+        launch(fail, "hangs", ranks=3, timeout_s=3)
+    assert time.monotonic() - start < 30
+
+
+def fail_in_backward(wrapper, how):
+    """Rank 1 fails while the gradients of its layers travel; the others wait for the rest of them."""
+    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    settings = Settings(bucket_mb=0.01)
+    groups = lambda module: [{"params": list(module.parameters())}]  # noqa: E731
+    parallel = parallelise(wrapper, module, groups, torch.optim.SGD, settings=settings)
+    if dist.get_rank() == 1:
+        # When it reaches the second layer's output, the gradients of the third and fourth are on their way.
+        module[1].register_forward_hook(lambda _, inputs, output: fail_at_gradient_of(output, how))
+    parallel.module(torch.ones(1, 64)).sum().backward()
+    parallel.finish()
+
+
+def fail_at_gradient_of(output, how):
+    output.register_hook(lambda _: fail_here(how))
+
+
+def fail_here(how):
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("wrong in backward")
+
+
+@pytest.mark.parametrize("wrapper", ["bucketed", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("raise", "rank 1 of 2: ValueError: wrong in backward"), ("killed", "rank 1 of 2 was ended by SIGKILL")],
+)
+def test_a_rank_that_fails_within_a_wrapper(wrapper, how, words):
+    start = time.monotonic()
+    with pytest.raises(RankError) as raised:
+        launch(fail_in_backward, wrapper, how, ranks=2)
+    assert str(raised.value) == words
+    assert time.monotonic() - start < 40
+
+
+def test_an_interface_that_does_not_exist(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
+    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME is 'nope0'; this machine has"):
+        launch(total, 1, ranks=2)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=l")
+    with pytest.raises(ValueError, match="NCCL_SOCKET_IFNAME is '=l'"):
+        check_interfaces()
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^docker")
+    check_interfaces()
+
+
+def run_rank(code, **environment):
+    """A process as torchrun would start it."""
+    settings = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **environment}
+    command = [sys.executable, "-c", code]
+    path = os.pathsep.join(sys.path)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=150, env={**os.environ, **settings, "PYTHONPATH": path}
+    )
+
+
+BENCH = (
+    "from stepgauge.cli import main\n"
+    "if __name__ == '__main__':\n"
+    "    main(['bench', 'comm', '--device', 'cpu', '--size', '4K', '--ranks', '2', '--out', {out!r}])"
+)
+
+
+def test_a_port_that_is_in_use_is_said(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        run = run_rank(
+            BENCH.format(out=str(tmp_path)),
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(taken.getsockname()[1]),
+        )
+    assert run.returncode == 1
+    assert "rank 0 of 2 cannot join the others at 127.0.0.1" in run.stderr
+    assert "EADDRINUSE" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+TWO_GROUPS = """
+import gc, os, weakref
+import torch, torch.distributed as dist
+from stepgauge.parallel.collectives import group_of
+from stepgauge.runtime.world import joined_world, process_group
+made = []
+for timeout_s in (30, 60):
+    with process_group(joined_world(), backend="gloo", device=torch.device("cpu"), timeout_s=timeout_s):
+        group = group_of("gloo")
+        assert group_of("gloo") is group
+        dist.all_reduce(torch.ones(1), group=group)
+        made.append(weakref.ref(group))
+        del group
+    gc.collect()
+    assert made[-1]() is None, "a group outlives the default group"
+"""
+
+
+def test_groups_follow_one_another_at_one_rendezvous():
+    """With another timeout too; groups made inside of one are gone with it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    run = run_rank(TWO_GROUPS, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert run.returncode == 0, run.stderr
+
+
+def test_another_number_of_ranks_than_torchrun_has_started(monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(ValueError, match="ranks is 3; torchrun has started 2"):
+        launch(total, 1, ranks=3)
+    assert joined_world().nodes == 1
+
+
+SLEEP = """
+import os, pathlib, sys, time
+sys.path.insert(0, sys.argv[1])
+from stepgauge.runtime.launch import launch
+import ranks_that_sleep
+if __name__ == "__main__":
+    launch(ranks_that_sleep.sleep, sys.argv[1], ranks=2)
+"""
+SLEEPER = """
+import os, pathlib, time
+import torch.distributed as dist
+def sleep(folder):
+    draft = pathlib.Path(folder, f"draft{dist.get_rank()}")
+    draft.write_text(str(os.getpid()))
+    draft.rename(pathlib.Path(folder, f"pid{dist.get_rank()}"))
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
+def test_a_parent_that_ends_leaves_no_rank_behind(tmp_path, sent):
+    (tmp_path / "ranks_that_sleep.py").write_text(SLEEPER)
+    (tmp_path / "main.py").write_text(SLEEP)
+    path = os.pathsep.join([str(Path(__file__).parents[2] / "src"), *sys.path])
+    parent = subprocess.Popen(
+        [sys.executable, tmp_path / "main.py", tmp_path],
+        env={**os.environ, "PYTHONPATH": path},
+        stderr=subprocess.DEVNULL,
+    )
+    files = [tmp_path / f"pid{rank}" for rank in range(2)]
+    assert wait_for(lambda: all(file.exists() for file in files))
+    parent.send_signal(sent)
+    parent.wait(timeout=90)
+    assert wait_for(lambda: not any(alive(int(file.read_text())) for file in files))

@@ -1,0 +1,230 @@
+"""What an analysis says of traces whose every figure is known."""
+
+import contextlib
+
+import pytest
+
+from stepgauge.spec.analysis import Analysis
+from stepgauge.trace.analysis import analyse, repeated, thinned
+from stepgauge.trace.events import load
+from stepgauge.trace.idle import DEPENDENCY, HOST_BOUND, SYNCHRONISED, TURNAROUND
+from stepgauge.trace.overlap import overlap, required_overlap
+from stepgauge.trace.read import TraceError
+
+
+@pytest.fixture
+def trace(gpu_trace):
+    return gpu_trace()
+
+
+def test_every_kernel_is_placed_by_kind_phase_and_range(trace, gpu_step, tmp_path):
+    for number in range(3):
+        gpu_step(trace, number)
+    found = analyse(trace.write(tmp_path / "t.json"))
+    placed = {(c.kind, c.phase, c.range): (c.calls, c.us) for c in found.cells}
+    assert placed == {
+        ("matmul", "forward", "blocks.*.attention.scores"): (3, 300),
+        ("softmax", "forward", "blocks.*.attention.softmax"): (3, 150),
+        # On the autograd thread, and yet of the range whose forward made it.
+        ("matmul", "backward", "blocks.*.attention.scores"): (3, 600),
+        ("communication", "backward", ""): (3, 450),
+        ("optimizer", "optimizer", ""): (3, 180),
+    }
+    assert found.steps == 3
+    assert found.device == "NVIDIA H100 80GB HBM3"
+    assert Analysis.from_json(found.to_json()) == found
+
+
+def test_flops_are_counted_once_an_operation(trace, gpu_step, tmp_path):
+    gpu_step(trace)
+    found = analyse(trace.write(tmp_path / "t.json"))
+    flops = {(c.kind, c.phase): c.flops for c in found.cells if c.flops}
+    assert flops == {
+        ("matmul", "forward"): 2 * 64 * 32 * 16,
+        ("softmax", "forward"): 5 * 64 * 16,
+        ("matmul", "backward"): 2 * 32 * 64 * 16,
+    }
+    forward = next(row for row in found.operations if row.shapes == "64×32 32×16")
+    assert forward.bytes == 4 * (64 * 32 + 32 * 16 + 64 * 16)
+
+
+def test_phases_and_idle_times_fill_the_device_time_line(trace, gpu_step, tmp_path):
+    gpu_step(trace)
+    found = analyse(trace.write(tmp_path / "t.json"))
+    # Forward begins at 1000 on the host; its first kernel 2 µs later. The all-reduce ends 90 µs after the product.
+    assert found.phases_us["forward"] == [pytest.approx(2 + 100 + 50)]
+    assert found.phases_us["backward"] == [pytest.approx(200 + 90)]
+    assert found.phases_us["optimizer"] == [pytest.approx(2 + 60)]
+    whole = sum(sum(values) for values in found.phases_us.values())
+    assert sum(c.busy_us + c.idle_us for c in found.cells) == pytest.approx(whole)
+    assert {(row.reason, row.phase): row.us for row in found.idle} == {
+        (HOST_BOUND, "forward"): pytest.approx(2),
+        (SYNCHRONISED, "optimizer"): pytest.approx(2),
+    }
+
+
+def test_why_the_device_stood_still(trace, tmp_path):
+    with trace.range("ProfilerStep#0"), trace.range("forward"):
+        trace.launch("void gemm_a()", 50)
+        trace.now += 500  # Python takes its time: the device runs dry
+        trace.launch("void gemm_b()", 50)
+        trace.free[7] += 5  # both were launched in time, the second starts late
+        trace.launch("void gemm_c()", 50)
+        trace.free[20] = trace.free[7]
+        trace.launch("ncclDevKernel_AllGather(x)", 300, stream=20)
+        trace.free[7] = trace.free[20] + 4  # waits for the other stream
+        trace.launch("void gemm_d()", 50)
+        trace.synchronize()
+        trace.now += 30  # the host read a result first
+        trace.launch("void gemm_e()", 50)
+        trace.now += 100
+    found = analyse(trace.write(tmp_path / "t.json"))
+    gaps = {row.reason: row.us for row in found.idle}
+    assert gaps[HOST_BOUND] == pytest.approx(2 + (1510 + 2 - 1052))
+    assert gaps[TURNAROUND] == pytest.approx(5)
+    assert gaps[DEPENDENCY] == pytest.approx(4)
+    assert gaps[SYNCHRONISED] == pytest.approx(32)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_idle_time_until_a_phase_ends_on_the_host_is_that_phases(trace, tmp_path, recorded):
+    with trace.range("ProfilerStep#0"):
+        with trace.range("forward"):
+            trace.launch("void gemm_a()", 50)  # from 1002 to 1052
+            trace.now = 1300.0
+        trace.now = 1310.0
+        if recorded:
+            with trace.call("cudaEventRecord", "cuda_runtime"):
+                trace.now = 1320.0
+        trace.now = 1400.0
+        with trace.range("backward"):
+            trace.launch("void gemm_b()", 50)  # from 1402 to 1452
+    found = analyse(trace.write(tmp_path / "t.json"))
+    end = 1320 if recorded else 1300
+    assert found.phases_us["forward"] == [pytest.approx(end - 1000)]
+    assert found.phases_us["backward"] == [pytest.approx(1452 - end)]
+    assert {row.phase: row.us for row in found.idle} == {
+        "forward": pytest.approx(2 + end - 1052),
+        "backward": pytest.approx(1402 - end),
+    }
+    assert {cell.name: cell.calls for cell in found.cells} == {"gemm_a": 1, "gemm_b": 1}
+
+
+def test_overlap_is_hidden_over_communication(trace, gpu_step, tmp_path):
+    gpu_step(trace)
+    found = overlap(load(trace.write(tmp_path / "t.json")))
+    assert (found.rank, found.communication_us, found.hidden_us, found.exposed_us) == (0, 150, 60, 90)
+    assert found.ratio == pytest.approx(0.4)
+    assert found.computation_us == 100 + 50 + 200 + 60
+
+
+@pytest.mark.parametrize("name", ["Memcpy PtoP (Device -> Device)", "Memcpy Peer"])
+def test_copies_from_gpu_to_gpu_are_communication_and_others_are_not(trace, tmp_path, name):
+    with trace.range("ProfilerStep#0"), trace.range("backward"):
+        trace.launch("void gemm()", 100)  # from 1002 to 1102
+        trace.launch(name, 150, stream=20, category="gpu_memcpy")  # from 1012 to 1162
+        trace.launch("Memcpy DtoD (Device -> Device)", 500, stream=21, category="gpu_memcpy")
+        trace.synchronize()
+    path = trace.write(tmp_path / "t.json")
+    found = overlap(load(path))
+    assert (found.communication_us, found.hidden_us, found.exposed_us) == (150, 90, 60)
+    assert found.computation_us == 100
+    kinds = {cell.name: cell.kind for cell in analyse(path).cells}
+    assert kinds == {"gemm": "matmul", name.partition(" (")[0]: "communication", "Memcpy DtoD": "copy"}
+
+
+def test_a_trace_without_communication_has_no_overlap(trace, gpu_step, tmp_path):
+    gpu_step(trace, communicates=False)
+    path = trace.write(tmp_path / "t.json")
+    assert overlap(load(path)) is None
+    with pytest.raises(TraceError, match="has no communication"):
+        required_overlap(load(path))
+
+
+def test_a_foreign_trace_needs_no_ranges(trace, tmp_path):
+    """No step, no phase, no module: autograd is backward, Optimizer.step is optimizer, the rest forward."""
+    with trace.op("aten::mm", sequence=5):
+        trace.launch("void some_gemm()", 10)
+    with trace.backward_of("MmBackward0", 5), trace.op("aten::mm"):
+        trace.launch("void some_gemm()", 20)
+    with trace.range("Optimizer.step#SGD.step"), trace.op("aten::_foreach_add_"):
+        trace.launch("void multi_tensor_apply_kernel<BinaryOp>()", 30)
+    trace.launch("void mystery()", 5)
+    found = analyse(trace.write(tmp_path / "t.json"))
+    assert {(c.kind, c.phase): c.us for c in found.cells} == {
+        ("matmul", "forward"): 10, ("matmul", "backward"): 20, ("optimizer", "optimizer"): 30, ("other", ""): 5,
+    }  # fmt: skip
+    assert found.steps == 1
+
+
+def test_modules_of_a_foreign_trace_are_its_ranges(trace, tmp_path):
+    python = "nn.Module: Net_0", "nn.Module: Linear_3", "torch/nn/functional.py(1): linear"
+    with contextlib.ExitStack() as stack:
+        for name in python:
+            stack.enter_context(trace.call(name, "python_function"))
+        with trace.op("aten::addmm"):
+            trace.launch("void gemm()", 10)
+    (cell,) = analyse(trace.write(tmp_path / "t.json")).cells
+    assert cell.range == "Net_*.Linear_*"
+
+
+def test_a_kernel_without_telling_name_goes_by_its_operation(trace, tmp_path):
+    with trace.op("FlashAttentionTriton"):
+        trace.launch("forward_kernel", 10)
+    with trace.op("RMSNormTriton"):
+        trace.launch("forward_kernel", 20)
+    with trace.op("aten::copy_"):
+        trace.launch("Memcpy HtoD (Pinned -> Device)", 30, category="gpu_memcpy")
+    with trace.op("CompiledFunction"):
+        trace.launch("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_3", 40)
+        trace.launch("triton_poi_fused_mul_silu_4", 50)
+    found = analyse(trace.write(tmp_path / "t.json"))
+    assert {(c.kind, c.us) for c in found.cells} == {
+        ("attention", 10), ("norm", 20), ("copy", 30), ("norm", 40), ("elementwise", 50),
+    }  # fmt: skip
+
+
+def test_what_has_nothing_to_analyse_is_said(trace, tmp_path):
+    path = trace.write(tmp_path / "t.json")
+    with pytest.raises(TraceError, match="has neither kernels nor operations of PyTorch"):
+        analyse(path)
+    path.write_text('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}')
+    with pytest.raises(TraceError, match="an event has no name or time"):
+        analyse(path)
+    path.write_text('{"traceEvents": [{"ph": "X", "cat": "browser", "name": "paint", "ts": 1, "dur": 2}]}')
+    with pytest.raises(TraceError, match="has neither kernels nor operations"):
+        analyse(path)
+
+
+def test_repeated_parts_are_one():
+    assert repeated("blocks.11.attention.scores") == "blocks.*.attention.scores"
+    assert repeated("Net_0.Linear_12") == "Net_*.Linear_*"
+    assert repeated("layer1.conv2d") == "layer1.conv2d"
+
+
+def test_small_parts_of_many_blocks_stay_in_the_flame_graph_and_lone_ones_go_to_their_parents():
+    blocks = [[f"blocks.{number}", 0.0, [["mm", 999.0, []], ["norm", 1.0, []]]] for number in range(50)]
+    found = thinned(["", 0.0, [["forward", 5.0, [*blocks, ["lone", 1.0, [["kernel", 2.0, []]]]]]]])
+    (forward,) = found[2]
+    assert forward == ["forward", 8.0, blocks]
+
+
+def test_what_backward_computes_again_keeps_its_range(trace, tmp_path):
+    """Activation checkpointing: the block's forward runs inside the backward of its last operation."""
+
+    def product(us, *ranges, sequence=None):
+        with contextlib.ExitStack() as stack:
+            for name in ranges:
+                stack.enter_context(trace.range(name))
+            with trace.op("aten::mm", sequence=sequence):
+                trace.launch("void gemm()", us)
+
+    with trace.range("ProfilerStep#0"):
+        product(10, "forward", "blocks.0", "blocks.0.down", sequence=3)
+        with trace.range("backward"), trace.backward_of("MmBackward0", 3):
+            product(20, "blocks.0", "blocks.0.up", "softmax")
+        trace.now += 100
+    found = analyse(trace.write(tmp_path / "t.json"))
+    assert {(c.phase, c.range): c.us for c in found.cells} == {
+        ("forward", "blocks.*.down"): 10, ("backward", "blocks.*.up.softmax"): 20,
+    }  # fmt: skip

@@ -1,0 +1,83 @@
+"""Reading a trace: both formats, packed or not, in pieces, and what is said of a file that is none."""
+
+import gzip
+import json
+
+import pytest
+
+from stepgauge.trace import read as reading
+from stepgauge.trace.read import TraceError, read
+
+EVENTS = [{"ph": "X", "name": f'event {n} ü \\ " }}', "ts": n, "args": {"a": [n, {"b": None}]}} for n in range(50)]
+OBJECT = {"schemaVersion": 1, "traceEvents": EVENTS, "traceName": "x", "number": 12345}
+
+
+def write(path, text, packed=False):
+    path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
+    return path
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+def test_what_was_written_is_read_however_it_is_cut(tmp_path, monkeypatch, packed, indent, chunk):
+    monkeypatch.setattr(reading, "CHUNK", chunk)
+    path = write(tmp_path / "trace", json.dumps(OBJECT, indent=indent), packed)
+    parts = list(read(path))
+    assert [value for key, value in parts if not key] == EVENTS
+    assert {key: value for key, value in parts if key} == {k: v for k, v in OBJECT.items() if k != "traceEvents"}
+
+
+def test_a_list_alone_is_a_trace(tmp_path):
+    assert [event for _, event in read(write(tmp_path / "t", json.dumps(EVENTS)))] == EVENTS
+    assert list(read(write(tmp_path / "t", '{"traceEvents": []}'))) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is empty"),
+        ("hello", "is no Chrome trace"),
+        ('{"a": 1}', "it has no traceEvents"),
+        ('{"traceEvents": 5}', "is no Chrome trace"),
+        (json.dumps(OBJECT)[:1000], "ends in the middle: it was cut off"),
+        ('{"traceEvents": [{"ph": "X"}', "ends in the middle: it was cut off"),
+        ('{"traceEvents": [{"ph": nonsense, "name": "x"}]}', "is damaged"),
+    ],
+)
+def test_what_is_no_trace_is_said_in_a_sentence(tmp_path, text, words):
+    path = write(tmp_path / "trace.json", text)
+    with pytest.raises(TraceError, match=words) as error:
+        list(read(path))
+    assert str(error.value).startswith(str(path))
+
+
+def test_a_cut_gzip_file_a_binary_file_and_a_missing_one_are_said(tmp_path):
+    packed = gzip.compress(json.dumps(OBJECT).encode())
+    for content, words in (
+        (packed[:-200], "its gzip data was cut off"),
+        (b"\x1f\x8bnonsense", "damaged|cut off"),
+        (b"\xff\xfe\x00\x01", "it is no text"),
+    ):
+        path = tmp_path / "trace.gz"
+        path.write_bytes(content)
+        with pytest.raises(TraceError, match=words):
+            list(read(path))
+    with pytest.raises(TraceError, match=r"cannot read .*No such file"):
+        list(read(tmp_path / "absent"))
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    import tracemalloc
+
+    path = tmp_path / "large"
+    with path.open("w") as file:
+        file.write('{"traceEvents": [')
+        file.write(",\n".join(json.dumps({"ph": "X", "name": "x" * 500, "ts": n}) for n in range(20_000)))
+        file.write("]}")
+    assert path.stat().st_size > 10e6
+    tracemalloc.start()
+    assert sum(1 for _ in read(path)) == 20_000
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8e6
