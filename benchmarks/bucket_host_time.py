@@ -1,11 +1,12 @@
-"""What data parallel wrappers add to a step's time on the host, in µs, with a process group that does nothing.
+"""What data parallel wrappers add to a step's time on the host, in µs, with a process group that
+does nothing.
 
     PYTHONPATH=src python benchmarks/bucket_host_time.py [OUT.jsonl]
 
-The Transformer of a preset, so narrow that a CPU computes next to nothing: widths a 64th, buckets a 4096th, so that
-what travels together is what does at full width. A step is forward, backward and synchronisation. The wrappers take
-turns; of each the median and the least of ROUNDS steps count, less those of the bare module. One JSON line a preset and
-wrapper, printed and added to OUT.
+The Transformer of a preset, so narrow that a CPU computes next to nothing: widths a 64th, buckets a
+4096th, so that what travels together is what does at full width. A step is forward, backward and
+synchronisation. The wrappers take turns; of each the median and the least of ROUNDS steps count,
+less those of the bare module. One JSON line a preset and wrapper, printed and added to OUT.
 """
 
 import functools
@@ -38,17 +39,23 @@ TOKENS, ROUNDS, WARMUP = 4, 150, 20
 
 def narrow(full: ModelSpec) -> ModelSpec:
     widths = {name: getattr(full, name) // NARROWER for name in ("d_model", "d_ff", "vocab_size")}
-    return ModelSpec.preset("small", num_layers=full.num_layers, num_heads=1, context_length=TOKENS, **widths)
+    return ModelSpec.preset(
+        "small", num_layers=full.num_layers, num_heads=1, context_length=TOKENS, **widths
+    )
 
 
 def require_same_plan(full: ModelSpec, ours: DataParallel) -> None:
     order = describe_parameters(TransformerLM(full, device=torch.device("meta")))
     at_full_width = plan_buckets(order, cap_mb=BUCKET_MB, first_mb=FIRST_BUCKET_MB)
-    assert [b.names for b in ours.buckets] == [b.names for b in at_full_width], "narrowed, it is packed otherwise"
+    assert [b.names for b in ours.buckets] == [b.names for b in at_full_width], (
+        "narrowed, it is packed otherwise"
+    )
 
 
 class Answering(dist.ProcessGroup):
-    """For torch's DistributedDataParallel: the futures of the fake group are empty, which it does not take."""
+    """For torch's DistributedDataParallel: the futures of the fake group are empty, which it does
+    not take.
+    """
 
     def __init__(self) -> None:
         super().__init__(0, RANKS)
@@ -61,7 +68,9 @@ class Answering(dist.ProcessGroup):
     def broadcast(self, tensors: list[torch.Tensor], _: Any) -> dist.Work:
         return _done(tensors)
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], _: Any) -> dist.Work:
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], _: Any
+    ) -> dist.Work:
         for ours, everyones in zip(inputs, outputs, strict=True):
             for theirs in everyones:
                 theirs.copy_(ours)
@@ -103,7 +112,9 @@ class Contender:
         self.times.append((time.perf_counter() - start) * 1e6)
 
     def messages(self) -> int:
-        return self.group.messages if self.group else len(getattr(self.parallel.module, "buckets", ()))
+        return (
+            self.group.messages if self.group else len(getattr(self.parallel.module, "buckets", ()))
+        )
 
     def packed(self) -> int | None:
         """Gradients that travel with others; torch's are all copied."""

@@ -1,10 +1,11 @@
-"""Collectives as bench comm times them beside a plain loop of torch.distributed, in the same processes.
+"""Collectives as bench comm times them beside a plain loop of torch.distributed, in the same
+processes.
 
     python benchmarks/comm_plain.py OUT.jsonl --device cuda --ranks 4 --sizes 524288 1048576
 
-The plain side is what a person writes: tensors, a warm-up, a loop of calls between two CUDA events (on a CPU,
-perf_counter), nothing of stepgauge. The two sides alternate; each line has both medians over rounds, of the slowest
-rank.
+The plain side is what a person writes: tensors, a warm-up, a loop of calls between two CUDA events
+(on a CPU, perf_counter), nothing of stepgauge. The two sides alternate; each line has both medians
+over rounds, of the slowest rank.
 """
 
 import argparse
@@ -111,11 +112,15 @@ def main():
     parser.add_argument("--seconds", type=float, default=0.05)
     parser.add_argument("--sizes", type=int, nargs="+", required=True)
     asked = parser.parse_args()
-    by_rank = launch(compare, asked.device, asked.sizes, asked.seconds, ranks=asked.ranks, device=asked.device)
+    by_rank = launch(
+        compare, asked.device, asked.sizes, asked.seconds, ranks=asked.ranks, device=asked.device
+    )
     with asked.out.open("a") as lines:
         for rows in zip(*by_rank, strict=True):
             op, size, factor, *_ = rows[0]
-            ours, plain = (statistics.median(slowest([row[side] for row in rows])) for side in (3, 4))
+            ours, plain = (
+                statistics.median(slowest([row[side] for row in rows])) for side in (3, 4)
+            )
             ratio = plain / ours  # of bandwidths: ours over plain
             busbw = size / ours / 1e6 * factor
             line = {"op": op, "ranks": asked.ranks, "size_bytes": size, "ours_ms": ours, "plain_ms": plain,

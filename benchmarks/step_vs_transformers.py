@@ -1,9 +1,11 @@
 """Our model's step beside the same network in the transformers library, in one process on one GPU.
 
-    PYTHONPATH=src python benchmarks/step_vs_transformers.py OUT.jsonl [--sizes small 2.7b] [--device cuda]
+    PYTHONPATH=src python benchmarks/step_vs_transformers.py OUT.jsonl [--sizes small 2.7b]
+    [--device cuda]
 
-Both run in our TrainingStep (bf16 autocast, torch's fused AdamW), eager and compiled, in turn. First the check: with
-our weights copied into theirs, both give the same logits in fp32. Without it no time is printed.
+Both run in our TrainingStep (bf16 autocast, torch's fused AdamW), eager and compiled, in turn.
+First the check: with our weights copied into theirs, both give the same logits in fp32. Without it
+no time is printed.
 """
 
 import argparse
@@ -71,7 +73,9 @@ class Peer(nn.Module):
             for part, weight in zip(parts, ours.attention.input.weight.chunk(3), strict=True):
                 part.weight.copy_(weight)
             for part, weight in zip(
-                (feed_forward.gate_proj, feed_forward.up_proj), ours.feed_forward.gate_up.weight.chunk(2), strict=True
+                (feed_forward.gate_proj, feed_forward.up_proj),
+                ours.feed_forward.gate_up.weight.chunk(2),
+                strict=True,
             ):
                 part.weight.copy_(weight)
             attention.o_proj.weight.copy_(ours.attention.output.weight)
@@ -82,7 +86,9 @@ class Peer(nn.Module):
 
 @torch.no_grad()
 def check_same(spec: ModelSpec, device: torch.device) -> float:
-    """Relative difference of the logits with equal weights, in fp32. Raises if they are not the same network."""
+    """Relative difference of the logits with equal weights, in fp32. Raises if they are not the
+    same network.
+    """
     small = dataclasses.replace(spec, num_layers=2)
     ours, theirs = TransformerLM(small, device=device), Peer(small, device)
     theirs.copy_from(ours)
@@ -91,7 +97,9 @@ def check_same(spec: ModelSpec, device: torch.device) -> float:
     expected = theirs(tokens)
     error = ((ours(tokens) - expected).norm() / expected.norm()).item()
     if error > 1e-4 or counts[0] != counts[1]:
-        raise SystemExit(f"not the same network: relative difference {error:.2e}, parameters {counts}")
+        raise SystemExit(
+            f"not the same network: relative difference {error:.2e}, parameters {counts}"
+        )
     return error
 
 
@@ -101,7 +109,12 @@ def rows(size: str, device: torch.device, seconds: float, context: int) -> Itera
     error = check_same(model_spec, device)
     for compile_mode in ("off", "on"):
         spec = StepSpec(
-            model=model_spec, size=size, precision="bf16", compile=compile_mode, device=str(device), seconds=seconds
+            model=model_spec,
+            size=size,
+            precision="bf16",
+            compile=compile_mode,
+            device=str(device),
+            seconds=seconds,
         )
         for name, build in (("stepgauge", lambda: TransformerLM(model_spec, device=device)),
                             ("transformers", lambda: Peer(model_spec, device))):  # fmt: skip
@@ -111,7 +124,10 @@ def rows(size: str, device: torch.device, seconds: float, context: int) -> Itera
                     kind="step-peer",
                     spec={**dataclasses.asdict(spec), "implementation": name},
                     metrics={
-                        **{f"{phase}_ms": Sample.of(values, "ms") for phase, values in times.items()},
+                        **{
+                            f"{phase}_ms": Sample.of(values, "ms")
+                            for phase, values in times.items()
+                        },
                         "peak_bytes": Sample.exact(peak or 0, "bytes"),
                         "logit_error": Sample.exact(error, "relative"),
                     },
@@ -120,7 +136,9 @@ def rows(size: str, device: torch.device, seconds: float, context: int) -> Itera
             )
 
 
-def measure(spec: StepSpec, model: nn.Module, device: torch.device) -> tuple[dict[str, list[float]], int | None]:
+def measure(
+    spec: StepSpec, model: nn.Module, device: torch.device
+) -> tuple[dict[str, list[float]], int | None]:
     torch._dynamo.reset()
     devices.reset_peak_memory(device)
     optimizer = build_optimizer(spec.optimizer, model.parameters(), lr=LEARNING_RATE)
@@ -132,7 +150,9 @@ def measure(spec: StepSpec, model: nn.Module, device: torch.device) -> tuple[dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--sizes", nargs="+", default=["small", "2.7b"])
     parser.add_argument("--device", default="cuda")
@@ -142,7 +162,9 @@ def main() -> None:
     records = []
     with arguments.out.open("a") as file:
         for size in arguments.sizes:
-            for record in rows(size, torch.device(arguments.device), arguments.seconds, arguments.context):
+            for record in rows(
+                size, torch.device(arguments.device), arguments.seconds, arguments.context
+            ):
                 records.append(record)
                 print(record.to_json(), file=file, flush=True)
     print(record_table(records).to("markdown"))

@@ -1,4 +1,6 @@
-"""A softmax over rows in Triton, for `stepgauge bench op examples/softmax.py:softmax`; plain PyTorch without a GPU."""
+"""A softmax over rows in Triton, for `stepgauge bench op examples/softmax.py:softmax`; plain
+PyTorch without a GPU.
+"""
 
 import torch
 
@@ -30,7 +32,9 @@ def softmax(x):
         return shifted / shifted.sum(-1, keepdim=True)
     y = torch.empty_like(x)
     rows, width = x.shape
-    softmax_kernel[(rows,)](x, y, x.stride(0), width, BLOCK=triton.next_power_of_2(width), num_warps=8)
+    softmax_kernel[(rows,)](
+        x, y, x.stride(0), width, BLOCK=triton.next_power_of_2(width), num_warps=8
+    )
     return y
 
 

@@ -20,7 +20,9 @@ def record():
     def make(size="small", step=(10.0,), device="Test GPU", status="ok", note="", **spec):
         asked = StepSpec(model=ModelSpec.preset(size), size=size, **spec)
         metrics = (
-            {} if status != "ok" else {"step_ms": Sample.of(step, "ms"), "peak_bytes": Sample.exact(2**30, "bytes")}
+            {}
+            if status != "ok"
+            else {"step_ms": Sample.of(step, "ms"), "peak_bytes": Sample.exact(2**30, "bytes")}
         )
         return Record(
             kind="step",
@@ -64,7 +66,9 @@ def closed_pipe(monkeypatch):
 
 
 def _gpu_trace():
-    spec = importlib.util.spec_from_file_location("gpu_trace", Path(__file__).with_name("gpu_trace.py"))
+    spec = importlib.util.spec_from_file_location(
+        "gpu_trace", Path(__file__).with_name("gpu_trace.py")
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

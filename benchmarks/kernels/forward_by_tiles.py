@@ -1,9 +1,11 @@
-"""Attention's forward where it fills little of the chip: in Gluon, portable in one part, and portable in several.
+"""Attention's forward where it fills little of the chip: in Gluon, portable in one part, and
+portable in several.
 
     PYTHONPATH=src python benchmarks/kernels/forward_by_tiles.py OUT [--budget 60]
 
-From which number of tiles on Gluon's is the fastest decides `hopper.takes`. Rows of OUT/forward_by_tiles.jsonl: ms of
-each, the kernels alone, after each was held against the first; at the end one line a shape. The chip is `cuda`'s.
+From which number of tiles on Gluon's is the fastest decides `hopper.takes`. Rows of
+OUT/forward_by_tiles.jsonl: ms of each, the kernels alone, after each was held against the first; at
+the end one line a shape. The chip is `cuda`'s.
 """
 
 import argparse
@@ -38,8 +40,12 @@ def forwards(q, k, v, is_causal):
 
     calls = {"gluon": in_gluon}
     for parts in (1, *PARTS):
-        calls[f"portable {parts}"] = lambda n=parts: portable.forward(q, k, v, is_causal, scale, num_splits=n)
-    return calls, "gluon" if portable._plan_forward(case).main.kernel is hopper.forward_kernel else "portable"
+        calls[f"portable {parts}"] = lambda n=parts: portable.forward(
+            q, k, v, is_causal, scale, num_splits=n
+        )
+    return calls, "gluon" if portable._plan_forward(
+        case
+    ).main.kernel is hopper.forward_kernel else "portable"
 
 
 def check(calls):
@@ -54,7 +60,9 @@ def check(calls):
 
 def measure(width, length, heads, is_causal, seconds):
     device = torch.device("cuda")
-    q, k, v = (torch.randn(1, heads, length, width, device=device, dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, heads, length, width, device=device, dtype=torch.bfloat16) for _ in range(3)
+    )
     calls, chosen = forwards(q, k, v, is_causal)
     with torch.no_grad():
         check(calls)
@@ -81,7 +89,13 @@ def main():
     for width, length, heads, is_causal in shapes:
         if time.monotonic() > until:
             break
-        row = {"kind": "forward_by_tiles", "width": width, "sequence": length, "heads": heads, "causal": is_causal}
+        row = {
+            "kind": "forward_by_tiles",
+            "width": width,
+            "sequence": length,
+            "heads": heads,
+            "causal": is_causal,
+        }
         row["tiles"] = heads * math.ceil(length / hopper.TILE_ROWS.value)
         try:
             row["ms"], row["chosen"] = measure(width, length, heads, is_causal, args.seconds)
@@ -90,8 +104,12 @@ def main():
         with (args.out / "forward_by_tiles.jsonl").open("a") as file:
             print(json.dumps(row | common), file=file)
         lines.append(row)
-    for row in sorted(lines, key=lambda row: (row["width"], row["tiles"], row["sequence"], row["causal"])):
-        told = row.get("failed") or ", ".join(f"{name} {ms * 1e3:.1f}" for name, ms in row["ms"].items())
+    for row in sorted(
+        lines, key=lambda row: (row["width"], row["tiles"], row["sequence"], row["causal"])
+    ):
+        told = row.get("failed") or ", ".join(
+            f"{name} {ms * 1e3:.1f}" for name, ms in row["ms"].items()
+        )
         mask = "causal" if row["causal"] else "full"
         print(f"D {row['width']} {row['tiles']} tiles ({row['heads']} x {row['sequence']} {mask}), us: {told}"
               f"; chosen {row.get('chosen')}")  # fmt: skip

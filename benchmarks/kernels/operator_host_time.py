@@ -1,10 +1,12 @@
 """What one call of attention's operators costs the host, launched from C++ and from Python.
 
-    python benchmarks/kernels/operator_host_time.py OUT.json [--device cuda] [--calls 300] [--rounds 15]
+    python benchmarks/kernels/operator_host_time.py OUT.json [--device cuda] [--calls 300] [--rounds
+    15]
 
-One head of 128, so that the GPU is idle most of the time: what is left is the host's. Without gradients, as a compiled
-graph calls the operators; beside them the built-in ones that stock attention becomes there. µs a call, least and median
-of the rounds. Prints a line a row and writes all of them to OUT.json, each with who served it.
+One head of 128, so that the GPU is idle most of the time: what is left is the host's. Without
+gradients, as a compiled graph calls the operators; beside them the built-in ones that stock
+attention becomes there. µs a call, least and median of the rounds. Prints a line a row and writes
+all of them to OUT.json, each with who served it.
 """
 
 import argparse
@@ -35,11 +37,23 @@ def main():
         for dtype in (torch.bfloat16, torch.float32) if device.type == "cuda" else (torch.float32,):
             inputs = [torch.randn(1, 1, 128, 64, device=device, dtype=dtype) for _ in range(4)]
             # One after another: who serves is decided between them.
-            for name, run in itertools.chain(ours(*inputs), built_in(*inputs) if dtype == torch.bfloat16 else []):
+            for name, run in itertools.chain(
+                ours(*inputs), built_in(*inputs) if dtype == torch.bfloat16 else []
+            ):
                 least, median = microseconds(run, device, options.calls, options.rounds)
                 row = {"call": name, "dtype": str(dtype), "least_us": least, "median_us": median}
-                rows.append({**row, "native": native.served(), "torch": torch.__version__, "device": chip(device)})
-                print(f"{name:34} {dtype!s:15} {least:7.2f} {median:7.2f}  {rows[-1]['native']}", flush=True)
+                rows.append(
+                    {
+                        **row,
+                        "native": native.served(),
+                        "torch": torch.__version__,
+                        "device": chip(device),
+                    }
+                )
+                print(
+                    f"{name:34} {dtype!s:15} {least:7.2f} {median:7.2f}  {rows[-1]['native']}",
+                    flush=True,
+                )
                 options.out.write_text(json.dumps(rows, indent=1))
 
 
@@ -47,7 +61,9 @@ def ours(q, k, v, do):
     o, lse = OURS.flash_attention(q, k, v, True, 0.125, True)
     calls = {
         "forward": lambda: OURS.flash_attention.default(q, k, v, True, 0.125, True),
-        "backward": lambda: OURS.flash_attention_backward.default(do, q, k, v, o, lse, True, 0.125, True),
+        "backward": lambda: OURS.flash_attention_backward.default(
+            do, q, k, v, o, lse, True, 0.125, True
+        ),
     }
     for run in calls.values():  # once to compile and to ask for C++, once to tell it
         run()

@@ -1,10 +1,12 @@
 """Which launch shape is fastest: each candidate checked against the operation's oracle, then timed.
 
-    PYTHONPATH=src python benchmarks/kernels/sweep.py OUT_DIR adamw [--budget SECONDS] [--field NAME=VALUE]
+    PYTHONPATH=src python benchmarks/kernels/sweep.py OUT_DIR adamw [--budget SECONDS] [--field
+    NAME=VALUE]
 
-The operation is rms-norm, attention, attention-fp32, linear-cross-entropy or adamw. One JSON line a candidate in
-OUT_DIR/sweep.jsonl at once; at the end the best of each shape beside what is chosen today. The budget is shared evenly
-by the shapes, and candidates are shuffled, so that what the time allows is spread over the whole list. Small shapes:
+The operation is rms-norm, attention, attention-fp32, linear-cross-entropy or adamw. One JSON line a
+candidate in OUT_DIR/sweep.jsonl at once; at the end the best of each shape beside what is chosen
+today. The budget is shared evenly by the shapes, and candidates are shuffled, so that what the time
+allows is spread over the whole list. Small shapes:
 --field rows=64.
 """
 
@@ -45,9 +47,11 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Sweep(NamedTuple):
-    """points: the specs' fields. candidates(spec): (what it is, the context in which calls take it).
+    """points: the specs' fields. candidates(spec): (what it is, the context in which calls take
+    it).
 
-    largest_error: the limit where the benchmark's own, made for any sum in that type, would let too much through.
+    largest_error: the limit where the benchmark's own, made for any sum in that type, would let too
+    much through.
     """
 
     operation: str
@@ -57,13 +61,17 @@ class Sweep(NamedTuple):
 
 
 def rms_norm_shapes(spec):
-    name, make = {"forward": ("forward_config", forward_shapes), "backward": ("backward_config", backward_shapes)}[
-        spec.passes
-    ]
+    name, make = {
+        "forward": ("forward_config", forward_shapes),
+        "backward": ("backward_config", backward_shapes),
+    }[spec.passes]
 
     @contextlib.contextmanager
     def taking(config):
-        with mock.patch.object(rms_norm, name, lambda width, itemsize: config), mock.patch.dict(ops._PLANS, clear=True):
+        with (
+            mock.patch.object(rms_norm, name, lambda width, itemsize: config),
+            mock.patch.dict(ops._PLANS, clear=True),
+        ):
             yield
 
     for config in make(spec.width, DTYPES[spec.dtype].itemsize):
@@ -82,16 +90,24 @@ def forward_shapes(width, itemsize):
 
 def backward_shapes(width, itemsize):
     block = triton.next_power_of_2(width)
-    for rows, warps, stages, per_sm in itertools.product((1, 2, 4), (4, 8, 16, 32), (1, 2, 3, 4), (1, 2, 3)):
+    for rows, warps, stages, per_sm in itertools.product(
+        (1, 2, 4), (4, 8, 16, 32), (1, 2, 3, 4), (1, 2, 3)
+    ):
         elements = rows * block // (warps * 32)  # of one tensor a thread
         if not 4 <= elements <= 32 or warps * per_sm > 32 or (rows > 1 and block > 2048):
             continue
         keep = elements < 32
-        idle = stages == 1 and warps * per_sm < 16  # neither copies in flight nor warps to wait for them
+        # neither copies in flight nor warps to wait for them
+        idle = stages == 1 and warps * per_sm < 16
         if not idle and (3 - keep) * rows * block * itemsize * (stages - 1) * per_sm <= 220 * 1024:
             yield rms_norm.BackwardConfig(block, rows, warps, stages, per_sm, keep_weight=keep)
     if width >= 16384:
-        for inner, warps, blocks, per_sm in ((4096, 16, 4, 1), (4096, 8, 2, 1), (2048, 8, 4, 2), (8192, 16, 1, 1)):
+        for inner, warps, blocks, per_sm in (
+            (4096, 16, 4, 1),
+            (4096, 8, 2, 1),
+            (2048, 8, 4, 2),
+            (8192, 16, 1, 1),
+        ):
             yield rms_norm.BackwardConfig(inner, 1, warps, 1, per_sm, blocks=blocks)
 
 
@@ -108,12 +124,16 @@ def attention_tiles(spec):
     for kernel in ("forward",) if spec.passes == "forward" else ("dkdv", "dq"):
         for block_q, block_k, warps, stages, *order in ATTENTION_TILES[kernel]:
             tiles = Tiles(block_q, block_k, warps, stages, use_tma=True, order=(*order, "late")[0])
-            yield f"{kernel} {tiles}", lambda kernel=kernel, tiles=tiles: heuristics.override_tiles(**{kernel: tiles})
+            yield (
+                f"{kernel} {tiles}",
+                lambda kernel=kernel, tiles=tiles: heuristics.override_tiles(**{kernel: tiles}),
+            )
 
 
-# float32: (query rows, key rows, warps, stages, products, programs a multiprocessor[, order]), by kernel and width: of
-# 264 that were compiled ahead of time, large tiles that spill nothing or little. At width 128 every dkdv spills, since
-# k and v lie in registers in parts: these spill least (184 to 552 bytes of stack).
+# float32: (query rows, key rows, warps, stages, products, programs a multiprocessor[, order]), by
+# kernel and width: of 264 that were compiled ahead of time, large tiles that spill nothing or
+# little. At width 128 every dkdv spills, since k and v lie in registers in parts: these spill least
+# (184 to 552 bytes of stack).
 FP32_TILES = {
     ("forward", 128): [
         (128, 32, 8, 1, "bf16x6", 1), (128, 32, 8, 2, "bf16x6", 1), (128, 64, 8, 1, "bf16x6", 1),
@@ -148,12 +168,23 @@ FP32_TILES = {
 }  # fmt: skip
 
 
-# The same of operands in thirds, from the same compiler's list: (query rows, key rows, warps, stages, programs).
+# The same of operands in thirds, from the same compiler's list: (query rows, key rows, warps,
+# stages, programs).
 THIRDS_TILES = {
     ("dq_thirds", 128): [(64, 32, 4, 2, 1), (64, 16, 4, 2, 1), (64, 32, 4, 1, 1)],
     ("dkdv_thirds", 128): [(32, 64, 4, 2, 1), (16, 64, 4, 2, 1), (32, 64, 4, 1, 1)],
-    ("dq_thirds", 64): [(128, 64, 8, 2, 1), (64, 64, 4, 2, 1), (64, 64, 4, 1, 2), (64, 32, 4, 2, 2)],
-    ("dkdv_thirds", 64): [(32, 64, 4, 2, 2), (64, 128, 8, 2, 1), (64, 64, 4, 1, 2), (32, 128, 8, 2, 1)],
+    ("dq_thirds", 64): [
+        (128, 64, 8, 2, 1),
+        (64, 64, 4, 2, 1),
+        (64, 64, 4, 1, 2),
+        (64, 32, 4, 2, 2),
+    ],
+    ("dkdv_thirds", 64): [
+        (32, 64, 4, 2, 2),
+        (64, 128, 8, 2, 1),
+        (64, 64, 4, 1, 2),
+        (32, 128, 8, 2, 1),
+    ],
 }
 
 
@@ -161,26 +192,44 @@ def thirds_tiles(spec):
     for kernel in ("dq_thirds", "dkdv_thirds"):
         for block_q, block_k, warps, stages, per_sm in THIRDS_TILES[kernel, spec.width]:
             tiles = Tiles(block_q, block_k, warps, stages, True, per_sm)
-            yield f"{kernel} {tiles}", lambda kernel=kernel, tiles=tiles: heuristics.override_tiles(**{kernel: tiles})
+            yield (
+                f"{kernel} {tiles}",
+                lambda kernel=kernel, tiles=tiles: heuristics.override_tiles(**{kernel: tiles}),
+            )
 
 
 def attention_fp32_tiles(spec):
     if spec.passes == "backward":
         yield from thirds_tiles(spec)
     for kernel in ("forward",) if spec.passes == "forward" else ("dkdv", "dq"):
-        for block_q, block_k, warps, stages, products, per_sm, *order in FP32_TILES[kernel, spec.width]:
-            tiles = Tiles(block_q, block_k, warps, stages, False, per_sm, 0.0, products, (*order, "late")[0])
-            yield f"{kernel} {tiles}", lambda kernel=kernel, tiles=tiles: heuristics.override_tiles(**{kernel: tiles})
+        for block_q, block_k, warps, stages, products, per_sm, *order in FP32_TILES[
+            kernel, spec.width
+        ]:
+            tiles = Tiles(
+                block_q, block_k, warps, stages, False, per_sm, 0.0, products, (*order, "late")[0]
+            )
+            yield (
+                f"{kernel} {tiles}",
+                lambda kernel=kernel, tiles=tiles: heuristics.override_tiles(**{kernel: tiles}),
+            )
 
 
 def row_launches(spec):
     length = triton.cdiv(spec.vocabulary, 64) * 64
     walk = {"VEC": 8, "STAGES": 1, "REVERSE": True, "KEEP": "evict_last"}
     split = linear_cross_entropy.split_launch
-    launches = [split(length, block=block, num_warps=warps) for block, warps in ((16384, 16), (8192, 8), (4096, 4))]
-    launches += [{"BLOCK_V": block, **walk, "num_warps": warps} for block, warps in ((2048, 8), (4096, 16), (8192, 32))]
+    launches = [
+        split(length, block=block, num_warps=warps)
+        for block, warps in ((16384, 16), (8192, 8), (4096, 4))
+    ]
+    launches += [
+        {"BLOCK_V": block, **walk, "num_warps": warps}
+        for block, warps in ((2048, 8), (4096, 16), (8192, 32))
+    ]
     for launch in launches:
-        taken = mock.patch.object(linear_cross_entropy, "row_launch", lambda *args, _launch=launch, **options: _launch)
+        taken = mock.patch.object(
+            linear_cross_entropy, "row_launch", lambda *args, _launch=launch, **options: _launch
+        )
         yield str(launch), lambda taken=taken: taken
 
 
@@ -198,7 +247,13 @@ SWEEPS = {
         "rms-norm",
         [
             {"rows": rows, "width": width, "dtype": dtype, "passes": passes}
-            for rows, width in ((16_384, 16_384), (50_000, 8192), (50_000, 4096), (50_000, 2048), (50_000, 1024))
+            for rows, width in (
+                (16_384, 16_384),
+                (50_000, 8192),
+                (50_000, 4096),
+                (50_000, 2048),
+                (50_000, 1024),
+            )
             for dtype in ("fp32", "bf16")
             for passes in ("backward", "forward")
         ],
@@ -207,7 +262,14 @@ SWEEPS = {
     "attention": Sweep(
         "attention",
         [
-            {"batch": 2, "heads": 2048 // width, "sequence": 8192, "width": width, "passes": passes, "dtype": "bf16"}
+            {
+                "batch": 2,
+                "heads": 2048 // width,
+                "sequence": 8192,
+                "width": width,
+                "passes": passes,
+                "dtype": "bf16",
+            }
             for width in (64, 128, 32)
             for passes in ("backward", "forward")
         ],
@@ -236,12 +298,18 @@ SWEEPS = {
         "linear-cross-entropy",
         [
             {"tokens": tokens, "width": width, "vocabulary": vocabulary}
-            for tokens, width, vocabulary in ((4096, 4096, 128_256), (2048, 2560, 10_000), (4096, 2048, 50_257))
+            for tokens, width, vocabulary in (
+                (4096, 4096, 128_256),
+                (2048, 2560, 10_000),
+                (4096, 2048, 50_257),
+            )
         ],
         row_launches,
     ),
     "adamw": Sweep(
-        "adamw", [{"layers": 24, "width": 1280, "dtype": dtype} for dtype in ("bf16", "fp32")], adamw_shapes
+        "adamw",
+        [{"layers": 24, "width": 1280, "dtype": dtype} for dtype in ("bf16", "fp32")],
+        adamw_shapes,
     ),
 }
 
@@ -252,7 +320,9 @@ def sweep(spec, asked, *, until, record):
     function = operation.implementations["ours"].make(spec)
     case, device = operation.case(spec), torch.device(spec.device)
     limit = min(asked.largest_error, tolerance(DTYPES[spec.dtype], operation.reduction(spec)))
-    shuffled = sorted(asked.candidates(spec), key=lambda candidate: zlib.crc32(candidate[0].encode()))
+    shuffled = sorted(
+        asked.candidates(spec), key=lambda candidate: zlib.crc32(candidate[0].encode())
+    )
     found = {}
     for name, taking in [("as it is", contextlib.nullcontext), *shuffled]:
         if found and time.monotonic() > until:
@@ -269,7 +339,9 @@ def sweep(spec, asked, *, until, record):
                 raise failure
             found[name] = statistics.median(times[name])
             record(spec, candidate=name, ms=found[name], relative_error=error)
-        except Exception as problem:  # one that does not compile, or not rightly, is one candidate less
+        except (
+            Exception
+        ) as problem:  # one that does not compile, or not rightly, is one candidate less
             record(spec, candidate=name, failed=f"{type(problem).__name__}: {problem!s:.200}")
     return found
 
@@ -283,9 +355,13 @@ def main():
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("operation", choices=SWEEPS)
     parser.add_argument("--budget", type=float, default=120.0, help="seconds in all (120)")
-    parser.add_argument("--seconds", type=float, default=0.05, help="of timing for each candidate (0.05)")
+    parser.add_argument(
+        "--seconds", type=float, default=0.05, help="of timing for each candidate (0.05)"
+    )
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--field", action="append", default=[], metavar="NAME=VALUE", help="of every shape instead")
+    parser.add_argument(
+        "--field", action="append", default=[], metavar="NAME=VALUE", help="of every shape instead"
+    )
     args = parser.parse_args()
     fields = {
         name: int(value) if value.isdecimal() else value
@@ -293,7 +369,10 @@ def main():
     }
     asked = SWEEPS[args.operation]
     make = OPERATIONS[asked.operation].spec
-    specs = [make(**{**point, **fields}, seconds=args.seconds, device=args.device) for point in asked.points]
+    specs = [
+        make(**{**point, **fields}, seconds=args.seconds, device=args.device)
+        for point in asked.points
+    ]
     specs = list(dict.fromkeys(specs))  # fields may have made points the same
     args.out_dir.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
@@ -301,7 +380,10 @@ def main():
 
     def record(spec, **row):
         with (args.out_dir / "sweep.jsonl").open("a") as file:
-            print(json.dumps({"kind": spec.kind, "spec": dataclasses.asdict(spec), **row, **common}), file=file)
+            print(
+                json.dumps({"kind": spec.kind, "spec": dataclasses.asdict(spec), **row, **common}),
+                file=file,
+            )
         outcome = f"{row['ms']:.4f} ms" if "ms" in row else row["failed"]
         print(f"{time.monotonic() - start:6.1f} s  {outcome}  {row['candidate']}", flush=True)
 
@@ -313,7 +395,9 @@ def main():
     for number, found in best.items():
         print(f"\n{named(specs[number - 1])}: {len(found)} tried")
         for name, ms in sorted(found.items(), key=lambda each: each[1])[:4]:
-            print(f"  {ms:.4f} ms, {found.get('as it is', float('nan')) / ms:.3f} of today's rate, {name}")
+            print(
+                f"  {ms:.4f} ms, {found.get('as it is', float('nan')) / ms:.3f} of today's rate, {name}"
+            )
 
 
 if __name__ == "__main__":

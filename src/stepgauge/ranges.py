@@ -1,4 +1,6 @@
-"""Names for the parts of a step: a no-op until something that records them, a profiler say, is there."""
+"""Names for the parts of a step: a no-op until something that records them, a profiler say, is
+there.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator

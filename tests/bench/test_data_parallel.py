@@ -25,26 +25,44 @@ def rows(tmp_path_factory):
     specs = {wrapper: spec(wrapper, trace=wrapper in ("naive", "bucketed")) for wrapper in CHECKED}
     specs["narrow"] = spec("zero1", precision="bf16", reduce_dtype="bf16")
     store = RunStore(tmp_path_factory.mktemp("rows"))
-    records = {o.job.spec: o.record for o in sweep([Job(bench.JOB, each) for each in specs.values()], store)}
+    records = {
+        o.job.spec: o.record
+        for o in sweep([Job(bench.JOB, each) for each in specs.values()], store)
+    }
     return {name: records[each] for name, each in specs.items()}
 
 
 def test_every_row_has_its_phases_and_adds_up(rows):
     for wrapper, row in rows.items():
         assert row.status == "ok", (wrapper, row.note)
-        assert {"forward_ms", "backward_ms", "synchronize_ms", "optimizer_ms", "step_ms"} <= set(row.metrics)
+        assert {"forward_ms", "backward_ms", "synchronize_ms", "optimizer_ms", "step_ms"} <= set(
+            row.metrics
+        )
         assert len(row.series["rank_step_ms"]) == 2
         assert row.environment["devices"]
 
 
 def test_communication_is_told_where_it_can_be(rows):
-    assert {w for w in CHECKED if "communication_ms" in rows[w].metrics} == {"naive", "bucketed", "zero1"}
-    assert {w for w in CHECKED if "exposed_ms" in rows[w].metrics} == {"naive", "bucketed", "zero1", "torch-ddp"}
+    assert {w for w in CHECKED if "communication_ms" in rows[w].metrics} == {
+        "naive",
+        "bucketed",
+        "zero1",
+    }
+    assert {w for w in CHECKED if "exposed_ms" in rows[w].metrics} == {
+        "naive",
+        "bucketed",
+        "zero1",
+        "torch-ddp",
+    }
 
 
 def test_naive_hides_nothing(rows):
     assert rows["naive"].median("overlap_ratio") == 0
-    assert rows["naive"].median("traced_exposed_us") == rows["naive"].median("traced_communication_us") > 0
+    assert (
+        rows["naive"].median("traced_exposed_us")
+        == rows["naive"].median("traced_communication_us")
+        > 0
+    )
     assert rows["naive"].series["communication_start_ms"]
     assert rows["naive"].metrics["profiled_step_ms"].n == 2
     assert rows["bucketed"].median("overlap_ratio") > 0
@@ -56,7 +74,9 @@ def test_bytes_are_those_of_the_plan(rows):
     assert whole.median("parameter_bytes") == whole.median("gradient_bytes") == parameters
     assert whole.median("optimizer_bytes") == pytest.approx(2 * parameters, rel=1e-3)
     assert rows["zero1"].median("optimizer_bytes") == pytest.approx(parameters, rel=0.1)
-    assert sum(rows["zero1"].series["rank_optimizer_bytes"]) == pytest.approx(2 * parameters, rel=1e-3)
+    assert sum(rows["zero1"].series["rank_optimizer_bytes"]) == pytest.approx(
+        2 * parameters, rel=1e-3
+    )
     for wrapper in ("zero3", "torch-fsdp"):
         for part in ("parameter", "gradient"):
             assert rows[wrapper].median(f"{part}_bytes") == pytest.approx(parameters / 2, rel=0.05)
@@ -79,12 +99,35 @@ def test_options_that_a_wrapper_ignores_make_no_rows():
     assert len(rows) == 1
     assert len({spec("bucketed", bucket_mb=mb).without_idle_options() for mb in (1, 5)}) == 2
     for wrapper, count in (("zero3", 1), ("zero2", 2)):
-        assert len({spec(wrapper, reduce_dtype=name).without_idle_options() for name in ("own", "bf16")}) == count
+        assert (
+            len(
+                {
+                    spec(wrapper, reduce_dtype=name).without_idle_options()
+                    for name in ("own", "bf16")
+                }
+            )
+            == count
+        )
 
 
 def test_the_command_line(stepgauge, tmp_path):
-    shape = ["--size", "nano", "--context", "16", "--batch", "2", "--steps", "1", "--warmup", "1", "--device", "cpu"]
-    status, out, err = stepgauge("bench", "data-parallel", *shape, "--wrapper", "flat", "--out", tmp_path)
+    shape = [
+        "--size",
+        "nano",
+        "--context",
+        "16",
+        "--batch",
+        "2",
+        "--steps",
+        "1",
+        "--warmup",
+        "1",
+        "--device",
+        "cpu",
+    ]
+    status, out, err = stepgauge(
+        "bench", "data-parallel", *shape, "--wrapper", "flat", "--out", tmp_path
+    )
     assert status == 0, err
     assert "flat" in out
     status, _, err = stepgauge("bench", "data-parallel", *shape, "--wrapper", "fsdp")
@@ -92,9 +135,20 @@ def test_the_command_line(stepgauge, tmp_path):
     assert "wrapper is 'fsdp'; choose one of none, naive" in err
     status, _, err = stepgauge("bench", "data-parallel", *shape, "--backend", "nccl")
     assert (status, "backend is 'nccl', which moves GPU tensors only" in err) == (2, True)
-    status, _, err = stepgauge("bench", "data-parallel", *shape, "--wrapper", "torch-ddp", "--reduce-dtype", "bf16")
+    status, _, err = stepgauge(
+        "bench", "data-parallel", *shape, "--wrapper", "torch-ddp", "--reduce-dtype", "bf16"
+    )
     assert (status, "torch-ddp compresses on GPUs only, device is 'cpu'" in err) == (2, True)
-    idle = ("--wrapper", "zero3", "--precision", "bf16", "--reduce-dtype", "bf16", "--out", tmp_path)
+    idle = (
+        "--wrapper",
+        "zero3",
+        "--precision",
+        "bf16",
+        "--reduce-dtype",
+        "bf16",
+        "--out",
+        tmp_path,
+    )
     status, _, err = stepgauge("bench", "data-parallel", *shape, *idle)
     assert (status, "reduce_dtype says nothing to 1 of 1 rows" in err) == (0, True)
 
@@ -104,4 +158,8 @@ def test_every_wrapper_has_an_implementation():
 
     assert set(wrappers.WRAPPERS) == set(WRAPPERS)
     assert set(precision.REDUCE_DTYPES) == set(REDUCE_DTYPES)
-    assert {field.name for field in dataclasses.fields(DataParallelSpec)} >= {"wrapper", "bucket_mb", "ranks"}
+    assert {field.name for field in dataclasses.fields(DataParallelSpec)} >= {
+        "wrapper",
+        "bucket_mb",
+        "ranks",
+    }

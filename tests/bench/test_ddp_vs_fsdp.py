@@ -1,4 +1,6 @@
-"""E11 on ranks of a CPU: rows over seeds become one, and the gap in memory is the share of the others."""
+"""E11 on ranks of a CPU: rows over seeds become one, and the gap in memory is the share of the
+others.
+"""
 
 import json
 
@@ -17,11 +19,14 @@ COUNTS = ["--warmup", "1", "--steps", "2", "--seed", "1,2", "--global-batch", "4
 
 def test_the_command_line(stepgauge, tmp_path):
     wrappers = ["--wrapper", "bucketed", "zero3"]
-    status, out, err = stepgauge("bench", "ddp-vs-fsdp", *SHAPE, *COUNTS, *wrappers, "--out", tmp_path)
+    status, out, err = stepgauge(
+        "bench", "ddp-vs-fsdp", *SHAPE, *COUNTS, *wrappers, "--out", tmp_path
+    )
     assert status == 0, err
     records = RunStore(tmp_path).read().records
     assert len(records) == 4
-    assert records == [Record.from_json(record.to_json()) for record in records]  # with defaults of its own network
+    # with defaults of its own network
+    assert records == [Record.from_json(record.to_json()) for record in records]
     assert {record.spec["model"]["network"] for record in records} == {"bert"}
     assert "feed_forward" not in records[0].spec["model"]
     rows = json.loads((tmp_path / "ddp-vs-fsdp.json").read_text())
@@ -29,7 +34,9 @@ def test_the_command_line(stepgauge, tmp_path):
         ("bucketed", 4, [1, 2]),
         ("zero3", 4, [1, 2]),
     ]
-    steps = [record.metrics["step_ms"].mean for record in records if record.spec["wrapper"] == "zero3"]
+    steps = [
+        record.metrics["step_ms"].mean for record in records if record.spec["wrapper"] == "zero3"
+    ]
     assert rows[1]["step_ms"]["mean"] == pytest.approx(sum(steps) / 2)
     assert rows[1]["step_ms"]["std"] == pytest.approx(abs(steps[0] - steps[1]) / 2**0.5)
     spec = BertSpec.preset("bert-tiny", context_length=8, vocab_size=64)
@@ -40,8 +47,13 @@ def test_the_command_line(stepgauge, tmp_path):
 
 
 def test_what_cannot_be_is_said(stepgauge, tmp_path):
-    status, _, err = stepgauge("bench", "ddp-vs-fsdp", *SHAPE, "--ranks", "3", "--global-batch", "64")
-    assert (status, "global_batch is 64, which 3 ranks do not divide; choose a multiple of 3" in err) == (2, True)
+    status, _, err = stepgauge(
+        "bench", "ddp-vs-fsdp", *SHAPE, "--ranks", "3", "--global-batch", "64"
+    )
+    assert (
+        status,
+        "global_batch is 64, which 3 ranks do not divide; choose a multiple of 3" in err,
+    ) == (2, True)
     status, _, err = stepgauge("bench", "ddp-vs-fsdp", "--size", "small", "--device", "cpu")
     assert (status, "size is 'small'; choose one of bert-tiny" in err) == (2, True)
     with pytest.raises(ValueError, match=r"dropout is 0\.1; what checkpointing computes again"):
@@ -54,7 +66,13 @@ def test_what_cannot_be_is_said(stepgauge, tmp_path):
 
 def row(wrapper, peak, parts):
     names = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "rest_bytes")
-    load = {"size": "bert-base", "ranks": 4, "global_batch": 64, "context_length": 512, "precision": "fp32"}
+    load = {
+        "size": "bert-base",
+        "ranks": 4,
+        "global_batch": 64,
+        "context_length": 512,
+        "precision": "fp32",
+    }
     return {
         "wrapper": wrapper,
         **load,
@@ -68,7 +86,17 @@ def test_the_gap_is_taken_apart():
     whole, quarter = (4 * gib, 4 * gib, 8 * gib, 10 * gib), (gib, gib, 2 * gib, 11 * gib)
     table = gap_table([row("torch-ddp", 26 * gib, whole), row("torch-fsdp", 15 * gib, quarter)])
     assert table.rows == [
-        ["torch-ddp less torch-fsdp", "4", "64", "11.00", "12.00", "3.000", "3.000", "6.000", "-1.000"]
+        [
+            "torch-ddp less torch-fsdp",
+            "4",
+            "64",
+            "11.00",
+            "12.00",
+            "3.000",
+            "3.000",
+            "6.000",
+            "-1.000",
+        ]
     ]
     assert aggregated([]) == []
 

@@ -1,4 +1,6 @@
-"""Operations beside their peers: a wrong result has no time, and nobody's failure costs the others' figures."""
+"""Operations beside their peers: a wrong result has no time, and nobody's failure costs the others'
+figures.
+"""
 
 import dataclasses
 import functools
@@ -23,7 +25,16 @@ QUICK = {"dtype": "fp32", "seconds": 0.0}
 ROWS = [
     RmsNormSpec(rows=100, width=64, peers="eager torch layer_norm", passes="backward", **QUICK),
     AttentionSpec(batch=1, heads=2, sequence=100, width=16, peers="eager math", **QUICK),
-    AttentionSpec(batch=1, heads=2, sequence=100, width=16, causal=False, peers="eager", passes="forward", **QUICK),
+    AttentionSpec(
+        batch=1,
+        heads=2,
+        sequence=100,
+        width=16,
+        causal=False,
+        peers="eager",
+        passes="forward",
+        **QUICK,
+    ),
     LinearCrossEntropySpec(tokens=50, width=32, vocabulary=100, peers="eager", **QUICK),
     AdamWSpec(layers=1, width=32, **QUICK),
 ]
@@ -34,7 +45,11 @@ def test_every_operation_is_right_and_timed_here(spec):
     record = contest.run(spec)
     assert record.status == "ok", record.note
     assert set(record.environment["outcomes"].values()) == {"ok"}
-    best = min(record.median(f"{n}_ms") for n in record.environment["outcomes"] if n not in ("ours", "layer_norm"))
+    best = min(
+        record.median(f"{n}_ms")
+        for n in record.environment["outcomes"]
+        if n not in ("ours", "layer_norm")
+    )
     assert record.median("ratio_to_best_peer") == pytest.approx(best / record.median("ours_ms"))
 
 
@@ -76,7 +91,10 @@ def out_of_memory(x, w):
 @pytest.mark.parametrize(
     ("function", "outcome"),
     [
-        (lambda x, w: 1.001 * torch.nn.functional.rms_norm(x, (64,), w, 1e-5), "wrong: error 1.0e-03"),
+        (
+            lambda x, w: 1.001 * torch.nn.functional.rms_norm(x, (64,), w, 1e-5),
+            "wrong: error 1.0e-03",
+        ),
         (lambda x, w: x * w * float("nan"), "wrong: error nan"),
         (out_of_memory, "oom: memory ran out at 2.50 GiB more"),
     ],

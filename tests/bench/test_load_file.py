@@ -24,7 +24,9 @@ def test_a_file_imports_its_neighbours_and_leaves_the_interpreter_as_it_was(tmp_
 def test_a_file_that_fails_is_said_and_forgotten(tmp_path):
     (tmp_path / "broken.py").write_text("1 / 0")
     before, known = [*sys.path], set(sys.modules)
-    with pytest.raises(ValueError, match=r"broken\.py cannot be imported: ZeroDivisionError: division by zero"):
+    with pytest.raises(
+        ValueError, match=r"broken\.py cannot be imported: ZeroDivisionError: division by zero"
+    ):
         load_file(tmp_path / "broken.py")
     assert sys.path == before
     assert set(sys.modules) == known

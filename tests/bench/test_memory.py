@@ -1,4 +1,6 @@
-"""Predicted beside measured: on the CPU by running both, for CUDA against recorded measurements of an H100."""
+"""Predicted beside measured: on the CPU by running both, for CUDA against recorded measurements of
+an H100.
+"""
 
 import dataclasses
 import functools
@@ -22,17 +24,25 @@ from stepgauge.spec.record import Record, Sample
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 SPEC = MemorySpec(
-    model=ModelSpec(vocab_size=256, context_length=64, d_model=64, d_ff=128, num_layers=4, num_heads=2), batch=4
+    model=ModelSpec(
+        vocab_size=256, context_length=64, d_model=64, d_ff=128, num_layers=4, num_heads=2
+    ),
+    batch=4,
 )
 
 
 @functools.cache
 def followed(precision="fp32", checkpointing="none", size=1):
-    return run(dataclasses.replace(SPEC, precision=precision, checkpointing=checkpointing, checkpoint_blocks=size))
+    return run(
+        dataclasses.replace(
+            SPEC, precision=precision, checkpointing=checkpointing, checkpoint_blocks=size
+        )
+    )
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "size"), [("none", 1), ("blocks", 1), ("blocks", 2), ("nested", 2), ("selective", 1)]
+    ("checkpointing", "size"),
+    [("none", 1), ("blocks", 1), ("blocks", 2), ("nested", 2), ("selective", 1)],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_on_the_cpu_the_prediction_is_what_was_followed(precision, checkpointing, size):
@@ -42,7 +52,9 @@ def test_on_the_cpu_the_prediction_is_what_was_followed(precision, checkpointing
     assert sum(record.median(f"{name}_bytes") for name in parts) == record.median("peak_bytes")
     assert record.median("parameters_bytes") == SPEC.model.num_parameters * 4
     assert record.median("backward_peak_bytes") <= record.median("peak_bytes")
-    assert max(map(sum, zip(*(record.series[n] for n in parts), strict=True))) == record.median("peak_bytes")
+    assert max(map(sum, zip(*(record.series[n] for n in parts), strict=True))) == record.median(
+        "peak_bytes"
+    )
     assert Record.from_json(record.to_json()) == record
 
 
@@ -65,17 +77,29 @@ def test_best_k_is_that_of_trying_all():
 
 
 def recorded_steps():
-    """The specs of whole uncompiled steps of the smallest size, and the peaks that an H100 measured.
+    """The specs of whole uncompiled steps of the smallest size, and the peaks that an H100
+    measured.
 
     Every precision of one load, and every load of one precision.
     """
     rows = {}
     for record in records_of("2026-11-21-h100-study.jsonl"):
         spec = record.spec
-        asked = record.kind == "step" and record.status == "ok" and spec["compile"] == "off" and spec["size"] == "small"
+        asked = (
+            record.kind == "step"
+            and record.status == "ok"
+            and spec["compile"] == "off"
+            and spec["size"] == "small"
+        )
         load = spec.get("batch"), spec.get("model", {}).get("context_length")
-        if asked and spec["precision"] != "tf32" and (spec["precision"] == "bf16" or load == (4, 512)):
-            shared = {f.name: spec[f.name] for f in dataclasses.fields(MemorySpec) if f.name in spec}
+        if (
+            asked
+            and spec["precision"] != "tf32"
+            and (spec["precision"] == "bf16" or load == (4, 512))
+        ):
+            shared = {
+                f.name: spec[f.name] for f in dataclasses.fields(MemorySpec) if f.name in spec
+            }
             rows[spec["batch"], spec["model"]["context_length"], spec["precision"]] = (
                 shared,
                 record.median("peak_bytes"),
@@ -84,7 +108,9 @@ def recorded_steps():
 
 
 def recorded_checkpointing():
-    """The specs of four ways of checkpointing, and the peaks that the allocator of an H200 measured."""
+    """The specs of four ways of checkpointing, and the peaks that the allocator of an H200
+    measured.
+    """
     return [
         (record.spec, record.median("peak_bytes"))
         for record in records_of("2026-11-21-h200-memory.jsonl")
@@ -97,7 +123,8 @@ def records_of(name):
 
 
 @pytest.mark.skipif(
-    not torch.cuda.is_available() and shutil.which("g++") is None, reason="pretending CUDA needs a C++ compiler"
+    not torch.cuda.is_available() and shutil.which("g++") is None,
+    reason="pretending CUDA needs a C++ compiler",
 )
 def test_for_cuda_the_prediction_is_within_1_percent_of_what_an_h100_and_an_h200_measured():
     """In a process of its own, which believes from then on that there is a CUDA device."""
@@ -115,7 +142,9 @@ def test_for_cuda_the_prediction_is_within_1_percent_of_what_an_h100_and_an_h200
     known = [*steps, *checkpointing]
     # The loop runs another optimizer; its place in the peak is the fused one's.
     asked = [spec for spec, _ in known] + [checkpointing[-1][0] | {"optimizer": "adamw-loop"}]
-    done = subprocess.run([sys.executable, "-c", code, json.dumps(asked)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(asked)], capture_output=True, text=True, check=True
+    )
     *predicted, looped = map(int, done.stdout.split())
     for (spec, measured), found in zip(known, predicted, strict=True):
         assert abs(found / measured - 1) < 0.01, spec
@@ -137,7 +166,9 @@ def test_what_does_not_fit_is_a_row_with_its_prediction(monkeypatch):
 
 
 def test_a_prediction_stands_beside_what_was_measured():
-    table = summary_table([followed("fp32", "none", 1), run(dataclasses.replace(SPEC, predict="cpu"))])
+    table = summary_table(
+        [followed("fp32", "none", 1), run(dataclasses.replace(SPEC, predict="cpu"))]
+    )
     measured, alone = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
     assert (measured["figures"], alone["figures"]) == ("measured", "predicted")
     assert (measured["peak MiB"], alone["peak MiB"]) == (measured["predicted peak MiB"], "")
@@ -147,16 +178,28 @@ def test_a_prediction_stands_beside_what_was_measured():
 def test_a_prediction_says_what_holds_it():
     small = run(dataclasses.replace(SPEC, predict="cpu"))
     small.spec["predict"] = "sm90"
-    huge = dataclasses.replace(small, metrics={"predicted_peak_bytes": Sample.exact(2**40, "bytes")})
+    huge = dataclasses.replace(
+        small, metrics={"predicted_peak_bytes": Sample.exact(2**40, "bytes")}
+    )
     table = summary_table([small, huge])
-    assert [row[table.columns.index("fits")] for row in table.rows] == ["H100 80GB HBM3", "no: H200 has 141 GB"]
+    assert [row[table.columns.index("fits")] for row in table.rows] == [
+        "H100 80GB HBM3",
+        "no: H200 has 141 GB",
+    ]
     assert "fits" not in summary_table([followed("fp32", "none", 1)]).columns
 
 
 def test_rows_are_named_in_words_for_people_and_by_fields_for_machines():
-    table = summary_table([followed("fp32", "none", 1), run(dataclasses.replace(SPEC, predict="cpu"))])
-    assert table.for_eyes().columns[:2] == ["row", "figures"] and {"precision", "predict"} <= {*table.columns}
-    assert [row[0] for row in table.rows] == ["plain", "predicted for cpu"] and "fp32" in table.caption
+    table = summary_table(
+        [followed("fp32", "none", 1), run(dataclasses.replace(SPEC, predict="cpu"))]
+    )
+    assert table.for_eyes().columns[:2] == ["row", "figures"] and {"precision", "predict"} <= {
+        *table.columns
+    }
+    assert [row[0] for row in table.rows] == [
+        "plain",
+        "predicted for cpu",
+    ] and "fp32" in table.caption
 
 
 def test_an_own_model_is_followed(tmp_path):
@@ -168,7 +211,11 @@ def test_an_own_model_is_followed(tmp_path):
     )
     record = run(dataclasses.replace(SPEC, own=f"{file}:factory"))
     assert record.median("predicted_error") == 0
-    assert [row[0] for row in record.tables["saved_by_block"][1:]] == ["0", "1", "2"] or record.tables["savers"][1:]
+    assert [row[0] for row in record.tables["saved_by_block"][1:]] == [
+        "0",
+        "1",
+        "2",
+    ] or record.tables["savers"][1:]
     assert all(table.rows and table.caption for table in memory_tables(record))
 
 
@@ -193,7 +240,9 @@ def test_a_compiled_step_tells_what_it_keeps_and_that_its_peak_is_not_seen():
     eager, compiled = (run(dataclasses.replace(shallow, compile=mode)) for mode in ("off", "on"))
     assert "peak_bytes" not in compiled.metrics
     assert "the peak is not seen" in compiled.note
-    assert 0 < compiled.median("saved_for_backward_bytes") <= eager.median("saved_for_backward_bytes")
+    assert (
+        0 < compiled.median("saved_for_backward_bytes") <= eager.median("saved_for_backward_bytes")
+    )
     blocks = [name for name, _ in compiled.tables["saved_by_block"][1:] if name]
     assert sorted(blocks) == [f"blocks.{n}" for n in range(2)]
     # Attention's result is wanted by its own gradient and by the product after it, compiled or not.
@@ -210,11 +259,15 @@ def test_a_compiled_step_tells_what_it_keeps_and_that_its_peak_is_not_seen():
 def test_our_loss_is_predicted_to_the_byte(vocabulary):
     """Of an odd vocabulary it pads the weight while it runs."""
     model = dataclasses.replace(SPEC.model, loss="fused", vocab_size=vocabulary)
-    assert run(dataclasses.replace(SPEC, model=model, precision="bf16")).median("predicted_error") == 0
+    assert (
+        run(dataclasses.replace(SPEC, model=model, precision="bf16")).median("predicted_error") == 0
+    )
 
 
 def measured_on_the_gpu(spec, folder):
-    """In a process of its own, as every row is measured: earlier tests' workspaces would be part of the level."""
+    """In a process of its own, as every row is measured: earlier tests' workspaces would be part of
+    the level.
+    """
     return run_isolated(functools.partial(run, folder=folder), spec)
 
 
@@ -224,7 +277,13 @@ def measured_on_the_gpu(spec, folder):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_on_a_gpu_parts_add_up_and_the_prediction_is_near(tmp_path, precision, checkpointing):
     model = ModelSpec.preset("small", context_length=256)
-    spec = MemorySpec(model=model, precision=precision, checkpointing=checkpointing, device="cuda", checkpoint_blocks=2)
+    spec = MemorySpec(
+        model=model,
+        precision=precision,
+        checkpointing=checkpointing,
+        device="cuda",
+        checkpoint_blocks=2,
+    )
     record = measured_on_the_gpu(spec, tmp_path)
     peak = record.median("peak_bytes")
     assert abs(record.median("unexplained_bytes")) < 0.01 * peak
@@ -235,8 +294,12 @@ def test_on_a_gpu_parts_add_up_and_the_prediction_is_near(tmp_path, precision, c
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu_our_parts_are_predicted_too(tmp_path):
-    model = ModelSpec.preset("small", context_length=256, norm="triton", attention="triton", loss="fused")
-    record = measured_on_the_gpu(MemorySpec(model=model, precision="bf16", optimizer="fused", device="cuda"), tmp_path)
+    model = ModelSpec.preset(
+        "small", context_length=256, norm="triton", attention="triton", loss="fused"
+    )
+    record = measured_on_the_gpu(
+        MemorySpec(model=model, precision="bf16", optimizer="fused", device="cuda"), tmp_path
+    )
     assert abs(record.median("predicted_error")) < 0.03
 
 
@@ -244,8 +307,12 @@ def test_on_a_gpu_our_parts_are_predicted_too(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu_a_compiled_step_tells_what_it_keeps(tmp_path):
     model = ModelSpec.preset("small", context_length=256, num_layers=3)
-    record = measured_on_the_gpu(MemorySpec(model=model, precision="bf16", device="cuda", compile="on"), tmp_path)
+    record = measured_on_the_gpu(
+        MemorySpec(model=model, precision="bf16", device="cuda", compile="on"), tmp_path
+    )
     assert abs(record.median("unexplained_bytes")) < 0.01 * record.median("peak_bytes")
     known = sum(row[-1] for row in record.tables["savers"][1:] if row[1] != "outside of operators")
     assert known > 0.95 * record.median("saved_for_backward_bytes")
-    assert {f"blocks.{n}" for n in range(3)} <= {name for name, _ in record.tables["saved_by_block"][1:]}
+    assert {f"blocks.{n}" for n in range(3)} <= {
+        name for name, _ in record.tables["saved_by_block"][1:]
+    }

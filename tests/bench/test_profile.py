@@ -17,7 +17,15 @@ COUNTS = {"warmup": 1, "steps": 2, "seconds": 0.0, "wait": 0, "profiler_warmup":
 
 def nano(**fields):
     shape = {"vocab_size": 300, "context_length": 32, "attention": fields.pop("attention", "eager")}
-    return ProfileSpec(**{"model": ModelSpec.preset("nano", **shape), "size": "nano", "batch": 2, **COUNTS, **fields})
+    return ProfileSpec(
+        **{
+            "model": ModelSpec.preset("nano", **shape),
+            "size": "nano",
+            "batch": 2,
+            **COUNTS,
+            **fields,
+        }
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +50,9 @@ def test_the_parts_add_up_to_the_phases(profiled):
     record, found, _ = profiled
     for phase, values in found.phases_us.items():
         assert sum(c.us for c in found.cells if c.phase == phase) == pytest.approx(sum(values))
-        assert record.median(f"profiled_{phase}_ms") == pytest.approx(sum(values) / len(values) / 1e3)
+        assert record.median(f"profiled_{phase}_ms") == pytest.approx(
+            sum(values) / len(values) / 1e3
+        )
     kinds = {c.kind for c in found.cells}
     assert sum(record.median(f"kind_{kind}_ms") for kind in kinds) == pytest.approx(
         sum(map(sum, found.phases_us.values())) / found.steps / 1e3
@@ -66,7 +76,9 @@ def test_the_phases_are_those_of_the_trace(profiled):
     _, found, place = profiled
     events = json.loads(gzip.decompress((place / "trace.json.gz").read_bytes()))["traceEvents"]
     for phase, values in found.phases_us.items():
-        lengths = [e["dur"] for e in events if e.get("cat") == "user_annotation" and e["name"] == phase]
+        lengths = [
+            e["dur"] for e in events if e.get("cat") == "user_annotation" and e["name"] == phase
+        ]
         assert values == pytest.approx(lengths, abs=1.0)
 
 
@@ -88,7 +100,10 @@ def test_matmul_flops_are_those_of_torch(profiled):
     counter = FlopCounterMode(display=False)
     with counter:
         TransformerLM(nano().model)(tokens, tokens).backward()
-    assert sum(c.flops for c in found.cells if c.kind == "matmul") / found.steps == counter.get_total_flops()
+    assert (
+        sum(c.flops for c in found.cells if c.kind == "matmul") / found.steps
+        == counter.get_total_flops()
+    )
 
 
 def test_nothing_is_silently_other(profiled):
@@ -102,7 +117,9 @@ def test_the_flame_graphs_hold_the_same_time(profiled):
     _, found, place = profiled
     whole = sum(cell.us for cell in found.cells)
     lines = (place / "stacks.txt").read_text().splitlines()
-    assert sum(int(line.rpartition(" ")[2]) for line in lines) / 1e3 == pytest.approx(whole, rel=1e-3)
+    assert sum(int(line.rpartition(" ")[2]) for line in lines) / 1e3 == pytest.approx(
+        whole, rel=1e-3
+    )
     assert any(line.startswith("forward;blocks.1;attention;softmax;") for line in lines)
     scope = json.loads((place / "speedscope.json").read_text())
     assert sum(scope["profiles"][0]["weights"]) == pytest.approx(whole, rel=1e-3)
@@ -124,7 +141,10 @@ def test_cycles_are_one_analysis(tmp_path):
     found = read(record, tmp_path)
     assert found.steps == 4
     place = folder_of(record, tmp_path)
-    assert sorted(path.name for path in place.glob("trace*")) == ["trace-0.json.gz", "trace-1.json.gz"]
+    assert sorted(path.name for path in place.glob("trace*")) == [
+        "trace-0.json.gz",
+        "trace-1.json.gz",
+    ]
     assert len(load(place / "trace-0.json.gz").steps) == 2
 
 
@@ -133,7 +153,9 @@ def test_stacks_are_in_the_flame_graph(tmp_path):
     text = (folder_of(record, tmp_path) / "stacks.txt").read_text()
     assert "parts.py" in text
     found = read(record, tmp_path)
-    assert "blocks.*.attention.softmax" in {cell.range for cell in found.cells if cell.phase == "backward"}
+    assert "blocks.*.attention.softmax" in {
+        cell.range for cell in found.cells if cell.phase == "backward"
+    }
 
 
 def test_a_model_of_ones_own(tmp_path):
@@ -161,7 +183,9 @@ def test_profiling_leaves_the_step_as_it_was():
     with _ranges(spec, step, torch.device("cpu")):
         inside = step.forward(tokens, tokens)
     assert torch.equal(before, inside)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in step.module.modules())
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks for module in step.module.modules()
+    )
 
 
 @pytest.mark.gpu
@@ -169,12 +193,16 @@ def test_profiling_leaves_the_step_as_it_was():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_ranges_add_up_to_the_stopwatch_on_a_gpu(tmp_path, precision):
     model = ModelSpec.preset("small", context_length=512, attention="eager")
-    spec = ProfileSpec(model=model, size="small", batch=16, precision=precision, device="cuda", active=5)
+    spec = ProfileSpec(
+        model=model, size="small", batch=16, precision=precision, device="cuda", active=5
+    )
     record = run(spec, folder=tmp_path)
     found = read(record, tmp_path)
     assert found.on_device
     for phase, values in found.phases_us.items():
         assert sum(values) / 1e3 == pytest.approx(sum(found.watched_ms[phase]), rel=0.02)
     assert not any(cell.phase == "" for cell in found.cells)
-    scores = [c for c in found.cells if c.range == "blocks.*.attention.scores" and c.kind == "matmul"]
+    scores = [
+        c for c in found.cells if c.range == "blocks.*.attention.scores" and c.kind == "matmul"
+    ]
     assert {c.phase for c in scores} == {"forward", "backward"}

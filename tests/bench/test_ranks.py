@@ -1,4 +1,6 @@
-"""Rows that many ranks measure: one record of all, whatever happens to one of them, and the same under torchrun."""
+"""Rows that many ranks measure: one record of all, whatever happens to one of them, and the same
+under torchrun.
+"""
 
 import dataclasses
 import os
@@ -118,7 +120,13 @@ if __name__ == "__main__":
 
 def torchrun(tmp_path, *does, ranks=2):
     (tmp_path / "walk.py").write_text(WALK)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
     return subprocess.run(
         [*command, str(tmp_path / "walk.py"), str(tmp_path / "run"), *does],
         capture_output=True,
@@ -145,7 +153,9 @@ def test_under_torchrun_a_rank_that_fails_alone_costs_its_row_and_no_other(tmp_p
     assert said == ["failed"] * 2 + ["ok"] * 6 + ["oom"] * 2
 
 
-def test_under_torchrun_all_ranks_walk_the_jobs_one_writes_and_a_death_ends_all_and_keeps_the_rows(tmp_path):
+def test_under_torchrun_all_ranks_walk_the_jobs_one_writes_and_a_death_ends_all_and_keeps_the_rows(
+    tmp_path,
+):
     start = time.monotonic()
     died = torchrun(tmp_path, "a", "killed", "b")
     assert died.returncode != 0

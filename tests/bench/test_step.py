@@ -16,13 +16,27 @@ from stepgauge.train import precision as train_precision
 
 def nano(**fields):
     model = ModelSpec.preset("nano", vocab_size=300, context_length=32)
-    return StepSpec(**{"model": model, "size": "nano", "batch": 2, "warmup": 1, "steps": 3, "seconds": 0.0, **fields})
+    return StepSpec(
+        **{
+            "model": model,
+            "size": "nano",
+            "batch": 2,
+            "warmup": 1,
+            "steps": 3,
+            "seconds": 0.0,
+            **fields,
+        }
+    )
 
 
 @pytest.mark.parametrize("phases", PHASES)
 def test_phases_are_timed_and_add_up(phases):
     record = run(nano(phases=phases))
-    timed = {"forward": ["forward"], "backward": ["forward", "backward"], "step": ["forward", "backward", "optimizer"]}
+    timed = {
+        "forward": ["forward"],
+        "backward": ["forward", "backward"],
+        "step": ["forward", "backward", "optimizer"],
+    }
     names = [f"{phase}_ms" for phase in timed[phases]]
     assert [name for name in record.metrics if name.endswith("_ms")] == [*names, "step_ms"]
     assert record.metrics["step_ms"].n == 3
@@ -66,14 +80,17 @@ def test_a_model_beyond_the_hosts_memory_is_a_memory_error_at_once():
 
 def test_seconds_extend_the_sample():
     calls = []
-    times = time_phases({"a": lambda: calls.append(1)}, torch.device("cpu"), warmup=2, steps=1, seconds=0.05)
+    times = time_phases(
+        {"a": lambda: calls.append(1)}, torch.device("cpu"), warmup=2, steps=1, seconds=0.05
+    )
     assert len(times["a"]) == len(times["step"]) == len(calls) - 2 > 1
     times = time_phases({"a": lambda: None}, torch.device("cpu"), warmup=0, steps=4)
     assert len(times["step"]) == 4
 
 
 needs_compiler = pytest.mark.skipif(
-    not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler"
+    not (shutil.which("g++") or shutil.which("clang++")),
+    reason="torch.compile needs a C++ compiler",
 )
 
 
@@ -81,7 +98,8 @@ needs_compiler = pytest.mark.skipif(
 @pytest.mark.parametrize("mode", ["on", "blocks"])
 def test_compiled_rows_give_their_compile_time_apart(mode):
     record = run(nano(compile=mode, steps=5, warmup=1))
-    assert record.median("compile_s") > 10 * record.metrics["step_ms"].p10 / 1e3  # other work may slow a step
+    # other work may slow a step
+    assert record.median("compile_s") > 10 * record.metrics["step_ms"].p10 / 1e3
     assert record.metrics["step_ms"].n == 5
 
 

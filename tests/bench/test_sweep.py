@@ -38,9 +38,13 @@ def run(spec):
         case "host oom":
             torch.empty(2**46, dtype=torch.uint8)
         case "device oom":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total ...")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total ..."
+            )
     process = Sample.exact(os.getpid(), "process")
-    return Record(kind="toy", spec=dataclasses.asdict(spec), metrics={"process": process}, environment=here())
+    return Record(
+        kind="toy", spec=dataclasses.asdict(spec), metrics={"process": process}, environment=here()
+    )
 
 
 def here():
@@ -87,7 +91,8 @@ def test_the_same_sweep_goes_on_where_it_stopped(tmp_path):
     first = outcomes(store, "a", "host oom", "raise")
     second = outcomes(store, "a", "host oom", "raise", "b")
     assert [row.was_there for row in first] == [False] * 3
-    assert [row.was_there for row in second] == [True, True, False, False]  # what failed is tried again
+    # what failed is tried again
+    assert [row.was_there for row in second] == [True, True, False, False]
     assert second[0].record == first[0].record
     again = outcomes(store, "a", fresh=True)
     assert not again[0].was_there
@@ -99,7 +104,9 @@ def test_rows_of_another_device_do_not_count(tmp_path):
     (row,) = outcomes(store, "a")
     other = RunStore(tmp_path / "other")
     other.prepare()
-    other.append(dataclasses.replace(row.record, environment={**row.record.environment, "device": "another"}))
+    other.append(
+        dataclasses.replace(row.record, environment={**row.record.environment, "device": "another"})
+    )
     assert not outcomes(other, "a")[0].was_there
 
 
@@ -142,16 +149,30 @@ def test_the_same_thing_asked_twice_is_measured_once(tmp_path):
 
 
 def test_an_interrupt_during_a_row_ends_it_and_keeps_the_others(tmp_path):
-    command = [sys.executable, "-m", "stepgauge", "bench", "step", "--size", "nano", "--device", "cpu", "--context"]
+    command = [
+        sys.executable,
+        "-m",
+        "stepgauge",
+        "bench",
+        "step",
+        "--size",
+        "nano",
+        "--device",
+        "cpu",
+        "--context",
+    ]
     command += ["16", "--seconds", "0,60", "--steps", "1", "--warmup", "0", "--out", str(tmp_path)]
     run = subprocess.Popen(
         command,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
+        # ignored where tests run in the background
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    assert wait_for(lambda: (tmp_path / "records.jsonl").exists() and RunStore(tmp_path).read().records)
+    assert wait_for(
+        lambda: (tmp_path / "records.jsonl").exists() and RunStore(tmp_path).read().records
+    )
     time.sleep(0.5)
     os.killpg(run.pid, signal.SIGINT)
     _, err = run.communicate(timeout=30)
@@ -162,7 +183,9 @@ def test_an_interrupt_during_a_row_ends_it_and_keeps_the_others(tmp_path):
 
 
 def test_an_interrupt_while_the_server_of_processes_starts_is_told_once(tmp_path):
-    (tmp_path / "slow_server.py").write_text("import pathlib, sys, time\npathlib.Path('begun').touch()\ntime.sleep(1)")
+    (tmp_path / "slow_server.py").write_text(
+        "import pathlib, sys, time\npathlib.Path('begun').touch()\ntime.sleep(1)"
+    )
     code = (
         "from stepgauge.measure import isolate\n"
         "isolate.preload('slow_server')\n"

@@ -15,7 +15,9 @@ PHASES = {"forward": lambda: None, "backward": lambda: None}
 
 @pytest.fixture
 def profiled(monkeypatch, gpu_trace):
-    """Steps whose traces hold kernels alone: a product of 100 µs, and 150 µs of NCCL from its middle on."""
+    """Steps whose traces hold kernels alone: a product of 100 µs, and 150 µs of NCCL from its
+    middle on.
+    """
 
     def profile(phases, device, folder, *, schedule, kernels_alone):
         assert kernels_alone
@@ -43,7 +45,9 @@ def test_of_kernels_alone(profiled):
 
 
 def test_steps_that_do_not_communicate_have_none():
-    assert trace_steps({"forward": lambda: torch.ones(8) @ torch.ones(8)}, torch.device("cpu")) is None
+    assert (
+        trace_steps({"forward": lambda: torch.ones(8) @ torch.ones(8)}, torch.device("cpu")) is None
+    )
 
 
 @pytest.mark.gpu
@@ -57,7 +61,9 @@ def test_kernels_alone_are_recorded_with_their_launches(tmp_path):
         schedule=Schedule(wait=0, warmup=1, active=1),
         kernels_alone=True,
     )
-    categories = {event.get("cat") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
+    categories = {
+        event.get("cat") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    }
     assert {"kernel", "cuda_runtime"} <= categories
     assert not {"cpu_op", "user_annotation"} & categories
     assert len(watched["forward"]) == 1

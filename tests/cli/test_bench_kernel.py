@@ -11,9 +11,15 @@ SMALL = ("--rows", "64", "--width", "32", "--dtype", "fp32", "--seconds", "0", "
 
 
 def test_a_row_a_pass_and_the_absent_named(stepgauge, tmp_path):
-    status, out, err = stepgauge("bench", "kernel", "rms-norm", *SMALL, "--peers", "eager,liger", "--out", tmp_path)
+    status, out, err = stepgauge(
+        "bench", "kernel", "rms-norm", *SMALL, "--peers", "eager,liger", "--out", tmp_path
+    )
     assert status == 0, err
-    assert [r.spec["passes"] for r in RunStore(tmp_path).read().records] == ["forward", "backward", "both"]
+    assert [r.spec["passes"] for r in RunStore(tmp_path).read().records] == [
+        "forward",
+        "backward",
+        "both",
+    ]
     assert "over" in out and "eager" in out
     assert "without liger: No module named" in err
 
@@ -22,13 +28,18 @@ def test_a_row_a_pass_and_the_absent_named(stepgauge, tmp_path):
     ("arguments", "words"),
     [
         (("rms-norm", "--peers", "dance"), "peers is 'dance'; rms-norm has ours, eager"),
-        (("rms-norm", "--grid", "dance"), "grid is 'dance'; rms-norm has default, anchors, norm-layers"),
+        (
+            ("rms-norm", "--grid", "dance"),
+            "grid is 'dance'; rms-norm has default, anchors, norm-layers",
+        ),
         (("adamw", "--passes", "forward"), "passes is 'forward'; choose one of step"),
         (("linear-cross-entropy", "--passes", "backward"), "is measured in forward, both"),
     ],
 )
 def test_mistakes(stepgauge, tmp_path, arguments, words):
-    status, _, err = stepgauge("bench", "kernel", *arguments, "--device", "cpu", "--out", tmp_path / "run")
+    status, _, err = stepgauge(
+        "bench", "kernel", *arguments, "--device", "cpu", "--out", tmp_path / "run"
+    )
     assert status == 2
     assert words in err
 
@@ -63,7 +74,9 @@ def test_op_is_checked_and_placed(stepgauge, tmp_path):
 def test_op_that_raises_is_one_sentence(stepgauge, tmp_path):
     (tmp_path / "mine.py").write_text(OP + "def bad(x): raise RuntimeError('no such tile')")
     target = f"{tmp_path / 'mine.py'}:bad"
-    status, out, err = stepgauge("bench", "op", target, "--device", "cpu", "--out", tmp_path / "run")
+    status, out, err = stepgauge(
+        "bench", "op", target, "--device", "cpu", "--out", tmp_path / "run"
+    )
     assert status == 1
     assert not out
     assert err.count("no such tile") == 1

@@ -1,4 +1,6 @@
-"""The command line as a user meets it: one clear sentence for each mistake, and the right exit status."""
+"""The command line as a user meets it: one clear sentence for each mistake, and the right exit
+status.
+"""
 
 import errno
 import json
@@ -10,7 +12,18 @@ import pytest
 
 from stepgauge.spec.store import RunStore
 
-NANO = ("--size", "nano", "--context", "16", "--vocab-size", "300", "--batch", "2", "--device", "cpu")
+NANO = (
+    "--size",
+    "nano",
+    "--context",
+    "16",
+    "--vocab-size",
+    "300",
+    "--batch",
+    "2",
+    "--device",
+    "cpu",
+)
 QUICK = (*NANO, "--steps", "2", "--seconds", "0", "--warmup", "1")
 
 
@@ -49,7 +62,18 @@ def test_a_mistake_is_one_sentence_and_status_2(stepgauge, tmp_path, arguments, 
 
 
 def test_a_sweep_measures_the_product_and_goes_on(stepgauge, tmp_path):
-    sweep = ("bench", "step", *QUICK, "--precision", "fp32,bf16", "--d-ff", "32", "64", "--out", tmp_path)
+    sweep = (
+        "bench",
+        "step",
+        *QUICK,
+        "--precision",
+        "fp32,bf16",
+        "--d-ff",
+        "32",
+        "64",
+        "--out",
+        tmp_path,
+    )
     status, out, err = stepgauge(*sweep)
     assert status == 0
     assert [(r.spec["precision"], r.spec["model"]["d_ff"]) for r in rows(tmp_path)] == [
@@ -178,7 +202,19 @@ def test_compare_of_runs_that_share_nothing(stepgauge, tmp_path, record, run_fol
     assert "no row of" in one_sentence(err)
 
 
-TRAIN = ("train", "--size", "nano", "--context", "32", "--steps", "12", "--batch", "2", "--device", "cpu")
+TRAIN = (
+    "train",
+    "--size",
+    "nano",
+    "--context",
+    "32",
+    "--steps",
+    "12",
+    "--batch",
+    "2",
+    "--device",
+    "cpu",
+)
 
 
 def test_train_tells_how_the_loss_went(stepgauge, tmp_path):
@@ -193,7 +229,12 @@ def test_train_tells_how_the_loss_went(stepgauge, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "does not exist"), (b"", "is empty"), (b"\0\1", "is binary"), (b"short text\n", "is too short")],
+    [
+        (None, "does not exist"),
+        (b"", "is empty"),
+        (b"\0\1", "is binary"),
+        (b"short text\n", "is too short"),
+    ],
 )
 def test_a_bad_corpus_is_one_sentence(stepgauge, tmp_path, content, words):
     path = tmp_path / "corpus"
@@ -228,14 +269,19 @@ cli.main([])
 
 
 def test_help_shows_values_as_they_are_typed(stepgauge):
-    sweeps, single = (" ".join(stepgauge(*command, "--help")[1].split()) for command in (("bench", "comm"), ("train",)))
+    sweeps, single = (
+        " ".join(stepgauge(*command, "--help")[1].split())
+        for command in (("bench", "comm"), ("train",))
+    )
     assert "--size SIZE..." in sweeps and "[1M]" in sweeps
     assert "--check -c true|false..." in sweeps
     assert "--tied-head [true|false] " in single and "--steps INT " in single
     assert "..." not in single
 
 
-@pytest.mark.parametrize("command", [(), ("bench", "step"), ("train",), ("study",), ("show",), ("compare",)])
+@pytest.mark.parametrize(
+    "command", [(), ("bench", "step"), ("train",), ("study",), ("show",), ("compare",)]
+)
 def test_help_fits_80_columns_and_needs_no_torch(command):
     code = "import sys; from stepgauge import cli; cli.run(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     done = subprocess.run(
@@ -291,8 +337,13 @@ def test_a_checkpoint_that_finds_no_place_is_one_sentence(stepgauge, tmp_path):
 
 
 def test_study_names_and_refuses(stepgauge, tmp_path):
-    for arguments, words in ((("--only", "dance"), "experiment is 'dance'"), (("--only",), "only needs a value")):
-        status, _, err = stepgauge("study", *arguments, "--device", "cpu", "--out", tmp_path / "run")
+    for arguments, words in (
+        (("--only", "dance"), "experiment is 'dance'"),
+        (("--only",), "only needs a value"),
+    ):
+        status, _, err = stepgauge(
+            "study", *arguments, "--device", "cpu", "--out", tmp_path / "run"
+        )
         assert status == 2
         assert words in one_sentence(err)
 

@@ -14,7 +14,9 @@ BENCH = ("bench", "comm", "--device", "cpu", "--seconds", "0.01", "-n", "3", "-w
 
 def test_bench_comm_then_fit(stepgauge, tmp_path):
     run, hardware, page = tmp_path / "run", tmp_path / "box.json", tmp_path / "fit.html"
-    status, out, err = stepgauge(*BENCH, "-b", "64K", "-e", "1M", "-f", "2", "-c", "1", "--out", run, "--format", "csv")
+    status, out, err = stepgauge(
+        *BENCH, "-b", "64K", "-e", "1M", "-f", "2", "-c", "1", "--out", run, "--format", "csv"
+    )
     assert status == 0, err
     lines = out.splitlines()
     assert lines[0].startswith("op,over,ranks,timing,size B,count,type,redop,time µs")
@@ -44,10 +46,16 @@ def test_bench_comm_then_fit(stepgauge, tmp_path):
     ("arguments", "words"),
     [
         (("--ranks", "1"), "ranks is 1; a collective between one rank moves no bytes"),
-        (("--size", "1X"), "size_bytes is '1X'; it must be a number of bytes such as 65536, 512K, 1M or 2G"),
+        (
+            ("--size", "1X"),
+            "size_bytes is '1X'; it must be a number of bytes such as 65536, 512K, 1M or 2G",
+        ),
         (("--nodes", "2"), "nodes is 2; several nodes are started by torchrun"),
         (("--backend", "nccl"), "NCCL moves GPU tensors only"),
-        (("-b", "1K", "-e", "1M", "--size", "3K"), "size is given beside a range from begin to end"),
+        (
+            ("-b", "1K", "-e", "1M", "--size", "3K"),
+            "size is given beside a range from begin to end",
+        ),
         (("-e", "1M"), "end is 1M without a begin"),
         (("-f", "4"), "factor is 4.0 without a begin"),
         (("-b", "1M", "-e", "1K"), "begin must be at least 1 and end not less"),
@@ -91,7 +99,11 @@ def test_explain_shows_what_real_processes_have(stepgauge, tmp_path):
     assert "rank 0 ──part 1──▶ rank 1" in out  # scatter
     assert "reduce-scatter 2" in out
     assert "4 steps; each rank sends 2·(3 − 1)·K/3 of K bytes" in out
-    waits = [line.split()[-1] for line in out[out.index("barrier") :].splitlines() if line.startswith("rank")][:3]
+    waits = [
+        line.split()[-1]
+        for line in out[out.index("barrier") :].splitlines()
+        if line.startswith("rank")
+    ][:3]
     assert float(waits[0]) > float(waits[1]) > 30
     assert page.read_text().count("<svg") >= 11
 
@@ -115,7 +127,19 @@ def test_arrows_are_the_operation():
 
 
 def test_bench_broadcast(stepgauge, tmp_path):
-    asked = ("--device", "cpu", "--size", "1M", "--block", "256K", "128K", "--repeats", "2", "--gpus", "2")
+    asked = (
+        "--device",
+        "cpu",
+        "--size",
+        "1M",
+        "--block",
+        "256K",
+        "128K",
+        "--repeats",
+        "2",
+        "--gpus",
+        "2",
+    )
     status, out, err = stepgauge("bench", "broadcast", *asked, "--out", tmp_path, "--format", "csv")
     assert status == 0, err
     # Without blocks one row, with blocks one a size.

@@ -15,7 +15,9 @@ def terminal(monkeypatch, capsys):
     def make(width):
         class Narrow(console.Output):
             def __init__(self, **settings):
-                super().__init__(**({"width": width} | settings), force_terminal=True, color_system=None)
+                super().__init__(
+                    **({"width": width} | settings), force_terminal=True, color_system=None
+                )
 
         monkeypatch.setattr(console, "Output", Narrow)
         return lambda: [line.rstrip() for line in capsys.readouterr().out.splitlines()]
@@ -24,8 +26,12 @@ def terminal(monkeypatch, capsys):
 
 
 def table(rows=2, **more):
-    cells = [[f"row{r}", *(f"{1000 * r + i:,}.5" for i in range(len(FIGURES)))] for r in range(rows)]
-    return Table(["name", *FIGURES], cells, numeric=frozenset(FIGURES), caption="what they share", **more)
+    cells = [
+        [f"row{r}", *(f"{1000 * r + i:,}.5" for i in range(len(FIGURES)))] for r in range(rows)
+    ]
+    return Table(
+        ["name", *FIGURES], cells, numeric=frozenset(FIGURES), caption="what they share", **more
+    )
 
 
 @pytest.mark.parametrize("width", [30, 44, 80])
@@ -50,7 +56,9 @@ def test_in_a_file_a_table_is_whole(monkeypatch, capsys):
 def test_a_remark_wraps_and_figures_do_not(terminal):
     printed = terminal(60)
     remarked = Table(
-        ["name", "step ms", "remark"], [["row0", "1.5", "device memory ran out " * 4]], frozenset(["step ms"])
+        ["name", "step ms", "remark"],
+        [["row0", "1.5", "device memory ran out " * 4]],
+        frozenset(["step ms"]),
     )
     console.print_table(remarked)
     lines = printed()
@@ -61,7 +69,9 @@ def test_a_remark_wraps_and_figures_do_not(terminal):
 def test_long_names_fold_to_half_of_the_width_and_nothing_is_cut(terminal):
     printed = terminal(40)
     names = ["blocks.0.feed_forward.gate_up.weight", "blocks.11.attention.output.weight"]
-    console.print_table(Table(["name", *FIGURES], [[name, *["1,234.5"] * 8] for name in names], frozenset(FIGURES)))
+    console.print_table(
+        Table(["name", *FIGURES], [[name, *["1,234.5"] * 8] for name in names], frozenset(FIGURES))
+    )
     text = "\n".join(printed())
     assert max(map(len, text.splitlines())) <= 40 and text.count("1,234.5") == 16
     columns = "".join(line.split("  ")[0].strip() for line in text.split("\n\n")[0].splitlines())
@@ -71,7 +81,9 @@ def test_long_names_fold_to_half_of_the_width_and_nothing_is_cut(terminal):
 def test_figures_that_name_rows_are_in_each_part(terminal):
     printed = terminal(40)
     cells = [["all_reduce", str(size), *["1,234.5"] * len(FIGURES)] for size in (512, 1024)]
-    console.print_table(Table(["op", "size B", *FIGURES], cells, frozenset(["size B", *FIGURES]), names=2))
+    console.print_table(
+        Table(["op", "size B", *FIGURES], cells, frozenset(["size B", *FIGURES]), names=2)
+    )
     parts = "\n".join(printed()).split("\n\n")
     assert len(parts) > 1 and all("512" in part and "1024" in part for part in parts)
 

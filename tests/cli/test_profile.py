@@ -7,7 +7,18 @@ import pytest
 
 from stepgauge.spec.store import RunStore
 
-NANO = ("--size", "nano", "--context", "16", "--vocab-size", "300", "--batch", "2", "--device", "cpu")
+NANO = (
+    "--size",
+    "nano",
+    "--context",
+    "16",
+    "--vocab-size",
+    "300",
+    "--batch",
+    "2",
+    "--device",
+    "cpu",
+)
 QUICK = (*NANO, "--steps", "2", "--seconds", "0", "--warmup", "1", "--active", "1", "--wait", "0")
 
 
@@ -22,7 +33,13 @@ def test_profile_step_then_its_trace(stepgauge, tmp_path):
     run = tmp_path / "run"
     status, out, err = stepgauge("profile", "step", *QUICK, "--attention", "eager", "--out", run)
     assert status == 0, err
-    for words in ("sum of ranges", "blocks.*.attention.softmax", "Kinds of work", "placed because", "of\nroofline"):
+    for words in (
+        "sum of ranges",
+        "blocks.*.attention.softmax",
+        "Kinds of work",
+        "placed because",
+        "of\nroofline",
+    ):
         assert words.split("\n")[0] in out
     (record,) = RunStore(run).read().records
     assert record.kind == "profile"
@@ -32,11 +49,15 @@ def test_profile_step_then_its_trace(stepgauge, tmp_path):
     assert {path.name for path in place.iterdir()} == {
         "analysis.json", "speedscope.json", "stacks.txt", "trace.json.gz",
     }  # fmt: skip
-    status, out, err = stepgauge("profile", "trace", place / "trace.json.gz", "--out", tmp_path / "again")
+    status, out, err = stepgauge(
+        "profile", "trace", place / "trace.json.gz", "--out", tmp_path / "again"
+    )
     assert status == 0, err
     assert "blocks.*.attention.softmax" in out
     assert (tmp_path / "again" / "report.html").exists()
-    status, out, _ = stepgauge("profile", "step", *QUICK, "--attention", "eager", "--out", run, "--format", "csv")
+    status, out, _ = stepgauge(
+        "profile", "step", *QUICK, "--attention", "eager", "--out", run, "--format", "csv"
+    )
     assert status == 0
     assert len(RunStore(run).read().records) == 1  # it was there
     assert stepgauge("show", run)[0] == 0
@@ -50,7 +71,10 @@ def test_traces_of_one_name_keep_their_own_folders(stepgauge, tmp_path, gpu_trac
     status, out, err = stepgauge("profile", "trace", *files, "--out", tmp_path / "out")
     assert status == 0, err
     assert "stopwatch" not in out  # another program's trace comes without one
-    assert all((tmp_path / "out" / folder / "trace" / "analysis.json").exists() for folder in ("first", "second"))
+    assert all(
+        (tmp_path / "out" / folder / "trace" / "analysis.json").exists()
+        for folder in ("first", "second")
+    )
     report = (tmp_path / "out" / "report.html").read_text()
     assert all(f"<h2>{folder}/trace</h2>" in report for folder in ("first", "second"))
     status, _, err = stepgauge("profile", "trace", files[0], files[0])
@@ -58,7 +82,9 @@ def test_traces_of_one_name_keep_their_own_folders(stepgauge, tmp_path, gpu_trac
     assert "give each trace once" in sentence(err)
 
 
-def test_files_are_there_whatever_becomes_of_the_reader(stepgauge, tmp_path, gpu_trace_text, closed_pipe):
+def test_files_are_there_whatever_becomes_of_the_reader(
+    stepgauge, tmp_path, gpu_trace_text, closed_pipe
+):
     """As `stepgauge profile ... | head` has it, whose pipe closes first."""
     path = tmp_path / "trace.json"
     path.write_text(gpu_trace_text)
@@ -86,7 +112,9 @@ def test_json_of_several_tables_is_one_document(stepgauge, tmp_path, gpu_trace_t
 
 
 def test_rows_of_one_size_are_told_apart(stepgauge, tmp_path):
-    status, out, err = stepgauge("profile", "step", *QUICK, "--attention", "eager", "sdpa", "--out", tmp_path / "run")
+    status, out, err = stepgauge(
+        "profile", "step", *QUICK, "--attention", "eager", "sdpa", "--out", tmp_path / "run"
+    )
     assert status == 0, err
     assert "nano batch 2 × 16 fp32 vocabulary 300\n" in out
     assert "nano batch 2 × 16 fp32 vocabulary 300 attention eager\n" in out
@@ -154,8 +182,14 @@ def test_a_mistake_is_one_sentence_and_status_2(stepgauge, tmp_path, arguments, 
     [
         (("mine.py:make",), "there is no file mine.py"),
         (("mine",), "name it as FILE.py:factory"),
-        (("mine.py:make", "--size", "medium"), "size is 'medium'; an own model brings its network and batch"),
-        (("mine.py:make", "--context", "64"), "context_length is 64; an own model brings its network and batch"),
+        (
+            ("mine.py:make", "--size", "medium"),
+            "size is 'medium'; an own model brings its network and batch",
+        ),
+        (
+            ("mine.py:make", "--context", "64"),
+            "context_length is 64; an own model brings its network and batch",
+        ),
         (("mine.py:make", "--batch", "8"), "batch is 8; an own model brings its network and batch"),
     ],
 )
@@ -186,19 +220,36 @@ def test_types_have_no_options_that_change_none(stepgauge):
 
 def test_blocks_without_checkpointing_are_no_rows_of_their_own(stepgauge, tmp_path):
     run = tmp_path / "run"
-    sweep = ("--predict", "cpu", "--checkpointing", "none", "blocks", "--checkpoint-blocks", "2", "1")
+    sweep = (
+        "--predict",
+        "cpu",
+        "--checkpointing",
+        "none",
+        "blocks",
+        "--checkpoint-blocks",
+        "2",
+        "1",
+    )
     status, _, err = stepgauge("profile", "memory", *NANO, *sweep, "--out", run)
     assert status == 0, err
-    rows = [(r.spec["checkpointing"], r.spec["checkpoint_blocks"]) for r in RunStore(run).read().records]
+    rows = [
+        (r.spec["checkpointing"], r.spec["checkpoint_blocks"]) for r in RunStore(run).read().records
+    ]
     assert rows == [("none", 1), ("blocks", 2), ("blocks", 1)]
-    assert "checkpoint_blocks says nothing to 1 of 4 rows; rows that differ in it alone are one" in err
+    assert (
+        "checkpoint_blocks says nothing to 1 of 4 rows; rows that differ in it alone are one" in err
+    )
 
 
 def test_a_row_of_an_own_model_has_its_functions_name(stepgauge, tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("import torch\n\ndef perceptron():\n    return torch.nn.Linear(8, 8), (torch.randn(4, 8),)\n")
+    file.write_text(
+        "import torch\n\ndef perceptron():\n    return torch.nn.Linear(8, 8), (torch.randn(4, 8),)\n"
+    )
     run = tmp_path / "run"
-    status, _, err = stepgauge("profile", "memory", "--device", "cpu", "--own", f"{file}:perceptron", "--out", run)
+    status, _, err = stepgauge(
+        "profile", "memory", "--device", "cpu", "--own", f"{file}:perceptron", "--out", run
+    )
     assert status == 0, err
     status, out, _ = stepgauge("show", run, "--format", "csv")
     assert status == 0
@@ -207,16 +258,30 @@ def test_a_row_of_an_own_model_has_its_functions_name(stepgauge, tmp_path):
 
 def test_of_several_ranks_the_first_table_has_one_line_each(stepgauge, tmp_path, gpu_trace_text):
     silent = json.loads(gpu_trace_text)
-    silent["traceEvents"] = [e for e in silent["traceEvents"] if "nccl" not in e.get("name", "").lower()]
+    silent["traceEvents"] = [
+        e for e in silent["traceEvents"] if "nccl" not in e.get("name", "").lower()
+    ]
     for name, text in (("rank0.json", gpu_trace_text), ("rank1.json", json.dumps(silent))):
         (tmp_path / name).write_text(text)
     files = [tmp_path / "rank0.json", tmp_path / "rank1.json"]
     status, out, err = stepgauge("profile", "trace", *files, "--format", "csv")
     assert status == 0 and "first table is of all 2 traces" in err
     head, *rows = (line.split(",") for line in out.splitlines()[:3])
-    assert head == ["rank", "step ms", "busy ms", "idle ms", "communication ms", "overlap", "exposed ms"]
+    assert head == [
+        "rank",
+        "step ms",
+        "busy ms",
+        "idle ms",
+        "communication ms",
+        "overlap",
+        "exposed ms",
+    ]
     talking, quiet = (dict(zip(head, row, strict=True)) for row in rows)
-    assert float(talking["busy ms"]) + float(talking["idle ms"]) == pytest.approx(float(talking["step ms"]), rel=1e-2)
+    assert float(talking["busy ms"]) + float(talking["idle ms"]) == pytest.approx(
+        float(talking["step ms"]), rel=1e-2
+    )
     hidden = float(talking["overlap"]) * float(talking["communication ms"])
-    assert hidden + float(talking["exposed ms"]) == pytest.approx(float(talking["communication ms"]), rel=1e-2)
+    assert hidden + float(talking["exposed ms"]) == pytest.approx(
+        float(talking["communication ms"]), rel=1e-2
+    )
     assert quiet["communication ms"] == quiet["overlap"] == quiet["exposed ms"] == ""

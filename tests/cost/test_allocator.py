@@ -1,4 +1,6 @@
-"""The model of the caching allocator against rules that torch documents and cases worked out by hand."""
+"""The model of the caching allocator against rules that torch documents and cases worked out by
+hand.
+"""
 
 import itertools
 import random
@@ -18,7 +20,8 @@ def test_sizes_are_rounded_and_counted_as_torch_counts_them():
 
 def test_a_large_block_keeps_a_rest_of_up_to_a_mebibyte():
     allocator = CachingAllocator()
-    allocator.allocate(10 * MIB + 512)  # a segment of its own, rounded up to 12 MiB: 2 MiB - 512 are split off
+    # a segment of its own, rounded up to 12 MiB: 2 MiB - 512 are split off
+    allocator.allocate(10 * MIB + 512)
     assert (allocator.allocated, allocator.reserved) == (10 * MIB + 512, 12 * MIB)
     allocator.allocate(11 * MIB)  # 12 MiB, of which 1 MiB is too little to split off
     assert (allocator.allocated, allocator.reserved) == (10 * MIB + 512 + 12 * MIB, 24 * MIB)

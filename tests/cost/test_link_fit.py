@@ -1,4 +1,6 @@
-"""Fits of time against bytes: they find the pieces that made the points, and are honest about sizes not seen."""
+"""Fits of time against bytes: they find the pieces that made the points, and are honest about sizes
+not seen.
+"""
 
 import json
 import math
@@ -36,7 +38,10 @@ def test_the_size_where_the_algorithm_changes_is_found():
 
 
 def test_noise_makes_no_pieces():
-    noisy = [Point(size, (0.1 + size / 1e10 * 1e3) * (1 + 0.008 * (-1) ** i)) for i, size in enumerate(SIZES)]
+    noisy = [
+        Point(size, (0.1 + size / 1e10 * 1e3) * (1 + 0.008 * (-1) ** i))
+        for i, size in enumerate(SIZES)
+    ]
     assert len(fit(noisy)) == 1
 
 
@@ -59,7 +64,9 @@ def test_sizes_that_were_held_out_are_not_fitted():
     assert sorted(seen + unseen) == points
     assert points[0] in seen
     assert points[-1] in seen
-    wrong_there = [point._replace(ms=point.ms * 2) if point in unseen else point for point in points]
+    wrong_there = [
+        point._replace(ms=point.ms * 2) if point in unseen else point for point in points
+    ]
     found = link(wrong_there, asked={"op": "all_reduce"}, measured={})
     assert set(found.held_out) == {point.bytes for point in unseen}
     assert found.held_out_error() == pytest.approx(0.5, rel=1e-3)
@@ -80,7 +87,9 @@ def test_one_size_is_no_line():
 def test_links_in_a_hardware_file(tmp_path):
     path = tmp_path / "machines" / "box.json"
     found = link(
-        [Point(size, 0.1 + size / 1e7) for size in SIZES], asked={"op": "reduce", "ranks": 2}, measured={"date": "d"}
+        [Point(size, 0.1 + size / 1e7) for size in SIZES],
+        asked={"op": "reduce", "ranks": 2},
+        measured={"date": "d"},
     )
     HardwareFile(name="box", other={"peaks": {"bf16": 1}}).with_links([found]).write(path)
     again = HardwareFile.read(path)
@@ -88,13 +97,19 @@ def test_links_in_a_hardware_file(tmp_path):
     assert again.other == {"peaks": {"bf16": 1}}
     assert again.link(op="reduce").time_ms(10**6) == pytest.approx(0.2, rel=1e-3)
     assert again.link(op="gather") is None
-    replaced = again.with_links([link([Point(1, 1.0), Point(2, 2.0)], asked=found.asked, measured={})])
+    replaced = again.with_links(
+        [link([Point(1, 1.0), Point(2, 2.0)], asked=found.asked, measured={})]
+    )
     assert len(replaced.links) == 1
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("[]", "no hardware file"), ("{", "cannot read"), ('{"schema": 1, "links": [{"op": 1}]}', "not a link")],
+    [
+        ("[]", "no hardware file"),
+        ("{", "cannot read"),
+        ('{"schema": 1, "links": [{"op": 1}]}', "not a link"),
+    ],
 )
 def test_what_is_no_hardware_file(tmp_path, text, words):
     (tmp_path / "bad.json").write_text(text)

@@ -1,4 +1,6 @@
-"""What the kernels' tests share: poisoned memory, and Triton's interpreter, mended where numpy 2.4 breaks 3.6's."""
+"""What the kernels' tests share: poisoned memory, and Triton's interpreter, mended where numpy 2.4
+breaks 3.6's.
+"""
 
 import math
 
@@ -7,11 +9,12 @@ import torch
 
 
 def mend_interpreter(set_attribute=setattr):
-    """Let a kernel's argument be the bound of a range(), and products of bf16 be products of their numbers.
+    """Let a kernel's argument be the bound of a range(), and products of bf16 be products of their
+    numbers.
 
-    Triton 3.6 makes an int of a one-element array, which numpy 2.4 forbids: the interpreter takes it as an index. It
-    keeps bf16 as the 16 bits' integers and multiplies those. Call it in a process whose TRITON_INTERPRET is 1;
-    `set_attribute` replaces the interpreter's functions.
+    Triton 3.6 makes an int of a one-element array, which numpy 2.4 forbids: the interpreter takes
+    it as an index. It keeps bf16 as the 16 bits' integers and multiplies those. Call it in a
+    process whose TRITON_INTERPRET is 1; `set_attribute` replaces the interpreter's functions.
     """
     import numpy
     from triton import language
@@ -62,7 +65,9 @@ def poisoned(monkeypatch):
 
 
 class Hopper:
-    """Stands in for Triton's driver, which this machine may lack: compiling and tracing ask for the target."""
+    """Stands in for Triton's driver, which this machine may lack: compiling and tracing ask for the
+    target.
+    """
 
     def get_current_target(self):
         from triton.backends.compiler import GPUTarget

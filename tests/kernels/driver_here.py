@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 needs_compiler = pytest.mark.skipif(
-    not (shutil.which("c++") or shutil.which("g++")) or not Path(sysconfig.get_paths()["include"], "Python.h").exists(),
+    not (shutil.which("c++") or shutil.which("g++"))
+    or not Path(sysconfig.get_paths()["include"], "Python.h").exists(),
     reason="needs a C++ compiler and Python.h",
 )
 LAUNCH = ctypes.CFUNCTYPE(
@@ -24,7 +25,9 @@ def addresses(functions):
 
 
 class Driver:
-    """What every test's driver does: one stream, contexts that are remembered, and `statuses` for the next launches."""
+    """What every test's driver does: one stream, contexts that are remembered, and `statuses` for
+    the next launches.
+    """
 
     def __init__(self):
         self.launches, self.statuses, self.contexts = [], [], []

@@ -41,7 +41,8 @@ def parameters(dtype=torch.float32, device="cpu", shapes=SHAPES):
     generator = torch.Generator().manual_seed(0)
     # .to alone would share memory between the copies that are compared.
     return [
-        torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype, copy=True)) for shape in shapes
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype, copy=True))
+        for shape in shapes
     ]
 
 
@@ -82,7 +83,10 @@ def test_groups_keep_their_own_settings_and_schedulers_reach_them():
     ours, theirs = parameters(), parameters()
 
     def make(cls, params):
-        optimizer = cls([{"params": params[:2], "lr": 1e-3, "weight_decay": 0.0}, {"params": params[2:]}], lr=3e-2)
+        optimizer = cls(
+            [{"params": params[:2], "lr": 1e-3, "weight_decay": 0.0}, {"params": params[2:]}],
+            lr=3e-2,
+        )
         return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
     (a, a_schedule), (b, b_schedule) = make(FusedAdamW, ours), make(torch.optim.AdamW, theirs)
@@ -279,7 +283,9 @@ def on_kernel(monkeypatch, interpreter):
 
     make, launch = tables.Tables, tables.launch
     monkeypatch.setattr(package, "_on_kernel_device", lambda tensor: True)
-    monkeypatch.setattr(tables, "Tables", lambda numels, device, chunk: make(numels, device, chunk=64))
+    monkeypatch.setattr(
+        tables, "Tables", lambda numels, device, chunk: make(numels, device, chunk=64)
+    )
     monkeypatch.setattr(tables, "launch", counted)
     return launches
 
@@ -427,14 +433,26 @@ def test_kernel_compiles_wide_and_without_spills(arch, dtype):
     types = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
     kernel, shape = kernels.adamw_kernel, kernels.SHAPES[4 if dtype == "fp32" else 2]
     options = {"PARAM_TYPE": types[dtype], "GRAD_TYPE": types[dtype], "ALIGNED": True}
-    options |= {"CHUNK": shape.chunk, "BLOCK": shape.block, "MAXIMIZE": False, "EVICTION": kernels.EVICTION}
+    options |= {
+        "CHUNK": shape.chunk,
+        "BLOCK": shape.block,
+        "MAXIMIZE": False,
+        "EVICTION": kernels.EVICTION,
+    }
     options |= {"HAS_LR": False, "HAS_SCALE": True, "HAS_FOUND_INF": True}
-    pointers = {"chunk_ptr": "*i32", "numel_ptr": "*i64", "table_ptr": "*i64", "counter_ptr": "*i32"}
+    pointers = {
+        "chunk_ptr": "*i32",
+        "numel_ptr": "*i64",
+        "table_ptr": "*i64",
+        "counter_ptr": "*i32",
+    }
     names = [name for name in kernel.arg_names if name not in options and name != "lr_ptr"]
     aligned = [name for name in names if name.endswith("_ptr")]
     numbers = {name: "i32" if name.startswith("num_") else "fp32" for name in names}
     signature = numbers | {name: pointers.get(name, "*fp32") for name in aligned}
-    compiled = compile_ahead(kernel, arch, signature, options, aligned=aligned, options={"num_warps": shape.num_warps})
+    compiled = compile_ahead(
+        kernel, arch, signature, options, aligned=aligned, options={"num_warps": shape.num_warps}
+    )
     # An address from a table brings no alignment; the hint must reach the loads and stores.
     assert compiled.asm["ptx"].count("ld.global.v4.b32") >= 6
     assert compiled.asm["ptx"].count("st.global.v4.b32") >= 5
@@ -451,7 +469,8 @@ GPU_SHAPES = [(1000, 513), (3, 7), (), (16384,), (16385,), (40000,), (2560,), (1
 @needs_gpu
 def test_gpu_equals_float64_over_1000_steps():
     ours, theirs, exact = (
-        parameters(dtype, "cuda", GPU_SHAPES) for dtype in (torch.float32, torch.float32, torch.float64)
+        parameters(dtype, "cuda", GPU_SHAPES)
+        for dtype in (torch.float32, torch.float32, torch.float64)
     )
     a = FusedAdamW(ours, **HYPER)
     b = torch.optim.AdamW(theirs, **HYPER, fused=True)

@@ -1,7 +1,9 @@
-"""Attention: the oracle against torch, the tiles against the oracle, the kernels against both, the choices.
+"""Attention: the oracle against torch, the tiles against the oracle, the kernels against both, the
+choices.
 
-Without a GPU the kernels run in Triton's interpreter (in a process of its own, since the choice is made when Triton is
-imported) and are compiled ahead of time for three architectures. The tests marked gpu cover every type against float64.
+Without a GPU the kernels run in Triton's interpreter (in a process of its own, since the choice is
+made when Triton is imported) and are compiled ahead of time for three architectures. The tests
+marked gpu cover every type against float64.
 """
 
 import dataclasses
@@ -52,11 +54,13 @@ def relative(value, reference, scale=0.0):
 
 
 def cancelling_scales(q, k, v, grad_o, is_causal, scale=None):
-    """Norms that errors of (o, lse, dq, dk, dv) are held against where the result itself is smaller: 0, 0, x, y, 0.
+    """Norms that errors of (o, lse, dq, dk, dv) are held against where the result itself is
+    smaller: 0, 0, x, y, 0.
 
-    dS = P (dP - delta) is a difference of two sums over D, each rounded. For a row that sees one key they are equal, so
-    dq and dk are zero and what is left of them is the rounding of dP: there is no relative error of a zero. The scale
-    of what cancels is that of P dP alone: x = |s (P dP) K|, y = |s (P dP)^T Q|, in float64.
+    dS = P (dP - delta) is a difference of two sums over D, each rounded. For a row that sees one
+    key they are equal, so dq and dk are zero and what is left of them is the rounding of dP: there
+    is no relative error of a zero. The scale of what cancels is that of P dP alone: x = |s (P dP)
+    K|, y = |s (P dP)^T Q|, in float64.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v, grad_o = (x.detach().double() for x in (q, k, v, grad_o))
@@ -72,14 +76,20 @@ def cancelling_scales(q, k, v, grad_o, is_causal, scale=None):
 
 def make(q_shape, k_shape, dtype=torch.float32, device="cpu", seed=0):
     g = torch.Generator().manual_seed(seed)
-    return [torch.randn(s, generator=g).to(dtype).to(device) for s in (q_shape, k_shape, k_shape, q_shape)]
+    return [
+        torch.randn(s, generator=g).to(dtype).to(device)
+        for s in (q_shape, k_shape, k_shape, q_shape)
+    ]
 
 
 def float64_reference(q, k, v, grad_o, is_causal, scale=None):
     """(o, lse, dq, dk, dv) in float64, key heads repeated for their groups."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     group = q.shape[-3] // k.shape[-3] if q.ndim > 2 else 1
-    wide = [leaves[0], *(x.repeat_interleave(group, dim=-3) if group > 1 else x for x in leaves[1:])]
+    wide = [
+        leaves[0],
+        *(x.repeat_interleave(group, dim=-3) if group > 1 else x for x in leaves[1:]),
+    ]
     o, lse = attention(*wide, is_causal=is_causal, scale=scale)
     return [o.detach(), lse.detach(), *torch.autograd.grad(o, leaves, grad_o.double())]
 
@@ -98,7 +108,9 @@ def test_oracle_equals_torch(t_q, t_k, is_causal):
     scores = q @ k.transpose(-1, -2) / math.sqrt(8)
     if is_causal:
         scores = scores.masked_fill(torch.arange(t_q)[:, None] < torch.arange(t_k), -math.inf)
-    torch.testing.assert_close((scores - lse[..., None]).exp().sum(-1), torch.ones(2, 3, t_q, dtype=torch.float64))
+    torch.testing.assert_close(
+        (scores - lse[..., None]).exp().sum(-1), torch.ones(2, 3, t_q, dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -121,7 +133,13 @@ def test_reference_saves_five_tensors(dtype):
     q, k, v, _ = make((2, 150, 32), (2, 140, 32), dtype)
     o = FlashAttentionReference.apply(q.requires_grad_(), k, v, True)
     saved = o.grad_fn.saved_tensors
-    assert [tuple(x.shape) for x in saved] == [(2, 150, 32), (2, 140, 32), (2, 140, 32), (2, 150, 32), (2, 150)]
+    assert [tuple(x.shape) for x in saved] == [
+        (2, 150, 32),
+        (2, 140, 32),
+        (2, 140, 32),
+        (2, 150, 32),
+        (2, 150),
+    ]
     lse = [x for x in saved if x.shape == (2, 150)]
     assert len(lse) == 1 and lse[0].dtype == torch.float32
     expected = attention(q.detach().double(), k.double(), v.double(), is_causal=True)[1]
@@ -131,7 +149,9 @@ def test_reference_saves_five_tensors(dtype):
 def test_reference_holds_no_square_matrix(monkeypatch):
     sizes = []
     matmul = torch.Tensor.__matmul__
-    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: sizes.append((r := matmul(a, b)).numel()) or r)
+    monkeypatch.setattr(
+        torch.Tensor, "__matmul__", lambda a, b: sizes.append((r := matmul(a, b)).numel()) or r
+    )
     q, k, v, grad_o = make((1000, 16), (1000, 16))
     FlashAttentionReference.apply(q.requires_grad_(), k, v).backward(grad_o)
     assert len(sizes) > 100 and max(sizes) <= 128 * 128
@@ -215,7 +235,12 @@ def test_fake_tensors():
         q = torch.empty(2, 70, 4, 64, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
         k = torch.empty(2, 2, 90, 64, dtype=torch.bfloat16, device="cuda")
         o = flash_attention(q, k, k, is_causal=True)
-        assert o.shape == q.shape and o.stride() == q.stride() and o.dtype == q.dtype and o.device == q.device
+        assert (
+            o.shape == q.shape
+            and o.stride() == q.stride()
+            and o.dtype == q.dtype
+            and o.device == q.device
+        )
         lse = torch.ops.stepgauge.flash_attention(q, k, k, True, 0.1, True)[1]
         assert lse.shape == (2, 4, 70) and lse.dtype == torch.float32
 
@@ -226,13 +251,17 @@ def test_fake_tensors():
 def test_flops_are_counted(function):
     from torch.utils.flop_counter import FlopCounterMode
 
-    q, k, v = (torch.empty(2, h, t, 64, device="meta", requires_grad=True) for h, t in ((4, 70), (2, 90), (2, 90)))
+    q, k, v = (
+        torch.empty(2, h, t, 64, device="meta", requires_grad=True)
+        for h, t in ((4, 70), (2, 90), (2, 90))
+    )
     with FlopCounterMode(display=False) as counter:
         if function == "public":
             o = flash_attention(q, k, v, is_causal=True)
         else:
             o = FlashAttentionTriton.apply(q, k, v, True)
-        # Two products forward, five backward, every score counted, as torch counts its own attention.
+        # Two products forward, five backward, every score counted, as torch counts its own
+        # attention.
         assert counter.get_total_flops() == 4 * 2 * 4 * 70 * 90 * 64
         o.sum().backward()
     assert counter.get_total_flops() == (4 + 10) * 2 * 4 * 70 * 90 * 64
@@ -247,11 +276,13 @@ H100 = {"itemsize": 2, "num_sms": 132, "is_causal": True}
 SWEPT_TILES = {
     ("forward", 64): heuristics.Tiles(128, 64, 8, 3, True, 2, 0.653),
     ("forward", 128): heuristics.Tiles(128, 64, 8, 3, True, 1, 1.156),
-    ("dq", 64): heuristics.Tiles(128, 64, 8, 2, True, 1, 1.142), ("dq", 128): heuristics.Tiles(128, 64, 8, 2, True, 1, 1.646),
-    ("dkdv", 64): heuristics.Tiles(64, 128, 8, 2, True, 1, 1.925), ("dkdv", 128): heuristics.Tiles(64, 128, 8, 2, True, 1, 2.591),
+    ("dq", 64): heuristics.Tiles(128, 64, 8, 2, True, 1, 1.142),
+    ("dq", 128): heuristics.Tiles(128, 64, 8, 2, True, 1, 1.646),
+    ("dkdv", 64): heuristics.Tiles(64, 128, 8, 2, True, 1, 1.925),
+    ("dkdv", 128): heuristics.Tiles(64, 128, 8, 2, True, 1, 2.591),
 }  # fmt: skip
-# One head, causal, bf16, on an H100 80GB HBM3, 2026-11-21: milliseconds with 1, 2, 3, 4, 6, 8, 12 and 16 splits
-# (benchmarks/results/2026-11-21-h100-attention.jsonl, kind "splits").
+# One head, causal, bf16, on an H100 80GB HBM3, 2026-11-21: milliseconds with 1, 2, 3, 4, 6, 8, 12
+# and 16 splits (benchmarks/results/2026-11-21-h100-attention.jsonl, kind "splits").
 SWEEP = {
     ("forward", 64, 16384): (0.2169, 0.1712, 0.1244, 0.1256, 0.1197, 0.1187, 0.1208, 0.1312),
     ("dq", 64, 16384): (0.3387, 0.1780, 0.2328, 0.2073, 0.1888, 0.1968, 0.1936, 0.2004),
@@ -291,7 +322,10 @@ def test_splits_are_as_fast_as_the_best_measured(kernel, d, t):
 def test_predicted_times_are_near_the_measured(kernel, d, t):
     launch_us = 3.0  # of a kernel by itself, which do_bench's events see too
     for splits, ms in zip((1, 2, 3, 4, 6, 8, 12, 16), SWEEP[kernel, d, t], strict=True):
-        predicted = heuristics.predict_us(kernel, SWEPT_TILES[kernel, d], splits, **one_head(d, t)) + launch_us
+        predicted = (
+            heuristics.predict_us(kernel, SWEPT_TILES[kernel, d], splits, **one_head(d, t))
+            + launch_us
+        )
         assert 0.8 < predicted / (1e3 * ms) < 1.2
 
 
@@ -299,18 +333,30 @@ def test_splits_fill_an_idle_chip():
     for kernel in ("forward", "dq", "dkdv"):
         tiles = heuristics.select_tiles(kernel, arch=90, itemsize=2, head_width=64, tma=True)
         for is_causal in (False, True):
-            assert heuristics.choose_num_splits(kernel, tiles, **one_head(64, 4096) | {"is_causal": is_causal}) >= 3
+            assert (
+                heuristics.choose_num_splits(
+                    kernel, tiles, **one_head(64, 4096) | {"is_causal": is_causal}
+                )
+                >= 3
+            )
 
 
 @pytest.mark.parametrize(
-    "d, t, splits, us, least",  # one head on an H200, by the number of splits of before; short ones are predicted short
+    # one head on an H200, by the number of splits of before; short ones are predicted short
+    "d, t, splits, us, least",
     [(16, 2048, 1, 22.8, 0.75), (16, 8192, 3, 40.4, 0.9), (16, 32768, 2, 276.3, 0.99), (32, 2048, 1, 23.4, 0.75),
      (32, 8192, 6, 41.3, 0.9), (32, 32768, 2, 293.9, 0.99)],
 )  # fmt: skip
 def test_narrow_heads_are_split_by_times_that_fit(d, t, splits, us, least):
     tiles = heuristics.select_tiles("forward", arch=90, itemsize=2, head_width=d, tma=True)
-    assert least < (heuristics.predict_us("forward", tiles, splits, **one_head(d, t)) + 3.0) / us < 1.01
-    assert heuristics.choose_num_splits("forward", tiles, **one_head(d, t)) >= (6 if t < 32768 else 2)
+    assert (
+        least
+        < (heuristics.predict_us("forward", tiles, splits, **one_head(d, t)) + 3.0) / us
+        < 1.01
+    )
+    assert heuristics.choose_num_splits("forward", tiles, **one_head(d, t)) >= (
+        6 if t < 32768 else 2
+    )
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -318,7 +364,10 @@ def test_splits_leave_a_full_chip_alone(is_causal):
     tiles = heuristics.Tiles(64, 64, 4, 2)
     shape = one_head(64, 8192) | {"is_causal": is_causal}
     assert heuristics.choose_num_splits("forward", tiles, **shape | {"num_heads": 32}) == 1
-    assert heuristics.choose_num_splits("forward", tiles, **shape | {"num_queries": 1, "num_keys": 1}) == 1
+    assert (
+        heuristics.choose_num_splits("forward", tiles, **shape | {"num_queries": 1, "num_keys": 1})
+        == 1
+    )
 
 
 def test_split_memory_does_not_grow_with_the_square():
@@ -333,7 +382,9 @@ def test_split_memory_does_not_grow_with_the_square():
 @pytest.mark.parametrize("kernel", ["forward", "dkdv"])
 @pytest.mark.parametrize("t_q, t_k", [(300, 300), (500, 130), (130, 500)])
 def test_predicted_loops_cover_what_is_seen(kernel, t_q, t_k):
-    """Summed over the splits, the loops are those of one program a tile: every tile that is seen, once."""
+    """Summed over the splits, the loops are those of one program a tile: every tile that is seen,
+    once.
+    """
     tiles = heuristics.Tiles(32, 16, 4, 1)
     whole = heuristics._loop_tiles(kernel, tiles, 1, t_q, t_k, True)
     split = heuristics._loop_tiles(kernel, tiles, 3, t_q, t_k, True)
@@ -346,7 +397,8 @@ def test_predicted_loops_cover_what_is_seen(kernel, t_q, t_k):
 
 def test_tiles_are_dealt_to_who_is_free():
     dealt = heuristics.deal_tiles([1, 9, 5], num_heads=3, section=2, num_programs=2)
-    # Tiles 0 to 2 of heads 0 and 1 come first, 10 and 6 and 2 with what a tile costs beside its steps; then head 2's.
+    # Tiles 0 to 2 of heads 0 and 1 come first, 10 and 6 and 2 with what a tile costs beside its
+    # steps; then head 2's.
     assert dealt == [[1, 2, 0, 7], [4, 5, 3, 8, 6]]
 
 
@@ -355,7 +407,9 @@ def test_causal_tiles_are_dealt_evenly(length, heads):
     """16,384 tokens of width 2048 at D 128 on an H200."""
     steps, programs = range(1, length // 128 + 1), 132
     least = heuristics.heads_beside_longest(len(steps), programs)
-    section = heuristics.heads_per_section(head_bytes=4 * length * 128, l2_bytes=50 << 20, num_heads=heads, least=least)
+    section = heuristics.heads_per_section(
+        head_bytes=4 * length * 128, l2_bytes=50 << 20, num_heads=heads, least=least
+    )
     dealt = heuristics.deal_tiles(steps, num_heads=heads, section=section, num_programs=programs)
     assert sorted(number for own in dealt for number in own) == list(range(heads * len(steps)))
     works = [sum(steps[number % len(steps)] for number in own) for own in dealt]
@@ -363,13 +417,16 @@ def test_causal_tiles_are_dealt_evenly(length, heads):
 
 
 def test_makespan_of_known_launches():
-    """Two programs that share a multiprocessor take as long as one after the other, less what sharing wins."""
+    """Two programs that share a multiprocessor take as long as one after the other, less what
+    sharing wins.
+    """
     alone = heuristics._makespan([10.0], 1, 2, 4)
     shared = heuristics._makespan([10.0, 10.0], 1, 2, 4)
     assert shared == pytest.approx(20.0)  # works are in microseconds of a full multiprocessor
     assert 10.0 < alone < 20.0
     assert heuristics._makespan([10.0, 10.0], 2, 2, 4) == pytest.approx(alone)  # breadth first
-    assert heuristics._makespan([5.0, 1.0, 1.0, 1.0], 2, 1, 8) == pytest.approx(5.0)  # in order, where there is room
+    # in order, where there is room
+    assert heuristics._makespan([5.0, 1.0, 1.0, 1.0], 2, 1, 8) == pytest.approx(5.0)
     assert heuristics._makespan([], 4, 1, 8) == 0.0
 
 
@@ -390,22 +447,32 @@ def test_heads_side_by_side_fit_half_the_cache():
 @pytest.mark.parametrize("num_heads", [1, 7, 8, 9, 16, 33])
 @pytest.mark.parametrize("least", [1, 3, 9])
 def test_no_section_is_too_small(num_heads, least):
-    size = heuristics.heads_per_section(head_bytes=4 << 20, l2_bytes=50 << 20, num_heads=num_heads, least=least)
-    assert all(min(size, num_heads - first) >= min(least, num_heads) for first in range(0, num_heads, size))
+    size = heuristics.heads_per_section(
+        head_bytes=4 << 20, l2_bytes=50 << 20, num_heads=num_heads, least=least
+    )
+    assert all(
+        min(size, num_heads - first) >= min(least, num_heads) for first in range(0, num_heads, size)
+    )
     assert size <= max(6, least) + least  # and no larger than that needs
 
 
 def test_sections_leave_no_long_tile_to_the_end():
-    """8 heads of float32 at D 128, T 4096, causal: sections of 7 and 1 measured 0.998 ms for 1.083 without a mask."""
+    """8 heads of float32 at D 128, T 4096, causal: sections of 7 and 1 measured 0.998 ms for 1.083
+    without a mask.
+    """
     num_tiles, num_slots = 64, 264
 
     def in_sections(size):
         order = [range(first, min(first + size, 8)) for first in range(0, 8, size)]
-        works = [1.0 * (num_tiles - tile) for heads in order for tile in range(num_tiles) for _ in heads]
+        works = [
+            1.0 * (num_tiles - tile) for heads in order for tile in range(num_tiles) for _ in heads
+        ]
         return heuristics._makespan(works, 132, 2, 4)
 
     least = heuristics.heads_beside_longest(num_tiles, num_slots)
-    size = heuristics.heads_per_section(head_bytes=4 << 20, l2_bytes=60 << 20, num_heads=8, least=least)
+    size = heuristics.heads_per_section(
+        head_bytes=4 << 20, l2_bytes=60 << 20, num_heads=8, least=least
+    )
     assert in_sections(size) < 0.7 * in_sections(7)
     assert in_sections(size) < 1.02 * 8 * num_tiles * (num_tiles + 1) / 2 / 132
 
@@ -415,8 +482,14 @@ def test_every_case_has_tiles(arch):
     for kernel in ("forward", "dq", "dkdv", "fused"):
         for width in (16, 24, 32, 64, 80, 128, 200, 256):
             for itemsize in (2, 4):
-                tiles = heuristics.select_tiles(kernel, arch=arch, itemsize=itemsize, head_width=width, tma=arch >= 90)
-                if kernel == "fused" and not heuristics.fused_fits(itemsize=itemsize, head_width=width) and arch:
+                tiles = heuristics.select_tiles(
+                    kernel, arch=arch, itemsize=itemsize, head_width=width, tma=arch >= 90
+                )
+                if (
+                    kernel == "fused"
+                    and not heuristics.fused_fits(itemsize=itemsize, head_width=width)
+                    and arch
+                ):
                     continue
                 assert tiles.block_q >= 16 and tiles.block_k >= 16 and tiles.num_warps in (4, 8)
                 assert not tiles.use_tma or arch == 90
@@ -462,7 +535,9 @@ def test_float32_splits_one_head_and_leaves_a_full_chip_alone(kernel, width, is_
     one = one_head(width, 4096) | {"itemsize": 4, "is_causal": is_causal}
     splits = heuristics.choose_num_splits(kernel, tiles, **one)
     assert splits >= 2
-    assert heuristics.predict_us(kernel, tiles, splits, **one) < 0.7 * heuristics.predict_us(kernel, tiles, 1, **one)
+    assert heuristics.predict_us(kernel, tiles, splits, **one) < 0.7 * heuristics.predict_us(
+        kernel, tiles, 1, **one
+    )
     assert heuristics.choose_num_splits(kernel, tiles, **one | {"num_heads": 64}) == 1
 
 
@@ -472,7 +547,10 @@ def test_override_is_undone():
     with heuristics.override_tiles(dq=ours):
         assert heuristics.select_tiles("dq", arch=80, itemsize=2, head_width=64) is ours
         assert heuristics.overrides() == (("dq", ours),)
-    assert heuristics.select_tiles("dq", arch=80, itemsize=2, head_width=64) is before and heuristics.overrides() == ()
+    assert (
+        heuristics.select_tiles("dq", arch=80, itemsize=2, head_width=64) is before
+        and heuristics.overrides() == ()
+    )
 
 
 # ---- the kernels in the interpreter ----------------------------------------------------------------------------------
@@ -490,7 +568,9 @@ def run_both_ways(q, k, v, grad_o, is_causal, *, tiles=None, num_splits=None, de
     scale = q.shape[-1] ** -0.5
     with heuristics.override_tiles(**chosen):
         o, lse = kernels.forward(q, k, v, is_causal, scale, num_splits=num_splits)
-        grads = kernels.backward(grad_o, q, k, v, o, lse, is_causal, scale, deterministic, num_splits=num_splits)
+        grads = kernels.backward(
+            grad_o, q, k, v, o, lse, is_causal, scale, deterministic, num_splits=num_splits
+        )
     return o, lse, *grads
 
 
@@ -499,7 +579,8 @@ INTERPRETER_CASES = [
     (2, 2, 64, 64, 16, False, None, (32, 32)),
     (1, 1, 70, 100, 16, False, None, (32, 32)),
     (1, 1, 70, 100, 16, True, None, (32, 32)),
-    (1, 1, 100, 70, 24, True, None, (32, 32)),  # queries past the last key see all keys; a width that is padded
+    # queries past the last key see all keys; a width that is padded
+    (1, 1, 100, 70, 24, True, None, (32, 32)),
     (1, 1, 33, 140, 16, True, None, (32, 32)),  # keys that no query sees: their gradients are zero
     (4, 2, 50, 70, 32, True, None, (32, 32)),
     (4, 1, 40, 40, 16, False, None, (32, 32)),
@@ -529,7 +610,10 @@ def test_interp_kernels_equal_float64(interpreter, poisoned, case, deterministic
         q, k, v, grad_o, is_causal, tiles=heuristics.Tiles(block_q, block_k, 4, 1), num_splits=splits,
         deterministic=deterministic,
     )  # fmt: skip
-    expected, scales = float64_reference(q, k, v, grad_o, is_causal), cancelling_scales(q, k, v, grad_o, is_causal)
+    expected, scales = (
+        float64_reference(q, k, v, grad_o, is_causal),
+        cancelling_scales(q, k, v, grad_o, is_causal),
+    )
     for value, want, scale in zip(got, expected, scales, strict=True):
         assert relative(value, want, scale) < 5e-6
         assert value.dtype == torch.float32
@@ -567,7 +651,11 @@ def test_interp_any_leading_dimensions(interpreter, poisoned, lead):
     leaves = [x.requires_grad_() for x in (q, k, v)]
     o = FlashAttentionTriton.apply(*leaves, True)
     saved = o.grad_fn.saved_tensors
-    assert [x.dtype for x in saved] == [torch.float32] * 5 and saved[4].shape == (*lead, 40) and len(saved) == 5
+    assert (
+        [x.dtype for x in saved] == [torch.float32] * 5
+        and saved[4].shape == (*lead, 40)
+        and len(saved) == 5
+    )
     assert relative(saved[4], expected[1].view(saved[4].shape)) < 1e-6
     grads = torch.autograd.grad(o, leaves, grad_o)
     for got, want in zip((o, *grads), (expected[0], *expected[2:]), strict=True):
@@ -577,7 +665,9 @@ def test_interp_any_leading_dimensions(interpreter, poisoned, lead):
 @needs_triton
 @interpreted_only
 def test_interp_strided_inputs(interpreter, poisoned):
-    """Slices of one fused projection, a gradient expanded from a scalar, a head width that is not the last stride."""
+    """Slices of one fused projection, a gradient expanded from a scalar, a head width that is not
+    the last stride.
+    """
     qkv = torch.randn(1, 45, 3, 2, 16, generator=torch.Generator().manual_seed(1))
     q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
     k = k.transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -585,11 +675,14 @@ def test_interp_strided_inputs(interpreter, poisoned):
     got = run_both_ways(q, k, v, grad_o, True)
     for value, expected in zip(got, float64_reference(q, k, v, grad_o, True), strict=True):
         assert relative(value, expected) < 2e-6
-    assert got[0].transpose(1, 2).is_contiguous()  # o in q's order of dimensions: no copy before the next projection
+    # o in q's order of dimensions: no copy before the next projection
+    assert got[0].transpose(1, 2).is_contiguous()
 
 
 def test_inductor_hands_views_over_as_they_lie(monkeypatch):
-    """Heads of one rotated projection, as models make them: no copy into the strides that a chunk of it had."""
+    """Heads of one rotated projection, as models make them: no copy into the strides that a chunk
+    of it had.
+    """
     from torch._inductor.utils import run_and_get_code
 
     def forward(q, k, v, is_causal, scale):
@@ -603,7 +696,9 @@ def test_inductor_hands_views_over_as_they_lie(monkeypatch):
         q, k, v = (2 * x.unflatten(-1, (12, 16))).transpose(1, 2).sin().chunk(3, dim=1)
         return flash_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
 
-    monkeypatch.setattr(package, "_kernels", lambda: SimpleNamespace(forward=forward, backward=backward))
+    monkeypatch.setattr(
+        package, "_kernels", lambda: SimpleNamespace(forward=forward, backward=backward)
+    )
     monkeypatch.setattr(package, "_has_kernels", lambda device: True)
     x = torch.randn(2, 32, 192, requires_grad=True)
     with torch._inductor.config.patch(force_disable_caches=True):
@@ -612,8 +707,12 @@ def test_inductor_hands_views_over_as_they_lie(monkeypatch):
     code = "".join(codes + more)
     assert "stepgauge.flash_attention_backward" in code
     for size, strides in re.findall(r"= empty_strided_cpu\(\((.*?)\), \((.*?)\)", code):
-        size, strides = (list(map(int, numbers.strip(",").split(","))) for numbers in (size, strides))
-        assert sum((n - 1) * step for n, step in zip(size, strides, strict=True)) + 1 == math.prod(size)
+        size, strides = (
+            list(map(int, numbers.strip(",").split(","))) for numbers in (size, strides)
+        )
+        assert sum((n - 1) * step for n, step in zip(size, strides, strict=True)) + 1 == math.prod(
+            size
+        )
 
 
 @needs_triton
@@ -623,7 +722,9 @@ def test_interp_operator_compiles_and_checks(interpreter):
     leaves = [x.requires_grad_() for x in (q, k, v)]
     operator = torch.ops.stepgauge.flash_attention.default
     torch.library.opcheck(operator, (*leaves, True, 0.25, True))
-    torch.library.opcheck(operator, (q.transpose(1, 2).contiguous().transpose(1, 2), k, v, False, 0.25, True))
+    torch.library.opcheck(
+        operator, (q.transpose(1, 2).contiguous().transpose(1, 2), k, v, False, 0.25, True)
+    )
     eager = flash_attention(*leaves, is_causal=True)
     expected = torch.autograd.grad(eager, leaves, grad_o)
     for function in (
@@ -656,16 +757,25 @@ def test_interp_autocast_and_empty(interpreter):
 @needs_triton
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_launches_give_every_argument_in_order(num_splits, monkeypatch):
-    """A launch hands Triton a flat list after its first call: it must follow the kernel's own parameters."""
+    """A launch hands Triton a flat list after its first call: it must follow the kernel's own
+    parameters.
+    """
     monkeypatch.setattr(launching, "device_of", lambda index: HOPPER)
     view = launching.View((2, 4, 300, 64), (76800, 19200, 64, 1), 0)
     steps = view.steps
-    case = launching.Case(0, torch.bfloat16, view, view, view, True, 0.125, "ieee", (), num_splits, view, view)
+    case = launching.Case(
+        0, torch.bfloat16, view, view, view, True, 0.125, "ieee", (), num_splits, view, view
+    )
     launches = [(kernels._plan_forward(case).main, 5), (kernels._plan_dq(case, steps).main, 8)]
-    launches += [(kernels._plan_dkdv(case, steps, steps, with_dq).main, 9) for with_dq in (False, True)]
+    launches += [
+        (kernels._plan_dkdv(case, steps, steps, with_dq).main, 9) for with_dq in (False, True)
+    ]
     launches += [(launch, 3) for launch in kernels._plan_delta(case, steps)]
     if num_splits > 1:
-        launches += [(kernels._plan_forward(case).combine, 4), (kernels._plan_dq(case, steps).reduce, 3)]
+        launches += [
+            (kernels._plan_forward(case).combine, 4),
+            (kernels._plan_dq(case, steps).reduce, 3),
+        ]
         launches += [(kernels._plan_dkdv(case, steps, steps, False).reduce, 3)]
     for launch, num_tensors in launches:
         names = list(launch.kernel.arg_names)
@@ -685,14 +795,18 @@ def test_descriptors_say_all_that_tritons_do():
 @needs_triton
 @compiled_only
 def test_direct_launch_gives_the_arguments_that_triton_gives(monkeypatch):
-    """Against Triton's own launcher, with the compiled part of it replaced: the same call, descriptors built once."""
+    """Against Triton's own launcher, with the compiled part of it replaced: the same call,
+    descriptors built once.
+    """
     from types import SimpleNamespace
 
     import triton
     from triton.backends.nvidia import driver
 
     if not triton.__version__.startswith("3.6."):
-        pytest.skip(f"Triton {triton.__version__} launches in a way that the kernels leave to it; checked with 3.6")
+        pytest.skip(
+            f"Triton {triton.__version__} launches in a way that the kernels leave to it; checked with 3.6"
+        )
     calls, built = [], []
 
     def describe(given, meta):
@@ -701,8 +815,15 @@ def test_direct_launch_gives_the_arguments_that_triton_gives(monkeypatch):
 
     monkeypatch.setattr(driver, "make_tensordesc_arg", describe)
     run = driver.CudaLauncher.__new__(driver.CudaLauncher)
-    signature = {0: "tensordesc<bf16[1,1,64,64]>", 1: "tensordesc<bf16[1,1,32,64]>", 2: "*bf16", 3: "i32"}
-    run.launch = driver.wrap_handle_tensordesc(lambda *args: calls.append(args), signature, ["first", "second"])
+    signature = {
+        0: "tensordesc<bf16[1,1,64,64]>",
+        1: "tensordesc<bf16[1,1,32,64]>",
+        2: "*bf16",
+        3: "i32",
+    }
+    run.launch = driver.wrap_handle_tensordesc(
+        lambda *args: calls.append(args), signature, ["first", "second"]
+    )
     run.num_ctas, run.launch_cooperative_grid, run.launch_pdl = 1, False, False
     run.global_scratch_size = run.profile_scratch_size = 0
     run.global_scratch_align = run.profile_scratch_align = 1
@@ -711,12 +832,17 @@ def test_direct_launch_gives_the_arguments_that_triton_gives(monkeypatch):
     views = (launching.View.of(q), 64), (launching.View.of(k), 32)
     boxes = launching.boxes_of(heuristics.Tiles(64, 32, 4, 2, True), 64, *views)
     launch = launching.Launch(None, (5, 6, 1), (7,), {"IS_CAUSAL": True}, boxes=boxes)
-    launch.launch = launch._direct(SimpleNamespace(run=run, function="function", packed_metadata="packed"))
+    launch.launch = launch._direct(
+        SimpleNamespace(run=run, function="function", packed_metadata="packed")
+    )
     for _ in range(2):
         launch("stream", q, k, o)
     assert built == [k.data_ptr(), q.data_ptr()]  # not again in the second launch
     sides = zip(boxes, (q, k), strict=True)
-    whole = [launching.TensorDescriptor(x, *launching.tma_shape(view), box) for (_, view, box), x in sides]
+    whole = [
+        launching.TensorDescriptor(x, *launching.tma_shape(view), box)
+        for (_, view, box), x in sides
+    ]
     run(5, 6, 1, "stream", "function", "packed", None, None, None, *whole, o.data_ptr(), 7, True)
     assert calls[0] == calls[1] == calls[2]
     launch("stream", q, k.clone(), o)
@@ -737,8 +863,12 @@ def build(name, arch, dtype, width, tiles, *, is_causal=True, split=False, produ
         "GRADS": 3, "THREADS": 32 * tiles.num_warps,
         "WITH_DQ": name == "fused", "FROM_FIRST": True, "TO_LAST": False,
     }  # fmt: skip
-    in_fp32 = {"lse", "delta", "lse_parts", "o_parts", "parts"} | ({"dq"} if name in ("dkdv", "fused") else set())
-    by_tma = {"q", "k", "v", "do"} | ({"dq"} if name == "fused" else set()) if tiles.use_tma else set()
+    in_fp32 = {"lse", "delta", "lse_parts", "o_parts", "parts"} | (
+        {"dq"} if name in ("dkdv", "fused") else set()
+    )
+    by_tma = (
+        {"q", "k", "v", "do"} | ({"dq"} if name == "fused" else set()) if tiles.use_tma else set()
+    )
     outs = {"o", "dq", "dk", "dv"} if split else set()
     pointers = {"q", "k", "v", "do", "o", "dq", "dk", "dv", "first_out", "second_out"}
     signature, aligned = {}, []
@@ -769,7 +899,10 @@ def test_builds_ahead_of_time(name, arch):
         compiled = build(name, arch, "bf16", 64, tiles, split=split)
         assert compiled.metadata.shared <= {80: 99, 90: 227, 100: 227}[arch] * 1024
         if arch == 90:
-            assert "wgmma.mma_async" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
+            assert (
+                "wgmma.mma_async" in compiled.asm["ptx"]
+                and "cp.async.bulk.tensor" in compiled.asm["ptx"]
+            )
         if arch == 80:
             assert "mma.sync" in compiled.asm["ptx"]
 
@@ -794,14 +927,19 @@ def test_nothing_spills_on_hopper(name):
 
 @needs_triton
 @compiled_only
-@pytest.mark.parametrize("name, width", [("forward", 32), ("forward", 64), ("forward", 128), ("dkdv", 32), ("dq", 128)])
+@pytest.mark.parametrize(
+    "name, width", [("forward", 32), ("forward", 64), ("forward", 128), ("dkdv", 32), ("dq", 128)]
+)
 def test_float32_fits_hopper_in_six_products(name, width):
     tiles = heuristics.select_tiles(name, arch=90, itemsize=4, head_width=width)
     for products in (tiles.fp32_products, "tf32") if name == "dq" else (tiles.fp32_products,):
         compiled = build(name, 90, "fp32", width, tiles, products=products)
         assert compiled.metadata.shared * tiles.programs_per_sm <= 227 * 1024
         kind = "bf16" if products == "bf16x6" else "tf32"
-        assert "wgmma.mma_async" in compiled.asm["ptx"] and f".f32.{kind}.{kind}" in compiled.asm["ptx"]
+        assert (
+            "wgmma.mma_async" in compiled.asm["ptx"]
+            and f".f32.{kind}.{kind}" in compiled.asm["ptx"]
+        )
         used = resources_of(compiled)
         assert used["registers"] * 32 * tiles.num_warps * tiles.programs_per_sm <= 65536
         assert used["stack"] <= {32: 0, 64: 256, 128: 640}[width]
@@ -855,7 +993,10 @@ def test_gpu_equals_float64(case, dtype, deterministic, poisoned):
     tensors = make((batch, t_q, heads, d), (batch, t_k, kv_heads, d), dtype, "cuda")
     q, k, v, grad_o = (x.transpose(1, 2) for x in tensors)  # as a projection leaves them
     got = run_both_ways(q, k, v, grad_o, is_causal, num_splits=splits, deterministic=deterministic)
-    expected, scales = float64_reference(q, k, v, grad_o, is_causal), cancelling_scales(q, k, v, grad_o, is_causal)
+    expected, scales = (
+        float64_reference(q, k, v, grad_o, is_causal),
+        cancelling_scales(q, k, v, grad_o, is_causal),
+    )
     for value, want, scale in zip(got, expected, scales, strict=True):
         assert relative(value, want, scale) < LIMITS[dtype]
 
@@ -866,7 +1007,9 @@ def test_gpu_equals_float64(case, dtype, deterministic, poisoned):
 @pytest.mark.parametrize("d", [32, 64, 128])
 def test_gpu_float32_is_float32(d, products, poisoned):
     q, k, v, grad_o = make((1, 2, 700, d), (1, 2, 700, d), torch.float32, "cuda")
-    got = run_both_ways(q, k, v, grad_o, True, tiles=heuristics.Tiles(32, 32, 4, 1, fp32_products=products))
+    got = run_both_ways(
+        q, k, v, grad_o, True, tiles=heuristics.Tiles(32, 32, 4, 1, fp32_products=products)
+    )
     for value, expected in zip(got, float64_reference(q, k, v, grad_o, True), strict=True):
         assert relative(value, expected) < 5e-6
 
@@ -891,20 +1034,27 @@ def test_gpu_deterministic_bits():
     q, k, v, grad_o = make((2, 4, 1500, 64), (2, 4, 1500, 64), torch.bfloat16, "cuda")
     first = run_both_ways(q, k, v, grad_o, True)
     for _ in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(first, run_both_ways(q, k, v, grad_o, True), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(first, run_both_ways(q, k, v, grad_o, True), strict=True)
+        )
 
 
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize(
-    "dtype, width", [(torch.bfloat16, 64), (torch.float16, 128), (torch.bfloat16, 80), (torch.float32, 64)], ids=str
+    "dtype, width",
+    [(torch.bfloat16, 64), (torch.float16, 128), (torch.bfloat16, 80), (torch.float32, 64)],
+    ids=str,
 )
 def test_gpu_autograd_compile_and_second_launch(dtype, width):
     """The public function, eager and compiled, twice: the second call takes the cached launch."""
     tensors = make((2, 16, 600, width), (2, 4, 600, width), dtype, "cuda")
     leaves, grad_o = [x.requires_grad_() for x in tensors[:3]], tensors[3]
     expected = float64_reference(*tensors, True)
-    compiled = torch.compile(lambda q, k, v: flash_attention(q, k, v, is_causal=True), fullgraph=True)
+    compiled = torch.compile(
+        lambda q, k, v: flash_attention(q, k, v, is_causal=True), fullgraph=True
+    )
     for function in (lambda q, k, v: flash_attention(q, k, v, is_causal=True), compiled):
         for _ in range(2):
             o = function(*leaves)
@@ -915,7 +1065,9 @@ def test_gpu_autograd_compile_and_second_launch(dtype, width):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("dtype, width", [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float32, 64)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, width", [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float32, 64)], ids=str
+)
 def test_gpu_in_cuda_graphs(dtype, width):
     """A shape that nothing has planned yet: what a plan keeps must not be the graph's memory."""
     tensors = make((3, 16, 640, width), (3, 16, 640, width), dtype, "cuda")
@@ -958,7 +1110,11 @@ def test_gpu_cpp_equals_python(shape, precision, mode, monkeypatch):
     q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in together.unbind(2))
     grad = torch.randn(shape[0], shape[2], shape[1], shape[3], **options).transpose(1, 2)
     torch._dynamo.reset()
-    function = flash_attention if mode == "eager" else torch.compile(flash_attention, fullgraph=True, dynamic=False)
+    function = (
+        flash_attention
+        if mode == "eager"
+        else torch.compile(flash_attention, fullgraph=True, dynamic=False)
+    )
 
     def results():
         o = function(q, k, v, is_causal=True)
@@ -994,7 +1150,8 @@ def test_gpu_no_synchronisation_and_no_square(shape):
         torch.autograd.grad(flash_attention(*leaves, is_causal=True), leaves, grad_o)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.max_memory_allocated() - before < 200e6  # the scores would be 512 and 256 MiB in bf16
+    # the scores would be 512 and 256 MiB in bf16
+    assert torch.cuda.max_memory_allocated() - before < 200e6
 
 
 @pytest.mark.gpu

@@ -1,4 +1,6 @@
-"""The float32 backward with operands cut once: in the interpreter against float64, compiled ahead, and on a GPU."""
+"""The float32 backward with operands cut once: in the interpreter against float64, compiled ahead,
+and on a GPU.
+"""
 
 import pytest
 
@@ -28,7 +30,13 @@ from stepgauge.kernels.attention import triton as kernels  # noqa: E402
 
 
 def case_of(
-    shape=(2, 4, 300, 128), kv_heads=2, *, dtype=torch.float32, precision="ieee", num_splits=None, overrides=()
+    shape=(2, 4, 300, 128),
+    kv_heads=2,
+    *,
+    dtype=torch.float32,
+    precision="ieee",
+    num_splits=None,
+    overrides=(),
 ):
     def view(heads):
         return launching.View.of(torch.empty(shape[0], heads, *shape[2:], device="meta"))
@@ -65,7 +73,9 @@ def test_launches_give_every_argument_in_order(width, num_splits, monkeypatch):
     case = case_of((2, 4, 300, width), num_splits=num_splits)
     steps = case.q.steps
     dq, dkdv = kernels._plan_dq(case, steps), kernels._plan_dkdv(case, steps, steps, False)
-    assert dq.main.kernel is bf16x3.dq_kernel and all(each.kernel is bf16x3.dkdv_kernel for each in dkdv.mains)
+    assert dq.main.kernel is bf16x3.dq_kernel and all(
+        each.kernel is bf16x3.dkdv_kernel for each in dkdv.mains
+    )
     assert sum(each.constants["GRADS"] for each in dkdv.mains) == 3  # 1 is dv, 2 is dk
     launches = [(bf16x3.cut_launch(case), 10), (dq.main, 8), *((each, 9) for each in dkdv.mains)]
     for launch, num_tensors in launches:
@@ -80,9 +90,19 @@ def test_launches_give_every_argument_in_order(width, num_splits, monkeypatch):
 @pytest.mark.parametrize("kernel", ["dq", "dkdv"])
 def test_one_head_is_split_and_a_full_chip_is_not(kernel, width, is_causal):
     tiles = heuristics.select_tiles(f"{kernel}_thirds", arch=90, itemsize=4, head_width=width)
-    shape = {"num_queries": 4096, "num_keys": 4096, "head_width": width, "itemsize": 4, "num_sms": 132}
-    assert heuristics.choose_num_splits(kernel, tiles, num_heads=1, is_causal=is_causal, **shape) >= 2
-    assert heuristics.choose_num_splits(kernel, tiles, num_heads=64, is_causal=is_causal, **shape) == 1
+    shape = {
+        "num_queries": 4096,
+        "num_keys": 4096,
+        "head_width": width,
+        "itemsize": 4,
+        "num_sms": 132,
+    }
+    assert (
+        heuristics.choose_num_splits(kernel, tiles, num_heads=1, is_causal=is_causal, **shape) >= 2
+    )
+    assert (
+        heuristics.choose_num_splits(kernel, tiles, num_heads=64, is_causal=is_causal, **shape) == 1
+    )
 
 
 # ---- in the interpreter ----------------------------------------------------------------------------------------------
@@ -102,21 +122,30 @@ def test_interp_thirds_sum_to_the_number(interpreter, poisoned):
     for whole, cut in zip((q, k, v, do), bf16x3.cut(case, q, k, v, do, o, delta), strict=True):
         assert cut.dtype == torch.bfloat16 and cut.shape == (3, 6, *whole.shape[2:])
         assert torch.equal(cut.double().sum(0).view(whole.shape), whole.double())
-    torch.testing.assert_close(delta.double(), (o.double() * do.double()).sum(-1), rtol=1e-5, atol=1e-5 * o.abs().max())
+    torch.testing.assert_close(
+        delta.double(), (o.double() * do.double()).sum(-1), rtol=1e-5, atol=1e-5 * o.abs().max()
+    )
 
 
 @interpreted_only
-@pytest.mark.parametrize("case", [INTERPRETER_CASES[i] for i in (1, 4, 5, 7, 9, 10, 11, 13)], ids=str)
+@pytest.mark.parametrize(
+    "case", [INTERPRETER_CASES[i] for i in (1, 4, 5, 7, 9, 10, 11, 13)], ids=str
+)
 def test_interp_backward_in_thirds_equals_float64(interpreter, poisoned, case, monkeypatch):
     heads, kv_heads, t_q, t_k, d, is_causal, splits, (block_q, block_k) = case
-    q, k, v, grad_o = make((1, heads, t_q, heuristics.block_width(d)), (1, kv_heads, t_k, heuristics.block_width(d)))
+    q, k, v, grad_o = make(
+        (1, heads, t_q, heuristics.block_width(d)), (1, kv_heads, t_k, heuristics.block_width(d))
+    )
     taken = []
     monkeypatch.setattr(bf16x3, "takes", lambda case: taken.append(case) or True)
     tiles = heuristics.Tiles(block_q, block_k, 4, 1)
     with heuristics.override_tiles(dq_thirds=tiles, dkdv_thirds=tiles):
         got = run_both_ways(q, k, v, grad_o, is_causal, num_splits=splits)
     assert taken
-    expected, scales = float64_reference(q, k, v, grad_o, is_causal), cancelling_scales(q, k, v, grad_o, is_causal)
+    expected, scales = (
+        float64_reference(q, k, v, grad_o, is_causal),
+        cancelling_scales(q, k, v, grad_o, is_causal),
+    )
     for value, want, scale in zip(got, expected, scales, strict=True):
         assert relative(value, want, scale) < 5e-6
         assert value.dtype == torch.float32
@@ -130,7 +159,8 @@ def test_interp_dk_and_dv_apart_are_dk_and_dv_together(interpreter, poisoned, mo
     with heuristics.override_tiles(dkdv_thirds=tiles):
         together = run_both_ways(q, k, v, grad_o, True, num_splits=2)
     monkeypatch.setitem(bf16x3._GRADS, 16, (1, 2))
-    with heuristics.override_tiles(dkdv_thirds=heuristics.Tiles(16, 32, 4, 2)):  # others, or the plan would be the one of before
+    # others, or the plan would be the one of before
+    with heuristics.override_tiles(dkdv_thirds=heuristics.Tiles(16, 32, 4, 2)):
         apart = run_both_ways(q, k, v, grad_o, True, num_splits=2)
     assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
 
@@ -152,7 +182,9 @@ def build(kernel, tiles, constants):
             continue
         number = "fp32" if name in ("scale", "scale_log2") else "i32"
         signature[name] = "*bf16" if name in rows else "*fp32" if name in tensors else number
-        if signature[name].startswith("*") or (number == "i32" and name not in (*kernels._COUNTS, "num_kv_heads")):
+        if signature[name].startswith("*") or (
+            number == "i32" and name not in (*kernels._COUNTS, "num_kv_heads")
+        ):
             aligned.append(name)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     return compile_ahead(kernel, 90, signature, constants, aligned=aligned, options=options)
@@ -175,13 +207,19 @@ def test_nothing_spills_on_hopper(name, width, is_causal):
         assert used["stack"] == 0
         assert compiled.metadata.shared * tiles.programs_per_sm <= 227 * 1024
         assert used["registers"] * 32 * tiles.num_warps * tiles.programs_per_sm <= 65536
-        assert ".f32.bf16.bf16" in text and "cp.async.bulk.tensor" in text and "mma.sync.aligned.m16" not in text
+        assert (
+            ".f32.bf16.bf16" in text
+            and "cp.async.bulk.tensor" in text
+            and "mma.sync.aligned.m16" not in text
+        )
 
 
 @compiled_only
 @pytest.mark.parametrize("width", bf16x3.WIDTHS)
 def test_cutting_builds_ahead_of_time(width):
-    compiled = build(bf16x3.cut_kernel, heuristics.Tiles(64, 64, 4, 3), {"D": width, "BLOCK": bf16x3._BLOCK})
+    compiled = build(
+        bf16x3.cut_kernel, heuristics.Tiles(64, 64, 4, 3), {"D": width, "BLOCK": bf16x3._BLOCK}
+    )
     assert resources_of(compiled)["stack"] == 0 and "st.global.v4" in compiled.asm["ptx"]
 
 
@@ -223,7 +261,10 @@ def test_gpu_thirds_equal_float64(case, poisoned):
     tensors = make((batch, t_q, heads, d), (batch, t_k, kv_heads, d), torch.float32, "cuda")
     q, k, v, grad_o = (x.transpose(1, 2) for x in tensors)  # as a projection leaves them
     assert bf16x3.takes(launching.case_of(q, k, v, is_causal, 0.1, splits, o=q, do=grad_o))
-    expected, scales = float64_reference(q, k, v, grad_o, is_causal), cancelling_scales(q, k, v, grad_o, is_causal)
+    expected, scales = (
+        float64_reference(q, k, v, grad_o, is_causal),
+        cancelling_scales(q, k, v, grad_o, is_causal),
+    )
     first = run_both_ways(q, k, v, grad_o, is_causal, num_splits=splits)
     for value, want, scale in zip(first, expected, scales, strict=True):
         assert relative(value, want, scale) < 5e-6
@@ -235,7 +276,9 @@ def test_gpu_thirds_equal_float64(case, poisoned):
 @needs_gpu
 @pytest.mark.parametrize("d", bf16x3.WIDTHS)
 def test_gpu_long_loops_keep_float32s_error(d):
-    """The tensor cores' own sums truncate: over a loop of 4096 rows they would lose more than float32 does."""
+    """The tensor cores' own sums truncate: over a loop of 4096 rows they would lose more than
+    float32 does.
+    """
     needs_hopper()
     q, k, v, grad_o = make((2, 4, 4096, d), (2, 4, 4096, d), torch.float32, "cuda")
     got = run_both_ways(q, k, v, grad_o, False, num_splits=1)

@@ -1,6 +1,7 @@
 """Attention's path in C++, built here with Python functions in the place of the driver's.
 
-What C++ launches is compared, argument by argument, with what the path in Python launches for the same call.
+What C++ launches is compared, argument by argument, with what the path in Python launches for the
+same call.
 """
 
 import contextlib
@@ -79,7 +80,9 @@ def library():
 
 @pytest.fixture
 def cpp(library, tmp_path, monkeypatch):
-    """The module with plans of its own, called by flash_attention as on a GPU; caches are as they were afterwards."""
+    """The module with plans of its own, called by flash_attention as on a GPU; caches are as they
+    were afterwards.
+    """
     module = extension.NATIVE.imported(shutil.copy(library, tmp_path))
     monkeypatch.setattr(extension.NATIVE, "module", module)
     monkeypatch.setattr(extension.NATIVE, "problem", None)
@@ -97,7 +100,9 @@ def cpp(library, tmp_path, monkeypatch):
 
 
 def make(layout, shape, dtype=BF16):
-    """q, k, v and do: each by itself, or as a model has them, (B, T, H, D) in one tensor and transposed."""
+    """q, k, v and do: each by itself, or as a model has them, (B, T, H, D) in one tensor and
+    transposed.
+    """
     torch.manual_seed(0)
     batch, heads, length, width = shape
     if layout == "contiguous":
@@ -120,7 +125,16 @@ class Both:
     Unless `num_splits` is given the forward is the one in Gluon, if the type has 16 bits.
     """
 
-    def __init__(self, module, monkeypatch, layout="contiguous", num_splits=1, is_causal=True, width=64, dtype=BF16):
+    def __init__(
+        self,
+        module,
+        monkeypatch,
+        layout="contiguous",
+        num_splits=1,
+        is_causal=True,
+        width=64,
+        dtype=BF16,
+    ):
         self.driver = Driver(module)
         self.python = []
         self.is_causal, self.num_splits = is_causal, num_splits
@@ -140,7 +154,9 @@ class Both:
             monkeypatch.setattr(torch, name, keeping)
         self.o = o = torch.empty_like(self.q).detach()
         self.lse = torch.zeros(o.shape[:3])
-        self.case = launching.case_of(self.q, self.k, self.v, is_causal, self.scale, num_splits, o=o)
+        self.case = launching.case_of(
+            self.q, self.k, self.v, is_causal, self.scale, num_splits, o=o
+        )
         self.back = self.case._replace(do=launching.View.of(self.do))
         self.forward = kernels._plan_forward(self.case)
         steps = [torch.empty_like(x).stride()[:3] for x in (self.q, self.k, self.v)]
@@ -165,31 +181,47 @@ class Both:
 
     def _prepare(self, launch, num_tensors, outs):
         boxed = {position: (view, box) for position, view, box in launch.boxes}
-        tensors = [f"tensordesc<bf16{boxed[i][1]}>" if i in boxed else "*bf16" for i in range(num_tensors)]
+        tensors = [
+            f"tensordesc<bf16{boxed[i][1]}>" if i in boxed else "*bf16" for i in range(num_tensors)
+        ]
         kinds = {float: "fp32", int: "i32", torch.Tensor: "*i32"}
         scalars = [kinds[type(value)] for value in launch.scalars]
         types = [*tensors, *scalars, *["constexpr"] * len(launch.constants)]
         function = len(self.driver.known) + 1
         metadata = SimpleNamespace(num_warps=launch.options["num_warps"], shared=100 * function)
         signature = dict(zip(launch.kernel.arg_names, types, strict=True))
-        launch.binary = SimpleNamespace(src=SimpleNamespace(signature=signature), metadata=metadata, function=function)
+        launch.binary = SimpleNamespace(
+            src=SimpleNamespace(signature=signature), metadata=metadata, function=function
+        )
         launch.expand = dict.fromkeys(boxed, "something")
         expanded = []
         for kind in types:
-            expanded += ["descriptor", *["i32"] * 4, *["i64"] * 4] if kind.startswith("tensordesc") else [kind]
+            expanded += (
+                ["descriptor", *["i32"] * 4, *["i64"] * 4]
+                if kind.startswith("tensordesc")
+                else [kind]
+            )
         passed = [kind for kind in expanded if kind != "constexpr"]
         at = {i: sum(9 if j in boxed else 1 for j in range(i)) for i in outs}
         self.driver.known[function] = passed, {at[i]: out for i, out in outs.items()}
 
         def launched(stream, flat):
-            words = [_word(kind, value) for kind, value in zip(expanded, flat, strict=True) if kind != "constexpr"]
-            self.python.append((function, launch.grid, 32 * metadata.num_warps, metadata.shared, words))
+            words = [
+                _word(kind, value)
+                for kind, value in zip(expanded, flat, strict=True)
+                if kind != "constexpr"
+            ]
+            self.python.append(
+                (function, launch.grid, 32 * metadata.num_warps, metadata.shared, words)
+            )
 
         launch.launch = launched
 
     def offer(self):
         q, k, v = self.q, self.k, self.v
-        kernels._offer_forward(self.case, self.forward, q, k, v, q.numel(), q.numel() // q.shape[-1])
+        kernels._offer_forward(
+            self.case, self.forward, q, k, v, q.numel(), q.numel() // q.shape[-1]
+        )
         kernels._offer_backward(self.back, self.dq, self.dkdv, q, k, v, self.do, self.o)
         assert extension.NATIVE.problem is None, extension.NATIVE.problem
 
@@ -213,13 +245,19 @@ def is_address(argument):
 
 
 def in_order(launches):
-    """Addresses numbered as they first appear, so that two runs with memory of their own can be compared."""
+    """Addresses numbered as they first appear, so that two runs with memory of their own can be
+    compared.
+    """
     numbers, out = {}, []
     for function, grid, threads, shared, arguments in launches:
         named = []
         for argument in arguments:
             if isinstance(argument, bytes):
-                argument = ("descriptor", numbers.setdefault(address_in(argument), len(numbers)), argument[8:])
+                argument = (
+                    "descriptor",
+                    numbers.setdefault(address_in(argument), len(numbers)),
+                    argument[8:],
+                )
             elif is_address(argument):
                 argument = ("address", numbers.setdefault(argument, len(numbers)))
             named.append(argument)
@@ -245,9 +283,12 @@ def test_cpp_launches_what_python_launches(both, num_splits, layout, is_causal):
     in_gluon = kernels.hopper is not None and num_splits is None
     assert here.forward.main.kernel is (kernels.hopper if in_gluon else kernels).forward_kernel
     launches = assert_same_launches(here, num_splits or 1)
-    if num_splits == 2:  # two halves of one temporary, as far apart: o's and lse's parts, then dk's and dv's
+    # two halves of one temporary, as far apart: o's and lse's parts, then dk's and dv's
+    if num_splits == 2:
         for launch, last in ((0, -1), (4, -2)):
-            cpp, python = ([a for a in side[launch][-1] if is_address(a)] for side in (launches, here.python))
+            cpp, python = (
+                [a for a in side[launch][-1] if is_address(a)] for side in (launches, here.python)
+            )
             assert cpp[last] - cpp[last - 1] == python[last] - python[last - 1] > 0
 
 
@@ -264,7 +305,9 @@ def test_cpp_launches_the_backward_in_gluon(both, layout, width):
 
 
 def assert_same_launches(here, parts, function=flash_attention, more=0):
-    """C++'s, which must give the same as Python's: compared by argument, and by what stands in the results."""
+    """C++'s, which must give the same as Python's: compared by argument, and by what stands in the
+    results.
+    """
     here.in_python()
     assert len(here.python) == 3 * parts + more
     here.offer()
@@ -275,14 +318,18 @@ def assert_same_launches(here, parts, function=flash_attention, more=0):
     for passes in (slice(0, parts), slice(parts, None)):  # memory is free again between the two
         assert in_order(launches[passes]) == in_order(here.python[passes])
     got = {"o": o, "dq": here.q.grad, "dk": here.k.grad, "dv": here.v.grad}
-    assert {name: set(x.flatten().tolist()) for name, x in got.items()} == {n: {v} for n, v in VALUES.items()}
+    assert {name: set(x.flatten().tolist()) for name, x in got.items()} == {
+        n: {v} for n, v in VALUES.items()
+    }
     assert o.stride() == torch.empty_like(here.q).stride() and o.grad_fn is not None
     return launches
 
 
 @pytest.fixture
 def operators_here(monkeypatch):
-    """What torch.compile sees on a GPU: the operators, for tensors of the CPU. Counts what was left to Python."""
+    """What torch.compile sees on a GPU: the operators, for tensors of the CPU. Counts what was left
+    to Python.
+    """
     left = []
     monkeypatch.setattr(attention, "_has_kernels", lambda device: True)
 
@@ -312,7 +359,8 @@ def test_operators_make_no_node_and_are_seen_by_modes(both, cpp, operators_here)
         o, lse = torch.ops.stepgauge.flash_attention(*inputs, True, here.scale, True)
     assert o.grad_fn is lse.grad_fn is None and not o.requires_grad and o.eq(VALUES["o"]).all()
     with torch.inference_mode():
-        torch.ops.stepgauge.flash_attention(*inputs, True, here.scale, False)  # the forward has one order of sums
+        # the forward has one order of sums
+        torch.ops.stepgauge.flash_attention(*inputs, True, here.scale, False)
     with FlopCounterMode(display=False) as counter:
         o, lse = torch.ops.stepgauge.flash_attention(*inputs, True, here.scale, True)
         o.backward(here.do)
@@ -325,7 +373,9 @@ def test_operators_pass_torchs_own_checks(both, operators_here):
     here = both()
     here.offer()
     inputs = [x.detach().requires_grad_() for x in (here.q, here.k, here.v)]
-    torch.library.opcheck(torch.ops.stepgauge.flash_attention.default, (*inputs, True, here.scale, True))
+    torch.library.opcheck(
+        torch.ops.stepgauge.flash_attention.default, (*inputs, True, here.scale, True)
+    )
     tensors = [x.detach() for x in (here.do, *inputs, here.o)]
     backward = torch.ops.stepgauge.flash_attention_backward.default
     torch.library.opcheck(backward, (*tensors, here.lse, True, here.scale, True))
@@ -338,7 +388,8 @@ def test_what_operators_leave_to_python(both, cpp):
     q, k, v, do, o, lse = (x.detach() for x in (here.q, here.k, here.v, here.do, here.o, here.lse))
     assert cpp.forward(q, k, v, True, here.scale) is not None
     assert cpp.backward(do, q, k, v, o, lse, True, here.scale) is not None
-    assert cpp.backward(do[..., :1].expand_as(do), q, k, v, o, lse, True, here.scale) is not None  # copied
+    # copied
+    assert cpp.backward(do[..., :1].expand_as(do), q, k, v, o, lse, True, here.scale) is not None
     turned = o.transpose(1, 2).contiguous().transpose(1, 2)
     shorter = torch.randn(2, 3, 159, 64, dtype=BF16)
     declined = {
@@ -379,7 +430,8 @@ def test_any_order_of_sums_is_left_to_python(both, monkeypatch):
 
 @pytest.mark.parametrize("num_splits", [1, 2])
 @pytest.mark.parametrize(
-    "layout, width", [("contiguous", 64), ("transposed", 64), ("contiguous", 32), ("transposed", 128)]
+    "layout, width",
+    [("contiguous", 64), ("transposed", 64), ("contiguous", 32), ("transposed", 128)],
 )
 def test_cpp_launches_what_python_launches_in_float32(both, layout, num_splits, width):
     here = both(layout=layout, num_splits=num_splits, dtype=torch.float32, width=width)
@@ -450,7 +502,10 @@ def test_16_bit_is_the_same_under_every_precision(both, cpp):
     here = both()
     here.offer()
     with float32_products(SETTINGS["allow_tf32"]):
-        assert cpp.attention(here.q.detach(), here.k.detach(), here.v.detach(), True, None, True) is not None
+        assert (
+            cpp.attention(here.q.detach(), here.k.detach(), here.v.detach(), True, None, True)
+            is not None
+        )
 
 
 def test_inputs_elsewhere_get_their_own_addresses(both):
@@ -510,7 +565,8 @@ def test_own_tiles_and_hooks_are_not_passed_by(both, monkeypatch):
 
     here = both()
     here.offer()
-    monkeypatch.setattr(attention, "_has_kernels", lambda device: False)  # the plain version serves here
+    # the plain version serves here
+    monkeypatch.setattr(attention, "_has_kernels", lambda device: False)
     q, k, v = (x.detach() for x in (here.q, here.k, here.v))
     flash_attention(q, k, v, is_causal=True)
     assert len(here.driver.launches) == 1
@@ -565,7 +621,9 @@ def test_driver_errors(both):
 
 
 def test_what_cannot_be_launched_so_stays_in_python(both, monkeypatch):
-    """A descriptor that the driver's function does not move as Triton makes it, and a kernel with scratch memory."""
+    """A descriptor that the driver's function does not move as Triton makes it, and a kernel with
+    scratch memory.
+    """
     here = both()
     monkeypatch.setattr(extension, "_bytes", lambda each: bytes(each[8:] + each[:8]))
     kernels._offer_forward(here.case, here.forward, here.q, here.k, here.v, 1, 1)
@@ -579,7 +637,14 @@ def test_what_cannot_be_launched_so_stays_in_python(both, monkeypatch):
 
 def test_which_cases_are_offered():
     case = launching.Case(
-        0, BF16, *[launching.View((1, 1, 16, 16), (256, 256, 16, 1), 0)] * 3, True, 0.25, "ieee", (), None
+        0,
+        BF16,
+        *[launching.View((1, 1, 16, 16), (256, 256, 16, 1), 0)] * 3,
+        True,
+        0.25,
+        "ieee",
+        (),
+        None,
     )
     assert extension.takes(case)
     assert extension.takes(case._replace(dtype=torch.float32, precision="tf32"))

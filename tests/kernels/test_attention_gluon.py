@@ -1,4 +1,6 @@
-"""The forward in Gluon: built for sm_90 without a GPU as it would be launched, taken where it can be, and right."""
+"""The forward in Gluon: built for sm_90 without a GPU as it would be launched, taken where it can
+be, and right.
+"""
 
 import itertools
 from types import SimpleNamespace
@@ -52,47 +54,65 @@ def built(width, dtype=torch.bfloat16, is_causal=True):
 
 
 @pytest.mark.parametrize("width", (*WIDTHS, 80))
-@pytest.mark.parametrize("dtype, is_causal", [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)])
+@pytest.mark.parametrize(
+    "dtype, is_causal", [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)]
+)
 def test_builds_without_spills_in_a_loop(on_hopper, width, dtype, is_causal, tmp_path):
     assert_no_spills_in_a_loop(built(width, dtype, is_causal)[1], tmp_path)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_softmax_runs_beside_the_product(on_hopper, width, tmp_path):
-    """Between the wait for the scores and the wait for the output's product stand all exponentials of a tile."""
+    """Between the wait for the scores and the wait for the output's product stand all exponentials
+    of a tile.
+    """
     beside = exponentials_beside_a_product(built(width)[1], tmp_path)
     assert len(beside) == 2 * hopper.CONSUMERS.value  # with and without a mask
     assert min(beside) >= hopper.ROWS.value * hopper.BLOCK_N.value // 128
 
 
 def test_cpp_can_launch_it(on_hopper, monkeypatch):
-    """What Triton compiled is a plain launch of three groups of warps, and each of its arguments is known."""
+    """What Triton compiled is a plain launch of three groups of warps, and each of its arguments is
+    known.
+    """
     launch, compiled = built(128)
-    assert plain_launch(SimpleNamespace(metadata=compiled.metadata, function=7)) == (7, 384, compiled.metadata.shared)
+    assert plain_launch(SimpleNamespace(metadata=compiled.metadata, function=7)) == (
+        7,
+        384,
+        compiled.metadata.shared,
+    )
     assert compiled.metadata.shared > 48 * 1024
     launch.binary = SimpleNamespace(src=compiled.src, metadata=compiled.metadata, function=7)
     monkeypatch.setattr(extension, "_bytes", bytes)
     expanded = [bytes(128), *range(4), *range(4)]
     monkeypatch.setattr(launching.Launch, "described", lambda self, position, address: expanded)
     numbers = tuple((number, 0) for number in range(5))
-    *begin, parameters = extension.step_of(launch, numbers, lambda descriptor, address: descriptor, 4096)
+    *begin, parameters = extension.step_of(
+        launch, numbers, lambda descriptor, address: descriptor, 4096
+    )
     assert begin == [7, 384, compiled.metadata.shared, *launch.grid]
-    assert [parameters[9 * i][:3] for i in range(4)] == [(2, 0, i) for i in range(4)]  # descriptors of q, k, v and o
-    assert parameters[36][:3] == (1, 0, 4) and len(parameters) == 37 + len(launch.scalars)  # lse's address
+    # descriptors of q, k, v and o
+    assert [parameters[9 * i][:3] for i in range(4)] == [(2, 0, i) for i in range(4)]
+    # lse's address
+    assert parameters[36][:3] == (1, 0, 4) and len(parameters) == 37 + len(launch.scalars)
 
 
 # ---- where it is taken -----------------------------------------------------------------------------------------------
 
 
 def test_launch_covers_every_tile(on_hopper):
-    q, k = torch.empty(2, 16, 2000, 128, dtype=torch.bfloat16), torch.empty(2, 4, 300, 128, dtype=torch.bfloat16)
+    q, k = (
+        torch.empty(2, 16, 2000, 128, dtype=torch.bfloat16),
+        torch.empty(2, 4, 300, 128, dtype=torch.bfloat16),
+    )
     launch = kernels._plan_forward(case_of(q, k)).main
     assert launch.kernel is hopper.forward_kernel and launch.grid == (132, 1, 1)
     turns, *numbers = launch.scalars
     assert numbers[:5] == [16, 4, 2000, 300, 16]
     begins, tiles = turns[:133].tolist(), turns[133:-1].tolist()
     assert begins[0] == 133 and begins[-1] == 133 + len(tiles) and begins == sorted(begins)
-    assert sorted(tiles) == list(range(2 * 16 * 16))  # heads of the batch times tiles of 128 queries
+    # heads of the batch times tiles of 128 queries
+    assert sorted(tiles) == list(range(2 * 16 * 16))
     assert [box for _, _, box in launch.boxes] == [[1, 1, rows, 128] for rows in (64, 128, 128, 64)]
     few = torch.empty(1, 2, 300, 128, dtype=torch.bfloat16)
     assert hopper.forward_launch(case_of(few, few)).grid == (2 * 3, 1, 1)
@@ -212,7 +232,9 @@ def test_gpu_is_what_attention_runs_and_differentiates(width, monkeypatch):
     monkeypatch.setattr(extension.NATIVE, "call", None)
     launched = []
     launch = hopper.forward_launch
-    monkeypatch.setattr(hopper, "forward_launch", lambda case: launched.append(case) or launch(case))
+    monkeypatch.setattr(
+        hopper, "forward_launch", lambda case: launched.append(case) or launch(case)
+    )
     ours = results()
     assert len(launched) == 1
     monkeypatch.setenv("STEPGAUGE_GLUON", "0")

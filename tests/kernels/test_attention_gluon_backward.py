@@ -1,4 +1,6 @@
-"""The backward in Gluon: built for sm_90 without a GPU as it would be launched, taken where it is to be, and right."""
+"""The backward in Gluon: built for sm_90 without a GPU as it would be launched, taken where it is
+to be, and right.
+"""
 
 import itertools
 from types import SimpleNamespace
@@ -29,14 +31,18 @@ from stepgauge.kernels.launch import plain_launch  # noqa: E402
 
 WIDTHS = tuple(hopper_backward.DKDV_STAGES)
 NARROWER = (40, 80, 120)  # than a tile
-KERNELS = [("dq", width) for width in hopper_backward.DQ_STAGES] + [("dkdv", width) for width in WIDTHS]
+KERNELS = [("dq", width) for width in hopper_backward.DQ_STAGES] + [
+    ("dkdv", width) for width in WIDTHS
+]
 GLUON = {"dq": hopper_backward.dq_kernel, "dkdv": hopper_backward.dkdv_kernel}
 BF16 = torch.bfloat16
 
 
 def case_of(q, k, do=None, *, is_causal=True, num_splits=None):
     do = q if do is None else do
-    return launching.case_of(q, k, k, is_causal, q.shape[-1] ** -0.5, num_splits, o=torch.empty_like(q), do=do)
+    return launching.case_of(
+        q, k, k, is_causal, q.shape[-1] ** -0.5, num_splits, o=torch.empty_like(q), do=do
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +67,11 @@ def on_hopper(hopper_driver, monkeypatch):
 
 def built(name, width, dtype=BF16, is_causal=True):
     q, k = torch.empty(2, 16, 2000, width, dtype=dtype), torch.empty(2, 4, 300, width, dtype=dtype)
-    case, row, view = case_of(q, k, is_causal=is_causal), torch.empty(q.shape[:3]), launching.View.of
+    case, row, view = (
+        case_of(q, k, is_causal=is_causal),
+        torch.empty(q.shape[:3]),
+        launching.View.of,
+    )
     if name == "dq":
         launch = hopper_backward.dq_launch(case, view(q))
         return launch, build(launch, q, k, k, q, q, row, row, q)
@@ -77,7 +87,9 @@ def test_builds_without_spills_in_a_loop(on_hopper, name, width, dtype, is_causa
 
 @pytest.mark.parametrize("name, width", KERNELS)
 def test_exponentials_run_beside_the_product(on_hopper, name, width, tmp_path):
-    """While dP's product is under way, after the wait for the scores, stand all exponentials of a tile."""
+    """While dP's product is under way, after the wait for the scores, stand all exponentials of a
+    tile.
+    """
     loops = 2 * hopper.CONSUMERS.value  # with and without a mask
     a_thread = hopper.ROWS.value * hopper_backward.BLOCK.value // 128
     assert exponentials_beside_a_product(built(name, width)[1], tmp_path) == [a_thread] * loops
@@ -86,19 +98,30 @@ def test_exponentials_run_beside_the_product(on_hopper, name, width, tmp_path):
 @pytest.mark.parametrize("name, descriptors", [("dq", {0: 0, 1: 1, 2: 2, 3: 3, 7: 7}), ("dkdv", dict(enumerate(
     [0, 1, 2, 3])) | {6: 6, 7: 7})])  # fmt: skip
 def test_cpp_can_launch_it(on_hopper, name, descriptors, monkeypatch):
-    """What Triton compiled is a plain launch of three groups of warps, and each of its arguments is known."""
+    """What Triton compiled is a plain launch of three groups of warps, and each of its arguments is
+    known.
+    """
     launch, compiled = built(name, 128)
     binary = SimpleNamespace(src=compiled.src, metadata=compiled.metadata, function=7)
-    assert plain_launch(binary) == (7, 384, compiled.metadata.shared) and compiled.metadata.shared > 48 * 1024
+    assert (
+        plain_launch(binary) == (7, 384, compiled.metadata.shared)
+        and compiled.metadata.shared > 48 * 1024
+    )
     launch.binary = binary
     monkeypatch.setattr(extension, "_bytes", bytes)
-    monkeypatch.setattr(launching.Launch, "described", lambda self, position, address: [bytes(128), *range(8)])
+    monkeypatch.setattr(
+        launching.Launch, "described", lambda self, position, address: [bytes(128), *range(8)]
+    )
     count = {"dq": 8, "dkdv": 9}[name]
     numbers = tuple((number, 0) for number in range(count))
-    *begin, parameters = extension.step_of(launch, numbers, lambda descriptor, address: descriptor, 4096)
+    *begin, parameters = extension.step_of(
+        launch, numbers, lambda descriptor, address: descriptor, 4096
+    )
     assert begin == [7, 384, compiled.metadata.shared, *launch.grid]
     assert [number for kind, _, number, _, _ in parameters if kind == 2] == list(descriptors)
-    assert [number for kind, _, number, _, _ in parameters if kind == 1] == sorted(set(range(count)) - set(descriptors))
+    assert [number for kind, _, number, _, _ in parameters if kind == 1] == sorted(
+        set(range(count)) - set(descriptors)
+    )
 
 
 # ---- where it is taken -----------------------------------------------------------------------------------------------
@@ -110,23 +133,38 @@ def test_launches_cover_every_tile(on_hopper):
     total = 2 * 16 * 16  # heads of the batch times tiles of 128 queries
     assert launch.kernel is hopper_backward.dq_kernel and launch.grid == (total, 1, 1)
     assert launch.scalars[:9] == (*q.stride()[:3], 16, 4, 2000, 300, 16, 32)
-    assert [(at, box[2]) for at, _, box in launch.boxes] == [(0, 64), (1, 64), (2, 64), (3, 64), (7, 64)]
+    assert [(at, box[2]) for at, _, box in launch.boxes] == [
+        (0, 64),
+        (1, 64),
+        (2, 64),
+        (3, 64),
+        (7, 64),
+    ]
     many = torch.empty(2, 80, 2000, 128, dtype=BF16)
     launch = kernels._plan_dkdv(case_of(many, k), k.stride()[:3], k.stride()[:3], False).main
     total = 2 * 40 * 3  # key heads times tiles of 128 keys
     assert launch.kernel is hopper_backward.dkdv_kernel and launch.grid == (132, 1, 1)
     turns, *numbers = launch.scalars
-    assert numbers[:5] == [40, 2, 2000, 300, 3] and sorted(turns[133:-1].tolist()) == list(range(total))
+    assert numbers[:5] == [40, 2, 2000, 300, 3] and sorted(turns[133:-1].tolist()) == list(
+        range(total)
+    )
     assert [at for at, _, _ in launch.boxes] == [0, 1, 2, 3, 6, 7]
 
 
 @pytest.mark.parametrize("num_tiles, heads, section", [(1, 1, 1), (5, 7, 3), (4, 6, 100)])
 def test_programs_of_dq_have_every_tile(num_tiles, heads, section, monkeypatch):
     program = iter(range(num_tiles * heads))
-    monkeypatch.setattr(hopper_backward, "gl", SimpleNamespace(minimum=min, program_id=lambda axis: next(program)))
-    numbers = [hopper_backward._number.fn(heads, num_tiles, section, True) for _ in range(num_tiles * heads)]
+    monkeypatch.setattr(
+        hopper_backward, "gl", SimpleNamespace(minimum=min, program_id=lambda axis: next(program))
+    )
+    numbers = [
+        hopper_backward._number.fn(heads, num_tiles, section, True)
+        for _ in range(num_tiles * heads)
+    ]
     assert sorted(numbers) == list(range(num_tiles * heads))
-    assert [number % num_tiles for number in numbers[: min(section, heads)]] == [num_tiles - 1] * min(section, heads)
+    assert [number % num_tiles for number in numbers[: min(section, heads)]] == [
+        num_tiles - 1
+    ] * min(section, heads)
 
 
 @pytest.mark.parametrize("name, width", KERNELS)
@@ -145,12 +183,15 @@ def test_it_is_taken_where_it_wins_and_nobody_chose_otherwise(on_hopper, monkeyp
         case = case_of(q, k, do, **options)
         dq = kernels._plan_dq(case, torch.empty_like(q).stride()[:3])
         dkdv = kernels._plan_dkdv(case, *[torch.empty_like(k).stride()[:3]] * 2, False)
-        return {name for name, step in (("dq", dq), ("dkdv", dkdv)) if step.main.kernel is GLUON[name]}
+        return {
+            name for name, step in (("dq", dq), ("dkdv", dkdv)) if step.main.kernel is GLUON[name]
+        }
 
     q = torch.empty(4, 16, 512, 128, dtype=BF16)
     for dtype in hopper.DTYPES:
         assert in_gluon(q.to(dtype)) == {"dq", "dkdv"}
-        assert in_gluon(torch.empty(4, 16, 512, 64, dtype=dtype)) == {"dkdv"}  # dq is not faster there
+        # dq is not faster there
+        assert in_gluon(torch.empty(4, 16, 512, 64, dtype=dtype)) == {"dkdv"}
     together = torch.empty(4, 512, 3, 16, 128, dtype=BF16)
     assert in_gluon(*(x.transpose(1, 2) for x in together.unbind(2)[:2])) == {"dq", "dkdv"}
     assert in_gluon(q, q[:, :2]) == {"dq"}  # 32 tiles of keys for 132 multiprocessors
@@ -171,20 +212,31 @@ def test_it_is_taken_where_it_wins_and_nobody_chose_otherwise(on_hopper, monkeyp
         assert in_gluon(q) == set()
     steps = q.stride()[:3]
     for options in ((True,), (False, 1)):  # with dq in one kernel, one gradient alone
-        assert kernels._plan_dkdv(case_of(q, q), steps, steps, *options).main.kernel is kernels.dkdv_kernel
+        assert (
+            kernels._plan_dkdv(case_of(q, q), steps, steps, *options).main.kernel
+            is kernels.dkdv_kernel
+        )
     monkeypatch.setattr(launching, "device_of", lambda index: launching.Device(100, 148, 100 << 20))
     assert in_gluon(q) == set()
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("num_queries, num_keys", [(1, 1), (300, 300), (64, 1000), (1000, 65), (129, 700), (512, 512)])
+@pytest.mark.parametrize(
+    "num_queries, num_keys", [(1, 1), (300, 300), (64, 1000), (1000, 65), (129, 700), (512, 512)]
+)
 @pytest.mark.parametrize("group", [1, 3])
-def test_tiles_of_queries_that_a_tile_of_keys_visits(num_queries, num_keys, is_causal, group, monkeypatch):
-    """By the kernels' own arithmetic in Python: every visible score once, and none invisible without a mask."""
+def test_tiles_of_queries_that_a_tile_of_keys_visits(
+    num_queries, num_keys, is_causal, group, monkeypatch
+):
+    """By the kernels' own arithmetic in Python: every visible score once, and none invisible
+    without a mask.
+    """
     cdiv = lambda a, b: -(-a // b)  # noqa: E731
     q, k = torch.empty(1, 2 * group, num_queries, 64), torch.empty(1, 2, num_keys, 64)
     seen = hopper_backward._query_tiles_seen(case_of(q, k, is_causal=is_causal))
-    python = SimpleNamespace(minimum=min, maximum=max, cdiv=cdiv, where=lambda c, x, y: x if c else y)
+    python = SimpleNamespace(
+        minimum=min, maximum=max, cdiv=cdiv, where=lambda c, x, y: x if c else y
+    )
     monkeypatch.setattr(hopper_backward, "gl", python)
     for name, value in (("TILE_ROWS", 128), ("BLOCK", 64)):
         monkeypatch.setattr(hopper_backward, name, value)
@@ -192,7 +244,9 @@ def test_tiles_of_queries_that_a_tile_of_keys_visits(num_queries, num_keys, is_c
     sizes = (2, num_queries, num_keys, num_tiles)
     visited = set()
     for number in range(num_tiles * heads):
-        b, kv_h, col, first, masked, whole = hopper_backward._place_keys.fn(number, sizes, is_causal)
+        b, kv_h, col, first, masked, whole = hopper_backward._place_keys.fn(
+            number, sizes, is_causal
+        )
         assert masked + whole >= 1  # or nothing would copy the keys
         assert masked + whole == seen[number % num_tiles]
         for step in range((masked + whole) * group):
@@ -203,7 +257,9 @@ def test_tiles_of_queries_that_a_tile_of_keys_visits(num_queries, num_keys, is_c
                 assert tile * 64 >= col + 127
             elif is_causal:  # the row that the consumers' mask counts from
                 assert first + step % masked == tile
-    needed = itertools.product(range(2), range(2), range(0, num_keys, 128), range(group), range(cdiv(num_queries, 64)))
+    needed = itertools.product(
+        range(2), range(2), range(0, num_keys, 128), range(group), range(cdiv(num_queries, 64))
+    )
     for b, kv_h, col, in_group, tile in needed:
         assert (b, kv_h, col, in_group, tile) in visited or (is_causal and (tile + 1) * 64 <= col)
 
@@ -227,7 +283,9 @@ def make(batch, heads, kv_heads, queries, keys, width, dtype, layout="BHTD"):
 
 
 def cancelling_scales(q, k, v, do, is_causal):
-    """dS = P (dP - delta) is zero for a query that sees one key: errors of dq, dk are held against P dP's alone."""
+    """dS = P (dP - delta) is zero for a query that sees one key: errors of dq, dk are held against
+    P dP's alone.
+    """
     scores = q.shape[-1] ** -0.5 * (q @ k.mT)
     if is_causal:
         scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -torch.inf)
@@ -262,7 +320,10 @@ def check(q, k, v, do, is_causal, names=("dq", "dkdv")):
 def names_of_gluon(q, k, v, do, o, is_causal):
     case = launching.case_of(q, k, v, is_causal, q.shape[-1] ** -0.5, None, o=o, do=do)
     steps = [torch.empty_like(x).stride()[:3] for x in (q, k, v)]
-    planned = {"dq": kernels._plan_dq(case, steps[0]), "dkdv": kernels._plan_dkdv(case, *steps[1:], False)}
+    planned = {
+        "dq": kernels._plan_dq(case, steps[0]),
+        "dkdv": kernels._plan_dkdv(case, *steps[1:], False),
+    }
     return {name for name, step in planned.items() if step.main.kernel is GLUON[name]}
 
 

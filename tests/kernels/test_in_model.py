@@ -1,4 +1,6 @@
-"""The fused parts in the whole model: the same function, gradient and loss curve as the stock parts."""
+"""The fused parts in the whole model: the same function, gradient and loss curve as the stock
+parts.
+"""
 
 import dataclasses
 
@@ -45,9 +47,13 @@ def test_the_gradient_of_the_model_is_the_stock_one(device, parts):
 def curve(spec, device, precision, optimizer, steps, *, compiled=False):
     torch.manual_seed(0)
     model = TransformerLM(spec, device=device)
-    update = build_optimizer(optimizer, model.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95))
+    update = build_optimizer(
+        optimizer, model.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95)
+    )
     loss = torch.compile(model, fullgraph=True) if compiled else model
-    step = TrainingStep(model, update, PRECISIONS[precision], device, max_gradient_norm=1.0, compute_loss=loss)
+    step = TrainingStep(
+        model, update, PRECISIONS[precision], device, max_gradient_norm=1.0, compute_loss=loss
+    )
     corpus = Corpus.tokenize(read_text("stdlib"), "bytes", 256)
     losses = []
     for number in range(steps):
@@ -69,12 +75,16 @@ def test_the_curve_on_a_cpu_is_the_stock_one():
 
 @pytest.mark.gpu
 @gpu
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-3), ("bf16", 3e-2), ("fp16", 3e-2)])
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("fp32", 2e-3), ("bf16", 3e-2), ("fp16", 3e-2)]
+)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_curve_over_200_steps_on_a_gpu_is_the_stock_one(precision, tolerance, compiled):
     cuda = torch.device("cuda")
     spec = ModelSpec.preset("tiny", vocab_size=256, context_length=128)
     stock = curve(spec, cuda, precision, "adamw", 200)
-    fused = curve(dataclasses.replace(spec, **PARTS), cuda, precision, "fused", 200, compiled=compiled)
+    fused = curve(
+        dataclasses.replace(spec, **PARTS), cuda, precision, "fused", 200, compiled=compiled
+    )
     assert (fused - stock).abs().mean() < tolerance
     assert stock[-10:].mean() < stock[0] - 1

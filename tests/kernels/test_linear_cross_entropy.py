@@ -1,7 +1,8 @@
-"""Linear + cross-entropy against float64: the oracle, the plain path, the kernels interpreted, built and on a GPU.
+"""Linear + cross-entropy against float64: the oracle, the plain path, the kernels interpreted,
+built and on a GPU.
 
-Run as a script with `interpret` or `build`, the file makes the two checks that want a process of their own, since
-Triton decides when it is imported whether it interprets.
+Run as a script with `interpret` or `build`, the file makes the two checks that want a process of
+their own, since Triton decides when it is imported whether it interprets.
 """
 
 import importlib
@@ -36,7 +37,9 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 def gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")(test))
+    return pytest.mark.gpu(
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")(test)
+    )
 
 
 @pytest.fixture
@@ -48,7 +51,9 @@ def poisoned():
 
 
 def inputs(N, D, V, dtype=torch.float32, *, spread=1.0, ignored=-100, device="cpu", seed=0):
-    """Hidden states, weight and targets, some `ignored`; the logits' standard deviation is about `spread`."""
+    """Hidden states, weight and targets, some `ignored`; the logits' standard deviation is about
+    `spread`.
+    """
     generator = torch.Generator().manual_seed(seed)
     hidden_ND = torch.randn(N, D, generator=generator)
     weight_VD = torch.randn(V, D, generator=generator) * spread * D**-0.5
@@ -58,12 +63,17 @@ def inputs(N, D, V, dtype=torch.float32, *, spread=1.0, ignored=-100, device="cp
 
 
 def confident_inputs(N, D, V, dtype, top, *, device="cpu"):
-    """Each target's logit is about `top`, the others' about 0.5 in standard deviation: a loss of V exp(-top)."""
+    """Each target's logit is about `top`, the others' about 0.5 in standard deviation: a loss of V
+    exp(-top).
+    """
     generator = torch.Generator().manual_seed(0)
     weight_VD = torch.randn(V, D, generator=generator) * D**-0.5
     targets_N = torch.randint(0, V, (N,), generator=generator)
     chosen_ND = weight_VD[targets_N]
-    hidden_ND = top * chosen_ND / chosen_ND.square().sum(1, keepdim=True) + torch.randn(N, D, generator=generator) / 2
+    hidden_ND = (
+        top * chosen_ND / chosen_ND.square().sum(1, keepdim=True)
+        + torch.randn(N, D, generator=generator) / 2
+    )
     return hidden_ND.to(device, dtype), weight_VD.to(device, dtype), targets_N.to(device)
 
 
@@ -77,7 +87,9 @@ def results(function, hidden, weight, targets, *, grad=1.0, **options):
 
 
 def expected(hidden, weight, targets, **options):
-    return results(reference.linear_cross_entropy, hidden.double(), weight.double(), targets, **options)
+    return results(
+        reference.linear_cross_entropy, hidden.double(), weight.double(), targets, **options
+    )
 
 
 def errors(actual, wanted):
@@ -86,11 +98,13 @@ def errors(actual, wanted):
 
 def assert_close(actual, wanted, tolerance):
     found = errors(actual, wanted)
-    assert all(error < tolerance for error in found), f"loss, hidden, weight: {found}, tolerance {tolerance}"
+    assert all(error < tolerance for error in found), (
+        f"loss, hidden, weight: {found}, tolerance {tolerance}"
+    )
 
 
-# Relative errors of loss and gradients, with logits of a standard deviation of 1. bf16: the logits and their gradient
-# are rounded, 2^-9 each, and the result once more.
+# Relative errors of loss and gradients, with logits of a standard deviation of 1. bf16: the logits
+# and their gradient are rounded, 2^-9 each, and the result once more.
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
@@ -104,7 +118,11 @@ def test_the_oracle_is_torchs_own(reduction):
     def stock(hidden, weight, targets):
         return F.cross_entropy(F.linear(hidden, weight), targets, reduction=reduction)
 
-    assert_close(expected(hidden, weight, targets, reduction=reduction), results(stock, hidden, weight, targets), 1e-14)
+    assert_close(
+        expected(hidden, weight, targets, reduction=reduction),
+        results(stock, hidden, weight, targets),
+        1e-14,
+    )
 
 
 def test_the_oracles_options_are_the_equation():
@@ -112,7 +130,9 @@ def test_the_oracles_options_are_the_equation():
     logits = torch.tensor([5 * torch.tanh(torch.tensor(0.4)), 5 * torch.tanh(torch.tensor(1.2))])
     lse = logits.exp().sum().log()
     wanted = lse - logits[1] + 0.1 * lse**2
-    torch.testing.assert_close(reference.linear_cross_entropy(hidden, weight, targets, z_loss=0.1, softcap=5.0), wanted)
+    torch.testing.assert_close(
+        reference.linear_cross_entropy(hidden, weight, targets, z_loss=0.1, softcap=5.0), wanted
+    )
 
 
 # The plain path, and all that the paths share
@@ -137,10 +157,15 @@ def test_against_float64(dtype, options, chunk):
     assert_close(actual, expected(hidden, weight, targets, **options), TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize(("N", "D", "V"), [(1, 1, 1), (1, 1, 2), (3, 64, 64), (130, 7, 65), (64, 33, 1)])
+@pytest.mark.parametrize(
+    ("N", "D", "V"), [(1, 1, 1), (1, 1, 2), (3, 64, 64), (130, 7, 65), (64, 33, 1)]
+)
 def test_odd_shapes(N, D, V):
     hidden, weight, targets = inputs(N, D, V)
-    actual, wanted = results(linear_cross_entropy, hidden, weight, targets), expected(hidden, weight, targets)
+    actual, wanted = (
+        results(linear_cross_entropy, hidden, weight, targets),
+        expected(hidden, weight, targets),
+    )
     for a, w in zip(actual, wanted, strict=True):
         torch.testing.assert_close(a, w, atol=2e-7, rtol=2e-6)
 
@@ -163,7 +188,9 @@ def test_logits_beyond_the_range_of_exp(top):
     for target in range(3):
         # By hand: autograd's 1 - p has two digits left at exp(-30), even in float64.
         others = torch.cat([logits[:target], logits[target + 1 :]]).logsumexp(0)
-        loss = (others - logits[target]).clamp(min=0) + torch.log1p(torch.exp(-(others - logits[target]).abs()))
+        loss = (others - logits[target]).clamp(min=0) + torch.log1p(
+            torch.exp(-(others - logits[target]).abs())
+        )
         slope = logits.softmax(0)
         slope[target] = -torch.sigmoid(others - logits[target])
         wanted = loss, slope[None] @ weight.double(), slope[:, None] @ hidden.double()
@@ -182,7 +209,9 @@ def test_a_saturated_softcap_keeps_its_gradient():
 
 
 def test_rounding_of_the_weights_gradient():
-    """The documented bound: eight chunks in bf16 come to about twice one rounding, an fp32 sum to one."""
+    """The documented bound: eight chunks in bf16 come to about twice one rounding, an fp32 sum to
+    one.
+    """
     hidden, weight, targets = inputs(1024, 64, 512, torch.bfloat16, spread=0.2)
     wanted = expected(hidden, weight, targets)
     one_rounding = errors([wanted[2].bfloat16().double()], wanted[2:])[0]
@@ -255,7 +284,9 @@ def test_strides_and_leading_dimensions():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_nothing_to_predict(dtype):
     hidden, weight, _ = inputs(6, 4, 9, dtype)
-    loss, grad_hidden, grad_weight = results(linear_cross_entropy, hidden, weight, torch.full((6,), -100))
+    loss, grad_hidden, grad_weight = results(
+        linear_cross_entropy, hidden, weight, torch.full((6,), -100)
+    )
     assert loss.isnan() and not grad_hidden.any() and not grad_weight.any()
     empty = torch.empty(0, dtype=torch.long)
     loss, grad_hidden, grad_weight = results(linear_cross_entropy, hidden[:0], weight, empty)
@@ -268,7 +299,9 @@ def test_the_incoming_gradient_multiplies():
         hidden, weight, targets = inputs(12, 8, 20, dtype)
         actual = results(linear_cross_entropy, hidden, weight, targets, grad=-512.0)
         loss, *gradients = expected(hidden, weight, targets)
-        assert_close(actual, [loss, *(-512 * gradient for gradient in gradients)], TOLERANCES[dtype])
+        assert_close(
+            actual, [loss, *(-512 * gradient for gradient in gradients)], TOLERANCES[dtype]
+        )
 
 
 def test_fp16_gradients_survive_until_the_loss_scale():
@@ -295,7 +328,9 @@ def test_backward_hands_its_gradients_on_and_runs_once():
     assert held == [hidden.grad.data_ptr(), weight.grad.data_ptr()]
 
 
-@pytest.mark.parametrize(("trains_hidden", "trains_weight"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("trains_hidden", "trains_weight"), [(True, False), (False, True), (False, False)]
+)
 def test_only_the_gradients_asked_for_are_formed(trains_hidden, trains_weight):
     hidden, weight, targets = inputs(6, 4, 9)
     _, *wanted = expected(hidden, weight, targets)
@@ -305,7 +340,9 @@ def test_only_the_gradients_asked_for_are_formed(trains_hidden, trains_weight):
         if trains_hidden or trains_weight:
             loss.backward()
     assert flops.get_total_flops() == 2 * 6 * 4 * 9 * (1 + trains_hidden + trains_weight)
-    for x, gradient, trains in zip((hidden, weight), wanted, (trains_hidden, trains_weight), strict=True):
+    for x, gradient, trains in zip(
+        (hidden, weight), wanted, (trains_hidden, trains_weight), strict=True
+    ):
         assert (x.grad is not None) == trains
         if trains:
             assert_close([x.grad.double()], [gradient], 2e-6)
@@ -338,7 +375,9 @@ def test_training_is_the_stock_runs():
             optimizer.zero_grad()
         return torch.stack(losses), head.weight.detach(), body.weight.detach()
 
-    stock = train(lambda hidden, weight, targets: F.cross_entropy(F.linear(hidden, weight), targets))
+    stock = train(
+        lambda hidden, weight, targets: F.cross_entropy(F.linear(hidden, weight), targets)
+    )
     for ours, theirs in zip(train(linear_cross_entropy), stock, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
@@ -369,7 +408,9 @@ def test_compiles_without_a_graph_break(autocast):
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         eager = results(loss, hidden, weight, targets)
         torch._dynamo.reset()
-        compiled = results(torch.compile(loss, fullgraph=True, backend="aot_eager"), hidden, weight, targets)
+        compiled = results(
+            torch.compile(loss, fullgraph=True, backend="aot_eager"), hidden, weight, targets
+        )
     assert_close(compiled, eager, 1e-6)
 
 
@@ -378,10 +419,18 @@ def test_the_operator_is_a_proper_operator(dtype):
     hidden, weight, targets = inputs(5, 4, 9, dtype)
     arguments = (targets, dtype, True, -100, 0.1, None, "auto", 0, True, True)
     operator = torch.ops.stepgauge.linear_cross_entropy.default
-    # Backward multiplies the operator's own outputs, so that a check that holds them sees fp16's change under it.
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    # Backward multiplies the operator's own outputs, so that a check that holds them sees fp16's
+    # change under it.
+    checks = (
+        "test_schema",
+        "test_autograd_registration",
+        "test_faketensor",
+        "test_aot_dispatch_dynamic",
+    )
     checks = checks[:3] if dtype == torch.float16 else checks
-    torch.library.opcheck(operator, (hidden.requires_grad_(), weight.requires_grad_(), *arguments), test_utils=checks)
+    torch.library.opcheck(
+        operator, (hidden.requires_grad_(), weight.requires_grad_(), *arguments), test_utils=checks
+    )
 
 
 def test_the_autograd_function_gives_the_operators_outputs():
@@ -435,10 +484,16 @@ def test_the_module_takes_the_output_layers_place():
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_mistakes_are_named(change, message):
-    arguments = {"hidden": torch.zeros(3, 4), "weight": torch.zeros(9, 4), "targets": torch.zeros(3, dtype=torch.long)}
+    arguments = {
+        "hidden": torch.zeros(3, 4),
+        "weight": torch.zeros(9, 4),
+        "targets": torch.zeros(3, dtype=torch.long),
+    }
     arguments |= change
     with pytest.raises(ValueError, match=message):
-        linear_cross_entropy(*[arguments.pop(name) for name in ("hidden", "weight", "targets")], **arguments)
+        linear_cross_entropy(
+            *[arguments.pop(name) for name in ("hidden", "weight", "targets")], **arguments
+        )
 
 
 # The Triton kernels: interpreted, and built without a GPU
@@ -447,7 +502,9 @@ def test_mistakes_are_named(change, message):
 def _run_this_file(check, **environment):
     source = str(Path(package.__file__).parents[3])
     environment = {**os.environ, "PYTHONPATH": source, **environment}
-    done = subprocess.run([sys.executable, __file__, check], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, __file__, check], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -466,7 +523,14 @@ def check_in_interpreter():
     # Run as a script, this file has its own folder on the path.
     importlib.import_module("conftest").mend_interpreter()
     kernels = importlib.import_module("stepgauge.kernels.linear_cross_entropy.triton")
-    stream = {"BLOCK_V": 64, "VEC": 4, "STAGES": 1, "REVERSE": True, "KEEP": "evict_last", "num_warps": 4}
+    stream = {
+        "BLOCK_V": 64,
+        "VEC": 4,
+        "STAGES": 1,
+        "REVERSE": True,
+        "KEEP": "evict_last",
+        "num_warps": 4,
+    }
     hold = {"BLOCK_V": 256, "SPLIT": 1, "num_warps": 4}
     chunked.kernels_for = lambda device, dtype: kernels
     torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
@@ -475,17 +539,31 @@ def check_in_interpreter():
         for options in OPTIONS:
             chosen = {"BLOCK_D": 16, **(hold if cases % 2 else stream)}
             kernels.row_launch = lambda *_, chosen=chosen, **__: chosen
-            hidden, weight, targets = inputs(12, 17, 150, dtype, ignored=options.get("ignore_index", -100))
+            hidden, weight, targets = inputs(
+                12, 17, 150, dtype, ignored=options.get("ignore_index", -100)
+            )
             weight = weight.mT.contiguous().mT
             max_logits_bytes = 5 * 192 * dtype.itemsize
             actual = results(
-                linear_cross_entropy, hidden, weight, targets, grad=2.0, max_logits_bytes=max_logits_bytes, **options
+                linear_cross_entropy,
+                hidden,
+                weight,
+                targets,
+                grad=2.0,
+                max_logits_bytes=max_logits_bytes,
+                **options,
             )
             loss, *gradients = expected(hidden, weight, targets, **options)
-            assert_close(actual, [loss, *(2 * gradient for gradient in gradients)], TOLERANCES[dtype])
+            assert_close(
+                actual, [loss, *(2 * gradient for gradient in gradients)], TOLERANCES[dtype]
+            )
             cases += 1
     hidden, weight, targets = confident_inputs(8, 64, 100, torch.float32, 24)
-    assert_close(results(linear_cross_entropy, hidden, weight, targets), expected(hidden, weight, targets), 1e-5)
+    assert_close(
+        results(linear_cross_entropy, hidden, weight, targets),
+        expected(hidden, weight, targets),
+        1e-5,
+    )
     hidden, weight, targets = inputs(4, 3, 5)
     targets[2] = 5
     assert linear_cross_entropy(hidden, weight, targets).isnan()
@@ -500,37 +578,63 @@ def check_builds():
             build_rows(kernels, architecture, dtype, row_length=128256)
             build_rows(kernels, architecture, dtype, row_length=10048)
             built += 2
-        build_rows(kernels, architecture, "bf16", row_length=128256, launch=kernels.split_launch(128256))
+        build_rows(
+            kernels, architecture, "bf16", row_length=128256, launch=kernels.split_launch(128256)
+        )
         built += 1
     build_rows(kernels, 90, "bf16", row_length=10048, HAS_SOFTCAP=True)
     build_rows(kernels, 90, "bf16", row_length=128256, HAS_SOFTCAP=True)
     build_rows(kernels, 90, "bf16", row_length=4096, WRITE_GRADIENT=False)
     count = {"targets_ptr": "*i64", "scale_ptr": "*fp32", "N": "i32"}
-    build(kernels.loss_scale_kernel, 90, count, {"ignore_index": -100, "BLOCK_N": 4096}, num_warps=8)
-    multiply = {"x_ptr": "*bf16", "y_ptr": "*fp32", "factor_ptr": "*fp32", "num_x": "i32", "num_y": "i64"}
+    build(
+        kernels.loss_scale_kernel, 90, count, {"ignore_index": -100, "BLOCK_N": 4096}, num_warps=8
+    )
+    multiply = {
+        "x_ptr": "*bf16",
+        "y_ptr": "*fp32",
+        "factor_ptr": "*fp32",
+        "num_x": "i32",
+        "num_y": "i64",
+    }
     build(kernels.multiply_kernel, 90, multiply, {"BLOCK": 4096}, num_warps=8)
     print(f"{built + 5} kernels")
 
 
 def build_rows(kernels, architecture, dtype, *, row_length, launch=None, **flags):
     pointers = dict.fromkeys(("logits_ptr", "hidden_ptr", "weight_ptr"), f"*{dtype}")
-    pointers |= {"targets_ptr": "*i64", "scale_ptr": "*fp32", "losses_ptr": "*fp32", "exchange_ptr": "*i64"}
+    pointers |= {
+        "targets_ptr": "*i64",
+        "scale_ptr": "*fp32",
+        "losses_ptr": "*fp32",
+        "exchange_ptr": "*i64",
+    }
     sizes = dict.fromkeys(("V", "P_units", "D", "hidden_units", "weight_units"), "i32")
     constants = {"HAS_SOFTCAP": False, "WRITE_GRADIENT": True, "SCALE_GRADIENT": True, **flags}
-    constants |= {"stride_hidden_d": 1, "stride_weight_d": 1, "ROW_UNIT": kernels.ROW_UNIT, "STRIDE_UNIT": 8}
+    constants |= {
+        "stride_hidden_d": 1,
+        "stride_weight_d": 1,
+        "ROW_UNIT": kernels.ROW_UNIT,
+        "STRIDE_UNIT": 8,
+    }
     constants |= {"ignore_index": -100, "BLOCK_D": kernels.BLOCK_D}
     itemsize = 4 if dtype == "fp32" else 2
-    launch = dict(launch or kernels.row_launch(row_length, itemsize, write_gradient=constants["WRITE_GRADIENT"]))
+    launch = dict(
+        launch
+        or kernels.row_launch(row_length, itemsize, write_gradient=constants["WRITE_GRADIENT"])
+    )
     if flags.get("HAS_SOFTCAP") and "maxnreg" in launch:
         launch["maxnreg"] = 128
     options = {name: launch.pop(name) for name in ("num_warps", "maxnreg") if name in launch}
     signature = pointers | sizes | {"z_loss": "fp32", "softcap": "fp32"}
-    function = kernels.held_gradient_kernel if "SPLIT" in launch else kernels.streamed_gradient_kernel
+    function = (
+        kernels.held_gradient_kernel if "SPLIT" in launch else kernels.streamed_gradient_kernel
+    )
     kernel = build(
         function, architecture, signature, constants | launch,
         aligned=("logits_ptr", "hidden_ptr", "weight_ptr", "exchange_ptr"), **options,
     )  # fmt: skip
-    # Rows are read and written 16 bytes a thread, which a mask or a stride that Triton cannot divide by 8 would undo.
+    # Rows are read and written 16 bytes a thread, which a mask or a stride that Triton cannot
+    # divide by 8 would undo.
     assert "L2::cache_hint.v4.b32" in kernel.asm["ptx"]
     assert ("st.global.v4.b32" in kernel.asm["ptx"]) == constants["WRITE_GRADIENT"]
     return kernel
@@ -563,7 +667,9 @@ def build(function, architecture, signature, constants, *, aligned=(), **options
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_gpu_against_float64(dtype, options, N, D, V, chunk):
-    hidden, weight, targets = inputs(N, D, V, dtype, ignored=options.get("ignore_index", -100), device="cuda")
+    hidden, weight, targets = inputs(
+        N, D, V, dtype, ignored=options.get("ignore_index", -100), device="cuda"
+    )
     max_logits_bytes = chunk and chunk * -(-V // 64) * 64 * dtype.itemsize
     wanted = expected(hidden, weight, targets, **options)
     for accumulation, factor in (("fp32", 1), ("weight", 2)):
@@ -594,7 +700,9 @@ def test_gpu_rows_shared_by_several_programs(monkeypatch, dtype, options, block,
         return kernels.split_launch(row_length, block=block, num_warps=num_warps)
 
     monkeypatch.setattr(kernels, "row_launch", row_launch)
-    hidden, weight, targets = inputs(1031, 200, 50257, dtype, ignored=options.get("ignore_index", -100), device="cuda")
+    hidden, weight, targets = inputs(
+        1031, 200, 50257, dtype, ignored=options.get("ignore_index", -100), device="cuda"
+    )
     wanted = expected(hidden, weight, targets, **options)
     first = results(linear_cross_entropy, hidden, weight, targets, **options)
     assert used == [{8192: 8, 16384: 4, 32768: 2}[block]]
@@ -612,21 +720,34 @@ def test_gpu_confident_logits(dtype, top):
     wanted = expected(hidden, weight, targets)
     actual = results(linear_cross_entropy, hidden, weight, targets)
     assert_close(actual[:1], wanted[:1], 1e-5 if dtype == torch.float32 else 2e-3)
-    # fp16's smallest number is 6e-8: past that a probability is lost, and with it part of the gradients.
+    # fp16's smallest number is 6e-8: past that a probability is lost, and with it part of the
+    # gradients.
     if dtype != torch.float16 or top == 8:
-        assert_close(actual, wanted, {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype])
+        assert_close(
+            actual, wanted, {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+        )
 
 
 @gpu
 def test_gpu_strides_and_leading_dimensions():
     hidden, weight, targets = inputs(240, 96, 1000, torch.bfloat16, device="cuda")
     wanted = expected(hidden, weight, targets)
-    strided = [hidden.repeat_interleave(2, 0)[::2], weight.mT.contiguous().mT, targets.repeat_interleave(3)[::3]]
+    strided = [
+        hidden.repeat_interleave(2, 0)[::2],
+        weight.mT.contiguous().mT,
+        targets.repeat_interleave(3)[::3],
+    ]
     assert_close(results(linear_cross_entropy, *strided), wanted, TOLERANCES[torch.bfloat16])
     columns = hidden.repeat_interleave(2, 1)[:, ::2]
-    assert_close(results(linear_cross_entropy, columns, weight, targets.int()), wanted, TOLERANCES[torch.bfloat16])
+    assert_close(
+        results(linear_cross_entropy, columns, weight, targets.int()),
+        wanted,
+        TOLERANCES[torch.bfloat16],
+    )
     actual = results(linear_cross_entropy, hidden.view(2, 120, 96), weight, targets.view(2, 120))
-    assert_close([actual[0], actual[1].view(240, 96), actual[2]], wanted, TOLERANCES[torch.bfloat16])
+    assert_close(
+        [actual[0], actual[1].view(240, 96), actual[2]], wanted, TOLERANCES[torch.bfloat16]
+    )
 
 
 @gpu
@@ -635,7 +756,9 @@ def test_gpu_strides_and_leading_dimensions():
 def test_gpu_autocast(dtype, compiled):
     hidden, weight, targets = inputs(256, 128, 1000, device="cuda")
     torch._dynamo.reset()
-    function = torch.compile(linear_cross_entropy, fullgraph=True) if compiled else linear_cross_entropy
+    function = (
+        torch.compile(linear_cross_entropy, fullgraph=True) if compiled else linear_cross_entropy
+    )
     with torch.autocast("cuda", dtype):
         loss, *gradients = results(function, hidden, weight, targets, grad=64.0)
     wanted = expected(hidden.to(dtype), weight.to(dtype), targets)
@@ -709,7 +832,11 @@ def test_gpu_more_than_2_31_weights():
     loss = linear_cross_entropy(hidden, wide, targets)
     (2 * loss).backward()
     wanted = expected(hidden.detach()[:, -8:], weight, targets)
-    actual = [loss.detach().double(), hidden.grad[:, -8:].double() / 2, wide.grad[:, -8:].double() / 2]
+    actual = [
+        loss.detach().double(),
+        hidden.grad[:, -8:].double() / 2,
+        wide.grad[:, -8:].double() / 2,
+    ]
     assert_close(actual, wanted, TOLERANCES[torch.bfloat16])
 
 

@@ -150,7 +150,9 @@ def test_module_exchanges_state_with_the_builtin():
     assert list(ours.state_dict()) == ["weight"]
 
 
-@pytest.mark.parametrize("x_shape, weight_shape", [((2, 3), (4,)), ((2, 3), (3, 1)), ((), (1,)), ((2, 0), (0,))])
+@pytest.mark.parametrize(
+    "x_shape, weight_shape", [((2, 3), (4,)), ((2, 3), (3, 1)), ((), (1,)), ((2, 0), (0,))]
+)
 def test_shapes_that_do_not_fit_are_named(x_shape, weight_shape):
     with pytest.raises(ValueError, match=re.escape(str(weight_shape))):
         rms_norm(torch.ones(x_shape), torch.ones(weight_shape))
@@ -251,13 +253,17 @@ def test_interp_output_type_of_autocast(interpreter, poisoned):
 
 @needs_triton
 @interpreted_only
-@pytest.mark.parametrize("rows, fold, blocks", [(4, True, 0), (4, False, 0), (1, True, 0), (1, True, 2)])
+@pytest.mark.parametrize(
+    "rows, fold, blocks", [(4, True, 0), (4, False, 0), (1, True, 0), (1, True, 2)]
+)
 def test_interp_every_backward_shape(rows, fold, blocks, interpreter, poisoned, monkeypatch):
     """The launch shapes that the tuned tables may choose all give the same gradients."""
     from stepgauge.kernels.rms_norm import ops
     from stepgauge.kernels.rms_norm.triton import BackwardConfig
 
-    config = BackwardConfig(block=16 if blocks else 64, rows=rows, num_warps=4, keep_weight=rows > 1, blocks=blocks)
+    config = BackwardConfig(
+        block=16 if blocks else 64, rows=rows, num_warps=4, keep_weight=rows > 1, blocks=blocks
+    )
     monkeypatch.setattr(BackwardConfig, "fold", lambda self, itemsize: fold)
     plan = ops.Plan(50, torch.float32, 2, backward=config)
     monkeypatch.setattr(ops, "plan_for", lambda *args: plan)
@@ -286,7 +292,9 @@ def test_one_graph_under_torch_compile(hopper_driver):
         return y + RMSNormTriton.apply(total, weight)
 
     torch._dynamo.reset()
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    backend = aot_autograd(
+        fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
+    )
     with FakeTensorMode():
         x, residual = (torch.empty(8, 64, requires_grad=True) for _ in range(2))
         weight = torch.empty(64, requires_grad=True)
@@ -299,8 +307,12 @@ def test_one_graph_under_torch_compile(hopper_driver):
 @needs_triton
 @compiled_only
 @pytest.mark.parametrize(("width", "operators"), [(2560, 0), (16384, 1)])
-def test_under_torch_compile_inductor_gets_the_equation_up_to_its_width(hopper_driver, width, operators):
-    """On a fake CUDA tensor: narrow rows reach the compiler as plain operations, wide ones as the kernel's operator."""
+def test_under_torch_compile_inductor_gets_the_equation_up_to_its_width(
+    hopper_driver, width, operators
+):
+    """On a fake CUDA tensor: narrow rows reach the compiler as plain operations, wide ones as the
+    kernel's operator.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     graphs = []
@@ -409,11 +421,24 @@ def test_tiles_in_flight_fit_shared_memory():
 def resources_ahead(launch, known, dtype, arch):
     """Registers and stack of a launch, compiled as the JIT would."""
     unused = {"residual_ptr", "sum_ptr", "dsum_ptr"}
-    names = [name for name in launch.kernel.arg_names if name not in launch.constants and name not in unused]
-    signature = {name: "i32" if name.startswith("num_") else known.get(name, "*" + dtype) for name in names}
+    names = [
+        name
+        for name in launch.kernel.arg_names
+        if name not in launch.constants and name not in unused
+    ]
+    signature = {
+        name: "i32" if name.startswith("num_") else known.get(name, "*" + dtype) for name in names
+    }
     aligned = [name for name in names if signature[name].startswith("*")]
     return resources_of(
-        compile_ahead(launch.kernel, arch, signature, launch.constants, aligned=aligned, options=launch.options)
+        compile_ahead(
+            launch.kernel,
+            arch,
+            signature,
+            launch.constants,
+            aligned=aligned,
+            options=launch.options,
+        )
     )
 
 
@@ -421,7 +446,9 @@ def resources_ahead(launch, known, dtype, arch):
 
 
 class FakeDriver(Driver):
-    """cuLaunchKernel for CPU tensors of one width in float32: does the kernels' work on the addresses."""
+    """cuLaunchKernel for CPU tensors of one width in float32: does the kernels' work on the
+    addresses.
+    """
 
     def __init__(self, module, width, num_programs):
         super().__init__()
@@ -432,14 +459,21 @@ class FakeDriver(Driver):
         reduce_grid = -(-self.width // 32)
         backward = ((21 + residual, 256, 512), 1, self.num_programs, 1, (31, 128, 64), reduce_grid)
         forward = (11 + residual, 128, 0, 2)
-        self.module.register(x, weight, x, residual, 4321, forward, backward if with_backward else None)
+        self.module.register(
+            x, weight, x, residual, 4321, forward, backward if with_backward else None
+        )
 
     def launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):
         status = self.statuses.pop(0) if self.statuses else 0
         if status:
             return status
         self.launches.append((function, (gx, gy, gz), (bx, by, bz), shared, stream))
-        kernel = {11: self.forward, 12: self.forward_residual, 21: self.backward, 22: self.backward_residual}
+        kernel = {
+            11: self.forward,
+            12: self.forward_residual,
+            21: self.backward,
+            22: self.backward_residual,
+        }
         kernel.get(function, self.reduce)(gx, parameters)
         return 0
 
@@ -447,9 +481,9 @@ class FakeDriver(Driver):
         """The tensor whose address is parameter i."""
         width = width or self.width
         address = ctypes.c_size_t.from_address(parameters[i]).value
-        return torch.frombuffer((ctypes.c_float * (num_rows * width)).from_address(address), dtype=torch.float32).view(
-            num_rows, width
-        )
+        return torch.frombuffer(
+            (ctypes.c_float * (num_rows * width)).from_address(address), dtype=torch.float32
+        ).view(num_rows, width)
 
     def forward(self, grid, p, num_tensors=4):
         num_rows = ctypes.c_int32.from_address(p[num_tensors]).value
@@ -490,7 +524,9 @@ class FakeDriver(Driver):
 @pytest.fixture(scope="module")
 def cpp(tmp_path_factory):
     # A copy has plans and addresses of its own: those that GPU tests use stay as they are.
-    return extension.NATIVE.imported(shutil.copy(extension.NATIVE.build(), tmp_path_factory.mktemp("cpp")))
+    return extension.NATIVE.imported(
+        shutil.copy(extension.NATIVE.build(), tmp_path_factory.mktemp("cpp"))
+    )
 
 
 @needs_compiler
@@ -504,7 +540,11 @@ def test_cpp_result_gradients_and_launches(cpp):
     # An expanded gradient: what .sum().backward() sends.
     (y * dy).sum().backward()
     exact_y, exact_dx, exact_dw = exact_results(x, weight, dy)
-    assert error(y, exact_y) < 1e-6 and error(x.grad, exact_dx) < 1e-6 and error(weight.grad, exact_dw) < 1e-6
+    assert (
+        error(y, exact_y) < 1e-6
+        and error(x.grad, exact_dx) < 1e-6
+        and error(weight.grad, exact_dw) < 1e-6
+    )
     assert driver.launches == [
         (11, (5, 1, 1), (128, 1, 1), 0, 1234),
         (21, (4, 1, 1), (256, 1, 1), 512, 1234),
@@ -568,7 +608,9 @@ def test_cpp_leaves_the_rest_to_python(cpp):
     with FlopCounterMode(display=False):
         assert cpp.rms_norm(*plain, 1e-5, None) is None
     seen = []
-    torch.func.vmap(lambda row: seen.append(cpp.rms_norm(row, plain[1], 1e-5, None)) or row)(plain[0])
+    torch.func.vmap(lambda row: seen.append(cpp.rms_norm(row, plain[1], 1e-5, None)) or row)(
+        plain[0]
+    )
     assert seen == [None]
     assert len(driver.launches) == 1
 
@@ -585,12 +627,17 @@ def test_cpp_driver_errors(cpp):
     assert driver.contexts == []
     # A thread without a context gets the plan's and tries once more.
     driver.statuses = [201]
-    assert error(cpp.rms_norm(x, weight, 1e-5, None), reference.forward(x.double(), weight.double())) < 1e-6
+    assert (
+        error(cpp.rms_norm(x, weight, 1e-5, None), reference.forward(x.double(), weight.double()))
+        < 1e-6
+    )
     assert driver.contexts == [4321]
 
 
 @compiled_only
-@pytest.mark.parametrize("setting, said", [({"STEPGAUGE_EXTENSION": "0"}, "=0"), ({"CXX": "false"}, "false")])
+@pytest.mark.parametrize(
+    "setting, said", [({"STEPGAUGE_EXTENSION": "0"}, "=0"), ({"CXX": "false"}, "false")]
+)
 def test_without_the_extension_nothing_changes(setting, said, monkeypatch, tmp_path):
     ours = extension.NATIVE
     native = Extension(ours.name, ours.source, ours.configure, headers=ours.headers)
@@ -637,9 +684,16 @@ def filled_with_nan():
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize(
     "dtype, weight_dtype",
-    [(torch.float32,) * 2, (torch.float16,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)],
+    [
+        (torch.float32,) * 2,
+        (torch.float16,) * 2,
+        (torch.bfloat16,) * 2,
+        (torch.bfloat16, torch.float32),
+    ],
 )
-def test_gpu_cpp_is_python_to_the_bit(dtype, weight_dtype, with_residual, width, in_cpp, filled_with_nan, monkeypatch):
+def test_gpu_cpp_is_python_to_the_bit(
+    dtype, weight_dtype, with_residual, width, in_cpp, filled_with_nan, monkeypatch
+):
     x, weight, dy = inputs((3, 67, width), dtype, weight_dtype=weight_dtype, device="cuda")
     residual, _, dsum = inputs((3, 67, width), dtype, device="cuda", seed=1)
 

@@ -1,4 +1,6 @@
-"""How tests meet Triton: on a GPU, interpreted (in a process of its own), compiled ahead of time, or not at all."""
+"""How tests meet Triton: on a GPU, interpreted (in a process of its own), compiled ahead of time,
+or not at all.
+"""
 
 import importlib.util
 import os
@@ -15,13 +17,30 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs the package triton")
 compiled_only = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-interpreted_only = pytest.mark.skipif(not INTERPRETED, reason="run_interpreted runs it with TRITON_INTERPRET=1")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a CUDA GPU")
+interpreted_only = pytest.mark.skipif(
+    not INTERPRETED, reason="run_interpreted runs it with TRITON_INTERPRET=1"
+)
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or INTERPRETED, reason="needs a CUDA GPU"
+)
 
 
 def run_interpreted(file, *, least):
-    """The tests of the file whose names begin with test_interp_ pass where they can run; there are at least so many."""
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", file, "-k", "interp_"]
+    """The tests of the file whose names begin with test_interp_ pass where they can run; there are
+    at least so many.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-o",
+        "addopts=",
+        "-p",
+        "no:cacheprovider",
+        file,
+        "-k",
+        "interp_",
+    ]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -30,7 +49,9 @@ def run_interpreted(file, *, least):
 
 
 def compile_ahead(kernel, arch, signature, constants, *, aligned, options):
-    """The compiled kernel, without a GPU. signature: types of the arguments by name; the others are constants."""
+    """The compiled kernel, without a GPU. signature: types of the arguments by name; the others are
+    constants.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -39,7 +60,9 @@ def compile_ahead(kernel, arch, signature, constants, *, aligned, options):
     source = ASTSource(
         fn=kernel,
         signature={name: signature.get(name, "constexpr") for name in names},
-        constexprs={(i,): constants.get(name) for i, name in enumerate(names) if name not in signature},
+        constexprs={
+            (i,): constants.get(name) for i, name in enumerate(names) if name not in signature
+        },
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
@@ -55,6 +78,8 @@ def resources_of(compiled):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     return {"registers": int(found[1]), "stack": int(found[2])}

@@ -1,4 +1,6 @@
-"""Every collective against what it should give, the clock's agreement between ranks, and what a wrong result does."""
+"""Every collective against what it should give, the clock's agreement between ranks, and what a
+wrong result does.
+"""
 
 import dataclasses
 
@@ -24,9 +26,14 @@ def specs(ranks, **fields):
 
 
 def check_all(ranks):
-    """The wrong elements of each collective as it is, and when one rank's result is spoilt by one element."""
+    """The wrong elements of each collective as it is, and when one rank's result is spoilt by one
+    element.
+    """
     found = {}
-    for spec in [*specs(ranks), CommSpec(op="all_reduce", ranks=ranks, dtype="bfloat16", size_bytes=6, **QUICK)]:
+    for spec in [
+        *specs(ranks),
+        CommSpec(op="all_reduce", ranks=ranks, dtype="bfloat16", size_bytes=6, **QUICK),
+    ]:
         collective = Collective(spec, CPU)
         right = collective.wrong()
         run = collective.run
@@ -66,7 +73,9 @@ def test_ranks_time_as_many_batches_and_blocking_times_single_operations():
 
 
 def test_a_row_has_the_columns_of_nccl_tests(tmp_path):
-    jobs = [Job(RUN, spec) for spec in specs(3) if spec.op in ("all_reduce", "all_gather", "barrier")]
+    jobs = [
+        Job(RUN, spec) for spec in specs(3) if spec.op in ("all_reduce", "all_gather", "barrier")
+    ]
     rows = [row.record for row in sweep(jobs, RunStore(tmp_path))]
     assert {row.status for row in rows} == {"ok"}
     by_name = {(row.spec["op"], row.spec["algorithm"]): row for row in rows}
@@ -80,7 +89,8 @@ def test_a_row_has_the_columns_of_nccl_tests(tmp_path):
     ring = by_name["all_reduce", "ring"].metrics["sent_bytes"]
     assert ring.mean == pytest.approx(2 * 2 / 3 * 4004)
     assert "busbw_gb_per_s" not in by_name["barrier", "library"].metrics
-    assert CommSpec(op="all_gather", ranks=3, size_bytes=4004).bytes == 3996  # a whole number of elements a rank
+    # a whole number of elements a rank
+    assert CommSpec(op="all_gather", ranks=3, size_bytes=4004).bytes == 3996
 
 
 def lie(spec):
@@ -105,7 +115,10 @@ def test_a_wrong_collective_gives_no_time():
         ({"ranks": 1}, "ranks is 1; a collective between one rank moves no bytes"),
         ({"backend": "nccl"}, "NCCL moves GPU tensors only"),
         ({"timing": "graph"}, "only NCCL can be captured"),
-        ({"algorithm": "ring", "op": "gather"}, "as a ring there are all_reduce, reduce_scatter, all_gather"),
+        (
+            {"algorithm": "ring", "op": "gather"},
+            "as a ring there are all_reduce, reduce_scatter, all_gather",
+        ),
         ({"size_bytes": 3}, "size_bytes is 3; all_reduce needs an element a rank at least"),
         ({"op": "dance"}, "op is 'dance'; choose one of broadcast, reduce"),
     ],
@@ -135,7 +148,9 @@ def test_the_slowest_rank_decides_and_the_spread_is_shown():
     from stepgauge.bench.comm import RankTimes
 
     spec = CommSpec(ranks=2, size_bytes=10**6)
-    row = record(spec, [RankTimes([1.0, 4.0, 1.0], 3, 0, "x"), RankTimes([2.0, 2.0, 2.0], 3, 0, "x")])
+    row = record(
+        spec, [RankTimes([1.0, 4.0, 1.0], 3, 0, "x"), RankTimes([2.0, 2.0, 2.0], 3, 0, "x")]
+    )
     assert row.series["time_ms"] == [2.0, 4.0, 2.0]
     assert row.series["rank_median_ms"] == [1.0, 2.0]
     assert row.metrics["rank_spread_ms"].median == 1.0
@@ -154,6 +169,8 @@ def test_collectives_of_gpu_tensors(tmp_path, backend):
         if way == "library" or (backend == "nccl" and op in RING_OPS)
     ]
     if backend == "nccl":
-        asked.append(CommSpec(backend=backend, device="cuda", timing="graph", size_bytes=4096, **QUICK))
+        asked.append(
+            CommSpec(backend=backend, device="cuda", timing="graph", size_bytes=4096, **QUICK)
+        )
     rows = [row.record for row in sweep([Job(RUN, spec) for spec in asked], RunStore(tmp_path))]
     assert [(row.status, row.note) for row in rows] == [("ok", "")] * len(rows)

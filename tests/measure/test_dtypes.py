@@ -9,9 +9,13 @@ def test_types_under_autocast_are_told_where_they_change():
 
     def forward():
         with torch.autocast("cpu", torch.bfloat16):
-            return nn.functional.cross_entropy(module(torch.ones(3, 4)), torch.zeros(3, dtype=torch.long))
+            return nn.functional.cross_entropy(
+                module(torch.ones(3, 4)), torch.zeros(3, dtype=torch.long)
+            )
 
-    found = {(f.what, f.path): f.dtype for f in probe(module, forward, lambda loss: loss.backward())}
+    found = {
+        (f.what, f.path): f.dtype for f in probe(module, forward, lambda loss: loss.backward())
+    }
     assert found["parameter", "0.weight"] == found["gradient", "0.weight"] == "float32"
     assert found["output", "0"] == found["output", "2"] == "bfloat16"
     assert found["loss", ""] == "float32"

@@ -1,4 +1,6 @@
-"""Storages followed on a small step whose sizes are known by hand, and the allocator's history joined with them."""
+"""Storages followed on a small step whose sizes are known by hand, and the allocator's history
+joined with them.
+"""
 
 import torch
 from torch import nn
@@ -59,7 +61,12 @@ def test_bytes_by_category_are_those_of_the_shapes():
     shown = picture(follower.allocations, follower.phases[-3:], caching=False)
     weights = 3 * 64 * 64 * 4
     at_end_of_backward = [m for m in shown.moments if m.event < shown.phases[2].start][-1].held
-    assert at_end_of_backward[PARAMETERS] == weights == at_end_of_backward[STATE] == at_end_of_backward[GRADIENTS]
+    assert (
+        at_end_of_backward[PARAMETERS]
+        == weights
+        == at_end_of_backward[STATE]
+        == at_end_of_backward[GRADIENTS]
+    )
     assert at_end_of_backward[OTHER] == 32 * 64 * 4
     # Each relu's result is kept by its own gradient and by the next layer; the loss lives too.
     assert sum(shown.bytes_of[a] for a in shown.saved_for_backward()) == 3 * 32 * 64 * 4 + 4
@@ -105,7 +112,9 @@ def test_history_gives_followed_storages_their_category_and_the_rest_to_its_oper
     windows = [(0, 2, "mm"), (3, 4, "add")]
     from stepgauge.measure.memory.storage_tracker import Mark, Window
 
-    follower.windows = [Window(start, end, name, "blocks.0", "model.py:1") for start, end, name in windows]
+    follower.windows = [
+        Window(start, end, name, "blocks.0", "model.py:1") for start, end, name in windows
+    ]
     follower.phases = [Phase("forward", 0, 9)]
     follower.allocations = [
         Allocation(1000, 2, "forward", "mm", "blocks.0", "model.py:1", ACTIVATIONS, address=16),
@@ -122,7 +131,8 @@ def test_history_gives_followed_storages_their_category_and_the_rest_to_its_oper
         {"action": "free_completed", "addr": 16, "size": 1000},  # 2
         {"action": "alloc", "addr": 32, "size": 2000},  # 3: add's result
         {"action": "free_completed", "addr": 32, "size": 2000},  # 4
-        {"action": "alloc", "addr": 64, "size": 5},  # 5: made by what was not seen, later told to be a gradient
+        # 5: made by what was not seen, later told to be a gradient
+        {"action": "alloc", "addr": 64, "size": 5},
         {"action": "free_completed", "addr": 64, "size": 5},  # 6
         {"action": "alloc", "addr": 16, "size": 1000},  # 7: the same address again, another life
         {"action": "free_completed", "addr": 16, "size": 1000},  # 8
@@ -139,7 +149,9 @@ def test_history_gives_followed_storages_their_category_and_the_rest_to_its_oper
 
 
 def test_a_real_steps_history_has_the_categories_of_its_storages():
-    """The follower's own events, written down as an allocator would, come back as they were followed."""
+    """The follower's own events, written down as an allocator would, come back as they were
+    followed.
+    """
     follower = Follower(CPU)
     seen = []
 
@@ -153,7 +165,8 @@ def test_a_real_steps_history_has_the_categories_of_its_storages():
         if allocation.died is not None:
             seen.append((allocation.died, "free_completed", allocation))
     trace = [
-        {"action": action, "addr": a.address, "size": a.bytes} for _, action, a in sorted(seen, key=lambda e: e[0])
+        {"action": action, "addr": a.address, "size": a.bytes}
+        for _, action, a in sorted(seen, key=lambda e: e[0])
     ]
     for index, allocation in enumerate(follower.allocations):
         follower.allocations[index] = allocation

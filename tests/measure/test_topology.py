@@ -1,4 +1,6 @@
-"""The topology, from a machine's /sys as others have it, and from a driver that answers as NVML does."""
+"""The topology, from a machine's /sys as others have it, and from a driver that answers as NVML
+does.
+"""
 
 import sys
 import types
@@ -71,7 +73,11 @@ def driver(linked):
         **device("P2PStatus", 0 if linked else refuse),
         **device("TopologyCommonAncestor", 30),
     }
-    constants = {"NVML_NVLINK_MAX_LINKS": 18, "NVML_P2P_CAPS_INDEX_NVLINK": 2, "NVML_P2P_STATUS_OK": 0}
+    constants = {
+        "NVML_NVLINK_MAX_LINKS": 18,
+        "NVML_P2P_CAPS_INDEX_NVLINK": 2,
+        "NVML_P2P_STATUS_OK": 0,
+    }
     nothing = {"nvmlInit": lambda: None, "nvmlShutdown": lambda: None, "NVMLError": NVMLError}
     return types.SimpleNamespace(**functions, **constants, **nothing)
 
@@ -82,7 +88,12 @@ def test_gpus_as_the_driver_tells_them(monkeypatch, sys_folder, linked, name, li
     found = topology(sys_folder)
     assert found.links == {(0, 1): name}
     first = found.gpus[0]
-    assert (first.name, first.numa_node, first.affinity, first.nvlinks) == ("NVIDIA H200", 0, "0-1,3", links)
+    assert (first.name, first.numa_node, first.affinity, first.nvlinks) == (
+        "NVIDIA H200",
+        0,
+        "0-1,3",
+        links,
+    )
     assert first.pcie == "gen 5 × 16 (can gen 5 × 16)"
     assert first.nvlink_bytes_per_s == (450e9 if linked else None)
     assert name in gpu_table(found).rows[0]

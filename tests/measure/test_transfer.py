@@ -39,7 +39,9 @@ def test_a_staging_buffer_is_filled_again_only_when_its_block_has_gone():
 
 def test_host_links_carry_what_the_schedules_say():
     def host_bytes(name):
-        return sum(m.bytes for m in SCHEDULES[name](1200, 4, 100).moves if m.source in (HOST, PINNED))
+        return sum(
+            m.bytes for m in SCHEDULES[name](1200, 4, 100).moves if m.source in (HOST, PINNED)
+        )
 
     assert host_bytes("pinned") == 4 * 1200
     assert host_bytes("tree") == host_bytes("chain") == host_bytes("scatter-gather") == 1200
@@ -56,7 +58,9 @@ def test_the_bound_is_the_busiest_links():
 
 def test_schedules_between_processes(tmp_path):
     asked = [
-        BroadcastSpec(schedule=name, size_bytes=100_003, block_bytes=block, gpus=gpus, repeats=3, warmup=0)
+        BroadcastSpec(
+            schedule=name, size_bytes=100_003, block_bytes=block, gpus=gpus, repeats=3, warmup=0
+        )
         for gpus in (1, 3)
         for name in SCHEDULES
         for block in (20_000,)

@@ -1,4 +1,6 @@
-"""Networks and training loops that the tests of parallel run on ranks and, as the oracle, in one process."""
+"""Networks and training loops that the tests of parallel run on ranks and, as the oracle, in one
+process.
+"""
 
 import torch
 from torch import nn
@@ -12,7 +14,9 @@ MICRO_BATCHES, ROWS, STEPS = 2, 3, 3  # rows a rank and micro-batch
 
 
 class Toy(nn.Module):
-    """Tied, frozen and unused parameters, a buffer, and layers that are used in another order than registered."""
+    """Tied, frozen and unused parameters, a buffer, and layers that are used in another order than
+    registered.
+    """
 
     def __init__(self):
         super().__init__()
@@ -65,7 +69,11 @@ def batch(step, micro, rank):
 
 
 def optimizer_of(name, parameters):
-    return torch.optim.SGD(parameters, lr=0.3) if name == "sgd" else torch.optim.AdamW(parameters, lr=0.01)
+    return (
+        torch.optim.SGD(parameters, lr=0.3)
+        if name == "sgd"
+        else torch.optim.AdamW(parameters, lr=0.01)
+    )
 
 
 def train_alone(network, optimizer, ranks, *, clip):

@@ -1,4 +1,5 @@
-"""Each data parallel wrapper against one process that sees the whole batch, over Gloo, ranks as processes.
+"""Each data parallel wrapper against one process that sees the whole batch, over Gloo, ranks as
+processes.
 
 All checks of a world size run in one launch: starting ranks takes longer than they do.
 """
@@ -38,7 +39,9 @@ WRAPPERS = {
     "overlapped": OverlappedDataParallel,
     "bucketed": lambda module: BucketedDataParallel(module, bucket_mb=0.0005),
     "one bucket": lambda module: BucketedDataParallel(module, bucket_mb=1000),
-    "peer copies": lambda module: BucketedDataParallel(module, bucket_mb=0.0005, transport="peer-copies"),
+    "peer copies": lambda module: BucketedDataParallel(
+        module, bucket_mb=0.0005, transport="peer-copies"
+    ),
     "in lists": in_lists,
 }
 NETWORKS = ("toy", "transformer", "bert")
@@ -221,7 +224,9 @@ def one_rank_uses():
             parallel.zero_grad()
             parallel(x, dist.get_rank()).backward()
             parallel.finish_gradient_synchronization()
-            for (name, ours), theirs in zip(parallel.module.named_parameters(), alone.parameters(), strict=True):
+            for (name, ours), theirs in zip(
+                parallel.module.named_parameters(), alone.parameters(), strict=True
+            ):
                 assert (ours.grad is None) == (theirs.grad is None), name
                 assert ours.grad is None or torch.equal(ours.grad, theirs.grad), name
 
@@ -241,7 +246,9 @@ def kept_zeros():
 def several_types():
     def mixed():
         torch.manual_seed(0)
-        return nn.ModuleList([nn.Linear(4, 4, dtype=t) for t in (torch.float64, torch.float32, torch.bfloat16)])
+        return nn.ModuleList(
+            [nn.Linear(4, 4, dtype=t) for t in (torch.float64, torch.float32, torch.bfloat16)]
+        )
 
     def loss(module, rank):
         layers = module.module if hasattr(module, "module") else module
@@ -292,7 +299,9 @@ def stays():
     parallel = OverlappedDataParallel(mlp())
     places = {}
     for name, parameter in parallel.named_parameters():
-        parameter.register_hook(lambda gradient, name=name: places.update({name: gradient.data_ptr()}))
+        parameter.register_hook(
+            lambda gradient, name=name: places.update({name: gradient.data_ptr()})
+        )
     loss_of(parallel, dist.get_rank()).backward()
     parallel.finish_gradient_synchronization()
     kept = [name for name, p in parallel.named_parameters() if p.grad.data_ptr() == places[name]]
@@ -308,7 +317,9 @@ def same_start():
     module.running_mean += dist.get_rank()
     parallel = NaiveDataParallel(module)
     everyones = [torch.empty(6) for _ in range(2)]
-    dist.all_gather(everyones, torch.cat((parallel.module.weight.detach(), parallel.module.running_mean)))
+    dist.all_gather(
+        everyones, torch.cat((parallel.module.weight.detach(), parallel.module.running_mean))
+    )
     assert torch.equal(everyones[0], everyones[1])
     assert torch.equal(everyones[0][3:], torch.zeros(3))
 

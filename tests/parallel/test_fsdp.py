@@ -1,4 +1,6 @@
-"""The fully sharded wrapper against one process: bit for bit in fp32, and in 16 bits with the same casts."""
+"""The fully sharded wrapper against one process: bit for bit in fp32, and in 16 bits with the same
+casts.
+"""
 
 import copy
 import functools
@@ -20,7 +22,9 @@ CLIP = 0.5
 
 
 def transformer():
-    return TransformerLM(ModelSpec.preset("nano", vocab_size=7, context_length=5, positions="learned"))
+    return TransformerLM(
+        ModelSpec.preset("nano", vocab_size=7, context_length=5, positions="learned")
+    )
 
 
 NETWORKS = {"toy": Toy, "transformer": transformer, "bert": small_bert}
@@ -41,9 +45,11 @@ CASES = [
         (torch.optim.SGD, torch.bfloat16, False),
         (torch.optim.SGD, torch.float16, False),
     )
-    # The toy's buffer is of another type; BERT's tied weight has two gradients, which are rounded to 16 bits apart.
+    # The toy's buffer is of another type; BERT's tied weight has two gradients, which are rounded
+    # to 16 bits apart.
     if dtype is None or network == "transformer"
-    # The softmax cancels BERT's key biases: AdamW would make steps of the rounding that is their gradient.
+    # The softmax cancels BERT's key biases: AdamW would make steps of the rounding that is their
+    # gradient.
     if optimizer is torch.optim.SGD or network != "bert"
 ]
 
@@ -55,8 +61,8 @@ def test_training_in_fp32_is_bit_for_bit_that_of_one_process(two_ranks):
 
 
 def test_tied_frozen_and_unused_weights_and_adamw(two_ranks):
-    """The last bits may differ: a tied weight's two gradients are averaged apart, and AdamW rounds by where a vector
-    register begins.
+    """The last bits may differ: a tied weight's two gradients are averaged apart, and AdamW rounds
+    by where a vector register begins.
     """
     for case in CASES:
         if case[2] is None:
@@ -75,7 +81,9 @@ def test_training_in_16_bits_is_that_of_one_process_with_the_same_casts(two_rank
             assert max(rank[case] for rank in two_ranks) < 1e-4, case
 
 
-@pytest.mark.parametrize("check", ["evaluation", "small", "prefetch", "frees", "whole state", "trained later"])
+@pytest.mark.parametrize(
+    "check", ["evaluation", "small", "prefetch", "frees", "whole state", "trained later"]
+)
 def test_on_two_ranks(two_ranks, check):
     assert [rank[check] for rank in two_ranks] == ["", ""]
 
@@ -111,7 +119,9 @@ def all_checks():
 
 
 def optimizer_of(kind, parameters):
-    return kind([p for p in parameters if p.requires_grad], lr=0.25 if kind is torch.optim.SGD else 0.01)
+    return kind(
+        [p for p in parameters if p.requires_grad], lr=0.25 if kind is torch.optim.SGD else 0.01
+    )
 
 
 def difference_from_one_process(network, optimizer, dtype, clips):
@@ -132,7 +142,9 @@ def difference_from_one_process(network, optimizer, dtype, clips):
 
 
 def train_alone(network, optimizer, dtype, clips):
-    """Both ranks' batches in one process, the means formed as ranks form them; casts where the wrapper casts."""
+    """Both ranks' batches in one process, the means formed as ranks form them; casts where the
+    wrapper casts.
+    """
     model = make(network)
     step_with = optimizer_of(optimizer, model.parameters())
     for step in range(STEPS):
@@ -213,7 +225,9 @@ def prefetch():
 
 def frees():
     """Whole weights that are alive at any read are a few, not all."""
-    spec = ModelSpec.preset("nano", vocab_size=7, context_length=5, positions="learned", num_layers=6)
+    spec = ModelSpec.preset(
+        "nano", vocab_size=7, context_length=5, positions="learned", num_layers=6
+    )
     parallel = FullyShardedDataParallel(TransformerLM(spec))
     storages, alive = [], []
     for unit in parallel._units:
@@ -248,7 +262,9 @@ def trained():
 
 
 def whole_state():
-    """Rank 0 alone has the state; meanwhile no rank holds more than one gathered weight, and one more of the next."""
+    """Rank 0 alone has the state; meanwhile no rank holds more than one gathered weight, and one
+    more of the next.
+    """
     parallel, optimizer = trained()
     optimizer.step()
     expected = parallel.full_parameters()
@@ -259,11 +275,17 @@ def whole_state():
     assert len(held) == 3 * len(parallel._units)
     if dist.get_rank() > 0:
         assert state == {}
-        assert max(held) - before <= max(4 * unit.plan.elements for unit in parallel._units), (held, before)
+        assert max(held) - before <= max(4 * unit.plan.elements for unit in parallel._units), (
+            held,
+            before,
+        )
         return
     assert list(state["model"]) == list(expected)
     assert all(torch.equal(state["model"][name], weight) for name, weight in expected.items())
-    assert all(values["exp_avg"].shape == expected[name].shape for name, values in state["optimizer"]["state"].items())
+    assert all(
+        values["exp_avg"].shape == expected[name].shape
+        for name, values in state["optimizer"]["state"].items()
+    )
 
 
 def noting_bytes(start, held, slice_):
@@ -275,7 +297,9 @@ def noting_bytes(start, held, slice_):
 def tensor_bytes():
     gc.collect()
     tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
 def synchronises_twice():
@@ -285,7 +309,9 @@ def synchronises_twice():
     parallel.finish_gradient_synchronization()
     once = [parameter.grad.clone() for parameter in parallel.parameters()]
     parallel.finish_gradient_synchronization()
-    return all(torch.equal(p.grad, before) for p, before in zip(parallel.parameters(), once, strict=True))
+    return all(
+        torch.equal(p.grad, before) for p, before in zip(parallel.parameters(), once, strict=True)
+    )
 
 
 def trained_later():

@@ -1,5 +1,5 @@
-"""Gradients averaged in a narrower type than the parameters': what each becomes, and which are taken before autograd
-widens them. Two ranks over Gloo."""
+"""Gradients averaged in a narrower type than the parameters': what each becomes, and which are
+taken before autograd widens them. Two ranks over Gloo."""
 
 import contextlib
 import copy
@@ -36,7 +36,9 @@ WRAPPERS = {
     "naive": NaiveDataParallel,
     "bucketed": lambda module, **how: BucketedDataParallel(module, bucket_mb=0.0005, **how),
     "one bucket": lambda module, **how: BucketedDataParallel(module, bucket_mb=1000, **how),
-    "peer copies": lambda module, **how: BucketedDataParallel(module, 0.0005, transport="peer-copies", **how),
+    "peer copies": lambda module, **how: BucketedDataParallel(
+        module, 0.0005, transport="peer-copies", **how
+    ),
 }
 ROUNDING = 2**-8  # of bf16, relative: of a sum of halves, once
 
@@ -66,7 +68,9 @@ def all_checks():
 
 
 def float64_in_float32():
-    """Parity as of the other wrappers, with clipping and accumulation, to float32 and not to float64."""
+    """Parity as of the other wrappers, with clipping and accumulation, to float32 and not to
+    float64.
+    """
     test_data_parallel.WRAPPERS["narrow"] = lambda module: BucketedDataParallel(
         module, bucket_mb=0.0005, reduce_dtype=torch.float32
     )
@@ -99,7 +103,9 @@ def require_rounded(module, wanted):
         assert (got is None) == (want is None), name
         if got is None:
             continue
-        assert got.dtype == torch.float32 and torch.equal(got, got.to(BF16).float()), f"{name} is not what bf16 holds"
+        assert got.dtype == torch.float32 and torch.equal(got, got.to(BF16).float()), (
+            f"{name} is not what bf16 holds"
+        )
         # A part is rounded where it did not come in bf16, and the mean is.
         assert (got - want).abs().max() <= 3 * ROUNDING * want.abs().max(), name
 
@@ -115,7 +121,10 @@ def of_a_wrapper(name):
             loss.backward()
             wrapped.finish_gradient_synchronization()
         layers = {n: m for n, m in wrapped.module.named_modules() if isinstance(m, nn.Linear)}
-        assert sorted(taken) == sorted([f"{n}.weight" for n in layers if n != "head"] * 2) and len(taken) > 4, taken
+        assert (
+            sorted(taken) == sorted([f"{n}.weight" for n in layers if n != "head"] * 2)
+            and len(taken) > 4
+        ), taken
         require_rounded(wrapped.module, means(transformer(), 0))
 
     return check
@@ -188,7 +197,8 @@ def twice():
     wrapped = NaiveDataParallel(Both(), reduce_dtype=BF16)
     syncs, synchronize = [], wrapped.synchronize_gradients
     wrapped.synchronize_gradients = lambda: syncs.append(1) or synchronize()
-    sum(wrapped(ones()) for _ in range(1 + dist.get_rank())).backward()  # more forwards on one rank than on the other
+    # more forwards on one rank than on the other
+    sum(wrapped(ones()) for _ in range(1 + dist.get_rank())).backward()
     wrapped.finish_gradient_synchronization()
     assert syncs == [1]
     assert wrapped.module.layer.weight.grad.eq((1 * 8 + 2 * 2 * 8) / 2).all()
@@ -210,14 +220,21 @@ def accumulated_after():
                     each(ones()).backward()
             each.finish_gradient_synchronization()
         got, want = wrapped.module.layer.weight.grad, plain.module.layer.weight.grad
-        assert (got is None) == (want is None) and (got is None or torch.equal(got, want)), (got, want)
+        assert (got is None) == (want is None) and (got is None or torch.equal(got, want)), (
+            got,
+            want,
+        )
 
 
 def types_apart():
-    """Parameters that have the narrow type themselves, and complex ones, do not travel with narrowed ones."""
+    """Parameters that have the narrow type themselves, and complex ones, do not travel with
+    narrowed ones.
+    """
     for first_is_narrow in (False, True):
         torch.manual_seed(0)
-        layers = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False, dtype=BF16)])
+        layers = nn.ModuleList(
+            [nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False, dtype=BF16)]
+        )
         layers += [nn.Linear(4, 4, bias=False, dtype=torch.complex64) for _ in range(2)]
         order = [layers[i] for i in ((1, 2, 3, 0) if first_is_narrow else (0, 1, 2, 3))]
         for lists in (False, True):
@@ -261,7 +278,9 @@ def left_alone():
 
 
 def not_accumulated():
-    """torch.autograd.grad has its gradients and leaves nothing behind; so has a hook that came after the forward."""
+    """torch.autograd.grad has its gradients and leaves nothing behind; so has a hook that came
+    after the forward.
+    """
     wrapped = NaiveDataParallel(Layer(), reduce_dtype=BF16)
     weight = wrapped.module.layer.weight
     with autocast():
@@ -279,7 +298,9 @@ def not_accumulated():
 
 
 class Sum(nn.Linear):
-    """A layer whose weight is read as the sum of another's and its own: autograd gives both one and the same tensor."""
+    """A layer whose weight is read as the sum of another's and its own: autograd gives both one and
+    the same tensor.
+    """
 
     def forward(self, x):
         return nn.functional.linear(x, self.other[0].to(BF16) + self.weight.to(BF16))
@@ -307,9 +328,13 @@ def shared_by_autograd():
 
 
 def after_a_failure():
-    """What a backward that failed had computed of a weight is gone; a later backward has its own alone."""
+    """What a backward that failed had computed of a weight is gone; a later backward has its own
+    alone.
+    """
     for arrives, synchronises in ((False, False), (False, True), (True, True)):
-        wrapped, plain = (BucketedDataParallel(Layer(), reduce_dtype=dtype) for dtype in (BF16, None))
+        wrapped, plain = (
+            BucketedDataParallel(Layer(), reduce_dtype=dtype) for dtype in (BF16, None)
+        )
         for each in (wrapped, plain):
             with autocast():
                 first, second = each(ones()), each(100 * ones())
@@ -326,10 +351,17 @@ def after_a_failure():
             for accumulates in (True, False):
                 each.zero_grad()
                 for micro in range(2):
-                    with each.no_sync() if micro < accumulates else contextlib.nullcontext(), autocast():
+                    with (
+                        each.no_sync() if micro < accumulates else contextlib.nullcontext(),
+                        autocast(),
+                    ):
                         each(ones()).backward()
                 each.finish_gradient_synchronization()
-                assert each.module.layer.weight.grad.eq(6).all(), (each is wrapped, arrives, synchronises)
+                assert each.module.layer.weight.grad.eq(6).all(), (
+                    each is wrapped,
+                    arrives,
+                    synchronises,
+                )
 
 
 def fails(_):
@@ -363,7 +395,9 @@ def read_often():
     wrapped.finish_gradient_synchronization()
     assert len(most) == 9 and max(most) == 1
     wanted = means_of(Often())
-    assert (wrapped.module.layer.weight.grad - wanted).abs().max() <= 2 * ROUNDING * wanted.abs().max()
+    assert (
+        wrapped.module.layer.weight.grad - wanted
+    ).abs().max() <= 2 * ROUNDING * wanted.abs().max()
 
 
 def means_of(module):
@@ -384,7 +418,11 @@ def wrapped_again():
         wrapped._take = taken = None
         del wrapped
         gc.collect()
-    assert count == [1, 1] and not module.layer._forward_hooks and not module.layer.weight._backward_hooks
+    assert (
+        count == [1, 1]
+        and not module.layer._forward_hooks
+        and not module.layer.weight._backward_hooks
+    )
 
 
 def checkpointed():
@@ -412,7 +450,9 @@ def by_owners():
     loss.backward()
     wrapped.finish_gradient_synchronization()
     wanted = means(transformer(), 0)
-    require_rounded(module, {n: g if owners[n] == dist.get_rank() else None for n, g in wanted.items()})
+    require_rounded(
+        module, {n: g if owners[n] == dist.get_rank() else None for n, g in wanted.items()}
+    )
 
 
 CHECKS = {
@@ -440,7 +480,10 @@ def test_on_two_ranks(two_ranks, check):
 
 
 def test_a_type_that_does_not_float(two_ranks):
-    assert two_ranks[0]["integers"] == "reduce_dtype is torch.int8; gradients are averaged in floating types"
+    assert (
+        two_ranks[0]["integers"]
+        == "reduce_dtype is torch.int8; gradients are averaged in floating types"
+    )
 
 
 class Block(Layer):
@@ -473,7 +516,8 @@ def test_compiled_blocks_are_compiled_as_often_as_without():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_gradient_of_another_stream_is_waited_for():
     layer = nn.Linear(1024, 1024, bias=False, device="cuda")
-    accumulating = layer.weight.view_as(layer.weight).grad_fn  # on the stream on which it is first used: this one
+    # on the stream on which it is first used: this one
+    accumulating = layer.weight.view_as(layer.weight).grad_fn
     narrow = NarrowGradients(layer, BF16, {layer.weight: "weight"}, own_hooks=1)
     fetched = []
     layer.weight.register_hook(lambda _: fetched.append(narrow.fetch("weight").clone()))
@@ -503,5 +547,7 @@ def test_the_kernel_widens_too():
         print("equal")
     """
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
     assert done.stdout == "equal\n", done.stderr

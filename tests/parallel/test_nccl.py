@@ -17,7 +17,8 @@ def test_parity_over_nccl(ranks):
         pytest.skip(f"needs {ranks} GPUs; this machine has {torch.cuda.device_count()}")
     for rank in launch(checks, ranks == 2, ranks=ranks, device="cuda"):
         for case, difference in rank.items():
-            # fp32 and 16-bit cases are the fully sharded ones; their second field says which optimizer.
+            # fp32 and 16-bit cases are the fully sharded ones; their second field says which
+            # optimizer.
             assert difference <= (1e-4 if case[0] == "fsdp" else 1e-10), case
 
 

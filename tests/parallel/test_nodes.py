@@ -1,4 +1,6 @@
-"""Two nodes: two network namespaces on this machine, joined by a link of 1 Gbit/s, where the rights allow it."""
+"""Two nodes: two network namespaces on this machine, joined by a link of 1 Gbit/s, where the rights
+allow it.
+"""
 
 import contextlib
 import functools
@@ -48,7 +50,10 @@ def nodes():
             done = call(*command)
             if done.returncode:
                 pytest.skip(f"no right to {' '.join(command[:3])}: {done.stderr.strip()}")
-        yield [(name, wire, f"10.77.0.{i + 1}") for i, (name, wire) in enumerate(zip(names, wires, strict=True))]
+        yield [
+            (name, wire, f"10.77.0.{i + 1}")
+            for i, (name, wire) in enumerate(zip(names, wires, strict=True))
+        ]
     finally:
         for name in names:
             call("ip", "netns", "del", name)
@@ -62,9 +67,16 @@ def torchrun(nodes, *arguments, interface=None):
             command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
                        f"--node-rank={index}", "--nproc-per-node=1", f"--master-addr={nodes[0][2]}",
                        "--master-port=29511", "-m", "stepgauge", *arguments]  # fmt: skip
-            settings = {"GLOO_SOCKET_IFNAME": interface or wire, "PYTHONPATH": os.pathsep.join(sys.path)}
+            settings = {
+                "GLOO_SOCKET_IFNAME": interface or wire,
+                "PYTHONPATH": os.pathsep.join(sys.path),
+            }
             process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **settings}
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, **settings},
             )
             started.append(stack.enter_context(process))
         said = [process.communicate(timeout=150)[0] for process in started]
@@ -73,29 +85,48 @@ def torchrun(nodes, *arguments, interface=None):
 
 def test_two_nodes_take_what_the_link_and_the_fit_predict(nodes, tmp_path):
     sizes = ("1M", "2M", "3M", "4M", "6M", "8M")
-    asked = ("bench", "comm", "--device", "cpu", "--size", *sizes, "--seconds", "0.2", "-w", "1", "--out", tmp_path)
+    asked = (
+        "bench",
+        "comm",
+        "--device",
+        "cpu",
+        "--size",
+        *sizes,
+        "--seconds",
+        "0.2",
+        "-w",
+        "1",
+        "--out",
+        tmp_path,
+    )
     statuses, said = torchrun(nodes, *map(str, asked))
     assert statuses == [0, 0], said
     assert "all_reduce" in said[0]
     assert "all_reduce" not in said[1]  # one rank speaks for all
     records = RunStore(tmp_path).read().records
-    assert [(r.status, r.spec["ranks"], r.spec["nodes"]) for r in records] == [("ok", 2, 2)] * len(sizes)
+    assert [(r.status, r.spec["ranks"], r.spec["nodes"]) for r in records] == [("ok", 2, 2)] * len(
+        sizes
+    )
     (fitted,) = links(records)
     for record in records:
         size, measured = record.spec["size_bytes"], record.median("time_ms")
         assert fitted.time_ms(size) == pytest.approx(measured, rel=0.10)
-        assert size / LINK_BYTES_PER_S * 1e3 == pytest.approx(measured, rel=0.15)  # headers take some of the link
+        # headers take some of the link
+        assert size / LINK_BYTES_PER_S * 1e3 == pytest.approx(measured, rel=0.15)
     assert len(fitted.held_out) == 2
 
 
 def test_an_interface_that_a_node_does_not_have(nodes, tmp_path):
-    statuses, said = torchrun(nodes, "bench", "comm", "--device", "cpu", "--out", str(tmp_path), interface="nope0")
+    statuses, said = torchrun(
+        nodes, "bench", "comm", "--device", "cpu", "--out", str(tmp_path), interface="nope0"
+    )
     assert all(status != 0 for status in statuses)
     assert "GLOO_SOCKET_IFNAME is 'nope0'; this machine has" in said[0]
 
 
 @pytest.mark.skipif(
-    os.environ.get("STEPGAUGE_QUIET") != "1", reason="takes over a minute of a quiet machine; STEPGAUGE_QUIET=1 runs it"
+    os.environ.get("STEPGAUGE_QUIET") != "1",
+    reason="takes over a minute of a quiet machine; STEPGAUGE_QUIET=1 runs it",
 )
 def test_overlapping_takes_at_most_four_fifths_of_naive(nodes, tmp_path):
     """On a model whose gradients take as long on the link as its backward takes on a core."""
@@ -103,23 +134,63 @@ def test_overlapping_takes_at_most_four_fifths_of_naive(nodes, tmp_path):
     if busy > 0.75 * cores:
         pytest.skip(f"other work on this machine: a load of {busy:.1f} on {cores} cores")
     model = ModelSpec.preset("mini", vocab_size=256, context_length=64, num_layers=4)
-    link_s = 4 * model.num_parameters / LINK_BYTES_PER_S  # all-reduce between two sends the whole once
+    # all-reduce between two sends the whole once
+    link_s = 4 * model.num_parameters / LINK_BYTES_PER_S
     batch = min(range(1, 9), key=lambda rows: abs(backward_s(model, rows) - link_s))
-    shape = ("--size", "mini", "--vocab-size", "256", "--context", "64", "--num-layers", "4", "--batch", batch)
-    wrappers = ("--wrapper", "naive", "overlapped", "bucketed", "--bucket-mb", "1", "--optimizer", "sgd")
-    asked = ("bench", "data-parallel", "--device", "cpu", *shape, *wrappers, "--warmup", "1", "--steps", "5")
+    shape = (
+        "--size",
+        "mini",
+        "--vocab-size",
+        "256",
+        "--context",
+        "64",
+        "--num-layers",
+        "4",
+        "--batch",
+        batch,
+    )
+    wrappers = (
+        "--wrapper",
+        "naive",
+        "overlapped",
+        "bucketed",
+        "--bucket-mb",
+        "1",
+        "--optimizer",
+        "sgd",
+    )
+    asked = (
+        "bench",
+        "data-parallel",
+        "--device",
+        "cpu",
+        *shape,
+        *wrappers,
+        "--warmup",
+        "1",
+        "--steps",
+        "5",
+    )
     statuses, said = torchrun(nodes, *map(str, (*asked, "--out", tmp_path)))
     assert statuses == [0, 0], said
     rows = {record.spec["wrapper"]: record for record in RunStore(tmp_path).read().records}
     # Others may use the machine's cores: the quickest steps are those that they disturbed least.
     quick = {wrapper: row.metrics["step_ms"].p10 for wrapper, row in rows.items()}
-    ratios = {wrapper: round(quick[wrapper] / quick["naive"], 3) for wrapper in ("overlapped", "bucketed")}
-    figures = {w: {n: round(s.p10) for n, s in row.metrics.items() if n.endswith("_ms")} for w, row in rows.items()}
+    ratios = {
+        wrapper: round(quick[wrapper] / quick["naive"], 3) for wrapper in ("overlapped", "bucketed")
+    }
+    figures = {
+        w: {n: round(s.p10) for n, s in row.metrics.items() if n.endswith("_ms")}
+        for w, row in rows.items()
+    }
     print(f"batch {batch}, of naive's step {ratios}, p10 ms {figures}")
-    # Of many messages at once, for one after the other takes longer than the link needs: that is naive's fault.
+    # Of many messages at once, for one after the other takes longer than the link needs: that is
+    # naive's fault.
     alone = rows["bucketed"].metrics["communication_ms"].p10
     if alone > 1.3 * link_s * 1e3:
-        pytest.skip(f"other work on this machine: {alone:.0f} ms for what the link takes in {link_s * 1e3:.0f}")
+        pytest.skip(
+            f"other work on this machine: {alone:.0f} ms for what the link takes in {link_s * 1e3:.0f}"
+        )
     assert min(ratios.values()) <= 0.8, (batch, figures)
 
 
@@ -132,7 +203,9 @@ def backward_s(model, batch):
     taken = []
     try:
         for _ in range(3):
-            loss = step.forward(*random_batch(model.vocab_size, batch, model.context_length, seed=1))
+            loss = step.forward(
+                *random_batch(model.vocab_size, batch, model.context_length, seed=1)
+            )
             start = time.perf_counter()
             step.backward(loss)
             taken.append(time.perf_counter() - start)

@@ -1,4 +1,6 @@
-"""Averages by copies into the peers' memory, over ranks on CPUs; on GPUs the parity tests run over them."""
+"""Averages by copies into the peers' memory, over ranks on CPUs; on GPUs the parity tests run over
+them.
+"""
 
 import os
 import subprocess
@@ -25,12 +27,15 @@ def test_mean_of_every_rank(ranks):
 
 def worst_errors():
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    peer_copies.STAGING_BYTES = {"cpu": 2**16}  # several pieces of the largest message, more than there are slots
+    # several pieces of the largest message, more than there are slots
+    peer_copies.STAGING_BYTES = {"cpu": 2**16}
     copies = peer_copies.PeerCopies(None, torch.device("cpu"))
     wrong = []
     for dtype, tolerance in TOLERANCES.items():
         for numel in (1, 2, 1001, 70_003):
-            parts = torch.randn(ranks, numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+            parts = torch.randn(ranks, numel, generator=torch.Generator().manual_seed(numel)).to(
+                dtype
+            )
             for owner in (None, *range(ranks)):
                 message = parts[rank].clone()
                 copies.launch(message, owner=owner).wait()
@@ -62,7 +67,9 @@ def test_the_kernel_gives_the_mean_too():
         print("equal")
     """
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
     assert done.stdout == "equal\n", done.stderr
 
 
@@ -77,7 +84,9 @@ def test_what_is_asked_for_wrongly():
 def refusals():
     from stepgauge.parallel import peer_memory
 
-    peer_memory.platform = type("Elsewhere", (), {"node": staticmethod(lambda: f"host{dist.get_rank()}")})
+    peer_memory.platform = type(
+        "Elsewhere", (), {"node": staticmethod(lambda: f"host{dist.get_rank()}")}
+    )
     attempts = [
         (torch.nn.Linear(1, 1), "pigeons"),
         (torch.nn.Identity(), "peer-copies"),

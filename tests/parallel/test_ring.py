@@ -1,4 +1,6 @@
-"""The ring gives what the library gives, for any number of ranks and elements, and sends what it should."""
+"""The ring gives what the library gives, for any number of ranks and elements, and sends what it
+should.
+"""
 
 import pytest
 import torch
@@ -12,11 +14,15 @@ COUNTS = (1, 2, 5, 12, 1000, 4099)
 
 
 def compare(counts):
-    """(count, bytes that this rank sent in an all-reduce) for each; asserts that the results are equal."""
+    """(count, bytes that this rank sent in an all-reduce) for each; asserts that the results are
+    equal.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     sent = []
     for count in counts:
-        mine = torch.randint(-1000, 1000, (count,), generator=torch.Generator().manual_seed(rank)).double()
+        mine = torch.randint(
+            -1000, 1000, (count,), generator=torch.Generator().manual_seed(rank)
+        ).double()
         expected = mine.clone()
         dist.all_reduce(expected)
         ring, found = Ring(), mine.clone()

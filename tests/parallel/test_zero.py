@@ -82,8 +82,12 @@ def difference_from_one_process(stage, network, optimizer, every):
     _, gradients, weights = train_alone(network, optimizer, 2, clip=CLIP)
     module = make(network, seed=dist.get_rank())
     build, settings = SETTINGS[optimizer]
-    sharded = ShardedOptimizer([p for p in module.parameters() if p.requires_grad], build, **settings)
-    parallel = BucketedDataParallel(module, 0.001, owners=sharded.owners_of(module) if stage == 2 else None)
+    sharded = ShardedOptimizer(
+        [p for p in module.parameters() if p.requires_grad], build, **settings
+    )
+    parallel = BucketedDataParallel(
+        module, 0.001, owners=sharded.owners_of(module) if stage == 2 else None
+    )
     for step in range(STEPS):
         sharded.zero_grad()
         for micro in range(MICRO_BATCHES):
@@ -110,7 +114,9 @@ def groups():
 
     def train(module, build, synchronise):
         first, last = module[0], module[2]
-        optimizer = build([{"params": [first.weight], "lr": 0.1}, {"params": [first.bias], "weight_decay": 0.2}])
+        optimizer = build(
+            [{"params": [first.weight], "lr": 0.1}, {"params": [first.bias], "weight_decay": 0.2}]
+        )
         for step in range(4):
             if step == 1:
                 optimizer.add_param_group({"params": list(last.parameters()), "lr": 0.05})
@@ -127,11 +133,19 @@ def groups():
         parallel.finish_gradient_synchronization()
 
     alone = train(
-        mlp(), lambda groups: torch.optim.AdamW(groups, lr=0.01), lambda m: (m.zero_grad(), expected(m, loss_of))
+        mlp(),
+        lambda groups: torch.optim.AdamW(groups, lr=0.01),
+        lambda m: (m.zero_grad(), expected(m, loss_of)),
     )
     parallel = BucketedDataParallel(mlp())
-    train(parallel.module, lambda groups: ShardedOptimizer(groups, torch.optim.AdamW, lr=0.01), average)
-    for (name, ours), theirs in zip(parallel.module.named_parameters(), alone.parameters(), strict=True):
+    train(
+        parallel.module,
+        lambda groups: ShardedOptimizer(groups, torch.optim.AdamW, lr=0.01),
+        average,
+    )
+    for (name, ours), theirs in zip(
+        parallel.module.named_parameters(), alone.parameters(), strict=True
+    ):
         assert (ours - theirs).abs().max() < 1e-13, name
 
 
@@ -151,7 +165,9 @@ def closure():
 
 
 def second_backward():
-    wanted = expected(mlp(), loss_of, lambda m, r: loss_of(m, r, seed=1), lambda m, r: loss_of(m, r, seed=2))
+    wanted = expected(
+        mlp(), loss_of, lambda m, r: loss_of(m, r, seed=1), lambda m, r: loss_of(m, r, seed=2)
+    )
     module = mlp()
     optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
     parallel = BucketedDataParallel(module, owners=optimizer.owners_of(module))
@@ -191,7 +207,8 @@ def different():
     except DifferentModelsError as error:
         return (
             ""
-            if "the ranks' optimizers differ: parameter 0 is float32 of 4 values on rank 0" in str(error)
+            if "the ranks' optimizers differ: parameter 0 is float32 of 4 values on rank 0"
+            in str(error)
             else str(error)
         )
 
@@ -208,9 +225,15 @@ def trained():
 def state_bytes():
     """Measured, predicted from the plan, and of the whole; without the step counts of 4 bytes."""
     module, optimizer = trained()
-    counts = sum(p.element_size() // 2 for p, owner in optimizer.owners.items() if owner == dist.get_rank())
+    counts = sum(
+        p.element_size() // 2 for p, owner in optimizer.owners.items() if owner == dist.get_rank()
+    )
     predicted = optimizer.elements[dist.get_rank()] * 2 * 8
-    return optimizer.state_bytes() - counts, predicted, sum(p.numel() for p in module.parameters()) * 16
+    return (
+        optimizer.state_bytes() - counts,
+        predicted,
+        sum(p.numel() for p in module.parameters()) * 16,
+    )
 
 
 def gathered():

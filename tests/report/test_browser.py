@@ -9,7 +9,9 @@ from stepgauge.report.page import Flame, Headline, Plot, Section, Text, page
 from stepgauge.report.table import Table
 from stepgauge.report.timeline import timeline
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium on the path")
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 
@@ -25,13 +27,20 @@ def path(tmp_path_factory):
     )
     grouped = figure.grouped_bars(["a", "b"], {"x": [1.0, None], "y": [2.0, 3.0]}, unit="ms")
     curve = figure.lines({"loss": ([1, 2, 3], [5.0, 2.0, 1.0])}, x="step", y="nats", dots=("loss",))
-    table = Table(["name", "ms"], [["a <b>", "1.5"], ["50%", "2"]], numeric=frozenset(["ms"]), caption="Figures")
+    table = Table(
+        ["name", "ms"],
+        [["a <b>", "1.5"], ["50%", "2"]],
+        numeric=frozenset(["ms"]),
+        caption="Figures",
+    )
     plots = [Plot(svg, "What it shows.") for svg in (bars, grouped, curve)]
     sections = [
         Section("First & last", "Is it <so>?", [Text("1 < 2"), *plots, table], method="By hand."),
         Section("Elsewhere", "Never run?", reason="needs 2 GPUs, this machine has 0"),
     ]
-    text = page("A study", sections, facts={"Device": "Test"}, headlines=[Headline("1.5", "ms", "fastest")])
+    text = page(
+        "A study", sections, facts={"Device": "Test"}, headlines=[Headline("1.5", "ms", "fastest")]
+    )
     path = tmp_path_factory.mktemp("report") / "report.html"
     path.write_text(text, encoding="utf-8")
     return path
@@ -42,7 +51,12 @@ def browser():
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=CHROMIUM,
-            args=["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"],
+            args=[
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-background-networking",
+                "--disable-component-update",
+            ],
         )
         yield browser
         browser.close()
@@ -53,7 +67,10 @@ def opened(browser, path, scheme="light"):
     tab.problems = []
     tab.on("console", lambda message: tab.problems.append(message.text))
     tab.on("pageerror", lambda error: tab.problems.append(str(error)))
-    tab.on("request", lambda request: request.url.startswith("file:") or tab.problems.append(request.url))
+    tab.on(
+        "request",
+        lambda request: request.url.startswith("file:") or tab.problems.append(request.url),
+    )
     tab.goto(path.as_uri())
     return tab
 
@@ -64,7 +81,13 @@ def test_it_loads_nothing_and_says_everything(browser, path):
     assert tab.title() == "A study"
     assert tab.locator("svg").count() == 3
     text = tab.locator("body").inner_text()
-    for words in ("Is it <so>?", "1 < 2", "a <b>", "Elsewhere: needs 2 GPUs, this machine has 0", "did not run"):
+    for words in (
+        "Is it <so>?",
+        "1 < 2",
+        "a <b>",
+        "Elsewhere: needs 2 GPUs, this machine has 0",
+        "did not run",
+    ):
         assert words in text
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
@@ -91,12 +114,16 @@ def test_the_button_switches(browser, path):
     assert colours(tab) == colours(opened(browser, path, "dark")) != before
 
 
-@pytest.mark.parametrize(("name", "text"), [("csv", "a <b>,1.5"), ("markdown", "| a <b> | 1.5 |"), ("latex", r"50\%")])
+@pytest.mark.parametrize(
+    ("name", "text"), [("csv", "a <b>,1.5"), ("markdown", "| a <b> | 1.5 |"), ("latex", r"50\%")]
+)
 def test_tables_can_be_copied(browser, path, name, text):
     context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
     tab = context.new_page()
     tab.goto(path.as_uri())
-    tab.evaluate("() => { navigator.clipboard.writeText = async text => { window.copied = text; }; }")
+    tab.evaluate(
+        "() => { navigator.clipboard.writeText = async text => { window.copied = text; }; }"
+    )
     tab.click(f"button:text-is('{name}')")
     assert text in tab.evaluate("window.copied")
     tab.wait_for_selector("button:text-is('copied')")
@@ -119,9 +146,13 @@ def test_long_names_wrap_before_figures_are_out_of_sight(browser, tmp_path):
     rows = [["void_kernel_without_a_space_in_its_name_" * 3, "elementwise", *["1,234"] * 9]]
     table = Table(columns, rows, numeric=frozenset(columns[2:]))
     path = tmp_path / "report.html"
-    path.write_text(page("A study", [Section("Row", "Where?", [table])], facts={}), encoding="utf-8")
+    path.write_text(
+        page("A study", [Section("Row", "Where?", [table])], facts={}), encoding="utf-8"
+    )
     tab = opened(browser, path)
-    assert tab.evaluate("(box => box.scrollWidth <= box.clientWidth)(document.querySelector('.scroll'))")
+    assert tab.evaluate(
+        "(box => box.scrollWidth <= box.clientWidth)(document.querySelector('.scroll'))"
+    )
     assert tab.evaluate("document.querySelector('td.n').getClientRects().length") == 1
 
 
@@ -134,10 +165,18 @@ def flame_path(tmp_path_factory):
             [["attention", 1000.0, [["softmax </script>", 500.0, []]]], ["norm", 500.0, []]],
         ]
 
-    tree = ["", 0.0, [["forward", 0.0, [block(0), block(1), ["head", 2000.0, []]]], ["optimizer", 2000.0, []]]]
+    tree = [
+        "",
+        0.0,
+        [["forward", 0.0, [block(0), block(1), ["head", 2000.0, []]]], ["optimizer", 2000.0, []]],
+    ]
     lanes = {"matmul": [[0, 400], [500, 900]], "copy": [[100, 200]]}
-    drawn = Plot(timeline(lanes, [["forward", 0, 450], ["backward", 450, 900]]), "A step over time.")
-    text = page("A profile", [Section("Row", "Where?", [Flame(tree, 2, "By nesting."), drawn])], facts={})
+    drawn = Plot(
+        timeline(lanes, [["forward", 0, 450], ["backward", 450, 900]]), "A step over time."
+    )
+    text = page(
+        "A profile", [Section("Row", "Where?", [Flame(tree, 2, "By nesting."), drawn])], facts={}
+    )
     path = tmp_path_factory.mktemp("flame") / "report.html"
     path.write_text(text, encoding="utf-8")
     return path
@@ -172,10 +211,15 @@ def test_a_flame_graph_zooms_searches_and_merges(browser, flame_path):
 
 def test_boxes_of_a_flame_graph_are_as_wide_as_their_time(browser, tmp_path):
     """Boxes of a few pixels too: wider ones would cover what stands beside them."""
-    blocks = [[f"blocks.{number}", 0.0, [["norm", 5000.0, []], ["mm", 20000.0, []]]] for number in range(200)]
+    blocks = [
+        [f"blocks.{number}", 0.0, [["norm", 5000.0, []], ["mm", 20000.0, []]]]
+        for number in range(200)
+    ]
     flame = Flame(["", 0.0, [["forward", 0.0, blocks]]], 1, "By nesting.")
     path = tmp_path / "report.html"
-    path.write_text(page("A profile", [Section("Row", "Where?", [flame])], facts={}), encoding="utf-8")
+    path.write_text(
+        page("A profile", [Section("Row", "Where?", [flame])], facts={}), encoding="utf-8"
+    )
     tab = opened(browser, path)
     whole, _, *parts = tab.evaluate(
         "[...document.querySelectorAll('.flame .rows div')].map(box => box.getBoundingClientRect().width)"
@@ -186,7 +230,9 @@ def test_boxes_of_a_flame_graph_are_as_wide_as_their_time(browser, tmp_path):
 
 def test_the_profile_fits_and_changes_with_the_theme(browser, flame_path):
     def colour(tab):
-        return tab.evaluate("getComputedStyle(document.querySelector('.flame .rows div')).backgroundColor")
+        return tab.evaluate(
+            "getComputedStyle(document.querySelector('.flame .rows div')).backgroundColor"
+        )
 
     light, dark = (opened(browser, flame_path, scheme) for scheme in ("light", "dark"))
     assert colour(light) != colour(dark)

@@ -10,7 +10,11 @@ from stepgauge.report import figure
 
 def draw():
     return figure.stacked_bars(
-        ["a", "b"], {"x": [1.0, 2.0], "y": [3.0, None]}, totals=[4.0, 2.0], unit="ms", points={"P": [3.5, None]}
+        ["a", "b"],
+        {"x": [1.0, 2.0], "y": [3.0, None]},
+        totals=[4.0, 2.0],
+        unit="ms",
+        points={"P": [3.5, None]},
     )
 
 
@@ -31,11 +35,18 @@ def test_it_is_well_formed_scales_and_keeps_text_as_text():
     root = ElementTree.fromstring(svg)
     assert "viewBox" in root.attrib
     assert not {"width", "height"} & set(root.attrib)
-    assert {"a", "b", "ms"} <= {element.text for element in root.iter() if element.tag.endswith("text")}
+    assert {"a", "b", "ms"} <= {
+        element.text for element in root.iter() if element.tag.endswith("text")
+    }
 
 
 def test_short():
-    assert [figure.short(v) for v in (0.01234, 1.2345, 99.95, 1234.5)] == ["0.0123", "1.23", "100", "1,234"]
+    assert [figure.short(v) for v in (0.01234, 1.2345, 99.95, 1234.5)] == [
+        "0.0123",
+        "1.23",
+        "100",
+        "1,234",
+    ]
 
 
 def test_more_series_than_colours_are_refused():

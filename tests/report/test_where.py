@@ -11,7 +11,10 @@ MACHINE = {
 
 
 def test_it_says_machine_software_and_times(record):
-    rows = [dataclasses.replace(record(), environment=MACHINE, created=f"2026-01-0{day}T00:00:00Z") for day in (2, 1)]
+    rows = [
+        dataclasses.replace(record(), environment=MACHINE, created=f"2026-01-0{day}T00:00:00Z")
+        for day in (2, 1)
+    ]
     assert measured_where(rows) == {
         "Device": "Test GPU, 80 GiB",
         "Host": "Test CPU, 8 cores, Linux 6",
@@ -24,9 +27,9 @@ def test_it_says_machine_software_and_times(record):
 def test_what_is_not_known_is_left_out(record):
     failed = dataclasses.replace(record(status="failed", note="why"), environment={})
     assert measured_where([failed]) == {}
-    assert measured_where([dataclasses.replace(record(), environment={"device": "Test GPU"}), failed]) == {
-        "Device": "Test GPU"
-    }
+    assert measured_where(
+        [dataclasses.replace(record(), environment={"device": "Test GPU"}), failed]
+    ) == {"Device": "Test GPU"}
 
 
 def test_pages_of_memory_and_profile_say_the_same(record, tmp_path):
@@ -39,7 +42,10 @@ def test_pages_of_memory_and_profile_say_the_same(record, tmp_path):
 
     def row(spec):
         return Record(
-            kind=spec.kind, spec=dataclasses.asdict(spec), environment=MACHINE, created="2026-01-01T00:00:00Z"
+            kind=spec.kind,
+            spec=dataclasses.asdict(spec),
+            environment=MACHINE,
+            created="2026-01-01T00:00:00Z",
         )
 
     model = ModelSpec.preset("nano")

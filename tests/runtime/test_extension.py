@@ -96,11 +96,15 @@ def test_two_processes_compile_once(source, compiler, tmp_path):
         "from stepgauge.runtime.extension import MODULE_H; "
         "print(shared_library(Path(sys.argv[1]), name='it', headers=[MODULE_H]))"
     )
-    started = [subprocess.Popen([sys.executable, "-c", code, source], stdout=subprocess.PIPE) for _ in range(2)]
+    started = [
+        subprocess.Popen([sys.executable, "-c", code, source], stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
     printed = {process.communicate(timeout=100)[0] for process in started}
     assert len(printed) == 1 and Path(printed.pop().decode().strip()).exists()
     assert runs() == 1
-    assert [path.suffix for path in (tmp_path / "cache/stepgauge").iterdir()] == [".so"]  # nothing else is left
+    # nothing else is left
+    assert [path.suffix for path in (tmp_path / "cache/stepgauge").iterdir()] == [".so"]
 
 
 def test_a_failed_build_is_not_tried_again_for_an_hour(source, compiler, tmp_path):
@@ -151,14 +155,18 @@ def test_steps_are_timed_when_the_build_is_done(source, compiler, warmup):
 def test_turns_are_timed_when_the_build_is_done(source, compiler):
     compiler(f'sleep 0.5; exec {COMPILER} "$@"')
     doubled = Doubled(source)
-    times, failures = time_alternately({"doubled": doubled, "other": lambda: None}, CPU, seconds=0.0)
+    times, failures = time_alternately(
+        {"doubled": doubled, "other": lambda: None}, CPU, seconds=0.0
+    )
     assert len(times["doubled"]) == 3 and not failures
     assert doubled.in_python == 1
     assert native.served() == {"double": "C++"}
 
 
 @pytest.mark.parametrize("is_building", [False, True])
-def test_turns_are_timed_when_the_build_is_done_in_a_forked_process_too(source, compiler, is_building):
+def test_turns_are_timed_when_the_build_is_done_in_a_forked_process_too(
+    source, compiler, is_building
+):
     """As rows are: there a thread that was made before counts as one that has ended."""
     runs = compiler(f'sleep 0.5; exec {COMPILER} "$@"')
     doubled = Doubled(source)
@@ -203,7 +211,10 @@ def test_what_is_timed_without_the_operation_does_not_count(source):
 
 @pytest.mark.parametrize(
     "variable, value, reason",
-    [("CXX", "false", "BuildError: .*false failed"), ("STEPGAUGE_EXTENSION", "0", "STEPGAUGE_EXTENSION=0")],
+    [
+        ("CXX", "false", "BuildError: .*false failed"),
+        ("STEPGAUGE_EXTENSION", "0", "STEPGAUGE_EXTENSION=0"),
+    ],
 )
 def test_without_it_python_serves_and_says_why(source, monkeypatch, variable, value, reason):
     monkeypatch.setenv(variable, value)

@@ -79,7 +79,8 @@ def fail_in_backward(wrapper, how):
     groups = lambda module: [{"params": list(module.parameters())}]  # noqa: E731
     parallel = parallelise(wrapper, module, groups, torch.optim.SGD, settings=settings)
     if dist.get_rank() == 1:
-        # When it reaches the second layer's output, the gradients of the third and fourth are on their way.
+        # When it reaches the second layer's output, the gradients of the third and fourth are on
+        # their way.
         module[1].register_forward_hook(lambda _, inputs, output: fail_at_gradient_of(output, how))
     parallel.module(torch.ones(1, 64)).sum().backward()
     parallel.finish()
@@ -98,7 +99,10 @@ def fail_here(how):
 @pytest.mark.parametrize("wrapper", ["bucketed", "zero2", "zero3"])
 @pytest.mark.parametrize(
     ("how", "words"),
-    [("raise", "rank 1 of 2: ValueError: wrong in backward"), ("killed", "rank 1 of 2 was ended by SIGKILL")],
+    [
+        ("raise", "rank 1 of 2: ValueError: wrong in backward"),
+        ("killed", "rank 1 of 2 was ended by SIGKILL"),
+    ],
 )
 def test_a_rank_that_fails_within_a_wrapper(wrapper, how, words):
     start = time.monotonic()
@@ -122,11 +126,21 @@ def test_an_interface_that_does_not_exist(monkeypatch):
 
 def run_rank(code, **environment):
     """A process as torchrun would start it."""
-    settings = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **environment}
+    settings = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        **environment,
+    }
     command = [sys.executable, "-c", code]
     path = os.pathsep.join(sys.path)
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=150, env={**os.environ, **settings, "PYTHONPATH": path}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, **settings, "PYTHONPATH": path},
     )
 
 
@@ -181,7 +195,13 @@ def test_groups_follow_one_another_at_one_rendezvous():
 
 
 def test_another_number_of_ranks_than_torchrun_has_started(monkeypatch):
-    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}.items():
+    for name, value in {
+        "RANK": 0,
+        "WORLD_SIZE": 2,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_PORT": 1,
+    }.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(ValueError, match="ranks is 3; torchrun has started 2"):

@@ -9,7 +9,9 @@ from stepgauge.study.data_parallel import USUAL_BUCKET_MB, Overhead, blocks
 def test_the_fit_finds_what_the_sweep_was_made_of():
     made = Overhead(base_ms=50.0, ms_per_byte=2e-6, per_bucket_ms=0.03)
     buckets, tails = [400, 80, 40, 8, 4, 1], [1e6, 5e6, 9e6, 4e7, 1e8, 5e8]
-    found = Overhead.fitted(buckets, tails, [made.step_ms(n, tail) for n, tail in zip(buckets, tails, strict=True)])
+    found = Overhead.fitted(
+        buckets, tails, [made.step_ms(n, tail) for n, tail in zip(buckets, tails, strict=True)]
+    )
     assert found.base_ms == pytest.approx(50)
     assert found.ms_per_byte == pytest.approx(2e-6)
     assert found.per_bucket_ms == pytest.approx(0.03)
@@ -40,7 +42,12 @@ def test_rows_that_send_otherwise_are_other_bars():
         usual = {"size": "tiny", "wrapper": "bucketed", "bucket_mb": USUAL_BUCKET_MB}
         return Record(kind="data-parallel", spec=usual | spec, metrics=metrics)
 
-    rows = [row(11.0), row(22.0, reduce_dtype="bf16"), row(33.0, bucket_mb=1.0), row(44.0, transport="peer-copies")]
+    rows = [
+        row(11.0),
+        row(22.0, reduce_dtype="bf16"),
+        row(33.0, bucket_mb=1.0),
+        row(44.0, transport="peer-copies"),
+    ]
     plot, *_ = blocks(rows)
     assert all(text in plot.svg for text in (">11", ">22", "bucketed bf16"))
     assert not any(text in plot.svg for text in (">33", ">44"))

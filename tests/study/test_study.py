@@ -36,8 +36,12 @@ def test_a_gpu_is_filled_and_not_overfilled():
 
 def test_a_machine_without_compiler_leaves_compile_out(tmp_path):
     bare = dataclasses.replace(CPU, has_compiler=False)
-    assert not any(getattr(job.spec, "compile", "off") != "off" for job in plan(bare, tmp_path, EXPERIMENTS))
-    assert any(getattr(job.spec, "compile", "off") != "off" for job in plan(CPU, tmp_path, EXPERIMENTS))
+    assert not any(
+        getattr(job.spec, "compile", "off") != "off" for job in plan(bare, tmp_path, EXPERIMENTS)
+    )
+    assert any(
+        getattr(job.spec, "compile", "off") != "off" for job in plan(CPU, tmp_path, EXPERIMENTS)
+    )
 
 
 def test_select():
@@ -50,7 +54,12 @@ def test_select():
 def measured(job, milliseconds, machine):
     """A record as the job would give it."""
     if job.spec.kind in ("comm", "broadcast"):
-        figures = {"time_ms": "ms", "busbw_gb_per_s": "GB/s", "gb_per_s": "GB/s", "host_link_gb_per_s": "GB/s"}
+        figures = {
+            "time_ms": "ms",
+            "busbw_gb_per_s": "GB/s",
+            "gb_per_s": "GB/s",
+            "host_link_gb_per_s": "GB/s",
+        }
         metrics = {name: Sample.exact(milliseconds, unit) for name, unit in figures.items()}
         return dataclasses.replace(job.asked, metrics=metrics, environment=environment(machine))
     if job.spec.kind == "train":
@@ -60,17 +69,30 @@ def measured(job, milliseconds, machine):
         metrics = {name: Sample.exact(value, "x") for name, value in exact.items()}
         facts = {"corpus_bytes": 10**7, "corpus_sha256": "ab" * 32}
         return dataclasses.replace(
-            job.asked, metrics=metrics, series=series | held_out, environment=environment(machine) | facts
+            job.asked,
+            metrics=metrics,
+            series=series | held_out,
+            environment=environment(machine) | facts,
         )
     if job.spec.kind in KERNELS:
-        metrics = {f"{name}_ms": Sample.of([milliseconds, 1.1 * milliseconds], "ms") for name in ("ours", "eager")}
+        metrics = {
+            f"{name}_ms": Sample.of([milliseconds, 1.1 * milliseconds], "ms")
+            for name in ("ours", "eager")
+        }
         outcomes = {"outcomes": {"ours": "ok", "eager": "ok", "fa2": "oom: memory ran out"}}
-        return dataclasses.replace(job.asked, metrics=metrics, environment=environment(machine) | outcomes)
+        return dataclasses.replace(
+            job.asked, metrics=metrics, environment=environment(machine) | outcomes
+        )
     times = {"forward_ms": 1, "backward_ms": 2, "optimizer_ms": 0.5, "step_ms": 3.5}
-    metrics = {name: Sample.of([milliseconds * f * s for s in (0.99, 1, 1.02)], "ms") for name, f in times.items()}
+    metrics = {
+        name: Sample.of([milliseconds * f * s for s in (0.99, 1, 1.02)], "ms")
+        for name, f in times.items()
+    }
     metrics["tokens_per_s"] = Sample.exact(1e6 / milliseconds, "tokens/s")
     metrics["tflop_per_s"] = Sample.exact(100.0, "TFLOP/s")
-    return dataclasses.replace(job.asked, metrics=metrics, environment=environment(machine), created="2026-01-01")
+    return dataclasses.replace(
+        job.asked, metrics=metrics, environment=environment(machine), created="2026-01-01"
+    )
 
 
 def environment(machine):
@@ -87,7 +109,9 @@ def study_run(folder, machine, failing=()):
     for number, job in enumerate(plan(machine, folder, EXPERIMENTS)):
         record = measured(job, 10.0 + number, machine)
         if number in failing:
-            record = dataclasses.replace(record, metrics={}, status="oom", note="device memory ran out <at> 2 GiB more")
+            record = dataclasses.replace(
+                record, metrics={}, status="oom", note="device memory ran out <at> 2 GiB more"
+            )
         store.append(record)
     return store
 
@@ -129,19 +153,28 @@ def test_published_rows_stand_beside_the_nearest_of_ours(tmp_path):
     table = published.beside(ours, step_time.PUBLISHED, ("forward_ms",))
     rows = {(row[0], row[-1]): dict(zip(table.columns, row, strict=True)) for row in table.rows}
     small = rows["small", "S1"]
-    assert (small["batch × context"], small["ours ms"], small["published ms"]) == ("16 × 128", "10.00", "18.80")
+    assert (small["batch × context"], small["ours ms"], small["published ms"]) == (
+        "16 × 128",
+        "10.00",
+        "18.80",
+    )
     assert rows["small", "S2"]["batch × context"] == "4 × 128"
     assert rows["2.7b", "S1"]["batch × context"] == "not run here"
     assert rows["2.7b", "S1"]["published ms"] == "257.0"
 
 
 def test_published_figures_are_records_with_a_source():
-    assert all(isinstance(row, Record) and row.provenance == "published" and row.source for row in step_time.PUBLISHED)
+    assert all(
+        isinstance(row, Record) and row.provenance == "published" and row.source
+        for row in step_time.PUBLISHED
+    )
 
 
 def test_a_section_begins_with_what_is_to_be_known_of_its_figures(record):
     quiet, busy = record("small", step=[10.0, 10.1]), record("medium", step=[10.0, 20.0])
-    ours = dataclasses.replace(quiet, environment={**quiet.environment, "native": {"norm triton": "plain PyTorch: so"}})
+    ours = dataclasses.replace(
+        quiet, environment={**quiet.environment, "native": {"norm triton": "plain PyTorch: so"}}
+    )
     assert run.reservations([quiet]) == []
     said = [block.text for block in run.reservations([ours, ours, busy])]
     assert said == [
@@ -166,10 +199,14 @@ def test_the_study_runs_here(stepgauge, tmp_path):
 def test_published_gloo_stands_beside_tensors_of_the_host():
     def row(device, ms):
         spec = CommSpec(size_bytes=1_000_000, device=device)
-        return Record(kind="comm", spec=dataclasses.asdict(spec), metrics={"time_ms": Sample.of([ms], "ms")})
+        return Record(
+            kind="comm", spec=dataclasses.asdict(spec), metrics={"time_ms": Sample.of([ms], "ms")}
+        )
 
     *_, beside = collectives.blocks([row("cuda", 9.0), row("cpu", 7.0)])
-    ours = [line[beside.columns.index("our ms")] for line in beside.rows if line[:2] == ["gloo", "2"]]
+    ours = [
+        line[beside.columns.index("our ms")] for line in beside.rows if line[:2] == ["gloo", "2"]
+    ]
     assert ours == ["7.000", "", "", ""]
 
 

@@ -7,7 +7,9 @@ import pytest
 from stepgauge.trace.events import load
 from stepgauge.trace.overlap import overlap
 
-trace_analysis = pytest.importorskip("hta.trace_analysis", reason="needs Holistic Trace Analysis (module hta)")
+trace_analysis = pytest.importorskip(
+    "hta.trace_analysis", reason="needs Holistic Trace Analysis (module hta)"
+)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -27,4 +29,6 @@ def test_the_overlap_ratio_is_theirs(gpu_trace, gpu_step, tmp_path, seed):
     table = theirs.get_comm_comp_overlap(visualize=False).set_index("rank")
     for rank in range(2):
         ours = overlap(load(tmp_path / f"rank{rank}.json"))
-        assert round(100 * ours.ratio, 2) == pytest.approx(table.loc[rank, "comp_comm_overlap_pctg"], abs=0.011)
+        assert round(100 * ours.ratio, 2) == pytest.approx(
+            table.loc[rank, "comp_comm_overlap_pctg"], abs=0.011
+        )

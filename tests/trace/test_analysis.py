@@ -51,7 +51,8 @@ def test_flops_are_counted_once_an_operation(trace, gpu_step, tmp_path):
 def test_phases_and_idle_times_fill_the_device_time_line(trace, gpu_step, tmp_path):
     gpu_step(trace)
     found = analyse(trace.write(tmp_path / "t.json"))
-    # Forward begins at 1000 on the host; its first kernel 2 µs later. The all-reduce ends 90 µs after the product.
+    # Forward begins at 1000 on the host; its first kernel 2 µs later. The all-reduce ends 90 µs
+    # after the product.
     assert found.phases_us["forward"] == [pytest.approx(2 + 100 + 50)]
     assert found.phases_us["backward"] == [pytest.approx(200 + 90)]
     assert found.phases_us["optimizer"] == [pytest.approx(2 + 60)]
@@ -113,7 +114,12 @@ def test_idle_time_until_a_phase_ends_on_the_host_is_that_phases(trace, tmp_path
 def test_overlap_is_hidden_over_communication(trace, gpu_step, tmp_path):
     gpu_step(trace)
     found = overlap(load(trace.write(tmp_path / "t.json")))
-    assert (found.rank, found.communication_us, found.hidden_us, found.exposed_us) == (0, 150, 60, 90)
+    assert (found.rank, found.communication_us, found.hidden_us, found.exposed_us) == (
+        0,
+        150,
+        60,
+        90,
+    )
     assert found.ratio == pytest.approx(0.4)
     assert found.computation_us == 100 + 50 + 200 + 60
 
@@ -130,7 +136,11 @@ def test_copies_from_gpu_to_gpu_are_communication_and_others_are_not(trace, tmp_
     assert (found.communication_us, found.hidden_us, found.exposed_us) == (150, 90, 60)
     assert found.computation_us == 100
     kinds = {cell.name: cell.kind for cell in analyse(path).cells}
-    assert kinds == {"gemm": "matmul", name.partition(" (")[0]: "communication", "Memcpy DtoD": "copy"}
+    assert kinds == {
+        "gemm": "matmul",
+        name.partition(" (")[0]: "communication",
+        "Memcpy DtoD": "copy",
+    }
 
 
 def test_a_trace_without_communication_has_no_overlap(trace, gpu_step, tmp_path):
@@ -142,7 +152,9 @@ def test_a_trace_without_communication_has_no_overlap(trace, gpu_step, tmp_path)
 
 
 def test_a_foreign_trace_needs_no_ranges(trace, tmp_path):
-    """No step, no phase, no module: autograd is backward, Optimizer.step is optimizer, the rest forward."""
+    """No step, no phase, no module: autograd is backward, Optimizer.step is optimizer, the rest
+    forward.
+    """
     with trace.op("aten::mm", sequence=5):
         trace.launch("void some_gemm()", 10)
     with trace.backward_of("MmBackward0", 5), trace.op("aten::mm"):
@@ -191,7 +203,9 @@ def test_what_has_nothing_to_analyse_is_said(trace, tmp_path):
     path.write_text('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}')
     with pytest.raises(TraceError, match="an event has no name or time"):
         analyse(path)
-    path.write_text('{"traceEvents": [{"ph": "X", "cat": "browser", "name": "paint", "ts": 1, "dur": 2}]}')
+    path.write_text(
+        '{"traceEvents": [{"ph": "X", "cat": "browser", "name": "paint", "ts": 1, "dur": 2}]}'
+    )
     with pytest.raises(TraceError, match="has neither kernels nor operations"):
         analyse(path)
 
@@ -203,7 +217,9 @@ def test_repeated_parts_are_one():
 
 
 def test_small_parts_of_many_blocks_stay_in_the_flame_graph_and_lone_ones_go_to_their_parents():
-    blocks = [[f"blocks.{number}", 0.0, [["mm", 999.0, []], ["norm", 1.0, []]]] for number in range(50)]
+    blocks = [
+        [f"blocks.{number}", 0.0, [["mm", 999.0, []], ["norm", 1.0, []]]] for number in range(50)
+    ]
     found = thinned(["", 0.0, [["forward", 5.0, [*blocks, ["lone", 1.0, [["kernel", 2.0, []]]]]]]])
     (forward,) = found[2]
     assert forward == ["forward", 8.0, blocks]

@@ -8,7 +8,10 @@ import pytest
 from stepgauge.trace import read as reading
 from stepgauge.trace.read import TraceError, read
 
-EVENTS = [{"ph": "X", "name": f'event {n} ü \\ " }}', "ts": n, "args": {"a": [n, {"b": None}]}} for n in range(50)]
+EVENTS = [
+    {"ph": "X", "name": f'event {n} ü \\ " }}', "ts": n, "args": {"a": [n, {"b": None}]}}
+    for n in range(50)
+]
 OBJECT = {"schemaVersion": 1, "traceEvents": EVENTS, "traceName": "x", "number": 12345}
 
 
@@ -25,7 +28,9 @@ def test_what_was_written_is_read_however_it_is_cut(tmp_path, monkeypatch, packe
     path = write(tmp_path / "trace", json.dumps(OBJECT, indent=indent), packed)
     parts = list(read(path))
     assert [value for key, value in parts if not key] == EVENTS
-    assert {key: value for key, value in parts if key} == {k: v for k, v in OBJECT.items() if k != "traceEvents"}
+    assert {key: value for key, value in parts if key} == {
+        k: v for k, v in OBJECT.items() if k != "traceEvents"
+    }
 
 
 def test_a_list_alone_is_a_trace(tmp_path):
@@ -73,7 +78,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     path = tmp_path / "large"
     with path.open("w") as file:
         file.write('{"traceEvents": [')
-        file.write(",\n".join(json.dumps({"ph": "X", "name": "x" * 500, "ts": n}) for n in range(20_000)))
+        file.write(
+            ",\n".join(json.dumps({"ph": "X", "name": "x" * 500, "ts": n}) for n in range(20_000))
+        )
         file.write("]}")
     assert path.stat().st_size > 10e6
     tracemalloc.start()

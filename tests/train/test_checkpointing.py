@@ -12,7 +12,9 @@ from stepgauge.train.build import build_step
 
 CHOICES = [(name, size) for name in CHECKPOINTING[1:] for size in (1, 2, 3)]
 SPEC = StepSpec(
-    model=ModelSpec(vocab_size=64, context_length=16, d_model=32, d_ff=64, num_layers=4, num_heads=2),
+    model=ModelSpec(
+        vocab_size=64, context_length=16, d_model=32, d_ff=64, num_layers=4, num_heads=2
+    ),
     batch=2,
     optimizer="sgd",
 )
@@ -37,16 +39,23 @@ def test_gradients_are_those_of_no_checkpointing(checkpointing, size, precision)
         assert torch.equal(expected, found)
 
 
-@pytest.mark.parametrize(("checkpointing", "mode"), [("nested", "on"), ("selective", "on"), ("selective", "blocks")])
+@pytest.mark.parametrize(
+    ("checkpointing", "mode"), [("nested", "on"), ("selective", "on"), ("selective", "blocks")]
+)
 def test_compiled_gradients_are_those_of_no_checkpointing(checkpointing, mode, monkeypatch):
-    # The compiler's front end decides what is computed again; its kernels are tested elsewhere and take a minute.
+    # The compiler's front end decides what is computed again; its kernels are tested elsewhere and
+    # take a minute.
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, mode: compile(model, backend="aot_eager"))
     monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda m: setattr(m, "forward", compile(m.forward, backend="aot_eager"))
+        torch.nn.Module,
+        "compile",
+        lambda m: setattr(m, "forward", compile(m.forward, backend="aot_eager")),
     )
     small = dataclasses.replace(SPEC, model=dataclasses.replace(SPEC.model, num_layers=2))
     torch._dynamo.reset()
-    chosen = dataclasses.replace(small, checkpointing=checkpointing, checkpoint_blocks=2, compile=mode)
+    chosen = dataclasses.replace(
+        small, checkpointing=checkpointing, checkpoint_blocks=2, compile=mode
+    )
     for expected, found in zip(_after_a_step(small), _after_a_step(chosen), strict=True):
         torch.testing.assert_close(expected, found, rtol=1e-4, atol=1e-5)

@@ -28,7 +28,9 @@ def test_bpe_is_trained_on_the_training_part_and_loses_nothing():
     assert corpus.train.max() < 1000
     assert 2 < corpus.bytes_per_held_out_token < 6
     held_out_bytes = len(text.data) - text.train_length
-    assert corpus.held_out.numel() * corpus.bytes_per_held_out_token == pytest.approx(held_out_bytes)
+    assert corpus.held_out.numel() * corpus.bytes_per_held_out_token == pytest.approx(
+        held_out_bytes
+    )
 
 
 def test_a_batch_is_a_function_of_seed_and_step():
@@ -81,7 +83,9 @@ def test_a_folder_is_its_text_files_in_order(tmp_path):
 @pytest.mark.parametrize("data", [b"just a few words\n", b"x"])
 def test_a_corpus_shorter_than_a_sequence_is_named(data):
     corpus = Corpus.tokenize(Text("short.txt", data), "bytes", 0)
-    with pytest.raises(CorpusError, match=r"short.txt is too short: its training part has \d+ tokens"):
+    with pytest.raises(
+        CorpusError, match=r"short.txt is too short: its training part has \d+ tokens"
+    ):
         corpus.require(length=64)
 
 

@@ -22,7 +22,9 @@ from stepgauge.train.loop import CURVE_FILE, DivergedError, Trainer, load_corpus
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     path = tmp_path_factory.mktemp("corpus") / "text.txt"
-    path.write_text("".join(f"{i} bottles of beer on the wall, take {i % 7} down\n" for i in range(3000)))
+    path.write_text(
+        "".join(f"{i} bottles of beer on the wall, take {i % 7} down\n" for i in range(3000))
+    )
     return str(path)
 
 
@@ -66,19 +68,45 @@ def test_a_stopped_run_goes_on_bit_for_bit(spec, tmp_path, precision):
     gone_on = run(spec, folder=tmp_path / "cut", report=lambda point: seen.append(point.step))
     assert gone_on.series == whole.series
     assert seen == list(range(7, 19))  # from the checkpoint on
-    assert (tmp_path / "cut" / CURVE_FILE).read_text() == (tmp_path / "whole" / CURVE_FILE).read_text()
+    assert (tmp_path / "cut" / CURVE_FILE).read_text() == (
+        tmp_path / "whole" / CURVE_FILE
+    ).read_text()
 
 
 def test_killed_by_signal_at_any_moment(spec, tmp_path, corpus):
     """Kills the command itself, several times, wherever it happens to be."""
     command = [
-        *(sys.executable, "-m", "stepgauge", "train", "--size", "nano", "--context", "32", "--corpus", corpus),
-        *("--steps", "60", "--batch", "4", "--checkpoint-every", "5", "--evaluate-every", "20", "--device", "cpu"),
+        *(
+            sys.executable,
+            "-m",
+            "stepgauge",
+            "train",
+            "--size",
+            "nano",
+            "--context",
+            "32",
+            "--corpus",
+            corpus,
+        ),
+        *(
+            "--steps",
+            "60",
+            "--batch",
+            "4",
+            "--checkpoint-every",
+            "5",
+            "--evaluate-every",
+            "20",
+            "--device",
+            "cpu",
+        ),
     ]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     subprocess.run([*command, "--out", str(whole)], check=True, capture_output=True, timeout=200)
     for wanted in (5, 15, 30):
-        process = subprocess.Popen([*command, "--out", str(cut)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*command, "--out", str(cut)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         deadline = time.monotonic() + 100
         while process.poll() is None and time.monotonic() < deadline:
             points = read_curve(cut / CURVE_FILE)
@@ -157,7 +185,9 @@ def test_a_checkpoint_of_before_a_field_was_there_goes_on_under_its_default(spec
     resumed = []
     run(spec, folder=tmp_path, resumed=resumed.append)
     assert resumed == [spec.steps]
-    other = dataclasses.replace(spec, data_parallel="bucketed", ranks=2, batch=4, reduce_dtype="bf16")
+    other = dataclasses.replace(
+        spec, data_parallel="bucketed", ranks=2, batch=4, reduce_dtype="bf16"
+    )
     with pytest.raises(CheckpointError, match=r"reduce_dtype own there, bf16 here"):
         run(other, folder=tmp_path)
 
@@ -175,7 +205,9 @@ def test_a_curve_with_a_hole_is_trained_again(spec, tmp_path):
     lines = path.read_text().splitlines(keepends=True)
     path.write_bytes("".join(lines[:19]).encode() + b"\xff\n" + "".join(lines[20:]).encode())
     started = []
-    with pytest.warns(UserWarning, match=r"step-000000024 is passed over: its curve ends at step 19"):
+    with pytest.warns(
+        UserWarning, match=r"step-000000024 is passed over: its curve ends at step 19"
+    ):
         again = run(spec, folder=tmp_path, resumed=started.append)
     assert started == [18]
     assert again.series == first.series
@@ -205,7 +237,9 @@ def test_the_loss_scale_is_part_of_the_checkpoint(spec, tmp_path):
 
 
 def test_divergence_is_said(spec, tmp_path):
-    wild = dataclasses.replace(spec, learning_rate=100.0, warmup=0, optimizer="sgd", clip=0.0, steps=60)
+    wild = dataclasses.replace(
+        spec, learning_rate=100.0, warmup=0, optimizer="sgd", clip=0.0, steps=60
+    )
     with pytest.raises(DivergedError, match=r"the loss at step \d+ is"):
         run(wild, folder=tmp_path)
 

@@ -1,4 +1,6 @@
-"""Training on ranks: the curve of one process, and a run that goes on under another wrapper on other ranks."""
+"""Training on ranks: the curve of one process, and a run that goes on under another wrapper on
+other ranks.
+"""
 
 import os
 import subprocess
@@ -16,7 +18,14 @@ from stepgauge.train.loop import read_curve
 
 def spec(**changes):
     model = ModelSpec.preset("nano", context_length=16)
-    fields = {"batch": 6, "accumulation": 2, "steps": 6, "warmup": 2, "checkpoint_every": 2, "evaluate_every": 6}
+    fields = {
+        "batch": 6,
+        "accumulation": 2,
+        "steps": 6,
+        "warmup": 2,
+        "checkpoint_every": 2,
+        "evaluate_every": 6,
+    }
     return TrainSpec(model=model, size="nano", evaluate_windows=4, **{**fields, **changes})
 
 
@@ -43,7 +52,10 @@ def alone(tmp_path_factory):
 def test_a_run_goes_on_under_another_wrapper(tmp_path, alone, first, second, ranks):
     with pytest.raises(RankError, match="stop here"):
         launch(train, spec(data_parallel=first, ranks=2), tmp_path, 6, ranks=2)
-    assert [point.step for point in read_curve(tmp_path / "curve.jsonl")] in ([1, 2, 3, 4], [1, 2, 3, 4, 5, 6])
+    assert [point.step for point in read_curve(tmp_path / "curve.jsonl")] in (
+        [1, 2, 3, 4],
+        [1, 2, 3, 4, 5, 6],
+    )
     launch(train, spec(data_parallel=second, ranks=ranks), tmp_path, None, ranks=ranks)
     curve = read_curve(tmp_path / "curve.jsonl")
     assert len(curve) == 6
@@ -61,10 +73,38 @@ def test_a_run_of_ranks_goes_on_alone(tmp_path, alone):
 
 
 def test_the_command_under_torchrun(tmp_path, alone):
-    options = ["--size", "nano", "--context", "16", "--batch", "6", "--accumulation", "2", "--warmup", "2"]
-    options += ["--checkpoint-every", "2", "--evaluate-every", "6", "--evaluate-windows", "4", "--device", "cpu"]
+    options = [
+        "--size",
+        "nano",
+        "--context",
+        "16",
+        "--batch",
+        "6",
+        "--accumulation",
+        "2",
+        "--warmup",
+        "2",
+    ]
+    options += [
+        "--checkpoint-every",
+        "2",
+        "--evaluate-every",
+        "6",
+        "--evaluate-windows",
+        "4",
+        "--device",
+        "cpu",
+    ]
     options += ["--steps", "6", "--ranks", "2", "--out", str(tmp_path)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "stepgauge"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "stepgauge",
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [*command, "train", *options, "--data-parallel", "bucketed"],
@@ -77,21 +117,32 @@ def test_the_command_under_torchrun(tmp_path, alone):
     assert run.stdout.count("held out") == 1  # one rank speaks for all
     curve = read_curve(tmp_path / "curve.jsonl")
     assert len(curve) == 6
-    assert max(abs(ours.loss - theirs.loss) for ours, theirs in zip(curve, alone, strict=True)) < 2e-5
+    assert (
+        max(abs(ours.loss - theirs.loss) for ours, theirs in zip(curve, alone, strict=True)) < 2e-5
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"ranks": 4, "data_parallel": "flat"}, "batch is 6, which 4 ranks do not divide; choose a multiple"),
+        (
+            {"ranks": 4, "data_parallel": "flat"},
+            "batch is 6, which 4 ranks do not divide; choose a multiple",
+        ),
         ({"ranks": 2}, "ranks is 2; --data-parallel says how they train"),
         ({"data_parallel": "zero3", "compile": "on"}, "zero3 gathers weights in Python"),
-        ({"data_parallel": "zero2", "precision": "fp16"}, "precision is 'fp16', whose loss scale needs"),
+        (
+            {"data_parallel": "zero2", "precision": "fp16"},
+            "precision is 'fp16', whose loss scale needs",
+        ),
         (
             {"data_parallel": "zero3", "reduce_dtype": "bf16"},
             "reduce_dtype is 'bf16', which --data-parallel zero3 has no",
         ),
-        ({"data_parallel": "torch-ddp", "reduce_dtype": "bf16"}, "torch-ddp compresses on GPUs only"),
+        (
+            {"data_parallel": "torch-ddp", "reduce_dtype": "bf16"},
+            "torch-ddp compresses on GPUs only",
+        ),
     ],
 )
 def test_what_cannot_be_is_said(changes, sentence):

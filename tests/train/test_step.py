@@ -1,4 +1,6 @@
-"""The training step against plain torch, with SGD: Adam would hide a gradient that is wrong by a factor."""
+"""The training step against plain torch, with SGD: Adam would hide a gradient that is wrong by a
+factor.
+"""
 
 import pytest
 import torch
@@ -25,9 +27,9 @@ def weights(step):
 
 
 def batch():
-    return torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(1)).split((16, 1), dim=1)[
-        0
-    ], torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(2))
+    return torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(1)).split(
+        (16, 1), dim=1
+    )[0], torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(2))
 
 
 def train(step, parts=1):
@@ -63,7 +65,9 @@ def test_gradients_are_freed():
     assert all(p.grad is None for p in step.module.parameters())
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("bf16", 0.03), ("fp16", 0.01)])
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("fp32", 1e-6), ("bf16", 0.03), ("fp16", 0.01)]
+)
 def test_mixed_precisions_take_the_same_step(precision, tolerance):
     """Loss scaling among them: a scale that stays in the gradient would be off by 65536."""
     before, gradient = by_hand()
@@ -94,18 +98,23 @@ def test_matmul_mode_is_restored():
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+    ("precision", "dtype"),
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
 def test_autocast_decides_what_the_layers_give(precision, dtype):
     step = make(precision)
     seen = []
-    step.module.blocks[0].feed_forward.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    step.module.blocks[0].feed_forward.register_forward_hook(
+        lambda module, inputs, output: seen.append(output.dtype)
+    )
     step.forward(*batch())
     assert seen == [dtype]
 
 
 def test_without_loss_scaling_small_gradients_would_vanish():
-    """A loss of 1e-6 of the usual: its fp16 gradients lie under fp16's smallest number, unless they are scaled."""
+    """A loss of 1e-6 of the usual: its fp16 gradients lie under fp16's smallest number, unless they
+    are scaled.
+    """
     step = make("fp16")
     step.backward(step.forward(*batch()) * 1e-6)
     step.scaler.unscale_(step.optimizer)
@@ -117,7 +126,9 @@ def test_without_loss_scaling_small_gradients_would_vanish():
 
 
 def test_decay_is_for_matrices():
-    model = TransformerLM(ModelSpec.preset("nano", vocab_size=64, context_length=16, norm="layernorm"))
+    model = TransformerLM(
+        ModelSpec.preset("nano", vocab_size=64, context_length=16, norm="layernorm")
+    )
     decayed, rest = decay_groups(model, 0.1)
     assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
     assert {p.ndim for p in decayed["params"]} == {2}

@@ -1,4 +1,6 @@
-"""BERT: the published parameter count, and the transformers library's results with the same weights."""
+"""BERT: the published parameter count, and the transformers library's results with the same
+weights.
+"""
 
 import pytest
 import torch
@@ -33,7 +35,10 @@ def test_the_count_by_formula_is_that_of_the_module(size):
 
 def of_transformers(theirs, value=torch.Tensor.detach):
     """The weights of a transformers BertForMaskedLM, or another value of each, by our names."""
-    given, ours = {name: value(p) for name, p in theirs.named_parameters(remove_duplicate=False)}, {}
+    given, ours = (
+        {name: value(p) for name, p in theirs.named_parameters(remove_duplicate=False)},
+        {},
+    )
     renamed = {
         "tokens": "bert.embeddings.word_embeddings",
         "positions": "bert.embeddings.position_embeddings",
@@ -53,10 +58,16 @@ def of_transformers(theirs, value=torch.Tensor.detach):
             f"blocks.{index}.feed_forward_norm": f"{layer}.output.LayerNorm",
         }
         for part in ("weight", "bias"):
-            projections = [given[f"{layer}.attention.self.{name}.{part}"] for name in ("query", "key", "value")]
+            projections = [
+                given[f"{layer}.attention.self.{name}.{part}"] for name in ("query", "key", "value")
+            ]
             ours[f"blocks.{index}.attention.input.{part}"] = torch.cat(projections)
     for name, their_name in renamed.items():
-        ours |= {f"{name}.{p}": given[f"{their_name}.{p}"] for p in ("weight", "bias") if f"{their_name}.{p}" in given}
+        ours |= {
+            f"{name}.{p}": given[f"{their_name}.{p}"]
+            for p in ("weight", "bias")
+            if f"{their_name}.{p}" in given
+        }
     return ours
 
 
@@ -76,7 +87,8 @@ def test_forward_loss_and_gradients_are_those_of_transformers():
         pad_token_id=None,
     )
     theirs = transformers.BertForMaskedLM(config).double()
-    for parameter in theirs.parameters():  # biases are zero and gains one at first: a wrong place would not show
+    # biases are zero and gains one at first: a wrong place would not show
+    for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     ours = BertForMaskedLM(spec).double()
     ours.load_state_dict(of_transformers(theirs))

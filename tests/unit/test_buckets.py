@@ -51,7 +51,13 @@ def test_buckets_come_in_the_order_of_their_last_gradient(order, cap):
 
 
 def test_the_plan_of_a_small_network_by_hand():
-    order = [parameter("embedding", 8), parameter("norm", 0.1), parameter("a", 2), parameter("b", 1), parameter("c", 3)]
+    order = [
+        parameter("embedding", 8),
+        parameter("norm", 0.1),
+        parameter("a", 2),
+        parameter("b", 1),
+        parameter("c", 3),
+    ]
     plan = plan_buckets(order, cap_mb=5, first_mb=1)
     assert [bucket.names for bucket in plan] == [("c",), ("b", "a", "norm"), ("embedding",)]
 
@@ -83,12 +89,20 @@ def test_owners_are_balanced_by_elements(order, ranks):
     largest = max((p.numel for p in unique.values()), default=0)
     assert max(plan.elements) - min(plan.elements) <= largest
     for rank in range(ranks):
-        assert plan.elements[rank] == sum(unique[n].numel for n, owner in plan.owners.items() if owner == rank)
+        assert plan.elements[rank] == sum(
+            unique[n].numel for n, owner in plan.owners.items() if owner == rank
+        )
 
 
 def test_neighbours_have_different_owners():
-    """What the ranks have received differs by the largest at most, though largest first gives whole blocks to one."""
-    names = [(f"{block}.{name}", size) for block in range(4) for name, size in (("a", 1), ("b", 3), ("c", 2))]
+    """What the ranks have received differs by the largest at most, though largest first gives whole
+    blocks to one.
+    """
+    names = [
+        (f"{block}.{name}", size)
+        for block in range(4)
+        for name, size in (("a", 1), ("b", 3), ("c", 2))
+    ]
     order = [parameter(name, size) for name, size in names]
     owners = plan_owners(order, ranks=2).owners
     received = [0, 0]
@@ -99,7 +113,10 @@ def test_neighbours_have_different_owners():
 
 def test_buckets_for_different_owners_are_launched_at_once():
     def launches(*owners, devices="c" * 11):
-        buckets = [Bucket((parameter("p", 1, device=d),), owner) for owner, d in zip(owners, devices, strict=False)]
+        buckets = [
+            Bucket((parameter("p", 1, device=d),), owner)
+            for owner, d in zip(owners, devices, strict=False)
+        ]
         return [list(launch) for launch in plan_launches(buckets)]
 
     assert launches(0, 1, 1, 0, 0, 0, 1) == [[0, 1], [2, 3], [4, 5, 6]]
@@ -114,7 +131,9 @@ def test_buckets_for_different_owners_are_launched_at_once():
 @given(parameters, caps, st.integers(1, 5))
 def test_every_bucket_is_launched_once_in_the_plans_order(order, cap, ranks):
     buckets = plan_buckets(order, cap_mb=cap, owners=plan_owners(order, ranks=ranks).owners)
-    assert [index for launch in plan_launches(buckets) for index in launch] == list(range(len(buckets)))
+    assert [index for launch in plan_launches(buckets) for index in launch] == list(
+        range(len(buckets))
+    )
 
 
 def test_a_later_group_fills_the_emptier_rank():

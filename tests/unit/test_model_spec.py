@@ -21,7 +21,9 @@ VARIANTS = [
 @pytest.mark.parametrize("size", SIZES)
 def test_presets_have_the_parameters_of_the_module(size):
     spec = ModelSpec.preset(size)
-    assert sum(p.numel() for p in TransformerLM(spec, device=META).parameters()) == spec.num_parameters
+    assert (
+        sum(p.numel() for p in TransformerLM(spec, device=META).parameters()) == spec.num_parameters
+    )
 
 
 # 2VD + 3LDF + 4LD² + (2L+1)D by hand, for the course's sizes with SwiGLU.
@@ -62,7 +64,9 @@ def test_causal_half_halves_attention_only():
 
 
 def test_residual_stream_bytes():
-    assert ModelSpec.preset("2.7b").residual_stream_bytes(batch=4, sequence=128) == 4 * 128 * 2560 * 4
+    assert (
+        ModelSpec.preset("2.7b").residual_stream_bytes(batch=4, sequence=128) == 4 * 128 * 2560 * 4
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,11 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def test_the_product_is_swept_in_the_order_given():
-    specs = list(expand(StepSpec, {"size": ("nano", "tiny"), "precision": ("fp32", "bf16"), "vocab_size": (64,)}))
+    specs = list(
+        expand(
+            StepSpec, {"size": ("nano", "tiny"), "precision": ("fp32", "bf16"), "vocab_size": (64,)}
+        )
+    )
     assert [(s.size, s.precision) for s in specs] == [
         ("nano", "fp32"),
         ("nano", "bf16"),
@@ -52,7 +56,13 @@ def test_a_value_outside_its_limits_is_an_error(field, value, words):
 def test_learning_rate_warms_up_and_ends_at_its_fraction():
     (spec,) = expand(
         TrainSpec,
-        {"size": ("nano",), "steps": (100,), "warmup": (10,), "learning_rate": (1.0,), "final_learning_rate": (0.1,)},
+        {
+            "size": ("nano",),
+            "steps": (100,),
+            "warmup": (10,),
+            "learning_rate": (1.0,),
+            "final_learning_rate": (0.1,),
+        },
     )
     rates = [spec.learning_rate_at(step) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
@@ -75,7 +85,9 @@ def test_committed_results_are_read_whole():
     for path in (REPOSITORY / "benchmarks" / "results").glob("*-st*.jsonl"):
         records = [Record.from_json(line) for line in path.read_text().splitlines()]
         assert records
-        assert all(r.environment["torch"] and r.environment["commit"] and r.created for r in records), path
+        assert all(
+            r.environment["torch"] and r.environment["commit"] and r.created for r in records
+        ), path
 
 
 def test_no_document_has_a_gap_left_to_fill():
@@ -84,7 +96,8 @@ def test_no_document_has_a_gap_left_to_fill():
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(0, "0"), (1000, "1000"), (3 << 10, "3K"), (1 << 20, "1M"), (1 << 30, "1G"), (2**40, "1024G")]
+    ("size", "text"),
+    [(0, "0"), (1000, "1000"), (3 << 10, "3K"), (1 << 20, "1M"), (1 << 30, "1G"), (2**40, "1024G")],
 )
 def test_sizes_are_written_as_they_are_read(size, text):
     assert format_bytes(size) == text

@@ -71,7 +71,11 @@ def test_damaged_lines_are_named_and_the_good_ones_read(tmp_path):
     store.path.write_bytes(b"\n".join([*lines, b"\xff\xfe", b'{"schema": 1, "metr']))
     contents = store.read()
     assert [record.spec["number"] for record in contents.records] == [0, 2]
-    assert [problem.split(" is damaged")[0][-6:] for problem in contents.problems] == ["line 2", "line 4", "line 5"]
+    assert [problem.split(" is damaged")[0][-6:] for problem in contents.problems] == [
+        "line 2",
+        "line 4",
+        "line 5",
+    ]
 
 
 def test_a_torn_last_line_does_not_swallow_the_next_record(tmp_path):
@@ -91,7 +95,8 @@ def test_a_full_disk_leaves_the_good_rows_and_hands_the_record_back(tmp_path):
     size = store.path.stat().st_size
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    # A limit in the middle of the next line: the write is cut short, then refused, as on a disk that fills up.
+    # A limit in the middle of the next line: the write is cut short, then refused, as on a disk
+    # that fills up.
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 50, before[1]))
     try:
         with pytest.raises(StoreError, match="cannot write a record") as error:
@@ -127,8 +132,12 @@ def test_no_run_is_a_sentence(tmp_path):
 
 def test_latest_keeps_one_record_of_each_thing_and_place(tmp_path):
     store = RunStore(tmp_path)
-    elsewhere = Record(kind="any", spec={"number": 0}, environment={"device": "other", "torch": "t"})
-    again = Record(kind="any", spec={"number": 0}, environment={"device": "d", "torch": "t"}, note="again")
+    elsewhere = Record(
+        kind="any", spec={"number": 0}, environment={"device": "other", "torch": "t"}
+    )
+    again = Record(
+        kind="any", spec={"number": 0}, environment={"device": "d", "torch": "t"}, note="again"
+    )
     for record in (numbered(0), numbered(1), elsewhere, again):
         store.append(record)
     latest = store.read().latest()

@@ -46,7 +46,9 @@ def plain_forward(model, tokens):
 
 
 def turn(x_BTW):
-    """Rotary positions as complex numbers: pair (i, i + W/2) at position t turns by t · 10000^(-2i/W)."""
+    """Rotary positions as complex numbers: pair (i, i + W/2) at position t turns by t ·
+    10000^(-2i/W).
+    """
     half = x_BTW.shape[-1] // 2
     pairs = torch.complex(x_BTW[..., :half], x_BTW[..., half:])
     angle = torch.arange(x_BTW.shape[1], dtype=torch.float64)[:, None] * 10_000.0 ** (
@@ -66,13 +68,16 @@ def test_forward_is_the_papers_network(attention):
     # The rotary tables are fp32 by design, so this is not float64's own precision.
     assert (model(tokens) - expected).norm() / expected.norm() < 1e-6
     loss = model(tokens, tokens)
-    assert loss.item() == pytest.approx(F.cross_entropy(expected.flatten(0, 1), tokens.flatten()).item(), rel=1e-6)
+    assert loss.item() == pytest.approx(
+        F.cross_entropy(expected.flatten(0, 1), tokens.flatten()).item(), rel=1e-6
+    )
 
 
 def test_rotation_depends_on_distance_only():
     cos, sin = (table.double() for table in rotary_tables(64, 16, None))
     q, k = torch.randn(2, 1, 1, 64, 16, dtype=torch.float64)
-    q, k = q[..., :1, :].expand_as(q), k[..., :1, :].expand_as(k)  # the same vectors at every position
+    # the same vectors at every position
+    q, k = q[..., :1, :].expand_as(q), k[..., :1, :].expand_as(k)
     scores = rotate(q, cos, sin) @ rotate(k, cos, sin).transpose(-1, -2)
     for distance in (0, 3, 17):
         diagonal = scores[0, 0].diagonal(-distance)
@@ -86,7 +91,11 @@ def test_rms_norms_follow_the_equation(name, dtype):
     torch.nn.init.normal_(norm.weight)
     x = torch.randn(5, 24, dtype=dtype)
     wide = x.double()
-    expected = wide / (wide.square().mean(-1, keepdim=True) + parts.NORM_EPSILON).sqrt() * norm.weight.double()
+    expected = (
+        wide
+        / (wide.square().mean(-1, keepdim=True) + parts.NORM_EPSILON).sqrt()
+        * norm.weight.double()
+    )
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
     assert norm(x).dtype == dtype
     assert (norm(x).double() - expected).norm() / expected.norm() < tolerance
@@ -106,7 +115,9 @@ def test_attention_is_causal():
 @pytest.mark.parametrize("name", parts.OPTIMIZERS)
 def test_optimizers_take_the_same_settings(name):
     parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = parts.build_optimizer(name, [parameter], lr=0.1, weight_decay=0.0, betas=(0.9, 0.95))
+    optimizer = parts.build_optimizer(
+        name, [parameter], lr=0.1, weight_decay=0.0, betas=(0.9, 0.95)
+    )
     parameter.grad = torch.tensor([1.0, -1.0, 1.0])
     optimizer.step()
     assert parameter.tolist() == pytest.approx([0.9, 1.1, 0.9])

@@ -82,7 +82,9 @@ def test_a_changed_shape_is_told_apart_within_a_size(record):
 
 
 def test_a_row_without_figures_says_why(record):
-    table = record_table([record(), record("2.7b", status="oom", note="device memory ran out at 2 GiB more")])
+    table = record_table(
+        [record(), record("2.7b", status="oom", note="device memory ran out at 2 GiB more")]
+    )
     assert table.rows[1][-1] == "OOM: device memory ran out at 2 GiB more"
     assert table.rows[0][-1] == ""
 
@@ -94,7 +96,10 @@ def test_options_of_the_network_name_the_row(record):
     assert describe(changed) == "step nano batch 4 × 512 fp32 norm triton tied head"
     custom = record("nano")
     custom.spec["size"] = "custom"
-    assert describe(custom) == "step custom batch 4 × 512 fp32 width 64 feed-forward 256 2 blocks 2 heads"
+    assert (
+        describe(custom)
+        == "step custom batch 4 × 512 fp32 width 64 feed-forward 256 2 blocks 2 heads"
+    )
 
 
 def test_labels_add_what_tells_rows_of_equal_words_apart(record):
@@ -112,7 +117,11 @@ def test_labels_add_what_tells_rows_of_equal_words_apart(record):
         ({"optimizer": "fused"}, {}, ["optimizer fused ran in plain PyTorch: no CUDA GPU"]),
         ({"optimizer": "fused", "phases": "forward"}, {}, []),
         ({"optimizer": "fused", "device": "cuda:0"}, {"triton": "3.6.0"}, []),
-        ({"optimizer": "fused", "device": "cuda"}, {}, ["optimizer fused ran in plain PyTorch: no Triton"]),
+        (
+            {"optimizer": "fused", "device": "cuda"},
+            {},
+            ["optimizer fused ran in plain PyTorch: no Triton"],
+        ),
         ({}, {}, []),
     ],
 )
@@ -133,7 +142,9 @@ def test_statistics_are_columns(record):
 
 
 def test_formats_keep_every_cell():
-    table = Table(["name", "a|b"], [["x_1 & 50%", "1,000"], ['say "hi"', "#2"]], numeric=frozenset(["a|b"]))
+    table = Table(
+        ["name", "a|b"], [["x_1 & 50%", "1,000"], ['say "hi"', "#2"]], numeric=frozenset(["a|b"])
+    )
     rows = list(csv.reader(io.StringIO(table.to("csv"))))
     assert rows == [["name", "a|b"], ["x_1 & 50%", "1000"], ['say "hi"', "#2"]]
     assert table.to("markdown").splitlines() == [
@@ -148,13 +159,23 @@ def test_formats_keep_every_cell():
     typst = table.to("typst")
     assert r"[x\_1 & 50%], [1,000]," in typst
     assert r"[\#2]" in typst
-    assert json.loads(table.to("json")) == [{"name": "x_1 & 50%", "a|b": 1000}, {"name": 'say "hi"', "a|b": "#2"}]
+    assert json.loads(table.to("json")) == [
+        {"name": "x_1 & 50%", "a|b": 1000},
+        {"name": 'say "hi"', "a|b": "#2"},
+    ]
     assert set(FORMATS) == {"json", "csv", "markdown", "latex", "typst"}
 
 
 @pytest.mark.parametrize(
     ("cell", "value"),
-    [("1,234.5", 1234.5), ("-0.08", -0.08), ("+3", 3), ("", None), ("flat", "flat"), ("1 – 2", "1 – 2")],
+    [
+        ("1,234.5", 1234.5),
+        ("-0.08", -0.08),
+        ("+3", 3),
+        ("", None),
+        ("flat", "flat"),
+        ("1 – 2", "1 – 2"),
+    ],
 )
 def test_json_has_numbers_where_a_column_has(cell, value):
     (row,) = json.loads(Table(["name", "ms"], [["7", cell]], numeric=frozenset(["ms"])).to("json"))
@@ -164,7 +185,15 @@ def test_json_has_numbers_where_a_column_has(cell, value):
 def test_a_custom_network_shows_its_shape(record):
     row = record("small")
     row.spec["size"] = "custom"
-    assert varying([row]) == ["size", "precision", "compile", "d_model", "d_ff", "num_layers", "num_heads"]
+    assert varying([row]) == [
+        "size",
+        "precision",
+        "compile",
+        "d_model",
+        "d_ff",
+        "num_layers",
+        "num_heads",
+    ]
 
 
 def test_comparison_pairs_by_what_was_run(record):
@@ -239,7 +268,8 @@ def test_what_all_rows_share_is_said_once_above_them(record):
 
 
 @pytest.mark.parametrize(
-    ("value", "unit", "text"), [(15, "", "15"), (1234, "", "1,234"), (0.93, "", "0.9300"), (15, "ms", "15.00")]
+    ("value", "unit", "text"),
+    [(15, "", "15"), (1234, "", "1,234"), (0.93, "", "0.9300"), (15, "ms", "15.00")],
 )
 def test_a_count_is_written_as_one(record, value, unit, text):
     row = record()
@@ -258,19 +288,32 @@ def test_what_an_older_or_newer_version_recorded_has_a_table_too(record):
 
 
 def test_phrases_are_not_cut(record):
-    assert apart([record(batch=4), record(batch=8)]) == ("small fp32", ["batch 4 × 512", "batch 8 × 512"])
+    assert apart([record(batch=4), record(batch=8)]) == (
+        "small fp32",
+        ["batch 4 × 512", "batch 8 × 512"],
+    )
     assert shared([record(batch=4), record(batch=8)]).words == "small, context length 512, fp32"
 
 
 def test_machines_get_what_the_caption_says(record):
     table = record_table([record(batch=4), record(batch=8)])
     (first, _) = csv.DictReader(io.StringIO(table.to("csv")))
-    assert (first["size"], first["precision"], first["batch"], first["context length"]) == ("small", "fp32", "4", "512")
+    assert (first["size"], first["precision"], first["batch"], first["context length"]) == (
+        "small",
+        "fp32",
+        "4",
+        "512",
+    )
     assert table.for_eyes().columns[0] == "batch"
     for form, start in (("markdown", "small, "), ("latex", "% small, "), ("typst", "// small, ")):
-        assert table.to(form).startswith(start) and "context length 512" in table.to(form).splitlines()[0]
+        assert (
+            table.to(form).startswith(start)
+            and "context length 512" in table.to(form).splitlines()[0]
+        )
 
 
 def test_the_closest_rows_say_what_keeps_them_apart(record):
-    assert closest_differ_in([record("small")], [record("medium", batch=8), record("small", batch=8)]) == ["batch"]
+    assert closest_differ_in(
+        [record("small")], [record("medium", batch=8), record("small", batch=8)]
+    ) == ["batch"]
     assert closest_differ_in([record()], [dataclasses.replace(record(), kind="train")]) == []

@@ -15,7 +15,9 @@ from stepgauge.spec.record import Record, Sample
 
 
 def job(spec: BroadcastSpec) -> Job:
-    """What the sweep runs. Schedules without blocks are asked for with the default size of a block, whatever it was."""
+    """What the sweep runs. Schedules without blocks are asked for with the default size of a block,
+    whatever it was.
+    """
     if spec.schedule in BLOCKLESS:
         spec = dataclasses.replace(spec, block_bytes=BroadcastSpec().block_bytes)
     return Job(ON_RANKS if spec.device == "cpu" else on_gpus, spec)
@@ -29,7 +31,9 @@ def on_gpus(spec: BroadcastSpec) -> Record:
     require_host_memory(2 * spec.size_bytes + 2 * spec.block_bytes)
     engine = GpuEngine(spec.size_bytes, spec.gpus, spec.block_bytes)
     times, alone = _measure(spec, engine)
-    return dataclasses.replace(record(spec, times, alone), environment=environment(torch.device(spec.device)))
+    return dataclasses.replace(
+        record(spec, times, alone), environment=environment(torch.device(spec.device))
+    )
 
 
 def _measure(spec: BroadcastSpec, engine: Engine) -> tuple[list[float], Rates]:
@@ -46,7 +50,9 @@ def _require_right(spec: BroadcastSpec, engine: Engine) -> None:
     engine.clear()
     engine.run(spec.plan())
     if wrong := engine.wrong():
-        raise WrongResultError(f"{wrong:,} bytes of {spec.schedule} are wrong on the {spec.gpus} GPUs")
+        raise WrongResultError(
+            f"{wrong:,} bytes of {spec.schedule} are wrong on the {spec.gpus} GPUs"
+        )
 
 
 def on_rank(spec: BroadcastSpec) -> tuple[list[float], Rates]:
@@ -68,7 +74,9 @@ def record(spec: BroadcastSpec, times_ms: list[float], alone: Rates) -> Record:
     metrics = {
         "time_ms": time,
         "gb_per_s": Sample.exact(delivered, "GB/s"),
-        "of_host_link": Sample.exact(delivered * 1e9 / alone.host_link, "fraction of one host link"),
+        "of_host_link": Sample.exact(
+            delivered * 1e9 / alone.host_link, "fraction of one host link"
+        ),
         "bound_ms": Sample.exact(bound_ms, "ms"),
         "of_bound": Sample.exact(bound_ms / time.median, "fraction of the bound"),
         "host_link_gb_per_s": Sample.exact(alone.host_link / 1e9, "GB/s"),
@@ -77,4 +85,6 @@ def record(spec: BroadcastSpec, times_ms: list[float], alone: Rates) -> Record:
         "host_copy_gb_per_s": Sample.exact(alone.host_copy / 1e9, "GB/s"),
         "wrong": Sample.exact(0, "elements"),
     }
-    return Record(kind=spec.kind, spec=dataclasses.asdict(spec), metrics=metrics, series={"time_ms": times_ms})
+    return Record(
+        kind=spec.kind, spec=dataclasses.asdict(spec), metrics=metrics, series={"time_ms": times_ms}
+    )

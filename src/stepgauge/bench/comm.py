@@ -18,7 +18,9 @@ class WrongResultError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class RankTimes:
-    """What one rank measured: milliseconds an operation, one value a batch; bytes that a ring of ours sent in one."""
+    """What one rank measured: milliseconds an operation, one value a batch; bytes that a ring of
+    ours sent in one.
+    """
 
     times_ms: list[float]
     operations: int
@@ -45,7 +47,9 @@ def measure(spec: CommSpec) -> RankTimes:
 
 def _require_right(collective: Collective) -> None:
     if collective.spec.check and (wrong := collective.wrong()):
-        raise WrongResultError(f"{wrong:,} of {collective.spec.count:,} elements of {collective.spec.op} are wrong")
+        raise WrongResultError(
+            f"{wrong:,} of {collective.spec.count:,} elements of {collective.spec.op} are wrong"
+        )
 
 
 def _library(spec: CommSpec) -> str:

@@ -52,7 +52,8 @@ def measure(spec: DataParallelSpec) -> RankFigures:
     try:
         return _measure(spec)
     finally:
-        # The next row is measured in the same process: wrappers and their hooks refer to each other.
+        # The next row is measured in the same process: wrappers and their hooks refer to each
+        # other.
         gc.collect()
         if spec.device.startswith("cuda"):
             torch.cuda.empty_cache()
@@ -64,7 +65,9 @@ def _measure(spec: DataParallelSpec) -> RankFigures:
     device = world.device(spec.device)
     step = build(spec, device)
     initial = devices.allocated_memory(device)
-    batch = [part.to(device) for part in batch_for(spec.model, spec.batch, spec.seed + 1 + world.rank)]
+    batch = [
+        part.to(device) for part in batch_for(spec.model, spec.batch, spec.seed + 1 + world.rank)
+    ]
     phases = make_phases(step, batch)
     with step.precision.matmul_mode():
         run_once(phases)  # optimizer state, communicators and libraries come into being
@@ -108,7 +111,12 @@ def make_phases(step: TrainingStep, batch: list[torch.Tensor]) -> dict[str, Call
     def backward() -> None:
         step.backward(held.pop("loss"))
 
-    return {"forward": forward, "backward": backward, "synchronize": step.synchronize, "optimizer": step.update}
+    return {
+        "forward": forward,
+        "backward": backward,
+        "synchronize": step.synchronize,
+        "optimizer": step.update,
+    }
 
 
 def run_once(phases: dict[str, Callable[[], None]]) -> None:
@@ -123,9 +131,14 @@ def _plan(step: TrainingStep) -> dict[str, int]:
 
 
 def _footprint(
-    step: TrainingStep, phases: dict[str, Callable[[], None]], device: torch.device, initial: int | None
+    step: TrainingStep,
+    phases: dict[str, Callable[[], None]],
+    device: torch.device,
+    initial: int | None,
 ) -> dict[str, int]:
-    """Metrics in bytes: after building, before and after the update, at the peak; and what the step keeps."""
+    """Metrics in bytes: after building, before and after the update, at the peak; and what the step
+    keeps.
+    """
     module = step.parallel.module
     for name in ("forward", "backward", "synchronize"):
         phases[name]()
@@ -136,7 +149,11 @@ def _footprint(
     kept["optimizer_bytes"] = footprint.state_bytes(step.optimizer)
     after, found = devices.allocated_memory(device), devices.peak_memory(device)
     if initial is not None and before_update is not None and after is not None:
-        found |= {"initial_bytes": initial, "before_update_bytes": before_update, "after_update_bytes": after}
+        found |= {
+            "initial_bytes": initial,
+            "before_update_bytes": before_update,
+            "after_update_bytes": after,
+        }
     if "peak_bytes" in found:
         found["rest_bytes"] = found["peak_bytes"] - sum(kept.values())
     return kept | found
@@ -145,14 +162,18 @@ def _footprint(
 def _without_and_alone(
     step: TrainingStep, phases: dict[str, Callable[[], None]], device: torch.device, steps: int
 ) -> tuple[list[float], list[float]]:
-    """ms of the same step with communication off, and of its communication alone; empty where that cannot be had."""
+    """ms of the same step with communication off, and of its communication alone; empty where that
+    cannot be had.
+    """
     silent: list[float] = []
     alone: list[float] = []
     parallel = step.parallel
     if parallel.communicate is not None:
         for name in ("forward", "backward", "synchronize"):
             phases[name]()
-        alone = time_phases({"communication": parallel.communicate}, device, warmup=2, steps=steps)["step"]
+        alone = time_phases({"communication": parallel.communicate}, device, warmup=2, steps=steps)[
+            "step"
+        ]
         phases["optimizer"]()
     # Last: ranks that do not talk have different weights afterwards.
     if parallel.silence is not None:
@@ -179,24 +200,34 @@ def record(spec: DataParallelSpec, ranks: list[RankFigures]) -> Record:
         metrics=metrics,
         series={
             "rank_step_ms": medians,
-            **{f"rank_{name}": [float(rank.bytes[name]) for rank in ranks] for name in ranks[0].bytes},
+            **{
+                f"rank_{name}": [float(rank.bytes[name]) for rank in ranks]
+                for name in ranks[0].bytes
+            },
             **(traced[0].lanes if traced else {}),
         },
         environment=environment(torch.device(spec.device)),
     )
 
 
-def _communication(spec: DataParallelSpec, ranks: list[RankFigures], step_ms: float) -> dict[str, Sample]:
+def _communication(
+    spec: DataParallelSpec, ranks: list[RankFigures], step_ms: float
+) -> dict[str, Sample]:
     metrics: dict[str, Sample] = {}
     if ranks[0].communication:
-        metrics["communication_ms"] = Sample.of(slowest([rank.communication for rank in ranks]), "ms")
+        metrics["communication_ms"] = Sample.of(
+            slowest([rank.communication for rank in ranks]), "ms"
+        )
     if ranks[0].silent:
         metrics["silent_step_ms"] = Sample.of(slowest([rank.silent for rank in ranks]), "ms")
         metrics["exposed_ms"] = Sample.exact(step_ms - metrics["silent_step_ms"].median, "ms")
     if traced := [rank.traced for rank in ranks if rank.traced]:
         metrics |= _overlap(traced)
     sent = _sent_bytes(spec)
-    plan = {n: Sample.exact(value, "bytes" if n == "tail_bytes" else "") for n, value in ranks[0].plan.items()}
+    plan = {
+        n: Sample.exact(value, "bytes" if n == "tail_bytes" else "")
+        for n, value in ranks[0].plan.items()
+    }
     return {**metrics, **plan, "sent_bytes": Sample.exact(sent, "bytes")}
 
 
@@ -213,7 +244,11 @@ def _overlap(ranks: list[Traced]) -> dict[str, Sample]:
 def _sent_bytes(spec: DataParallelSpec) -> float:
     precision = PRECISIONS[spec.precision]
     kept = precision.parameters.itemsize
-    travelling = precision.autocast.itemsize if precision.autocast and spec.wrapper in FULLY_SHARDED else kept
+    travelling = (
+        precision.autocast.itemsize
+        if precision.autocast and spec.wrapper in FULLY_SHARDED
+        else kept
+    )
     narrowed = REDUCE_DTYPES[spec.reduce_dtype]
     values = spec.model.num_parameters
     return sent_bytes(

@@ -1,4 +1,6 @@
-"""A DtypesSpec or an AccumulationSpec run: which types a step has, and what sums in a type lose, as records."""
+"""A DtypesSpec or an AccumulationSpec run: which types a step has, and what sums in a type lose, as
+records.
+"""
 
 import dataclasses
 
@@ -13,7 +15,9 @@ from stepgauge.spec.record import Record
 
 
 def run(spec: DtypesSpec) -> Record:
-    """Table "dtypes": [what, where, module, type] of every parameter, module output, logit, loss and gradient."""
+    """Table "dtypes": [what, where, module, type] of every parameter, module output, logit, loss
+    and gradient.
+    """
     bench_step.check(spec)
     rows = [[found.what, found.path, found.module, found.dtype] for found in _probed(spec)]
     return Record(
@@ -44,6 +48,11 @@ def run_accumulation(spec: AccumulationSpec) -> Record:
     return Record(
         kind=spec.kind,
         spec=dataclasses.asdict(spec),
-        tables={"sums": [["1000 × 0.01", "sum"], *([name, total] for name, total in accumulation(device).items())]},
+        tables={
+            "sums": [
+                ["1000 × 0.01", "sum"],
+                *([name, total] for name, total in accumulation(device).items()),
+            ]
+        },
         environment=environment(device),
     )

@@ -18,15 +18,18 @@ _RING_SUMMARY = "The sum over all ranks comes to every rank, by sends to the nex
 
 
 def explain(op: str, *, ranks: int) -> list[Explained]:
-    """The operation as it ran, all of them for "all". Raises ValueError for an unknown one or a number of ranks
-    that cannot be shown.
+    """The operation as it ran, all of them for "all". Raises ValueError for an unknown one or a
+    number of ranks that cannot be shown.
     """
     names = [*OPS, RING] if op == "all" else [op.replace("-", "_")]
     if not 2 <= ranks <= MOST_RANKS:
         raise ValueError(f"ranks is {ranks}; a picture can show 2 to {MOST_RANKS}")
     for name in names:
         arrows(name, ranks)
-    return [_put_together(name, ranks, seen) for name, seen in launch(_see, names, ranks=ranks, backend="gloo")[0]]
+    return [
+        _put_together(name, ranks, seen)
+        for name, seen in launch(_see, names, ranks=ranks, backend="gloo")[0]
+    ]
 
 
 def _see(names: list[str]) -> list[tuple[str, list[tuple[Seen, list[tuple[str, list[Values]]]]]]]:
@@ -43,7 +46,9 @@ def _see(names: list[str]) -> list[tuple[str, list[tuple[Seen, list[tuple[str, l
 def _see_one(op: str) -> Seen:
     """Rank r gives 10r, 10r + 1, ...: each value says where it comes from."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    collective = Collective(CommSpec(op=op, ranks=size, size_bytes=4 * size, dtype="int32"), torch.device("cpu"))
+    collective = Collective(
+        CommSpec(op=op, ranks=size, size_bytes=4 * size, dtype="int32"), torch.device("cpu")
+    )
     values = torch.arange(collective.given.numel(), dtype=torch.int32) + 10 * rank
     collective.got.zero_()
     collective.given.copy_(values)
@@ -67,7 +72,10 @@ def _see_ring() -> tuple[Seen, list[tuple[str, list[Values]]]]:
     before, steps = _written(tensor), []
     ring = Ring()
     start = time.perf_counter()
-    ring.all_reduce(tensor, watch=lambda name, chunks: steps.append((name, [_written(chunk) for chunk in chunks])))
+    ring.all_reduce(
+        tensor,
+        watch=lambda name, chunks: steps.append((name, [_written(chunk) for chunk in chunks])),
+    )
     return Seen(before, _written(tensor), (time.perf_counter() - start) * 1e3), steps
 
 
@@ -75,7 +83,9 @@ def _written(tensor: torch.Tensor) -> Values:
     return [str(value) for value in tensor.tolist()]
 
 
-def _put_together(name: str, n: int, everyone: list[tuple[Seen, list[tuple[str, list[Values]]]]]) -> Explained:
+def _put_together(
+    name: str, n: int, everyone: list[tuple[Seen, list[tuple[str, list[Values]]]]]
+) -> Explained:
     seen = [mine for mine, _ in everyone]
     steps = []
     for index, (step, _) in enumerate(everyone[0][1]):
@@ -84,5 +94,9 @@ def _put_together(name: str, n: int, everyone: list[tuple[Seen, list[tuple[str, 
     if name == RING:
         remark = f"{2 * (n - 1)} steps; each rank sends 2·({n} − 1)·K/{n} of K bytes, whatever the number of ranks."
         return Explained("ring all-reduce", _RING_SUMMARY, arrows(name, n), seen, steps, remark)
-    remark = f"Rank r came {1e3 * LATE_S:.0f}·r ms late: the first waits longest." if name == "barrier" else ""
+    remark = (
+        f"Rank r came {1e3 * LATE_S:.0f}·r ms late: the first waits longest."
+        if name == "barrier"
+        else ""
+    )
     return Explained(name, OPS[name].summary, arrows(name, n), seen, steps, remark)

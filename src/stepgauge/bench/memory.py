@@ -1,4 +1,6 @@
-"""A MemorySpec run: storages followed, beside the allocator's figures and the prediction. `run` gives its record."""
+"""A MemorySpec run: storages followed, beside the allocator's figures and the prediction. `run`
+gives its record.
+"""
 
 import contextlib
 import dataclasses
@@ -27,7 +29,9 @@ from stepgauge.measure.memory.timeline import LARGEST, Picture, by_block, savers
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.record import Record, Sample
 
-UNSEEN_PEAK = "the peak is not seen: what compiled code holds while it runs can be followed on CUDA only"
+UNSEEN_PEAK = (
+    "the peak is not seen: what compiled code holds while it runs can be followed on CUDA only"
+)
 AT_THE_PEAK = "at_the_peak"
 
 
@@ -47,12 +51,16 @@ def check(spec: MemorySpec) -> None:
 def run(spec: MemorySpec, *, folder: Path | None = None) -> Record:
     """Predicts the step's memory, then measures it, unless prediction is all that is asked for.
 
-    What does not fit is a record with status "oom" whose figures are the prediction's; what is predicted has provenance
-    "modelled". The allocator's snapshot goes to the folder. Of a compiled step there is no prediction, and on a CPU no
-    peak: its record has what backward keeps.
+    What does not fit is a record with status "oom" whose figures are the prediction's; what is
+    predicted has provenance "modelled". The allocator's snapshot goes to the folder. Of a compiled
+    step there is no prediction, and on a CPU no peak: its record has what backward keeps.
     """
     check(spec)
-    asked = Record(kind=spec.kind, spec=dataclasses.asdict(spec), environment=environment(torch.device(spec.device)))
+    asked = Record(
+        kind=spec.kind,
+        spec=dataclasses.asdict(spec),
+        environment=environment(torch.device(spec.device)),
+    )
     predicted = predict(spec) if spec.compile == "off" else None
     if spec.predict != "no":
         assert predicted is not None
@@ -66,10 +74,16 @@ def run(spec: MemorySpec, *, folder: Path | None = None) -> Record:
         return _modelled(asked, predicted, status="oom", note=reason)
     if predicted is not None:
         figures |= _compared(figures, predicted)
-    return _record(asked, found, figures) if "peak_bytes" in figures else _without_peak(asked, found, figures)
+    return (
+        _record(asked, found, figures)
+        if "peak_bytes" in figures
+        else _without_peak(asked, found, figures)
+    )
 
 
-def _measured(spec: MemorySpec, folder: Path | None, predicted: Followed | None) -> tuple[Picture, dict[str, float]]:
+def _measured(
+    spec: MemorySpec, folder: Path | None, predicted: Followed | None
+) -> tuple[Picture, dict[str, float]]:
     device = torch.device(spec.device)
     if device.type == "cuda":
         return _measured_by_allocator(spec, device, folder)
@@ -79,16 +93,20 @@ def _measured(spec: MemorySpec, folder: Path | None, predicted: Followed | None)
     with follower if spec.compile == "off" else contextlib.nullcontext():
         follow(spec, device, follower, steps=STEPS)
     found = pictures(follower, follower.allocations, caching=False)
-    return found.step, {**(_figures(found) if spec.compile == "off" else {}), **devices.peak_memory(device)}
+    return found.step, {
+        **(_figures(found) if spec.compile == "off" else {}),
+        **devices.peak_memory(device),
+    }
 
 
 def _measured_by_allocator(
     spec: MemorySpec, device: torch.device, folder: Path | None
 ) -> tuple[Picture, dict[str, float]]:
-    """The last step but one runs alone, for its peaks; the last is followed, for whose bytes they are.
+    """The last step but one runs alone, for its peaks; the last is followed, for whose bytes they
+    are.
 
-    Wants a process of its own, as every row has: what an earlier step has left, such as cuBLAS's workspaces, would be
-    part of the level that its peaks are counted from.
+    Wants a process of its own, as every row has: what an earlier step has left, such as cuBLAS's
+    workspaces, would be part of the level that its peaks are counted from.
     """
     first = history.event_count(device)
     baseline = torch.cuda.memory_allocated(device)
@@ -100,7 +118,9 @@ def _measured_by_allocator(
         torch.cuda.reset_peak_memory_stats(device)
         yield
         if number == STEPS or name == FORWARD_ONLY:
-            peaks[f"{_metric(name)}_peak_bytes"] = torch.cuda.max_memory_allocated(device) - baseline
+            peaks[f"{_metric(name)}_peak_bytes"] = (
+                torch.cuda.max_memory_allocated(device) - baseline
+            )
 
     follows = follower if spec.compile == "off" else contextlib.nullcontext()
     with history.recording():
@@ -113,7 +133,9 @@ def _measured_by_allocator(
         history.save(found, snapshot_path(spec, folder))
     lives = history.joined(history.trace_of(found, device), follower, first=first)
     shown = pictures(follower, lives, caching=True)
-    peaks["peak_bytes"] = max(peaks[f"{name}_peak_bytes"] for name in ("forward", "backward", "optimizer"))
+    peaks["peak_bytes"] = max(
+        peaks[f"{name}_peak_bytes"] for name in ("forward", "backward", "optimizer")
+    )
     held = shown.step.peak.held
     parts = {f"{_metric(name)}_bytes": float(held[name]) for name in CATEGORIES}
     parts["unexplained_bytes"] = peaks["peak_bytes"] - sum(held.values())
@@ -123,7 +145,9 @@ def _measured_by_allocator(
 
 def snapshot_path(spec: MemorySpec, folder: Path) -> Path:
     """Where the allocator's snapshot of a row lies."""
-    digest = hashlib.sha256(Record(kind=spec.kind, spec=dataclasses.asdict(spec)).key.encode()).hexdigest()[:8]
+    digest = hashlib.sha256(
+        Record(kind=spec.kind, spec=dataclasses.asdict(spec)).key.encode()
+    ).hexdigest()[:8]
     place = folder / "snapshots"
     place.mkdir(parents=True, exist_ok=True)
     return place / f"{spec.size}-{spec.precision}-{spec.model.context_length}-{digest}.pickle"
@@ -173,7 +197,11 @@ def _record(asked: Record, found: Picture, figures: Mapping[str, float], **field
     }
     metrics["saved_for_backward_bytes"] = Sample.exact(sum(blocks.values()), "bytes")
     return dataclasses.replace(
-        asked, metrics=metrics, series=_series(found), tables=_tables(found, blocks, saved), **fields
+        asked,
+        metrics=metrics,
+        series=_series(found),
+        tables=_tables(found, blocks, saved),
+        **fields,
     )
 
 
@@ -195,7 +223,9 @@ def _series(found: Picture) -> dict[str, list[float]]:
     }
 
 
-def _tables(found: Picture, blocks: Mapping[str, int], saved: Sequence[Any]) -> dict[str, list[list[Any]]]:
+def _tables(
+    found: Picture, blocks: Mapping[str, int], saved: Sequence[Any]
+) -> dict[str, list[list[Any]]]:
     return {
         AT_THE_PEAK: [
             ["category", "module", "made by", "line", "phase", "tensors", "bytes"],

@@ -1,4 +1,6 @@
-"""A person's own function measured: checked against its reference, timed, profiled, placed on the roofline."""
+"""A person's own function measured: checked against its reference, timed, profiled, placed on the
+roofline.
+"""
 
 import dataclasses
 import statistics
@@ -23,10 +25,10 @@ from stepgauge.spec.record import Record, Sample
 def run(spec: OpSpec) -> Record:
     """The record of the function. A wrong result has no time: status failed.
 
-    Metrics: ms; reference_ms where there is a reference; error; bytes and flops and what follows from them
-    (gb_per_s, tflop_per_s, intensity in FLOP a byte, attainable_tflop_per_s, fraction_of_roofline); the ceilings
-    copy_gb_per_s and matmul_tflop_per_s of the same process. Series: for each device kernel (on a CPU each operator)
-    [calls, µs] of one call.
+    Metrics: ms; reference_ms where there is a reference; error; bytes and flops and what follows
+    from them (gb_per_s, tflop_per_s, intensity in FLOP a byte, attainable_tflop_per_s,
+    fraction_of_roofline); the ceilings copy_gb_per_s and matmul_tflop_per_s of the same process.
+    Series: for each device kernel (on a CPU each operator) [calls, µs] of one call.
     """
     device = torch.device(spec.device)
     user = load(spec.file, spec.function, device)
@@ -83,7 +85,9 @@ def _check(user: UserFunction, result: Any, asked: float) -> tuple[float, float]
     return largest(relative_error(a, b) for a, b in zip(ours, theirs, strict=True)), limit
 
 
-def _roofline(user: UserFunction, result: Any, times: Sequence[float], device: torch.device) -> dict[str, Sample]:
+def _roofline(
+    user: UserFunction, result: Any, times: Sequence[float], device: torch.device
+) -> dict[str, Sample]:
     """Rates, and how far below the roof: attainable = min(matmul rate, copy rate x intensity)."""
     num_bytes = user.num_bytes or _num_bytes([user.inputs, result])
     flops = user.num_flops if user.num_flops is not None else _counted_flops(user)
@@ -98,7 +102,9 @@ def _roofline(user: UserFunction, result: Any, times: Sequence[float], device: t
     }
     median = statistics.median(times)
     if not flops:
-        return figures | {"fraction_of_roofline": Sample.exact(num_bytes / median / 1e6 / copy, "of the roof")}
+        return figures | {
+            "fraction_of_roofline": Sample.exact(num_bytes / median / 1e6 / copy, "of the roof")
+        }
     intensity = flops / num_bytes
     attainable = min(matmul, copy * intensity / 1e3)
     return figures | {
@@ -111,7 +117,9 @@ def _roofline(user: UserFunction, result: Any, times: Sequence[float], device: t
 
 
 def _counted_flops(user: UserFunction) -> int:
-    """FLOPs of the matrix products and attention in the reference, or in the function where there is none."""
+    """FLOPs of the matrix products and attention in the reference, or in the function where there
+    is none.
+    """
     call: Callable[[], Any] = user.reference_call if user.reference else user.call
     with FlopCounterMode(display=False) as counter:
         call()

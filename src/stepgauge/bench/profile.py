@@ -1,4 +1,6 @@
-"""A ProfileSpec run: stopwatch, profiler, analysis. `run` gives its record; the rest lies in a folder beside it."""
+"""A ProfileSpec run: stopwatch, profiler, analysis. `run` gives its record; the rest lies in a
+folder beside it.
+"""
 
 import contextlib
 import dataclasses
@@ -42,7 +44,11 @@ def folder_of(record: Record, run: Path) -> Path:
     """Where the run keeps the profile's trace, analysis and flame graphs."""
     digest = hashlib.sha256(record.key.encode()).hexdigest()[:8]
     spec = record.spec
-    named = [Path(spec["own"]).stem] if spec["own"] else [spec["size"], str(spec["model"]["context_length"])]
+    named = (
+        [Path(spec["own"]).stem]
+        if spec["own"]
+        else [spec["size"], str(spec["model"]["context_length"])]
+    )
     return run / "profiles" / "-".join([*named, spec["precision"], digest])
 
 
@@ -54,7 +60,9 @@ def check(spec: ProfileSpec) -> None:
 
 
 def run(spec: ProfileSpec, *, folder: Path) -> Record:
-    """Times the step, profiles it, analyses the trace. Raises what torch raises: out of memory, mostly."""
+    """Times the step, profiles it, analyses the trace. Raises what torch raises: out of memory,
+    mostly.
+    """
     check(spec)
     device = torch.device(spec.device)
     if device.type == "cpu" and not spec.own:
@@ -63,14 +71,22 @@ def run(spec: ProfileSpec, *, folder: Path) -> Record:
     place = folder_of(asked, folder)
     step, phases = _step(spec, device)
     with step.precision.matmul_mode():
-        watch = time_phases(phases, device, warmup=spec.warmup, steps=spec.steps, seconds=spec.seconds)
+        watch = time_phases(
+            phases, device, warmup=spec.warmup, steps=spec.steps, seconds=spec.seconds
+        )
         before = devices.peak_host_memory()
         start = time.perf_counter()
         with _ranges(spec, step, device):
-            plan = Schedule(wait=spec.wait, warmup=spec.profiler_warmup, active=spec.active, repeat=spec.repeat)
-            traces, watched = profile_phases(phases, device, place, schedule=plan, stacks=spec.stacks)
+            plan = Schedule(
+                wait=spec.wait, warmup=spec.profiler_warmup, active=spec.active, repeat=spec.repeat
+            )
+            traces, watched = profile_phases(
+                phases, device, place, schedule=plan, stacks=spec.stacks
+            )
         found = analyse(*traces)
-        cost_s = time.perf_counter() - start - plan.steps * Sample.of(watch["step"], "ms").median / 1e3
+        cost_s = (
+            time.perf_counter() - start - plan.steps * Sample.of(watch["step"], "ms").median / 1e3
+        )
         cost_bytes = devices.peak_host_memory() - before
         del step, phases
         devices.reset_peak_memory(device)  # the model's memory is free for the ceilings
@@ -84,7 +100,10 @@ def run(spec: ProfileSpec, *, folder: Path) -> Record:
         watched_ms=watched,
     )
     write(found, place)
-    costs = {"profiling_s": Sample.exact(cost_s, "s"), "profiling_host_bytes": Sample.exact(cost_bytes, "bytes")}
+    costs = {
+        "profiling_s": Sample.exact(cost_s, "s"),
+        "profiling_host_bytes": Sample.exact(cost_bytes, "bytes"),
+    }
     sizes = Sample.exact(sum(trace.stat().st_size for trace in traces), "bytes")
     return dataclasses.replace(
         asked,
@@ -97,7 +116,9 @@ def _step(spec: ProfileSpec, device: torch.device) -> tuple[TrainingStep, Phases
     if not spec.own:
         step = build_step(spec, lr=bench_step.LEARNING_RATE)
         return step, bench_step.make_phases(spec, step, bench_step.make_batch(spec, device))
-    step, batch = build_own(spec.own, precision=spec.precision, optimizer=spec.optimizer, device=device, seed=spec.seed)
+    step, batch = build_own(
+        spec.own, precision=spec.precision, optimizer=spec.optimizer, device=device, seed=spec.seed
+    )
     if spec.compile != "off":
         step.compute_loss = torch.compile(step.compute_loss)
     return step, bench_step.make_phases(spec, step, list(batch))
@@ -120,7 +141,9 @@ def _compute_dtype(spec: ProfileSpec) -> torch.dtype:
 
 
 def metrics(found: Analysis, stopwatch: dict[str, Sample]) -> dict[str, Sample]:
-    """Phases by stopwatch and by profiler, and ms a step of each kind of work; phase and kind may share a name."""
+    """Phases by stopwatch and by profiler, and ms a step of each kind of work; phase and kind may
+    share a name.
+    """
     result = {f"{name}_ms": sample for name, sample in stopwatch.items()}
     for phase, values in found.phases_us.items():
         if phase:
@@ -133,7 +156,9 @@ def metrics(found: Analysis, stopwatch: dict[str, Sample]) -> dict[str, Sample]:
     for kind, us in sorted(kinds.items(), key=lambda item: -item[1]):
         result[f"kind_{kind}_ms"] = Sample.exact(us / 1e3 / found.steps, "ms")
     if found.on_device:
-        result["idle_ms"] = Sample.exact(sum(row.us for row in found.idle) / 1e3 / found.steps, "ms")
+        result["idle_ms"] = Sample.exact(
+            sum(row.us for row in found.idle) / 1e3 / found.steps, "ms"
+        )
     if found.overlap:
         result["overlap_ratio"] = Sample.exact(found.overlap.ratio, "")
         result["exposed_ms"] = Sample.exact(found.overlap.exposed_us / 1e3 / found.steps, "ms")
@@ -155,18 +180,28 @@ def write(found: Analysis, place: Path) -> None:
 def read(record: Record, run: Path) -> Analysis | None:
     """The analysis beside the record; None for a row that has none."""
     path = folder_of(record, run) / ANALYSIS
-    return Analysis.from_json(path.read_text(encoding="utf-8")) if record.status == "ok" and path.exists() else None
+    return (
+        Analysis.from_json(path.read_text(encoding="utf-8"))
+        if record.status == "ok" and path.exists()
+        else None
+    )
 
 
 def write_report(found: Sequence[tuple[Record, Analysis | None]], run: Path) -> Path:
     """One page of all rows; those without an analysis say why."""
     titles = names([record for record, _ in found])
-    sections = [_section(title, analysis, record.note) for title, (record, analysis) in zip(titles, found, strict=True)]
-    return _write_page("stepgauge profile step", sections, measured_where([record for record, _ in found]), run)
+    sections = [
+        _section(title, analysis, record.note)
+        for title, (record, analysis) in zip(titles, found, strict=True)
+    ]
+    return _write_page(
+        "stepgauge profile step", sections, measured_where([record for record, _ in found]), run
+    )
 
 
 def trace_names(files: Sequence[Path]) -> list[str]:
-    """Each file's name without its endings, after as many of its folders as it takes to tell all apart.
+    """Each file's name without its endings, after as many of its folders as it takes to tell all
+    apart.
 
     Raises ValueError for a file that is given twice.
     """
@@ -185,7 +220,10 @@ def write_trace_report(found: Mapping[str, Analysis], folder: Path) -> Path:
     sections = [_section(name, analysis, "") for name, analysis in found.items()]
     devices_seen = dict.fromkeys(analysis.device for analysis in found.values() if analysis.device)
     return _write_page(
-        "stepgauge profile trace", sections, {"Device": ", ".join(devices_seen) or "not in the trace"}, folder
+        "stepgauge profile trace",
+        sections,
+        {"Device": ", ".join(devices_seen) or "not in the trace"},
+        folder,
     )
 
 
@@ -196,7 +234,9 @@ def _section(title: str, found: Analysis | None, note: str) -> Section:
     return Section(title, question, profile_blocks(found), method=METHOD)
 
 
-def _write_page(title: str, sections: Sequence[Section], shown: Mapping[str, str], folder: Path) -> Path:
+def _write_page(
+    title: str, sections: Sequence[Section], shown: Mapping[str, str], folder: Path
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.html"
     path.write_text(page(title, sections, facts=shown), encoding="utf-8")

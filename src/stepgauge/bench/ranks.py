@@ -1,8 +1,9 @@
 """Rows that many ranks measure together.
 
-A Job whose `run` is an OnRanks has a spec with `ranks` (and `device`). Its function `measure` runs on every rank, in a
-process group; `record` makes one record of what they gave. On one machine the ranks are started here; in a process of
-torchrun they are there already, every rank walks the same list of jobs, and rank 0 alone has the store.
+A Job whose `run` is an OnRanks has a spec with `ranks` (and `device`). Its function `measure` runs
+on every rank, in a process group; `record` makes one record of what they gave. On one machine the
+ranks are started here; in a process of torchrun they are there already, every rank walks the same
+list of jobs, and rank 0 alone has the store.
 """
 
 import contextlib
@@ -34,7 +35,8 @@ class OnRanks:
 
     measure    called with the spec on every rank; its value must be picklable
     record     makes the record from the spec and the values in the order of ranks; runs on rank 0
-    shared     rows one after another may be measured by the same processes, which spares starting them
+    shared     rows one after another may be measured by the same processes, which spares starting
+               them
     timeout_s  of a collective: a rank that hangs longer ends the row
     """
 
@@ -69,10 +71,16 @@ class RankProcesses:
         self._close(kill=type is not None)
 
     def measure(self, run: OnRanks, spec: Any) -> Record:
-        """The row's record. Raises RankError, MemoryError where memory ran out on some rank, ValueError."""
+        """The row's record. Raises RankError, MemoryError where memory ran out on some rank,
+        ValueError.
+        """
         world = joined_world()
         try:
-            return self._measure_started(run, spec) if world is None else _measure_joined(world, run, spec)
+            return (
+                self._measure_started(run, spec)
+                if world is None
+                else _measure_joined(world, run, spec)
+            )
         except RankError as error:
             if error.type == MemoryError.__name__:
                 raise MemoryError(error.reason) from error
@@ -100,7 +108,9 @@ class RankProcesses:
 
 
 def _measure_joined(world: World, run: OnRanks, spec: Any) -> Record:
-    """In a process of torchrun. One rank's failure is the row's on all, which go on in a new process group."""
+    """In a process of torchrun. One rank's failure is the row's on all, which go on in a new
+    process group.
+    """
     if world.size != spec.ranks:
         raise ValueError(f"ranks is {spec.ranks}; torchrun has started {world.size}")
     device = world.device(spec.device)
@@ -119,7 +129,9 @@ def _backend(spec: Any) -> str:
 
 
 class _Session:
-    """Ranks that wait for jobs: rank 0 holds the other end of a pipe and hands each job to its peers."""
+    """Ranks that wait for jobs: rank 0 holds the other end of a pipe and hands each job to its
+    peers.
+    """
 
     def __init__(self, ranks: int, settings: Mapping[str, Any]):
         self._pipe, other = multiprocessing.get_context("forkserver").Pipe()
@@ -184,7 +196,9 @@ def _device_name(device: str) -> str:
 
 
 class SharedStore(RunStore):
-    """The store as every rank of torchrun sees it: rank 0 reads and writes, and tells the others what there is."""
+    """The store as every rank of torchrun sees it: rank 0 reads and writes, and tells the others
+    what there is.
+    """
 
     def __init__(self, folder: str | Path, world: World):
         super().__init__(folder)

@@ -45,7 +45,9 @@ def run(spec: StepSpec) -> Record:
     with step.precision.matmul_mode():
         compile_s = _first_call(phases, device) if spec.compile != "off" else None
         devices.reset_peak_memory(device)
-        times = time_phases(phases, device, warmup=spec.warmup, steps=spec.steps, seconds=spec.seconds)
+        times = time_phases(
+            phases, device, warmup=spec.warmup, steps=spec.steps, seconds=spec.seconds
+        )
     return Record(
         kind=spec.kind,
         spec=dataclasses.asdict(spec),
@@ -65,8 +67,12 @@ def make_batch(spec: WorkSpec, device: torch.device) -> list[Tensor]:
     return [part.to(device) for part in batch]
 
 
-def make_phases(spec: WorkSpec, step: TrainingStep, batch: Sequence[Any]) -> dict[str, Callable[[], None]]:
-    """The phases that the spec asks for, as calls that leave nothing behind but what the next one needs."""
+def make_phases(
+    spec: WorkSpec, step: TrainingStep, batch: Sequence[Any]
+) -> dict[str, Callable[[], None]]:
+    """The phases that the spec asks for, as calls that leave nothing behind but what the next one
+    needs.
+    """
     held: dict[str, Tensor] = {}
 
     def forward() -> None:
@@ -105,15 +111,23 @@ def _metrics(
 ) -> dict[str, Sample]:
     metrics = {f"{name}_ms": Sample.of(values, "ms") for name, values in times.items()}
     flops = model_flops(spec)
-    metrics["tokens_per_s"] = Sample.of((spec.tokens / ms * 1e3 for ms in times["step"]), "tokens/s")
+    metrics["tokens_per_s"] = Sample.of(
+        (spec.tokens / ms * 1e3 for ms in times["step"]), "tokens/s"
+    )
     metrics["tflop_per_s"] = Sample.of((flops / ms / 1e9 for ms in times["step"]), "TFLOP/s")
     known = peaks(device_name(device))
     peak = known.of(spec.precision) if known else None
     if peak:
-        metrics["mfu"] = Sample.of((flops / (ms / 1e3) / peak for ms in times["step"]), "fraction of dense peak")
-    metrics |= {name: Sample.exact(value, "bytes") for name, value in devices.peak_memory(device).items()}
+        metrics["mfu"] = Sample.of(
+            (flops / (ms / 1e3) / peak for ms in times["step"]), "fraction of dense peak"
+        )
+    metrics |= {
+        name: Sample.exact(value, "bytes") for name, value in devices.peak_memory(device).items()
+    }
     if compile_s is not None:
-        metrics["compile_s"] = Sample.exact(max(0.0, compile_s - metrics["step_ms"].median / 1e3), "s")
+        metrics["compile_s"] = Sample.exact(
+            max(0.0, compile_s - metrics["step_ms"].median / 1e3), "s"
+        )
     return metrics
 
 
@@ -126,7 +140,9 @@ def model_flops(spec: StepSpec) -> int:
 
 
 def least_bytes(spec: WorkSpec) -> int:
-    """Parameters, and where they are trained gradients and optimizer state too: no step can do with less."""
+    """Parameters, and where they are trained gradients and optimizer state too: no step can do with
+    less.
+    """
     copies = 1 if spec.phases == "forward" else 2
     if spec.phases == "step" and spec.optimizer != "sgd":
         copies += 2

@@ -1,4 +1,6 @@
-"""A MemorySpec's step under a follower: on real tensors as it is told, or on tensors without memory as a prediction."""
+"""A MemorySpec's step under a follower: on real tensors as it is told, or on tensors without memory
+as a prediction.
+"""
 
 import contextlib
 import dataclasses
@@ -22,22 +24,30 @@ from stepgauge.train.build import build_step
 from stepgauge.train.step import TrainingStep
 
 FORWARD_ONLY = "forward only"
-KNOWN_EXTRAS: Mapping[str, Callable[[Any], int]] = {"stepgauge::linear_cross_entropy": transient_bytes}
+KNOWN_EXTRAS: Mapping[str, Callable[[Any], int]] = {
+    "stepgauge::linear_cross_entropy": transient_bytes
+}
 STEPS = 2  # the optimizer makes its state in the first; the second is like every later one
 Around = Callable[[str, int], contextlib.AbstractContextManager[None]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Followed:
-    """One run under a follower: the picture of its last step, and the peak of the forward pass without gradients."""
+    """One run under a follower: the picture of its last step, and the peak of the forward pass
+    without gradients.
+    """
 
     step: Picture
     forward_only_bytes: int
 
 
 def predict(spec: MemorySpec) -> Followed:
-    """The same step on tensors without memory, for the device that is asked for or the one it runs on."""
-    architecture = spec.predict if spec.predict != "no" else _architecture(torch.device(spec.device))
+    """The same step on tensors without memory, for the device that is asked for or the one it runs
+    on.
+    """
+    architecture = (
+        spec.predict if spec.predict != "no" else _architecture(torch.device(spec.device))
+    )
     with pretending(architecture) as device:
         is_cuda = device.type == "cuda"
         extras = CudaExtras(architecture, KNOWN_EXTRAS) if is_cuda else None
@@ -58,11 +68,18 @@ def _nothing(name: str, number: int) -> contextlib.AbstractContextManager[None]:
 
 
 def follow(
-    spec: MemorySpec, device: torch.device, follower: Follower, *, steps: int, around: Around = _nothing
+    spec: MemorySpec,
+    device: torch.device,
+    follower: Follower,
+    *,
+    steps: int,
+    around: Around = _nothing,
 ) -> None:
-    """Builds the step, runs forward without gradients and then `steps` whole steps, and tells whose is what.
+    """Builds the step, runs forward without gradients and then `steps` whole steps, and tells whose
+    is what.
 
-    Eager operators are seen by entering the follower around this; of a compiled step it is told what backward keeps.
+    Eager operators are seen by entering the follower around this; of a compiled step it is told
+    what backward keeps.
     """
     with follower.phase("build"):
         step, batch = build(spec, device)
@@ -70,7 +87,11 @@ def follow(
     for parameter, name in names.items():
         follower.label([parameter], PARAMETERS, name=name)
     follower.label([*step.module.buffers(), *tree_leaves(batch)], OTHER)
-    watching = follower.watching(step.module) if spec.compile == "off" else _told_what_is_kept(spec, step, follower)
+    watching = (
+        follower.watching(step.module)
+        if spec.compile == "off"
+        else _told_what_is_kept(spec, step, follower)
+    )
     with watching, step.precision.matmul_mode():
         with around(FORWARD_ONLY, 0), follower.phase(FORWARD_ONLY), torch.no_grad():
             step.forward(*batch)
@@ -86,10 +107,18 @@ def follow(
                     follower.label([value], STATE, name=f"{names.get(owner, '')} {key}")
 
 
-def build(spec: MemorySpec | DtypesSpec, device: torch.device) -> tuple[TrainingStep, Sequence[Any]]:
+def build(
+    spec: MemorySpec | DtypesSpec, device: torch.device
+) -> tuple[TrainingStep, Sequence[Any]]:
     """The step and its batch, of ours or of a person's own model."""
     if spec.own:
-        return build_own(spec.own, precision=spec.precision, optimizer=spec.optimizer, device=device, seed=spec.seed)
+        return build_own(
+            spec.own,
+            precision=spec.precision,
+            optimizer=spec.optimizer,
+            device=device,
+            seed=spec.seed,
+        )
     return build_step(spec, lr=bench_step.LEARNING_RATE), bench_step.make_batch(spec, device)
 
 
@@ -115,10 +144,13 @@ def _told_what_is_kept(spec: MemorySpec, step: TrainingStep, follower: Follower)
 
 
 def pictures(follower: Follower, allocations: Sequence[Any], *, caching: bool) -> Followed:
-    """The last step's picture and the forward-only peak; `caching` counts bytes as the CUDA allocator does."""
+    """The last step's picture and the forward-only peak; `caching` counts bytes as the CUDA
+    allocator does.
+    """
     alone = [phase for phase in follower.phases if phase.name == FORWARD_ONLY]
     last = follower.phases[-3:]
     assert [phase.name for phase in last] == ["forward", "backward", "optimizer"]
     return Followed(
-        picture(allocations, last, caching=caching), picture(allocations, alone, caching=caching).peak.total
+        picture(allocations, last, caching=caching),
+        picture(allocations, alone, caching=caching).peak.total,
     )

@@ -1,4 +1,6 @@
-"""Runs many specs, one after another, each in a process of its own, each record on disk before the next begins."""
+"""Runs many specs, one after another, each in a process of its own, each record on disk before the
+next begins.
+"""
 
 import contextlib
 import dataclasses
@@ -22,15 +24,19 @@ from stepgauge.spec.fallbacks import with_stand_ins
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 
-isolate.preload(*(f"{bench.__name__}.{module.name}" for module in pkgutil.iter_modules(bench.__path__)))
+isolate.preload(
+    *(f"{bench.__name__}.{module.name}" for module in pkgutil.iter_modules(bench.__path__))
+)
 FAILURES = "failures.log"
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A spec (a dataclass with `kind` and `device`) and what turns it into a record: a function, or an OnRanks.
+    """A spec (a dataclass with `kind` and `device`) and what turns it into a record: a function, or
+    an OnRanks.
 
-    Jobs that name the same `process` and follow one another share one, for as long as each of them gives its record.
+    Jobs that name the same `process` and follow one another share one, for as long as each of them
+    gives its record.
     """
 
     run: Callable[[Any], Record]
@@ -59,12 +65,14 @@ def sweep(
 ) -> Iterator[Outcome]:
     """Yields each job's record, in order, when it is on disk.
 
-    What the store already holds for the same spec, device and torch version is not measured again unless `fresh`;
-    failed rows are. An error of one job is its record (status oom or failed), and the sweep goes on.
-    Raises StoreError if a record cannot be written.
+    What the store already holds for the same spec, device and torch version is not measured again
+    unless `fresh`; failed rows are. An error of one job is its record (status oom or failed), and
+    the sweep goes on. Raises StoreError if a record cannot be written.
     """
     store.prepare()
-    done = {} if fresh else {(r.key, r.place): r for r in store.read().records if r.status != "failed"}
+    done = (
+        {} if fresh else {(r.key, r.place): r for r in store.read().records if r.status != "failed"}
+    )
     environments: dict[str, dict[str, Any]] = {}
     with RankProcesses() as ranks, contextlib.closing(_Processes()) as processes:
         for job in jobs:
@@ -114,16 +122,22 @@ class _Processes:
 
 def stamped(record: Record) -> Record:
     """The record with the time of now, and with what ran in place of kernels that could not."""
-    return dataclasses.replace(with_stand_ins(record), created=datetime.now(UTC).isoformat("T", "seconds"))
+    return dataclasses.replace(
+        with_stand_ins(record), created=datetime.now(UTC).isoformat("T", "seconds")
+    )
 
 
-def _measure(job: Job, asked: Record, folder: Path, ranks: RankProcesses, processes: "_Processes") -> Record:
+def _measure(
+    job: Job, asked: Record, folder: Path, ranks: RankProcesses, processes: "_Processes"
+) -> Record:
     """The record of the job; the traceback of one that failed goes to a file beside the records."""
     try:
         if isinstance(job.run, OnRanks):
             processes.close()  # it would hold memory of the device
             record = ranks.measure(job.run, job.spec)
-            return dataclasses.replace(record, environment={**record.environment, **asked.environment})
+            return dataclasses.replace(
+                record, environment={**record.environment, **asked.environment}
+            )
         with processes.of(job) as worker:
             return worker.call(_run_within_memory, job, asked)
     except MemoryError as error:

@@ -1,4 +1,6 @@
-"""How much of a step's communication is hidden behind computing, from traces of a few profiled steps."""
+"""How much of a step's communication is hidden behind computing, from traces of a few profiled
+steps.
+"""
 
 import dataclasses
 import tempfile
@@ -24,7 +26,8 @@ MOST_INTERVALS = 500  # of a lane in a record: what a picture can show
 class Traced:
     """What one rank's profiled steps said.
 
-    step_ms  of each profiled step by the stopwatch: far from an unprofiled one's, the overlap is not that one's
+    step_ms  of each profiled step by the stopwatch: far from an unprofiled one's, the overlap is
+             not that one's
     overlap  of all profiled steps together
     lanes    when the last one communicated and computed, in ms from its begin
     """
@@ -40,7 +43,9 @@ def trace_steps(phases: Phases, device: torch.device) -> Traced | None:
         schedule = Schedule(wait=0, warmup=1, active=1, repeat=STEPS)
         # A rank whose profiler is ready late would let the others communicate for as long.
         together = {"align": _align_hosts, **phases} if device.type == "cuda" else phases
-        paths, watched = profile_phases(together, device, Path(folder), schedule=schedule, kernels_alone=True)
+        paths, watched = profile_phases(
+            together, device, Path(folder), schedule=schedule, kernels_alone=True
+        )
         found = overlap(load(*paths))
         if found is None:
             return None

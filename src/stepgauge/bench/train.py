@@ -27,9 +27,11 @@ def run(
     report: Callable[[Point], None] = lambda point: None,
     resumed: Callable[[int], None] = lambda step: None,
 ) -> Record:
-    """Trains in the folder, from its newest checkpoint if it has one. A run that was at its end gives no rate.
+    """Trains in the folder, from its newest checkpoint if it has one. A run that was at its end
+    gives no rate.
 
-    Of several ranks, every one must call it, and each gives the record of its own share's time and memory.
+    Of several ranks, every one must call it, and each gives the record of its own share's time and
+    memory.
 
     Raises CorpusError, CheckpointError, DivergedError.
     """
@@ -47,10 +49,14 @@ def run(
     }
     if trained:
         metrics["tokens_per_s"] = Sample.exact(trained * full.tokens_per_step / seconds, "tokens/s")
-    metrics |= {name: Sample.exact(value, "bytes") for name, value in devices.peak_memory(trainer.device).items()}
+    metrics |= {
+        name: Sample.exact(value, "bytes")
+        for name, value in devices.peak_memory(trainer.device).items()
+    }
     return Record(
         kind=spec.kind,
-        # The spec as it was asked, so that asking again finds the record; what the corpus made of it is beside.
+        # The spec as it was asked, so that asking again finds the record; what the corpus made of
+        # it is beside.
         spec=dataclasses.asdict(spec),
         metrics=metrics,
         series={

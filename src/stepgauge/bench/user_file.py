@@ -38,7 +38,8 @@ class UserFunction:
 
 
 def names(target: str) -> tuple[Path, str]:
-    """FILE.py:function or FILE.cu[:function] taken apart; a .cu's function is its own name unless given.
+    """FILE.py:function or FILE.cu[:function] taken apart; a .cu's function is its own name unless
+    given.
 
     Raises ValueError for anything else, or a file that is not there.
     """
@@ -51,7 +52,9 @@ def names(target: str) -> tuple[Path, str]:
     if path.suffix == ".py" and not function:
         raise ValueError(f"target is {target!r}; name the function: {path}:function")
     if path.suffix == ".cu" and not path.with_suffix(".py").is_file():
-        raise ValueError(f"{path} needs {path.with_suffix('.py').name} beside it, which defines inputs(device)")
+        raise ValueError(
+            f"{path} needs {path.with_suffix('.py').name} beside it, which defines inputs(device)"
+        )
     return path, function or path.stem
 
 
@@ -62,11 +65,15 @@ def require_tools(path: Path, device: torch.device) -> None:
     if device.type != "cuda":
         raise ValueError(f"{path} is a CUDA source; it needs a CUDA device, and device is {device}")
     if shutil.which("nvcc") is None:
-        raise ValueError(f"{path} is a CUDA source; building it needs nvcc, which is not on the path")
+        raise ValueError(
+            f"{path} is a CUDA source; building it needs nvcc, which is not on the path"
+        )
 
 
 def problem(path: Path, name: str) -> str | None:
-    """Why the file cannot serve: it does not import, or has no such function or no inputs; a CUDA source unbuilt."""
+    """Why the file cannot serve: it does not import, or has no such function or no inputs; a CUDA
+    source unbuilt.
+    """
     try:
         _own(path, name, vars(load_file(path.with_suffix(".py"))))
     except ValueError as error:
@@ -75,7 +82,9 @@ def problem(path: Path, name: str) -> str | None:
 
 
 def load(file: str, name: str, device: torch.device) -> UserFunction:
-    """The function and what stands beside it, its inputs made. Raises ValueError for what the file lacks."""
+    """The function and what stands beside it, its inputs made. Raises ValueError for what the file
+    lacks.
+    """
     path = Path(file)
     require_tools(path, device)
     module = load_file(path.with_suffix(".py"))
@@ -94,8 +103,12 @@ def load(file: str, name: str, device: torch.device) -> UserFunction:
     )
 
 
-def _own(path: Path, name: str, given: Mapping[str, Any]) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
-    """The function, None where it is still to be built, and what makes its inputs. Raises ValueError without them."""
+def _own(
+    path: Path, name: str, given: Mapping[str, Any]
+) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
+    """The function, None where it is still to be built, and what makes its inputs. Raises
+    ValueError without them.
+    """
     function = _required(given, (name,), path) if path.suffix == ".py" else None
     return function, _required(given, (f"{name}_inputs", "inputs"), path.with_suffix(".py"))
 
@@ -111,7 +124,9 @@ def _required(given: Mapping[str, Any], wanted: tuple[str, ...], path: Path) -> 
         if callable(given.get(name)):
             return given[name]
     own = [n for n, value in given.items() if inspect.isfunction(value) and not n.startswith("_")]
-    raise ValueError(f"{path} defines no {' or '.join(wanted)}; it has {', '.join(own) or 'no function'}")
+    raise ValueError(
+        f"{path} defines no {' or '.join(wanted)}; it has {', '.join(own) or 'no function'}"
+    )
 
 
 def _number(given: Mapping[str, Any], name: str, inputs: tuple[Any, ...]) -> float | None:
@@ -119,5 +134,7 @@ def _number(given: Mapping[str, Any], name: str, inputs: tuple[Any, ...]) -> flo
     if callable(value):
         value = value(*inputs)
     if value is not None and not isinstance(value, int | float):
-        raise ValueError(f"{name} is {value!r}; it must be a number, or a function of the inputs that gives one")
+        raise ValueError(
+            f"{name} is {value!r}; it must be a number, or a function of the inputs that gives one"
+        )
     return value

@@ -1,6 +1,7 @@
 """A person's own model, named as FILE.py:factory, as a training step that every measurement takes.
 
-The factory returns a module and its batch: `module(*batch)` gives the loss, or a tensor whose mean stands in for it.
+The factory returns a module and its batch: `module(*batch)` gives the loss, or a tensor whose mean
+stands in for it.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,9 @@ Factory = Callable[[], tuple[nn.Module, tuple[Any, ...]]]
 
 
 def load_factory(where: str) -> Factory:
-    """The function `factory` of FILE.py:factory. Raises ValueError if the file or the function is not there."""
+    """The function `factory` of FILE.py:factory. Raises ValueError if the file or the function is
+    not there.
+    """
     file, _, name = where.rpartition(":")
     path = Path(file)
     if not name or path.suffix != ".py":
@@ -31,17 +34,29 @@ def load_factory(where: str) -> Factory:
     module = load_file(path)
     factory = getattr(module, name, None)
     if not callable(factory):
-        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ValueError(f"{path} has no function {name!r}; it has {', '.join(functions) or 'none'}")
+        functions = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and not key.startswith("_")
+        ]
+        raise ValueError(
+            f"{path} has no function {name!r}; it has {', '.join(functions) or 'none'}"
+        )
     return factory
 
 
 def build_own(
-    where: str, *, precision: str = "fp32", optimizer: str = "adamw", device: torch.device, seed: int = 0
+    where: str,
+    *,
+    precision: str = "fp32",
+    optimizer: str = "adamw",
+    device: torch.device,
+    seed: int = 0,
 ) -> tuple[TrainingStep, tuple[Any, ...]]:
     """The step of the model at FILE.py:factory and its batch, on the device.
 
-    Raises ValueError for a factory that gives something else, and for a precision that the device does not have.
+    Raises ValueError for a factory that gives something else, and for a precision that the device
+    does not have.
     """
     if reason := unavailable(precision, device):
         raise ValueError(reason)
@@ -53,7 +68,9 @@ def build_own(
         raise ValueError(f"{where} returned {type(made).__name__}; it must return (module, batch)")
     module, batch = made
     if not isinstance(batch, (tuple, list)):
-        raise ValueError(f"{where} returned a batch of type {type(batch).__name__}; module(*batch) needs a tuple")
+        raise ValueError(
+            f"{where} returned a batch of type {type(batch).__name__}; module(*batch) needs a tuple"
+        )
     module = module.to(device=device, dtype=PRECISIONS[precision].parameters)
     batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), tuple(batch))
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -70,12 +87,16 @@ def build_own(
 
 
 def scalar_loss(output: Any) -> Tensor:
-    """The loss in what a module returned: itself, `.loss`, or the mean of its first floating-point tensor."""
+    """The loss in what a module returned: itself, `.loss`, or the mean of its first floating-point
+    tensor.
+    """
     found = getattr(output, "loss", None)
     if isinstance(found, Tensor):
         output = found
     tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
     if not floating:
-        raise ValueError(f"the model returned {type(output).__name__}, without a floating-point tensor")
+        raise ValueError(
+            f"the model returned {type(output).__name__}, without a floating-point tensor"
+        )
     return floating[0] if floating[0].ndim == 0 else floating[0].float().mean()

@@ -33,7 +33,9 @@ app.command(records.report)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command and exits: 0 done, 1 a run failed, 2 asked wrongly, 130 interrupted, 143 terminated."""
+    """Runs the command and exits: 0 done, 1 a run failed, 2 asked wrongly, 130 interrupted, 143
+    terminated.
+    """
     if "RANK" not in os.environ:  # torchrun ends its processes itself
         signal.signal(signal.SIGTERM, _terminated)
     elif os.environ["RANK"] != "0":  # under torchrun rank 0 speaks
@@ -42,11 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The command's exit status. A user's mistake is one sentence on standard error, never a traceback."""
+    """The command's exit status. A user's mistake is one sentence on standard error, never a
+    traceback.
+    """
     from stepgauge.spec.store import StoreError
 
     try:
-        return app(arguments, exit_on_error=False, print_error=False, result_action="return_value") or 0
+        return (
+            app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+            or 0
+        )
     except CycloptsError as error:
         return complain(_sentence(error), 2)
     except StoreError as error:
@@ -61,7 +68,10 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        return complain("interrupted; what was measured is on disk, and the same command goes on from there", 130)
+        return complain(
+            "interrupted; what was measured is on disk, and the same command goes on from there",
+            130,
+        )
 
 
 def _terminated(number: int, _: object) -> None:

@@ -16,7 +16,9 @@ WritePage = Annotated[Path | None, Parameter(help="An HTML file with the picture
 
 @app.command
 def explain(
-    op: Annotated[str, Parameter(help="A collective, or ring for the steps of a ring all-reduce.")] = "all",
+    op: Annotated[
+        str, Parameter(help="A collective, or ring for the steps of a ring all-reduce.")
+    ] = "all",
     /,
     *,
     ranks: Annotated[int, Parameter(help="Processes that take part.")] = 4,
@@ -44,14 +46,16 @@ def fit(
     /,
     *,
     hardware: Annotated[
-        Path | None, Parameter(help="Hardware file that the fits are written to; made if it is not there.")
+        Path | None,
+        Parameter(help="Hardware file that the fits are written to; made if it is not there."),
     ] = None,
     report: WritePage = None,
     format: Annotated[Format, Parameter(help="What to print.")] = "table",
 ) -> None:
     """Fit time = α + β·bytes to a run of bench comm, and try it on sizes that it has not seen.
 
-    Every third size is held out. Where one line does not fit there are several, each for a range of sizes.
+    Every third size is held out. Where one line does not fit there are several, each for a range of
+    sizes.
     """
     from stepgauge.report.comm import comm_blocks, fit_table, links, prediction_table
     from stepgauge.report.page import Section, page
@@ -64,14 +68,25 @@ def fit(
             f"the run at {run} has no collective at three sizes or more; bench comm -b 1M -e 64M gives one"
         )
     if hardware is not None:
-        known = HardwareFile.read(hardware) if hardware.exists() else HardwareFile(name=hardware.stem)
+        known = (
+            HardwareFile.read(hardware) if hardware.exists() else HardwareFile(name=hardware.stem)
+        )
         known.with_links(found).write(hardware)
         tell(f"{len(found)} links written to {hardware}")
     if report is not None:
-        section = Section("Collectives", "What do the links give, and what does a byte cost?", comm_blocks(records))
+        section = Section(
+            "Collectives",
+            "What do the links give, and what does a byte cost?",
+            comm_blocks(records),
+        )
         where = records[-1].environment
-        told = {"Library": where.get("library"), "Hosts": ", ".join(dict.fromkeys(where.get("hosts", [])))}
-        facts = measured_where(records) | {name: str(value) for name, value in told.items() if value}
+        told = {
+            "Library": where.get("library"),
+            "Hosts": ", ".join(dict.fromkeys(where.get("hosts", []))),
+        }
+        facts = measured_where(records) | {
+            name: str(value) for name, value in told.items() if value
+        }
         report.write_text(page("stepgauge comm fit", [section], facts=facts), encoding="utf-8")
         tell(f"plots: {report}")
     print_tables(format, [fit_table(found), prediction_table(found, records)])

@@ -27,7 +27,9 @@ Format = Literal["table", "csv", "markdown", "latex", "typst", "json"]
 
 
 class Output(Console):
-    """Standard output. That its reader has gone is for the caller to handle; rich itself would exit with status 1."""
+    """Standard output. That its reader has gone is for the caller to handle; rich itself would exit
+    with status 1.
+    """
 
     def on_broken_pipe(self) -> None:
         raise  # the error that is being handled where this is called
@@ -38,7 +40,9 @@ error_console = Console(stderr=True, highlight=False)
 
 def complain(message: str, status: int) -> int:
     """Prints the sentence and returns the exit status."""
-    Console(stderr=True, highlight=False).print(f"stepgauge: {message}", style="red", markup=False, soft_wrap=True)
+    Console(stderr=True, highlight=False).print(
+        f"stepgauge: {message}", style="red", markup=False, soft_wrap=True
+    )
     return status
 
 
@@ -64,9 +68,11 @@ def print_table(table: Table) -> None:
 
 
 def _parts(table: Table, width: int) -> list[Table]:
-    """Tables that fit the width, each with the columns that name the rows. Names over half of the width wrap.
+    """Tables that fit the width, each with the columns that name the rows. Names over half of the
+    width wrap.
 
-    None where names, or half of the width and a column, do not fit: the terminal then wraps whole lines.
+    None where names, or half of the width and a column, do not fit: the terminal then wraps whole
+    lines.
     """
     widths = [_width(table, place) + GAP for place in range(len(table.columns))]
     first = table.naming().stop
@@ -83,12 +89,18 @@ def _parts(table: Table, width: int) -> list[Table]:
 
 def _width(table: Table, place: int) -> int:
     column = table.columns[place]
-    widest = max(map(cell_len, (*_head(table, column).split("\n"), *(row[place] for row in table.rows))))
+    widest = max(
+        map(cell_len, (*_head(table, column).split("\n"), *(row[place] for row in table.rows)))
+    )
     return min(widest, REMARK_WIDTH) if column == "remark" else widest
 
 
 def _head(table: Table, column: str) -> str:
-    return column.replace(" ", "\n", 1 if "p10" not in column else 2) if column in table.numeric else column
+    return (
+        column.replace(" ", "\n", 1 if "p10" not in column else 2)
+        if column in table.numeric
+        else column
+    )
 
 
 def _draw(table: Table, width: int) -> None:
@@ -96,7 +108,10 @@ def _draw(table: Table, width: int) -> None:
     for column in table.columns:
         numeric = column in table.numeric
         drawn.add_column(
-            Text(_head(table, column)), justify="right" if numeric else "left", no_wrap=numeric, overflow="fold"
+            Text(_head(table, column)),
+            justify="right" if numeric else "left",
+            no_wrap=numeric,
+            overflow="fold",
         )
     for row in table.rows:
         drawn.add_row(*map(Text, row))
@@ -105,14 +120,18 @@ def _draw(table: Table, width: int) -> None:
     console.print(drawn)
 
 
-def print_records(records: Sequence[Record], format: Format, statistics: Sequence[str] = ()) -> None:
+def print_records(
+    records: Sequence[Record], format: Format, statistics: Sequence[str] = ()
+) -> None:
     if format == "json":
         print("[" + ",\n".join(record.to_json() for record in records) + "]")
         return
     if format == "csv" and not statistics:
         statistics = ("median", "p10", "p90", "mean", "std", "n")
     for kind in dict.fromkeys(record.kind for record in records):
-        print_in(format, table_of(kind)([r for r in records if r.kind == kind], statistics=statistics))
+        print_in(
+            format, table_of(kind)([r for r in records if r.kind == kind], statistics=statistics)
+        )
 
 
 def print_in(format: Format, table: Table) -> None:
@@ -123,9 +142,17 @@ def print_in(format: Format, table: Table) -> None:
 
 
 def print_tables(format: Format, tables: Sequence[Table]) -> None:
-    """Several tables, an empty line after each; as JSON one document, a list of captions with their rows."""
+    """Several tables, an empty line after each; as JSON one document, a list of captions with their
+    rows.
+    """
     if format == "json":
-        print(json.dumps([{"caption": t.caption, "rows": objects(t)} for t in tables], indent=1, ensure_ascii=False))
+        print(
+            json.dumps(
+                [{"caption": t.caption, "rows": objects(t)} for t in tables],
+                indent=1,
+                ensure_ascii=False,
+            )
+        )
         return
     for table in tables:
         print_in(format, table)
@@ -163,6 +190,7 @@ def summary(record: Record, name: str) -> str:
     shown = [n for n in record.metrics if n.endswith("_ms") or n in SUMMED_UP]
     shown = shown or [name for name in MEMORY if name in record.metrics]
     figures = [
-        f"{heading(n, record.metrics[n].unit)} {number(record.median(n), record.metrics[n].unit)}" for n in shown
+        f"{heading(n, record.metrics[n].unit)} {number(record.median(n), record.metrics[n].unit)}"
+        for n in shown
     ]
     return f"{name}: {', '.join(figures) or 'ok'}"

@@ -16,7 +16,9 @@ app = App(name="demo", help="Small demonstrations.")
 @app.command
 @spec_options(AccumulationSpec)
 def accumulation(
-    *, values: Values, format: Annotated[Format, Parameter(help="How the table is printed.")] = "table"
+    *,
+    values: Values,
+    format: Annotated[Format, Parameter(help="How the table is printed.")] = "table",
 ) -> None:
     """Add 0.01 a thousand times, in four combinations of types."""
     from stepgauge.bench.dtypes import run_accumulation

@@ -18,7 +18,9 @@ def print_explained(explained: Explained) -> None:
         print_table(step_table(explained))
     elif len(explained.arrows) <= MOST_LINES:
         for arrow in explained.arrows:
-            console.print(f"  rank {arrow.source} ──[bold]{arrow.what}[/bold]──▶ rank {arrow.target}")
+            console.print(
+                f"  rank {arrow.source} ──[bold]{arrow.what}[/bold]──▶ rank {arrow.target}"
+            )
     else:
         print_table(traffic_table(explained))
     if explained.remark:

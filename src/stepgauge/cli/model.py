@@ -16,9 +16,9 @@ from stepgauge.spec.step import StepSpec
 def model(
     *,
     values: Values,
-    size: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="", help="Presets. [all]")] = tuple(
-        SIZES
-    ),
+    size: Annotated[
+        tuple[str, ...], Parameter(consume_multiple=True, negative="", help="Presets. [all]")
+    ] = tuple(SIZES),
     batch: Annotated[int, Parameter(help="Sequences in a batch.")] = 4,
     format: Annotated[Format, Parameter(help="What to print.")] = "table",
 ) -> None:
@@ -30,7 +30,12 @@ def model(
         step = network.step_flops(batch=batch, sequence=sequence)
         residual = network.residual_stream_bytes(batch=batch, sequence=sequence)
         shape = (network.d_model, network.d_ff, network.num_layers, network.num_heads, sequence)
-        figures = (f"{network.num_parameters:,}", number(forward / 1e12), number(step / 1e12), number(residual / 2**20))
+        figures = (
+            f"{network.num_parameters:,}",
+            number(forward / 1e12),
+            number(step / 1e12),
+            number(residual / 2**20),
+        )
         rows.append([spec.size, *map(str, shape), *figures])
     head = ["size", "d_model", "d_ff", "layers", "heads", "context"]
     figures_head = ["parameters", "forward TFLOP", "step TFLOP", "residual MiB (fp32)"]

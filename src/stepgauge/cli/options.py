@@ -1,4 +1,6 @@
-"""Spec dataclasses as command-line options: a field's declaration is its flag, help text and limits."""
+"""Spec dataclasses as command-line options: a field's declaration is its flag, help text and
+limits.
+"""
 
 import dataclasses
 import inspect
@@ -17,29 +19,49 @@ Network = type[ModelSpec] | type[BertSpec]
 
 
 def spec_options(
-    *specs: type, sweep: bool = False, defaults: dict[str, Any] | None = None, without: Collection[str] = ()
+    *specs: type,
+    sweep: bool = False,
+    defaults: dict[str, Any] | None = None,
+    without: Collection[str] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command the fields of the specs as options; it receives what was given as `values`.
 
-    With `sweep` every option takes several values, separated by blanks or commas. Options that were not given are
-    not in `values`. `defaults` overrides what the help shows and the command receives for a field: a value, or with
-    `sweep` a tuple of them. Fields that are not declared with `option`, or are in `without`, are no options; a
-    parameter of the command's own takes the place of a field of its name.
+    With `sweep` every option takes several values, separated by blanks or commas. Options that were
+    not given are not in `values`. `defaults` overrides what the help shows and the command receives
+    for a field: a value, or with `sweep` a tuple of them. Fields that are not declared with
+    `option`, or are in `without`, are no options; a parameter of the command's own takes the place
+    of a field of its name.
     """
-    shown = {name: value if isinstance(value, tuple) else (value,) for name, value in (defaults or {}).items()}
-    network: Network = next((spec for spec in specs if issubclass(spec, ModelSpec | BertSpec)), ModelSpec)
+    shown = {
+        name: value if isinstance(value, tuple) else (value,)
+        for name, value in (defaults or {}).items()
+    }
+    network: Network = next(
+        (spec for spec in specs if issubclass(spec, ModelSpec | BertSpec)), ModelSpec
+    )
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command).parameters.values() if p.name != "values"]
         taken = {*without, *(p.name for p in own)}
-        declared = [field for spec in specs for field in dataclasses.fields(spec) if "help" in field.metadata]
+        declared = [
+            field
+            for spec in specs
+            for field in dataclasses.fields(spec)
+            if "help" in field.metadata
+        ]
         fields = [field for field in declared if field.name not in taken]
         names = {field.name: field for field in fields}
-        added = [_parameter(field, sweep, shown.get(field.name), network) for field in names.values()]
+        added = [
+            _parameter(field, sweep, shown.get(field.name), network) for field in names.values()
+        ]
 
         def run(*positional: Any, **given: Any) -> None:
             chosen = {name: given.pop(name) for name in names if name in given}
-            values = {name: value or (_bare(names[name]),) for name, value in chosen.items() if value is not None}
+            values = {
+                name: value or (_bare(names[name]),)
+                for name, value in chosen.items()
+                if value is not None
+            }
             _refuse_beside_own(values, network)
             command(*positional, values={**shown, **values}, **given)
 
@@ -57,15 +79,23 @@ def _refuse_beside_own(given: Values, network: Network) -> None:
     idle = {"size", "batch", *(field.name for field in dataclasses.fields(network))}
     beside = next((name for name in given if name in idle), None)
     if any(given.get("own", ())) and beside:
-        raise ValueError(f"{beside} is {given[beside][0]!r}; an own model brings its network and batch: leave it out")
+        raise ValueError(
+            f"{beside} is {given[beside][0]!r}; an own model brings its network and batch: leave it out"
+        )
 
 
 def _parameter(
     field: "dataclasses.Field[Any]", sweep: bool, defaults: tuple[Any, ...] | None, network: Network
 ) -> inspect.Parameter:
-    choices = field.metadata["choices"] or (network.preset_names() if field.name == "size" else None)
+    choices = field.metadata["choices"] or (
+        network.preset_names() if field.name == "size" else None
+    )
     text = field.metadata["help"] + (f" ({', '.join(choices)})" if choices else "")
-    usual = "preset" if field.name in SHAPE else " ".join(_written(field, v) for v in defaults or (field.default,))
+    usual = (
+        "preset"
+        if field.name in SHAPE
+        else " ".join(_written(field, v) for v in defaults or (field.default,))
+    )
     is_network = field.name == "size" or field.name in {f.name for f in dataclasses.fields(network)}
     values: Any = types.GenericAlias(tuple, (str if field.type is bool else field.type, ...))
     annotation: Any = Annotated[
@@ -81,7 +111,9 @@ def _parameter(
             show_default=False,
         ),
     ]
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+    )
 
 
 def _placeholder(field: "dataclasses.Field[Any]") -> str:
@@ -118,8 +150,15 @@ def _bare(field: "dataclasses.Field[Any]") -> Any:
     return field.metadata["bare"]
 
 
-def _convert(field: "dataclasses.Field[Any]", tokens: Sequence[Token], sweep: bool) -> tuple[Any, ...]:
-    texts = [text for token in tokens for text in (token.value.split(",") if sweep else [token.value]) if text]
+def _convert(
+    field: "dataclasses.Field[Any]", tokens: Sequence[Token], sweep: bool
+) -> tuple[Any, ...]:
+    texts = [
+        text
+        for token in tokens
+        for text in (token.value.split(",") if sweep else [token.value])
+        if text
+    ]
     return tuple(_parse(field, text) for text in texts)
 
 
@@ -148,12 +187,18 @@ def _parse(field: "dataclasses.Field[Any]", text: str) -> Any:
 
 
 def parse_bytes(text: str, name: str) -> int:
-    """Bytes of "512K", "1M", "2G" (powers of 1024, as nccl-tests has them) or a plain number. Raises ValueError."""
+    """Bytes of "512K", "1M", "2G" (powers of 1024, as nccl-tests has them) or a plain number.
+    Raises ValueError.
+    """
     number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     try:
-        return round(float(number.replace("_", "")) * {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}[unit])
+        return round(
+            float(number.replace("_", "")) * {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}[unit]
+        )
     except (ValueError, KeyError, OverflowError):
-        raise ValueError(f"{name} is {text!r}; it must be a number of bytes such as 65536, 512K, 1M or 2G") from None
+        raise ValueError(
+            f"{name} is {text!r}; it must be a number of bytes such as 65536, 512K, 1M or 2G"
+        ) from None
 
 
 def format_bytes(size: int) -> str:
@@ -165,7 +210,8 @@ def format_bytes(size: int) -> str:
 
 
 def expand(spec: type, values: Values, *, network: Network = ModelSpec) -> Iterator[Any]:
-    """The product of the values as specs; of a spec with a model, made from the preset `size` and the fields given.
+    """The product of the values as specs; of a spec with a model, made from the preset `size` and
+    the fields given.
 
     The first option varies slowest. Raises ValueError for a combination that is no model.
     """

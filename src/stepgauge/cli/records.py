@@ -28,7 +28,9 @@ def show(
             help=f"Of each timing: {', '.join(STATISTICS)}. [median, and the step's range]",
         ),
     ] = (),
-    kind: Annotated[str | None, Parameter(help="Only records of this kind: step, train, ...")] = None,
+    kind: Annotated[
+        str | None, Parameter(help="Only records of this kind: step, train, ...")
+    ] = None,
 ) -> None:
     """Print a run's records."""
     unknown = set(statistics) - set(STATISTICS)
@@ -36,7 +38,9 @@ def show(
         raise ValueError(f"statistics is {unknown.pop()!r}; choose from {', '.join(STATISTICS)}")
     records = [record for record in read(run) if kind in (None, record.kind)]
     if not records:
-        raise ValueError(f"the run at {run} holds no records" + (f" of kind {kind}" if kind else ""))
+        raise ValueError(
+            f"the run at {run} holds no records" + (f" of kind {kind}" if kind else "")
+        )
     print_records(records, format, statistics)
 
 
@@ -48,7 +52,10 @@ def compare(
     ignoring: Annotated[
         tuple[str, ...],
         Parameter(
-            consume_multiple=True, negative="", show_default=False, help="Spec fields that may differ within a pair."
+            consume_multiple=True,
+            negative="",
+            show_default=False,
+            help="Spec fields that may differ within a pair.",
         ),
     ] = (),
     format: Annotated[Format, Parameter(help="What to print.")] = "table",
@@ -57,12 +64,16 @@ def compare(
 
     A difference is called one where the ranges from p10 to p90 do not meet.
     """
-    compared = compare_records(read(first), read(second), ignoring=[name.replace("-", "_") for name in ignoring])
+    compared = compare_records(
+        read(first), read(second), ignoring=[name.replace("-", "_") for name in ignoring]
+    )
     pairs = compared.found
     if not pairs:
         fields = ", ".join(closest_differ_in(read(first), read(second)))
         differ = f" (the closest differ in {fields})" if fields else ""
-        raise ValueError(f"no row of {first} was run in {second} too{differ}; --ignoring FIELD pairs across a field")
+        raise ValueError(
+            f"no row of {first} was run in {second} too{differ}; --ignoring FIELD pairs across a field"
+        )
     tell(f"A is {first}, B is {second}")
     for kind in dict.fromkeys(pair.first.kind for pair in pairs):
         table = difference_table([pair for pair in pairs if pair.first.kind == kind])

@@ -1,4 +1,6 @@
-"""What commands that measure rows share: their options, the sweep with its progress bar, the verdict at the end."""
+"""What commands that measure rows share: their options, the sweep with its progress bar, the
+verdict at the end.
+"""
 
 import collections
 import dataclasses
@@ -19,7 +21,10 @@ if TYPE_CHECKING:
     from stepgauge.spec.record import Record
 
 Out = Annotated[Path, Parameter(help="Folder of the run.")]
-Fresh = Annotated[bool, Parameter(help="Measure again what the run already holds.", negative="", show_default=False)]
+Fresh = Annotated[
+    bool,
+    Parameter(help="Measure again what the run already holds.", negative="", show_default=False),
+]
 RowFormat = Annotated[Format, Parameter(help="How the rows are printed at the end.")]
 
 
@@ -28,7 +33,9 @@ class RunFailedError(Exception):
 
 
 def resolve_devices(specs: Any) -> list[Any]:
-    """The specs with each device checked and named as what it is. Raises ValueError for one that is not there."""
+    """The specs with each device checked and named as what it is. Raises ValueError for one that is
+    not there.
+    """
     from stepgauge.measure.devices import resolve
 
     return [dataclasses.replace(spec, device=str(resolve(spec.device))) for spec in specs]
@@ -44,12 +51,15 @@ def distinct(specs: Sequence[Any]) -> list[Any]:
         if getattr(asked, field.name) != getattr(left, field.name)
     )
     for name, count in idle.items():
-        tell(f"{name} says nothing to {count} of {len(specs)} rows; rows that differ in it alone are one")
+        tell(
+            f"{name} says nothing to {count} of {len(specs)} rows; rows that differ in it alone are one"
+        )
     return list(dict.fromkeys(kept))
 
 
 def of_torchrun(values: Values) -> Values:
-    """The values with `ranks` and `nodes` as torchrun has started them, where it has started this process.
+    """The values with `ranks` and `nodes` as torchrun has started them, where it has started this
+    process.
 
     Raises ValueError for several nodes without it.
     """
@@ -58,7 +68,9 @@ def of_torchrun(values: Values) -> Values:
     world = joined_world()
     if world is None:
         if values.get("nodes", (1,)) != (1,):
-            raise ValueError(f"nodes is {values['nodes'][-1]}; several nodes are started by torchrun")
+            raise ValueError(
+                f"nodes is {values['nodes'][-1]}; several nodes are started by torchrun"
+            )
         return values
     return {"ranks": (world.size,), **values, "nodes": (world.nodes,)}
 
@@ -76,12 +88,16 @@ def run_jobs(jobs: Sequence["Job"], store: RunStore, *, fresh: bool) -> list["Re
     try:
         with store.held(), progress(len(jobs), "rows") as (bar, task):
             for outcome in sweep(
-                jobs, store, fresh=fresh, starting=lambda job: bar.update(task, description=names[job.asked.key])
+                jobs,
+                store,
+                fresh=fresh,
+                starting=lambda job: bar.update(task, description=names[job.asked.key]),
             ):
                 records.append(outcome.record)
                 reused += outcome.was_there
                 bar.advance(task)
-                alone_and_failed = len(jobs) == 1 and outcome.record.status == "failed"  # require_success says it
+                # require_success says it
+                alone_and_failed = len(jobs) == 1 and outcome.record.status == "failed"
                 if not outcome.was_there and not alone_and_failed:
                     tell(summary(outcome.record, names[outcome.job.asked.key]))
     except GroupError as error:
@@ -89,7 +105,9 @@ def run_jobs(jobs: Sequence["Job"], store: RunStore, *, fresh: bool) -> list["Re
     for sentence in launchers_of(records):
         tell(sentence)
     if reused:
-        tell(f"{reused} of {len(records)} rows were already in {store.folder}; --fresh measures them again")
+        tell(
+            f"{reused} of {len(records)} rows were already in {store.folder}; --fresh measures them again"
+        )
     return records
 
 

@@ -15,15 +15,22 @@ def study(
     out: Out = Path("runs/study"),
     only: Annotated[
         tuple[str, ...] | None,
-        Parameter(consume_multiple=True, negative="", help="Names of experiments. [all]", show_default=False),
+        Parameter(
+            consume_multiple=True,
+            negative="",
+            help="Names of experiments. [all]",
+            show_default=False,
+        ),
     ] = None,
-    device: Annotated[str, Parameter(help="cpu, cuda, cuda:1, mps; auto takes the fastest there is.")] = "auto",
+    device: Annotated[
+        str, Parameter(help="cpu, cuda, cuda:1, mps; auto takes the fastest there is.")
+    ] = "auto",
     fresh: Fresh = False,
 ) -> None:
     """Run every experiment that this machine can run, and write one HTML report.
 
-    Experiments that the machine cannot run are named in the report with the reason. Interrupted and started again,
-    the study goes on where it stopped.
+    Experiments that the machine cannot run are named in the report with the reason. Interrupted and
+    started again, the study goes on where it stopped.
     """
     from stepgauge.study import run
 

@@ -24,7 +24,12 @@ def topo(
     found = topology()
     if format == "json":
         value = dataclasses.asdict(found)
-        print(json.dumps({**value, "links": {f"{i}-{j}": name for (i, j), name in found.links.items()}}, indent=1))
+        print(
+            json.dumps(
+                {**value, "links": {f"{i}-{j}": name for (i, j), name in found.links.items()}},
+                indent=1,
+            )
+        )
     else:
         _print(found)
     if report is not None:
@@ -54,11 +59,21 @@ def _tree(found: Topology) -> Tree:
         memory = f"{node.memory_bytes / 2**30:.0f} GiB"
         branches[node.index] = tree.add(f"NUMA node {node.index}  cores {node.cores}, {memory}")
     for gpu in found.gpus:
-        others = [f"{link_of(found, gpu.index, k.index)} to {k.index}" for k in found.gpus if k.index != gpu.index]
-        text = f"GPU {gpu.index}  {gpu.name}, PCIe {gpu.pcie}" + (f"; {', '.join(others)}" if others else "")
+        others = [
+            f"{link_of(found, gpu.index, k.index)} to {k.index}"
+            for k in found.gpus
+            if k.index != gpu.index
+        ]
+        text = f"GPU {gpu.index}  {gpu.name}, PCIe {gpu.pcie}" + (
+            f"; {', '.join(others)}" if others else ""
+        )
         branches.get(gpu.numa_node, tree).add(text)
     for interface in found.interfaces:
-        rate = f"{interface.bytes_per_s * 8 / 1e9:g} Gbit/s" if interface.bytes_per_s else "speed not stated"
+        rate = (
+            f"{interface.bytes_per_s * 8 / 1e9:g} Gbit/s"
+            if interface.bytes_per_s
+            else "speed not stated"
+        )
         state = "up" if interface.is_up else "down"
         branches.get(interface.numa_node, tree).add(f"{interface.name}  {state}, {rate}")
     return tree

@@ -1,9 +1,11 @@
-"""PyTorch's caching CUDA allocator, without the memory: what a sequence of allocations holds and reserves.
+"""PyTorch's caching CUDA allocator, without the memory: what a sequence of allocations holds and
+reserves.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings: sizes round up to 512 bytes; a
-block of up to 1 MiB comes from a segment of 2 MiB, one of under 10 MiB from a segment of 20 MiB, a larger one from a
-segment of its own that is rounded up to 2 MiB; the smallest free block that is large enough serves, and what it has
-too much is split off, but for a rest of up to 1 MiB of a large block; free neighbours merge.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings: sizes round up
+to 512 bytes; a block of up to 1 MiB comes from a segment of 2 MiB, one of under 10 MiB from a
+segment of 20 MiB, a larger one from a segment of its own that is rounded up to 2 MiB; the smallest
+free block that is large enough serves, and what it has too much is split off, but for a rest of up
+to 1 MiB of a large block; free neighbours merge.
 """
 
 import bisect
@@ -35,7 +37,9 @@ class Block:
 
 
 class CachingAllocator:
-    """allocate and free; `allocated` and `reserved` are torch.cuda.memory_allocated and memory_reserved."""
+    """allocate and free; `allocated` and `reserved` are torch.cuda.memory_allocated and
+    memory_reserved.
+    """
 
     def __init__(self) -> None:
         self.allocated = self.reserved = self.peak_reserved = 0

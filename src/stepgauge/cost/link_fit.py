@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from stepgauge.spec.links import Link, Piece
 
-NOISE = 0.01  # relative: what a median repeats to on an idle machine; a piece more must pay for itself beyond it
+# relative: what a median repeats to on an idle machine; a piece more must pay for itself beyond it
+NOISE = 0.01
 PENALTY = 9.0  # a piece has three parameters, each at the price of three times the squared noise
 MOST_PIECES = 5
 LEAST_POINTS = 3  # in a piece: two would be a line through both, whatever they are
@@ -16,7 +17,9 @@ HELD_OUT_EVERY = 3
 
 
 class Point(NamedTuple):
-    """A measured size. `noise` is what its time repeats to, relative: a size that repeats well counts for more."""
+    """A measured size. `noise` is what its time repeats to, relative: a size that repeats well
+    counts for more.
+    """
 
     bytes: int
     ms: float
@@ -29,7 +32,9 @@ def split(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
     None is held out where fewer than LEAST_POINTS would be left to fit.
     """
     ordered = sorted(points)
-    held_out = [p for i, p in enumerate(ordered) if i % HELD_OUT_EVERY == 1 and i != len(ordered) - 1]
+    held_out = [
+        p for i, p in enumerate(ordered) if i % HELD_OUT_EVERY == 1 and i != len(ordered) - 1
+    ]
     if len(ordered) - len(held_out) < LEAST_POINTS:
         held_out = []
     return [point for point in ordered if point not in held_out], held_out
@@ -38,10 +43,10 @@ def split(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
 def fit(points: Sequence[Point]) -> list[Piece]:
     """The line, or lines, of least squared error, each error in units of its point's noise.
 
-    Breakpoints lie between two measured sizes (at their geometric mean). Among all ways to cut the sizes into up to
-    MOST_PIECES runs of at least LEAST_POINTS, the one is taken that minimises
-    sum((relative error / noise)²) + PENALTY·pieces; dynamic programming finds it.
-    Raises ValueError for fewer than two sizes.
+    Breakpoints lie between two measured sizes (at their geometric mean). Among all ways to cut the
+    sizes into up to MOST_PIECES runs of at least LEAST_POINTS, the one is taken that minimises
+    sum((relative error / noise)²) + PENALTY·pieces; dynamic programming finds it. Raises ValueError
+    for fewer than two sizes.
     """
     ordered = sorted(points)
     if len({point.bytes for point in ordered}) < 2:
@@ -65,21 +70,32 @@ def fit(points: Sequence[Point]) -> list[Piece]:
 
 
 def _between(ordered: Sequence[Point], end: int) -> int | None:
-    return round(math.sqrt(ordered[end - 1].bytes * ordered[end].bytes)) if end < len(ordered) else None
+    return (
+        round(math.sqrt(ordered[end - 1].bytes * ordered[end].bytes))
+        if end < len(ordered)
+        else None
+    )
 
 
 def _cost(points: Sequence[Point]) -> float:
     line = _line(points)
-    return sum(((line.time_ms(point.bytes) - point.ms) / point.ms / point.noise) ** 2 for point in points)
+    return sum(
+        ((line.time_ms(point.bytes) - point.ms) / point.ms / point.noise) ** 2 for point in points
+    )
 
 
 def _line(points: Sequence[Point]) -> Piece:
-    """Least squares with weights 1 / (ms·noise)²: relative errors count. Time never falls with size."""
+    """Least squares with weights 1 / (ms·noise)²: relative errors count. Time never falls with
+    size.
+    """
     weights = [1 / (point.ms * point.noise) ** 2 for point in points]
     total = sum(weights)
     mean_size = sum(w * point.bytes for w, point in zip(weights, points, strict=True)) / total
     mean_ms = sum(w * point.ms for w, point in zip(weights, points, strict=True)) / total
-    away = [(w, point.bytes - mean_size, point.ms - mean_ms) for w, point in zip(weights, points, strict=True)]
+    away = [
+        (w, point.bytes - mean_size, point.ms - mean_ms)
+        for w, point in zip(weights, points, strict=True)
+    ]
     spread = sum(w * size**2 for w, size, _ in away)
     together = sum(w * size * ms for w, size, ms in away)
     ms_per_byte = max(together / spread if spread else 0.0, 1e-15)  # flat: a petabyte a millisecond
@@ -93,7 +109,9 @@ def link(
     measured: Mapping[str, Any],
     how: str = "",
 ) -> Link:
-    """Fits two thirds of the sizes and tries the fit on the others. Raises ValueError for fewer than two sizes."""
+    """Fits two thirds of the sizes and tries the fit on the others. Raises ValueError for fewer
+    than two sizes.
+    """
     seen, unseen = split(points)
     pieces = fit(seen)
     bare = Link(

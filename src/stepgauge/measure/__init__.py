@@ -1,1 +1,3 @@
-"""Takes callables and modules, gives figures: clocks, memory, environment, isolation. Knows no model."""
+"""Takes callables and modules, gives figures: clocks, memory, environment, isolation. Knows no
+model.
+"""

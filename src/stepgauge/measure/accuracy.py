@@ -8,10 +8,12 @@ from torch import Tensor
 
 
 def tolerance(dtype: torch.dtype, reduction: int) -> float:
-    """Largest relative error in norm that is called right: `4 eps(dtype) + 4 eps(fp32) sqrt(reduction)`.
+    """Largest relative error in norm that is called right: `4 eps(dtype) + 4 eps(fp32)
+    sqrt(reduction)`.
 
-    A result is rounded to its type once and to narrower intermediates a few times; what is summed in fp32 errs like a
-    random walk over the `reduction` terms. Types that are no floating point must be equal: 0.
+    A result is rounded to its type once and to narrower intermediates a few times; what is summed
+    in fp32 errs like a random walk over the `reduction` terms. Types that are no floating point
+    must be equal: 0.
     """
     if not dtype.is_floating_point:
         return 0.0

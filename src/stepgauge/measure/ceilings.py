@@ -1,4 +1,6 @@
-"""The roofline's two lines, measured: the fastest matrix product and the fastest copy of this device."""
+"""The roofline's two lines, measured: the fastest matrix product and the fastest copy of this
+device.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +15,16 @@ _COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}  # far more than any cache
 
 
 def ceilings(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> Ceilings:
-    """Best of the samples: a ceiling is what was reached once. bytes/s count bytes read and bytes written."""
+    """Best of the samples: a ceiling is what was reached once. bytes/s count bytes read and bytes
+    written.
+    """
     size = _MATRIX.get(device.type, 2048)
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     product = torch.empty_like(left)
     product_ms = _best(lambda: torch.mm(left, right, out=product), device, seconds)
-    source = torch.empty(_COPIED_BYTES.get(device.type, 1 << 28) // 4, device=device, dtype=torch.float32).normal_()
+    source = torch.empty(
+        _COPIED_BYTES.get(device.type, 1 << 28) // 4, device=device, dtype=torch.float32
+    ).normal_()
     target = torch.empty_like(source)
     copy_ms = _best(lambda: target.copy_(source), device, seconds)
     name = str(dtype).removeprefix("torch.")

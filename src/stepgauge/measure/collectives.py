@@ -14,7 +14,8 @@ from stepgauge.parallel.collectives import all_gather_flat, group_of, reduce_sca
 from stepgauge.parallel.ring import Ring
 from stepgauge.spec.comm import IN_PLACE, ROOT, CommSpec
 
-PERIOD = 1021  # of the test pattern: a prime, so that no chunk of usual size can stand in for another
+# of the test pattern: a prime, so that no chunk of usual size can stand in for another
+PERIOD = 1021
 LEAST_BATCHES, MOST_BATCHES = 5, 200
 _SLICE = 1 << 24  # elements checked at a time
 
@@ -22,17 +23,25 @@ _SLICE = 1 << 24  # elements checked at a time
 class Collective:
     """The collective of a spec between all ranks, with tensors on the device.
 
-    `given` is what this rank gives and `got` what it gets; where the library works in place they are the same tensor.
+    `given` is what this rank gives and `got` what it gets; where the library works in place they
+    are the same tensor.
     """
 
     def __init__(self, spec: CommSpec, device: torch.device):
         self.spec, self.device = spec, device
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # The default group takes GPU tensors to NCCL; Gloo is asked for by a group of its own.
-        self.group = group_of("gloo") if spec.backend == "gloo" and device.type == "cuda" else dist.group.WORLD
+        self.group = (
+            group_of("gloo")
+            if spec.backend == "gloo" and device.type == "cuda"
+            else dist.group.WORLD
+        )
         self.ring = Ring(self.group)
         parts = {True: spec.count // self.size, False: spec.count}
-        gives_part, gets_part = spec.op in ("gather", "all_gather"), spec.op in ("scatter", "reduce_scatter")
+        gives_part, gets_part = (
+            spec.op in ("gather", "all_gather"),
+            spec.op in ("scatter", "reduce_scatter"),
+        )
         self.given = self._empty(parts[gives_part])
         self.got = self.given if spec.op in IN_PLACE else self._empty(parts[gets_part])
         self.run = self._call()
@@ -53,9 +62,13 @@ class Collective:
             "broadcast": lambda: dist.broadcast(got, ROOT, group=group),
             "reduce": lambda: dist.reduce(got, ROOT, group=group),
             "all_reduce": lambda: dist.all_reduce(got, group=group),
-            "gather": lambda: dist.gather(given, _parts(got, self.size) if is_root else None, ROOT, group=group),
+            "gather": lambda: dist.gather(
+                given, _parts(got, self.size) if is_root else None, ROOT, group=group
+            ),
             "all_gather": lambda: all_gather_flat(got, given, group=group),
-            "scatter": lambda: dist.scatter(got, _parts(given, self.size) if is_root else None, ROOT, group=group),
+            "scatter": lambda: dist.scatter(
+                got, _parts(given, self.size) if is_root else None, ROOT, group=group
+            ),
             "reduce_scatter": lambda: reduce_scatter_flat(got, given, group=group),
             "all_to_all": lambda: dist.all_to_all_single(got, given, group=group),
             "send_recv": self._pass_on,
@@ -64,14 +77,20 @@ class Collective:
 
     def _pass_on(self) -> None:
         transfers = [
-            dist.P2POp(dist.isend, self.given, group=self.group, group_peer=(self.rank + 1) % self.size),
-            dist.P2POp(dist.irecv, self.got, group=self.group, group_peer=(self.rank - 1) % self.size),
+            dist.P2POp(
+                dist.isend, self.given, group=self.group, group_peer=(self.rank + 1) % self.size
+            ),
+            dist.P2POp(
+                dist.irecv, self.got, group=self.group, group_peer=(self.rank - 1) % self.size
+            ),
         ]
         for work in dist.batch_isend_irecv(transfers):
             work.wait()
 
     def wrong(self) -> int:
-        """Runs once on known values; the number of elements, over all ranks, that are not what they should be."""
+        """Runs once on known values; the number of elements, over all ranks, that are not what they
+        should be.
+        """
         if self.spec.op == "barrier":
             return 0
         if self.got is not self.given:
@@ -85,7 +104,9 @@ class Collective:
         return sum(found)
 
     def _pattern(self, rank: int) -> Tensor:
-        """What `rank` gives, over one period. Small whole numbers: their sums are exact in every type."""
+        """What `rank` gives, over one period. Small whole numbers: their sums are exact in every
+        type.
+        """
         return self._base().roll(37 * rank)
 
     def _base(self) -> Tensor:
@@ -97,7 +118,9 @@ class Collective:
         op, count = self.spec.op, self.got.numel()
         if op in ("reduce", "gather") and self.rank != ROOT:
             return 0
-        total = sum((self._pattern(rank) for rank in range(self.size)), torch.zeros(1, device=self.device))
+        total = sum(
+            (self._pattern(rank) for rank in range(self.size)), torch.zeros(1, device=self.device)
+        )
         match op:
             case "all_reduce" | "reduce":
                 return _differing(self.got, total, 0)
@@ -109,7 +132,8 @@ class Collective:
                 return _differing(self.got, self._pattern(ROOT), self.rank * count)
             case "send_recv":
                 return _differing(self.got, self._pattern((self.rank - 1) % self.size), 0)
-        # gather, all_gather: part s is rank s's; all_to_all: part s is what rank s has for this rank.
+        # gather, all_gather: part s is rank s's; all_to_all: part s is what rank s has for this
+        # rank.
         parts = enumerate(_parts(self.got, self.size))
         where = {source: self.rank if op == "all_to_all" else source for source in range(self.size)}
         return sum(_differing(part, self._pattern(s), where[s] * part.numel()) for s, part in parts)
@@ -140,19 +164,25 @@ def _differing(tensor: Tensor, pattern: Tensor, offset: int) -> int:
 def time_collective(collective: Collective) -> tuple[list[float], int]:
     """Milliseconds of one operation, one value a batch, and the operations in a batch.
 
-    pipelined  a batch's operations are enqueued without waiting, and its time is divided by their number
+    pipelined  a batch's operations are enqueued without waiting, and its time is divided by their
+               number
     blocking   a batch is one operation and the wait for its end, on the host's clock
     graph      a batch is the replay of one CUDA graph that holds its operations
 
-    Each batch follows an untimed operation, so that ranks begin it together. All ranks time as many.
+    Each batch follows an untimed operation, so that ranks begin it together. All ranks time as
+    many.
     """
     spec = collective.spec
     for _ in range(max(1, spec.warmup)):
         collective.run()
-    estimate = _agreed(statistics.median(_batch(collective.run, 1, collective.device) for _ in range(2)))
+    estimate = _agreed(
+        statistics.median(_batch(collective.run, 1, collective.device) for _ in range(2))
+    )
     budget = spec.seconds * 1e3
     operations = (
-        1 if spec.timing == "blocking" else max(1, min(spec.iterations, int(budget / LEAST_BATCHES / estimate)))
+        1
+        if spec.timing == "blocking"
+        else max(1, min(spec.iterations, int(budget / LEAST_BATCHES / estimate)))
     )
     batches = max(LEAST_BATCHES, min(MOST_BATCHES, int(budget / (operations * estimate))))
     if spec.timing == "graph":
@@ -161,7 +191,9 @@ def time_collective(collective: Collective) -> tuple[list[float], int]:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return [clock(collective.run, operations, collective.device) for _ in range(batches)], operations
+        return [
+            clock(collective.run, operations, collective.device) for _ in range(batches)
+        ], operations
     finally:
         if was_enabled:
             gc.enable()

@@ -10,7 +10,9 @@ import torch
 
 
 def resolve(name: str) -> torch.device:
-    """The torch device of a name; "auto" is the accelerator if there is one. Raises ValueError if it is not there."""
+    """The torch device of a name; "auto" is the accelerator if there is one. Raises ValueError if
+    it is not there.
+    """
     if name == "auto":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
@@ -19,9 +21,15 @@ def resolve(name: str) -> torch.device:
         raise ValueError(f"device is {name!r}; choose cpu, cuda, cuda:N, mps or auto") from None
     if device.type not in ("cpu", "cuda", "mps"):
         raise ValueError(f"device is {name!r}; choose cpu, cuda, cuda:N, mps or auto")
-    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    count = {
+        "cpu": 1,
+        "cuda": torch.cuda.device_count(),
+        "mps": int(torch.backends.mps.is_available()),
+    }
     if (device.index or 0) >= count[device.type]:
-        raise ValueError(f"device {name!r} is not there: {device.type} devices on this machine: {count[device.type]}")
+        raise ValueError(
+            f"device {name!r} is not there: {device.type} devices on this machine: {count[device.type]}"
+        )
     return device
 
 
@@ -39,7 +47,8 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """`peak_bytes`, the most that tensors held since the reset (CUDA), or `resident_peak_bytes`, of the process (CPU).
+    """`peak_bytes`, the most that tensors held since the reset (CUDA), or `resident_peak_bytes`, of
+    the process (CPU).
 
     Nothing where neither is known.
     """
@@ -60,20 +69,31 @@ def allocated_memory(device: torch.device) -> int | None:
 
 
 def available_host_bytes() -> int | None:
-    """Memory this process may still take before the machine or its control group is full; None where unknown."""
+    """Memory this process may still take before the machine or its control group is full; None
+    where unknown.
+    """
     limits = []
     try:
         with open("/proc/meminfo") as lines:
-            limits += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-        with open("/sys/fs/cgroup/memory.max") as most, open("/sys/fs/cgroup/memory.current") as current:
-            limits += [int(text) - int(current.read()) for text in [most.read().strip()] if text != "max"]
+            limits += [
+                int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")
+            ]
+        with (
+            open("/sys/fs/cgroup/memory.max") as most,
+            open("/sys/fs/cgroup/memory.current") as current,
+        ):
+            limits += [
+                int(text) - int(current.read()) for text in [most.read().strip()] if text != "max"
+            ]
     except OSError:
         pass
     return min(limits, default=None)
 
 
 def limit_host_memory() -> None:
-    """Makes an allocation beyond the free memory fail here, rather than have the kernel kill some process."""
+    """Makes an allocation beyond the free memory fail here, rather than have the kernel kill some
+    process.
+    """
     free = available_host_bytes()
     if free is None:
         return
@@ -87,7 +107,9 @@ def require_host_memory(least_bytes: int) -> None:
     """Raises MemoryError, before hours of paging, if that many bytes are not free."""
     free = available_host_bytes()
     if free is not None and least_bytes > free:
-        raise MemoryError(f"needs at least {least_bytes / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free")
+        raise MemoryError(
+            f"needs at least {least_bytes / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free"
+        )
 
 
 # How libraries say it in errors that are no torch.OutOfMemoryError.
@@ -100,7 +122,9 @@ _MEMORY_PHRASES = (
 
 
 def out_of_memory_reason(error: BaseException | None) -> str | None:
-    """One sentence if the error, or one that caused it, says that memory ran out; None for any other error."""
+    """One sentence if the error, or one that caused it, says that memory ran out; None for any
+    other error.
+    """
     while error is not None:
         message = str(error)
         if isinstance(error, MemoryError):
@@ -112,7 +136,9 @@ def out_of_memory_reason(error: BaseException | None) -> str | None:
 
 
 def _wanted(message: str) -> str:
-    """How much the failed allocation asked for, with a blank before it; empty if the message does not say."""
+    """How much the failed allocation asked for, with a blank before it; empty if the message does
+    not say.
+    """
     wanted = re.search(r"[Tt]ried to allocate ([\d.]+) ?(\w+)", message)
     if wanted is None:
         return ""

@@ -11,7 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """what: "parameter", "output", "logits", "loss" or "gradient"; `path` names the parameter or the module."""
+    """what: "parameter", "output", "logits", "loss" or "gradient"; `path` names the parameter or
+    the module.
+    """
 
     what: str
     path: str
@@ -20,8 +22,11 @@ class Found:
     shape: tuple[int, ...]
 
 
-def probe(module: nn.Module, forward: Callable[[], Tensor], backward: Callable[[Tensor], None]) -> list[Found]:
-    """Runs forward and backward once, and tells the type of all that they make, in the order in which it is made.
+def probe(
+    module: nn.Module, forward: Callable[[], Tensor], backward: Callable[[Tensor], None]
+) -> list[Found]:
+    """Runs forward and backward once, and tells the type of all that they make, in the order in
+    which it is made.
 
     Compiled parts show no outputs: probe the module uncompiled.
     """
@@ -41,7 +46,11 @@ def probe(module: nn.Module, forward: Callable[[], Tensor], backward: Callable[[
             handle.remove()
     found.append(told("loss", "", loss, type(module).__name__))
     backward(loss)
-    found += [told("gradient", path, p.grad, owner) for path, p, owner in _parameters(module) if p.grad is not None]
+    found += [
+        told("gradient", path, p.grad, owner)
+        for path, p, owner in _parameters(module)
+        if p.grad is not None
+    ]
     return found
 
 
@@ -58,8 +67,9 @@ def told(what: str, path: str, tensor: Tensor, module: str) -> Found:
 def accumulation(device: torch.device) -> dict[str, float]:
     """1000 times 0.01 added up in four ways: what each type of sum and of summand makes of 10.
 
-    0.01 is no binary fraction: fp32 holds 0.00999999978, fp16 0.01000213623. The sum of the second is 10.0021 however
-    finely it is added; a sum in fp16 is rounded to its 0.0078 steps beyond 8 besides.
+    0.01 is no binary fraction: fp32 holds 0.00999999978, fp16 0.01000213623. The sum of the second
+    is 10.0021 however finely it is added; a sum in fp16 is rounded to its 0.0078 steps beyond 8
+    besides.
     """
 
     def total(sum_dtype: torch.dtype, term_dtype: torch.dtype, cast: bool) -> float:

@@ -17,15 +17,17 @@ from stepgauge.runtime import extension as native
 def environment(device: torch.device) -> dict[str, Any]:
     """What a reader needs to judge or repeat a figure that was measured on this device.
 
-    "native" is there where an operation has a path in C++: who served the calls that were timed last. A sweep adds what
-    stood in for kernels (spec/ours.py).
+    "native" is there where an operation has a path in C++: who served the calls that were timed
+    last. A sweep adds what stood in for kernels (spec/ours.py).
     """
     served = native.served()
     return {
         "device": device_name(device),
         "device_bytes": _device_bytes(device),
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "os": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -70,7 +72,8 @@ def _version(package: str) -> str | None:
 
 @functools.cache
 def _commit() -> str | None:
-    """The commit of the source tree this package runs from, with + when files differ from it; None if installed.
+    """The commit of the source tree this package runs from, with + when files differ from it; None
+    if installed.
 
     A copy without its repository is told by the environment variable STEPGAUGE_COMMIT.
     """
@@ -79,8 +82,19 @@ def _commit() -> str | None:
     root = Path(stepgauge.__file__).parents[2]
     if not (root / ".git").exists():
         return None
-    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--abbrev=12",
+        "--exclude=*",
+        "--dirty=+",
+    ]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

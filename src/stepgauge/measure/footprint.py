@@ -28,4 +28,9 @@ def gradient_bytes(module: nn.Module) -> int:
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Of the state that this rank keeps, also where the optimizer wraps another one."""
     inner = getattr(optimizer, "optim", optimizer)  # torch's ZeroRedundancyOptimizer
-    return bytes_of(value for values in inner.state.values() for value in values.values() if isinstance(value, Tensor))
+    return bytes_of(
+        value
+        for values in inner.state.values()
+        for value in values.values()
+        if isinstance(value, Tensor)
+    )

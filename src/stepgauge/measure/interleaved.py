@@ -29,11 +29,12 @@ def time_alternately(
 ) -> tuple[dict[str, list[float]], dict[str, Exception]]:
     """Milliseconds of each call, one value a repeat, and what those that raised have raised.
 
-    Each call is repeated for `seconds` in all, at least once a round, split over `rounds` in which every call has its
-    turn, after a first call that is not timed; what that has begun to build in the background is waited for. On CUDA
-    this is triton.testing.do_bench: events around a call, the L2 cache overwritten before it, so that what the host
-    takes to launch shows where it is longer than that. Elsewhere it is the host's clock. `around` are contexts, entered
-    before a call's turn and left after it. One that raises is out from there on.
+    Each call is repeated for `seconds` in all, at least once a round, split over `rounds` in which
+    every call has its turn, after a first call that is not timed; what that has begun to build in
+    the background is waited for. On CUDA this is triton.testing.do_bench: events around a call, the
+    L2 cache overwritten before it, so that what the host takes to launch shows where it is longer
+    than that. Elsewhere it is the host's clock. `around` are contexts, entered before a call's turn
+    and left after it. One that raises is out from there on.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     failures: dict[str, Exception] = {}
@@ -47,7 +48,8 @@ def time_alternately(
                     with around.get(name, contextlib.nullcontext)():
                         times[name] += clock(calls[name], device, seconds / rounds)
                 except Exception as error:
-                    failures[name] = error.with_traceback(None)  # a traceback holds the tensors of its frames
+                    # a traceback holds the tensors of its frames
+                    failures[name] = error.with_traceback(None)
     finally:
         if was_enabled:
             gc.enable()
@@ -61,7 +63,9 @@ def _device_times(call: Call, device: torch.device, seconds: float) -> list[floa
         call()
         native.settle()
         with native.counted():
-            return do_bench(call, warmup=WARMUP_SHARE * seconds * 1e3, rep=seconds * 1e3, return_mode="all")
+            return do_bench(
+                call, warmup=WARMUP_SHARE * seconds * 1e3, rep=seconds * 1e3, return_mode="all"
+            )
 
 
 def _host_times(call: Call, device: torch.device, seconds: float) -> list[float]:

@@ -19,7 +19,9 @@ from stepgauge.measure.timing import Phases, clock_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Steps that pass unprofiled, steps in which the profiler warms up, recorded steps, and how often all that."""
+    """Steps that pass unprofiled, steps in which the profiler warms up, recorded steps, and how
+    often all that.
+    """
 
     wait: int = 1
     warmup: int = 2
@@ -45,11 +47,13 @@ def profile_phases(
 ) -> tuple[list[Path], dict[str, list[float]]]:
     """Runs the phases under the profiler; one gzipped Chrome trace a cycle in the folder.
 
-    Gives the traces' paths and, by the stopwatch's own clock, the milliseconds of each phase of the recorded steps.
-    Shapes are recorded; Python stacks with `stacks`, which costs the host much more.
+    Gives the traces' paths and, by the stopwatch's own clock, the milliseconds of each phase of the
+    recorded steps. Shapes are recorded; Python stacks with `stacks`, which costs the host much
+    more.
 
-    kernels_alone  of a GPU record what ran on it and the driver's calls: no operations, ranges or marks of steps, so
-                   that the host launches nearly as it does unwatched. Of a CPU nothing would be left: no change there
+    kernels_alone  of a GPU record what ran on it and the driver's calls: no operations, ranges or
+                   marks of steps, so that the host launches nearly as it does unwatched. Of a CPU
+                   nothing would be left: no change there
     """
     without_marks()
     nvtx = device.type == "cuda"
@@ -59,7 +63,9 @@ def profile_phases(
     written: list[Path] = []
 
     def write(profiler: profile) -> None:
-        written.append(folder / (f"trace-{len(written)}.json.gz" if schedule.repeat > 1 else "trace.json.gz"))
+        written.append(
+            folder / (f"trace-{len(written)}.json.gz" if schedule.repeat > 1 else "trace.json.gz")
+        )
         _export(profiler, written[-1])
 
     with (
@@ -70,7 +76,9 @@ def profile_phases(
             on_trace_ready=write,
             record_shapes=True,
             with_stack=stacks,
-            experimental_config=torch._C._profiler._ExperimentalConfig(verbose=True) if stacks else None,
+            experimental_config=torch._C._profiler._ExperimentalConfig(verbose=True)
+            if stacks
+            else None,
         ) as profiler,
     ):
         # It warns that a cycle's events end with the cycle: they are in the cycle's trace.
@@ -86,9 +94,11 @@ def profile_phases(
 
 
 def without_marks() -> None:
-    """Keeps the profiler's own marks, lines of "USDT:", from standard error; KINETO_LOG_LEVEL=0 to 5 shows all.
+    """Keeps the profiler's own marks, lines of "USDT:", from standard error; KINETO_LOG_LEVEL=0 to
+    5 shows all.
 
-    Its library reads the variable at its first use, and has no level between errors and these marks.
+    Its library reads the variable at its first use, and has no level between errors and these
+    marks.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
@@ -96,7 +106,9 @@ def without_marks() -> None:
 def _activities(device: torch.device, *, kernels_alone: bool) -> list[ProfilerActivity]:
     if device.type != "cuda":
         return [ProfilerActivity.CPU]
-    return [ProfilerActivity.CUDA] if kernels_alone else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    return (
+        [ProfilerActivity.CUDA] if kernels_alone else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    )
 
 
 def _ranged(name: str, phase: Callable[[], None], nvtx: bool) -> Callable[[], None]:

@@ -1,4 +1,6 @@
-"""Names for the parts of a model and of a step, in the profiler's trace and, on CUDA, in nsys and ncu as well."""
+"""Names for the parts of a model and of a step, in the profiler's trace and, on CUDA, in nsys and
+ncu as well.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,7 +22,8 @@ def named(name: str, *, nvtx: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def module_ranges(module: nn.Module, *, nvtx: bool) -> Iterator[None]:
-    """Inside, every submodule's forward is a range of its qualified name, and so is what the code marks itself.
+    """Inside, every submodule's forward is a range of its qualified name, and so is what the code
+    marks itself.
 
     Not for a compiled module: what runs there is a graph that has no modules.
     """
@@ -46,4 +49,7 @@ def _hooked(part: nn.Module, name: str, nvtx: bool) -> list[Any]:
     def leave(*_: Any) -> None:
         open_ranges.pop().__exit__(None, None, None)
 
-    return [part.register_forward_pre_hook(enter), part.register_forward_hook(leave, always_call=True)]
+    return [
+        part.register_forward_pre_hook(enter),
+        part.register_forward_hook(leave, always_call=True),
+    ]

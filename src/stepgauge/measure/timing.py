@@ -18,11 +18,12 @@ def time_phases(
 ) -> dict[str, list[float]]:
     """Milliseconds of each phase and of the whole step ("step"), one value a timed step.
 
-    The phases run in order, `warmup` times untimed, then at least `steps` times and for at least `seconds`: the
-    median of a short step needs many, since clocks rise and the host is not alone. On an accelerator, events mark the
-    boundaries on the device's own queue and the host waits once a step, at its end: phases add up to the step and
-    no wait between them is measured. On the CPU the clock is time.perf_counter. What a step has begun to build in the
-    background is waited for before the next one.
+    The phases run in order, `warmup` times untimed, then at least `steps` times and for at least
+    `seconds`: the median of a short step needs many, since clocks rise and the host is not alone.
+    On an accelerator, events mark the boundaries on the device's own queue and the host waits once
+    a step, at its end: phases add up to the step and no wait between them is measured. On the CPU
+    the clock is time.perf_counter. What a step has begun to build in the background is waited for
+    before the next one.
     """
     clock = clock_of(device)
     for _ in range(warmup):

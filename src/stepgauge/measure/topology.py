@@ -13,7 +13,8 @@ from stepgauge.spec.topology import Gpu, Interface, NumaNode, Topology
 SYS = Path("/sys")
 # nvmlDeviceGetTopologyCommonAncestor's levels, by the names of nvidia-smi topo -m.
 _LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
-# Of one link of a generation and one direction, bytes/s: NVIDIA's whitepapers (P100, V100, A100, H100, GB200).
+# Of one link of a generation and one direction, bytes/s: NVIDIA's whitepapers (P100, V100, A100,
+# H100, GB200).
 _NVLINK_BYTES_PER_S = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9, 6: 25e9, 7: 25e9, 8: 50e9}
 
 
@@ -95,9 +96,13 @@ def _ask(nvml: ModuleType, function: Any, *arguments: Any) -> Any:
 
 
 def _nvlinks(nvml: ModuleType, handle: Any) -> tuple[int, float | None]:
-    """Active links, and their bytes a second in one direction together where the generation is known."""
+    """Active links, and their bytes a second in one direction together where the generation is
+    known.
+    """
     active = [
-        link for link in range(nvml.NVML_NVLINK_MAX_LINKS) if _ask(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link)
+        link
+        for link in range(nvml.NVML_NVLINK_MAX_LINKS)
+        if _ask(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link)
     ]
     if not active:
         return 0, None
@@ -107,7 +112,9 @@ def _nvlinks(nvml: ModuleType, handle: Any) -> tuple[int, float | None]:
 
 
 def _link(nvml: ModuleType, first: Any, second: Any, nvlinks: int) -> str:
-    """NVLink where the two can reach each other's memory over it, else the PCIe level where their paths meet."""
+    """NVLink where the two can reach each other's memory over it, else the PCIe level where their
+    paths meet.
+    """
     status = _ask(nvml, nvml.nvmlDeviceGetP2PStatus, first, second, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
     if status == nvml.NVML_P2P_STATUS_OK and nvlinks:
         return f"NV{nvlinks}"
@@ -119,7 +126,9 @@ def _affinity(nvml: ModuleType, handle: Any) -> str:
     words = _ask(nvml, nvml.nvmlDeviceGetCpuAffinity, handle, -(-(os.cpu_count() or 1) // 64))
     if words is None:
         return ""
-    return _ranges([64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1])
+    return _ranges(
+        [64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1]
+    )
 
 
 def _ranges(cores: list[int]) -> str:
@@ -168,7 +177,11 @@ def _number(path: Path) -> int | None:
 
 
 def _cpu() -> str:
-    names = [line.partition(":")[2] for line in _read(Path("/proc/cpuinfo")).splitlines() if "model name" in line]
+    names = [
+        line.partition(":")[2]
+        for line in _read(Path("/proc/cpuinfo")).splitlines()
+        if "model name" in line
+    ]
     return names[0].strip() if names else platform.machine()
 
 

@@ -1,4 +1,6 @@
-"""Executes schedules of moves (spec.broadcast): on GPUs with streams and peer copies, elsewhere between processes."""
+"""Executes schedules of moves (spec.broadcast): on GPUs with streams and peer copies, elsewhere
+between processes.
+"""
 
 import contextlib
 import statistics
@@ -34,7 +36,9 @@ class Engine(Protocol):
 
 def host_tensor(size: int) -> Tensor:
     """Known bytes in memory as it comes."""
-    base = torch.randint(256, (min(size, _PATTERN),), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    base = torch.randint(
+        256, (min(size, _PATTERN),), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     tensor = torch.empty(size, dtype=torch.uint8)
     for start in range(0, size, _PATTERN):
         piece = tensor[start : start + _PATTERN]
@@ -91,7 +95,9 @@ class GpuEngine:
     def __init__(self, size: int, gpus: int, block: int):
         self.host = _Host(size, block, pin=True)
         self.devices = [torch.device("cuda", g) for g in range(gpus)]
-        self.tensors = [torch.zeros(size, dtype=torch.uint8, device=device) for device in self.devices]
+        self.tensors = [
+            torch.zeros(size, dtype=torch.uint8, device=device) for device in self.devices
+        ]
         self.lanes: dict[tuple[str | int, str | int], list[torch.cuda.Stream]] = {}
 
     def run(self, schedule: Schedule) -> None:
@@ -103,7 +109,9 @@ class GpuEngine:
         self.meet()
 
     def _start(self, move: Move, after: list[torch.cuda.Event | None]) -> torch.cuda.Event | None:
-        """Enqueues the move behind the events; a copy on the host is done here and now, and has no event."""
+        """Enqueues the move behind the events; a copy on the host is done here and now, and has no
+        event.
+        """
         source, target = (self._part(place, move) for place in (move.source, move.target))
         waited = [event for event in after if event is not None]
         if isinstance(move.target, str):
@@ -171,7 +179,9 @@ class ProcessEngine:
         self.meet()
 
     def _start(self, move: Move) -> dist.Work | None:
-        source, target = (0 if isinstance(place, str) else place + 1 for place in (move.source, move.target))
+        source, target = (
+            0 if isinstance(place, str) else place + 1 for place in (move.source, move.target)
+        )
         if source == target == self.rank:
             self._part(move.target, move).copy_(self._part(move.source, move))
         elif source == self.rank:
@@ -181,7 +191,11 @@ class ProcessEngine:
         return None
 
     def _part(self, place: str | int, move: Move) -> Tensor:
-        return self.host.part(place, move) if isinstance(place, str) else self.tensor[move.start : move.stop]
+        return (
+            self.host.part(place, move)
+            if isinstance(place, str)
+            else self.tensor[move.start : move.stop]
+        )
 
     def clear(self) -> None:
         self.tensor.zero_()

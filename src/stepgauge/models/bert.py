@@ -1,8 +1,10 @@
-"""BERT (Devlin et al. 2019): an encoder that sees the whole sequence, and the masked-language-model loss on it.
+"""BERT (Devlin et al. 2019): an encoder that sees the whole sequence, and the masked-language-model
+loss on it.
 
 Every sequence fills its length: there is no padding and no mask over it.
 
-Legend: B batch, T sequence, D model width, H heads, W head width, F feed-forward width, V vocabulary.
+Legend: B batch, T sequence, D model width, H heads, W head width, F feed-forward width, V
+vocabulary.
 """
 
 import torch
@@ -25,7 +27,8 @@ class Bert(nn.Module):
     def __init__(self, spec: BertSpec, *, device: torch.device | None = None, pooler: bool = True):
         super().__init__()
         self.spec = spec
-        self.through_blocks: Through = in_order  # or one that keeps less for backward: models.checkpointing
+        # or one that keeps less for backward: models.checkpointing
+        self.through_blocks: Through = in_order
         self.tokens = nn.Embedding(spec.vocab_size, spec.d_model, device=device)
         self.positions = nn.Embedding(spec.num_positions, spec.d_model, device=device)
         self.types = nn.Embedding(NUM_TYPES, spec.d_model, device=device)
@@ -46,7 +49,11 @@ class Bert(nn.Module):
 
     def encode(self, tokens_BT: Tensor, types_BT: Tensor | None) -> Tensor:
         types_BT = torch.zeros_like(tokens_BT) if types_BT is None else types_BT
-        x_BTD = self.tokens(tokens_BT) + self.types(types_BT) + self.positions.weight[: tokens_BT.shape[1]]
+        x_BTD = (
+            self.tokens(tokens_BT)
+            + self.types(types_BT)
+            + self.positions.weight[: tokens_BT.shape[1]]
+        )
         return self.through_blocks(self.blocks, self.dropout(self.norm(x_BTD)), None)
 
     def forward(self, tokens_BT: Tensor, types_BT: Tensor | None = None) -> Tensor:
@@ -60,7 +67,8 @@ class Bert(nn.Module):
 
 
 class BertForMaskedLM(Bert):
-    """`forward(tokens_BT, None, types_BT)` gives logits_BTV; with targets_BT the mean loss over the masked tokens.
+    """`forward(tokens_BT, None, types_BT)` gives logits_BTV; with targets_BT the mean loss over the
+    masked tokens.
 
     Without types_BT all tokens are of the first type. The output matrix is the token embedding.
     """
@@ -80,7 +88,9 @@ class BertForMaskedLM(Bert):
         logits_BTV = self.head(self.transform_norm(F.gelu(self.transform(hidden_BTD))))
         if targets_BT is None:
             return logits_BTV
-        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=NOT_MASKED)
+        return F.cross_entropy(
+            logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=NOT_MASKED
+        )
 
 
 class Block(nn.Module):
@@ -100,7 +110,9 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention over the whole sequence; query, key and value projections are one matrix product."""
+    """Multi-head attention over the whole sequence; query, key and value projections are one matrix
+    product.
+    """
 
     def __init__(self, spec: BertSpec, device: torch.device | None):
         super().__init__()

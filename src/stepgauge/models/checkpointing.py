@@ -1,4 +1,5 @@
-"""Activation checkpointing: backward computes again what forward then need not keep (Chen et al. 2016).
+"""Activation checkpointing: backward computes again what forward then need not keep (Chen et al.
+2016).
 
 Legend: B batch, T sequence, D model width. A block is called as block(x_BTD, rotation).
 """
@@ -26,11 +27,23 @@ def in_order(blocks: Blocks, x_BTD: Tensor, rotation: Any) -> Tensor:
     return x_BTD
 
 
-def in_parts(blocks: Blocks, x_BTD: Tensor, rotation: Any, *, size: int, through: Through, **settings: Any) -> Tensor:
-    """Keeps the input of every `size` blocks and nothing else; backward runs them again, `through` them."""
+def in_parts(
+    blocks: Blocks, x_BTD: Tensor, rotation: Any, *, size: int, through: Through, **settings: Any
+) -> Tensor:
+    """Keeps the input of every `size` blocks and nothing else; backward runs them again, `through`
+    them.
+    """
     for part in _parts(list(blocks), size):
         # The model draws no random numbers: there is no state to keep for the second time.
-        x_BTD = checkpoint(through, part, x_BTD, rotation, use_reentrant=False, preserve_rng_state=False, **settings)
+        x_BTD = checkpoint(
+            through,
+            part,
+            x_BTD,
+            rotation,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            **settings,
+        )
     return x_BTD
 
 
@@ -58,18 +71,26 @@ def _costly() -> frozenset[Any]:
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _costly() else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE if operator in _costly() else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 def through_blocks(checkpointing: str, size: int) -> Through:
-    """How the model goes through its blocks, by a name of CHECKPOINTING; `size` blocks are computed again together.
+    """How the model goes through its blocks, by a name of CHECKPOINTING; `size` blocks are computed
+    again together.
 
-    nested computes them again one by one: of the part only the blocks' inputs are held, for a third forward.
+    nested computes them again one by one: of the part only the blocks' inputs are held, for a third
+    forward.
     """
     if checkpointing == "none":
         return in_order
     if checkpointing == "selective":
         contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
         return functools.partial(in_parts, size=size, through=in_order, context_fn=contexts)
-    inner = functools.partial(in_parts, size=1, through=in_order) if checkpointing == "nested" else in_order
+    inner = (
+        functools.partial(in_parts, size=1, through=in_order)
+        if checkpointing == "nested"
+        else in_order
+    )
     return functools.partial(in_parts, size=size, through=inner)

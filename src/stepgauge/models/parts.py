@@ -28,7 +28,9 @@ NORM_EPSILON = 1e-5
 
 
 class EagerRMSNorm(nn.Module):
-    """y = x / sqrt(mean(x²) + eps) · weight, one torch operation a term, computed in fp32 (Zhang & Sennrich 2019)."""
+    """y = x / sqrt(mean(x²) + eps) · weight, one torch operation a term, computed in fp32 (Zhang &
+    Sennrich 2019).
+    """
 
     def __init__(
         self,
@@ -61,7 +63,9 @@ def eager_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
         return weights_BHTT @ v_BHTD
 
 
-def sdpa(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *, backend: SDPBackend | None = None) -> Tensor:
+def sdpa(
+    q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *, backend: SDPBackend | None = None
+) -> Tensor:
     """torch's scaled_dot_product_attention, on one named backend or on the one that torch picks."""
     if backend is None:
         return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
@@ -113,7 +117,9 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def build_optimizer(name: str, parameters: Any, **settings: Any) -> torch.optim.Optimizer:
-    """The optimizer of that name; settings that the class does not take (betas of SGD) are left out."""
+    """The optimizer of that name; settings that the class does not take (betas of SGD) are left
+    out.
+    """
     build = OPTIMIZERS[name]
     if name == "sgd":
         settings.pop("betas", None)

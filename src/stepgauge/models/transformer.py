@@ -1,6 +1,7 @@
 """A decoder-only Transformer language model, built from a ModelSpec and the parts that it names.
 
-Legend: B batch, T sequence, D model width, H heads, W head width, F feed-forward width, V vocabulary.
+Legend: B batch, T sequence, D model width, H heads, W head width, F feed-forward width, V
+vocabulary.
 """
 
 import math
@@ -19,16 +20,21 @@ ROPE_BASE = 10_000.0  # Su et al. 2021, RoFormer
 
 
 class TransformerLM(nn.Module):
-    """Pre-norm decoder. `forward(tokens_BT)` gives logits_BTV, `forward(tokens_BT, targets_BT)` the mean loss."""
+    """Pre-norm decoder. `forward(tokens_BT)` gives logits_BTV, `forward(tokens_BT, targets_BT)` the
+    mean loss.
+    """
 
     def __init__(self, spec: ModelSpec, *, device: torch.device | None = None):
         super().__init__()
         self.spec = spec
         self.compute_loss = LOSSES[spec.loss]
-        self.through_blocks: Through = in_order  # or one that keeps less for backward: models.checkpointing
+        # or one that keeps less for backward: models.checkpointing
+        self.through_blocks: Through = in_order
         self.embedding = nn.Embedding(spec.vocab_size, spec.d_model, device=device)
         self.positions = (
-            nn.Embedding(spec.context_length, spec.d_model, device=device) if spec.positions == "learned" else None
+            nn.Embedding(spec.context_length, spec.d_model, device=device)
+            if spec.positions == "learned"
+            else None
         )
         self.blocks = nn.ModuleList(Block(spec, device) for _ in range(spec.num_layers))
         self.norm = NORMS[spec.norm](spec.d_model, device=device)
@@ -45,11 +51,15 @@ class TransformerLM(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Normal weights of deviation 0.02; those that write to the residual stream smaller by sqrt(2L) (GPT-2)."""
+        """Normal weights of deviation 0.02; those that write to the residual stream smaller by
+        sqrt(2L) (GPT-2).
+        """
         residual = 0.02 / math.sqrt(2 * self.spec.num_layers)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                parameter.normal_(std=residual if name.endswith(("output.weight", "down.weight")) else 0.02)
+                parameter.normal_(
+                    std=residual if name.endswith(("output.weight", "down.weight")) else 0.02
+                )
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         x_BTD = self.embedding(tokens_BT)
@@ -133,28 +143,38 @@ FEED_FORWARDS = {"swiglu": SwiGLU, "gelu": GELU}
 
 
 def rotary_tables(length: int, width: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
-    """cos_TW and sin_TW of angle t · base^(-2i/W), both halves of a head alike; the first half's sine is negated."""
+    """cos_TW and sin_TW of angle t · base^(-2i/W), both halves of a head alike; the first half's
+    sine is negated.
+    """
     device = device or torch.get_default_device()
     # On the host, since not every accelerator has float64.
     exponent = torch.arange(0, width, 2, device="cpu", dtype=torch.float64) / width
     angle = torch.arange(length, device="cpu", dtype=torch.float64)[:, None] * ROPE_BASE**-exponent
     cos, sin = angle.cos(), angle.sin()
-    return torch.cat((cos, cos), -1).float().to(device), torch.cat((-sin, sin), -1).float().to(device)
+    return torch.cat((cos, cos), -1).float().to(device), torch.cat((-sin, sin), -1).float().to(
+        device
+    )
 
 
 def rotate(x_BHTW: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + W/2). A roll swaps the halves and the table holds the sign: three kernels."""
+    """Rotates the pairs (i, i + W/2). A roll swaps the halves and the table holds the sign: three
+    kernels.
+    """
     return torch.addcmul(x_BHTW * cos_TW, x_BHTW.roll(x_BHTW.shape[-1] // 2, -1), sin_TW)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The type that a linear layer gives here: autocast's where it is on, the tensor's own elsewhere."""
+    """The type that a linear layer gives here: autocast's where it is on, the tensor's own
+    elsewhere.
+    """
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def compiled(model: TransformerLM, mode: str) -> nn.Module:
-    """The model, compiled as one of COMPILE_MODES says. "blocks" compiles each block: quicker to compile."""
+    """The model, compiled as one of COMPILE_MODES says. "blocks" compiles each block: quicker to
+    compile.
+    """
     if mode == "off":
         return model
     if mode == "blocks":

@@ -17,28 +17,42 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 Group = dist.ProcessGroup | None
 
 
-def all_gather_flat(output: Tensor, input: Tensor, group: Group = None, async_op: bool = False) -> dist.Work | None:
+def all_gather_flat(
+    output: Tensor, input: Tensor, group: Group = None, async_op: bool = False
+) -> dist.Work | None:
     """Every rank's input, one after another, into every rank's output of N times its size."""
     return _all_gather(output, input, group=group, async_op=async_op)
 
 
 def reduce_scatter_flat(
-    output: Tensor, input: Tensor, group: Group = None, async_op: bool = False, op: Any = dist.ReduceOp.SUM
+    output: Tensor,
+    input: Tensor,
+    group: Group = None,
+    async_op: bool = False,
+    op: Any = dist.ReduceOp.SUM,
 ) -> dist.Work | None:
     """The sum (or what `op` says) over ranks of the N-th part that is this rank's."""
     return _reduce_scatter(output, input, op=op, group=group, async_op=async_op)
 
 
 def all_reduce_of(message: Tensor, operation: Any, group: dist.ProcessGroup) -> dist.Work:
-    """The work of an all-reduce in place: dist.all_reduce without the checks that cost as much again as its launch."""
+    """The work of an all-reduce in place: dist.all_reduce without the checks that cost as much
+    again as its launch.
+    """
     return group.allreduce([message], _options_of(operation))
 
 
-def all_reduce_list(messages: Sequence[Tensor], operation: Any, group: dist.ProcessGroup) -> dist.Work:
-    """The same of several tensors of one type and device: over NCCL one launch, and nothing is packed."""
+def all_reduce_list(
+    messages: Sequence[Tensor], operation: Any, group: dist.ProcessGroup
+) -> dist.Work:
+    """The same of several tensors of one type and device: over NCCL one launch, and nothing is
+    packed.
+    """
     if messages[0].is_complex():  # which this collective, unlike that of one tensor, does not take
         messages = [torch.view_as_real(message) for message in messages]
-    return group.allreduce_coalesced(list(messages), _options_of(operation, dist.AllreduceCoalescedOptions))
+    return group.allreduce_coalesced(
+        list(messages), _options_of(operation, dist.AllreduceCoalescedOptions)
+    )
 
 
 @functools.cache
@@ -53,7 +67,8 @@ def launch_together(
 ) -> list[Any]:
     """What each launch of an asynchronous collective gives to wait for.
 
-    Over NCCL they are one kernel, whose work all share: collectives in different directions of a link run at once.
+    Over NCCL they are one kernel, whose work all share: collectives in different directions of a
+    link run at once.
     """
     if len(launches) < 2 or group._get_backend(device).name() != "nccl":
         return [launch() for launch in launches]
@@ -69,9 +84,11 @@ _groups = weakref.WeakKeyDictionary()
 
 
 def group_of(backend: str, *, max_ctas: int = 0) -> dist.ProcessGroup:
-    """All ranks, over the backend. Made once for each setting in the life of a default group; all ranks must call.
+    """All ranks, over the backend. Made once for each setting in the life of a default group; all
+    ranks must call.
 
-    max_ctas  most thread blocks of NCCL's kernels, which then start without queueing; 0: as NCCL does
+    max_ctas  most thread blocks of NCCL's kernels, which then start without queueing; 0: as NCCL
+              does
     """
     world = dist.group.WORLD
     assert world is not None, "collectives run in a process group"

@@ -1,7 +1,9 @@
-"""Data parallel training: each rank computes the gradients of its own batch, and their mean is what all step with.
+"""Data parallel training: each rank computes the gradients of its own batch, and their mean is what
+all step with.
 
-One mechanism, four settings of it. Gradients travel in the buckets of a plan (spec/buckets.py), and a bucket is sent
-either when its last gradient is there, while backward goes on, or when backward has ended:
+One mechanism, four settings of it. Gradients travel in the buckets of a plan (spec/buckets.py), and
+a bucket is sent either when its last gradient is there, while backward goes on, or when backward
+has ended:
 
     NaiveDataParallel        a bucket a gradient, after backward, one after the other
     FlatDataParallel         one bucket for all gradients, after backward
@@ -38,7 +40,8 @@ from stepgauge.parallel.replicas import describe_parameters, prepare_replicas
 from stepgauge.spec.plan.buckets import Bucket, plan_buckets, plan_launches
 
 HOOKS = 2  # of this module's on a parameter
-FIRST_BUCKET_MB = 1.0  # as torch's DistributedDataParallel: communication starts with the first layers of backward
+# as torch's DistributedDataParallel: communication starts with the first layers of backward
+FIRST_BUCKET_MB = 1.0
 
 
 class Sending(TypedDict, total=False):
@@ -51,7 +54,9 @@ class Sending(TypedDict, total=False):
 
 @dataclasses.dataclass
 class Cycle:
-    """One synchronisation of all buckets: what has arrived, what was sent, what is not yet waited for."""
+    """One synchronisation of all buckets: what has arrived, what was sent, what is not yet waited
+    for.
+    """
 
     missing: list[int]  # gradients that a launch still waits for
     arrived: set[str] = dataclasses.field(default_factory=set)
@@ -62,20 +67,23 @@ class Cycle:
 class DataParallel(nn.Module):
     """Averages the gradients of a module over the ranks of a group, bucket by bucket.
 
-    All ranks send the buckets in the plan's order, whatever the order in which gradients arrive: a bucket that is
-    complete early waits for those before it, so that ranks can never wait for each other's different messages.
+    All ranks send the buckets in the plan's order, whatever the order in which gradients arrive: a
+    bucket that is complete early waits for those before it, so that ranks can never wait for each
+    other's different messages.
 
-    A gradient that no rank computed stays None; one that only some ranks computed is averaged with zeros. Buffers
-    are broadcast once, at the start.
+    A gradient that no rank computed stays None; one that only some ranks computed is averaged with
+    zeros. Buffers are broadcast once, at the start.
 
-    transport     "collectives" of the group, or "peer-copies" between the ranks of one machine (peer_copies.py)
-    reduce_dtype  floating type that gradients of wider ones travel and are averaged in. `.grad` holds the widened mean
-                  once gradients are synchronised, and until then may be None: zero_grad before that discards nothing,
-                  also not after an exception
-    packs         copies the gradients of a bucket behind each other also where they could be sent at once as they lie
+    transport     "collectives" of the group, or "peer-copies" between the ranks of one machine
+                  (peer_copies.py)
+    reduce_dtype  floating type that gradients of wider ones travel and are averaged in. `.grad`
+                  holds the widened mean once gradients are synchronised, and until then may be
+                  None: zero_grad before that discards nothing, also not after an exception
+    packs         copies the gradients of a bucket behind each other also where they could be sent
+                  at once as they lie
 
-    Raises DifferentModelsError, on every rank, where the ranks hold different modules; ValueError for a transport that
-    cannot work there, or a reduce_dtype that is not floating.
+    Raises DifferentModelsError, on every rank, where the ranks hold different modules; ValueError
+    for a transport that cannot work there, or a reduce_dtype that is not floating.
     """
 
     def __init__(
@@ -91,7 +99,9 @@ class DataParallel(nn.Module):
     ):
         super().__init__()
         if reduce_dtype is not None and not reduce_dtype.is_floating_point:
-            raise ValueError(f"reduce_dtype is {reduce_dtype}; gradients are averaged in floating types")
+            raise ValueError(
+                f"reduce_dtype is {reduce_dtype}; gradients are averaged in floating types"
+            )
         prepare_replicas(module, group)
         self.module = module
         self.reduce_dtype, self.packs = reduce_dtype, packs
@@ -99,12 +109,15 @@ class DataParallel(nn.Module):
         self.launches = plan_launches(self.buckets)
         self.overlaps = overlaps
         self.averager = _averager(transport, module, group)
-        self.communicates = True  # False leaves the collectives out and keeps all else, to time the rest
+        # False leaves the collectives out and keeps all else, to time the rest
+        self.communicates = True
         self._synchronises = True
         self._begun = False
         self._some_go_unused: bool | None = None  # known after the first synchronisation
         self._by_name: Mapping[str, nn.Parameter] = dict(module.named_parameters())
-        self._parameters_of = [[self._by_name[name] for name in bucket.names] for bucket in self.buckets]
+        self._parameters_of = [
+            [self._by_name[name] for name in bucket.names] for bucket in self.buckets
+        ]
         self._frees = any(bucket.owner is not None for bucket in self.buckets)
         self._owned_means: set[str] = set()
         self._earlier: dict[str, Tensor] = {}
@@ -125,7 +138,9 @@ class DataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add to the gradients of this rank alone; the next one outside sends the sum."""
+        """Backward passes inside add to the gradients of this rank alone; the next one outside
+        sends the sum.
+        """
         before, self._synchronises = self._synchronises, False
         try:
             yield
@@ -133,7 +148,8 @@ class DataParallel(nn.Module):
             self._synchronises = before
 
     def finish_gradient_synchronization(self) -> None:
-        """Sends what is not yet sent and waits for all: on a GPU its stream does, and the host goes on.
+        """Sends what is not yet sent and waits for all: on a GPU its stream does, and the host goes
+        on.
 
         To be called on every rank after the backward passes and before gradients are used.
         """
@@ -143,9 +159,15 @@ class DataParallel(nn.Module):
             self.synchronize_gradients()
 
     def synchronize_gradients(self) -> None:
-        """Sends the buckets that are not yet sent, with the gradients that are there now, and waits."""
+        """Sends the buckets that are not yet sent, with the gradients that are there now, and
+        waits.
+        """
         asks, arrived = self._some_go_unused is not False, self._cycle.arrived
-        present = [name in arrived or self._by_name[name].grad is not None for name in self._launch_of if asks]
+        present = [
+            name in arrived or self._by_name[name].grad is not None
+            for name in self._launch_of
+            if asks
+        ]
         while self._cycle.launched < len(self.launches):
             self._launch_next()
             if not self.overlaps:
@@ -157,21 +179,29 @@ class DataParallel(nn.Module):
         self._begun = False
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scales the averaged gradients so that the norm of all of them is at most `max_norm`; the norm before."""
+        """Scales the averaged gradients so that the norm of all of them is at most `max_norm`; the
+        norm before.
+        """
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
     def _narrow_gradients(self) -> NarrowGradients:
         assert self.reduce_dtype is not None, "there is one"
         narrowed = [index for index in range(len(self.buckets)) if self._is_narrow(index)]
-        names = {self._by_name[name]: name for index in narrowed for name in self.buckets[index].names}
+        names = {
+            self._by_name[name]: name for index in narrowed for name in self.buckets[index].names
+        }
         return NarrowGradients(self.module, self.reduce_dtype, names, own_hooks=HOOKS)
 
     def _new_cycle(self) -> Cycle:
-        return Cycle(missing=[sum(len(self._parameters_of[index]) for index in launch) for launch in self.launches])
+        return Cycle(
+            missing=[
+                sum(len(self._parameters_of[index]) for index in launch) for launch in self.launches
+            ]
+        )
 
     def _watch(self, name: str, launch: int) -> list[RemovableHandle]:
-        # Autograd holds the hooks where the garbage collector does not look: through them the wrapper, and all
-        # weights, would never be freed.
+        # Autograd holds the hooks where the garbage collector does not look: through them the
+        # wrapper, and all weights, would never be freed.
         this = weakref.ref(self)
 
         def before_accumulation(gradient: Tensor | None) -> None:
@@ -180,13 +210,18 @@ class DataParallel(nn.Module):
             if name in wrapper._cycle.arrived or name in wrapper._owned_means:
                 wrapper._make_way(name)
             elif wrapper._earlier and wrapper._by_name[name].grad is None:
-                wrapper._earlier.pop(name, None)  # whoever threw away what came since gives that up too
+                # whoever threw away what came since gives that up too
+                wrapper._earlier.pop(name, None)
             if wrapper._kept is not None and (narrow := wrapper._kept.fetch(name)) is not None:
                 wrapper._take(name, narrow, more_comes=gradient is not None)
 
         def after_accumulation(_: Tensor) -> None:
             # A gradient that was taken in reduce_dtype has arrived already.
-            if (wrapper := this()) is not None and wrapper._synchronises and name not in wrapper._cycle.arrived:
+            if (
+                (wrapper := this()) is not None
+                and wrapper._synchronises
+                and name not in wrapper._cycle.arrived
+            ):
                 wrapper._arrive(name, launch)
 
         parameter = self._by_name[name]
@@ -216,7 +251,9 @@ class DataParallel(nn.Module):
                 self._launch_next()
 
     def _take(self, name: str, gradient: Tensor, *, more_comes: bool) -> None:
-        """A gradient in reduce_dtype that autograd did not add to `.grad`. more_comes: it is about to add another."""
+        """A gradient in reduce_dtype that autograd did not add to `.grad`. more_comes: it is about
+        to add another.
+        """
         parameter = self._by_name[name]
         if parameter.grad is None and self._synchronises and not more_comes:
             self._narrow[name] = gradient
@@ -244,20 +281,28 @@ class DataParallel(nn.Module):
             taken = [self._narrow.pop(name, None) for name in self.buckets[index].names]
             narrow = narrow_gradients(parameters, taken, self.reduce_dtype)
             return [flattened(narrow)] if packs else narrow
-        return [as_one_message(parameters)] if packs else [as_one_message([parameter]) for parameter in parameters]
+        return (
+            [as_one_message(parameters)]
+            if packs
+            else [as_one_message([parameter]) for parameter in parameters]
+        )
 
     def _packs(self, index: int) -> bool:
         bucket, device = self.buckets[index], self._parameters_of[index][0].device
         return self.packs or bucket.owner is not None or not self.averager.takes_lists(device)
 
     def _is_narrow(self, index: int) -> bool:
-        return self.buckets[index].parameters[0].bytes_per_value < self._parameters_of[index][0].element_size()
+        return (
+            self.buckets[index].parameters[0].bytes_per_value
+            < self._parameters_of[index][0].element_size()
+        )
 
     def _send(self, messages: list[list[Tensor]], indices: Sequence[int]) -> list[Launched]:
         if len(messages) == 1:  # nearly always, and a small model's step is the host's
             return [self._send_one(messages[0], indices[0])]
         launches = [
-            functools.partial(self._send_one, message, index) for message, index in zip(messages, indices, strict=True)
+            functools.partial(self._send_one, message, index)
+            for message, index in zip(messages, indices, strict=True)
         ]
         return launch_together(launches, group=self.averager.group, device=messages[0][0].device)
 
@@ -297,10 +342,12 @@ class DataParallel(nn.Module):
 
     @torch.no_grad()
     def _unused_everywhere(self, present: list[bool]) -> list[nn.Parameter]:
-        """The parameters that no rank has a gradient of, `present` saying which this rank had of the planned.
+        """The parameters that no rank has a gradient of, `present` saying which this rank had of
+        the planned.
 
-        The first call asks all ranks whether any parameter goes unused; where none does it need not be called again,
-        and a gradient that is missing then counts as zero. Asking makes the host wait.
+        The first call asks all ranks whether any parameter goes unused; where none does it need not
+        be called again, and a gradient that is missing then counts as zero. Asking makes the host
+        wait.
         """
         parameters = self._planned()
         used = torch.tensor(present, dtype=torch.int32, device=parameters[0].device)
@@ -311,10 +358,16 @@ class DataParallel(nn.Module):
             if not self._some_go_unused:
                 return []
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self.averager.group)
-        return [parameter for parameter, anywhere in zip(parameters, used.tolist(), strict=True) if not anywhere]
+        return [
+            parameter
+            for parameter, anywhere in zip(parameters, used.tolist(), strict=True)
+            if not anywhere
+        ]
 
 
-def _averager(transport: str, module: nn.Module, group: dist.ProcessGroup | None) -> Averager | PeerCopies:
+def _averager(
+    transport: str, module: nn.Module, group: dist.ProcessGroup | None
+) -> Averager | PeerCopies:
     if transport == "collectives":
         return Averager(group)
     if transport != "peer-copies":
@@ -329,14 +382,24 @@ class NaiveDataParallel(DataParallel):
     """All-reduces each gradient after backward, one after the other."""
 
     def __init__(self, module: nn.Module, **sending: Unpack[Sending]):
-        super().__init__(module, buckets=_plan(module, sending, cap_mb=0), overlaps=False, **sending)
+        super().__init__(
+            module, buckets=_plan(module, sending, cap_mb=0), overlaps=False, **sending
+        )
 
 
 class FlatDataParallel(DataParallel):
-    """Packs all gradients into one message (one a dtype and device) and all-reduces it after backward."""
+    """Packs all gradients into one message (one a dtype and device) and all-reduces it after
+    backward.
+    """
 
     def __init__(self, module: nn.Module, **sending: Unpack[Sending]):
-        super().__init__(module, buckets=_plan(module, sending, cap_mb=None), overlaps=False, packs=True, **sending)
+        super().__init__(
+            module,
+            buckets=_plan(module, sending, cap_mb=None),
+            overlaps=False,
+            packs=True,
+            **sending,
+        )
 
 
 class OverlappedDataParallel(DataParallel):
@@ -347,10 +410,11 @@ class OverlappedDataParallel(DataParallel):
 
 
 class BucketedDataParallel(DataParallel):
-    """All-reduces gradients in buckets of `bucket_mb` (10^6 bytes) to less than twice that, during backward.
+    """All-reduces gradients in buckets of `bucket_mb` (10^6 bytes) to less than twice that, during
+    backward.
 
-    `owners` gives the rank, by a parameter's name, that alone receives its gradient: ZeRO 2. On the other ranks the
-    gradient is freed.
+    `owners` gives the rank, by a parameter's name, that alone receives its gradient: ZeRO 2. On the
+    other ranks the gradient is freed.
     """
 
     def __init__(

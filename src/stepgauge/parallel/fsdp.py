@@ -1,12 +1,14 @@
-"""ZeRO 3 for any module: each rank holds a slice of every weight, and whole weights live only while they are used.
+"""ZeRO 3 for any module: each rank holds a slice of every weight, and whole weights live only while
+they are used.
 
-A sharded weight is no longer a parameter of its module but a property: reading it gathers the whole weight from the
-ranks, as an operation of autograd whose backward averages the weight's gradient into the ranks' slices. What backward
-needs of the weight is not kept: autograd's saved-tensor hooks note which weight it was and gather it again. So a whole
-weight is freed as soon as nobody holds it, and nothing has to be known about the modules.
+A sharded weight is no longer a parameter of its module but a property: reading it gathers the whole
+weight from the ranks, as an operation of autograd whose backward averages the weight's gradient
+into the ranks' slices. What backward needs of the weight is not kept: autograd's saved-tensor hooks
+note which weight it was and gather it again. So a whole weight is freed as soon as nobody holds it,
+and nothing has to be known about the modules.
 
-The order in which weights were read is noted; in the next step each read starts gathering the next weights of that
-order, while this one computes.
+The order in which weights were read is noted; in the next step each read starts gathering the next
+weights of that order, while this one computes.
 """
 
 import collections
@@ -27,19 +29,22 @@ from stepgauge.parallel.units import Reductions, Unit
 from stepgauge.parallel.zero import clip_by_whole_norm
 
 HELD = 3  # whole units that are kept after they were read
-PREFETCHED = 4  # units that are gathered ahead: a block's worth, since small matrices hide little of a large one
+# units that are gathered ahead: a block's worth, since small matrices hide little of a large one
+PREFETCHED = 4
 
 
 class FullyShardedDataParallel(nn.Module):
     """Shards the matrices of a module over the ranks; vectors (gains, biases) stay whole on each.
 
-    The weights' slices are parameters in the type that the module was built in, and what an optimizer is to be given:
-    `parameters()`. Slices have two dimensions, so that they are told from vectors as matrices are. With
-    `compute_dtype` weights are gathered, inputs computed and gradients averaged in that type.
+    The weights' slices are parameters in the type that the module was built in, and what an
+    optimizer is to be given: `parameters()`. Slices have two dimensions, so that they are told from
+    vectors as matrices are. With `compute_dtype` weights are gathered, inputs computed and
+    gradients averaged in that type.
 
-    All ranks must use the same weights in the same order; one that is used twice is gathered and averaged twice.
-    Backward passes add up without further ado: each gradient is averaged when it is there. Modules that look at their
-    own class or keep their weights elsewhere (recurrent ones) are not for this wrapper, nor is torch.compile.
+    All ranks must use the same weights in the same order; one that is used twice is gathered and
+    averaged twice. Backward passes add up without further ado: each gradient is averaged when it is
+    there. Modules that look at their own class or keep their weights elsewhere (recurrent ones) are
+    not for this wrapper, nor is torch.compile.
 
     Raises DifferentModelsError, on every rank, where the ranks hold different modules.
     """
@@ -63,11 +68,14 @@ class FullyShardedDataParallel(nn.Module):
             self._shard(module, names, properties)
         self.shards = nn.ParameterList(unit.shard for unit in self._units)
         self._small = dict(module.named_parameters())
-        self._changed: set[str] = set()  # vectors that backward has added to since the last synchronisation
+        # vectors that backward has added to since the last synchronisation
+        self._changed: set[str] = set()
         # Those that are frozen now, and may be trained later, take no hook.
         self._noted = {name for name, parameter in self._small.items() if parameter.requires_grad}
         for name in self._noted:
-            self._small[name].register_post_accumulate_grad_hook(functools.partial(_note, self._changed, name))
+            self._small[name].register_post_accumulate_grad_hook(
+                functools.partial(_note, self._changed, name)
+            )
         if compute_dtype is not None:
             for name in self._small:
                 self._cast_on_read(name, properties)
@@ -80,7 +88,9 @@ class FullyShardedDataParallel(nn.Module):
         self._reads: list[Unit] = []
         self._expected: list[Unit] = []
 
-    def _shard(self, module: nn.Module, names: list[str], properties: dict[nn.Module, dict[str, property]]) -> None:
+    def _shard(
+        self, module: nn.Module, names: list[str], properties: dict[nn.Module, dict[str, property]]
+    ) -> None:
         parameters = [module.get_parameter(name) for name in names]
         described = [describe_parameter(name, p) for name, p in zip(names, parameters, strict=True)]
         unit = Unit(described, parameters, self.averager, self.compute_dtype)
@@ -103,19 +113,30 @@ class FullyShardedDataParallel(nn.Module):
         self._forget()
         self._expected, self._reads = self._reads or self._expected, []
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            return self.module(*map(self._cast, inputs), **{name: self._cast(value) for name, value in named.items()})
+            return self.module(
+                *map(self._cast, inputs),
+                **{name: self._cast(value) for name, value in named.items()},
+            )
 
     def _cast(self, value: Any) -> Any:
-        floating = isinstance(value, Tensor) and value.is_floating_point() and self.compute_dtype is not None
+        floating = (
+            isinstance(value, Tensor)
+            and value.is_floating_point()
+            and self.compute_dtype is not None
+        )
         return value.to(self.compute_dtype) if floating else value
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Changes nothing: a rank has no place to keep whole gradients, so each backward averages its own."""
+        """Changes nothing: a rank has no place to keep whole gradients, so each backward averages
+        its own.
+        """
         yield
 
     def finish_gradient_synchronization(self) -> None:
-        """Waits for the averaged gradients (on a GPU its stream does) and averages those of the vectors."""
+        """Waits for the averaged gradients (on a GPU its stream does) and averages those of the
+        vectors.
+        """
         self._reductions.finish()
         self._forget()
         kinds = collections.defaultdict(list)
@@ -127,50 +148,72 @@ class FullyShardedDataParallel(nn.Module):
         self._changed.clear()
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scales the gradients so that the norm of all of them is at most `max_norm`; the norm before."""
+        """Scales the gradients so that the norm of all of them is at most `max_norm`; the norm
+        before.
+        """
         slices = [shard.grad for shard in self.shards if shard.grad is not None]
         whole = [p.grad for p in self._small.values() if p.grad is not None]
-        return clip_by_whole_norm(slices, max_norm, self.averager.group, self._device(), replicated=whole)
+        return clip_by_whole_norm(
+            slices, max_norm, self.averager.group, self._device(), replicated=whole
+        )
 
     def _device(self) -> torch.device:
         return next(self.parameters()).device
 
     @torch.no_grad()
     def full_parameters(self) -> dict[str, Tensor]:
-        """Every parameter whole, by its name in the module, in the type that it is kept in; on every rank."""
+        """Every parameter whole, by its name in the module, in the type that it is kept in; on
+        every rank.
+        """
         whole = {
             name: weight.clone()
             for unit in self._units
-            for name, weight in zip(unit.names, unit.views(unit.gather(unit.shard.dtype)), strict=True)
+            for name, weight in zip(
+                unit.names, unit.views(unit.gather(unit.shard.dtype)), strict=True
+            )
         }
-        return {name: whole[name] if name in whole else self._small[name].detach().clone() for name in self._places}
+        return {
+            name: whole[name] if name in whole else self._small[name].detach().clone()
+            for name in self._places
+        }
 
     @torch.no_grad()
     def full_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Model and optimizer whole, by the parameters' names, as one process alone would have them.
+        """Model and optimizer whole, by the parameters' names, as one process alone would have
+        them.
 
-        On the host of rank 0; the other ranks, which must call it too, get nothing. A device holds the weights that are
-        gathered together, or one value of their state, more at a time.
+        On the host of rank 0; the other ranks, which must call it too, get nothing. A device holds
+        the weights that are gathered together, or one value of their state, more at a time.
         """
         model: dict[str, Any] = dict.fromkeys(self._places)
         state: dict[str, dict[str, Any]] = {name: {} for name in self._places}
         for parameter, names, unit in self._kept():
-            model.update(zip(names, self._whole_on_first(unit, parameter, parameter.detach()), strict=True))
+            model.update(
+                zip(names, self._whole_on_first(unit, parameter, parameter.detach()), strict=True)
+            )
             for key, value in optimizer.state.get(parameter, {}).items():
-                for name, part in zip(names, self._whole_on_first(unit, parameter, value), strict=True):
+                for name, part in zip(
+                    names, self._whole_on_first(unit, parameter, value), strict=True
+                ):
                     state[name][key] = part
         if dist.get_rank(self.averager.group) != 0:
             return {}
         names_of = {parameter: names for parameter, names, _ in self._kept()}
         groups = [
-            {**group, "params": [name for parameter in group["params"] for name in names_of[parameter]]}
+            {
+                **group,
+                "params": [name for parameter in group["params"] for name in names_of[parameter]],
+            }
             for group in optimizer.param_groups
         ]
         kept = self.module.state_dict().items()
         buffers = {name: _copied_to_host(value) for name, value in kept if name not in self._places}
         return {
             "model": model | buffers,
-            "optimizer": {"state": {n: values for n, values in state.items() if values}, "param_groups": groups},
+            "optimizer": {
+                "state": {n: values for n, values in state.items() if values},
+                "param_groups": groups,
+            },
         }
 
     @torch.no_grad()
@@ -182,16 +225,22 @@ class FullyShardedDataParallel(nn.Module):
             parameter.copy_(self._share(unit, parameter, [state["model"][name] for name in names]))
             states = [given["state"].get(name, {}) for name in names]
             optimizer.state[parameter] = {
-                key: self._share(unit, parameter, [each[key] for each in states]) for key in states[0]
+                key: self._share(unit, parameter, [each[key] for each in states])
+                for key in states[0]
             }
         names_of = {parameter: names for parameter, names, _ in self._kept()}
         for group in optimizer.param_groups:
             for name in itertools.islice((n for p in group["params"] for n in names_of[p]), 1):
-                group.update({key: value for key, value in group_of[name].items() if key != "params"})
-        optimizer.load_state_dict(optimizer.state_dict())  # puts each value where the class wants it
+                group.update(
+                    {key: value for key, value in group_of[name].items() if key != "params"}
+                )
+        # puts each value where the class wants it
+        optimizer.load_state_dict(optimizer.state_dict())
 
     def _kept(self) -> Iterator[tuple[nn.Parameter, list[str], Unit | None]]:
-        """What this rank keeps: each parameter, the names of what is in it, and its unit if it is a slice."""
+        """What this rank keeps: each parameter, the names of what is in it, and its unit if it is a
+        slice.
+        """
         for name, parameter in self._small.items():
             yield parameter, [name], None
         for unit in self._units:
@@ -206,7 +255,9 @@ class FullyShardedDataParallel(nn.Module):
     def _whole_on_first(self, unit: Unit | None, parameter: nn.Parameter, value: Any) -> list[Any]:
         """The same on the host of rank 0, and None on the others."""
         keeps = dist.get_rank(self.averager.group) == 0
-        return [_copied_to_host(part) if keeps else None for part in self._whole(unit, parameter, value)]
+        return [
+            _copied_to_host(part) if keeps else None for part in self._whole(unit, parameter, value)
+        ]
 
     def _share(self, unit: Unit | None, parameter: nn.Parameter, values: list[Any]) -> Any:
         """The inverse: this rank's slice of the weights' values."""
@@ -217,21 +268,32 @@ class FullyShardedDataParallel(nn.Module):
             return first.clone()
         return unit.slice_values([value.to(parameter.device) for value in values])
 
-    def sharded_state_dict(self, state: dict[nn.Parameter, dict[str, Any]] | None = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, state: dict[nn.Parameter, dict[str, Any]] | None = None
+    ) -> dict[str, Any]:
         """Weights, and with an optimizer's `state` that too, for torch.distributed.checkpoint.
 
-        Slices are DTensors, so that a checkpoint loads on another number of ranks; loading is in place.
+        Slices are DTensors, so that a checkpoint loads on another number of ranks; loading is in
+        place.
         """
         mesh = DeviceMesh.from_group(self.averager.group, self._device().type)
         kept: dict[str, Any] = {name: parameter.detach() for name, parameter in self._small.items()}
-        owners: dict[str, tuple[nn.Parameter, Unit | None]] = {name: (p, None) for name, p in self._small.items()}
+        owners: dict[str, tuple[nn.Parameter, Unit | None]] = {
+            name: (p, None) for name, p in self._small.items()
+        }
         for unit in self._units:
             kept["+".join(unit.names)] = unit.distributed(unit.shard.detach(), mesh)
             owners["+".join(unit.names)] = unit.shard, unit
         for name, (parameter, its_unit) in owners.items():
             for key, value in (state or {}).get(parameter, {}).items():
-                sliced = its_unit is not None and isinstance(value, Tensor) and value.shape == parameter.shape
-                kept[f"{name}/{key}"] = its_unit.distributed(value, mesh) if its_unit and sliced else value
+                sliced = (
+                    its_unit is not None
+                    and isinstance(value, Tensor)
+                    and value.shape == parameter.shape
+                )
+                kept[f"{name}/{key}"] = (
+                    its_unit.distributed(value, mesh) if its_unit and sliced else value
+                )
         return kept
 
     def _sharded(self, unit: Unit, index: int) -> property:
@@ -239,11 +301,17 @@ class FullyShardedDataParallel(nn.Module):
         return property(lambda _: _Gather.apply(unit.shard, self, unit)[index])
 
     def materialise(self, unit: Unit) -> Tensor:
-        """The unit's whole storage, ready for the current stream; starts gathering what is expected next."""
+        """The unit's whole storage, ready for the current stream; starts gathering what is expected
+        next.
+        """
         self._reads.append(unit)
         flat = next((flat for held, flat in self._held if held is unit), None)
         if flat is None:
-            coming = self._coming.pop(unit) if unit in self._coming else unit.start_gather(unit.compute_dtype)
+            coming = (
+                self._coming.pop(unit)
+                if unit in self._coming
+                else unit.start_gather(unit.compute_dtype)
+            )
             coming[0].wait()
             flat = coming[1]
             self._held.append((unit, flat))
@@ -297,7 +365,9 @@ class _Gather(torch.autograd.Function):
     """Whole weights of a unit from the ranks' slices; backward starts averaging their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, wrapper: FullyShardedDataParallel, unit: Unit) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, shard: Tensor, wrapper: FullyShardedDataParallel, unit: Unit
+    ) -> tuple[Tensor, ...]:
         ctx.wrapper, ctx.unit = wrapper, unit
         ctx.set_materialize_grads(False)
         return tuple(unit.views(wrapper.materialise(unit)))
@@ -309,7 +379,9 @@ class _Gather(torch.autograd.Function):
 
 
 def _places_of_parameters(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Of each parameter, under its first name, the modules and attributes where it is: several if it is tied."""
+    """Of each parameter, under its first name, the modules and attributes where it is: several if
+    it is tied.
+    """
     names = {parameter: name for name, parameter in module.named_parameters()}
     places: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
     for owner in module.modules():
@@ -319,7 +391,9 @@ def _places_of_parameters(module: nn.Module) -> dict[str, list[tuple[nn.Module, 
 
 
 def _together(module: nn.Module) -> list[list[str]]:
-    """Names of the matrices that are gathered together: those of one module, one type, trained or frozen alike."""
+    """Names of the matrices that are gathered together: those of one module, one type, trained or
+    frozen alike.
+    """
 
     def kind(item: tuple[str, nn.Parameter]) -> tuple[Any, ...]:
         name, parameter = item

@@ -1,4 +1,5 @@
-"""The mean of a tensor and of what came from peers, in one pass: each value is read once, the mean is written once.
+"""The mean of a tensor and of what came from peers, in one pass: each value is read once, the mean
+is written once.
 
 A part of a transport and not an operation of the model, so it is here and not among the kernels.
 """
@@ -16,7 +17,9 @@ if _HAS_TRITON:
     import triton.language as tl
 
     @triton.jit
-    def peer_mean_kernel(mine, parts, stride, numel, COUNT: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    def peer_mean_kernel(  # type: ignore[no-untyped-def]
+        mine, parts, stride, numel, COUNT: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr
+    ):
         """mine[i] <- (mine[i] + Σ_p parts[p · stride + i]) / (COUNT + 1)"""
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         total = tl.load(mine + i, i < numel).to(SUM)
@@ -42,7 +45,8 @@ if _HAS_TRITON:
 def mean_with(mine: Tensor, parts: list[Tensor]) -> None:
     """Makes `mine` the mean of itself and the parts, all flat and of one type and length.
 
-    On a GPU the parts lie at equal distances. 16-bit values are summed in float32 there, given Triton.
+    On a GPU the parts lie at equal distances. 16-bit values are summed in float32 there, given
+    Triton.
     """
     if mine.is_cuda and _HAS_TRITON:
         _in_one_pass(mine, parts)

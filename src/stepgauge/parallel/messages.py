@@ -14,10 +14,12 @@ from stepgauge.parallel.widening import widened
 
 
 def as_one_message(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The gradients of the parameters as one contiguous tensor, of which each `.grad` is a view afterwards.
+    """The gradients of the parameters as one contiguous tensor, of which each `.grad` is a view
+    afterwards.
 
-    A gradient that comes alone, and gradients that lie behind each other from an earlier call, are taken where they
-    are. Others are packed, which copies them once and frees the originals. A missing gradient counts as zero.
+    A gradient that comes alone, and gradients that lie behind each other from an earlier call, are
+    taken where they are. Others are packed, which copies them once and frees the originals. A
+    missing gradient counts as zero.
     """
     gradients = [_gradient(parameter) for parameter in parameters]
     if _fill_their_storage(gradients):
@@ -27,23 +29,29 @@ def as_one_message(parameters: Sequence[nn.Parameter]) -> Tensor:
     # torch's own flattening leaves a single tensor where it is.
     flat = flattened(gradients) if len(gradients) > 1 else gradients[0].reshape(-1).clone()
     for parameter, view in zip(parameters, _unflatten_dense_tensors(flat, gradients), strict=True):
-        parameter.grad = view.data  # a view as autograd knows it would hold `flat` as one more user of the storage
+        # a view as autograd knows it would hold `flat` as one more user of the storage
+        parameter.grad = view.data
     return flat
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
-        gradient = parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+        gradient = parameter.grad = torch.zeros_like(
+            parameter, memory_format=torch.contiguous_format
+        )
     elif gradient.is_sparse:
-        raise ValueError(f"a gradient of shape {tuple(parameter.shape)} is sparse; only dense ones are averaged")
+        raise ValueError(
+            f"a gradient of shape {tuple(parameter.shape)} is sparse; only dense ones are averaged"
+        )
     return gradient
 
 
 def narrow_gradients(
     parameters: Sequence[nn.Parameter], taken: Sequence[Tensor | None], dtype: torch.dtype
 ) -> list[Tensor]:
-    """The parameters' gradients in `dtype`, each contiguous and used by nobody else; without `.grad` until `widen`.
+    """The parameters' gradients in `dtype`, each contiguous and used by nobody else; without
+    `.grad` until `widen`.
 
     taken  what is there in that type already
     """
@@ -59,7 +67,9 @@ def narrow_gradients(
 
 
 def widen(message: list[Tensor], parameters: Sequence[nn.Parameter]) -> None:
-    """Gives each parameter its part of the message, packed or one by one, as `.grad` in its own type, theirs all."""
+    """Gives each parameter its part of the message, packed or one by one, as `.grad` in its own
+    type, theirs all.
+    """
     dtype = parameters[0].dtype
     if len(message) == 1:
         parts = _unflatten_dense_tensors(widened(message[0].view(-1), dtype), parameters)
@@ -73,8 +83,9 @@ def widen(message: list[Tensor], parameters: Sequence[nn.Parameter]) -> None:
 def _fill_their_storage(gradients: Sequence[Tensor]) -> bool:
     """Whether the gradients, in this order, are a whole storage that nothing else uses.
 
-    Autograd may give two parameters gradients that share a storage (of `a.view(-1) + b.view(-1)`, say), or read one
-    again after it gave it; averaging one of those in place would change the other.
+    Autograd may give two parameters gradients that share a storage (of `a.view(-1) + b.view(-1)`,
+    say), or read one again after it gave it; averaging one of those in place would change the
+    other.
     """
     start = end = gradients[0].data_ptr()
     for gradient in gradients:
@@ -84,11 +95,15 @@ def _fill_their_storage(gradients: Sequence[Tensor]) -> bool:
     storage = gradients[0].untyped_storage()
     # The wrapper object `storage` is one of the users.
     users = torch._C._storage_Use_Count(storage._cdata) - 1
-    return storage.data_ptr() == start and storage.nbytes() == end - start and users <= len(gradients)
+    return (
+        storage.data_ptr() == start and storage.nbytes() == end - start and users <= len(gradients)
+    )
 
 
 class Launched(Protocol):
-    """A message on its way. After `wait` what is computed next sees its result; on a GPU the host goes on."""
+    """A message on its way. After `wait` what is computed next sees its result; on a GPU the host
+    goes on.
+    """
 
     def wait(self) -> Any: ...
 
@@ -107,8 +122,8 @@ class Done:
 class Averager:
     """Averages messages over the ranks of a group, in place, without waiting.
 
-    NCCL averages in the collective itself; for other backends the message is divided before it is summed, so that
-    16-bit sums do not overflow.
+    NCCL averages in the collective itself; for other backends the message is divided before it is
+    summed, so that 16-bit sums do not overflow.
     """
 
     def __init__(self, group: dist.ProcessGroup | None):
@@ -126,7 +141,9 @@ class Averager:
         return dist.reduce(message, group_dst=owner, op=operation, group=self.group, async_op=True)
 
     def takes_lists(self, device: torch.device) -> bool:
-        """Whether `launch_list` sends tensors of that device where they lie: packing them first gains nothing."""
+        """Whether `launch_list` sends tensors of that device where they lie: packing them first
+        gains nothing.
+        """
         return self._averages(device)
 
     def launch_list(self, message: Sequence[Tensor]) -> dist.Work:
@@ -140,7 +157,9 @@ class Averager:
         """The work of a reduce-scatter into this rank's slice; the message stays as it is."""
         if not self._averages(message.device):
             message = message / self.ranks
-        work = reduce_scatter_flat(slice_, message, group=self.group, op=self._operation(message), async_op=True)
+        work = reduce_scatter_flat(
+            slice_, message, group=self.group, op=self._operation(message), async_op=True
+        )
         assert work is not None, "it is asynchronous"
         return work
 

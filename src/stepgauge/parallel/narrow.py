@@ -1,8 +1,9 @@
 """Gradients of linear layers in autocast's type, kept before autograd widens them into `.grad`.
 
-Under autocast the gradient of a linear layer's weight is computed in 16 bits, and widening it is one pass over memory.
-A message of 16-bit gradients that were widened already would need a pass to narrow them and one to widen the mean. Here
-the only pass is the one that autograd leaves out: from the mean into `.grad`.
+Under autocast the gradient of a linear layer's weight is computed in 16 bits, and widening it is
+one pass over memory. A message of 16-bit gradients that were widened already would need a pass to
+narrow them and one to widen the mean. Here the only pass is the one that autograd leaves out: from
+the mean into `.grad`.
 """
 
 import weakref
@@ -18,23 +19,37 @@ KEPT = "stepgauge keeps the gradient"
 
 
 class NarrowGradients:
-    """Of the linear layers of a module, the weights' gradients in `dtype`, from backward until they are fetched.
+    """Of the linear layers of a module, the weights' gradients in `dtype`, from backward until they
+    are fetched.
 
-    A layer's output hangs on the node that casts its weight. A hook there keeps the gradient that comes and hands on
-    none; the hooks of the weight itself still run once a backward, with None, and then all of it is there. Weights with
-    tensor hooks of others are left alone, and so are torch.autograd.grad, compiled graphs and what else has no such
-    node: gradients come there as they always do.
+    A layer's output hangs on the node that casts its weight. A hook there keeps the gradient that
+    comes and hands on none; the hooks of the weight itself still run once a backward, with None,
+    and then all of it is there. Weights with tensor hooks of others are left alone, and so are
+    torch.autograd.grad, compiled graphs and what else has no such node: gradients come there as
+    they always do.
 
     own_hooks  how many hooks of the caller's a weight has
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, names: Mapping[nn.Parameter, str], *, own_hooks: int):
+    def __init__(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype,
+        names: Mapping[nn.Parameter, str],
+        *,
+        own_hooks: int,
+    ):
         self.dtype = dtype
         self._names: Mapping[Any, str] = names  # looked up for weights that need not be parameters
         self._own_hooks = own_hooks
-        self._sums: dict[tuple[int, str], _Sum] = {}  # by backward: of one that failed some are left
+        # by backward: of one that failed some are left
+        self._sums: dict[tuple[int, str], _Sum] = {}
         hook = _Hook(self)  # one for all layers, or compiled blocks would be compiled for each
-        layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear) and layer.weight in names]
+        layers = [
+            layer
+            for layer in module.modules()
+            if isinstance(layer, nn.Linear) and layer.weight in names
+        ]
         remove_with(self, [layer.register_forward_hook(hook) for layer in layers])
 
     def fetch(self, name: str) -> Tensor | None:
@@ -49,13 +64,19 @@ class NarrowGradients:
     def _keep(self, name: str, gradient: Tensor) -> None:
         key = _backward(), name
         earlier = self._sums.get(key)
-        self._sums[key] = _Sum(gradient.detach() if earlier is None else earlier.here().float() + gradient)
+        self._sums[key] = _Sum(
+            gradient.detach() if earlier is None else earlier.here().float() + gradient
+        )
 
     def look(self, weight: Tensor, output: Tensor) -> None:
         """Keeps the weight's gradient from this forward, if it is cast there."""
         name = self._names.get(weight)
         kind = output.device.type
-        if name is None or not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != self.dtype:
+        if (
+            name is None
+            or not torch.is_autocast_enabled(kind)
+            or torch.get_autocast_dtype(kind) != self.dtype
+        ):
             return
         node = _cast_of(weight, output)
         if node is None or KEPT in node.metadata:
@@ -65,7 +86,12 @@ class NarrowGradients:
 
         def keep(gradients: tuple[Tensor | None, ...]) -> tuple[None, ...] | None:
             (gradient,), narrow = gradients, this()
-            if narrow is None or gradient is None or not narrow._keeps(gradient, weight) or not _is_accumulated(leaf):
+            if (
+                narrow is None
+                or gradient is None
+                or not narrow._keeps(gradient, weight)
+                or not _is_accumulated(leaf)
+            ):
                 return None
             narrow._keep(name, gradient)
             return (None,)
@@ -74,7 +100,11 @@ class NarrowGradients:
 
     def _keeps(self, gradient: Tensor, weight: Tensor) -> bool:
         hooks = len(weight._backward_hooks or ()) + len(weight._post_accumulate_grad_hooks or ())
-        return gradient.dtype == self.dtype and hooks <= self._own_hooks and not torch.is_grad_enabled()
+        return (
+            gradient.dtype == self.dtype
+            and hooks <= self._own_hooks
+            and not torch.is_grad_enabled()
+        )
 
 
 class _Sum:
@@ -85,7 +115,9 @@ class _Sum:
         self._stream = _stream(gradient)
 
     def here(self) -> Tensor:
-        """For the current stream, which need not be that of the forward: autograd has no part in this."""
+        """For the current stream, which need not be that of the forward: autograd has no part in
+        this.
+        """
         here = _stream(self._gradient)
         if here != self._stream:
             stream = _as_stream(here)
@@ -102,7 +134,11 @@ class _Hook:
         self._narrow = weakref.ref(narrow) if narrow is not None else lambda: None
 
     def __call__(self, layer: nn.Linear, _: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or (narrow := self._narrow()) is None or not isinstance(output, Tensor):
+        if (
+            torch.compiler.is_compiling()
+            or (narrow := self._narrow()) is None
+            or not isinstance(output, Tensor)
+        ):
             return
         narrow.look(layer.weight, output)
 
@@ -116,7 +152,9 @@ def _stream(tensor: Tensor) -> Any:
 
 
 def _as_stream(told: tuple[int, int, int]) -> torch.cuda.Stream:
-    return torch.cuda.Stream(**dict(zip(("stream_id", "device_index", "device_type"), told, strict=True)))
+    return torch.cuda.Stream(
+        **dict(zip(("stream_id", "device_index", "device_type"), told, strict=True))
+    )
 
 
 def _backward() -> int:
@@ -142,7 +180,9 @@ def _is_accumulated(leaf: Any) -> bool:
 
 
 def _cast_of(weight: Tensor, output: Tensor) -> Any:
-    """The node of autograd that casts the weight for a product: the product's last operand, perhaps transposed."""
+    """The node of autograd that casts the weight for a product: the product's last operand, perhaps
+    transposed.
+    """
     node: Any = output.grad_fn
     for _ in range(LONGEST_WAY):
         if node is None or not node.next_functions:

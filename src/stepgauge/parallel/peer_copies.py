@@ -1,11 +1,13 @@
-"""Averages by copies into the other ranks' memory: on GPUs the copy engines move the bytes, not multiprocessors.
+"""Averages by copies into the other ranks' memory: on GPUs the copy engines move the bytes, not
+multiprocessors.
 
-NCCL's kernels hold multiprocessors, which backward wants at the same time, while they wait for each other. Here a
-message is cut into a share a rank. Each rank copies its part of share r to rank r, which averages what came with its
-own and copies the mean to all: 2(N − 1)/N of the bytes a rank, as a ring sends, and only averaging is a kernel.
+NCCL's kernels hold multiprocessors, which backward wants at the same time, while they wait for each
+other. Here a message is cut into a share a rank. Each rank copies its part of share r to rank r,
+which averages what came with its own and copies the mean to all: 2(N − 1)/N of the bytes a rank, as
+a ring sends, and only averaging is a kernel.
 
-A long message goes in pieces that take turns in a few slots, each with a stream of its own, so that one piece is
-averaged while another travels.
+A long message goes in pieces that take turns in a few slots, each with a stream of its own, so that
+one piece is averaged while another travels.
 """
 
 import functools
@@ -55,7 +57,11 @@ class PeerCopies:
         self._box_bytes = STAGING_BYTES[device.type] // boxes // ALIGNMENT * ALIGNMENT
         self._memory = peer_memory(boxes * self._box_bytes, device, self.group)
         self._device = device
-        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(SLOTS)] if device.type == "cuda" else []
+        self._streams = (
+            [torch.cuda.Stream(device, priority=-1) for _ in range(SLOTS)]
+            if device.type == "cuda"
+            else []
+        )
         self._turns = itertools.cycle(range(SLOTS))
         self._cached_box = functools.cache(self._make_box)
 
@@ -63,7 +69,9 @@ class PeerCopies:
         return False
 
     def launch(self, message: Tensor, *, owner: int | None = None) -> Copies | Done:
-        """Averages in place on all ranks, or on the owner alone: on the others the message is then undefined."""
+        """Averages in place on all ranks, or on the owner alone: on the others the message is then
+        undefined.
+        """
         most = self._box_bytes // message.element_size()
         pieces = message.view(-1).split(most * self.ranks if owner is None else most)
         if self._streams:
@@ -88,7 +96,9 @@ class PeerCopies:
         return list(ends.values())
 
     def _average(self, piece: Tensor, owner: int | None, slot: int) -> None:
-        """After the first barrier the parts are there. After the second the means are, and parts may be overwritten."""
+        """After the first barrier the parts are there. After the second the means are, and parts
+        may be overwritten.
+        """
         shares = self._shares(piece, owner)
         mine = shares[self.rank]
         for peer in self.peers:
@@ -111,10 +121,14 @@ class PeerCopies:
         return [piece if rank == owner else piece[:0] for rank in range(self.ranks)]
 
     def _box(self, receiver: int, sender: int, slot: int, kind: int, like: Tensor) -> Tensor:
-        """The receiver's memory for what the sender gives it, as a tensor of the same type and length."""
+        """The receiver's memory for what the sender gives it, as a tensor of the same type and
+        length.
+        """
         return self._cached_box(receiver, sender, slot, kind, like.dtype, like.numel())
 
-    def _make_box(self, receiver: int, sender: int, slot: int, kind: int, dtype: torch.dtype, numel: int) -> Tensor:
+    def _make_box(
+        self, receiver: int, sender: int, slot: int, kind: int, dtype: torch.dtype, numel: int
+    ) -> Tensor:
         neighbour = sender - (sender > receiver)
         start = ((slot * 2 + kind) * len(self.peers) + neighbour) * self._box_bytes
         return self._memory.on_rank[receiver][start : start + numel * dtype.itemsize].view(dtype)

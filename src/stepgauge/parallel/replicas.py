@@ -1,4 +1,6 @@
-"""What every wrapper does to a module before training: the same network on all ranks, with rank 0's values."""
+"""What every wrapper does to a module before training: the same network on all ranks, with rank 0's
+values.
+"""
 
 from collections.abc import Iterable
 
@@ -13,17 +15,28 @@ class DifferentModelsError(ValueError):
     """The ranks built different networks; the message names the first difference."""
 
 
-def describe_parameters(module: nn.Module, reduce_dtype: torch.dtype | None = None) -> list[Parameter]:
+def describe_parameters(
+    module: nn.Module, reduce_dtype: torch.dtype | None = None
+) -> list[Parameter]:
     """The parameters in order of registration, a tied one once, under its first name.
 
     reduce_dtype  what gradients of wider types travel in
     """
-    return [describe_parameter(name, parameter, reduce_dtype) for name, parameter in module.named_parameters()]
+    return [
+        describe_parameter(name, parameter, reduce_dtype)
+        for name, parameter in module.named_parameters()
+    ]
 
 
-def describe_parameter(name: str, parameter: Tensor, reduce_dtype: torch.dtype | None = None) -> Parameter:
+def describe_parameter(
+    name: str, parameter: Tensor, reduce_dtype: torch.dtype | None = None
+) -> Parameter:
     dtype, itemsize = str(parameter.dtype).removeprefix("torch."), parameter.element_size()
-    if reduce_dtype is not None and parameter.is_floating_point() and reduce_dtype.itemsize < itemsize:
+    if (
+        reduce_dtype is not None
+        and parameter.is_floating_point()
+        and reduce_dtype.itemsize < itemsize
+    ):
         # Apart from parameters that have this type themselves.
         dtype, itemsize = f"{dtype} in {reduce_dtype}", reduce_dtype.itemsize
     return Parameter(
@@ -37,23 +50,32 @@ def describe_parameter(name: str, parameter: Tensor, reduce_dtype: torch.dtype |
 
 
 def prepare_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Checks that all ranks hold the same network, and gives parameters and buffers rank 0's values.
+    """Checks that all ranks hold the same network, and gives parameters and buffers rank 0's
+    values.
 
     Raises DifferentModelsError, on every rank, where a name, shape, type or requires_grad differs.
     """
     require_same(
-        {name: _shape_of(tensor) for name, tensor in _state(module)}, group, noun="parameter or buffer", where="model"
+        {name: _shape_of(tensor) for name, tensor in _state(module)},
+        group,
+        noun="parameter or buffer",
+        where="model",
     )
     with torch.no_grad():
         works = [
-            dist.broadcast(_dense(tensor), group=group, group_src=0, async_op=True) for _, tensor in _state(module)
+            dist.broadcast(_dense(tensor), group=group, group_src=0, async_op=True)
+            for _, tensor in _state(module)
         ]
         for work in works:
             work.wait()
 
 
-def require_same(ours: dict[str, str], group: dist.ProcessGroup | None, *, noun: str, where: str) -> None:
-    """Raises DifferentModelsError, on every rank, unless all ranks gave the same names and texts in the same order."""
+def require_same(
+    ours: dict[str, str], group: dist.ProcessGroup | None, *, noun: str, where: str
+) -> None:
+    """Raises DifferentModelsError, on every rank, unless all ranks gave the same names and texts in
+    the same order.
+    """
     everyones: list[dict[str, str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(everyones, ours, group=group)
     first = everyones[0]
@@ -66,7 +88,9 @@ def require_same(ours: dict[str, str], group: dist.ProcessGroup | None, *, noun:
                     f"the ranks' {where}s differ: {noun} {name} is {first.get(name, 'not there')} on rank 0, "
                     f"{theirs.get(name, 'not there')} on rank {rank}"
                 )
-        raise DifferentModelsError(f"the ranks' {where}s differ: rank {rank} has another order than rank 0")
+        raise DifferentModelsError(
+            f"the ranks' {where}s differ: rank {rank} has another order than rank 0"
+        )
 
 
 def _state(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
@@ -86,5 +110,7 @@ def _dense(tensor: Tensor) -> Tensor:
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     permuted = tensor.detach().permute(order)
     if not permuted.is_contiguous():
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not dense")
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not dense"
+        )
     return permuted

@@ -1,8 +1,10 @@
-"""All-reduce, reduce-scatter and all-gather as rings: each rank sends to the next and receives from the one before.
+"""All-reduce, reduce-scatter and all-gather as rings: each rank sends to the next and receives from
+the one before.
 
-The tensor is cut into N chunks, as equal as its count allows. In N - 1 steps of the reduce-scatter chunk c travels
-once around and is added to on its way, until rank c has its sum; in N - 1 steps of the all-gather the sums travel once
-around. A rank sends 2(N - 1) chunks: 2(N - 1)·K/N bytes for K bytes (Patarasuk and Yuan 2009), whatever N.
+The tensor is cut into N chunks, as equal as its count allows. In N - 1 steps of the reduce-scatter
+chunk c travels once around and is added to on its way, until rank c has its sum; in N - 1 steps of
+the all-gather the sums travel once around. A rank sends 2(N - 1) chunks: 2(N - 1)·K/N bytes for K
+bytes (Patarasuk and Yuan 2009), whatever N.
 """
 
 from collections.abc import Callable
@@ -24,7 +26,9 @@ class Ring:
         self.sent_bytes = 0
 
     def all_reduce(self, tensor: Tensor, *, watch: Watch = lambda step, chunks: None) -> None:
-        """The sum over ranks, in place. The tensor is contiguous and of the same shape on all ranks."""
+        """The sum over ranks, in place. The tensor is contiguous and of the same shape on all
+        ranks.
+        """
         chunks = self.chunks(tensor)
         self._reduce(chunks, watch)
         self._spread(chunks, watch)
@@ -59,7 +63,9 @@ class Ring:
 
     def _spread(self, chunks: list[Tensor], watch: Watch = lambda step, chunks: None) -> None:
         for step in range(self.size - 1):
-            self._exchange(chunks[(self.rank - step) % self.size], chunks[(self.rank - step - 1) % self.size])
+            self._exchange(
+                chunks[(self.rank - step) % self.size], chunks[(self.rank - step - 1) % self.size]
+            )
             watch(f"all-gather {step + 1}", chunks)
 
     def _exchange(self, leaving: Tensor, arriving: Tensor) -> None:

@@ -16,15 +16,16 @@ OptimizerClass = Callable[..., torch.optim.Optimizer]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """A module to call and its optimizer, as a training step uses them. The defaults are those of one process alone.
+    """A module to call and its optimizer, as a training step uses them. The defaults are those of
+    one process alone.
 
     finish       waits for the gradients of all ranks; before the optimizer
     no_sync      in it, a backward adds to the local gradients
     clip         scales by the norm of the whole gradient, and gives the norm before
     silence      in it, nothing is communicated but all else is done; None where that cannot be
     communicate  communicates once more what a step does; None where that cannot be told apart
-    state        the whole model and optimizer, by names, alike for every way of spreading them; on rank 0, and nothing
-                 or the same on the others. All ranks must call it
+    state        the whole model and optimizer, by names, alike for every way of spreading them; on
+                 rank 0, and nothing or the same on the others. All ranks must call it
     load         takes such a state on every rank
     """
 
@@ -68,7 +69,10 @@ def state_of(
 
 
 def load_state(
-    module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], options: StateDictOptions | None = None
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    options: StateDictOptions | None = None,
 ) -> None:
     set_state_dict(
         module,
@@ -79,29 +83,47 @@ def load_state(
     )
 
 
-def by_name(module: nn.Module, optimizer: torch.optim.Optimizer, whole: dict[str, Any] | None) -> dict[str, Any]:
-    """An optimizer's whole state dict with the parameters' names for their indices; nothing of nothing."""
+def by_name(
+    module: nn.Module, optimizer: torch.optim.Optimizer, whole: dict[str, Any] | None
+) -> dict[str, Any]:
+    """An optimizer's whole state dict with the parameters' names for their indices; nothing of
+    nothing.
+    """
     if whole is None:
         return {}
     names = _names(module, optimizer)
-    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in whole["param_groups"]]
-    return {"state": {names[index]: values for index, values in whole["state"].items()}, "param_groups": groups}
+    groups = [
+        {**group, "params": [names[index] for index in group["params"]]}
+        for group in whole["param_groups"]
+    ]
+    return {
+        "state": {names[index]: values for index, values in whole["state"].items()},
+        "param_groups": groups,
+    }
 
 
-def by_index(module: nn.Module, optimizer: torch.optim.Optimizer, named: dict[str, Any]) -> dict[str, Any]:
+def by_index(
+    module: nn.Module, optimizer: torch.optim.Optimizer, named: dict[str, Any]
+) -> dict[str, Any]:
     """The inverse, for the parameters in the order in which the optimizer has them."""
     groups = optimizer.state_dict()["param_groups"]
     ordered = _names(module, optimizer)
     theirs = {name: group for group in named["param_groups"] for name in group["params"]}
     loaded = [
-        {**theirs[ordered[group["params"][0]]], "params": group["params"]} if group["params"] else group
+        {**theirs[ordered[group["params"][0]]], "params": group["params"]}
+        if group["params"]
+        else group
         for group in groups
     ]
-    state = {index: named["state"][name] for index, name in enumerate(ordered) if name in named["state"]}
+    state = {
+        index: named["state"][name] for index, name in enumerate(ordered) if name in named["state"]
+    }
     return {"state": state, "param_groups": loaded}
 
 
 def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Of the parameters in the order of the optimizer's groups: an index of its state dict is a place in it."""
+    """Of the parameters in the order of the optimizer's groups: an index of its state dict is a
+    place in it.
+    """
     names = {parameter: name for name, parameter in module.named_parameters()}
     return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]

@@ -17,7 +17,8 @@ MOST_IN_FLIGHT = 2  # units whose whole gradients wait to be averaged: more only
 
 
 class Unit:
-    """Matrices one behind the other in a flat storage, of which this rank keeps its slice as `shard`, of shape (1, n).
+    """Matrices one behind the other in a flat storage, of which this rank keeps its slice as
+    `shard`, of shape (1, n).
 
     compute_dtype  what the whole weights are gathered in, and their gradients averaged
     """
@@ -45,7 +46,9 @@ class Unit:
         for slot, value in zip(self.plan.slots, values, strict=True):
             start, end = max(own.start, slot.start), min(own.stop, slot.end)
             if start < end:
-                mine[start - own.start : end - own.start] = value.reshape(-1)[start - slot.start : end - slot.start]
+                mine[start - own.start : end - own.start] = value.reshape(-1)[
+                    start - slot.start : end - slot.start
+                ]
         return mine[None]
 
     def start_gather(self, dtype: torch.dtype) -> tuple[dist.Work, Tensor]:
@@ -72,10 +75,15 @@ class Unit:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The weights in a whole storage."""
-        return [flat[slot.start : slot.end].view(s) for slot, s in zip(self.plan.slots, self.shapes, strict=True)]
+        return [
+            flat[slot.start : slot.end].view(s)
+            for slot, s in zip(self.plan.slots, self.shapes, strict=True)
+        ]
 
     def distributed(self, values: Tensor, mesh: DeviceMesh) -> DTensor:
-        """This rank's slice of weights or of their optimizer state as part of the whole, without padding."""
+        """This rank's slice of weights or of their optimizer state as part of the whole, without
+        padding.
+        """
         own = self.plan.slice_of(self.rank)
         used = values.flatten()[: own.stop - own.start]
         shape = torch.Size((self.plan.used,))
@@ -110,9 +118,16 @@ class Reductions:
 
 
 def _in_one(unit: Unit, gradients: Sequence[Tensor | None]) -> Tensor:
-    """The gradients as the unit's flat storage lies; a single one that fills it is taken where it is."""
+    """The gradients as the unit's flat storage lies; a single one that fills it is taken where it
+    is.
+    """
     first = gradients[0]
-    if len(gradients) == 1 and first is not None and first.is_contiguous() and unit.plan.elements == first.numel():
+    if (
+        len(gradients) == 1
+        and first is not None
+        and first.is_contiguous()
+        and unit.plan.elements == first.numel()
+    ):
         return first.flatten()
     flat = torch.zeros(unit.plan.elements, dtype=unit.compute_dtype, device=unit.shard.device)
     for view, gradient in zip(unit.views(flat), gradients, strict=True):

@@ -25,7 +25,9 @@ if _HAS_TRITON:
     def _in_one_pass(wide: Tensor, narrow: Tensor) -> None:
         numel = narrow.numel()
         if numel:
-            widen_kernel[(triton.cdiv(numel, _BLOCK),)](wide, narrow, numel, BLOCK=_BLOCK, num_warps=8)
+            widen_kernel[(triton.cdiv(numel, _BLOCK),)](
+                wide, narrow, numel, BLOCK=_BLOCK, num_warps=8
+            )
 
 
 def widened(narrow: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,5 @@
-"""Data parallel training by name: ours and torch's own, behind the few calls that a training step makes.
+"""Data parallel training by name: ours and torch's own, behind the few calls that a training step
+makes.
 
 A wrapper takes a module and how its optimizer is built, and gives both as they are to be used.
 """
@@ -60,7 +61,9 @@ class Settings:
 
 
 def _ours(wrap: Callable[..., DataParallel]) -> Callable[..., Parallel]:
-    def build(module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings) -> Parallel:
+    def build(
+        module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings
+    ) -> Parallel:
         return _parallel(wrap(module, settings), optimizer(groups(module)))
 
     return build
@@ -90,7 +93,10 @@ def _communicate(wrapped: DataParallel, optimizer: torch.optim.Optimizer) -> Non
 
 
 def _state_by_name(module: nn.Module, optimizer: ShardedOptimizer) -> dict[str, Any]:
-    return {"model": module.state_dict(), "optimizer": by_name(module, optimizer, optimizer.gathered_state_dict())}
+    return {
+        "model": module.state_dict(),
+        "optimizer": by_name(module, optimizer, optimizer.gathered_state_dict()),
+    }
 
 
 def _load_by_name(module: nn.Module, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
@@ -111,10 +117,14 @@ def _silenced(*communicating: Any) -> Any:
 
 
 def _zero(stage: int) -> Callable[..., Parallel]:
-    def build(module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings) -> Parallel:
+    def build(
+        module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings
+    ) -> Parallel:
         sharded = ShardedOptimizer(groups(module), optimizer, group=settings.group)
         owners = sharded.owners_of(module) if stage == 2 else None
-        wrapped = BucketedDataParallel(module, settings.bucket_mb, owners=owners, **settings.of_messages)
+        wrapped = BucketedDataParallel(
+            module, settings.bucket_mb, owners=owners, **settings.of_messages
+        )
         state = {
             "state": lambda: _state_by_name(module, sharded),
             "load": lambda state: _load_by_name(module, sharded, state),
@@ -128,7 +138,9 @@ def _zero(stage: int) -> Callable[..., Parallel]:
     return build
 
 
-def _zero_3(module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings) -> Parallel:
+def _zero_3(
+    module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings
+) -> Parallel:
     wrapped = FullyShardedDataParallel(module, settings.compute_dtype, group=settings.group)
     stepping = optimizer(groups(wrapped))
     return Parallel(
@@ -142,13 +154,18 @@ def _zero_3(module: nn.Module, groups: Groups, optimizer: OptimizerClass, settin
     )
 
 
-COMPRESS = {torch.bfloat16: default_hooks.bf16_compress_hook, torch.float16: default_hooks.fp16_compress_hook}
+COMPRESS = {
+    torch.bfloat16: default_hooks.bf16_compress_hook,
+    torch.float16: default_hooks.fp16_compress_hook,
+}
 
 
 def _torch_ddp(*, views: bool, zero: bool = False) -> Callable[..., Parallel]:
     """views: gradient_as_bucket_view. The defaults of torch are without."""
 
-    def build(module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings) -> Parallel:
+    def build(
+        module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings
+    ) -> Parallel:
         wrapped = DistributedDataParallel(
             module,
             bucket_cap_mb=settings.bucket_mb * 1e6 / 2**20,
@@ -185,7 +202,9 @@ def _torch_ddp(*, views: bool, zero: bool = False) -> Callable[..., Parallel]:
     return build
 
 
-def _torch_fsdp(module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings) -> Parallel:
+def _torch_fsdp(
+    module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings
+) -> Parallel:
     """A unit a repeated block, and one for the rest: the usual use of fully_shard."""
     prepare_replicas(module, settings.group)
     dtype = settings.compute_dtype
@@ -211,7 +230,9 @@ def _torch_fsdp(module: nn.Module, groups: Groups, optimizer: OptimizerClass, se
         optimizer=stepping,
         no_sync=no_sync,
         state=lambda: state_of(module, stepping, whole),
-        load=lambda state: load_state(module, stepping, state, StateDictOptions(full_state_dict=True)),
+        load=lambda state: load_state(
+            module, stepping, state, StateDictOptions(full_state_dict=True)
+        ),
     )
 
 
@@ -232,7 +253,14 @@ WRAPPERS: Mapping[str, Callable[[nn.Module, Groups, OptimizerClass, Settings], P
 
 
 def parallelise(
-    name: str, module: nn.Module, groups: Groups, optimizer: OptimizerClass, *, settings: Settings = Settings()
+    name: str,
+    module: nn.Module,
+    groups: Groups,
+    optimizer: OptimizerClass,
+    *,
+    settings: Settings = Settings(),
 ) -> Parallel:
-    """The module under the wrapper of that name, with its optimizer: one of spec.data_parallel's WRAPPERS."""
+    """The module under the wrapper of that name, with its optimizer: one of spec.data_parallel's
+    WRAPPERS.
+    """
     return WRAPPERS[name](module, groups, optimizer, settings)

@@ -1,8 +1,9 @@
-"""An optimizer whose state is spread over the ranks: ZeRO stage 1, and with gradients for the owner alone stage 2.
+"""An optimizer whose state is spread over the ranks: ZeRO stage 1, and with gradients for the owner
+alone stage 2.
 
-Rajbhandari et al. 2020, ZeRO. Each parameter has an owner (spec/shards.py) that keeps its state, updates it and
-broadcasts it. Stage 2 is the same optimizer with gradients that are reduced to the owner and freed elsewhere:
-BucketedDataParallel(module, owners=optimizer.owners_of(module)).
+Rajbhandari et al. 2020, ZeRO. Each parameter has an owner (spec/shards.py) that keeps its state,
+updates it and broadcasts it. Stage 2 is the same optimizer with gradients that are reduced to the
+owner and freed elsewhere: BucketedDataParallel(module, owners=optimizer.owners_of(module)).
 """
 
 import collections
@@ -23,11 +24,12 @@ NUM_PARTS = 4
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Steps a rank's share of the parameters with `optimizer_cls(groups, **kwargs)` and broadcasts what it updated.
+    """Steps a rank's share of the parameters with `optimizer_cls(groups, **kwargs)` and broadcasts
+    what it updated.
 
-    A torch.optim.Optimizer: `param_groups` are of all parameters and may be changed between steps, `state` is of this
-    rank's share. All ranks must give the same parameters in the same order, and call `step` together. A parameter
-    without a gradient is left as it is.
+    A torch.optim.Optimizer: `param_groups` are of all parameters and may be changed between steps,
+    `state` is of this rank's share. All ranks must give the same parameters in the same order, and
+    call `step` together. A parameter without a gradient is left as it is.
 
     Raises DifferentModelsError, on every rank, where the ranks' parameters differ.
     """
@@ -58,14 +60,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Adds parameters at any time; they go to the ranks that hold least so far."""
         super().add_param_group(param_group)
         added = self.param_groups[-1]
-        plan = [describe_parameter(str(index), parameter) for index, parameter in enumerate(added["params"])]
+        plan = [
+            describe_parameter(str(index), parameter)
+            for index, parameter in enumerate(added["params"])
+        ]
         require_same(
-            {p.name: f"{p.dtype} of {p.numel:,} values" for p in plan}, self.group, noun="parameter", where="optimizer"
+            {p.name: f"{p.dtype} of {p.numel:,} values" for p in plan},
+            self.group,
+            noun="parameter",
+            where="optimizer",
         )
         owned = plan_owners(plan, ranks=self.ranks, held=self.elements)
         self.elements = list(owned.elements)
         for owner in range(self.ranks):
-            mine = [p for index, p in enumerate(added["params"]) if owned.owners[str(index)] == owner]
+            mine = [
+                p for index, p in enumerate(added["params"]) if owned.owners[str(index)] == owner
+            ]
             self._divide(mine)
             self.owners.update(dict.fromkeys(mine, owner))
         for part, optimizer in enumerate(self._parts):
@@ -80,7 +90,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             before += parameter.numel()
 
     def _groups_of_part(self, part: int) -> list[dict[str, Any]]:
-        return [{**group, "params": self._own(group["params"], part)} for group in self.param_groups]
+        return [
+            {**group, "params": self._own(group["params"], part)} for group in self.param_groups
+        ]
 
     def _own(self, parameters: Iterable[nn.Parameter], part: int) -> list[nn.Parameter]:
         return [p for p in parameters if self.owners[p] == self.rank and self._part_of[p] == part]
@@ -92,12 +104,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def owners_of(self, module: nn.Module) -> Mapping[str, int]:
         """The owner of each of the module's parameters, by name."""
         return {
-            name: self.owners[parameter] for name, parameter in module.named_parameters() if parameter in self.owners
+            name: self.owners[parameter]
+            for name, parameter in module.named_parameters()
+            if parameter in self.owners
         }
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates this rank's share and waits (on a GPU its stream does) for the other ranks' shares."""
+        """Updates this rank's share and waits (on a GPU its stream does) for the other ranks'
+        shares.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -107,7 +123,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for ours, theirs in zip(self.param_groups, optimizer.param_groups, strict=True):
                 theirs.update({name: value for name, value in ours.items() if name != "params"})
             optimizer.step()
-            works += self._broadcast([p for p, its_part in self._part_of.items() if its_part == part])
+            works += self._broadcast(
+                [p for p, its_part in self._part_of.items() if its_part == part]
+            )
         for work in works:
             work.wait()
         return loss
@@ -124,7 +142,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         launches = collections.defaultdict(list)
         for p in parameters:
             if p.requires_grad:
-                send = functools.partial(dist.broadcast, group=self.group, group_src=self.owners[p], async_op=True)
+                send = functools.partial(
+                    dist.broadcast, group=self.group, group_src=self.owners[p], async_op=True
+                )
                 launches[p.device].append(functools.partial(send, p.data))
         return [
             work
@@ -133,24 +153,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
 
     def clip_gradients(self, max_norm: float, *, sharded: bool) -> Tensor:
-        """Scales the gradients so that the norm of all of them is at most `max_norm`; the norm before.
+        """Scales the gradients so that the norm of all of them is at most `max_norm`; the norm
+        before.
 
         sharded  each rank has the gradients of its own parameters only (stage 2)
         """
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        return clip_by_whole_norm(gradients, max_norm, self.group if sharded else None, self._device())
+        gradients = [
+            p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
+        return clip_by_whole_norm(
+            gradients, max_norm, self.group if sharded else None, self._device()
+        )
 
     def _device(self) -> torch.device:
         return self.param_groups[0]["params"][0].device
 
     def state_bytes(self) -> int:
         """Bytes of the state that this rank keeps."""
-        return sum(t.nbytes for values in self.state.values() for t in values.values() if isinstance(t, Tensor))
+        return sum(
+            t.nbytes
+            for values in self.state.values()
+            for t in values.values()
+            if isinstance(t, Tensor)
+        )
 
     def gathered_state_dict(self, *, to: int = 0) -> dict[str, Any] | None:
         """The whole state on rank `to` (on the CPU), None on the others; all ranks must call it.
 
-        `load_state_dict` takes it on any number of ranks, and so does the optimizer class that is wrapped.
+        `load_state_dict` takes it on any number of ranks, and so does the optimizer class that is
+        wrapped.
         """
         ours = _on_host(super().state_dict())
         everyones: list[Any] | None = [None] * self.ranks if self.rank == to else None
@@ -159,14 +190,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return None
         return {
             **ours,
-            "state": {index: values for their in everyones for index, values in sorted(their["state"].items())},
+            "state": {
+                index: values
+                for their in everyones
+                for index, values in sorted(their["state"].items())
+            },
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes this rank's share of a state dict: the whole of another world size, or one rank's own."""
+        """Takes this rank's share of a state dict: the whole of another world size, or one rank's
+        own.
+        """
         parameters = [p for group in self.param_groups for p in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        own = {index for index, p in zip(indices, parameters, strict=False) if self.owners[p] == self.rank}
+        own = {
+            index
+            for index, p in zip(indices, parameters, strict=False)
+            if self.owners[p] == self.rank
+        }
         state = {index: values for index, values in state_dict["state"].items() if index in own}
         super().load_state_dict({**state_dict, "state": state})
         self._share_state()
@@ -181,7 +222,8 @@ def clip_by_whole_norm(
     *,
     replicated: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Scales gradients in place so that the norm of all of them is at most `max_norm`; the norm before.
+    """Scales gradients in place so that the norm of all of them is at most `max_norm`; the norm
+    before.
 
     own         gradients that this rank alone has
     group       the ranks that have others; None if there are no others
@@ -200,7 +242,11 @@ def _square_of_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor
     if not gradients:
         return torch.zeros((), device=device)
     # In fp32 on every rank, whatever the gradients' type: the ranks' squares are added up.
-    return nn.utils.get_total_norm(list(gradients)).to(device=device, dtype=_norm_dtype(gradients)).square()
+    return (
+        nn.utils.get_total_norm(list(gradients))
+        .to(device=device, dtype=_norm_dtype(gradients))
+        .square()
+    )
 
 
 def _norm_dtype(gradients: Sequence[Tensor]) -> torch.dtype:

@@ -32,7 +32,16 @@ def broadcast_table(records: Sequence[Record], *, statistics: Sequence[str] = ()
         remark = "" if record.status == "ok" else f"{record.status.upper()}: {record.note}"
         rows.append([spec["schedule"], _block(record), str(spec["gpus"]), f"{spec['size_bytes']:,}", told,
                      number(time.median if time else None), *figures, remark])  # fmt: skip
-    head = ["schedule", "block", "devices", "size B", "mean ± std ms", "median ms", *_COLUMNS, "remark"]
+    head = [
+        "schedule",
+        "block",
+        "devices",
+        "size B",
+        "mean ± std ms",
+        "median ms",
+        *_COLUMNS,
+        "remark",
+    ]
     if not any(row[-1] for row in rows):
         head, rows = head[:-1], [row[:-1] for row in rows]
     numeric = frozenset(("devices", "size B", "mean ± std ms", "median ms", *_COLUMNS))
@@ -42,7 +51,11 @@ def broadcast_table(records: Sequence[Record], *, statistics: Sequence[str] = ()
 
 def _block(record: Record) -> str:
     block = record.spec["block_bytes"]
-    return "" if record.spec["schedule"] in BLOCKLESS else short_bytes(block) + ("iB" if block >= 1024 else " B")
+    return (
+        ""
+        if record.spec["schedule"] in BLOCKLESS
+        else short_bytes(block) + ("iB" if block >= 1024 else " B")
+    )
 
 
 def broadcast_blocks(records: Sequence[Record]) -> list[Block]:
@@ -55,5 +68,10 @@ def broadcast_blocks(records: Sequence[Record]) -> list[Block]:
         bars = {"GB/s to each": [r.median("gb_per_s") for r in good]}
         link = number(good[0].median("host_link_gb_per_s"))
         svg = grouped_bars(labels, bars, unit="GB/s")
-        shown.append(Plot(svg, f"What each schedule gives to each device; one host link alone gives {link} GB/s."))
+        shown.append(
+            Plot(
+                svg,
+                f"What each schedule gives to each device; one host link alone gives {link} GB/s.",
+            )
+        )
     return [*shown, broadcast_table(records)]

@@ -1,4 +1,6 @@
-"""What activation checkpointing gives back: bytes a block by formula, the best k, memory against time."""
+"""What activation checkpointing gives back: bytes a block by formula, the best k, memory against
+time.
+"""
 
 import dataclasses
 import json
@@ -17,13 +19,16 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class BlockBytes:
-    """What one block weighs, read off two records of a model: with every block checkpointed and with none."""
+    """What one block weighs, read off two records of a model: with every block checkpointed and
+    with none.
+    """
 
     boundary: float  # kept at a block's entry when it is computed again
     inside: float  # kept within one block when it is not
 
     def kept(self, layers: int, k: int, checkpointing: str = "blocks") -> float:
-        """Largest bytes kept at once: the inputs of L/k parts and the insides of the part that runs again.
+        """Largest bytes kept at once: the inputs of L/k parts and the insides of the part that runs
+        again.
 
         blocks: ceil(L/k) boundary + k inside; nested: ceil(L/k) boundary + k boundary + inside.
         """
@@ -31,7 +36,9 @@ class BlockBytes:
         return math.ceil(layers / k) * self.boundary + within
 
     def best(self, layers: int, checkpointing: str = "blocks") -> int:
-        """The k of least `kept`: near sqrt(L boundary / inside) for blocks, near sqrt(L) for nested."""
+        """The k of least `kept`: near sqrt(L boundary / inside) for blocks, near sqrt(L) for
+        nested.
+        """
         return min(range(1, layers + 1), key=lambda k: (self.kept(layers, k, checkpointing), k))
 
 
@@ -42,11 +49,17 @@ def bytes_a_block(record: Record) -> float | None:
 
 
 def block_bytes(records: Iterable[Record]) -> BlockBytes | None:
-    """From the records of one model without checkpointing and with every block checkpointed, if both are there."""
+    """From the records of one model without checkpointing and with every block checkpointed, if
+    both are there.
+    """
     sizes: dict[str, float] = {}
     for record in records:
         spec, kept = flatten(record.spec), bytes_a_block(record)
-        if kept is not None and spec["checkpointing"] in ("none", "blocks") and spec["checkpoint_blocks"] == 1:
+        if (
+            kept is not None
+            and spec["checkpointing"] in ("none", "blocks")
+            and spec["checkpoint_blocks"] == 1
+        ):
             sizes[spec["checkpointing"]] = kept
     if set(sizes) != {"none", "blocks"}:
         return None
@@ -54,7 +67,9 @@ def block_bytes(records: Iterable[Record]) -> BlockBytes | None:
 
 
 def best_checkpoint_tables(records: Sequence[Record]) -> list[Table]:
-    """Of each model that was run with several checkpointings: peak of each, and the k that the formula calls best."""
+    """Of each model that was run with several checkpointings: peak of each, and the k that the
+    formula calls best.
+    """
     tables = []
     groups = _by_model(records)
     for name, group in zip(names([group[0] for group in groups]), groups, strict=True):
@@ -62,7 +77,11 @@ def best_checkpoint_tables(records: Sequence[Record]) -> list[Table]:
         if sizes is None:
             continue
         layers = int(flatten(group[0].spec)["num_layers"])
-        unit = size_unit(record.median(name) for record in group for name in ("peak_bytes", "predicted_peak_bytes"))
+        unit = size_unit(
+            record.median(name)
+            for record in group
+            for name in ("peak_bytes", "predicted_peak_bytes")
+        )
         rows = []
         for record in sorted(group, key=choice_of):
             choice, k = choice_of(record)
@@ -95,7 +114,9 @@ def _by_model(records: Sequence[Record]) -> list[list[Record]]:
     """Rows that differ in their checkpointing alone, those without any first."""
     groups: dict[str, list[Record]] = {}
     for record in sorted(records, key=lambda record: choice_of(record)[0] != "none"):
-        rest = {n: v for n, v in record.spec.items() if n not in ("checkpointing", "checkpoint_blocks")}
+        rest = {
+            n: v for n, v in record.spec.items() if n not in ("checkpointing", "checkpoint_blocks")
+        }
         if record.tables:
             groups.setdefault(json.dumps(rest, sort_keys=True), []).append(record)
     return list(groups.values())

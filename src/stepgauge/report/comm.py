@@ -24,12 +24,18 @@ def asked(record: Record) -> CommSpec:
 
 
 def comm_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> Table:
-    """The columns of nccl-tests, and the spread. Size is the whole operation's; times are the slowest rank's."""
+    """The columns of nccl-tests, and the spread. Size is the whole operation's; times are the
+    slowest rank's.
+    """
     rows = []
     for record in records:
         spec, time = asked(record), record.metrics.get("time_ms")
         reduces = OPS[spec.op].reduces
-        figures = [None] * 4 if time is None else [time.median, time.p10, time.p90, record.median("p99_ms")]
+        figures = (
+            [None] * 4
+            if time is None
+            else [time.median, time.p10, time.p90, record.median("p99_ms")]
+        )
         rows.append([
             spec.op, _who(spec), str(spec.ranks), spec.timing,
             f"{spec.bytes:,}", f"{spec.count:,}", spec.dtype, "sum" if reduces else "none",
@@ -45,7 +51,9 @@ def comm_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> 
     if not any(row[-1] for row in rows):
         head, rows = head[:-1], [row[:-1] for row in rows]
     caption = "busbw = algbw × factor; percentiles are of batches."
-    return Table(head, rows, numeric=frozenset(numeric), caption=caption, names=head.index("size B") + 1)
+    return Table(
+        head, rows, numeric=frozenset(numeric), caption=caption, names=head.index("size B") + 1
+    )
 
 
 def _who(spec: CommSpec) -> str:
@@ -72,7 +80,9 @@ def links(records: Sequence[Record]) -> list[Link]:
     for record in records:
         if record.status == "ok" and asked(record).bytes:
             by_operation.setdefault(tuple(record.spec[name] for name in FIXED), []).append(record)
-    return [_link(rows) for rows in by_operation.values() if len({asked(r).bytes for r in rows}) >= 3]
+    return [
+        _link(rows) for rows in by_operation.values() if len({asked(r).bytes for r in rows}) >= 3
+    ]
 
 
 def _link(records: Sequence[Record]) -> Link:
@@ -91,7 +101,9 @@ def _link(records: Sequence[Record]) -> Link:
 
 def _point(record: Record) -> Point:
     time: Sample = record.metrics["time_ms"]
-    return Point(asked(record).bytes, time.median, max(NOISE, (time.p90 - time.p10) / time.median / 4))
+    return Point(
+        asked(record).bytes, time.median, max(NOISE, (time.p90 - time.p10) / time.median / 4)
+    )
 
 
 def fit_table(fitted: Sequence[Link]) -> Table:
@@ -105,11 +117,25 @@ def fit_table(fitted: Sequence[Link]) -> Table:
             told = [_percent(e) for e in errors] if index == 0 else ["", ""]
             to = piece.to_bytes or found.range_bytes[1]
             figures = [number(piece.alpha_ms * 1e3), _rate(piece.bytes_per_s)]
-            rows.append([spec.op, _how(spec), str(spec.ranks), f"{start:,}", f"{to:,}", *figures, *told])
+            rows.append(
+                [spec.op, _how(spec), str(spec.ranks), f"{start:,}", f"{to:,}", *figures, *told]
+            )
             start = to
-    head = ["op", "over", "ranks", "from B", "to B", "α µs", "1/β GB/s", "held out < 1 MiB %", "held out ≥ 1 MiB %"]
+    head = [
+        "op",
+        "over",
+        "ranks",
+        "from B",
+        "to B",
+        "α µs",
+        "1/β GB/s",
+        "held out < 1 MiB %",
+        "held out ≥ 1 MiB %",
+    ]
     caption = "time = α + β·bytes; the error is the median over sizes held out of the fit; blank: none was."
-    return Table(head, rows, numeric=frozenset(head[2:]), caption=caption, names=head.index("to B") + 1)
+    return Table(
+        head, rows, numeric=frozenset(head[2:]), caption=caption, names=head.index("to B") + 1
+    )
 
 
 def _rate(bytes_per_s: float) -> str:
@@ -133,11 +159,17 @@ def prediction_table(fitted: Sequence[Link], records: Sequence[Record]) -> Table
             rows.append([spec.op, _how(spec), str(spec.ranks), f"{spec.bytes:,}", *figures, seen])
     head = ["op", "over", "ranks", "size B", "measured µs", "predicted µs", "error %", "size was"]
     names = head.index("size B") + 1
-    return Table(head, rows, numeric=frozenset(head[2:-1]), caption="Predicted beside measured.", names=names)
+    return Table(
+        head, rows, numeric=frozenset(head[2:-1]), caption="Predicted beside measured.", names=names
+    )
 
 
 def _own(found: Link, records: Sequence[Record]) -> list[Record]:
-    return [r for r in records if r.status == "ok" and all(r.spec[name] == v for name, v in found.asked.items())]
+    return [
+        r
+        for r in records
+        if r.status == "ok" and all(r.spec[name] == v for name, v in found.asked.items())
+    ]
 
 
 def comm_blocks(records: Sequence[Record]) -> list[Block]:
@@ -146,15 +178,24 @@ def comm_blocks(records: Sequence[Record]) -> list[Block]:
     fitted = links(good)
     shown: list[Block] = []
     for ranks, how in dict.fromkeys((asked(record).ranks, _how(asked(record))) for record in good):
-        here = [record for record in good if (asked(record).ranks, _how(asked(record))) == (ranks, how)]
+        here = [
+            record for record in good if (asked(record).ranks, _how(asked(record))) == (ranks, how)
+        ]
         for part in _portions(_by_operation(here, "busbw_gb_per_s")):
             svg = lines(part, x="bytes", y="busbw GB/s", dots=list(part), scales={"x": short_bytes})
             shown.append(Plot(svg, f"Bus bandwidth by size over {how}, {ranks} ranks."))
-    plotted = fitted if len(fitted) <= MOST_FIT_PLOTS else [f for f in fitted if f.asked["op"] == "all_reduce"]
+    plotted = (
+        fitted
+        if len(fitted) <= MOST_FIT_PLOTS
+        else [f for f in fitted if f.asked["op"] == "all_reduce"]
+    )
     shown += [_fit_plot(found, good) for found in plotted]
     shown.append(comm_table(records))
     if fitted:
-        shown += [fit_table(fitted), dataclasses.replace(prediction_table(fitted, good), folded=True)]
+        shown += [
+            fit_table(fitted),
+            dataclasses.replace(prediction_table(fitted, good), folded=True),
+        ]
     return shown
 
 
@@ -173,23 +214,39 @@ def _by_operation(records: Sequence[Record], metric: str) -> Curves:
 def _portions(curves: Curves) -> list[Curves]:
     """As many curves a plot as an eye tells apart."""
     names = list(curves)
-    return [{n: curves[n] for n in names[i : i + len(SERIES)]} for i in range(0, len(names), len(SERIES))]
+    return [
+        {n: curves[n] for n in names[i : i + len(SERIES)]}
+        for i in range(0, len(names), len(SERIES))
+    ]
 
 
 def _fit_plot(found: Link, records: Sequence[Record]) -> Plot:
     spec = CommSpec(**found.asked)
-    points = sorted((asked(r).bytes, r.metrics["time_ms"].median * 1e3) for r in _own(found, records))
+    points = sorted(
+        (asked(r).bytes, r.metrics["time_ms"].median * 1e3) for r in _own(found, records)
+    )
     low, high = found.range_bytes
     sizes = [low * (high / low) ** (i / 200) for i in range(201)]
     curves: Curves = {
-        "measured, fitted": tuple(zip(*[p for p in points if p[0] not in found.held_out], strict=True)),  # type: ignore[dict-item]
+        "measured, fitted": tuple(
+            zip(*[p for p in points if p[0] not in found.held_out], strict=True)
+        ),  # type: ignore[dict-item]
         "α + β·bytes": (sizes, [found.time_ms(size) * 1e3 for size in sizes]),
     }
     if found.held_out:
         held_out = tuple(zip(*[p for p in points if p[0] in found.held_out], strict=True))
         curves = {**curves, "measured, held out": held_out}  # type: ignore[dict-item]
     dots = ["measured, fitted", "measured, held out"]
-    svg = lines(curves, x="bytes", y="µs", dots=dots, joined=False, scales={"x": short_bytes, "y": short})
+    svg = lines(
+        curves, x="bytes", y="µs", dots=dots, joined=False, scales={"x": short_bytes, "y": short}
+    )
     errors = found.held_out_error(MEGABYTE)
-    told = f" Median error on held-out sizes from 1 MiB: {_percent(errors)} %." if errors is not None else ""
-    return Plot(svg, f"{spec.op} over {_how(spec)}, {spec.ranks} ranks: the fit through the measured sizes.{told}")
+    told = (
+        f" Median error on held-out sizes from 1 MiB: {_percent(errors)} %."
+        if errors is not None
+        else ""
+    )
+    return Plot(
+        svg,
+        f"{spec.op} over {_how(spec)}, {spec.ranks} ranks: the fit through the measured sizes.{told}",
+    )

@@ -1,4 +1,6 @@
-"""Replicated against sharded training: rows that differ in the seed alone become one, and the memory's gap by part."""
+"""Replicated against sharded training: rows that differ in the seed alone become one, and the
+memory's gap by part.
+"""
 
 import statistics
 from collections.abc import Sequence
@@ -15,9 +17,11 @@ _NAMES = ("size", "wrapper", "ranks", "context_length", "precision")
 
 
 def aggregated(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One object for the seeds of a configuration: mean and std of throughput, step and peak memory, plain JSON.
+    """One object for the seeds of a configuration: mean and std of throughput, step and peak
+    memory, plain JSON.
 
-    Throughput and step are means over each seed's steps, spread over seeds; the peak is spread over ranks and seeds.
+    Throughput and step are means over each seed's steps, spread over seeds; the peak is spread over
+    ranks and seeds.
     """
     groups: dict[str, list[Record]] = {}
     for record in records:
@@ -39,33 +43,51 @@ def _of_seeds(records: Sequence[Record]) -> dict[str, Any]:
         "samples_per_s": _spread(rates),
         "step_ms": _spread(steps),
         **({"peak_bytes": _spread(peaks)} if peaks else {}),
-        **{part: statistics.fmean(record.metrics[part].median for record in records) for part in parts},
+        **{
+            part: statistics.fmean(record.metrics[part].median for record in records)
+            for part in parts
+        },
     }
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}
+    return {
+        "mean": statistics.fmean(values),
+        "std": statistics.stdev(values) if len(values) > 1 else 0.0,
+    }
 
 
 def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The objects of `aggregated` as a table, mean and standard deviation side by side."""
-    figures = (("samples_per_s", "samples/s", ""), ("step_ms", "step ms", ""), ("peak_bytes", "peak GiB", "bytes"))
+    figures = (
+        ("samples_per_s", "samples/s", ""),
+        ("step_ms", "step ms", ""),
+        ("peak_bytes", "peak GiB", "bytes"),
+    )
     cells = [
         [
             *(str(row[name]) for name in ("size", "wrapper", "precision", "ranks", "global_batch")),
             str(len(row["seeds"])),
-            *(number(row.get(name, {}).get(part), unit) for name, _, unit in figures for part in ("mean", "std")),
+            *(
+                number(row.get(name, {}).get(part), unit)
+                for name, _, unit in figures
+                for part in ("mean", "std")
+            ),
         ]
         for row in rows
     ]
     heads = [f"{text} {part}" for _, text, _ in figures for part in ("mean", "std")]
     columns = ["size", "wrapper", "precision", "ranks", "global batch", "seeds", *heads]
-    caption = "Throughput and step over seeds, peak memory over ranks and seeds; std is that of a sample."
+    caption = (
+        "Throughput and step over seeds, peak memory over ranks and seeds; std is that of a sample."
+    )
     return Table(columns, cells, numeric=frozenset(columns[3:]), caption=caption)
 
 
 def gap_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """What sharding frees a rank of, by part: the replicating wrapper's bytes less the sharding one's."""
+    """What sharding frees a rank of, by part: the replicating wrapper's bytes less the sharding
+    one's.
+    """
     by_wrapper = {(row["wrapper"], *_load(row)): row for row in rows}
     cells = []
     for row in rows:
@@ -73,13 +95,31 @@ def gap_table(rows: Sequence[dict[str, Any]]) -> Table:
             other = by_wrapper.get((sharded, *_load(row)))
             if row["wrapper"] != replicated or other is None or "optimizer_bytes" not in row:
                 continue
-            gap = row["peak_bytes"]["mean"] - other["peak_bytes"]["mean"] if "peak_bytes" in row else None
+            gap = (
+                row["peak_bytes"]["mean"] - other["peak_bytes"]["mean"]
+                if "peak_bytes" in row
+                else None
+            )
             names = [f"{part}_bytes" for part in PARTS]
             by_part = [row[name] - other[name] if name in row else None for name in names]
             freed = (row["ranks"] - 1) / row["ranks"] * sum(row[f"{part}_bytes"] for part in KEPT)
             texts = [number(value, "bytes") for value in (gap, freed, *by_part)]
-            cells.append([f"{replicated} less {sharded}", str(row["ranks"]), str(row["global_batch"]), *texts])
-    figures = ["peak GiB", "share of the others GiB", "parameters GiB", "gradients GiB", "optimizer GiB", "rest GiB"]
+            cells.append(
+                [
+                    f"{replicated} less {sharded}",
+                    str(row["ranks"]),
+                    str(row["global_batch"]),
+                    *texts,
+                ]
+            )
+    figures = [
+        "peak GiB",
+        "share of the others GiB",
+        "parameters GiB",
+        "gradients GiB",
+        "optimizer GiB",
+        "rest GiB",
+    ]
     columns = ["wrappers", "ranks", "global batch", *figures]
     caption = (
         "Memory that sharding frees a rank of. The share of the others is (N−1)/N of parameters, gradients and "
@@ -90,4 +130,6 @@ def gap_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _load(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[name] for name in ("size", "ranks", "global_batch", "context_length", "precision"))
+    return tuple(
+        row[name] for name in ("size", "ranks", "global_batch", "context_length", "precision")
+    )

@@ -30,4 +30,9 @@ def accumulation_table(record: Record) -> Table:
     """What each pair of types makes of a thousand times 0.01, and how far from 10 it is."""
     head, *sums = record.tables["sums"]
     rows = [[name, f"{total:.4f}", f"{total - 10:+.4f}"] for name, total in sums]
-    return Table([*head, "error"], rows, numeric=frozenset(("sum", "error")), caption="What a sum's type loses")
+    return Table(
+        [*head, "error"],
+        rows,
+        numeric=frozenset(("sum", "error")),
+        caption="What a sum's type loses",
+    )

@@ -14,11 +14,19 @@ MOST_LABELS = 8
 def rank_table(explained: Explained) -> Table:
     """Each rank's values before and after; a point where it has none, or none that are defined."""
     rows = [
-        [f"rank {r}", " ".join(seen.before) or "·", " ".join(seen.after) or "·", number(seen.wait_ms)]
+        [
+            f"rank {r}",
+            " ".join(seen.before) or "·",
+            " ".join(seen.after) or "·",
+            number(seen.wait_ms),
+        ]
         for r, seen in enumerate(explained.ranks)
     ]
     return Table(
-        ["", "before", "after", "ms inside"], rows, numeric=frozenset(["ms inside"]), caption=explained.summary
+        ["", "before", "after", "ms inside"],
+        rows,
+        numeric=frozenset(["ms inside"]),
+        caption=explained.summary,
     )
 
 
@@ -39,13 +47,20 @@ def step_table(explained: Explained) -> Table:
         for rank, chunks in enumerate(step.chunks):
             moved = f"{sent[rank].what} → rank {sent[rank].target}"
             rows.append([step.name if rank == 0 else "", f"rank {rank}", moved, *chunks])
-    return Table(["step", "", "sends", *(f"chunk {c}" for c in range(n))], rows, caption="Chunks after each step.")
+    return Table(
+        ["step", "", "sends", *(f"chunk {c}" for c in range(n))],
+        rows,
+        caption="Chunks after each step.",
+    )
 
 
 def picture(arrows: Sequence[Arrow], n: int) -> str:
     """The ranks in a circle and an arrow for each thing that is sent."""
     label = len(arrows) <= MOST_LABELS
-    edges = [Edge(f"rank {a.source}", f"rank {a.target}", a.what if label else "", directed=True) for a in arrows]
+    edges = [
+        Edge(f"rank {a.source}", f"rank {a.target}", a.what if label else "", directed=True)
+        for a in arrows
+    ]
     return network(circle([f"rank {r}" for r in range(n)]), edges)
 
 
@@ -58,7 +73,10 @@ def explained_page(found: Sequence[Explained]) -> str:
 
 def _blocks(explained: Explained) -> list[Block]:
     n = len(explained.ranks)
-    shown: list[Block] = [Plot(picture(explained.arrows, n), f"{explained.op}: who sends what."), rank_table(explained)]
+    shown: list[Block] = [
+        Plot(picture(explained.arrows, n), f"{explained.op}: who sends what."),
+        rank_table(explained),
+    ]
     if explained.steps:
         shown += [_step_picture(step, n) for step in (explained.steps[0], explained.steps[n - 1])]
         shown.append(step_table(explained))

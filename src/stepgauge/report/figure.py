@@ -1,6 +1,8 @@
-"""Plots as inline SVG whose colours are CSS variables: one drawing for light and dark, text stays text.
+"""Plots as inline SVG whose colours are CSS variables: one drawing for light and dark, text stays
+text.
 
-matplotlib draws with placeholder colours that the page's style sheet then gives a meaning: ink, grid and the series.
+matplotlib draws with placeholder colours that the page's style sheet then gives a meaning: ink,
+grid and the series.
 """
 
 import contextlib
@@ -18,7 +20,12 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 # Placeholder -> CSS variable. Any colours that nothing else draws with.
 INK, FAINT, GRID = "#010203", "#010204", "#010205"
 SERIES = ("#020301", "#020302", "#020303", "#020304", "#020305", "#020306")
-_VARIABLES = {INK: "ink", FAINT: "faint", GRID: "grid", **{c: f"series-{i}" for i, c in enumerate(SERIES, 1)}}
+_VARIABLES = {
+    INK: "ink",
+    FAINT: "faint",
+    GRID: "grid",
+    **{c: f"series-{i}" for i, c in enumerate(SERIES, 1)},
+}
 
 _STYLE: Any = {
     "svg.fonttype": "none",
@@ -50,9 +57,11 @@ _STYLE: Any = {
     "svg.hashsalt": "stepgauge",  # equal input gives equal bytes
 }
 
-MOST_LABELLED_BETWEEN = 3e3  # ends of a scale further apart than this get labels at powers of ten only
+# ends of a scale further apart than this get labels at powers of ten only
+MOST_LABELLED_BETWEEN = 3e3
 LATE = 0.85  # of a scale: a name further right would leave the plot
-LEGEND_KEY_INCHES, LETTER_INCHES = 0.6, 0.065  # of a legend's entry: its key with gaps, a letter on average
+# of a legend's entry: its key with gaps, a letter on average
+LEGEND_KEY_INCHES, LETTER_INCHES = 0.6, 0.065
 
 Series = Mapping[str, Sequence[float | None]]
 Scales = Mapping[str, Callable[[float], str]]
@@ -77,9 +86,16 @@ def _themed(svg: str) -> str:
     for colour, name in _VARIABLES.items():
         svg = svg.replace(colour, f"var(--{name})")
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"|(<svg[^>]*?) height="[^"]*"', r"\1\2", svg, count=1)
+    svg = re.sub(
+        r'(<svg[^>]*?) width="[^"]*" height="[^"]*"|(<svg[^>]*?) height="[^"]*"',
+        r"\1\2",
+        svg,
+        count=1,
+    )
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    return re.sub(r"font: ([\d.]+px)[^\"';]*", r"font: \1 var(--sans)", svg).replace("'DejaVu Sans'", "var(--sans)")
+    return re.sub(r"font: ([\d.]+px)[^\"';]*", r"font: \1 var(--sans)", svg).replace(
+        "'DejaVu Sans'", "var(--sans)"
+    )
 
 
 def stacked_bars(
@@ -90,10 +106,11 @@ def stacked_bars(
     unit: str,
     points: Series | None = None,
 ) -> str:
-    """A horizontal bar a label, made of the parts, and its total written at the end. None is no bar.
+    """A horizontal bar a label, made of the parts, and its total written at the end. None is no
+    bar.
 
-    The total of medians is not the median of totals, so it is given. `points` marks other totals (published ones) on
-    the same rows.
+    The total of medians is not the median of totals, so it is given. `points` marks other totals
+    (published ones) on the same rows.
     """
     with canvas(7.2, 0.9 + 0.42 * len(labels)) as (axes, output):
         rows = range(len(labels))
@@ -103,7 +120,9 @@ def stacked_bars(
             axes.barh(rows, lengths, left=start, color=colour, height=0.62, label=name)
             start = [a + b for a, b in zip(start, lengths, strict=True)]
         for row, (end, total) in enumerate(zip(start, totals, strict=True)):
-            _label(axes, end, row, short(total) if total else "did not run", INK if total else FAINT)
+            _label(
+                axes, end, row, short(total) if total else "did not run", INK if total else FAINT
+            )
         _mark(axes, points)
         _finish_rows(axes, labels, unit)
     return output[0]
@@ -115,7 +134,9 @@ def grouped_bars(labels: Sequence[str], groups: Series, *, unit: str) -> str:
     with canvas(7.2, 0.9 + len(labels) * (0.2 + 0.24 * len(groups))) as (axes, output):
         for index, ((name, values), colour) in enumerate(_coloured(groups)):
             rows = [row - 0.4 + height * (index + 0.5) for row in range(len(labels))]
-            axes.barh(rows, [v or 0.0 for v in values], height=height * 0.9, color=colour, label=name)
+            axes.barh(
+                rows, [v or 0.0 for v in values], height=height * 0.9, color=colour, label=name
+            )
             for row, value in zip(rows, values, strict=True):
                 if value:
                     _label(axes, value, row, short(value), INK)
@@ -136,17 +157,21 @@ def lines(
 ) -> str:
     """A line a curve of (x values, y values); those named in `dots` get a marker a point.
 
-    Without `joined` they get no line. `scales` names the axes that are logarithmic, with what writes their numbers
-    (`short`, `short_bytes`); `level` is a limit across the plot and its name.
+    Without `joined` they get no line. `scales` names the axes that are logarithmic, with what
+    writes their numbers (`short`, `short_bytes`); `level` is a limit across the plot and its name.
     """
     with canvas(7.2, height) as (axes, output):
         for (name, (xs, ys)), colour in _coloured(curves):
-            marked: dict[str, Any] = {"marker": "o", "markersize": 4.5} if name in dots else {"linewidth": 1.4}
+            marked: dict[str, Any] = (
+                {"marker": "o", "markersize": 4.5} if name in dots else {"linewidth": 1.4}
+            )
             if name in dots and not joined:
                 marked["linestyle"] = "none"
             axes.plot(xs, ys, color=colour, label=name, **marked)
         if level:
-            axes.axhline(level[1], color=FAINT, linestyle=(0, (4, 3)), linewidth=1.2, label=level[0])
+            axes.axhline(
+                level[1], color=FAINT, linestyle=(0, (4, 3)), linewidth=1.2, label=level[0]
+            )
         _logarithmic(axes, scales)
         axes.set_xlabel(x)
         axes.set_ylabel(y)
@@ -164,7 +189,9 @@ def areas(
     marks: Mapping[str, float] = MappingProxyType({}),
     level: tuple[str, float] | None = None,
 ) -> str:
-    """Layers over x, one on the other, as steps. `marks` are named places on x, `level` a named height."""
+    """Layers over x, one on the other, as steps. `marks` are named places on x, `level` a named
+    height.
+    """
     with canvas(7.2, 3.4) as (axes, output):
         named = _coloured(layers)
         colours = [colour for _, colour in named]
@@ -175,7 +202,13 @@ def areas(
             axes.axvline(place, color=FAINT, linewidth=0.8)
             offset, side = ((-3, 0), "right") if place > LATE * x[-1] else ((3, 0), "left")
             axes.annotate(
-                name, (place, top * 1.1), xytext=offset, textcoords="offset points", ha=side, color=FAINT, fontsize=8.5
+                name,
+                (place, top * 1.1),
+                xytext=offset,
+                textcoords="offset points",
+                ha=side,
+                color=FAINT,
+                fontsize=8.5,
             )
         if level is not None:
             axes.axhline(level[1], color=INK, linewidth=1.0, linestyle=(0, (4, 3)), label=level[0])
@@ -187,16 +220,32 @@ def areas(
     return output[0]
 
 
-def roofline(points: Mapping[str, tuple[float, float]], *, bandwidth_gb_per_s: float, peak_tflop_per_s: float) -> str:
-    """Points of (FLOP a byte, TFLOP/s) under the roof min(peak, bandwidth x intensity) (Williams et al. 2009)."""
+def roofline(
+    points: Mapping[str, tuple[float, float]], *, bandwidth_gb_per_s: float, peak_tflop_per_s: float
+) -> str:
+    """Points of (FLOP a byte, TFLOP/s) under the roof min(peak, bandwidth x intensity) (Williams et
+    al. 2009).
+    """
     ridge = peak_tflop_per_s / bandwidth_gb_per_s * 1e3
     intensities = [intensity for intensity, _ in points.values()]
     ends = min(*intensities, ridge) / 4, max(*intensities, ridge) * 4
     with canvas(7.2, 3.6) as (axes, output):
-        roof = [min(peak_tflop_per_s, bandwidth_gb_per_s * x / 1e3) for x in (ends[0], ridge, ends[1])]
-        axes.plot([ends[0], ridge, ends[1]], roof, color=FAINT, linewidth=1.4, label="measured roof")
+        roof = [
+            min(peak_tflop_per_s, bandwidth_gb_per_s * x / 1e3) for x in (ends[0], ridge, ends[1])
+        ]
+        axes.plot(
+            [ends[0], ridge, ends[1]], roof, color=FAINT, linewidth=1.4, label="measured roof"
+        )
         for (name, (intensity, rate)), colour in _coloured(points):
-            axes.plot([intensity], [rate], color=colour, marker="o", markersize=7, linestyle="none", label=name)
+            axes.plot(
+                [intensity],
+                [rate],
+                color=colour,
+                marker="o",
+                markersize=7,
+                linestyle="none",
+                label=name,
+            )
         _logarithmic(axes, {"x": short, "y": short})
         axes.set_xlabel("FLOP a byte")
         axes.set_ylabel("TFLOP/s")
@@ -216,7 +265,11 @@ def _logarithmic(axes: Axes, scales: Scales) -> None:
         low, high = axes.get_ylim()
         between = "25" if high < MOST_LABELLED_BETWEEN * low else ""
         axes.yaxis.set_minor_formatter(
-            FuncFormatter(lambda value, _: scales["y"](value) if between and f"{value:e}"[0] in between else "")
+            FuncFormatter(
+                lambda value, _: (
+                    scales["y"](value) if between and f"{value:e}"[0] in between else ""
+                )
+            )
         )
 
 
@@ -228,7 +281,15 @@ def _coloured(series: Mapping[str, Any]) -> list[tuple[tuple[str, Any], str]]:
 
 
 def _label(axes: Axes, x: float, row: float, text: str, colour: str) -> None:
-    axes.annotate(text, (x, row), xytext=(4, 0), textcoords="offset points", va="center", color=colour, fontsize=8.5)
+    axes.annotate(
+        text,
+        (x, row),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="center",
+        color=colour,
+        fontsize=8.5,
+    )
 
 
 def _mark(axes: Axes, points: Series | None) -> None:
@@ -256,7 +317,13 @@ def _legend(axes: Axes) -> None:
     if len(names) > 1:
         inches = LEGEND_KEY_INCHES + LETTER_INCHES * max(map(len, names))
         columns = max(1, int(axes.get_window_extent().width / axes.figure.dpi / inches))
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0, handlelength=1.2)
+        axes.legend(
+            loc="lower left",
+            bbox_to_anchor=(0, 1.0),
+            ncols=columns,
+            borderaxespad=0,
+            handlelength=1.2,
+        )
 
 
 def short(value: float) -> str:

@@ -1,4 +1,6 @@
-"""Time and rate of an operation, ours beside the peers: against its size, or as bars for sizes that are no line."""
+"""Time and rate of an operation, ours beside the peers: against its size, or as bars for sizes that
+are no line.
+"""
 
 import statistics
 from collections.abc import Sequence
@@ -14,7 +16,9 @@ Curves = dict[str, tuple[list[float], list[float]]]
 
 
 def kernel_plots(records: Sequence[Record], size: str, *, by: Sequence[str]) -> list[Plot]:
-    """Two plots a group of records that agree in the fields `by`: ms and rate against the field `size`."""
+    """Two plots a group of records that agree in the fields `by`: ms and rate against the field
+    `size`.
+    """
     groups: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         groups.setdefault(tuple(str(record.spec[name]) for name in by), []).append(record)
@@ -29,16 +33,31 @@ def _pair(records: Sequence[Record], size: str, of_what: str) -> list[Plot]:
     times = _curves(records, size, "ms")
     if not times:
         return []
-    plots = [Plot(lines(times, x=size, y="ms", dots=list(times), scales={"x": short, "y": short}), f"Time, {of_what}.")]
+    plots = [
+        Plot(
+            lines(times, x=size, y="ms", dots=list(times), scales={"x": short, "y": short}),
+            f"Time, {of_what}.",
+        )
+    ]
     for rate, unit in RATES.items():
         if rates := _curves(records, size, rate):
             ceilings = [
-                s.median for r in records for n, s in r.metrics.items() if n in (f"copy_{rate}", f"matmul_{rate}")
+                s.median
+                for r in records
+                for n, s in r.metrics.items()
+                if n in (f"copy_{rate}", f"matmul_{rate}")
             ]
-            level = ("copy" if rate == "gb_per_s" else "matmul", statistics.median(ceilings)) if ceilings else None
+            level = (
+                ("copy" if rate == "gb_per_s" else "matmul", statistics.median(ceilings))
+                if ceilings
+                else None
+            )
             drawn = lines(rates, x=size, y=unit, dots=list(rates), scales={"x": short}, level=level)
             plots.append(
-                Plot(drawn, f"Rate, {of_what}; the dashed line is what the device reaches in the same process.")
+                Plot(
+                    drawn,
+                    f"Rate, {of_what}; the dashed line is what the device reaches in the same process.",
+                )
             )
     return plots
 
@@ -59,9 +78,15 @@ def _curves(records: Sequence[Record], size: str, figure: str) -> Curves:
 
 
 def kernel_bars(records: Sequence[Record]) -> list[Plot]:
-    """A cluster of bars a record that has our time: times as multiples of it, and memory where it was measured."""
+    """A cluster of bars a record that has our time: times as multiples of it, and memory where it
+    was measured.
+    """
     timed = [record for record in records if record.median(f"{OURS}_ms")]
-    names = [name for name in implementations(timed) if any(f"{name}_ms" in record.metrics for record in timed)]
+    names = [
+        name
+        for name in implementations(timed)
+        if any(f"{name}_ms" in record.metrics for record in timed)
+    ]
     names = names[: len(SERIES)]
     labels = [describe(record).removeprefix(f"{record.kind} ") for record in timed]
 
@@ -69,7 +94,10 @@ def kernel_bars(records: Sequence[Record]) -> list[Plot]:
         found = [[record.median(f"{name}_{figure}") for record in timed] for name in names]
         if not any(map(any, found)):
             return ""
-        scaled = [[None if v is None else v / u for v, u in zip(values, units, strict=True)] for values in found]
+        scaled = [
+            [None if v is None else v / u for v, u in zip(values, units, strict=True)]
+            for values in found
+        ]
         return grouped_bars(labels, dict(zip(names, scaled, strict=True)), unit=unit)
 
     ours = [record.median(f"{OURS}_ms") or 1.0 for record in timed]

@@ -18,17 +18,26 @@ def implementations(records: Sequence[Record]) -> list[str]:
 
 
 def kernel_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> Table:
-    """One row a record: ms of each implementation, ours against the best peer and against the ceiling.
+    """One row a record: ms of each implementation, ours against the best peer and against the
+    ceiling.
 
-    Times are medians; where statistics are asked for, the general table. Who has no time in any row has no column.
+    Times are medians; where statistics are asked for, the general table. Who has no time in any row
+    has no column.
     """
     shape = KERNELS[records[0].kind].shape if records[0].kind in KERNELS else ()
     if statistics:
         return record_table(records, statistics=statistics, first=(*shape, "dtype"))
-    shown = [name for name in implementations(records) if any(f"{name}_ms" in record.metrics for record in records)]
+    shown = [
+        name
+        for name in implementations(records)
+        if any(f"{name}_ms" in record.metrics for record in records)
+    ]
     differs = [name for name in varying(records) if name not in (*ALONE, *shape, "passes", "dtype")]
     fields = [*shape, *differs, "dtype", "passes"]
-    rate = next((f"_{name}" for name in RATES for record in records if f"{OURS}_{name}" in record.metrics), "")
+    rate = next(
+        (f"_{name}" for name in RATES for record in records if f"{OURS}_{name}" in record.metrics),
+        "",
+    )
     head = [*fields, *(f"{name} ms" for name in shown)]
     head += [f"{OURS} {RATES[rate[1:]]}"] if rate else []
     head += ["over best peer", "of ceiling", "extra GiB"]
@@ -59,7 +68,9 @@ def _fixed(record: Record, metric: str) -> str:
 
 
 def launchers_of(records: Sequence[Record]) -> list[str]:
-    """One sentence an operation that did not run in C++ throughout though it has a path there, with the reason."""
+    """One sentence an operation that did not run in C++ throughout though it has a path there, with
+    the reason.
+    """
     paths = [path for record in records for path in record.environment.get("native", {}).items()]
     return [f"{name} ran in {path}" for name, path in dict.fromkeys(paths) if path != "C++"]
 

@@ -70,16 +70,22 @@ def summary_table(records: Sequence[Record], caption: str = "") -> Table:
 
 def _holds(record: Record) -> str:
     peak = record.median("predicted_peak_bytes")
-    return fits(peak, str(record.spec["predict"])) if record.provenance == "modelled" and peak else ""
+    return (
+        fits(peak, str(record.spec["predict"])) if record.provenance == "modelled" and peak else ""
+    )
 
 
 def _unit(records: Sequence[Record]) -> SizeUnit:
     """What all sizes of the records are written in, so that they can be compared and added up."""
-    return size_unit(record.median(name) for record in records for name in SHOWN if name.endswith("_bytes"))
+    return size_unit(
+        record.median(name) for record in records for name in SHOWN if name.endswith("_bytes")
+    )
 
 
 def _shown(record: Record, unit: SizeUnit) -> Record:
-    """The record with the columns' metrics; a prediction has no measured peak, and the row's name says it is one."""
+    """The record with the columns' metrics; a prediction has no measured peak, and the row's name
+    says it is one.
+    """
     metrics = {name: record.metrics[name] for name in SHOWN if name in record.metrics}
     if record.provenance == "modelled":
         metrics.pop("peak_bytes", None)
@@ -91,18 +97,27 @@ def _shown(record: Record, unit: SizeUnit) -> Record:
 def _in_unit(name: str, sample: Sample, unit: SizeUnit) -> tuple[str, Sample]:
     if sample.unit != "bytes":
         return name, sample
-    return f"{name.removesuffix('_bytes')}_{unit.text}", Sample.exact(sample.median / unit.bytes, unit.text)
+    return f"{name.removesuffix('_bytes')}_{unit.text}", Sample.exact(
+        sample.median / unit.bytes, unit.text
+    )
 
 
 def memory_tables(record: Record) -> list[Table]:
-    """Who holds the peak, who keeps for backward, and the sizes behind it that follow from the shape."""
+    """Who holds the peak, who keeps for backward, and the sizes behind it that follow from the
+    shape.
+    """
     if not record.tables:
         return []
     name = describe(record)
     tables = [
         phases_table(record),
         _table(record, "at_the_peak", LARGEST_SHOWN, f"{name}: the largest at the peak"),
-        _table(record, "savers", SAVERS_SHOWN, f"{name}: what is kept for backward, all blocks together"),
+        _table(
+            record,
+            "savers",
+            SAVERS_SHOWN,
+            f"{name}: what is kept for backward, all blocks together",
+        ),
         blocks_table(record),
         derived_table(record),
     ]
@@ -114,10 +129,15 @@ def _rows(count: int) -> str:
 
 
 def _largest(record: Record, which: str, most: int) -> tuple[list[str], list[list[Any]]]:
-    """Headings and first rows of a table of the record, the last column bytes; none where it has no such table."""
+    """Headings and first rows of a table of the record, the last column bytes; none where it has no
+    such table.
+    """
     head, *rows = record.tables.get(which, [["bytes"]])
     places = {number for number, name in enumerate(head) if name in ("module", "kept by")}
-    named = [[OUTSIDE if n in places and not cell else cell for n, cell in enumerate(row)] for row in rows[:most]]
+    named = [
+        [OUTSIDE if n in places and not cell else cell for n, cell in enumerate(row)]
+        for row in rows[:most]
+    ]
     return head, named
 
 
@@ -125,11 +145,15 @@ def _table(record: Record, which: str, most: int, caption: str) -> Table:
     head, rows = _largest(record, which, most)
     unit = _unit([record])
     shown = [[*map(str, row[:-1]), unit.of(row[-1])] for row in rows]
-    return Table([*head[:-1], unit.text], shown, numeric=frozenset((unit.text, "tensors")), caption=caption)
+    return Table(
+        [*head[:-1], unit.text], shown, numeric=frozenset((unit.text, "tensors")), caption=caption
+    )
 
 
 def kept_tables(records: Sequence[Record], *, largest: bool = True) -> list[Table]:
-    """What rows of one shape and precision keep for backward, beside each other: a block, all, the five `largest`."""
+    """What rows of one shape and precision keep for backward, beside each other: a block, all, the
+    five `largest`.
+    """
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
         if "savers" in record.tables:
@@ -165,11 +189,18 @@ def phases_table(record: Record) -> Table:
     unit = _unit([record])
     rows = [[phase, unit.of(peak)] for phase, peak in peaks.items() if peak is not None]
     caption = f"{describe(record)}: peak of each phase"
-    return Table(["phase", f"peak {unit.text}"], rows, numeric=frozenset((f"peak {unit.text}",)), caption=caption)
+    return Table(
+        ["phase", f"peak {unit.text}"],
+        rows,
+        numeric=frozenset((f"peak {unit.text}",)),
+        caption=caption,
+    )
 
 
 def blocks_table(record: Record) -> Table:
-    """Bytes kept by block; the blocks between the first and the last that keep the same are one row."""
+    """Bytes kept by block; the blocks between the first and the last that keep the same are one
+    row.
+    """
     rows = [(str(name) or OUTSIDE, int(size)) for name, size in record.tables["saved_by_block"][1:]]
     merged: list[tuple[str, str, int]] = []
     for name, size in rows:
@@ -178,9 +209,17 @@ def blocks_table(record: Record) -> Table:
         else:
             merged.append((name, name, size))
     unit = _unit([record])
-    shown = [[a if a == b else f"{a} to {b.rpartition('.')[2]}", unit.of(size)] for a, b, size in merged]
+    shown = [
+        [a if a == b else f"{a} to {b.rpartition('.')[2]}", unit.of(size)] for a, b, size in merged
+    ]
     caption = f"{describe(record)}: kept for backward, each"
-    return Table(["part", unit.text], shown, numeric=frozenset((unit.text,)), caption=caption, folded=len(shown) > 8)
+    return Table(
+        ["part", unit.text],
+        shown,
+        numeric=frozenset((unit.text,)),
+        caption=caption,
+        folded=len(shown) > 8,
+    )
 
 
 def derived_table(record: Record) -> Table:
@@ -188,15 +227,25 @@ def derived_table(record: Record) -> Table:
     spec = flatten(record.spec)
     if spec.get("own"):
         return Table([], [])
-    batch, length, width, heads = (int(spec[n]) for n in ("batch", "context_length", "d_model", "num_heads"))
+    batch, length, width, heads = (
+        int(spec[n]) for n in ("batch", "context_length", "d_model", "num_heads")
+    )
     stream, scores = batch * length * width * 4, batch * heads * length**2 * 4
     unit = _unit([record])
     rows = [
         ["residual stream, fp32", f"{batch} × {length} × {width} × 4 B", unit.of(stream)],
-        ["one layer's full score matrices, fp32", f"{batch} × {heads} × {length}² × 4 B", unit.of(scores)],
+        [
+            "one layer's full score matrices, fp32",
+            f"{batch} × {heads} × {length}² × 4 B",
+            unit.of(scores),
+        ],
     ]
-    caption = f"{describe(record)}: sizes by formula (fused attention never holds the score matrices)"
-    return Table(["tensor", "size", unit.text], rows, numeric=frozenset((unit.text,)), caption=caption)
+    caption = (
+        f"{describe(record)}: sizes by formula (fused attention never holds the score matrices)"
+    )
+    return Table(
+        ["tensor", "size", unit.text], rows, numeric=frozenset((unit.text,)), caption=caption
+    )
 
 
 def timeline(record: Record) -> Plot | None:
@@ -206,10 +255,17 @@ def timeline(record: Record) -> Plot | None:
         return None
     points = _highest_of_stretches(series)
     unit = _unit([record])
-    layers = {name: [series[name.replace(" ", "_")][i] / unit.bytes for i in points] for name in CATEGORIES}
+    layers = {
+        name: [series[name.replace(" ", "_")][i] / unit.bytes for i in points]
+        for name in CATEGORIES
+    }
     starts = dict(zip(("forward", "backward", "optimizer"), series["phase_start"], strict=True))
     predicted = record.median("predicted_peak_bytes")
-    level = ("predicted peak", predicted / unit.bytes) if predicted and record.provenance == "measured" else None
+    level = (
+        ("predicted peak", predicted / unit.bytes)
+        if predicted and record.provenance == "measured"
+        else None
+    )
     svg = areas(
         [series["event"][i] for i in points],
         layers,
@@ -224,28 +280,50 @@ def timeline(record: Record) -> Plot | None:
 
 def _highest_of_stretches(series: Mapping[str, Sequence[float]]) -> list[int]:
     """At most POINTS_DRAWN places of the curves, of each stretch the highest."""
-    totals = [sum(values) for values in zip(*(series[n.replace(" ", "_")] for n in CATEGORIES), strict=True)]
+    totals = [
+        sum(values)
+        for values in zip(*(series[n.replace(" ", "_")] for n in CATEGORIES), strict=True)
+    ]
     stretch = -(-len(totals) // POINTS_DRAWN)
-    stretches = [range(start, min(start + stretch, len(totals))) for start in range(0, len(totals), stretch)]
+    stretches = [
+        range(start, min(start + stretch, len(totals))) for start in range(0, len(totals), stretch)
+    ]
     return [max(places, key=totals.__getitem__) for places in stretches]
 
 
 def memory_blocks(
-    records: Sequence[Record], *, drawn: Sequence[Record] | None = None, compared: Sequence[Record] | None = None
+    records: Sequence[Record],
+    *,
+    drawn: Sequence[Record] | None = None,
+    compared: Sequence[Record] | None = None,
 ) -> list[Block]:
-    """What a report shows of these records; timelines of those `drawn`, what those `compared` keep, else of all."""
+    """What a report shows of these records; timelines of those `drawn`, what those `compared` keep,
+    else of all.
+    """
     shown: list[Block] = [summary_table(records, "Peak of the last step, and whose bytes it is")]
-    errors = [abs(r.median("predicted_error") or 0.0) for r in records if "predicted_error" in r.metrics]
+    errors = [
+        abs(r.median("predicted_error") or 0.0) for r in records if "predicted_error" in r.metrics
+    ]
     if errors:
-        shown.append(Text(f"Largest error of the predicted peak: {100 * max(errors):.2f} % over {_rows(len(errors))}."))
+        shown.append(
+            Text(
+                f"Largest error of the predicted peak: {100 * max(errors):.2f} % over {_rows(len(errors))}."
+            )
+        )
     for record in records if drawn is None else drawn:
         plot = timeline(record)
         shown += [plot] if plot else []
         shown += [dataclasses.replace(table, folded=True) for table in memory_tables(record)]
-    return [*shown, *kept_tables(records if compared is None else compared), *best_checkpoint_tables(records)]
+    return [
+        *shown,
+        *kept_tables(records if compared is None else compared),
+        *best_checkpoint_tables(records),
+    ]
 
 
 def memory_page(records: Sequence[Record]) -> str:
     """A report of these records alone."""
-    section = Section("Memory", "Who holds memory when, and what is the peak?", memory_blocks(records))
+    section = Section(
+        "Memory", "Who holds memory when, and what is the peak?", memory_blocks(records)
+    )
     return page("stepgauge profile memory", [section], facts=measured_where(records))

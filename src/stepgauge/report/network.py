@@ -12,7 +12,9 @@ _LABEL_POINTS = 9  # from a line to its label
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """A line from one box to another, with a head if something goes that way. Weight 1 is a usual line."""
+    """A line from one box to another, with a head if something goes that way. Weight 1 is a usual
+    line.
+    """
 
     source: str
     target: str
@@ -40,7 +42,9 @@ def rows(levels: Sequence[Sequence[str]]) -> dict[str, Place]:
 
 
 def network(places: Mapping[str, Place], edges: Sequence[Edge], *, height: float = 3.4) -> str:
-    """The boxes where they are placed, and the edges. Edges both ways between two boxes are bent apart."""
+    """The boxes where they are placed, and the edges. Edges both ways between two boxes are bent
+    apart.
+    """
     with canvas(7.2, height) as (axes, output):
         axes.set_axis_off()
         pairs = {(edge.source, edge.target) for edge in edges if edge.directed}
@@ -49,7 +53,9 @@ def network(places: Mapping[str, Place], edges: Sequence[Edge], *, height: float
             _draw(axes, places[edge.source], places[edge.target], edge, bend)
         for name, (x, y) in places.items():
             box = {"boxstyle": "round,pad=0.5", "facecolor": GRID, "edgecolor": GRID}
-            axes.text(x, y, name, ha="center", va="center", color=INK, fontsize=9, bbox=box, zorder=3)
+            axes.text(
+                x, y, name, ha="center", va="center", color=INK, fontsize=9, bbox=box, zorder=3
+            )
         xs, ys = zip(*places.values(), strict=True)
         axes.set_xlim(min(xs) - 0.5, max(xs) + 0.5)
         axes.set_ylim(min(ys) - 0.35, max(ys) + 0.35)
@@ -78,5 +84,12 @@ def _draw(axes: object, start: Place, end: Place, edge: Edge, bend: float) -> No
         length = math.hypot(x1 - x0, y1 - y0)
         beside = -_LABEL_POINTS * (y1 - y0) / length, _LABEL_POINTS * (x1 - x0) / length
         axes.annotate(  # type: ignore[attr-defined]
-            edge.label, middle, beside, textcoords="offset points", ha="center", va="center", color=FAINT, fontsize=8
+            edge.label,
+            middle,
+            beside,
+            textcoords="offset points",
+            ha="center",
+            va="center",
+            color=FAINT,
+            fontsize=8,
         )

@@ -1,4 +1,6 @@
-"""The record of a person's own function: its figures, what it launched, where it lies under the roof."""
+"""The record of a person's own function: its figures, what it launched, where it lies under the
+roof.
+"""
 
 from stepgauge.report.figure import roofline
 from stepgauge.report.page import Block, Plot, Section, page
@@ -34,22 +36,34 @@ def figures_table(record: Record) -> Table:
     for name, sample in record.metrics.items():
         scale = _SCALES.get(name, 1.0)
         median = f"{sample.median:.1e}" if name == "error" else number(sample.median * scale)
-        spread = f"{number(sample.p10 * scale)} – {number(sample.p90 * scale)}" if sample.n > 1 else ""
+        spread = (
+            f"{number(sample.p10 * scale)} – {number(sample.p90 * scale)}" if sample.n > 1 else ""
+        )
         rows.append([_NAMES.get(name) or heading(name, sample.unit), median, spread])
-    caption = f"{title(record)} on {record.environment.get('device', '')}" + (f"; {record.note}" if record.note else "")
-    return Table(["figure", "median", "p10–p90"], rows, numeric=frozenset(("median", "p10–p90")), caption=caption)
+    caption = f"{title(record)} on {record.environment.get('device', '')}" + (
+        f"; {record.note}" if record.note else ""
+    )
+    return Table(
+        ["figure", "median", "p10–p90"],
+        rows,
+        numeric=frozenset(("median", "p10–p90")),
+        caption=caption,
+    )
 
 
 def launched_table(record: Record) -> Table:
     """One row a kernel, most time first: calls and µs in one call of the function, and its share."""
     total = sum(us for _, us in record.series.values()) or 1.0
     rows = [
-        [_cut(name), count(calls), number(us), f"{100 * us / total:.1f}"] for name, (calls, us) in record.series.items()
+        [_cut(name), count(calls), number(us), f"{100 * us / total:.1f}"]
+        for name, (calls, us) in record.series.items()
     ]
     on_cpu = record.environment.get("device") == record.environment.get("cpu")
     what = "operator" if on_cpu else "device kernel"
     caption = f"What one call launches: each {what} with its own time."
-    return Table([what, "calls", "µs", "%"], rows, numeric=frozenset(("calls", "µs", "%")), caption=caption)
+    return Table(
+        [what, "calls", "µs", "%"], rows, numeric=frozenset(("calls", "µs", "%")), caption=caption
+    )
 
 
 def _cut(name: str) -> str:
@@ -62,7 +76,10 @@ def op_page(record: Record) -> str:
     figures = {name: sample.median for name, sample in record.metrics.items()}
     if "intensity" in figures:
         points = {str(record.spec["function"]): (figures["intensity"], figures["tflop_per_s"])}
-        ceilings = {"bandwidth_gb_per_s": figures["copy_gb_per_s"], "peak_tflop_per_s": figures["matmul_tflop_per_s"]}
+        ceilings = {
+            "bandwidth_gb_per_s": figures["copy_gb_per_s"],
+            "peak_tflop_per_s": figures["matmul_tflop_per_s"],
+        }
         caption = "Under the roof that a copy and a matrix product reach on this device in the same process."
         blocks.insert(0, Plot(roofline(points, **ceilings), caption))
     if record.series:

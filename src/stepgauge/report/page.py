@@ -27,7 +27,9 @@ class Plot:
 
 @dataclasses.dataclass(frozen=True)
 class Flame:
-    """A flame graph that can be zoomed and searched: nested [name, µs of its own, children], of so many steps."""
+    """A flame graph that can be zoomed and searched: nested [name, µs of its own, children], of so
+    many steps.
+    """
 
     tree: Sequence[Any]
     steps: int
@@ -63,7 +65,11 @@ class Headline:
 
 
 def page(
-    title: str, sections: Sequence[Section], *, facts: Mapping[str, str], headlines: Sequence[Headline] = ()
+    title: str,
+    sections: Sequence[Section],
+    *,
+    facts: Mapping[str, str],
+    headlines: Sequence[Headline] = (),
 ) -> str:
     """The whole HTML document."""
     shown = [section for section in sections if not section.reason]
@@ -74,7 +80,9 @@ def page(
         script=_resource("page.js"),
         navigation="".join(f'<a href="#{s.anchor}">{html.escape(s.title)}</a>' for s in shown),
         headlines="".join(map(_headline, headlines)),
-        facts="".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in facts.items()),
+        facts="".join(
+            f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in facts.items()
+        ),
         sections="".join(map(_section, shown)),
         left_out=_left_out(left_out),
     )
@@ -141,17 +149,25 @@ def _table(table: Table) -> str:
 
     shown = table.for_eyes()
     body = "".join(row("td", cells) for cells in shown.rows)
-    copies = "".join(f'<button data-copy="{html.escape(table.to(name))}">{name}</button>' for name in FORMATS)
+    copies = "".join(
+        f'<button data-copy="{html.escape(table.to(name))}">{name}</button>' for name in FORMATS
+    )
     drawn = (
         f'<div class="table"><div class="copies"><span>{html.escape(table.caption)}</span>'
         f'<span>copy as {copies}</span></div><div class="scroll"><table><thead>{row("th", shown.columns)}</thead>'
         f"<tbody>{body}</tbody></table></div></div>"
     )
-    return f"<details><summary>{html.escape(table.caption)}</summary>{drawn}</details>" if table.folded else drawn
+    return (
+        f"<details><summary>{html.escape(table.caption)}</summary>{drawn}</details>"
+        if table.folded
+        else drawn
+    )
 
 
 def _left_out(sections: Sequence[Section]) -> str:
     if not sections:
         return ""
-    items = "".join(f"<li><b>{html.escape(s.title)}</b>: {html.escape(s.reason)}</li>" for s in sections)
+    items = "".join(
+        f"<li><b>{html.escape(s.title)}</b>: {html.escape(s.reason)}</li>" for s in sections
+    )
     return f'<section id="not-run"><h2>Not run on this machine</h2><ul>{items}</ul></section>'

@@ -69,9 +69,13 @@ def sentences(found: Analysis) -> list[str]:
     other = [cell for cell in found.cells if cell.kind == "other"]
     share = sum(cell.us for cell in other) / whole
     if share > OTHER_LIMIT:
-        names = sorted({cell.name for cell in other}, key=lambda n: -sum(c.us for c in other if c.name == n))
+        names = sorted(
+            {cell.name for cell in other}, key=lambda n: -sum(c.us for c in other if c.name == n)
+        )
         shown = ", ".join(_cut(name) for name in names[:8])
-        result.append(f"No rule placed {100 * share:.1f} % of the time ({len(names)} names): {shown}.")
+        result.append(
+            f"No rule placed {100 * share:.1f} % of the time ({len(names)} names): {shown}."
+        )
     return result
 
 
@@ -81,7 +85,8 @@ def _attention_us(found: Analysis, parts: Sequence[str]) -> float:
 
 
 def phases_table(found: Analysis) -> Table:
-    """The stopwatch without and with the profiler, and the trace: what the profiler costs, and whether it is right.
+    """The stopwatch without and with the profiler, and the trace: what the profiler costs, and
+    whether it is right.
 
     A trace that another program wrote comes without the stopwatch.
     """
@@ -92,7 +97,10 @@ def phases_table(found: Analysis) -> Table:
         trace = sum(_values(found, phase)) / found.steps / 1e3
         alone, watched = found.stopwatch_ms.get(phase), _watched(found, phase)
         cost = f"{100 * (watched / alone - 1):+.1f}" if alone and watched else ""
-        busy, idle = (sum(getattr(cell, name) for cell in mine) / found.steps for name in ("busy_us", "idle_us"))
+        busy, idle = (
+            sum(getattr(cell, name) for cell in mine) / found.steps
+            for name in ("busy_us", "idle_us")
+        )
         timed = [number(alone), number(watched), cost] if was_timed else []
         device = [number(busy / 1e3), number(idle / 1e3)] if found.on_device else []
         calls = count(sum(cell.calls for cell in mine) / found.steps)
@@ -100,14 +108,22 @@ def phases_table(found: Analysis) -> Table:
     timed = ["stopwatch ms", "stopwatch profiled ms", "profiler costs %"] if was_timed else []
     device = ["busy ms", "idle ms"] if found.on_device else []
     head = ["phase", *timed, "trace ms", *device, f"{_noun(found)} a step"]
-    stopwatch = "stopwatch without the profiler (median) and with it, and the trace" if was_timed else "the trace"
+    stopwatch = (
+        "stopwatch without the profiler (median) and with it, and the trace"
+        if was_timed
+        else "the trace"
+    )
     caption = f"Phases: {stopwatch} (means of {found.steps})."
     return Table(head, rows, numeric=frozenset(head[1:]), caption=caption)
 
 
 def _watched(found: Analysis, phase: str) -> float | None:
     """Mean milliseconds of the phase, or of the whole step, by the stopwatch in the profiled steps."""
-    wanted = list(found.watched_ms) if phase == "step" else [name for name in found.watched_ms if name == phase]
+    wanted = (
+        list(found.watched_ms)
+        if phase == "step"
+        else [name for name in found.watched_ms if name == phase]
+    )
     return sum(sum(found.watched_ms[name]) for name in wanted) / found.steps if wanted else None
 
 
@@ -118,7 +134,9 @@ def _values(found: Analysis, phase: str) -> Sequence[float]:
 
 
 def ranges_table(found: Analysis) -> Table:
-    """Each part of the model in each phase, idle time before its kernels included; their sum beside the stopwatch."""
+    """Each part of the model in each phase, idle time before its kernels included; their sum beside
+    the stopwatch.
+    """
     phases = list(found.phases_us)
     sums = _sums(found.cells, lambda c: (c.range, c.phase), lambda c: c.busy_us + c.idle_us)
     names = list(dict.fromkeys(cell.range for cell in found.cells))
@@ -126,7 +144,11 @@ def ranges_table(found: Analysis) -> Table:
     whole = sum(totals.values())
 
     def row(label: str, values: Sequence[float], total: float) -> list[str]:
-        return [label, *(number(us / 1e3 / found.steps) for us in values), number(total / 1e3 / found.steps)]
+        return [
+            label,
+            *(number(us / 1e3 / found.steps) for us in values),
+            number(total / 1e3 / found.steps),
+        ]
 
     rows = [
         [*row(name or "outside of all", [sums.get((name, p), 0.0) for p in phases], totals[name]),
@@ -141,8 +163,14 @@ def ranges_table(found: Analysis) -> Table:
     ):
         if any(watch):
             sums_ms = [us / 1e3 / found.steps for us in [*by_phase, whole]]
-            differences = [f"{100 * (s / w - 1):+.1f} %" if w else "" for s, w in zip(sums_ms, watch, strict=True)]
-            rows += [[label, *map(number, watch), ""], [f"sum of ranges against {label}", *differences, ""]]
+            differences = [
+                f"{100 * (s / w - 1):+.1f} %" if w else ""
+                for s, w in zip(sums_ms, watch, strict=True)
+            ]
+            rows += [
+                [label, *map(number, watch), ""],
+                [f"sum of ranges against {label}", *differences, ""],
+            ]
     head = ["range", *(f"{phase or 'rest'} ms" for phase in phases), "step ms", "share %"]
     idle = ", the device's idle time before its kernels included" if found.on_device else ""
     caption = f"Ranges: time a step{idle}; equal parts of repeated blocks together."
@@ -161,15 +189,29 @@ def kinds_table(found: Analysis) -> Table:
         cells = [kind]
         for phase in phases:
             us = sums.get((kind, phase), 0.0)
-            cells += [number(us / 1e3 / found.steps), f"{100 * us / totals[phase]:.1f}" if totals[phase] else ""]
-        rows.append([*cells, number(whole[kind] / 1e3 / found.steps), f"{100 * whole[kind] / sum(whole.values()):.1f}"])
-    head = ["kind", *(f"{phase or 'rest'} {unit}" for phase in [*phases, "step"] for unit in ("ms", "%"))]
+            cells += [
+                number(us / 1e3 / found.steps),
+                f"{100 * us / totals[phase]:.1f}" if totals[phase] else "",
+            ]
+        rows.append(
+            [
+                *cells,
+                number(whole[kind] / 1e3 / found.steps),
+                f"{100 * whole[kind] / sum(whole.values()):.1f}",
+            ]
+        )
+    head = [
+        "kind",
+        *(f"{phase or 'rest'} {unit}" for phase in [*phases, "step"] for unit in ("ms", "%")),
+    ]
     caption = f"Kinds of work: time of the {_noun(found)} a step, and its share of all {_noun(found)} of the phase."
     return Table(head, rows, numeric=frozenset(head[1:]), caption=caption)
 
 
 def kinds_shares(found: Analysis) -> list[list[str]]:
-    """[figure, % of a forward, % of the whole step] of matmul, softmax and norm, and of all norm layers by range."""
+    """[figure, % of a forward, % of the whole step] of matmul, softmax and norm, and of all norm
+    layers by range.
+    """
     chosen: dict[str, Callable[[Cell], bool]] = {
         "matmul": lambda cell: cell.kind == "matmul",
         "attention, fused": lambda cell: cell.kind == "attention",
@@ -181,9 +223,14 @@ def kinds_shares(found: Analysis) -> list[list[str]]:
 
     def share(cells: Sequence[Cell], wanted: Callable[[Cell], bool]) -> str:
         whole = sum(cell.us for cell in cells)
-        return f"{100 * sum(cell.us for cell in cells if wanted(cell)) / whole:.1f}" if whole else ""
+        return (
+            f"{100 * sum(cell.us for cell in cells if wanted(cell)) / whole:.1f}" if whole else ""
+        )
 
-    return [[name, share(forward, wanted), share(found.cells, wanted)] for name, wanted in chosen.items()]
+    return [
+        [name, share(forward, wanted), share(found.cells, wanted)]
+        for name, wanted in chosen.items()
+    ]
 
 
 def top_table(found: Analysis) -> Table:
@@ -212,11 +259,26 @@ def kernels_table(found: Analysis, shown: int = SHOWN_KERNELS) -> Table:
         entry[1] += cell.us
     whole = sum(us for _, us in sums.values())
     rows, covered = [], 0.0
-    for (name, kind, rule, phase), (calls, us) in sorted(sums.items(), key=lambda item: -item[1][1])[:shown]:
+    for (name, kind, rule, phase), (calls, us) in sorted(
+        sums.items(), key=lambda item: -item[1][1]
+    )[:shown]:
         covered += us
-        figures = [number(calls / found.steps), number(us / 1e3 / found.steps), number(us / calls if calls else None)]
+        figures = [
+            number(calls / found.steps),
+            number(us / 1e3 / found.steps),
+            number(us / calls if calls else None),
+        ]
         rows.append([_cut(name), kind, phase or "rest", *figures, f"{100 * us / whole:.1f}", rule])
-    head = [_noun(found)[:-1], "kind", "phase", "calls a step", "ms a step", "mean µs", "share %", "placed because"]
+    head = [
+        _noun(found)[:-1],
+        "kind",
+        "phase",
+        "calls a step",
+        "ms a step",
+        "mean µs",
+        "share %",
+        "placed because",
+    ]
     caption = f"{_noun(found).capitalize()} with most time, {len(rows)} of {len(sums)}: {100 * covered / whole:.0f} %."
     return Table(head, rows, numeric=frozenset(head[3:7]), caption=caption)
 
@@ -228,9 +290,16 @@ def attention_table(found: Analysis) -> Table:
         for phase in found.phases_us:
             mine = [c for c in found.cells if c.range.endswith(f".{part}") and c.phase == phase]
             if mine:
-                us, flops, bytes_ = (sum(getattr(c, n) for c in mine) / found.steps for n in ("us", "flops", "bytes"))
-                rates = [number(flops / us / 1e6 if flops else None), number(bytes_ / us / 1e3 if bytes_ else None)]
-                rows.append([part, phase, number(us), number(flops / 1e9 if flops else None), *rates])
+                us, flops, bytes_ = (
+                    sum(getattr(c, n) for c in mine) / found.steps for n in ("us", "flops", "bytes")
+                )
+                rates = [
+                    number(flops / us / 1e6 if flops else None),
+                    number(bytes_ / us / 1e3 if bytes_ else None),
+                ]
+                rows.append(
+                    [part, phase, number(us), number(flops / 1e9 if flops else None), *rates]
+                )
     head = ["part of attention", "phase", "µs a step", "GFLOP a step", "TFLOP/s", "GB/s"]
     caption = "Softmax against the matrix products of attention."
     return Table(head, rows, numeric=frozenset(head[2:]), caption=caption)
@@ -244,7 +313,9 @@ def idle_table(found: Analysis) -> Table:
         for row in sorted(found.idle, key=lambda row: -row.us)
     ]  # fmt: skip
     head = ["why the device stood still", "phase", "gaps a step", "ms a step", "mean µs"]
-    return Table(head, rows, numeric=frozenset(head[2:]), caption="Idle time of the device, by cause.")
+    return Table(
+        head, rows, numeric=frozenset(head[2:]), caption="Idle time of the device, by cause."
+    )
 
 
 def operations_table(found: Analysis, shown: int = SHOWN_OPERATIONS) -> Table:
@@ -256,13 +327,23 @@ def operations_table(found: Analysis, shown: int = SHOWN_OPERATIONS) -> Table:
         intensity = row.flops / row.bytes
         share = ""
         if roof and seconds:
-            # The roofline: an operation takes at least as long as its FLOPs, and at least as long as its bytes.
+            # The roofline: an operation takes at least as long as its FLOPs, and at least as long
+            # as its bytes.
             least = max(row.flops / roof.flop_per_s, row.bytes / roof.bytes_per_s)
             share = f"{100 * least / seconds:.0f}"
-        rates = [row.flops / seconds / 1e12 if row.flops and seconds else None, row.bytes / (seconds or 1.0) / 1e9]
+        rates = [
+            row.flops / seconds / 1e12 if row.flops and seconds else None,
+            row.bytes / (seconds or 1.0) / 1e9,
+        ]
         cells = [row.operation, row.kind, _cut(row.shapes, 48), row.dtype.removeprefix("c10::")]
-        times = [number(row.calls / found.steps), number(row.us / 1e3 / found.steps), number(seconds * 1e6)]
-        rows.append([*cells, *times, *map(number, rates), number(intensity if row.flops else None), share])
+        times = [
+            number(row.calls / found.steps),
+            number(row.us / 1e3 / found.steps),
+            number(seconds * 1e6),
+        ]
+        rows.append(
+            [*cells, *times, *map(number, rates), number(intensity if row.flops else None), share]
+        )
     head = ["operation", "kind", "shapes", "type", "calls a step", "ms a step", "mean µs", "TFLOP/s", "GB/s",
             "FLOP/byte", "of roofline %"]  # fmt: skip
     limits = (
@@ -283,12 +364,16 @@ def overlap_table(found: Iterable[Overlap]) -> Table:
         for o in found
     ]  # fmt: skip
     head = ["rank", "communication µs", "computation µs", "hidden µs", "exposed µs", "overlap"]
-    caption = "Overlap: time in which a rank both communicates and computes, over its time communicating."
+    caption = (
+        "Overlap: time in which a rank both communicates and computes, over its time communicating."
+    )
     return Table(head, rows, numeric=frozenset(head), caption=caption, names=1)
 
 
 def ranks_table(found: Iterable[Analysis]) -> Table:
-    """One line a rank: its step, how long its device worked and stood still, and what communication cost it."""
+    """One line a rank: its step, how long its device worked and stood still, and what communication
+    cost it.
+    """
     rows = []
     for place, one in enumerate(found):
         step, busy, idle = (
@@ -302,7 +387,11 @@ def ranks_table(found: Iterable[Analysis]) -> Table:
         o = one.overlap
         device = [number(busy), number(idle)] if one.on_device else ["", ""]
         shared = (
-            [number(o.communication_us / one.steps / 1e3), f"{o.ratio:.4f}", number(o.exposed_us / one.steps / 1e3)]
+            [
+                number(o.communication_us / one.steps / 1e3),
+                f"{o.ratio:.4f}",
+                number(o.exposed_us / one.steps / 1e3),
+            ]
             if o
             else ["", "", ""]
         )
@@ -312,7 +401,9 @@ def ranks_table(found: Iterable[Analysis]) -> Table:
     return Table(head, rows, numeric=frozenset(head), caption=caption, names=1)
 
 
-def _sums(cells: Iterable[Cell], key: Callable[[Cell], object], value: Callable[[Cell], float]) -> dict[Any, float]:
+def _sums(
+    cells: Iterable[Cell], key: Callable[[Cell], object], value: Callable[[Cell], float]
+) -> dict[Any, float]:
     result: dict[Any, float] = defaultdict(float)
     for cell in cells:
         result[key(cell)] += value(cell)

@@ -16,8 +16,8 @@ class Table:
     """Columns and rows of texts.
 
     numeric  columns that are aligned right
-    said     columns that people need not read: the caption or another column says it, or it is as usual in all rows.
-             They are in csv and JSON; markdown, LaTeX and Typst have the caption
+    said     columns that people need not read: the caption or another column says it, or it is as
+             usual in all rows. They are in csv and JSON; markdown, LaTeX and Typst have the caption
     names    how many of the first columns name the rows; None: those before the first number
     """
 
@@ -39,11 +39,15 @@ class Table:
         return range(next(numbers, len(self.columns)) if self.names is None else self.names)
 
     def for_eyes(self) -> "Table":
-        return self.of([place for place, column in enumerate(self.columns) if column not in self.said])
+        return self.of(
+            [place for place, column in enumerate(self.columns) if column not in self.said]
+        )
 
     def of(self, places: Sequence[int]) -> "Table":
         """Some of the columns."""
-        columns, *rows = ([cells[place] for place in places] for cells in (self.columns, *self.rows))
+        columns, *rows = (
+            [cells[place] for place in places] for cells in (self.columns, *self.rows)
+        )
         names = None if self.names is None else sum(place < self.names for place in places)
         return dataclasses.replace(self, columns=columns, rows=rows, names=names)
 
@@ -60,7 +64,9 @@ def _for_machines(table: Table) -> list[list[str]]:
 
 
 def objects(table: Table) -> list[dict[str, Any]]:
-    """One a row, by column; in numeric columns numbers are numbers, and null is where there is none."""
+    """One a row, by column; in numeric columns numbers are numbers, and null is where there is
+    none.
+    """
     return [
         {
             column: _value(cell) if column in table.numeric else cell

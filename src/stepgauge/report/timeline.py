@@ -1,4 +1,6 @@
-"""A step drawn over time: a lane a kind of work, the phases above. Colours are the page's CSS variables."""
+"""A step drawn over time: a lane a kind of work, the phases above. Colours are the page's CSS
+variables.
+"""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -14,12 +16,17 @@ CHARACTER = 7  # wide, at most on average
 Lanes = Mapping[str, Sequence[Sequence[float]]]
 
 
-def timeline(lanes: Lanes, marks: Sequence[Sequence[Any]] = (), *, order: Sequence[str] = ()) -> str:
-    """SVG of lanes name -> [(start µs, end µs), ...]; `marks` are [name, start µs, end µs]; `order` from the top.
+def timeline(
+    lanes: Lanes, marks: Sequence[Sequence[Any]] = (), *, order: Sequence[str] = ()
+) -> str:
+    """SVG of lanes name -> [(start µs, end µs), ...]; `marks` are [name, start µs, end µs]; `order`
+    from the top.
 
     A name of `order` has the same colour in every drawing.
     """
-    names = [name for name in order if name in lanes] + [name for name in lanes if name not in order]
+    names = [name for name in order if name in lanes] + [
+        name for name in lanes if name not in order
+    ]
     ends = [end for times in lanes.values() for _, end in times] + [mark[2] for mark in marks]
     length = max(ends, default=0.0) or 1.0
     height = TOP + len(names) * (ROW + GAP) + BOTTOM
@@ -28,13 +35,19 @@ def timeline(lanes: Lanes, marks: Sequence[Sequence[Any]] = (), *, order: Sequen
         return round(LABEL + us / length * (WIDTH - LABEL - 8), 2)
 
     parts = [*_marks(marks, x, height), *_axis(length, x, height)]
-    colours = {name: number % COLOURS + 1 for number, name in enumerate(dict.fromkeys([*order, *names]))}
+    colours = {
+        name: number % COLOURS + 1 for number, name in enumerate(dict.fromkeys([*order, *names]))
+    }
     for index, name in enumerate(names):
-        parts += _lane(name, lanes[name], TOP + index * (ROW + GAP), f"var(--series-{colours[name]})", x)
+        parts += _lane(
+            name, lanes[name], TOP + index * (ROW + GAP), f"var(--series-{colours[name]})", x
+        )
     return f'<svg viewBox="0 0 {WIDTH} {height}" font-size="12" font-family="var(--sans)">{"".join(parts)}</svg>'
 
 
-def _lane(name: str, times: Sequence[Sequence[float]], top: float, colour: str, x: Any) -> list[str]:
+def _lane(
+    name: str, times: Sequence[Sequence[float]], top: float, colour: str, x: Any
+) -> list[str]:
     busy = sum(end - start for start, end in times) / 1e3
     boxes = "".join(f"M{x(a)} {top}H{max(x(b), x(a) + 0.4):.2f}v{ROW}H{x(a)}z" for a, b in times)
     return [

@@ -17,12 +17,30 @@ def gpu_table(found: Topology) -> Table:
     body = []
     for gpu in found.gpus:
         rate = f"{number(gpu.nvlink_bytes_per_s / 1e9)}" if gpu.nvlink_bytes_per_s else ""
-        others = ["·" if gpu.index == j else link_of(found, gpu.index, j) for j in range(len(found.gpus))]
+        others = [
+            "·" if gpu.index == j else link_of(found, gpu.index, j) for j in range(len(found.gpus))
+        ]
         numa = "" if gpu.numa_node is None else str(gpu.numa_node)
         body.append([f"GPU {gpu.index}", gpu.name, number(gpu.memory_bytes / 2**30), *others, str(gpu.nvlinks), rate,
                      gpu.pci_address, gpu.pcie, numa, gpu.affinity])  # fmt: skip
-    head = ["", "name", "GiB", *names, "NVLinks", "NVLink GB/s a way", "PCI", "PCIe", "NUMA", "cores beside"]
-    return Table(head, body, numeric=frozenset(("GiB", "NVLinks", "NVLink GB/s a way", "NUMA")), caption=LEGEND)
+    head = [
+        "",
+        "name",
+        "GiB",
+        *names,
+        "NVLinks",
+        "NVLink GB/s a way",
+        "PCI",
+        "PCIe",
+        "NUMA",
+        "cores beside",
+    ]
+    return Table(
+        head,
+        body,
+        numeric=frozenset(("GiB", "NVLinks", "NVLink GB/s a way", "NUMA")),
+        caption=LEGEND,
+    )
 
 
 def link_of(found: Topology, i: int, j: int) -> str:
@@ -30,8 +48,16 @@ def link_of(found: Topology, i: int, j: int) -> str:
 
 
 def node_table(found: Topology) -> Table:
-    body = [[str(node.index), node.cores, number(node.memory_bytes / 2**30)] for node in found.numa_nodes]
-    return Table(["NUMA node", "cores", "GiB"], body, numeric=frozenset(("NUMA node", "GiB")), caption="Memory.")
+    body = [
+        [str(node.index), node.cores, number(node.memory_bytes / 2**30)]
+        for node in found.numa_nodes
+    ]
+    return Table(
+        ["NUMA node", "cores", "GiB"],
+        body,
+        numeric=frozenset(("NUMA node", "GiB")),
+        caption="Memory.",
+    )
 
 
 def interface_table(found: Topology) -> Table:
@@ -55,8 +81,15 @@ def picture(found: Topology) -> str:
     names = [interface.name for interface in found.interfaces if interface.is_up]
     levels = [level for level in (names, nodes, gpus) if level]
     edges = [Edge(a, b) for i, a in enumerate(nodes) for b in nodes[i + 1 :]]
-    edges += [Edge(_node(nodes, found, i.numa_node), i.name, series=1) for i in found.interfaces if i.is_up]
-    edges += [Edge(_node(nodes, found, gpu.numa_node), f"GPU {gpu.index}", "PCIe", series=2) for gpu in found.gpus]
+    edges += [
+        Edge(_node(nodes, found, i.numa_node), i.name, series=1)
+        for i in found.interfaces
+        if i.is_up
+    ]
+    edges += [
+        Edge(_node(nodes, found, gpu.numa_node), f"GPU {gpu.index}", "PCIe", series=2)
+        for gpu in found.gpus
+    ]
     edges += [
         Edge(f"GPU {i}", f"GPU {j}", name if j == i + 1 else "", weight=2.0, series=3)
         for (i, j), name in found.links.items()
@@ -78,5 +111,11 @@ def topology_blocks(found: Topology) -> list[Block]:
 
 def topology_page(found: Topology) -> str:
     """The whole HTML document."""
-    section = Section("Topology", "What links which GPU, NUMA node and network?", topology_blocks(found))
-    return page("stepgauge topo", [section], facts={"Host": found.host, "CPU": f"{found.cpu}, {found.cores} cores"})
+    section = Section(
+        "Topology", "What links which GPU, NUMA node and network?", topology_blocks(found)
+    )
+    return page(
+        "stepgauge topo",
+        [section],
+        facts={"Host": found.host, "CPU": f"{found.cpu}, {found.cores} cores"},
+    )

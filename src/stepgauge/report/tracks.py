@@ -9,7 +9,9 @@ LANES = ("computation", "communication")
 
 
 def overlap_lanes(records: Sequence[tuple[str, Record]]) -> str:
-    """Two lanes a record, by its label, on one time axis from each step's begin: what meets is hidden."""
+    """Two lanes a record, by its label, on one time axis from each step's begin: what meets is
+    hidden.
+    """
     with canvas(7.2, 0.9 + 0.75 * len(records)) as (axes, output):
         labels: list[str] = []
         for position, (label, record) in enumerate(records):
@@ -17,7 +19,12 @@ def overlap_lanes(records: Sequence[tuple[str, Record]]) -> str:
                 starts, ends = (record.series[f"{lane}_{edge}_ms"] for edge in ("start", "end"))
                 spans = [(a, b - a) for a, b in zip(starts, ends, strict=True)]
                 row = 2 * position + LANES.index(lane)
-                axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=colour, label=lane if position == 0 else None)
+                axes.broken_barh(
+                    spans,
+                    (row - 0.4, 0.8),
+                    facecolors=colour,
+                    label=lane if position == 0 else None,
+                )
                 labels.append(f"{label}, {lane}")
         axes.set_yticks(range(len(labels)), labels, color=INK)
         axes.invert_yaxis()

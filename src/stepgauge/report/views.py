@@ -85,12 +85,19 @@ def size_unit(sizes: Iterable[float | None]) -> SizeUnit:
     """GiB; MiB or KiB where all sizes are below a GiB or MiB."""
     largest = max((size for size in sizes if size is not None), default=0.0)
     units = (SizeUnit("GiB", 2**30), SizeUnit("MiB", 2**20), SizeUnit("KiB", 2**10))
-    return next((unit for unit in units if largest >= unit.bytes), units[-1] if largest else units[0])
+    return next(
+        (unit for unit in units if largest >= unit.bytes), units[-1] if largest else units[0]
+    )
 
 
 def flatten(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Nested specs as one level of fields; the outer one wins where names meet."""
-    inner = {k: v for part in spec.values() if isinstance(part, Mapping) for k, v in flatten(part).items()}
+    inner = {
+        k: v
+        for part in spec.values()
+        if isinstance(part, Mapping)
+        for k, v in flatten(part).items()
+    }
     return inner | {k: v for k, v in spec.items() if not isinstance(v, Mapping)}
 
 
@@ -109,10 +116,14 @@ def varying(records: Sequence[Record]) -> list[str]:
     return first + differs
 
 
-def record_table(records: Sequence[Record], *, statistics: Sequence[str] = (), first: Sequence[str] = ()) -> Table:
-    """One row a record: what tells it apart, its figures by the statistics asked for, and why it has none.
+def record_table(
+    records: Sequence[Record], *, statistics: Sequence[str] = (), first: Sequence[str] = ()
+) -> Table:
+    """One row a record: what tells it apart, its figures by the statistics asked for, and why it
+    has none.
 
-    Without `statistics`: medians, and the range of the whole step. `first`: fields that the table begins with.
+    Without `statistics`: medians, and the range of the whole step. `first`: fields that the table
+    begins with.
     """
     alike = shared(records)
     fields = list(dict.fromkeys([*first, *varying(records), *alike.spoken]))
@@ -140,7 +151,11 @@ def record_table(records: Sequence[Record], *, statistics: Sequence[str] = (), f
 def _device(records: Sequence[Record]) -> str:
     """Where all were measured, if that was one kind of device."""
     known = {str(record.environment.get("device", "")) for record in records}
-    return known.pop() if len(known) == 1 and all(record.provenance == "measured" for record in records) else ""
+    return (
+        known.pop()
+        if len(known) == 1 and all(record.provenance == "measured" for record in records)
+        else ""
+    )
 
 
 def _statistics_of(metric: str, asked: Sequence[str], *, has_spread: bool) -> Sequence[str]:
@@ -169,7 +184,9 @@ def remark(record: Record) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One figure in two runs. `exceeds_spread`: the ranges p10 to p90 do not meet; a single value has no range."""
+    """One figure in two runs. `exceeds_spread`: the ranges p10 to p90 do not meet; a single value
+    has no range.
+    """
 
     first: Record
     second: Record
@@ -178,7 +195,10 @@ class Difference:
     @property
     def ratio(self) -> float:
         """Second over first."""
-        before, after = self.first.metrics[self.metric].median, self.second.metrics[self.metric].median
+        before, after = (
+            self.first.metrics[self.metric].median,
+            self.second.metrics[self.metric].median,
+        )
         return after / before if before else math.nan
 
     @property
@@ -193,20 +213,28 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What two runs have in common, and what only one of them could measure or was asked for, in sentences."""
+    """What two runs have in common, and what only one of them could measure or was asked for, in
+    sentences.
+    """
 
     found: list[Difference]
     alone: list[str]
 
 
-def compare(first: Iterable[Record], second: Iterable[Record], *, ignoring: Sequence[str] = ()) -> Comparison:
-    """Pairs the records of two runs by what was run, but for the fields `ignoring`, by their names or their options'.
+def compare(
+    first: Iterable[Record], second: Iterable[Record], *, ignoring: Sequence[str] = ()
+) -> Comparison:
+    """Pairs the records of two runs by what was run, but for the fields `ignoring`, by their names
+    or their options'.
 
-    Raises ValueError if a field is unknown, or if several records of a run would be the same without the fields.
+    Raises ValueError if a field is unknown, or if several records of a run would be the same
+    without the fields.
     """
     sides = [_by_pair_key(list(records), ignoring) for records in (first, second)]
     missing = (
-        _without_partner([record for key, record in own.items() if key not in other], len(own), name)
+        _without_partner(
+            [record for key, record in own.items() if key not in other], len(own), name
+        )
         for own, other, name in ((sides[0], sides[1], "A"), (sides[1], sides[0], "B"))
     )
     found, alone = [], []
@@ -214,7 +242,11 @@ def compare(first: Iterable[Record], second: Iterable[Record], *, ignoring: Sequ
         partner = sides[1].get(key)
         if partner is None:
             continue
-        found += [Difference(record, partner, metric) for metric in record.metrics if metric in partner.metrics]
+        found += [
+            Difference(record, partner, metric)
+            for metric in record.metrics
+            if metric in partner.metrics
+        ]
         for side, other, name in ((record, partner, "A"), (partner, record, "B")):
             if side.status != "ok" and other.status == "ok":
                 alone.append(f"{describe(side)}: {side.status.upper()} in {name} ({side.note})")
@@ -222,8 +254,12 @@ def compare(first: Iterable[Record], second: Iterable[Record], *, ignoring: Sequ
 
 
 def closest_differ_in(first: Sequence[Record], second: Sequence[Record]) -> list[str]:
-    """The fields in which those two records, of one kind, differ that differ least; nothing where kinds differ."""
-    specs = [[(record.kind, flatten(record.spec)) for record in records] for records in (first, second)]
+    """The fields in which those two records, of one kind, differ that differ least; nothing where
+    kinds differ.
+    """
+    specs = [
+        [(record.kind, flatten(record.spec)) for record in records] for records in (first, second)
+    ]
     differences = [
         [name for name in {**a, **b} if a.get(name) != b.get(name)]
         for (kind_a, a), (kind_b, b) in itertools.product(*specs)
@@ -250,7 +286,10 @@ def _said(record: Record) -> list[str]:
     spec, declared = flatten(record.spec), declarations(record.kind, record.spec)
     shape = getattr(declared[0], "shape", ()) if declared else ()  # of an operation
     sizes = [" × ".join(str(spec[name]) for name in shape)] if shape else []
-    return [*sizes, *(word for each in declared for word in words(each, spec, leaving_out=_unnamed(spec)))]
+    return [
+        *sizes,
+        *(word for each in declared for word in words(each, spec, leaving_out=_unnamed(spec))),
+    ]
 
 
 def _unnamed(spec: Mapping[str, Any]) -> tuple[str, ...]:
@@ -261,7 +300,9 @@ def _unnamed(spec: Mapping[str, Any]) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """What is the same for all records, of one kind: in a few words, the fields in these, and fields at their usual."""
+    """What is the same for all records, of one kind: in a few words, the fields in these, and
+    fields at their usual.
+    """
 
     words: str
     spoken: Sequence[str]
@@ -274,12 +315,16 @@ class Shared:
 def shared(records: Sequence[Record]) -> Shared:
     specs = [flatten(record.spec) for record in records]
     spec = specs[0] if specs else {}
-    same = [name for name, value in spec.items() if all(other.get(name) == value for other in specs)]
+    same = [
+        name for name, value in spec.items() if all(other.get(name) == value for other in specs)
+    ]
     fields = [
         field
         for declared in (declarations(records[0].kind, records[0].spec) if records else ())
         for field in dataclasses.fields(declared)
-        if field.metadata.get("word") and field.name not in _unnamed(spec) and named_in(field) <= spec.keys()
+        if field.metadata.get("word")
+        and field.name not in _unnamed(spec)
+        and named_in(field) <= spec.keys()
     ]
     said, spoken = [], []
     for field in fields:
@@ -287,13 +332,19 @@ def shared(records: Sequence[Record]) -> Shared:
         if not word:
             continue
         spoken += [name for name in same if name in named]
-        said += [word] if named <= {*same} else [f"{n.replace('_', ' ')} {spec[n]}" for n in same if n in named]
+        said += (
+            [word]
+            if named <= {*same}
+            else [f"{n.replace('_', ' ')} {spec[n]}" for n in same if n in named]
+        )
     quiet = {field.name for field in fields if not word_of(field, spec)} & {*same}
     return Shared(", ".join(said), list(dict.fromkeys(spoken)), frozenset(quiet))
 
 
 def labels(records: Sequence[Record]) -> list[str]:
-    """What was run, in words; where they are the same for several records, with the fields that tell those apart."""
+    """What was run, in words; where they are the same for several records, with the fields that
+    tell those apart.
+    """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         groups.setdefault(describe(record), []).append(flatten(record.spec))
@@ -301,7 +352,9 @@ def labels(records: Sequence[Record]) -> list[str]:
     def label(record: Record) -> str:
         alike, spec = groups[describe(record)], flatten(record.spec)
         differs = [name for name in spec if len({str(other.get(name)) for other in alike}) > 1]
-        return ", ".join([describe(record), *(f"{name.replace('_', ' ')} {spec[name]}" for name in differs)])
+        return ", ".join(
+            [describe(record), *(f"{name.replace('_', ' ')} {spec[name]}" for name in differs)]
+        )
 
     return [label(record) for record in records]
 
@@ -317,7 +370,9 @@ def apart(records: Sequence[Record]) -> tuple[str, list[str]]:
     begin = _common(split)
     rest = [phrases[len(begin) :] for phrases in split]
     end = _common([phrases[::-1] for phrases in rest])[::-1]
-    return _written([*begin, *end]), [_written(each[: len(each) - len(end)]) or "plain" for each in rest]
+    return _written([*begin, *end]), [
+        _written(each[: len(each) - len(end)]) or "plain" for each in rest
+    ]
 
 
 def _phrases(records: Sequence[Record]) -> list[list[str]]:
@@ -332,7 +387,11 @@ def _phrases(records: Sequence[Record]) -> list[list[str]]:
     rest = [name for name in varying(records) if name not in said]
     specs = [flatten(record.spec) for record in records]
     unsaid = [
-        [f", {name.replace('_', ' ')} {spec.get(name)}" for name in rest if spec.get(name) != specs[0].get(name)]
+        [
+            f", {name.replace('_', ' ')} {spec.get(name)}"
+            for name in rest
+            if spec.get(name) != specs[0].get(name)
+        ]
         for spec in specs
     ]
     return [[*_said(record), *more] for record, more in zip(records, unsaid, strict=True)]
@@ -344,10 +403,15 @@ def _written(phrases: Sequence[str]) -> str:
 
 def _common(rows: Sequence[Sequence[str]]) -> list[str]:
     """The phrases that all begin with."""
-    return [each[0] for each in itertools.takewhile(lambda each: len(set(each)) == 1, zip(*rows, strict=False))]
+    return [
+        each[0]
+        for each in itertools.takewhile(lambda each: len(set(each)) == 1, zip(*rows, strict=False))
+    ]
 
 
-def _by_pair_key(records: Sequence[Record], ignoring: Sequence[str]) -> dict[tuple[Any, ...], Record]:
+def _by_pair_key(
+    records: Sequence[Record], ignoring: Sequence[str]
+) -> dict[tuple[Any, ...], Record]:
     known = {name for record in records for name in flatten(record.spec)}
     flags = {
         field.metadata["flag"]: field.name
@@ -358,11 +422,16 @@ def _by_pair_key(records: Sequence[Record], ignoring: Sequence[str]) -> dict[tup
     }
     ignoring = [name if name in known else flags.get(name, name) for name in ignoring]
     if unknown := set(ignoring) - known:
-        raise ValueError(f"ignoring is {unknown.pop()!r}; choose from {', '.join(sorted({*known, *flags}))}")
+        raise ValueError(
+            f"ignoring is {unknown.pop()!r}; choose from {', '.join(sorted({*known, *flags}))}"
+        )
     pairs: dict[tuple[Any, ...], Record] = {}
     for record in records:
         fields = flatten(record.spec).items()
-        key = (record.kind, *sorted((name, str(value)) for name, value in fields if name not in ignoring))
+        key = (
+            record.kind,
+            *sorted((name, str(value)) for name, value in fields if name not in ignoring),
+        )
         if key in pairs:
             raise ValueError(
                 f"without {', '.join(ignoring)} a run has several rows of {describe(record)}; ignore fewer fields"
@@ -378,7 +447,9 @@ def difference_table(found: Sequence[Difference]) -> Table:
     fields = list(dict.fromkeys([*varying(records), *alike.spoken]))
     rows = []
     for difference in found:
-        before, after = (r.metrics[difference.metric] for r in (difference.first, difference.second))
+        before, after = (
+            r.metrics[difference.metric] for r in (difference.first, difference.second)
+        )
         specs = flatten(difference.first.spec), flatten(difference.second.spec)
         values = [tuple(str(spec.get(name, "")) for spec in specs) for name in fields]
         figures = [_figure(before, "median"), _figure(after, "median")]

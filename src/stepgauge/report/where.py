@@ -18,7 +18,9 @@ def measured_where(records: Sequence[Record]) -> dict[str, str]:
     facts = {
         "Device": _listed(where.get("device"), size),
         "Host": _listed(where.get("cpu"), cores, where.get("os")),
-        "Software": _listed(*(f"{name} {where[key]}" for name, key in software.items() if where.get(key))),
+        "Software": _listed(
+            *(f"{name} {where[key]}" for name, key in software.items() if where.get(key))
+        ),
         "Commit": _listed(where.get("commit")),
         "Measured": " to ".join(dict.fromkeys([*times[:1], *times[-1:]])),
     }

@@ -1,8 +1,10 @@
-"""A C++ file as a shared library, compiled against torch where it runs and kept in the user's cache.
+"""A C++ file as a shared library, compiled against torch where it runs and kept in the user's
+cache.
 
-The compiler is called directly: torch.utils.cpp_extension would leave a lock behind if the process ended during the
-build. Here the lock is the system's, ends with the process that holds it and is not inherited by one that is forked
-meanwhile (flock's would be, and wait for itself); the result is moved into place in one step.
+The compiler is called directly: torch.utils.cpp_extension would leave a lock behind if the process
+ended during the build. Here the lock is the system's, ends with the process that holds it and is
+not inherited by one that is forked meanwhile (flock's would be, and wait for itself); the result is
+moved into place in one step.
 """
 
 import fcntl
@@ -32,13 +34,16 @@ class BuildError(RuntimeError):
 
 
 def shared_library(source: Path, *, name: str, headers: Sequence[Path] = ()) -> Path:
-    """The library, from the cache or compiled now; another process that compiles the same is waited for.
+    """The library, from the cache or compiled now; another process that compiles the same is waited
+    for.
 
     Raises BuildError without a compiler, and where compiling fails or did so less than an hour ago.
     """
     command = _command(source, headers)
     told = "\n".join([*command, torch.__version__, sys.version]).encode()
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in (source, *headers)) + told).hexdigest()[:16]
+    digest = hashlib.sha256(
+        b"".join(path.read_bytes() for path in (source, *headers)) + told
+    ).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stepgauge"
     library = folder / f"{name}-{digest}.so"
     if not library.exists():
@@ -48,7 +53,8 @@ def shared_library(source: Path, *, name: str, headers: Sequence[Path] = ()) -> 
 
 
 def _build_once(command: Sequence[str], library: Path) -> None:
-    """Compiles unless the library is there once the lock is ours. The file that is locked says what failed, if it did.
+    """Compiles unless the library is there once the lock is ours. The file that is locked says what
+    failed, if it did.
 
     To remove it afterwards is safe: whoever gets the lock looks for the library first.
     """
@@ -76,7 +82,10 @@ def _compile(command: Sequence[str], library: Path) -> None:
         for standard in STANDARDS:
             try:
                 done = subprocess.run(
-                    [*command, f"-std={standard}", "-o", str(made)], capture_output=True, text=True, timeout=LIMIT_S
+                    [*command, f"-std={standard}", "-o", str(made)],
+                    capture_output=True,
+                    text=True,
+                    timeout=LIMIT_S,
                 )
             except (OSError, subprocess.TimeoutExpired) as error:
                 raise BuildError(f"{command[0]}: {error}") from None
@@ -90,7 +99,11 @@ def _command(source: Path, headers: Sequence[Path]) -> list[str]:
     root = Path(torch.__file__).parent
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     own = dict.fromkeys(f"-I{header.parent}" for header in headers)
-    theirs = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
+    theirs = [
+        root / "include",
+        root / "include/torch/csrc/api/include",
+        sysconfig.get_paths()["include"],
+    ]
     libraries = [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
     flags = ["-O2", "-fPIC", "-shared", abi, *own, *(f"-isystem{path}" for path in theirs)]
     return [*_compiler(), *flags, str(source), *libraries]

@@ -1,12 +1,14 @@
 """Eager paths in C++: built in the background on first use, else done without.
 
-An autograd function in Python with its launches costs 50 to 150 µs of host time a step, often more than the GPU needs.
-An ``Extension`` holds one C++ file that does the same: ``call`` is its function once it is there, None before; it
-returns None for whatever it leaves to Python. The first call that could go there asks for it, and a thread builds it or
-loads it from the cache: nothing waits for that but what measures (``settle``). Without a C++ compiler, or with
-``STEPGAUGE_EXTENSION=0``, ``call`` stays None and ``problem`` says why.
+An autograd function in Python with its launches costs 50 to 150 µs of host time a step, often more
+than the GPU needs. An ``Extension`` holds one C++ file that does the same: ``call`` is its function
+once it is there, None before; it returns None for whatever it leaves to Python. The first call that
+could go there asks for it, and a thread builds it or loads it from the cache: nothing waits for
+that but what measures (``settle``). Without a C++ compiler, or with ``STEPGAUGE_EXTENSION=0``,
+``call`` stays None and ``problem`` says why.
 
-Beside it, launch.py and launch.h launch compiled Triton kernels by address, from Python and from C++.
+Beside it, launch.py and launch.h launch compiled Triton kernels by address, from Python and from
+C++.
 """
 
 import contextlib
@@ -27,12 +29,20 @@ MODULE_H = Path(__file__).with_name("module.h")
 
 
 class Extension:
-    """The C++ file `source`, a module named stepgauge_`name` whose function of that name is `call` (module.h).
+    """The C++ file `source`, a module named stepgauge_`name` whose function of that name is `call`
+    (module.h).
 
     `configure(module)` gives it the driver.
     """
 
-    def __init__(self, name: str, source: Path, configure: Callable[[Any], object], *, headers: Sequence[Path] = ()):
+    def __init__(
+        self,
+        name: str,
+        source: Path,
+        configure: Callable[[Any], object],
+        *,
+        headers: Sequence[Path] = (),
+    ):
         self.name, self.source, self.configure = name, source, configure
         self.headers = (MODULE_H, *headers)
         self.call: Callable[..., Any] | None = None
@@ -51,7 +61,8 @@ class Extension:
             return
         self._is_asked, _asked[self.name] = True, self
         self.problem = "it is being built"
-        # Made here and not before: a process that was forked in between takes a thread of before for one that ended.
+        # Made here and not before: a process that was forked in between takes a thread of before
+        # for one that ended.
         self._thread = threading.Thread(target=self.load, daemon=True)
         self._thread.start()
 
@@ -75,7 +86,9 @@ class Extension:
         self.module, self.call, self.problem = module, getattr(module, self.name), None
 
     def begin_again(self) -> None:
-        """In a process forked while this one was building: its thread is not there, and may have held the lock."""
+        """In a process forked while this one was building: its thread is not there, and may have
+        held the lock.
+        """
         if not self._is_done:
             self._loading, self._thread = threading.Lock(), None
             self._is_asked = self._is_tried = False
@@ -142,7 +155,9 @@ def settle() -> bool:
 
 @contextlib.contextmanager
 def counted() -> Iterator[None]:
-    """Counts the calls within for `served`, unless there are none: a clock enters it around what it times."""
+    """Counts the calls within for `served`, unless there are none: a clock enters it around what it
+    times.
+    """
     before = {name: extension.calls() for name, extension in list(_asked.items())}
     yield
     for name, extension in list(_asked.items()):
@@ -156,6 +171,8 @@ def forget() -> None:
 
 
 def served() -> dict[str, str]:
-    """For each extension that was asked for, who served what was counted: "C++", or "Python: " and the reason."""
+    """For each extension that was asked for, who served what was counted: "C++", or "Python: " and
+    the reason.
+    """
     paths = {name: extension.served() for name, extension in list(_asked.items())}
     return {name: path for name, path in paths.items() if path is not None}

@@ -1,6 +1,7 @@
 """Runs a function in a process of its own, so that a crash, an OOM or a warm cache stays there.
 
-Processes fork from a server that has imported what `preload` named and touched no device, in milliseconds.
+Processes fork from a server that has imported what `preload` named and touched no device, in
+milliseconds.
 """
 
 import contextlib
@@ -18,7 +19,9 @@ from stepgauge.runtime.parent import end_with_parent
 
 
 class ProcessDiedError(Exception):
-    """The process ended without an answer; `signal` is what ended it, or None if it exited by itself."""
+    """The process ended without an answer; `signal` is what ended it, or None if it exited by
+    itself.
+    """
 
     def __init__(self, exit_code: int):
         self.signal = signal.Signals(-exit_code) if exit_code < 0 else None
@@ -35,18 +38,23 @@ class RemoteError(Exception):
 
 
 def preload(*modules: str) -> None:
-    """Names the modules that the server imports before it forks; has an effect before the first run_isolated only."""
+    """Names the modules that the server imports before it forks; has an effect before the first
+    run_isolated only.
+    """
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
 
 
 def run_isolated(function: Callable[..., Any], *arguments: Any) -> Any:
-    """function(*arguments) in a fresh process. Both must be picklable. Raises ProcessDiedError or RemoteError."""
+    """function(*arguments) in a fresh process. Both must be picklable. Raises ProcessDiedError or
+    RemoteError.
+    """
     with contextlib.closing(Worker()) as worker:
         return worker.call(function, *arguments)
 
 
 class Worker:
-    """A fresh process that runs one function after another, so that what is costly to set up is set up once.
+    """A fresh process that runs one function after another, so that what is costly to set up is set
+    up once.
 
     After ProcessDiedError it takes no more calls.
     """
@@ -63,7 +71,8 @@ class Worker:
         """As run_isolated, in this process."""
         try:
             self._pipe.send((function, arguments))
-            # The process itself is waited for too: what it started may hold the pipe open after it died.
+            # The process itself is waited for too: what it started may hold the pipe open after it
+            # died.
             multiprocessing.connection.wait([self._pipe, self._process.sentinel])
             if not self._pipe.poll():
                 raise EOFError
@@ -90,8 +99,11 @@ def _end(process: multiprocessing.process.BaseProcess) -> None:
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C while the server starts would kill it half-way, with a traceback; it is delivered afterwards."""
-    resource_tracker.ensure_running()  # which the server starts else, and which lets interrupts through in the end
+    """Ctrl-C while the server starts would kill it half-way, with a traceback; it is delivered
+    afterwards.
+    """
+    # which the server starts else, and which lets interrupts through in the end
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

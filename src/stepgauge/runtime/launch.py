@@ -1,4 +1,6 @@
-"""Runs a function on many ranks: started here through torch's elastic launcher, or already there through torchrun."""
+"""Runs a function on many ranks: started here through torch's elastic launcher, or already there
+through torchrun.
+"""
 
 import contextlib
 import logging
@@ -30,15 +32,20 @@ from stepgauge.runtime.world import (
     process_group,
 )
 
-# A rank that fails because another has died waits this long, so that the launcher sees the other's end first.
+# A rank that fails because another has died waits this long, so that the launcher sees the other's
+# end first.
 CONSEQUENCE_S = 3.0
 _LOOPBACK = ("lo", "lo0")
 
 
 class RankError(Exception):
-    """A rank raised or died. `type` is the exception's name, empty if it died; `trace` its traceback."""
+    """A rank raised or died. `type` is the exception's name, empty if it died; `trace` its
+    traceback.
+    """
 
-    def __init__(self, message: str, *, rank: int, type: str = "", reason: str = "", trace: str = ""):
+    def __init__(
+        self, message: str, *, rank: int, type: str = "", reason: str = "", trace: str = ""
+    ):
         super().__init__(message)
         self.rank, self.type, self.reason, self.trace = rank, type, reason, trace
 
@@ -51,11 +58,13 @@ def launch(
     backend: str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> list[Any]:
-    """function(*arguments) on every rank, in a process group; the values that the ranks returned, in their order.
+    """function(*arguments) on every rank, in a process group; the values that the ranks returned,
+    in their order.
 
-    Function, arguments and values must be picklable. In a process of torchrun, that process is one of the ranks and
-    nothing is started. device "cuda" gives each rank the GPU of its local rank. A collective that takes longer than
-    `timeout_s` fails. Raises RankError for the first rank that raised or died; the others have ended by then.
+    Function, arguments and values must be picklable. In a process of torchrun, that process is one
+    of the ranks and nothing is started. device "cuda" gives each rank the GPU of its local rank. A
+    collective that takes longer than `timeout_s` fails. Raises RankError for the first rank that
+    raised or died; the others have ended by then.
     """
     backend = backend or default_backend(device)
     world = joined_world()
@@ -63,15 +72,24 @@ def launch(
         if world.size != ranks:
             raise ValueError(f"ranks is {ranks}; torchrun has started {world.size}")
         try:
-            return run_joined(world, function, *arguments, device=device, backend=backend, timeout_s=timeout_s)
+            return run_joined(
+                world, function, *arguments, device=device, backend=backend, timeout_s=timeout_s
+            )
         finally:
             KEPT_GROUP.close()  # while all ranks are there, rather than when the interpreter ends
-    with Ranks(function, *arguments, ranks=ranks, device=device, backend=backend, timeout_s=timeout_s) as started:
+    with Ranks(
+        function, *arguments, ranks=ranks, device=device, backend=backend, timeout_s=timeout_s
+    ) as started:
         return started.wait()
 
 
 def run_joined(
-    world: World, function: Callable[..., Any], *arguments: Any, device: str, backend: str, timeout_s: float = TIMEOUT_S
+    world: World,
+    function: Callable[..., Any],
+    *arguments: Any,
+    device: str,
+    backend: str,
+    timeout_s: float = TIMEOUT_S,
 ) -> list[Any]:
     """As `launch`, in a process that is a rank already. Raises what the function raises here."""
     KEPT_GROUP.use(world, backend=backend, device=world.device(device), timeout_s=timeout_s)
@@ -96,7 +114,11 @@ class Ranks:
         timeout_s: float = TIMEOUT_S,
     ):
         check_interfaces()
-        settings = {"device": device, "backend": backend or default_backend(device), "timeout_s": timeout_s}
+        settings = {
+            "device": device,
+            "backend": backend or default_backend(device),
+            "timeout_s": timeout_s,
+        }
         self._call = (function, arguments, settings)
         self._ranks = ranks
         self._values: dict[int, Any] = {}
@@ -163,7 +185,10 @@ def _config(ranks: int, folder: str) -> LaunchConfig:
 @contextlib.contextmanager
 def _quiet_launcher() -> Iterator[None]:
     """What went wrong is told once, by RankError."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
+    loggers = [
+        logging.getLogger(name)
+        for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")
+    ]
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)
@@ -174,9 +199,12 @@ def _quiet_launcher() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _rank(function: Callable[..., Any], arguments: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+def _rank(
+    function: Callable[..., Any], arguments: tuple[Any, ...], settings: dict[str, Any]
+) -> Any:
     """A rank's whole life."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends us
+    # Ctrl-C reaches the whole group; the parent ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent()
     world = joined_world()
@@ -187,7 +215,9 @@ def _rank(function: Callable[..., Any], arguments: tuple[Any, ...], settings: di
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())
     device, backend, timeout_s = settings["device"], settings["backend"], settings["timeout_s"]
     try:
-        with process_group(world, backend=backend, device=world.device(device), timeout_s=timeout_s):
+        with process_group(
+            world, backend=backend, device=world.device(device), timeout_s=timeout_s
+        ):
             return function(*arguments)
     except Exception as error:
         if _is_consequence(error):
@@ -198,17 +228,25 @@ def _rank(function: Callable[..., Any], arguments: tuple[Any, ...], settings: di
 def _is_consequence(error: Exception) -> bool:
     """Whether a rank fails because its peers do not answer."""
     words = ("connection", "timed out", "timeout", "socket", "peer")
-    return isinstance(error, dist.DistError | RuntimeError | EOFError) and any(w in str(error).lower() for w in words)
+    return isinstance(error, dist.DistError | RuntimeError | EOFError) and any(
+        w in str(error).lower() for w in words
+    )
 
 
 def _rank_error(rank: int, failure: ProcessFailure, ranks: int) -> RankError:
     who = f"rank {rank} of {ranks}"
     told = failure.error_file_data.get("message", "")
     if not isinstance(told, dict):
-        ended = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with {failure.exitcode}"
+        ended = (
+            f"was ended by {failure.signal_name()}"
+            if failure.exitcode < 0
+            else f"exited with {failure.exitcode}"
+        )
         return RankError(f"{who} {ended}", rank=rank)
     message = str(told.get("message", "")).strip()
     type, _, reason = message.partition(": ")
     first_line = (reason or "no message").partition("\n")[0]
     trace = str(told.get("extraInfo", {}).get("py_callstack", ""))
-    return RankError(f"{who}: {type}: {first_line}", rank=rank, type=type, reason=first_line, trace=trace)
+    return RankError(
+        f"{who}: {type}: {first_line}", rank=rank, type=type, reason=first_line, trace=trace
+    )

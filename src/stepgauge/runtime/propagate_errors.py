@@ -1,7 +1,8 @@
 """Ranks that go on together: what one of them suffers alone, all of them learn.
 
-A rank that fails leaves its peers in a collective that it will never join. They are told over the rendezvous store,
-which no collective blocks: a thread of each rank looks there, and aborts the process group.
+A rank that fails leaves its peers in a collective that it will never join. They are told over the
+rendezvous store, which no collective blocks: a thread of each rank looks there, and aborts the
+process group.
 """
 
 import itertools
@@ -26,8 +27,9 @@ Value = TypeVar("Value")
 def together(world: World, action: Callable[[], Value], *, timeout_s: float = TIMEOUT_S) -> Value:
     """The action's value, on ranks that are all in here, if no rank's action failed.
 
-    Otherwise raises the RankError of the first that failed, on every rank, and the process group is gone. Raises
-    GroupError if a rank does not end; a collective of the action takes `timeout_s` at most.
+    Otherwise raises the RankError of the first that failed, on every rank, and the process group is
+    gone. Raises GroupError if a rank does not end; a collective of the action takes `timeout_s` at
+    most.
     """
     name = f"together{next(_blocks)}"
     store = shared_store(name)
@@ -70,7 +72,9 @@ def _wait_for_all(store: dist.Store, world: World, limit: timedelta) -> None:
     try:
         store.wait([f"ended{rank}" for rank in range(world.size)], limit)
     except dist.DistError as error:
-        raise GroupError(f"rank {world.rank} of {world.size} has lost the others: {_first_line(error)}") from error
+        raise GroupError(
+            f"rank {world.rank} of {world.size} has lost the others: {_first_line(error)}"
+        ) from error
 
 
 def _told(error: Exception, world: World) -> str:

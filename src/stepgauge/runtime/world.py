@@ -14,19 +14,24 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-TIMEOUT_S = 120.0  # of a collective: longer than any that is measured, short enough to notice a rank that hangs
+# of a collective: longer than any that is measured, short enough to notice a rank that hangs
+TIMEOUT_S = 120.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _generations = itertools.count()
 _ABORTING = threading.Lock()
 
 
 class GroupError(Exception):
-    """The ranks could not be brought together, or have lost each other; the message is one sentence."""
+    """The ranks could not be brought together, or have lost each other; the message is one
+    sentence.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class World:
-    """The place of this process: its rank of `size`, its local rank of `local_size` on one of `nodes` machines."""
+    """The place of this process: its rank of `size`, its local rank of `local_size` on one of
+    `nodes` machines.
+    """
 
     rank: int
     size: int
@@ -38,7 +43,8 @@ class World:
         return self.size // self.local_size
 
     def device(self, name: str) -> torch.device:
-        """The device of this rank where all have one of the kind: "cuda" is the GPU of the local rank.
+        """The device of this rank where all have one of the kind: "cuda" is the GPU of the local
+        rank.
 
         Raises ValueError if there are fewer GPUs than ranks here.
         """
@@ -66,10 +72,13 @@ def default_backend(device: str) -> str:
 
 
 @contextlib.contextmanager
-def process_group(world: World, *, backend: str, device: torch.device, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
+def process_group(
+    world: World, *, backend: str, device: torch.device, timeout_s: float = TIMEOUT_S
+) -> Iterator[None]:
     """The default process group while the block runs; groups may follow one another in a process.
 
-    Raises ValueError for a network interface that is not there, GroupError if the ranks do not find each other.
+    Raises ValueError for a network interface that is not there, GroupError if the ranks do not find
+    each other.
     """
     check_interfaces()
     if device.type == "cuda":
@@ -80,12 +89,19 @@ def process_group(world: World, *, backend: str, device: torch.device, timeout_s
         store = shared_store(f"group{next(_generations)}")
         store.set_timeout(timeout)
         dist.init_process_group(
-            backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout, device_id=bound
+            backend,
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timeout,
+            device_id=bound,
         )
     except (dist.DistError, RuntimeError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(error).partition("\n")[0]
-        raise GroupError(f"rank {world.rank} of {world.size} cannot join the others at {where}: {reason}") from error
+        raise GroupError(
+            f"rank {world.rank} of {world.size} cannot join the others at {where}: {reason}"
+        ) from error
     try:
         yield
     finally:
@@ -94,18 +110,24 @@ def process_group(world: World, *, backend: str, device: torch.device, timeout_s
 
 
 class KeptGroup:
-    """The process group of a process that torchrun started: it stays from row to row until another is asked for."""
+    """The process group of a process that torchrun started: it stays from row to row until another
+    is asked for.
+    """
 
     def __init__(self) -> None:
         self._key: tuple[object, ...] = ()
         self._stack = contextlib.ExitStack()
 
-    def use(self, world: World, *, backend: str, device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
+    def use(
+        self, world: World, *, backend: str, device: torch.device, timeout_s: float = TIMEOUT_S
+    ) -> None:
         """Makes it the default group. All ranks must ask for the same."""
         key = (backend, device, timeout_s)
         if key != self._key:
             self.close()
-            self._stack.enter_context(process_group(world, backend=backend, device=device, timeout_s=timeout_s))
+            self._stack.enter_context(
+                process_group(world, backend=backend, device=device, timeout_s=timeout_s)
+            )
             self._key = key
 
     def use_any(self, world: World) -> None:
@@ -123,7 +145,9 @@ atexit.register(KEPT_GROUP.close)
 
 
 def abort_groups() -> None:
-    """Ends all process groups of this rank at once: who waits in a collective, here or on a peer, gets an error."""
+    """Ends all process groups of this rank at once: who waits in a collective, here or on a peer,
+    gets an error.
+    """
     with _ABORTING:
         if dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
@@ -142,7 +166,9 @@ def _rendezvous() -> dist.Store:
 
 
 def check_interfaces() -> None:
-    """Raises ValueError if GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names an interface that the machine has not."""
+    """Raises ValueError if GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names an interface that the
+    machine has not.
+    """
     known = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         asked = os.environ.get(variable, "")

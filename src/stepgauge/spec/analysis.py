@@ -1,4 +1,6 @@
-"""What a trace was found to say: plain figures, from which every table and picture of a profile is a view."""
+"""What a trace was found to say: plain figures, from which every table and picture of a profile is
+a view.
+"""
 
 import dataclasses
 import json
@@ -24,12 +26,15 @@ KINDS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """All calls of one kernel (on a CPU: operation) in one phase and one range, over all profiled steps.
+    """All calls of one kernel (on a CPU: operation) in one phase and one range, over all profiled
+    steps.
 
     us       its calls' times, added
-    busy_us  what the device's time line gave it: times in which an earlier kernel ran too are left out
+    busy_us  what the device's time line gave it: times in which an earlier kernel ran too are left
+             out
     idle_us  what the device stood still before it
-    range    dotted name, numbers of repeated parts as *: "blocks.*.attention.scores"; "" outside of all
+    range    dotted name, numbers of repeated parts as *: "blocks.*.attention.scores"; "" outside of
+             all
     flops, bytes  by formula, of those calls whose operation has one
     """
 
@@ -48,7 +53,9 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OperationRow:
-    """All calls of one operation with equal shapes. `flops` and `bytes` are of one call; 0: no formula is known."""
+    """All calls of one operation with equal shapes. `flops` and `bytes` are of one call; 0: no
+    formula is known.
+    """
 
     operation: str
     kind: str
@@ -102,7 +109,8 @@ class Analysis:
     on_device   kernels of a device; else operations of the host, each by what it did itself
     steps       how many steps were profiled
     phases_us   phase -> one value a step; on a device by its own time line, on a CPU on the host's
-    stopwatch_ms  phase -> milliseconds without the profiler, where they were taken; "step" is the whole
+    stopwatch_ms  phase -> milliseconds without the profiler, where they were taken; "step" is the
+                  whole
     watched_ms    phase -> one value a step: the same stopwatch in the profiled steps themselves
     lanes       kind -> [start, end] pairs in µs from the step's begin, of the last step
     marks       [phase, start µs, end µs] of the last step

@@ -1,6 +1,7 @@
 """BERT as numbers (Devlin et al. 2019): its shape, and the parameters that follow from the shape.
 
-Legend of the formulas: B batch, T sequence, P positions, D model width, F feed-forward width, L layers, V vocabulary.
+Legend of the formulas: B batch, T sequence, P positions, D model width, F feed-forward width, L
+layers, V vocabulary.
 """
 
 import dataclasses
@@ -16,20 +17,37 @@ NUM_TYPES = 2  # a token belongs to the first or to the second text of a pair
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BertSpec:
-    """A BERT encoder with the masked-language-model head, whose output matrix is the token embedding.
+    """A BERT encoder with the masked-language-model head, whose output matrix is the token
+    embedding.
 
     Raises ValueError where the fields do not describe a network.
     """
 
     vocab_size: int = option(
-        30_522, "tokens in the vocabulary", least=2, most=10_000_000, word="vocabulary {vocab_size:,}", quiet=30_522
+        30_522,
+        "tokens in the vocabulary",
+        least=2,
+        most=10_000_000,
+        word="vocabulary {vocab_size:,}",
+        quiet=30_522,
     )
-    context_length: int = option(512, "sequence, in tokens", least=1, most=16_777_216, flag="context")
+    context_length: int = option(
+        512, "sequence, in tokens", least=1, most=16_777_216, flag="context"
+    )
     num_positions: int = option(
-        512, "positions that the network knows", least=1, most=16_777_216, word="{num_positions} positions", quiet=512
+        512,
+        "positions that the network knows",
+        least=1,
+        most=16_777_216,
+        word="{num_positions} positions",
+        quiet=512,
     )
-    d_model: int = option(768, "width of the residual stream", least=1, most=1_000_000, word="width {d_model}")
-    d_ff: int = option(3072, "width of the feed-forward layer", least=1, most=4_000_000, word="feed-forward {d_ff}")
+    d_model: int = option(
+        768, "width of the residual stream", least=1, most=1_000_000, word="width {d_model}"
+    )
+    d_ff: int = option(
+        3072, "width of the feed-forward layer", least=1, most=4_000_000, word="feed-forward {d_ff}"
+    )
     num_layers: int = option(12, "blocks", least=1, most=10_000, word="{num_layers} blocks")
     num_heads: int = option(12, "attention heads", least=1, most=100_000, word="{num_heads} heads")
     dropout: float = option(
@@ -40,7 +58,8 @@ class BertSpec:
         word="dropout {dropout:g}",
         quiet=0.0,
     )
-    network: str = dataclasses.field(default="bert", init=False)  # tells it from a ModelSpec in a record
+    # tells it from a ModelSpec in a record
+    network: str = dataclasses.field(default="bert", init=False)
 
     def __post_init__(self) -> None:
         check(self)
@@ -50,7 +69,9 @@ class BertSpec:
                 f"the nearest that does is {nearest_divisor(self.d_model, self.num_heads)}"
             )
         if self.context_length > self.num_positions:
-            raise ValueError(f"context_length is {self.context_length}; the network has {self.num_positions} positions")
+            raise ValueError(
+                f"context_length is {self.context_length}; the network has {self.num_positions} positions"
+            )
 
     @property
     def head_width(self) -> int:
@@ -58,14 +79,20 @@ class BertSpec:
 
     @property
     def encoder_parameters(self) -> int:
-        """Embeddings (V + P + 2)D + 2D and L blocks of 4D² + 2DF matrices, 4D + F + D biases and two norms."""
+        """Embeddings (V + P + 2)D + 2D and L blocks of 4D² + 2DF matrices, 4D + F + D biases and
+        two norms.
+        """
         embeddings = (self.vocab_size + self.num_positions + NUM_TYPES + 2) * self.d_model
         matrices = 4 * self.d_model**2 + 2 * self.d_model * self.d_ff
-        return embeddings + self.num_layers * (matrices + 5 * self.d_model + self.d_ff + 4 * self.d_model)
+        return embeddings + self.num_layers * (
+            matrices + 5 * self.d_model + self.d_ff + 4 * self.d_model
+        )
 
     @property
     def num_parameters(self) -> int:
-        """Of encoder and head: D² + D of its layer, 2D of its norm, V of its bias; the tied matrix counted once."""
+        """Of encoder and head: D² + D of its layer, 2D of its norm, V of its bias; the tied matrix
+        counted once.
+        """
         return self.encoder_parameters + self.d_model**2 + 3 * self.d_model + self.vocab_size
 
     @staticmethod
@@ -77,7 +104,12 @@ class BertSpec:
         """The preset of that name with fields changed. Raises ValueError for an unknown name."""
         num_layers, d_model = by_size(size, BERT_SIZES)
         # All published sizes have heads of 64 and a feed-forward layer of four widths.
-        shape = {"d_model": d_model, "d_ff": 4 * d_model, "num_layers": num_layers, "num_heads": d_model // 64}
+        shape = {
+            "d_model": d_model,
+            "d_ff": 4 * d_model,
+            "num_layers": num_layers,
+            "num_heads": d_model // 64,
+        }
         return cls(**{**shape, **changes})
 
 

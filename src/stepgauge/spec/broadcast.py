@@ -1,7 +1,8 @@
 """Ways to bring one host tensor to every GPU, as data: lists of moves that one engine executes.
 
-A tensor lies on the host. A move takes a range of it from one place to another; it may begin when the moves that
-brought that range to its source have ended. Moves between the same two places follow one another.
+A tensor lies on the host. A move takes a range of it from one place to another; it may begin when
+the moves that brought that range to its source have ended. Moves between the same two places follow
+one another.
 """
 
 import dataclasses
@@ -35,7 +36,9 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Where the tensor lies at the beginning, and the moves; with `one_by_one` each waits for the one before."""
+    """Where the tensor lies at the beginning, and the moves; with `one_by_one` each waits for the
+    one before.
+    """
 
     origin: str
     moves: list[Move]
@@ -53,7 +56,9 @@ def pinned(size: int, gpus: int, block: int) -> Schedule:
 
 
 def staged(size: int, gpus: int, block: int) -> Schedule:
-    """From memory as it comes: a block goes to all GPUs from one page-locked buffer while the next fills another."""
+    """From memory as it comes: a block goes to all GPUs from one page-locked buffer while the next
+    fills another.
+    """
     moves: list[Move] = []
     sent: list[tuple[int, ...]] = []  # by block, its moves to the GPUs
     for number, (start, stop) in enumerate(_blocks(size, block)):
@@ -76,7 +81,9 @@ def chain(size: int, gpus: int, block: int) -> Schedule:
 
 
 def tree(size: int, gpus: int, block: int) -> Schedule:
-    """Each block once over a host link to GPU 0, and on along a binomial tree while the next comes in."""
+    """Each block once over a host link to GPU 0, and on along a binomial tree while the next comes
+    in.
+    """
     moves: list[Move] = []
     for start, stop in _blocks(size, block):
         moves.append(Move(PINNED, 0, start, stop))
@@ -91,7 +98,9 @@ def tree(size: int, gpus: int, block: int) -> Schedule:
 
 
 def scatter_gather(size: int, gpus: int, block: int) -> Schedule:
-    """Each GPU takes its own part over its own host link, block by block, and hands each block to the others."""
+    """Each GPU takes its own part over its own host link, block by block, and hands each block to
+    the others.
+    """
     moves: list[Move] = []
     bounds = [size * g // gpus for g in range(gpus + 1)]
     parts = [_blocks(bounds[g + 1] - bounds[g], block, bounds[g]) for g in range(gpus)]
@@ -126,12 +135,26 @@ class BroadcastSpec:
 
     kind: ClassVar[str] = "broadcast"
 
-    schedule: str = option("scatter-gather", "the way from the host to all GPUs", choices=SCHEDULES, word="{schedule}")
-    size_bytes: int = option(
-        1 << 30, "bytes of the host tensor; 512M, 1G are powers of 1024", least=1, flag="size", word="{size_bytes:,} B"
+    schedule: str = option(
+        "scatter-gather", "the way from the host to all GPUs", choices=SCHEDULES, word="{schedule}"
     )
-    block_bytes: int = option(32 << 20, "bytes of a block, where there are blocks", least=1, flag="block")
-    gpus: int = option(2, "that get the tensor; on a CPU processes stand for them", least=1, most=64, word="to {gpus}")
+    size_bytes: int = option(
+        1 << 30,
+        "bytes of the host tensor; 512M, 1G are powers of 1024",
+        least=1,
+        flag="size",
+        word="{size_bytes:,} B",
+    )
+    block_bytes: int = option(
+        32 << 20, "bytes of a block, where there are blocks", least=1, flag="block"
+    )
+    gpus: int = option(
+        2,
+        "that get the tensor; on a CPU processes stand for them",
+        least=1,
+        most=64,
+        word="to {gpus}",
+    )
     repeats: int = option(16, "timed runs", least=1, most=100_000)
     warmup: int = option(2, "untimed runs first", least=0, most=1000)
     device: str = option("cpu", "cpu or cuda; auto takes the fastest there is")
@@ -164,8 +187,14 @@ class Rates:
     host_copy: float
 
     def bound_s(self, schedule: Schedule) -> float:
-        """No run of the moves can be shorter: the busiest link needs as long for the bytes that it carries."""
-        host = _sum(schedule.moves, lambda m: m.target, lambda m: _on_host(m.source) and not _on_host(m.target))
+        """No run of the moves can be shorter: the busiest link needs as long for the bytes that it
+        carries.
+        """
+        host = _sum(
+            schedule.moves,
+            lambda m: m.target,
+            lambda m: _on_host(m.source) and not _on_host(m.target),
+        )
         sent = _sum(schedule.moves, lambda m: m.source, lambda m: not _on_host(m.source))
         received = _sum(schedule.moves, lambda m: m.target, lambda m: not _on_host(m.source))
         copied = sum(m.bytes for m in schedule.moves if m.target == STAGING)
@@ -181,7 +210,9 @@ def _on_host(place: str | int) -> bool:
     return isinstance(place, str)
 
 
-def _sum(moves: list[Move], by: Callable[[Move], str | int], counts: Callable[[Move], bool]) -> dict[str | int, int]:
+def _sum(
+    moves: list[Move], by: Callable[[Move], str | int], counts: Callable[[Move], bool]
+) -> dict[str | int, int]:
     found: dict[str | int, int] = {}
     for move in filter(counts, moves):
         found[by(move)] = found.get(by(move), 0) + move.bytes

@@ -1,4 +1,6 @@
-"""Collectives as they are asked for, and what each one is: who sends what, how its bandwidth is counted."""
+"""Collectives as they are asked for, and what each one is: who sends what, how its bandwidth is
+counted.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -36,28 +38,40 @@ def _all_but_own(n: int) -> float:
 OPS: Mapping[str, Op] = {
     "broadcast": Op("Rank 0's values come to every rank.", lambda n: 1.0),
     "reduce": Op("The sum over all ranks comes to rank 0.", lambda n: 1.0, reduces=True),
-    "all_reduce": Op("The sum over all ranks comes to every rank.", lambda n: 2 * (n - 1) / n, reduces=True),
+    "all_reduce": Op(
+        "The sum over all ranks comes to every rank.", lambda n: 2 * (n - 1) / n, reduces=True
+    ),
     "gather": Op("Every rank's part comes to rank 0.", _all_but_own, split=True),
     "all_gather": Op("Every rank's part comes to every rank.", _all_but_own, split=True),
     "scatter": Op("Rank 0's parts go out, one to each rank.", _all_but_own, split=True),
     "reduce_scatter": Op(
-        "Each rank gets the sum over all ranks of its own part.", _all_but_own, split=True, reduces=True
+        "Each rank gets the sum over all ranks of its own part.",
+        _all_but_own,
+        split=True,
+        reduces=True,
     ),
     "all_to_all": Op("Part j of rank i comes to rank j as its part i.", _all_but_own, split=True),
-    "send_recv": Op("Every rank sends to the next and receives from the one before.", lambda n: 1.0),
+    "send_recv": Op(
+        "Every rank sends to the next and receives from the one before.", lambda n: 1.0
+    ),
     "barrier": Op("Nobody goes on before all have come.", lambda n: 1.0),
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommSpec:
-    """One row of `bench comm`: one collective at one size. `size_bytes` is what nccl-tests prints as size."""
+    """One row of `bench comm`: one collective at one size. `size_bytes` is what nccl-tests prints
+    as size.
+    """
 
     kind: ClassVar[str] = "comm"
 
     op: str = option("all_reduce", "the collective", choices=OPS, word="{op}")
     backend: str = option(
-        "gloo", "who moves the bytes; gloo takes CPU and GPU tensors", choices=("gloo", "nccl"), word="{backend}"
+        "gloo",
+        "who moves the bytes; gloo takes CPU and GPU tensors",
+        choices=("gloo", "nccl"),
+        word="{backend}",
     )
     algorithm: str = option(
         "library",
@@ -77,7 +91,12 @@ class CommSpec:
     )
     ranks: int = option(2, "processes", least=1, most=4096, word="{ranks} ranks")
     nodes: int = option(
-        1, "machines that they are spread over; set by torchrun", least=1, most=4096, word="{nodes} nodes", quiet=1
+        1,
+        "machines that they are spread over; set by torchrun",
+        least=1,
+        most=4096,
+        word="{nodes} nodes",
+        quiet=1,
     )
     dtype: str = option("float32", "element type", choices=DTYPE_BYTES)
     timing: str = option(
@@ -88,25 +107,37 @@ class CommSpec:
         quiet="pipelined",
     )
     iterations: int = option(
-        20, "operations in a timed batch (of one, where blocking)", least=1, most=1_000_000, short="n"
+        20,
+        "operations in a timed batch (of one, where blocking)",
+        least=1,
+        most=1_000_000,
+        short="n",
     )
     warmup: int = option(5, "untimed operations first", least=0, most=100_000, short="w")
-    seconds: float = option(0.3, "time batches for this long, at least five", least=0.0, most=86_400.0)
+    seconds: float = option(
+        0.3, "time batches for this long, at least five", least=0.0, most=86_400.0
+    )
     check: bool = option(True, "compare every element with what it should be", short="c")
     device: str = option("cpu", "cpu, or cuda for one GPU a rank; auto takes the fastest there is")
 
     def __post_init__(self) -> None:
         check(self)
         if self.ranks == 1:
-            raise ValueError("ranks is 1; a collective between one rank moves no bytes, choose at least 2")
+            raise ValueError(
+                "ranks is 1; a collective between one rank moves no bytes, choose at least 2"
+            )
         if self.algorithm == "ring" and self.op not in RING_OPS:
             raise ValueError(f"op is {self.op!r}; as a ring there are {', '.join(RING_OPS)}")
         if self.backend == "nccl" and self.device == "cpu":
             raise ValueError("backend is 'nccl' on device 'cpu'; NCCL moves GPU tensors only")
         if self.timing == "graph" and self.backend != "nccl":
-            raise ValueError(f"timing is 'graph' with backend {self.backend!r}; only NCCL can be captured")
+            raise ValueError(
+                f"timing is 'graph' with backend {self.backend!r}; only NCCL can be captured"
+            )
         if self.op != "barrier" and self.count == 0:
-            raise ValueError(f"size_bytes is {self.size_bytes}; {self.op} needs an element a rank at least")
+            raise ValueError(
+                f"size_bytes is {self.size_bytes}; {self.op} needs an element a rank at least"
+            )
 
     def without_idle_options(self) -> Self:
         """Without a size where nothing is sent: barriers that differ in it alone are one row."""
@@ -114,7 +145,9 @@ class CommSpec:
 
     @property
     def count(self) -> int:
-        """Elements of the whole operation: as many as fit the size, the same number for each rank where it is split."""
+        """Elements of the whole operation: as many as fit the size, the same number for each rank
+        where it is split.
+        """
         if self.op == "barrier":
             return 0
         elements = self.size_bytes // DTYPE_BYTES[self.dtype]
@@ -130,14 +163,20 @@ class CommSpec:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes that a rank needs: what it gives and what it gets, which are one where the library works in place."""
+        """Bytes that a rank needs: what it gives and what it gets, which are one where the library
+        works in place.
+        """
         return self.bytes if self.op in IN_PLACE else 2 * self.bytes
 
 
 def sizes(begin: int, end: int, factor: float) -> list[int]:
-    """From begin to end, each `factor` times the one before. Raises ValueError where that never ends."""
+    """From begin to end, each `factor` times the one before. Raises ValueError where that never
+    ends.
+    """
     if begin < 1 or end < begin:
-        raise ValueError(f"sizes from {begin:,} to {end:,} bytes; begin must be at least 1 and end not less")
+        raise ValueError(
+            f"sizes from {begin:,} to {end:,} bytes; begin must be at least 1 and end not less"
+        )
     if factor <= 1:
         raise ValueError(f"factor is {factor}; it must be more than 1")
     found = [begin]

@@ -13,7 +13,8 @@ from stepgauge.spec.step import WorkSpec
 if TYPE_CHECKING:
     from stepgauge.spec.train import TrainSpec
 
-# Each wrapper, and how often a step sends a share (N−1)/N of all gradients and of all weights (ring algorithms).
+# Each wrapper, and how often a step sends a share (N−1)/N of all gradients and of all weights (ring
+# algorithms).
 WRAPPERS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "none": (0, 0),
@@ -37,7 +38,8 @@ BUCKETED = ("bucketed", "zero1", "zero2", "torch-ddp", "torch-ddp-views", "torch
 # Wrappers whose gradients may travel by either transport.
 TRANSPORTED = ("naive", "flat", "overlapped", "bucketed", "zero1", "zero2")
 TRANSPORTS = ("collectives", "peer-copies")
-# Wrappers whose gradients may travel in another type than their own. The fully sharded ones send what they compute in.
+# Wrappers whose gradients may travel in another type than their own. The fully sharded ones send
+# what they compute in.
 NARROWED = (*TRANSPORTED, "torch-ddp", "torch-ddp-views", "torch-zero1")
 REDUCE_DTYPES = ("own", "bf16", "fp16")
 BACKENDS: Mapping[str, str] = MappingProxyType({"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"})
@@ -45,14 +47,19 @@ BACKENDS: Mapping[str, str] = MappingProxyType({"gloo": "gloo", "nccl": "cpu:glo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataParallelSpec:
-    """What `bench data-parallel` runs for one row. The sequence length is the model's context_length."""
+    """What `bench data-parallel` runs for one row. The sequence length is the model's
+    context_length.
+    """
 
     kind: ClassVar[str] = "data-parallel"
 
     model: ModelSpec | BertSpec
     size: str = option("custom", "preset that the model spec starts from", word="{size}")
     wrapper: str = option(
-        "bucketed", "how training is spread; none: each rank trains alone", choices=WRAPPERS, word="{wrapper}"
+        "bucketed",
+        "how training is spread; none: each rank trains alone",
+        choices=WRAPPERS,
+        word="{wrapper}",
     )
     bucket_mb: float = option(
         25.0,
@@ -63,9 +70,15 @@ class DataParallelSpec:
         quiet=25.0,
         special={0.0: "a bucket a gradient"},
     )
-    ranks: int = option(2, "processes, each with a device of its own", least=1, most=100_000, word="{ranks} ranks")
+    ranks: int = option(
+        2, "processes, each with a device of its own", least=1, most=100_000, word="{ranks} ranks"
+    )
     backend: str = option(
-        "auto", "auto is nccl on GPUs, gloo on CPUs", choices=("auto", *BACKENDS), word="{backend}", quiet="auto"
+        "auto",
+        "auto is nccl on GPUs, gloo on CPUs",
+        choices=("auto", *BACKENDS),
+        word="{backend}",
+        quiet="auto",
     )
     transport: str = option(
         "collectives",
@@ -89,22 +102,32 @@ class DataParallelSpec:
         word="{max_ctas} thread blocks",
         quiet=0,
     )
-    batch: int = option(4, "sequences a rank", least=1, most=1_000_000, word="batch {batch} × {context_length}")
-    precision: str = as_in(WorkSpec, "precision", "as in bench step; fully sharded wrappers also send it")
+    batch: int = option(
+        4, "sequences a rank", least=1, most=1_000_000, word="batch {batch} × {context_length}"
+    )
+    precision: str = as_in(
+        WorkSpec, "precision", "as in bench step; fully sharded wrappers also send it"
+    )
     compile: str = as_in(WorkSpec, "compile")
     optimizer: str = as_in(WorkSpec, "optimizer")
     checkpointing: str = as_in(WorkSpec, "checkpointing")
     checkpoint_blocks: int = as_in(WorkSpec, "checkpoint_blocks")
     warmup: int = option(5, "untimed steps first", least=1, most=100_000)
     steps: int = option(10, "timed steps", least=1, most=1_000_000)
-    trace: bool = option(False, "profile two more steps, for the overlap of communication and computing", bare=True)
+    trace: bool = option(
+        False, "profile two more steps, for the overlap of communication and computing", bare=True
+    )
     device: str = option("cpu", "cpu or cuda: each rank takes the GPU of its own number")
-    seed: int = option(0, "of weights and tokens", least=0, most=2**63 - 1, word="seed {seed}", quiet=0)
+    seed: int = option(
+        0, "of weights and tokens", least=0, most=2**63 - 1, word="seed {seed}", quiet=0
+    )
 
     def __post_init__(self) -> None:
         check(self)
         if self.backend == "nccl" and not self.device.startswith("cuda"):
-            raise ValueError(f"backend is 'nccl', which moves GPU tensors only; device is {self.device!r}")
+            raise ValueError(
+                f"backend is 'nccl', which moves GPU tensors only; device is {self.device!r}"
+            )
         check_wrapper(self.wrapper, self)
         if isinstance(self.model, BertSpec) and self.model.dropout and self.checkpointing != "none":
             raise ValueError(
@@ -112,12 +135,16 @@ class DataParallelSpec:
             )
 
     def without_idle_options(self) -> Self:
-        """With defaults for the options that the wrapper does not look at: rows that differ in these alone are one."""
+        """With defaults for the options that the wrapper does not look at: rows that differ in
+        these alone are one.
+        """
         idle = [] if self.wrapper in BUCKETED else ["bucket_mb"]
         idle += [] if "nccl" in self.group_backend and self.wrapper != "none" else ["max_ctas"]
         idle += [] if self.wrapper in TRANSPORTED else ["transport"]
         idle += [] if self.wrapper in NARROWED else ["reduce_dtype"]
-        defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(self) if f.name in idle}
+        defaults: dict[str, Any] = {
+            f.name: f.default for f in dataclasses.fields(self) if f.name in idle
+        }
         return dataclasses.replace(self, **defaults)
 
     @property

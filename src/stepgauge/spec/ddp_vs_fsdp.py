@@ -1,4 +1,6 @@
-"""What the comparison of replicated with sharded training asks beyond its rows, which are those of data parallel."""
+"""What the comparison of replicated with sharded training asks beyond its rows, which are those of
+data parallel.
+"""
 
 import dataclasses
 
@@ -21,7 +23,9 @@ class GlobalBatch:
         check(self)
 
     def of_rank(self, ranks: int) -> int:
-        """What each rank takes. Raises ValueError for a single rank, and where the ranks do not divide the batch."""
+        """What each rank takes. Raises ValueError for a single rank, and where the ranks do not
+        divide the batch.
+        """
         if ranks < 2:
             raise ValueError(f"ranks is {ranks}; sharding wants at least 2")
         if self.global_batch % ranks:

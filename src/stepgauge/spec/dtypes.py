@@ -9,14 +9,18 @@ from stepgauge.spec.user_model import OwnWorkSpec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DtypesSpec(OwnWorkSpec):
-    """What `profile dtypes` runs: one step, uncompiled, in which every module's output is looked at."""
+    """What `profile dtypes` runs: one step, uncompiled, in which every module's output is looked
+    at.
+    """
 
     kind: ClassVar[str] = "dtypes"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.compile != "off":
-            raise ValueError(f"compile is {self.compile!r}; a compiled module shows no outputs, types are probed eager")
+            raise ValueError(
+                f"compile is {self.compile!r}; a compiled module shows no outputs, types are probed eager"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

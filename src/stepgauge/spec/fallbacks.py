@@ -1,4 +1,6 @@
-"""Which parts of a row are kernels of this package, and where plain PyTorch computed in their place."""
+"""Which parts of a row are kernels of this package, and where plain PyTorch computed in their
+place.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,13 +10,20 @@ from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.record import Record
 
 # The fields that choose an implementation, and the value of each that stands for ours.
-OURS: Mapping[str, str] = {"norm": "triton", "attention": "triton", "loss": "fused", "optimizer": "fused"}
+OURS: Mapping[str, str] = {
+    "norm": "triton",
+    "attention": "triton",
+    "loss": "fused",
+    "optimizer": "fused",
+}
 NATIVE = "native"  # of an environment: who served, by what was asked for
 STAND_IN = "plain PyTorch"
 
 
 def with_stand_ins(record: Record) -> Record:
-    """The record of a run whose environment says for each of our kernels that could not run there what ran instead."""
+    """The record of a run whose environment says for each of our kernels that could not run there
+    what ran instead.
+    """
     reason = _reason(record)
     if reason is None or record.status != "ok" or record.provenance != "measured":
         return record

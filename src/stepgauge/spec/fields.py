@@ -1,6 +1,7 @@
 """Dataclass fields that carry their own documentation and limits.
 
-A field is declared once, here a spec's field; the command line, the validation and the docs all read it.
+A field is declared once, here a spec's field; the command line, the validation and the docs all
+read it.
 """
 
 import dataclasses
@@ -26,21 +27,27 @@ def option(
     quiet: Any = None,
     special: Mapping[Any, str] | None = None,
 ) -> Any:
-    """A dataclass field with a help text and the values that it accepts (`least` and `most` inclusive).
+    """A dataclass field with a help text and the values that it accepts (`least` and `most`
+    inclusive).
 
     flag  its name on the command line, where that differs from the field's
     short its one-letter name
     bare  what the flag alone, without a value, stands for
-    word  how it names a row in few words, a format of the spec's fields; nothing is said where the value is `quiet`
+    word  how it names a row in few words, a format of the spec's fields; nothing is said where the
+          value is `quiet`
     special  other words for single values
     """
     limits = {"choices": tuple(choices) if choices else None, "least": least, "most": most}
     names = {"flag": flag, "short": short, "word": word, "quiet": quiet, "special": special or {}}
-    return dataclasses.field(default=default, metadata={"help": help, "bare": bare, **names, **limits})
+    return dataclasses.field(
+        default=default, metadata={"help": help, "bare": bare, **names, **limits}
+    )
 
 
 def as_in(declared: type, name: str, help: str = "") -> Any:
-    """The field of that name of another spec once more: its default, limits and words, and its help or this one."""
+    """The field of that name of another spec once more: its default, limits and words, and its help
+    or this one.
+    """
     (field,) = [field for field in dataclasses.fields(declared) if field.name == name]
     metadata = {**field.metadata, "help": help or field.metadata["help"]}
     return dataclasses.field(default=field.default, metadata=metadata)
@@ -54,14 +61,20 @@ def by_size(size: str, sizes: Mapping[str, Preset]) -> Preset:
         raise ValueError(f"size is {size!r}; choose one of {', '.join(sizes)}") from None
 
 
-def words(declared: type, values: Mapping[str, Any], *, leaving_out: Iterable[str] = ()) -> list[str]:
-    """What names a row in few words, by the `word` of each field of the spec that has one; values by field name."""
+def words(
+    declared: type, values: Mapping[str, Any], *, leaving_out: Iterable[str] = ()
+) -> list[str]:
+    """What names a row in few words, by the `word` of each field of the spec that has one; values
+    by field name.
+    """
     fields = [field for field in dataclasses.fields(declared) if field.name not in leaving_out]
     return [word for field in fields if (word := word_of(field, values))]
 
 
 def word_of(field: Any, values: Mapping[str, Any]) -> str:
-    """What one field of a spec adds to the name of a row; nothing where it has no `word` or its value is `quiet`."""
+    """What one field of a spec adds to the name of a row; nothing where it has no `word` or its
+    value is `quiet`.
+    """
     word, value = field.metadata.get("word"), values.get(field.name)
     if not word or field.name not in values or value == field.metadata["quiet"]:
         return ""
@@ -70,11 +83,15 @@ def word_of(field: Any, values: Mapping[str, Any]) -> str:
 
 def named_in(field: Any) -> set[str]:
     """The fields whose values are in a field's `word`."""
-    return {name for _, name, _, _ in string.Formatter().parse(field.metadata.get("word") or "") if name}
+    return {
+        name for _, name, _, _ in string.Formatter().parse(field.metadata.get("word") or "") if name
+    }
 
 
 def check(spec: Any) -> None:
-    """Raises ValueError for the first field of the dataclass whose value is outside its declared limits."""
+    """Raises ValueError for the first field of the dataclass whose value is outside its declared
+    limits.
+    """
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
         choices, least, most = (field.metadata.get(key) for key in ("choices", "least", "most"))

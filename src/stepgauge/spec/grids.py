@@ -1,4 +1,5 @@
-"""The shapes that rows are asked for, by name: a grid is a list of the fields in which its rows differ.
+"""The shapes that rows are asked for, by name: a grid is a list of the fields in which its rows
+differ.
 
 default   one everyday shape in all passes
 anchors   where peers were measured before: the targets
@@ -17,7 +18,10 @@ Point = Mapping[str, Any]
 
 def product(**values: Iterable[Any]) -> list[Point]:
     """All combinations; the first field varies slowest."""
-    return [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
+    return [
+        dict(zip(values, combination, strict=True))
+        for combination in itertools.product(*values.values())
+    ]
 
 
 def names_of(kind: str) -> list[str]:
@@ -38,10 +42,16 @@ def _each(shapes: Iterable[Point], **values: Iterable[Any]) -> list[Point]:
 
 
 FORWARD_BACKWARD = ("forward", "backward")
-# The most wanted first. A peer that is compiled for each shape costs 5 to 30 s before it is timed: compiled eager code
-# and those that no shape was ever fastest with stand in the first row alone.
+# The most wanted first. A peer that is compiled for each shape costs 5 to 30 s before it is timed:
+# compiled eager code and those that no shape was ever fastest with stand in the first row alone.
 RMS_NORM_ANCHORS = [
-    {"rows": 2048, "width": 2560, "dtype": "bf16", "passes": "both", "peers": "eager torch compile liger quack"},
+    {
+        "rows": 2048,
+        "width": 2560,
+        "dtype": "bf16",
+        "passes": "both",
+        "peers": "eager torch compile liger quack",
+    },
     *_each(
         [
             {"rows": 50_000, "width": 4096, "dtype": "bf16"},
@@ -64,12 +74,19 @@ NORM_LAYERS = product(
     peers=("eager torch compile layer_norm",),
 )
 
-# 16,384 tokens of width 2048 in all: batch and heads follow from the length and the width of a head.
+# 16,384 tokens of width 2048 in all: batch and heads follow from the length and the width of a
+# head.
 _MAIN_PEERS = "fa2 cudnn"
 ATTENTION_ANCHORS = [
     *_each(
         [
-            {"batch": 16_384 // length, "heads": 2048 // width, "sequence": length, "width": width, "causal": causal}
+            {
+                "batch": 16_384 // length,
+                "heads": 2048 // width,
+                "sequence": length,
+                "width": width,
+                "causal": causal,
+            }
             for length in (16_384, 2048, 8192, 512)
             for width in (128, 64)
             for causal in ((True, False) if length == 16_384 else (True,))
@@ -79,7 +96,14 @@ ATTENTION_ANCHORS = [
         passes=FORWARD_BACKWARD,
     ),
     # One sequence of 16 heads.
-    *product(batch=(1,), heads=(16,), sequence=(16_384,), width=(64,), peers=(_MAIN_PEERS,), passes=("both",)),
+    *product(
+        batch=(1,),
+        heads=(16,),
+        sequence=(16_384,),
+        width=(64,),
+        peers=(_MAIN_PEERS,),
+        passes=("both",),
+    ),
 ]
 ATTENTION_BATCH = product(
     batch=(8,),
@@ -113,7 +137,9 @@ LINEAR_CROSS_ENTROPY_ANCHORS = _each(
     peers=("eager compile liger",),
     passes=("both",),
 )
-ADAMW_ANCHORS = _each([{"layers": 24, "width": 1280}, {"layers": 12, "width": 768}], dtype=("fp32", "bf16"))
+ADAMW_ANCHORS = _each(
+    [{"layers": 24, "width": 1280}, {"layers": 12, "width": 768}], dtype=("fp32", "bf16")
+)
 
 GRIDS: Mapping[str, Mapping[str, list[Point]]] = {
     "rms-norm": {"anchors": RMS_NORM_ANCHORS, "norm-layers": NORM_LAYERS},

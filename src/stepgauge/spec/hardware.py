@@ -1,4 +1,6 @@
-"""What a machine can do: vendor peaks with their source; measured ceilings and links join them in files."""
+"""What a machine can do: vendor peaks with their source; measured ceilings and links join them in
+files.
+"""
 
 import dataclasses
 import json
@@ -15,7 +17,8 @@ MATMUL_TYPE = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16": "fp16", "
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """Dense peak FLOP/s by arithmetic type (accumulating in fp32), memory bytes/s, and memory, from `source`.
+    """Dense peak FLOP/s by arithmetic type (accumulating in fp32), memory bytes/s, and memory, from
+    `source`.
 
     architecture  as compilers name it, where memory is predicted for it: sm90
     memory_gb     as sold
@@ -32,7 +35,13 @@ class Peaks:
 
 
 def _nvidia(
-    fp32: float, tf32: float, half: float, gigabytes: float, source: str, architecture: str = "", sold_gb: int = 0
+    fp32: float,
+    tf32: float,
+    half: float,
+    gigabytes: float,
+    source: str,
+    architecture: str = "",
+    sold_gb: int = 0,
 ) -> Peaks:
     flops = {"fp32": fp32 * 1e12, "tf32": tf32 * 1e12, "bf16": half * 1e12, "fp16": half * 1e12}
     return Peaks(
@@ -46,16 +55,32 @@ def _nvidia(
 
 # By the name that the driver gives the device. Dense rates, boost clock.
 ACCELERATORS: dict[str, Peaks] = {
-    "NVIDIA H200": _nvidia(67, 494.7, 989.4, 4800, "NVIDIA H200 datasheet, SXM, dense", "sm90", 141),
-    "NVIDIA H100 80GB HBM3": _nvidia(67, 494.7, 989.4, 3350, "NVIDIA H100 datasheet, SXM, dense", "sm90", 80),
-    "NVIDIA H100 PCIe": _nvidia(51.2, 378, 756, 2000, "NVIDIA H100 datasheet, PCIe, dense", "sm90", 80),
-    "NVIDIA A100-SXM4-80GB": _nvidia(19.5, 156, 312, 2039, "NVIDIA A100 datasheet, SXM 80 GB, dense", "sm80", 80),
-    "NVIDIA A100-SXM4-40GB": _nvidia(19.5, 156, 312, 1555, "NVIDIA A100 datasheet, SXM 40 GB, dense", "sm80", 40),
-    "NVIDIA A100 80GB PCIe": _nvidia(19.5, 156, 312, 1935, "NVIDIA A100 datasheet, PCIe 80 GB, dense", "sm80", 80),
+    "NVIDIA H200": _nvidia(
+        67, 494.7, 989.4, 4800, "NVIDIA H200 datasheet, SXM, dense", "sm90", 141
+    ),
+    "NVIDIA H100 80GB HBM3": _nvidia(
+        67, 494.7, 989.4, 3350, "NVIDIA H100 datasheet, SXM, dense", "sm90", 80
+    ),
+    "NVIDIA H100 PCIe": _nvidia(
+        51.2, 378, 756, 2000, "NVIDIA H100 datasheet, PCIe, dense", "sm90", 80
+    ),
+    "NVIDIA A100-SXM4-80GB": _nvidia(
+        19.5, 156, 312, 2039, "NVIDIA A100 datasheet, SXM 80 GB, dense", "sm80", 80
+    ),
+    "NVIDIA A100-SXM4-40GB": _nvidia(
+        19.5, 156, 312, 1555, "NVIDIA A100 datasheet, SXM 40 GB, dense", "sm80", 40
+    ),
+    "NVIDIA A100 80GB PCIe": _nvidia(
+        19.5, 156, 312, 1935, "NVIDIA A100 datasheet, PCIe 80 GB, dense", "sm80", 80
+    ),
     "NVIDIA L40S": _nvidia(91.6, 183, 362, 864, "NVIDIA L40S datasheet, dense"),
     "NVIDIA L4": _nvidia(30.3, 60, 121, 300, "NVIDIA L4 datasheet, dense"),
-    "NVIDIA GeForce RTX 4090": _nvidia(82.6, 82.6, 165.2, 1008, "NVIDIA Ada whitepaper, fp32 accumulation"),
-    "NVIDIA GeForce RTX 3090": _nvidia(35.6, 35.6, 71, 936, "NVIDIA Ampere GA102 whitepaper, fp32 accumulation"),
+    "NVIDIA GeForce RTX 4090": _nvidia(
+        82.6, 82.6, 165.2, 1008, "NVIDIA Ada whitepaper, fp32 accumulation"
+    ),
+    "NVIDIA GeForce RTX 3090": _nvidia(
+        35.6, 35.6, 71, 936, "NVIDIA Ampere GA102 whitepaper, fp32 accumulation"
+    ),
 }
 
 
@@ -64,14 +89,20 @@ def peaks(device_name: str) -> Peaks | None:
     return ACCELERATORS.get(device_name)
 
 
-# Of the gigabytes sold, in GiB: an H200 of 141 has 139.8 for programs, an H100 of 80 has 79.2 (records' device_bytes),
-# and a process's context is in these, too.
+# Of the gigabytes sold, in GiB: an H200 of 141 has 139.8 for programs, an H100 of 80 has 79.2
+# (records' device_bytes), and a process's context is in these, too.
 NOT_FOR_TENSORS = 2 * 2**30
 
 
 def fits(needed: float, architecture: str) -> str:
-    """The smallest device of the architecture that holds so many bytes, in words; empty where we know none of it."""
-    known = [(its.memory_gb, name) for name, its in ACCELERATORS.items() if its.architecture == architecture]
+    """The smallest device of the architecture that holds so many bytes, in words; empty where we
+    know none of it.
+    """
+    known = [
+        (its.memory_gb, name)
+        for name, its in ACCELERATORS.items()
+        if its.architecture == architecture
+    ]
     if not known:
         return ""
     holding = [device for device in known if needed + NOT_FOR_TENSORS <= device[0] * 2**30]
@@ -112,7 +143,10 @@ class HardwareFile:
 
     def link(self, **asked: Any) -> Link | None:
         """The first link with these fields: link(op="all_reduce", backend="nccl", ranks=4)."""
-        return next((k for k in self.links if all(k.asked.get(n) == value for n, value in asked.items())), None)
+        return next(
+            (k for k in self.links if all(k.asked.get(n) == value for n, value in asked.items())),
+            None,
+        )
 
     def write(self, path: Path) -> None:
         """Whole or not at all. Raises OSError where it cannot."""

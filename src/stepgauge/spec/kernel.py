@@ -8,13 +8,16 @@ from stepgauge.spec.fields import check, option
 DTYPES = ("fp32", "bf16", "fp16")
 OURS = "ours"
 AUTO = "auto"
-# A forward without gradients, a backward alone on a graph that is kept, and the two as training runs them.
+# A forward without gradients, a backward alone on a graph that is kept, and the two as training
+# runs them.
 PASSES = ("forward", "backward", "both")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelSpec:
-    """What the rows of all operations have in common. `shape` names the fields that say how large the row is."""
+    """What the rows of all operations have in common. `shape` names the fields that say how large
+    the row is.
+    """
 
     kind: ClassVar[str]
     shape: ClassVar[tuple[str, ...]]
@@ -35,7 +38,9 @@ class KernelSpec:
     def __post_init__(self) -> None:
         check(self)
         if self.passes not in self.passes_offered:
-            raise ValueError(f"passes is {self.passes!r}; {self.kind} is measured in {', '.join(self.passes_offered)}")
+            raise ValueError(
+                f"passes is {self.passes!r}; {self.kind} is measured in {', '.join(self.passes_offered)}"
+            )
 
     @property
     def named_peers(self) -> tuple[str, ...]:
@@ -65,7 +70,9 @@ class AttentionSpec(KernelSpec):
     heads: int = option(16, "heads", least=1, most=100_000)
     sequence: int = option(512, "positions of a sequence", least=1, most=16_777_216)
     width: int = option(64, "width of a head", least=1, most=256)
-    causal: bool = option(True, "each position sees itself and those before it", bare=True, word="full", quiet=True)
+    causal: bool = option(
+        True, "each position sees itself and those before it", bare=True, word="full", quiet=True
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +93,9 @@ class LinearCrossEntropySpec(KernelSpec):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamWSpec(KernelSpec):
-    """One AdamW step over the parameters of gated Transformer blocks, four widths to their feed-forward."""
+    """One AdamW step over the parameters of gated Transformer blocks, four widths to their
+    feed-forward.
+    """
 
     kind: ClassVar[str] = "adamw"
     shape: ClassVar[tuple[str, ...]] = ("layers", "width")

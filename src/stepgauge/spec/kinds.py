@@ -1,4 +1,6 @@
-"""The specs by the kind of record that they lead to, so that a record from before a field was added still pairs."""
+"""The specs by the kind of record that they lead to, so that a record from before a field was added
+still pairs.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -40,8 +42,8 @@ NESTED: Mapping[str, Mapping[str, type]] = {"model": NETWORKS}
 def completed(kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
     """The spec of a record with today's defaults for the fields that it does not have.
 
-    A new field's default must therefore mean what was done before there was the field, or its records must be of a
-    new kind.
+    A new field's default must therefore mean what was done before there was the field, or its
+    records must be of a new kind.
     """
     return _with_defaults(SPECS[kind], spec) if kind in SPECS else dict(spec)
 
@@ -50,17 +52,32 @@ def declarations(kind: str, spec: Mapping[str, Any]) -> list[type]:
     """The spec of that kind, and the nested ones that the values are of; none for an unknown kind."""
     if kind not in SPECS:
         return []
-    return [SPECS[kind], *(declared for name, value in spec.items() if (declared := _nested(name, value)))]
+    return [
+        SPECS[kind],
+        *(declared for name, value in spec.items() if (declared := _nested(name, value))),
+    ]
 
 
 def _nested(name: str, value: Any) -> type | None:
-    """The spec that a nested value is of; None where it is none, or of a network that we do not know."""
-    return NESTED[name].get(value.get("network", "")) if name in NESTED and isinstance(value, Mapping) else None
+    """The spec that a nested value is of; None where it is none, or of a network that we do not
+    know.
+    """
+    return (
+        NESTED[name].get(value.get("network", ""))
+        if name in NESTED and isinstance(value, Mapping)
+        else None
+    )
 
 
 def _with_defaults(declared: type, values: Mapping[str, Any]) -> dict[str, Any]:
     defaults = {
-        field.name: field.default for field in dataclasses.fields(declared) if field.default is not dataclasses.MISSING
+        field.name: field.default
+        for field in dataclasses.fields(declared)
+        if field.default is not dataclasses.MISSING
     }
-    inner = {name: _with_defaults(nested, value) for name, value in values.items() if (nested := _nested(name, value))}
+    inner = {
+        name: _with_defaults(nested, value)
+        for name, value in values.items()
+        if (nested := _nested(name, value))
+    }
     return {**defaults, **values, **inner}

@@ -1,4 +1,5 @@
-"""What an operation on a link costs, as a fitted function of its bytes: time = alpha + beta·bytes, in pieces.
+"""What an operation on a link costs, as a fitted function of its bytes: time = alpha + beta·bytes,
+in pieces.
 
 cost/link_fit.py makes one from measured sizes.
 """
@@ -12,7 +13,9 @@ from typing import Any, Self
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Milliseconds of `alpha_ms + bytes / bytes_per_s` for sizes up to `to_bytes`; the last piece has no end."""
+    """Milliseconds of `alpha_ms + bytes / bytes_per_s` for sizes up to `to_bytes`; the last piece
+    has no end.
+    """
 
     alpha_ms: float
     bytes_per_s: float
@@ -26,10 +29,12 @@ class Piece:
 class Link:
     """One operation between some ranks, measured and fitted.
 
-    asked       the fields of the rows that do not vary: op, backend, algorithm, ranks, nodes, dtype, timing, device
+    asked       the fields of the rows that do not vary: op, backend, algorithm, ranks, nodes,
+                dtype, timing, device
     pieces      the fit, by ascending size
     range_bytes smallest and largest size that was fitted
-    fitted, held_out   size -> relative error of the fit, on the sizes that it saw and on those that it did not
+    fitted, held_out   size -> relative error of the fit, on the sizes that it saw and on those that
+                       it did not
     measured    date, versions and devices
     how         in one sentence
     """
@@ -50,8 +55,12 @@ class Link:
         raise ValueError("a link without a last piece")
 
     def held_out_error(self, least_bytes: int = 0, most_bytes: float = math.inf) -> float | None:
-        """Median of the absolute relative errors on held-out sizes within the limits; None without such sizes."""
-        errors = [abs(error) for size, error in self.held_out.items() if least_bytes <= size < most_bytes]
+        """Median of the absolute relative errors on held-out sizes within the limits; None without
+        such sizes.
+        """
+        errors = [
+            abs(error) for size, error in self.held_out.items() if least_bytes <= size < most_bytes
+        ]
         return statistics.median(errors) if errors else None
 
     def to_json(self) -> dict[str, Any]:
@@ -61,7 +70,10 @@ class Link:
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Raises ValueError for what is no link."""
         try:
-            errors = {n: {int(size): error for size, error in value[n].items()} for n in ("fitted", "held_out")}
+            errors = {
+                n: {int(size): error for size, error in value[n].items()}
+                for n in ("fitted", "held_out")
+            }
             low, high = value["range_bytes"]
             pieces = [Piece(**piece) for piece in value["pieces"]]
             return cls(**{**value, **errors, "pieces": pieces, "range_bytes": (low, high)})

@@ -12,7 +12,9 @@ PREDICTIONS = ("no", "cpu", "sm80", "sm90")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemorySpec(OwnWorkSpec):
-    """What `profile memory` runs for one row: forward alone, then whole steps, every storage followed."""
+    """What `profile memory` runs for one row: forward alone, then whole steps, every storage
+    followed.
+    """
 
     kind: ClassVar[str] = "memory"
 
@@ -30,11 +32,17 @@ class MemorySpec(OwnWorkSpec):
         if self.own and self.compile != "off":
             raise ValueError(f"compile is {self.compile!r}; an own model compiles itself")
         if self.phases != "step":
-            raise ValueError(f"phases is {self.phases!r}; memory is followed through a whole step, forward alone first")
+            raise ValueError(
+                f"phases is {self.phases!r}; memory is followed through a whole step, forward alone first"
+            )
         if self.predict != "no" and self.compile != "off":
-            raise ValueError(f"compile is {self.compile!r}; what compiled code holds is measured, not predicted")
+            raise ValueError(
+                f"compile is {self.compile!r}; what compiled code holds is measured, not predicted"
+            )
 
     @property
     def kept_is_told(self) -> bool:
-        """Whether autograd can be asked what a compiled step keeps: a checkpoint around a graph hides it."""
+        """Whether autograd can be asked what a compiled step keeps: a checkpoint around a graph
+        hides it.
+        """
         return self.compile != "off" and (self.compile != "blocks" or self.checkpointing == "none")

@@ -1,6 +1,8 @@
-"""The network as numbers: its shape, and the parameters, FLOPs and bytes that follow from the shape.
+"""The network as numbers: its shape, and the parameters, FLOPs and bytes that follow from the
+shape.
 
-Legend of the formulas: B batch, T sequence, D model width, F feed-forward width, L layers, V vocabulary.
+Legend of the formulas: B batch, T sequence, D model width, F feed-forward width, L layers, V
+vocabulary.
 """
 
 import dataclasses
@@ -14,7 +16,12 @@ FEED_FORWARD_MATRICES: Mapping[str, int] = MappingProxyType({"swiglu": 3, "gelu"
 
 # Each norm by name, and the function that it implements.
 NORMS: Mapping[str, str] = MappingProxyType(
-    {"rmsnorm": "rmsnorm", "layernorm": "layernorm", "rmsnorm-eager": "rmsnorm", "triton": "rmsnorm"}
+    {
+        "rmsnorm": "rmsnorm",
+        "layernorm": "layernorm",
+        "rmsnorm-eager": "rmsnorm",
+        "triton": "rmsnorm",
+    }
 )
 # Parameters per feature: a gain, and for LayerNorm a bias.
 NORM_PARAMETERS: Mapping[str, int] = MappingProxyType({"rmsnorm": 1, "layernorm": 2})
@@ -33,15 +40,27 @@ FLOP_CONVENTION = (
 class ModelSpec:
     """A decoder-only Transformer: pre-norm blocks, no biases in the linear layers.
 
-    Raises ValueError where the fields do not describe a network (heads that do not divide the width, say).
+    Raises ValueError where the fields do not describe a network (heads that do not divide the
+    width, say).
     """
 
     vocab_size: int = option(
-        10_000, "tokens in the vocabulary", least=2, most=10_000_000, word="vocabulary {vocab_size:,}", quiet=10_000
+        10_000,
+        "tokens in the vocabulary",
+        least=2,
+        most=10_000_000,
+        word="vocabulary {vocab_size:,}",
+        quiet=10_000,
     )
-    context_length: int = option(512, "longest sequence, in tokens", least=1, most=16_777_216, flag="context")
-    d_model: int = option(768, "width of the residual stream", least=1, most=1_000_000, word="width {d_model}")
-    d_ff: int = option(3072, "width of the feed-forward layer", least=1, most=4_000_000, word="feed-forward {d_ff}")
+    context_length: int = option(
+        512, "longest sequence, in tokens", least=1, most=16_777_216, flag="context"
+    )
+    d_model: int = option(
+        768, "width of the residual stream", least=1, most=1_000_000, word="width {d_model}"
+    )
+    d_ff: int = option(
+        3072, "width of the feed-forward layer", least=1, most=4_000_000, word="feed-forward {d_ff}"
+    )
     num_layers: int = option(12, "blocks", least=1, most=10_000, word="{num_layers} blocks")
     num_heads: int = option(12, "attention heads", least=1, most=100_000, word="{num_heads} heads")
     feed_forward: str = option(
@@ -52,14 +71,28 @@ class ModelSpec:
         quiet="swiglu",
     )
     norm: str = option(
-        "rmsnorm", "normalisation, and which implementation of it", choices=NORMS, word="norm {norm}", quiet="rmsnorm"
+        "rmsnorm",
+        "normalisation, and which implementation of it",
+        choices=NORMS,
+        word="norm {norm}",
+        quiet="rmsnorm",
     )
     positions: str = option(
-        "rope", "rotary or learned positions", choices=POSITIONS, word="{positions} positions", quiet="rope"
+        "rope",
+        "rotary or learned positions",
+        choices=POSITIONS,
+        word="{positions} positions",
+        quiet="rope",
     )
-    tied_head: bool = option(False, "use the embedding as the output matrix", bare=True, word="tied head", quiet=False)
+    tied_head: bool = option(
+        False, "use the embedding as the output matrix", bare=True, word="tied head", quiet=False
+    )
     attention: str = option(
-        "sdpa", "implementation of attention", choices=ATTENTIONS, word="attention {attention}", quiet="sdpa"
+        "sdpa",
+        "implementation of attention",
+        choices=ATTENTIONS,
+        word="attention {attention}",
+        quiet="sdpa",
     )
     loss: str = option(
         "cross-entropy",
@@ -104,8 +137,8 @@ class ModelSpec:
     def forward_flops(self, *, batch: int, sequence: int, causal_half: bool = True) -> int:
         """Model FLOPs of one forward pass (FLOP_CONVENTION).
 
-        2BT(L(4D² + 2DF or 3DF) + VD) for the weights, and 4BT²D a layer for scores and values, halved when
-        `causal_half`, since half of the score matrix is masked.
+        2BT(L(4D² + 2DF or 3DF) + VD) for the weights, and 4BT²D a layer for scores and values,
+        halved when `causal_half`, since half of the score matrix is masked.
         """
         tokens = batch * sequence
         weights = self.num_layers * self.block_matrix_parameters + self.vocab_size * self.d_model
@@ -113,7 +146,9 @@ class ModelSpec:
         return 2 * tokens * weights + (attention // 2 if causal_half else attention)
 
     def step_flops(self, *, batch: int, sequence: int) -> int:
-        """Model FLOPs of forward and backward: three times the forward's. The optimizer is not counted."""
+        """Model FLOPs of forward and backward: three times the forward's. The optimizer is not
+        counted.
+        """
         return 3 * self.forward_flops(batch=batch, sequence=sequence)
 
     def residual_stream_bytes(self, *, batch: int, sequence: int, bytes_per_value: int = 4) -> int:
@@ -121,7 +156,9 @@ class ModelSpec:
         return batch * sequence * self.d_model * bytes_per_value
 
     def architecture(self) -> dict[str, Any]:
-        """The fields that decide which function is computed: equal for two implementations of one network."""
+        """The fields that decide which function is computed: equal for two implementations of one
+        network.
+        """
         fields = dataclasses.asdict(self)
         del fields["attention"], fields["loss"]
         fields["norm"] = NORMS[self.norm]
@@ -139,8 +176,9 @@ class ModelSpec:
         return cls(**{**shape, **changes})
 
 
-# d_model, d_ff, layers, heads. The six from small to 10b are the course's whose figures others published
-# (EXPERIMENTS: Stanford CS336, assignment 2); the three below small are ours, for machines without a GPU.
+# d_model, d_ff, layers, heads. The six from small to 10b are the course's whose figures others
+# published (EXPERIMENTS: Stanford CS336, assignment 2); the three below small are ours, for
+# machines without a GPU.
 SIZES: Mapping[str, tuple[int, int, int, int]] = MappingProxyType(
     {
         "nano": (64, 256, 2, 2),
@@ -158,5 +196,10 @@ SIZES: Mapping[str, tuple[int, int, int, int]] = MappingProxyType(
 
 def nearest_divisor(number: int, wanted: int) -> int:
     """The divisor of `number` closest to `wanted`."""
-    divisors = (d for low in range(1, int(number**0.5) + 1) if number % low == 0 for d in (low, number // low))
+    divisors = (
+        d
+        for low in range(1, int(number**0.5) + 1)
+        if number % low == 0
+        for d in (low, number // low)
+    )
     return min(divisors, key=lambda divisor: (abs(divisor - wanted), divisor))

@@ -18,7 +18,9 @@ class OpSpec:
     file: str
     function: str = dataclasses.field(metadata={"word": "{file}:{function}", "quiet": None})
     content: str
-    tolerance: float = option(0.0, "largest relative error called right; 0: by the result's type", least=0.0, most=1.0)
+    tolerance: float = option(
+        0.0, "largest relative error called right; 0: by the result's type", least=0.0, most=1.0
+    )
     seconds: float = option(0.5, "of timing", least=0.0, most=3600.0)
     device: str = option("cpu", "cpu, cuda, cuda:1, mps; auto takes the fastest there is")
 

@@ -10,12 +10,16 @@ from stepgauge.spec.user_model import OwnWorkSpec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileSpec(OwnWorkSpec, StepSpec):
-    """What `profile step` runs for one row: the step of StepSpec by the stopwatch, then under the profiler."""
+    """What `profile step` runs for one row: the step of StepSpec by the stopwatch, then under the
+    profiler.
+    """
 
     kind: ClassVar[str] = "profile"
 
     wait: int = option(1, "steps that pass before the profiler warms up", least=0, most=100_000)
-    profiler_warmup: int = option(2, "steps in which the profiler warms up, discarded", least=0, most=1000)
+    profiler_warmup: int = option(
+        2, "steps in which the profiler warms up, discarded", least=0, most=1000
+    )
     active: int = option(3, "recorded steps", least=1, most=1000)
     repeat: int = option(1, "how often to wait, warm up and record", least=1, most=100)
     stacks: bool = option(False, "record Python stacks too: slower, larger", bare=True)

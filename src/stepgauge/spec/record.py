@@ -1,4 +1,6 @@
-"""One record type for everything that was measured, modelled or published. Tables, plots and comparisons are views."""
+"""One record type for everything that was measured, modelled or published. Tables, plots and
+comparisons are views.
+"""
 
 import dataclasses
 import json
@@ -28,7 +30,9 @@ class Sample:
 
     @classmethod
     def of(cls, values: Iterable[float], unit: str) -> Self:
-        """Statistics of at least one value; std is the sample's (n - 1), percentiles interpolate linearly."""
+        """Statistics of at least one value; std is the sample's (n - 1), percentiles interpolate
+        linearly.
+        """
         ordered = sorted(values)
         if not ordered:
             raise ValueError("a sample needs at least one value")
@@ -82,7 +86,9 @@ class Record:
 
     def __post_init__(self) -> None:
         if self.provenance not in PROVENANCES:
-            raise ValueError(f"provenance is {self.provenance!r}; choose one of {', '.join(PROVENANCES)}")
+            raise ValueError(
+                f"provenance is {self.provenance!r}; choose one of {', '.join(PROVENANCES)}"
+            )
         if self.status not in STATUSES:
             raise ValueError(f"status is {self.status!r}; choose one of {', '.join(STATUSES)}")
 
@@ -93,7 +99,8 @@ class Record:
 
     @property
     def place(self) -> tuple[str, ...]:
-        """What a row measured elsewhere differs in, and so does not stand in for one that is asked here.
+        """What a row measured elsewhere differs in, and so does not stand in for one that is asked
+        here.
 
         Device and torch version, and on a CPU the number of threads.
         """

@@ -9,8 +9,8 @@ from stepgauge.spec.model import ModelSpec
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-pure")
 COMPILE_MODES = ("off", "on", "blocks", "reduce-overhead", "max-autotune")
 OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-loop", "fused", "sgd")
-# What forward does not keep and backward computes again: nothing; blocks; blocks, and within them each block; all but
-# the results of matrix products and attention.
+# What forward does not keep and backward computes again: nothing; blocks; blocks, and within them
+# each block; all but the results of matrix products and attention.
 CHECKPOINTING = ("none", "blocks", "nested", "selective")
 # What a timed step contains: no-grad forward; forward and backward; both and the optimizer.
 PHASES = ("forward", "backward", "step")
@@ -22,7 +22,9 @@ class WorkSpec:
 
     model: ModelSpec
     size: str = option("custom", "preset that the model spec starts from", word="{size}")
-    batch: int = option(4, "sequences in a batch", least=1, most=1_000_000, word="batch {batch} × {context_length}")
+    batch: int = option(
+        4, "sequences in a batch", least=1, most=1_000_000, word="batch {batch} × {context_length}"
+    )
     precision: str = option(
         "fp32",
         "bf16 and fp16 are autocast, fp16 with loss scaling; bf16-pure has bf16 parameters",
@@ -51,7 +53,9 @@ class WorkSpec:
         word="checkpointing {checkpointing} {checkpoint_blocks}",
         quiet="none",
     )
-    checkpoint_blocks: int = option(1, "blocks that are computed again together", least=1, most=10_000)
+    checkpoint_blocks: int = option(
+        1, "blocks that are computed again together", least=1, most=10_000
+    )
     phases: str = option(
         "step",
         "forward alone without gradients; backward with its forward; or the whole step",
@@ -67,7 +71,9 @@ class WorkSpec:
         quiet="random",
     )
     device: str = option("cpu", "cpu, cuda, cuda:1, mps; auto takes the fastest there is")
-    seed: int = option(0, "of weights and tokens", least=0, most=2**63 - 1, word="seed {seed}", quiet=0)
+    seed: int = option(
+        0, "of weights and tokens", least=0, most=2**63 - 1, word="seed {seed}", quiet=0
+    )
 
     def __post_init__(self) -> None:
         check(self)

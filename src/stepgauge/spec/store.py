@@ -1,4 +1,6 @@
-"""A run on disk: a folder with records.jsonl, one record a line, each safe the moment it is measured."""
+"""A run on disk: a folder with records.jsonl, one record a line, each safe the moment it is
+measured.
+"""
 
 import contextlib
 import dataclasses
@@ -24,7 +26,9 @@ class Contents:
     problems: list[str]  # one sentence a damaged line
 
     def latest(self) -> list[Record]:
-        """The last record of each thing asked at each place, in the order in which they were first measured."""
+        """The last record of each thing asked at each place, in the order in which they were first
+        measured.
+        """
         return list({(record.key, record.place): record for record in self.records}.values())
 
 
@@ -36,7 +40,9 @@ class RunStore:
         self.path = self.folder / FILE_NAME
 
     def prepare(self) -> None:
-        """Makes the folder and proves that records can be written. Raises StoreError where they can't."""
+        """Makes the folder and proves that records can be written. Raises StoreError where they
+        can't.
+        """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
@@ -83,7 +89,8 @@ class RunStore:
                 self.folder.rmdir()
 
     def append(self, record: Record) -> None:
-        """Writes the record and waits until the disk has it. A line that does not fit is taken back whole.
+        """Writes the record and waits until the disk has it. A line that does not fit is taken back
+        whole.
 
         Raises StoreError with the record's JSON in `args[1]`, so that the caller can still show it.
         """
@@ -95,7 +102,9 @@ class RunStore:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise StoreError(f"cannot write a record to {self.path}: {error.strerror}", line) from None
+            raise StoreError(
+                f"cannot write a record to {self.path}: {error.strerror}", line
+            ) from None
 
     def _append_line(self, descriptor: int, line: str) -> None:
         size = os.fstat(descriptor).st_size
@@ -113,7 +122,9 @@ class RunStore:
             raise
 
     def read(self) -> Contents:
-        """All good records, and a sentence for every line that is none. Raises StoreError if there is no run."""
+        """All good records, and a sentence for every line that is none. Raises StoreError if there
+        is no run.
+        """
         try:
             lines = self.path.read_bytes().split(b"\n")
         except FileNotFoundError:

@@ -22,7 +22,9 @@ class NumaNode:
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """A GPU. `affinity` are the cores next to it; PCIe as it is linked now, and the most that it can."""
+    """A GPU. `affinity` are the cores next to it; PCIe as it is linked now, and the most that it
+    can.
+    """
 
     index: int
     name: str
@@ -37,7 +39,9 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """links  (i, j) with i < j -> how two GPUs reach each other: "NV18", "PIX", "SYS" as nvidia-smi topo names them."""
+    """links  (i, j) with i < j -> how two GPUs reach each other: "NV18", "PIX", "SYS" as nvidia-smi
+    topo names them.
+    """
 
     host: str
     cpu: str

@@ -29,16 +29,31 @@ class TrainSpec:
 
     model: ModelSpec
     size: str = option("custom", "preset that the model spec starts from", word="{size}")
-    corpus: str = option(DEFAULT_CORPUS, "text file or folder; stdlib is Python's own library's source")
+    corpus: str = option(
+        DEFAULT_CORPUS, "text file or folder; stdlib is Python's own library's source"
+    )
     tokenizer: str = option(
-        "bytes", "bytes, or a BPE trained on the corpus", choices=("bytes", "bpe"), word="{tokenizer}", quiet="bytes"
+        "bytes",
+        "bytes, or a BPE trained on the corpus",
+        choices=("bytes", "bpe"),
+        word="{tokenizer}",
+        quiet="bytes",
     )
     steps: int = option(200, "optimizer steps", least=1, most=1_000_000_000)
     batch: int = option(
-        8, "sequences a micro-batch, of all ranks", least=1, most=1_000_000, word="batch {batch} × {context_length}"
+        8,
+        "sequences a micro-batch, of all ranks",
+        least=1,
+        most=1_000_000,
+        word="batch {batch} × {context_length}",
     )
     accumulation: int = option(
-        1, "micro-batches a step", least=1, most=1_000_000, word="accumulation {accumulation}", quiet=1
+        1,
+        "micro-batches a step",
+        least=1,
+        most=1_000_000,
+        word="accumulation {accumulation}",
+        quiet=1,
     )
     precision: str = as_in(WorkSpec, "precision")
     compile: str = as_in(WorkSpec, "compile")
@@ -46,26 +61,44 @@ class TrainSpec:
     checkpointing: str = as_in(WorkSpec, "checkpointing")
     checkpoint_blocks: int = as_in(WorkSpec, "checkpoint_blocks")
     learning_rate: float = option(1e-3, "at its highest, after warm-up", least=0.0, most=100.0)
-    final_learning_rate: float = option(0.1, "at the end, as a fraction of the highest", least=0.0, most=1.0)
+    final_learning_rate: float = option(
+        0.1, "at the end, as a fraction of the highest", least=0.0, most=1.0
+    )
     warmup: int = option(20, "steps of linear warm-up", least=0, most=1_000_000_000)
     weight_decay: float = option(0.1, "decoupled; on matrices only", least=0.0, most=100.0)
     beta1: float = option(0.9, "AdamW's decay of the mean", least=0.0, most=0.999999)
     beta2: float = option(0.95, "AdamW's decay of the square", least=0.0, most=0.999999)
     clip: float = option(1.0, "largest norm of the whole gradient; 0 for none", least=0.0)
     evaluate_every: int = option(50, "steps between held-out losses", least=1)
-    evaluate_windows: int = option(64, "held-out sequences that are evaluated", least=1, most=1_000_000)
+    evaluate_windows: int = option(
+        64, "held-out sequences that are evaluated", least=1, most=1_000_000
+    )
     checkpoint_every: int = option(50, "steps between checkpoints", least=1)
     keep: int = option(2, "checkpoints that are kept", least=1)
     data_parallel: str = option(
-        "none", "how training is spread over ranks", choices=TRAINING_WRAPPERS, word="{data_parallel}", quiet="none"
+        "none",
+        "how training is spread over ranks",
+        choices=TRAINING_WRAPPERS,
+        word="{data_parallel}",
+        quiet="none",
     )
     ranks: int = option(
-        1, "processes, each with a device of its own", least=1, most=100_000, word="{ranks} ranks", quiet=1
+        1,
+        "processes, each with a device of its own",
+        least=1,
+        most=100_000,
+        word="{ranks} ranks",
+        quiet=1,
     )
     bucket_mb: float = option(
-        25.0, "MB (10^6 bytes) of gradients at which a bucket is sent; 0: a bucket a gradient", least=0.0, most=1e6
+        25.0,
+        "MB (10^6 bytes) of gradients at which a bucket is sent; 0: a bucket a gradient",
+        least=0.0,
+        most=1e6,
     )
-    transport: str = option("collectives", "of gradients, as in bench data-parallel", choices=TRANSPORTS)
+    transport: str = option(
+        "collectives", "of gradients, as in bench data-parallel", choices=TRANSPORTS
+    )
     reduce_dtype: str = option(
         "own", "type that gradients are averaged in; own: the parameters'", choices=REDUCE_DTYPES
     )
@@ -75,7 +108,10 @@ class TrainSpec:
     def __post_init__(self) -> None:
         check(self)
         check_wrapper(self.data_parallel, self)
-        for name, usual, takers in (("transport", TRANSPORTS[0], TRANSPORTED), ("reduce_dtype", "own", NARROWED)):
+        for name, usual, takers in (
+            ("transport", TRANSPORTS[0], TRANSPORTED),
+            ("reduce_dtype", "own", NARROWED),
+        ):
             value = getattr(self, name)
             if value != usual and self.data_parallel not in takers:
                 raise ValueError(
@@ -88,16 +124,22 @@ class TrainSpec:
                 f"{', '.join(TRAINING_WRAPPERS[1:])}"
             )
         if self.batch % self.ranks:
-            raise ValueError(f"batch is {self.batch}, which {self.ranks} ranks do not divide; choose a multiple")
+            raise ValueError(
+                f"batch is {self.batch}, which {self.ranks} ranks do not divide; choose a multiple"
+            )
 
     @property
     def tokens_per_step(self) -> int:
         return self.batch * self.accumulation * self.model.context_length
 
     def learning_rate_at(self, step: int) -> float:
-        """Rate of step 0, 1, ...: linear warm-up, then half a cosine down to the final fraction at the last step."""
+        """Rate of step 0, 1, ...: linear warm-up, then half a cosine down to the final fraction at
+        the last step.
+        """
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         progress = min(1.0, (step - self.warmup) / max(1, self.steps - 1 - self.warmup))
         cosine = (1 + math.cos(math.pi * progress)) / 2
-        return self.learning_rate * (self.final_learning_rate + (1 - self.final_learning_rate) * cosine)
+        return self.learning_rate * (
+            self.final_learning_rate + (1 - self.final_learning_rate) * cosine
+        )

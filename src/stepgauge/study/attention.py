@@ -21,7 +21,13 @@ _S2 = {
     ("fp32", 128, 16_384): {"eager": 66.6, "ours": 53.2},
 }
 PUBLISHED = {
-    (("batch", 1), ("dtype", dtype), ("width", width), ("sequence", length), ("passes", "both")): times
+    (
+        ("batch", 1),
+        ("dtype", dtype),
+        ("width", width),
+        ("sequence", length),
+        ("passes", "both"),
+    ): times
     for (dtype, width, length), times in _S2.items()
 }
 ON_CPU = product(
@@ -31,7 +37,9 @@ ON_CPU = product(
 
 
 def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
-    return kernel_jobs(machine, "attention", [*ATTENTION_HEADS, *ATTENTION_BATCH] if machine.is_gpu else ON_CPU)
+    return kernel_jobs(
+        machine, "attention", [*ATTENTION_HEADS, *ATTENTION_BATCH] if machine.is_gpu else ON_CPU
+    )
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:

@@ -51,7 +51,14 @@ def _beside(records: Sequence[Record]) -> Table:
         ]
         for schedule, seconds in _S3.items()
     ]
-    head = ["schedule", "their ms", "times faster than naive", "our ms", "ours, times faster", "source"]
+    head = [
+        "schedule",
+        "their ms",
+        "times faster than naive",
+        "our ms",
+        "ours, times faster",
+        "source",
+    ]
     caption = f"Beside published figures. S3: {SOURCES['S3']}; its tensor's size is not stated."
     return Table(head, rows, numeric=frozenset(head[1:5]), caption=caption)
 

@@ -16,7 +16,18 @@ from stepgauge.study.published import SOURCES
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv")
 _MIB = 1 << 20
-_GPU_SIZES = (_MIB // 2, _MIB, 2 * _MIB, 10 * _MIB, 25 * _MIB, 50 * _MIB, 100 * _MIB, 250 * _MIB, 500 * _MIB, 1 << 30)
+_GPU_SIZES = (
+    _MIB // 2,
+    _MIB,
+    2 * _MIB,
+    10 * _MIB,
+    25 * _MIB,
+    50 * _MIB,
+    100 * _MIB,
+    250 * _MIB,
+    500 * _MIB,
+    1 << 30,
+)
 _CPU_SIZES = (_MIB // 16, _MIB // 4, _MIB // 2, _MIB, 4 * _MIB, 10 * _MIB)
 _RANKS = (2, 4, 6, 8)
 
@@ -31,8 +42,15 @@ _S2: dict[tuple[str, int], dict[int, float]] = {
 
 def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
     if not machine.is_gpu:
-        rows = [CommSpec(op=op, size_bytes=size, seconds=0.1, warmup=2) for op in _OPS for size in _CPU_SIZES]
-        rows += [CommSpec(algorithm="ring", size_bytes=size, seconds=0.1, warmup=2) for size in _CPU_SIZES]
+        rows = [
+            CommSpec(op=op, size_bytes=size, seconds=0.1, warmup=2)
+            for op in _OPS
+            for size in _CPU_SIZES
+        ]
+        rows += [
+            CommSpec(algorithm="ring", size_bytes=size, seconds=0.1, warmup=2)
+            for size in _CPU_SIZES
+        ]
         return [Job(RUN, spec) for spec in rows]
     found = []
     for ranks in (n for n in _RANKS if n <= machine.gpus):
@@ -42,7 +60,9 @@ def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
 
 
 def _gpu_row(backend: str, op: str, size: int, ranks: int) -> CommSpec:
-    return CommSpec(op=op, backend=backend, size_bytes=size, ranks=ranks, seconds=0.1, device="cuda")
+    return CommSpec(
+        op=op, backend=backend, size_bytes=size, ranks=ranks, seconds=0.1, device="cuda"
+    )
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
@@ -50,15 +70,25 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
 
 
 def _beside(records: Sequence[Record]) -> Table:
-    """Ours of the same backend and ranks at the nearest size, both with the bandwidth, which the size moves less."""
+    """Ours of the same backend and ranks at the nearest size, both with the bandwidth, which the
+    size moves less.
+    """
     rows = []
     for (backend, ranks), figures in _S2.items():
         asked = {"op": "all_reduce", "backend": backend, "ranks": ranks, "algorithm": "library", "timing": "pipelined",
                  "device": "cpu" if backend == "gloo" else "cuda"}  # fmt: skip
-        ours = [r for r in records if r.status == "ok" and all(r.spec[k] == v for k, v in asked.items())]
+        ours = [
+            r for r in records if r.status == "ok" and all(r.spec[k] == v for k, v in asked.items())
+        ]
         for megabytes, ms in figures.items():
-            spec = CommSpec(backend=backend, ranks=ranks, device="cuda", size_bytes=megabytes * 10**6)
-            theirs = [f"{megabytes * 10**6:,}", number(ms), number(spec.bytes / ms / 1e6 * spec.factor)]
+            spec = CommSpec(
+                backend=backend, ranks=ranks, device="cuda", size_bytes=megabytes * 10**6
+            )
+            theirs = [
+                f"{megabytes * 10**6:,}",
+                number(ms),
+                number(spec.bytes / ms / 1e6 * spec.factor),
+            ]
             rows.append([backend, str(ranks), *theirs, *_nearest(ours, spec.bytes), "S2"])
     head = [
         "backend",
@@ -72,7 +102,11 @@ def _beside(records: Sequence[Record]) -> Table:
     ]
     caption = f"All-reduce beside published figures. S2: {SOURCES['S2']}."
     return Table(
-        [*head, "source"], rows, numeric=frozenset(head[1:]), caption=caption, folded=not any(r[5] for r in rows)
+        [*head, "source"],
+        rows,
+        numeric=frozenset(head[1:]),
+        caption=caption,
+        folded=not any(r[5] for r in rows),
     )
 
 
@@ -82,11 +116,19 @@ def _nearest(ours: Sequence[Record], size: int) -> list[str]:
     if not near:
         return ["", "", ""]
     found = near[0]
-    return [f"{found.spec['size_bytes']:,}", number(found.median("time_ms")), number(found.median("busbw_gb_per_s"))]
+    return [
+        f"{found.spec['size_bytes']:,}",
+        number(found.median("time_ms")),
+        number(found.median("busbw_gb_per_s")),
+    ]
 
 
 def needs(machine: Machine) -> str | None:
-    return "between GPUs there must be two; this machine has one" if machine.is_gpu and machine.gpus < 2 else None
+    return (
+        "between GPUs there must be two; this machine has one"
+        if machine.is_gpu and machine.gpus < 2
+        else None
+    )
 
 
 EXPERIMENT = Experiment(

@@ -21,17 +21,29 @@ _FIGURES: dict[str, dict[str, tuple[float, float]]] = {
         "xl": (185, 609),
         "2.7b": (257, 892),
     },
-    "on": {"small": (6.7, 40), "medium": (16.0, 109), "large": (56.6, 263), "xl": (134, 525), "2.7b": (192, 819)},
+    "on": {
+        "small": (6.7, 40),
+        "medium": (16.0, 109),
+        "large": (56.6, 263),
+        "xl": (134, 525),
+        "2.7b": (192, 819),
+    },
 }
 PUBLISHED = [
-    published("S1", spec={"size": size, "precision": "fp32", "compile": mode}, forward=forward, step=step)
+    published(
+        "S1", spec={"size": size, "precision": "fp32", "compile": mode}, forward=forward, step=step
+    )
     for mode, rows in _FIGURES.items()
     for size, (forward, step) in rows.items()
 ]
 
 
 def needs(machine: Machine) -> str | None:
-    return None if machine.has_compiler else "torch.compile needs a C++ compiler, and none is on the path"
+    return (
+        None
+        if machine.has_compiler
+        else "torch.compile needs a C++ compiler, and none is on the path"
+    )
 
 
 def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
@@ -46,10 +58,16 @@ def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
     times = {(_row(record), record.spec["compile"]): record.median("step_ms") for record in records}
     names = list(dict.fromkeys(name for name, _ in times))
-    groups = {text: [times.get((n, mode)) for n in names] for mode, text in (("off", "eager"), ("on", "compiled"))}
+    groups = {
+        text: [times.get((n, mode)) for n in names]
+        for mode, text in (("off", "eager"), ("on", "compiled"))
+    }
     svg = grouped_bars(names, groups, unit="ms a step (median)")
     shown: list[Block] = [
-        Plot(svg, "The same step, eager and compiled. Compile time is not in it; the table gives it apart."),
+        Plot(
+            svg,
+            "The same step, eager and compiled. Compile time is not in it; the table gives it apart.",
+        ),
         record_table(records),
     ]
     return [*shown, beside(records, PUBLISHED, ("forward_ms", "step_ms"))]

@@ -25,7 +25,8 @@ USUAL_BUCKET_MB = DataParallelSpec.bucket_mb
 BUCKETS_MB = (1.0, 5.0, 10.0, 50.0, 100.0, 500.0)
 CPU_BUCKETS_MB = (0.05, 0.2, 0.5, 1.0, 5.0)
 TRACED = ("naive", "overlapped")
-DRAWN = ("none", "naive", "bucketed", "bucketed bf16", "zero3", "torch-ddp")  # as many as a plot shows
+# as many as a plot shows
+DRAWN = ("none", "naive", "bucketed", "bucketed bf16", "zero3", "torch-ddp")
 
 # S1, 2 GPUs: (total s, of it all-reduce s) of a step, naive and overlapped per parameter.
 _S1: dict[str, dict[str, tuple[float, float]]] = {
@@ -48,10 +49,15 @@ _S1: dict[str, dict[str, tuple[float, float]]] = {
 
 def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
     shown = [size for size in sizes(machine) if size != "10b"] if machine.is_gpu else ["tiny"]
-    wrappers = [wrapper for wrapper in WRAPPERS if machine.is_gpu or not wrapper.startswith("torch")]
+    wrappers = [
+        wrapper for wrapper in WRAPPERS if machine.is_gpu or not wrapper.startswith("torch")
+    ]
     rows = [_spec(machine, s, wrapper=w, trace=w in TRACED) for s in shown for w in wrappers]
     narrow = [_spec(machine, size, wrapper="bucketed", reduce_dtype="bf16") for size in shown]
-    sweep = [_spec(machine, shown[-1], bucket_mb=mb) for mb in (BUCKETS_MB if machine.is_gpu else CPU_BUCKETS_MB)]
+    sweep = [
+        _spec(machine, shown[-1], bucket_mb=mb)
+        for mb in (BUCKETS_MB if machine.is_gpu else CPU_BUCKETS_MB)
+    ]
     return [Job(JOB, spec) for spec in dict.fromkeys([*rows, *narrow, *sweep])]
 
 
@@ -60,7 +66,14 @@ def _spec(machine: Machine, size: str, **fields: Any) -> DataParallelSpec:
     model = ModelSpec.preset(size, context_length=context)
     counts = {"warmup": 5, "steps": 10} if machine.is_gpu else {"warmup": 2, "steps": 4}
     spec = DataParallelSpec(
-        **{**counts, "model": model, "size": size, "batch": batch, "device": _kind(machine), **fields}
+        **{
+            **counts,
+            "model": model,
+            "size": size,
+            "batch": batch,
+            "device": _kind(machine),
+            **fields,
+        }
     )
     return spec.without_idle_options()
 
@@ -77,9 +90,15 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     good = [record for record in records if record.status == "ok"]
     names = list(dict.fromkeys(str(record.spec["size"]) for record in good))
     steps = {(record.spec["size"], _bar(record)): record.median("step_ms") for record in good}
-    bars = {name: [steps.get((n, name)) for n in names] for name in DRAWN if any(bar == name for _, bar in steps)}
+    bars = {
+        name: [steps.get((n, name)) for n in names]
+        for name in DRAWN
+        if any(bar == name for _, bar in steps)
+    }
     svg = grouped_bars(names, bars, unit="ms a step (median, slowest rank)")
-    shown: list[Block] = [Plot(svg, "Step by wrapper, some of them (bf16: averaged in it); the table has all.")]
+    shown: list[Block] = [
+        Plot(svg, "Step by wrapper, some of them (bf16: averaged in it); the table has all.")
+    ]
     traced = [(str(r.spec["wrapper"]), r) for r in good if r.series.get("communication_start_ms")]
     last = [(wrapper, record) for wrapper, record in traced if record.spec["size"] == names[-1]]
     if last:
@@ -90,17 +109,28 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
 
 def _bar(record: Record) -> str:
     """The wrapper, with what of its sending is not as usual."""
-    usual = {"bucket_mb": USUAL_BUCKET_MB, "transport": "collectives", "reduce_dtype": "own", "max_ctas": 0}
-    unusual = [str(record.spec[name]) for name, value in usual.items() if record.spec.get(name, value) != value]
+    usual = {
+        "bucket_mb": USUAL_BUCKET_MB,
+        "transport": "collectives",
+        "reduce_dtype": "own",
+        "max_ctas": 0,
+    }
+    unusual = [
+        str(record.spec[name])
+        for name, value in usual.items()
+        if record.spec.get(name, value) != value
+    ]
     return " ".join([str(record.spec["wrapper"]), *unusual])
 
 
 @dataclasses.dataclass(frozen=True)
 class Overhead:
-    """step = base + tail / rate + per_bucket · buckets: with overlap only the last bucket and the calls remain.
+    """step = base + tail / rate + per_bucket · buckets: with overlap only the last bucket and the
+    calls remain.
 
-    The tail of plans of size b over S bytes is b at most and the calls are S / b, so that the step is shortest at
-    b = sqrt(per_bucket · rate · S). Where all plans end alike, ms_per_byte is 0: the tail's cost is in the base.
+    The tail of plans of size b over S bytes is b at most and the calls are S / b, so that the step
+    is shortest at b = sqrt(per_bucket · rate · S). Where all plans end alike, ms_per_byte is 0: the
+    tail's cost is in the base.
     """
 
     base_ms: float
@@ -108,35 +138,51 @@ class Overhead:
     per_bucket_ms: float
 
     @classmethod
-    def fitted(cls, buckets: Sequence[float], tails: Sequence[float], steps_ms: Sequence[float]) -> "Overhead":
+    def fitted(
+        cls, buckets: Sequence[float], tails: Sequence[float], steps_ms: Sequence[float]
+    ) -> "Overhead":
         """Least squares over a sweep of at least three plans."""
         terms = [np.ones(len(buckets)), np.asarray(buckets)]
         if len(set(tails)) > 1:
             terms.append(np.asarray(tails))
         design = np.stack(terms, axis=1)
         scale = design.max(axis=0)
-        base, per_bucket, *per_byte = np.linalg.lstsq(design / scale, np.asarray(steps_ms), rcond=None)[0] / scale
+        base, per_bucket, *per_byte = (
+            np.linalg.lstsq(design / scale, np.asarray(steps_ms), rcond=None)[0] / scale
+        )
         return cls(float(base), float(per_byte[0]) if per_byte else 0.0, float(per_bucket))
 
     def step_ms(self, buckets: float, tail_bytes: float) -> float:
         return self.base_ms + self.ms_per_byte * tail_bytes + self.per_bucket_ms * buckets
 
     def best_bytes(self, total_bytes: float) -> float | None:
-        """The size at which the step is shortest; None where the fit has no cost of the tail, or none of a bucket."""
+        """The size at which the step is shortest; None where the fit has no cost of the tail, or
+        none of a bucket.
+        """
         if self.ms_per_byte <= 0 or self.per_bucket_ms <= 0:
             return None
         return float(np.sqrt(self.per_bucket_ms / self.ms_per_byte * total_bytes))
 
     def sentence(self, total_bytes: float, measured_mb: float) -> str:
         """The fit in words, its optimum beside the measured one, and what it cannot say."""
-        tail = f" {_signed(self.ms_per_byte * 1e6, '.4f')} ms an MB of the last bucket" if self.ms_per_byte else ""
+        tail = (
+            f" {_signed(self.ms_per_byte * 1e6, '.4f')} ms an MB of the last bucket"
+            if self.ms_per_byte
+            else ""
+        )
         fit = f"step = {number(self.base_ms)} ms{tail} {_signed(self.per_bucket_ms * 1e3, '.1f')} µs a bucket"
-        said = [f"{fit}, by least squares. Of the sizes measured {measured_mb:g} MB is the quickest."]
+        said = [
+            f"{fit}, by least squares. Of the sizes measured {measured_mb:g} MB is the quickest."
+        ]
         best = self.best_bytes(total_bytes)
         if best is not None:
-            said.append(f"The model has its optimum at sqrt(o · rate · S) = {number(best / 1e6)} MB.")
+            said.append(
+                f"The model has its optimum at sqrt(o · rate · S) = {number(best / 1e6)} MB."
+            )
         if not self.ms_per_byte:
-            said.append("All plans end with the same bucket, so that its cost cannot be told from the rest.")
+            said.append(
+                "All plans end with the same bucket, so that its cost cannot be told from the rest."
+            )
         if self.per_bucket_ms < 0:
             said.append(
                 "More buckets were quicker: gradients of the bucket's size travel where they are, smaller ones are "
@@ -151,7 +197,11 @@ def _signed(value: float, digits: str) -> str:
 
 def overhead_blocks(records: Sequence[Record]) -> list[Block]:
     """The model fitted to the bucket sweep, beside what was measured."""
-    sweep = [r for r in records if r.spec["wrapper"] == "bucketed" and r.spec.get("reduce_dtype", "own") == "own"]
+    sweep = [
+        r
+        for r in records
+        if r.spec["wrapper"] == "bucketed" and r.spec.get("reduce_dtype", "own") == "own"
+    ]
     largest = [r for r in sweep if r.spec["size"] == sweep[-1].spec["size"]] if sweep else []
     rows = sorted(largest, key=lambda r: float(r.spec["bucket_mb"]))
     if len(rows) < 4:
@@ -168,13 +218,17 @@ def overhead_blocks(records: Sequence[Record]) -> list[Block]:
         ["bucket MB", "buckets", "last bucket MB", "measured ms", "model ms"],
         [
             [f"{mb:g}", count(n), number(tail / 1e6), number(ms), number(fit)]
-            for mb, n, tail, ms, fit in zip(megabytes, buckets, tails, measured, predicted, strict=True)
+            for mb, n, tail, ms, fit in zip(
+                megabytes, buckets, tails, measured, predicted, strict=True
+            )
         ],
         numeric=frozenset(["bucket MB", "buckets", "last bucket MB", "measured ms", "model ms"]),
         caption="Bucket sweep and the fitted model.",
     )
     return [
-        Plot(lines(curves, x="bucket MB", y="ms a step", dots=("measured",)), "Step by bucket size."),
+        Plot(
+            lines(curves, x="bucket MB", y="ms a step", dots=("measured",)), "Step by bucket size."
+        ),
         Text(model.sentence(total, quickest)),
         table,
     ]
@@ -185,10 +239,24 @@ def _beside(records: Sequence[Record]) -> Table:
     rows = []
     for wrapper, of_sizes in _S1.items():
         for size, (total, communication) in of_sizes.items():
-            ours = next((r for r in records if (r.spec["wrapper"], r.spec["size"]) == (wrapper, size)), None)
-            figures = [number(ours.median(name) if ours else None) for name in ("step_ms", "exposed_ms")]
-            rows.append([wrapper, size, *figures, number(total * 1e3), number(communication * 1e3), "S1"])
-    head = ["wrapper", "size", "ours ms", "ours exposed ms", "published ms", "published all-reduce ms", "source"]
+            ours = next(
+                (r for r in records if (r.spec["wrapper"], r.spec["size"]) == (wrapper, size)), None
+            )
+            figures = [
+                number(ours.median(name) if ours else None) for name in ("step_ms", "exposed_ms")
+            ]
+            rows.append(
+                [wrapper, size, *figures, number(total * 1e3), number(communication * 1e3), "S1"]
+            )
+    head = [
+        "wrapper",
+        "size",
+        "ours ms",
+        "ours exposed ms",
+        "published ms",
+        "published all-reduce ms",
+        "source",
+    ]
     return Table(
         head,
         rows,

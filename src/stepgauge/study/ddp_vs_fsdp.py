@@ -28,13 +28,22 @@ _S3: dict[str, dict[int, tuple[float, float]]] = {
 def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
     ranks = min(machine.gpus, MOST_RANKS) if machine.is_gpu else 2
     batches = [batch for batch in GLOBAL_BATCHES if batch % ranks == 0] if machine.is_gpu else [4]
-    return [Job(JOB, _spec(machine, w, ranks, b, seed)) for b in batches for w in COMPARED for seed in SEEDS]
+    return [
+        Job(JOB, _spec(machine, w, ranks, b, seed))
+        for b in batches
+        for w in COMPARED
+        for seed in SEEDS
+    ]
 
 
 def _spec(machine: Machine, wrapper: str, ranks: int, batch: int, seed: int) -> DataParallelSpec:
     size, device = ("bert-base", "cuda") if machine.is_gpu else ("bert-tiny", "cpu")
-    fields: dict[str, Any] = {"context_length": 512} if machine.is_gpu else {"context_length": 64, "vocab_size": 1000}
-    counts: dict[str, Any] = {"warmup": 5, "steps": 10} if machine.is_gpu else {"warmup": 1, "steps": 3}
+    fields: dict[str, Any] = (
+        {"context_length": 512} if machine.is_gpu else {"context_length": 64, "vocab_size": 1000}
+    )
+    counts: dict[str, Any] = (
+        {"warmup": 5, "steps": 10} if machine.is_gpu else {"warmup": 1, "steps": 3}
+    )
     return DataParallelSpec(
         model=BertSpec.preset(size, **fields),
         size=size,
@@ -58,16 +67,40 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
 
 def _beside(rows: Sequence[dict[str, Any]]) -> Table:
     """S3's figures beside ours of the same wrapper and global batch."""
-    base = {(row["wrapper"], row["global_batch"]): row for row in rows if row["size"] == "bert-base"}
+    base = {
+        (row["wrapper"], row["global_batch"]): row for row in rows if row["size"] == "bert-base"
+    }
     cells = []
     for wrapper, of_batches in _S3.items():
         for batch, (rate, gigabytes) in of_batches.items():
             ours = base.get((wrapper, batch), {})
             peak = ours.get("peak_bytes", {}).get("mean")
-            figures = [number(ours.get("samples_per_s", {}).get("mean")), number(peak and peak / 1e9)]
-            cells.append([wrapper, str(batch), str(ours.get("ranks", "")), *figures, f"{rate}", f"{gigabytes}", "S3"])
-    numbers = ["global batch", "our ranks", "our samples/s", "our peak GB", "published samples/s", "published peak GB"]
-    caption = f"Beside published figures. S3: {SOURCES['S3']}, 4 used; sequence and precision not stated."
+            figures = [
+                number(ours.get("samples_per_s", {}).get("mean")),
+                number(peak and peak / 1e9),
+            ]
+            cells.append(
+                [
+                    wrapper,
+                    str(batch),
+                    str(ours.get("ranks", "")),
+                    *figures,
+                    f"{rate}",
+                    f"{gigabytes}",
+                    "S3",
+                ]
+            )
+    numbers = [
+        "global batch",
+        "our ranks",
+        "our samples/s",
+        "our peak GB",
+        "published samples/s",
+        "published peak GB",
+    ]
+    caption = (
+        f"Beside published figures. S3: {SOURCES['S3']}, 4 used; sequence and precision not stated."
+    )
     return Table(
         ["wrapper", *numbers, "source"],
         cells,

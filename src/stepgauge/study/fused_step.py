@@ -43,7 +43,11 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     rows = {(record.spec["size"], _name(record)): record.median("step_ms") for record in records}
     sizes = list(dict.fromkeys(size for size, _ in rows))
     names = list(dict.fromkeys(name for _, name in rows))
-    svg = grouped_bars(sizes, {name: [rows.get((s, name)) for s in sizes] for name in names}, unit="ms a step (median)")
+    svg = grouped_bars(
+        sizes,
+        {name: [rows.get((s, name)) for s in sizes] for name in names},
+        unit="ms a step (median)",
+    )
     table = []
     for (size, name), ms in rows.items():
         stock = [t for (s, n), t in rows.items() if s == size and n.startswith("stock") and t]

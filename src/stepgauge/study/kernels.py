@@ -1,4 +1,6 @@
-"""What experiments on single operations share: rows of a grid on this machine, and published figures beside ours."""
+"""What experiments on single operations share: rows of a grid on this machine, and published
+figures beside ours.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -25,17 +27,27 @@ def kernel_jobs(machine: Machine, kind: str, points: Iterable[Point]) -> list[Jo
     return [Job(contest.run, row, process=kind) for row in rows]
 
 
-def kernel_experiment(kind: str, *, on_gpu: Iterable[Point], on_cpu: Iterable[Point], **told: Any) -> Experiment:
-    """An operation beside its peers, in bars and a table; `told` is what the experiment says of itself."""
+def kernel_experiment(
+    kind: str, *, on_gpu: Iterable[Point], on_cpu: Iterable[Point], **told: Any
+) -> Experiment:
+    """An operation beside its peers, in bars and a table; `told` is what the experiment says of
+    itself.
+    """
     return Experiment(
-        jobs=lambda machine, folder: kernel_jobs(machine, kind, on_gpu if machine.is_gpu else on_cpu),
+        jobs=lambda machine, folder: kernel_jobs(
+            machine, kind, on_gpu if machine.is_gpu else on_cpu
+        ),
         blocks=lambda records: [*kernel_bars(records), kernel_table(records)],
         **told,
     )
 
 
-def beside_published(records: Sequence[Record], source: str, figures: Mapping[Any, Mapping[str, float]]) -> Table:
-    """Published ms by (name, value) pairs of the spec and by implementation, each beside ours; hardware differs."""
+def beside_published(
+    records: Sequence[Record], source: str, figures: Mapping[Any, Mapping[str, float]]
+) -> Table:
+    """Published ms by (name, value) pairs of the spec and by implementation, each beside ours;
+    hardware differs.
+    """
     rows = []
     for wanted, published in figures.items():
         same = [r for r in records if all(r.spec.get(name) == value for name, value in wanted)]
@@ -44,4 +56,10 @@ def beside_published(records: Sequence[Record], source: str, figures: Mapping[An
             rows.append([", ".join(f"{k} {v}" for k, v in wanted), name, here, number(theirs)])
     head = ["row", "implementation", "here ms", "published ms"]
     caption = f"Beside {source}: {SOURCES[source]}."
-    return Table(head, rows, numeric=frozenset(head[2:]), caption=caption, folded=not any(row[2] for row in rows))
+    return Table(
+        head,
+        rows,
+        numeric=frozenset(head[2:]),
+        caption=caption,
+        folded=not any(row[2] for row in rows),
+    )

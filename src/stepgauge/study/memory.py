@@ -38,17 +38,28 @@ def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
     load = S1 if machine.is_gpu else S2
     rows = [_job(machine, size, load, precision=p) for size in sizes(machine) for p in precisions]
     chosen = "small" if machine.is_gpu else "mini"
-    choices: list[dict[str, Any]] = [{"checkpointing": name, "checkpoint_blocks": k} for name, k in CHOICES]
-    rows += [_job(machine, chosen, load, **choice) for choice in choices[1:]]  # none is among the sizes
+    choices: list[dict[str, Any]] = [
+        {"checkpointing": name, "checkpoint_blocks": k} for name, k in CHOICES
+    ]
+    # none is among the sizes
+    rows += [_job(machine, chosen, load, **choice) for choice in choices[1:]]
     rows.append(_job(machine, chosen, load, parts=OUR_PARTS, optimizer="fused"))
     rows += [_job(machine, chosen, load, compile="on")] if machine.has_compiler else []
     timed = [step_job(machine, chosen, load=load, **choice) for choice in choices]
-    beyond = [_job(machine, size, (4, length), precision="bf16", predict="sm90") for size, length in BEYOND]
+    beyond = [
+        _job(machine, size, (4, length), precision="bf16", predict="sm90")
+        for size, length in BEYOND
+    ]
     return [*rows, *timed, *(beyond if machine.is_gpu or machine.has_compiler else [])]
 
 
 def _job(
-    machine: Machine, size: str, load: tuple[int, int], *, parts: Mapping[str, str] = NO_PARTS, **fields: Any
+    machine: Machine,
+    size: str,
+    load: tuple[int, int],
+    *,
+    parts: Mapping[str, str] = NO_PARTS,
+    **fields: Any,
 ) -> Job:
     model = ModelSpec.preset(size, context_length=load[1], **parts)
     spec = MemorySpec(model=model, size=size, batch=load[0], device=machine.device, **fields)
@@ -58,9 +69,13 @@ def _job(
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
     followed = [record for record in records if record.kind == MemorySpec.kind]
     timed = [record for record in records if record.kind == StepSpec.kind and record.status == "ok"]
-    chosen = {str(flatten(record.spec)["size"]) for record in records if record.kind == StepSpec.kind}
+    chosen = {
+        str(flatten(record.spec)["size"]) for record in records if record.kind == StepSpec.kind
+    }
     variants = [r for r in followed if r.spec["size"] in chosen and r.spec["precision"] == "fp32"]
-    largest = [r for r in followed if r.status == "ok" and r.provenance == "measured" and r not in variants][-1:]
+    largest = [
+        r for r in followed if r.status == "ok" and r.provenance == "measured" and r not in variants
+    ][-1:]
     drawn = [*(record for record in variants if choice_of(record)[1] == 1), *largest]
     shown = [*memory_blocks(followed, drawn=drawn, compared=variants)] if followed else []
     times = {choice_of(r): r.median("step_ms") for r in timed}
@@ -71,7 +86,10 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     }
     if points:
         shown.append(memory_against_time(points))
-    return [*shown, beside_published([record for record in followed if record.provenance == "measured"])]
+    return [
+        *shown,
+        beside_published([record for record in followed if record.provenance == "measured"]),
+    ]
 
 
 def _words(checkpointing: str, blocks_a_part: int) -> str:
@@ -102,12 +120,18 @@ def beside_published(records: Sequence[Record]) -> Table:
     ours = {
         (spec["size"], spec["precision"]): record
         for record in records
-        if (spec := flatten(record.spec))["checkpointing"] == "none" and record.status == "ok" and _is_stock(record)
+        if (spec := flatten(record.spec))["checkpointing"] == "none"
+        and record.status == "ok"
+        and _is_stock(record)
     }
     rows = []
     for their in published_records():
         own = ours.get((their.spec["size"], their.spec["precision"]))
-        load = f"{flatten(own.spec)['batch']} × {flatten(own.spec)['context_length']}" if own else "not run here"
+        load = (
+            f"{flatten(own.spec)['batch']} × {flatten(own.spec)['context_length']}"
+            if own
+            else "not run here"
+        )
         for metric in ("forward_only_peak_bytes", "peak_bytes"):
             figures = [own.median(metric) if own else None, their.median(metric)]
             what = "forward only" if metric.startswith("forward") else "whole step"
@@ -115,7 +139,13 @@ def beside_published(records: Sequence[Record]) -> Table:
                          *(number(figure, "bytes") for figure in figures)])  # fmt: skip
     caption = f"Beside published peaks. S1, 16 × 128: {SOURCES['S1']}. Ours has SwiGLU, so more parameters."
     head = ["size", "precision", "batch × context", "what", "ours GiB", "published GiB"]
-    return Table(head, rows, numeric=frozenset(head[-2:]), caption=caption, folded=not any(row[-2] for row in rows))
+    return Table(
+        head,
+        rows,
+        numeric=frozenset(head[-2:]),
+        caption=caption,
+        folded=not any(row[-2] for row in rows),
+    )
 
 
 EXPERIMENT = Experiment(

@@ -36,7 +36,11 @@ PUBLISHED = {
     for index, width in enumerate(WIDTHS)
 }
 ON_CPU = product(
-    rows=(2000,), width=(256, 1024), dtype=("fp32",), passes=("forward", "both"), peers=("eager torch layer_norm",)
+    rows=(2000,),
+    width=(256, 1024),
+    dtype=("fp32",),
+    passes=("forward", "both"),
+    peers=("eager torch layer_norm",),
 )
 
 

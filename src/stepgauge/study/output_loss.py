@@ -1,4 +1,6 @@
-"""Output layer and cross-entropy in one operation that never holds the logits, beside those that do."""
+"""Output layer and cross-entropy in one operation that never holds the logits, beside those that
+do.
+"""
 
 from stepgauge.spec.grids import LINEAR_CROSS_ENTROPY_ANCHORS, product
 from stepgauge.study.kernels import kernel_experiment
@@ -7,7 +9,12 @@ EXPERIMENT = kernel_experiment(
     "linear-cross-entropy",
     on_gpu=LINEAR_CROSS_ENTROPY_ANCHORS,
     on_cpu=product(
-        tokens=(256,), width=(128,), vocabulary=(1000, 4000), dtype=("fp32",), passes=("both",), peers=("eager",)
+        tokens=(256,),
+        width=(128,),
+        vocabulary=(1000, 4000),
+        dtype=("fp32",),
+        passes=("both",),
+        peers=("eager",),
     ),
     name="output-loss",
     title="Output layer and loss",

@@ -31,7 +31,9 @@ PUBLISHED = [
 
 
 def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
-    types = DtypesSpec(model=ModelSpec.preset("nano"), size="nano", precision="bf16", device=machine.device)
+    types = DtypesSpec(
+        model=ModelSpec.preset("nano"), size="nano", precision="bf16", device=machine.device
+    )
     sums = AccumulationSpec(device=machine.device)
     return [*_timed(machine), Job(dtypes.run, types), Job(dtypes.run_accumulation, sums)]
 
@@ -40,7 +42,9 @@ def _timed(machine: Machine) -> Sequence[Job]:
     if not machine.is_gpu:
         return [step_job(machine, "tiny", precision=p, steps=3) for p in PRECISIONS if p != "tf32"]
     ours = [step_job(machine, size, precision=p) for size in sizes(machine) for p in PRECISIONS]
-    return ours + [step_job(machine, s, precision=p, load=S1) for s in sizes(machine) for p in ("fp32", "bf16")]
+    return ours + [
+        step_job(machine, s, precision=p, load=S1) for s in sizes(machine) for p in ("fp32", "bf16")
+    ]
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
@@ -57,8 +61,12 @@ def _times(records: Sequence[Record]) -> list[Block]:
     names = list(dict.fromkeys(str(record.spec["size"]) for record in same))
     times = {(r.spec["size"], r.spec["precision"]): r.median("step_ms") for r in same}
     used = [p for p in PRECISIONS if any(precision == p for _, precision in times)]
-    svg = grouped_bars(names, {p: [times.get((n, p)) for n in names] for p in used}, unit="ms a step (median)")
-    caption = f"Step time by precision, batch × context {first['batch']} × {first['context_length']}."
+    svg = grouped_bars(
+        names, {p: [times.get((n, p)) for n in names] for p in used}, unit="ms a step (median)"
+    )
+    caption = (
+        f"Step time by precision, batch × context {first['batch']} × {first['context_length']}."
+    )
     shown: list[Block] = [Plot(svg, caption), record_table(records)]
     return [*shown, beside([_with_total(record) for record in records], PUBLISHED, ("total_ms",))]
 
@@ -68,7 +76,9 @@ def _with_total(record: Record) -> Record:
     if record.status != "ok":
         return record
     total = (record.median("forward_ms") or 0.0) + (record.median("backward_ms") or 0.0)
-    return dataclasses.replace(record, metrics={**record.metrics, "total_ms": Sample.exact(total, "ms")})
+    return dataclasses.replace(
+        record, metrics={**record.metrics, "total_ms": Sample.exact(total, "ms")}
+    )
 
 
 EXPERIMENT = Experiment(

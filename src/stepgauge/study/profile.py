@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from stepgauge.bench import profile
 from stepgauge.bench.sweep import Job
@@ -38,12 +39,20 @@ def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
 
 
 def _job(
-    machine: Machine, folder: Path, size: str, *, load: tuple[int, int], attention: str, precision: str = "fp32"
+    machine: Machine,
+    folder: Path,
+    size: str,
+    *,
+    load: tuple[int, int],
+    attention: str,
+    precision: str = "fp32",
 ) -> Job:
     batch, context = load
     model = ModelSpec.preset(size, context_length=context, attention=attention)
-    counts = {} if machine.is_gpu else {"warmup": 2, "steps": 5, "seconds": 0.5}
-    spec = ProfileSpec(model=model, size=size, batch=batch, precision=precision, device=machine.device, **counts)  # type: ignore[arg-type]
+    counts: dict[str, Any] = {} if machine.is_gpu else {"warmup": 2, "steps": 5, "seconds": 0.5}
+    spec = ProfileSpec(
+        model=model, size=size, batch=batch, precision=precision, device=machine.device, **counts
+    )
     return Job(functools.partial(profile.run, folder=folder / "profile"), spec)
 
 
@@ -53,7 +62,11 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
 
 def _timings(record: Record) -> Record:
     """The record without the shares of the kinds: tables of their own give them."""
-    kept = {n: s for n, s in record.metrics.items() if n.startswith(("profil", "step", "forward", "backward", "opt"))}
+    kept = {
+        n: s
+        for n, s in record.metrics.items()
+        if n.startswith(("profil", "step", "forward", "backward", "opt"))
+    }
     return dataclasses.replace(record, metrics=kept)
 
 
@@ -68,7 +81,12 @@ def pictures(records: Sequence[Record], folder: Path) -> Sequence[Block]:
         rows += [[name, *cells] for cells in kinds_shares(found)]
         shown += [Text(f"{name}:"), *profile_blocks(found)]
     head = ["row", "figure", "forward %", "whole step %"]
-    table = Table(head, rows, numeric=frozenset(head[2:]), caption="Shares of kernel time, forward against whole step.")
+    table = Table(
+        head,
+        rows,
+        numeric=frozenset(head[2:]),
+        caption="Shares of kernel time, forward against whole step.",
+    )
     theirs = Table(
         ["source", "figure", "value"],
         list(PUBLISHED),

@@ -1,4 +1,6 @@
-"""Figures that others published, as records, so that they stand in the same tables and plots as ours."""
+"""Figures that others published, as records, so that they stand in the same tables and plots as
+ours.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +16,11 @@ SOURCES = {
     "S5": "benchmarking notes, 8 GB laptop GPU",
 }
 # Batch and context that the source's figures were measured with, where it says so.
-CONDITIONS = {"S1": {"batch": 16, "context_length": 128}, "S2": {"batch": 4, "context_length": 128}, "S5": {}}
+CONDITIONS = {
+    "S1": {"batch": 16, "context_length": 128},
+    "S2": {"batch": 4, "context_length": 128},
+    "S5": {},
+}
 
 
 def published(source: str, *, spec: dict[str, Any], **milliseconds: float) -> Record:
@@ -29,10 +35,11 @@ def published(source: str, *, spec: dict[str, Any], **milliseconds: float) -> Re
 
 
 def beside(records: Sequence[Record], theirs: Iterable[Record], figures: Sequence[str]) -> Table:
-    """Each published row beside ours of the same size, precision and compile; batch and context where ours has them.
+    """Each published row beside ours of the same size, precision and compile; batch and context
+    where ours has them.
 
-    Hardware and network details differ: the table gives both figures and no verdict. Rows that were not run here
-    still give the published figure.
+    Hardware and network details differ: the table gives both figures and no verdict. Rows that were
+    not run here still give the published figure.
     """
     rows = []
     for their in theirs:
@@ -47,7 +54,9 @@ def beside(records: Sequence[Record], theirs: Iterable[Record], figures: Sequenc
                     number(their.median(figure)),
                 ]
                 rows.append([*what, load, *cells, _load(their.spec), their.source])
-    legend = "; ".join(f"{source}: {SOURCES[source]}" for source in dict.fromkeys(row[-1] for row in rows))
+    legend = "; ".join(
+        f"{source}: {SOURCES[source]}" for source in dict.fromkeys(row[-1] for row in rows)
+    )
     head = [
         "size",
         "precision",

@@ -34,7 +34,11 @@ def this_machine(device: str) -> Machine:
     found = run_isolated(environment, resolved)
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     return Machine(
-        str(resolved), found["device"], found["device_bytes"], compiler is not None, max(1, torch.cuda.device_count())
+        str(resolved),
+        found["device"],
+        found["device_bytes"],
+        compiler is not None,
+        max(1, torch.cuda.device_count()),
     )
 
 
@@ -66,7 +70,9 @@ def write_report(store: RunStore, records: Sequence[Record], path: Path) -> Path
     try:
         machine = Machine(**json.loads((store.folder / MACHINE_FILE).read_text()))
     except (OSError, ValueError, TypeError):
-        raise StoreError(f"{store.folder} is not the run of a study: it has no readable {MACHINE_FILE}") from None
+        raise StoreError(
+            f"{store.folder} is not the run of a study: it has no readable {MACHINE_FILE}"
+        ) from None
     here = [record for record in records if record.environment.get("device") == machine.name]
     sections = [_section(experiment, machine, store.folder, here) for experiment in EXPERIMENTS]
     text = page("stepgauge study", sections, facts=_facts(here), headlines=_headlines(here))
@@ -77,7 +83,9 @@ def write_report(store: RunStore, records: Sequence[Record], path: Path) -> Path
     return path
 
 
-def _section(experiment: Experiment, machine: Machine, folder: Path, records: Sequence[Record]) -> Section:
+def _section(
+    experiment: Experiment, machine: Machine, folder: Path, records: Sequence[Record]
+) -> Section:
     """The experiment's section, or the reason why it has none."""
     bare = Section(experiment.title, experiment.question, method=experiment.method)
     reason = experiment.needs(machine)
@@ -92,7 +100,9 @@ def _section(experiment: Experiment, machine: Machine, folder: Path, records: Se
         blocks = [*reservations(own), *experiment.blocks(own), *experiment.pictures(own, folder)]
         return dataclasses.replace(bare, blocks=blocks)
     except Exception as error:  # one section that cannot be drawn must not cost the others
-        return dataclasses.replace(bare, reason=f"its section cannot be drawn: {type(error).__name__}: {error}")
+        return dataclasses.replace(
+            bare, reason=f"its section cannot be drawn: {type(error).__name__}: {error}"
+        )
 
 
 def reservations(records: Sequence[Record]) -> list[Text]:
@@ -104,7 +114,9 @@ def reservations(records: Sequence[Record]) -> list[Text]:
     disturbed = [name for name, record in names if _is_disturbed(record)]
     if disturbed:
         many = f" and {len(disturbed) - NAMED} more" if len(disturbed) > NAMED else ""
-        said.append(f"To be doubted, since p90 is over {DISTURBED} times p10: {'; '.join(disturbed[:NAMED])}{many}.")
+        said.append(
+            f"To be doubted, since p90 is over {DISTURBED} times p10: {'; '.join(disturbed[:NAMED])}{many}."
+        )
     return [Text(sentence) for sentence in said]
 
 
@@ -151,13 +163,21 @@ def _headlines(records: Sequence[Record]) -> list[Headline]:
 
     def named(record: Record) -> str:
         spec = flatten(record.spec)
-        return f"{spec['size']}, {spec['precision']}" + (", compiled" if spec["compile"] != "off" else "")
+        return f"{spec['size']}, {spec['precision']}" + (
+            ", compiled" if spec["compile"] != "off" else ""
+        )
 
     most_tokens = max(steps, key=lambda r: r.median("tokens_per_s") or 0.0)
     most_flops = max(steps, key=lambda r: r.median("tflop_per_s") or 0.0)
     found = [
-        Headline(number(most_tokens.median("tokens_per_s")), "tokens/s", f"fastest: {named(most_tokens)}"),
-        Headline(number(most_flops.median("tflop_per_s")), "TFLOP/s", f"hardest working: {named(most_flops)}"),
+        Headline(
+            number(most_tokens.median("tokens_per_s")), "tokens/s", f"fastest: {named(most_tokens)}"
+        ),
+        Headline(
+            number(most_flops.median("tflop_per_s")),
+            "TFLOP/s",
+            f"hardest working: {named(most_flops)}",
+        ),
     ]
     if "mfu" in most_flops.metrics:
         percent = f"{100 * (most_flops.median('mfu') or 0.0):.1f}"

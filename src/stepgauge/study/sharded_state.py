@@ -32,7 +32,10 @@ def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
 
 
 def _is_usual(record: Record) -> bool:
-    return record.spec["wrapper"] in WRAPPERS and record.spec["bucket_mb"] == data_parallel.USUAL_BUCKET_MB
+    return (
+        record.spec["wrapper"] in WRAPPERS
+        and record.spec["bucket_mb"] == data_parallel.USUAL_BUCKET_MB
+    )
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
@@ -45,14 +48,18 @@ def _picture(records: Sequence[Record]) -> list[Block]:
     if not largest or "optimizer_bytes" not in largest[0].metrics:
         return []
     has_peak = "peak_bytes" in largest[0].metrics  # on a CPU only what a step keeps is known
-    bars = {part: [_gib(record, part) for record in largest] for part in (PARTS if has_peak else PARTS[:-1])}
+    bars = {
+        part: [_gib(record, part) for record in largest]
+        for part in (PARTS if has_peak else PARTS[:-1])
+    }
     kept = [sum(filter(None, parts)) for parts in zip(*bars.values(), strict=True)]
     totals = [_gib(record, "peak") for record in largest] if has_peak else kept
     names = [str(record.spec["wrapper"]) for record in largest]
     what = "Peak memory" if has_peak else "Memory of what a step keeps"
     return [
         Plot(
-            stacked_bars(names, bars, totals=totals, unit="GiB a rank"), f"{what} of {largest[0].spec['size']} by part."
+            stacked_bars(names, bars, totals=totals, unit="GiB a rank"),
+            f"{what} of {largest[0].spec['size']} by part.",
         )
     ]
 
@@ -76,19 +83,34 @@ def _memory(records: Sequence[Record]) -> Table:
     moments = [f"{name.replace('_', ' ')} GiB" for name in MOMENTS]
     parts = ["parameters GiB", "gradients GiB", "optimizer GiB", "rest GiB"]
     numbers = ["step ms", *moments, *parts, "state over an even share %"]
-    return Table(["size", "wrapper", *numbers], rows, numeric=frozenset(numbers), caption="Memory of the fullest rank.")
+    return Table(
+        ["size", "wrapper", *numbers],
+        rows,
+        numeric=frozenset(numbers),
+        caption="Memory of the fullest rank.",
+    )
 
 
 def _beside(records: Sequence[Record]) -> Table:
     """S1's steps beside ours on as many nodes; their sharded optimizer is zero1."""
     rows = []
     for size, where, sharded_s, plain_s in _S1:
-        here = [_of(records, wrapper, size) if where.startswith("1") else None for wrapper in ("zero1", PLAIN)]
+        here = [
+            _of(records, wrapper, size) if where.startswith("1") else None
+            for wrapper in ("zero1", PLAIN)
+        ]
         sharded, plain = (record.median("step_ms") if record else None for record in here)
         ratio = sharded / plain if sharded and plain else None
         published = [number(1e3 * sharded_s), number(1e3 * plain_s), number(sharded_s / plain_s)]
         rows.append([size, where, number(sharded), number(plain), number(ratio), *published, "S1"])
-    numbers = ["our sharded ms", "our plain ms", "ours, ratio", "their sharded ms", "their plain ms", "theirs, ratio"]
+    numbers = [
+        "our sharded ms",
+        "our plain ms",
+        "ours, ratio",
+        "their sharded ms",
+        "their plain ms",
+        "theirs, ratio",
+    ]
     caption = f"Beside published figures. S1: {SOURCES['S1']}. Ours are zero1 and {PLAIN}."
     return Table(
         ["size", "ranks", *numbers, "source"],
@@ -100,7 +122,9 @@ def _beside(records: Sequence[Record]) -> Table:
 
 
 def _of(records: Sequence[Record], wrapper: str, size: str) -> Record | None:
-    return next((r for r in records if (r.spec["wrapper"], r.spec["size"]) == (wrapper, size)), None)
+    return next(
+        (r for r in records if (r.spec["wrapper"], r.spec["size"]) == (wrapper, size)), None
+    )
 
 
 EXPERIMENT = Experiment(

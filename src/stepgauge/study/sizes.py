@@ -1,4 +1,6 @@
-"""Which sizes and loads a machine is asked for: on a GPU those that fit and fill it, on a CPU those that end soon."""
+"""Which sizes and loads a machine is asked for: on a GPU those that fit and fill it, on a CPU those
+that end soon.
+"""
 
 from typing import Any
 
@@ -10,7 +12,8 @@ from stepgauge.study.experiment import Machine
 
 GPU_SIZES = ("small", "medium", "large", "xl", "2.7b", "10b")
 CPU_SIZES = ("nano", "tiny", "mini")
-OURS, S1, S2 = (4, 512), (16, 128), (4, 128)  # batch and context: our default, and the published ones
+# batch and context: our default, and the published ones
+OURS, S1, S2 = (4, 512), (16, 128), (4, 128)
 
 
 def sizes(machine: Machine) -> list[str]:
@@ -20,12 +23,25 @@ def sizes(machine: Machine) -> list[str]:
     return [size for size in GPU_SIZES if least_bytes(step_spec(machine, size)) < machine.bytes]
 
 
-def step_spec(machine: Machine, size: str, *, load: tuple[int, int] | None = None, **fields: Any) -> StepSpec:
+def step_spec(
+    machine: Machine, size: str, *, load: tuple[int, int] | None = None, **fields: Any
+) -> StepSpec:
     """A StepSpec on the machine; CPU rows are short."""
     batch, context = load or (OURS if machine.is_gpu else S2)
-    counts = {"warmup": 5, "steps": 10} if machine.is_gpu else {"warmup": 2, "steps": 5, "seconds": 0.5}
+    counts = (
+        {"warmup": 5, "steps": 10} if machine.is_gpu else {"warmup": 2, "steps": 5, "seconds": 0.5}
+    )
     model = ModelSpec.preset(size, context_length=context)
-    return StepSpec(**{**counts, "model": model, "size": size, "batch": batch, "device": machine.device, **fields})
+    return StepSpec(
+        **{
+            **counts,
+            "model": model,
+            "size": size,
+            "batch": batch,
+            "device": machine.device,
+            **fields,
+        }
+    )
 
 
 def step_job(machine: Machine, size: str, **fields: Any) -> Job:

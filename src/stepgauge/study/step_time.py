@@ -14,12 +14,23 @@ from stepgauge.study.sizes import GPU_SIZES, OURS, S1, S2, sizes, step_job
 
 # (forward, backward), fp32, ms
 _FIGURES: dict[str, dict[str, tuple[float, float]]] = {
-    "S1": {"small": (18.8, 34.0), "medium": (45, 85), "large": (96, 191), "xl": (185, 359), "2.7b": (257, 534)},
+    "S1": {
+        "small": (18.8, 34.0),
+        "medium": (45, 85),
+        "large": (96, 191),
+        "xl": (185, 359),
+        "2.7b": (257, 534),
+    },
     "S2": {"small": (12.9, 23.2), "medium": (31.9, 71.4), "large": (66.2, 143.5)},
     "S5": {"small": (31.5, 67), "medium": (97.7, 202)},
 }
 PUBLISHED = [
-    published(source, spec={"size": size, "precision": "fp32", "compile": "off"}, forward=forward, backward=backward)
+    published(
+        source,
+        spec={"size": size, "precision": "fp32", "compile": "off"},
+        forward=forward,
+        backward=backward,
+    )
     for source, rows in _FIGURES.items()
     for size, (forward, backward) in rows.items()
 ]
@@ -29,7 +40,11 @@ def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
     loads = (OURS, S1, S2) if machine.is_gpu else (S2,)
     shown = sizes(machine)
     jobs = [step_job(machine, size, load=load) for load in loads for size in shown]
-    beyond = [step_job(machine, GPU_SIZES[len(shown)])] if machine.is_gpu and len(shown) < len(GPU_SIZES) else []
+    beyond = (
+        [step_job(machine, GPU_SIZES[len(shown)])]
+        if machine.is_gpu and len(shown) < len(GPU_SIZES)
+        else []
+    )
     return jobs + beyond  # the first size that does not fit is a row that says so
 
 
@@ -38,7 +53,10 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     for load in dict.fromkeys(map(_load, records)):
         rows = [record for record in records if _load(record) == load]
         names = [str(record.spec["size"]) for record in rows]
-        phases = {p: [record.median(f"{p}_ms") for record in rows] for p in ("forward", "backward", "optimizer")}
+        phases = {
+            p: [record.median(f"{p}_ms") for record in rows]
+            for p in ("forward", "backward", "optimizer")
+        }
         svg = stacked_bars(
             names,
             phases,
@@ -58,7 +76,10 @@ def _published_totals(load: str, names: Sequence[str]) -> dict[str, list[float |
         for source, rows in _FIGURES.items()
         if " × ".join(map(str, CONDITIONS[source].values())) == load
     }
-    return {f"{source} forward + backward": [rows.get(n) for n in names] for source, rows in totals.items()}
+    return {
+        f"{source} forward + backward": [rows.get(n) for n in names]
+        for source, rows in totals.items()
+    }
 
 
 def _load(record: Record) -> str:

@@ -19,7 +19,9 @@ from stepgauge.study.experiment import Experiment, Machine
 def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
     if machine.is_gpu:
         size, context = "small", 512
-        spec = TrainSpec(model=_bytes(size, context), size=size, batch=16, steps=600, warmup=50, precision="bf16")
+        spec = TrainSpec(
+            model=_bytes(size, context), size=size, batch=16, steps=600, warmup=50, precision="bf16"
+        )
     else:
         size, context = "tiny", 128
         spec = TrainSpec(model=_bytes(size, context), size=size, batch=8, steps=200, warmup=20)
@@ -50,7 +52,9 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
             "Training loss, each step.",
         ),
         Plot(
-            lines({"held out": held_out}, x="step", y="bits a byte", dots=("held out",), height=2.4),
+            lines(
+                {"held out": held_out}, x="step", y="bits a byte", dots=("held out",), height=2.4
+            ),
             "Held-out loss.",
         ),
         record_table(records),

@@ -14,7 +14,8 @@ from stepgauge.study.published import SOURCES
 from stepgauge.study.sizes import step_job
 
 WARM_UPS = (0, 1, 2, 5)
-# S1's small: forward 84 ms without warm-up, 19 with one step; S2's small: 29 ± 52 against 12.9 ± 0.3 ms.
+# S1's small: forward 84 ms without warm-up, 19 with one step; S2's small: 29 ± 52 against 12.9 ±
+# 0.3 ms.
 _FIGURES = [("S1", "0", "84"), ("S1", "1", "19"), ("S2", "0", "29 ± 52"), ("S2", "5", "12.9 ± 0.3")]
 
 
@@ -30,20 +31,35 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     names = [f"warm-up {record.spec['warmup']}" for record in good]
     forward = [record.metrics["forward_ms"] for record in good]
     svg = grouped_bars(
-        names, {"mean": [s.mean for s in forward], "median": [s.median for s in forward]}, unit="ms a forward"
+        names,
+        {"mean": [s.mean for s in forward], "median": [s.median for s in forward]},
+        unit="ms a forward",
     )
     ours = [
-        [str(record.spec["warmup"]), f"{number(s.mean)} ± {number(s.std)}", number(s.median), "this machine"]
+        [
+            str(record.spec["warmup"]),
+            f"{number(s.mean)} ± {number(s.std)}",
+            number(s.median),
+            "this machine",
+        ]
         for record, s in zip(good, forward, strict=True)
     ]
     theirs = [[warmup, figure, "", source] for source, warmup, figure in _FIGURES]
     head = ["warm-up steps", "forward ms, mean ± std", "median", "source"]
     sources = "; ".join(f"{name}: {SOURCES[name]}" for name in ("S1", "S2"))
     table = Table(
-        head, ours + theirs, numeric=frozenset(head[1:3]), caption=f"Beside published figures of small. {sources}."
+        head,
+        ours + theirs,
+        numeric=frozenset(head[1:3]),
+        caption=f"Beside published figures of small. {sources}.",
     )
-    counts = " to ".join(str(n) for n in sorted({min(s.n for s in forward), max(s.n for s in forward)}))
-    return [Plot(svg, f"Mean and median of {counts} forward passes each, {describe(good[0])}."), table]
+    counts = " to ".join(
+        str(n) for n in sorted({min(s.n for s in forward), max(s.n for s in forward)})
+    )
+    return [
+        Plot(svg, f"Mean and median of {counts} forward passes each, {describe(good[0])}."),
+        table,
+    ]
 
 
 EXPERIMENT = Experiment(

@@ -15,11 +15,14 @@ from stepgauge.trace.overlap import overlap
 from stepgauge.trace.read import TraceError
 
 FINEST = 1 / 2000  # of a step: shorter pauses cannot be seen in the drawn timeline
-SMALLEST = 1e-4  # of the whole: what takes less, together with its like, is left out of the flame graph
+# of the whole: what takes less, together with its like, is left out of the flame graph
+SMALLEST = 1e-4
 
 
 def analyse(path: Path, *later: Path) -> Analysis:
-    """Raises TraceError for a file that is no trace, or one in which nothing was profiled; `later` as of `load`."""
+    """Raises TraceError for a file that is no trace, or one in which nothing was profiled; `later`
+    as of `load`.
+    """
     return analysis(load(path, *later))
 
 
@@ -40,7 +43,9 @@ def analysis(trace: Trace) -> Analysis:
         phases_us=tally.phases(),
         cells=tally.rows(),
         operations=tally.operations(),
-        idle=[Idle(reason=r, phase=p, gaps=int(n), us=us) for (r, p), (n, us) in tally.idle.items()],
+        idle=[
+            Idle(reason=r, phase=p, gaps=int(n), us=us) for (r, p), (n, us) in tally.idle.items()
+        ],
         overlap=overlap(trace),
         lanes=tally.lanes(),
         marks=tally.marks(),
@@ -92,7 +97,9 @@ class _Tally:
         key = (work.name, work.kind, work.rule, work.phase, part)
         sums = self.cells.get(key)
         if sums is None:
-            sums = self.cells[key] = dict.fromkeys(("calls", "us", "busy_us", "idle_us", "flops", "bytes"), 0)
+            sums = self.cells[key] = dict.fromkeys(
+                ("calls", "us", "busy_us", "idle_us", "flops", "bytes"), 0
+            )
         sums["busy_us"] += busy
         sums["idle_us"] += gap
         if not new:
@@ -104,7 +111,8 @@ class _Tally:
         operation = (work.operation, work.shapes)
         row = self._operations.setdefault(operation, [0, 0.0])
         row[1] += work.us
-        # The longest kernel of an operation says what it is: a matrix product may clear its result first.
+        # The longest kernel of an operation says what it is: a matrix product may clear its result
+        # first.
         if work.first:
             row[0] += 1
             cost = flops.cost(*operation)
@@ -118,7 +126,10 @@ class _Tally:
         return [Cell(**{**names, **sums}) for names, sums in named]  # type: ignore[arg-type]
 
     def phases(self) -> dict[str, list[float]]:
-        order = [*(p for p in PHASES if p in self._spans), *(p for p in self._spans if p not in PHASES)]
+        order = [
+            *(p for p in PHASES if p in self._spans),
+            *(p for p in self._spans if p not in PHASES),
+        ]
         return {phase: self._spans[phase] for phase in order}
 
     def operations(self) -> list[OperationRow]:
@@ -155,7 +166,10 @@ class _Tally:
         }
 
     def marks(self) -> list[list[object]]:
-        return [[phase, start - self._origin(), end - self._origin()] for phase, (start, end) in self._marks.items()]
+        return [
+            [phase, start - self._origin(), end - self._origin()]
+            for phase, (start, end) in self._marks.items()
+        ]
 
 
 def _coarse(times: Sequence[tuple[float, float]], pause: float) -> list[list[float]]:
@@ -170,7 +184,9 @@ def _coarse(times: Sequence[tuple[float, float]], pause: float) -> list[list[flo
 
 
 def repeated(range: str) -> str:
-    """The range with the number of a repeated part as *: "blocks.3.norm" and "Linear_7" of modules alike."""
+    """The range with the number of a repeated part as *: "blocks.3.norm" and "Linear_7" of modules
+    alike.
+    """
     return re.sub(r"(?<=[._])\d+(?=\.|$)", "*", range)
 
 

@@ -1,8 +1,9 @@
-"""Who asked for each piece of work: its operation, its range, its phase, by nesting and correlation.
+"""Who asked for each piece of work: its operation, its range, its phase, by nesting and
+correlation.
 
-A kernel belongs to the host call that launched it. The calls on one thread nest by time. A backward operation runs
-on another thread and long after, yet it carries the sequence number of the forward operation that made it, and so
-belongs to that one's range.
+A kernel belongs to the host call that launched it. The calls on one thread nest by time. A backward
+operation runs on another thread and long after, yet it carries the sequence number of the forward
+operation that made it, and so belongs to that one's range.
 """
 
 import bisect
@@ -17,7 +18,9 @@ from stepgauge.trace.events import STEP, Call, Kernel, Shapes, Trace
 PHASES = ("forward", "backward", "optimizer")
 _PHASE = re.compile(rf"^\W*({'|'.join(PHASES)})\W*$", re.IGNORECASE)
 # What PyTorch annotates by itself: no part of the model.
-_OWN = re.compile(r"^(Optimizer\.|nccl:|## Call|Torch-Compiled|TorchDynamo|Pregraph|AOTDispatcher|CompiledF)")
+_OWN = re.compile(
+    r"^(Optimizer\.|nccl:|## Call|Torch-Compiled|TorchDynamo|Pregraph|AOTDispatcher|CompiledF)"
+)
 _MODULE = "nn.Module: "
 _EVALUATES = "autograd::engine::evaluate_function"
 
@@ -104,12 +107,17 @@ class Resolver:
         self._starts = [start for start, _ in trace.steps]
         self._launches: dict[int, tuple[float, Frame]] = {}
         self._own_ranges = any(
-            _is_range(call.name) for calls in trace.threads.values() for call in calls if call.category == "annotation"
+            _is_range(call.name)
+            for calls in trace.threads.values()
+            for call in calls
+            if call.category == "annotation"
         )
         self._path_of_range: dict[tuple[str, str], int] = {}
 
     def work(self) -> Iterator[Work]:
-        """In no order. On a trace with kernels these; else the operations, each by what it did itself."""
+        """In no order. On a trace with kernels these; else the operations, each by what it did
+        itself.
+        """
         if not self.trace.on_device:
             for calls in self._threads():
                 yield from (work for work in self._self_time(calls) if work.step >= 0)
@@ -131,12 +139,18 @@ class Resolver:
         """The calls of each thread, outer before inner; threads that only run backward last."""
 
         def only_backward(calls: list[Call]) -> bool:
-            return not any(call.name.startswith(STEP) for call in calls) and any(call.is_backward for call in calls)
+            return not any(call.name.startswith(STEP) for call in calls) and any(
+                call.is_backward for call in calls
+            )
 
         threads = sorted(self.trace.threads.values(), key=only_backward)
         if not self.trace.on_device:
             # Threads that neither step nor run backward work beside the step, not in it.
-            steps = [t for t in threads if any(call.name.startswith(STEP) or call.is_backward for call in t)]
+            steps = [
+                t
+                for t in threads
+                if any(call.name.startswith(STEP) or call.is_backward for call in t)
+            ]
             threads = steps or threads
         return [sorted(calls, key=lambda call: (call.start, -call.end)) for calls in threads]
 
@@ -203,10 +217,17 @@ class Resolver:
             frame.composite = call.name
         if call.is_backward and call.name.startswith(_EVALUATES):
             frame.phase = "backward"
-            frame.range = self._forward_ranges.get(-1 if call.sequence is None else call.sequence, "")
+            frame.range = self._forward_ranges.get(
+                -1 if call.sequence is None else call.sequence, ""
+            )
             frame.path = self._range_path(frame.phase, frame.range)
             return
-        if call.sequence is not None and call.sequence >= 0 and not call.is_backward and frame.phase != "backward":
+        if (
+            call.sequence is not None
+            and call.sequence >= 0
+            and not call.is_backward
+            and frame.phase != "backward"
+        ):
             self._forward_ranges[call.sequence] = frame.range
         if not frame.phase:
             self._enter_phase("forward", frame)
@@ -223,7 +244,9 @@ class Resolver:
             call = frame.call
             if call is None or call.name.startswith(STEP) or not frame.phase:
                 continue
-            placed = kinds.of_operation(call.name, call.category, frame.in_optimizer, frame.composite)
+            placed = kinds.of_operation(
+                call.name, call.category, frame.in_optimizer, frame.composite
+            )
             first = frame.pieces == 0
             frame.pieces += 1
             yield Work(start, end, _label(call), *placed, frame.phase, frame.range, call.name, call.shapes, first,
@@ -236,14 +259,20 @@ class Resolver:
                 self._launches[call.correlation] = (call.start, frame)
 
     def _kernel(self, kernel: Kernel, seen: set[int]) -> Work:
-        launched, frame = self._launches.get(-1 if kernel.correlation is None else kernel.correlation, (None, None))
+        launched, frame = self._launches.get(
+            -1 if kernel.correlation is None else kernel.correlation, (None, None)
+        )
         operation = frame.operation if frame else None
         optimizer = frame.in_optimizer if frame else False
-        placed = kinds.of_kernel(kernel.name, kernel.category, operation.name if operation else "", optimizer)
+        placed = kinds.of_kernel(
+            kernel.name, kernel.category, operation.name if operation else "", optimizer
+        )
         first = operation is not None and id(operation) not in seen
         if operation is not None:
             seen.add(id(operation))
-        path = self.paths.child(frame.path if frame else self.paths.of(["not launched here"]), readable(kernel.name))
+        path = self.paths.child(
+            frame.path if frame else self.paths.of(["not launched here"]), readable(kernel.name)
+        )
         return Work(kernel.start, kernel.end, readable(kernel.name), *placed, frame.phase if frame else "",
                     frame.range if frame else "", operation.name if operation else "",
                     operation.shapes if operation else None, first, path,
@@ -252,7 +281,9 @@ class Resolver:
 
 
 def _is_opener(frame: Frame, call: Call) -> bool:
-    """Whether the frame is the Python function that opened the range: it returns, and the range goes on."""
+    """Whether the frame is the Python function that opened the range: it returns, and the range
+    goes on.
+    """
     python = frame.call is not None and frame.call.category == "python"
     return python and call.category == "annotation" and call.end > frame.end
 
@@ -283,7 +314,9 @@ def split(range: str) -> list[str]:
 
 def readable(name: str) -> str:
     """A kernel's name without what all C++ names share."""
-    name = re.sub(r"^void |at::native::|\(anonymous namespace\)::|at_cuda_detail::|<unnamed>::", "", name)
+    name = re.sub(
+        r"^void |at::native::|\(anonymous namespace\)::|at_cuda_detail::|<unnamed>::", "", name
+    )
     depth, end = 0, len(name)
     for index, character in enumerate(name):
         depth += {"<": 1, ">": -1}.get(character, 0)

@@ -1,4 +1,6 @@
-"""What the events of a PyTorch trace mean: calls on the threads of the host, kernels on the streams of the device."""
+"""What the events of a PyTorch trace mean: calls on the threads of the host, kernels on the streams
+of the device.
+"""
 
 import dataclasses
 import sys
@@ -35,7 +37,9 @@ class Shapes(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Something that ran on a thread of the host, times in µs. `sequence` pairs a forward with its backward."""
+    """Something that ran on a thread of the host, times in µs. `sequence` pairs a forward with its
+    backward.
+    """
 
     start: float
     end: float
@@ -60,12 +64,16 @@ class Kernel(NamedTuple):
 
 @dataclasses.dataclass
 class Trace:
-    """One rank's trace. A thread is (process, thread); `transfers` are a host backend's collectives."""
+    """One rank's trace. A thread is (process, thread); `transfers` are a host backend's
+    collectives.
+    """
 
     path: Path
     rank: int | None = None
     device: str = ""
-    threads: dict[tuple[Any, Any], list[Call]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    threads: dict[tuple[Any, Any], list[Call]] = dataclasses.field(
+        default_factory=lambda: defaultdict(list)
+    )
     kernels: list[Kernel] = dataclasses.field(default_factory=list)
     transfers: list[Call] = dataclasses.field(default_factory=list)
     steps: list[tuple[float, float]] = dataclasses.field(default_factory=list)
@@ -76,7 +84,8 @@ class Trace:
 
 
 def load(path: Path, *later: Path) -> Trace:
-    """The trace of a process; `later` ones are of the same process, from further cycles of its profiler.
+    """The trace of a process; `later` ones are of the same process, from further cycles of its
+    profiler.
 
     Raises TraceError for a file that is no trace, or one in which nothing ran.
     """
@@ -88,7 +97,9 @@ def load(path: Path, *later: Path) -> Trace:
             category = _CATEGORIES.get(str(value.get("cat", "")).lower())
             if category:
                 _add(trace, category, value, shapes)
-    if not trace.kernels and not any(call.category == "op" for calls in trace.threads.values() for call in calls):
+    if not trace.kernels and not any(
+        call.category == "op" for calls in trace.threads.values() for call in calls
+    ):
         raise TraceError(f"{path} has neither kernels nor operations of PyTorch")
     trace.steps = _steps(trace)
     return trace
@@ -98,7 +109,12 @@ def _note(trace: Trace, key: str, value: Any) -> None:
     if key == "distributedInfo" and isinstance(value, dict):
         rank = value.get("rank")
         trace.rank = rank if isinstance(rank, int) else None
-    if key == "deviceProperties" and isinstance(value, list) and value and isinstance(value[0], dict):
+    if (
+        key == "deviceProperties"
+        and isinstance(value, list)
+        and value
+        and isinstance(value[0], dict)
+    ):
         trace.device = str(value[0].get("name", ""))
 
 
@@ -132,7 +148,9 @@ def _add(trace: Trace, category: str, event: dict[str, Any], shapes: _Shapes) ->
         end = start + max(0.0, float(event.get("dur", 0.0)))
         name = sys.intern(event["name"])
     except (KeyError, TypeError, ValueError):
-        raise TraceError(f"{trace.path} is no trace of PyTorch: an event has no name or time") from None
+        raise TraceError(
+            f"{trace.path} is no trace of PyTorch: an event has no name or time"
+        ) from None
     arguments = event.get("args")
     arguments = arguments if isinstance(arguments, dict) else {}
     correlation = arguments.get("correlation")

@@ -1,6 +1,7 @@
 """The nesting of a trace as a flame graph: phases, parts of the model, operations, kernels.
 
-Written as collapsed stacks (one line a path, as Brendan Gregg's flamegraph.pl reads) and as speedscope's JSON.
+Written as collapsed stacks (one line a path, as Brendan Gregg's flamegraph.pl reads) and as
+speedscope's JSON.
 """
 
 import json
@@ -13,7 +14,9 @@ Tree = list[Any]  # [name, µs of its own, children]
 
 
 def tree(paths: Paths, times: Mapping[int, float]) -> Tree:
-    """The paths that took time, as nested [name, µs of its own, children] in the order in which they first ran."""
+    """The paths that took time, as nested [name, µs of its own, children] in the order in which
+    they first ran.
+    """
     nodes: dict[int, Tree] = {0: ["", 0.0, []]}
     for node, us in times.items():
         _place(paths, nodes, node)[1] += us
@@ -34,7 +37,9 @@ def _place(paths: Paths, nodes: dict[int, Tree], node: int) -> Tree:
 
 
 def collapsed(flame: Tree) -> Iterable[str]:
-    """`forward;blocks.0;attention;softmax 12345`: times in ns, for the format knows whole numbers only."""
+    """`forward;blocks.0;attention;softmax 12345`: times in ns, for the format knows whole numbers
+    only.
+    """
     for names, us in _paths(flame):
         yield f"{';'.join(name.replace(';', ',') for name in names)} {round(us * 1e3)}"
 

@@ -1,9 +1,10 @@
 """FLOPs and least bytes of an operation, from the shapes that it was called with.
 
-Matrix products: 2 per multiply-add. Attention over B, H, T, S, D: 4BHTSD forward, 10BHTSD backward (it computes the
-scores again), half where it is causal. Softmax: 5 per element (maximum, difference, exponential, sum, quotient), its
-backward 4. Everything else: bytes only. Bytes are the arguments read once and the result written once; what a kernel
-reads again out of cache is not in them.
+Matrix products: 2 per multiply-add. Attention over B, H, T, S, D: 4BHTSD forward, 10BHTSD backward
+(it computes the scores again), half where it is causal. Softmax: 5 per element (maximum,
+difference, exponential, sum, quotient), its backward 4. Everything else: bytes only. Bytes are the
+arguments read once and the result written once; what a kernel reads again out of cache is not in
+them.
 """
 
 import math
@@ -35,7 +36,11 @@ def cost(operation: str, shapes: Shapes | None) -> Cost:
         flops, result = formula(shapes) if formula else (None, _largest(shapes))
     except (LookupError, ValueError):  # called in a way that the formula does not know
         flops, result = None, _largest(shapes)
-    read = sum(math.prod(d) * _BYTES.get(t, 0) for d, t in zip(shapes.dims, shapes.types, strict=False) if d)
+    read = sum(
+        math.prod(d) * _BYTES.get(t, 0)
+        for d, t in zip(shapes.dims, shapes.types, strict=False)
+        if d
+    )
     width = _BYTES.get(dtype(shapes), 0)
     # A Triton kernel's arguments hold its result too.
     written = 0 if operation.startswith("triton_") else result * width
@@ -44,7 +49,11 @@ def cost(operation: str, shapes: Shapes | None) -> Cost:
 
 def dtype(shapes: Shapes) -> str:
     """Of the first argument that is a tensor of floats; "" if there is none."""
-    floats = (t for d, t in zip(shapes.dims, shapes.types, strict=False) if d and ("loat" in t or t in _FLOATS))
+    floats = (
+        t
+        for d, t in zip(shapes.dims, shapes.types, strict=False)
+        if d and ("loat" in t or t in _FLOATS)
+    )
     return next(floats, "")
 
 
@@ -76,7 +85,9 @@ def _linear(shapes: Shapes) -> tuple[float, float]:
 
 
 def _attention(query: int, causal: int, per_score: int) -> Formula:
-    """q, k and v from the place `query` on, the causal flag at the place `causal`; no FLOPs without the flag."""
+    """q, k and v from the place `query` on, the causal flag at the place `causal`; no FLOPs without
+    the flag.
+    """
 
     def formula(shapes: Shapes) -> tuple[float, float]:
         (*batch, rows, width), keys = shapes.dims[query], shapes.dims[query + 1][-2]
@@ -89,7 +100,10 @@ def _attention(query: int, causal: int, per_score: int) -> Formula:
 
 
 def _elements(per_element: int) -> Formula:
-    return lambda shapes: (float(per_element * math.prod(shapes.dims[0])), math.prod(shapes.dims[0]))
+    return lambda shapes: (
+        float(per_element * math.prod(shapes.dims[0])),
+        math.prod(shapes.dims[0]),
+    )
 
 
 # The arguments' places are those of the operators' schemas.

@@ -17,10 +17,12 @@ UNKNOWN = "the trace has no launch for the next kernel"
 
 
 class Moment(NamedTuple):
-    """A kernel on the device's time line: `gap_us` idle before it, then `busy_us` in which no earlier one ran.
+    """A kernel on the device's time line: `gap_us` idle before it, then `busy_us` in which no
+    earlier one ran.
 
-    Of a gap between two phases, the part until the host ended the first one is a Moment of that phase's last kernel,
-    which is not `new` there: the stopwatch too marks a phase's end when the host does.
+    Of a gap between two phases, the part until the host ended the first one is a Moment of that
+    phase's last kernel, which is not `new` there: the stopwatch too marks a phase's end when the
+    host does.
     """
 
     work: Work
@@ -31,7 +33,9 @@ class Moment(NamedTuple):
 
 
 def time_line(trace: Trace, works: Iterable[Work]) -> Iterator[Moment]:
-    """Each step's kernels in order. Gaps and busy times of a step add up to its time on the device exactly."""
+    """Each step's kernels in order. Gaps and busy times of a step add up to its time on the device
+    exactly.
+    """
     waits = merged(
         (call.start, call.end)
         for calls in trace.threads.values()
@@ -73,12 +77,17 @@ def _origins(trace: Trace) -> list[float]:
 
 
 def _phase_ends(trace: Trace) -> dict[tuple[int, str], float]:
-    """When the host ended each phase of each step: where it recorded an event before the next phase, with that."""
+    """When the host ended each phase of each step: where it recorded an event before the next
+    phase, with that.
+    """
     calls = [call for thread in trace.threads.values() for call in thread]
     phases = sorted(
-        (call for call in calls if call.category == "annotation" and call.name in PHASES), key=lambda call: call.start
+        (call for call in calls if call.category == "annotation" and call.name in PHASES),
+        key=lambda call: call.start,
     )
-    marks = sorted((c.start, c.end) for c in calls if c.category == "runtime" and "EventRecord" in c.name)
+    marks = sorted(
+        (c.start, c.end) for c in calls if c.category == "runtime" and "EventRecord" in c.name
+    )
     starts = [start for start, _ in trace.steps]
     result = {}
     for call, following in itertools.zip_longest(phases, phases[1:]):
@@ -96,6 +105,10 @@ def _reason(work: Work, now: float, before: Work | None, waits: list[tuple[float
         index = bisect.bisect_right(waits, (now, float("inf"))) - 1
         waited = index >= 0 and waits[index][1] >= now
         return SYNCHRONISED if waited else HOST_BOUND
-    if before is not None and before.stream != work.stream and before.kind in ("communication", "copy"):
+    if (
+        before is not None
+        and before.stream != work.stream
+        and before.kind in ("communication", "copy")
+    ):
         return DEPENDENCY
     return TURNAROUND

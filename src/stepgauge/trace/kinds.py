@@ -1,7 +1,8 @@
 """What kind of work a kernel or an operation is, and the rule that says so.
 
-The first rule that holds decides. Device kernels go by their own name, then by the operation that launched them, for
-a kernel named `forward_kernel` says nothing; on a CPU there is the operation alone.
+The first rule that holds decides. Device kernels go by their own name, then by the operation that
+launched them, for a kernel named `forward_kernel` says nothing; on a CPU there is the operation
+alone.
 """
 
 import functools
@@ -20,15 +21,33 @@ def _rules(*rows: tuple[str, str]) -> list[tuple[str, re.Pattern[str]]]:
 
 # Order matters: a fused kernel carries the names of all that it does, the most telling first.
 _KERNELS = _rules(
-    ("communication", r"^nccl|^rccl|nccl.*kernel|nvshmem|one_shot_all_|two_shot_all_|multimem_|symm_mem|peer_mean"),
-    ("copy", r"^mem(cpy|set)|^dma|direct_copy_kernel|copy_device_to_device|CatArrayBatchedCopy|float\d+_copy"),
+    (
+        "communication",
+        r"^nccl|^rccl|nccl.*kernel|nvshmem|one_shot_all_|two_shot_all_|multimem_|symm_mem|peer_mean",
+    ),
+    (
+        "copy",
+        r"^mem(cpy|set)|^dma|direct_copy_kernel|copy_device_to_device|CatArrayBatchedCopy|float\d+_copy",
+    ),
     ("attention", r"flash|fmha|sdpa|_attn_|attention|dkdv|(^|_)dq_kernel|mha_"),
     ("optimizer", r"adam|FusedOptimizer|multi_tensor_apply.*(sgd|lamb)"),
     ("softmax", r"softmax|triton_.*fused.*_(amax|max)_.*exp"),
-    ("matmul", r"gemm|gemv|cutlass.*(tensorop|simt|wgmma|Kernel)|cublas|xmma|nvjet|splitk|triton_(tem|mm)|dot_kernel"),
-    ("norm", r"(layer|rms|batch|group)_?norm|RowwiseMoments|GammaBeta|triton_.*fused.*(rsqrt|var_mean)"),
-    ("reduction", r"reduce|nll_loss|argm(ax|in)|cross_entropy|cub::.*(scan|sum|sort)|triton_(red|per)_|l2_?norm"),
-    ("elementwise", r"elementwise|triton_poi_|index|gather|scatter|embedding|roll|fill|tri(l|u)_|arange|random|philox"),
+    (
+        "matmul",
+        r"gemm|gemv|cutlass.*(tensorop|simt|wgmma|Kernel)|cublas|xmma|nvjet|splitk|triton_(tem|mm)|dot_kernel",
+    ),
+    (
+        "norm",
+        r"(layer|rms|batch|group)_?norm|RowwiseMoments|GammaBeta|triton_.*fused.*(rsqrt|var_mean)",
+    ),
+    (
+        "reduction",
+        r"reduce|nll_loss|argm(ax|in)|cross_entropy|cub::.*(scan|sum|sort)|triton_(red|per)_|l2_?norm",
+    ),
+    (
+        "elementwise",
+        r"elementwise|triton_poi_|index|gather|scatter|embedding|roll|fill|tri(l|u)_|arange|random|philox",
+    ),
     ("elementwise", r"multi_tensor_apply"),
 )
 # What the driver calls a copy to the memory of another GPU.
@@ -55,8 +74,11 @@ _OPERATIONS = _rules(
 
 
 _AUTOGRAD = re.compile(r"^autograd::|AccumulateGrad|Backward\d*$|^detach")
-_COMPILER = re.compile(r"^(Torch-Compiled|TorchDynamo|Pregraph|AOTDispatcher|CompiledFunction|CompiledF)")
-GENERATED = "## Call Compiled"  # around code that the compiler wrote for a CPU, which records nothing itself
+_COMPILER = re.compile(
+    r"^(Torch-Compiled|TorchDynamo|Pregraph|AOTDispatcher|CompiledFunction|CompiledF)"
+)
+# around code that the compiler wrote for a CPU, which records nothing itself
+GENERATED = "## Call Compiled"
 _COMPOSITE = ("attention", "softmax", "norm")
 
 
@@ -97,7 +119,9 @@ def of_kernel(name: str, category: str, operation: str, in_optimizer: bool) -> P
 
 @functools.cache
 def of_operation(name: str, category: str, in_optimizer: bool, composite: str = "") -> Placed:
-    """Of something that ran on the host by itself, without the calls inside it; inside of a composite operation."""
+    """Of something that ran on the host by itself, without the calls inside it; inside of a
+    composite operation.
+    """
     if name.startswith(GENERATED):
         return Placed("other", "code that torch.compile wrote: many operations in one")
     if _COMPILER.match(name):

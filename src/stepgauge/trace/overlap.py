@@ -9,11 +9,12 @@ from stepgauge.trace.read import TraceError
 
 
 def overlap(trace: Trace) -> Overlap | None:
-    """comm_comp_overlap = time in which both communicate and compute / time communicating, as Holistic Trace Analysis
-    defines it; transfers and fills of the driver are neither, but for copies from GPU to GPU, which are communication.
-    None for a trace without communication.
+    """comm_comp_overlap = time in which both communicate and compute / time communicating, as
+    Holistic Trace Analysis defines it; transfers and fills of the driver are neither, but for
+    copies from GPU to GPU, which are communication. None for a trace without communication.
 
-    Of a trace without kernels: a host backend's transfers against the operations of the threads that step.
+    Of a trace without kernels: a host backend's transfers against the operations of the threads
+    that step.
     """
     communication, computation = busy(trace)
     if not communication:
@@ -41,7 +42,9 @@ def busy(trace: Trace) -> tuple[Intervals, Intervals]:
     if not trace.on_device:
         # What is no operation, Python and waiting, does not count as computing.
         works = (w for w in Resolver(trace).work() if w.kind not in ("communication", "host"))
-        return merged((call.start, call.end) for call in trace.transfers), merged((w.start, w.end) for w in works)
+        return merged((call.start, call.end) for call in trace.transfers), merged(
+            (w.start, w.end) for w in works
+        )
     communication: Intervals = []
     computation: Intervals = []
     for kernel in trace.kernels:

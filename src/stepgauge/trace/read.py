@@ -48,7 +48,9 @@ class _Window:
         if not found:
             raise TraceError("ends in the middle: it was cut off")
         if found not in wanted:
-            raise TraceError(f"is no Chrome trace: {found!r} stands where {' or '.join(wanted)} should")
+            raise TraceError(
+                f"is no Chrome trace: {found!r} stands where {' or '.join(wanted)} should"
+            )
         self.at += 1
         return found
 
@@ -59,12 +61,16 @@ class _Window:
                 value, end = _DECODER.raw_decode(self.text, self.at)
             except json.JSONDecodeError as error:
                 if len(self.text) - self.at > LONGEST:
-                    raise TraceError(f"is damaged: {error.msg} in an event of over {LONGEST:,} characters") from None
+                    raise TraceError(
+                        f"is damaged: {error.msg} in an event of over {LONGEST:,} characters"
+                    ) from None
                 left = len(self.text) - error.pos
                 if self.more():
                     continue
                 cut = left <= LONGEST_LITERAL or error.msg.startswith("Unterminated")
-                raise TraceError("ends in the middle: it was cut off" if cut else f"is damaged: {error.msg}") from None
+                raise TraceError(
+                    "ends in the middle: it was cut off" if cut else f"is damaged: {error.msg}"
+                ) from None
             # A number may go on in the next chunk.
             if end == len(self.text) and self.more():
                 continue
@@ -73,9 +79,11 @@ class _Window:
 
 
 def read(path: Path) -> Iterator[tuple[str, Any]]:
-    """(key, value) for what the file says about itself, ("", event) for each event, in the file's order.
+    """(key, value) for what the file says about itself, ("", event) for each event, in the file's
+    order.
 
-    Both of Chrome's formats: an object with a list `traceEvents`, and the list alone. Raises TraceError.
+    Both of Chrome's formats: an object with a list `traceEvents`, and the list alone. Raises
+    TraceError.
     """
     try:
         with _opened(path) as file:

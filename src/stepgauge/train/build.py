@@ -1,4 +1,6 @@
-"""From names to a training step: the one place where model, precision, optimizer and compile mode come together."""
+"""From names to a training step: the one place where model, precision, optimizer and compile mode
+come together.
+"""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -21,7 +23,8 @@ from stepgauge.train.data import masked_batch, random_batch
 from stepgauge.train.precision import PRECISIONS, unavailable
 from stepgauge.train.step import TrainingStep
 
-# Of each spec of a network: its module, and a batch (vocab_size, batch, length, seed) that the module's loss takes.
+# Of each spec of a network: its module, and a batch (vocab_size, batch, length, seed) that the
+# module's loss takes.
 NETWORKS: Mapping[type, tuple[Callable[..., Any], Callable[..., tuple[Tensor, ...]]]] = {
     ModelSpec: (TransformerLM, random_batch),
     BertSpec: (BertForMaskedLM, masked_batch),
@@ -41,7 +44,8 @@ def build_step(
     parallelise: Parallelise = alone,
     **settings: Any,
 ) -> TrainingStep:
-    """The step that the spec names, on its device, weights drawn from its seed; `settings` go to the optimizer.
+    """The step that the spec names, on its device, weights drawn from its seed; `settings` go to
+    the optimizer.
 
     parallelise  spreads the model and its optimizer over ranks
 
@@ -57,7 +61,9 @@ def build_step(
     model.through_blocks = through_blocks(spec.checkpointing, spec.checkpoint_blocks)
     weight_decay = settings.pop("weight_decay", 0.01)
     optimizer = functools.partial(build_optimizer, spec.optimizer, **settings)
-    parallel = parallelise(compiled(model, spec.compile), lambda module: decay_groups(module, weight_decay), optimizer)
+    parallel = parallelise(
+        compiled(model, spec.compile), lambda module: decay_groups(module, weight_decay), optimizer
+    )
     return TrainingStep(
         model,
         parallel.optimizer,

@@ -1,8 +1,9 @@
 """Checkpoints in torch.distributed.checkpoint's format, whole or not there.
 
-A checkpoint is written to a folder of another name, its files' sizes and checksums are noted in a manifest, all of
-it is forced to disk, and only then the folder gets its name. Reading verifies the manifest, so that a folder that was
-cut short later (a full disk, a broken copy) is passed over as well.
+A checkpoint is written to a folder of another name, its files' sizes and checksums are noted in a
+manifest, all of it is forced to disk, and only then the folder gets its name. Reading verifies the
+manifest, so that a folder that was cut short later (a full disk, a broken copy) is passed over as
+well.
 """
 
 import dataclasses
@@ -34,10 +35,11 @@ class Checkpoints:
     folder: Path
 
     def save(self, step: int, state: dict[str, Any], about: dict[str, Any], *, keep: int) -> Path:
-        """Writes the state as the checkpoint of that step, then removes all but the newest `keep` up to it.
+        """Writes the state as the checkpoint of that step, then removes all but the newest `keep`
+        up to it.
 
-        What is newer is damaged, or this step would not have been trained again: it goes too. Raises CheckpointError
-        if it cannot be written.
+        What is newer is damaged, or this step would not have been trained again: it goes too.
+        Raises CheckpointError if it cannot be written.
         """
         final = self.folder / f"step-{step:09d}"
         partial = final.with_suffix(PARTIAL)
@@ -49,7 +51,9 @@ class Checkpoints:
             _force_to_disk(self.folder)
         except (OSError, RuntimeError, CheckpointException) as error:
             shutil.rmtree(partial, ignore_errors=True)
-            raise CheckpointError(f"cannot write checkpoint {final}: {_first_line(error)}") from None
+            raise CheckpointError(
+                f"cannot write checkpoint {final}: {_first_line(error)}"
+            ) from None
         older = [folder for folder in self._folders() if folder.name <= final.name]
         for folder in {*self._folders(), *self.folder.glob(f"*{PARTIAL}")} - set(older[:keep]):
             shutil.rmtree(folder)
@@ -59,7 +63,9 @@ class Checkpoints:
         with _quiet():
             state_dict_saver.save(state, checkpoint_id=folder, no_dist=True)
         files = {path.name: _fingerprint(path) for path in sorted(folder.iterdir())}
-        (folder / MANIFEST).write_text(json.dumps({"step": step, "about": about, "files": files}, indent=1))
+        (folder / MANIFEST).write_text(
+            json.dumps({"step": step, "about": about, "files": files}, indent=1)
+        )
         for path in [*folder.iterdir(), folder]:
             _force_to_disk(path)
 
@@ -68,7 +74,9 @@ class Checkpoints:
         for folder in self._folders():
             try:
                 manifest = json.loads((folder / MANIFEST).read_text())
-                whole = all(_fingerprint(folder / name) == mark for name, mark in manifest["files"].items())
+                whole = all(
+                    _fingerprint(folder / name) == mark for name, mark in manifest["files"].items()
+                )
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 whole = False
             if whole:
@@ -91,11 +99,17 @@ class Checkpoints:
 
 
 def require_same(about: dict[str, Any], wanted: dict[str, Any], folder: Path) -> None:
-    """Raises CheckpointError that names the fields in which a checkpoint differs from the run that wants it."""
+    """Raises CheckpointError that names the fields in which a checkpoint differs from the run that
+    wants it.
+    """
     names = sorted({name for name in (*about, *wanted) if about.get(name) != wanted.get(name)})
     if names:
-        changes = ", ".join(f"{name} {about.get(name)} there, {wanted.get(name)} here" for name in names)
-        raise CheckpointError(f"checkpoint {folder} is of another run: {changes}; choose another --out")
+        changes = ", ".join(
+            f"{name} {about.get(name)} there, {wanted.get(name)} here" for name in names
+        )
+        raise CheckpointError(
+            f"checkpoint {folder} is of another run: {changes}; choose another --out"
+        )
 
 
 def _first_line(error: BaseException) -> str:

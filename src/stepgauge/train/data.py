@@ -1,4 +1,5 @@
-"""Text in, batches out. A batch is a pure function of the corpus, the seed and the step: resuming needs no state.
+"""Text in, batches out. A batch is a pure function of the corpus, the seed and the step: resuming
+needs no state.
 
 Legend: B batch, T sequence.
 """
@@ -46,14 +47,17 @@ class Text:
 
 @functools.cache
 def read_text(corpus: str) -> Text:
-    """The text of a file, of all text files of a folder in the order of their paths, or of the default corpus.
+    """The text of a file, of all text files of a folder in the order of their paths, or of the
+    default corpus.
 
     Raises CorpusError where it is missing, empty or not text.
     """
     if corpus == DEFAULT_CORPUS:
         root = Path(sysconfig.get_path("stdlib"))
         paths = [
-            path for path in sorted(root.rglob("*.py")) if not set(path.relative_to(root).parts) & set(DEFAULT_EXCLUDED)
+            path
+            for path in sorted(root.rglob("*.py"))
+            if not set(path.relative_to(root).parts) & set(DEFAULT_EXCLUDED)
         ]
         return Text(DEFAULT_CORPUS, b"\n".join(path.read_bytes() for path in paths))
     path = Path(corpus)
@@ -103,12 +107,16 @@ class Corpus:
         """Tokens by "bytes", or by a "bpe" of `vocab_size` trained on the training part only."""
         split = text.train_length
         parts = text.data[:split], text.data[split:]
-        encode, size = _byte_encoder() if tokenizer == "bytes" else _bpe_encoder(parts[0], vocab_size)
+        encode, size = (
+            _byte_encoder() if tokenizer == "bytes" else _bpe_encoder(parts[0], vocab_size)
+        )
         train, held_out = (encode(part) for part in parts)
         return cls(text, size, train, held_out, len(parts[1]) / max(1, held_out.numel()))
 
     def require(self, *, length: int) -> None:
-        """Raises CorpusError unless both parts hold at least one sequence of that length and its targets."""
+        """Raises CorpusError unless both parts hold at least one sequence of that length and its
+        targets.
+        """
         for name, part in (("training", self.train), ("held-out", self.held_out)):
             if part.numel() <= length:
                 raise CorpusError(
@@ -144,15 +152,20 @@ def random_batch(vocab_size: int, batch: int, length: int, seed: int) -> tuple[T
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def masked_batch(vocab_size: int, batch: int, length: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """tokens_BT, targets_BT and types_BT of pairs of independent uniform texts, masked as BERT's (Devlin et al. 2019).
+def masked_batch(
+    vocab_size: int, batch: int, length: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """tokens_BT, targets_BT and types_BT of pairs of independent uniform texts, masked as BERT's
+    (Devlin et al. 2019).
 
-    15 % of the tokens have a target; of these 80 % read [MASK], 10 % another token, 10 % themselves.
+    15 % of the tokens have a target; of these 80 % read [MASK], 10 % another token, 10 %
+    themselves.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocab_size, (batch, length), generator=generator)
     fate = torch.rand((batch, length), generator=generator)
-    fate[:, 0] = torch.where((fate < MASKED_SHARE).any(1), fate[:, 0], 0.0)  # a row without targets has no loss
+    # a row without targets has no loss
+    fate[:, 0] = torch.where((fate < MASKED_SHARE).any(1), fate[:, 0], 0.0)
     targets = tokens.where(fate < MASKED_SHARE, NOT_MASKED)
     others = torch.randint(vocab_size, (batch, length), generator=generator)
     tokens = torch.where(fate < 0.9 * MASKED_SHARE, others, tokens)
@@ -163,7 +176,9 @@ def masked_batch(vocab_size: int, batch: int, length: int, seed: int) -> tuple[T
 
 def _byte_encoder() -> tuple[Callable[[bytes], Tensor], int]:
     # frombuffer takes no empty one
-    return lambda data: torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)], 256
+    return lambda data: torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[
+        : len(data)
+    ], 256
 
 
 def _bpe_encoder(data: bytes, vocab_size: int) -> tuple[Callable[[bytes], Tensor], int]:

@@ -24,7 +24,17 @@ from stepgauge.train.place import ALONE, Place
 CURVE_FILE = "curve.jsonl"
 # What a run may change when it goes on: the curve does not depend on it.
 FREE_FIELDS = (
-    *("model", "size", "corpus", "device", "keep", "checkpoint_every", "compile", "checkpointing", "checkpoint_blocks"),
+    *(
+        "model",
+        "size",
+        "corpus",
+        "device",
+        "keep",
+        "checkpoint_every",
+        "compile",
+        "checkpointing",
+        "checkpoint_blocks",
+    ),
     *("data_parallel", "ranks", "bucket_mb", "transport"),
 )
 DRAIN_EVERY = 10  # steps between readings of the loss from the device: each is a wait
@@ -54,11 +64,18 @@ def load_corpus(spec: TrainSpec) -> tuple[Corpus, TrainSpec]:
 class Trainer:
     """A training run in a folder: its model, its curve on disk, its checkpoints.
 
-    Of several ranks each has a Trainer, in a process group; they see one folder, and rank 0 alone writes to it.
+    Of several ranks each has a Trainer, in a process group; they see one folder, and rank 0 alone
+    writes to it.
     """
 
     def __init__(
-        self, spec: TrainSpec, corpus: Corpus, folder: Path, *, place: Place = ALONE, parallelise: Parallelise = alone
+        self,
+        spec: TrainSpec,
+        corpus: Corpus,
+        folder: Path,
+        *,
+        place: Place = ALONE,
+        parallelise: Parallelise = alone,
     ):
         self.spec, self.corpus, self.place = spec, corpus, place
         self.device = torch.device(spec.device)
@@ -76,10 +93,11 @@ class Trainer:
     def run(
         self, report: Callable[[Point], None], resumed: Callable[[int], None] = lambda step: None
     ) -> tuple[list[Point], int]:
-        """Trains to the last step from the newest whole checkpoint; the whole curve, and steps done in this call.
+        """Trains to the last step from the newest whole checkpoint; the whole curve, and steps done
+        in this call.
 
-        `resumed` is told the step of the checkpoint, `report` each step done here, when it is on disk. Raises
-        CheckpointError, DivergedError.
+        `resumed` is told the step of the checkpoint, `report` each step done here, when it is on
+        disk. Raises CheckpointError, DivergedError.
         """
         self.curve_path.parent.mkdir(parents=True, exist_ok=True)
         start = self._resume()
@@ -98,7 +116,9 @@ class Trainer:
                 saves = last or done % self.spec.checkpoint_every == 0
                 if evaluates or saves or done % DRAIN_EVERY == 0:
                     points = self._drain(pending, self.evaluate() if evaluates else None)
-                    file.writelines(json.dumps(dataclasses.asdict(point)) + "\n" for point in points)
+                    file.writelines(
+                        json.dumps(dataclasses.asdict(point)) + "\n" for point in points
+                    )
                     file.flush()
                     curve += points
                     for point in points:
@@ -110,18 +130,24 @@ class Trainer:
         return curve, self.spec.steps - start
 
     def _train_step(self, number: int) -> Tensor:
-        """One optimizer step over this rank's share of `accumulation` micro-batches; its mean loss, on the device."""
+        """One optimizer step over this rank's share of `accumulation` micro-batches; its mean loss,
+        on the device.
+        """
         spec = self.spec
         for group in self.step.optimizer.param_groups:
             group["lr"] = spec.learning_rate_at(number)
         rows = spec.batch * spec.accumulation
-        batch = self.corpus.batch(number, batch=rows, length=spec.model.context_length, seed=spec.seed)
+        batch = self.corpus.batch(
+            number, batch=rows, length=spec.model.context_length, seed=spec.seed
+        )
         tokens, targets = (self.place.shares(part.split(spec.batch)) for part in batch)
         total = torch.zeros((), device=self.device)
         for index, micro in enumerate(zip(tokens, targets, strict=True)):
             last = index == spec.accumulation - 1
             with contextlib.nullcontext() if last else self.step.parallel.no_sync():
-                loss = self.step.forward(*(part.to(self.device, non_blocking=True) for part in micro))
+                loss = self.step.forward(
+                    *(part.to(self.device, non_blocking=True) for part in micro)
+                )
                 loss = loss / spec.accumulation
                 self.step.backward(loss)
             total += loss.detach()
@@ -130,11 +156,17 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Held-out loss in bits per byte: nats a token over ln 2 and over the bytes a token stands for."""
+        """Held-out loss in bits per byte: nats a token over ln 2 and over the bytes a token stands
+        for.
+        """
         spec = self.spec
-        tokens, targets = self.corpus.held_out_windows(spec.evaluate_windows, spec.model.context_length)
+        tokens, targets = self.corpus.held_out_windows(
+            spec.evaluate_windows, spec.model.context_length
+        )
         total = torch.zeros((), dtype=torch.float64)
-        for micro_tokens, micro_targets in zip(tokens.split(spec.batch), targets.split(spec.batch), strict=True):
+        for micro_tokens, micro_targets in zip(
+            tokens.split(spec.batch), targets.split(spec.batch), strict=True
+        ):
             loss = self.step.forward(micro_tokens.to(self.device), micro_targets.to(self.device))
             total += loss.double().cpu() * len(micro_tokens)
         return total.item() / len(tokens) / math.log(2) / self.corpus.bytes_per_held_out_token
@@ -145,7 +177,9 @@ class Trainer:
         pending.clear()
         for point in points:
             if not math.isfinite(point.loss):
-                raise DivergedError(f"the loss at step {point.step} is {point.loss}; lower --learning-rate")
+                raise DivergedError(
+                    f"the loss at step {point.step} is {point.loss}; lower --learning-rate"
+                )
         if bits_per_byte is not None and not math.isfinite(bits_per_byte):
             raise DivergedError(
                 f"the held-out loss at step {points[-1].step} is {bits_per_byte}; lower --learning-rate"
@@ -171,17 +205,24 @@ class Trainer:
     def _resume(self) -> int:
         """Loads the newest whole checkpoint and returns its step, 0 where there is none.
 
-        One whose steps are not all in the curve file is passed over, for the curve would have a hole.
+        One whose steps are not all in the curve file is passed over, for the curve would have a
+        hole.
         """
         known = len(read_curve(self.curve_path))
         for step, folder, about in self.checkpoints.newest():
             wanted = self._about()
-            before = completed(self.spec.kind, about)  # what was not yet asked for then was as its default is
+            # what was not yet asked for then was as its default is
+            before = completed(self.spec.kind, about)
             require_same(
-                {name: before[name] for name in before.keys() & (about.keys() | wanted.keys())}, wanted, folder
+                {name: before[name] for name in before.keys() & (about.keys() | wanted.keys())},
+                wanted,
+                folder,
             )
             if step > known:
-                warnings.warn(f"checkpoint {folder} is passed over: its curve ends at step {known}", stacklevel=2)
+                warnings.warn(
+                    f"checkpoint {folder} is passed over: its curve ends at step {known}",
+                    stacklevel=2,
+                )
                 continue
             state = self.checkpoints.load(folder)
             state["optimizer"].setdefault("state", {})  # empty parts are not stored
@@ -195,7 +236,9 @@ class Trainer:
         return [point for point in read_curve(self.curve_path) if point.step <= step]
 
     def _keep_curve_until(self, step: int) -> list[Point]:
-        """Drops from the file what comes after the checkpoint (it is computed again), and returns the rest."""
+        """Drops from the file what comes after the checkpoint (it is computed again), and returns
+        the rest.
+        """
         points = self._curve_until(step)
         partial = self.curve_path.with_suffix(".partial")
         with partial.open("w") as file:

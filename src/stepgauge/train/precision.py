@@ -1,4 +1,6 @@
-"""The precisions a step can run in, as data: parameter type, autocast type, matmul mode, loss scaling."""
+"""The precisions a step can run in, as data: parameter type, autocast type, matmul mode, loss
+scaling.
+"""
 
 import contextlib
 import dataclasses
@@ -20,7 +22,9 @@ class Precision:
 
     @contextlib.contextmanager
     def matmul_mode(self) -> Iterator[None]:
-        """fp32 matrix products as this precision wants them, in forward and backward; restored afterwards."""
+        """fp32 matrix products as this precision wants them, in forward and backward; restored
+        afterwards.
+        """
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
         try:
@@ -39,7 +43,11 @@ PRECISIONS: Mapping[str, Precision] = {
 
 
 # What gradients can be averaged in, by name; None: the parameters' type.
-REDUCE_DTYPES: Mapping[str, torch.dtype | None] = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+REDUCE_DTYPES: Mapping[str, torch.dtype | None] = {
+    "own": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 def unavailable(name: str, device: torch.device) -> str | None:

@@ -13,8 +13,8 @@ from stepgauge.train.precision import Precision
 class TrainingStep:
     """forward, backward and update of a module that gives its loss: `module(*batch)` -> scalar.
 
-    `forward` may be called several times before `update`, each with its share of the loss: gradients add up.
-    `parallel` says what other ranks have to do with it.
+    `forward` may be called several times before `update`, each with its share of the loss:
+    gradients add up. `parallel` says what other ranks have to do with it.
     """
 
     def __init__(

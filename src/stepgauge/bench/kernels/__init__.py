@@ -1,6 +1,8 @@
-"""Each operation beside its peers: one file an operation, `contest` runs them, spec/grids.py has the shapes by name.
+"""Each operation beside its peers: one file an operation, `contest` runs them, spec/grids.py has
+the shapes by name.
 
-A new operation is a spec in spec/kernel.py, one file with an OPERATION here, and one line in OPERATIONS.
+A new operation is a spec in spec/kernel.py, one file with an OPERATION here, and one line in
+OPERATIONS.
 """
 
 from collections.abc import Mapping
@@ -10,5 +12,10 @@ from stepgauge.bench.kernels.operation import Operation
 
 OPERATIONS: Mapping[str, Operation] = {
     operation.spec.kind: operation
-    for operation in (rms_norm.OPERATION, attention.OPERATION, linear_cross_entropy.OPERATION, adamw.OPERATION)
+    for operation in (
+        rms_norm.OPERATION,
+        attention.OPERATION,
+        linear_cross_entropy.OPERATION,
+        adamw.OPERATION,
+    )
 }

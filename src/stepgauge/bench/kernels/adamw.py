@@ -26,7 +26,9 @@ Build = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 IMPLEMENTATIONS = {
     "ours": Implementation(lambda spec: functools.partial(FusedAdamW, **HYPER)),
     "torch": Implementation(lambda spec: functools.partial(torch.optim.AdamW, **HYPER, fused=True)),
-    "foreach": Implementation(lambda spec: functools.partial(torch.optim.AdamW, **HYPER, foreach=True)),
+    "foreach": Implementation(
+        lambda spec: functools.partial(torch.optim.AdamW, **HYPER, foreach=True)
+    ),
 }
 
 
@@ -66,7 +68,9 @@ class Case:
 
 
 def num_bytes(spec: AdamWSpec, name: str) -> float:
-    """Parameter and two moments read and written, gradient read: ours keeps the moments in fp32, torch in the type."""
+    """Parameter and two moments read and written, gradient read: ours keeps the moments in fp32,
+    torch in the type.
+    """
     itemsize = DTYPES[spec.dtype].itemsize
     moment = 4 if name == "ours" else itemsize
     return spec.num_parameters * (3 * itemsize + 4 * moment)

@@ -37,7 +37,9 @@ def attention_output(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *, is_causa
     """What people write: scores, mask, softmax, product."""
     scores_BHTT = (q_BHTD @ k_BHTD.transpose(-1, -2)) * q_BHTD.shape[-1] ** -0.5
     if is_causal:
-        visible_TT = torch.ones(scores_BHTT.shape[-2:], dtype=torch.bool, device=q_BHTD.device).tril()
+        visible_TT = torch.ones(
+            scores_BHTT.shape[-2:], dtype=torch.bool, device=q_BHTD.device
+        ).tril()
         scores_BHTT = scores_BHTT.masked_fill(~visible_TT, -torch.inf)
     return scores_BHTT.softmax(-1) @ v_BHTD
 
@@ -79,7 +81,9 @@ class Case(Differentiable):
     def __init__(self, spec: AttentionSpec):
         dtype, random = DTYPES[spec.dtype], generator(spec)
         shape = (spec.batch, spec.heads, spec.sequence, spec.width)
-        q, k, v, grad = (torch.randn(shape, device=spec.device, dtype=dtype, generator=random) for _ in range(4))
+        q, k, v, grad = (
+            torch.randn(shape, device=spec.device, dtype=dtype, generator=random) for _ in range(4)
+        )
         judge = functools.partial(_judge, exact_results(q, k, v, grad, is_causal=spec.causal))
         super().__init__([x.requires_grad_() for x in (q, k, v)], grad, judge)
 
@@ -118,7 +122,9 @@ def _judge(exact: Sequence[Tensor], results: Sequence[Tensor]) -> float:
 
 def num_flops(spec: AttentionSpec, name: str) -> float:
     """4 B H T² D in the forward, half of that if causal."""
-    forward = 4 * spec.batch * spec.heads * spec.sequence**2 * spec.width * (0.5 if spec.causal else 1)
+    forward = (
+        4 * spec.batch * spec.heads * spec.sequence**2 * spec.width * (0.5 if spec.causal else 1)
+    )
     return forward * FORWARDS[spec.passes]
 
 

@@ -1,4 +1,6 @@
-"""A KernelSpec measured: every implementation checked against the oracle, then all timed in turns, one record."""
+"""A KernelSpec measured: every implementation checked against the oracle, then all timed in turns,
+one record.
+"""
 
 import dataclasses
 import functools
@@ -32,11 +34,15 @@ def check(spec: KernelSpec) -> None:
     known = OPERATIONS[spec.kind].implementations
     for name in spec.named_peers:
         if name not in known:
-            raise ValueError(f"peers is {name!r}; {spec.kind} has {', '.join(known)}; auto stands for all")
+            raise ValueError(
+                f"peers is {name!r}; {spec.kind} has {', '.join(known)}; auto stands for all"
+            )
 
 
 def run(spec: KernelSpec) -> Record:
-    """The record of a row. Rows of one shape that follow one another in a process share inputs, oracle and checks."""
+    """The record of a row. Rows of one shape that follow one another in a process share inputs,
+    oracle and checks.
+    """
     check(spec)
     return _contest_of(spec).measure(spec)
 
@@ -61,7 +67,9 @@ class Contest:
         self.operation = OPERATIONS[spec.kind]
         self.device = torch.device(spec.device)
         self.case = self.operation.case(spec)
-        self.entrants = [Entrant(name, self.operation.implementations[name]) for name in self._wanted()]
+        self.entrants = [
+            Entrant(name, self.operation.implementations[name]) for name in self._wanted()
+        ]
         limit = tolerance(DTYPES[spec.dtype], self.operation.reduction(spec))
         for entrant in self.entrants:
             entrant.check(spec, self.case, limit)
@@ -76,17 +84,24 @@ class Contest:
         """Whether the spec differs in the passes and the time for them at most."""
         if type(spec) is not type(self.spec):
             return False
-        return dataclasses.replace(spec, passes=self.spec.passes, seconds=self.spec.seconds) == self.spec
+        return (
+            dataclasses.replace(spec, passes=self.spec.passes, seconds=self.spec.seconds)
+            == self.spec
+        )
 
     def measure(self, spec: KernelSpec) -> Record:
-        """Memory of each, then times in turns. What fails in these passes is not dropped from the others."""
+        """Memory of each, then times in turns. What fails in these passes is not dropped from the
+        others.
+        """
         entrants = {entrant.name: dataclasses.replace(entrant) for entrant in self.entrants}
         calls: dict[str, Callable[[], Any]] = {}
         memory: dict[str, Sample] = {}
         for name in [name for name, entrant in entrants.items() if entrant.runs]:
             with entrants[name].guarded(self.device):
                 calls[name], figures = self._prepare(entrants[name].function, spec.passes)
-                memory |= {f"{name}_{figure}": Sample.exact(n, "bytes") for figure, n in figures.items()}
+                memory |= {
+                    f"{name}_{figure}": Sample.exact(n, "bytes") for figure, n in figures.items()
+                }
         around = {name: entrants[name].implementation.around for name in calls}
         times, failures = time_alternately(calls, self.device, seconds=spec.seconds, around=around)
         for name, error in failures.items():
@@ -108,7 +123,9 @@ class Contest:
         )
 
     def _prepare(self, function: Any, passes: str) -> tuple[Callable[[], Any], dict[str, int]]:
-        """What is timed, after a first call, with its bytes beyond inputs and results and those held for backward."""
+        """What is timed, after a first call, with its bytes beyond inputs and results and those
+        held for backward.
+        """
         if self.device.type != "cuda":
             call = self.case.call(function, passes)
             call()
@@ -122,7 +139,9 @@ class Contest:
         torch.cuda.reset_peak_memory_stats(self.device)
         results = _num_bytes(call())
         extra = torch.cuda.max_memory_allocated(self.device) - before - results
-        return call, {"extra_bytes": max(0, extra)} | ({"held_bytes": held} if passes == "backward" else {})
+        return call, {"extra_bytes": max(0, extra)} | (
+            {"held_bytes": held} if passes == "backward" else {}
+        )
 
     def _speeds(self, spec: KernelSpec, times: Mapping[str, list[float]]) -> dict[str, Sample]:
         rate, unit, scale = RATES[self.operation.ceiling]
@@ -134,9 +153,15 @@ class Contest:
         metrics[f"{self.operation.ceiling}_{rate}"] = Sample.exact(ceiling, unit)
         if OURS in times:
             ours = statistics.median(times[OURS])
-            metrics["fraction_of_ceiling"] = Sample.exact(work[OURS] / ours / scale / ceiling, "of the ceiling")
+            metrics["fraction_of_ceiling"] = Sample.exact(
+                work[OURS] / ours / scale / ceiling, "of the ceiling"
+            )
             implementations = self.operation.implementations
-            peers = [values for name, values in times.items() if name != OURS and implementations[name].is_rival]
+            peers = [
+                values
+                for name, values in times.items()
+                if name != OURS and implementations[name].is_rival
+            ]
             if peers:
                 best = min(map(statistics.median, peers))
                 metrics["ratio_to_best_peer"] = Sample.exact(best / ours, "times as fast")
@@ -144,31 +169,50 @@ class Contest:
 
     def _ceiling(self) -> float:
         reached = _ceilings(self.device, DTYPES[self.spec.dtype])
-        return reached.bytes_per_s / 1e9 if self.operation.ceiling == "copy" else reached.flop_per_s / 1e12
+        return (
+            reached.bytes_per_s / 1e9
+            if self.operation.ceiling == "copy"
+            else reached.flop_per_s / 1e12
+        )
 
 
-_ceilings = functools.cache(ceilings)  # once a process and type: rows that share the process share them
+# once a process and type: rows that share the process share them
+_ceilings = functools.cache(ceilings)
 
 
 def _errors(entrants: Iterable[Entrant]) -> dict[str, Sample]:
     """Those that are numbers: a result with NaN has none, and its outcome says so."""
     known = {entrant.name: entrant.error for entrant in entrants if entrant.error is not None}
-    return {f"{name}_error": Sample.exact(e, "relative") for name, e in known.items() if math.isfinite(e)}
+    return {
+        f"{name}_error": Sample.exact(e, "relative")
+        for name, e in known.items()
+        if math.isfinite(e)
+    }
 
 
 def _verdict(entrants: Iterable[Entrant]) -> tuple[str, str]:
-    """The row's status and note: who of those that are there has no time. Ours wrong, or broken, fails the row."""
-    outcomes = {entrant.name: entrant.outcome for entrant in entrants if not entrant.outcome.startswith("absent")}
+    """The row's status and note: who of those that are there has no time. Ours wrong, or broken,
+    fails the row.
+    """
+    outcomes = {
+        entrant.name: entrant.outcome
+        for entrant in entrants
+        if not entrant.outcome.startswith("absent")
+    }
     note = "; ".join(f"{name} {outcome}" for name, outcome in outcomes.items() if outcome != "ok")
     if outcomes.get(OURS, "").startswith(("wrong", "failed")):
         return "failed", note
     if "ok" in outcomes.values():
         return "ok", note
-    return ("oom" if any(outcome.startswith("oom") for outcome in outcomes.values()) else "failed"), note
+    return (
+        "oom" if any(outcome.startswith("oom") for outcome in outcomes.values()) else "failed"
+    ), note
 
 
 def _num_bytes(results: Any) -> int:
-    return sum(leaf.nbytes for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor))
+    return sum(
+        leaf.nbytes for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)
+    )
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:

@@ -22,7 +22,8 @@ from stepgauge.kernels.linear_cross_entropy import linear_cross_entropy
 from stepgauge.measure.accuracy import largest, relative_error
 from stepgauge.spec.kernel import LinearCrossEntropySpec
 
-# Matrix products of N D V multiply-adds: the logits; then the gradients of hidden and of the weight.
+# Matrix products of N D V multiply-adds: the logits; then the gradients of hidden and of the
+# weight.
 PRODUCTS = {"forward": 1, "both": 3}
 LOGIT_SPREAD = 2.0
 LOGITS_AT_A_TIME = 2**27  # of the oracle, in float64
@@ -66,31 +67,47 @@ IMPLEMENTATIONS = {
 class Case(Differentiable):
     def __init__(self, spec: LinearCrossEntropySpec):
         random = generator(spec)
-        draw = functools.partial(torch.randn, device=spec.device, dtype=DTYPES[spec.dtype], generator=random)
+        draw = functools.partial(
+            torch.randn, device=spec.device, dtype=DTYPES[spec.dtype], generator=random
+        )
         hidden_ND = draw(spec.tokens, spec.width)
         weight_VD = draw(spec.vocabulary, spec.width) * (LOGIT_SPREAD * spec.width**-0.5)
-        targets_N = torch.randint(spec.vocabulary, (spec.tokens,), device=spec.device, generator=random)
+        targets_N = torch.randint(
+            spec.vocabulary, (spec.tokens,), device=spec.device, generator=random
+        )
         judge = functools.partial(_judge, exact_results(hidden_ND, weight_VD, targets_N))
-        super().__init__((hidden_ND.requires_grad_(), weight_VD.requires_grad_(), targets_N), None, judge)
+        super().__init__(
+            (hidden_ND.requires_grad_(), weight_VD.requires_grad_(), targets_N), None, judge
+        )
 
 
 @torch.no_grad()
 def exact_results(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> list[Tensor]:
-    """The loss and its gradients in float64, without the cancellation in 1 - p that float64 too would suffer."""
+    """The loss and its gradients in float64, without the cancellation in 1 - p that float64 too
+    would suffer.
+    """
     wide_VD, count = weight_VD.double(), len(targets_N)
     loss = torch.zeros((), dtype=torch.float64, device=wide_VD.device)
     grad_hidden_ND = torch.empty(hidden_ND.shape, dtype=torch.float64, device=wide_VD.device)
     grad_weight_VD = torch.zeros_like(wide_VD)
     rows = max(1, LOGITS_AT_A_TIME // len(wide_VD))
     for first in range(0, count, rows):
-        part, index = hidden_ND[first : first + rows].double(), targets_N[first : first + rows, None]
+        part, index = (
+            hidden_ND[first : first + rows].double(),
+            targets_N[first : first + rows, None],
+        )
         logits = part @ wide_VD.T
         target = logits.gather(1, index)
         others = logits.scatter_(1, index, -torch.inf).logsumexp(1, keepdim=True)
         x = others - target
         cross_entropy = x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
         loss += cross_entropy.sum() / count
-        gradient = logits.sub_(target + cross_entropy).exp_().scatter_(1, index, -torch.sigmoid(x)).div_(count)
+        gradient = (
+            logits.sub_(target + cross_entropy)
+            .exp_()
+            .scatter_(1, index, -torch.sigmoid(x))
+            .div_(count)
+        )
         grad_hidden_ND[first : first + rows] = gradient @ wide_VD
         grad_weight_VD.addmm_(gradient.T, part)
     return [loss, grad_hidden_ND, grad_weight_VD]

@@ -1,4 +1,6 @@
-"""What an operation is to the benchmark: its implementations, its inputs with their oracle, and how it is rated."""
+"""What an operation is to the benchmark: its implementations, its inputs with their oracle, and how
+it is rated.
+"""
 
 import contextlib
 import dataclasses
@@ -10,7 +12,11 @@ from torch import Tensor
 
 from stepgauge.spec.kernel import KernelSpec
 
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 class Case(Protocol):
@@ -25,9 +31,11 @@ class Case(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """make    gives the function for a spec; raises ImportError or ValueError where it cannot be had
+    """make    gives the function for a spec; raises ImportError or ValueError where it cannot be
+               had
     around  the context in which the function is called, entered outside of what is timed
-    error   how wrong it is, where it computes something else than ours: then it is no rival, and runs only if named
+    error   how wrong it is, where it computes something else than ours: then it is no rival, and
+            runs only if named
     """
 
     make: Callable[[Any], Any]
@@ -58,12 +66,18 @@ class Operation:
 
 
 class Differentiable:
-    """A function of tensors with one result, and its gradients with respect to the `leaves` among the inputs.
+    """A function of tensors with one result, and its gradients with respect to the `leaves` among
+    the inputs.
 
     `judge` takes [result, *gradients] and returns the largest relative error.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], grad: Tensor | None, judge: Callable[[Sequence[Tensor]], float]):
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        grad: Tensor | None,
+        judge: Callable[[Sequence[Tensor]], float],
+    ):
         self.inputs = inputs
         self.leaves = [tensor for tensor in inputs if tensor.requires_grad]
         self.grad = grad
@@ -89,7 +103,8 @@ def generator(spec: KernelSpec) -> torch.Generator:
 def compiled(function: Any) -> Any:
     """torch.compile for this shape alone, as a training step with one shape has it.
 
-    Its backward may be timed alone, on a graph that is kept, and so must not write into what the forward saved.
+    Its backward may be timed alone, on a graph that is kept, and so must not write into what the
+    forward saved.
     """
     torch._functorch.config.donated_buffer = False  # type: ignore[attr-defined, unused-ignore]
     return torch.compile(function, dynamic=False)

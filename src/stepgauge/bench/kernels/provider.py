@@ -19,7 +19,9 @@ _NOT_OFFERED = ("No viable backend", "No available kernel")
 
 @dataclasses.dataclass
 class Entrant:
-    """`outcome` is "ok", or why it has no time: "absent: ...", "wrong: ...", "oom: ...", "failed: ..."."""
+    """`outcome` is "ok", or why it has no time: "absent: ...", "wrong: ...", "oom: ...", "failed:
+    ...".
+    """
 
     name: str
     implementation: Implementation
@@ -37,7 +39,8 @@ class Entrant:
             self.function = self.implementation.make(spec)
             judge = self.implementation.error or (lambda case, function: case.error(function))
             errors = [judge(case, self.function)]
-            if self.name == OURS and native.settle():  # C++ is told of both passes, then serves: what will be timed
+            # C++ is told of both passes, then serves: what will be timed
+            if self.name == OURS and native.settle():
                 errors += [judge(case, self.function) for _ in range(2)]
             self.error = largest(errors)
             if not self.error <= limit:

@@ -54,7 +54,9 @@ def _layer_norm_error(case: "Case", function: Norm) -> float:
     (exact_dx,) = torch.autograd.grad(exact_y, some, grad[::ROW_STEP].double())
     y = function(x, weight)
     (dx,) = torch.autograd.grad(y, x, grad)
-    return largest([relative_error(y[::ROW_STEP], exact_y), relative_error(dx[::ROW_STEP], exact_dx)])
+    return largest(
+        [relative_error(y[::ROW_STEP], exact_y), relative_error(dx[::ROW_STEP], exact_dx)]
+    )
 
 
 IMPLEMENTATIONS = {
@@ -75,7 +77,9 @@ class Case(Differentiable):
         x = draw(spec.rows, spec.width).requires_grad_()
         weight = draw(spec.width).requires_grad_()
         grad = draw(spec.rows, spec.width)
-        super().__init__((x, weight), grad, functools.partial(_judge, _exact(x.detach(), weight.detach(), grad)))
+        super().__init__(
+            (x, weight), grad, functools.partial(_judge, _exact(x.detach(), weight.detach(), grad))
+        )
 
 
 def _exact(x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
@@ -83,15 +87,25 @@ def _exact(x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
     wide = weight.double()
     part = max(1, 2**27 // x.shape[1])
     dw = sum(
-        backward_weight(g.double(), p.double(), wide, EPS) for g, p in zip(grad.split(part), x.split(part), strict=True)
+        backward_weight(g.double(), p.double(), wide, EPS)
+        for g, p in zip(grad.split(part), x.split(part), strict=True)
     )
     some_x, some_grad = x[::ROW_STEP].double(), grad[::ROW_STEP].double()
-    return [reference.forward(some_x, wide, EPS), backward_input(some_grad, some_x, wide, EPS), torch.as_tensor(dw)]
+    return [
+        reference.forward(some_x, wide, EPS),
+        backward_input(some_grad, some_x, wide, EPS),
+        torch.as_tensor(dw),
+    ]
 
 
 def _judge(exact: Sequence[Tensor], results: Sequence[Tensor]) -> float:
     y, dx, dw = results
-    return largest([relative_error(a, b) for a, b in zip((y[::ROW_STEP], dx[::ROW_STEP], dw), exact, strict=True)])
+    return largest(
+        [
+            relative_error(a, b)
+            for a, b in zip((y[::ROW_STEP], dx[::ROW_STEP], dw), exact, strict=True)
+        ]
+    )
 
 
 def num_bytes(spec: RmsNormSpec, name: str) -> float:

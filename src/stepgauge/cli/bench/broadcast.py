@@ -17,10 +17,11 @@ def broadcast(
     fresh: Fresh = False,
     format: RowFormat = "table",
 ) -> None:
-    """Time ways to bring a host tensor to every GPU, and what part of the links' own rate each reaches.
+    """Time ways to bring a host tensor to every GPU, and what part of the links' own rate each
+    reaches.
 
-    The links are measured alone in the same run. Without GPUs the same schedules run between processes. Every
-    option takes several values, and their product is measured.
+    The links are measured alone in the same run. Without GPUs the same schedules run between
+    processes. Every option takes several values, and their product is measured.
     """
     from stepgauge.bench.broadcast import job
     from stepgauge.measure.devices import resolve

@@ -27,13 +27,18 @@ def comm(
     *,
     values: Values,
     begin: Annotated[
-        str | None, Parameter(name=("--begin", "-b"), metavar="SIZE", help="Smallest of a range of sizes, such as 1M.")
+        str | None,
+        Parameter(
+            name=("--begin", "-b"), metavar="SIZE", help="Smallest of a range of sizes, such as 1M."
+        ),
     ] = None,
     end: Annotated[
-        str | None, Parameter(name=("--end", "-e"), metavar="SIZE", help="Largest of the range. [begin]")
+        str | None,
+        Parameter(name=("--end", "-e"), metavar="SIZE", help="Largest of the range. [begin]"),
     ] = None,
     factor: Annotated[
-        float | None, Parameter(name=("--factor", "-f"), help="From one size of the range to the next. [2]")
+        float | None,
+        Parameter(name=("--factor", "-f"), help="From one size of the range to the next. [2]"),
     ] = None,
     out: Out = Path("runs/bench-comm"),
     fresh: Fresh = False,
@@ -41,8 +46,9 @@ def comm(
 ) -> None:
     """Time collectives in the columns of nccl-tests, with every element checked.
 
-    Every option takes several values, and their product is measured. Under torchrun its processes are the ranks;
-    otherwise the ranks are started here. `stepgauge comm fit RUN` turns the run into a cost per byte.
+    Every option takes several values, and their product is measured. Under torchrun its processes
+    are the ranks; otherwise the ranks are started here. `stepgauge comm fit RUN` turns the run into
+    a cost per byte.
     """
     from stepgauge.bench.comm import RUN
     from stepgauge.bench.sweep import Job
@@ -50,7 +56,9 @@ def comm(
 
     if ranged := _range(begin, end, factor):
         if "size_bytes" in values:
-            raise ValueError("size is given beside a range from begin to end; choose one of the two")
+            raise ValueError(
+                "size is given beside a range from begin to end; choose one of the two"
+            )
         values["size_bytes"] = ranged
     (first_device, *_) = values["device"]
     values.setdefault("backend", ("gloo" if resolve(str(first_device)).type == "cpu" else "nccl",))
@@ -65,11 +73,19 @@ def comm(
 
 
 def _range(begin: str | None, end: str | None, factor: float | None) -> tuple[int, ...]:
-    """The sizes from begin to end, none where neither was given. Raises ValueError for a part of a range."""
+    """The sizes from begin to end, none where neither was given. Raises ValueError for a part of a
+    range.
+    """
     if begin is None:
         for name, value in (("end", end), ("factor", factor)):
             if value is not None:
-                raise ValueError(f"{name} is {value} without a begin; a range is --begin 1K --end 1M")
+                raise ValueError(
+                    f"{name} is {value} without a begin; a range is --begin 1K --end 1M"
+                )
         return ()
     first = parse_bytes(begin, "begin")
-    return tuple(sizes(first, parse_bytes(end, "end") if end else first, FACTOR if factor is None else factor))
+    return tuple(
+        sizes(
+            first, parse_bytes(end, "end") if end else first, FACTOR if factor is None else factor
+        )
+    )

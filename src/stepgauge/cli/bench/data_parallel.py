@@ -20,8 +20,9 @@ def data_parallel(
 ) -> None:
     """Time a training step spread over ranks: phases, communication, overlap, memory.
 
-    Every option takes several values, and their product is measured, each row by ranks of its own: started here, or
-    those of torchrun. Of each step the slowest rank counts. Bucket sizes vary only wrappers that have buckets.
+    Every option takes several values, and their product is measured, each row by ranks of its own:
+    started here, or those of torchrun. Of each step the slowest rank counts. Bucket sizes vary only
+    wrappers that have buckets.
     """
     from stepgauge.bench import data_parallel as bench
     from stepgauge.bench.sweep import Job

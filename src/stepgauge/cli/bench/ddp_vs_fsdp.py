@@ -22,7 +22,9 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-@spec_options(GlobalBatch, DataParallelSpec, BertSpec, sweep=True, without=("batch",), defaults=DEFAULTS)
+@spec_options(
+    GlobalBatch, DataParallelSpec, BertSpec, sweep=True, without=("batch",), defaults=DEFAULTS
+)
 def ddp_vs_fsdp(
     *,
     values: Values,
@@ -30,11 +32,12 @@ def ddp_vs_fsdp(
     fresh: Fresh = False,
     format: RowFormat = "table",
 ) -> None:
-    """Train BERT with replicated and with sharded weights, over seeds: throughput, step, memory a rank.
+    """Train BERT with replicated and with sharded weights, over seeds: throughput, step, memory a
+    rank.
 
-    Every option takes several values, and their product is measured, each row by ranks of its own: started here, or
-    those of torchrun. Rows that differ in the seed alone are one row of the table and one object of
-    ddp-vs-fsdp.json in the run's folder.
+    Every option takes several values, and their product is measured, each row by ranks of its own:
+    started here, or those of torchrun. Rows that differ in the seed alone are one row of the table
+    and one object of ddp-vs-fsdp.json in the run's folder.
     """
     from stepgauge.bench import data_parallel as bench
     from stepgauge.bench.ranks import is_first_process

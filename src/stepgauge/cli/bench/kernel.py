@@ -15,16 +15,25 @@ from stepgauge.spec.grids import names_of, points
 from stepgauge.spec.kernel import AUTO, KERNELS, KernelSpec
 from stepgauge.spec.store import RunStore
 
-app = App(name="kernel", help="Time one operation beside its peers: checked first, then all in turns in one process.")
+app = App(
+    name="kernel",
+    help="Time one operation beside its peers: checked first, then all in turns in one process.",
+)
 
 Peers = Annotated[
     tuple[str, ...],
-    Parameter(consume_multiple=True, negative="", help="Names, or auto: all that are installed.", show_default=False),
+    Parameter(
+        consume_multiple=True,
+        negative="",
+        help="Names, or auto: all that are installed.",
+        show_default=False,
+    ),
 ]
 
 
 def expand_grid(spec: type[KernelSpec], grid: str, values: Values) -> list[KernelSpec]:
-    """The grid's points, each with the product of the values given in place of its own, no row twice.
+    """The grid's points, each with the product of the values given in place of its own, no row
+    twice.
 
     The passes of one shape follow one another, since they share what was set up for it.
     """
@@ -40,7 +49,10 @@ def _command(spec: type[KernelSpec]) -> Callable[..., None]:
         *,
         values: Values,
         grid: Annotated[
-            str, Parameter(help=f"Shapes by name; options given override. ({', '.join(names_of(spec.kind))})")
+            str,
+            Parameter(
+                help=f"Shapes by name; options given override. ({', '.join(names_of(spec.kind))})"
+            ),
         ] = "default",
         peers: Peers = (),
         out: Out = Path("runs/bench-kernel"),
@@ -56,7 +68,9 @@ def _command(spec: type[KernelSpec]) -> Callable[..., None]:
         specs = resolve_devices(expand_grid(spec, grid, values))
         for row in specs:
             contest.check(row)
-        records = run_jobs([Job(contest.run, row, process=spec.kind) for row in specs], RunStore(out), fresh=fresh)
+        records = run_jobs(
+            [Job(contest.run, row, process=spec.kind) for row in specs], RunStore(out), fresh=fresh
+        )
         print_records(records, format)
         for sentence in outcomes_of(records):
             tell(sentence)

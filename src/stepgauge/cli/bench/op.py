@@ -14,7 +14,10 @@ from stepgauge.report.ops import figures_table, launched_table, op_page
 from stepgauge.spec.op import OpSpec
 from stepgauge.spec.store import RunStore, StoreError
 
-Target = Annotated[str, Parameter(help="FILE.py:function, or FILE.cu with its inputs in FILE.py.", show_default=False)]
+Target = Annotated[
+    str,
+    Parameter(help="FILE.py:function, or FILE.cu with its inputs in FILE.py.", show_default=False),
+]
 
 
 @spec_options(OpSpec, defaults={"device": "auto"})
@@ -29,9 +32,10 @@ def op(
 ) -> None:
     """Check, time and profile a function of your own, and place it on the roofline.
 
-    The file defines function(*inputs) and inputs(device), and if it can function_reference(*inputs), function_bytes
-    and function_flops. A result that differs from the reference gets no time, and the command fails. Bytes default to
-    inputs and results, FLOPs to those of the reference's matrix products.
+    The file defines function(*inputs) and inputs(device), and if it can
+    function_reference(*inputs), function_bytes and function_flops. A result that differs from the
+    reference gets no time, and the command fails. Bytes default to inputs and results, FLOPs to
+    those of the reference's matrix products.
     """
     from stepgauge.bench import op as bench_op
     from stepgauge.bench.sweep import Job
@@ -49,7 +53,9 @@ def op(
         lacks = f"{path} cannot be imported: {error}"
     if lacks:
         raise ValueError(lacks)
-    (spec,) = resolve_devices([OpSpec(file=str(path), function=function, content=_digest(path), **options)])
+    (spec,) = resolve_devices(
+        [OpSpec(file=str(path), function=function, content=_digest(path), **options)]
+    )
     (record,) = run_jobs([Job(bench_op.run, spec)], RunStore(out), fresh=fresh)
     if not record.metrics:  # nothing was measured: the sentence says all
         require_success([record])

@@ -20,8 +20,9 @@ def step(
 ) -> None:
     """Time a training step: forward, backward, optimizer and whole.
 
-    Every option takes several values, and their product is measured. Each row is on disk the moment it is measured;
-    the same command again goes on where it stopped. A size that does not fit gives a row that says OOM.
+    Every option takes several values, and their product is measured. Each row is on disk the moment
+    it is measured; the same command again goes on where it stopped. A size that does not fit gives
+    a row that says OOM.
     """
     from stepgauge.bench import step as bench_step
     from stepgauge.bench.sweep import Job

@@ -11,13 +11,20 @@ from stepgauge.report.dtypes import dtype_table
 from stepgauge.spec.dtypes import DtypesSpec
 from stepgauge.spec.model import ModelSpec
 
-Each = Annotated[bool, Parameter(help="Every block by itself, rather than equal ones as one row.", negative="")]
+Each = Annotated[
+    bool, Parameter(help="Every block by itself, rather than equal ones as one row.", negative="")
+]
 
 # What changes no type that is shown.
 WITHOUT = ("compile", "optimizer", "checkpointing", "checkpoint_blocks", "phases", "data", "seed")
 
 
-@spec_options(DtypesSpec, ModelSpec, defaults={"size": "nano", "device": "auto", "precision": "bf16"}, without=WITHOUT)
+@spec_options(
+    DtypesSpec,
+    ModelSpec,
+    defaults={"size": "nano", "device": "auto", "precision": "bf16"},
+    without=WITHOUT,
+)
 def dtypes(
     *,
     values: Values,

@@ -24,7 +24,13 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.store import RunStore
 
 
-@spec_options(MemorySpec, ModelSpec, sweep=True, without=("phases",), defaults={"size": "small", "device": "auto"})
+@spec_options(
+    MemorySpec,
+    ModelSpec,
+    sweep=True,
+    without=("phases",),
+    defaults={"size": "small", "device": "auto"},
+)
 def memory(
     *,
     values: Values,
@@ -38,10 +44,11 @@ def memory(
 ) -> None:
     """Show who holds memory when in a training step, and predict it.
 
-    Every storage is followed from birth to death. The same step on tensors without memory predicts the peak beside the
-    measured one; --predict gives the prediction alone, for a device that need not be there. Every option takes several
-    values, and their product is measured; blocks to compute again together vary only rows with checkpointing. The run's
-    folder gets records, report.html and, on CUDA, the allocator's snapshots for PyTorch's own viewer.
+    Every storage is followed from birth to death. The same step on tensors without memory predicts
+    the peak beside the measured one; --predict gives the prediction alone, for a device that need
+    not be there. Every option takes several values, and their product is measured; blocks to
+    compute again together vary only rows with checkpointing. The run's folder gets records,
+    report.html and, on CUDA, the allocator's snapshots for PyTorch's own viewer.
     """
     from stepgauge.bench import memory as bench_memory
     from stepgauge.bench.sweep import Job
@@ -51,13 +58,21 @@ def memory(
         bench_memory.check(spec)
     jobs = [Job(functools.partial(bench_memory.run, folder=out), spec) for spec in specs]
     records = run_jobs(jobs, RunStore(out), fresh=fresh)
-    everything = [record for record in RunStore(out).read().latest() if record.kind == MemorySpec.kind]
-    report = out / "report.html"  # before anything is printed: a reader such as head may end the program
+    everything = [
+        record for record in RunStore(out).read().latest() if record.kind == MemorySpec.kind
+    ]
+    # before anything is printed: a reader such as head may end the program
+    report = out / "report.html"
     report.write_text(memory_page(everything), encoding="utf-8")
     tell(f"timelines and all tables: {report}")
     if format == "table":
         print_table(summary_table(records))
-        for table in [table for record in records if details or len(records) == 1 for table in memory_tables(record)]:
+        for table in [
+            table
+            for record in records
+            if details or len(records) == 1
+            for table in memory_tables(record)
+        ]:
             print_table(table)
         for table in [*kept_tables(records, largest=False), *best_checkpoint_tables(records)]:
             print_table(table)

@@ -31,11 +31,13 @@ def step(
     fresh: Fresh = False,
     format: RowFormat = "table",
 ) -> None:
-    """Profile a training step: kernels by kind, phase and part of the model, idle time, flame graph.
+    """Profile a training step: kernels by kind, phase and part of the model, idle time, flame
+    graph.
 
-    The step is timed by the stopwatch first, then recorded by torch.profiler, and both stand side by side. Each row
-    leaves a folder with its Chrome trace (opens in Perfetto), speedscope JSON, collapsed stacks and analysis. All rows
-    of the run are in its report.html. Every option takes several values, and their product is profiled.
+    The step is timed by the stopwatch first, then recorded by torch.profiler, and both stand side
+    by side. Each row leaves a folder with its Chrome trace (opens in Perfetto), speedscope JSON,
+    collapsed stacks and analysis. All rows of the run are in its report.html. Every option takes
+    several values, and their product is profiled.
     """
     from stepgauge.bench import profile
     from stepgauge.bench.sweep import Job
@@ -46,8 +48,12 @@ def step(
     run = functools.partial(profile.run, folder=out)
     records = run_jobs([Job(run, spec) for spec in specs], RunStore(out), fresh=fresh)
     if format == "table":
-        everything = [record for record in RunStore(out).read().latest() if record.kind == ProfileSpec.kind]
-        report = profile.write_report([(record, profile.read(record, out)) for record in everything], out)
+        everything = [
+            record for record in RunStore(out).read().latest() if record.kind == ProfileSpec.kind
+        ]
+        report = profile.write_report(
+            [(record, profile.read(record, out)) for record in everything], out
+        )
         tell(f"report: {report}")
         found = [(record, profile.read(record, out)) for record in records]
         for name, (record, analysis) in zip(names(records), found, strict=True):

@@ -14,21 +14,28 @@ if TYPE_CHECKING:
 
 
 def trace(
-    *files: Annotated[Path, Parameter(help="Chrome traces of torch.profiler, plain or gzip, one a rank.")],
+    *files: Annotated[
+        Path, Parameter(help="Chrome traces of torch.profiler, plain or gzip, one a rank.")
+    ],
     overlap: Annotated[
         bool,
-        Parameter(help="Only the overlap of communication and computing; fails if there is none.", negative=""),
+        Parameter(
+            help="Only the overlap of communication and computing; fails if there is none.",
+            negative="",
+        ),
     ] = False,
     out: Annotated[
-        Path | None, Parameter(help="Folder for report, analysis, speedscope JSON and collapsed stacks.")
+        Path | None,
+        Parameter(help="Folder for report, analysis, speedscope JSON and collapsed stacks."),
     ] = None,
     format: Annotated[Format, Parameter(help="How the tables are printed.")] = "table",
 ) -> None:
-    """Analyse traces that any PyTorch program wrote: kernels by kind, idle time, overlap, flame graph.
+    """Analyse traces that any PyTorch program wrote: kernels by kind, idle time, overlap, flame
+    graph.
 
-    Phases are the program's own ranges of the names forward, backward and optimizer; where it has none, what autograd
-    runs is backward, Optimizer.step is optimizer, and the rest is forward. A file is read as a stream, so that large
-    ones need little memory.
+    Phases are the program's own ranges of the names forward, backward and optimizer; where it has
+    none, what autograd runs is backward, Optimizer.step is optimizer, and the rest is forward. A
+    file is read as a stream, so that large ones need little memory.
     """
     from stepgauge.bench import profile
     from stepgauge.trace.events import load
@@ -43,8 +50,13 @@ def trace(
     found = _analyse(files)
     shown = [table for analysis in found[:1] for table in tables(analysis)]
     if len(found) > 1:
-        shown = [ranks_table(found), *(table for table in shown if not table.caption.startswith("Overlap"))]
-        tell(f"the first table is of all {len(found)} traces, the others of {found[0].source}; --out has all")
+        shown = [
+            ranks_table(found),
+            *(table for table in shown if not table.caption.startswith("Overlap")),
+        ]
+        tell(
+            f"the first table is of all {len(found)} traces, the others of {found[0].source}; --out has all"
+        )
     if out:  # before anything is printed: a reader such as head may end the program
         for name, analysis in zip(names, found, strict=True):
             profile.write(analysis, out / name)

@@ -137,7 +137,9 @@ class FusedAdamW(Optimizer):
             if grad is None:
                 continue
             if grad.layout is not torch.strided:
-                raise RuntimeError(f"FusedAdamW takes dense gradients, got a sparse one ({grad.layout})")
+                raise RuntimeError(
+                    f"FusedAdamW takes dense gradients, got a sparse one ({grad.layout})"
+                )
             state = self.state[param]
             if not state:
                 _init_state(state, param)
@@ -323,7 +325,9 @@ def _init_state(state: dict, param: Tensor) -> None:
     # step (found_inf) is not counted without the host's knowing.
     state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
     for name in ("exp_avg", "exp_avg_sq"):
-        state[name] = torch.zeros_like(param, dtype=state_dtype(param), memory_format=torch.preserve_format)
+        state[name] = torch.zeros_like(
+            param, dtype=state_dtype(param), memory_format=torch.preserve_format
+        )
 
 
 def _step_on(state: dict, device: torch.device | None) -> Tensor:
@@ -343,10 +347,16 @@ def _same_layout(state: dict, tensors: list[Tensor]) -> list[Tensor]:
         grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
     for i, name in enumerate(("exp_avg", "exp_avg_sq")):
         old = moments[i]
-        if old.dtype != torch.float32 or old.stride() != param.stride() or old.device != param.device:
+        if (
+            old.dtype != torch.float32
+            or old.stride() != param.stride()
+            or old.device != param.device
+        ):
             new = torch.empty_like(param, dtype=torch.float32).copy_(old)
             if old is not state[name]:
-                raise ValueError(f"{name} of a distributed parameter must be float32, local and dense")
+                raise ValueError(
+                    f"{name} of a distributed parameter must be float32, local and dense"
+                )
             moments[i] = state[name] = new
     return [param, grad, *moments]
 

@@ -28,8 +28,8 @@ class Shape(NamedTuple):
     num_warps: int
 
 
-# By bytes a parameter: the best of sweeps of about 40 on an H100 (benchmarks/kernels/sweep.py), 2026-11-21; 2.6 and
-# 4.0 % faster than the shape before.
+# By bytes a parameter: the best of sweeps of about 40 on an H100 (benchmarks/kernels/sweep.py),
+# 2026-11-21; 2.6 and 4.0 % faster than the shape before.
 SHAPES = {2: Shape(4096, 2048, 8), 4: Shape(2048, 2048, 8)}
 
 
@@ -66,7 +66,9 @@ def _update(
     m += one_minus_beta1 * (g - m)
     v += one_minus_beta2 * (g * g - v)
     p -= step_size * tl.div_rn(m, tl.sqrt_rn(v) * inv_denom_scale + eps)
-    tl.store(param_ptr + offset, p.to(param_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICTION)
+    tl.store(
+        param_ptr + offset, p.to(param_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICTION
+    )
     tl.store(avg_ptr + offset, m, mask=mask, eviction_policy=EVICTION)
     tl.store(sq_ptr + offset, v, mask=mask, eviction_policy=EVICTION)
 

@@ -1,11 +1,15 @@
-"""Attention without the score matrix: FlashAttention-2 as a function, two autograd functions and a custom operator.
+"""Attention without the score matrix: FlashAttention-2 as a function, two autograd functions and a
+custom operator.
 
-Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width; `...` any leading dimensions.
+Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width; `...` any leading
+dimensions.
 
-    flash_attention(q, k, v, *, is_causal, scale, deterministic)   the public function, on (B, H, T, D)
-    FlashAttentionTriton.apply(q, k, v, is_causal)                 on (..., T, D), CUDA
-    FlashAttentionReference.apply(q, k, v, is_causal)              the same in plain PyTorch, any device
-    torch.ops.stepgauge.flash_attention                            what torch.compile, fake tensors and counters see
+    flash_attention(q, k, v, *, is_causal, scale, deterministic)   the public function, on (B, H, T,
+    D) FlashAttentionTriton.apply(q, k, v, is_causal)                 on (..., T, D), CUDA
+    FlashAttentionReference.apply(q, k, v, is_causal)              the same in plain PyTorch, any
+    device
+    torch.ops.stepgauge.flash_attention                            what torch.compile, fake tensors
+    and counters see
 """
 
 import functools
@@ -30,29 +34,35 @@ _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def flash_attention(q, k, v, *, is_causal=False, scale=None, deterministic=True):
-    """`softmax(scale q k^T) v` by FlashAttention-2 (Dao 2023): no score matrix is held, forward or backward.
+    """`softmax(scale q k^T) v` by FlashAttention-2 (Dao 2023): no score matrix is held, forward or
+    backward.
 
-    Shapes: q (B, H, T_q, D), k and v (B, K, T_k, D) with H a multiple of K (grouped-query heads: query head h reads
-    key head h // (H / K)); returns o (B, H, T_q, D) in q's type and order of dimensions. D up to 256, any lengths.
-    Types: float32, bfloat16, float16, accumulated in float32; float32 products are exact to float32 rounding unless
-    `torch.backends.cuda.matmul.allow_tf32`. `scale` is 1/sqrt(D) if None. Under autocast inputs are cast as
-    scaled_dot_product_attention casts them.
+    Shapes: q (B, H, T_q, D), k and v (B, K, T_k, D) with H a multiple of K (grouped-query heads:
+    query head h reads key head h // (H / K)); returns o (B, H, T_q, D) in q's type and order of
+    dimensions. D up to 256, any lengths. Types: float32, bfloat16, float16, accumulated in float32;
+    float32 products are exact to float32 rounding unless `torch.backends.cuda.matmul.allow_tf32`.
+    `scale` is 1/sqrt(D) if None. Under autocast inputs are cast as scaled_dot_product_attention
+    casts them.
 
-    Causal: query i sees key j when i >= j, both counted from the first, also where T_q != T_k: the upper left corner,
-    as torch's `is_causal`, not the lower right one of FlashAttention's own package.
+    Causal: query i sees key j when i >= j, both counted from the first, also where T_q != T_k: the
+    upper left corner, as torch's `is_causal`, not the lower right one of FlashAttention's own
+    package.
 
-    `deterministic=False` lets the backward add into dq in any order, which saves two products of seven; float32's
-    rounding then differs from run to run. torch.use_deterministic_algorithms overrules it.
+    `deterministic=False` lets the backward add into dq in any order, which saves two products of
+    seven; float32's rounding then differs from run to run. torch.use_deterministic_algorithms
+    overrules it.
 
-    Without CUDA (and outside of Triton's interpreter) the plain PyTorch version runs. Raises ValueError for shapes,
-    types or a scale that it does not take.
+    Without CUDA (and outside of Triton's interpreter) the plain PyTorch version runs. Raises
+    ValueError for shapes, types or a scale that it does not take.
     """
     if not torch.compiler.is_compiling():
         o = _in_cpp("attention", q, k, v, is_causal, scale, deterministic)
         if o is not None:
             return o
     if q.ndim != 4 or k.ndim != 4:
-        raise ValueError(f"flash_attention takes (B, H, T, D), not q {tuple(q.shape)}, k {tuple(k.shape)}")
+        raise ValueError(
+            f"flash_attention takes (B, H, T, D), not q {tuple(q.shape)}, k {tuple(k.shape)}"
+        )
     if not _has_kernels(q.device):
         scale = _check(q, k, v, scale)
         group = q.shape[1] // k.shape[1]
@@ -68,11 +78,13 @@ def flash_attention(q, k, v, *, is_causal=False, scale=None, deterministic=True)
 
 
 class FlashAttentionTriton(torch.autograd.Function):
-    """FlashAttention-2 in Triton: `.apply(q, k, v, is_causal=False, scale=None, deterministic=True)`.
+    """FlashAttention-2 in Triton: `.apply(q, k, v, is_causal=False, scale=None,
+    deterministic=True)`.
 
-    q (..., T_q, D), k and v (..., T_k, D) with the same leading dimensions (the last of them may be grouped: q's a
-    multiple of k's); returns o (..., T_q, D). Saves q, k, v, o and the fp32 log-sum-exp (..., T_q), nothing else.
-    Causal: query i sees key j when i >= j, both counted from the first. Other terms as in `flash_attention`.
+    q (..., T_q, D), k and v (..., T_k, D) with the same leading dimensions (the last of them may be
+    grouped: q's a multiple of k's); returns o (..., T_q, D). Saves q, k, v, o and the fp32
+    log-sum-exp (..., T_q), nothing else. Causal: query i sees key j when i >= j, both counted from
+    the first. Other terms as in `flash_attention`.
     """
 
     @staticmethod
@@ -81,7 +93,9 @@ class FlashAttentionTriton(torch.autograd.Function):
         q, k, v = _autocast(q, k, v)
         _check_dtypes(q, k, v)
         if not _has_kernels(q.device):
-            raise ValueError(f"FlashAttentionTriton runs on CUDA tensors with triton installed, not on {q.device}")
+            raise ValueError(
+                f"FlashAttentionTriton runs on CUDA tensors with triton installed, not on {q.device}"
+            )
         inputs = _four_dims(q), _four_dims(k), _four_dims(v), is_causal, scale
         if _needs_operator(q):
             o, lse = torch.ops.stepgauge.flash_attention(*inputs, deterministic)
@@ -151,21 +165,25 @@ def _with_autograd(keys, q, k, v, *options):
     return _below_autograd(keys, q, k, v, *options)
 
 
-_NOTHING_BUT_A_DEVICE = [torch._C.DispatchKeySet(key) for key in (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU)]
+_NOTHING_BUT_A_DEVICE = [
+    torch._C.DispatchKeySet(key) for key in (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU)
+]
 
 
 def _below_autograd(keys, *inputs):
     keys = keys & torch._C._after_autograd_keyset
-    if keys in _NOTHING_BUT_A_DEVICE:  # what the dispatcher would do next, without another round through it
+    # what the dispatcher would do next, without another round through it
+    if keys in _NOTHING_BUT_A_DEVICE:
         return _forward(*inputs)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.stepgauge.flash_attention.default.redispatch(keys, *inputs)
 
 
-# Defined on the library itself: the Python layers of torch.library.custom_op and register_autograd cost a call more
-# host time than C++ needs for all of it.
+# Defined on the library itself: the Python layers of torch.library.custom_op and register_autograd
+# cost a call more host time than C++ needs for all of it.
 _LIBRARY = torch.library.Library("stepgauge", "FRAGMENT")
-# What is returned depends on the order of an input's dimensions alone: Inductor need not copy views into their strides.
+# What is returned depends on the order of an input's dimensions alone: Inductor need not copy views
+# into their strides.
 _LAYOUT = (torch.Tag.needs_fixed_stride_order,)
 _LIBRARY.define(
     "flash_attention(Tensor q, Tensor k, Tensor v, bool is_causal, float scale, bool deterministic)"
@@ -197,8 +215,9 @@ def _like(x):
     return torch.empty_like(x if x.stride(-1) == 1 else x.contiguous())
 
 
-# Counted as torch counts its own attention, so that swapping one for the other leaves a model's count alone: every
-# score, also when causal, two products forward and five backward (the second of the scores among them).
+# Counted as torch counts its own attention, so that swapping one for the other leaves a model's
+# count alone: every score, also when causal, two products forward and five backward (the second of
+# the scores among them).
 @register_flop_formula(torch.ops.stepgauge.flash_attention)
 def _(q_shape, k_shape, *args, out_shape=None, **kwargs):
     return 4 * math.prod(q_shape) * k_shape[2]
@@ -221,9 +240,11 @@ def _kernels():
 
 
 def _in_cpp(function, *args):
-    """What that function of extension.cpp returns, or None where C++ is not there or leaves it to Python.
+    """What that function of extension.cpp returns, or None where C++ is not there or leaves it to
+    Python.
 
-    It is not asked where something has changed what it was told to launch: a profiler's hook, tiles of someone's own.
+    It is not asked where something has changed what it was told to launch: a profiler's hook, tiles
+    of someone's own.
     """
     if extension.NATIVE.call is None or heuristics.overrides() or hooks_present():
         return None
@@ -237,21 +258,28 @@ def _has_kernels(device):
 def _needs_operator(q):
     """Whether someone watches operators go by: a compiler, a dispatch mode or a tensor subclass.
 
-    Otherwise the functions behind the operators are called directly, which saves their dispatch: some 50 us of host
-    time in a forward and backward, more than the whole of a small attention.
+    Otherwise the functions behind the operators are called directly, which saves their dispatch:
+    some 50 us of host time in a forward and backward, more than the whole of a small attention.
     """
     if torch.compiler.is_compiling():
         return True
-    return torch._C._len_torch_dispatch_stack() > 0 or type(q) not in (torch.Tensor, torch.nn.Parameter)
+    return torch._C._len_torch_dispatch_stack() > 0 or type(q) not in (
+        torch.Tensor,
+        torch.nn.Parameter,
+    )
 
 
 def _autocast(*tensors):
-    """The tensors as autocast would hand them to scaled_dot_product_attention: float64 is left alone."""
+    """The tensors as autocast would hand them to scaled_dot_product_attention: float64 is left
+    alone.
+    """
     kind = tensors[0].device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+    return tuple(
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
+    )
 
 
 def _four_dims(x):
@@ -282,17 +310,25 @@ def _check(q, k, v, scale):
             "where q's may be a multiple of k's (grouped heads)"
         )
     if k.shape[-2] == 0:
-        raise ValueError(f"k {tuple(k.shape)} has no keys: the softmax over none is not defined; at least 1 is needed")
+        raise ValueError(
+            f"k {tuple(k.shape)} has no keys: the softmax over none is not defined; at least 1 is needed"
+        )
     if not 1 <= q.shape[-1] <= heuristics.MAX_HEAD_WIDTH:
         raise ValueError(f"head width {q.shape[-1]}: accepted are 1 to {heuristics.MAX_HEAD_WIDTH}")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not 0 < scale < math.inf:
-        raise ValueError(f"scale {scale}: accepted are positive numbers (the row maximum is taken before scaling)")
+        raise ValueError(
+            f"scale {scale}: accepted are positive numbers (the row maximum is taken before scaling)"
+        )
     return scale
 
 
 def _check_dtypes(q, k, v):
     if q.dtype not in _DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"types q {q.dtype}, k {k.dtype}, v {v.dtype}: accepted is one of {_DTYPES} for all three")
+        raise ValueError(
+            f"types q {q.dtype}, k {k.dtype}, v {v.dtype}: accepted is one of {_DTYPES} for all three"
+        )
     if k.device != q.device or v.device != q.device:
-        raise ValueError(f"devices q {q.device}, k {k.device}, v {v.device}: one device for all three is needed")
+        raise ValueError(
+            f"devices q {q.device}, k {k.device}, v {v.device}: one device for all three is needed"
+        )

@@ -1,12 +1,14 @@
-"""The float32 backward on sm_90 with operands cut once: each is written as three bf16 tensors, and loops only multiply.
+"""The float32 backward on sm_90 with operands cut once: each is written as three bf16 tensors, and
+loops only multiply.
 
-A float32 number is the sum of three bf16 numbers, 8 bits each: x = x0 + x1 + x2, and a product of two tiles the sum of
-the six products that are not below float32's own rounding (x2 y2, x2 y1 and x1 y2 are). The portable kernels cut both
-operands in every step of every loop; here one kernel does it beforehand, and only P and dS are cut in the loop. What
-is computed is that of `dq_kernel` and `dkdv_kernel` of triton.py: no atomics, the same bits every time.
+A float32 number is the sum of three bf16 numbers, 8 bits each: x = x0 + x1 + x2, and a product of
+two tiles the sum of the six products that are not below float32's own rounding (x2 y2, x2 y1 and x1
+y2 are). The portable kernels cut both operands in every step of every loop; here one kernel does it
+beforehand, and only P and dS are cut in the loop. What is computed is that of `dq_kernel` and
+`dkdv_kernel` of triton.py: no atomics, the same bits every time.
 
-Legend: B batch, H query heads, K key heads (H = K * group), T_q queries, T_k keys, D head width; M queries and N keys
-of a tile. q3 etc. are a tensor's thirds, (3, B * H, T, D).
+Legend: B batch, H query heads, K key heads (H = K * group), T_q queries, T_k keys, D head width; M
+queries and N keys of a tile. q3 etc. are a tensor's thirds, (3, B * H, T, D).
 """
 
 import functools
@@ -31,7 +33,8 @@ from .tile_ops import (
 OPT_OUT = "STEPGAUGE_THIRDS"
 WIDTHS = (64, 128)
 _BLOCK = 64  # rows that a program cuts
-# Which gradients one kernel makes, 1 dv, 2 dk, 3 both: at 128 the sums of both and a product do not fit in registers.
+# Which gradients one kernel makes, 1 dv, 2 dk, 3 both: at 128 the sums of both and a product do not
+# fit in registers.
 _GRADS = {64: (3,), 128: (1, 2)}
 
 
@@ -51,7 +54,21 @@ def _cut_rows(
     x, x3, head, row, x_b, x_h, x_t, num_heads, all_heads, num_rows, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     num_rows = tl.where(head < all_heads, num_rows, 0)
-    rows = _load_rows(x, head // num_heads, head % num_heads, row, x_b, x_h, x_t, num_rows, D, BLOCK, D, False, True)
+    rows = _load_rows(
+        x,
+        head // num_heads,
+        head % num_heads,
+        row,
+        x_b,
+        x_h,
+        x_t,
+        num_rows,
+        D,
+        BLOCK,
+        D,
+        False,
+        True,
+    )
     step = tl.cast(num_rows, tl.int64) * D
     third = all_heads * step
     upper, middle, lower = _cut(rows)
@@ -69,7 +86,11 @@ def cut_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The thirds of q, k, v and do, and delta = rowsum(o * do)."""
-    head, row, which = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles * BLOCK, tl.program_id(1)
+    head, row, which = (
+        tl.program_id(0) // num_tiles,
+        tl.program_id(0) % num_tiles * BLOCK,
+        tl.program_id(1),
+    )
     if which == 0:
         _cut_rows(q, q3, head, row, q_b, q_h, q_t, num_heads, all_heads, num_queries, D, BLOCK)
     elif which == 1:
@@ -77,7 +98,9 @@ def cut_kernel(
     elif which == 2:
         _cut_rows(v, v3, head, row, v_b, v_h, v_t, num_kv_heads, all_kv_heads, num_keys, D, BLOCK)
     else:
-        do_MD = _cut_rows(do, do3, head, row, do_b, do_h, do_t, num_heads, all_heads, num_queries, D, BLOCK)
+        do_MD = _cut_rows(
+            do, do3, head, row, do_b, do_h, do_t, num_heads, all_heads, num_queries, D, BLOCK
+        )
         num_rows = tl.where(head < all_heads, num_queries, 0)
         o_MD = _load_rows(o, head // num_heads, head % num_heads, row, o_b, o_h, o_t, num_rows, D, BLOCK, D, False,
                           True)  # fmt: skip
@@ -90,8 +113,11 @@ def cut_kernel(
 
 
 @triton.jit
-def _load_thirds(x3, head, row, third, num_rows, BLOCK: tl.constexpr, D: tl.constexpr, USE_TMA: tl.constexpr):
-    # Rows past the end come as zeros. A head's step is made here, in 64 bits: it may exceed what an argument holds.
+def _load_thirds(
+    x3, head, row, third, num_rows, BLOCK: tl.constexpr, D: tl.constexpr, USE_TMA: tl.constexpr
+):
+    # Rows past the end come as zeros. A head's step is made here, in 64 bits: it may exceed what an
+    # argument holds.
     step = tl.cast(num_rows, tl.int64) * D
     upper = _load_rows(x3, 0, head, row, third, step, D, num_rows, D, BLOCK, D, USE_TMA, True)
     middle = _load_rows(x3, 1, head, row, third, step, D, num_rows, D, BLOCK, D, USE_TMA, True)
@@ -101,7 +127,9 @@ def _load_thirds(x3, head, row, third, num_rows, BLOCK: tl.constexpr, D: tl.cons
 
 @triton.jit
 def _multiply(a, b):
-    """a b, small products first. In a fresh sum: the tensor cores add by truncation, so not over a whole loop."""
+    """a b, small products first. In a fresh sum: the tensor cores add by truncation, so not over a
+    whole loop.
+    """
     s = tl.dot(a[2], b[0])
     s = tl.dot(a[0], b[2], s)
     s = tl.dot(a[1], b[1], s)
@@ -167,9 +195,20 @@ def dkdv_kernel(
     IS_CAUSAL: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, GRADS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """dv = P^T do and dk = scale (P * (do v^T - delta))^T q for one tile of keys and one chunk of the queries."""
+    """dv = P^T do and dk = scale (P * (do v^T - delta))^T q for one tile of keys and one chunk of
+    the queries.
+    """
     col, head, b, h, split, first, last = _key_program(
-        num_tiles, num_heads, all_kv_heads, num_queries, section, chunk, IS_CAUSAL, GROUP, BLOCK_M, BLOCK_N
+        num_tiles,
+        num_heads,
+        all_kv_heads,
+        num_queries,
+        section,
+        chunk,
+        IS_CAUSAL,
+        GROUP,
+        BLOCK_M,
+        BLOCK_N,
     )
     if IS_CAUSAL and SPLIT:  # noqa: SIM102 - part 0 is written in any case: with zeros, if no query sees this tile
         if first >= last and split != 0:
@@ -182,15 +221,20 @@ def dkdv_kernel(
     dk_ND = tl.zeros([BLOCK_N, D], tl.float32)
     dv_ND = tl.zeros([BLOCK_N, D], tl.float32)
     tiles = tl.cdiv(tl.maximum(last - first, 0), BLOCK_M)
-    for index in tl.range(0, tiles * GROUP, 1):  # every query head that shares the key head, as one loop
+    # every query head that shares the key head, as one loop
+    for index in tl.range(0, tiles * GROUP, 1):
         q_head = head * GROUP + index // tl.maximum(tiles, 1)
         row = first + (index % tl.maximum(tiles, 1)) * BLOCK_M
         rows_M = row + local_M
         own = q_head.to(tl.int64) * num_queries
         q_MD = _load_thirds(q3, q_head, row, q_third, num_queries, BLOCK_M, D, USE_TMA)
         do_MD = _load_thirds(do3, q_head, row, q_third, num_queries, BLOCK_M, D, USE_TMA)
-        # A query past the end has an infinite log-sum-exp: its probabilities are zero without another mask.
-        lse2_M = _load_numbers(lse + own + rows_M, rows_M < num_queries, float("inf"), BLOCK_M, THREADS) * LOG2_E
+        # A query past the end has an infinite log-sum-exp: its probabilities are zero without
+        # another mask.
+        lse2_M = (
+            _load_numbers(lse + own + rows_M, rows_M < num_queries, float("inf"), BLOCK_M, THREADS)
+            * LOG2_E
+        )
         p_NM = tl.exp2(_multiply_transposed(k_ND, q_MD) * scale_log2 - lse2_M[None, :])
         if IS_CAUSAL:
             p_NM = tl.where(rows_M[None, :] >= cols_N[:, None], p_NM, 0.0)
@@ -198,7 +242,9 @@ def dkdv_kernel(
             dv_ND += _multiply(_cut(p_NM), do_MD)
         if GRADS != 1:
             dp_NM = _multiply_transposed(v_ND, do_MD)
-            delta_M = _load_numbers(delta + own + rows_M, rows_M < num_queries, 0.0, BLOCK_M, THREADS)
+            delta_M = _load_numbers(
+                delta + own + rows_M, rows_M < num_queries, 0.0, BLOCK_M, THREADS
+            )
             dk_ND += _multiply(_cut(p_NM * (dp_NM - delta_M[None, :])), q_MD)
     dk += tl.cast(split, tl.int64) * part
     dv += tl.cast(split, tl.int64) * part
@@ -226,7 +272,10 @@ def takes(case):
 
 def cut(case, q, k, v, do, o, delta):
     """The thirds of q, k, v and do, each (3, B * H, T, D) in bf16; writes delta."""
-    thirds = [torch.empty(_thirds_view(x).shape, dtype=torch.bfloat16, device=x.device) for x in (q, k, v, do)]
+    thirds = [
+        torch.empty(_thirds_view(x).shape, dtype=torch.bfloat16, device=x.device)
+        for x in (q, k, v, do)
+    ]
     cut_launch(case)(stream_of(q), q, k, v, do, o, *thirds, delta)
     return thirds
 
@@ -301,10 +350,19 @@ def _thirds_view(like):
 def _boxes(case, tiles):
     if not tiles.use_tma:
         return ()
-    sides = ((case.q, tiles.block_q), (case.k, tiles.block_k), (case.v, tiles.block_k), (case.do, tiles.block_q))
-    return tuple((i, _thirds_view(view), [1, 1, rows, case.width]) for i, (view, rows) in enumerate(sides))
+    sides = (
+        (case.q, tiles.block_q),
+        (case.k, tiles.block_k),
+        (case.v, tiles.block_k),
+        (case.do, tiles.block_q),
+    )
+    return tuple(
+        (i, _thirds_view(view), [1, 1, rows, case.width]) for i, (view, rows) in enumerate(sides)
+    )
 
 
 def _section(case, loop_length, num_heads, num_tiles, tiles):
     # Thirds are half as long again as what they are made of.
-    return case.section(loop_length * 3 // 2, num_heads=num_heads, num_tiles=num_tiles, per_sm=tiles.programs_per_sm)
+    return case.section(
+        loop_length * 3 // 2, num_heads=num_heads, num_tiles=num_tiles, per_sm=tiles.programs_per_sm
+    )

@@ -1,12 +1,14 @@
-"""Attention launched from C++ (extension.cpp): what it is told of the kernels that Python has planned and compiled.
+"""Attention launched from C++ (extension.cpp): what it is told of the kernels that Python has
+planned and compiled.
 
-In Python a forward and backward cost about 118 µs of host time here, twice that on a GPU's host, where one head of 4096
-needs 69 µs of the GPU. How it is built and done without: stepgauge.runtime.extension.
+In Python a forward and backward cost about 118 µs of host time here, twice that on a GPU's host,
+where one head of 4096 needs 69 µs of the GPU. How it is built and done without:
+stepgauge.runtime.extension.
 
-A call in Python offers what it has launched; C++ takes the next one of the same shapes, strides and options, eager or
-of the custom operators. How float32 products are made may change between two calls, so C++ looks at each. Copy
-descriptors are Triton's own with another address in them, which the driver has a function for; before the first use a
-moved one is compared with a new one.
+A call in Python offers what it has launched; C++ takes the next one of the same shapes, strides and
+options, eager or of the custom operators. How float32 products are made may change between two
+calls, so C++ looks at each. Copy descriptors are Triton's own with another address in them, which
+the driver has a function for; before the first use a moved one is compared with a new one.
 """
 
 import ctypes
@@ -18,16 +20,33 @@ import torch
 from stepgauge.kernels.launch import LAUNCH_H, cuda_addresses, cuda_context, plain_launch
 from stepgauge.runtime.extension import Extension
 
-_FUNCTIONS = "cuLaunchKernel", "aoti_torch_get_current_cuda_stream", "cuCtxSetCurrent", "cuTensorMapReplaceAddress"
+_FUNCTIONS = (
+    "cuLaunchKernel",
+    "aoti_torch_get_current_cuda_stream",
+    "cuCtxSetCurrent",
+    "cuTensorMapReplaceAddress",
+)
 _CONSTANT, _ADDRESS, _DESCRIPTOR = range(3)
 _DESCRIPTOR_BYTES = 128  # CUtensorMap; in Triton 3.6's object it is the second half
-_WORDS = {"i1": "<?", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q", "u32": "<I", "u64": "<Q", "fp32": "<f"}
+_WORDS = {
+    "i1": "<?",
+    "i8": "<b",
+    "i16": "<h",
+    "i32": "<i",
+    "i64": "<q",
+    "u32": "<I",
+    "u64": "<Q",
+    "fp32": "<f",
+}
 
 NATIVE = Extension(
     "attention",
     Path(__file__).with_name("extension.cpp"),
     lambda module: module.configure(*cuda_addresses(*_FUNCTIONS)),
-    headers=[LAUNCH_H, *(Path(__file__).with_name(name) for name in ("programs.h", "registering.h"))],
+    headers=[
+        LAUNCH_H,
+        *(Path(__file__).with_name(name) for name in ("programs.h", "registering.h")),
+    ],
 )
 _offered: set = set()
 
@@ -35,8 +54,9 @@ _offered: set = set()
 def offer(case, tensors: tuple, num_tensors: int, scratch: tuple, calls: tuple) -> None:
     """After a call in Python: let C++ take the next one like it, if its kernels are compiled.
 
-    tensors: (q, k, v), or of a backward (q, k, v, do, o). scratch: floats of each temporary; calls: (launch, its
-    tensors as (number, offset in floats)), numbered as C++ has them, temporaries after the `num_tensors` others.
+    tensors: (q, k, v), or of a backward (q, k, v, do, o). scratch: floats of each temporary; calls:
+    (launch, its tensors as (number, offset in floats)), numbered as C++ has them, temporaries after
+    the `num_tensors` others.
     """
     if NATIVE.module is None:
         NATIVE.ask()
@@ -49,7 +69,9 @@ def offer(case, tensors: tuple, num_tensors: int, scratch: tuple, calls: tuple) 
     _offered.add(key)
     try:
         address = tensors[0].data_ptr()
-        steps = tuple(step_of(launch, numbers, NATIVE.module.moved, address) for launch, numbers in calls)
+        steps = tuple(
+            step_of(launch, numbers, NATIVE.module.moved, address) for launch, numbers in calls
+        )
         kind = tensors, case.is_causal, case.scale, case.precision == "tf32"
         NATIVE.module.register(*kind, cuda_context(), num_tensors, scratch, steps)
     except Exception as error:  # A Triton that launches otherwise: go on in Python.
@@ -68,7 +90,8 @@ def takes(case) -> bool:
 
 
 def step_of(launch, numbers: tuple, moved, address: int) -> tuple:
-    """One kernel's launch as C++ takes it. Raises ValueError for a kernel whose arguments are not all known here.
+    """One kernel's launch as C++ takes it. Raises ValueError for a kernel whose arguments are not
+    all known here.
 
     moved(descriptor, address) is the driver's; `address` is one that descriptors can be tried with.
     """
@@ -104,7 +127,9 @@ def _descriptor(launch, position: int, number: tuple, moved, address: int) -> li
     first, *rest = launch.described(position, address)
     other = launch.described(position, address + 4096)[0]
     if moved(_bytes(first), address + 4096) != _bytes(other):
-        raise ValueError("a descriptor with another address is not what Triton makes for that address")
+        raise ValueError(
+            "a descriptor with another address is not what Triton makes for that address"
+        )
     shape, strides = rest[: len(rest) // 2], rest[len(rest) // 2 :]
     return [
         (_DESCRIPTOR, 0, number[0], 0, _bytes(first)),

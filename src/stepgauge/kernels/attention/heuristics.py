@@ -1,6 +1,8 @@
-"""What to launch: tile sizes for each (direction, architecture, type, head width), and how many ways to split a loop.
+"""What to launch: tile sizes for each (direction, architecture, type, head width), and how many
+ways to split a loop.
 
-Pure Python, no torch and no triton, so that the choices can be tested anywhere. Legend: D head width.
+Pure Python, no torch and no triton, so that the choices can be tested anywhere. Legend: D head
+width.
 """
 
 import contextlib
@@ -10,13 +12,15 @@ from dataclasses import dataclass, replace
 
 MIN_HEAD_WIDTH, MAX_HEAD_WIDTH = 16, 256
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-# Fitted to one-head sweeps on an H100 (docs/kernels/attention.md): what a program costs beside its inner tiles, what a
-# kernel that adds parts costs to launch and to start, and how fast parts are written and read.
+# Fitted to one-head sweeps on an H100 (docs/kernels/attention.md): what a program costs beside its
+# inner tiles, what a kernel that adds parts costs to launch and to start, and how fast parts are
+# written and read.
 _PROGRAM_US, _REDUCE_US, _PART_BYTES_PER_US = 1.0, 7.0, 3e6
-# A multiprocessor with w resident warps works at a rate in proportion to w / (w + _HALF_RATE_WARPS).
+# A multiprocessor with w resident warps works at a rate in proportion to w / (w +
+# _HALF_RATE_WARPS).
 _HALF_RATE_WARPS = 4.0
-# Tensor-core rate of one multiprocessor, FLOPs a microsecond, where a tile's time was not measured: 400 TFLOP/s of an
-# H100's 132 multiprocessors; a tenth of it in float32.
+# Tensor-core rate of one multiprocessor, FLOPs a microsecond, where a tile's time was not measured:
+# 400 TFLOP/s of an H100's 132 multiprocessors; a tenth of it in float32.
 _FLOPS_PER_US = 3e6
 _TILE_STEPS = 1  # what a tile costs beside its loop, in steps of it: a guess
 _PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4, "fused": 5}
@@ -26,12 +30,13 @@ _PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4, "fused": 5}
 class Tiles:
     """One kernel's launch choices.
 
-    `programs_per_sm` is what registers and shared memory allow, and `tile_us` the measured microseconds of one inner
-    tile on a full multiprocessor (0: not measured): both for splitting. `fp32_products` is how a float32 product is
-    made where tf32 is not allowed: "ieee" on the ordinary units, "tf32x3", three tf32 products of the upper and lower
-    halves, or "bf16x6", six bf16 products of upper, middle and lower thirds; the error of both is that of float32.
-    `order`: whether dkdv multiplies for dP before the exponentials ("early"), after them ("late": fewer registers), or
-    before and with sums that start at -lse and -delta ("folded").
+    `programs_per_sm` is what registers and shared memory allow, and `tile_us` the measured
+    microseconds of one inner tile on a full multiprocessor (0: not measured): both for splitting.
+    `fp32_products` is how a float32 product is made where tf32 is not allowed: "ieee" on the
+    ordinary units, "tf32x3", three tf32 products of the upper and lower halves, or "bf16x6", six
+    bf16 products of upper, middle and lower thirds; the error of both is that of float32. `order`:
+    whether dkdv multiplies for dP before the exponentials ("early"), after them ("late": fewer
+    registers), or before and with sums that start at -lse and -delta ("folded").
     """
 
     block_q: int
@@ -50,22 +55,32 @@ def block_width(head_width):
     return max(MIN_HEAD_WIDTH, 1 << (head_width - 1).bit_length())
 
 
-def choose_num_splits(kernel, tiles, *, num_heads, num_queries, num_keys, head_width, itemsize, num_sms, is_causal):
-    """How many programs share the loop of one tile, so that few heads still fill the chip: the fastest by prediction.
+def choose_num_splits(
+    kernel, tiles, *, num_heads, num_queries, num_keys, head_width, itemsize, num_sms, is_causal
+):
+    """How many programs share the loop of one tile, so that few heads still fill the chip: the
+    fastest by prediction.
 
-    The prediction plays the launch: programs in the order of the grid, each on the first multiprocessor with room, and
-    adds what the parts cost. More parts are only considered while there are few programs, so the memory for them is
-    bounded by the chip and not by the length.
+    The prediction plays the launch: programs in the order of the grid, each on the first
+    multiprocessor with room, and adds what the parts cost. More parts are only considered while
+    there are few programs, so the memory for them is bounded by the chip and not by the length.
     """
     own, other = (num_keys, num_queries) if kernel in ("dkdv", "fused") else (num_queries, num_keys)
     block, loop_block = (
-        (tiles.block_k, tiles.block_q) if kernel in ("dkdv", "fused") else (tiles.block_q, tiles.block_k)
+        (tiles.block_k, tiles.block_q)
+        if kernel in ("dkdv", "fused")
+        else (tiles.block_q, tiles.block_k)
     )
     most = 8 * num_sms * tiles.programs_per_sm // max(1, num_heads * math.ceil(own / block))
     candidates = [s for s in _SPLITS if s <= max(1, min(most, math.ceil(other / loop_block)))]
     if len(candidates) == 1:
         return 1
-    shape = {"num_heads": num_heads, "num_queries": num_queries, "num_keys": num_keys, "head_width": head_width}
+    shape = {
+        "num_heads": num_heads,
+        "num_queries": num_queries,
+        "num_keys": num_keys,
+        "head_width": head_width,
+    }
     options = {"itemsize": itemsize, "num_sms": num_sms, "is_causal": is_causal}
     return min(candidates, key=lambda s: predict_us(kernel, tiles, s, **shape, **options))
 
@@ -109,9 +124,10 @@ def _loop_tiles(kernel, tiles, num_splits, num_queries, num_keys, is_causal):
 def _makespan(works, num_sms, per_sm, num_warps):
     """When the last program ends, each started in order as soon as a multiprocessor has room.
 
-    Programs on one multiprocessor share it evenly. `works` are in microseconds of a full multiprocessor; with n
-    programs of w warps it runs at the rate of n w warps. Since all residents of one progress equally, a resident ends
-    when its multiprocessor's own progress reaches a number fixed at its start: `ends` holds these.
+    Programs on one multiprocessor share it evenly. `works` are in microseconds of a full
+    multiprocessor; with n programs of w warps it runs at the rate of n w warps. Since all residents
+    of one progress equally, a resident ends when its multiprocessor's own progress reaches a number
+    fixed at its start: `ends` holds these.
     """
 
     def rate(programs):
@@ -140,10 +156,12 @@ def _makespan(works, num_sms, per_sm, num_warps):
 
 
 def deal_tiles(steps, *, num_heads, section, num_programs):
-    """The tiles of each of `num_programs` programs that stay: each tile goes to the program that is free first.
+    """The tiles of each of `num_programs` programs that stay: each tile goes to the program that is
+    free first.
 
-    `steps` has the inner tiles that each tile of a head loops over; a tile's number is head * len(steps) + tile. As in
-    a grid of a program a tile, sections of heads come one after another, and within one the longest tiles first.
+    `steps` has the inner tiles that each tile of a head loops over; a tile's number is head *
+    len(steps) + tile. As in a grid of a program a tile, sections of heads come one after another,
+    and within one the longest tiles first.
     """
     dealt = [[] for _ in range(num_programs)]
     free = [(0, program) for program in range(num_programs)]
@@ -160,14 +178,16 @@ def deal_tiles(steps, *, num_heads, section, num_programs):
 def chunk_length(length, num_splits, granule):
     """Rows a split covers: a multiple of `granule`, such that `num_splits` of them cover `length`.
 
-    The granule is the larger tile edge, so that a chunk never begins inside a diagonal tile: every row of a program
-    that does not exit at once then sees the first key of its chunk, and no row is wholly masked.
+    The granule is the larger tile edge, so that a chunk never begins inside a diagonal tile: every
+    row of a program that does not exit at once then sees the first key of its chunk, and no row is
+    wholly masked.
     """
     return max(1, math.ceil(length / (num_splits * granule))) * granule
 
 
 def heads_per_section(*, head_bytes, l2_bytes, num_heads, least=1):
-    """How many heads run side by side: as many as keep what their loops read within half of the L2 cache.
+    """How many heads run side by side: as many as keep what their loops read within half of the L2
+    cache.
 
     No section has fewer than `least` (but all heads may be fewer), the last one included.
     """
@@ -178,10 +198,12 @@ def heads_per_section(*, head_bytes, l2_bytes, num_heads, least=1):
 
 
 def heads_beside_longest(num_tiles, num_slots):
-    """Heads whose causal tiles, shared out over the chip, take as long as the longest one by itself.
+    """Heads whose causal tiles, shared out over the chip, take as long as the longest one by
+    itself.
 
-    With fewer in the last section its longest tiles start when little else is left, and end alone: 8 heads in sections
-    of 7 and 1 take almost twice as long as 8 side by side. A head's tiles are 1 to num_tiles long.
+    With fewer in the last section its longest tiles start when little else is left, and end alone:
+    8 heads in sections of 7 and 1 take almost twice as long as 8 side by side. A head's tiles are 1
+    to num_tiles long.
     """
     return math.ceil(2 * num_slots / (num_tiles + 1))
 
@@ -211,8 +233,8 @@ def overrides():
 def select_tiles(kernel, *, arch, itemsize, head_width, is_causal=True, tma=False):
     """The Tiles of `kernel` on compute capability `arch` (90 for sm_90; 0: interpreter).
 
-    Kernels are forward, dq, dkdv and fused; of bf16x3.py, dq_thirds and dkdv_thirds. `tma` says that the copy engine
-    can read the tensors.
+    Kernels are forward, dq, dkdv and fused; of bf16x3.py, dq_thirds and dkdv_thirds. `tma` says
+    that the copy engine can read the tensors.
     """
     if kernel in _OVERRIDES:
         tiles = _OVERRIDES[kernel]
@@ -239,9 +261,10 @@ def _six(block_q, block_k, num_warps, num_stages, programs_per_sm=1, tile_us=0.0
     return Tiles(block_q, block_k, num_warps, num_stages, False, programs_per_sm, tile_us, "bf16x6")
 
 
-# Each line: head widths 16, 32, 64, 128, 256. Every entry was compiled ahead of time for the architectures it serves:
-# no register spills but where a comment says so, and shared memory within the limit. `_BY_POINTER` keeps to the 99 KiB
-# of the smallest of these chips, and serves sm_90 too where the copy engine cannot read or is not worth its set-up.
+# Each line: head widths 16, 32, 64, 128, 256. Every entry was compiled ahead of time for the
+# architectures it serves: no register spills but where a comment says so, and shared memory within
+# the limit. `_BY_POINTER` keeps to the 99 KiB of the smallest of these chips, and serves sm_90 too
+# where the copy engine cannot read or is not worth its set-up.
 
 _BY_POINTER = {
     "forward": _by_width(
@@ -262,10 +285,11 @@ _BY_POINTER = {
     ),
 }  # fmt: skip
 
-# Widths 64 and 128 are the fastest of 7 to 14 measured on an H100 on 2026-11-21, 16384 tokens (2 x 8192), causal; 16,
-# 32 and 256 are guesses from them. A tile's time is that measurement less a program's, over the inner tiles; at 16 and
-# 32 it is what makes the model above give one head of T 32768 on an H200 (0.276 and 0.294 ms forward, 0.616 and 0.662
-# backward, of which dq has the share that it has at 64).
+# Widths 64 and 128 are the fastest of 7 to 14 measured on an H100 on 2026-11-21, 16384 tokens (2 x
+# 8192), causal; 16, 32 and 256 are guesses from them. A tile's time is that measurement less a
+# program's, over the inner tiles; at 16 and 32 it is what makes the model above give one head of T
+# 32768 on an H200 (0.276 and 0.294 ms forward, 0.616 and 0.662 backward, of which dq has the share
+# that it has at 64).
 _SM90_TMA = {
     "forward": _by_width(
         Tiles(64, 64, 4, 3, True, 4, 0.256), Tiles(64, 64, 4, 3, True, 4, 0.272), Tiles(64, 64, 4, 3, True, 3, 0.304),
@@ -286,8 +310,8 @@ _SM90_TMA = {
     ),
 }  # fmt: skip
 
-# Where another tile was the fastest without a mask: by 4 % (forward) and by 19 % (dq). dkdv's causal tile at 64 was not
-# measured there; this one was the fastest of those that were.
+# Where another tile was the fastest without a mask: by 4 % (forward) and by 19 % (dq). dkdv's
+# causal tile at 64 was not measured there; this one was the fastest of those that were.
 _SM90_FULL = {
     ("forward", 64): Tiles(128, 64, 8, 3, False, 2, 0.583),
     ("forward", 128): Tiles(128, 64, 8, 3, False, 1, 1.041),
@@ -295,8 +319,9 @@ _SM90_FULL = {
     ("dkdv", 64): Tiles(128, 64, 4, 2, True, 2, 1.094),
 }
 
-# float32 as three tf32 products holds two halves of every operand, which is why tiles are small. Widths 128 and 256
-# spill on sm_80 where the tile cannot shrink further; they are there to be right, not fast.
+# float32 as three tf32 products holds two halves of every operand, which is why tiles are small.
+# Widths 128 and 256 spill on sm_80 where the tile cannot shrink further; they are there to be
+# right, not fast.
 _FP32 = {
     "forward": _by_width(
         Tiles(64, 64, 4, 2, programs_per_sm=2), Tiles(64, 32, 4, 2, programs_per_sm=2), Tiles(64, 32, 8, 1),
@@ -316,10 +341,11 @@ _FP32 = {
     ),
 }  # fmt: skip
 
-# As six bf16 products, whose operands' parts fit where halves in tf32 do not. The fastest of 8 measured on an H200 on
-# 2026-11-21, 8 heads, T 4096, without a mask; 16 and 32 by analogy, compiled without spills; at 64 and 128 most spill,
-# and win nonetheless. A tile's time is what makes the model above give that measurement. dq and dkdv were measured as a
-# whole backward with one of the two changed: what the other takes of it is by the times that these tiles replace.
+# As six bf16 products, whose operands' parts fit where halves in tf32 do not. The fastest of 8
+# measured on an H200 on 2026-11-21, 8 heads, T 4096, without a mask; 16 and 32 by analogy, compiled
+# without spills; at 64 and 128 most spill, and win nonetheless. A tile's time is what makes the
+# model above give that measurement. dq and dkdv were measured as a whole backward with one of the
+# two changed: what the other takes of it is by the times that these tiles replace.
 _SM90_FP32 = {
     "forward": _by_width(
         _six(128, 64, 8, 1, 2), _six(128, 64, 8, 1), _six(128, 64, 8, 1, 1, 4.676), _six(64, 64, 4, 1, 2, 4.202),
@@ -337,7 +363,8 @@ _SM90_FP32 = {
 }  # fmt: skip
 
 
-# Operands in thirds (bf16x3.py), by head width: those that the compiler spills nothing of. Not timed beside others.
+# Operands in thirds (bf16x3.py), by head width: those that the compiler spills nothing of. Not
+# timed beside others.
 _SM90_THIRDS = {
     "dq_thirds": {64: Tiles(128, 64, 8, 2, True), 128: Tiles(64, 32, 4, 2, True)},
     "dkdv_thirds": {64: Tiles(32, 64, 4, 2, True, 2), 128: Tiles(32, 64, 4, 2, True)},
@@ -345,5 +372,7 @@ _SM90_THIRDS = {
 
 
 def fused_fits(*, itemsize, head_width):
-    """Whether the one-kernel backward has tiles: in float32 at width 256 it needs more shared memory than there is."""
+    """Whether the one-kernel backward has tiles: in float32 at width 256 it needs more shared
+    memory than there is.
+    """
     return itemsize < 4 or block_width(head_width) < MAX_HEAD_WIDTH

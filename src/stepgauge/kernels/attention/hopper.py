@@ -1,13 +1,15 @@
 """The attention forward in Gluon for sm_90: one warp copies, two groups of four warps multiply.
 
-Follows FlashAttention-3 (Shah et al. 2024): a producer warp fills rings of key and value tiles through the copy
-engine; each of two consumers owns 64 query rows and lets the scores of the next tile and the product of this one run
-while it exponentiates. There is one program a multiprocessor, which fetches its next tile while it finishes this one.
-What it computes is `forward_kernel` of triton.py; why it is written so is in docs/kernels/attention.md.
+Follows FlashAttention-3 (Shah et al. 2024): a producer warp fills rings of key and value tiles
+through the copy engine; each of two consumers owns 64 query rows and lets the scores of the next
+tile and the product of this one run while it exponentiates. There is one program a multiprocessor,
+which fetches its next tile while it finishes this one. What it computes is `forward_kernel` of
+triton.py; why it is written so is in docs/kernels/attention.md.
 
-Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width of a tile: the tensors' may be smaller,
-the copy engine reads zeros beyond it and writes nothing there; M the 64 query rows of a consumer, N the keys of a tile.
-A ring is (tiles, barriers of what is ready to be read, barriers of what is free to be filled).
+Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width of a tile: the
+tensors' may be smaller, the copy engine reads zeros beyond it and writes nothing there; M the 64
+query rows of a consumer, N the keys of a tile. A ring is (tiles, barriers of what is ready to be
+read, barriers of what is free to be filled).
 """
 
 import itertools
@@ -36,8 +38,10 @@ ROWS = gl.constexpr(64)  # a wgmma's, and so a consumer's
 TILE_ROWS = gl.constexpr(CONSUMERS.value * ROWS.value)
 BLOCK_N = gl.constexpr(128)
 Q_STAGES = gl.constexpr(2)  # tiles of queries of each consumer
-NUM_STAGES = {64: 3, 128: 2}  # tiles of keys, and of values, by a tile's width: at 128 shared memory holds no more
-# Registers of a thread as launched, of a consumer's and of the producer's: they move within 64 Ki a program.
+# tiles of keys, and of values, by a tile's width: at 128 shared memory holds no more
+NUM_STAGES = {64: 3, 128: 2}
+# Registers of a thread as launched, of a consumer's and of the producer's: they move within 64 Ki a
+# program.
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, gl.constexpr(240), gl.constexpr(24)
 LN_2 = gl.constexpr(math.log(2.0))
 
@@ -82,7 +86,8 @@ def _produce(inputs, rings, sizes, group, turns, IS_CAUSAL: gl.constexpr):
     k_tiles, k_ready, k_free = k_ring
     v_tiles, v_ready, v_free = v_ring
     STAGES: gl.constexpr = k_tiles.shape[0]
-    slot, phase, q_slot, q_phase = 0, 1, 0, 1  # a fresh barrier counts as past its phase 1: every slot is free
+    # a fresh barrier counts as past its phase 1: every slot is free
+    slot, phase, q_slot, q_phase = 0, 1, 0, 1
     own, rounds = _own_turns(turns)
     number = gl.load(own)
     for round_ in range(rounds):
@@ -95,7 +100,9 @@ def _produce(inputs, rings, sizes, group, turns, IS_CAUSAL: gl.constexpr):
                 for consumer in gl.static_range(CONSUMERS):
                     place = consumer * Q_STAGES + q_slot
                     mbarrier.wait(q_free.index(place), q_phase)
-                    _copy(q, b, h, row + consumer * ROWS, q_ready.index(place), q_tiles.index(place))
+                    _copy(
+                        q, b, h, row + consumer * ROWS, q_ready.index(place), q_tiles.index(place)
+                    )
             mbarrier.wait(v_free.index(slot), phase)
             _copy(v, b, h // group, step * BLOCK_N, v_ready.index(slot), v_tiles.index(slot))
             slot, phase = _advance(slot, phase, STAGES)
@@ -103,7 +110,17 @@ def _produce(inputs, rings, sizes, group, turns, IS_CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s_MN, max_M, total_M, rows_M, col, num_keys, scale_log2, MASK: gl.constexpr, IS_CAUSAL: gl.constexpr):
+def _softmax(
+    s_MN,
+    max_M,
+    total_M,
+    rows_M,
+    col,
+    num_keys,
+    scale_log2,
+    MASK: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+):
     """(p, max, total, what to multiply earlier sums by) after one more tile of scores."""
     if MASK:
         cols_N = gl.arange(0, s_MN.shape[1], gl.SliceLayout(0, s_MN.type.layout))
@@ -112,7 +129,8 @@ def _softmax(s_MN, max_M, total_M, rows_M, col, num_keys, scale_log2, MASK: gl.c
             s_MN = gl.where(cols_N[None, :] < seen_M[:, None], s_MN, float("-inf"))
         else:
             s_MN = gl.where((cols_N < num_keys - col)[None, :], s_MN, float("-inf"))
-    # One fused multiply-add an element: the scale is positive, so the maximum may be taken before it.
+    # One fused multiply-add an element: the scale is positive, so the maximum may be taken before
+    # it.
     new_max_M = gl.maximum(max_M, gl.max(s_MN, 1) * scale_log2)
     p_MN = gl.exp2(s_MN * scale_log2 - new_max_M[:, None])
     shrink_M = gl.exp2(max_M - new_max_M)
@@ -121,11 +139,17 @@ def _softmax(s_MN, max_M, total_M, rows_M, col, num_keys, scale_log2, MASK: gl.c
 
 @gluon.jit
 def _round(p_MN, DTYPE: gl.constexpr):
-    """Two numbers an instruction, and out of sight of LLVM, which would keep them in float32 until they are read."""
+    """Two numbers an instruction, and out of sight of LLVM, which would keep them in float32 until
+    they are read.
+    """
     if gl.bfloat16 == DTYPE:
-        p_MN = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [p_MN], gl.bfloat16, True, 2)
+        p_MN = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [p_MN], gl.bfloat16, True, 2
+        )
     else:
-        p_MN = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [p_MN], gl.float16, True, 2)
+        p_MN = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [p_MN], gl.float16, True, 2
+        )
     return p_MN
 
 
@@ -158,7 +182,9 @@ def _overlapped(
     scale_log2, MASK: gl.constexpr, IS_CAUSAL: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
     P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Steps start .. stop: the scores of a step and the product of the step before are issued together."""
+    """Steps start .. stop: the scores of a step and the product of the step before are issued
+    together.
+    """
     k_tiles, k_ready, k_free = k_ring
     v_tiles, v_ready, v_free = v_ring
     STAGES: gl.constexpr = k_tiles.shape[0]
@@ -172,8 +198,8 @@ def _overlapped(
         p_MN, max_M, total_M, shrink_M = _softmax(
             s_MN, max_M, total_M, rows_M, step * BLOCK_N, num_keys, scale_log2, MASK, IS_CAUSAL)  # fmt: skip
         p_MN = _round(p_MN, k_tiles.dtype)
-        # Known to be ready: this only ends the basic block. Within one, ptxas moves the exponentials behind the wait
-        # for the product, and nothing overlaps.
+        # Known to be ready: this only ends the basic block. Within one, ptxas moves the
+        # exponentials behind the wait for the product, and nothing overlaps.
         mbarrier.wait(v_ready.index(v_slot), v_phase)
         acc_MD = warpgroup_mma_wait(0, deps=(acc_MD,))
         mbarrier.arrive(v_free.index(v_slot))
@@ -217,7 +243,8 @@ def _consume(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr):
         q_tile = q_tiles.index(place)
         q_MD = _rows(q_tile)
         mbarrier.wait(q_ready.index(place), q_phase)
-        # The first tile's scores go ahead: from there on a step has the scores of its tile and the product of the last.
+        # The first tile's scores go ahead: from there on a step has the scores of its tile and the
+        # product of the last.
         mbarrier.wait(k_ready.index(k_slot), k_phase)
         s_MN = _issue_scores(q_MD, k_tiles.index(k_slot), S_LAYOUT)
         s_MN = warpgroup_mma_wait(0, deps=(s_MN,))
@@ -270,8 +297,14 @@ def forward_kernel(
     lse, turns, num_heads, group, num_queries, num_keys, num_tiles, scale_log2,
     IS_CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """o and its log-sum-exp for the tiles of TILE_ROWS queries that `turns` deals out to the programs."""
-    rings = (_ring(q, CONSUMERS * Q_STAGES, 1), _ring(k, STAGES, CONSUMERS), _ring(v, STAGES, CONSUMERS))
+    """o and its log-sum-exp for the tiles of TILE_ROWS queries that `turns` deals out to the
+    programs.
+    """
+    rings = (
+        _ring(q, CONSUMERS * Q_STAGES, 1),
+        _ring(k, STAGES, CONSUMERS),
+        _ring(v, STAGES, CONSUMERS),
+    )
     sizes = (num_heads, num_queries, num_keys, num_tiles)
     work = (o, lse, rings, sizes, turns, scale_log2)
     gl.warp_specialize([
@@ -300,7 +333,9 @@ def tile_width(case):
 
 
 def can_run(case, *views):
-    """Whether the chip, the type and the views are those that kernels in Gluon run on, and nobody chose otherwise."""
+    """Whether the chip, the type and the views are those that kernels in Gluon run on, and nobody
+    chose otherwise.
+    """
     return (
         IS_KNOWN
         and os.environ.get(OPT_OUT) != "0"
@@ -313,7 +348,9 @@ def can_run(case, *views):
 
 
 def fills_chip(case, owned):
-    """Whether there is a tile for each multiprocessor: with fewer, portable tiles, half as long, busy more of it."""
+    """Whether there is a tile for each multiprocessor: with fewer, portable tiles, half as long,
+    busy more of it.
+    """
     return math.prod(owned.shape[:2]) * _tiles_of_head(owned) >= case.chip.num_sms
 
 
@@ -334,7 +371,9 @@ def _keys_seen(case):
 
 
 class Deal(NamedTuple):
-    """Programs that stay, one a multiprocessor, and what the kernel reads of which tiles each of them has."""
+    """Programs that stay, one a multiprocessor, and what the kernel reads of which tiles each of
+    them has.
+    """
 
     programs: int
     turns: torch.Tensor
@@ -357,7 +396,9 @@ def _turns(*key):
 
 
 def _make_turns(device, programs, heads, section, steps):
-    """Where each program's tiles begin, where the last one's end, then all tiles and one number that is read ahead."""
+    """Where each program's tiles begin, where the last one's end, then all tiles and one number
+    that is read ahead.
+    """
     dealt = heuristics.deal_tiles(steps, num_heads=heads, section=section, num_programs=programs)
     begins = itertools.accumulate(map(len, dealt), initial=programs + 1)
     turns = torch.tensor([*begins, *itertools.chain(*dealt), 0], dtype=torch.int32, device="cpu")
@@ -365,9 +406,11 @@ def _make_turns(device, programs, heads, section, steps):
 
 
 def launch_of(kernel, case, *, owned, boxes, scalars, constants, deal=None, strides=()):
-    """The launch of a kernel whose programs own tiles of `owned`: those of a deal, or else one each.
+    """The launch of a kernel whose programs own tiles of `owned`: those of a deal, or else one
+    each.
 
-    boxes: (position, view, rows of the box). The kernel's numbers are `strides`, what is counted here, and `scalars`.
+    boxes: (position, view, rows of the box). The kernel's numbers are `strides`, what is counted
+    here, and `scalars`.
     """
     batch, num_heads = owned.shape[:2]
     num_tiles = _tiles_of_head(owned)

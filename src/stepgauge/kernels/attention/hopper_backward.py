@@ -1,12 +1,15 @@
-"""The attention backward in Gluon for sm_90: dq, then dk and dv, each with a warp that copies and groups that multiply.
+"""The attention backward in Gluon for sm_90: dq, then dk and dv, each with a warp that copies and
+groups that multiply.
 
-As in hopper.py, each of two consumers (four warps) owns 64 rows, and what it loops over comes through a ring that a
-producer warp fills. dq owns queries and loops over keys; dk and dv own keys and loop over queries, on transposed
-scores, so that the probabilities are in the registers in which the next product wants them. In a step the exponentials
-run beside the product for dP, and what follows dP beside the next products. What is computed is that of `dq_kernel`
-and `dkdv_kernel` of triton.py: seven products, no atomics, the same bits every time.
+As in hopper.py, each of two consumers (four warps) owns 64 rows, and what it loops over comes
+through a ring that a producer warp fills. dq owns queries and loops over keys; dk and dv own keys
+and loop over queries, on transposed scores, so that the probabilities are in the registers in which
+the next product wants them. In a step the exponentials run beside the product for dP, and what
+follows dP beside the next products. What is computed is that of `dq_kernel` and `dkdv_kernel` of
+triton.py: seven products, no atomics, the same bits every time.
 
-Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width; M queries and N keys of a tile.
+Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width; M queries and N
+keys of a tile.
 """
 
 import math
@@ -42,9 +45,11 @@ from .hopper import (
 )
 
 BLOCK = gl.constexpr(64)  # rows of a tile of what is looped over
-DQ_STAGES = {128: 3}  # tiles of keys and values, by their width; at 64 the portable dq is the faster one
+# tiles of keys and values, by their width; at 64 the portable dq is the faster one
+DQ_STAGES = {128: 3}
 DKDV_STAGES = {64: 4, 128: 2}  # tiles of queries and their gradients
-KV_STAGES = gl.constexpr(2)  # tiles of keys and values that each consumer of dkdv owns: it has the next one's early
+# tiles of keys and values that each consumer of dkdv owns: it has the next one's early
+KV_STAGES = gl.constexpr(2)
 LOG2_E = gl.constexpr(math.log2(math.e))
 
 
@@ -75,7 +80,9 @@ def _copy_pair(first, second, b, h, row, ready, first_tile, second_tile):
 
 @gluon.jit
 def _number(all_heads, num_tiles, section, IS_CAUSAL: gl.constexpr):
-    """The number of this program's tile: sections of heads that fit in L2 together, within one the longest first."""
+    """The number of this program's tile: sections of heads that fit in L2 together, within one the
+    longest first.
+    """
     index = gl.program_id(0)
     first = (index // (num_tiles * section)) * section
     rest = index % (num_tiles * section)
@@ -93,7 +100,16 @@ def _produce_dq(inputs, rings, number, sizes, group, IS_CAUSAL: gl.constexpr):
     b, h, row, num_steps = _place(number, sizes, IS_CAUSAL, BLOCK)
     for step in range(num_steps):
         mbarrier.wait(free.index(slot), phase)
-        _copy_pair(k, v, b, h // group, step * BLOCK, ready.index(slot), k_tiles.index(slot), v_tiles.index(slot))
+        _copy_pair(
+            k,
+            v,
+            b,
+            h // group,
+            step * BLOCK,
+            ready.index(slot),
+            k_tiles.index(slot),
+            v_tiles.index(slot),
+        )
         if step == 0:
             for consumer in gl.static_range(CONSUMERS):
                 _copy_pair(q, do, b, h, row + consumer * ROWS, q_ready.index(consumer), q_tiles.index(consumer),
@@ -121,7 +137,8 @@ def _dq_steps(
             if IS_CAUSAL:
                 seen_M = gl.minimum(rows_M + 1, num_keys)
             p_MN = gl.where(cols_N[None, :] < (seen_M - step * BLOCK)[:, None], p_MN, 0.0)
-        # Known to be ready: this only ends the basic block. Within one, ptxas moves the exponentials behind the wait.
+        # Known to be ready: this only ends the basic block. Within one, ptxas moves the
+        # exponentials behind the wait.
         mbarrier.wait(ready.index(slot), phase)
         dp_MN = warpgroup_mma_wait(0, deps=(dp_MN,))
         ds = gl.convert_layout(_round(p_MN * (dp_MN - delta_M[:, None]), k_tiles.dtype), P_LAYOUT)
@@ -147,15 +164,25 @@ def _consume_dq(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_WIDTH: 
     own_rows = (b * num_heads + h).to(gl.int64) * num_queries
     rows_M = row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
     exists_M = rows_M < num_queries
-    # A query past the end has an infinite log-sum-exp: its probabilities are zero without another mask.
+    # A query past the end has an infinite log-sum-exp: its probabilities are zero without another
+    # mask.
     lse2_M = gl.load(lse + own_rows + rows_M, mask=exists_M, other=float("inf")) * LOG2_E
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, D_LAYOUT))
     cols = gl.arange(0, D, gl.SliceLayout(0, D_LAYOUT))
-    head_of_o = o + b.to(gl.int64) * o_strides[0] + h.to(gl.int64) * o_strides[1] + row.to(gl.int64) * o_strides[2]
+    head_of_o = (
+        o
+        + b.to(gl.int64) * o_strides[0]
+        + h.to(gl.int64) * o_strides[1]
+        + row.to(gl.int64) * o_strides[2]
+    )
     exists_MD = (rows < num_queries)[:, None]
     if HEAD_WIDTH < D:
         exists_MD = exists_MD & (cols < HEAD_WIDTH)[None, :]
-    o_MD = gl.load(head_of_o + ((rows - row) * o_strides[2])[:, None] + cols[None, :], mask=exists_MD, other=0.0)
+    o_MD = gl.load(
+        head_of_o + ((rows - row) * o_strides[2])[:, None] + cols[None, :],
+        mask=exists_MD,
+        other=0.0,
+    )
     mbarrier.wait(q_ready.index(INDEX), 0)
     q_MD, do_MD = _rows(q_tiles.index(INDEX)), _rows(do_tiles.index(INDEX))
     delta_M = gl.sum(o_MD.to(gl.float32) * do_MD.load(D_LAYOUT).to(gl.float32), 1)
@@ -181,7 +208,15 @@ def _consume_dq(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_WIDTH: 
 
 
 @gluon.jit(
-    do_not_specialize=["num_heads", "group", "num_queries", "num_keys", "num_tiles", "all_heads", "section"],
+    do_not_specialize=[
+        "num_heads",
+        "group",
+        "num_queries",
+        "num_keys",
+        "num_tiles",
+        "all_heads",
+        "section",
+    ],
 )
 def dq_kernel(
     q, k, v, do,  # descriptors of boxes (1, 1, ROWS, D) for q and do, (1, 1, BLOCK, D) for k and v
@@ -190,7 +225,9 @@ def dq_kernel(
     o_b, o_h, o_t, num_heads, group, num_queries, num_keys, num_tiles, all_heads, section, scale_log2, scale,
     IS_CAUSAL: gl.constexpr, STAGES: gl.constexpr, HEAD_WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """dq = scale (P * (do v^T - delta)) k and delta = rowsum(o * do), for one tile of TILE_ROWS queries."""
+    """dq = scale (P * (do v^T - delta)) k and delta = rowsum(o * do), for one tile of TILE_ROWS
+    queries.
+    """
     rings = (
         _tiles(q, CONSUMERS), _tiles(do, CONSUMERS), _barriers(CONSUMERS, 1), _tiles(k, STAGES), _tiles(v, STAGES),
         _barriers(STAGES, 1), _barriers(STAGES, CONSUMERS),
@@ -210,13 +247,16 @@ def dq_kernel(
 
 @gluon.jit
 def _place_keys(number, sizes, IS_CAUSAL: gl.constexpr):
-    """(batch, key head, first key, first query tile, how many of a head need a mask, how many of it need none)."""
+    """(batch, key head, first key, first query tile, how many of a head need a mask, how many of it
+    need none).
+    """
     num_kv_heads, num_queries, _, num_tiles = sizes
     tile, head = number % num_tiles, number // num_tiles
     col = tile * TILE_ROWS
     stop = gl.cdiv(num_queries, BLOCK)
     first, masked = 0, 0
-    if IS_CAUSAL:  # at least one tile, also where no query sees these keys: masked, it makes the zeros
+    # at least one tile, also where no query sees these keys: masked, it makes the zeros
+    if IS_CAUSAL:
         first = gl.minimum(col // BLOCK, stop - 1)
         masked = gl.minimum(gl.cdiv(col + TILE_ROWS, BLOCK), stop) - first
     return head // num_kv_heads, head % num_kv_heads, col, first, masked, stop - first - masked
@@ -224,7 +264,9 @@ def _place_keys(number, sizes, IS_CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _query_tile(step, first, masked, whole, group):
-    """(query head of the group, query tile) of a step: all masked tiles of the group's heads come first."""
+    """(query head of the group, query tile) of a step: all masked tiles of the group's heads come
+    first.
+    """
     unmasked = step - masked * group
     is_masked = unmasked < 0
     length = gl.maximum(gl.where(is_masked, masked, whole), 1)
@@ -234,10 +276,14 @@ def _query_tile(step, first, masked, whole, group):
 
 @gluon.jit
 def _produce_dkdv(inputs, numbers, rings, sizes, group, turns, IS_CAUSAL: gl.constexpr):
-    """Copies tiles, and beside those of queries their log-sum-exp, to base 2 and infinite past the end, and delta."""
+    """Copies tiles, and beside those of queries their log-sum-exp, to base 2 and infinite past the
+    end, and delta.
+    """
     q, k, v, do = inputs
     lse, delta = numbers
-    k_tiles, v_tiles, kv_ready, kv_free, q_tiles, do_tiles, lse_tiles, delta_tiles, ready, free = rings
+    k_tiles, v_tiles, kv_ready, kv_free, q_tiles, do_tiles, lse_tiles, delta_tiles, ready, free = (
+        rings
+    )
     num_kv_heads, num_queries = sizes[0], sizes[1]
     STAGES: gl.constexpr = q_tiles.shape[0]
     WARP: gl.constexpr = gl.BlockedLayout([BLOCK // 32], [32], [1], [0])
@@ -257,7 +303,16 @@ def _produce_dkdv(inputs, numbers, rings, sizes, group, turns, IS_CAUSAL: gl.con
             lse2_M = gl.load(lse + own_rows + rows_M, mask=exists_M, other=float("inf")) * LOG2_E
             delta_M = gl.load(delta + own_rows + rows_M, mask=exists_M, other=0.0)
             mbarrier.wait(free.index(slot), phase)
-            _copy_pair(q, do, b, h, tile * BLOCK, ready.index(slot), q_tiles.index(slot), do_tiles.index(slot))
+            _copy_pair(
+                q,
+                do,
+                b,
+                h,
+                tile * BLOCK,
+                ready.index(slot),
+                q_tiles.index(slot),
+                do_tiles.index(slot),
+            )
             lse_tiles.index(slot).store(lse2_M)
             delta_tiles.index(slot).store(delta_M)
             mbarrier.arrive(ready.index(slot))
@@ -286,13 +341,15 @@ def _dkdv_steps(
         dp_NM = _issue_scores(v_ND, do_tiles.index(slot), S_LAYOUT)
         lse2_M = lse_tiles.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
         s_NM = warpgroup_mma_wait(1, deps=(s_NM,))
-        row = (first + (step - start) % per_head) * BLOCK  # here, or the masked loop has 66 instructions more
+        # here, or the masked loop has 66 instructions more
+        row = (first + (step - start) % per_head) * BLOCK
         p_NM = gl.exp2(s_NM * scale_log2 - lse2_M[None, :])
         if MASK:
             rows_M = row + gl.arange(0, BLOCK, gl.SliceLayout(0, S_LAYOUT))
             p_NM = gl.where(rows_M[None, :] >= cols_N[:, None], p_NM, 0.0)
         p = gl.convert_layout(_round(p_NM, q_tiles.dtype), P_LAYOUT)
-        # Known to be ready: this only ends the basic block. Within one, ptxas moves the exponentials behind the wait.
+        # Known to be ready: this only ends the basic block. Within one, ptxas moves the
+        # exponentials behind the wait.
         mbarrier.wait(ready.index(slot), phase)
         dv_ND = _issue_output(p, do_tiles.index(slot), dv_ND)
         dp_NM = warpgroup_mma_wait(1, deps=(dp_NM,))
@@ -356,7 +413,9 @@ def dkdv_kernel(
     turns, num_kv_heads, group, num_queries, num_keys, num_tiles, scale_log2, scale,
     IS_CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dv = P^T do and dk = scale (P * (do v^T - delta))^T q, for the tiles of TILE_ROWS keys that `turns` deals out."""
+    """dv = P^T do and dk = scale (P * (do v^T - delta))^T q, for the tiles of TILE_ROWS keys that
+    `turns` deals out.
+    """
     numbers: gl.constexpr = [STAGES, BLOCK]
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rings = (
@@ -387,14 +446,18 @@ def takes_dkdv(case, dk, dv):
 
 def _takes(case, owned, widths, *outs):
     return (
-        tile_width(case) in widths and can_run(case, case.q, case.k, case.v, case.do, *outs) and fills_chip(case, owned)
+        tile_width(case) in widths
+        and can_run(case, case.q, case.k, case.v, case.do, *outs)
+        and fills_chip(case, owned)
     )
 
 
 def dq_launch(case, dq):
     """The launch on q, k, v, do, o, lse, delta and dq."""
     heads = math.prod(case.q.shape[:2])
-    section = case.section(case.k.shape[2], num_heads=heads, num_tiles=triton.cdiv(case.q.shape[2], TILE_ROWS.value))
+    section = case.section(
+        case.k.shape[2], num_heads=heads, num_tiles=triton.cdiv(case.q.shape[2], TILE_ROWS.value)
+    )
     return launch_of(
         dq_kernel, case, owned=case.q, strides=case.o.steps,
         boxes=((0, case.q, ROWS), (1, case.k, BLOCK), (2, case.v, BLOCK), (3, case.do, ROWS), (7, dq, ROWS)),
@@ -415,10 +478,14 @@ def dkdv_launch(case, dk, dv):
 
 
 def _query_tiles_seen(case):
-    """How many tiles of queries each tile of keys is seen by, at least one: `_place_keys` on the host."""
+    """How many tiles of queries each tile of keys is seen by, at least one: `_place_keys` on the
+    host.
+    """
     stop = triton.cdiv(case.q.shape[2], BLOCK.value)
     begins = range(0, case.k.shape[2], TILE_ROWS.value)
-    return [stop - min(begin // BLOCK.value, stop - 1) if case.is_causal else stop for begin in begins]
+    return [
+        stop - min(begin // BLOCK.value, stop - 1) if case.is_causal else stop for begin in begins
+    ]
 
 
 def _scales(case):

@@ -1,4 +1,6 @@
-"""How attention's kernels are launched: the device, the case (all that a launch depends on), and the launch itself."""
+"""How attention's kernels are launched: the device, the case (all that a launch depends on), and
+the launch itself.
+"""
 
 import functools
 from concurrent.futures import ThreadPoolExecutor
@@ -34,23 +36,44 @@ def device_of(index):
     if index is None:
         return Device(arch=0, num_sms=1, l2_bytes=1 << 25)
     properties = torch.cuda.get_device_properties(index)
-    return Device(properties.major * 10 + properties.minor, properties.multi_processor_count, properties.L2_cache_size)
+    return Device(
+        properties.major * 10 + properties.minor,
+        properties.multi_processor_count,
+        properties.L2_cache_size,
+    )
 
 
 class Launch:
     """One kernel with everything but the tensors' addresses fixed.
 
-    The first call goes through Triton's own launcher, which compiles. That launcher spends 20 us and more of host time
-    a call on types, alignments and copy descriptors that the plan's key fixes already, so later calls hand the driver
-    addresses. `boxes`: for each argument that the kernel reads by descriptor, its position, view and box. A descriptor
-    is a function of the address and of these alone, so the flat arguments of the last few addresses are kept.
-    `describe` makes the descriptor that Triton's own launcher takes of (tensor, shape, strides, box).
+    The first call goes through Triton's own launcher, which compiles. That launcher spends 20 us
+    and more of host time a call on types, alignments and copy descriptors that the plan's key fixes
+    already, so later calls hand the driver addresses. `boxes`: for each argument that the kernel
+    reads by descriptor, its position, view and box. A descriptor is a function of the address and
+    of these alone, so the flat arguments of the last few addresses are kept. `describe` makes the
+    descriptor that Triton's own launcher takes of (tensor, shape, strides, box).
     """
 
     _KEPT = 256
 
-    def __init__(self, kernel, grid, scalars, constants, tiles=None, boxes=(), options=None, describe=TensorDescriptor):
-        self.kernel, self.grid, self.scalars, self.constants, self.boxes = kernel, grid, scalars, constants, boxes
+    def __init__(
+        self,
+        kernel,
+        grid,
+        scalars,
+        constants,
+        tiles=None,
+        boxes=(),
+        options=None,
+        describe=TensorDescriptor,
+    ):
+        self.kernel, self.grid, self.scalars, self.constants, self.boxes = (
+            kernel,
+            grid,
+            scalars,
+            constants,
+            boxes,
+        )
         self.describe = describe
         self.options = options or {"num_warps": 4}
         if tiles is not None:
@@ -62,7 +85,8 @@ class Launch:
         self.kept = {}
 
     def __call__(self, stream, *tensors):
-        if self.launch is None or hooks_present():  # a profiler that hooks launches sees them in Triton's launcher only
+        # a profiler that hooks launches sees them in Triton's launcher only
+        if self.launch is None or hooks_present():
             self._by_triton(tensors)
             return
         addresses = tuple([x.data_ptr() for x in tensors])
@@ -96,7 +120,8 @@ class Launch:
 
     def _arguments(self, addresses):
         flat = list(addresses)
-        for position, view, box in reversed(self.boxes):  # the last first, so that positions stay true
+        # the last first, so that positions stay true
+        for position, view, box in reversed(self.boxes):
             if self.expand:
                 flat[position : position + 1] = self.described(position, addresses[position])
             else:
@@ -104,7 +129,9 @@ class Launch:
         return flat
 
     def described(self, position, address):
-        """The driver's descriptor of that argument at an address, then its shape and strides. ValueError if unknown."""
+        """The driver's descriptor of that argument at an address, then its shape and strides.
+        ValueError if unknown.
+        """
         if not self.expand:
             raise ValueError(f"this Triton ({triton.__version__}) makes its descriptors itself")
         view, box = next((view, box) for at, view, box in self.boxes if at == position)
@@ -133,17 +160,30 @@ class _Descriptor(NamedTuple):
 
 
 def _under_descriptors(run):
-    """(launcher, {argument: its descriptor's metadata}, arguments to come first), or None if not as in Triton 3.6.
+    """(launcher, {argument: its descriptor's metadata}, arguments to come first), or None if not as
+    in Triton 3.6.
 
-    Triton builds a copy descriptor, about 3 us of host time, for every such argument of every launch, in a Python
-    function around the compiled launcher. This takes that one out, so that a descriptor is built once an address.
+    Triton builds a copy descriptor, about 3 us of host time, for every such argument of every
+    launch, in a Python function around the compiled launcher. This takes that one out, so that a
+    descriptor is built once an address.
     """
     launch = getattr(run, "launch", None)
     code = getattr(launch, "__code__", None)
-    if code is None or not triton.__version__.startswith("3.6.") or not hasattr(nvidia_driver, "make_tensordesc_arg"):
+    if (
+        code is None
+        or not triton.__version__.startswith("3.6.")
+        or not hasattr(nvidia_driver, "make_tensordesc_arg")
+    ):
         return None
-    inside = dict(zip(code.co_freevars, (cell.cell_contents for cell in launch.__closure__ or ()), strict=True))
-    if set(inside) != {"launcher", "tensordesc_indices", "tensordesc_meta"} or None in inside["tensordesc_meta"]:
+    inside = dict(
+        zip(
+            code.co_freevars, (cell.cell_contents for cell in launch.__closure__ or ()), strict=True
+        )
+    )
+    if (
+        set(inside) != {"launcher", "tensordesc_indices", "tensordesc_meta"}
+        or None in inside["tensordesc_meta"]
+    ):
         return None
     if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
         return None
@@ -152,7 +192,9 @@ def _under_descriptors(run):
 
 
 class View(NamedTuple):
-    """The part of a 4-dimensional tensor's description that launches depend on. `offset`: address modulo 16."""
+    """The part of a 4-dimensional tensor's description that launches depend on. `offset`: address
+    modulo 16.
+    """
 
     shape: tuple
     stride: tuple
@@ -168,20 +210,29 @@ class View(NamedTuple):
 
     def tma_reads(self, itemsize):
         """Whether the copy engine can read it: base and strides in 16-byte steps, none of them 0."""
-        strides = [stride for stride, length in zip(self.stride[:3], self.shape[:3], strict=True) if length > 1]
-        return self.offset == 0 and all(stride > 0 and stride * itemsize % 16 == 0 for stride in strides)
+        strides = [
+            stride
+            for stride, length in zip(self.stride[:3], self.shape[:3], strict=True)
+            if length > 1
+        ]
+        return self.offset == 0 and all(
+            stride > 0 and stride * itemsize % 16 == 0 for stride in strides
+        )
 
 
 def tma_shape(view):
     shape = list(view.shape)
-    # A dimension of length 1 may carry any stride, one that the copy engine refuses too: give it one that it takes.
+    # A dimension of length 1 may carry any stride, one that the copy engine refuses too: give it
+    # one that it takes.
     strides = [s if n > 1 else 16 * shape[-1] for s, n in zip(view.stride, shape, strict=True)]
     strides[-1] = 1
     return shape, strides
 
 
 def boxes_of(tiles, width, *views):
-    """(position, view, box) of leading arguments of a kernel; a view comes with the tile edge that it is read by."""
+    """(position, view, box) of leading arguments of a kernel; a view comes with the tile edge that
+    it is read by.
+    """
     if not tiles.use_tma:
         return ()
     return tuple((i, view, [1, 1, rows, width]) for i, (view, rows) in enumerate(views))
@@ -193,7 +244,9 @@ def rows_last(x):
 
 
 def matmul_precision(dtype):
-    """Triton's name for how float32 products are made: true float32 unless torch allows tf32 for its own."""
+    """Triton's name for how float32 products are made: true float32 unless torch allows tf32 for
+    its own.
+    """
     if dtype != torch.float32:
         return "ieee"
     setting = getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
@@ -245,7 +298,11 @@ class Case(NamedTuple):
 
     def products(self, tiles):
         """The `input_precision` of the kernels' products."""
-        return tiles.fp32_products if self.dtype == torch.float32 and self.precision == "ieee" else self.precision
+        return (
+            tiles.fp32_products
+            if self.dtype == torch.float32 and self.precision == "ieee"
+            else self.precision
+        )
 
     def split(self, kernel, tiles):
         """(number of splits, rows in each) of a kernel's loop."""
@@ -267,7 +324,8 @@ class Case(NamedTuple):
         return triton.cdiv(length, chunk), chunk
 
     def section(self, loop_length, *, num_heads, num_tiles, per_sm=1):
-        """How many of `num_heads` run side by side, each in `num_tiles` tiles, `per_sm` of these on a multiprocessor.
+        """How many of `num_heads` run side by side, each in `num_tiles` tiles, `per_sm` of these on
+        a multiprocessor.
 
         Two tensors of `loop_length` rows are read over and over for each.
         """
@@ -275,7 +333,9 @@ class Case(NamedTuple):
             head_bytes=2 * loop_length * self.q.shape[3] * self.dtype.itemsize,
             l2_bytes=self.chip.l2_bytes,
             num_heads=num_heads,
-            least=heuristics.heads_beside_longest(num_tiles, per_sm * self.chip.num_sms) if self.is_causal else 1,
+            least=heuristics.heads_beside_longest(num_tiles, per_sm * self.chip.num_sms)
+            if self.is_causal
+            else 1,
         )
 
 
@@ -295,8 +355,8 @@ def _stream_for_copies(device):
 def kept_on(device, values):
     """A copy on the GPU that may be kept for good, ready when this returns.
 
-    Made by a thread with a stream of its own: under torch.compile's CUDA graphs what the calling thread allocates is
-    the graph's, which takes it back.
+    Made by a thread with a stream of its own: under torch.compile's CUDA graphs what the calling
+    thread allocates is the graph's, which takes it back.
     """
 
     def make():

@@ -1,6 +1,7 @@
 """Attention in plain PyTorch: the equation itself, and FlashAttention-2's tiles.
 
-Legend: B batch, H heads, T_q queries, T_k keys, D head width; `...` any leading dimensions, none included.
+Legend: B batch, H heads, T_q queries, T_k keys, D head width; `...` any leading dimensions, none
+included.
 """
 
 import math
@@ -12,11 +13,12 @@ _TILE = 128
 
 
 def attention(q, k, v, *, is_causal=False, scale=None):
-    """The oracle: `o = softmax(scale q k^T) v` with every score held, and the log-sum-exp of each row.
+    """The oracle: `o = softmax(scale q k^T) v` with every score held, and the log-sum-exp of each
+    row.
 
-    Shapes: q (..., T_q, D), k and v (..., T_k, D); returns o (..., T_q, D) and lse (..., T_q). `scale` is 1/sqrt(D) if
-    None. Causal: query i sees key j when i >= j, both counted from the first (torch's `is_causal`). Computes in the
-    inputs' type: pass float64 for a reference value.
+    Shapes: q (..., T_q, D), k and v (..., T_k, D); returns o (..., T_q, D) and lse (..., T_q).
+    `scale` is 1/sqrt(D) if None. Causal: query i sees key j when i >= j, both counted from the
+    first (torch's `is_causal`). Computes in the inputs' type: pass float64 for a reference value.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = scale * (q @ k.transpose(-1, -2))
@@ -27,12 +29,13 @@ def attention(q, k, v, *, is_causal=False, scale=None):
 
 
 class FlashAttentionReference(torch.autograd.Function):
-    """FlashAttention-2 (Dao 2023, algorithms 1 and 2) in plain PyTorch, on any device: no matrix of T_q x T_k is held.
+    """FlashAttention-2 (Dao 2023, algorithms 1 and 2) in plain PyTorch, on any device: no matrix of
+    T_q x T_k is held.
 
-    `.apply(q, k, v, is_causal=False, scale=None)` with q (..., T_q, D), k and v (..., T_k, D), the same leading
-    dimensions; returns o (..., T_q, D). Saves q, k, v, o and the log-sum-exp (..., T_q), which is fp32 unless the
-    inputs are float64. Causal: query i sees key j when i >= j, both counted from the first. Raises ValueError for
-    shapes that do not fit.
+    `.apply(q, k, v, is_causal=False, scale=None)` with q (..., T_q, D), k and v (..., T_k, D), the
+    same leading dimensions; returns o (..., T_q, D). Saves q, k, v, o and the log-sum-exp (...,
+    T_q), which is fp32 unless the inputs are float64. Causal: query i sees key j when i >= j, both
+    counted from the first. Raises ValueError for shapes that do not fit.
     """
 
     @staticmethod
@@ -53,7 +56,8 @@ class FlashAttentionReference(torch.autograd.Function):
         q, k, v, o, lse = ctx.saved_tensors
         sums = _sum_dtype(q)
         dq, dk, dv = (torch.zeros(x.shape, dtype=sums, device=x.device) for x in (q, k, v))
-        # rowsum(P * dP) = rowsum(o * grad_o): the softmax's Jacobian needs no pass over the keys for it.
+        # rowsum(P * dP) = rowsum(o * grad_o): the softmax's Jacobian needs no pass over the keys
+        # for it.
         delta = (o.to(sums) * grad_o.to(sums)).sum(dim=-1)
         for rows in _tiles(q.shape[-2]):
             q_tile, grad_tile = q[..., rows, :].to(sums), grad_o[..., rows, :].to(sums)
@@ -70,7 +74,9 @@ class FlashAttentionReference(torch.autograd.Function):
 
 
 def _forward_tile(q, k, v, rows, is_causal, scale):
-    """One tile of queries against all keys that it sees, with a running maximum and sum: (o, lse) of the tile."""
+    """One tile of queries against all keys that it sees, with a running maximum and sum: (o, lse)
+    of the tile.
+    """
     sums = _sum_dtype(q)
     q_tile = q[..., rows, :].to(sums)
     o = torch.zeros_like(q_tile)
@@ -109,13 +115,19 @@ def _sum_dtype(x):
 
 
 def check_shapes(q, k, v):
-    """Raises ValueError unless q (..., T_q, D) and k, v (..., T_k, D) agree in everything but T_q and T_k >= 1."""
+    """Raises ValueError unless q (..., T_q, D) and k, v (..., T_k, D) agree in everything but T_q
+    and T_k >= 1.
+    """
     if q.ndim < 2 or k.ndim < 2:
-        raise ValueError(f"attention takes q, k, v of (..., T, D), not q {tuple(q.shape)}, k {tuple(k.shape)}")
+        raise ValueError(
+            f"attention takes q, k, v of (..., T, D), not q {tuple(q.shape)}, k {tuple(k.shape)}"
+        )
     if k.shape != v.shape or q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: k and v must have one shape, "
             "and differ from q in the number of rows at most"
         )
     if k.shape[-2] == 0:
-        raise ValueError(f"k {tuple(k.shape)} has no keys: the softmax over none is not defined; at least 1 is needed")
+        raise ValueError(
+            f"k {tuple(k.shape)} has no keys: the softmax over none is not defined; at least 1 is needed"
+        )

@@ -1,10 +1,12 @@
-"""FlashAttention-2 in Triton: the forward, the two backward kernels, and what adds parts when a loop is split.
+"""FlashAttention-2 in Triton: the forward, the two backward kernels, and what adds parts when a
+loop is split.
 
-Follows FlashAttention-2 (Dao 2023); splitting the keys is Flash-Decoding's idea, here for training as well. The
-derivation, the floors and what was tried are in docs/kernels/attention.md.
+Follows FlashAttention-2 (Dao 2023); splitting the keys is Flash-Decoding's idea, here for training
+as well. The derivation, the floors and what was tried are in docs/kernels/attention.md.
 
-Legend: B batch, H query heads, K key heads (H = K * group), T_q queries, T_k keys, D head width, S splits.
-Inside kernels q_MD is a tile of M queries, k_ND of N keys; s_MN scores, s_NM scores transposed.
+Legend: B batch, H query heads, K key heads (H = K * group), T_q queries, T_k keys, D head width, S
+splits. Inside kernels q_MD is a tile of M queries, k_ND of N keys; s_MN scores, s_NM scores
+transposed.
 """
 
 import functools
@@ -47,20 +49,25 @@ def _forward_loop(
     rows_M = row + tl.arange(0, BLOCK_M)
     cols_N = tl.arange(0, BLOCK_N)
     for col in tl.range(start, stop, BLOCK_N):
-        k_ND = _load_rows(k, b, h, col, k_b, k_h, k_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, MASK)
+        k_ND = _load_rows(
+            k, b, h, col, k_b, k_h, k_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, MASK
+        )
         s_MN = tl.dot(q_MD, k_ND.T, input_precision=PRECISION)
         if MASK:
             visible = (col + cols_N < num_keys)[None, :]
             if IS_CAUSAL:
                 visible = visible & (rows_M[:, None] >= (col + cols_N)[None, :])
             s_MN = tl.where(visible, s_MN, float("-inf"))
-        # One fused multiply-add an element: the scale is positive, so the maximum may be taken before it.
+        # One fused multiply-add an element: the scale is positive, so the maximum may be taken
+        # before it.
         new_max_M = tl.maximum(max_M, tl.max(s_MN, 1) * scale_log2)
         p_MN = tl.exp2(s_MN * scale_log2 - new_max_M[:, None])
         shrink_M = tl.exp2(max_M - new_max_M)
         total_M = total_M * shrink_M + tl.sum(p_MN, 1)
         acc_MD = acc_MD * shrink_M[:, None]
-        v_ND = _load_rows(v, b, h, col, v_b, v_h, v_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, MASK)
+        v_ND = _load_rows(
+            v, b, h, col, v_b, v_h, v_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, MASK
+        )
         acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD, input_precision=PRECISION)
         max_M = new_max_M
     return acc_MD, total_M, max_M
@@ -68,20 +75,25 @@ def _forward_loop(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def forward_kernel(
-    q, k, v, o, lse,  # pointers; k and v are descriptors of boxes (1, 1, BLOCK_N, BLOCK_D) if USE_TMA, q likewise
+    # pointers; k and v are descriptors of boxes (1, 1, BLOCK_N, BLOCK_D) if USE_TMA, q likewise
+    q, k, v, o, lse,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
     num_heads, all_heads, num_queries, num_keys, num_tiles, section, chunk, o_split, lse_split, scale_log2,
     IS_CAUSAL: tl.constexpr, HAS_TAIL: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries against one chunk of the keys: o (normalised by the chunk's own sum) and its log-sum-exp."""
+    """One tile of queries against one chunk of the keys: o (normalised by the chunk's own sum) and
+    its log-sum-exp.
+    """
     row, head, b, h, kv_h, split, first, last = _query_program(
         num_tiles, num_heads, all_heads, num_keys, section, chunk, IS_CAUSAL, GROUP, BLOCK_M)  # fmt: skip
     if IS_CAUSAL and SPLIT:  # noqa: SIM102 - this tile sees nothing of the chunk, and the sum over parts knows
         if first >= last:
             return
-    q_MD = _load_rows(q, b, h, row, q_b, q_h, q_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True)
+    q_MD = _load_rows(
+        q, b, h, row, q_b, q_h, q_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True
+    )
     acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total_M = tl.zeros([BLOCK_M], tl.float32)
     max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -97,7 +109,20 @@ def forward_kernel(
 
     o += tl.cast(split, tl.int64) * o_split
     lse += tl.cast(split, tl.int64) * lse_split
-    _store_rows(o, acc_MD / total_M[:, None], b, h, row, o_b, o_h, o_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D)
+    _store_rows(
+        o,
+        acc_MD / total_M[:, None],
+        b,
+        h,
+        row,
+        o_b,
+        o_h,
+        o_t,
+        num_queries,
+        HEAD_WIDTH,
+        BLOCK_M,
+        BLOCK_D,
+    )
     rows_M = row + tl.arange(0, BLOCK_M)
     lse_M = (max_M + tl.log2(total_M)) * LN_2
     tl.store(lse + head.to(tl.int64) * num_queries + rows_M, lse_M, mask=rows_M < num_queries)
@@ -109,12 +134,15 @@ def combine_kernel(
     o_b, o_h, o_t, num_heads, num_queries, num_splits, chunk, o_split, lse_split,
     IS_CAUSAL: tl.constexpr, HEAD_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """o = sum_s exp(lse_s - lse) o_s with lse = log sum_s exp(lse_s), over the splits that the tile's rows see."""
+    """o = sum_s exp(lse_s - lse) o_s with lse = log sum_s exp(lse_s), over the splits that the
+    tile's rows see.
+    """
     head = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_M
     if IS_CAUSAL:
-        # A split wrote this tile if its first key is not after the tile's last row. Tiles here are no larger than the
-        # forward's and divide them, so a split that a row needs was written for all rows of this tile.
+        # A split wrote this tile if its first key is not after the tile's last row. Tiles here are
+        # no larger than the forward's and divide them, so a split that a row needs was written for
+        # all rows of this tile.
         num_splits = tl.minimum(num_splits, (row + BLOCK_M - 1) // chunk + 1)
     rows_M = row + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -127,7 +155,9 @@ def combine_kernel(
     total_M = tl.zeros([BLOCK_M], tl.float32)
     max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     for split in range(num_splits):
-        part_M = tl.load(lse_parts + tl.cast(split, tl.int64) * lse_split + rows_M, mask=exists_M, other=0.0)
+        part_M = tl.load(
+            lse_parts + tl.cast(split, tl.int64) * lse_split + rows_M, mask=exists_M, other=0.0
+        )
         new_max_M = tl.maximum(max_M, part_M)
         shrink_M = tl.exp(max_M - new_max_M)
         weight_M = tl.exp(part_M - new_max_M)
@@ -137,7 +167,20 @@ def combine_kernel(
         max_M = new_max_M
     b = head // num_heads
     h = head % num_heads
-    _store_rows(o, acc_MD / total_M[:, None], b, h, row, o_b, o_h, o_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D)
+    _store_rows(
+        o,
+        acc_MD / total_M[:, None],
+        b,
+        h,
+        row,
+        o_b,
+        o_h,
+        o_t,
+        num_queries,
+        HEAD_WIDTH,
+        BLOCK_M,
+        BLOCK_D,
+    )
     tl.store(lse + head.to(tl.int64) * num_queries + rows_M, max_M + tl.log(total_M), mask=exists_M)
 
 
@@ -149,13 +192,19 @@ def delta_kernel(
     o, do, delta, o_b, o_h, o_t, do_b, do_h, do_t, num_heads, num_queries,
     HEAD_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(o * do), which equals rowsum(P * dP): the part of the softmax's gradient that is a row's own."""
+    """delta = rowsum(o * do), which equals rowsum(P * dP): the part of the softmax's gradient that
+    is a row's own.
+    """
     head = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_M
     b = head // num_heads
     h = head % num_heads
-    o_MD = _load_rows(o, b, h, row, o_b, o_h, o_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, False, True)
-    do_MD = _load_rows(do, b, h, row, do_b, do_h, do_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, False, True)
+    o_MD = _load_rows(
+        o, b, h, row, o_b, o_h, o_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, False, True
+    )
+    do_MD = _load_rows(
+        do, b, h, row, do_b, do_h, do_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, False, True
+    )
     rows_M = row + tl.arange(0, BLOCK_M)
     delta_M = tl.sum(o_MD.to(tl.float32) * do_MD.to(tl.float32), 1)
     tl.store(delta + head.to(tl.int64) * num_queries + rows_M, delta_M, mask=rows_M < num_queries)
@@ -171,8 +220,12 @@ def _dq_loop(
     rows_M = row + tl.arange(0, BLOCK_M)
     cols_N = tl.arange(0, BLOCK_N)
     for col in tl.range(start, stop, BLOCK_N):
-        k_ND = _load_rows(k, b, h, col, k_b, k_h, k_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, MASK)
-        v_ND = _load_rows(v, b, h, col, v_b, v_h, v_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, MASK)
+        k_ND = _load_rows(
+            k, b, h, col, k_b, k_h, k_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, MASK
+        )
+        v_ND = _load_rows(
+            v, b, h, col, v_b, v_h, v_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, MASK
+        )
         s_MN = tl.dot(q_MD, k_ND.T, input_precision=PRECISION)
         dp_MN = tl.dot(do_MD, v_ND.T, input_precision=PRECISION)
         p_MN = tl.exp2(s_MN * scale_log2 - lse2_M[:, None])
@@ -195,9 +248,11 @@ def dq_kernel(
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale (P * (do v^T - delta)) k for one tile of queries and one chunk of the keys; writes delta as well.
+    """dq = scale (P * (do v^T - delta)) k for one tile of queries and one chunk of the keys; writes
+    delta as well.
 
-    delta is made here because this kernel holds do already and runs first: one launch and one reading of do fewer.
+    delta is made here because this kernel holds do already and runs first: one launch and one
+    reading of do fewer.
     """
     row, head, b, h, kv_h, split, first, last = _query_program(
         num_tiles, num_heads, all_heads, num_keys, section, chunk, IS_CAUSAL, GROUP, BLOCK_M)  # fmt: skip
@@ -205,9 +260,15 @@ def dq_kernel(
         if first >= last:
             return
     rows_M = row + tl.arange(0, BLOCK_M)
-    q_MD = _load_rows(q, b, h, row, q_b, q_h, q_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True)
-    do_MD = _load_rows(do, b, h, row, do_b, do_h, do_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True)
-    o_MD = _load_rows(o, b, h, row, o_b, o_h, o_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, False, True)
+    q_MD = _load_rows(
+        q, b, h, row, q_b, q_h, q_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True
+    )
+    do_MD = _load_rows(
+        do, b, h, row, do_b, do_h, do_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True
+    )
+    o_MD = _load_rows(
+        o, b, h, row, o_b, o_h, o_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, False, True
+    )
     delta_M = tl.sum(o_MD.to(tl.float32) * do_MD.to(tl.float32), 1)
     own = head.to(tl.int64) * num_queries
     if SPLIT:
@@ -228,7 +289,9 @@ def dq_kernel(
             num_keys, scale_log2, IS_CAUSAL, True, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
             USE_TMA)  # fmt: skip
     dq += tl.cast(split, tl.int64) * dq_split
-    _store_rows(dq, dq_MD * scale, b, h, row, dq_b, dq_h, dq_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D)
+    _store_rows(
+        dq, dq_MD * scale, b, h, row, dq_b, dq_h, dq_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D
+    )
 
 
 @triton.jit
@@ -239,7 +302,9 @@ def _dkdv_loop(
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr, WITH_DQ: tl.constexpr, ORDER: tl.constexpr, GRADS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Rows start .. stop of every query head that shares the key head: one loop over both, to pipeline as one."""
+    """Rows start .. stop of every query head that shares the key head: one loop over both, to
+    pipeline as one.
+    """
     cols_N = col + tl.arange(0, BLOCK_N)
     local_M = tl.arange(0, BLOCK_M)
     tiles = tl.cdiv(tl.maximum(stop - start, 0), BLOCK_M)
@@ -252,14 +317,38 @@ def _dkdv_loop(
             row = start + (index % tiles) * BLOCK_M
         own = tl.cast(b * num_heads + h, tl.int64) * num_queries
         rows_M = row + local_M
-        q_MD = _load_rows(q, b, h, row, q_b, q_h, q_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True)
-        do_MD = _load_rows(do, b, h, row, do_b, do_h, do_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True)
-        # A query past the end has an infinite log-sum-exp: its probabilities are zero without another mask.
-        lse2_M = _load_numbers(lse + own + rows_M, rows_M < num_queries, float("inf"), BLOCK_M, THREADS) * LOG2_E
+        q_MD = _load_rows(
+            q, b, h, row, q_b, q_h, q_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True
+        )
+        do_MD = _load_rows(
+            do,
+            b,
+            h,
+            row,
+            do_b,
+            do_h,
+            do_t,
+            num_queries,
+            HEAD_WIDTH,
+            BLOCK_M,
+            BLOCK_D,
+            USE_TMA,
+            True,
+        )
+        # A query past the end has an infinite log-sum-exp: its probabilities are zero without
+        # another mask.
+        lse2_M = (
+            _load_numbers(lse + own + rows_M, rows_M < num_queries, float("inf"), BLOCK_M, THREADS)
+            * LOG2_E
+        )
         if ORDER != "late":
-            delta_M = _load_numbers(delta + own + rows_M, rows_M < num_queries, 0.0, BLOCK_M, THREADS)
-        # Scores transposed, so that P^T and dS^T leave the matrix unit in the registers they are needed in next.
-        if ORDER == "folded":  # sums that start at -lse and -delta: neither is held beside the product
+            delta_M = _load_numbers(
+                delta + own + rows_M, rows_M < num_queries, 0.0, BLOCK_M, THREADS
+            )
+        # Scores transposed, so that P^T and dS^T leave the matrix unit in the registers they are
+        # needed in next.
+        # sums that start at -lse and -delta: neither is held beside the product
+        if ORDER == "folded":
             s_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) - (lse2_M * (1.0 / scale_log2))[None, :]
             s_NM = tl.dot(k_ND, q_MD.T, s_NM, input_precision=PRECISION)
             dp_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) - delta_M[None, :]
@@ -272,7 +361,8 @@ def _dkdv_loop(
             p_NM = tl.exp2(s_NM * scale_log2 - lse2_M[None, :])
         if MASK:
             p_NM = tl.where(rows_M[None, :] >= cols_N[:, None], p_NM, 0.0)
-        if MASK_KEYS:  # only where keys are summed over: a key past the end spoils no row but its own otherwise
+        # only where keys are summed over: a key past the end spoils no row but its own otherwise
+        if MASK_KEYS:
             p_NM = tl.where((cols_N < num_keys)[:, None], p_NM, 0.0)
         if GRADS != 2:
             dv_ND = tl.dot(p_NM.to(do_MD.dtype), do_MD, dv_ND, input_precision=PRECISION)
@@ -280,7 +370,9 @@ def _dkdv_loop(
             if ORDER == "late":
                 # dP and delta only now: with the scores still in registers they would not fit.
                 dp_NM = tl.dot(v_ND, do_MD.T, input_precision=PRECISION)
-                delta_M = _load_numbers(delta + own + rows_M, rows_M < num_queries, 0.0, BLOCK_M, THREADS)
+                delta_M = _load_numbers(
+                    delta + own + rows_M, rows_M < num_queries, 0.0, BLOCK_M, THREADS
+                )
             if ORDER == "folded":
                 ds_NM = (p_NM * dp_NM).to(q_MD.dtype)
             else:
@@ -294,13 +386,19 @@ def _dkdv_loop(
                 d = tl.arange(0, BLOCK_D)
                 mask = (rows_M < num_queries)[:, None] & (d < HEAD_WIDTH)[None, :]
                 first = dq + (own + row) * HEAD_WIDTH
-                tl.atomic_add(first + local_M[:, None] * HEAD_WIDTH + d[None, :], part_MD, mask=mask, sem="relaxed")
+                tl.atomic_add(
+                    first + local_M[:, None] * HEAD_WIDTH + d[None, :],
+                    part_MD,
+                    mask=mask,
+                    sem="relaxed",
+                )
     return dk_ND, dv_ND
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def dkdv_kernel(
-    q, k, v, do, lse, delta, dk, dv, dq,  # q, k, v, do and dq are descriptors if USE_TMA; dq only if WITH_DQ
+    # q, k, v, do and dq are descriptors if USE_TMA; dq only if WITH_DQ
+    q, k, v, do, lse, delta, dk, dv, dq,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     num_heads, all_kv_heads, num_queries, num_keys, num_tiles, section, chunk, dk_split, dv_split, scale_log2, scale,
     IS_CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
@@ -308,19 +406,33 @@ def dkdv_kernel(
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr, WITH_DQ: tl.constexpr, ORDER: tl.constexpr, GRADS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """dv = P^T do and dk = scale (P * (do v^T - delta))^T q for one tile of keys and one chunk of the queries.
+    """dv = P^T do and dk = scale (P * (do v^T - delta))^T q for one tile of keys and one chunk of
+    the queries.
 
-    WITH_DQ also adds this tile's share of dq to an fp32 buffer: five products instead of seven in the whole backward,
-    at the price of an order of summation that changes from run to run.
+    WITH_DQ also adds this tile's share of dq to an fp32 buffer: five products instead of seven in
+    the whole backward, at the price of an order of summation that changes from run to run.
     """
     col, _, b, kv_h, split, first, last = _key_program(
-        num_tiles, num_heads, all_kv_heads, num_queries, section, chunk, IS_CAUSAL, GROUP, BLOCK_M, BLOCK_N
+        num_tiles,
+        num_heads,
+        all_kv_heads,
+        num_queries,
+        section,
+        chunk,
+        IS_CAUSAL,
+        GROUP,
+        BLOCK_M,
+        BLOCK_N,
     )
     if IS_CAUSAL and SPLIT:  # noqa: SIM102 - part 0 is written in any case: with zeros, if no query sees this tile
         if first >= last and split != 0:
             return
-    k_ND = _load_rows(k, b, kv_h, col, k_b, k_h, k_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, True)
-    v_ND = _load_rows(v, b, kv_h, col, v_b, v_h, v_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, True)
+    k_ND = _load_rows(
+        k, b, kv_h, col, k_b, k_h, k_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, True
+    )
+    v_ND = _load_rows(
+        v, b, kv_h, col, v_b, v_h, v_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, True
+    )
     dk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     whole = first
@@ -340,9 +452,24 @@ def dkdv_kernel(
     dk += tl.cast(split, tl.int64) * dk_split
     dv += tl.cast(split, tl.int64) * dv_split
     if GRADS != 1:
-        _store_rows(dk, dk_ND * scale, b, kv_h, col, dk_b, dk_h, dk_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D)
+        _store_rows(
+            dk,
+            dk_ND * scale,
+            b,
+            kv_h,
+            col,
+            dk_b,
+            dk_h,
+            dk_t,
+            num_keys,
+            HEAD_WIDTH,
+            BLOCK_N,
+            BLOCK_D,
+        )
     if GRADS != 2:
-        _store_rows(dv, dv_ND, b, kv_h, col, dv_b, dv_h, dv_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D)
+        _store_rows(
+            dv, dv_ND, b, kv_h, col, dv_b, dv_h, dv_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D
+        )
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -353,10 +480,12 @@ def sum_parts_kernel(
     FROM_FIRST: tl.constexpr, TO_LAST: tl.constexpr, HEAD_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out = sum over the splits that were written, in their order: the same bits in every run. One or two outputs.
+    """out = sum over the splits that were written, in their order: the same bits in every run. One
+    or two outputs.
 
-    FROM_FIRST (causal dq): rows see the chunks up to their own. TO_LAST (causal dk, dv): keys are seen by the chunks
-    from their own on, or by none, and then split 0 holds zeros. Both repeat the writer's arithmetic.
+    FROM_FIRST (causal dq): rows see the chunks up to their own. TO_LAST (causal dk, dv): keys are
+    seen by the chunks from their own on, or by none, and then split 0 holds zeros. Both repeat the
+    writer's arithmetic.
     """
     head = tl.program_id(0)
     row = tl.program_id(1) * BLOCK
@@ -416,7 +545,9 @@ def _forward_launch(case, tiles, num_splits, chunk):
     num_keys = case.k.shape[2]
     num_tiles = triton.cdiv(num_queries, tiles.block_q)
     all_heads = batch * num_heads
-    section = case.section(num_keys, num_heads=all_heads, num_tiles=num_tiles, per_sm=tiles.programs_per_sm)
+    section = case.section(
+        num_keys, num_heads=all_heads, num_tiles=num_tiles, per_sm=tiles.programs_per_sm
+    )
     return Launch(
         forward_kernel,
         (num_tiles * all_heads, num_splits, 1),
@@ -438,7 +569,12 @@ def _combine_launch(case, num_splits, chunk):
         combine_kernel,
         (batch * num_heads, triton.cdiv(num_queries, 16), 1),
         (*case.o.steps, num_heads, num_queries, num_splits, chunk, *_part_sizes(case)),
-        {"IS_CAUSAL": case.is_causal, "HEAD_WIDTH": head_width, "BLOCK_D": case.width, "BLOCK_M": 16},
+        {
+            "IS_CAUSAL": case.is_causal,
+            "HEAD_WIDTH": head_width,
+            "BLOCK_D": case.width,
+            "BLOCK_M": 16,
+        },
     )
 
 
@@ -450,7 +586,9 @@ def _part_sizes(case):
 
 @on_device
 def forward(q, k, v, is_causal, scale, *, num_splits=None):
-    """o and the log-sum-exp of q (B, H, T_q, D) and k, v (B, K, T_k, D), H a multiple of K. lse is fp32 (B, H, T_q)."""
+    """o and the log-sum-exp of q (B, H, T_q, D) and k, v (B, K, T_k, D), H a multiple of K. lse is
+    fp32 (B, H, T_q).
+    """
     q, k, v = rows_last(q), rows_last(k), rows_last(v)
     o = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -468,7 +606,9 @@ def _run_forward(step, stream, q, k, v, o, lse):
     if step.combine is None:
         step.main(stream, q, k, v, o, lse)
         return
-    parts = torch.empty(step.num_splits * (o.numel() + lse.numel()), dtype=torch.float32, device=q.device)
+    parts = torch.empty(
+        step.num_splits * (o.numel() + lse.numel()), dtype=torch.float32, device=q.device
+    )
     o_parts, lse_parts = parts, parts[step.num_splits * o.numel() :]
     step.main(stream, q, k, v, o_parts, lse_parts)
     step.combine(stream, o_parts, lse_parts, o, lse)
@@ -549,7 +689,9 @@ def _dq_launch(case, tiles, num_splits, chunk, steps):
     num_keys = case.k.shape[2]
     num_tiles = triton.cdiv(num_queries, tiles.block_q)
     all_heads = batch * num_heads
-    section = case.section(num_keys, num_heads=all_heads, num_tiles=num_tiles, per_sm=tiles.programs_per_sm)
+    section = case.section(
+        num_keys, num_heads=all_heads, num_tiles=num_tiles, per_sm=tiles.programs_per_sm
+    )
     return Launch(
         dq_kernel,
         (num_tiles * all_heads, num_splits, 1),
@@ -585,7 +727,12 @@ def _plan_dkdv(case, dk_steps, dv_steps, with_dq, grads=3):
             width=case.width)  # fmt: skip
         return _BackwardPlan(num_splits, launches(_part_steps(case.k) * 2), reduce, in_thirds)
     outs = _view_of(case.k, dk_steps), _view_of(case.k, dv_steps)
-    if hopper_backward is not None and grads == 3 and not with_dq and hopper_backward.takes_dkdv(case, *outs):
+    if (
+        hopper_backward is not None
+        and grads == 3
+        and not with_dq
+        and hopper_backward.takes_dkdv(case, *outs)
+    ):
         return _BackwardPlan(1, (hopper_backward.dkdv_launch(case, *outs),), None)
     return _BackwardPlan(1, launches((*dk_steps, *dv_steps)), None, in_thirds)
 
@@ -601,7 +748,10 @@ def _dkdv_launch(case, tiles, num_splits, chunk, steps, with_dq, grads):
     boxes = boxes_of(tiles, case.width, (case.q, tiles.block_q), (case.k, tiles.block_k), (case.v, tiles.block_k),
                    (case.do, tiles.block_q))  # fmt: skip
     if with_dq and boxes:
-        boxes = (*boxes, (8, _view_of(case.q, _part_steps(case.q)), [1, 1, tiles.block_q, case.width]))
+        boxes = (
+            *boxes,
+            (8, _view_of(case.q, _part_steps(case.q)), [1, 1, tiles.block_q, case.width]),
+        )
     return Launch(
         dkdv_kernel,
         (num_tiles * all_kv_heads, num_splits, 1),
@@ -620,7 +770,9 @@ def _dkdv_launch(case, tiles, num_splits, chunk, steps, with_dq, grads):
 
 @functools.lru_cache(maxsize=512)
 def _plan_delta(case, dq_steps):
-    """The launches around the fused kernel: delta before it, and dq in its own type and layout after it."""
+    """The launches around the fused kernel: delta before it, and dq in its own type and layout
+    after it.
+    """
     batch, num_heads, num_queries, head_width = case.q.shape
     delta = Launch(
         delta_kernel,
@@ -638,15 +790,17 @@ def _plan_delta(case, dq_steps):
 def backward(do, q, k, v, o, lse, is_causal, scale, deterministic=True, *, num_splits=None):
     """(dq, dk, dv) of `forward`, each in its input's type and order of dimensions.
 
-    Deterministic: seven products in two kernels, and sums in a fixed order. Otherwise five products in one kernel that
-    adds into dq with atomic instructions.
+    Deterministic: seven products in two kernels, and sums in a fixed order. Otherwise five products
+    in one kernel that adds into dq with atomic instructions.
     """
     do, q, k, v, o = (rows_last(x) for x in (do, q, k, v, o))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_()
     case = case_of(q, k, v, is_causal, scale, num_splits, o=o, do=do)
-    deterministic = deterministic or not heuristics.fused_fits(itemsize=q.element_size(), head_width=q.shape[3])
+    deterministic = deterministic or not heuristics.fused_fits(
+        itemsize=q.element_size(), head_width=q.shape[3]
+    )
     delta = torch.empty_like(lse)
     if deterministic:
         for_dq = _plan_dq(case, dq.stride()[:3])
@@ -663,7 +817,18 @@ def backward(do, q, k, v, o, lse, is_causal, scale, deterministic=True, *, num_s
     dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     stream = stream_of(q)
     make_delta(stream, o, do, delta)
-    _run_dkdv(_plan_dkdv(case, dk.stride()[:3], dv.stride()[:3], True), q, k, v, do, lse, delta, dk, dv, dq_sum)
+    _run_dkdv(
+        _plan_dkdv(case, dk.stride()[:3], dv.stride()[:3], True),
+        q,
+        k,
+        v,
+        do,
+        lse,
+        delta,
+        dk,
+        dv,
+        dq_sum,
+    )
     if q.dtype == torch.float32:
         return dq_sum, dk, dv
     cast(stream, dq_sum, dq, dq)

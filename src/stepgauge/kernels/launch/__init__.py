@@ -32,7 +32,16 @@ class Launch:
     another compilation.
     """
 
-    __slots__ = ("_function", "_metadata", "_run", "_tail", "binary", "constants", "kernel", "options")
+    __slots__ = (
+        "_function",
+        "_metadata",
+        "_run",
+        "_tail",
+        "binary",
+        "constants",
+        "kernel",
+        "options",
+    )
 
     def __init__(self, kernel: Any, **constants: Any):
         self.kernel = kernel
@@ -80,7 +89,9 @@ def raw_stream(device_index: int) -> int:
 
 
 def plain_launch(compiled: Any) -> tuple[int, int, int]:
-    """(function, threads, bytes of shared memory); ValueError for what a plain launch cannot express."""
+    """(function, threads, bytes of shared memory); ValueError for what a plain launch cannot
+    express.
+    """
     data = compiled.metadata
     plain = (
         getattr(data, "num_ctas", 1) == 1

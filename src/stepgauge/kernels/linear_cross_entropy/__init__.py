@@ -1,11 +1,13 @@
-"""Linear + cross-entropy without holding the logits: a language model's output layer and loss as one operation.
+"""Linear + cross-entropy without holding the logits: a language model's output layer and loss as
+one operation.
 
     from stepgauge.kernels.linear_cross_entropy import linear_cross_entropy
     loss = linear_cross_entropy(hidden_BTD, head.weight, targets_BT)
 
-`linear_cross_entropy` is the function, `LinearCrossEntropyFunction` its autograd function, `FusedLinearCrossEntropy` a
-module that takes the place of the output layer, `reference.linear_cross_entropy` the oracle. The derivation, the floors
-and what was tried stand in docs/kernels/linear_cross_entropy.md.
+`linear_cross_entropy` is the function, `LinearCrossEntropyFunction` its autograd function,
+`FusedLinearCrossEntropy` a module that takes the place of the output layer,
+`reference.linear_cross_entropy` the oracle. The derivation, the floors and what was tried stand in
+docs/kernels/linear_cross_entropy.md.
 
 Legend: N tokens, D model width, V vocabulary, `...` any leading dimensions, none included.
 """
@@ -37,29 +39,36 @@ def linear_cross_entropy(
     weight_grad_accumulation: str = "auto",
     max_logits_bytes: int | None = None,
 ) -> Tensor:
-    """Cross-entropy of `softmax(hidden weight^T)` against `targets`, in nats; a chunk of logits is held at a time.
+    """Cross-entropy of `softmax(hidden weight^T)` against `targets`, in nats; a chunk of logits is
+    held at a time.
 
-    With l = hidden_n weight^T (l = softcap tanh(l / softcap) where `softcap` is given) and lse its log-sum-exp:
-    loss = mean or sum over n of  lse - l[target_n] + z_loss lse^2. Tokens whose target is `ignore_index` count in
-    neither; the mean over no tokens is NaN, as in F.cross_entropy.
+    With l = hidden_n weight^T (l = softcap tanh(l / softcap) where `softcap` is given) and lse its
+    log-sum-exp: loss = mean or sum over n of  lse - l[target_n] + z_loss lse^2. Tokens whose target
+    is `ignore_index` count in neither; the mean over no tokens is NaN, as in F.cross_entropy.
 
-    Shapes: hidden (..., D), weight_VD (V, D), targets (...) int64 or int32. Types: fp32, bf16 or fp16, the same for
-    hidden and weight; under autocast the matmuls run in autocast's type, as F.linear's do. float64 computes in plain
-    PyTorch. Returns a scalar: fp32, or float64 for float64.
+    Shapes: hidden (..., D), weight_VD (V, D), targets (...) int64 or int32. Types: fp32, bf16 or
+    fp16, the same for hidden and weight; under autocast the matmuls run in autocast's type, as
+    F.linear's do. float64 computes in plain PyTorch. Returns a scalar: fp32, or float64 for
+    float64.
 
-    The gradients are formed in the forward pass where hidden or weight wants one: three matmuls in all, where backward
-    would need a fourth or all the logits. Extra memory: one chunk of logits, at most `max_logits_bytes` (512 MiB unless
-    given, on CUDA), and under autocast a copy of the weight in autocast's type. The weight's gradient is summed in fp32
-    within a chunk of tokens; `weight_grad_accumulation` says what holds the sum between chunks:
+    The gradients are formed in the forward pass where hidden or weight wants one: three matmuls in
+    all, where backward would need a fourth or all the logits. Extra memory: one chunk of logits, at
+    most `max_logits_bytes` (512 MiB unless given, on CUDA), and under autocast a copy of the weight
+    in autocast's type. The weight's gradient is summed in fp32 within a chunk of tokens;
+    `weight_grad_accumulation` says what holds the sum between chunks:
       "weight"  the gradient itself, in the weight's type: no memory, one rounding a chunk
       "fp32"    an fp32 buffer of V x D where the weight is in fewer bits: rounded once
-      "auto"    "weight" up to 8 chunks, where its error is about twice that of one rounding, and "fp32" past that
+      "auto"    "weight" up to 8 chunks, where its error is about twice that of one rounding, and
+                "fp32" past that
     Backward runs once: a second backward through the same loss (retain_graph) raises RuntimeError.
 
-    Raises ValueError for shapes, types or options that do not fit. A target outside the vocabulary raises ValueError on
-    CPU and gives a NaN loss on CUDA, where looking would mean waiting for the device.
+    Raises ValueError for shapes, types or options that do not fit. A target outside the vocabulary
+    raises ValueError on CPU and gives a NaN loss on CUDA, where looking would mean waiting for the
+    device.
     """
-    _check(hidden, weight_VD, targets, reduction, softcap, weight_grad_accumulation, max_logits_bytes)
+    _check(
+        hidden, weight_VD, targets, reduction, softcap, weight_grad_accumulation, max_logits_bytes
+    )
     differentiates = torch.is_grad_enabled()
     run = LinearCrossEntropyFunction.apply if _plain(hidden, weight_VD, targets) else _OPERATOR
     return run(
@@ -79,11 +88,13 @@ def linear_cross_entropy(
 
 
 class FusedLinearCrossEntropy(nn.Module):
-    """Output layer and loss in one: takes the place of `nn.Linear(d_model, vocabulary, bias=False)`, same state_dict.
+    """Output layer and loss in one: takes the place of `nn.Linear(d_model, vocabulary,
+    bias=False)`, same state_dict.
 
-    `module(hidden, targets)` with hidden (..., D), targets (...) gives the loss; `module(hidden)` gives the logits, as
-    the linear layer does. `FusedLinearCrossEntropy.of(linear)` shares a layer's weight, tied or not. The keyword
-    arguments past `device` and `dtype` are linear_cross_entropy's.
+    `module(hidden, targets)` with hidden (..., D), targets (...) gives the loss; `module(hidden)`
+    gives the logits, as the linear layer does. `FusedLinearCrossEntropy.of(linear)` shares a
+    layer's weight, tied or not. The keyword arguments past `device` and `dtype` are
+    linear_cross_entropy's.
     """
 
     def __init__(
@@ -120,7 +131,12 @@ class FusedLinearCrossEntropy(nn.Module):
 
     def extra_repr(self) -> str:
         vocabulary, d_model = self.weight.shape
-        return ", ".join([f"{d_model}, {vocabulary}", *(f"{name}={value!r}" for name, value in self.options.items())])
+        return ", ".join(
+            [
+                f"{d_model}, {vocabulary}",
+                *(f"{name}={value!r}" for name, value in self.options.items()),
+            ]
+        )
 
 
 def _compute(
@@ -139,7 +155,11 @@ def _compute(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     device = hidden_ND.device.type
     # Autocast would cast the matmuls' fp32 operands again; what is to be cast has been.
-    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext():
+    with (
+        torch.autocast(device, enabled=False)
+        if torch.is_autocast_enabled(device)
+        else contextlib.nullcontext()
+    ):
         return chunked.loss_and_gradients(
             hidden_ND,
             weight_VD,
@@ -153,17 +173,26 @@ def _compute(
         )
 
 
-# Opaque to the compiler: it runs cuBLAS into buffers that it manages itself, and Triton between them.
-_linear_cross_entropy = torch.library.custom_op("stepgauge::linear_cross_entropy", _compute, mutates_args=())
+# Opaque to the compiler: it runs cuBLAS into buffers that it manages itself, and Triton between
+# them.
+_linear_cross_entropy = torch.library.custom_op(
+    "stepgauge::linear_cross_entropy", _compute, mutates_args=()
+)
 _OPERATOR = torch.ops.stepgauge.linear_cross_entropy.default
 
 
 @_linear_cross_entropy.register_fake
 def _fake(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, compute_dtype: torch.dtype, *options: Any
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    compute_dtype: torch.dtype,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     need_hidden, need_weight = options[-2:]
-    loss = hidden_ND.new_empty((), dtype=torch.float64 if compute_dtype == torch.float64 else torch.float32)
+    loss = hidden_ND.new_empty(
+        (), dtype=torch.float64 if compute_dtype == torch.float64 else torch.float32
+    )
     hidden_dtype = chunked.held_dtype(hidden_ND.dtype, compute_dtype)
     weight_dtype = chunked.held_weight_dtype(weight_VD.dtype, compute_dtype)
     grad_hidden = hidden_ND.new_empty(hidden_ND.shape if need_hidden else 0, dtype=hidden_dtype)
@@ -172,7 +201,9 @@ def _fake(
 
 
 @register_flop_formula(torch.ops.stepgauge.linear_cross_entropy)
-def _flops(hidden_shape: tuple[int, ...], weight_shape: tuple[int, ...], *options: Any, **_: Any) -> int:
+def _flops(
+    hidden_shape: tuple[int, ...], weight_shape: tuple[int, ...], *options: Any, **_: Any
+) -> int:
     """2NVD for the logits and for each gradient that is formed."""
     need_hidden, need_weight = options[-2:]
     return 2 * hidden_shape[0] * weight_shape[0] * weight_shape[1] * (1 + need_hidden + need_weight)
@@ -184,10 +215,12 @@ def _multiply_(gradients: list[Tensor], factor: Tensor) -> None:
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """The autograd function: `.apply` takes the operator's arguments, in its order, and gives its outputs.
+    """The autograd function: `.apply` takes the operator's arguments, in its order, and gives its
+    outputs.
 
-    The first output is the loss. The others are the gradients of hidden and weight for an incoming gradient of one, and
-    1 / (number of tokens): backward multiplies them by the gradient that comes in, in place, and hands them on.
+    The first output is the loss. The others are the gradients of hidden and weight for an incoming
+    gradient of one, and 1 / (number of tokens): backward multiplies them by the gradient that comes
+    in, in place, and hands them on.
     """
 
     @staticmethod
@@ -211,7 +244,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         if grad_loss is None:
             return None, None, *nothing
         *gradients, scale = ctx.saved_tensors
-        # 1 / (no tokens) is infinite and the gradients zero: they stay zero, as F.cross_entropy's do.
+        # 1 / (no tokens) is infinite and the gradients zero: they stay zero, as F.cross_entropy's
+        # do.
         factor = grad_loss * scale.nan_to_num(posinf=0.0) if ctx.scale_is_pending else grad_loss
         gradients = _multiplied(gradients, factor)
         hidden, weight = (
@@ -225,16 +259,24 @@ torch.library.register_autograd(
     "stepgauge::linear_cross_entropy",
     LinearCrossEntropyFunction.backward,
     # By keyword, whose names differ from those of autograd.Function.
-    setup_context=lambda ctx, inputs, output: LinearCrossEntropyFunction.setup_context(ctx, inputs, output),
+    setup_context=lambda ctx, inputs, output: LinearCrossEntropyFunction.setup_context(
+        ctx, inputs, output
+    ),
 )
 
 
 def _multiplied(gradients: list[Tensor], factor: Tensor) -> list[Tensor]:
-    """Each gradient times `factor`: in place on the device, where no memory is touched for a factor of one.
+    """Each gradient times `factor`: in place on the device, where no memory is touched for a factor
+    of one.
 
-    A tracer's tensors take the plain product, which the compiler fuses and may put in the gradient's own place.
+    A tracer's tensors take the plain product, which the compiler fuses and may put in the
+    gradient's own place.
     """
-    if torch.compiler.is_compiling() or get_proxy_mode() or any(isinstance(g, FunctionalTensor) for g in gradients):
+    if (
+        torch.compiler.is_compiling()
+        or get_proxy_mode()
+        or any(isinstance(g, FunctionalTensor) for g in gradients)
+    ):
         return [gradient * factor for gradient in gradients]
     if _plain(*gradients, factor) and not torch.is_grad_enabled():
         chunked.kernels_for(factor.device, factor.dtype).multiply_(gradients, factor)
@@ -256,12 +298,16 @@ def _plain(*tensors: Tensor) -> bool:
 
 
 def _compute_dtype(hidden: Tensor, weight_VD: Tensor) -> torch.dtype:
-    """The matmuls' type: autocast's where it is on and casts (it leaves float64 alone), the inputs' own otherwise."""
+    """The matmuls' type: autocast's where it is on and casts (it leaves float64 alone), the inputs'
+    own otherwise.
+    """
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight_VD.dtype):
         return torch.get_autocast_dtype(device)
     if hidden.dtype != weight_VD.dtype:
-        raise ValueError(f"hidden is {hidden.dtype} and weight {weight_VD.dtype}: expected one type, or autocast")
+        raise ValueError(
+            f"hidden is {hidden.dtype} and weight {weight_VD.dtype}: expected one type, or autocast"
+        )
     return hidden.dtype
 
 
@@ -279,7 +325,9 @@ def _check(
             f"expected hidden (..., D) and weight (V, D), got {tuple(hidden.shape)} and {tuple(weight_VD.shape)}"
         )
     if targets.shape != hidden.shape[:-1]:
-        raise ValueError(f"expected targets {tuple(hidden.shape[:-1])}, as hidden has, got {tuple(targets.shape)}")
+        raise ValueError(
+            f"expected targets {tuple(hidden.shape[:-1])}, as hidden has, got {tuple(targets.shape)}"
+        )
     if targets.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"expected targets in int64 or int32, got {targets.dtype}")
     for name, dtype in (("hidden", hidden.dtype), ("weight", weight_VD.dtype)):
@@ -290,6 +338,10 @@ def _check(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}: expected a positive number, or None")
     if weight_grad_accumulation not in chunked.ACCUMULATIONS:
-        raise ValueError(f"weight_grad_accumulation is {weight_grad_accumulation!r}: expected {chunked.ACCUMULATIONS}")
+        raise ValueError(
+            f"weight_grad_accumulation is {weight_grad_accumulation!r}: expected {chunked.ACCUMULATIONS}"
+        )
     if max_logits_bytes is not None and max_logits_bytes <= 0:
-        raise ValueError(f"max_logits_bytes is {max_logits_bytes}: expected a positive number, or None")
+        raise ValueError(
+            f"max_logits_bytes is {max_logits_bytes}: expected a positive number, or None"
+        )

@@ -1,10 +1,12 @@
-"""The loop over chunks of tokens: three matmuls a chunk, and one pass over the chunk's logits between them.
+"""The loop over chunks of tokens: three matmuls a chunk, and one pass over the chunk's logits
+between them.
 
-The gradients are formed in the forward pass, while the chunk's logits are at hand: forming them in backward would need
-either all logits or a fourth matmul. docs/kernels/linear_cross_entropy.md weighs the orders of the loops.
+The gradients are formed in the forward pass, while the chunk's logits are at hand: forming them in
+backward would need either all logits or a fourth matmul. docs/kernels/linear_cross_entropy.md
+weighs the orders of the loops.
 
-Legend: N tokens, D model width, V vocabulary, C tokens of a chunk, P a row of logits in memory (V rounded up), R rows
-of the weight that the matmuls take (P or V).
+Legend: N tokens, D model width, V vocabulary, C tokens of a chunk, P a row of logits in memory (V
+rounded up), R rows of the weight that the matmuls take (P or V).
 """
 
 import functools
@@ -21,14 +23,16 @@ from . import plain
 from .plain import Loss
 
 ACCUMULATIONS = ("auto", "weight", "fp32")
-# A bf16 running sum is rounded once a chunk. Eight roundings of growing partial sums come to about twice one rounding
-# of the whole (square root of (1 + 2 + ... + 8) / 8); past that "auto" pays for an fp32 sum.
+# A bf16 running sum is rounded once a chunk. Eight roundings of growing partial sums come to about
+# twice one rounding of the whole (square root of (1 + 2 + ... + 8) / 8); past that "auto" pays for
+# an fp32 sum.
 MAX_ROUNDED_CHUNKS = 8
 # 16,384 tokens of a vocabulary of 128,256 in bf16 are then 8 chunks of 2048.
 MAX_LOGITS_BYTES = 512 * 2**20
 # Plain PyTorch holds several fp32 copies of a chunk.
 MAX_LOGITS_BYTES_PLAIN = 64 * 2**20
-# Rows of logits begin on 128 bytes: matmuls and 16-byte loads need it where the vocabulary is odd (50,257).
+# Rows of logits begin on 128 bytes: matmuls and 16-byte loads need it where the vocabulary is odd
+# (50,257).
 ROW_MULTIPLE = 64
 CHUNK_MULTIPLE = 128
 
@@ -39,7 +43,8 @@ def _has_triton() -> bool:
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """The module that works on a chunk's rows: Triton's on CUDA where it is installed, plain PyTorch otherwise.
+    """The module that works on a chunk's rows: Triton's on CUDA where it is installed, plain
+    PyTorch otherwise.
 
     Plain too for float64: the kernels compute in fp32.
     """
@@ -51,7 +56,9 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
 
 
 def chunk_tokens(num_tokens: int, row_bytes: int, max_logits_bytes: int) -> int:
-    """Tokens of a chunk: as even as they come within `max_logits_bytes`, whole tiles of a matmul where that fits."""
+    """Tokens of a chunk: as even as they come within `max_logits_bytes`, whole tiles of a matmul
+    where that fits.
+    """
     limit = max(1, max_logits_bytes // row_bytes)
     num_chunks = max(1, math.ceil(num_tokens / limit))
     tokens = math.ceil(num_tokens / num_chunks)
@@ -59,7 +66,9 @@ def chunk_tokens(num_tokens: int, row_bytes: int, max_logits_bytes: int) -> int:
     return max(1, whole if whole <= limit else tokens)
 
 
-def chunk_shape(hidden_ND: Tensor, V: int, compute_dtype: torch.dtype, max_logits_bytes: int) -> tuple[int, int]:
+def chunk_shape(
+    hidden_ND: Tensor, V: int, compute_dtype: torch.dtype, max_logits_bytes: int
+) -> tuple[int, int]:
     """C and P of these tokens; `max_logits_bytes` is 0 for the usual limit."""
     P = math.ceil(V / ROW_MULTIPLE) * ROW_MULTIPLE
     is_plain = kernels_for(hidden_ND.device, compute_dtype) is plain
@@ -68,7 +77,9 @@ def chunk_shape(hidden_ND: Tensor, V: int, compute_dtype: torch.dtype, max_logit
 
 
 def transient_bytes(arguments: Sequence[Any]) -> int:
-    """What the operator takes while it runs, beside its results: a chunk's logits, and operands in another type."""
+    """What the operator takes while it runs, beside its results: a chunk's logits, and operands in
+    another type.
+    """
     hidden_ND, weight_VD, _, compute_dtype, *_ = arguments
     C, P = chunk_shape(hidden_ND, len(weight_VD), compute_dtype, arguments[9])
     rows = operand_rows(len(weight_VD), P, compute_dtype)
@@ -81,7 +92,8 @@ def transient_bytes(arguments: Sequence[Any]) -> int:
 
 
 def operand_rows(V: int, P: int, compute_dtype: torch.dtype) -> int:
-    """Rows of the weight as matmuls see it: P in 16 bits, for of 50,257 cuBLAS takes kernels of a quarter of the rate.
+    """Rows of the weight as matmuls see it: P in 16 bits, for of 50,257 cuBLAS takes kernels of a
+    quarter of the rate.
 
     What it costs is a copy of the weight, which another type would cost anyway.
     """
@@ -99,17 +111,25 @@ def as_operand(weight_VD: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 
 
 def held_dtype(input_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
-    """Type in which a gradient waits for backward: the input's own, or fp32 where the matmul cannot write that."""
+    """Type in which a gradient waits for backward: the input's own, or fp32 where the matmul cannot
+    write that.
+    """
     return input_dtype if input_dtype in (compute_dtype, torch.float32) else torch.float32
 
 
 def held_weight_dtype(weight_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
-    """As held_dtype, but an fp16 weight's gradient waits in fp32: before it is scaled, its sum can pass 65,504."""
-    return torch.float32 if weight_dtype == torch.float16 else held_dtype(weight_dtype, compute_dtype)
+    """As held_dtype, but an fp16 weight's gradient waits in fp32: before it is scaled, its sum can
+    pass 65,504.
+    """
+    return (
+        torch.float32 if weight_dtype == torch.float16 else held_dtype(weight_dtype, compute_dtype)
+    )
 
 
 def scales_gradient(compute_dtype: torch.dtype) -> bool:
-    """Whether 1/N is multiplied into the logits' gradient. In fp16 p/N would underflow: there backward multiplies."""
+    """Whether 1/N is multiplied into the logits' gradient. In fp16 p/N would underflow: there
+    backward multiplies.
+    """
     return compute_dtype != torch.float16
 
 
@@ -125,10 +145,11 @@ def loss_and_gradients(
     need_hidden: bool,
     need_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss (a scalar), gradients of hidden and weight for an incoming gradient of one, and 1/N as a one-element tensor.
+    """Loss (a scalar), gradients of hidden and weight for an incoming gradient of one, and 1/N as a
+    one-element tensor.
 
-    A gradient that is not needed comes back with no elements. Where `scales_gradient` is false, the gradients still
-    want multiplying by 1/N.
+    A gradient that is not needed comes back with no elements. Where `scales_gradient` is false, the
+    gradients still want multiplying by 1/N.
     """
     N, V = targets_N.shape[0], weight_VD.shape[0]
     rows = kernels_for(hidden_ND.device, compute_dtype)
@@ -136,8 +157,14 @@ def loss_and_gradients(
     C, P = chunk_shape(hidden_ND, V, compute_dtype, max_logits_bytes)
     num_chunks = math.ceil(N / C)
     held_weight = held_weight_dtype(weight_VD.dtype, compute_dtype)
-    sums_in_fp32 = accumulation == "fp32" or (accumulation == "auto" and num_chunks > MAX_ROUNDED_CHUNKS)
-    sum_dtype = torch.float32 if sums_in_fp32 and num_chunks > 1 and held_weight.itemsize < 4 else held_weight
+    sums_in_fp32 = accumulation == "fp32" or (
+        accumulation == "auto" and num_chunks > MAX_ROUNDED_CHUNKS
+    )
+    sum_dtype = (
+        torch.float32
+        if sums_in_fp32 and num_chunks > 1 and held_weight.itemsize < 4
+        else held_weight
+    )
 
     scale_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
     losses_N = hidden_ND.new_empty(N, dtype=scale_dtype)
@@ -166,7 +193,9 @@ def loss_and_gradients(
             _matmul_(grad_hidden[here], chunk_CR, weight_RD)
         if need_weight:
             for rows_of in _aligned_and_rest(V, R):
-                _matmul_(grad_weight[rows_of], chunk_CR[:, rows_of].mT, hidden_CD, accumulate=first > 0)
+                _matmul_(
+                    grad_weight[rows_of], chunk_CR[:, rows_of].mT, hidden_CD, accumulate=first > 0
+                )
     del logits_CP
     if N == 0:
         grad_weight.zero_()
@@ -175,7 +204,9 @@ def loss_and_gradients(
 
 
 def _aligned_and_rest(V: int, R: int) -> list[slice]:
-    """The vocabulary in one, or where matmuls want whole multiples, these and the few words after them."""
+    """The vocabulary in one, or where matmuls want whole multiples, these and the few words after
+    them.
+    """
     whole = V if R == V else V - V % ROW_MULTIPLE
     return [part for part in (slice(0, whole), slice(whole, V)) if part.start < part.stop]
 

@@ -1,6 +1,8 @@
-"""The passes over a chunk's logits in plain PyTorch, on any device: the same arithmetic as triton.py.
+"""The passes over a chunk's logits in plain PyTorch, on any device: the same arithmetic as
+triton.py.
 
-Legend: N tokens of the chunk, D model width, V vocabulary, P the row's length in memory (V rounded up).
+Legend: N tokens of the chunk, D model width, V vocabulary, P the row's length in memory (V rounded
+up).
 """
 
 from dataclasses import dataclass
@@ -54,7 +56,9 @@ def softmax_gradient_(
         return
     z_slope_N = 2 * loss.z_loss * lse_N
     gradient_NV = (logits_NV - lse_N[:, None]).exp_().mul_((1 + z_slope_N)[:, None])
-    gradient_NV.scatter_(1, index_N1, (z_slope_N * torch.sigmoid(-x_N) - torch.sigmoid(x_N))[:, None])
+    gradient_NV.scatter_(
+        1, index_N1, (z_slope_N * torch.sigmoid(-x_N) - torch.sigmoid(x_N))[:, None]
+    )
     if cap is not None:
         gradient_NV *= slope_NV
     if scale_gradient:

@@ -1,11 +1,13 @@
 """Triton kernels of linear + cross-entropy: what happens to a chunk of logits between two matmuls.
 
 Two kernels turn logits into their gradient in place:
-  held      a row's part stays in registers between its statistics and its gradient: one read, one write. A long row is
-            shared by SPLIT programs, which exchange their statistics through memory.
+  held      a row's part stays in registers between its statistics and its gradient: one read, one
+            write. A long row is shared by SPLIT programs, which exchange their statistics through
+            memory.
   streamed  one program a row of any length: read twice, written once. Serves the loss alone, too.
 
-Legend: N tokens of the chunk, D model width, V vocabulary, P the row's length in memory (V rounded up, see chunked.py).
+Legend: N tokens of the chunk, D model width, V vocabulary, P the row's length in memory (V rounded
+up, see chunked.py).
 """
 
 import torch
@@ -18,15 +20,19 @@ from stepgauge.kernels.launch import ALIGNMENT_BYTES, Launch, hooks_present, raw
 from .plain import Loss
 
 BLOCK_D = 1024
-# P is a multiple of it (chunked.ROW_MULTIPLE); handed to the kernels in these units, so that they know it is.
+# P is a multiple of it (chunked.ROW_MULTIPLE); handed to the kernels in these units, so that they
+# know it is.
 ROW_UNIT = 64
-# Two programs of 512 threads share a multiprocessor, so that one reads while the other waits; nothing spills.
+# Two programs of 512 threads share a multiprocessor, so that one reads while the other waits;
+# nothing spills.
 HELD_REGISTERS = 64
 
 
 @triton.jit
 def _log1p(x):
-    """log(1 + x) for 0 <= x <= 1, right where 1 + x rounds to 1 (Kahan: the error of u = 1 + x divides out)."""
+    """log(1 + x) for 0 <= x <= 1, right where 1 + x rounds to 1 (Kahan: the error of u = 1 + x
+    divides out).
+    """
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
@@ -70,8 +76,9 @@ def _target_logit(dot, in_range, softcap, HAS_SOFTCAP: tl.constexpr):
 def _loss_of(others, target_logit):
     """Cross-entropy, log-sum-exp, probability of the other classes together and of the target.
 
-    x = (log-sum-exp of the other classes) - (target's logit), so that loss = softplus(x) and the target's probability
-    less one = -sigmoid(x): neither subtracts two numbers near one another, however confident the row.
+    x = (log-sum-exp of the other classes) - (target's logit), so that loss = softplus(x) and the
+    target's probability less one = -sigmoid(x): neither subtracts two numbers near one another,
+    however confident the row.
     """
     x = others - target_logit
     t = tl.exp(-tl.abs(x))
@@ -83,7 +90,9 @@ def _loss_of(others, target_logit):
 
 @triton.jit
 def _finite(maximum):
-    """What exponents are taken relative to: nothing is above minus infinity, and inf - inf would be NaN."""
+    """What exponents are taken relative to: nothing is above minus infinity, and inf - inf would be
+    NaN.
+    """
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
@@ -96,30 +105,39 @@ def streamed_gradient_kernel(
     HAS_SOFTCAP: tl.constexpr, WRITE_GRADIENT: tl.constexpr, SCALE_GRADIENT: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr, REVERSE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Row n of the chunk: losses[n] = scale (cross-entropy + z_loss lse^2) and, over the logits, its gradient by them.
+    """Row n of the chunk: losses[n] = scale (cross-entropy + z_loss lse^2) and, over the logits,
+    its gradient by them.
 
-    The first walk takes the row's maximum and sum of exponentials together, the second walks back over it.
+    The first walk takes the row's maximum and sum of exponentials together, the second walks back
+    over it.
     """
     n = tl.program_id(0).to(tl.int64)
     P = P_units * ROW_UNIT
     row_ptr = logits_ptr + n * P
-    # (lanes, VEC): the second axis lies in one thread, so that its reductions need no shuffle and no barrier.
+    # (lanes, VEC): the second axis lies in one thread, so that its reductions need no shuffle and
+    # no barrier.
     lanes = tl.arange(0, BLOCK_V // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     scale = tl.load(scale_ptr)
     target = tl.load(targets_ptr + n).to(tl.int64)
 
     if target == ignore_index:
-        # 0 * scale and not 0: scale is infinite when every token is ignored, and the mean is then NaN as torch's is.
+        # 0 * scale and not 0: scale is infinite when every token is ignored, and the mean is then
+        # NaN as torch's is.
         tl.store(losses_ptr + n, 0.0 * scale)
         if WRITE_GRADIENT:
             for start in range(0, P, BLOCK_V):
                 cols = start + lanes
-                tl.store(row_ptr + cols, tl.zeros_like(cols).to(logits_ptr.dtype.element_ty), mask=cols < P)
+                tl.store(
+                    row_ptr + cols,
+                    tl.zeros_like(cols).to(logits_ptr.dtype.element_ty),
+                    mask=cols < P,
+                )
         return
 
     in_range = (target >= 0) & (target < V)
     safe_target = tl.where(in_range, target, 0)
-    # The matmul rounded its logits to their type; a confident loss hangs on the target's alone, formed again in fp32.
+    # The matmul rounded its logits to their type; a confident loss hangs on the target's alone,
+    # formed again in fp32.
     dot = _dot_rows(
         hidden_ptr + n * hidden_units * STRIDE_UNIT, stride_hidden_d,
         weight_ptr + safe_target * weight_units * STRIDE_UNIT, stride_weight_d, 0, D, BLOCK_D,
@@ -158,9 +176,15 @@ def streamed_gradient_kernel(
                 cols = (num_blocks - 1 - i) * BLOCK_V + lanes
             else:
                 cols = i * BLOCK_V + lanes
-            raw = tl.load(row_ptr + cols, mask=cols < P, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            raw = tl.load(
+                row_ptr + cols, mask=cols < P, other=0.0, eviction_policy="evict_first"
+            ).to(tl.float32)
             if HAS_SOFTCAP:
-                gradient = others_factor * tl.exp(softcap * _tanh(raw / softcap) - lse) * _sech2(raw / softcap)
+                gradient = (
+                    others_factor
+                    * tl.exp(softcap * _tanh(raw / softcap) - lse)
+                    * _sech2(raw / softcap)
+                )
             else:
                 gradient = others_factor * tl.exp(raw - lse)
             gradient = tl.where(cols == target_col, target_gradient, gradient)
@@ -194,11 +218,13 @@ def held_gradient_kernel(
     HAS_SOFTCAP: tl.constexpr, WRITE_GRADIENT: tl.constexpr, SCALE_GRADIENT: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """As streamed_gradient_kernel, by SPLIT programs a row: P / SPLIT, rounded up to 8, is at most BLOCK_V.
+    """As streamed_gradient_kernel, by SPLIT programs a row: P / SPLIT, rounded up to 8, is at most
+    BLOCK_V.
 
-    A part says (maximum, sum of exponentials) and (its share of the target's dot product) in two int64 of the row's
-    `exchange`, zero before, and waits until its row's others have. Programs start in the order of their number, so that
-    those it waits for run or are next: no order of arrival can block.
+    A part says (maximum, sum of exponentials) and (its share of the target's dot product) in two
+    int64 of the row's `exchange`, zero before, and waits until its row's others have. Programs
+    start in the order of their number, so that those it waits for run or are next: no order of
+    arrival can block.
     """
     n = (tl.program_id(0) // SPLIT).to(tl.int64)
     part = tl.program_id(0) % SPLIT
@@ -244,7 +270,8 @@ def held_gradient_kernel(
 
     if SPLIT > 1:
         row_ptr = exchange_ptr + n * (2 * SPLIT)
-        # Neither is zero when written: a maximum of zero comes with a sum of at least one, the second's low half is 1.
+        # Neither is zero when written: a maximum of zero comes with a sum of at least one, the
+        # second's low half is 1.
         tl.atomic_xchg(row_ptr + part, _pack(maximum, sum_exp), sem="relaxed")
         tl.atomic_xchg(row_ptr + SPLIT + part, _pack(dot, dot * 0.0 + 1.0), sem="relaxed")
         # At least a warp's 32 lanes, so that a warp leaves the loop together.
@@ -272,7 +299,8 @@ def held_gradient_kernel(
         factor = 1.0
         if SCALE_GRADIENT:
             factor = scale
-        # Zero in the columns past V and, for the moment, in the target's: no column's number is kept for a comparison.
+        # Zero in the columns past V and, for the moment, in the target's: no column's number is
+        # kept for a comparison.
         gradient = held * (factor * (1.0 + z_slope) * tl.exp(shift - lse))
         tl.store(part_ptr, gradient.to(logits_ptr.dtype.element_ty), mask=mine)
         tl.debug_barrier()
@@ -284,7 +312,9 @@ def held_gradient_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def loss_scale_kernel(targets_ptr, scale_ptr, N, ignore_index: tl.constexpr, BLOCK_N: tl.constexpr):
-    """scale = 1 / (number of targets that are not ignored), in one program: N is a few thousand to a million."""
+    """scale = 1 / (number of targets that are not ignored), in one program: N is a few thousand to
+    a million.
+    """
     counts = tl.zeros([BLOCK_N], dtype=tl.int32)
     for start in range(0, N, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
@@ -304,18 +334,29 @@ def _multiply_block(x_ptr, factor, numel, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_x", "num_y"])
 def multiply_kernel(x_ptr, y_ptr, factor_ptr, num_x, num_y, BLOCK: tl.constexpr):
-    """x, y *= factor, and no memory traffic at all where factor is 1, which the host cannot know without waiting."""
+    """x, y *= factor, and no memory traffic at all where factor is 1, which the host cannot know
+    without waiting.
+    """
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
         _multiply_block(x_ptr, factor, num_x, BLOCK)
         _multiply_block(y_ptr, factor, num_y, BLOCK)
 
 
-def row_launch(row_length: int, itemsize: int, *, write_gradient: bool = True) -> dict[str, int | bool | str]:
-    """Constants and warps of the pass over rows of `row_length` elements; with SPLIT for the held kernel."""
+def row_launch(
+    row_length: int, itemsize: int, *, write_gradient: bool = True
+) -> dict[str, int | bool | str]:
+    """Constants and warps of the pass over rows of `row_length` elements; with SPLIT for the held
+    kernel.
+    """
     if write_gradient and row_length <= 16384:
         block = max(1024, triton.next_power_of_2(row_length))
-        return {"BLOCK_V": block, "SPLIT": 1, "num_warps": max(4, block // 1024), "maxnreg": HELD_REGISTERS}
+        return {
+            "BLOCK_V": block,
+            "SPLIT": 1,
+            "num_warps": max(4, block // 1024),
+            "maxnreg": HELD_REGISTERS,
+        }
     if row_length <= 4096:
         block, warps = max(1024, triton.next_power_of_2(row_length)), 4
     elif row_length <= 65536:
@@ -326,7 +367,9 @@ def row_launch(row_length: int, itemsize: int, *, write_gradient: bool = True) -
     return {"BLOCK_V": block, **walk, "num_warps": warps}
 
 
-def split_launch(row_length: int, *, block: int = 16384, num_warps: int = 16) -> dict[str, int | bool | str]:
+def split_launch(
+    row_length: int, *, block: int = 16384, num_warps: int = 16
+) -> dict[str, int | bool | str]:
     """The held kernel's launch for rows of any length, in parts of at most `block`."""
     split = triton.next_power_of_2(triton.cdiv(row_length, block))
     launch = {"BLOCK_V": block, "SPLIT": split, "BLOCK_D": 32 * num_warps}
@@ -347,14 +390,18 @@ def softmax_gradient_(
     scale_gradient: bool,
     launch: dict[str, int | bool | str] | None = None,
 ) -> None:
-    """Fills losses_N and, with `write_gradient`, puts the gradient in the logits' place (zero in the columns past V).
+    """Fills losses_N and, with `write_gradient`, puts the gradient in the logits' place (zero in
+    the columns past V).
 
-    `logits_NP` is contiguous with P >= vocabulary a multiple of 64; `scale` a one-element fp32 tensor.
+    `logits_NP` is contiguous with P >= vocabulary a multiple of 64; `scale` a one-element fp32
+    tensor.
     """
     num_rows, row_length = logits_NP.shape
     if not num_rows:
         return
-    launch = launch or row_launch(row_length, logits_NP.element_size(), write_gradient=write_gradient)
+    launch = launch or row_launch(
+        row_length, logits_NP.element_size(), write_gradient=write_gradient
+    )
     split = launch.get("SPLIT", 1)
     if loss.softcap is not None and "SPLIT" in launch:  # It holds more, and would spill.
         launch = {**launch, "maxnreg": 65536 // (32 * launch["num_warps"])}
@@ -398,8 +445,12 @@ def multiply_(tensors: list[Tensor], factor: Tensor) -> None:
 _LAUNCHES: dict[tuple, Launch] = {}
 
 
-def _launch(kernel, num_programs: int, tensors: tuple[Tensor, ...], scalars: tuple, **constants) -> None:
-    """Launch by address where that is safe (see native/launch.py), as Triton documents it elsewhere."""
+def _launch(
+    kernel, num_programs: int, tensors: tuple[Tensor, ...], scalars: tuple, **constants
+) -> None:
+    """Launch by address where that is safe (see native/launch.py), as Triton documents it
+    elsewhere.
+    """
     like = tensors[0]
     if not like.is_cuda:  # Triton's interpreter
         kernel[(num_programs,)](*tensors, *scalars, **constants)

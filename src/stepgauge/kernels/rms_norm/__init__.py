@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 MAX_WIDTH = 65536
-# Inductor fuses the equation with the residual addition and the cast around it, which an operator cannot be. Wider
-# than this its backward takes 1.6 times the kernel's time.
+# Inductor fuses the equation with the residual addition and the cast around it, which an operator
+# cannot be. Wider than this its backward takes 1.6 times the kernel's time.
 INDUCTOR_WIDTH = 8192
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN_TYPES = (Tensor, nn.Parameter)
@@ -47,11 +47,15 @@ def rms_norm(
     that the installed torch's own rms_norm gives: float32 from torch 2.12 on, x's before. The
     weight may be float32 or x's type.
 
-    CUDA tensors up to 65,536 wide go to Triton; others, and float64, to the plain PyTorch oracle, and under
-    torch.compile those up to 8192 wide too: Inductor makes one kernel of it and its neighbours.
-    Raises ValueError for a weight or residual whose shape does not fit.
+    CUDA tensors up to 65,536 wide go to Triton; others, and float64, to the plain PyTorch oracle,
+    and under torch.compile those up to 8192 wide too: Inductor makes one kernel of it and its
+    neighbours. Raises ValueError for a weight or residual whose shape does not fit.
     """
-    if not torch.compiler.is_compiling() and extension.NATIVE.call is not None and not hooks_present():
+    if (
+        not torch.compiler.is_compiling()
+        and extension.NATIVE.call is not None
+        and not hooks_present()
+    ):
         result = extension.NATIVE.call(x, weight, eps, residual)
         if result is not None:
             return result
@@ -62,7 +66,9 @@ def rms_norm(
             common = torch.promote_types(x.dtype, residual.dtype)
             x, residual = x.to(common), residual.to(common)
     out_dtype = _output_dtype(x)
-    if not _kernel_takes(x, weight) or (torch.compiler.is_compiling() and x.shape[-1] <= INDUCTOR_WIDTH):
+    if not _kernel_takes(x, weight) or (
+        torch.compiler.is_compiling() and x.shape[-1] <= INDUCTOR_WIDTH
+    ):
         h = x if residual is None else x + residual
         # The narrow type's float32 image holds the same values: only the rounding of y changes.
         y = reference.forward(h.to(out_dtype), weight, eps)
@@ -206,7 +212,9 @@ def _require_kernels(x: Tensor, weight: Tensor):
     if ops is None:
         raise ValueError("RMSNormTriton needs the package triton, which is not installed")
     if x.dtype not in _KERNEL_DTYPES or weight.dtype not in _KERNEL_DTYPES:
-        raise ValueError(f"RMSNormTriton takes float32, bfloat16 and float16, got {x.dtype} and {weight.dtype}")
+        raise ValueError(
+            f"RMSNormTriton takes float32, bfloat16 and float16, got {x.dtype} and {weight.dtype}"
+        )
     if x.shape[-1] > MAX_WIDTH:
         raise ValueError(f"RMSNormTriton takes widths up to {MAX_WIDTH}, got {x.shape[-1]}")
 
@@ -221,4 +229,6 @@ def _check(x: Tensor, weight: Tensor):
 
 def _check_residual(x: Tensor, residual: Tensor):
     if residual.shape != x.shape:
-        raise ValueError(f"the residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
+        raise ValueError(
+            f"the residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}"
+        )

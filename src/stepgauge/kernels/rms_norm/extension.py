@@ -1,7 +1,8 @@
-"""RMSNorm's eager path in C++ (extension.cpp): what it is told of the kernels that Python has compiled.
+"""RMSNorm's eager path in C++ (extension.cpp): what it is told of the kernels that Python has
+compiled.
 
-In Python an autograd function and three launches cost about 140 µs of host time a step; the GPU needs 30 µs at
-2048 x 2560. How it is built and done without: stepgauge.runtime.extension.
+In Python an autograd function and three launches cost about 140 µs of host time a step; the GPU
+needs 30 µs at 2048 x 2560. How it is built and done without: stepgauge.runtime.extension.
 """
 
 from pathlib import Path
@@ -12,9 +13,11 @@ from torch import Tensor
 from stepgauge.kernels.launch import LAUNCH_H, cuda_addresses, cuda_context, plain_launch
 from stepgauge.runtime.extension import Extension
 
-# Whether the installed torch's rms_norm is float32 under CUDA autocast (2.12 on) or keeps x's type. A constant, so
-# that torch.compile need not trace the question.
-BUILTIN_AUTOCAST_IS_FLOAT32 = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+# Whether the installed torch's rms_norm is float32 under CUDA autocast (2.12 on) or keeps x's type.
+# A constant, so that torch.compile need not trace the question.
+BUILTIN_AUTOCAST_IS_FLOAT32 = torch._C._dispatch_has_kernel_for_dispatch_key(
+    "aten::rms_norm", "AutocastCUDA"
+)
 # What the kernels' run-time arguments must be, in Triton's terms, for C++ to pass them.
 _FORWARD_SCALARS, _BACKWARD_SCALARS = ["i32", "fp32"], ["i32"]
 _FUNCTIONS = "cuLaunchKernel", "aoti_torch_get_current_cuda_stream", "cuCtxSetCurrent"
@@ -26,7 +29,9 @@ def _configure(module) -> None:
     module.configure(*cuda_addresses(*_FUNCTIONS), BUILTIN_AUTOCAST_IS_FLOAT32)
 
 
-NATIVE = Extension("rms_norm", Path(__file__).with_name("extension.cpp"), _configure, headers=[LAUNCH_H])
+NATIVE = Extension(
+    "rms_norm", Path(__file__).with_name("extension.cpp"), _configure, headers=[LAUNCH_H]
+)
 
 
 def offer(plan_for, x: Tensor, residual: Tensor | None, weight: Tensor, y: Tensor) -> None:
@@ -59,7 +64,9 @@ def _register(x, residual, weight, y, plan, has_backward: bool) -> None:
 
 
 def _handle(launch, num_pointers: int, scalars: list[str]) -> tuple[int, int, int]:
-    """(function, threads, bytes of shared memory); ValueError for arguments that C++ would not give so."""
+    """(function, threads, bytes of shared memory); ValueError for arguments that C++ would not give
+    so.
+    """
     types = [t for t in launch.binary.src.signature.values() if t != "constexpr"]
     if not all(t.startswith("*") for t in types[:num_pointers]) or types[num_pointers:] != scalars:
         raise ValueError(f"{launch.kernel.__name__} takes {types}")

@@ -149,7 +149,9 @@ def run_forward(
     return y, x if total is None else total, rstd
 
 
-def run_backward(dy: Tensor, h: Tensor, weight: Tensor, rstd: Tensor, dsum: Tensor | None) -> tuple[Tensor, Tensor]:
+def run_backward(
+    dy: Tensor, h: Tensor, weight: Tensor, rstd: Tensor, dsum: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Launch backward on real tensors; return the gradients of h and of the weight."""
     dy, h, weight = dy.contiguous(), h.contiguous(), weight.contiguous()
     num_rows = rstd.numel()
@@ -229,7 +231,9 @@ def _forward_traceable(x, residual, weight, eps, out_dtype):
 
 
 @triton_op("stepgauge::rms_norm", mutates_args={})
-def rms_norm_op(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rms_norm_op(
+    x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     y, _, rstd = _forward_traceable(x, None, weight, eps, out_dtype)
     return y, rstd
 

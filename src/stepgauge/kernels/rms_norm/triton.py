@@ -238,9 +238,9 @@ class BackwardConfig:
         return replace(self, stages=max(1, min(self.stages, 1 + in_flight)))
 
 
-# By (width, bytes an element): what a sweep found best with 50,000 rows (16,384 wide: 16,384), 2026-11-21,
-# benchmarks/kernels/sweep.py. Against the rules below: on an H100 forward 0.3 to 1.4 %, backward 1.2
-# to 4 %; those marked on an H200, 2 to 10 %, and 40 % at 8192 in 16 bits.
+# By (width, bytes an element): what a sweep found best with 50,000 rows (16,384 wide: 16,384),
+# 2026-11-21, benchmarks/kernels/sweep.py. Against the rules below: on an H100 forward 0.3 to 1.4 %,
+# backward 1.2 to 4 %; those marked on an H200, 2 to 10 %, and 40 % at 8192 in 16 bits.
 _TUNED_FORWARD = {
     (1024, 2): ForwardConfig(block=1024, rows=2, num_warps=8),
     (1024, 4): ForwardConfig(block=1024, rows=8, num_warps=4),
@@ -253,10 +253,15 @@ _TUNED_BACKWARD = {
     (2048, 2): BackwardConfig(2048, rows=2, num_warps=8, stages=4, programs_per_sm=2),  # H200
     (2048, 4): BackwardConfig(2048, rows=1, num_warps=4, stages=4, programs_per_sm=1),
     (4096, 2): BackwardConfig(4096, rows=1, num_warps=16, stages=4, programs_per_sm=1),
-    (4096, 4): BackwardConfig(4096, rows=1, num_warps=4, stages=4, programs_per_sm=1, keep_weight=False),
+    (4096, 4): BackwardConfig(
+        4096, rows=1, num_warps=4, stages=4, programs_per_sm=1, keep_weight=False
+    ),
     (8192, 2): BackwardConfig(8192, rows=1, num_warps=16, stages=3, programs_per_sm=1),  # H200
     (8192, 4): BackwardConfig(8192, rows=1, num_warps=16, stages=1, programs_per_sm=1),  # H200
-    (16384, 2): BackwardConfig(16384, rows=1, num_warps=16, stages=1, programs_per_sm=1, keep_weight=False),  # H200
+    # H200
+    (16384, 2): BackwardConfig(
+        16384, rows=1, num_warps=16, stages=1, programs_per_sm=1, keep_weight=False
+    ),
 }
 
 

@@ -1,7 +1,8 @@
 """What backward of compiled code keeps, and where in the program each of it was made.
 
-No dispatch mode sees into compiled code. But torch.compile's partitioner, which chooses what is kept, has the traced
-program before it, and autograd's node of the compiled forward holds the tensors: two lists in the same order.
+No dispatch mode sees into compiled code. But torch.compile's partitioner, which chooses what is
+kept, has the traced program before it, and autograd's node of the compiled forward holds the
+tensors: two lists in the same order.
 """
 
 import collections
@@ -30,23 +31,36 @@ class Place:
 
 
 class KeptByGraphs(CustomPartitionerFn):
-    """Partitions as torch.compile itself does, and notes where what each forward graph keeps was made."""
+    """Partitions as torch.compile itself does, and notes where what each forward graph keeps was
+    made.
+    """
 
     def __init__(self) -> None:
         self._places: dict[Signature, list[Place]] = {}
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Graphs that are compiled within are known; those of autograd's cache would not pass the partitioner."""
+        """Graphs that are compiled within are known; those of autograd's cache would not pass the
+        partitioner.
+        """
         functorch, inductor = torch._functorch.config, torch._inductor.config
-        with functorch.patch(enable_autograd_cache=False), inductor.patch(custom_partitioner_fn=self):
+        with (
+            functorch.patch(enable_autograd_cache=False),
+            inductor.patch(custom_partitioner_fn=self),
+        ):
             yield
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **settings: Any) -> Any:
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **settings)
         outputs: Any = forward.graph.output_node().args[0]
-        kept = [node for node in outputs[settings["num_fwd_outputs"] :] if isinstance(node.meta.get("val"), Tensor)]
-        self._places[_signature([node.meta["val"] for node in kept])] = [_place(node) for node in kept]
+        kept = [
+            node
+            for node in outputs[settings["num_fwd_outputs"] :]
+            if isinstance(node.meta.get("val"), Tensor)
+        ]
+        self._places[_signature([node.meta["val"] for node in kept])] = [
+            _place(node) for node in kept
+        ]
         return forward, backward
 
     def uuid(self) -> str:
@@ -54,9 +68,11 @@ class KeptByGraphs(CustomPartitionerFn):
         return type(self).__name__
 
     def of(self, loss: Tensor) -> Iterator[tuple[Tensor, Place]]:
-        """Every tensor that autograd holds for the backward of the loss, weights and batch among them.
+        """Every tensor that autograd holds for the backward of the loss, weights and batch among
+        them.
 
-        A graph that runs several times is a part a time: graph.0, graph.1, ... in the order of the forward pass.
+        A graph that runs several times is a part a time: graph.0, graph.1, ... in the order of the
+        forward pass.
         """
         nodes = [(node, tensors) for node in _nodes(loss) if (tensors := _held(node))]
         signatures = [_signature(tensors) for _, tensors in nodes]
@@ -64,14 +80,20 @@ class KeptByGraphs(CustomPartitionerFn):
         number: collections.Counter[Signature] = collections.Counter()
         for (node, tensors), signature in zip(nodes, signatures, strict=True):
             places = self._places.get(signature, [Place(node.name())] * len(tensors))
-            part = f"graph.{number[signature]}." if runs[signature] > 1 and signature in self._places else ""
+            part = (
+                f"graph.{number[signature]}."
+                if runs[signature] > 1 and signature in self._places
+                else ""
+            )
             number[signature] += 1
             for tensor, place in zip(tensors, places, strict=True):
                 yield tensor, dataclasses.replace(place, module=f"{part}{place.module}".rstrip("."))
 
 
 def _signature(tensors: Sequence[Tensor]) -> Signature:
-    """Shapes and types; a size that is symbolic to the compiler is the one that it was compiled with."""
+    """Shapes and types; a size that is symbolic to the compiler is the one that it was compiled
+    with.
+    """
     return tuple((tuple(map(_size, tensor.shape)), tensor.dtype) for tensor in tensors)
 
 
@@ -91,7 +113,9 @@ def _nodes(loss: Tensor) -> list[Any]:
 
 
 def _held(node: Any) -> list[Tensor]:
-    """What a node holds: a Python function's saved tensors, in its order, or a C++ function's fields."""
+    """What a node holds: a Python function's saved tensors, in its order, or a C++ function's
+    fields.
+    """
     saved = getattr(node, "saved_tensors", None)
     if saved is not None:
         # Compiled code keeps apart those whose version needs no check.
@@ -102,22 +126,34 @@ def _held(node: Any) -> list[Tensor]:
 
 
 def _place(node: fx.Node) -> Place:
-    """Of the operator that made the storage, seen through views; module and line of the first view that has them."""
+    """Of the operator that made the storage, seen through views; module and line of the first view
+    that has them.
+    """
     chain = [node]
     while (before := _viewed(chain[-1])) is not None:
         chain.append(before)
-    modules = [list(stack.values())[-1][0] for n in chain if (stack := n.meta.get("nn_module_stack"))]
+    modules = [
+        list(stack.values())[-1][0] for n in chain if (stack := n.meta.get("nn_module_stack"))
+    ]
     lines = [line for n in chain if (line := _line(n.meta.get("stack_trace") or ""))]
     module = modules[0].removeprefix("L['self']").removeprefix(".") if modules else ""
     made_by = chain[-1]
-    operator = made_by.meta.get("original_aten") or ("input" if made_by.op == "placeholder" else made_by.target)
-    return Place(str(operator).removeprefix("aten.").removesuffix(".default"), module, lines[0] if lines else "")
+    operator = made_by.meta.get("original_aten") or (
+        "input" if made_by.op == "placeholder" else made_by.target
+    )
+    return Place(
+        str(operator).removeprefix("aten.").removesuffix(".default"),
+        module,
+        lines[0] if lines else "",
+    )
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
     """What a view is a view of; of one of several results, the operator that gave them."""
     before = node.args[0] if node.args else None
-    is_view = getattr(node.target, "is_view", False) or getattr(node.target, "__name__", "") == "getitem"
+    is_view = (
+        getattr(node.target, "is_view", False) or getattr(node.target, "__name__", "") == "getitem"
+    )
     return before if is_view and isinstance(before, fx.Node) else None
 
 

@@ -1,9 +1,10 @@
 """Tensors without memory on a device that need not be there.
 
-torch's fake tensors run every operator's shape rules and no kernel. On a machine without a GPU four things are missing
-for fake CUDA tensors, and are added: a device for autograd (fake_cuda.cpp), the choices that torch makes by looking at
-the GPU (which attention, whether RMSNorm is one kernel), autocast's belief that there is CUDA, and the kernels of which
-autograd wants to know that they are there.
+torch's fake tensors run every operator's shape rules and no kernel. On a machine without a GPU four
+things are missing for fake CUDA tensors, and are added: a device for autograd (fake_cuda.cpp), the
+choices that torch makes by looking at the GPU (which attention, whether RMSNorm is one kernel),
+autocast's belief that there is CUDA, and the kernels of which autograd wants to know that they are
+there.
 """
 
 import contextlib
@@ -24,13 +25,15 @@ from stepgauge.runtime.build import BuildError, shared_library
 
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 CUDNN_WIDEST_HEAD = 128
-CUDA_ALONE = "aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"  # on a CPU other operators do their work
+# on a CPU other operators do their work
+CUDA_ALONE = "aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"
 aten = torch.ops.aten
 
 
 @contextlib.contextmanager
 def pretending(architecture: str) -> Iterator[torch.device]:
-    """Within, tensors made on the device it gives own no memory. architecture: cpu, or sm80, sm90 for CUDA.
+    """Within, tensors made on the device it gives own no memory. architecture: cpu, or sm80, sm90
+    for CUDA.
 
     Raises ValueError where CUDA would have to be pretended and no C++ compiler is there to do so.
     """
@@ -38,10 +41,14 @@ def pretending(architecture: str) -> Iterator[torch.device]:
         if architecture != "cpu" and not torch.cuda.is_available():
             _pretend_cuda()
             _register_missing_kernels()
-            stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
+            stack.enter_context(
+                mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+            )
             stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", lambda *_: True))
             attend = _attention_of(architecture)
-            stack.enter_context(mock.patch("torch.nn.functional.scaled_dot_product_attention", attend))
+            stack.enter_context(
+                mock.patch("torch.nn.functional.scaled_dot_product_attention", attend)
+            )
         stack.enter_context(mock.patch("torch.nn.Module._apply", _applying()))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(PretendedValues())
@@ -50,10 +57,11 @@ def pretending(architecture: str) -> Iterator[torch.device]:
 
 @functools.cache
 def _register_missing_kernels() -> torch.library.Library:
-    """CUDA kernels, never run, of operators that a torch without CUDA would take apart: RMSNorm, the gradient of silu.
+    """CUDA kernels, never run, of operators that a torch without CUDA would take apart: RMSNorm,
+    the gradient of silu.
 
-    autograd uses an operator's composite formula where the backend has no kernel of its own; CUDA has one, and so holds
-    none of the formula's steps.
+    autograd uses an operator's composite formula where the backend has no kernel of its own; CUDA
+    has one, and so holds none of the formula's steps.
     """
 
     def never(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +79,9 @@ def _register_missing_kernels() -> torch.library.Library:
 
 
 def _applying() -> Callable[..., nn.Module]:
-    """Module._apply that replaces a parameter: its own swaps tensors, which fake ones do not take. Ties stay."""
+    """Module._apply that replaces a parameter: its own swaps tensors, which fake ones do not take.
+    Ties stay.
+    """
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -81,7 +91,10 @@ def _applying() -> Callable[..., nn.Module]:
                     with torch.no_grad():
                         made = fn(parameter)
                     if made is not parameter:
-                        replaced[id(parameter)] = parameter, nn.Parameter(made, parameter.requires_grad)
+                        replaced[id(parameter)] = (
+                            parameter,
+                            nn.Parameter(made, parameter.requires_grad),
+                        )
                 if id(parameter) in replaced:
                     part._parameters[name] = replaced[id(parameter)][1]
             for name, buffer in part._buffers.items():
@@ -93,7 +106,9 @@ def _applying() -> Callable[..., nn.Module]:
 
 
 class PretendedValues(TorchDispatchMode):
-    """Answers the host's question for a value: no infinity was found by loss scaling, and anything else is one."""
+    """Answers the host's question for a value: no infinity was found by loss scaling, and anything
+    else is one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +126,8 @@ class PretendedValues(TorchDispatchMode):
 def _attention_of(architecture: str) -> Callable[..., Tensor]:
     """scaled_dot_product_attention by the backend that torch picks on that architecture.
 
-    A function in its place rather than a mode: modes do not follow autograd into its thread, where checkpoints run.
+    A function in its place rather than a mode: modes do not follow autograd into its thread, where
+    checkpoints run.
     """
     original = F.scaled_dot_product_attention
     prefers_cudnn = architecture == "sm90"
@@ -143,9 +159,15 @@ def _fused_attention(
     narrow = q.dtype in (torch.bfloat16, torch.float16)
     width = q.shape[-1]
     enabled = torch.backends.cuda
-    needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    needs_gradient = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad
+    )
     cudnn_takes = narrow and width <= CUDNN_WIDEST_HEAD and width % 8 == 0
-    if enabled.cudnn_sdp_enabled() and cudnn_takes and (prefers_cudnn or not enabled.flash_sdp_enabled()):
+    if (
+        enabled.cudnn_sdp_enabled()
+        and cudnn_takes
+        and (prefers_cudnn or not enabled.flash_sdp_enabled())
+    ):
         run = aten._scaled_dot_product_cudnn_attention
         return run(q, k, v, attn_mask, needs_gradient, dropout_p, is_causal, False, scale=scale)[0]
     if enabled.flash_sdp_enabled() and narrow and attn_mask is None and width <= 256:
@@ -163,5 +185,7 @@ def _pretend_cuda() -> None:
     try:
         library = shared_library(SOURCE, name="pretended")
     except BuildError as error:
-        raise ValueError(f"predicting for CUDA needs a CUDA device, or C++ to pretend one: {error}") from None
+        raise ValueError(
+            f"predicting for CUDA needs a CUDA device, or C++ to pretend one: {error}"
+        ) from None
     ctypes.CDLL(str(library)).pretend_cuda()

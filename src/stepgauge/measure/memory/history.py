@@ -1,8 +1,9 @@
 """The CUDA allocator's own history, joined with the storages that were followed.
 
-The allocator counts its events; the follower reads that count around every operator. An allocation in the history is a
-followed storage if it has its address within the window of the operator that made it; any other allocation of the
-window is the operator's own, a temporary, or a workspace if it is never given back.
+The allocator counts its events; the follower reads that count around every operator. An allocation
+in the history is a followed storage if it has its address within the window of the operator that
+made it; any other allocation of the window is the operator's own, a temporary, or a workspace if it
+is never given back.
 """
 
 import contextlib
@@ -55,10 +56,14 @@ def save(found: Mapping[str, Any], path: Path) -> None:
 
 def trace_of(found: Mapping[str, Any], device: torch.device) -> list[Mapping[str, Any]]:
     """The allocations and frees of the device, in order."""
-    return [entry for entry in found["device_traces"][device.index or 0] if entry["action"] in EVENTS]
+    return [
+        entry for entry in found["device_traces"][device.index or 0] if entry["action"] in EVENTS
+    ]
 
 
-def joined(trace: Sequence[Mapping[str, Any]], follower: Follower, *, first: int) -> list[Allocation]:
+def joined(
+    trace: Sequence[Mapping[str, Any]], follower: Follower, *, first: int
+) -> list[Allocation]:
     """Every allocation of the history, as the storage that was followed or as its operator's own.
 
     first  event count when the history began
@@ -126,7 +131,9 @@ def _keep_what_outlives_forward(found: Sequence[Allocation], phases: Sequence[Ph
 
 
 def _storage(candidates: Sequence[Allocation], event: int, made: Any) -> Allocation | None:
-    """The storage at the address whose birth was seen right after the operator in which the event lies."""
+    """The storage at the address whose birth was seen right after the operator in which the event
+    lies.
+    """
     seen = [a for a in candidates if made is not None and made.start < a.born <= made.end]
     return seen[-1] if seen else None
 

@@ -1,8 +1,9 @@
 """Follows every storage: when it is born and dies, who made it and what for.
 
-Below autograd, as a dispatch mode, each operator's outputs are seen; weak references tell of their end. The category is
-known later than the birth: a storage is a gradient when a parameter's .grad holds it, optimizer state when the
-optimizer's state does, an activation when it outlives the forward pass that made it.
+Below autograd, as a dispatch mode, each operator's outputs are seen; weak references tell of their
+end. The category is known later than the birth: a storage is a gradient when a parameter's .grad
+holds it, optimizer state when the optimizer's state does, an activation when it outlives the
+forward pass that made it.
 """
 
 import contextlib
@@ -81,7 +82,9 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class Extra:
-    """What an operator takes beside its outputs, where tensors own no memory: `stays` is never given back."""
+    """What an operator takes beside its outputs, where tensors own no memory: `stays` is never
+    given back.
+    """
 
     bytes: int
     name: str
@@ -89,10 +92,11 @@ class Extra:
 
 
 class Follower(TorchDispatchMode):
-    """Follows storages on one kind of device. `events` reads the allocator's own count of events, where it has one.
+    """Follows storages on one kind of device. `events` reads the allocator's own count of events,
+    where it has one.
 
-    extras  what an operator takes beside its outputs, by (operator, arguments, in backward); none on real tensors,
-            where the allocator's history has them
+    extras  what an operator takes beside its outputs, by (operator, arguments, in backward); none
+            on real tensors, where the allocator's history has them
     """
 
     def __init__(
@@ -115,7 +119,8 @@ class Follower(TorchDispatchMode):
         self._live: dict[int, tuple[Allocation, Any]] = {}
         self._paths: dict[int, str] = {}
         self._running: list[str] = []
-        self._made: dict[int, tuple[str, str]] = {}  # autograd sequence number -> module and line of the forward
+        # autograd sequence number -> module and line of the forward
+        self._made: dict[int, tuple[str, str]] = {}
         self._within: list[Allocation] = []  # born since the outermost module began
 
     # ---- what is told from outside -----------------------------------------------------------------------------------
@@ -140,7 +145,9 @@ class Follower(TorchDispatchMode):
             nn.modules.module.register_module_forward_pre_hook(self._enter),
             nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
             *(
-                parameter.register_post_accumulate_grad_hook(lambda p: self.label([p.grad], GRADIENTS))
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p: self.label([p.grad], GRADIENTS)
+                )
                 for parameter in module.parameters()
                 if parameter.requires_grad
             ),
@@ -153,7 +160,9 @@ class Follower(TorchDispatchMode):
                 handle.remove()
 
     def label(self, tensors: Iterable[Any], category: str, *, name: str = "") -> None:
-        """The storages of these tensors are of that category, for their whole lives; `name` says whose they are."""
+        """The storages of these tensors are of that category, for their whole lives; `name` says
+        whose they are.
+        """
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.device.type == self.device_type:
                 storage = self._storage(tensor)
@@ -172,7 +181,9 @@ class Follower(TorchDispatchMode):
         if tensor.device.type != self.device_type or storage._cdata in self._live:
             return
         if self._events:
-            self.marks.append(Mark(self.now(), storage.data_ptr(), ACTIVATIONS, module, operator, line))
+            self.marks.append(
+                Mark(self.now(), storage.data_ptr(), ACTIVATIONS, module, operator, line)
+            )
         else:
             self._see(tensor, operator, module, line, ACTIVATIONS)
 
@@ -192,7 +203,11 @@ class Follower(TorchDispatchMode):
         in_backward = torch._C._current_autograd_node() is not None
         module, line = self._origin(in_backward)
         start = self.now()
-        passing = [self._extra(e, module, line) for e in self._extras(func, args, in_backward)] if self._extras else []
+        passing = (
+            [self._extra(e, module, line) for e in self._extras(func, args, in_backward)]
+            if self._extras
+            else []
+        )
         result = func(*args, **(kwargs or {}))
         name = str(func).removeprefix("aten.").removesuffix(".default")
         for tensor in tree_leaves(result):
@@ -205,14 +220,18 @@ class Follower(TorchDispatchMode):
             self.windows.append(Window(start, end, name, module, line))
         return result
 
-    def _see(self, tensor: Tensor, operator: str, module: str, line: str, category: str = TEMPORARIES) -> None:
+    def _see(
+        self, tensor: Tensor, operator: str, module: str, line: str, category: str = TEMPORARIES
+    ) -> None:
         storage = self._storage(tensor)
         key = storage._cdata
         if key in self._live or not storage.nbytes():
             return
         address = storage.data_ptr() if self._events else 0
         allocation = self._begin(
-            Allocation(storage.nbytes(), 0, self._phase, operator, module, line, category, address=address)
+            Allocation(
+                storage.nbytes(), 0, self._phase, operator, module, line, category, address=address
+            )
         )
         self._within.append(allocation)
         self._live[key] = allocation, weakref.ref(storage, lambda _: self._died(key))
@@ -236,7 +255,9 @@ class Follower(TorchDispatchMode):
     def _extra(self, extra: Extra, module: str, line: str) -> Allocation | None:
         """The allocation, to be ended after the operator, or None if it stays."""
         category = OTHER if extra.stays else TEMPORARIES
-        made = self._begin(Allocation(extra.bytes, 0, self._phase, extra.name, module, line, category))
+        made = self._begin(
+            Allocation(extra.bytes, 0, self._phase, extra.name, module, line, category)
+        )
         return None if extra.stays else made
 
     def _saved(self, tensor: Tensor) -> Tensor:
@@ -254,11 +275,14 @@ class Follower(TorchDispatchMode):
     def _leave(self, module: nn.Module, arguments: Any, result: Any) -> None:
         if self._running:
             self._running.pop()
-        if not self._running and self._phase == "backward":  # a part was computed again for its gradient
+        # a part was computed again for its gradient
+        if not self._running and self._phase == "backward":
             self.keep_for_backward()
 
     def _origin(self, in_backward: bool) -> tuple[str, str]:
-        """Module and line that run; in backward those of the forward operation whose gradient is taken."""
+        """Module and line that run; in backward those of the forward operation whose gradient is
+        taken.
+        """
         if in_backward and not self._running:
             node = torch._C._current_autograd_node()
             return self._made.get(node._sequence_nr(), ("", ""))

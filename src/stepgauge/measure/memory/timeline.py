@@ -41,14 +41,19 @@ class Picture:
         return max(self.moments, key=lambda moment: moment.total)
 
     def peak_of(self, phase: Phase) -> int:
-        return max((m.total for m in self.moments if phase.start <= m.event <= phase.end), default=0)
+        return max(
+            (m.total for m in self.moments if phase.start <= m.event <= phase.end), default=0
+        )
 
     def holders(self, event: int) -> list[tuple[str, str, str, str, str, int, int]]:
-        """What lives after the event: (category, module, operator, line, phase, tensors, bytes), most bytes first.
+        """What lives after the event: (category, module, operator, line, phase, tensors, bytes),
+        most bytes first.
 
         The same place in every block is one row.
         """
-        alive = [a for a in self.allocations if a.born <= event and (a.died is None or a.died > event)]
+        alive = [
+            a for a in self.allocations if a.born <= event and (a.died is None or a.died > event)
+        ]
         places = ((a.category, general(a.module), a.operator, a.line, a.phase) for a in alive)
         return _summed(places, [self.bytes_of[a] for a in alive])
 
@@ -60,7 +65,9 @@ class Picture:
         return [
             a
             for a in self.allocations
-            if a.category == ACTIVATIONS and a.born < ends[-1] and (a.died is None or a.died >= ends[-1])
+            if a.category == ACTIVATIONS
+            and a.born < ends[-1]
+            and (a.died is None or a.died >= ends[-1])
         ]
 
     def thinned(self) -> list[Moment]:
@@ -72,8 +79,12 @@ class Picture:
         ]
 
 
-def picture(allocations: Sequence[Allocation], phases: Sequence[Phase], *, caching: bool) -> Picture:
-    """The picture of the phases, which lie next to each other; `caching` counts bytes as the CUDA allocator does."""
+def picture(
+    allocations: Sequence[Allocation], phases: Sequence[Phase], *, caching: bool
+) -> Picture:
+    """The picture of the phases, which lie next to each other; `caching` counts bytes as the CUDA
+    allocator does.
+    """
     allocator = CachingAllocator()
     blocks: dict[Allocation, Block] = {}
     bytes_of: dict[Allocation, int] = {}
@@ -94,7 +105,13 @@ def picture(allocations: Sequence[Allocation], phases: Sequence[Phase], *, cachi
                 allocator.free(blocks.pop(allocation))
         if first <= event < last:
             moments.append(Moment(event, dict(held)))
-    return Picture(moments or [Moment(first, dict(held))], phases, allocations, bytes_of, allocator.peak_reserved)
+    return Picture(
+        moments or [Moment(first, dict(held))],
+        phases,
+        allocations,
+        bytes_of,
+        allocator.peak_reserved,
+    )
 
 
 def _events(allocations: Sequence[Allocation]) -> Iterator[tuple[int, Allocation, bool]]:
@@ -105,7 +122,9 @@ def _events(allocations: Sequence[Allocation]) -> Iterator[tuple[int, Allocation
 
 
 def block_of(path: str) -> str:
-    """The repeated part that a module lies in: "blocks.3" of "blocks.3.attention.output"; "" outside of all."""
+    """The repeated part that a module lies in: "blocks.3" of "blocks.3.attention.output"; ""
+    outside of all.
+    """
     found = NUMBER.search(path)
     return path[: found.end()] if found else ""
 
@@ -123,8 +142,12 @@ def by_block(saved: Sequence[Allocation], bytes_of: Mapping[Allocation, int]) ->
     return dict(sums)
 
 
-def savers(saved: Sequence[Allocation], bytes_of: Mapping[Allocation, int]) -> list[tuple[str, str, str, int, int]]:
-    """(module that keeps, operator that made, line, how many, bytes), the most bytes first, all blocks together."""
+def savers(
+    saved: Sequence[Allocation], bytes_of: Mapping[Allocation, int]
+) -> list[tuple[str, str, str, int, int]]:
+    """(module that keeps, operator that made, line, how many, bytes), the most bytes first, all
+    blocks together.
+    """
     places = ((general(keeper(a)), a.operator, a.line) for a in saved)
     return _summed(places, [bytes_of[a] for a in saved])
 
@@ -134,9 +157,14 @@ def _summed(places: Iterable[Any], sizes: Sequence[int]) -> list[Any]:
     groups: dict[Any, list[int]] = collections.defaultdict(list)
     for place, size in zip(places, sizes, strict=True):
         groups[place].append(size)
-    return sorted(((*place, len(found), sum(found)) for place, found in groups.items()), key=lambda row: -row[-1])
+    return sorted(
+        ((*place, len(found), sum(found)) for place, found in groups.items()),
+        key=lambda row: -row[-1],
+    )
 
 
 def keeper(allocation: Allocation) -> str:
-    """The module whose backward wants it, or (of a checkpoint's input, of the loss) the one that made it."""
+    """The module whose backward wants it, or (of a checkpoint's input, of the loss) the one that
+    made it.
+    """
     return allocation.saver or allocation.module

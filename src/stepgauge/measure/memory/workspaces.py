@@ -1,7 +1,9 @@
-"""What CUDA operators take beside their outputs: predicted, since tensors without memory do not show it.
+"""What CUDA operators take beside their outputs: predicted, since tensors without memory do not
+show it.
 
-Sources are torch's own: aten/src/ATen/cuda/CublasHandlePool.cpp for the workspace of a cuBLAS handle, one for the
-thread of the forward pass and one for autograd's; the backward kernels of attention for theirs.
+Sources are torch's own: aten/src/ATen/cuda/CublasHandlePool.cpp for the workspace of a cuBLAS
+handle, one for the thread of the forward pass and one for autograd's; the backward kernels of
+attention for theirs.
 """
 
 import math
@@ -16,7 +18,9 @@ from stepgauge.measure.memory.storage_tracker import Extra
 # Bytes of a cuBLAS workspace by compute capability (CublasHandlePool.cpp, getChosenWorkspaceSize).
 CUBLAS_BYTES: Mapping[str, int] = {"sm80": 4096 * 2 * 1024 + 16 * 8 * 1024, "sm90": 4096 * 8 * 1024}
 aten = torch.ops.aten
-PRODUCTS = frozenset((aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.mv.default))
+PRODUCTS = frozenset(
+    (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.mv.default)
+)
 
 
 class CudaExtras:
@@ -41,7 +45,9 @@ def _rows(query_BHTD: Tensor) -> int:
 
 
 def _flash_backward(args: Any) -> int:
-    """fp32 gradient of the queries, and one value a row, both padded to tiles of 128 rows (FlashAttention-2)."""
+    """fp32 gradient of the queries, and one value a row, both padded to tiles of 128 rows
+    (FlashAttention-2).
+    """
     q_BHTD = args[1]
     rows = _rows(q_BHTD) // q_BHTD.shape[-2] * -(-q_BHTD.shape[-2] // 128) * 128
     width = -(-q_BHTD.shape[-1] // 32) * 32

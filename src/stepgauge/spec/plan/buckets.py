@@ -9,7 +9,9 @@ MOST_FOR_AN_OWNER = 4  # buckets of a launch, so that none waits for long
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """What a plan needs to know of a parameter. `dtype` and `device` are names that only have to tell kinds apart."""
+    """What a plan needs to know of a parameter. `dtype` and `device` are names that only have to
+    tell kinds apart.
+    """
 
     name: str
     numel: int
@@ -53,15 +55,18 @@ def plan_buckets(
     first_mb: float | None = None,
     owners: Mapping[str, int] | None = None,
 ) -> tuple[Bucket, ...]:
-    """Buckets in the order in which their last gradient is expected, for parameters in order of their first use.
+    """Buckets in the order in which their last gradient is expected, for parameters in order of
+    their first use.
 
-    Gradients come in reverse order of use. They are packed until they reach the cap, apart by dtype, device and owner:
-    a bucket is less than twice the cap. The first bucket is closed at `first_mb` already, so that communication starts
-    early. A gradient of the cap's size or more travels alone, since packing would copy it. Frozen parameters are
-    left out, and a name that comes again (a tied parameter) counts where it is used first: its gradient is complete
-    only there.
+    Gradients come in reverse order of use. They are packed until they reach the cap, apart by
+    dtype, device and owner: a bucket is less than twice the cap. The first bucket is closed at
+    `first_mb` already, so that communication starts early. A gradient of the cap's size or more
+    travels alone, since packing would copy it. Frozen parameters are left out, and a name that
+    comes again (a tied parameter) counts where it is used first: its gradient is complete only
+    there.
 
-    cap_mb    where a bucket is closed, in MB of 10^6 bytes; 0 gives each gradient its own bucket, None is no limit
+    cap_mb    where a bucket is closed, in MB of 10^6 bytes; 0 gives each gradient its own bucket,
+              None is no limit
     owners    the rank that the gradient of a name is for; without it, all receive all
 
     Raises ValueError for a negative cap.
@@ -98,9 +103,10 @@ def plan_buckets(
 def plan_launches(buckets: Sequence[Bucket]) -> tuple[range, ...]:
     """Which buckets, by their places in the plan, are sent at once: those for all one by one.
 
-    A bucket for an owner travels towards that rank only. Sent with buckets for the others it leaves no direction of
-    the links idle: a launch goes on until it has a bucket for every owner that the rest of the plan has one for, or
-    MOST_FOR_AN_OWNER times as many buckets as there are owners. It is of one device.
+    A bucket for an owner travels towards that rank only. Sent with buckets for the others it leaves
+    no direction of the links idle: a launch goes on until it has a bucket for every owner that the
+    rest of the plan has one for, or MOST_FOR_AN_OWNER times as many buckets as there are owners. It
+    is of one device.
     """
     launches: list[range] = []
     num_owners, start = len({bucket.owner for bucket in buckets}), 0
@@ -110,7 +116,8 @@ def plan_launches(buckets: Sequence[Bucket]) -> tuple[range, ...]:
             first.owner is None
             or any(bucket.device != first.device for bucket in following)
             or end - start == MOST_FOR_AN_OWNER * num_owners
-            or {bucket.owner for bucket in buckets[end:]} <= {bucket.owner for bucket in buckets[start:end]}
+            or {bucket.owner for bucket in buckets[end:]}
+            <= {bucket.owner for bucket in buckets[start:end]}
         ):
             launches.append(range(start, end))
             start = end

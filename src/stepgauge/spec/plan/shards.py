@@ -10,7 +10,9 @@ from stepgauge.spec.plan.buckets import Parameter
 
 @dataclasses.dataclass(frozen=True)
 class OwnerPlan:
-    """The rank that keeps the optimizer state of each parameter, by name, and the elements of each rank."""
+    """The rank that keeps the optimizer state of each parameter, by name, and the elements of each
+    rank.
+    """
 
     owners: Mapping[str, int]
     elements: tuple[int, ...]
@@ -20,14 +22,18 @@ class OwnerPlan:
         return self.elements[rank] * bytes_per_element
 
 
-def plan_owners(parameters: Iterable[Parameter], *, ranks: int, held: Sequence[int] | None = None) -> OwnerPlan:
-    """Largest parameter first, each to the rank that holds least (Graham 1969: within 4/3 of the best balance).
+def plan_owners(
+    parameters: Iterable[Parameter], *, ranks: int, held: Sequence[int] | None = None
+) -> OwnerPlan:
+    """Largest parameter first, each to the rank that holds least (Graham 1969: within 4/3 of the
+    best balance).
 
-    Which of several equally large ones goes to whom is free then: as gradients arrive, in reverse order of the
-    parameters, each goes to the rank that has received least, so that neighbours have different owners.
+    Which of several equally large ones goes to whom is free then: as gradients arrive, in reverse
+    order of the parameters, each goes to the rank that has received least, so that neighbours have
+    different owners.
 
-    `held` is what the ranks hold already, in elements: a later group fills up the emptiest. Raises ValueError for
-    fewer than one rank.
+    `held` is what the ranks hold already, in elements: a later group fills up the emptiest. Raises
+    ValueError for fewer than one rank.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; it must be at least 1")
@@ -41,10 +47,14 @@ def plan_owners(parameters: Iterable[Parameter], *, ranks: int, held: Sequence[i
         heapq.heappush(fill, (elements + parameter.numel, rank))
     by_rank = {rank: elements for elements, rank in fill}
     owners = _in_turns(list(reversed(by_name.values())), of_size, ranks)
-    return OwnerPlan({name: owners[name] for name in by_name}, tuple(by_rank[rank] for rank in range(ranks)))
+    return OwnerPlan(
+        {name: owners[name] for name in by_name}, tuple(by_rank[rank] for rank in range(ranks))
+    )
 
 
-def _in_turns(arriving: Sequence[Parameter], of_size: Counter[tuple[int, int]], ranks: int) -> dict[str, int]:
+def _in_turns(
+    arriving: Sequence[Parameter], of_size: Counter[tuple[int, int]], ranks: int
+) -> dict[str, int]:
     owners, received = {}, [0] * ranks
     for parameter in arriving:
         takers = [rank for rank in range(ranks) if of_size[parameter.numel, rank]]
@@ -68,7 +78,9 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class UnitPlan:
-    """The parameters that are gathered together, one behind the other, padded so that each rank has an equal slice."""
+    """The parameters that are gathered together, one behind the other, padded so that each rank has
+    an equal slice.
+    """
 
     slots: tuple[Slot, ...]
     ranks: int
@@ -85,13 +97,17 @@ class UnitPlan:
         return sum(slot.parameter.numel for slot in self.slots)
 
     def slice_of(self, rank: int) -> slice:
-        """What the rank holds of the used elements; the last ranks may hold less than a share, or nothing."""
+        """What the rank holds of the used elements; the last ranks may hold less than a share, or
+        nothing.
+        """
         start = min(rank * self.shard_elements, self.used)
         return slice(start, min(start + self.shard_elements, self.used))
 
 
 def plan_unit(parameters: Sequence[Parameter], *, ranks: int) -> UnitPlan:
-    """One unit's flat storage, sliced as torch.chunk slices. Raises ValueError for fewer than one rank."""
+    """One unit's flat storage, sliced as torch.chunk slices. Raises ValueError for fewer than one
+    rank.
+    """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; it must be at least 1")
     slots, start = [], 0
