@@ -39,9 +39,6 @@ WRAPPERS = {
     "overlapped": OverlappedDataParallel,
     "bucketed": lambda module: BucketedDataParallel(module, bucket_mb=0.0005),
     "one bucket": lambda module: BucketedDataParallel(module, bucket_mb=1000),
-    "peer copies": lambda module: BucketedDataParallel(
-        module, bucket_mb=0.0005, transport="peer-copies"
-    ),
     "in lists": in_lists,
 }
 NETWORKS = ("toy", "transformer", "bert")

@@ -36,9 +36,6 @@ WRAPPERS = {
     "naive": NaiveDataParallel,
     "bucketed": lambda module, **how: BucketedDataParallel(module, bucket_mb=0.0005, **how),
     "one bucket": lambda module, **how: BucketedDataParallel(module, bucket_mb=1000, **how),
-    "peer copies": lambda module, **how: BucketedDataParallel(
-        module, 0.0005, transport="peer-copies", **how
-    ),
 }
 ROUNDING = 2**-8  # of bf16, relative: of a sum of halves, once
 

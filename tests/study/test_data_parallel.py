@@ -46,8 +46,7 @@ def test_rows_that_send_otherwise_are_other_bars():
         row(11.0),
         row(22.0, reduce_dtype="bf16"),
         row(33.0, bucket_mb=1.0),
-        row(44.0, transport="peer-copies"),
     ]
     plot, *_ = blocks(rows)
     assert all(text in plot.svg for text in (">11", ">22", "bucketed bf16"))
-    assert not any(text in plot.svg for text in (">33", ">44"))
+    assert ">33" not in plot.svg

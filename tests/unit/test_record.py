@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import statistics
 
@@ -88,3 +89,23 @@ def test_a_record_from_before_a_field_was_added_has_its_default():
     assert read.spec["model"]["d_model"] == 768
     other = Record(kind="elsewhere", spec={"x": 1})
     assert Record.from_json(other.to_json()) == other
+
+
+def test_a_prediction_never_stands_in_for_a_measurement():
+    measured = Record(kind="step", spec={"batch": 4}, environment={"device": "NVIDIA H200"})
+    modelled = dataclasses.replace(measured, provenance="modelled")
+    elsewhere = dataclasses.replace(
+        modelled, environment={"device": "NVIDIA H200", "hardware": "h200-pcie"}
+    )
+    published = dataclasses.replace(measured, provenance="published", source="S1")
+    assert len({record.key for record in (measured, modelled, elsewhere, published)}) == 1
+    assert len({record.identity for record in (measured, modelled, elsewhere, published)}) == 4
+
+
+def test_fields_that_there_are_no_more_are_left_out_of_old_records():
+    asked = {"model": {}, "wrapper": "bucketed", "transport": "collectives", "max_ctas": 0}
+    old = Record(kind="data-parallel", spec=asked)
+    read = Record.from_json(old.to_json())
+    assert "transport" not in read.spec and "max_ctas" not in read.spec
+    other = Record(kind="data-parallel", spec={**asked, "transport": "peer-copies"})
+    assert Record.from_json(other.to_json()).spec["transport"] == "peer-copies"

@@ -13,10 +13,10 @@ from stepgauge.bench.traced import STEPS, Traced, trace_steps
 from stepgauge.measure import devices, footprint
 from stepgauge.measure.environment import environment
 from stepgauge.measure.timing import time_phases
-from stepgauge.parallel.collectives import group_of
 from stepgauge.parallel.wrappers import Settings, parallelise
 from stepgauge.runtime.world import joined_world
-from stepgauge.spec.data_parallel import FULLY_SHARDED, DataParallelSpec, sent_bytes
+from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.layout import WRAPPERS, sent_bytes
 from stepgauge.spec.record import Record, Sample
 from stepgauge.train.build import batch_for, build_step
 from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES, unavailable
@@ -91,9 +91,7 @@ def build(spec: DataParallelSpec, device: torch.device) -> TrainingStep:
     autocast = PRECISIONS[spec.precision].autocast
     settings = Settings(
         bucket_mb=spec.bucket_mb,
-        compute_dtype=autocast if spec.wrapper in FULLY_SHARDED else None,
-        group=group_of("nccl", max_ctas=spec.max_ctas) if spec.max_ctas else None,
-        transport=spec.transport,
+        compute_dtype=autocast if WRAPPERS[spec.wrapper].shards("weights") else None,
         reduce_dtype=REDUCE_DTYPES[spec.reduce_dtype],
     )
     spread = functools.partial(parallelise, spec.wrapper, settings=settings)
@@ -246,7 +244,7 @@ def _sent_bytes(spec: DataParallelSpec) -> float:
     kept = precision.parameters.itemsize
     travelling = (
         precision.autocast.itemsize
-        if precision.autocast and spec.wrapper in FULLY_SHARDED
+        if precision.autocast and WRAPPERS[spec.wrapper].shards("weights")
         else kept
     )
     narrowed = REDUCE_DTYPES[spec.reduce_dtype]

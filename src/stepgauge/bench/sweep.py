@@ -70,9 +70,7 @@ def sweep(
     the sweep goes on. Raises StoreError if a record cannot be written.
     """
     store.prepare()
-    done = (
-        {} if fresh else {(r.key, r.place): r for r in store.read().records if r.status != "failed"}
-    )
+    done = {} if fresh else {r.identity: r for r in store.read().records if r.status != "failed"}
     environments: dict[str, dict[str, Any]] = {}
     with RankProcesses() as ranks, contextlib.closing(_Processes()) as processes:
         for job in jobs:
@@ -81,7 +79,7 @@ def sweep(
                 # In a process of its own: naming a GPU takes hundreds of MiB of it.
                 environments[device] = run_isolated(environment, torch.device(device))
             asked = dataclasses.replace(job.asked, environment=environments[device])
-            known = done.get((asked.key, asked.place))
+            known = done.get(asked.identity)
             if known:
                 yield Outcome(job, known, was_there=True)
                 continue
@@ -90,7 +88,7 @@ def sweep(
             if record.status != "ok":
                 processes.close()
             store.append(record)
-            done[asked.key, asked.place] = record
+            done[asked.identity] = record
             yield Outcome(job, record, was_there=False)
 
 

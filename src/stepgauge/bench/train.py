@@ -11,7 +11,7 @@ import torch
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.runtime.world import joined_world
-from stepgauge.spec.data_parallel import FULLY_SHARDED
+from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.train import TrainSpec
 from stepgauge.train.data import Corpus
@@ -82,11 +82,10 @@ def _trainer(spec: TrainSpec, corpus: Corpus, folder: Path) -> Trainer:
     # torch's parts of it take a while to load.
     from stepgauge.parallel.wrappers import Settings, parallelise
 
-    autocast = PRECISIONS[spec.precision].autocast if spec.data_parallel in FULLY_SHARDED else None
+    sharded = WRAPPERS[spec.data_parallel].shards("weights")
     settings = Settings(
         bucket_mb=spec.bucket_mb,
-        compute_dtype=autocast,
-        transport=spec.transport,
+        compute_dtype=PRECISIONS[spec.precision].autocast if sharded else None,
         reduce_dtype=REDUCE_DTYPES[spec.reduce_dtype],
     )
     here = dataclasses.replace(spec, device=str(world.device(spec.device)))

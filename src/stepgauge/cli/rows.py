@@ -43,7 +43,7 @@ def resolve_devices(specs: Any) -> list[Any]:
 
 def distinct(specs: Sequence[Any]) -> list[Any]:
     """The specs without their idle options, each once; says which options that were."""
-    kept = [spec.without_idle_options() for spec in specs]
+    kept = [spec.canonical() for spec in specs]
     idle = collections.Counter(
         field.name
         for asked, left in zip(specs, kept, strict=True)

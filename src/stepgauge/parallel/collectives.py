@@ -79,28 +79,15 @@ def launch_together(
 
 
 # Beside the default group there is now: what was made in it is gone with it.
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], dist.ProcessGroup]]
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]
 _groups = weakref.WeakKeyDictionary()
 
 
-def group_of(backend: str, *, max_ctas: int = 0) -> dist.ProcessGroup:
-    """All ranks, over the backend. Made once for each setting in the life of a default group; all
-    ranks must call.
-
-    max_ctas  most thread blocks of NCCL's kernels, which then start without queueing; 0: as NCCL
-              does
-    """
+def group_of(backend: str) -> dist.ProcessGroup:
+    """All ranks, over the backend. Made once in the life of a default group; all ranks must call."""
     world = dist.group.WORLD
     assert world is not None, "collectives run in a process group"
     made = _groups.setdefault(world, {})
-    if (backend, max_ctas) not in made:
-        options = _few_blocks(max_ctas) if max_ctas else None
-        made[backend, max_ctas] = dist.new_group(backend=backend, pg_options=options)
-    return made[backend, max_ctas]
-
-
-def _few_blocks(max_ctas: int) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = max_ctas
-    options.is_high_priority_stream = True
-    return options
+    if backend not in made:
+        made[backend] = dist.new_group(backend=backend)
+    return made[backend]

@@ -35,7 +35,6 @@ from stepgauge.parallel.messages import (
     widen,
 )
 from stepgauge.parallel.narrow import NarrowGradients, remove_with
-from stepgauge.parallel.peer_copies import PeerCopies
 from stepgauge.parallel.replicas import describe_parameters, prepare_replicas
 from stepgauge.spec.plan.buckets import Bucket, plan_buckets, plan_launches
 
@@ -48,7 +47,6 @@ class Sending(TypedDict, total=False):
     """How the messages of a `DataParallel` travel; the terms are explained there."""
 
     group: dist.ProcessGroup | None
-    transport: str
     reduce_dtype: torch.dtype | None
 
 
@@ -74,8 +72,6 @@ class DataParallel(nn.Module):
     A gradient that no rank computed stays None; one that only some ranks computed is averaged with
     zeros. Buffers are broadcast once, at the start.
 
-    transport     "collectives" of the group, or "peer-copies" between the ranks of one machine
-                  (peer_copies.py)
     reduce_dtype  floating type that gradients of wider ones travel and are averaged in. `.grad`
                   holds the widened mean once gradients are synchronised, and until then may be
                   None: zero_grad before that discards nothing, also not after an exception
@@ -83,7 +79,7 @@ class DataParallel(nn.Module):
                   at once as they lie
 
     Raises DifferentModelsError, on every rank, where the ranks hold different modules; ValueError
-    for a transport that cannot work there, or a reduce_dtype that is not floating.
+    for a reduce_dtype that is not floating.
     """
 
     def __init__(
@@ -93,7 +89,6 @@ class DataParallel(nn.Module):
         buckets: Sequence[Bucket],
         overlaps: bool,
         group: dist.ProcessGroup | None = None,
-        transport: str = "collectives",
         reduce_dtype: torch.dtype | None = None,
         packs: bool = False,
     ):
@@ -108,7 +103,7 @@ class DataParallel(nn.Module):
         self.buckets = tuple(buckets)
         self.launches = plan_launches(self.buckets)
         self.overlaps = overlaps
-        self.averager = _averager(transport, module, group)
+        self.averager = Averager(group)
         # False leaves the collectives out and keeps all else, to time the rest
         self.communicates = True
         self._synchronises = True
@@ -308,7 +303,6 @@ class DataParallel(nn.Module):
 
     def _send_one(self, message: list[Tensor], index: int) -> Launched:
         if len(message) > 1:
-            assert isinstance(self.averager, Averager), "which takes lists"
             return self.averager.launch_list(message)
         return self.averager.launch(message[0], owner=self.buckets[index].owner)
 
@@ -363,19 +357,6 @@ class DataParallel(nn.Module):
             for parameter, anywhere in zip(parameters, used.tolist(), strict=True)
             if not anywhere
         ]
-
-
-def _averager(
-    transport: str, module: nn.Module, group: dist.ProcessGroup | None
-) -> Averager | PeerCopies:
-    if transport == "collectives":
-        return Averager(group)
-    if transport != "peer-copies":
-        raise ValueError(f"transport is {transport!r}; choose collectives or peer-copies")
-    devices = {parameter.device for parameter in module.parameters()}
-    if len(devices) != 1:
-        raise ValueError(f"peer-copies takes parameters on one device; these are on {len(devices)}")
-    return PeerCopies(group, devices.pop())
 
 
 class NaiveDataParallel(DataParallel):

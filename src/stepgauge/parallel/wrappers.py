@@ -52,12 +52,11 @@ class Settings:
     bucket_mb: float = 25.0
     compute_dtype: torch.dtype | None = None
     group: dist.ProcessGroup | None = None
-    transport: str = "collectives"
     reduce_dtype: torch.dtype | None = None
 
     @property
     def of_messages(self) -> Sending:
-        return {"group": self.group, "transport": self.transport, "reduce_dtype": self.reduce_dtype}
+        return {"group": self.group, "reduce_dtype": self.reduce_dtype}
 
 
 def _ours(wrap: Callable[..., DataParallel]) -> Callable[..., Parallel]:

@@ -139,7 +139,7 @@ class CommSpec:
                 f"size_bytes is {self.size_bytes}; {self.op} needs an element a rank at least"
             )
 
-    def without_idle_options(self) -> Self:
+    def canonical(self) -> Self:
         """Without a size where nothing is sent: barriers that differ in it alone are one row."""
         return dataclasses.replace(self, size_bytes=0) if self.op == "barrier" else self
 

@@ -39,13 +39,26 @@ NETWORKS: Mapping[str, type] = {"": ModelSpec, BertSpec.network: BertSpec}
 NESTED: Mapping[str, Mapping[str, type]] = {"model": NETWORKS}
 
 
+# Fields that there are no more, and the value that means what is done today. A record with that
+# value pairs with today's; one with another value keeps the field.
+RETIRED: Mapping[str, Mapping[str, Any]] = {
+    DataParallelSpec.kind: {"transport": "collectives", "max_ctas": 0},
+    TrainSpec.kind: {"transport": "collectives"},
+}
+
+
 def completed(kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec of a record with today's defaults for the fields that it does not have.
+    """The spec of a record with today's defaults for the fields that it does not have, and without
+    those that there are no more.
 
     A new field's default must therefore mean what was done before there was the field, or its
     records must be of a new kind.
     """
-    return _with_defaults(SPECS[kind], spec) if kind in SPECS else dict(spec)
+    if kind not in SPECS:
+        return dict(spec)
+    retired = RETIRED.get(kind, {})
+    kept = {n: v for n, v in spec.items() if n not in retired or v != retired[n]}
+    return _with_defaults(SPECS[kind], kept)
 
 
 def declarations(kind: str, spec: Mapping[str, Any]) -> list[type]:

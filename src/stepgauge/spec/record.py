@@ -94,17 +94,25 @@ class Record:
 
     @property
     def key(self) -> str:
-        """Equal for two records of the same thing asked: what a comparison pairs by."""
+        """Equal for two records of the same thing asked: what pairs a prediction with its
+        measurement, and the rows of two runs.
+        """
         return f"{self.kind} {json.dumps(self.spec, sort_keys=True)}"
 
     @property
-    def place(self) -> tuple[str, ...]:
-        """What a row measured elsewhere differs in, and so does not stand in for one that is asked
-        here.
+    def identity(self) -> tuple[str, ...]:
+        """What tells records apart: what was asked, measured or modelled or published, and where.
 
-        Device and torch version, and on a CPU the number of threads.
+        A record replaces an earlier one of the same identity, and only that.
         """
-        names = ["device", "torch"]
+        return (self.key, self.provenance, self.source, *self.place)
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """Where a row holds: device, torch version and on a CPU the number of threads; of a
+        modelled row also the hardware file that it was computed from.
+        """
+        names = ["device", "torch", "hardware"]
         if self.environment.get("device") == self.environment.get("cpu"):
             names.append("threads")
         return tuple(str(self.environment.get(name, "")) for name in names)

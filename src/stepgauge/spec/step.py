@@ -78,8 +78,8 @@ class WorkSpec:
     def __post_init__(self) -> None:
         check(self)
 
-    def without_idle_options(self) -> Self:
-        """With the default for the option that a step without checkpointing does not look at."""
+    def canonical(self) -> Self:
+        """With the default for the option that a step without checkpointing has no use for."""
         if self.checkpointing != "none":
             return self
         return dataclasses.replace(self, checkpoint_blocks=WorkSpec.checkpoint_blocks)

@@ -26,10 +26,8 @@ class Contents:
     problems: list[str]  # one sentence a damaged line
 
     def latest(self) -> list[Record]:
-        """The last record of each thing asked at each place, in the order in which they were first
-        measured.
-        """
-        return list({(record.key, record.place): record for record in self.records}.values())
+        """The last record of each identity, in the order in which they were first written."""
+        return list({record.identity: record for record in self.records}.values())
 
 
 class RunStore:

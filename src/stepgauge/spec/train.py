@@ -4,21 +4,15 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from stepgauge.spec.data_parallel import (
-    NARROWED,
-    REDUCE_DTYPES,
-    TRANSPORTED,
-    TRANSPORTS,
-    WRAPPERS,
-    check_wrapper,
-)
+from stepgauge.spec.data_parallel import REDUCE_DTYPES
 from stepgauge.spec.fields import as_in, check, option
+from stepgauge.spec.layout import WRAPPERS, check_wrapper
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import WorkSpec
 
 DEFAULT_CORPUS = "stdlib"  # the source of Python's own standard library
 # torch's sharded optimizer has no state that another number of ranks could go on from.
-TRAINING_WRAPPERS = tuple(name for name in WRAPPERS if name != "torch-zero1")
+TRAINING_WRAPPERS = tuple(name for name, wrapper in WRAPPERS.items() if wrapper.resumes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,9 +90,6 @@ class TrainSpec:
         least=0.0,
         most=1e6,
     )
-    transport: str = option(
-        "collectives", "of gradients, as in bench data-parallel", choices=TRANSPORTS
-    )
     reduce_dtype: str = option(
         "own", "type that gradients are averaged in; own: the parameters'", choices=REDUCE_DTYPES
     )
@@ -107,17 +98,19 @@ class TrainSpec:
 
     def __post_init__(self) -> None:
         check(self)
-        check_wrapper(self.data_parallel, self)
-        for name, usual, takers in (
-            ("transport", TRANSPORTS[0], TRANSPORTED),
-            ("reduce_dtype", "own", NARROWED),
-        ):
-            value = getattr(self, name)
-            if value != usual and self.data_parallel not in takers:
-                raise ValueError(
-                    f"{name} is {value!r}, which --data-parallel {self.data_parallel} has no use for: choose one of "
-                    f"{', '.join(takers)}"
-                )
+        check_wrapper(
+            self.data_parallel,
+            device=self.device,
+            compile=self.compile,
+            precision=self.precision,
+            reduce_dtype=self.reduce_dtype,
+        )
+        if self.reduce_dtype != "own" and not WRAPPERS[self.data_parallel].reduce_dtype:
+            takers = [name for name in TRAINING_WRAPPERS if WRAPPERS[name].reduce_dtype]
+            raise ValueError(
+                f"reduce_dtype is {self.reduce_dtype!r}, which --data-parallel "
+                f"{self.data_parallel} has no use for: choose one of {', '.join(takers)}"
+            )
         if self.ranks > 1 and self.data_parallel == "none":
             raise ValueError(
                 f"ranks is {self.ranks}; --data-parallel says how they train: choose one of "

@@ -14,7 +14,8 @@ from stepgauge.report.page import Block, Plot, Text
 from stepgauge.report.table import Table
 from stepgauge.report.tracks import overlap_lanes
 from stepgauge.report.views import count, number, record_table
-from stepgauge.spec.data_parallel import WRAPPERS, DataParallelSpec
+from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
@@ -50,7 +51,7 @@ _S1: dict[str, dict[str, tuple[float, float]]] = {
 def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
     shown = [size for size in sizes(machine) if size != "10b"] if machine.is_gpu else ["tiny"]
     wrappers = [
-        wrapper for wrapper in WRAPPERS if machine.is_gpu or not wrapper.startswith("torch")
+        name for name, wrapper in WRAPPERS.items() if machine.is_gpu or not wrapper.is_torch
     ]
     rows = [_spec(machine, s, wrapper=w, trace=w in TRACED) for s in shown for w in wrappers]
     narrow = [_spec(machine, size, wrapper="bucketed", reduce_dtype="bf16") for size in shown]
@@ -75,7 +76,7 @@ def _spec(machine: Machine, size: str, **fields: Any) -> DataParallelSpec:
             **fields,
         }
     )
-    return spec.without_idle_options()
+    return spec.canonical()
 
 
 def _kind(machine: Machine) -> str:
@@ -111,9 +112,7 @@ def _bar(record: Record) -> str:
     """The wrapper, with what of its sending is not as usual."""
     usual = {
         "bucket_mb": USUAL_BUCKET_MB,
-        "transport": "collectives",
         "reduce_dtype": "own",
-        "max_ctas": 0,
     }
     unusual = [
         str(record.spec[name])

@@ -53,7 +53,7 @@ def _spec(machine: Machine, wrapper: str, ranks: int, batch: int, seed: int) -> 
         seed=seed,
         device=device,
         **counts,
-    ).without_idle_options()
+    ).canonical()
 
 
 def needs(machine: Machine) -> str | None:

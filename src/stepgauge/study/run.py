@@ -1,5 +1,6 @@
 """Runs the study on this machine and writes its report."""
 
+import collections
 import dataclasses
 import json
 import os
@@ -91,9 +92,10 @@ def _section(
     reason = experiment.needs(machine)
     if reason:
         return dataclasses.replace(bare, reason=reason)
-    by_key = {record.key: record for record in records}
-    keys = [job.asked.key for job in experiment.jobs(machine, folder)]
-    own = [by_key[key] for key in keys if key in by_key]
+    by_key = collections.defaultdict(list)  # a measurement, and what was predicted of it
+    for record in records:
+        by_key[record.key].append(record)
+    own = [record for job in experiment.jobs(machine, folder) for record in by_key[job.asked.key]]
     if not own:
         return dataclasses.replace(bare, reason="not measured in this run")
     try:

@@ -23,7 +23,7 @@ def _rules(*rows: tuple[str, str]) -> list[tuple[str, re.Pattern[str]]]:
 _KERNELS = _rules(
     (
         "communication",
-        r"^nccl|^rccl|nccl.*kernel|nvshmem|one_shot_all_|two_shot_all_|multimem_|symm_mem|peer_mean",
+        r"^nccl|^rccl|nccl.*kernel|nvshmem|one_shot_all_|two_shot_all_|multimem_|symm_mem",
     ),
     (
         "copy",

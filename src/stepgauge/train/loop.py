@@ -35,7 +35,7 @@ FREE_FIELDS = (
         "checkpointing",
         "checkpoint_blocks",
     ),
-    *("data_parallel", "ranks", "bucket_mb", "transport"),
+    *("data_parallel", "ranks", "bucket_mb"),
 )
 DRAIN_EVERY = 10  # steps between readings of the loss from the device: each is a wait
 

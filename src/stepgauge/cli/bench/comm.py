@@ -64,7 +64,7 @@ def comm(
     values.setdefault("backend", ("gloo" if resolve(str(first_device)).type == "cpu" else "nccl",))
     named = {**values, "device": tuple(str(resolve(str(name))) for name in values["device"])}
     specs = resolve_devices(expand(CommSpec, of_torchrun(named)))
-    specs = list(dict.fromkeys(spec.without_idle_options() for spec in specs))
+    specs = list(dict.fromkeys(spec.canonical() for spec in specs))
     # The ranks of one number are started once if the rows that they measure follow one another.
     specs.sort(key=lambda spec: (spec.device, spec.ranks))
     records = run_jobs([Job(RUN, spec) for spec in specs], RunStore(out), fresh=fresh)

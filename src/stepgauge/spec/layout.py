@@ -1,0 +1,210 @@
+"""How a network is spread over ranks: one object, and one table of what each wrapper can do.
+
+A layout has up to three axes. `data` copies or shards the network over ranks with different
+batches, `tensor` cuts each layer, `pipeline` gives each rank a run of layers. Its text names what
+is not the default: "dp2 zero3 tp2", "pp4 zbv m8", "none".
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Self
+
+SHARDED_PARTS = ("optimizer state", "gradients", "weights")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wrapper:
+    """What a way of data parallel training does.
+
+    gradient_sends  how often a step sends a share (N−1)/N of all gradients, by ring algorithms
+    weight_sends    the same of all weights
+    stage           ZeRO stage: how many of SHARDED_PARTS a rank has its share of only
+    buckets         gradients travel in buckets of `bucket_mb`
+    reduce_dtype    gradients can be averaged in a type of the user's choice
+    is_torch        torch's own, to compare with
+    resumes         its checkpoint can be loaded by another number of ranks
+    compiles        takes a module that torch.compile has wrapped
+    """
+
+    gradient_sends: int
+    weight_sends: int = 0
+    stage: int = 0
+    buckets: bool = False
+    reduce_dtype: bool = False
+    is_torch: bool = False
+    resumes: bool = True
+    compiles: bool = True
+
+    def shards(self, part: str) -> bool:
+        """Whether a rank has only its share of one of SHARDED_PARTS."""
+        return SHARDED_PARTS.index(part) < self.stage
+
+
+WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
+    {
+        "none": Wrapper(gradient_sends=0),
+        "naive": Wrapper(gradient_sends=2, reduce_dtype=True),
+        "flat": Wrapper(gradient_sends=2, reduce_dtype=True),
+        "overlapped": Wrapper(gradient_sends=2, reduce_dtype=True),
+        "bucketed": Wrapper(gradient_sends=2, buckets=True, reduce_dtype=True),
+        "zero1": Wrapper(
+            gradient_sends=2, weight_sends=1, stage=1, buckets=True, reduce_dtype=True
+        ),
+        "zero2": Wrapper(
+            gradient_sends=1, weight_sends=1, stage=2, buckets=True, reduce_dtype=True
+        ),
+        "zero3": Wrapper(gradient_sends=1, weight_sends=2, stage=3, compiles=False),
+        "torch-ddp": Wrapper(gradient_sends=2, buckets=True, reduce_dtype=True, is_torch=True),
+        "torch-ddp-views": Wrapper(
+            gradient_sends=2, buckets=True, reduce_dtype=True, is_torch=True
+        ),
+        "torch-zero1": Wrapper(
+            gradient_sends=2,
+            weight_sends=1,
+            stage=1,
+            buckets=True,
+            reduce_dtype=True,
+            is_torch=True,
+            resumes=False,
+        ),
+        "torch-fsdp": Wrapper(gradient_sends=1, weight_sends=2, stage=3, is_torch=True),
+    }
+)
+
+
+def check_wrapper(
+    name: str, *, device: str, compile: str, precision: str, reduce_dtype: str
+) -> None:
+    """Raises ValueError for what the wrapper cannot do."""
+    wrapper = WRAPPERS[name]
+    compresses = wrapper.is_torch and wrapper.reduce_dtype and reduce_dtype != "own"
+    if compresses and not device.startswith("cuda"):
+        raise ValueError(
+            f"reduce_dtype is {reduce_dtype!r}; {name} compresses on GPUs only, device is "
+            f"{device!r}"
+        )
+    if compile != "off" and not wrapper.compiles:
+        raise ValueError(
+            f"compile is {compile!r}; {name} gathers weights in Python as they are read and takes "
+            f"'off'"
+        )
+    if wrapper.shards("gradients") and precision == "fp16":
+        raise ValueError(
+            f"precision is 'fp16', whose loss scale needs every rank's whole gradients; {name} "
+            f"has shares of them: choose bf16"
+        )
+
+
+def sent_bytes(name: str, *, gradient_bytes: int, weight_bytes: int, ranks: int) -> float:
+    """Bytes that a rank sends in a step, by the counts of ring algorithms, as a mean over ranks."""
+    wrapper = WRAPPERS[name]
+    whole = wrapper.gradient_sends * gradient_bytes + wrapper.weight_sends * weight_bytes
+    return (ranks - 1) / ranks * whole
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Ranks by axis, and how each axis is used.
+
+    data          ranks that train on batches of their own
+    wrapper       how they are kept equal: a name of WRAPPERS
+    tensor        ranks that share each layer
+    pipeline      ranks that hold a run of layers each
+    schedule      order of a pipeline's micro-batches; "" without a pipeline
+    microbatches  parts of a batch that pass the pipeline one behind the other
+
+    Raises ValueError for an axis without ranks, an unknown wrapper, or parts that do not go
+    together.
+    """
+
+    data: int = 1
+    wrapper: str = "none"
+    tensor: int = 1
+    pipeline: int = 1
+    schedule: str = ""
+    microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in ("data", "tensor", "pipeline", "microbatches"):
+            if getattr(self, axis) < 1:
+                raise ValueError(f"{axis} is {getattr(self, axis)}; it must be at least 1")
+        if self.wrapper not in WRAPPERS:
+            raise ValueError(f"wrapper is {self.wrapper!r}; choose one of {', '.join(WRAPPERS)}")
+        if self.data > 1 and self.wrapper == "none":
+            raise ValueError(f"dp{self.data} needs a wrapper, one of {', '.join(WRAPPERS)}")
+        if (self.pipeline > 1) != bool(self.schedule):
+            raise ValueError(
+                f"pp{self.pipeline} goes with {self.schedule or 'no schedule'!r}; a pipeline, and "
+                f"only a pipeline, has a schedule such as 1f1b"
+            )
+        if self.microbatches > 1 and self.pipeline == 1:
+            raise ValueError(f"m{self.microbatches} needs a pipeline, such as pp2 1f1b")
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Ranks of each axis that has several, in the order of a device mesh, slowest first."""
+        sizes = {"pipeline": self.pipeline, "data": self.data, "tensor": self.tensor}
+        return {axis: size for axis, size in sizes.items() if size > 1}
+
+    def __str__(self) -> str:
+        """What `parse` reads back to an equal layout."""
+        words = [
+            f"pp{self.pipeline}" if self.pipeline > 1 else "",
+            self.schedule,
+            f"m{self.microbatches}" if self.microbatches > 1 else "",
+            f"dp{self.data}" if self.data > 1 else "",
+            self.wrapper if self.wrapper != "none" else "",
+            f"tp{self.tensor}" if self.tensor > 1 else "",
+        ]
+        return " ".join(word for word in words if word) or "none"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The layout of a text such as "dp2 zero3 tp2", its words in any order.
+
+        A data axis without a wrapper is bucketed. Raises ValueError for a word that says nothing,
+        or that is said twice.
+        """
+        given: dict[str, Any] = {}
+        for word in text.replace(",", " ").split():
+            name, value = _meaning(word.lower())
+            if name in given:
+                raise ValueError(f"layout {text!r} gives {name} twice")
+            given[name] = value
+        if given.get("data", 1) > 1:
+            given.setdefault("wrapper", "bucketed")
+        return cls(**given)
+
+
+AXES: Mapping[str, str] = {"dp": "data", "tp": "tensor", "pp": "pipeline", "m": "microbatches"}
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zb-h1",
+    "izb",
+    "zbv",
+    "dualpipev",
+    "v-half",
+    "v-min",
+)
+
+
+def _meaning(word: str) -> tuple[str, Any]:
+    """The field of a Layout that a word sets, and its value."""
+    if word in WRAPPERS:
+        return "wrapper", word
+    if word in SCHEDULES:
+        return "schedule", word
+    if (match := re.fullmatch(r"(dp|tp|pp|m)(\d{1,6})", word)) is not None:
+        return AXES[match[1]], int(match[2])
+    raise ValueError(
+        f"layout has {word!r}; choose dpN, tpN, ppN, mN with a number, a wrapper "
+        f"({', '.join(WRAPPERS)}) or a schedule ({', '.join(SCHEDULES)})"
+    )

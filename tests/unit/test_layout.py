@@ -1,0 +1,67 @@
+"""Layouts as text and as objects, and the table of wrappers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepgauge.spec.layout import SCHEDULES, WRAPPERS, Layout, sent_bytes
+
+sizes = st.integers(1, 64)
+
+
+@given(sizes, sizes, sizes, sizes, st.sampled_from(list(WRAPPERS)), st.sampled_from(SCHEDULES))
+def test_the_text_of_a_layout_reads_back(data, tensor, pipeline, parts, wrapper, schedule):
+    layout = Layout(
+        data=data,
+        wrapper="bucketed" if data > 1 and wrapper == "none" else wrapper,
+        tensor=tensor,
+        pipeline=pipeline,
+        schedule=schedule if pipeline > 1 else "",
+        microbatches=parts if pipeline > 1 else 1,
+    )
+    assert Layout.parse(str(layout)) == layout
+    assert layout.ranks == data * tensor * pipeline
+
+
+def test_words_come_in_any_order_and_a_data_axis_is_bucketed():
+    assert Layout.parse("tp2 zero3 dp2") == Layout(data=2, wrapper="zero3", tensor=2)
+    assert str(Layout.parse("m8, 1F1B tp2 pp2")) == "pp2 1f1b m8 tp2"
+    assert str(Layout.parse("dp4")) == "dp4 bucketed"
+    assert Layout.parse("none") == Layout() and str(Layout()) == "none"
+    assert Layout.parse("pp2 zbv m4 dp2").axes == {"pipeline": 2, "data": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("dp0", "data is 0; it must be at least 1"),
+        ("dp2 none", "dp2 needs a wrapper"),
+        ("pp2", "a pipeline, and only a pipeline, has a schedule"),
+        ("1f1b", "a pipeline, and only a pipeline, has a schedule"),
+        ("m8", "m8 needs a pipeline"),
+        ("dp2 dp4", "gives data twice"),
+        ("dp2 zero1 zero2", "gives wrapper twice"),
+        ("xp2", "layout has 'xp2'; choose dpN, tpN, ppN, mN with a number"),
+        ("dp", "layout has 'dp'"),
+    ],
+)
+def test_what_is_no_layout_is_told(text, said):
+    with pytest.raises(ValueError, match=said):
+        Layout.parse(text)
+
+
+def test_stages_shard_one_part_more_each():
+    shards = {
+        name: [part for part in ("optimizer state", "gradients", "weights") if w.shards(part)]
+        for name, w in WRAPPERS.items()
+    }
+    assert shards["bucketed"] == []
+    assert shards["zero1"] == shards["torch-zero1"] == ["optimizer state"]
+    assert shards["zero2"] == ["optimizer state", "gradients"]
+    assert shards["zero3"] == shards["torch-fsdp"] == ["optimizer state", "gradients", "weights"]
+
+
+def test_one_rank_sends_nothing():
+    for name in WRAPPERS:
+        assert sent_bytes(name, gradient_bytes=8, weight_bytes=8, ranks=1) == 0
+    assert sent_bytes("zero3", gradient_bytes=100, weight_bytes=50, ranks=4) == 0.75 * 200
