@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from stepgauge import cli
+from stepgauge.cli import console
 from stepgauge.spec.store import RunStore
 
 NANO = (
@@ -266,6 +268,41 @@ cli.main([])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (143, "cleaned up\n", "")
+
+
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "speaks"),
+    [
+        ({"RANK": "1"}, True),
+        ({name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}, True),
+        ({**TORCHRUN, "LOCAL_RANK": "one"}, True),
+        (TORCHRUN, False),
+    ],
+)
+def test_only_torchruns_full_set_of_variables_makes_a_silent_rank(
+    monkeypatch, capsys, environment, speaks
+):
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdout", sys.stdout)  # restored, for a rank silences it
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(console.error_console, "quiet", False)
+    with pytest.raises(SystemExit) as done:
+        cli.main(["--version"])
+    assert done.value.code == 0
+    assert bool(capsys.readouterr().out) == speaks
 
 
 def test_help_shows_values_as_they_are_typed(stepgauge):

@@ -9,7 +9,6 @@ list of jobs, and rank 0 alone has the store.
 import contextlib
 import dataclasses
 import multiprocessing
-import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -24,6 +23,7 @@ from stepgauge.measure.environment import device_name
 from stepgauge.runtime import extension as native
 from stepgauge.runtime.launch import RankError, Ranks
 from stepgauge.runtime.propagate_errors import together
+from stepgauge.runtime.torchrun import torchrun_numbers
 from stepgauge.runtime.world import KEPT_GROUP, TIMEOUT_S, World, default_backend, joined_world
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import Contents, RunStore, StoreError
@@ -243,4 +243,5 @@ def store_for(folder: str | Path) -> RunStore:
 
 def is_first_process() -> bool:
     """Whether this process speaks for all: it does unless torchrun has made it another rank than 0."""
-    return os.environ.get("RANK", "0") == "0"
+    numbers = torchrun_numbers()
+    return numbers is None or numbers[0] == 0

@@ -11,6 +11,7 @@ import stepgauge
 from stepgauge.cli import bench, comm, demo, model, profile, records, study, topo, train
 from stepgauge.cli.console import complain, silence
 from stepgauge.cli.rows import RunFailedError
+from stepgauge.runtime.torchrun import torchrun_numbers
 
 app = App(
     name="stepgauge",
@@ -36,9 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command and exits: 0 done, 1 a run failed, 2 asked wrongly, 130 interrupted, 143
     terminated.
     """
-    if "RANK" not in os.environ:  # torchrun ends its processes itself
+    numbers = torchrun_numbers()
+    if numbers is None:  # torchrun ends its processes itself
         signal.signal(signal.SIGTERM, _terminated)
-    elif os.environ["RANK"] != "0":  # under torchrun rank 0 speaks
+    elif numbers[0] != 0:  # under torchrun rank 0 speaks
         silence()
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 

@@ -14,9 +14,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from stepgauge.runtime.torchrun import torchrun_numbers
+
 # of a collective: longer than any that is measured, short enough to notice a rank that hangs
 TIMEOUT_S = 120.0
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _generations = itertools.count()
 _ABORTING = threading.Lock()
 
@@ -60,9 +61,10 @@ class World:
 
 def joined_world() -> World | None:
     """Read from what torchrun sets in the environment; None in a process that it has not started."""
-    if not all(os.environ.get(name) for name in _VARIABLES):
+    numbers = torchrun_numbers()
+    if numbers is None:
         return None
-    rank, size, local_rank, local_size = (int(os.environ[name]) for name in _VARIABLES[:4])
+    rank, size, local_rank, local_size = numbers
     return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
 
 
