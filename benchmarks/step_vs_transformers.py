@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stepgauge.bench.step import LEARNING_RATE, make_batch, make_phases
+from stepgauge.bench.step import LEARNING_RATE, make_batch
 from stepgauge.bench.sweep import stamped
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
@@ -144,7 +144,7 @@ def measure(
     optimizer = build_optimizer(spec.optimizer, model.parameters(), lr=LEARNING_RATE)
     loss = torch.compile(model) if spec.compile == "on" else model
     step = TrainingStep(model, optimizer, PRECISIONS[spec.precision], device, compute_loss=loss)
-    phases = make_phases(spec, step, make_batch(spec, device))
+    phases = step.phases(make_batch(spec, device), until=spec.phases)
     times = time_phases(phases, device, warmup=spec.warmup, steps=spec.steps, seconds=spec.seconds)
     return times, devices.peak_memory(device)
 

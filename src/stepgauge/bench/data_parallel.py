@@ -68,7 +68,7 @@ def _measure(spec: DataParallelSpec) -> RankFigures:
     batch = [
         part.to(device) for part in batch_for(spec.model, spec.batch, spec.seed + 1 + world.rank)
     ]
-    phases = make_phases(step, batch)
+    phases = step.phases(batch, synchronize=True)
     with step.precision.matmul_mode():
         run_once(phases)  # optimizer state, communicators and libraries come into being
         devices.reset_peak_memory(device)
@@ -97,24 +97,6 @@ def build(spec: DataParallelSpec, device: torch.device) -> TrainingStep:
     spread = functools.partial(parallelise, spec.wrapper, settings=settings)
     on_device = dataclasses.replace(spec, device=str(device))
     return build_step(on_device, parallelise=spread, lr=LEARNING_RATE)
-
-
-def make_phases(step: TrainingStep, batch: list[torch.Tensor]) -> dict[str, Callable[[], None]]:
-    """A step in four phases; `synchronize` is what of the communication backward did not hide."""
-    held: dict[str, torch.Tensor] = {}
-
-    def forward() -> None:
-        held["loss"] = step.forward(*batch)
-
-    def backward() -> None:
-        step.backward(held.pop("loss"))
-
-    return {
-        "forward": forward,
-        "backward": backward,
-        "synchronize": step.synchronize,
-        "optimizer": step.update,
-    }
 
 
 def run_once(phases: dict[str, Callable[[], None]]) -> None:

@@ -115,13 +115,13 @@ def run(spec: ProfileSpec, *, folder: Path) -> Record:
 def _step(spec: ProfileSpec, device: torch.device) -> tuple[TrainingStep, Phases]:
     if not spec.own:
         step = build_step(spec, lr=bench_step.LEARNING_RATE)
-        return step, bench_step.make_phases(spec, step, bench_step.make_batch(spec, device))
+        return step, step.phases(bench_step.make_batch(spec, device), until=spec.phases)
     step, batch = build_own(
         spec.own, precision=spec.precision, optimizer=spec.optimizer, device=device, seed=spec.seed
     )
     if spec.compile != "off":
         step.compute_loss = torch.compile(step.compute_loss)
-    return step, bench_step.make_phases(spec, step, list(batch))
+    return step, step.phases(batch, until=spec.phases)
 
 
 @contextlib.contextmanager

@@ -2,8 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from stepgauge.spec.train import DEFAULT_CORPUS
 from stepgauge.train.build import build_step
 from stepgauge.train.data import Corpus, random_batch, read_text
 from stepgauge.train.precision import PRECISIONS, unavailable
-from stepgauge.train.step import TrainingStep
 
 SMALLEST_BYTE_VOCABULARY = 256
 LEARNING_RATE = 1e-4  # small enough that random tokens never drive a timed model to infinities
@@ -41,7 +39,7 @@ def run(spec: StepSpec) -> Record:
         devices.require_host_memory(least_bytes(spec))
     step = build_step(spec, lr=LEARNING_RATE)
     batch = make_batch(spec, device)
-    phases = make_phases(spec, step, batch)
+    phases = step.phases(batch, until=spec.phases)
     with step.precision.matmul_mode():
         compile_s = _first_call(phases, device) if spec.compile != "off" else None
         devices.reset_peak_memory(device)
@@ -65,36 +63,6 @@ def make_batch(spec: WorkSpec, device: torch.device) -> list[Tensor]:
         corpus = Corpus.tokenize(read_text(DEFAULT_CORPUS), "bytes", spec.model.vocab_size)
         batch = corpus.batch(0, batch=spec.batch, length=length, seed=spec.seed)
     return [part.to(device) for part in batch]
-
-
-def make_phases(
-    spec: WorkSpec, step: TrainingStep, batch: Sequence[Any]
-) -> dict[str, Callable[[], None]]:
-    """The phases that the spec asks for, as calls that leave nothing behind but what the next one
-    needs.
-    """
-    held: dict[str, Tensor] = {}
-
-    def forward() -> None:
-        held["loss"] = step.forward(*batch)
-
-    def forward_only() -> None:
-        with torch.no_grad():
-            step.forward(*batch)
-
-    def backward() -> None:
-        step.backward(held.pop("loss"))
-
-    if spec.phases == "forward":
-        return {"forward": forward_only}
-    if spec.phases == "step":
-        return {"forward": forward, "backward": backward, "optimizer": step.update}
-
-    def clean_forward() -> None:
-        step.optimizer.zero_grad(set_to_none=True)
-        forward()
-
-    return {"forward": clean_forward, "backward": backward}
 
 
 def _first_call(phases: dict[str, Callable[[], None]], device: torch.device) -> float:

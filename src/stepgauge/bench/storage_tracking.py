@@ -95,7 +95,7 @@ def follow(
     with watching, step.precision.matmul_mode():
         with around(FORWARD_ONLY, 0), follower.phase(FORWARD_ONLY), torch.no_grad():
             step.forward(*batch)
-        phases = bench_step.make_phases(spec, step, batch)
+        phases = step.phases(batch, until=spec.phases)
         for number in range(1, steps + 1):
             for name, phase in phases.items():
                 with around(name, number), follower.phase(name):

@@ -1,6 +1,6 @@
 """One training step, in its three phases. What `bench step` times is what `train` trains with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,37 @@ class TrainingStep:
         self.compute_loss = module if compute_loss is None else compute_loss
         self.parallel = parallel or Parallel(module=module, optimizer=optimizer)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.scales_loss)
+
+    def phases(
+        self, batch: Sequence[Any], *, until: str = "step", synchronize: bool = False
+    ) -> dict[str, Callable[[], None]]:
+        """The phases of a step by name, in order; each leaves behind only what the next one needs.
+
+        until        "forward": it alone, without gradients; "backward": with its forward, from
+                     gradients that are None; "step": with the optimizer
+        synchronize  the wait for other ranks is a phase of its own, and not the optimizer's
+        """
+        loss: list[Tensor] = []
+
+        def forward() -> None:
+            if until == "backward":
+                self.optimizer.zero_grad(set_to_none=True)
+            loss.append(self.forward(*batch))
+
+        def forward_alone() -> None:
+            with torch.no_grad():
+                self.forward(*batch)
+
+        def backward() -> None:
+            self.backward(loss.pop())
+
+        if until == "forward":
+            return {"forward": forward_alone}
+        phases = {"forward": forward, "backward": backward}
+        if until == "step":
+            phases |= {"synchronize": self.synchronize} if synchronize else {}
+            phases["optimizer"] = self.update
+        return phases
 
     def forward(self, *batch: Any) -> Tensor:
         """The loss of the batch: of ours tokens_BT and targets_BT."""
