@@ -197,9 +197,9 @@ def test_rows_are_named_in_words_for_people_and_by_fields_for_machines():
         *table.columns
     }
     assert [row[0] for row in table.rows] == [
-        "plain",
-        "predicted for cpu",
-    ] and "fp32" in table.caption
+        "predict=no measured",
+        "predict=cpu modelled",
+    ] and "precision=fp32" in table.caption
 
 
 def test_an_own_model_is_followed(tmp_path):

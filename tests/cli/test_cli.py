@@ -82,7 +82,7 @@ def test_a_sweep_measures_the_product_and_goes_on(stepgauge, tmp_path):
         ("fp32", 32), ("fp32", 64), ("bf16", 32), ("bf16", 64),
     ]  # fmt: skip
     assert out.count("\n") >= 6
-    assert err.count("step custom") == 4
+    assert err.count("d_ff=") == 4
     status, _, err = stepgauge(*sweep)
     assert status == 0
     assert "4 of 4 rows were already" in err
@@ -143,9 +143,9 @@ def run_folder(tmp_path, record):
     ("format", "start"),
     [
         ("csv", "size,"),
-        ("markdown", "batch 4 × 512, fp32 on Test GPU\n\n| size |"),
-        ("latex", "% batch 4 × 512, fp32 on Test GPU\n\\begin{tabular}"),
-        ("typst", "// batch 4 × 512, fp32 on Test GPU\n#table("),
+        ("markdown", "batch=4, context=512, precision=fp32 on Test GPU\n\n| size |"),
+        ("latex", "% batch=4, context=512, precision=fp32 on Test GPU\n\\begin{tabular}"),
+        ("typst", "// batch=4, context=512, precision=fp32 on Test GPU\n#table("),
         ("json", "[{"),
     ],
 )

@@ -110,5 +110,5 @@ def test_names_wider_than_the_terminal_leave_the_table_whole(terminal):
 
 
 def test_what_the_caption_says_is_for_machines():
-    told = table(said=frozenset(["name"]))
+    told = table(hidden=frozenset(["name"]))
     assert told.for_eyes().columns == list(FIGURES) and "name" in told.to("csv")

@@ -116,12 +116,9 @@ def test_rows_of_one_size_are_told_apart(stepgauge, tmp_path):
         "profile", "step", *QUICK, "--attention", "eager", "sdpa", "--out", tmp_path / "run"
     )
     assert status == 0, err
-    assert "nano batch 2 × 16 fp32 vocabulary 300\n" in out
-    assert "nano batch 2 × 16 fp32 vocabulary 300 attention eager\n" in out
-    assert (
-        "<h2>nano batch 2 × 16 fp32 vocabulary 300 attention eager</h2>"
-        in (tmp_path / "run" / "report.html").read_text()
-    )
+    assert "attention=sdpa\n" in out
+    assert "attention=eager\n" in out
+    assert "<h2>attention=eager</h2>" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_foreign_file_is_one_sentence_and_status_2(stepgauge, tmp_path, gpu_trace_text):
@@ -150,7 +147,7 @@ def test_overlap_of_ranks_and_of_a_trace_without_communication(stepgauge, tmp_pa
     path.write_bytes(gzip.compress(gpu_trace_text.encode()))
     status, out, _ = stepgauge("profile", "trace", path, path, "--overlap", "--format", "csv")
     assert status == 0
-    assert out.splitlines()[1:3] == ["0,150.0,410.0,60.00,90.00,0.4000"] * 2
+    assert out.splitlines()[1:3] == ["0,150.0,410.0,60.0,90.0,0.4"] * 2
     silent = json.loads(gpu_trace_text)
     silent["traceEvents"] = [e for e in silent["traceEvents"] if "nccl" not in e["name"]]
     (tmp_path / "silent.json").write_text(json.dumps(silent))

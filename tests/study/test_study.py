@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from stepgauge.report.views import labels
+from stepgauge.report.names import labels
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.record import Record, Sample
@@ -155,12 +155,12 @@ def test_published_rows_stand_beside_the_nearest_of_ours(tmp_path):
     small = rows["small", "S1"]
     assert (small["batch × context"], small["ours ms"], small["published ms"]) == (
         "16 × 128",
-        "10.00",
-        "18.80",
+        10.0,
+        18.8,
     )
     assert rows["small", "S2"]["batch × context"] == "4 × 128"
     assert rows["2.7b", "S1"]["batch × context"] == "not run here"
-    assert rows["2.7b", "S1"]["published ms"] == "257.0"
+    assert rows["2.7b", "S1"]["published ms"] == 257
 
 
 def test_published_figures_are_records_with_a_source():
@@ -205,9 +205,9 @@ def test_published_gloo_stands_beside_tensors_of_the_host():
 
     *_, beside = collectives.blocks([row("cuda", 9.0), row("cpu", 7.0)])
     ours = [
-        line[beside.columns.index("our ms")] for line in beside.rows if line[:2] == ["gloo", "2"]
+        line[beside.columns.index("here ms")] for line in beside.rows if line[:2] == ["gloo", 2]
     ]
-    assert ours == ["7.000", "", "", ""]
+    assert ours == [7.0, None, None, None]
 
 
 def sharded(**gib):

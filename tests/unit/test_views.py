@@ -7,23 +7,13 @@ import json
 
 import pytest
 
+from stepgauge.report.compare import closest_differ_in, compare, difference_table
 from stepgauge.report.kernels import launchers_of
-from stepgauge.report.table import FORMATS, Table
-from stepgauge.report.views import (
-    apart,
-    closest_differ_in,
-    compare,
-    describe,
-    difference_table,
-    heading,
-    labels,
-    number,
-    record_table,
-    shared,
-    size_unit,
-    varying,
-)
-from stepgauge.spec.fallbacks import stand_ins, with_stand_ins
+from stepgauge.report.names import describe, labels, shared, varying
+from stepgauge.report.numbers import heading, number, size_unit
+from stepgauge.report.table import FORMATS, Range, Table
+from stepgauge.report.views import record_table
+from stepgauge.spec.fallbacks import fallbacks, with_fallbacks
 from stepgauge.spec.record import Sample
 
 
@@ -92,23 +82,27 @@ def test_a_row_without_figures_says_why(record):
 def test_options_of_the_network_name_the_row(record):
     changed = record("nano")
     changed.spec["model"].update(norm="triton", tied_head=True)
-    assert describe(record("nano")) == "step nano batch 4 × 512 fp32"
-    assert describe(changed) == "step nano batch 4 × 512 fp32 norm triton tied head"
+    plain = "step size=nano batch=4 context=512 precision=fp32"
+    assert describe(record("nano")) == plain
+    assert describe(changed) == f"{plain} norm=triton tied_head=True"
     custom = record("nano")
     custom.spec["size"] = "custom"
     assert (
         describe(custom)
-        == "step custom batch 4 × 512 fp32 width 64 feed-forward 256 2 blocks 2 heads"
+        == "step size=custom batch=4 context=512 precision=fp32 d_model=64 d_ff=256 num_layers=2 num_heads=2"
     )
 
 
-def test_labels_add_what_tells_rows_of_equal_words_apart(record):
+def test_rows_are_named_by_the_fields_that_vary(record):
     rows = [record("nano", warmup=0), record("nano", warmup=2), record("tiny")]
     assert labels(rows) == [
-        "step nano batch 4 × 512 fp32, warmup 0",
-        "step nano batch 4 × 512 fp32, warmup 2",
-        "step tiny batch 4 × 512 fp32",
+        "size=nano warmup=0",
+        "size=nano warmup=2",
+        "size=tiny warmup=5",
     ]
+    assert labels([rows[0]]) == [describe(rows[0])] == labels([rows[0], rows[0]])[:1]
+    mixed = [record("nano"), dataclasses.replace(record("nano"), kind="train")]
+    assert [name.split()[0] for name in labels(mixed)] == ["step", "train"]
 
 
 @pytest.mark.parametrize(
@@ -125,11 +119,11 @@ def test_labels_add_what_tells_rows_of_equal_words_apart(record):
         ({}, {}, []),
     ],
 )
-def test_a_row_says_what_stood_in_for_our_kernels(record, spec, environment, said):
+def test_a_row_says_what_ran_in_place_of_our_kernels(record, spec, environment, said):
     asked = record()
     asked.spec.update(spec)
-    row = with_stand_ins(dataclasses.replace(asked, environment=environment))
-    assert stand_ins(row) == said
+    row = with_fallbacks(dataclasses.replace(asked, environment=environment))
+    assert fallbacks(row) == said
     assert record_table([row]).columns[-1] == ("remark" if said else "peak GiB")
     assert launchers_of([row]) == said
 
@@ -137,8 +131,8 @@ def test_a_row_says_what_stood_in_for_our_kernels(record, spec, environment, sai
 def test_statistics_are_columns(record):
     table = record_table([record(step=[1.0, 2.0, 3.0])], statistics=("mean", "std", "n"))
     row = dict(zip(table.columns, table.rows[0], strict=True))
-    assert (row["step ms mean"], row["step ms std"], row["step ms n"]) == ("2.000", "1.000", "3")
-    assert row["peak GiB"] == "1.000"
+    assert (row["step ms mean"], row["step ms std"], row["step ms n"]) == (2.0, 1.0, 3)
+    assert row["peak GiB"] == 1.0
 
 
 def test_formats_keep_every_cell():
@@ -175,11 +169,28 @@ def test_formats_keep_every_cell():
         ("", None),
         ("flat", "flat"),
         ("1 – 2", "1 – 2"),
+        (1 / 3, 1 / 3),
+        (Range(1.0, 2.5), [1.0, 2.5]),
+        (None, None),
     ],
 )
 def test_json_has_numbers_where_a_column_has(cell, value):
     (row,) = json.loads(Table(["name", "ms"], [["7", cell]], numeric=frozenset(["ms"])).to("json"))
     assert row == {"name": "7", "ms": value}
+
+
+def test_people_get_four_digits_and_machines_all_of_them():
+    table = Table(
+        ["name", "ms", "ratio", "p10 – p90", "n"],
+        [["a", 1 / 3, 2 / 3, Range(1234.5, 2345.678), 12345], [None, None, None, None, None]],
+        formats={"ratio": ".2f"},
+    )
+    shown = table.for_eyes()
+    assert shown.rows[0] == ["a", "0.3333", "0.67", "1,234 – 2,346", "12,345"]
+    assert shown.rows[1] == [""] * 5
+    assert [name for name in table.columns if shown.is_numeric(name)] == table.columns[1:]
+    assert table.to("csv").splitlines()[1] == f"a,{1 / 3},{2 / 3},1234.5 – 2345.678,12345"
+    assert json.loads(table.to("json"))[0]["ratio"] == 2 / 3
 
 
 def test_a_custom_network_shows_its_shape(record):
@@ -223,7 +234,7 @@ def test_comparison_across_a_field_shows_both_values(record):
 
 def test_an_ambiguous_or_unknown_field_is_refused(record):
     rows = [record(precision="fp32"), record(precision="bf16")]
-    with pytest.raises(ValueError, match="several rows of step small"):
+    with pytest.raises(ValueError, match="several rows of step size=small"):
         compare(rows, rows, ignoring=["precision"])
     with pytest.raises(ValueError, match="ignoring is 'colour'; choose from"):
         compare(rows, rows, ignoring=["colour"])
@@ -240,16 +251,25 @@ def test_rows_without_a_partner_are_counted_and_the_first_named(record):
     first = [record(batch=batch) for batch in (1, 2, 3, 4, 5)]
     found = compare(first, [record(batch=1), record(batch=9)])
     assert found.alone == [
-        "4 of 5 rows of A without a partner: step small batch 2 × 512 fp32; step small batch 3 × 512 fp32; "
-        "step small batch 4 × 512 fp32, and 1 more",
-        "1 of 2 rows of B without a partner: step small batch 9 × 512 fp32",
+        "4 of 5 rows of A without a partner: batch=2; batch=3; batch=4, and 1 more",
+        "1 of 2 rows of B without a partner: step size=small batch=9 context=512 precision=fp32",
     ]
 
 
 def test_a_row_that_only_one_run_could_measure_is_named(record):
     found = compare([record()], [record(status="oom", note="memory ran out")])
     assert found.found == []
-    assert found.alone == ["step small batch 4 × 512 fp32: OOM in B (memory ran out)"]
+    assert found.alone == [
+        "step size=small batch=4 context=512 precision=fp32: OOM in B (memory ran out)"
+    ]
+
+
+def test_a_modelled_row_pairs_with_a_measured_one_only_where_that_is_asked(record):
+    measured, modelled = record(), dataclasses.replace(record(), provenance="modelled")
+    assert not compare([measured], [modelled]).found
+    assert compare([measured], [modelled], ignoring=["provenance"]).found
+    assert labels([measured, modelled]) == ["measured", "modelled"]
+    assert "provenance" in record_table([measured, modelled]).columns
 
 
 def test_what_did_not_run_in_cpp_is_said_once(record):
@@ -261,10 +281,10 @@ def test_what_did_not_run_in_cpp_is_said_once(record):
 def test_what_all_rows_share_is_said_once_above_them(record):
     table = record_table([record("small"), record("2.7b")])
     assert "fp32" in table.caption and "small" not in table.caption
-    assert {"precision", "compile"} <= table.said and "size" not in table.said
+    assert {"precision", "compile"} <= table.hidden and "size" not in table.hidden
     assert "precision" not in table.for_eyes().columns and "precision" in table.to("csv")
     alone = record_table([record("small")])
-    assert "small" in alone.caption and "size" in alone.said
+    assert "small" in alone.caption and "size" in alone.hidden
 
 
 @pytest.mark.parametrize(
@@ -275,7 +295,7 @@ def test_a_count_is_written_as_one(record, value, unit, text):
     row = record()
     row.metrics["buckets"] = Sample.exact(value, unit)
     table = record_table([row])
-    assert table.rows[0][table.columns.index(heading("buckets", unit))] == text
+    assert table.for_eyes().rows[0][-1] == text
 
 
 def test_what_an_older_or_newer_version_recorded_has_a_table_too(record):
@@ -287,12 +307,10 @@ def test_what_an_older_or_newer_version_recorded_has_a_table_too(record):
         assert record_table([row]).rows
 
 
-def test_phrases_are_not_cut(record):
-    assert apart([record(batch=4), record(batch=8)]) == (
-        "small fp32",
-        ["batch 4 × 512", "batch 8 × 512"],
-    )
-    assert shared([record(batch=4), record(batch=8)]).words == "small, context length 512, fp32"
+def test_a_caption_says_what_all_rows_share(record):
+    rows = [record(batch=4), record(batch=8)]
+    assert labels(rows) == ["batch=4", "batch=8"]
+    assert shared(rows).text == "size=small, context=512, precision=fp32"
 
 
 def test_machines_get_what_the_caption_says(record):
@@ -305,11 +323,12 @@ def test_machines_get_what_the_caption_says(record):
         "512",
     )
     assert table.for_eyes().columns[0] == "batch"
-    for form, start in (("markdown", "small, "), ("latex", "% small, "), ("typst", "// small, ")):
-        assert (
-            table.to(form).startswith(start)
-            and "context length 512" in table.to(form).splitlines()[0]
-        )
+    for form, start in (
+        ("markdown", "size=small, "),
+        ("latex", "% size=small, "),
+        ("typst", "// size=small, "),
+    ):
+        assert table.to(form).startswith(start) and "context=512" in table.to(form).splitlines()[0]
 
 
 def test_the_closest_rows_say_what_keeps_them_apart(record):

@@ -20,9 +20,9 @@ from stepgauge.measure.environment import environment
 from stepgauge.measure.profiler import Schedule, profile_phases
 from stepgauge.measure.ranges import module_ranges
 from stepgauge.measure.timing import Phases, time_phases
+from stepgauge.report.names import labels
 from stepgauge.report.page import Section, page
 from stepgauge.report.profile import blocks as profile_blocks
-from stepgauge.report.views import names
 from stepgauge.report.where import measured_where
 from stepgauge.spec.analysis import Analysis
 from stepgauge.spec.profile import ProfileSpec
@@ -189,7 +189,7 @@ def read(record: Record, run: Path) -> Analysis | None:
 
 def write_report(found: Sequence[tuple[Record, Analysis | None]], run: Path) -> Path:
     """One page of all rows; those without an analysis say why."""
-    titles = names([record for record, _ in found])
+    titles = labels([record for record, _ in found])
     sections = [
         _section(title, analysis, record.note)
         for title, (record, analysis) in zip(titles, found, strict=True)

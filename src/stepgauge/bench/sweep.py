@@ -20,7 +20,7 @@ from stepgauge.measure.environment import environment
 from stepgauge.runtime import isolate
 from stepgauge.runtime.isolate import ProcessDiedError, RemoteError, Worker, run_isolated
 from stepgauge.runtime.launch import RankError
-from stepgauge.spec.fallbacks import with_stand_ins
+from stepgauge.spec.fallbacks import with_fallbacks
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 
@@ -121,7 +121,7 @@ class _Processes:
 def stamped(record: Record) -> Record:
     """The record with the time of now, and with what ran in place of kernels that could not."""
     return dataclasses.replace(
-        with_stand_ins(record), created=datetime.now(UTC).isoformat("T", "seconds")
+        with_fallbacks(record), created=datetime.now(UTC).isoformat("T", "seconds")
     )
 
 

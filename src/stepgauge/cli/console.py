@@ -14,8 +14,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from stepgauge.report.kinds import table_of
+from stepgauge.report.numbers import heading, number
 from stepgauge.report.table import Table, objects
-from stepgauge.report.views import heading, number
 from stepgauge.spec.record import Record
 
 SUMMED_UP = ("tokens_per_s", "first_loss", "last_loss", "busbw_gb_per_s", "gb_per_s", "wrong")
@@ -98,7 +98,7 @@ def _width(table: Table, place: int) -> int:
 def _head(table: Table, column: str) -> str:
     return (
         column.replace(" ", "\n", 1 if "p10" not in column else 2)
-        if column in table.numeric
+        if table.is_numeric(column)
         else column
     )
 
@@ -106,7 +106,7 @@ def _head(table: Table, column: str) -> str:
 def _draw(table: Table, width: int) -> None:
     drawn = RichTable(box=None, pad_edge=False, header_style="bold")
     for column in table.columns:
-        numeric = column in table.numeric
+        numeric = table.is_numeric(column)
         drawn.add_column(
             Text(_head(table, column)),
             justify="right" if numeric else "left",

@@ -6,8 +6,8 @@ from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, print_table
 from stepgauge.cli.options import Values, expand, spec_options
+from stepgauge.report.numbers import number
 from stepgauge.report.table import Table
-from stepgauge.report.views import number
 from stepgauge.spec.model import FLOP_CONVENTION, SIZES, ModelSpec
 from stepgauge.spec.step import StepSpec
 

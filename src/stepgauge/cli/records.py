@@ -6,8 +6,9 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, print_records, print_table, tell, warn
-from stepgauge.report.views import STATISTICS, closest_differ_in, difference_table
-from stepgauge.report.views import compare as compare_records
+from stepgauge.report.compare import closest_differ_in, difference_table
+from stepgauge.report.compare import compare as compare_records
+from stepgauge.report.views import STATISTICS
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 

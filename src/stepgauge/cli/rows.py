@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from stepgauge.cli.console import Format, progress, summary, tell
 from stepgauge.cli.options import Values
 from stepgauge.report.kernels import launchers_of
-from stepgauge.report.views import describe, labels
+from stepgauge.report.names import describe, labels
 from stepgauge.spec.store import RunStore
 
 if TYPE_CHECKING:

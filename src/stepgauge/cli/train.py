@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from stepgauge.cli.console import progress, tell
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import Out, RunFailedError
-from stepgauge.report.views import number
+from stepgauge.report.numbers import number
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore

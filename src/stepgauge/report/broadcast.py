@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from stepgauge.report.figure import grouped_bars, short_bytes
+from stepgauge.report.numbers import number
 from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
-from stepgauge.report.views import number
+from stepgauge.report.views import remark
 from stepgauge.spec.broadcast import BLOCKLESS
 from stepgauge.spec.record import Record
 
@@ -23,30 +24,32 @@ _COLUMNS = {
 
 
 def broadcast_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> Table:
-    """Each row's time as mean ± std, what it gives, and what the links gave alone in the same run."""
+    """Each row's time, its rate, and what the links gave alone in the same run."""
     rows = []
     for record in records:
         spec, time = record.spec, record.metrics.get("time_ms")
-        told = f"{number(time.mean)} ± {number(time.std)}" if time else ""
-        figures = [number(record.median(metric)) for metric in _COLUMNS.values()]
-        remark = "" if record.status == "ok" else f"{record.status.upper()}: {record.note}"
-        rows.append([spec["schedule"], _block(record), str(spec["gpus"]), f"{spec['size_bytes']:,}", told,
-                     number(time.median if time else None), *figures, remark])  # fmt: skip
+        times = [time.mean, time.std, time.median] if time else [None] * 3
+        figures = [record.median(metric) for metric in _COLUMNS.values()]
+        rows.append([spec["schedule"], _block(record), spec["gpus"], spec["size_bytes"],
+                     *times, *figures, remark(record)])  # fmt: skip
     head = [
         "schedule",
         "block",
         "devices",
         "size B",
-        "mean ± std ms",
+        "mean ms",
+        "std ms",
         "median ms",
         *_COLUMNS,
         "remark",
     ]
     if not any(row[-1] for row in rows):
         head, rows = head[:-1], [row[:-1] for row in rows]
-    numeric = frozenset(("devices", "size B", "mean ± std ms", "median ms", *_COLUMNS))
-    caption = "GB/s to each: the tensor's bytes over the time until all have all of it. Links: alone, in the same run."
-    return Table(head, rows, numeric=numeric, caption=caption, names=head.index("size B") + 1)
+    caption = (
+        "GB/s to each: the tensor's bytes over the time until every device has all of it. The links "
+        "were measured alone, in the same run."
+    )
+    return Table(head, rows, caption=caption, names=head.index("size B") + 1)
 
 
 def _block(record: Record) -> str:

@@ -9,9 +9,10 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from stepgauge.report.figure import lines
+from stepgauge.report.names import flatten, labels
+from stepgauge.report.numbers import size_unit
 from stepgauge.report.page import Plot
 from stepgauge.report.table import Table
-from stepgauge.report.views import flatten, names, size_unit
 from stepgauge.spec.record import Record
 
 GIB = 2**30
@@ -72,7 +73,7 @@ def best_checkpoint_tables(records: Sequence[Record]) -> list[Table]:
     """
     tables = []
     groups = _by_model(records)
-    for name, group in zip(names([group[0] for group in groups]), groups, strict=True):
+    for name, group in zip(labels([group[0] for group in groups]), groups, strict=True):
         sizes = block_bytes(group)
         if sizes is None:
             continue

@@ -6,9 +6,10 @@ from typing import Any
 
 from stepgauge.cost.link_fit import NOISE, Point, link
 from stepgauge.report.figure import SERIES, lines, short, short_bytes
+from stepgauge.report.numbers import whole
 from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
-from stepgauge.report.views import number
+from stepgauge.report.views import remark
 from stepgauge.spec.comm import OPS, CommSpec
 from stepgauge.spec.links import Link
 from stepgauge.spec.record import Record, Sample
@@ -37,26 +38,27 @@ def comm_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> 
             else [time.median, time.p10, time.p90, record.median("p99_ms")]
         )
         rows.append([
-            spec.op, _who(spec), str(spec.ranks), spec.timing,
-            f"{spec.bytes:,}", f"{spec.count:,}", spec.dtype, "sum" if reduces else "none",
-            *(number(ms * 1e3 if ms is not None else None) for ms in figures),
-            number(record.median("algbw_gb_per_s")), number(record.median("busbw_gb_per_s")),
-            f"{spec.factor:.4g}", _wrong(record),
-            "" if record.status == "ok" else f"{record.status.upper()}: {record.note}",
+            spec.op, _over(spec), spec.ranks, spec.timing,
+            spec.bytes, spec.count, spec.dtype, "sum" if reduces else "none",
+            *(_us(ms) for ms in figures),
+            record.median("algbw_gb_per_s"), record.median("busbw_gb_per_s"),
+            spec.factor, _wrong(record), remark(record),
         ])  # fmt: skip
-    numeric = ("ranks", "size B", "count", "time µs", "p10 µs", "p90 µs", "p99 µs", "algbw GB/s", "busbw GB/s",
-               "factor", "wrong")  # fmt: skip
     head = ["op", "over", "ranks", "timing", "size B", "count", "type", "redop", "time µs", "p10 µs", "p90 µs",
             "p99 µs", "algbw GB/s", "busbw GB/s", "factor", "wrong", "remark"]  # fmt: skip
     if not any(row[-1] for row in rows):
         head, rows = head[:-1], [row[:-1] for row in rows]
     caption = "busbw = algbw × factor; percentiles are of batches."
     return Table(
-        head, rows, numeric=frozenset(numeric), caption=caption, names=head.index("size B") + 1
+        head, rows, caption=caption, names=head.index("size B") + 1, formats={"factor": ".4g"}
     )
 
 
-def _who(spec: CommSpec) -> str:
+def _us(ms: float | None) -> float | None:
+    return None if ms is None else ms * 1e3
+
+
+def _over(spec: CommSpec) -> str:
     where = " (GPU tensors)" if spec.backend == "gloo" and spec.device != "cpu" else ""
     over = f"{spec.backend}{where}"
     nodes = f", {spec.nodes} nodes" if spec.nodes > 1 else ""
@@ -64,14 +66,15 @@ def _who(spec: CommSpec) -> str:
 
 
 def _how(spec: CommSpec) -> str:
-    """Who moves the bytes and, where it is not the usual clock, by which clock."""
-    return _who(spec) if spec.timing == "pipelined" else f"{_who(spec)}, {spec.timing}"
+    """What moves the bytes and, where it is not the usual clock, the clock."""
+    return _over(spec) if spec.timing == "pipelined" else f"{_over(spec)}, {spec.timing}"
 
 
-def _wrong(record: Record) -> str:
+def _wrong(record: Record) -> float | str | None:
     if record.status != "ok":
-        return ""
-    return "not checked" if "wrong" not in record.metrics else number(record.median("wrong"))
+        return None
+    found = record.median("wrong")
+    return "not checked" if found is None else whole(found)
 
 
 def links(records: Sequence[Record]) -> list[Link]:
@@ -114,12 +117,10 @@ def fit_table(fitted: Sequence[Link]) -> Table:
         errors = [found.held_out_error(0, MEGABYTE), found.held_out_error(MEGABYTE)]
         start = found.range_bytes[0]
         for index, piece in enumerate(found.pieces):
-            told = [_percent(e) for e in errors] if index == 0 else ["", ""]
+            held_out = [_percent(error) if index == 0 else None for error in errors]
             to = piece.to_bytes or found.range_bytes[1]
-            figures = [number(piece.alpha_ms * 1e3), _rate(piece.bytes_per_s)]
-            rows.append(
-                [spec.op, _how(spec), str(spec.ranks), f"{start:,}", f"{to:,}", *figures, *told]
-            )
+            figures = [piece.alpha_ms * 1e3, _rate(piece.bytes_per_s)]
+            rows.append([spec.op, _how(spec), spec.ranks, start, to, *figures, *held_out])
             start = to
     head = [
         "op",
@@ -134,16 +135,21 @@ def fit_table(fitted: Sequence[Link]) -> Table:
     ]
     caption = "time = α + β·bytes; the error is the median over sizes held out of the fit; blank: none was."
     return Table(
-        head, rows, numeric=frozenset(head[2:]), caption=caption, names=head.index("to B") + 1
+        head,
+        rows,
+        numeric=frozenset(head[2:]),
+        caption=caption,
+        names=head.index("to B") + 1,
+        formats=dict.fromkeys(head[-2:], ".2f"),
     )
 
 
-def _rate(bytes_per_s: float) -> str:
-    return "flat" if bytes_per_s > 1e14 else number(bytes_per_s / 1e9)
+def _rate(bytes_per_s: float) -> float | str:
+    return "flat" if bytes_per_s > 1e14 else bytes_per_s / 1e9
 
 
-def _percent(error: float | None) -> str:
-    return "" if error is None else f"{100 * error:.2f}"
+def _percent(error: float | None) -> float | None:
+    return None if error is None else 100 * error
 
 
 def prediction_table(fitted: Sequence[Link], records: Sequence[Record]) -> Table:
@@ -154,13 +160,12 @@ def prediction_table(fitted: Sequence[Link], records: Sequence[Record]) -> Table
             spec = asked(record)
             measured, predicted = record.metrics["time_ms"].median, found.time_ms(spec.bytes)
             seen = "held out" if spec.bytes in found.held_out else "fitted"
-            error = f"{100 * (predicted / measured - 1):+.2f}"
-            figures = [number(measured * 1e3), number(predicted * 1e3), error]
-            rows.append([spec.op, _how(spec), str(spec.ranks), f"{spec.bytes:,}", *figures, seen])
+            figures = [measured * 1e3, predicted * 1e3, 100 * (predicted / measured - 1)]
+            rows.append([spec.op, _how(spec), spec.ranks, spec.bytes, *figures, seen])
     head = ["op", "over", "ranks", "size B", "measured µs", "predicted µs", "error %", "size was"]
     names = head.index("size B") + 1
     return Table(
-        head, rows, numeric=frozenset(head[2:-1]), caption="Predicted beside measured.", names=names
+        head, rows, caption="Predicted beside measured.", names=names, formats={"error %": "+.2f"}
     )
 
 
@@ -242,7 +247,7 @@ def _fit_plot(found: Link, records: Sequence[Record]) -> Plot:
     )
     errors = found.held_out_error(MEGABYTE)
     told = (
-        f" Median error on held-out sizes from 1 MiB: {_percent(errors)} %."
+        f" Median error on held-out sizes from 1 MiB: {100 * errors:.2f} %."
         if errors is not None
         else ""
     )

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from stepgauge.report.names import flatten
+from stepgauge.report.numbers import scaled
 from stepgauge.report.table import Table
-from stepgauge.report.views import flatten, number
 from stepgauge.spec.ddp_vs_fsdp import PAIRS
 from stepgauge.spec.record import Record
 
@@ -66,10 +67,10 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     )
     cells = [
         [
-            *(str(row[name]) for name in ("size", "wrapper", "precision", "ranks", "global_batch")),
-            str(len(row["seeds"])),
+            *(row[name] for name in ("size", "wrapper", "precision", "ranks", "global_batch")),
+            len(row["seeds"]),
             *(
-                number(row.get(name, {}).get(part), unit)
+                scaled(row.get(name, {}).get(part), unit)
                 for name, _, unit in figures
                 for part in ("mean", "std")
             ),
@@ -103,15 +104,8 @@ def gap_table(rows: Sequence[dict[str, Any]]) -> Table:
             names = [f"{part}_bytes" for part in PARTS]
             by_part = [row[name] - other[name] if name in row else None for name in names]
             freed = (row["ranks"] - 1) / row["ranks"] * sum(row[f"{part}_bytes"] for part in KEPT)
-            texts = [number(value, "bytes") for value in (gap, freed, *by_part)]
-            cells.append(
-                [
-                    f"{replicated} less {sharded}",
-                    str(row["ranks"]),
-                    str(row["global_batch"]),
-                    *texts,
-                ]
-            )
+            gib = [scaled(value, "bytes") for value in (gap, freed, *by_part)]
+            cells.append([f"{replicated} less {sharded}", row["ranks"], row["global_batch"], *gib])
     figures = [
         "peak GiB",
         "share of the others GiB",

@@ -2,8 +2,8 @@
 
 import re
 
+from stepgauge.report.names import describe
 from stepgauge.report.table import Table
-from stepgauge.report.views import describe
 from stepgauge.spec.record import Record
 
 EXPLANATION = (
@@ -21,18 +21,18 @@ def dtype_table(record: Record, *, each: bool = False) -> Table:
     for what, path, module, dtype in found:
         row = (what, path if each else re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), module, dtype)
         counts[row] = counts.get(row, 0) + 1
-    rows = [[*row, str(count)] for row, count in counts.items()]
+    rows = [[*row, count] for row, count in counts.items()]
     caption = f"Types of one step: {describe(record).removeprefix('dtypes ')}"
-    return Table([*head, "tensors"], rows, numeric=frozenset(("tensors",)), caption=caption)
+    return Table([*head, "tensors"], rows, caption=caption)
 
 
 def accumulation_table(record: Record) -> Table:
     """What each pair of types makes of a thousand times 0.01, and how far from 10 it is."""
     head, *sums = record.tables["sums"]
-    rows = [[name, f"{total:.4f}", f"{total - 10:+.4f}"] for name, total in sums]
+    rows = [[name, total, total - 10] for name, total in sums]
     return Table(
         [*head, "error"],
         rows,
-        numeric=frozenset(("sum", "error")),
+        formats={"sum": ".4f", "error": "+.4f"},
         caption="What a sum's type loses",
     )

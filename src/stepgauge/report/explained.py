@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from stepgauge.report.network import Edge, circle, network
 from stepgauge.report.page import Block, Plot, Section, Text, page
 from stepgauge.report.table import Table
-from stepgauge.report.views import number
 from stepgauge.spec.explain import Arrow, Explained, Step
 
 MOST_LABELS = 8
@@ -18,7 +17,7 @@ def rank_table(explained: Explained) -> Table:
             f"rank {r}",
             " ".join(seen.before) or "·",
             " ".join(seen.after) or "·",
-            number(seen.wait_ms),
+            seen.wait_ms,
         ]
         for r, seen in enumerate(explained.ranks)
     ]

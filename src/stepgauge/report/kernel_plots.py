@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from stepgauge.report.figure import SERIES, grouped_bars, lines, short
 from stepgauge.report.kernels import RATES, implementations
+from stepgauge.report.names import labels
 from stepgauge.report.page import Plot
-from stepgauge.report.views import describe
 from stepgauge.spec.kernel import OURS
 from stepgauge.spec.record import Record
 
@@ -88,7 +88,7 @@ def kernel_bars(records: Sequence[Record]) -> list[Plot]:
         if any(f"{name}_ms" in record.metrics for record in timed)
     ]
     names = names[: len(SERIES)]
-    labels = [describe(record).removeprefix(f"{record.kind} ") for record in timed]
+    rows = labels(timed)
 
     def bars(figure: str, units: Sequence[float], unit: str) -> str:
         found = [[record.median(f"{name}_{figure}") for record in timed] for name in names]
@@ -98,7 +98,7 @@ def kernel_bars(records: Sequence[Record]) -> list[Plot]:
             [None if v is None else v / u for v, u in zip(values, units, strict=True)]
             for values in found
         ]
-        return grouped_bars(labels, dict(zip(names, scaled, strict=True)), unit=unit)
+        return grouped_bars(rows, dict(zip(names, scaled, strict=True)), unit=unit)
 
     ours = [record.median(f"{OURS}_ms") or 1.0 for record in timed]
     drawn = {

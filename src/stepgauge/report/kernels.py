@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+from stepgauge.report.names import flatten, varying
+from stepgauge.report.numbers import scaled
 from stepgauge.report.table import Table
-from stepgauge.report.views import flatten, number, record_table, remark, varying
+from stepgauge.report.views import record_table, remark
 from stepgauge.spec.kernel import KERNELS, OURS
 from stepgauge.spec.record import Record
 
@@ -45,26 +47,28 @@ def kernel_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -
     rows = []
     for record in records:
         spec = flatten(record.spec)
-        cells = [str(spec.get(name, "")) for name in fields]
+        cells = [spec.get(name) for name in fields]
         cells += [_time(record, name) for name in shown]
-        cells += [number(record.median(f"{OURS}{rate}"))] if rate else []
-        cells += [_fixed(record, name) for name in ("ratio_to_best_peer", "fraction_of_ceiling")]
-        cells += [number(record.median(f"{OURS}_extra_bytes"), "bytes")]
+        cells += [record.median(f"{OURS}{rate}")] if rate else []
+        cells += [record.median(name) for name in ("ratio_to_best_peer", "fraction_of_ceiling")]
+        cells += [scaled(record.median(f"{OURS}_extra_bytes"), "bytes")]
         rows.append(cells + ([remark(record)] if notes else []))
     numeric = frozenset(head[len(fields) :])
     caption = "Medians. Over best peer: its time divided by ours, above 1 where ours is faster."
-    return Table(head + (["remark"] if notes else []), rows, numeric=numeric, caption=caption)
+    return Table(
+        head + (["remark"] if notes else []),
+        rows,
+        numeric=numeric,
+        caption=caption,
+        formats=dict.fromkeys(("over best peer", "of ceiling"), ".3f"),
+    )
 
 
-def _time(record: Record, name: str) -> str:
+def _time(record: Record, name: str) -> float | str | None:
+    """Its median, or the word for why it has none."""
     if f"{name}_ms" in record.metrics:
-        return number(record.median(f"{name}_ms"))
+        return record.median(f"{name}_ms")
     return str(record.environment.get("outcomes", {}).get(name, "")).partition(":")[0]
-
-
-def _fixed(record: Record, metric: str) -> str:
-    value = record.median(metric)
-    return "" if value is None else f"{value:.3f}"
 
 
 def launchers_of(records: Sequence[Record]) -> list[str]:

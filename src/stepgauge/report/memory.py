@@ -6,18 +6,11 @@ from typing import Any
 
 from stepgauge.report.checkpointing import best_checkpoint_tables, bytes_a_block
 from stepgauge.report.figure import areas
+from stepgauge.report.names import SHAPE, describe, flatten, labels, shared
+from stepgauge.report.numbers import SizeUnit, size_unit
 from stepgauge.report.page import Block, Plot, Section, Text, page
 from stepgauge.report.table import Table
-from stepgauge.report.views import (
-    SHAPE,
-    SizeUnit,
-    apart,
-    describe,
-    flatten,
-    names,
-    record_table,
-    size_unit,
-)
+from stepgauge.report.views import record_table
 from stepgauge.report.where import measured_where
 from stepgauge.spec.hardware import fits
 from stepgauge.spec.record import Record, Sample
@@ -48,13 +41,13 @@ def summary_table(records: Sequence[Record], caption: str = "") -> Table:
     unit = _unit(records)
     table = record_table([_shown(record, unit) for record in records])
     at = table.naming().stop
-    common, rest = apart(records) if len(records) > 1 else ("", names(records))
+    common = shared(records).text if len(records) > 1 else ""
     figures = ["predicted" if record.provenance == "modelled" else "measured" for record in records]
     held = [_holds(record) for record in records]
     columns = ["row", *table.columns[:at], "figures", *table.columns[at:], "fits"]
     rows = [
         [name, *row[:at], of, *row[at:], holds]
-        for name, row, of, holds in zip(rest, table.rows, figures, held, strict=True)
+        for name, row, of, holds in zip(labels(records), table.rows, figures, held, strict=True)
     ]
     same = figures[:1] if len(set(figures)) == 1 else []
     said = ", ".join(filter(None, (common, *same)))
@@ -63,7 +56,8 @@ def summary_table(records: Sequence[Record], caption: str = "") -> Table:
         columns=columns,
         rows=rows,
         caption=": ".join(filter(None, (caption, said))),
-        said=frozenset([*table.columns[:at], *(["figures"] if same else [])]),
+        hidden=frozenset([*table.columns[:at], *(["figures"] if same else [])]),
+        names=None,
     )
     return found if any(held) else found.of(range(len(columns) - 1))
 
@@ -164,7 +158,7 @@ def kept_tables(records: Sequence[Record], *, largest: bool = True) -> list[Tabl
 
 
 def _kept_tables(found: Sequence[Record]) -> tuple[Table, Table]:
-    common, rows = apart(found)
+    common, rows = shared(found).text, labels(found)
     unit = _unit(found)
     sizes, savers = [], []
     for name, record in zip(rows, found, strict=True):

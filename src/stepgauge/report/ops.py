@@ -3,9 +3,9 @@ roof.
 """
 
 from stepgauge.report.figure import roofline
+from stepgauge.report.numbers import heading, whole
 from stepgauge.report.page import Block, Plot, Section, page
-from stepgauge.report.table import Table
-from stepgauge.report.views import count, heading, number
+from stepgauge.report.table import Range, Table
 from stepgauge.report.where import measured_where
 from stepgauge.spec.record import Record
 
@@ -35,10 +35,8 @@ def figures_table(record: Record) -> Table:
     rows = []
     for name, sample in record.metrics.items():
         scale = _SCALES.get(name, 1.0)
-        median = f"{sample.median:.1e}" if name == "error" else number(sample.median * scale)
-        spread = (
-            f"{number(sample.p10 * scale)} – {number(sample.p90 * scale)}" if sample.n > 1 else ""
-        )
+        median = sample.median * scale
+        spread = Range(sample.p10 * scale, sample.p90 * scale) if sample.n > 1 else None
         rows.append([_NAMES.get(name) or heading(name, sample.unit), median, spread])
     caption = f"{title(record)} on {record.environment.get('device', '')}" + (
         f"; {record.note}" if record.note else ""
@@ -55,15 +53,13 @@ def launched_table(record: Record) -> Table:
     """One row a kernel, most time first: calls and µs in one call of the function, and its share."""
     total = sum(us for _, us in record.series.values()) or 1.0
     rows = [
-        [_cut(name), count(calls), number(us), f"{100 * us / total:.1f}"]
+        [_cut(name), whole(calls), us, 100 * us / total]
         for name, (calls, us) in record.series.items()
     ]
     on_cpu = record.environment.get("device") == record.environment.get("cpu")
     what = "operator" if on_cpu else "device kernel"
     caption = f"What one call launches: each {what} with its own time."
-    return Table(
-        [what, "calls", "µs", "%"], rows, numeric=frozenset(("calls", "µs", "%")), caption=caption
-    )
+    return Table([what, "calls", "µs", "%"], rows, caption=caption, formats={"%": ".1f"})
 
 
 def _cut(name: str) -> str:

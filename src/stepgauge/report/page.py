@@ -140,7 +140,11 @@ def _flame(flame: Flame) -> str:
 def _table(table: Table) -> str:
     def row(tag: str, cells: Sequence[str]) -> str:
         marks = (
-            ' class="n"' if column in table.numeric else ' class="long"' if len(cell) > LONG else ""
+            ' class="n"'
+            if shown.is_numeric(column)
+            else ' class="long"'
+            if len(cell) > LONG
+            else ""
             for column, cell in zip(shown.columns, cells, strict=True)
         )
         return "<tr>" + "".join(

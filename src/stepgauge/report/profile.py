@@ -4,10 +4,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from stepgauge.report.numbers import count, number
 from stepgauge.report.page import Block, Flame, Plot, Text
 from stepgauge.report.table import Table
 from stepgauge.report.timeline import timeline
-from stepgauge.report.views import count, number
 from stepgauge.spec.analysis import KINDS, Analysis, Cell, Overlap
 
 LONGEST_NAME = 72

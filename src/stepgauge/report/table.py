@@ -1,4 +1,7 @@
-"""A table of texts, and the formats that it prints in."""
+"""A table of values, and the formats that it is written in.
+
+Values are rounded here and nowhere else: people get four digits, CSV and JSON all of them.
+"""
 
 import csv
 import dataclasses
@@ -6,28 +9,46 @@ import io
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from stepgauge.report.numbers import number
 
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 
 
+class Range(NamedTuple):
+    """A cell of two figures: written "9.0 – 11.0", a list of two in JSON."""
+
+    low: float
+    high: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Columns and rows of texts.
+    """Columns, and rows of values: texts, numbers, a Range, None where there is nothing.
 
-    numeric  columns that are aligned right
-    said     columns that people need not read: the caption or another column says it, or it is as
-             usual in all rows. They are in csv and JSON; markdown, LaTeX and Typst have the caption
-    names    how many of the first columns name the rows; None: those before the first number
+    numeric  columns of figures, aligned right; None: those that hold a number
+    formats  how a column is written where four digits are not wanted: {"ratio": ".3f"}
+    hidden   columns that people need not read: the caption or another column has them. They are in
+             CSV and JSON
+    names    how many of the first columns name the rows; None: those before the first figure
+    folded   shown in the report only when opened
     """
 
     columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    numeric: frozenset[str] = frozenset()
+    rows: Sequence[Sequence[Any]]
+    numeric: frozenset[str] | None = None
     caption: str = ""
-    folded: bool = False  # shown in the report only when opened
-    said: frozenset[str] = frozenset()
+    folded: bool = False
+    hidden: frozenset[str] = frozenset()
     names: int | None = None
+    formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def is_numeric(self, column: str) -> bool:
+        if self.numeric is not None:
+            return column in self.numeric
+        place = list(self.columns).index(column)
+        return any(_is_figure(row[place]) for row in self.rows)
 
     def to(self, name: str) -> str:
         """The table as text of one of FORMATS."""
@@ -35,13 +56,21 @@ class Table:
 
     def naming(self) -> range:
         """The columns that name the rows."""
-        numbers = (place for place, column in enumerate(self.columns) if column in self.numeric)
-        return range(next(numbers, len(self.columns)) if self.names is None else self.names)
+        figures = (place for place, column in enumerate(self.columns) if self.is_numeric(column))
+        return range(next(figures, len(self.columns)) if self.names is None else self.names)
 
     def for_eyes(self) -> "Table":
-        return self.of(
-            [place for place, column in enumerate(self.columns) if column not in self.said]
-        )
+        """The table as people read it: every cell a text, without the hidden columns."""
+        numeric = frozenset(filter(self.is_numeric, self.columns))
+        texts = [
+            [
+                _text(cell, self.formats.get(column, ""), grouped=column in numeric)
+                for cell, column in zip(row, self.columns, strict=True)
+            ]
+            for row in self.rows
+        ]
+        shown = [place for place, name in enumerate(self.columns) if name not in self.hidden]
+        return dataclasses.replace(self, rows=texts, numeric=numeric).of(shown)
 
     def of(self, places: Sequence[int]) -> "Table":
         """Some of the columns."""
@@ -52,34 +81,45 @@ class Table:
         return dataclasses.replace(self, columns=columns, rows=rows, names=names)
 
 
-def _for_machines(table: Table) -> list[list[str]]:
-    """The rows, numbers without separators of thousands."""
-    return [
-        [
-            cell.replace(",", "") if column in table.numeric else cell
-            for cell, column in zip(row, table.columns, strict=True)
-        ]
-        for row in table.rows
-    ]
+def _is_figure(cell: object) -> bool:
+    return isinstance(cell, int | float | Range) and not isinstance(cell, bool)
+
+
+def _text(cell: Any, form: str, *, grouped: bool) -> str:
+    """A cell for people; whole numbers have separators of thousands where they are figures."""
+    if cell is None:
+        return ""
+    if isinstance(cell, Range):
+        return " – ".join(_text(end, form, grouped=grouped) for end in cell)
+    if not _is_figure(cell) or not grouped:
+        return str(cell)
+    if form:
+        return f"{cell:{form}}"
+    return f"{cell:,}" if isinstance(cell, int) else number(cell)
+
+
+def _machine_value(cell: Any, *, is_numeric: bool) -> Any:
+    """A cell of JSON. Texts of digits in a column of figures are numbers."""
+    if isinstance(cell, Range):
+        return list(cell)
+    if not is_numeric or not isinstance(cell, str):
+        return cell
+    digits = cell.replace(",", "")
+    if not _NUMBER.fullmatch(digits):
+        return cell or None
+    return float(digits) if "." in digits else int(digits)
 
 
 def objects(table: Table) -> list[dict[str, Any]]:
-    """One a row, by column; in numeric columns numbers are numbers, and null is where there is
-    none.
-    """
+    """One a row, by column, in full precision; null where there is no figure."""
+    numeric = set(filter(table.is_numeric, table.columns))
     return [
         {
-            column: _value(cell) if column in table.numeric else cell
+            column: _machine_value(cell, is_numeric=column in numeric)
             for column, cell in zip(table.columns, row, strict=True)
         }
-        for row in _for_machines(table)
+        for row in table.rows
     ]
-
-
-def _value(cell: str) -> int | float | str | None:
-    if not _NUMBER.fullmatch(cell):
-        return cell or None
-    return float(cell) if "." in cell else int(cell)
 
 
 def _json(table: Table) -> str:
@@ -88,8 +128,14 @@ def _json(table: Table) -> str:
 
 
 def _csv(table: Table) -> str:
+    """Full precision; a Range is "low – high"."""
+
+    def cell(value: Any) -> Any:
+        return " – ".join(map(str, value)) if isinstance(value, list) else value
+
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([table.columns, *_for_machines(table)])
+    rows = [[cell(value) for value in row.values()] for row in objects(table)]
+    csv.writer(text, lineterminator="\n").writerows([table.columns, *rows])
     return text.getvalue()
 
 
@@ -98,7 +144,7 @@ def _markdown(table: Table) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
     table = table.for_eyes()
-    rule = ["---:" if column in table.numeric else "---" for column in table.columns]
+    rule = ["---:" if table.is_numeric(column) else "---" for column in table.columns]
     above = [table.caption, ""] if table.caption else []
     return "\n".join([*above, line(table.columns), line(rule), *map(line, table.rows)]) + "\n"
 
@@ -114,7 +160,7 @@ def _latex(table: Table) -> str:
         return " & ".join(cell.translate(_LATEX_ESCAPES) for cell in cells) + r" \\"
 
     table = table.for_eyes()
-    align = "".join("r" if column in table.numeric else "l" for column in table.columns)
+    align = "".join("r" if table.is_numeric(column) else "l" for column in table.columns)
     body = [line(table.columns), r"\midrule", *map(line, table.rows)]
     lines = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", *body, r"\bottomrule", r"\end{tabular}"]
     return _comment("%", table) + "\n".join(lines) + "\n"
@@ -128,14 +174,14 @@ def _typst(table: Table) -> str:
         return "  " + ", ".join(f"[{cell.translate(_TYPST_ESCAPES)}]" for cell in cells) + ","
 
     table = table.for_eyes()
-    align = ", ".join("right" if column in table.numeric else "left" for column in table.columns)
+    align = ", ".join("right" if table.is_numeric(column) else "left" for column in table.columns)
     head = ["#table(", f"  columns: {len(table.columns)},", f"  align: ({align},),"]
     header = f"  table.header({line(table.columns).strip().rstrip(',')}),"
     return _comment("//", table) + "\n".join([*head, header, *map(line, table.rows), ")"]) + "\n"
 
 
 def _comment(mark: str, table: Table) -> str:
-    """The caption where it can be taken over into one."""
+    """LaTeX and Typst carry the caption in a comment."""
     return f"{mark} {table.caption}\n" if table.caption else ""
 
 

@@ -1,9 +1,9 @@
 """A machine's topology as tables and a picture."""
 
 from stepgauge.report.network import Edge, network, rows
+from stepgauge.report.numbers import whole
 from stepgauge.report.page import Block, Plot, Section, Text, page
 from stepgauge.report.table import Table
-from stepgauge.report.views import number
 from stepgauge.spec.topology import Topology
 
 LEGEND = (
@@ -16,13 +16,12 @@ def gpu_table(found: Topology) -> Table:
     names = [f"GPU {gpu.index}" for gpu in found.gpus]
     body = []
     for gpu in found.gpus:
-        rate = f"{number(gpu.nvlink_bytes_per_s / 1e9)}" if gpu.nvlink_bytes_per_s else ""
+        rate = gpu.nvlink_bytes_per_s / 1e9 if gpu.nvlink_bytes_per_s else None
         others = [
             "·" if gpu.index == j else link_of(found, gpu.index, j) for j in range(len(found.gpus))
         ]
-        numa = "" if gpu.numa_node is None else str(gpu.numa_node)
-        body.append([f"GPU {gpu.index}", gpu.name, number(gpu.memory_bytes / 2**30), *others, str(gpu.nvlinks), rate,
-                     gpu.pci_address, gpu.pcie, numa, gpu.affinity])  # fmt: skip
+        body.append([f"GPU {gpu.index}", gpu.name, gpu.memory_bytes / 2**30, *others, gpu.nvlinks,
+                     rate, gpu.pci_address, gpu.pcie, gpu.numa_node, gpu.affinity])  # fmt: skip
     head = [
         "",
         "name",
@@ -48,10 +47,7 @@ def link_of(found: Topology, i: int, j: int) -> str:
 
 
 def node_table(found: Topology) -> Table:
-    body = [
-        [str(node.index), node.cores, number(node.memory_bytes / 2**30)]
-        for node in found.numa_nodes
-    ]
+    body = [[node.index, node.cores, node.memory_bytes / 2**30] for node in found.numa_nodes]
     return Table(
         ["NUMA node", "cores", "GiB"],
         body,
@@ -65,8 +61,8 @@ def interface_table(found: Topology) -> Table:
         [
             interface.name,
             "up" if interface.is_up else "down",
-            f"{interface.bytes_per_s * 8 / 1e9:g}" if interface.bytes_per_s else "not stated",
-            "" if interface.numa_node is None else str(interface.numa_node),
+            whole(interface.bytes_per_s * 8 / 1e9) if interface.bytes_per_s else "not stated",
+            interface.numa_node,
         ]
         for interface in found.interfaces
     ]

@@ -1,6 +1,4 @@
-"""Which parts of a row are kernels of this package, and where plain PyTorch computed in their
-place.
-"""
+"""Where plain PyTorch computed in place of this package's kernels: the row says so."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,12 +14,12 @@ OURS: Mapping[str, str] = {
     "loss": "fused",
     "optimizer": "fused",
 }
-NATIVE = "native"  # of an environment: who served, by what was asked for
-STAND_IN = "plain PyTorch"
+NATIVE = "native"  # of an environment: what ran, by what was asked for
+FALLBACK = "plain PyTorch"
 
 
-def with_stand_ins(record: Record) -> Record:
-    """The record of a run whose environment says for each of our kernels that could not run there
+def with_fallbacks(record: Record) -> Record:
+    """The record of a run, its environment saying for each of our kernels that could not run there
     what ran instead.
     """
     reason = _reason(record)
@@ -30,14 +28,14 @@ def with_stand_ins(record: Record) -> Record:
     asked = ["ours"] if record.kind in KERNELS else _parts(record.spec)
     if not asked:
         return record
-    served = {**record.environment.get(NATIVE, {}), **dict.fromkeys(asked, f"{STAND_IN}: {reason}")}
-    return dataclasses.replace(record, environment={**record.environment, NATIVE: served})
+    ran = {**record.environment.get(NATIVE, {}), **dict.fromkeys(asked, f"{FALLBACK}: {reason}")}
+    return dataclasses.replace(record, environment={**record.environment, NATIVE: ran})
 
 
-def stand_ins(record: Record) -> list[str]:
-    """One sentence a kernel of ours that plain PyTorch stood in for."""
-    served = record.environment.get(NATIVE, {})
-    return [f"{name} ran in {path}" for name, path in served.items() if path.startswith(STAND_IN)]
+def fallbacks(record: Record) -> list[str]:
+    """One sentence a kernel of ours in whose place plain PyTorch ran."""
+    ran = record.environment.get(NATIVE, {})
+    return [f"{name} ran in {path}" for name, path in ran.items() if path.startswith(FALLBACK)]
 
 
 def _reason(record: Record) -> str | None:

@@ -8,7 +8,6 @@ from stepgauge.bench.sweep import Job
 from stepgauge.report.broadcast import broadcast_blocks
 from stepgauge.report.page import Block
 from stepgauge.report.table import Table
-from stepgauge.report.views import number
 from stepgauge.spec.broadcast import BLOCKLESS, SCHEDULES, BroadcastSpec
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
@@ -43,20 +42,20 @@ def _beside(records: Sequence[Record]) -> Table:
     rows = [
         [
             schedule,
-            number(1e3 * seconds),
-            number(_S3["naive"] / seconds),
-            number(best.get(schedule)),
-            number(best["naive"] / best[schedule]) if {schedule, "naive"} <= set(best) else "",
+            1e3 * seconds,
+            _S3["naive"] / seconds,
+            best.get(schedule),
+            best["naive"] / best[schedule] if {schedule, "naive"} <= set(best) else None,
             "S3",
         ]
         for schedule, seconds in _S3.items()
     ]
     head = [
         "schedule",
-        "their ms",
-        "times faster than naive",
-        "our ms",
-        "ours, times faster",
+        "published ms",
+        "published, × naive",
+        "here ms",
+        "here, × naive",
         "source",
     ]
     caption = f"Beside published figures. S3: {SOURCES['S3']}; its tensor's size is not stated."

@@ -8,7 +8,6 @@ from stepgauge.bench.sweep import Job
 from stepgauge.report.comm import comm_blocks
 from stepgauge.report.page import Block
 from stepgauge.report.table import Table
-from stepgauge.report.views import number
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
@@ -70,9 +69,7 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
 
 
 def _beside(records: Sequence[Record]) -> Table:
-    """Ours of the same backend and ranks at the nearest size, both with the bandwidth, which the
-    size moves less.
-    """
+    """Published times and ours at the nearest size, with the bandwidth, which varies less by size."""
     rows = []
     for (backend, ranks), figures in _S2.items():
         asked = {"op": "all_reduce", "backend": backend, "ranks": ranks, "algorithm": "library", "timing": "pipelined",
@@ -84,21 +81,17 @@ def _beside(records: Sequence[Record]) -> Table:
             spec = CommSpec(
                 backend=backend, ranks=ranks, device="cuda", size_bytes=megabytes * 10**6
             )
-            theirs = [
-                f"{megabytes * 10**6:,}",
-                number(ms),
-                number(spec.bytes / ms / 1e6 * spec.factor),
-            ]
-            rows.append([backend, str(ranks), *theirs, *_nearest(ours, spec.bytes), "S2"])
+            published = [megabytes * 10**6, ms, spec.bytes / ms / 1e6 * spec.factor]
+            rows.append([backend, ranks, *published, *_nearest(ours, spec.bytes), "S2"])
     head = [
         "backend",
         "ranks",
-        "their size B",
-        "their ms",
-        "their busbw GB/s",
-        "our size B",
-        "our ms",
-        "our busbw GB/s",
+        "published size B",
+        "published ms",
+        "published busbw GB/s",
+        "here size B",
+        "here ms",
+        "here busbw GB/s",
     ]
     caption = f"All-reduce beside published figures. S2: {SOURCES['S2']}."
     return Table(
@@ -110,17 +103,13 @@ def _beside(records: Sequence[Record]) -> Table:
     )
 
 
-def _nearest(ours: Sequence[Record], size: int) -> list[str]:
-    """The row whose size is within a tenth of theirs; blanks where there is none."""
+def _nearest(ours: Sequence[Record], size: int) -> list[float | None]:
+    """Size, ms and busbw of the row whose size is within a tenth; nothing where there is none."""
     near = [record for record in ours if abs(record.spec["size_bytes"] / size - 1) < 0.1]
     if not near:
-        return ["", "", ""]
+        return [None] * 3
     found = near[0]
-    return [
-        f"{found.spec['size_bytes']:,}",
-        number(found.median("time_ms")),
-        number(found.median("busbw_gb_per_s")),
-    ]
+    return [found.spec["size_bytes"], found.median("time_ms"), found.median("busbw_gb_per_s")]
 
 
 def needs(machine: Machine) -> str | None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from stepgauge.bench.sweep import Job
 from stepgauge.report.figure import grouped_bars
+from stepgauge.report.names import flatten
 from stepgauge.report.page import Block, Plot
-from stepgauge.report.views import flatten, record_table
+from stepgauge.report.views import record_table
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
 from stepgauge.study.published import beside, published

@@ -10,10 +10,11 @@ import numpy as np
 from stepgauge.bench.data_parallel import JOB
 from stepgauge.bench.sweep import Job
 from stepgauge.report.figure import grouped_bars, lines
+from stepgauge.report.numbers import number, whole
 from stepgauge.report.page import Block, Plot, Text
 from stepgauge.report.table import Table
 from stepgauge.report.tracks import overlap_lanes
-from stepgauge.report.views import count, number, record_table
+from stepgauge.report.views import record_table
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.model import ModelSpec
@@ -216,12 +217,12 @@ def overhead_blocks(records: Sequence[Record]) -> list[Block]:
     table = Table(
         ["bucket MB", "buckets", "last bucket MB", "measured ms", "model ms"],
         [
-            [f"{mb:g}", count(n), number(tail / 1e6), number(ms), number(fit)]
+            [mb, whole(n), tail / 1e6, ms, fit]
             for mb, n, tail, ms, fit in zip(
                 megabytes, buckets, tails, measured, predicted, strict=True
             )
         ],
-        numeric=frozenset(["bucket MB", "buckets", "last bucket MB", "measured ms", "model ms"]),
+        formats={"bucket MB": "g"},
         caption="Bucket sweep and the fitted model.",
     )
     return [
@@ -241,12 +242,8 @@ def _beside(records: Sequence[Record]) -> Table:
             ours = next(
                 (r for r in records if (r.spec["wrapper"], r.spec["size"]) == (wrapper, size)), None
             )
-            figures = [
-                number(ours.median(name) if ours else None) for name in ("step_ms", "exposed_ms")
-            ]
-            rows.append(
-                [wrapper, size, *figures, number(total * 1e3), number(communication * 1e3), "S1"]
-            )
+            here = [ours.median(name) if ours else None for name in ("step_ms", "exposed_ms")]
+            rows.append([wrapper, size, *here, total * 1e3, communication * 1e3, "S1"])
     head = [
         "wrapper",
         "size",

@@ -9,7 +9,6 @@ from stepgauge.bench.sweep import Job
 from stepgauge.report.ddp_vs_fsdp import aggregated, comparison_table, gap_table
 from stepgauge.report.page import Block
 from stepgauge.report.table import Table
-from stepgauge.report.views import number
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.ddp_vs_fsdp import COMPARED, GLOBAL_BATCHES, SEEDS, GlobalBatch
@@ -75,21 +74,8 @@ def _beside(rows: Sequence[dict[str, Any]]) -> Table:
         for batch, (rate, gigabytes) in of_batches.items():
             ours = base.get((wrapper, batch), {})
             peak = ours.get("peak_bytes", {}).get("mean")
-            figures = [
-                number(ours.get("samples_per_s", {}).get("mean")),
-                number(peak and peak / 1e9),
-            ]
-            cells.append(
-                [
-                    wrapper,
-                    str(batch),
-                    str(ours.get("ranks", "")),
-                    *figures,
-                    f"{rate}",
-                    f"{gigabytes}",
-                    "S3",
-                ]
-            )
+            here = [ours.get("samples_per_s", {}).get("mean"), peak and peak / 1e9]
+            cells.append([wrapper, batch, ours.get("ranks"), *here, rate, gigabytes, "S3"])
     numbers = [
         "global batch",
         "our ranks",

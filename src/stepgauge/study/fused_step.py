@@ -7,9 +7,10 @@ from typing import Any
 from stepgauge.bench.step import run
 from stepgauge.bench.sweep import Job
 from stepgauge.report.figure import grouped_bars
+from stepgauge.report.names import flatten
 from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
-from stepgauge.report.views import flatten, number, record_table
+from stepgauge.report.views import record_table
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
@@ -51,13 +52,13 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     table = []
     for (size, name), ms in rows.items():
         stock = [t for (s, n), t in rows.items() if s == size and n.startswith("stock") and t]
-        ratio = f"{min(stock) / ms:.3f}" if stock and ms else ""
-        table.append([str(size), name, number(ms), ratio])
+        ratio = min(stock) / ms if stock and ms else None
+        table.append([size, name, ms, ratio])
     head = ["size", "parts", "step ms", "best stock over it"]
     caption = "The best stock run's time divided by the row's: above 1 is faster than stock can be."
     return [
         Plot(svg, "The step with torch's parts and with ours."),
-        Table(head, table, numeric=frozenset(head[2:]), caption=caption),
+        Table(head, table, caption=caption, formats={head[3]: ".3f"}),
         record_table(records),
     ]
 

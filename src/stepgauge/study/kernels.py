@@ -5,13 +5,11 @@ figures beside ours.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from stepgauge.bench.kernels import OPERATIONS
-from stepgauge.bench.kernels import comparison as contest
+from stepgauge.bench.kernels import OPERATIONS, comparison
 from stepgauge.bench.sweep import Job
 from stepgauge.report.kernel_plots import kernel_bars
 from stepgauge.report.kernels import kernel_table
 from stepgauge.report.table import Table
-from stepgauge.report.views import number
 from stepgauge.spec.grids import Point
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
@@ -24,7 +22,7 @@ def kernel_jobs(machine: Machine, kind: str, points: Iterable[Point]) -> list[Jo
     """One row a point, all of an operation in one process."""
     spec = OPERATIONS[kind].spec
     rows = [spec(**{"seconds": SECONDS, **point, "device": machine.device}) for point in points]
-    return [Job(contest.run, row, process=kind) for row in rows]
+    return [Job(comparison.run, row, process=kind) for row in rows]
 
 
 def kernel_experiment(
@@ -52,8 +50,8 @@ def beside_published(
     for wanted, published in figures.items():
         same = [r for r in records if all(r.spec.get(name) == value for name, value in wanted)]
         for name, theirs in published.items():
-            here = number(same[0].median(f"{name}_ms")) if same else ""
-            rows.append([", ".join(f"{k} {v}" for k, v in wanted), name, here, number(theirs)])
+            here = same[0].median(f"{name}_ms") if same else None
+            rows.append([" ".join(f"{k}={v}" for k, v in wanted), name, here, theirs])
     head = ["row", "implementation", "here ms", "published ms"]
     caption = f"Beside {source}: {SOURCES[source]}."
     return Table(
@@ -61,5 +59,5 @@ def beside_published(
         rows,
         numeric=frozenset(head[2:]),
         caption=caption,
-        folded=not any(row[2] for row in rows),
+        folded=not any(here for *_, here, _ in rows),
     )

@@ -9,9 +9,10 @@ from stepgauge.bench import memory
 from stepgauge.bench.sweep import Job
 from stepgauge.report.checkpointing import choice_of, memory_against_time
 from stepgauge.report.memory import memory_blocks
+from stepgauge.report.names import flatten
+from stepgauge.report.numbers import number
 from stepgauge.report.page import Block
 from stepgauge.report.table import Table
-from stepgauge.report.views import flatten, number
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample

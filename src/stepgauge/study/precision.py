@@ -8,8 +8,9 @@ from stepgauge.bench import dtypes
 from stepgauge.bench.sweep import Job
 from stepgauge.report.dtypes import EXPLANATION, accumulation_table, dtype_table
 from stepgauge.report.figure import grouped_bars
+from stepgauge.report.names import flatten
 from stepgauge.report.page import Block, Plot, Text
-from stepgauge.report.views import flatten, record_table
+from stepgauge.report.views import record_table
 from stepgauge.spec.dtypes import AccumulationSpec, DtypesSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample

@@ -8,11 +8,12 @@ from typing import Any
 
 from stepgauge.bench import profile
 from stepgauge.bench.sweep import Job
+from stepgauge.report.names import describe
 from stepgauge.report.page import Block, Text
 from stepgauge.report.profile import blocks as profile_blocks
 from stepgauge.report.profile import kinds_shares
 from stepgauge.report.table import Table
-from stepgauge.report.views import describe, record_table
+from stepgauge.report.views import record_table
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record

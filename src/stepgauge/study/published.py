@@ -5,8 +5,8 @@ ours.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from stepgauge.report.names import flatten
 from stepgauge.report.table import Table
-from stepgauge.report.views import flatten, number
 from stepgauge.spec.record import Record, Sample
 
 SOURCES = {
@@ -50,13 +50,12 @@ def beside(records: Sequence[Record], theirs: Iterable[Record], figures: Sequenc
             if figure in their.metrics:
                 cells = [
                     figure.removesuffix("_ms"),
-                    number(ours.median(figure) if ours else None),
-                    number(their.median(figure)),
+                    ours.median(figure) if ours else None,
+                    their.median(figure),
                 ]
                 rows.append([*what, load, *cells, _load(their.spec), their.source])
-    legend = "; ".join(
-        f"{source}: {SOURCES[source]}" for source in dict.fromkeys(row[-1] for row in rows)
-    )
+    sources = dict.fromkeys(str(row[-1]) for row in rows)
+    legend = "; ".join(f"{source}: {SOURCES[source]}" for source in sources)
     head = [
         "size",
         "precision",

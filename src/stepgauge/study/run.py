@@ -13,10 +13,11 @@ import torch
 from stepgauge.bench.sweep import Job
 from stepgauge.measure.devices import resolve
 from stepgauge.measure.environment import environment
+from stepgauge.report.names import flatten, labels
+from stepgauge.report.numbers import number
 from stepgauge.report.page import Headline, Section, Text, page
-from stepgauge.report.views import flatten, labels, number
 from stepgauge.runtime.isolate import run_isolated
-from stepgauge.spec.fallbacks import stand_ins
+from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.hardware import peaks
 from stepgauge.spec.model import FLOP_CONVENTION
 from stepgauge.spec.record import Record
@@ -109,7 +110,7 @@ def _section(
 
 def reservations(records: Sequence[Record]) -> list[Text]:
     """What a reader of the section has to know before its figures."""
-    said = list(dict.fromkeys(sentence for record in records for sentence in stand_ins(record)))
+    said = list(dict.fromkeys(sentence for record in records for sentence in fallbacks(record)))
     if said:
         said = [f"No measure of our kernels here: {'; '.join(said)}."]
     names = zip(labels(records), records, strict=True)

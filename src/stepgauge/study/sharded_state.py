@@ -5,9 +5,9 @@ from pathlib import Path
 
 from stepgauge.bench.sweep import Job
 from stepgauge.report.figure import stacked_bars
+from stepgauge.report.numbers import scaled
 from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
-from stepgauge.report.views import number
 from stepgauge.spec.record import Record
 from stepgauge.study import data_parallel
 from stepgauge.study.experiment import Experiment, Machine
@@ -76,10 +76,10 @@ def _memory(records: Sequence[Record]) -> Table:
         plain = _of(records, PLAIN, record.spec["size"])
         whole, state = (r.median("optimizer_bytes") if r else None for r in (plain, record))
         ranks = record.spec["ranks"] if record.spec["wrapper"] != PLAIN else 1
-        over = f"{100 * (state * ranks / whole - 1):+.2f}" if whole and state else ""
-        figures = [number(record.median(f"{name}_bytes"), "bytes") for name in (*MOMENTS, *PARTS)]
+        over = 100 * (state * ranks / whole - 1) if whole and state else None
+        figures = [scaled(record.median(f"{name}_bytes"), "bytes") for name in (*MOMENTS, *PARTS)]
         names = [str(record.spec["size"]), str(record.spec["wrapper"])]
-        rows.append([*names, number(record.median("step_ms")), *figures, over])
+        rows.append([*names, record.median("step_ms"), *figures, over])
     moments = [f"{name.replace('_', ' ')} GiB" for name in MOMENTS]
     parts = ["parameters GiB", "gradients GiB", "optimizer GiB", "rest GiB"]
     numbers = ["step ms", *moments, *parts, "state over an even share %"]
@@ -88,6 +88,7 @@ def _memory(records: Sequence[Record]) -> Table:
         rows,
         numeric=frozenset(numbers),
         caption="Memory of the fullest rank.",
+        formats={numbers[-1]: "+.2f"},
     )
 
 
@@ -101,15 +102,15 @@ def _beside(records: Sequence[Record]) -> Table:
         ]
         sharded, plain = (record.median("step_ms") if record else None for record in here)
         ratio = sharded / plain if sharded and plain else None
-        published = [number(1e3 * sharded_s), number(1e3 * plain_s), number(sharded_s / plain_s)]
-        rows.append([size, where, number(sharded), number(plain), number(ratio), *published, "S1"])
+        published = [1e3 * sharded_s, 1e3 * plain_s, sharded_s / plain_s]
+        rows.append([size, where, sharded, plain, ratio, *published, "S1"])
     numbers = [
-        "our sharded ms",
-        "our plain ms",
-        "ours, ratio",
-        "their sharded ms",
-        "their plain ms",
-        "theirs, ratio",
+        "here sharded ms",
+        "here plain ms",
+        "here ratio",
+        "published sharded ms",
+        "published plain ms",
+        "published ratio",
     ]
     caption = f"Beside published figures. S1: {SOURCES['S1']}. Ours are zero1 and {PLAIN}."
     return Table(

@@ -8,8 +8,9 @@ from pathlib import Path
 from stepgauge.bench import train
 from stepgauge.bench.sweep import Job
 from stepgauge.report.figure import lines
+from stepgauge.report.numbers import number
 from stepgauge.report.page import Block, Plot, Text
-from stepgauge.report.views import number, record_table
+from stepgauge.report.views import record_table
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.train import TrainSpec

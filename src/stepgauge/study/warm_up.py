@@ -5,9 +5,10 @@ from pathlib import Path
 
 from stepgauge.bench.sweep import Job
 from stepgauge.report.figure import grouped_bars
+from stepgauge.report.names import describe
 from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
-from stepgauge.report.views import describe, number, record_table
+from stepgauge.report.views import record_table
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
 from stepgauge.study.published import SOURCES
@@ -16,7 +17,12 @@ from stepgauge.study.sizes import step_job
 WARM_UPS = (0, 1, 2, 5)
 # S1's small: forward 84 ms without warm-up, 19 with one step; S2's small: 29 ± 52 against 12.9 ±
 # 0.3 ms.
-_FIGURES = [("S1", "0", "84"), ("S1", "1", "19"), ("S2", "0", "29 ± 52"), ("S2", "5", "12.9 ± 0.3")]
+_FIGURES: list[tuple[str, int, float, float | None]] = [
+    ("S1", 0, 84, None),
+    ("S1", 1, 19, None),
+    ("S2", 0, 29, 52),
+    ("S2", 5, 12.9, 0.3),
+]
 
 
 def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
@@ -37,20 +43,21 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     )
     ours = [
         [
-            str(record.spec["warmup"]),
-            f"{number(s.mean)} ± {number(s.std)}",
-            number(s.median),
+            record.spec["warmup"],
+            s.mean,
+            s.std,
+            s.median,
             "this machine",
         ]
         for record, s in zip(good, forward, strict=True)
     ]
-    theirs = [[warmup, figure, "", source] for source, warmup, figure in _FIGURES]
-    head = ["warm-up steps", "forward ms, mean ± std", "median", "source"]
+    theirs = [[warmup, mean, std, None, source] for source, warmup, mean, std in _FIGURES]
+    head = ["warm-up steps", "forward ms mean", "std", "median", "source"]
     sources = "; ".join(f"{name}: {SOURCES[name]}" for name in ("S1", "S2"))
     table = Table(
         head,
         ours + theirs,
-        numeric=frozenset(head[1:3]),
+        names=1,
         caption=f"Beside published figures of small. {sources}.",
     )
     counts = " to ".join(

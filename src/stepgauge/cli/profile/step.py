@@ -14,8 +14,8 @@ from stepgauge.cli.rows import (
     resolve_devices,
     run_jobs,
 )
+from stepgauge.report.names import labels
 from stepgauge.report.profile import phases_table, tables
-from stepgauge.report.views import names
 from stepgauge.spec.analysis import Analysis
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.profile import ProfileSpec
@@ -56,7 +56,7 @@ def step(
         )
         tell(f"report: {report}")
         found = [(record, profile.read(record, out)) for record in records]
-        for name, (record, analysis) in zip(names(records), found, strict=True):
+        for name, (record, analysis) in zip(labels(records), found, strict=True):
             _print(name, record, analysis, brief=len(found) > 1)
     else:
         print_records(records, format)

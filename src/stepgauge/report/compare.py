@@ -1,0 +1,183 @@
+"""Two runs beside each other: which rows pair, and what differs by more than its spread."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from stepgauge.report.names import describe, flatten, labels, shared, varying
+from stepgauge.report.numbers import heading
+from stepgauge.report.table import Table
+from stepgauge.report.views import figure
+from stepgauge.spec.kinds import declarations
+from stepgauge.spec.record import Record
+
+MOST_NAMED = 3  # of rows without a partner
+PROVENANCE = "provenance"
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One figure in two runs. `exceeds_spread`: the ranges p10 to p90 do not meet; a single value
+    has no range.
+    """
+
+    first: Record
+    second: Record
+    metric: str
+
+    @property
+    def ratio(self) -> float:
+        """Second over first."""
+        before, after = (
+            self.first.metrics[self.metric].median,
+            self.second.metrics[self.metric].median,
+        )
+        return after / before if before else math.nan
+
+    @property
+    def has_spread(self) -> bool:
+        return all(record.metrics[self.metric].n > 1 for record in (self.first, self.second))
+
+    @property
+    def exceeds_spread(self) -> bool:
+        before, after = self.first.metrics[self.metric], self.second.metrics[self.metric]
+        return self.has_spread and (before.p90 < after.p10 or after.p90 < before.p10)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What two runs have in common, and what only one of them could measure or was asked for, in
+    sentences.
+    """
+
+    found: list[Difference]
+    alone: list[str]
+
+
+def compare(
+    first: Iterable[Record], second: Iterable[Record], *, ignoring: Sequence[str] = ()
+) -> Comparison:
+    """Pairs the records of two runs by what was run, but for the fields `ignoring`, by their names
+    or their options'.
+
+    Raises ValueError if a field is unknown, or if several records of a run would be the same
+    without the fields.
+    """
+    sides = [_by_pair_key(list(records), ignoring) for records in (first, second)]
+    missing = (
+        _without_partner(
+            [record for key, record in own.items() if key not in other], len(own), name
+        )
+        for own, other, name in ((sides[0], sides[1], "A"), (sides[1], sides[0], "B"))
+    )
+    found, alone = [], []
+    for key, record in sides[0].items():
+        partner = sides[1].get(key)
+        if partner is None:
+            continue
+        found += [
+            Difference(record, partner, metric)
+            for metric in record.metrics
+            if metric in partner.metrics
+        ]
+        for side, other, name in ((record, partner, "A"), (partner, record, "B")):
+            if side.status != "ok" and other.status == "ok":
+                alone.append(f"{describe(side)}: {side.status.upper()} in {name} ({side.note})")
+    return Comparison(found, [*alone, *(sentence for sentence in missing if sentence)])
+
+
+def closest_differ_in(first: Sequence[Record], second: Sequence[Record]) -> list[str]:
+    """The fields in which those two records, of one kind, differ that differ least; nothing where
+    kinds differ.
+    """
+    specs = [
+        [(record.kind, flatten(record.spec)) for record in records] for records in (first, second)
+    ]
+    differences = [
+        [name for name in {**a, **b} if a.get(name) != b.get(name)]
+        for (kind_a, a), (kind_b, b) in itertools.product(*specs)
+        if kind_a == kind_b
+    ]
+    return min(differences, key=len, default=[])
+
+
+def _without_partner(records: Sequence[Record], rows: int, run: str) -> str:
+    """How many of a run's rows the other has not, the first few by name; nothing for none."""
+    if not records:
+        return ""
+    named = labels(records)[:MOST_NAMED]
+    more = f", and {len(records) - len(named)} more" if len(records) > len(named) else ""
+    return f"{len(records)} of {rows} rows of {run} without a partner: {'; '.join(named)}{more}"
+
+
+def _by_pair_key(
+    records: Sequence[Record], ignoring: Sequence[str]
+) -> dict[tuple[Any, ...], Record]:
+    """Each record by its kind, its fields and its provenance, but for those to be ignored."""
+    ignored = _field_names(records, ignoring)
+    pairs: dict[tuple[Any, ...], Record] = {}
+    for record in records:
+        fields = {**flatten(record.spec), PROVENANCE: record.provenance}
+        kept = ((name, str(value)) for name, value in fields.items() if name not in ignored)
+        key = (record.kind, *sorted(kept))
+        if key in pairs:
+            raise ValueError(
+                f"without {', '.join(ignoring)} a run has several rows of {describe(record)}; "
+                "ignore fewer fields"
+            )
+        pairs[key] = record
+    return pairs
+
+
+def _field_names(records: Sequence[Record], named: Sequence[str]) -> set[str]:
+    """The fields of those names or options. Raises ValueError for an unknown one."""
+    known = {PROVENANCE, *(name for record in records for name in flatten(record.spec))}
+    flags = {
+        field.metadata["flag"]: field.name
+        for record in records
+        for declared in declarations(record.kind, record.spec)
+        for field in dataclasses.fields(declared)
+        if field.metadata.get("flag")
+    }
+    found = {name if name in known else flags.get(name, name) for name in named}
+    if unknown := found - known:
+        raise ValueError(
+            f"ignoring is {unknown.pop()!r}; choose from {', '.join(sorted({*known, *flags}))}"
+        )
+    return found
+
+
+def difference_table(found: Sequence[Difference]) -> Table:
+    """One row a figure; a field that differs within a pair is written as "A → B"."""
+    records = [record for difference in found for record in (difference.first, difference.second)]
+    alike = shared(records)
+    fields = list(dict.fromkeys([*varying(records), *alike.fields]))
+    rows = []
+    for difference in found:
+        sides = difference.first, difference.second
+        specs = [flatten(record.spec) for record in sides]
+        values = [tuple(spec.get(name) for spec in specs) for name in fields]
+        before, after = (record.metrics[difference.metric] for record in sides)
+        ratio = None if math.isnan(difference.ratio) else difference.ratio
+        rows.append([
+            *(a if a == b else f"{a} → {b}" for a, b in values),
+            heading(difference.metric, before.unit),
+            figure(before), figure(after), ratio, _verdict(difference),
+        ])  # fmt: skip
+    columns = [*(name.replace("_", " ") for name in fields), "figure", "A", "B", "B / A", "verdict"]
+    return Table(
+        columns,
+        rows,
+        numeric=frozenset(("A", "B", "B / A")),
+        caption=alike.text,
+        hidden=alike.columns(),
+        formats={"B / A": ".3f"},
+    )
+
+
+def _verdict(difference: Difference) -> str:
+    if not difference.has_spread:
+        return ""
+    return "differs" if difference.exceeds_spread else "within spread"

@@ -1,0 +1,128 @@
+"""What tells records apart, and how a row is named: `key=value` of the fields that vary."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stepgauge.spec.fields import named_in
+from stepgauge.spec.kinds import declarations
+from stepgauge.spec.record import Record
+
+SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
+# Spec fields that are columns even where all rows share them.
+ALWAYS = ("size", "wrapper", "precision", "compile")
+
+
+def flatten(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested specs as one level of fields; the outer one wins where names meet."""
+    inner = {
+        k: v
+        for part in spec.values()
+        if isinstance(part, Mapping)
+        for k, v in flatten(part).items()
+    }
+    return inner | {k: v for k, v in spec.items() if not isinstance(v, Mapping)}
+
+
+def differing(records: Sequence[Record]) -> list[str]:
+    """Spec fields whose values differ, without the shape where the size names it."""
+    specs = [flatten(record.spec) for record in records]
+    fields = dict.fromkeys(name for spec in specs for name in spec)
+    differs = [name for name in fields if len({str(spec.get(name)) for spec in specs}) > 1]
+    shapes = {(spec.get("size"), *(spec.get(n) for n in SHAPE)) for spec in specs}
+    is_custom = any(spec.get("size") == "custom" for spec in specs)
+    if not is_custom and len(shapes) == len({spec.get("size") for spec in specs}):
+        differs = [name for name in differs if name not in SHAPE]
+    return differs
+
+
+def varying(records: Sequence[Record]) -> list[str]:
+    """The columns that name rows: ALWAYS, a custom network's shape, and the fields that differ."""
+    fields = {name for record in records for name in flatten(record.spec)}
+    is_custom = any(flatten(record.spec).get("size") == "custom" for record in records)
+    first = [name for name in ALWAYS if name in fields]
+    return list(dict.fromkeys([*first, *(SHAPE if is_custom else ()), *differing(records)]))
+
+
+def _declared(record: Record) -> list[Any]:
+    """The fields of the record's specs, as they are declared."""
+    return [
+        field
+        for declared in declarations(record.kind, record.spec)
+        for field in dataclasses.fields(declared)
+    ]
+
+
+def pair(record: Record, field: str) -> str:
+    """`key=value`, the key as the command line spells it."""
+    flags = {each.name: each.metadata.get("flag") or each.name for each in _declared(record)}
+    return f"{flags.get(field, field)}={flatten(record.spec).get(field)}"
+
+
+def naming(record: Record) -> tuple[list[str], list[str]]:
+    """The fields that name the record, and those that would but have their hidden default."""
+    spec = flatten(record.spec)
+    shape = [n for declared in declarations(record.kind, record.spec)[:1]
+             for n in getattr(declared, "shape", ())]  # fmt: skip
+    # A preset implies its shape, and a user's model has no preset.
+    implied = {*(("size", "batch") if spec.get("own") else ())}
+    implied |= {*(SHAPE if spec.get("size") != "custom" else ())}
+    shown, default = list(shape), list[str]()
+    for field in _declared(record):
+        names = named_in(field) or ({field.name} if field.metadata.get("word") else set())
+        if not names <= spec.keys() or field.name in implied or field.name not in spec:
+            continue
+        is_default = spec[field.name] == field.metadata.get("quiet")
+        ordered = sorted(names, key=lambda name: name != field.name)
+        (default if is_default else shown).extend([field.name] if is_default else ordered)
+    return list(dict.fromkeys(shown)), default
+
+
+def describe(record: Record) -> str:
+    """Kind and `key=value` of the fields that name the record."""
+    return " ".join([record.kind, *(pair(record, field) for field in naming(record)[0])])
+
+
+def labels(records: Sequence[Record]) -> list[str]:
+    """Each row by `key=value` of the fields that vary, after its kind where kinds differ.
+
+    A row that nothing tells from the others is named by `describe`.
+    """
+    differs = differing(records)
+    kinds = {record.kind for record in records}
+    found = []
+    for record in records:
+        spec = flatten(record.spec)
+        pairs = [pair(record, field) for field in differs if field in spec]
+        if len({each.provenance for each in records}) > 1:
+            pairs.append(record.provenance)
+        kind = [record.kind] if len(kinds) > 1 else []
+        found.append(" ".join([*kind, *pairs]) if pairs else describe(record))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """What is the same for all records of one kind.
+
+    text    `key=value` of the fields that name a row
+    fields  those fields
+    default naming fields that have their hidden default in all records
+    """
+
+    text: str
+    fields: Sequence[str]
+    default: Sequence[str]
+
+    def columns(self) -> frozenset[str]:
+        """The columns that the text makes superfluous for people."""
+        return frozenset(name.replace("_", " ") for name in (*self.fields, *self.default))
+
+
+def shared(records: Sequence[Record]) -> Shared:
+    if not records:
+        return Shared("", (), ())
+    specs = [flatten(record.spec) for record in records]
+    same = {n for n, value in specs[0].items() if all(spec.get(n) == value for spec in specs)}
+    shown, default = ([n for n in fields if n in same] for fields in naming(records[0]))
+    return Shared(", ".join(pair(records[0], field) for field in shown), shown, default)
