@@ -1,0 +1,163 @@
+"""The simulator of pipeline schedules: the lowered schedule that runs, with a duration for each
+action and each transfer, gives when everything happens.
+
+A rank computes one action at a time, in its order; an action starts as soon as all that it waits
+for has ended (spec/plan/pipeline/depend.py). Transfers run beside computation. The host may be the
+slower one: it issues a rank's actions one after another, and none starts before it is issued.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Self
+
+from stepgauge.spec.plan.pipeline.action import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    SENDS,
+    WEIGHT,
+    Action,
+    Channel,
+    Schedule,
+    ScheduleError,
+)
+from stepgauge.spec.plan.pipeline.check import Held, live
+from stepgauge.spec.plan.pipeline.depend import cycle, dependencies, in_order
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Durations:
+    """How long everything takes, in ms (or in any unit: the timeline is in the same).
+
+    actions   of (stage, kind); a B that is not there takes its I and its W, work on weights that is
+              not there takes nothing
+    transfers of a channel; nothing where it is not there
+    host_ms   that the host needs to issue one action
+    """
+
+    actions: Mapping[tuple[int, str], float]
+    transfers: Mapping[Channel, float] = dataclasses.field(default_factory=dict)
+    host_ms: float = 0.0
+
+    @classmethod
+    def of_stages(
+        cls,
+        stages: int,
+        *,
+        forward: float = 1.0,
+        input: float = 1.0,
+        weight: float = 1.0,
+        transfer: float = 0.0,
+        host_ms: float = 0.0,
+        weights: Sequence[float] = (),
+    ) -> Self:
+        """Stages that are alike but for `weights`, a factor a stage: 1.1 is a stage that takes a
+        tenth longer. Raises ValueError for another number of them than stages.
+        """
+        if weights and len(weights) != stages:
+            raise ValueError(f"weights has {len(weights)} values; there are {stages} stages")
+        factors = weights or [1.0] * stages
+        kinds = {FORWARD: forward, INPUT: input, WEIGHT: weight}
+        actions = {
+            (stage, kind): ms * factor
+            for stage, factor in enumerate(factors)
+            for kind, ms in kinds.items()
+        }
+        edges = [(a, a + 1) for a in range(stages - 1)]
+        channels = [Channel(a, b) for edge in edges for a, b in (edge, edge[::-1])]
+        return cls(actions=actions, transfers=dict.fromkeys(channels, transfer), host_ms=host_ms)
+
+    def of(self, action: Action) -> float:
+        """Raises ValueError for a computation that has no duration."""
+        stage, kind, _ = action
+        if kind in SENDS:
+            return self.transfers.get(action.channel, 0.0)
+        if not action.is_compute:
+            return self.actions.get((stage, kind), 0.0)
+        try:
+            return self.actions[stage, kind]
+        except KeyError:
+            if kind != BACKWARD:
+                raise ValueError(f"no duration for {kind} of stage {stage}") from None
+        return self.of(Action(stage, INPUT)) + self.of(Action(stage, WEIGHT))
+
+
+class Span(NamedTuple):
+    """An action with its start and end, in ms from the begin of the step."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """When every action of a step ran, as simulated or as measured.
+
+    ranks      the computations of each rank, in their order
+    transfers  from the moment that both sides are there to the end, by their SEND
+    """
+
+    ranks: tuple[tuple[Span, ...], ...]
+    transfers: tuple[Span, ...] = ()
+
+    @functools.cached_property
+    def step_ms(self) -> float:
+        """From the begin of the step to the end of the last computation."""
+        return max(span.end for row in self.ranks for span in row)
+
+    @property
+    def busy_ms(self) -> list[float]:
+        """Of each rank: the time in which it computes."""
+        return [sum(span.end - span.start for span in row) for row in self.ranks]
+
+    @property
+    def bubbles(self) -> list[float]:
+        """Of each rank: the share of the step in which it does not compute."""
+        return [1.0 - busy / self.step_ms for busy in self.busy_ms]
+
+    @property
+    def over_ideal(self) -> float:
+        """The step over one in which the same work is spread evenly and nobody waits."""
+        return self.step_ms * len(self.ranks) / sum(self.busy_ms)
+
+
+def simulate(schedule: Schedule, durations: Durations) -> Timeline:
+    """When each action of a lowered schedule runs. Raises ScheduleError for one that cannot end."""
+    if not schedule.is_lowered and schedule.num_ranks > 1:
+        raise ScheduleError("the schedule has no sends and receives; lower it first")
+    waits = dependencies(schedule)
+    if stuck := cycle(waits):
+        raise ScheduleError(f"the schedule cannot end: {stuck[0]} waits for itself", stuck)
+    issued = _issued(schedule, durations.host_ms)
+    spans: dict[Action, Span] = {}
+    for action in in_order(waits):
+        start = max((spans[other].end for other in waits[action]), default=0.0)
+        start = max(start, issued.get(action, 0.0))
+        spans[action] = Span(action, start, start + durations.of(action))
+    return Timeline(
+        tuple(tuple(spans[a] for a in row if a.is_compute) for row in schedule.ranks),
+        tuple(span for span in spans.values() if span.action.kind in SENDS),
+    )
+
+
+def _issued(schedule: Schedule, host_ms: float) -> dict[Action, float]:
+    """When the host of each rank has issued each action. A transfer counts at its sender."""
+    return {
+        action: (number + 1) * host_ms
+        for row in schedule.ranks
+        for number, action in enumerate(row)
+        if host_ms
+    }
+
+
+def held_over_time(timeline: Timeline, held: Mapping[int, Held]) -> list[list[tuple[float, float]]]:
+    """Of each rank: (start of an action, what is held during it), in the order of the actions."""
+    return [
+        [
+            (span.start, level)
+            for span, level in zip(row, live([span.action for span in row], held), strict=True)
+        ]
+        for row in timeline.ranks
+    ]

@@ -1,0 +1,137 @@
+"""Lowering: a schedule of computations gets its sends, receives and work on sharded weights.
+
+Where a receive is posted is a pass of its own, so that it is a decision and not luck: `ahead` is
+the number of computations between it and the one that needs it. 0 posts it when it is needed; 1
+lets the transfer run during the computation before, for one more buffer. On a GPU a receive that
+waits for its sender keeps a multiprocessor busy, so that more is not better.
+"""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+from stepgauge.spec.plan.pipeline.action import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    RECV_B,
+    RECV_F,
+    REDUCE,
+    RESHARD,
+    SEND_B,
+    SEND_F,
+    UNSHARD,
+    WEIGHT,
+    Action,
+    Channel,
+    Schedule,
+)
+
+AHEAD = 1
+
+
+def lower(schedule: Schedule, *, ahead: int = AHEAD, sharded: Collection[int] = ()) -> Schedule:
+    """The schedule with all that a runtime does; one that is lowered already is left as it is.
+
+    ahead    computations between a receive and the one that needs it
+    sharded  stages whose weights are gathered before their first action and dropped after their
+             last
+
+    Each stage's gradients are reduced after its last W or B. Raises ValueError for a negative
+    `ahead`.
+    """
+    if ahead < 0:
+        raise ValueError(f"ahead is {ahead}; it must be at least 0")
+    if schedule.is_lowered:
+        return schedule
+    rows = [with_stage_work(row, sharded) for row in schedule.ranks]
+    rows = [with_sends(schedule, row) for row in rows]
+    order = sent_order(rows)
+    rows = [place_receives(row, receives(schedule, row), order, ahead) for row in rows]
+    return dataclasses.replace(schedule, ranks=tuple(map(tuple, rows)))
+
+
+def with_sends(schedule: Schedule, row: Sequence[Action]) -> list[Action]:
+    """Every result is sent as soon as it is there, if its reader is on another rank."""
+    lowered = []
+    for action in row:
+        lowered.append(action)
+        stage, kind, micro_batch = action
+        if kind == FORWARD and schedule.crosses(stage, stage + 1):
+            lowered.append(Action(stage, SEND_F, micro_batch))
+        if kind in (BACKWARD, INPUT) and schedule.crosses(stage, stage - 1):
+            lowered.append(Action(stage, SEND_B, micro_batch))
+    return lowered
+
+
+def receives(schedule: Schedule, row: Sequence[Action]) -> dict[Action, Action]:
+    """What the actions of a rank need from others: the receive of each that needs one."""
+    found = {}
+    for action in row:
+        stage, kind, micro_batch = action
+        if kind == FORWARD and schedule.crosses(stage, stage - 1):
+            found[action] = Action(stage, RECV_F, micro_batch)
+        if kind in (BACKWARD, INPUT) and schedule.crosses(stage, stage + 1):
+            found[action] = Action(stage, RECV_B, micro_batch)
+    return found
+
+
+def sent_order(rows: Sequence[Sequence[Action]]) -> dict[Channel, list[Action]]:
+    """The receives of each channel in the order in which their sender sends."""
+    order: dict[Channel, list[Action]] = {}
+    for row in rows:
+        for action in row:
+            if action.kind in (SEND_F, SEND_B):
+                order.setdefault(action.channel, []).append(action.received)
+    return order
+
+
+def place_receives(
+    row: Sequence[Action],
+    needed: dict[Action, Action],
+    order: dict[Channel, list[Action]],
+    ahead: int,
+) -> list[Action]:
+    """The row with each receive `ahead` computations before its reader, and on each channel none
+    after one that is sent later.
+    """
+    computations = [place for place, action in enumerate(row) if action.is_compute]
+    wanted: dict[Action, int] = {}
+    for number, place in enumerate(computations):
+        if row[place] in needed:
+            wanted[needed[row[place]]] = computations[max(0, number - ahead)]
+    for channel in {receive.channel for receive in wanted}:
+        earliest = len(row)
+        for receive in reversed(order.get(channel, [])):
+            earliest = min(earliest, wanted.get(receive, earliest))
+            wanted[receive] = earliest
+    posted: list[list[Action]] = [[] for _ in range(len(row) + 1)]
+    ranks = {receive: n for sent in order.values() for n, receive in enumerate(sent)}
+    for receive in sorted(wanted, key=lambda r: ranks.get(r, -1)):
+        posted[wanted[receive]].append(receive)
+    return [action for place, own in enumerate(row) for action in (*posted[place], own)]
+
+
+def with_stage_work(row: Sequence[Action], sharded: Collection[int]) -> list[Action]:
+    """Gradients of a stage are reduced after its last W or B; a sharded stage is whole from its
+    first action to its last.
+    """
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    graded: dict[int, int] = {}
+    for place, action in enumerate(row):
+        if action.is_compute:
+            first.setdefault(action.stage, place)
+            last[action.stage] = place
+            if action.kind in (BACKWARD, WEIGHT):
+                graded[action.stage] = place
+    lowered = []
+    for place, action in enumerate(row):
+        stage = action.stage
+        if stage in sharded and first[stage] == place:
+            lowered.append(Action(stage, UNSHARD))
+        lowered.append(action)
+        if graded.get(stage) == place:
+            lowered.append(Action(stage, REDUCE))
+        if stage in sharded and last[stage] == place:
+            lowered.append(Action(stage, RESHARD))
+    return lowered

@@ -1,0 +1,270 @@
+"""Pipeline schedules as data: what the published ones promise, text and CSV, lowering, the checker."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepgauge.cost.timeline import Durations, simulate
+from stepgauge.spec.plan.pipeline import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    ScheduleError,
+    build,
+    check,
+    from_csv,
+    from_text,
+    lower,
+    to_csv,
+    to_text,
+)
+from stepgauge.spec.plan.pipeline.check import Held
+from stepgauge.spec.plan.pipeline.text import parse
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_published_schedule_can_run_and_travels_as_text_and_csv(name, ranks):
+    for micro_batches in (2 * ranks, 3 * ranks, 4 * ranks):
+        schedule = build(name, ranks=ranks, micro_batches=micro_batches)
+        lowered = check(schedule).schedule
+        assert lowered.compute == schedule
+        simulate(lowered, Durations.of_stages(schedule.num_stages))
+        for form in (schedule, lowered):
+            assert from_text(to_text(form), name) == form
+            assert from_csv(to_csv(form), name) == form
+
+
+def test_schedules_of_torch_s_names_are_torch_s():
+    """Ours, written as CSV, are the lists that torch's own generators make."""
+    torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for name, theirs in {
+        "interleaved": "ScheduleInterleaved1F1B",
+        "izb": "ScheduleInterleavedZeroBubble",
+        "zbv": "ScheduleZBVZeroBubble",
+        "dualpipev": "ScheduleDualPipeV",
+    }.items():
+        for ranks, micro_batches in ((2, 4), (3, 9), (4, 8), (4, 16)):
+            made = object.__new__(getattr(torch_schedules, theirs))  # its stages need a group
+            made.pp_group_size, made._n_microbatches = ranks, micro_batches
+            made.n_local_stages, made.num_stages, made._num_stages = 2, 2 * ranks, 2 * ranks
+            made.number_of_rounds = max(1, micro_batches // ranks)
+            made.microbatches_per_round = micro_batches // made.number_of_rounds
+            rows = []
+            for rank in range(ranks):
+                made.rank = rank
+                actions = made._calculate_single_rank_operations(rank)
+                rows.append(",".join("" if action is None else str(action) for action in actions))
+            ours = build(name, ranks=ranks, micro_batches=micro_batches)
+            assert from_csv("\n".join(rows), name) == ours, (name, ranks, micro_batches)
+
+
+def test_peak_activations_are_those_that_the_papers_promise():
+    """In micro-batches of a stage: 1F1B p - r; ZB-H1 and ZBV as much as 1F1B's most on every rank;
+    V-Half a half and V-Min a third of it, and a constant of at most three.
+    """
+    for p in (4, 8):
+        made = {
+            name: check(build(name, ranks=p, micro_batches=4 * p))
+            for name in ("gpipe", "1f1b", "zb-h1", "zbv", "v-half", "v-min")
+        }
+        assert made["gpipe"].peak == (4 * p,) * p
+        assert made["1f1b"].peak == tuple(p - rank for rank in range(p))
+        assert made["zb-h1"].peak == (p,) * p
+        assert max(made["zbv"].peak) == 2 * p  # half stages
+        assert max(made["v-half"].peak) <= 2 * p / 2 + 3
+        assert max(made["v-min"].peak) <= 2 * p / 3 + 3
+
+
+def test_memory_in_bytes_and_a_bound():
+    schedule = build("zb-h1", ranks=2, micro_batches=4)
+    held = {stage: Held(activations=10.0, for_weights=4.0) for stage in range(2)}
+    found = check(schedule, held=held)
+    # Rank 1 has one micro-batch in flight and one whose W is to come.
+    assert found.peak == (20.0, 14.0)
+    assert (found.in_flight, found.saved) == ((2, 1), (1, 2))
+    with pytest.raises(ScheduleError, match=r"rank 0 holds 20 at 0F1; the bound is 19") as refused:
+        check(schedule, held=held, bound=19.0)
+    assert refused.value.actions == (Action(0, "F", 1),)
+
+
+def test_receives_are_posted_as_many_computations_ahead_as_asked():
+    plain = build("1f1b", ranks=2, micro_batches=2)
+    assert to_text(lower(plain, ahead=0)).splitlines() == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD",
+        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE_GRAD",
+    ]
+    assert to_text(lower(plain, ahead=1)).splitlines() == [
+        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1 0REDUCE_GRAD",
+        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE_GRAD",
+    ]
+    sharded = lower(plain, sharded=[0]).ranks[0]
+    assert [str(action) for action in (sharded[0], *sharded[-2:])] == [
+        "0UNSHARD",
+        "0REDUCE_GRAD",
+        "0RESHARD",
+    ]
+
+
+def test_a_deadlock_is_refused_with_its_cycle():
+    with pytest.raises(ScheduleError) as refused:
+        check(from_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"))
+    cycle = set(map(str, refused.value.actions))
+    assert {"0F1", "0B0", "1F1", "1B0"} <= cycle, refused.value
+    # Each side first takes what the other has not sent yet, on the one communicator of both.
+    crossed = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\n"
+    crossed += "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"
+    check(from_text(crossed))
+    with pytest.raises(ScheduleError, match="0SEND_F1 waits for 1SEND_B0"):
+        check(from_text(crossed), communicator=lambda channel: frozenset(channel))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "the schedule is empty"),
+        ("0F0 0X0", "rank 0: action is '0X0'; it must be a stage, a kind and a micro-batch"),
+        ("0F0 0B0\n1F0 1B", "rank 1: action is '1B'; B needs a micro-batch"),
+        ("0F0 0UNSHARD1", "UNSHARD has no micro-batch"),
+        ("0F0 0B0\n0F1 0B1", "stage 0 is on rank 0 (0F0) and on rank 1 (0F1)"),
+        ("0F0 0B0 2F0 2B0", "1F0 is missing"),
+        ("0F0 0F1 0B0", "0F1 has no backward, 0B1"),
+        ("0F0 0B0 0I0 0W0", "0B0 is a whole backward; 0I0 is one too many"),
+        ("0F0 0I0", "0I0 is there but 0W0 is missing"),
+        ("0F0 0F0 0B0", "0F0 is there 2 times"),
+        ("0B0 0F0", "rank 0 runs 0B0 before 0F0"),
+        ("0F0 0W0 0I0", "rank 0 runs 0W0 before 0I0"),
+        ("0SEND_F0", "rank 0 of 1 has nothing to compute"),
+        ("0F0 0SEND_F0 0B0", "nobody needs 0SEND_F0 of rank 0"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(text, sentence):
+    with pytest.raises(ScheduleError) as refused:
+        check(from_text(text))
+    assert sentence in str(refused.value)
+
+
+def test_questions_that_no_schedule_answers():
+    for settings_, sentence in (
+        ({"name": "zbw", "ranks": 2, "micro_batches": 2}, "schedule is 'zbw'; choose one of"),
+        ({"name": "1f1b", "ranks": 0, "micro_batches": 2}, "ranks is 0"),
+        ({"name": "izb", "ranks": 2, "micro_batches": 5}, "must divide"),
+        ({"name": "dualpipev", "ranks": 4, "micro_batches": 4}, "needs at least 8"),
+        ({"name": "zbv", "ranks": 2, "micro_batches": 4, "per_rank": 3}, "2 stages a rank"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            build(**settings_)
+    with pytest.raises(ScheduleError, match="schedule is for 2 ranks; there are 3"):
+        check(build("1f1b", ranks=2, micro_batches=2), ranks=3)
+
+
+@st.composite
+def valid_schedules(draw):
+    """Any order in which some rank always runs something that can run, on any placement."""
+    source = random.Random(draw(st.integers(0, 10**6)))
+    ranks, micro_batches = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    stages = ranks * draw(st.integers(1, 3))
+    owners = list(range(ranks)) + [source.randrange(ranks) for _ in range(stages - ranks)]
+    source.shuffle(owners)
+    rows = [[] for _ in range(ranks)]
+    done = set()
+    split = {(s, k): source.random() < 0.5 for s in range(stages) for k in range(micro_batches)}
+    waiting = [
+        Action(s, kind, k)
+        for (s, k), is_split in split.items()
+        for kind in ("F", *("IW" if is_split else "B"))
+    ]
+    while waiting:
+        ready = [action for action in waiting if _can_run(action, done, stages)]
+        action = source.choice(ready)
+        waiting.remove(action)
+        done.add(action)
+        rows[owners[action.stage]].append(action)
+    return Schedule(tuple(map(tuple, rows)))
+
+
+def _can_run(action, done, stages):
+    stage, kind, k = action
+    if kind == "F":
+        return stage == 0 or Action(stage - 1, "F", k) in done
+    if kind == "W":
+        return Action(stage, "I", k) in done
+    after = {Action(stage + 1, other, k) for other in "BI"}
+    return Action(stage, "F", k) in done and (stage == stages - 1 or bool(after & done))
+
+
+@settings(max_examples=60, deadline=None)
+@given(valid_schedules(), st.integers(0, 3))
+def test_any_valid_schedule_passes_and_ends(schedule, ahead):
+    lowered = check(lower(schedule, ahead=ahead)).schedule
+    timeline = simulate(lowered, Durations.of_stages(schedule.num_stages, transfer=0.1))
+    for row, spans in zip(schedule.ranks, timeline.ranks, strict=True):
+        assert tuple(span.action for span in spans) == row
+        assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
+
+
+@settings(max_examples=60, deadline=None)
+@given(valid_schedules(), st.randoms(use_true_random=False))
+def test_a_mutation_of_a_valid_schedule_is_refused(schedule, source):
+    lowered = lower(schedule)
+    for mutate in (drop, repeat, too_late, swap_sends):
+        mutated = mutate(lowered, source)
+        if mutated is not None:
+            with pytest.raises(ScheduleError) as refused:
+                check(mutated)
+            assert refused.value.actions, mutate
+
+
+def drop(schedule, source):
+    """An action that something needs."""
+    return _without(schedule, source, lambda action: action.kind != "REDUCE_GRAD")
+
+
+def repeat(schedule, source):
+    rows = [list(row) for row in schedule.ranks]
+    row = source.choice(rows)
+    row.append(source.choice(row))
+    return Schedule(tuple(map(tuple, rows)))
+
+
+def too_late(schedule, source):
+    """A receive or a forward after all else of its rank."""
+    late = ("F", "RECV_F", "RECV_B")
+    return _without(schedule, source, lambda action: action.kind in late, again=True)
+
+
+def swap_sends(schedule, source):
+    """The first of two sends of a channel after the second."""
+    for number, row in enumerate(schedule.ranks):
+        for action in (action for action in row if action.kind.startswith("SEND")):
+            later = [a for a in row[row.index(action) + 1 :] if a.kind == action.kind]
+            for other in (other for other in later if other.stage == action.stage):
+                moved = [a for a in row if a != action]
+                moved.insert(moved.index(other) + 1, action)
+                ranks = list(schedule.ranks)
+                ranks[number] = tuple(moved)
+                return Schedule(tuple(ranks))
+    return None
+
+
+def _without(schedule, source, wanted, again=False):
+    """Without one of the actions wanted, or with it at the end of its rank."""
+    found = [(rank, action) for rank, action in schedule if wanted(action)]
+    if not found:
+        return None
+    rank, chosen = source.choice(found)
+    rows = [list(row) for row in schedule.ranks]
+    rows[rank].remove(chosen)
+    rows[rank] += [chosen] if again else []
+    return Schedule(tuple(map(tuple, rows)))
+
+
+def test_parsing_takes_the_longest_kind():
+    assert parse("10SEND_B12") == Action(10, "SEND_B", 12)
+    assert parse("3W1") == Action(3, "W", 1)
+    assert from_csv("(0F3;1B2)OVERLAP_F_B,,0F4\n").ranks == (
+        (Action(0, "F", 3), Action(1, "B", 2), Action(0, "F", 4)),
+    )
