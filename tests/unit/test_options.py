@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from stepgauge.cli.options import expand, format_bytes, parse_bytes
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.fields import words
+from stepgauge.spec.options import expand, format_bytes, parse_bytes
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.train import TrainSpec

@@ -1,21 +1,30 @@
-"""Spec dataclasses as command-line options: a field's declaration is its flag, help text and
-limits.
-"""
+"""Options of a command from the declarations of specs: spec.options as cyclopts reads it."""
 
 import dataclasses
+import functools
 import inspect
-import itertools
-import types
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Annotated, Any, TypedDict
 
 from cyclopts import Parameter, Token
 
 from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.fields import check_value
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.options import (
+    SHAPE,
+    Field,
+    Network,
+    Values,
+    expand,
+    is_size,
+    options_of,
+    parse_bytes,
+    read,
+    written,
+)
 
-Values = dict[str, tuple[Any, ...]]
-Network = type[ModelSpec] | type[BertSpec]
+__all__ = ["Values", "expand", "parse_bytes", "spec_options"]  # what commands need of it
 
 
 def spec_options(
@@ -32,46 +41,92 @@ def spec_options(
     `option`, or are in `without`, are no options; a parameter of the command's own takes the place
     of a field of its name.
     """
-    shown = {
+    usual = {
         name: value if isinstance(value, tuple) else (value,)
         for name, value in (defaults or {}).items()
     }
-    network: Network = next(
-        (spec for spec in specs if issubclass(spec, ModelSpec | BertSpec)), ModelSpec
-    )
+    network: Network = next((s for s in specs if issubclass(s, ModelSpec | BertSpec)), ModelSpec)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [p for p in inspect.signature(command).parameters.values() if p.name != "values"]
-        taken = {*without, *(p.name for p in own)}
-        declared = [
-            field
-            for spec in specs
-            for field in dataclasses.fields(spec)
-            if "help" in field.metadata
-        ]
-        fields = [field for field in declared if field.name not in taken]
-        names = {field.name: field for field in fields}
-        added = [
-            _parameter(field, sweep, shown.get(field.name), network) for field in names.values()
-        ]
+        fields = options_of(*specs, without={*without, *inspect.signature(command).parameters})
+        options = {
+            name: _option(field, sweep, usual.get(name), network) for name, field in fields.items()
+        }
+        given = TypedDict("given", options, total=False)  # type: ignore[misc]
 
-        def run(*positional: Any, **given: Any) -> None:
-            chosen = {name: given.pop(name) for name in names if name in given}
-            values = {
-                name: value or (_bare(names[name]),)
-                for name, value in chosen.items()
-                if value is not None
+        @functools.wraps(command)
+        def run(*positional: Any, values: Values | None = None, **others: Any) -> None:
+            chosen = {
+                # A default may be a word that only the command understands.
+                name: value if value == usual.get(name) else _value(fields[name], value, sweep)
+                for name, value in (values or {}).items()
             }
-            _refuse_beside_own(values, network)
-            command(*positional, values={**shown, **values}, **given)
+            for size in chosen.get("size", ()):
+                network.preset(size)
+            _refuse_beside_own(chosen, network)
+            command(*positional, values={**usual, **chosen}, **others)
 
-        parameters = sorted([*added, *own], key=lambda p: (p.kind, p.name not in names))
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        # cyclopts reads the type and default of `values` from the command that is wrapped.
+        command.__annotations__["values"] = Annotated[given | None, Parameter(name="*")]
+        command.__kwdefaults__ = {**(command.__kwdefaults__ or {}), "values": None}
         return run
 
     return decorate
+
+
+def _option(field: Field, sweep: bool, usual: tuple[Any, ...] | None, network: Network) -> Any:
+    """The field's flag as cyclopts takes it: its names, its help with the default, its values."""
+    is_network = field.name == "size" or field.name in {f.name for f in dataclasses.fields(network)}
+    parameter = Parameter(
+        group="Network" if is_network else "Run",
+        name=_names(field),
+        help=_help(field, usual, network),
+        metavar=_placeholder(field) + ("..." if sweep else ""),
+        consume_multiple=sweep or (0, 1),
+        converter=lambda _, tokens: _convert(field, tokens, sweep),
+        negative="",
+        show_default=False,
+    )
+    return Annotated[tuple[str, ...], parameter]
+
+
+def _help(field: Field, usual: tuple[Any, ...] | None, network: Network) -> str:
+    sizes = network.preset_names() if field.name == "size" else None
+    choices = field.metadata["choices"] or sizes
+    text = field.metadata["help"] + (f" ({', '.join(choices)})" if choices else "")
+    values = " ".join(written(field, value) for value in usual or (field.default,))
+    shown = "preset" if field.name in SHAPE else values
+    return f"{text} [{shown}]" if shown else text
+
+
+def _placeholder(field: Field) -> str:
+    """What stands for a value in the help; in brackets where the flag alone has a meaning."""
+    name = "SIZE" if is_size(field) else field.type.__name__.upper()  # type: ignore[union-attr]
+    name = "true|false" if field.type is bool else name
+    return name if field.metadata["bare"] is None else rf"\[{name}]"  # escaped, for rich
+
+
+def _names(field: Field) -> tuple[str, ...]:
+    long = f"--{(field.metadata['flag'] or field.name).replace('_', '-')}"
+    return (long, f"-{field.metadata['short']}") if field.metadata["short"] else (long,)
+
+
+def _convert(field: Field, tokens: Sequence[Token], sweep: bool) -> tuple[Any, ...]:
+    texts = [t for token in tokens for t in (token.value.split(",") if sweep else [token.value])]
+    return tuple(read(field, text) for text in texts if text)
+
+
+def _value(field: Field, values: tuple[Any, ...], sweep: bool) -> tuple[Any, ...]:
+    """What a flag stands for: its values, or what it means alone. Raises ValueError for none, too
+    many, or one outside the field's limits.
+    """
+    if not values and field.metadata["bare"] is None:
+        raise ValueError(f"{field.name} needs a value")
+    if len(values) > 1 and not sweep:
+        raise ValueError(f"{field.name} is given {len(values)} times; give it once")
+    for value in values:
+        check_value(field, value)
+    return values or (field.metadata["bare"],)
 
 
 def _refuse_beside_own(given: Values, network: Network) -> None:
@@ -82,148 +137,3 @@ def _refuse_beside_own(given: Values, network: Network) -> None:
         raise ValueError(
             f"{beside} is {given[beside][0]!r}; an own model brings its network and batch: leave it out"
         )
-
-
-def _parameter(
-    field: "dataclasses.Field[Any]", sweep: bool, defaults: tuple[Any, ...] | None, network: Network
-) -> inspect.Parameter:
-    choices = field.metadata["choices"] or (
-        network.preset_names() if field.name == "size" else None
-    )
-    text = field.metadata["help"] + (f" ({', '.join(choices)})" if choices else "")
-    usual = (
-        "preset"
-        if field.name in SHAPE
-        else " ".join(_written(field, v) for v in defaults or (field.default,))
-    )
-    is_network = field.name == "size" or field.name in {f.name for f in dataclasses.fields(network)}
-    values: Any = types.GenericAlias(tuple, (str if field.type is bool else field.type, ...))
-    annotation: Any = Annotated[
-        values | None,
-        Parameter(
-            group="Network" if is_network else "Run",
-            name=_names(field),
-            help=f"{text} [{usual}]" if usual else text,
-            metavar=_placeholder(field) + ("..." if sweep else ""),
-            consume_multiple=sweep or (0, 1),
-            converter=lambda _, tokens: _convert(field, tokens, sweep),
-            negative="",
-            show_default=False,
-        ),
-    ]
-    return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-    )
-
-
-def _placeholder(field: "dataclasses.Field[Any]") -> str:
-    """What stands for a value in the help; in brackets where the flag alone has a meaning."""
-    if field.type is bool:
-        name = "true|false"
-    else:
-        name = "SIZE" if _is_size(field) else field.type.__name__.upper()  # type: ignore[union-attr]
-    return name if field.metadata["bare"] is None else rf"\[{name}]"  # escaped, for rich
-
-
-def _written(field: "dataclasses.Field[Any]", value: Any) -> str:
-    """A default as a person would type it."""
-    if field.type is bool:
-        return str(value).lower()
-    return format_bytes(value) if _is_size(field) else str(value)
-
-
-def _is_size(field: "dataclasses.Field[Any]") -> bool:
-    return field.name.endswith("_bytes")
-
-
-def _names(field: "dataclasses.Field[Any]") -> tuple[str, ...]:
-    long = f"--{(field.metadata['flag'] or field.name).replace('_', '-')}"
-    return (long, f"-{field.metadata['short']}") if field.metadata["short"] else (long,)
-
-
-SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
-
-
-def _bare(field: "dataclasses.Field[Any]") -> Any:
-    if field.metadata["bare"] is None:
-        raise ValueError(f"{field.name} needs a value")
-    return field.metadata["bare"]
-
-
-def _convert(
-    field: "dataclasses.Field[Any]", tokens: Sequence[Token], sweep: bool
-) -> tuple[Any, ...]:
-    texts = [
-        text
-        for token in tokens
-        for text in (token.value.split(",") if sweep else [token.value])
-        if text
-    ]
-    return tuple(_parse(field, text) for text in texts)
-
-
-def _parse(field: "dataclasses.Field[Any]", text: str) -> Any:
-    if field.type is bool:
-        words = {
-            "true": True,
-            "on": True,
-            "yes": True,
-            "1": True,
-            "false": False,
-            "off": False,
-            "no": False,
-            "0": False,
-        }
-        if text.lower() not in words:
-            raise ValueError(f"{field.name} is {text!r}; choose true or false")
-        return words[text.lower()]
-    if _is_size(field):
-        return parse_bytes(text, field.name)
-    try:
-        return field.type(text.replace("_", "") if field.type is int else text)  # type: ignore[operator]
-    except ValueError:
-        kind = "a whole number" if field.type is int else "a number"
-        raise ValueError(f"{field.name} is {text!r}; it must be {kind}") from None
-
-
-def parse_bytes(text: str, name: str) -> int:
-    """Bytes of "512K", "1M", "2G" (powers of 1024, as nccl-tests has them) or a plain number.
-    Raises ValueError.
-    """
-    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
-    try:
-        return round(
-            float(number.replace("_", "")) * {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}[unit]
-        )
-    except (ValueError, KeyError, OverflowError):
-        raise ValueError(
-            f"{name} is {text!r}; it must be a number of bytes such as 65536, 512K, 1M or 2G"
-        ) from None
-
-
-def format_bytes(size: int) -> str:
-    """What parse_bytes reads back to the size, in the largest unit that gives a whole number."""
-    for unit, factor in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
-        if size and size % factor == 0:
-            return f"{size // factor}{unit}"
-    return str(size)
-
-
-def expand(spec: type, values: Values, *, network: Network = ModelSpec) -> Iterator[Any]:
-    """The product of the values as specs; of a spec with a model, made from the preset `size` and
-    the fields given.
-
-    The first option varies slowest. Raises ValueError for a combination that is no model.
-    """
-    model_fields = {field.name for field in dataclasses.fields(network)}
-    order = [name for name in ("size", *values) if name in values]
-    for combination in itertools.product(*(values[name] for name in dict.fromkeys(order))):
-        chosen = dict(zip(dict.fromkeys(order), combination, strict=True))
-        if "model" not in {field.name for field in dataclasses.fields(spec)}:
-            yield spec(**chosen)
-            continue
-        size = chosen.pop("size")
-        shape = {name: value for name, value in chosen.items() if name in model_fields}
-        rest = {name: value for name, value in chosen.items() if name not in model_fields}
-        label = "custom" if set(shape) & set(SHAPE) else size.lower()
-        yield spec(model=network.preset(size, **shape), size=label, **rest)

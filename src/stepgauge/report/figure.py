@@ -10,12 +10,10 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Placeholder -> CSS variable. Any colours that nothing else draws with.
 INK, FAINT, GRID = "#010203", "#010204", "#010205"
@@ -69,8 +67,12 @@ NO_SCALES: Scales = MappingProxyType({})
 
 
 @contextlib.contextmanager
-def canvas(width: float, height: float) -> Iterator[tuple[Axes, list[str]]]:
+def canvas(width: float, height: float) -> Iterator[tuple["Axes", list[str]]]:
     """An axes to draw on; the SVG is appended to the list when the block ends."""
+    # Loading it takes most of a second, which a command that draws nothing should not wait for.
+    import matplotlib
+    from matplotlib.figure import Figure
+
     output: list[str] = []
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height))
@@ -253,23 +255,19 @@ def roofline(
     return output[0]
 
 
-def _logarithmic(axes: Axes, scales: Scales) -> None:
+def _logarithmic(axes: "Axes", scales: Scales) -> None:
     """Scales whose ticks are written out: powers of two along x; 1, 2 and 5 along y."""
     if "x" in scales:
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: scales["x"](value)))
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.xaxis.set_major_formatter(lambda value, _: scales["x"](value))
+        axes.xaxis.set_minor_formatter("")
     if "y" in scales:
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: scales["y"](value)))
+        axes.yaxis.set_major_formatter(lambda value, _: scales["y"](value))
         low, high = axes.get_ylim()
         between = "25" if high < MOST_LABELLED_BETWEEN * low else ""
         axes.yaxis.set_minor_formatter(
-            FuncFormatter(
-                lambda value, _: (
-                    scales["y"](value) if between and f"{value:e}"[0] in between else ""
-                )
-            )
+            lambda value, _: scales["y"](value) if between and f"{value:e}"[0] in between else ""
         )
 
 
@@ -280,7 +278,7 @@ def _coloured(series: Mapping[str, Any]) -> list[tuple[tuple[str, Any], str]]:
     return list(zip(series.items(), SERIES, strict=False))
 
 
-def _label(axes: Axes, x: float, row: float, text: str, colour: str) -> None:
+def _label(axes: "Axes", x: float, row: float, text: str, colour: str) -> None:
     axes.annotate(
         text,
         (x, row),
@@ -292,7 +290,7 @@ def _label(axes: Axes, x: float, row: float, text: str, colour: str) -> None:
     )
 
 
-def _mark(axes: Axes, points: Series | None) -> None:
+def _mark(axes: "Axes", points: Series | None) -> None:
     for (name, values), marker in zip((points or {}).items(), "D^sv", strict=False):
         known = [(value, row) for row, value in enumerate(values) if value is not None]
         if known:
@@ -301,17 +299,17 @@ def _mark(axes: Axes, points: Series | None) -> None:
                       markeredgecolor=INK, markeredgewidth=1.3, label=name)  # fmt: skip
 
 
-def _finish_rows(axes: Axes, labels: Sequence[str], unit: str) -> None:
+def _finish_rows(axes: "Axes", labels: Sequence[str], unit: str) -> None:
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(unit)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axes.xaxis.set_major_formatter(lambda value, _: short(value))
     axes.margins(x=0.12)
     _legend(axes)
 
 
-def _legend(axes: Axes) -> None:
+def _legend(axes: "Axes") -> None:
     """Above the axes and no wider than they are: a wider one would make the plot small."""
     _, names = axes.get_legend_handles_labels()
     if len(names) > 1:

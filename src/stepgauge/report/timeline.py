@@ -6,8 +6,6 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.ticker import MaxNLocator
-
 from stepgauge.report.figure import short
 
 WIDTH, LABEL, ROW, GAP, TOP, BOTTOM = 900, 120, 18, 5, 26, 34
@@ -74,6 +72,8 @@ def _fitting(texts: Sequence[str], room: float) -> str:
 
 def _axis(length: float, x: Any, height: float) -> list[str]:
     line = height - BOTTOM + 4
+    from matplotlib.ticker import MaxNLocator
+
     ticks = [us for us in MaxNLocator(6).tick_values(0, length) if us < length]
     return [f'<path d="M{LABEL} {line}H{WIDTH - 8}" stroke="var(--grid)"/>'] + [
         f'<text x="{x(us)}" y="{line + 16}" text-anchor="{"end" if us == ticks[-1] else "middle"}" fill="var(--faint)">'

@@ -93,13 +93,17 @@ def check(spec: Any) -> None:
     limits.
     """
     for field in dataclasses.fields(spec):
-        value = getattr(spec, field.name)
-        choices, least, most = (field.metadata.get(key) for key in ("choices", "least", "most"))
-        if choices and value not in choices:
-            raise ValueError(f"{field.name} is {value!r}; choose one of {', '.join(choices)}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{field.name} is {value}; it must be a finite number")
-        if least is not None and value is not None and value < least:
-            raise ValueError(f"{field.name} is {value:,}; it must be at least {least:,}")
-        if most is not None and value is not None and value > most:
-            raise ValueError(f"{field.name} is {value:,}; it must be at most {most:,}")
+        check_value(field, getattr(spec, field.name))
+
+
+def check_value(field: "dataclasses.Field[Any]", value: Any) -> None:
+    """Raises ValueError for a value outside the field's declared limits."""
+    choices, least, most = (field.metadata.get(key) for key in ("choices", "least", "most"))
+    if choices and value not in choices:
+        raise ValueError(f"{field.name} is {value!r}; choose one of {', '.join(choices)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{field.name} is {value}; it must be a finite number")
+    if least is not None and value is not None and value < least:
+        raise ValueError(f"{field.name} is {value:,}; it must be at least {least:,}")
+    if most is not None and value is not None and value > most:
+        raise ValueError(f"{field.name} is {value:,}; it must be at most {most:,}")

@@ -24,10 +24,11 @@ def step(
     it is measured; the same command again goes on where it stopped. A size that does not fit gives
     a row that says OOM.
     """
+    specs = resolve_devices(expand(StepSpec, values))
+
     from stepgauge.bench import step as bench_step
     from stepgauge.bench.sweep import Job
 
-    specs = resolve_devices(expand(StepSpec, values))
     for spec in specs:
         bench_step.check(spec)
     records = run_jobs([Job(bench_step.run, spec) for spec in specs], RunStore(out), fresh=fresh)

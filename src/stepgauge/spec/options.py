@@ -1,0 +1,103 @@
+"""A spec's fields as options: how a value is written and read, and the product of several values as
+specs.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.model import ModelSpec
+
+Field = dataclasses.Field[Any]
+Values = dict[str, tuple[Any, ...]]
+Network = type[ModelSpec] | type[BertSpec]
+
+SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")  # what a preset decides
+DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+TRUTH = {
+    **dict.fromkeys(("true", "on", "yes", "1"), True),
+    **dict.fromkeys(("false", "off", "no", "0"), False),
+}
+
+
+def options_of(*specs: type, without: Collection[str] = ()) -> dict[str, Field]:
+    """The fields that are declared with `option`, by name; of equal names the last spec's."""
+    fields = (field for spec in specs for field in dataclasses.fields(spec))
+    return {f.name: f for f in fields if "help" in f.metadata and f.name not in without}
+
+
+def is_size(field: Field) -> bool:
+    """Whether the field is a number of bytes, which people write as 512K or 2G."""
+    return field.name.endswith("_bytes")
+
+
+def read(field: Field, text: str) -> Any:
+    """The value that a text stands for. Raises ValueError for one that is of another type."""
+    if field.type is bool:
+        if text.lower() not in TRUTH:
+            raise ValueError(f"{field.name} is {text!r}; choose true or false")
+        return TRUTH[text.lower()]
+    if is_size(field):
+        return parse_bytes(text, field.name)
+    if field.name == "device" and not DEVICE.fullmatch(text):  # said before torch is loaded
+        raise ValueError(f"device is {text!r}; choose cpu, cuda, cuda:N, mps or auto")
+    try:
+        return field.type(text.replace("_", "") if field.type is int else text)  # type: ignore[operator]
+    except ValueError:
+        kind = "a whole number" if field.type is int else "a number"
+        raise ValueError(f"{field.name} is {text!r}; it must be {kind}") from None
+
+
+def written(field: Field, value: Any) -> str:
+    """A value as a person would type it."""
+    if field.type is bool:
+        return str(value).lower()
+    return format_bytes(value) if is_size(field) else str(value)
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """Bytes of "512K", "1M", "2G" (powers of 1024, as nccl-tests has them) or a plain number.
+    Raises ValueError.
+    """
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    try:
+        return round(float(number.replace("_", "")) * UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise ValueError(
+            f"{name} is {text!r}; it must be a number of bytes such as 65536, 512K, 1M or 2G"
+        ) from None
+
+
+def format_bytes(size: int) -> str:
+    """What parse_bytes reads back to the size, in the largest unit that gives a whole number."""
+    units = [(unit, factor) for unit, factor in UNITS.items() if size and size % factor == 0]
+    unit, factor = max(units, key=lambda each: each[1], default=("", 1))
+    return f"{size // factor}{unit}"
+
+
+def expand(
+    spec: type, values: Mapping[str, tuple[Any, ...]], *, network: Network = ModelSpec
+) -> list[Any]:
+    """The product of the values as specs; of a spec with a model, made from the preset `size` and
+    the fields given.
+
+    The first option varies slowest. Raises ValueError for a combination that is no model.
+    """
+    names = list(dict.fromkeys(name for name in ("size", *values) if name in values))
+    has_model = any(field.name == "model" for field in dataclasses.fields(spec))
+    product = itertools.product(*(values[name] for name in names))
+    chosen = (dict(zip(names, combination, strict=True)) for combination in product)
+    return [_from_preset(spec, each, network) if has_model else spec(**each) for each in chosen]
+
+
+def _from_preset(spec: type, chosen: dict[str, Any], network: Network) -> Any:
+    size = chosen.pop("size")
+    of_network = {field.name for field in dataclasses.fields(network)}
+    shape = {name: value for name, value in chosen.items() if name in of_network}
+    rest = {name: value for name, value in chosen.items() if name not in of_network}
+    label = "custom" if set(shape) & set(SHAPE) else size.lower()
+    return spec(model=network.preset(size, **shape), size=label, **rest)
