@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 import stepgauge
-from stepgauge.cli import bench, comm, demo, model, profile, records, study, topo, train
+from stepgauge.cli import bench, comm, demo, model, profile, records, schedule, study, topo, train
 from stepgauge.cli.console import complain, silence
 from stepgauge.cli.rows import RunFailedError
 from stepgauge.runtime.torchrun import torchrun_numbers
@@ -27,6 +27,7 @@ app.command(comm.app)
 app.command(topo.topo)
 app.command(train.train)
 app.command(model.model)
+app.command(schedule.app)
 app.command(demo.app)
 app.command(records.show)
 app.command(records.compare)

@@ -1,0 +1,185 @@
+"""`stepgauge schedule show|check|simulate`: pipeline schedules, without torch and without a GPU."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+from rich.text import Text
+
+from stepgauge.cli.console import Output, print_in, print_table, tell
+from stepgauge.cost.timeline import Durations, Timeline, simulate
+from stepgauge.report.pipeline import drawing, lanes, rank_table
+from stepgauge.spec.plan.pipeline import (
+    SCHEDULES,
+    Checked,
+    Schedule,
+    build,
+    check,
+    from_csv,
+    from_text,
+    to_csv,
+    to_text,
+)
+
+app = App(name="schedule", help="Show, check and simulate a pipeline schedule.")
+
+Form = Literal["text", "csv", "json"]
+Which = Annotated[
+    str, Parameter(help=f"One of {', '.join(SCHEDULES)}, or a file of text or torch's CSV.")
+]
+Ranks = Annotated[int, Parameter(help="Ranks; a file must be for as many. [4, or the file's]")]
+MicroBatches = Annotated[
+    int, Parameter(name="--microbatches", help="Micro-batches of a step. [8, or the file's]")
+]
+PerRank = Annotated[int, Parameter(help="Stages a rank of interleaved schedules. [2]")]
+COLOURS = {
+    "F": "black on blue",
+    "B": "black on green",
+    "I": "black on cyan",
+    "W": "black on yellow",
+}
+PLAIN_WIDTH = 100
+
+
+@app.command
+def show(
+    which: Which,
+    *,
+    ranks: Ranks = 0,
+    micro_batches: MicroBatches = 0,
+    per_rank: PerRank = 0,
+    lowered: Annotated[
+        bool, Parameter(help="With sends, receives and reductions.", negative="")
+    ] = False,
+    format: Form = "text",
+) -> None:
+    """Print a schedule: a line a rank, of actions such as 0F3."""
+    schedule = load(which, ranks, micro_batches, per_rank)
+    schedule = check(schedule).schedule if lowered else schedule
+    if format == "json":
+        rows = [[str(action) for action in row] for row in schedule.ranks]
+        print(json.dumps({"name": schedule.name, "ranks": rows}))
+    else:
+        print(to_text(schedule) if format == "text" else to_csv(schedule), end="")
+
+
+@app.command(name="check")
+def check_(
+    which: Which,
+    *,
+    ranks: Ranks = 0,
+    micro_batches: MicroBatches = 0,
+    per_rank: PerRank = 0,
+    bound: Annotated[
+        float | None, Parameter(help="Most micro-batches of a stage that a rank may hold.")
+    ] = None,
+    format: Form = "text",
+) -> None:
+    """Prove that a schedule can run, and say what each rank holds; else name the actions that
+    prove that it cannot.
+    """
+    found = check(load(which, ranks, micro_batches, per_rank), bound=bound)
+    durations = Durations.of_stages(found.schedule.num_stages)
+    table = rank_table(simulate(found.schedule, durations), found)
+    if format == "text":
+        print_table(table)
+    else:
+        print_in(format, table)
+
+
+@app.command(name="simulate")
+def simulate_(
+    which: Which,
+    *,
+    ranks: Ranks = 0,
+    micro_batches: MicroBatches = 0,
+    per_rank: PerRank = 0,
+    forward: Annotated[float, Parameter(help="ms of a forward of a stage.")] = 1.0,
+    input: Annotated[float, Parameter(help="ms of the gradient of its input.")] = 1.0,
+    weight: Annotated[float, Parameter(help="ms of the gradient of its weights.")] = 1.0,
+    transfer: Annotated[float, Parameter(help="ms of a transfer.")] = 0.0,
+    host: Annotated[float, Parameter(help="ms that the host needs to issue an action.")] = 0.0,
+    stage_weights: Annotated[
+        str, Parameter(help="How long each stage takes, such as 1,1,1,1.1. [1 each]")
+    ] = "",
+    report: Annotated[Path | None, Parameter(help="An SVG of it, too.")] = None,
+    format: Form = "text",
+) -> None:
+    """Draw when everything runs, with the bubble of each rank."""
+    found = check(load(which, ranks, micro_batches, per_rank))
+    durations = Durations.of_stages(
+        found.schedule.num_stages,
+        forward=forward,
+        input=input,
+        weight=weight,
+        transfer=transfer,
+        host_ms=host,
+        weights=_numbers(stage_weights),
+    )
+    timeline = simulate(found.schedule, durations)
+    if format == "json":
+        print(json.dumps(_values(timeline)))
+    elif format == "csv":
+        print_in("csv", rank_table(timeline, found))
+    else:
+        _draw(timeline, found)
+    if report is not None:
+        report.write_text(lanes({found.schedule.name: timeline}), encoding="utf-8")
+        tell(f"picture: {report}")
+
+
+def load(which: str, ranks: int, micro_batches: int, per_rank: int) -> Schedule:
+    """The schedule of that name or in that file. Raises ValueError."""
+    if which in SCHEDULES:
+        return build(which, ranks=ranks or 4, micro_batches=micro_batches or 8, per_rank=per_rank)
+    path = Path(which)
+    if not path.is_file():
+        raise ValueError(
+            f"schedule is {which!r}; choose one of {', '.join(SCHEDULES)}, or a file that is there"
+        )
+    text = path.read_text(encoding="utf-8")
+    read = from_csv if "," in text or path.suffix == ".csv" else from_text
+    schedule = read(text, path.stem)
+    for word, asked, has in (
+        ("ranks", ranks, schedule.num_ranks),
+        ("microbatches", micro_batches, schedule.num_micro_batches),
+    ):
+        if asked not in (0, has):
+            raise ValueError(f"{word} is {asked}; {which} is for {has}")
+    return schedule
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",") if part]
+    except ValueError:
+        raise ValueError(
+            f"stage_weights is {text!r}; it must be numbers such as 1,1,1,1.1"
+        ) from None
+
+
+def _draw(timeline: Timeline, found: Checked) -> None:
+    console = Output(highlight=False)
+    width = (console.width if console.is_terminal else PLAIN_WIDTH) - 8
+    for rank, bars in enumerate(drawing(timeline, width)):
+        line = Text(f"rank {rank}".ljust(8))
+        for text, kind in bars:
+            line.append(text, COLOURS.get(kind, "") if console.is_terminal else "")
+        console.print(line, soft_wrap=True)
+    console.print()
+    print_table(rank_table(timeline, found))
+
+
+def _values(timeline: Timeline) -> dict[str, object]:
+    spans = [
+        {"rank": rank, "action": str(span.action), "start": span.start, "end": span.end}
+        for rank, row in enumerate(timeline.ranks)
+        for span in row
+    ]
+    return {
+        "step": timeline.step_ms,
+        "over_ideal": timeline.over_ideal,
+        "bubbles": timeline.bubbles,
+        "spans": spans,
+    }

@@ -1,0 +1,81 @@
+"""`stepgauge schedule` as a user meets it."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from stepgauge import cli
+from stepgauge.spec.plan.pipeline import build, from_csv, from_text
+
+
+@pytest.fixture
+def stepgauge(capfd):
+    def run(*arguments):
+        status = cli.run(list(map(str, arguments)))
+        return status, *capfd.readouterr()
+
+    return run
+
+
+def test_show_writes_what_can_be_read_again(stepgauge, tmp_path):
+    wanted = build("zbv", ranks=3, micro_batches=6)
+    asked = ("zbv", "--ranks", 3, "--microbatches", 6)
+    status, text, _ = stepgauge("schedule", "show", *asked)
+    assert (status, from_text(text, "zbv")) == (0, wanted)
+    _, table, _ = stepgauge("schedule", "show", *asked, "--lowered", "--format", "csv")
+    assert from_csv(table, "zbv").compute == wanted
+    path = tmp_path / "mine.csv"
+    path.write_text(table)
+    status, printed, _ = stepgauge("schedule", "show", path, "--format", "json")
+    assert (status, json.loads(printed)["name"], len(json.loads(printed)["ranks"])) == (
+        0,
+        "mine",
+        3,
+    )
+
+
+def test_simulate_draws_a_line_a_rank_and_says_what_waits(stepgauge, tmp_path):
+    asked = ("schedule", "simulate", "1f1b", "--ranks", 2, "--microbatches", 2)
+    status, out, err = stepgauge(*asked, "--report", tmp_path / "drawn.svg")
+    lines = out.splitlines()
+    assert status == 0, err
+    assert lines[0].split() == ["rank", "0", "F0", "F1", "B0", "B1"]
+    assert lines[1].split() == ["rank", "1", "F0", "B0", "F1", "B1"]
+    assert "step 9, 1.500 of ideal" in out
+    svg = (tmp_path / "drawn.svg").read_text()
+    assert "rank 1" in svg and "var(--series-2)" in svg
+    _, out, _ = stepgauge(*asked, "--stage-weights", "1,2", "--format", "json")
+    found = json.loads(out)
+    assert found["step"] == 1 + 2 * 6 + 2
+    assert found["spans"][0] == {"rank": 0, "action": "0F0", "start": 0.0, "end": 1.0}
+    _, out, _ = stepgauge(*asked, "--format", "csv")
+    assert [row["busy"] for row in csv.DictReader(io.StringIO(out))] == ["6.0", "6.0"]
+
+
+def test_check_says_what_is_held(stepgauge):
+    status, out, _ = stepgauge("schedule", "check", "zb-h1", "--format", "json")
+    assert status == 0
+    assert [row["most held"] for row in json.loads(out)] == [4.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("show", "zbw"), "schedule is 'zbw'; choose one of gpipe"),
+        (("check", "zb-h1", "--bound", "3"), "rank 0 holds 4 at 0F3; the bound is 3"),
+        (("check", "izb", "--microbatches", "9"), "micro_batches is 9"),
+        (("check", "{file}", "--ranks", "3"), "ranks is 3; {file} is for 2"),
+        (("check", "{file}"), "the schedule cannot end: "),
+        (("simulate", "1f1b", "--stage-weights", "1,2"), "weights has 2 values; there are 4"),
+        (("simulate", "1f1b", "--stage-weights", "1,x"), "stage_weights is '1,x'"),
+    ],
+)
+def test_a_mistake_is_one_sentence(stepgauge, tmp_path, arguments, words):
+    path = tmp_path / "stuck.txt"
+    path.write_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1\n")
+    status, _, err = stepgauge("schedule", *(word.format(file=path) for word in arguments))
+    assert status == 2
+    assert err.startswith(f"stepgauge: {words.format(file=path)}")
+    assert len(err.splitlines()) == 1
