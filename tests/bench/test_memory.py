@@ -17,7 +17,7 @@ from stepgauge.bench.memory import check, run
 from stepgauge.bench.storage_tracking import predict
 from stepgauge.report.checkpointing import block_bytes
 from stepgauge.report.memory import kept_tables, memory_tables, summary_table
-from stepgauge.runtime.isolate import run_isolated
+from stepgauge.runtime.workers import run_isolated
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample

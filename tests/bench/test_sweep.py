@@ -83,7 +83,7 @@ def test_a_row_that_fails_says_so_and_the_sweep_goes_on(tmp_path, does, status, 
     assert "\n" not in rows[1].record.note
     assert [r.status for r in store.read().records] == ["ok", status, "ok"]
     assert rows[1].record.environment["torch"] == torch.__version__
-    assert (tmp_path / FAILURES).exists() == (does == "raise")
+    assert (tmp_path / FAILURES).exists() == (status == "failed")
 
 
 def test_the_same_sweep_goes_on_where_it_stopped(tmp_path):
@@ -187,11 +187,11 @@ def test_an_interrupt_while_the_server_of_processes_starts_is_told_once(tmp_path
         "import pathlib, sys, time\npathlib.Path('begun').touch()\ntime.sleep(1)"
     )
     code = (
-        "from stepgauge.measure import isolate\n"
-        "isolate.preload('slow_server')\n"
+        "from stepgauge.runtime import workers\n"
+        "workers.preload('slow_server')\n"
         "if __name__ == '__main__':\n"
         "    try:\n"
-        "        isolate.run_isolated(int)\n"
+        "        workers.run_isolated(int)\n"
         "    except KeyboardInterrupt:\n"
         "        print('interrupted')\n"
     )
@@ -216,7 +216,7 @@ def test_a_killed_parent_leaves_no_process_behind(tmp_path):
     """The measuring process names itself, then would run for a minute."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import isolated_sleep\n"
-        "from stepgauge.runtime.isolate import run_isolated\n"
+        "from stepgauge.runtime.workers import run_isolated\n"
         "if __name__ == '__main__': run_isolated(isolated_sleep.sleep, sys.argv[2])"
     )
     sleeper = "def sleep(path):\n    pathlib.Path(path).write_text(str(os.getpid()))\n    time.sleep(60)\n"

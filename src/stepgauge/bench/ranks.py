@@ -8,10 +8,8 @@ list of jobs, and rank 0 alone has the store.
 
 import contextlib
 import dataclasses
-import multiprocessing
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,8 @@ import torch.distributed as dist
 from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import device_name
 from stepgauge.runtime import extension as native
-from stepgauge.runtime.launch import RankError, Ranks
-from stepgauge.runtime.propagate_errors import together
 from stepgauge.runtime.torchrun import torchrun_numbers
-from stepgauge.runtime.world import KEPT_GROUP, TIMEOUT_S, World, default_backend, joined_world
+from stepgauge.runtime.world import KEPT_GROUP, TIMEOUT_S, World, joined_world
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import Contents, RunStore, StoreError
 
@@ -46,8 +42,18 @@ class OnRanks:
     timeout_s: float = TIMEOUT_S
 
     def __call__(self, spec: Any) -> Record:
-        """The row, in a rank, between its peers; the record is rank 0's, and the same on all."""
+        """The row, on a rank between its peers: rank 0's record, the same on all."""
         return _measure_on_this_rank(self, spec)
+
+    def settings(self, spec: Any) -> dict[str, Any]:
+        """Which processes measure the row, as runtime.workers takes it."""
+        return {
+            "ranks": spec.ranks,
+            "device": spec.device,
+            "backend": getattr(spec, "group_backend", None),
+            "timeout_s": self.timeout_s,
+            "share": "ranks" if self.shared else "",
+        }
 
 
 def slowest(times: Sequence[Sequence[float]]) -> list[float]:
@@ -56,117 +62,6 @@ def slowest(times: Sequence[Sequence[float]]) -> list[float]:
     times  one list a rank, of equal length
     """
     return [max(step) for step in zip(*times, strict=True)]
-
-
-class RankProcesses:
-    """Measures jobs on ranks, and keeps the ranks for the next job where that may share them."""
-
-    def __init__(self) -> None:
-        self._kept: tuple[tuple[Any, ...], _Session] | None = None
-
-    def __enter__(self) -> "RankProcesses":
-        return self
-
-    def __exit__(self, type: object, *_: object) -> None:
-        self._close(kill=type is not None)
-
-    def measure(self, run: OnRanks, spec: Any) -> Record:
-        """The row's record. Raises RankError, MemoryError where memory ran out on some rank,
-        ValueError.
-        """
-        world = joined_world()
-        try:
-            return (
-                self._measure_started(run, spec)
-                if world is None
-                else _measure_joined(world, run, spec)
-            )
-        except RankError as error:
-            if error.type == MemoryError.__name__:
-                raise MemoryError(error.reason) from error
-            raise
-
-    def _measure_started(self, run: OnRanks, spec: Any) -> Record:
-        settings = {"device": spec.device, "backend": _backend(spec), "timeout_s": run.timeout_s}
-        key = (spec.ranks, *settings.values())
-        if self._kept is None or not run.shared or self._kept[0] != key:
-            self._close()
-            self._kept = key, _Session(spec.ranks, settings)
-        try:
-            return self._kept[1].measure(run, spec)
-        except BaseException:
-            self._close(kill=True)
-            raise
-        finally:
-            if not run.shared:
-                self._close()
-
-    def _close(self, *, kill: bool = False) -> None:
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            kept[1].close(kill=kill)
-
-
-def _measure_joined(world: World, run: OnRanks, spec: Any) -> Record:
-    """In a process of torchrun. One rank's failure is the row's on all, which go on in a new
-    process group.
-    """
-    if world.size != spec.ranks:
-        raise ValueError(f"ranks is {spec.ranks}; torchrun has started {world.size}")
-    device = world.device(spec.device)
-    KEPT_GROUP.use(world, backend=_backend(spec), device=device, timeout_s=run.timeout_s)
-    try:
-        return together(world, lambda: run(spec), timeout_s=run.timeout_s)
-    except RankError:
-        KEPT_GROUP.close()
-        raise
-
-
-def _backend(spec: Any) -> str:
-    """The process group's. A spec whose rows choose among several names none."""
-    named = getattr(spec, "group_backend", None)
-    return named or default_backend(spec.device)
-
-
-class _Session:
-    """Ranks that wait for jobs: rank 0 holds the other end of a pipe and hands each job to its
-    peers.
-    """
-
-    def __init__(self, ranks: int, settings: Mapping[str, Any]):
-        self._pipe, other = multiprocessing.get_context("forkserver").Pipe()
-        self._ranks = Ranks(_serve, other, ranks=ranks, **settings)
-        self._ranks.__enter__()
-
-    def measure(self, run: OnRanks, spec: Any) -> Record:
-        with contextlib.suppress(BrokenPipeError):  # who broke it is told below
-            self._pipe.send((run, spec))
-        while not self._pipe.poll(0.1):
-            if not self._ranks.running:
-                self._ranks.wait()
-        return self._pipe.recv()
-
-    def close(self, *, kill: bool) -> None:
-        """Lets the ranks end by themselves, or ends them."""
-        if not kill:
-            with contextlib.suppress(BrokenPipeError):
-                self._pipe.send(None)
-        self._ranks.__exit__(KeyboardInterrupt if kill else None)
-        self._pipe.close()
-
-
-def _serve(pipe: Connection) -> None:
-    """A rank's loop: the next job from rank 0, until there is none."""
-    is_first = dist.get_rank() == 0
-    while True:
-        job = [pipe.recv() if is_first else None]
-        dist.broadcast_object_list(job)
-        if job[0] is None:
-            return
-        run, spec = job[0]
-        record = run(spec)
-        if is_first:
-            pipe.send(record)
 
 
 def _measure_on_this_rank(run: OnRanks, spec: Any) -> Record:

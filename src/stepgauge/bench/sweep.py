@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 from stepgauge import bench
-from stepgauge.bench.ranks import OnRanks, RankProcesses, is_first_process
+from stepgauge.bench.ranks import OnRanks, is_first_process
 from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import environment
-from stepgauge.runtime import isolate
-from stepgauge.runtime.isolate import ProcessDiedError, RemoteError, Worker, run_isolated
+from stepgauge.runtime import workers
 from stepgauge.runtime.launch import RankError
+from stepgauge.runtime.workers import Workers, run_isolated
 from stepgauge.spec.fallbacks import with_fallbacks
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 
-isolate.preload(
+workers.preload(
     *(f"{bench.__name__}.{module.name}" for module in pkgutil.iter_modules(bench.__path__))
 )
 FAILURES = "failures.log"
@@ -72,7 +72,7 @@ def sweep(
     store.prepare()
     done = {} if fresh else {r.identity: r for r in store.read().records if r.status != "failed"}
     environments: dict[str, dict[str, Any]] = {}
-    with RankProcesses() as ranks, contextlib.closing(_Processes()) as processes:
+    with Workers() as processes:
         for job in jobs:
             device = job.spec.device
             if device not in environments:
@@ -84,38 +84,12 @@ def sweep(
                 yield Outcome(job, known, was_there=True)
                 continue
             starting(job)
-            record = stamped(_measure(job, asked, store.folder, ranks, processes))
+            record = stamped(_measure(job, asked, store.folder, processes))
             if record.status != "ok":
                 processes.close()
             store.append(record)
             done[asked.identity] = record
             yield Outcome(job, record, was_there=False)
-
-
-class _Processes:
-    """The process of the job that runs: a fresh one, or the one before it where both name the same."""
-
-    def __init__(self) -> None:
-        self._worker: Worker | None = None
-        self._name = ""
-
-    @contextlib.contextmanager
-    def of(self, job: Job) -> Iterator[Worker]:
-        if self._worker is None or not job.process or job.process != self._name:
-            self.close()
-            self._worker, self._name = Worker(), job.process
-        try:
-            yield self._worker
-        except BaseException:
-            self.close()
-            raise
-        if not job.process:
-            self.close()
-
-    def close(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-        self._worker = None
 
 
 def stamped(record: Record) -> Record:
@@ -125,28 +99,28 @@ def stamped(record: Record) -> Record:
     )
 
 
-def _measure(
-    job: Job, asked: Record, folder: Path, ranks: RankProcesses, processes: "_Processes"
-) -> Record:
+def _measure(job: Job, asked: Record, folder: Path, processes: Workers) -> Record:
     """The record of the job; the traceback of one that failed goes to a file beside the records."""
     try:
         if isinstance(job.run, OnRanks):
-            processes.close()  # it would hold memory of the device
-            record = ranks.measure(job.run, job.spec)
-            return dataclasses.replace(
-                record, environment={**record.environment, **asked.environment}
-            )
-        with processes.of(job) as worker:
-            return worker.call(_run_within_memory, job, asked)
-    except MemoryError as error:
-        return dataclasses.replace(asked, status="oom", note=str(error))
-    except ProcessDiedError as died:
-        status = "oom" if died.signal == SIGKILL else "failed"
-        return dataclasses.replace(asked, status=status, note=str(died))
-    except (RemoteError, RankError, ValueError) as error:
+            record = processes.call(job.run, job.spec, **job.run.settings(job.spec))
+            together = {**record.environment, **asked.environment}
+            return dataclasses.replace(record, environment=together)
+        return processes.call(_run_within_memory, job, share=job.process)
+    except (RankError, ValueError) as error:
+        reason = getattr(error, "reason", "") or str(error)
+        if _ran_out_of_memory(job, error):
+            return dataclasses.replace(asked, status="oom", note=reason)
         if is_first_process():
-            _log(f"{asked.key}\n{getattr(error, 'trace', '')}\n", folder)
+            _log(f"{asked.key}\n{getattr(error, 'trace', '') or error}\n", folder)
         return dataclasses.replace(asked, status="failed", note=_first_sentence(str(error)))
+
+
+def _ran_out_of_memory(job: Job, error: Exception) -> bool:
+    """A single process that is killed was, as a rule, ended by the system for its memory."""
+    if getattr(error, "type", "") == MemoryError.__name__:
+        return True
+    return not isinstance(job.run, OnRanks) and getattr(error, "ended_by", None) == SIGKILL
 
 
 def _log(text: str, folder: Path) -> None:
@@ -155,16 +129,16 @@ def _log(text: str, folder: Path) -> None:
         log.write(text)
 
 
-def _run_within_memory(job: Job, asked: Record) -> Record:
+def _run_within_memory(job: Job) -> Record:
+    """The job's record. Raises MemoryError, with the reason, where memory ran out."""
     if job.spec.device == "cpu":
         limit_host_memory()
     try:
         return job.run(job.spec)
     except Exception as error:
-        reason = out_of_memory_reason(error)
-        if reason is None:
+        if (reason := out_of_memory_reason(error)) is None:
             raise
-        return dataclasses.replace(asked, status="oom", note=reason)
+        raise MemoryError(reason) from error
 
 
 def _first_sentence(message: str) -> str:

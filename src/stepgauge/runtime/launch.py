@@ -39,15 +39,26 @@ _LOOPBACK = ("lo", "lo0")
 
 
 class RankError(Exception):
-    """A rank raised or died. `type` is the exception's name, empty if it died; `trace` its
-    traceback.
+    """A rank, or a single process, raised or died.
+
+    type      name of the exception; empty if it died
+    reason    the exception's message; `trace` its traceback
+    ended_by  the signal that ended it; None if it raised or exited
     """
 
     def __init__(
-        self, message: str, *, rank: int, type: str = "", reason: str = "", trace: str = ""
+        self,
+        message: str,
+        *,
+        rank: int,
+        type: str = "",
+        reason: str = "",
+        trace: str = "",
+        ended_by: signal.Signals | None = None,
     ):
         super().__init__(message)
         self.rank, self.type, self.reason, self.trace = rank, type, reason, trace
+        self.ended_by = ended_by
 
 
 def launch(

@@ -16,7 +16,7 @@ from stepgauge.measure.environment import environment
 from stepgauge.report.names import flatten, labels
 from stepgauge.report.numbers import number
 from stepgauge.report.page import Headline, Section, Text, page
-from stepgauge.runtime.isolate import run_isolated
+from stepgauge.runtime.workers import run_isolated
 from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.hardware import peaks
 from stepgauge.spec.model import FLOP_CONVENTION

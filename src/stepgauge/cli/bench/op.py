@@ -41,7 +41,8 @@ def op(
     from stepgauge.bench.sweep import Job
     from stepgauge.bench.user_file import names, problem, require_tools
     from stepgauge.measure.devices import resolve
-    from stepgauge.runtime.isolate import ProcessDiedError, RemoteError, run_isolated
+    from stepgauge.runtime.launch import RankError
+    from stepgauge.runtime.workers import run_isolated
 
     path, function = names(target)
     (options,) = [{name: value for name, (value,) in values.items()}]
@@ -49,7 +50,7 @@ def op(
     # In a process of its own: a file may take a device as it is imported.
     try:
         lacks = run_isolated(problem, path, function)
-    except (RemoteError, ProcessDiedError) as error:  # sys.exit() or a crash
+    except RankError as error:  # sys.exit() or a crash
         lacks = f"{path} cannot be imported: {error}"
     if lacks:
         raise ValueError(lacks)
