@@ -8,7 +8,19 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 import stepgauge
-from stepgauge.cli import bench, comm, demo, model, profile, records, schedule, study, topo, train
+from stepgauge.cli import (
+    bench,
+    calibrate,
+    comm,
+    demo,
+    model,
+    profile,
+    records,
+    schedule,
+    study,
+    topo,
+    train,
+)
 from stepgauge.cli.console import complain, silence
 from stepgauge.cli.rows import RunFailedError
 from stepgauge.runtime.torchrun import torchrun_numbers
@@ -21,6 +33,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.command(study.study)
+app.command(calibrate.calibrate)
 app.command(bench.app)
 app.command(profile.app)
 app.command(comm.app)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from stepgauge.spec.calibration import OperationTable
 from stepgauge.spec.links import Link
 
 # Arithmetic a precision's matrix products run in, as the keys of Peaks.
@@ -116,10 +117,18 @@ HARDWARE_SCHEMA = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HardwareFile:
-    """A calibrated machine on disk. What other calibrations wrote in it (`other`) stays as it is."""
+    """A calibrated machine on disk.
+
+    device      name of its accelerator, as the driver gives it
+    links       what collectives cost: bench comm
+    operations  what single operations cost: calibrate
+    other       what later versions wrote in it; it stays as it is
+    """
 
     name: str
+    device: str = ""
     links: Sequence[Link] = ()
+    operations: Mapping[str, OperationTable] = dataclasses.field(default_factory=dict)
     other: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -134,7 +143,14 @@ class HardwareFile:
         if not isinstance(value, dict) or value.pop("schema", None) != HARDWARE_SCHEMA:
             raise ValueError(f"{path} is no hardware file of schema {HARDWARE_SCHEMA}")
         links = [Link.from_json(link) for link in value.pop("links", [])]
-        return cls(name=value.pop("name", path.stem), links=links, other=value)
+        tables = value.pop("operations", {})
+        return cls(
+            name=value.pop("name", path.stem),
+            device=value.pop("device", ""),
+            links=links,
+            operations={name: OperationTable.from_json(table) for name, table in tables.items()},
+            other=value,
+        )
 
     def with_links(self, links: Sequence[Link]) -> Self:
         """The links in place of those of the same operation; the others stay."""
@@ -154,9 +170,11 @@ class HardwareFile:
         value = {
             "schema": HARDWARE_SCHEMA,
             "name": self.name,
+            "device": self.device,
             **self.other,
+            "operations": {name: table.to_json() for name, table in self.operations.items()},
             "links": [link.to_json() for link in self.links],
         }
         draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_text(json.dumps(value, indent=1) + "\n")
+        draft.write_text(json.dumps(value) + "\n")
         draft.replace(path)

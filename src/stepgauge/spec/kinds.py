@@ -8,6 +8,7 @@ from typing import Any
 
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.broadcast import BroadcastSpec
+from stepgauge.spec.calibration import CalibrationSpec
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.dtypes import AccumulationSpec, DtypesSpec
@@ -31,6 +32,7 @@ SPECS: Mapping[str, type] = {
         CommSpec,
         DataParallelSpec,
         BroadcastSpec,
+        CalibrationSpec,
         OpSpec,
     )
 } | KERNELS

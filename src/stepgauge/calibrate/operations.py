@@ -1,0 +1,194 @@
+"""The operations that training steps are made of, each as a call of given sizes.
+
+Operands rotate through more memory than a GPU's caches hold, as a step's do. Names are those that
+cost/ asks for: operation, layout, type.
+
+Legend: M rows (tokens), N columns, K what a product sums over, V vocabulary, H heads times batch,
+T sequence, D width of a head.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stepgauge.models.parts import ATTENTIONS, OPTIMIZERS
+
+Call = Callable[[], object]
+CACHED_BYTES = 128 * 2**20  # more than the L2 of any GPU of today (H100: 50 MB)
+MOST_COPIES = 24
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Operation(NamedTuple):
+    """`make(*sizes, device)` gives a call of one instance of it; `grid` the sizes to time."""
+
+    axes: tuple[str, ...]
+    grid: Iterable[tuple[int, ...]]
+    make: Callable[..., Call]
+
+
+def rotating(make: Callable[[], tuple[Tensor, ...]], call: Callable[..., object]) -> Call:
+    """Calls with one set of operands after the other, so many that no cache holds them all."""
+    first = make()
+    size = sum(tensor.nbytes for tensor in first)
+    copies = max(1, min(MOST_COPIES, -(-CACHED_BYTES // max(1, size))))
+    on_gpu = first[0].device.type == "cuda"
+    sets = itertools.cycle([first, *(make() for _ in range(copies - 1 if on_gpu else 0))])
+    return lambda: call(*next(sets))
+
+
+def _matmul(layout: str, dtype: torch.dtype, m: int, n: int, k: int, device: torch.device) -> Call:
+    """nt: a linear layer's forward; nn: the gradient of its input; tn: that of its weight."""
+    new = functools.partial(torch.randn, device=device, dtype=dtype)
+    if layout == "nt":
+        return rotating(lambda: (new(m, k), new(n, k)), lambda x, w: x @ w.mT)
+    if layout == "nn":
+        return rotating(lambda: (new(m, k), new(k, n)), lambda x, w: x @ w)
+    return rotating(lambda: (new(k, m), new(k, n)), lambda x, w: x.mT @ w)
+
+
+def _traffic(nbytes: int, device: torch.device) -> Call:
+    """Reads half of the bytes and writes the other half, as elementwise operations do."""
+    new = functools.partial(torch.randn, max(1, nbytes // 8), device=device)
+    return rotating(
+        lambda: (new(), new()), lambda source, target: torch.mul(source, 2.0, out=target)
+    )
+
+
+def _cast(source: torch.dtype, target: torch.dtype, numel: int, device: torch.device) -> Call:
+    return rotating(lambda: (torch.randn(numel, device=device).to(source),), lambda x: x.to(target))
+
+
+def _norm(
+    name: str, is_backward: bool, dtype: torch.dtype, m: int, n: int, device: torch.device
+) -> Call:
+    normalise = F.rms_norm if name == "rmsnorm" else F.layer_norm
+
+    def make() -> tuple[Tensor, ...]:
+        x = torch.randn(m, n, device=device, dtype=dtype, requires_grad=True)
+        weight = torch.ones(n, device=device, dtype=dtype, requires_grad=True)
+        y = normalise(x, (n,), weight, eps=1e-5)
+        return x, weight, y, torch.randn_like(y)
+
+    def backward(x: Tensor, weight: Tensor, y: Tensor, grad: Tensor) -> object:
+        return torch.autograd.grad(y, (x, weight), grad, retain_graph=True)
+
+    def forward(x: Tensor, weight: Tensor, y: Tensor, grad: Tensor) -> object:
+        with torch.no_grad():
+            return normalise(x, (n,), weight, eps=1e-5)
+
+    return rotating(make, backward if is_backward else forward)
+
+
+def _loss(is_backward: bool, m: int, v: int, device: torch.device) -> Call:
+    """Cross-entropy of fp32 logits, as autocast has it."""
+
+    def make() -> tuple[Tensor, ...]:
+        logits = torch.randn(m, v, device=device, requires_grad=True)
+        targets = torch.randint(v, (m,), device=device)
+        return logits, targets, F.cross_entropy(logits, targets)
+
+    def backward(logits: Tensor, targets: Tensor, loss: Tensor) -> object:
+        return torch.autograd.grad(loss, logits, retain_graph=True)
+
+    def forward(logits: Tensor, targets: Tensor, loss: Tensor) -> object:
+        return F.cross_entropy(logits.detach(), targets)
+
+    return rotating(make, backward if is_backward else forward)
+
+
+def _attention(
+    name: str, is_backward: bool, dtype: torch.dtype, h: int, t: int, d: int, device: torch.device
+) -> Call:
+    """Causal attention of h heads in all, without grouped keys."""
+    attend = ATTENTIONS[name]
+
+    def make() -> tuple[Tensor, ...]:
+        new = functools.partial(torch.randn, 1, h, t, d, device=device, dtype=dtype)
+        q, k, v = (new(requires_grad=True) for _ in range(3))
+        o = attend(q, k, v)
+        return q, k, v, o, torch.randn_like(o)
+
+    def backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, grad: Tensor) -> object:
+        return torch.autograd.grad(o, (q, k, v), grad, retain_graph=True)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, grad: Tensor) -> object:
+        with torch.no_grad():
+            return attend(q, k, v)
+
+    return rotating(make, backward if is_backward else forward)
+
+
+def _optimizer(name: str, dtype: torch.dtype, numel: int, device: torch.device) -> Call:
+    """One step over `numel` parameters in tensors of at most 2^24 elements."""
+    size = min(numel, 2**24)
+    parameters = [
+        torch.zeros(size, device=device, dtype=dtype).requires_grad_()
+        for _ in range(max(1, numel // size))
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = OPTIMIZERS[name](parameters, lr=1e-4)
+    return optimizer.step
+
+
+WIDTHS = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+FEW_WIDTHS = (512, 1024, 2048, 4096, 8192)
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
+POWERS = tuple(2**power for power in range(14, 31, 2))
+
+
+def operations(*, small: bool) -> Mapping[str, Operation]:
+    """What is calibrated, by name; `small` has few small shapes, for a CPU."""
+    found: dict[str, Operation] = {}
+    tokens = (64, 256) if small else (256, 512, 1024, 2048, 4096, 8192)
+    few_tokens = (64, 256) if small else (512, 2048, 8192)
+    few = (64, 256, 1024) if small else FEW_WIDTHS
+    for dtype, layout in itertools.product(("bf16", "tf32", "fp32"), ("nt", "nn", "tn")):
+        widths = few if small or dtype != "bf16" else WIDTHS
+        rows = tokens if dtype == "bf16" else few_tokens
+        # Rows of the product are tokens, but for the weight's gradient, which sums over them.
+        order = (1, 2, 0) if layout == "tn" else (0, 1, 2)
+        shapes = itertools.product(rows, widths, widths)
+        grid = [tuple(shape[i] for i in order) for shape in shapes if small or _is_usual(*shape)]
+        make = functools.partial(_matmul, layout, DTYPES[dtype])
+        found[f"matmul {layout} {dtype}"] = Operation(("m", "n", "k"), grid, make)
+    sizes = [(size,) for size in (POWERS[:5] if small else POWERS)]
+    found["traffic"] = Operation(("bytes",), sizes, _traffic)
+    for source, target in (("fp32", "bf16"), ("bf16", "fp32")):
+        make = functools.partial(_cast, DTYPES[source], DTYPES[target])
+        numbers = [(size // 8,) for (size,) in sizes]
+        found[f"cast {source} {target}"] = Operation(("numel",), numbers, make)
+    directions = (("forward", False), ("backward", True))
+    for (word, is_backward), dtype in itertools.product(directions, ("bf16", "fp32")):
+        grid = list(itertools.product(few_tokens, few))
+        for name in ("rmsnorm", "layernorm"):
+            make = functools.partial(_norm, name, is_backward, DTYPES[dtype])
+            found[f"{name} {word} {dtype}"] = Operation(("m", "n"), grid, make)
+        heads = (4,) if small else (8, 32, 128)
+        lengths = LENGTHS[:2] if small else LENGTHS[:6]
+        grid = list(itertools.product(heads, lengths, (64,) if small else (64, 80, 128)))
+        for name in ("sdpa", "triton"):
+            make = functools.partial(_attention, name, is_backward, DTYPES[dtype])
+            found[f"attention {name} {word} {dtype}"] = Operation(("h", "t", "d"), grid, make)
+    for word, is_backward in directions:
+        vocabularies = (1024,) if small else (10_000, 32_000, 128_256)
+        grid = [(m, v) for m, v in itertools.product(few_tokens, vocabularies) if m * v < 2**29]
+        found[f"cross-entropy {word}"] = Operation(
+            ("m", "v"), grid, functools.partial(_loss, is_backward)
+        )
+    for name, dtype in itertools.product(("adamw", "fused"), ("fp32", "bf16")):
+        counts = [(2**p,) for p in ((16, 18) if small else (20, 22, 24, 26, 28, 29))]
+        make = functools.partial(_optimizer, name, DTYPES[dtype])
+        found[f"optimizer {name} {dtype}"] = Operation(("numel",), counts, make)
+    return found
+
+
+def _is_usual(tokens: int, n: int, k: int) -> bool:
+    """Shapes that layers have: no wide layer beside a narrow one, and none of hours in fp32."""
+    return max(n, k) <= 24 * min(n, k) and tokens * n * k <= 2**40
