@@ -1,10 +1,12 @@
 """The report in a real Chromium: offline, in light and dark, copyable, without an error."""
 
 import shutil
+import xml.etree.ElementTree as ElementTree
 
 import pytest
 
 from stepgauge.report import figure
+from stepgauge.report.findings import Finding
 from stepgauge.report.page import Flame, Headline, Plot, Section, Text, page
 from stepgauge.report.table import Table
 from stepgauge.report.timeline import timeline
@@ -35,11 +37,16 @@ def path(tmp_path_factory):
     )
     plots = [Plot(svg, "What it shows.") for svg in (bars, grouped, curve)]
     sections = [
-        Section("First & last", "Is it <so>?", [Text("1 < 2"), *plots, table], method="By hand."),
+        Section("First & last", "Is it <so>?", [Text("1 < 2"), *plots, table], "Yes.", "By hand."),
         Section("Elsewhere", "Never run?", reason="needs 2 GPUs, this machine has 0"),
     ]
+    finding = Finding(5.0, "compile=on", "15 ms a step with compile=off.", "stepgauge bench step")
     text = page(
-        "A study", sections, facts={"Device": "Test"}, headlines=[Headline("1.5", "ms", "fastest")]
+        "A study",
+        sections,
+        facts={"Device": "Test"},
+        headlines=[Headline("1.5", "ms", "fastest")],
+        findings=[finding],
     )
     path = tmp_path_factory.mktemp("report") / "report.html"
     path.write_text(text, encoding="utf-8")
@@ -87,6 +94,8 @@ def test_it_loads_nothing_and_says_everything(browser, path):
         "a <b>",
         "Elsewhere: needs 2 GPUs, this machine has 0",
         "did not run",
+        "−5.000 ms a step: compile=on",
+        "Yes.",
     ):
         assert words in text
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -114,30 +123,40 @@ def test_the_button_switches(browser, path):
     assert colours(tab) == colours(opened(browser, path, "dark")) != before
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("csv", "a <b>,1.5"), ("markdown", "| a <b> | 1.5 |"), ("latex", r"50\%")]
-)
-def test_tables_can_be_copied(browser, path, name, text):
+def test_tables_and_commands_can_be_copied(browser, path):
     context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
     tab = context.new_page()
     tab.goto(path.as_uri())
     tab.evaluate(
         "() => { navigator.clipboard.writeText = async text => { window.copied = text; }; }"
     )
-    tab.click(f"button:text-is('{name}')")
-    assert text in tab.evaluate("window.copied")
-    tab.wait_for_selector("button:text-is('copied')")
+    wanted = {"csv": "a <b>,1.5", "markdown": "| a <b> | 1.5 |", "latex": r"50\%",
+              "copy": "stepgauge bench step"}  # fmt: skip
+    for name, text in wanted.items():
+        tab.click(f"button:text-is('{name}')")
+        tab.wait_for_function("text => (window.copied ?? '').includes(text)", arg=text)
 
 
-def test_links_lead_to_sections(browser, path):
+def test_plots_are_described_and_can_be_saved(browser, path):
+    tab = opened(browser, path)
+    told = tab.locator("svg").first.get_attribute("aria-label")
+    assert told.startswith("ms. small: forward 1, backward 2, in all 3; large: forward 2")
+    with tab.expect_download() as download:
+        tab.locator("button.save").first.click()
+    saved = download.value.path().read_text()
+    root = ElementTree.fromstring(saved)
+    assert root.tag.endswith("svg") and "var(--" not in saved and "rgb(" in saved
+    assert download.value.suggested_filename == "What-it-shows-.svg"
+
+
+def test_links_lead_to_sections_and_stay_in_sight(browser, path):
     tab = opened(browser, path)
     for link in tab.locator("nav a").all():
         assert tab.locator(link.get_attribute("href")).count() == 1
-
-
-def test_it_fits_a_phone(browser, path):
-    tab = browser.new_page(viewport={"width": 390, "height": 800})
-    tab.goto(path.as_uri())
+    tab.evaluate("scrollTo(0, document.documentElement.scrollHeight)")
+    assert tab.locator("nav a").first.is_visible()
+    assert tab.evaluate("document.querySelector('nav').getBoundingClientRect().top >= 0")
+    tab.set_viewport_size({"width": 390, "height": 800})  # a phone
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
@@ -207,6 +226,16 @@ def test_a_flame_graph_zooms_searches_and_merges(browser, flame_path):
     assert output.inner_text().startswith("blocks.*: 2.00 ms a step, 50.0 %")
     tab.click(".flame .reset")
     assert "head" in boxes(tab)
+    tab.uncheck(".flame .merge")
+    tab.focus(".flame .rows [tabindex='0']")
+    for key, name in (("ArrowDown", "forward"), ("ArrowRight", "optimizer"), ("ArrowLeft", "forward"),
+                      ("ArrowDown", "blocks.0"), ("ArrowUp", "forward")):  # fmt: skip
+        tab.keyboard.press(key)
+        assert output.inner_text().startswith(f"{name}: "), key
+    tab.keyboard.press("Enter")
+    assert "optimizer" not in boxes(tab)
+    tab.keyboard.press("Escape")
+    assert "optimizer" in boxes(tab)
 
 
 def test_boxes_of_a_flame_graph_are_as_wide_as_their_time(browser, tmp_path):

@@ -10,9 +10,18 @@ from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.store import RunStore
-from stepgauge.study import EXPERIMENTS, collectives, published, run, sharded_state, step_time
-from stepgauge.study.experiment import Machine
-from stepgauge.study.run import plan, remember, select, write_report
+from stepgauge.study import (
+    EXPERIMENTS,
+    collectives,
+    pages,
+    published,
+    sharded_state,
+    step_time,
+    warm_up,
+)
+from stepgauge.study.experiment import Machine, shipped
+from stepgauge.study.pages import write_report
+from stepgauge.study.run import plan, remember, select
 from stepgauge.study.sizes import sizes
 
 CPU = Machine(device="cpu", name="Test CPU", bytes=24 * 2**30, has_compiler=True)
@@ -119,7 +128,7 @@ def study_run(folder, machine, failing=()):
 @pytest.mark.parametrize("machine", [CPU, H100], ids=lambda machine: machine.name)
 def test_the_report_has_a_section_an_experiment(machine, tmp_path):
     store = study_run(tmp_path, machine, failing=(1,))
-    path = write_report(store, store.read().latest(), tmp_path / "report.html")
+    path = write_report(tmp_path, store.read().latest(), tmp_path / "report.html")
     text = path.read_text()
     for experiment in EXPERIMENTS:
         assert experiment.title in text
@@ -127,24 +136,48 @@ def test_the_report_has_a_section_an_experiment(machine, tmp_path):
     assert "S1: CS336 assignment 2, a write-up of 2024 (A100-class GPU)" in text
     assert "OOM: device memory ran out &lt;at&gt; 2 GiB more" in text
     assert machine.name in text
-    assert len(text) < 2 * 2**20
+    assert len(text) < 1.5 * 2**20
+    assert "What to change first" in text
+    assert ("Not this machine: NVIDIA" in text) is (machine is CPU)
 
 
 def test_what_was_not_run_is_named_with_the_reason(tmp_path):
-    bare = dataclasses.replace(CPU, has_compiler=False)
-    store = study_run(tmp_path, bare)
-    text = write_report(store, store.read().latest(), tmp_path / "r.html").read_text()
+    remember(dataclasses.replace(CPU, has_compiler=False), tmp_path)
+    text = write_report(tmp_path, [], tmp_path / "r.html").read_text()
     assert "Not run on this machine" in text
     assert "torch.compile needs a C++ compiler" in text
 
 
-def test_a_run_that_is_no_study_is_said(stepgauge, tmp_path, record):
-    store = RunStore(tmp_path)
-    store.prepare()
-    store.append(record())
-    status, _, err = stepgauge("report", tmp_path)
-    assert status == 1
-    assert "is not the run of a study" in err
+def test_any_run_has_a_page_and_two_runs_have_one(stepgauge, tmp_path, record):
+    runs = tmp_path / "a", tmp_path / "b"
+    for folder, ms in zip(runs, (10.0, 20.0), strict=True):
+        store = RunStore(folder)
+        store.prepare()
+        for spec in ({}, {"compile": "on"}):
+            store.append(record("small", step=[ms - len(spec), ms - len(spec) + 0.1], **spec))
+    assert stepgauge("report", runs[0])[0] == 0
+    text = (runs[0] / "report.html").read_text()
+    assert "−1.000 ms a step: compile=on" in text
+    assert (
+        "stepgauge bench step --size small --batch 4 --context 512 --precision fp32 --compile on"
+        in text
+    )
+    assert "The longest step takes 10.05 ms (compile=off)" in text
+    assert stepgauge("report", *runs)[0] == 0
+    text = (runs[0] / "compare.html").read_text()
+    assert "2 of 2 figures with a spread differ by more than it." in text
+
+
+def test_what_a_gpu_gave_is_shipped_and_answers():
+    for name in ("norm-layers", "attention", "output-loss", "optimizer"):
+        (experiment,) = select([name])
+        assert experiment.needs(CPU) and experiment.needs(H100) is None
+        assert "Ours is the fastest in" in experiment.answer(shipped(name))
+    for name in ("fused-step", "collectives", "data-parallel", "sharded-state", "broadcast"):
+        (experiment,) = select([name])
+        assert experiment.answer(shipped(name)), name
+    assert "torch-fsdp takes" in select(["ddp-vs-fsdp"])[0].answer(shipped("ddp-vs-fsdp"))
+    assert shipped("warm-up") == []
 
 
 def test_published_rows_stand_beside_the_nearest_of_ours(tmp_path):
@@ -175,25 +208,26 @@ def test_a_section_begins_with_what_is_to_be_known_of_its_figures(record):
     ours = dataclasses.replace(
         quiet, environment={**quiet.environment, "native": {"norm triton": "plain PyTorch: so"}}
     )
-    assert run.reservations([quiet]) == []
-    said = [block.text for block in run.reservations([ours, ours, busy])]
+    assert pages.reservations([quiet]) == []
+    said = [block.text for block in pages.reservations([ours, ours, busy])]
     assert said == [
         "No measure of our kernels here: norm triton ran in plain PyTorch: so.",
-        f"To be doubted, since p90 is over 1.5 times p10: {labels([quiet, busy])[1]}.",
+        f"Disturbed, marked † in plots: p90 is over 1.5 × p10 of {labels([quiet, busy])[1]}.",
     ]
 
 
-def test_the_study_runs_here(stepgauge, tmp_path):
-    """The real thing, its two shortest experiments."""
+def test_the_study_runs_here(stepgauge, tmp_path, monkeypatch):
+    """The real thing, the shortest experiment."""
+    monkeypatch.setattr(warm_up, "WARM_UPS", (0, 1))
     status, out, err = stepgauge("study", "--only", "warm-up", "--device", "cpu", "--out", tmp_path)
     assert status == 0, err
     assert out.strip().endswith("report.html")
     warmups = [r.spec["warmup"] for r in RunStore(tmp_path).read().records]
-    assert warmups == [0, 1, 2, 5]
+    assert warmups == [0, 1]
     assert json.loads((tmp_path / "machine.json").read_text())["device"] == "cpu"
     text = (tmp_path / "report.html").read_text()
     assert "not measured in this run" in text
-    assert "warm-up 5" in text
+    assert "warm-up 1" in text and "Without warm-up the mean of" in text
 
 
 def test_published_gloo_stands_beside_tensors_of_the_host():

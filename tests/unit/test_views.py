@@ -84,7 +84,7 @@ def test_options_of_the_network_name_the_row(record):
     changed.spec["model"].update(norm="triton", tied_head=True)
     plain = "step size=nano batch=4 context=512 precision=fp32"
     assert describe(record("nano")) == plain
-    assert describe(changed) == f"{plain} norm=triton tied_head=True"
+    assert describe(changed) == f"{plain} norm=triton tied_head=true"
     custom = record("nano")
     custom.spec["size"] = "custom"
     assert (

@@ -91,14 +91,24 @@ def compare(
 
 def report(
     run: Run,
+    second: Annotated[Path | None, Parameter(help="Another run, to be compared with.")] = None,
     /,
     *,
     out: Annotated[Path | None, Parameter(help="The HTML file. [RUN/report.html]")] = None,
 ) -> None:
-    """Write the report of a study again from its records."""
-    from stepgauge.study.run import write_report
+    """Write one HTML page of a run, or of two beside each other, from their records.
 
-    print(write_report(RunStore(run), read(run), out or run / "report.html"))
+    A study's page has a section an experiment, any other run's a section a kind of record. Two
+    runs go to RUN/compare.html.
+    """
+    from stepgauge.study.pages import write_comparison, write_report
+
+    if second is None:
+        print(write_report(run, read(run), out or run / "report.html"))
+        return
+    compared = compare_records(read(run), read(second))
+    names = (str(run), str(second))
+    print(write_comparison(compared, names, out or run / "compare.html"))
 
 
 def read(run: Path) -> list[Record]:

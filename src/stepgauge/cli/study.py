@@ -33,6 +33,7 @@ def study(
     started again, the study goes on where it stopped.
     """
     from stepgauge.study import run
+    from stepgauge.study.pages import write_report
 
     machine = run.this_machine(device)
     store = RunStore(out)
@@ -46,5 +47,5 @@ def study(
         if reason := experiment.needs(machine):
             tell(f"{experiment.name} is left out: {reason}")
     records = run_jobs(run.plan(machine, out, experiments), store, fresh=fresh)
-    print(f"report: {run.write_report(store, store.read().latest(), out / 'report.html')}")
+    print(f"report: {write_report(out, store.read().latest(), out / 'report.html')}")
     require_success(records)

@@ -6,6 +6,7 @@ grid and the series.
 """
 
 import contextlib
+import html
 import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,8 +63,13 @@ LATE = 0.85  # of a scale: a name further right would leave the plot
 LEGEND_KEY_INCHES, LETTER_INCHES = 0.6, 0.065
 
 Series = Mapping[str, Sequence[float | None]]
+Curves = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 Scales = Mapping[str, Callable[[float], str]]
 NO_SCALES: Scales = MappingProxyType({})
+
+
+class Doubtful(float):
+    """A figure of a row that was disturbed: a plot writes † behind it."""
 
 
 @contextlib.contextmanager
@@ -88,6 +94,8 @@ def _themed(svg: str) -> str:
     for colour, name in _VARIABLES.items():
         svg = svg.replace(colour, f"var(--{name})")
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    # A tenth of a point is finer than a screen.
+    svg = re.sub(r"(\.\d)\d+", r"\1", re.sub(r"\s*\n\s*", " ", svg))
     svg = re.sub(
         r'(<svg[^>]*?) width="[^"]*" height="[^"]*"|(<svg[^>]*?) height="[^"]*"',
         r"\1\2",
@@ -100,6 +108,28 @@ def _themed(svg: str) -> str:
     )
 
 
+def described(svg: str, text: str) -> str:
+    """The SVG with its figures in words, for screen readers."""
+    return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(text)}"', 1)
+
+
+def _in_words(labels: Sequence[str], series: Series, unit: str) -> str:
+    rows = [
+        f"{label}: {', '.join(f'{n} {short(v[i] or 0.0)}' for n, v in series.items() if v[i])}"
+        for i, label in enumerate(labels)
+    ]
+    return f"{unit}. {'; '.join(rows)}."
+
+
+def _curves_in_words(curves: Curves, x: str, y: str) -> str:
+    told = [
+        f"{name} from {short(ys[0])} at {short(xs[0])} to {short(ys[-1])} at {short(xs[-1])}"
+        for name, (xs, ys) in curves.items()
+        if len(xs)
+    ]
+    return f"{y} against {x}: {'; '.join(told)}."
+
+
 def stacked_bars(
     labels: Sequence[str],
     parts: Series,
@@ -107,12 +137,13 @@ def stacked_bars(
     totals: Sequence[float | None],
     unit: str,
     points: Series | None = None,
+    most: float | None = None,
 ) -> str:
     """A horizontal bar a label, made of the parts, and its total written at the end. None is no
     bar.
 
     The total of medians is not the median of totals, so it is given. `points` marks other totals
-    (published ones) on the same rows.
+    (published ones) on the same rows. `most` ends the scale: plots beside each other share one.
     """
     with canvas(7.2, 0.9 + 0.42 * len(labels)) as (axes, output):
         rows = range(len(labels))
@@ -126,11 +157,13 @@ def stacked_bars(
                 axes, end, row, short(total) if total else "did not run", INK if total else FAINT
             )
         _mark(axes, points)
-        _finish_rows(axes, labels, unit)
-    return output[0]
+        _finish_rows(axes, labels, unit, most)
+    return described(output[0], _in_words(labels, {**parts, "in all": totals}, unit))
 
 
-def grouped_bars(labels: Sequence[str], groups: Series, *, unit: str) -> str:
+def grouped_bars(
+    labels: Sequence[str], groups: Series, *, unit: str, most: float | None = None
+) -> str:
     """A cluster of horizontal bars a label, one bar a group."""
     height = 0.8 / max(1, len(groups))
     with canvas(7.2, 0.9 + len(labels) * (0.2 + 0.24 * len(groups))) as (axes, output):
@@ -142,12 +175,12 @@ def grouped_bars(labels: Sequence[str], groups: Series, *, unit: str) -> str:
             for row, value in zip(rows, values, strict=True):
                 if value:
                     _label(axes, value, row, short(value), INK)
-        _finish_rows(axes, labels, unit)
-    return output[0]
+        _finish_rows(axes, labels, unit, most)
+    return described(output[0], _in_words(labels, groups, unit))
 
 
 def lines(
-    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    curves: Curves,
     *,
     x: str,
     y: str,
@@ -156,11 +189,13 @@ def lines(
     height: float = 3.2,
     scales: Scales = NO_SCALES,
     level: tuple[str, float] | None = None,
+    ends: tuple[float, float] | None = None,
 ) -> str:
     """A line a curve of (x values, y values); those named in `dots` get a marker a point.
 
     Without `joined` they get no line. `scales` names the axes that are logarithmic, with what
-    writes their numbers (`short`, `short_bytes`); `level` is a limit across the plot and its name.
+    writes their numbers (`short`, `short_bytes`); `level` is a limit across the plot and its name;
+    `ends` are those of the y axis: plots beside each other share them. A Doubtful point has a †.
     """
     with canvas(7.2, height) as (axes, output):
         for (name, (xs, ys)), colour in _coloured(curves):
@@ -170,16 +205,21 @@ def lines(
             if name in dots and not joined:
                 marked["linestyle"] = "none"
             axes.plot(xs, ys, color=colour, label=name, **marked)
+            for at, value in zip(xs, ys, strict=True):
+                if isinstance(value, Doubtful):
+                    axes.annotate("†", (at, value), (3, 3), textcoords="offset points", color=INK)
         if level:
             axes.axhline(
                 level[1], color=FAINT, linestyle=(0, (4, 3)), linewidth=1.2, label=level[0]
             )
         _logarithmic(axes, scales)
+        if ends:
+            axes.set_ylim(*ends)
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         axes.margins(x=0.02)
         _legend(axes)
-    return output[0]
+    return described(output[0], _curves_in_words(curves, x, y))
 
 
 def areas(
@@ -219,7 +259,12 @@ def areas(
         axes.set_ylabel(unit)
         axes.margins(x=0)
         _legend(axes)
-    return output[0]
+    sums = [sum(each) for each in zip(*heights, strict=True)]
+    held = [
+        (name, layer[sums.index(max(sums))]) for name, layer in zip(layers, heights, strict=True)
+    ]
+    parts = ", ".join(f"{name} {short(value)}" for name, value in held)
+    return described(output[0], f"{unit} over {x_label}; the highest is {short(top)}: {parts}.")
 
 
 def roofline(
@@ -252,7 +297,9 @@ def roofline(
         axes.set_xlabel("FLOP a byte")
         axes.set_ylabel("TFLOP/s")
         _legend(axes)
-    return output[0]
+    told = [f"{n}: {short(y)} TFLOP/s at {short(x)} FLOP a byte" for n, (x, y) in points.items()]
+    limits = f"{short(peak_tflop_per_s)} TFLOP/s and {short(bandwidth_gb_per_s)} GB/s"
+    return described(output[0], f"{'; '.join(told)}. The roof is {limits}.")
 
 
 def _logarithmic(axes: "Axes", scales: Scales) -> None:
@@ -299,13 +346,15 @@ def _mark(axes: "Axes", points: Series | None) -> None:
                       markeredgecolor=INK, markeredgewidth=1.3, label=name)  # fmt: skip
 
 
-def _finish_rows(axes: "Axes", labels: Sequence[str], unit: str) -> None:
+def _finish_rows(axes: "Axes", labels: Sequence[str], unit: str, most: float | None = None) -> None:
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(unit)
     axes.xaxis.set_major_formatter(lambda value, _: short(value))
     axes.margins(x=0.12)
+    if most:
+        axes.set_xlim(0, 1.12 * most)
     _legend(axes)
 
 
@@ -325,8 +374,9 @@ def _legend(axes: "Axes") -> None:
 
 
 def short(value: float) -> str:
-    """Three significant digits, thousands separated."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    """Three significant digits, thousands separated, and † after a Doubtful one."""
+    mark = "†" if isinstance(value, Doubtful) else ""
+    return (f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}") + mark
 
 
 def short_bytes(value: float) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from stepgauge.spec.fields import named_in
 from stepgauge.spec.kinds import declarations
+from stepgauge.spec.options import written
 from stepgauge.spec.record import Record
 
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
@@ -44,7 +45,7 @@ def varying(records: Sequence[Record]) -> list[str]:
     return list(dict.fromkeys([*first, *(SHAPE if is_custom else ()), *differing(records)]))
 
 
-def _declared(record: Record) -> list[Any]:
+def declared_fields(record: Record) -> list[Any]:
     """The fields of the record's specs, as they are declared."""
     return [
         field
@@ -55,8 +56,11 @@ def _declared(record: Record) -> list[Any]:
 
 def pair(record: Record, field: str) -> str:
     """`key=value`, the key as the command line spells it."""
-    flags = {each.name: each.metadata.get("flag") or each.name for each in _declared(record)}
-    return f"{flags.get(field, field)}={flatten(record.spec).get(field)}"
+    known = {each.name: each for each in declared_fields(record)}
+    value = flatten(record.spec).get(field)
+    if field not in known or value is None:
+        return f"{field}={value}"
+    return f"{known[field].metadata.get('flag') or field}={written(known[field], value)}"
 
 
 def naming(record: Record) -> tuple[list[str], list[str]]:
@@ -68,7 +72,7 @@ def naming(record: Record) -> tuple[list[str], list[str]]:
     implied = {*(("size", "batch") if spec.get("own") else ())}
     implied |= {*(SHAPE if spec.get("size") != "custom" else ())}
     shown, default = list(shape), list[str]()
-    for field in _declared(record):
+    for field in declared_fields(record):
         names = named_in(field) or ({field.name} if field.metadata.get("word") else set())
         if not names <= spec.keys() or field.name in implied or field.name not in spec:
             continue
@@ -88,7 +92,7 @@ def labels(records: Sequence[Record]) -> list[str]:
 
     A row that nothing tells from the others is named by `describe`.
     """
-    differs = differing(records)
+    differs = _telling(records)
     kinds = {record.kind for record in records}
     found = []
     for record in records:
@@ -99,6 +103,22 @@ def labels(records: Sequence[Record]) -> list[str]:
         kind = [record.kind] if len(kinds) > 1 else []
         found.append(" ".join([*kind, *pairs]) if pairs else describe(record))
     return found
+
+
+def _telling(records: Sequence[Record]) -> list[str]:
+    """The fields that differ, ALWAYS first; how a row is measured (seconds, steps) is left out
+    where the others tell all rows apart.
+    """
+    differs = differing(records)
+    ordered = [*(n for n in ALWAYS if n in differs), *(n for n in differs if n not in ALWAYS)]
+    marked = {name for record in records for fields in naming(record) for name in fields}
+    named = [name for name in ordered if name in marked]
+    specs = [flatten(record.spec) for record in records]
+
+    def groups(fields: Sequence[str]) -> int:
+        return len({tuple(str(spec.get(name)) for name in fields) for spec in specs})
+
+    return named if groups(named) == groups(ordered) else ordered
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,12 +22,55 @@ async function copy(text) {
   }
 }
 
-for (const button of document.querySelectorAll("[data-copy]")) {
+// A table in all formats, as gzip in base64.
+async function unpacked(text) {
+  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return JSON.parse(await new Response(stream).text());
+}
+
+for (const button of document.querySelectorAll("[data-copy], [data-format]")) {
   button.addEventListener("click", async () => {
     const name = button.textContent;
-    await copy(button.dataset.copy);
+    const table = button.closest(".table");
+    await copy(button.dataset.copy ?? (await unpacked(table.dataset.copies))[button.dataset.format]);
     button.textContent = "copied";
     setTimeout(() => (button.textContent = name), 1200);
+  });
+}
+
+// ---- navigation: the section that is read stands out -------------------------------------------------------------
+
+const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
+const seen = new IntersectionObserver(
+  (entries) => {
+    for (const entry of entries) links.get(entry.target.id)?.classList.toggle("here", entry.isIntersecting);
+  },
+  { rootMargin: "-20% 0px -60% 0px" },
+);
+for (const section of document.querySelectorAll("section[id]")) seen.observe(section);
+
+// ---- plots as files: their colours are the page's variables, which a file has not ------------------------------------
+
+function standalone(svg) {
+  const probe = document.body.appendChild(document.createElement("span"));
+  const text = new XMLSerializer().serializeToString(svg).replace(/var\((--[\w-]+)\)/g, (_, name) => {
+    if (name === "--sans") return "sans-serif";
+    probe.style.color = `var(${name})`;
+    return getComputedStyle(probe).color;
+  });
+  probe.remove();
+  return text;
+}
+
+for (const button of document.querySelectorAll("button.save")) {
+  button.addEventListener("click", () => {
+    const figure = button.closest("figure");
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([standalone(figure.querySelector("svg"))], { type: "image/svg+xml" }));
+    link.download = `${figure.getAttribute("aria-label").replace(/[^\w]+/g, "-").slice(0, 60)}.svg`;
+    link.click();
+    URL.revokeObjectURL(link.href);
   });
 }
 
@@ -76,6 +119,7 @@ function flameGraph(figure) {
   const output = figure.querySelector("output");
   let whole = plain;
   let zoom = [plain]; // from the root to what is shown in full width
+  let boxes = []; // as drawn
 
   const time = (us) => `${digits(us / steps / 1000)} ms a step, ${digits((100 * us) / plain.us)} %`;
   const matches = (node, words) => words && node.name.toLowerCase().includes(words);
@@ -89,7 +133,13 @@ function flameGraph(figure) {
     drawn.classList.toggle("bordered", width > BORDERED);
     drawn.classList.toggle("found", Boolean(matches(node, words)));
     drawn.classList.toggle("faded", depth < zoom.length - 1);
+    drawn.tabIndex = node === zoom.at(-1) ? 0 : -1;
+    drawn.setAttribute("role", "treeitem");
+    drawn.setAttribute("aria-level", depth + 1);
+    drawn.setAttribute("aria-label", `${node.name || "all"}: ${time(node.us)}`);
+    boxes.push({ drawn, path, left, width, depth });
     drawn.addEventListener("click", () => { zoom = path; draw(); });
+    drawn.addEventListener("focus", () => { output.value = `${node.name || "all"}: ${time(node.us)}`; });
     drawn.addEventListener("pointerenter", () => { output.value = `${node.name || "all"}: ${time(node.us)}`; });
     rows.append(drawn);
   }
@@ -114,6 +164,7 @@ function flameGraph(figure) {
   function draw() {
     const words = search.value.trim().toLowerCase();
     rows.replaceChildren();
+    boxes = [];
     zoom.slice(0, -1).forEach((node, depth) => box(node, zoom.slice(0, depth + 1), 0, 1, depth, words));
     const deepest = place(zoom.at(-1), zoom, 0, 1, zoom.length - 1, words);
     rows.style.height = `${(deepest + 1) * ROW}px`;
@@ -123,6 +174,31 @@ function flameGraph(figure) {
       : `${scope.name || "all"}: ${time(scope.us)}`;
   }
 
+  // Arrows go to the box above, below or beside; Enter zooms; Escape shows all.
+  function neighbour(from, key) {
+    const middle = from.left + from.width / 2;
+    const level = from.depth + ({ ArrowUp: -1, ArrowDown: 1 }[key] ?? 0);
+    const there = boxes.filter((box) => box.depth === level && box !== from);
+    if (key === "ArrowUp") return there.find((box) => box.left <= middle && middle <= box.left + box.width);
+    if (key === "ArrowDown") return there.find((box) => box.left >= from.left - 1e-9 && box.left < from.left + from.width);
+    return key === "ArrowLeft"
+      ? there.filter((box) => box.left < from.left).at(-1)
+      : there.find((box) => box.left > from.left);
+  }
+
+  rows.setAttribute("role", "tree");
+  rows.setAttribute("aria-label", "Flame graph");
+  rows.addEventListener("keydown", (event) => {
+    const from = boxes.find((box) => box.drawn === document.activeElement);
+    if (!from) return;
+    if (event.key.startsWith("Arrow")) neighbour(from, event.key)?.drawn.focus();
+    else if (["Enter", " ", "Escape"].includes(event.key)) {
+      zoom = event.key === "Escape" ? [whole] : from.path;
+      draw();
+      boxes.find((box) => box.path.at(-1) === zoom.at(-1)).drawn.focus();
+    } else return;
+    event.preventDefault();
+  });
   search.addEventListener("input", draw);
   merge.addEventListener("change", () => {
     whole = merge.checked ? mergedRepeats(plain) : plain;

@@ -1,12 +1,16 @@
 """Sections in, one HTML file out: no script, style, font or picture is loaded from anywhere."""
 
+import base64
 import dataclasses
+import gzip
 import html
 import importlib.resources
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stepgauge.report.findings import Finding
+from stepgauge.report.numbers import number
 from stepgauge.report.table import FORMATS, Table
 
 
@@ -36,17 +40,29 @@ class Flame:
     caption: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Elsewhere:
+    """What another machine gave: named as such in its title, and set apart."""
+
+    title: str
+    answer: str
+    blocks: Sequence["Block"]
+
+
 LONG = 24  # letters of a table's cell, above which it may take several lines
-Block = Text | Plot | Table | Flame
+Block = Text | Plot | Table | Flame | Elsewhere
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """What one experiment has to show. `reason` says why there is nothing."""
+    """What one experiment has to show. `answer` is computed from its rows and stands first;
+    `reason` says why there is nothing.
+    """
 
     title: str
     question: str
     blocks: Sequence[Block] = ()
+    answer: str = ""
     method: str = ""
     reason: str = ""
 
@@ -70,16 +86,18 @@ def page(
     *,
     facts: Mapping[str, str],
     headlines: Sequence[Headline] = (),
+    findings: Sequence[Finding] | None = None,
 ) -> str:
-    """The whole HTML document."""
+    """The whole HTML document. `findings` stand at its top; None: they are not asked for."""
     shown = [section for section in sections if not section.reason]
     left_out = [section for section in sections if section.reason]
     return _resource("page.html").format(
         title=html.escape(title),
         style=_resource("page.css"),
         script=_resource("page.js"),
-        navigation="".join(f'<a href="#{s.anchor}">{html.escape(s.title)}</a>' for s in shown),
+        navigation="".join(map(_link, shown)),
         headlines="".join(map(_headline, headlines)),
+        findings="" if findings is None else _findings(findings),
         facts="".join(
             f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in facts.items()
         ),
@@ -97,8 +115,30 @@ def _headline(headline: Headline) -> str:
     return f'<div class="headline"><b>{value}<small> {unit}</small></b><span>{label}</span></div>'
 
 
+def _link(section: Section) -> str:
+    return f'<a href="#{section.anchor}">{html.escape(section.title)}</a>'
+
+
+def _findings(findings: Sequence[Finding]) -> str:
+    """What to change first, the most milliseconds first, each with its command."""
+    if not findings:
+        text = (
+            "No two undisturbed rows differ in one choice alone (precision, compile, kernels, "
+            "wrapper) by more than their spread. Measure such a pair: its gain then stands here."
+        )
+        return f'<section id="findings"><h2>What to change first</h2><p>{text}</p></section>'
+    items = "".join(
+        f"<li><b>−{html.escape(number(f.saved_ms))} ms a step: {html.escape(f.title)}</b>"
+        f'<p>{html.escape(f.text)}</p><div class="command"><code>{html.escape(f.command)}</code>'
+        f'<button data-copy="{html.escape(f.command)}">copy</button></div></li>'
+        for f in findings
+    )
+    return f'<section id="findings"><h2>What to change first</h2><ol>{items}</ol></section>'
+
+
 def _section(section: Section) -> str:
     blocks = "".join(map(_block, section.blocks))
+    answer = f'<p class="answer">{html.escape(section.answer)}</p>' if section.answer else ""
     method = (
         f"<details><summary>How this is measured</summary><p>{html.escape(section.method)}</p></details>"
         if section.method
@@ -106,7 +146,7 @@ def _section(section: Section) -> str:
     )
     return (
         f'<section id="{section.anchor}"><h2>{html.escape(section.title)}</h2>'
-        f'<p class="question">{html.escape(section.question)}</p>{blocks}{method}</section>'
+        f'<p class="question">{html.escape(section.question)}</p>{answer}{blocks}{method}</section>'
     )
 
 
@@ -116,11 +156,17 @@ def _block(block: Block) -> str:
             return f"<p>{html.escape(text)}</p>"
         case Plot(svg, caption):
             return (
-                f'<figure role="img" aria-label="{html.escape(caption)}">{svg}'
-                f"<figcaption>{html.escape(caption)}</figcaption></figure>"
+                f'<figure class="plot" aria-label="{html.escape(caption)}">{svg}'
+                f'<figcaption>{html.escape(caption)} <button class="save">save SVG</button>'
+                "</figcaption></figure>"
             )
         case Flame():
             return _flame(block)
+        case Elsewhere(title, answer, blocks):
+            return (
+                f'<div class="shipped"><h3>{html.escape(title)}</h3><p>{html.escape(answer)}</p>'
+                f"{''.join(map(_block, blocks))}</div>"
+            )
         case Table():
             return _table(block)
 
@@ -132,7 +178,8 @@ def _flame(flame: Flame) -> str:
         'placeholder="find, e.g. norm" aria-label="Find in the flame graph"> '
         '<label><input type="checkbox" class="merge"> repeated parts as one</label> '
         '<button class="reset">whole</button></span><output></output></div><div class="rows"></div>'
-        f"<figcaption>{html.escape(flame.caption)} Width is time; click to zoom.</figcaption>"
+        f"<figcaption>{html.escape(flame.caption)} Width is time. Click or Enter zooms, arrows "
+        "move, Escape shows all.</figcaption>"
         f'<script type="application/json">{data}</script></figure>'
     )
 
@@ -153,11 +200,10 @@ def _table(table: Table) -> str:
 
     shown = table.for_eyes()
     body = "".join(row("td", cells) for cells in shown.rows)
-    copies = "".join(
-        f'<button data-copy="{html.escape(table.to(name))}">{name}</button>' for name in FORMATS
-    )
+    copies = "".join(f'<button data-format="{name}">{name}</button>' for name in FORMATS)
     drawn = (
-        f'<div class="table"><div class="copies"><span>{html.escape(table.caption)}</span>'
+        f'<div class="table" data-copies="{_packed({name: table.to(name) for name in FORMATS})}">'
+        f'<div class="copies"><span>{html.escape(table.caption)}</span>'
         f'<span>copy as {copies}</span></div><div class="scroll"><table><thead>{row("th", shown.columns)}</thead>'
         f"<tbody>{body}</tbody></table></div></div>"
     )
@@ -166,6 +212,11 @@ def _table(table: Table) -> str:
         if table.folded
         else drawn
     )
+
+
+def _packed(texts: Mapping[str, str]) -> str:
+    """The table in all formats, a tenth of its size; the script unpacks it when it is copied."""
+    return base64.b64encode(gzip.compress(json.dumps(texts).encode(), mtime=0)).decode()
 
 
 def _left_out(sections: Sequence[Section]) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from stepgauge.report.figure import Doubtful
 from stepgauge.report.names import flatten, shared, varying
 from stepgauge.report.numbers import heading, scaled, whole
 from stepgauge.report.table import Range, Table
@@ -84,6 +85,12 @@ def remark(record: Record) -> str:
         return f"{record.status.upper()}: {record.note}"
     disturbed = [f"disturbed: p90 is over {DISTURBED} × p10"] if is_disturbed(record) else []
     return "; ".join([*filter(None, [record.note]), *fallbacks(record), *disturbed])
+
+
+def plotted(record: Record, metric: str) -> float | None:
+    """The median as a plot shows it: Doubtful where the row was disturbed."""
+    value = record.median(metric)
+    return Doubtful(value) if value is not None and is_disturbed(record) else value
 
 
 def is_disturbed(record: Record) -> bool:

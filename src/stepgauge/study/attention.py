@@ -7,10 +7,10 @@ from stepgauge.bench.sweep import Job
 from stepgauge.report.kernel_plots import kernel_plots
 from stepgauge.report.kernels import kernel_table
 from stepgauge.report.page import Block
-from stepgauge.spec.grids import ATTENTION_BATCH, ATTENTION_HEADS, product
+from stepgauge.spec.grids import ATTENTION_BATCH, ATTENTION_HEADS
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.kernels import beside_published, kernel_jobs
+from stepgauge.study.kernels import beside_published, kernel_jobs, needs_gpu
 
 # Forward and backward, ms: torch beside the source's own kernel.
 _S2 = {
@@ -30,16 +30,10 @@ PUBLISHED = {
     ): times
     for (dtype, width, length), times in _S2.items()
 }
-ON_CPU = product(
-    batch=(1,), heads=(1,), dtype=("fp32",), width=(64,), sequence=(128, 256, 512), causal=(True,),
-    peers=("eager fa2 math",), passes=("forward", "both"),
-)  # fmt: skip
 
 
 def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
-    return kernel_jobs(
-        machine, "attention", [*ATTENTION_HEADS, *ATTENTION_BATCH] if machine.is_gpu else ON_CPU
-    )
+    return kernel_jobs(machine, "attention", [*ATTENTION_HEADS, *ATTENTION_BATCH])
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
@@ -58,4 +52,5 @@ EXPERIMENT = Experiment(
     ),
     jobs=jobs,
     blocks=blocks,
+    needs=needs_gpu,
 )

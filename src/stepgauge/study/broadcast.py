@@ -74,4 +74,5 @@ EXPERIMENT = Experiment(
     ),
     jobs=jobs,
     blocks=blocks,
+    on_cpu="devices are processes of one CPU here, and links are copies through its memory",
 )

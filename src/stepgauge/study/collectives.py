@@ -133,4 +133,5 @@ EXPERIMENT = Experiment(
     jobs=jobs,
     blocks=blocks,
     needs=needs,
+    on_cpu="Gloo between two processes of one CPU: it says nothing of links between GPUs",
 )

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stepgauge.bench.sweep import Job
+from stepgauge.report.answers import choice_answer
 from stepgauge.report.figure import grouped_bars
+from stepgauge.report.findings import pairs
 from stepgauge.report.names import flatten
+from stepgauge.report.numbers import number
 from stepgauge.report.page import Block, Plot
-from stepgauge.report.views import record_table
+from stepgauge.report.views import plotted, record_table
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
 from stepgauge.study.published import beside, published
@@ -57,7 +60,9 @@ def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
-    times = {(_row(record), record.spec["compile"]): record.median("step_ms") for record in records}
+    times = {
+        (_row(record), record.spec["compile"]): plotted(record, "step_ms") for record in records
+    }
     names = list(dict.fromkeys(name for name, _ in times))
     groups = {
         text: [times.get((n, mode)) for n in names]
@@ -72,6 +77,20 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
         record_table(records),
     ]
     return [*shown, beside(records, PUBLISHED, ("forward_ms", "step_ms"))]
+
+
+def answer(records: Sequence[Record]) -> str:
+    """What compiling gains, and after how many steps it has paid for itself."""
+    said = [choice_answer(records, "compile")]
+    found = pairs(records, {"compile": "off"})
+    costs = [(p, p.after.median("compile_s")) for p in found if p.saved_ms > 0]
+    if known := [(pair, cost) for pair, cost in costs if cost]:
+        pair, cost = max(known, key=lambda each: each[0].saved_ms)
+        said.append(
+            f"Compiling takes {number(cost)} s once at {_row(pair.after)}, which "
+            f"{1e3 * cost / pair.saved_ms:,.0f} steps pay back."
+        )
+    return " ".join(said)
 
 
 def _row(record: Record) -> str:
@@ -89,5 +108,6 @@ EXPERIMENT = Experiment(
     ),
     jobs=jobs,
     blocks=blocks,
+    answer=answer,
     needs=needs,
 )

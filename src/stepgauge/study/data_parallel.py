@@ -14,7 +14,7 @@ from stepgauge.report.numbers import number, whole
 from stepgauge.report.page import Block, Plot, Text
 from stepgauge.report.table import Table
 from stepgauge.report.tracks import overlap_lanes
-from stepgauge.report.views import record_table
+from stepgauge.report.views import plotted, record_table
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.model import ModelSpec
@@ -89,9 +89,14 @@ def needs(machine: Machine) -> str | None:
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
+    return [*plots(records), _beside([record for record in records if record.status == "ok"])]
+
+
+def plots(records: Sequence[Record]) -> list[Block]:
+    """Steps by wrapper, traced steps, the table and the bucket sweep."""
     good = [record for record in records if record.status == "ok"]
     names = list(dict.fromkeys(str(record.spec["size"]) for record in good))
-    steps = {(record.spec["size"], _bar(record)): record.median("step_ms") for record in good}
+    steps = {(record.spec["size"], _bar(record)): plotted(record, "step_ms") for record in good}
     bars = {
         name: [steps.get((n, name)) for n in names]
         for name in DRAWN
@@ -106,7 +111,7 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     if last:
         caption = f"A traced step of {names[-1]}: communication beside computation, one wrapper above the other."
         shown.append(Plot(overlap_lanes(last), caption))
-    return [*shown, record_table(records), *overhead_blocks(good), _beside(good)]
+    return [*shown, record_table(records), *overhead_blocks(good)]
 
 
 def _bar(record: Record) -> str:
@@ -274,4 +279,5 @@ EXPERIMENT = Experiment(
     jobs=jobs,
     blocks=blocks,
     needs=needs,
+    on_cpu="two processes of one CPU, not two GPUs: they share its cores and copy through memory",
 )

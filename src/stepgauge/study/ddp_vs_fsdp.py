@@ -64,6 +64,19 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     return [comparison_table(rows), gap_table(rows), _beside(rows)]
 
 
+def answer(records: Sequence[Record]) -> str:
+    """Sharding's memory and time beside replication, torch's wrappers, at the largest batch."""
+    rows = {(row["wrapper"], row["global_batch"]): row for row in aggregated(records)}
+    batch = max((batch for _, batch in rows), default=0)
+    plain, sharded = (rows.get((name, batch)) for name in ("torch-ddp", "torch-fsdp"))
+    if not plain or not sharded:
+        return ""
+    time = sharded["step_ms"]["mean"] / plain["step_ms"]["mean"]
+    peaks = [row.get("peak_bytes", {}).get("mean") for row in (plain, sharded)]
+    memory = f" and {peaks[1] / peaks[0]:.2f} of its peak memory" if all(peaks) else ""
+    return f"At a global batch of {batch} torch-fsdp takes {time:.2f} of torch-ddp's step{memory}."
+
+
 def _beside(rows: Sequence[dict[str, Any]]) -> Table:
     """S3's figures beside ours of the same wrapper and global batch."""
     base = {
@@ -108,5 +121,7 @@ EXPERIMENT = Experiment(
     ),
     jobs=jobs,
     blocks=blocks,
+    answer=answer,
     needs=needs,
+    on_cpu="two processes of one CPU train a tiny BERT: figures of neither GPUs nor BERT-base",
 )

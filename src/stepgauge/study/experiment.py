@@ -1,10 +1,12 @@
-"""What an experiment is: what it needs, what it runs, and what it shows."""
+"""What an experiment is: what it needs, what it runs, what it answers and what it shows."""
 
 import dataclasses
+import importlib.resources
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from stepgauge.bench.sweep import Job
+from stepgauge.report.answers import answer
 from stepgauge.report.page import Block
 from stepgauge.spec.record import Record
 
@@ -34,8 +36,10 @@ class Experiment:
     method    how the figures come about
     jobs      what it runs on a machine, in a folder of the run
     blocks    what its section shows of its own records
+    answer    one or two sentences that its records answer the question with
     pictures  what it shows of files that lie beside the records, in the folder of the run
     needs     why the machine cannot run it, or None
+    on_cpu    what its figures are not, where they are a CPU's
     """
 
     name: str
@@ -44,5 +48,18 @@ class Experiment:
     method: str
     jobs: Callable[[Machine, Path], Sequence[Job]]
     blocks: Callable[[Sequence[Record]], Sequence[Block]]
+    answer: Callable[[Sequence[Record]], str] = answer
     pictures: Callable[[Sequence[Record], Path], Sequence[Block]] = lambda records, folder: ()
     needs: Callable[[Machine], str | None] = lambda machine: None
+    on_cpu: str = ""
+
+
+def shipped(name: str) -> list[Record]:
+    """Records of GPU machines that come with the package, for the experiment of that name; of
+    sharded state they are those of data parallel training.
+    """
+    folder = importlib.resources.files(__package__) / "shipped"
+    path = folder / f"{'data-parallel' if name == 'sharded-state' else name}.jsonl"
+    if not path.is_file():
+        return []
+    return [Record.from_json(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -8,25 +8,25 @@ from stepgauge.bench.step import run
 from stepgauge.bench.sweep import Job
 from stepgauge.report.figure import grouped_bars
 from stepgauge.report.names import flatten
+from stepgauge.report.numbers import number
 from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
-from stepgauge.report.views import record_table
+from stepgauge.report.views import plotted, record_table
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.kernels import needs_gpu
 from stepgauge.study.sizes import step_spec
 
 OUR_PARTS = {"norm": "triton", "attention": "triton", "loss": "fused"}
 
 
 def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
-    sizes = ("small", "2.7b") if machine.is_gpu else ("tiny",)
-    modes = ("off", "on") if machine.has_compiler and machine.is_gpu else ("off",)
-    precision = "bf16" if machine.is_gpu else "fp32"
+    modes = ("off", "on") if machine.has_compiler else ("off",)
     return [
-        Job(run, _spec(machine, size, ours=ours, precision=precision, compile=mode))
-        for size in sizes
+        Job(run, _spec(machine, size, ours=ours, precision="bf16", compile=mode))
+        for size in ("small", "2.7b")
         for mode in modes
         for ours in (False, True)
     ]
@@ -41,7 +41,7 @@ def _spec(machine: Machine, size: str, *, ours: bool, **fields: Any) -> StepSpec
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
-    rows = {(record.spec["size"], _name(record)): record.median("step_ms") for record in records}
+    rows = {(record.spec["size"], _name(record)): plotted(record, "step_ms") for record in records}
     sizes = list(dict.fromkeys(size for size, _ in rows))
     names = list(dict.fromkeys(name for _, name in rows))
     svg = grouped_bars(
@@ -63,10 +63,28 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     ]
 
 
+def answer(records: Sequence[Record]) -> str:
+    """Our step beside the best stock one, by size."""
+    times = {(str(r.spec["size"]), _name(r)): r.median("step_ms") for r in records}
+    told = []
+    for size in dict.fromkeys(size for size, _ in times):
+        stock, ours = (
+            [ms for (s, name), ms in times.items() if s == size and name.startswith(who) and ms]
+            for who in ("stock", "ours")
+        )
+        if stock and ours:
+            told.append(
+                f"{size} takes {number(min(ours))} ms with our parts and {number(min(stock))} ms with "
+                f"the best of torch's: {min(ours) / min(stock):.3f} of it"
+            )
+    return f"{'; '.join(told)}." if told else ""
+
+
 def _name(record: Record) -> str:
     spec = flatten(record.spec)
     parts = "ours" if spec["norm"] == OUR_PARTS["norm"] else "stock"
-    return f"{parts}, {'eager' if spec['compile'] == 'off' else 'compiled'}"
+    compiled = {"off": "eager", "on": "compiled"}.get(spec["compile"], spec["compile"])
+    return f"{parts}, {compiled}"
 
 
 EXPERIMENT = Experiment(
@@ -76,4 +94,6 @@ EXPERIMENT = Experiment(
     method="The rows differ in the four parts and in torch.compile alone; each runs in a process of its own.",
     jobs=jobs,
     blocks=blocks,
+    answer=answer,
+    needs=needs_gpu,
 )

@@ -25,17 +25,19 @@ def kernel_jobs(machine: Machine, kind: str, points: Iterable[Point]) -> list[Jo
     return [Job(comparison.run, row, process=kind) for row in rows]
 
 
-def kernel_experiment(
-    kind: str, *, on_gpu: Iterable[Point], on_cpu: Iterable[Point], **told: Any
-) -> Experiment:
+def needs_gpu(machine: Machine) -> str | None:
+    """Elsewhere plain PyTorch runs in place of our kernels, which measures nothing of them."""
+    return None if machine.is_gpu else "our kernels run on CUDA GPUs only"
+
+
+def kernel_experiment(kind: str, points: Iterable[Point], **told: Any) -> Experiment:
     """An operation beside its peers, in bars and a table; `told` is what the experiment says of
     itself.
     """
     return Experiment(
-        jobs=lambda machine, folder: kernel_jobs(
-            machine, kind, on_gpu if machine.is_gpu else on_cpu
-        ),
+        jobs=lambda machine, folder: kernel_jobs(machine, kind, points),
         blocks=lambda records: [*kernel_bars(records), kernel_table(records)],
+        needs=needs_gpu,
         **told,
     )
 

@@ -7,10 +7,10 @@ from stepgauge.bench.sweep import Job
 from stepgauge.report.kernel_plots import kernel_plots
 from stepgauge.report.kernels import kernel_table
 from stepgauge.report.page import Block
-from stepgauge.spec.grids import NORM_LAYERS, product
+from stepgauge.spec.grids import NORM_LAYERS
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.kernels import beside_published, kernel_jobs
+from stepgauge.study.kernels import beside_published, kernel_jobs, needs_gpu
 
 WIDTHS = (1024, 2048, 4096, 8192)
 # Seconds for 1000 passes are ms a pass.
@@ -35,17 +35,10 @@ PUBLISHED = {
     for passes, rows in _S1.items()
     for index, width in enumerate(WIDTHS)
 }
-ON_CPU = product(
-    rows=(2000,),
-    width=(256, 1024),
-    dtype=("fp32",),
-    passes=("forward", "both"),
-    peers=("eager torch layer_norm",),
-)
 
 
 def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
-    return kernel_jobs(machine, "rms-norm", NORM_LAYERS if machine.is_gpu else ON_CPU)
+    return kernel_jobs(machine, "rms-norm", NORM_LAYERS)
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
@@ -63,4 +56,5 @@ EXPERIMENT = Experiment(
     ),
     jobs=jobs,
     blocks=blocks,
+    needs=needs_gpu,
 )

@@ -1,12 +1,11 @@
 """AdamW in one launch over all parameters beside torch's."""
 
-from stepgauge.spec.grids import ADAMW_ANCHORS, product
+from stepgauge.spec.grids import ADAMW_ANCHORS
 from stepgauge.study.kernels import kernel_experiment
 
 EXPERIMENT = kernel_experiment(
     "adamw",
-    on_gpu=ADAMW_ANCHORS,
-    on_cpu=product(layers=(2,), width=(128,), dtype=("fp32",)),
+    ADAMW_ANCHORS,
     name="optimizer",
     title="Optimizer step",
     question="How near does AdamW come to reading and writing its parameters, gradients and state once?",

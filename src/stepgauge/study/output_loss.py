@@ -2,20 +2,12 @@
 do.
 """
 
-from stepgauge.spec.grids import LINEAR_CROSS_ENTROPY_ANCHORS, product
+from stepgauge.spec.grids import LINEAR_CROSS_ENTROPY_ANCHORS
 from stepgauge.study.kernels import kernel_experiment
 
 EXPERIMENT = kernel_experiment(
     "linear-cross-entropy",
-    on_gpu=LINEAR_CROSS_ENTROPY_ANCHORS,
-    on_cpu=product(
-        tokens=(256,),
-        width=(128,),
-        vocabulary=(1000, 4000),
-        dtype=("fp32",),
-        passes=("both",),
-        peers=("eager",),
-    ),
+    LINEAR_CROSS_ENTROPY_ANCHORS,
     name="output-loss",
     title="Output layer and loss",
     question="What does it cost in time, and save in memory, never to hold the logits?",

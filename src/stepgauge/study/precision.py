@@ -6,11 +6,12 @@ from pathlib import Path
 
 from stepgauge.bench import dtypes
 from stepgauge.bench.sweep import Job
+from stepgauge.report.answers import choice_answer
 from stepgauge.report.dtypes import EXPLANATION, accumulation_table, dtype_table
 from stepgauge.report.figure import grouped_bars
 from stepgauge.report.names import flatten
 from stepgauge.report.page import Block, Plot, Text
-from stepgauge.report.views import record_table
+from stepgauge.report.views import plotted, record_table
 from stepgauge.spec.dtypes import AccumulationSpec, DtypesSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
@@ -60,7 +61,7 @@ def _times(records: Sequence[Record]) -> list[Block]:
     first = flatten(records[0].spec)
     same = [r for r in records if flatten(r.spec)["context_length"] == first["context_length"]]
     names = list(dict.fromkeys(str(record.spec["size"]) for record in same))
-    times = {(r.spec["size"], r.spec["precision"]): r.median("step_ms") for r in same}
+    times = {(r.spec["size"], r.spec["precision"]): plotted(r, "step_ms") for r in same}
     used = [p for p in PRECISIONS if any(precision == p for _, precision in times)]
     svg = grouped_bars(
         names, {p: [times.get((n, p)) for n in names] for p in used}, unit="ms a step (median)"
@@ -94,4 +95,7 @@ EXPERIMENT = Experiment(
     ),
     jobs=jobs,
     blocks=blocks,
+    answer=lambda records: choice_answer(
+        [record for record in records if record.kind == StepSpec.kind], "precision"
+    ),
 )

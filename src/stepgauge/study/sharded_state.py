@@ -5,6 +5,7 @@ from pathlib import Path
 
 from stepgauge.bench.sweep import Job
 from stepgauge.report.figure import stacked_bars
+from stepgauge.report.findings import is_comparable
 from stepgauge.report.numbers import scaled
 from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
@@ -41,6 +42,28 @@ def _is_usual(record: Record) -> bool:
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
     good = [record for record in records if record.status == "ok"]
     return [*_picture(good), _memory(good), _beside(good)]
+
+
+def answer(records: Sequence[Record]) -> str:
+    """What each stage keeps of the plain wrapper's state, and what its step costs."""
+    good = [r for r in records if r.status == "ok" and is_comparable(r)]
+    plain = max((r for r in good if r.spec["wrapper"] == PLAIN), key=_kept, default=None)
+    if plain is None or not _kept(plain):
+        return ""
+    told = []
+    for stage in ("zero1", "zero2", "zero3"):
+        sharded = _of(good, stage, str(plain.spec["size"]))
+        if sharded:
+            time = (sharded.median("step_ms") or 0.0) / (plain.median("step_ms") or 1.0)
+            kept = _kept(sharded) / _kept(plain)
+            told.append(f"{stage} keeps {kept:.2f} of the bytes and takes {time:.2f} of the step")
+    return f"Beside {PLAIN} at size={plain.spec['size']}: {'; '.join(told)}."
+
+
+def _kept(record: Record) -> float:
+    """Bytes of parameters, gradients and optimizer state on a rank."""
+    kept = (f"{part}_bytes" for part in PARTS[:3])
+    return sum(record.median(name) or 0.0 for name in kept)
 
 
 def _picture(records: Sequence[Record]) -> list[Block]:
@@ -139,5 +162,7 @@ EXPERIMENT = Experiment(
     ),
     jobs=jobs,
     blocks=blocks,
+    answer=answer,
     needs=data_parallel.needs,
+    on_cpu="two processes of one CPU, not two GPUs: bytes are right, times are not a GPU's",
 )

@@ -7,7 +7,7 @@ from stepgauge.bench.sweep import Job
 from stepgauge.report.figure import stacked_bars
 from stepgauge.report.names import flatten
 from stepgauge.report.page import Block, Plot
-from stepgauge.report.views import record_table
+from stepgauge.report.views import plotted, record_table
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
 from stepgauge.study.published import CONDITIONS, beside, published
@@ -51,6 +51,7 @@ def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
     shown: list[Block] = []
+    most = max((record.median("step_ms") or 0.0 for record in records), default=0.0)
     for load in dict.fromkeys(map(_load, records)):
         rows = [record for record in records if _load(record) == load]
         names = [str(record.spec["size"]) for record in rows]
@@ -61,9 +62,10 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
         svg = stacked_bars(
             names,
             phases,
-            totals=[record.median("step_ms") for record in rows],
+            totals=[plotted(record, "step_ms") for record in rows],
             unit="ms a step (medians)",
             points=_published_totals(load, names),
+            most=most,
         )
         shown.append(Plot(svg, f"Step time by size and phase, fp32, batch × context {load}."))
     shown.append(record_table(records))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,16 +39,11 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     (record,) = records
     if record.status != "ok":
         return [record_table(records)]
-    curve, environment = record.series, record.environment
+    curve = record.series
     training = (curve["step"], curve["loss"])
     held_out = (curve["held_out_step"], curve["held_out_bits_per_byte"])
-    corpus = (
-        f"The corpus is the source of Python's standard library as bytes ({environment['corpus_bytes']:,} bytes, "
-        f"sha256 {environment['corpus_sha256'][:16]}…); its last 5 % are held out. Guessing bytes at random costs "
-        f"{number(5.545)} nats or 8 bits."
-    )
     return [
-        Text(corpus),
+        Text(_corpus(record)),
         Plot(
             lines({"training loss": training}, x="step", y="nats a token"),
             "Training loss, each step.",
@@ -60,6 +56,16 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
         ),
         record_table(records),
     ]
+
+
+def _corpus(record: Record) -> str:
+    where = record.environment
+    vocabulary = where.get("vocab_size", 256)
+    return (
+        f"The corpus has {where['corpus_bytes']:,} bytes (sha256 {where['corpus_sha256'][:16]}…); "
+        f"its last 5 % are held out. Guessing one of {vocabulary:,} tokens at random costs "
+        f"{number(math.log(vocabulary))} nats a token."
+    )
 
 
 EXPERIMENT = Experiment(

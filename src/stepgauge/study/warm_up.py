@@ -6,6 +6,7 @@ from pathlib import Path
 from stepgauge.bench.sweep import Job
 from stepgauge.report.figure import grouped_bars
 from stepgauge.report.names import describe
+from stepgauge.report.numbers import number
 from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
 from stepgauge.report.views import record_table
@@ -69,6 +70,19 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     ]
 
 
+def answer(records: Sequence[Record]) -> str:
+    """The mean without warm-up beside the median with the most of it."""
+    known = {r.spec["warmup"]: r.metrics["forward_ms"] for r in records if r.status == "ok"}
+    if len(known) < 2:
+        return ""
+    cold, warm = known[min(known)], known[max(known)]
+    return (
+        f"Without warm-up the mean of {cold.n} forward passes is {number(cold.mean)} ms, "
+        f"{cold.mean / warm.median:.1f} times the median after {max(known)} warm-up steps "
+        f"({number(warm.median)} ms); the median without warm-up is {number(cold.median)} ms."
+    )
+
+
 EXPERIMENT = Experiment(
     name="warm-up",
     title="The cost of no warm-up",
@@ -79,4 +93,5 @@ EXPERIMENT = Experiment(
     ),
     jobs=jobs,
     blocks=blocks,
+    answer=answer,
 )

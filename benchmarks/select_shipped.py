@@ -1,0 +1,88 @@
+"""Writes the records that the report ships: what a GPU machine gave, for machines without one.
+
+    python benchmarks/select_shipped.py
+
+Takes rows of benchmarks/results/ to src/stepgauge/study/shipped/EXPERIMENT.jsonl, figures to six
+digits and without those that the report does not show, at most 200 KB in all.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS, SHIPPED = ROOT / "benchmarks/results", ROOT / "src/stepgauge/study/shipped"
+MOST_BYTES = 200_000
+ENVIRONMENT = ("device", "torch", "triton", "outcomes", "commit")
+SERIES = ("rank_peak_bytes",)
+UNSHOWN = ("_error", "_held_bytes", "resident_peak_bytes", "p99_ms", "batch", "factor")
+SIZES = tuple(1 << power for power in range(10, 31, 2))
+Row = dict[str, Any]
+
+
+def where(kind: str, **fields: Any) -> Callable[[Row], bool]:
+    return lambda row: (
+        row["kind"] == kind
+        and all(row["spec"].get(name) in values for name, values in fields.items())
+    )
+
+
+# Experiment -> file and which of its rows.
+SELECTION: dict[str, tuple[str, Callable[[Row], bool]]] = {
+    "norm-layers": ("2026-11-21-h200-kernels-second", where("rms-norm", rows=(50_000,))),
+    "attention": (
+        "2026-11-21-h200-kernels-second",
+        where("attention", dtype=("bf16",), passes=("both",), width=(64,), causal=(True,), heads=(1,)),
+    ),
+    "output-loss": ("2026-11-21-h200-kernels-second", where("linear-cross-entropy")),
+    "optimizer": ("2026-11-21-h100-kernels", where("adamw")),
+    "fused-step": ("2026-11-21-h100-step-parts", where("step")),
+    "collectives": (
+        "2026-11-21-h200-comm",
+        where("comm", op=("all_reduce",), backend=("nccl",), ranks=(2,), timing=("pipelined",), size_bytes=SIZES),
+    ),
+    "data-parallel": (
+        "2026-11-22-h200-data-parallel",
+        where("data-parallel", size=("2.7b",), bucket_mb=(25.0,), transport=("collectives",)),
+    ),
+    "ddp-vs-fsdp": (
+        "2026-11-21-h200-ddp-vs-fsdp",
+        where("data-parallel", batch=(8,), wrapper=("torch-ddp", "torch-fsdp")),
+    ),
+    "broadcast": ("2026-11-21-h200-broadcast", where("broadcast")),
+}  # fmt: skip
+
+
+def rows(name: str, wanted: Callable[[Row], bool]) -> Iterator[str]:
+    for line in (RESULTS / f"{name}.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row["status"] == "ok" and wanted(row):
+            row["series"] = {key: row["series"][key] for key in SERIES if key in row["series"]}
+            row["environment"] = {k: v for k, v in row["environment"].items() if k in ENVIRONMENT}
+            row["metrics"] = {
+                key: {part: rounded(figure) for part, figure in sample.items()}
+                for key, sample in row["metrics"].items()
+                if not key.endswith(UNSHOWN)
+            }
+            yield json.dumps(row, separators=(",", ":"))
+
+
+def rounded(figure: Any) -> Any:
+    return float(f"{figure:.6g}") if isinstance(figure, float) else figure
+
+
+def main() -> None:
+    SHIPPED.mkdir(exist_ok=True)
+    sizes = {}
+    for experiment, (name, wanted) in SELECTION.items():
+        text = "\n".join(rows(name, wanted)) + "\n"
+        (SHIPPED / f"{experiment}.jsonl").write_text(text)
+        sizes[experiment] = (text.count("\n"), len(text))
+    print(json.dumps(sizes, indent=1))
+    if (whole := sum(size for _, size in sizes.values())) > MOST_BYTES:
+        raise SystemExit(f"{whole:,} bytes are more than {MOST_BYTES:,}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""What to change first: rows that differ in one choice alone, ranked by the milliseconds it saves."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stepgauge.report.names import declared_fields, flatten, labels, naming
+from stepgauge.report.numbers import number
+from stepgauge.report.views import is_disturbed
+from stepgauge.spec.fallbacks import fallbacks
+from stepgauge.spec.options import written
+from stepgauge.spec.record import Record
+
+# What a user may choose without changing what is trained: fields, and what each is compared with.
+CHOICES: tuple[Mapping[str, Any], ...] = (
+    {"precision": "fp32"},
+    {"compile": "off"},
+    {"norm": "rmsnorm", "attention": "sdpa", "loss": "cross-entropy", "optimizer": "adamw"},
+    {"checkpointing": "none", "checkpoint_blocks": 1},
+    {"wrapper": "torch-ddp"},
+    {"reduce_dtype": "own"},
+    {"bucket_mb": 25.0},
+)
+OTHER_WORK = {"norm": "layernorm", "wrapper": "none"}  # values that do less, or something else
+CAUTIONS = {
+    "bf16-pure": "Weights and optimizer state are bf16 then: compare the loss.",
+    "fp16": "Needs loss scaling: compare the loss.",
+}
+GRAPHS = "reduce-overhead"
+LEAST_IDLE = 0.1  # of a step: less is not worth a finding
+MOST = 6
+COMMANDS = {
+    "step": "bench step",
+    "data-parallel": "bench data-parallel",
+    "profile": "profile step",
+    "memory": "profile memory",
+    "comm": "bench comm",
+    "train": "train",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Two measured rows that differ in one choice alone."""
+
+    before: Record
+    after: Record
+    change: str  # "precision=bf16"
+    instead_of: str  # "precision=fp32"
+
+    @property
+    def saved_ms(self) -> float:
+        return _ms(self.before) - _ms(self.after)
+
+    @property
+    def ratio(self) -> float:
+        return _ms(self.after) / _ms(self.before)
+
+    @property
+    def exceeds_spread(self) -> bool:
+        before, after = (each.metrics["step_ms"] for each in (self.before, self.after))
+        return before.p10 > after.p90 or after.p10 > before.p90
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What to change, what that saves a step, and the command that does it."""
+
+    saved_ms: float
+    title: str
+    text: str
+    command: str
+
+
+def _ms(record: Record) -> float:
+    return record.metrics["step_ms"].median
+
+
+def is_comparable(record: Record) -> bool:
+    """Whether the time of a step is what its options say, measured without disturbance."""
+    step = record.metrics.get("step_ms")
+    if record.status != "ok" or record.provenance != "measured" or not step or not step.median:
+        return False
+    return not fallbacks(record) and not is_disturbed(record)
+
+
+def pairs(records: Sequence[Record], choice: Mapping[str, Any]) -> list[Pair]:
+    """Each row with another value of the choice, beside the one with the usual value."""
+    groups: dict[tuple[Any, ...], list[Record]] = {}
+    for record in filter(is_comparable, records):
+        spec = flatten(record.spec)
+        if any(spec.get(name) == value for name, value in OTHER_WORK.items()):
+            continue
+        if any(name in spec for name in choice):
+            rest = sorted((n, str(v)) for n, v in spec.items() if n not in choice)
+            groups.setdefault((record.kind, *rest), []).append(record)
+    found = []
+    for group in groups.values():
+        base = [r for r in group if all(flatten(r.spec).get(n, v) == v for n, v in choice.items())]
+        for record in group:
+            if base and record not in base:
+                found.append(_pair(base[0], record, list(choice)))
+    return found
+
+
+def _pair(before: Record, after: Record, fields: Sequence[str]) -> Pair:
+    old, new = flatten(before.spec), flatten(after.spec)
+    changed = [name for name in fields if old.get(name) != new.get(name)]
+    told = (" ".join(f"{name}={spec.get(name)}" for name in changed) for spec in (new, old))
+    return Pair(before, after, *told)
+
+
+def findings(records: Sequence[Record]) -> list[Finding]:
+    """The change of each choice that saves most, and idle time; by milliseconds, most first."""
+    steps = [record for record in records if record.kind in ("step", "data-parallel")]
+    best = [_best(pairs(steps, choice)) for choice in CHOICES]
+    found = [finding for finding in [*best, _idle(records)] if finding]
+    return sorted(found, key=lambda finding: -finding.saved_ms)[:MOST]
+
+
+def _best(found: Sequence[Pair]) -> Finding | None:
+    """The pair that saves most; nothing where none saves more than its spread."""
+    saving = [pair for pair in found if pair.exceeds_spread and pair.saved_ms > 0]
+    if not saving:
+        return None
+    most = max(saving, key=lambda pair: pair.saved_ms)
+    before, after = _ms(most.before), _ms(most.after)
+    others = [pair for pair in found if pair.change == most.change]
+    ratios = [pair.ratio for pair in others]
+    every = (
+        f" In all {len(others)} such pairs the ratio is {min(ratios):.2f} to {max(ratios):.2f}."
+        if len(others) > 1
+        else ""
+    )
+    text = (
+        f"{number(before)} ms a step with {most.instead_of}, {number(after)} ms with {most.change}: "
+        f"{after / before:.2f} of it ({_where(most.before, most.change)}).{every}"
+    )
+    cautions = [CAUTIONS[v] for v in flatten(most.after.spec).values() if str(v) in CAUTIONS]
+    return Finding(most.saved_ms, most.change, " ".join([text, *cautions[:1]]), command(most.after))
+
+
+def _where(record: Record, change: str) -> str:
+    """The row in `key=value`, without what the change names."""
+    changed = {each.partition("=")[0] for each in change.split()}
+    parts = labels([record])[0].split()[1:]
+    return " ".join(part for part in parts if part.partition("=")[0] not in changed)
+
+
+def _idle(records: Sequence[Record]) -> Finding | None:
+    """Of profiles: the one whose device waits longest for the host, which CUDA graphs may spare.
+
+    The profiler itself slows the host, so that idle time is taken from the stopwatch: the step
+    without the profiler less the time in which the device was busy under it.
+    """
+    waits = []
+    for record in records:
+        idle, profiled, step = (
+            record.median(name) for name in ("idle_ms", "profiled_step_ms", "step_ms")
+        )
+        if record.kind == "profile" and idle and profiled and step:
+            wait = step - (profiled - idle)
+            waits += [(wait, step, record)] if wait > LEAST_IDLE * step else []
+    if not waits:
+        return None
+    wait, step, record = max(waits, key=lambda each: each[0])
+    text = (
+        f"The device works {number(step - wait)} of the step's {number(step)} ms and waits for the "
+        f"host in the rest ({_where(record, 'compile=')}). CUDA graphs launch all kernels at once: "
+        "they can save up to that, which has to be measured."
+    )
+    return Finding(wait, f"compile={GRAPHS}", text, command(record, "bench step", compile=GRAPHS))
+
+
+def command(record: Record, verb: str = "", **changed: Any) -> str:
+    """The command that measures such a row, with other values for the fields `changed`."""
+    spec = flatten(record.spec) | changed
+    if not (verb or record.kind in COMMANDS):
+        return f"stepgauge bench kernel {record.kind}"
+    fields = dict.fromkeys([*naming(record)[0], *changed])
+    known = {field.name: field for field in declared_fields(record)}
+    told = []
+    for name in fields:
+        field = known.get(name)
+        flag = (field.metadata.get("flag") if field else None) or name
+        value = written(field, spec[name]) if field else str(spec[name])
+        told.append(f"--{flag.replace('_', '-')}" + ("" if value == "true" else f" {value}"))
+    return " ".join(["stepgauge", verb or COMMANDS[record.kind], *told])

@@ -1,0 +1,285 @@
+"""Records in, one HTML page out: of a study, of any other run, of two runs beside each other."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from stepgauge.bench import profile
+from stepgauge.report import findings
+from stepgauge.report.answers import answer
+from stepgauge.report.broadcast import broadcast_blocks
+from stepgauge.report.comm import comm_blocks
+from stepgauge.report.compare import Comparison, difference_table
+from stepgauge.report.dtypes import EXPLANATION, accumulation_table, dtype_table
+from stepgauge.report.figure import stacked_bars
+from stepgauge.report.kernel_plots import kernel_bars
+from stepgauge.report.kernels import kernel_table
+from stepgauge.report.memory import memory_blocks
+from stepgauge.report.names import flatten, labels
+from stepgauge.report.numbers import heading, number
+from stepgauge.report.page import Block, Elsewhere, Headline, Plot, Section, Text, page
+from stepgauge.report.profile import blocks as profile_blocks
+from stepgauge.report.views import DISTURBED, is_disturbed, plotted, record_table
+from stepgauge.report.where import measured_where
+from stepgauge.spec.fallbacks import fallbacks
+from stepgauge.spec.hardware import peaks
+from stepgauge.spec.kernel import KERNELS
+from stepgauge.spec.model import FLOP_CONVENTION
+from stepgauge.spec.record import Record
+from stepgauge.spec.store import StoreError
+from stepgauge.study import EXPERIMENTS, data_parallel, training
+from stepgauge.study.experiment import Experiment, Machine, shipped
+from stepgauge.study.run import remembered
+
+NAMED = 4  # of disturbed rows, in a section
+MOST_BARS = 24
+
+
+def write_report(folder: Path, records: Sequence[Record], path: Path) -> Path:
+    """Writes the page of a run: of a study, or of any other. Raises StoreError where it cannot."""
+    machine = remembered(folder)
+    return _write(
+        study_page(records, machine, folder) if machine else run_page(records, folder), path
+    )
+
+
+def write_comparison(compared: Comparison, names: Sequence[str], path: Path) -> Path:
+    return _write(comparison_page(compared, names), path)
+
+
+def _write(text: str, path: Path) -> Path:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror}") from None
+    return path
+
+
+def study_page(records: Sequence[Record], machine: Machine, folder: Path) -> str:
+    here = [record for record in records if record.environment.get("device") == machine.name]
+    return page(
+        "stepgauge study",
+        [_experiment(experiment, machine, folder, here) for experiment in EXPERIMENTS],
+        facts=_facts(here),
+        headlines=_headlines(here),
+        findings=findings.findings(here),
+    )
+
+
+def _experiment(
+    experiment: Experiment, machine: Machine, folder: Path, records: Sequence[Record]
+) -> Section:
+    """The experiment's section: what was measured here, else the reason and what a GPU gave."""
+    empty = Section(experiment.title, experiment.question, method=experiment.method)
+    elsewhere = [] if machine.is_gpu else _elsewhere(experiment)
+    reason = experiment.needs(machine)
+    if reason and elsewhere:
+        return dataclasses.replace(empty, blocks=[Text(f"Not run here: {reason}."), *elsewhere])
+    if reason:
+        return dataclasses.replace(empty, reason=reason)
+    by_key = {record.key: record for record in records}
+    keys = [job.asked.key for job in experiment.jobs(machine, folder)]
+    own = [by_key[key] for key in keys if key in by_key]
+    if not own:
+        return dataclasses.replace(empty, reason="not measured in this run")
+    caution = [Text(f"On a CPU: {experiment.on_cpu}.")] if experiment.on_cpu and elsewhere else []
+    try:
+        blocks = [*caution, *reservations(own), *experiment.blocks(own),
+                  *experiment.pictures(own, folder), *elsewhere]  # fmt: skip
+        good = [record for record in own if record.status == "ok"]
+        return dataclasses.replace(
+            empty, blocks=blocks, answer=experiment.answer(good) if good else answer([])
+        )
+    except Exception as error:  # one section that cannot be drawn must not cost the others
+        return dataclasses.replace(
+            empty, reason=f"its section cannot be drawn: {type(error).__name__}: {error}"
+        )
+
+
+def _elsewhere(experiment: Experiment) -> list[Block]:
+    """What a GPU machine gave, from the records that come with the package."""
+    records = shipped(experiment.name)
+    if not records:
+        return []
+    where = records[0].environment
+    title = (
+        f"Not this machine: {where['device']}, torch {where['torch']}, "
+        f"{records[0].created[:10]}, a record that comes with stepgauge"
+    )
+    return [Elsewhere(title, experiment.answer(records), [_table(records)])]
+
+
+def _table(records: Sequence[Record]) -> Block:
+    table = kernel_table if records[0].kind in KERNELS else record_table
+    return dataclasses.replace(table(records), folded=True)
+
+
+def reservations(records: Sequence[Record]) -> list[Text]:
+    """What a reader of the section has to know before its figures."""
+    ran = list(dict.fromkeys(sentence for record in records for sentence in fallbacks(record)))
+    said = [f"No measure of our kernels here: {'; '.join(ran)}."] if ran else []
+    names = zip(labels(records), records, strict=True)
+    disturbed = [name for name, record in names if is_disturbed(record)]
+    if disturbed:
+        more = f" and {len(disturbed) - NAMED} more" if len(disturbed) > NAMED else ""
+        said.append(
+            f"Disturbed, marked † in plots: p90 is over {DISTURBED} × p10 of "
+            f"{'; '.join(disturbed[:NAMED])}{more}."
+        )
+    return [Text(sentence) for sentence in said]
+
+
+def run_page(records: Sequence[Record], folder: Path) -> str:
+    """A section for each kind of record in the run."""
+    kinds = dict.fromkeys(record.kind for record in records)
+    sections = [_kind([r for r in records if r.kind == kind], folder) for kind in kinds]
+    timed = any("step_ms" in record.metrics for record in records)
+    found = findings.findings(records) if timed else None
+    name = folder.resolve().name
+    return page(f"stepgauge: {name}", sections, facts=_facts(records), findings=found)
+
+
+QUESTIONS = {
+    "step": "What does a step take, and which phase takes most of it?",
+    "train": "Does the loss fall, and how fast are tokens trained on?",
+    "profile": "Which kinds of work take the time of a step?",
+    "memory": "Who holds memory when, and what is the peak?",
+    "comm": "What do the links give, and what does a byte cost?",
+    "data-parallel": "What does training on several ranks cost a step?",
+    "broadcast": "How does a tensor on the host come to every device soonest?",
+}
+
+
+def _kind(records: Sequence[Record], folder: Path) -> Section:
+    kind = records[0].kind
+    draw = _BLOCKS.get(kind, _kernels if kind in KERNELS else _rows)
+    blocks = [*reservations(records), *draw(records), *_pictures(records, folder)]
+    question = QUESTIONS.get(kind, "What was measured?")
+    return Section(kind, question, blocks, answer=answer(records))
+
+
+def _rows(records: Sequence[Record]) -> Sequence[Block]:
+    return [record_table(records)]
+
+
+def _kernels(records: Sequence[Record]) -> Sequence[Block]:
+    return [*kernel_bars(records), kernel_table(records)]
+
+
+def _steps(records: Sequence[Record]) -> Sequence[Block]:
+    """Bars of the phases, and the table."""
+    shown = [record for record in records if record.status == "ok"][:MOST_BARS]
+    if not shown:
+        return _rows(records)
+    phases = ("forward", "backward", "optimizer")
+    svg = stacked_bars(
+        labels(shown),
+        {phase: [record.median(f"{phase}_ms") for record in shown] for phase in phases},
+        totals=[plotted(record, "step_ms") for record in shown],
+        unit="ms a step (medians)",
+    )
+    return [Plot(svg, "Step time by phase."), record_table(records)]
+
+
+def _trainings(records: Sequence[Record]) -> Sequence[Block]:
+    return [block for record in records for block in training.blocks([record])]
+
+
+def _dtypes(records: Sequence[Record]) -> Sequence[Block]:
+    return [dtype_table(record) for record in records if "dtypes" in record.tables]
+
+
+def _sums(records: Sequence[Record]) -> Sequence[Block]:
+    return [*map(accumulation_table, records), Text(EXPLANATION)]
+
+
+def _pictures(records: Sequence[Record], folder: Path) -> Sequence[Block]:
+    """Of profiles: the analyses that lie in the run's folder."""
+    if records[0].kind != "profile":
+        return []
+    shown: list[Block] = []
+    for name, record in zip(labels(records), records, strict=True):
+        found = profile.read(record, folder)
+        shown += [Text(f"{name}:"), *profile_blocks(found)] if found else []
+    return shown
+
+
+_BLOCKS: Mapping[str, Callable[[Sequence[Record]], Sequence[Block]]] = {
+    "step": _steps,
+    "train": _trainings,
+    "memory": memory_blocks,
+    "comm": comm_blocks,
+    "broadcast": broadcast_blocks,
+    "data-parallel": data_parallel.plots,
+    "dtypes": _dtypes,
+    "accumulation": _sums,
+}
+
+
+def comparison_page(compared: Comparison, names: Sequence[str]) -> str:
+    """Two runs: a section a kind, the ratios, and the rows that only one of them has."""
+    sections = []
+    for kind in dict.fromkeys(pair.first.kind for pair in compared.found):
+        found = [pair for pair in compared.found if pair.first.kind == kind]
+        differ = [pair for pair in found if pair.exceeds_spread]
+        spread = [pair for pair in found if pair.has_spread]
+        said = f"{len(differ)} of {len(spread)} figures with a spread differ by more than it."
+        if differ:
+            most = max(differ, key=lambda pair: abs(pair.ratio - 1))
+            figure = heading(most.metric, most.first.metrics[most.metric].unit)
+            said += (
+                f" The most: {figure} of B is {most.ratio:.3f} × A's ({labels([most.second])[0]})."
+            )
+        sections.append(Section(kind, "What differs between A and B?", [difference_table(found)],
+                                answer=said))  # fmt: skip
+    if compared.alone:
+        rest = [Text(sentence) for sentence in compared.alone]
+        sections.append(Section("Without a partner", "Which rows has only one of the runs?", rest))
+    return page("stepgauge compare", sections, facts=dict(zip("AB", names, strict=True)))
+
+
+def _facts(records: Sequence[Record]) -> dict[str, str]:
+    facts = measured_where(records)
+    devices = {str(r.environment["device"]) for r in records if r.environment.get("device")}
+    known = peaks(devices.pop()) if len(devices) == 1 else None
+    if known:
+        rates = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in known.flops.items())
+        facts["Dense peak"] = f"{rates} TFLOP/s ({known.source})"
+    if any("tflop_per_s" in record.metrics for record in records):
+        facts["FLOPs"] = FLOP_CONVENTION
+    disturbed = sum(map(is_disturbed, records))
+    if disturbed:
+        facts["Spread"] = (
+            f"{disturbed} of {len(records)} rows are disturbed (p90 over {DISTURBED} × p10): the machine "
+            "was not idle. No finding rests on them."
+        )
+    not_ok = sum(record.status != "ok" for record in records)
+    failed = f", {not_ok} did not fit or failed" if not_ok else ""
+    return {**facts, "Rows": f"{len(records) - not_ok} measured{failed}"}
+
+
+def _headlines(records: Sequence[Record]) -> list[Headline]:
+    """The fastest and largest that was measured: what a reader looks for first."""
+    steps = [r for r in records if r.kind == "step" and findings.is_comparable(r)]
+    if not steps:
+        return []
+
+    def named(record: Record) -> str:
+        spec = flatten(record.spec)
+        compiled = ", compiled" if spec["compile"] != "off" else ""
+        return f"{spec['size']}, {spec['precision']}{compiled}"
+
+    most_tokens = max(steps, key=lambda r: r.median("tokens_per_s") or 0.0)
+    most_flops = max(steps, key=lambda r: r.median("tflop_per_s") or 0.0)
+    tokens, flops = most_tokens.median("tokens_per_s"), most_flops.median("tflop_per_s")
+    found = [
+        Headline(number(tokens), "tokens/s", f"most tokens: {named(most_tokens)}"),
+        Headline(number(flops), "TFLOP/s", f"most FLOPs: {named(most_flops)}"),
+    ]
+    if mfu := most_flops.median("mfu"):
+        found.append(Headline(f"{100 * mfu:.1f}", "% MFU", named(most_flops)))
+    return found + [
+        Headline(number(r.median("held_out")), "bits/byte", "held out after training")
+        for r in records
+        if r.kind == "train" and r.status == "ok"
+    ]
