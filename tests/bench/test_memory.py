@@ -21,6 +21,7 @@ from stepgauge.runtime.workers import run_isolated
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.user_model import UserModel
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 SPEC = MemorySpec(
@@ -209,7 +210,7 @@ def test_an_own_model_is_followed(tmp_path):
         "def factory():\n"
         "    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))), (torch.ones(8, 32),)\n"
     )
-    record = run(dataclasses.replace(SPEC, own=f"{file}:factory"))
+    record = run(dataclasses.replace(SPEC, model=UserModel.read(f"{file}:factory")))
     assert record.median("predicted_error") == 0
     assert [row[0] for row in record.tables["saved_by_block"][1:]] == [
         "0",

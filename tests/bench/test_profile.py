@@ -1,15 +1,17 @@
 """A profiled step as a record, and what lies beside it."""
 
+import dataclasses
 import gzip
 import json
 
 import pytest
 import torch
 
-from stepgauge.bench.profile import check, folder_of, read, run
+from stepgauge.bench.profile import folder_of, read, run
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record
+from stepgauge.spec.user_model import UserModel
 from stepgauge.trace.events import load
 
 COUNTS = {"warmup": 1, "steps": 2, "seconds": 0.0, "wait": 0, "profiler_warmup": 1, "active": 2}
@@ -165,19 +167,21 @@ def test_a_model_of_ones_own(tmp_path):
         "def make():\n"
         "    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)), (torch.randn(4, 8),)\n"
     )
-    record = run(nano(own=f"{own}:make"), folder=tmp_path)
-    assert {c.range for c in read(record, tmp_path).cells if c.phase == "backward"} >= {"0", "1"}
-    assert folder_of(record, tmp_path).name.startswith("mine-")
-    with pytest.raises(ValueError, match="has no function 'made'; it has make"):
-        check(nano(own=f"{own}:made"))
+    record = run(dataclasses.replace(nano(), model=UserModel.read(f"{own}:make")), folder=tmp_path)
+    assert {c.range for c in read(record, tmp_path).cells if c.phase == "backward"} >= {
+        "0 (Linear)",
+        "1 (LayerNorm)",
+    }
+    assert folder_of(record, tmp_path).name.startswith("make-")
 
 
 def test_profiling_leaves_the_step_as_it_was():
     """The ranges must not stay on the model, nor change what it computes."""
-    from stepgauge.bench.profile import _ranges, _step
+    from stepgauge.bench import step as bench_step
+    from stepgauge.bench.profile import _ranges
 
     spec = nano()
-    step, _ = _step(spec, torch.device("cpu"))
+    step, _ = bench_step.build(spec, torch.device("cpu"))
     tokens = torch.randint(300, (2, 32))
     before = step.forward(tokens, tokens)
     with _ranges(spec, step, torch.device("cpu")):

@@ -181,33 +181,36 @@ def test_a_mistake_is_one_sentence_and_status_2(stepgauge, tmp_path, arguments, 
         (("mine",), "name it as FILE.py:factory"),
         (
             ("mine.py:make", "--size", "medium"),
-            "size is 'medium'; an own model brings its network and batch",
+            "size is 'medium'; a user's model brings its network and batch",
         ),
         (
             ("mine.py:make", "--context", "64"),
-            "context_length is 64; an own model brings its network and batch",
+            "context_length is 64; a user's model brings its network and batch",
         ),
-        (("mine.py:make", "--batch", "8"), "batch is 8; an own model brings its network and batch"),
+        (
+            ("mine.py:make", "--batch", "8"),
+            "batch is 8; a user's model brings its network and batch",
+        ),
     ],
 )
 def test_a_mistake_about_an_own_model_is_one_sentence(stepgauge, command, arguments, words):
-    status, _, err = stepgauge("profile", command, "--device", "cpu", "--own", *arguments)
+    status, _, err = stepgauge("profile", command, "--device", "cpu", "--model", *arguments)
     assert status == 2
     assert words in sentence(err)
 
 
 @pytest.mark.parametrize("command", ["step", "memory"])
 def test_an_own_model_chooses_what_it_computes_again(stepgauge, command):
-    asked = ("--own", "mine.py:make", "--checkpointing", "blocks")
+    asked = ("--model", "mine.py:make", "--checkpointing", "blocks")
     status, _, err = stepgauge("profile", command, "--device", "cpu", *asked)
     assert status == 2
-    assert "checkpointing is 'blocks'; an own model chooses its own" in sentence(err)
+    assert "checkpointing is 'blocks'; a user's model chooses its own" in sentence(err)
 
 
 def test_types_have_no_options_that_change_none(stepgauge):
     status, out, _ = stepgauge("profile", "dtypes", "--help")
     assert status == 0
-    assert "--precision" in out and "--own" in out
+    assert "--precision" in out and "--model" in out
     for name in ("phases", "predict", "compile", "optimizer", "checkpointing", "data", "seed"):
         assert f"--{name}" not in out
     status, _, err = stepgauge("profile", "dtypes", "--phases", "forward")
@@ -245,7 +248,7 @@ def test_a_row_of_an_own_model_has_its_functions_name(stepgauge, tmp_path):
     )
     run = tmp_path / "run"
     status, _, err = stepgauge(
-        "profile", "memory", "--device", "cpu", "--own", f"{file}:perceptron", "--out", run
+        "profile", "memory", "--device", "cpu", "--model", f"{file}:perceptron", "--out", run
     )
     assert status == 0, err
     status, out, _ = stepgauge("show", run, "--format", "csv")

@@ -4,7 +4,8 @@ import dataclasses
 import functools
 import gc
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -18,9 +19,11 @@ from stepgauge.runtime.world import joined_world
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, sent_bytes
 from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import batch_for, build_step
 from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES, unavailable
 from stepgauge.train.step import TrainingStep
+from stepgauge.train.user_model import build_user_step
 
 LEARNING_RATE = 1e-4  # as bench step
 
@@ -37,7 +40,9 @@ def check(spec: DataParallelSpec) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankFigures:
-    """What one rank measured. Times in ms, one value a step; bytes by name."""
+    """What one rank measured. Times in ms, one value a step; bytes by name; parameters of the whole
+    network.
+    """
 
     phases: dict[str, list[float]]
     silent: list[float]
@@ -45,6 +50,7 @@ class RankFigures:
     bytes: dict[str, int]
     plan: dict[str, int]
     traced: Traced | None
+    parameters: int
 
 
 def measure(spec: DataParallelSpec) -> RankFigures:
@@ -63,11 +69,8 @@ def _measure(spec: DataParallelSpec) -> RankFigures:
     world = joined_world()
     assert world is not None, "ranks run in a world"
     device = world.device(spec.device)
-    step = build(spec, device)
+    step, batch, parameters = build(spec, device, world.rank)
     initial = devices.allocated_memory(device)
-    batch = [
-        part.to(device) for part in batch_for(spec.model, spec.batch, spec.seed + 1 + world.rank)
-    ]
     phases = step.phases(batch, synchronize=True)
     with step.precision.matmul_mode():
         run_once(phases)  # optimizer state, communicators and libraries come into being
@@ -83,11 +86,14 @@ def _measure(spec: DataParallelSpec) -> RankFigures:
         bytes=kept,
         plan=_plan(step),
         traced=traced,
+        parameters=parameters,
     )
 
 
-def build(spec: DataParallelSpec, device: torch.device) -> TrainingStep:
-    """The step of this rank. All ranks must call it."""
+def build(
+    spec: DataParallelSpec, device: torch.device, rank: int
+) -> tuple[TrainingStep, Sequence[Any], int]:
+    """The step of this rank, its batch, and the number of parameters. All ranks must call it."""
     autocast = PRECISIONS[spec.precision].autocast
     settings = Settings(
         bucket_mb=spec.bucket_mb,
@@ -95,8 +101,13 @@ def build(spec: DataParallelSpec, device: torch.device) -> TrainingStep:
         reduce_dtype=REDUCE_DTYPES[spec.reduce_dtype],
     )
     spread = functools.partial(parallelise, spec.wrapper, settings=settings)
+    if isinstance(spec.model, UserModel):
+        built = build_user_step(spec, device, parallelise=spread, lr=LEARNING_RATE)
+        return built.step, built.arguments(rank), built.num_parameters
     on_device = dataclasses.replace(spec, device=str(device))
-    return build_step(on_device, parallelise=spread, lr=LEARNING_RATE)
+    step = build_step(on_device, parallelise=spread, lr=LEARNING_RATE)
+    batch = batch_for(spec.model, spec.batch, spec.seed + 1 + rank)
+    return step, [part.to(device) for part in batch], spec.model.num_parameters
 
 
 def run_once(phases: dict[str, Callable[[], None]]) -> None:
@@ -166,8 +177,10 @@ def record(spec: DataParallelSpec, ranks: list[RankFigures]) -> Record:
     """One record of all ranks' figures: of each step the slowest rank, of bytes the most."""
     phases = {name: slowest([rank.phases[name] for rank in ranks]) for name in ranks[0].phases}
     metrics = {f"{name}_ms": Sample.of(values, "ms") for name, values in phases.items()}
-    tokens = spec.batch * spec.model.context_length * spec.ranks
-    metrics["tokens_per_s"] = Sample.of((tokens / ms * 1e3 for ms in phases["step"]), "tokens/s")
+    if not isinstance(spec.model, UserModel):  # of which tokens are not known
+        tokens = spec.batch * spec.model.context_length * spec.ranks
+        rates = (tokens / ms * 1e3 for ms in phases["step"])
+        metrics["tokens_per_s"] = Sample.of(rates, "tokens/s")
     medians = [statistics.median(rank.phases["step"]) for rank in ranks]
     metrics["rank_spread_ms"] = Sample.exact(max(medians) - min(medians), "ms")
     metrics |= _communication(spec, ranks, metrics["step_ms"].median)
@@ -203,7 +216,7 @@ def _communication(
         metrics["exposed_ms"] = Sample.exact(step_ms - metrics["silent_step_ms"].median, "ms")
     if traced := [rank.traced for rank in ranks if rank.traced]:
         metrics |= _overlap(traced)
-    sent = _sent_bytes(spec)
+    sent = _sent_bytes(spec, ranks[0].parameters)
     plan = {
         n: Sample.exact(value, "bytes" if n == "tail_bytes" else "")
         for n, value in ranks[0].plan.items()
@@ -221,7 +234,7 @@ def _overlap(ranks: list[Traced]) -> dict[str, Sample]:
     }
 
 
-def _sent_bytes(spec: DataParallelSpec) -> float:
+def _sent_bytes(spec: DataParallelSpec, values: int) -> float:
     precision = PRECISIONS[spec.precision]
     kept = precision.parameters.itemsize
     travelling = (
@@ -230,7 +243,6 @@ def _sent_bytes(spec: DataParallelSpec) -> float:
         else kept
     )
     narrowed = REDUCE_DTYPES[spec.reduce_dtype]
-    values = spec.model.num_parameters
     return sent_bytes(
         spec.wrapper,
         gradient_bytes=values * (min(narrowed.itemsize, travelling) if narrowed else travelling),

@@ -7,11 +7,11 @@ import dataclasses
 import torch
 
 from stepgauge.bench import step as bench_step
-from stepgauge.bench.storage_tracking import build
 from stepgauge.measure.dtypes import Found, accumulation, probe, told
 from stepgauge.measure.environment import environment
 from stepgauge.spec.dtypes import AccumulationSpec, DtypesSpec
 from stepgauge.spec.record import Record
+from stepgauge.spec.user_model import UserModel
 
 
 def run(spec: DtypesSpec) -> Record:
@@ -30,10 +30,10 @@ def run(spec: DtypesSpec) -> Record:
 
 def _probed(spec: DtypesSpec) -> list[Found]:
     device = torch.device(spec.device)
-    step, batch = build(spec, device)
+    step, batch = bench_step.build(spec, device)
     with step.precision.matmul_mode():
         found = probe(step.module, lambda: step.forward(*batch), step.backward)
-        if spec.own:
+        if isinstance(spec.model, UserModel):
             return found
         # The loss takes the head's weight; its logits are a module's output only without targets.
         with torch.no_grad(), step.precision.autocasting(device):

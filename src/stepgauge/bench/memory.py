@@ -20,7 +20,6 @@ from stepgauge.bench.storage_tracking import (
     pictures,
     predict,
 )
-from stepgauge.bench.user_model import load_factory
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.measure.memory import history
@@ -44,8 +43,6 @@ def check(spec: MemorySpec) -> None:
                 f"checkpointing is {spec.checkpointing!r} around blocks that are compiled one by one; what is kept "
                 "then can be followed on CUDA only (compile the whole model: --compile on)"
             )
-    if spec.own:
-        load_factory(spec.own)
 
 
 def run(spec: MemorySpec, *, folder: Path | None = None) -> Record:
@@ -150,7 +147,8 @@ def snapshot_path(spec: MemorySpec, folder: Path) -> Path:
     ).hexdigest()[:8]
     place = folder / "snapshots"
     place.mkdir(parents=True, exist_ok=True)
-    return place / f"{spec.size}-{spec.precision}-{spec.model.context_length}-{digest}.pickle"
+    length = getattr(spec.model, "context_length", "")  # a user's model may have none
+    return place / f"{spec.size}-{spec.precision}-{length}-{digest}.pickle"
 
 
 def _figures(found: Followed) -> dict[str, float]:

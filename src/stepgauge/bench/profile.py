@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from stepgauge.bench import step as bench_step
-from stepgauge.bench.user_model import build_own, load_factory
 from stepgauge.measure import devices
 from stepgauge.measure.ceilings import ceilings
 from stepgauge.measure.environment import environment
 from stepgauge.measure.profiler import Schedule, profile_phases
 from stepgauge.measure.ranges import module_ranges
-from stepgauge.measure.timing import Phases, time_phases
+from stepgauge.measure.timing import time_phases
 from stepgauge.report.names import labels
 from stepgauge.report.page import Section, page
 from stepgauge.report.profile import blocks as profile_blocks
@@ -29,7 +28,6 @@ from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.trace.analysis import analyse
 from stepgauge.trace.flame import collapsed, speedscope
-from stepgauge.train.build import build_step
 from stepgauge.train.step import TrainingStep
 
 ANALYSIS = "analysis.json"
@@ -44,19 +42,14 @@ def folder_of(record: Record, run: Path) -> Path:
     """Where the run keeps the profile's trace, analysis and flame graphs."""
     digest = hashlib.sha256(record.key.encode()).hexdigest()[:8]
     spec = record.spec
-    named = (
-        [Path(spec["own"]).stem]
-        if spec["own"]
-        else [spec["size"], str(spec["model"]["context_length"])]
-    )
-    return run / "profiles" / "-".join([*named, spec["precision"], digest])
+    length = spec["model"].get("context_length")  # a user's model has none
+    named = [spec["size"], *([str(length)] if length else []), spec["precision"], digest]
+    return run / "profiles" / "-".join(named)
 
 
 def check(spec: ProfileSpec) -> None:
     """Raises ValueError for what the spec asks together but cannot have, before anything is built."""
     bench_step.check(spec)
-    if spec.own:
-        load_factory(spec.own)
 
 
 def run(spec: ProfileSpec, *, folder: Path) -> Record:
@@ -65,11 +58,12 @@ def run(spec: ProfileSpec, *, folder: Path) -> Record:
     """
     check(spec)
     device = torch.device(spec.device)
-    if device.type == "cpu" and not spec.own:
+    if device.type == "cpu":
         devices.require_host_memory(bench_step.least_bytes(spec))
     asked = Record(kind=spec.kind, spec=dataclasses.asdict(spec))
     place = folder_of(asked, folder)
-    step, phases = _step(spec, device)
+    step, batch = bench_step.build(spec, device)
+    phases = step.phases(batch, until=spec.phases)
     with step.precision.matmul_mode():
         watch = time_phases(
             phases, device, warmup=spec.warmup, steps=spec.steps, seconds=spec.seconds
@@ -110,18 +104,6 @@ def run(spec: ProfileSpec, *, folder: Path) -> Record:
         metrics={**metrics(found, stopwatch), **costs, "trace_bytes": sizes},
         environment=environment(device),
     )
-
-
-def _step(spec: ProfileSpec, device: torch.device) -> tuple[TrainingStep, Phases]:
-    if not spec.own:
-        step = build_step(spec, lr=bench_step.LEARNING_RATE)
-        return step, step.phases(bench_step.make_batch(spec, device), until=spec.phases)
-    step, batch = build_own(
-        spec.own, precision=spec.precision, optimizer=spec.optimizer, device=device, seed=spec.seed
-    )
-    if spec.compile != "off":
-        step.compute_loss = torch.compile(step.compute_loss)
-    return step, step.phases(batch, until=spec.phases)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +15,12 @@ from stepgauge.spec.hardware import peaks
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec, WorkSpec
 from stepgauge.spec.train import DEFAULT_CORPUS
+from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import build_step
 from stepgauge.train.data import Corpus, random_batch, read_text
 from stepgauge.train.precision import PRECISIONS, unavailable
+from stepgauge.train.step import TrainingStep
+from stepgauge.train.user_model import build_user_step
 
 SMALLEST_BYTE_VOCABULARY = 256
 LEARNING_RATE = 1e-4  # small enough that random tokens never drive a timed model to infinities
@@ -27,8 +31,13 @@ def check(spec: WorkSpec) -> None:
     reason = unavailable(spec.precision, torch.device(spec.device))
     if reason:
         raise ValueError(reason)
-    if spec.data == "text" and spec.model.vocab_size < SMALLEST_BYTE_VOCABULARY:
-        raise ValueError(f"vocab_size is {spec.model.vocab_size}; text as bytes needs at least 256")
+
+    if isinstance(spec.model, UserModel):
+        return
+    if spec.data == "text" and spec.network.vocab_size < SMALLEST_BYTE_VOCABULARY:
+        raise ValueError(
+            f"vocab_size is {spec.network.vocab_size}; text as bytes needs at least 256"
+        )
 
 
 def run(spec: StepSpec) -> Record:
@@ -37,8 +46,7 @@ def run(spec: StepSpec) -> Record:
     device = torch.device(spec.device)
     if device.type == "cpu":
         devices.require_host_memory(least_bytes(spec))
-    step = build_step(spec, lr=LEARNING_RATE)
-    batch = make_batch(spec, device)
+    step, batch = build(spec, device)
     phases = step.phases(batch, until=spec.phases)
     with step.precision.matmul_mode():
         compile_s = _first_call(phases, device) if spec.compile != "off" else None
@@ -54,13 +62,22 @@ def run(spec: StepSpec) -> Record:
     )
 
 
+def build(spec: WorkSpec, device: torch.device) -> tuple[TrainingStep, Sequence[Any]]:
+    """The step on the device and its batch, of a preset or of a user's model."""
+    if isinstance(spec.model, UserModel):
+        built = build_user_step(spec, device, lr=LEARNING_RATE)
+        return built.step, built.arguments(0)
+    on_device = dataclasses.replace(spec, device=str(device))
+    return build_step(on_device, lr=LEARNING_RATE), make_batch(spec, device)
+
+
 def make_batch(spec: WorkSpec, device: torch.device) -> list[Tensor]:
     """tokens_BT and targets_BT, the targets one position on."""
-    length = spec.model.context_length
+    length = spec.network.context_length
     if spec.data == "random":
-        batch = random_batch(spec.model.vocab_size, spec.batch, length, spec.seed)
+        batch = random_batch(spec.network.vocab_size, spec.batch, length, spec.seed)
     else:
-        corpus = Corpus.tokenize(read_text(DEFAULT_CORPUS), "bytes", spec.model.vocab_size)
+        corpus = Corpus.tokenize(read_text(DEFAULT_CORPUS), "bytes", spec.network.vocab_size)
         batch = corpus.batch(0, batch=spec.batch, length=length, seed=spec.seed)
     return [part.to(device) for part in batch]
 
@@ -78,17 +95,8 @@ def _metrics(
     spec: StepSpec, times: dict[str, list[float]], device: torch.device, compile_s: float | None
 ) -> dict[str, Sample]:
     metrics = {f"{name}_ms": Sample.of(values, "ms") for name, values in times.items()}
-    flops = model_flops(spec)
-    metrics["tokens_per_s"] = Sample.of(
-        (spec.tokens / ms * 1e3 for ms in times["step"]), "tokens/s"
-    )
-    metrics["tflop_per_s"] = Sample.of((flops / ms / 1e9 for ms in times["step"]), "TFLOP/s")
-    known = peaks(device_name(device))
-    peak = known.of(spec.precision) if known else None
-    if peak:
-        metrics["mfu"] = Sample.of(
-            (flops / (ms / 1e3) / peak for ms in times["step"]), "fraction of dense peak"
-        )
+    if not isinstance(spec.model, UserModel):  # of which tokens and FLOPs are not known
+        metrics |= _rates(spec, times["step"], device)
     metrics |= {
         name: Sample.exact(value, "bytes") for name, value in devices.peak_memory(device).items()
     }
@@ -99,19 +107,34 @@ def _metrics(
     return metrics
 
 
+def _rates(spec: StepSpec, step_ms: list[float], device: torch.device) -> dict[str, Sample]:
+    flops, tokens = model_flops(spec), spec.batch * spec.network.context_length
+    rates = {
+        "tokens_per_s": Sample.of((tokens / ms * 1e3 for ms in step_ms), "tokens/s"),
+        "tflop_per_s": Sample.of((flops / ms / 1e9 for ms in step_ms), "TFLOP/s"),
+    }
+    known = peaks(device_name(device))
+    if peak := known.of(spec.precision) if known else None:
+        of_peak = (flops / (ms / 1e3) / peak for ms in step_ms)
+        rates["mfu"] = Sample.of(of_peak, "fraction of dense peak")
+    return rates
+
+
 def model_flops(spec: StepSpec) -> int:
     """Model FLOPs of what the row times: the forward alone, or forward and backward."""
-    sequence = spec.model.context_length
+    sequence = spec.network.context_length
     if spec.phases == "forward":
-        return spec.model.forward_flops(batch=spec.batch, sequence=sequence)
-    return spec.model.step_flops(batch=spec.batch, sequence=sequence)
+        return spec.network.forward_flops(batch=spec.batch, sequence=sequence)
+    return spec.network.step_flops(batch=spec.batch, sequence=sequence)
 
 
 def least_bytes(spec: WorkSpec) -> int:
     """Parameters, and where they are trained gradients and optimizer state too: no step can do with
-    less.
+    less. Nothing of a user's model, which is not built yet.
     """
+    if isinstance(spec.model, UserModel):
+        return 0
     copies = 1 if spec.phases == "forward" else 2
     if spec.phases == "step" and spec.optimizer != "sgd":
         copies += 2
-    return copies * spec.model.num_parameters * PRECISIONS[spec.precision].parameters.itemsize
+    return copies * spec.network.num_parameters * PRECISIONS[spec.precision].parameters.itemsize

@@ -12,15 +12,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from stepgauge.bench import step as bench_step
-from stepgauge.bench.user_model import build_own
 from stepgauge.kernels.linear_cross_entropy.chunked import transient_bytes
 from stepgauge.measure.memory.fake_cuda import pretending
 from stepgauge.measure.memory.storage_tracker import GRADIENTS, OTHER, PARAMETERS, STATE, Follower
 from stepgauge.measure.memory.timeline import Picture, picture
 from stepgauge.measure.memory.workspaces import CudaExtras
-from stepgauge.spec.dtypes import DtypesSpec
 from stepgauge.spec.memory import MemorySpec
-from stepgauge.train.build import build_step
 from stepgauge.train.step import TrainingStep
 
 FORWARD_ONLY = "forward only"
@@ -82,7 +79,7 @@ def follow(
     what backward keeps.
     """
     with follower.phase("build"):
-        step, batch = build(spec, device)
+        step, batch = bench_step.build(spec, device)
     names: dict[Any, str] = {parameter: name for name, parameter in step.module.named_parameters()}
     for parameter, name in names.items():
         follower.label([parameter], PARAMETERS, name=name)
@@ -105,21 +102,6 @@ def follow(
             for owner, state in step.optimizer.state.items():
                 for key, value in state.items():
                     follower.label([value], STATE, name=f"{names.get(owner, '')} {key}")
-
-
-def build(
-    spec: MemorySpec | DtypesSpec, device: torch.device
-) -> tuple[TrainingStep, Sequence[Any]]:
-    """The step and its batch, of ours or of a person's own model."""
-    if spec.own:
-        return build_own(
-            spec.own,
-            precision=spec.precision,
-            optimizer=spec.optimizer,
-            device=device,
-            seed=spec.seed,
-        )
-    return build_step(spec, lr=bench_step.LEARNING_RATE), bench_step.make_batch(spec, device)
 
 
 @contextlib.contextmanager

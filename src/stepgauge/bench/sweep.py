@@ -19,6 +19,7 @@ from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import environment
 from stepgauge.runtime import workers
 from stepgauge.runtime.launch import RankError
+from stepgauge.runtime.load_file import user_line
 from stepgauge.runtime.workers import Workers, run_isolated
 from stepgauge.spec.fallbacks import with_fallbacks
 from stepgauge.spec.record import Record
@@ -113,7 +114,7 @@ def _measure(job: Job, asked: Record, folder: Path, processes: Workers) -> Recor
             return dataclasses.replace(asked, status="oom", note=reason)
         if is_first_process():
             _log(f"{asked.key}\n{getattr(error, 'trace', '') or error}\n", folder)
-        return dataclasses.replace(asked, status="failed", note=_first_sentence(str(error)))
+        return dataclasses.replace(asked, status="failed", note=what_failed(error, job.spec))
 
 
 def _ran_out_of_memory(job: Job, error: Exception) -> bool:
@@ -141,5 +142,9 @@ def _run_within_memory(job: Job) -> Record:
         raise MemoryError(reason) from error
 
 
-def _first_sentence(message: str) -> str:
-    return message.strip().partition("\n")[0][:300] or "no message"
+def what_failed(error: Exception, spec: Any) -> str:
+    """The error's first line; where a user's code raised it, after the file and the line."""
+    file = getattr(getattr(spec, "model", spec), "file", "")
+    where = user_line(getattr(error, "trace", ""), Path(file)) if file else ""
+    message = str(error).strip().partition("\n")[0][:300] or "no message"
+    return f"{where}: {message}" if where else message

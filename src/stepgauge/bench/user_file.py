@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from stepgauge.bench.load_file import load_file
+from stepgauge.runtime.load_file import load_file
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,7 +63,7 @@ def spec_options(
             }
             for size in chosen.get("size", ()):
                 network.preset(size)
-            _refuse_beside_own(chosen, network)
+            _refuse_beside_user_model(chosen, network)
             command(*positional, values={**usual, **chosen}, **others)
 
         # cyclopts reads the type and default of `values` from the command that is wrapped.
@@ -76,7 +76,9 @@ def spec_options(
 
 def _option(field: Field, sweep: bool, usual: tuple[Any, ...] | None, network: Network) -> Any:
     """The field's flag as cyclopts takes it: its names, its help with the default, its values."""
-    is_network = field.name == "size" or field.name in {f.name for f in dataclasses.fields(network)}
+    is_network = field.name in ("size", "model") or field.name in {
+        f.name for f in dataclasses.fields(network)
+    }
     parameter = Parameter(
         group="Network" if is_network else "Run",
         name=_names(field),
@@ -129,11 +131,12 @@ def _value(field: Field, values: tuple[Any, ...], sweep: bool) -> tuple[Any, ...
     return values or (field.metadata["bare"],)
 
 
-def _refuse_beside_own(given: Values, network: Network) -> None:
-    """Raises ValueError for an option that an own model leaves nothing to say, where one is given."""
+def _refuse_beside_user_model(given: Values, network: Network) -> None:
+    """Raises ValueError for an option that a user's model leaves nothing to say."""
     idle = {"size", "batch", *(field.name for field in dataclasses.fields(network))}
     beside = next((name for name in given if name in idle), None)
-    if any(given.get("own", ())) and beside:
+    if any(given.get("model", ())) and beside:
         raise ValueError(
-            f"{beside} is {given[beside][0]!r}; an own model brings its network and batch: leave it out"
+            f"{beside} is {given[beside][0]!r}; a user's model brings its network and batch: leave "
+            "it out"
         )

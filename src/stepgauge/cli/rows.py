@@ -15,6 +15,7 @@ from stepgauge.cli.options import Values
 from stepgauge.report.kernels import launchers_of
 from stepgauge.report.names import describe, labels
 from stepgauge.spec.store import RunStore
+from stepgauge.spec.user_model import UserModel
 
 if TYPE_CHECKING:
     from stepgauge.bench.sweep import Job
@@ -33,12 +34,31 @@ class RunFailedError(Exception):
 
 
 def resolve_devices(specs: Any) -> list[Any]:
-    """The specs with each device checked and named as what it is. Raises ValueError for one that is
-    not there.
+    """The specs with each device checked and named as what it is, and each user's model tried.
+
+    Raises ValueError for a device that is not there, or a file without that model.
     """
     from stepgauge.measure.devices import resolve
 
-    return [dataclasses.replace(spec, device=str(resolve(spec.device))) for spec in specs]
+    found = [dataclasses.replace(spec, device=str(resolve(spec.device))) for spec in specs]
+    models = (getattr(spec, "model", None) for spec in found)
+    for model in dict.fromkeys(model for model in models if isinstance(model, UserModel)):
+        _try_user_model(model)
+    return found
+
+
+def _try_user_model(model: UserModel) -> None:
+    """Imports the file in a process of its own, for it may take a device, exit or crash."""
+    import stepgauge.bench.sweep  # noqa: F401 - names what the server of processes preloads
+    from stepgauge.runtime.isolate import ProcessDiedError, RemoteError, run_isolated
+    from stepgauge.train.user_model import problem_of
+
+    try:
+        lacks = run_isolated(problem_of, model)
+    except (RemoteError, ProcessDiedError) as error:
+        lacks = f"{model.file} cannot be imported: {error}"
+    if lacks:
+        raise ValueError(lacks)
 
 
 def distinct(specs: Sequence[Any]) -> list[Any]:
@@ -78,7 +98,7 @@ def of_torchrun(values: Values) -> Values:
 def run_jobs(jobs: Sequence["Job"], store: RunStore, *, fresh: bool) -> list["Record"]:
     """Sweeps with a progress bar and a line a row; returns all records, those of earlier runs too."""
     from stepgauge.bench.ranks import store_for
-    from stepgauge.bench.sweep import sweep
+    from stepgauge.bench.sweep import FAILURES, sweep
     from stepgauge.runtime.world import GroupError
 
     store = store_for(store.folder)
@@ -104,6 +124,8 @@ def run_jobs(jobs: Sequence["Job"], store: RunStore, *, fresh: bool) -> list["Re
         raise RunFailedError(str(error)) from error
     for sentence in launchers_of(records):
         tell(sentence)
+    if any(record.status == "failed" for record in records):
+        tell(f"tracebacks of what failed: {store.folder / FAILURES}")
     if reused:
         tell(
             f"{reused} of {len(records)} rows were already in {store.folder}; --fresh measures them again"

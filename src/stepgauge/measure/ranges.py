@@ -29,14 +29,30 @@ def module_ranges(module: nn.Module, *, nvtx: bool) -> Iterator[None]:
     """
     hooks: list[Any] = []
     try:
-        for name, part in module.named_modules():
-            if name and not isinstance(part, nn.ModuleList):
+        for name, part in _named_parts(module, "", {module}):
+            if not isinstance(part, nn.ModuleList):
                 hooks += _hooked(part, name, nvtx)
         with recorded(lambda name: named(name, nvtx=nvtx)):
             yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _named_parts(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[Any]:
+    """Every submodule once, with its qualified name.
+
+    Children of an nn.Sequential of several types carry theirs, "layers.0 (Linear)": what is
+    summed over equal blocks must not sum a convolution and an activation.
+    """
+    mixed = isinstance(module, nn.Sequential) and len({type(part) for part in module}) > 1
+    for name, part in module.named_children():
+        if part in seen:
+            continue
+        seen.add(part)
+        path = f"{prefix}{name} ({type(part).__name__})" if mixed else f"{prefix}{name}"
+        yield path, part
+        yield from _named_parts(part, f"{path}.", seen)
 
 
 def _hooked(part: nn.Module, name: str, nvtx: bool) -> list[Any]:

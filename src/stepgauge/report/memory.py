@@ -29,7 +29,7 @@ PHASES = ("forward only", "forward", "backward", "optimizer")
 POINTS_DRAWN = 350
 LARGEST_SHOWN = 10
 SAVERS_SHOWN = 5
-ONE_SHAPE = ("own", "size", *SHAPE, "batch", "context_length", "precision")
+ONE_SHAPE = ("content", "size", *SHAPE, "batch", "context_length", "precision")
 OUTSIDE = "outside of blocks"
 
 
@@ -152,7 +152,7 @@ def kept_tables(records: Sequence[Record], *, largest: bool = True) -> list[Tabl
     for record in records:
         if "savers" in record.tables:
             spec = flatten(record.spec)
-            groups.setdefault(tuple(spec[name] for name in ONE_SHAPE), []).append(record)
+            groups.setdefault(tuple(spec.get(name) for name in ONE_SHAPE), []).append(record)
     tables = [table for group in groups.values() if len(group) > 1 for table in _kept_tables(group)]
     return tables if largest else tables[::2]
 
@@ -219,7 +219,7 @@ def blocks_table(record: Record) -> Table:
 def derived_table(record: Record) -> Table:
     """Sizes that follow from the shape: the residual stream's, and full attention's quadratic term."""
     spec = flatten(record.spec)
-    if spec.get("own"):
+    if spec.get("own") or spec.get("network") == "user":
         return Table([], [])
     batch, length, width, heads = (
         int(spec[n]) for n in ("batch", "context_length", "d_model", "num_heads")

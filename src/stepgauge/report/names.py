@@ -68,9 +68,7 @@ def naming(record: Record) -> tuple[list[str], list[str]]:
     spec = flatten(record.spec)
     shape = [n for declared in declarations(record.kind, record.spec)[:1]
              for n in getattr(declared, "shape", ())]  # fmt: skip
-    # A preset implies its shape, and a user's model has no preset.
-    implied = {*(("size", "batch") if spec.get("own") else ())}
-    implied |= {*(SHAPE if spec.get("size") != "custom" else ())}
+    implied = {*(SHAPE if spec.get("size") != "custom" else ())}  # a preset implies its shape
     shown, default = list(shape), list[str]()
     for field in declared_fields(record):
         names = named_in(field) or ({field.name} if field.metadata.get("word") else set())

@@ -10,6 +10,7 @@ from stepgauge.spec.fields import as_in, check, option
 from stepgauge.spec.layout import WRAPPERS, Layout, check_wrapper
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.user_model import UserModel, settle_user_model
 
 REDUCE_DTYPES = ("own", "bf16", "fp16")
 BACKENDS: Mapping[str, str] = MappingProxyType({"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"})
@@ -23,7 +24,7 @@ class DataParallelSpec:
 
     kind: ClassVar[str] = "data-parallel"
 
-    model: ModelSpec | BertSpec
+    model: ModelSpec | BertSpec | UserModel
     size: str = option("custom", "preset that the model spec starts from", word="{size}")
     wrapper: str = option(
         "bucketed",
@@ -79,7 +80,9 @@ class DataParallelSpec:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.backend == "nccl" and not self.device.startswith("cuda"):
+        if isinstance(self.model, UserModel):
+            settle_user_model(self)
+        if self.backend == "nccl" and not self.device.startswith(("cuda", "auto")):
             raise ValueError(
                 f"backend is 'nccl', which moves GPU tensors only; device is {self.device!r}"
             )

@@ -4,11 +4,11 @@ import dataclasses
 from typing import ClassVar
 
 from stepgauge.spec.fields import option
-from stepgauge.spec.user_model import OwnWorkSpec
+from stepgauge.spec.step import WorkSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DtypesSpec(OwnWorkSpec):
+class DtypesSpec(WorkSpec):
     """What `profile dtypes` runs: one step, uncompiled, in which every module's output is looked
     at.
     """

@@ -45,7 +45,7 @@ def _reason(record: Record) -> str | None:
 
 
 def _parts(spec: Mapping[str, Any]) -> list[str]:
-    chosen = {} if spec.get("own") else {**spec.get("model", {}), **spec}
+    chosen = {**spec.get("model", {}), **spec}
     if chosen.get("phases", "step") != "step":  # no optimizer runs
         chosen.pop("optimizer", None)
     return [f"{part} {name}" for part, name in OURS.items() if chosen.get(part) == name]

@@ -19,6 +19,7 @@ from stepgauge.spec.op import OpSpec
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.train import TrainSpec
+from stepgauge.spec.user_model import UserModel
 
 SPECS: Mapping[str, type] = {
     spec.kind: spec
@@ -37,7 +38,11 @@ SPECS: Mapping[str, type] = {
     )
 } | KERNELS
 # Of nested specs: the one that names the same network.
-NETWORKS: Mapping[str, type] = {"": ModelSpec, BertSpec.network: BertSpec}
+NETWORKS: Mapping[str, type] = {
+    "": ModelSpec,
+    BertSpec.network: BertSpec,
+    UserModel.network: UserModel,
+}
 NESTED: Mapping[str, Mapping[str, type]] = {"model": NETWORKS}
 
 
@@ -46,6 +51,7 @@ NESTED: Mapping[str, Mapping[str, type]] = {"model": NETWORKS}
 RETIRED: Mapping[str, Mapping[str, Any]] = {
     DataParallelSpec.kind: {"transport": "collectives", "max_ctas": 0},
     TrainSpec.kind: {"transport": "collectives"},
+    **{kind: {"own": ""} for kind in (ProfileSpec.kind, MemorySpec.kind, DtypesSpec.kind)},
 }
 
 

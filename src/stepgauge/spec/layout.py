@@ -80,7 +80,7 @@ def check_wrapper(
     """Raises ValueError for what the wrapper cannot do."""
     wrapper = WRAPPERS[name]
     compresses = wrapper.is_torch and wrapper.reduce_dtype and reduce_dtype != "own"
-    if compresses and not device.startswith("cuda"):
+    if compresses and not device.startswith(("cuda", "auto")):
         raise ValueError(
             f"reduce_dtype is {reduce_dtype!r}; {name} compresses on GPUs only, device is "
             f"{device!r}"

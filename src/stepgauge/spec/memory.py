@@ -4,14 +4,15 @@ import dataclasses
 from typing import ClassVar
 
 from stepgauge.spec.fields import option
-from stepgauge.spec.user_model import OwnWorkSpec
+from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.user_model import UserModel
 
 # Where a step is predicted for: with the kernels that torch takes on a CPU, an A100 or an H100.
 PREDICTIONS = ("no", "cpu", "sm80", "sm90")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MemorySpec(OwnWorkSpec):
+class MemorySpec(WorkSpec):
     """What `profile memory` runs for one row: forward alone, then whole steps, every storage
     followed.
     """
@@ -29,8 +30,8 @@ class MemorySpec(OwnWorkSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.own and self.compile != "off":
-            raise ValueError(f"compile is {self.compile!r}; an own model compiles itself")
+        if isinstance(self.model, UserModel) and self.compile != "off":
+            raise ValueError(f"compile is {self.compile!r}; a user's model is followed as it is")
         if self.phases != "step":
             raise ValueError(
                 f"phases is {self.phases!r}; memory is followed through a whole step, forward alone first"

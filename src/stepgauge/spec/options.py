@@ -10,6 +10,7 @@ from typing import Any
 
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.user_model import UserModel, UserModelOption
 
 Field = dataclasses.Field[Any]
 Values = dict[str, tuple[Any, ...]]
@@ -25,8 +26,13 @@ TRUTH = {
 
 
 def options_of(*specs: type, without: Collection[str] = ()) -> dict[str, Field]:
-    """The fields that are declared with `option`, by name; of equal names the last spec's."""
-    fields = (field for spec in specs for field in dataclasses.fields(spec))
+    """The fields that are declared with `option`, by name; of equal names the last spec's.
+
+    Where there is a model, it may be a user's: `model` is then FILE.py:factory.
+    """
+    every = [field for spec in specs for field in dataclasses.fields(spec)]
+    user = dataclasses.fields(UserModelOption) if any(f.name == "model" for f in every) else ()
+    fields = (*user, *every)
     return {f.name: f for f in fields if "help" in f.metadata and f.name not in without}
 
 
@@ -91,11 +97,14 @@ def expand(
     has_model = any(field.name == "model" for field in dataclasses.fields(spec))
     product = itertools.product(*(values[name] for name in names))
     chosen = (dict(zip(names, combination, strict=True)) for combination in product)
-    return [_from_preset(spec, each, network) if has_model else spec(**each) for each in chosen]
+    return [_with_model(spec, each, network) if has_model else spec(**each) for each in chosen]
 
 
-def _from_preset(spec: type, chosen: dict[str, Any], network: Network) -> Any:
+def _with_model(spec: type, chosen: dict[str, Any], network: Network) -> Any:
+    """The spec of a user's model where one is chosen, else of the preset with its shape changed."""
     size = chosen.pop("size")
+    if where := chosen.pop("model", ""):
+        return spec(model=UserModel.read(where), **chosen)
     of_network = {field.name for field in dataclasses.fields(network)}
     shape = {name: value for name, value in chosen.items() if name in of_network}
     rest = {name: value for name, value in chosen.items() if name not in of_network}

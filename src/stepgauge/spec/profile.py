@@ -5,11 +5,10 @@ from typing import ClassVar
 
 from stepgauge.spec.fields import option
 from stepgauge.spec.step import StepSpec
-from stepgauge.spec.user_model import OwnWorkSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProfileSpec(OwnWorkSpec, StepSpec):
+class ProfileSpec(StepSpec):
     """What `profile step` runs for one row: the step of StepSpec by the stopwatch, then under the
     profiler.
     """

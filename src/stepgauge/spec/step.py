@@ -5,6 +5,7 @@ from typing import ClassVar, Self
 
 from stepgauge.spec.fields import check, option
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.user_model import UserModel, settle_user_model
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-pure")
 COMPILE_MODES = ("off", "on", "blocks", "reduce-overhead", "max-autotune")
@@ -20,7 +21,7 @@ PHASES = ("forward", "backward", "step")
 class WorkSpec:
     """What a training step does. The sequence length is the model's context_length."""
 
-    model: ModelSpec
+    model: ModelSpec | UserModel
     size: str = option("custom", "preset that the model spec starts from", word="{size}")
     batch: int = option(
         4, "sequences in a batch", least=1, most=1_000_000, word="batch {batch} × {context_length}"
@@ -77,6 +78,8 @@ class WorkSpec:
 
     def __post_init__(self) -> None:
         check(self)
+        if isinstance(self.model, UserModel):
+            settle_user_model(self)
 
     def canonical(self) -> Self:
         """With the default for the option that a step without checkpointing has no use for."""
@@ -85,8 +88,10 @@ class WorkSpec:
         return dataclasses.replace(self, checkpoint_blocks=WorkSpec.checkpoint_blocks)
 
     @property
-    def tokens(self) -> int:
-        return self.batch * self.model.context_length
+    def network(self) -> ModelSpec:
+        """The model, where its shape is known: of a user's it is not."""
+        assert isinstance(self.model, ModelSpec)
+        return self.model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ def _spec(machine: Machine, size: str, *, ours: bool, **fields: Any) -> StepSpec
     stock = step_spec(machine, size, **fields)
     if not ours:
         return stock
-    model = ModelSpec.preset(size, context_length=stock.model.context_length, **OUR_PARTS)
+    model = ModelSpec.preset(size, context_length=stock.network.context_length, **OUR_PARTS)
     return step_spec(machine, size, **fields, model=model, optimizer="fused")
 
 

@@ -187,7 +187,7 @@ def repeated(range: str) -> str:
     """The range with the number of a repeated part as *: "blocks.3.norm" and "Linear_7" of modules
     alike.
     """
-    return re.sub(r"(?<=[._])\d+(?=\.|$)", "*", range)
+    return re.sub(r"(?<=[._])\d+(?=\.|$| \()", "*", range)
 
 
 def thinned(tree: flame.Tree) -> flame.Tree:

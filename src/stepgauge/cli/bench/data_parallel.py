@@ -4,7 +4,15 @@ from pathlib import Path
 
 from stepgauge.cli.console import print_records
 from stepgauge.cli.options import Values, expand, spec_options
-from stepgauge.cli.rows import Fresh, Out, RowFormat, distinct, require_success, run_jobs
+from stepgauge.cli.rows import (
+    Fresh,
+    Out,
+    RowFormat,
+    distinct,
+    require_success,
+    resolve_devices,
+    run_jobs,
+)
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.store import RunStore
@@ -20,16 +28,16 @@ def data_parallel(
 ) -> None:
     """Time a training step spread over ranks: phases, communication, overlap, memory.
 
-    Every option takes several values, and their product is measured, each row by ranks of its own:
-    started here, or those of torchrun. Of each step the slowest rank counts. Bucket sizes vary only
-    wrappers that have buckets.
+    The network is a preset, a shape, or your own (--model FILE.py:factory). Every option takes
+    several values, and their product is measured, each row by ranks of its own: started here, or
+    those of torchrun. Of each step the slowest rank counts. Bucket sizes vary only wrappers that
+    have buckets.
     """
+    specs = distinct(resolve_devices(expand(DataParallelSpec, values)))
+
     from stepgauge.bench import data_parallel as bench
     from stepgauge.bench.sweep import Job
-    from stepgauge.measure.devices import resolve
 
-    named = {**values, "device": tuple(str(resolve(str(name))) for name in values["device"])}
-    specs = distinct(list(expand(DataParallelSpec, named)))
     for spec in specs:
         bench.check(spec)
     records = run_jobs([Job(bench.JOB, spec) for spec in specs], RunStore(out), fresh=fresh)

@@ -23,7 +23,12 @@ DEFAULTS: dict[str, Any] = {
 
 
 @spec_options(
-    GlobalBatch, DataParallelSpec, BertSpec, sweep=True, without=("batch",), defaults=DEFAULTS
+    GlobalBatch,
+    DataParallelSpec,
+    BertSpec,
+    sweep=True,
+    without=("batch", "model"),
+    defaults=DEFAULTS,
 )
 def ddp_vs_fsdp(
     *,

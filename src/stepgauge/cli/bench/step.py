@@ -20,9 +20,10 @@ def step(
 ) -> None:
     """Time a training step: forward, backward, optimizer and whole.
 
-    Every option takes several values, and their product is measured. Each row is on disk the moment
-    it is measured; the same command again goes on where it stopped. A size that does not fit gives
-    a row that says OOM.
+    The network is a preset, a shape, or your own (--model FILE.py:factory). Every option takes
+    several values, and their product is measured. Each row is on disk the moment it is measured;
+    the same command again goes on where it stopped. A size that does not fit gives a row that says
+    OOM.
     """
     specs = resolve_devices(expand(StepSpec, values))
 

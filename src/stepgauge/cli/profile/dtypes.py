@@ -6,7 +6,7 @@ from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, print_in
 from stepgauge.cli.options import Values, expand, spec_options
-from stepgauge.cli.rows import resolve_devices
+from stepgauge.cli.rows import RunFailedError, resolve_devices
 from stepgauge.report.dtypes import dtype_table
 from stepgauge.spec.dtypes import DtypesSpec
 from stepgauge.spec.model import ModelSpec
@@ -35,7 +35,16 @@ def dtypes(
 
     The logits are those of a forward without targets: a fused loss never makes them.
     """
-    from stepgauge.bench.dtypes import run
-
     (spec,) = resolve_devices(expand(DtypesSpec, values))
-    print_in(format, dtype_table(run(spec), each=each))
+
+    from stepgauge.bench import dtypes as bench
+    from stepgauge.bench import step as bench_step
+    from stepgauge.bench.sweep import what_failed
+    from stepgauge.runtime.isolate import ProcessDiedError, RemoteError, run_isolated
+
+    bench_step.check(spec)
+    try:  # in a process of its own, as a user's model may exit
+        record = run_isolated(bench.run, spec)
+    except (RemoteError, ProcessDiedError) as error:
+        raise RunFailedError(what_failed(error, spec)) from None
+    print_in(format, dtype_table(record, each=each))

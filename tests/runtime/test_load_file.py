@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from stepgauge.bench.load_file import load_file
+from stepgauge.runtime.load_file import load_file
 
 
 def test_a_file_imports_its_neighbours_and_leaves_the_interpreter_as_it_was(tmp_path):
@@ -25,7 +25,8 @@ def test_a_file_that_fails_is_said_and_forgotten(tmp_path):
     (tmp_path / "broken.py").write_text("1 / 0")
     before, known = [*sys.path], set(sys.modules)
     with pytest.raises(
-        ValueError, match=r"broken\.py cannot be imported: ZeroDivisionError: division by zero"
+        ValueError,
+        match=r"broken\.py cannot be imported: line 1: ZeroDivisionError: division by zero",
     ):
         load_file(tmp_path / "broken.py")
     assert sys.path == before

@@ -1,0 +1,199 @@
+"""A user's network as a training step that every measurement takes.
+
+The factory takes no arguments and returns (module, batch), (module, batch, loss), or a mapping with
+`module` and
+
+    batch      what the module is called with: module(*tuple), module(**mapping) or module(tensor)
+    batches    in place of it a function of 0, 1, ... that gives a batch for each step and rank
+    loss       loss(output, targets) of a batch (inputs, targets); of a mapping, loss(output, batch)
+    optimizer  optimizer(parameters), a class of torch.optim or a partial of one
+
+Without `loss` the module's output says it: a scalar, its `.loss` or ["loss"], or the mean of its
+first floating-point tensor.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from stepgauge.models.parts import build_optimizer
+from stepgauge.models.transformer import compiled
+from stepgauge.parallel.training import Parallelise, alone
+from stepgauge.runtime.load_file import load_file
+from stepgauge.spec.user_model import UserModel
+from stepgauge.train.precision import PRECISIONS, unavailable
+from stepgauge.train.step import TrainingStep
+
+PARTS = ("module", "batch", "loss", "batches", "optimizer")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UserParts:
+    """What the factory gives."""
+
+    module: nn.Module
+    batches: Callable[[int], Any]
+    loss: Callable[..., Any] | None = None
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+
+    @classmethod
+    def of(cls, made: Any, where: str) -> "UserParts":
+        """Raises ValueError for something else than the parts."""
+        if isinstance(made, tuple) and 2 <= len(made) <= 3:
+            made = dict(zip(PARTS, made, strict=False))
+        given = dict(made) if isinstance(made, Mapping) else {}
+        if not isinstance(given.get("module"), nn.Module) or not {"batch", "batches"} & {*given}:
+            raise ValueError(
+                f"{where} returned {type(made).__name__}; it must return (module, batch), "
+                f"(module, batch, loss) or a dict of {', '.join(PARTS)}"
+            )
+        if unknown := [name for name in given if name not in PARTS]:
+            raise ValueError(
+                f"{where} returned a dict with {unknown[0]!r}; it may have {', '.join(PARTS)}"
+            )
+        batch = given.pop("batch", None)
+        given.setdefault("batches", lambda number: batch)
+        for name in ("batches", "loss", "optimizer"):
+            if given.get(name) is not None and not callable(given[name]):
+                raise ValueError(f"{where} returned {name} {given[name]!r}; it must be a function")
+        return cls(**given)
+
+
+class UserStep(NamedTuple):
+    """The step, its arguments for each number, and how many parameters the whole network has."""
+
+    step: TrainingStep
+    arguments: Callable[[int], tuple[Any]]
+    num_parameters: int
+
+
+def load_factory(model: UserModel) -> Callable[[], Any]:
+    """The function that builds the network. Raises ValueError if the file has no such function."""
+    module = load_file(Path(model.file))
+    factory = getattr(module, model.factory, None)
+    if not callable(factory):
+        own = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        raise ValueError(
+            f"{model.file} has no function {model.factory!r}; it has {', '.join(own) or 'none'}"
+        )
+    return factory
+
+
+def problem_of(model: UserModel) -> str | None:
+    """Why the file cannot serve, or None."""
+    try:
+        load_factory(model)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def build_user_step(
+    spec: Any, device: torch.device, *, parallelise: Parallelise = alone, lr: float
+) -> UserStep:
+    """The step of a spec whose model is a UserModel.
+
+    Raises ValueError for a factory that gives something else, and for a precision that the device
+    does not have.
+    """
+    factory = load_factory(spec.model)
+    torch.manual_seed(spec.seed)
+    with device:
+        parts = UserParts.of(factory(), f"{spec.model.file}:{spec.model.factory}")
+    return step_of_parts(
+        parts,
+        device,
+        precision=spec.precision,
+        optimizer=spec.optimizer,
+        compile=spec.compile,
+        parallelise=parallelise,
+        lr=lr,
+    )
+
+
+def step_of_parts(
+    parts: UserParts,
+    device: torch.device,
+    *,
+    precision: str = "fp32",
+    optimizer: str = "adamw",
+    compile: str = "off",
+    parallelise: Parallelise = alone,
+    lr: float,
+) -> UserStep:
+    """The step of a module with its batches. Raises ValueError as build_user_step does."""
+    if reason := unavailable(precision, device):
+        raise ValueError(reason)
+    dtype = PRECISIONS[precision].parameters
+    module = parts.module.to(device=device, dtype=dtype)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ValueError(f"{type(module).__name__} has no parameters that are trained")
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    if parts.optimizer and optimizer != "adamw":
+        raise ValueError(f"optimizer is {optimizer!r}; the user's model brings an optimizer itself")
+    make = parts.optimizer or functools.partial(build_optimizer, optimizer, lr=lr)
+    parallel = parallelise(compiled(module, compile), trained_group, make)  # type: ignore[arg-type]
+    step = TrainingStep(
+        module,
+        parallel.optimizer,
+        PRECISIONS[precision],
+        device,
+        compute_loss=lambda batch: loss_of(parallel.module, batch, parts.loss),
+        parallel=parallel,
+    )
+    return UserStep(step, lambda n: (_on_device(parts.batches(n), device, dtype),), parameters)
+
+
+def trained_group(module: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": [p for p in module.parameters() if p.requires_grad]}]
+
+
+def _on_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """The batch's tensors on the device, floating-point ones in the parameters' type."""
+    batch = dict(batch) if isinstance(batch, Mapping) else batch
+
+    def moved(tensor: Tensor) -> Tensor:
+        low = tensor.is_floating_point() and dtype != torch.float32
+        return tensor.to(device, dtype if low else None)
+
+    return tree_map_only(Tensor, moved, batch)
+
+
+def loss_of(module: Callable[..., Any], batch: Any, loss: Callable[..., Any] | None) -> Tensor:
+    """The loss of a batch, as the module's output says it or by the user's function."""
+    if loss is None:
+        return scalar_loss(_called(module, batch))
+    if isinstance(batch, Mapping):
+        return scalar_loss(loss(_called(module, batch), batch))
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise ValueError("with a loss function the batch must be a pair (inputs, targets)")
+    inputs, targets = batch
+    return scalar_loss(loss(_called(module, inputs), targets))
+
+
+def _called(module: Callable[..., Any], inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    return module(*inputs) if isinstance(inputs, tuple | list) else module(inputs)
+
+
+def scalar_loss(output: Any) -> Tensor:
+    """The loss in what a module returned: itself, its loss, or the mean of its first
+    floating-point tensor.
+    """
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(found, Tensor):
+        output = found
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+    if not floating:
+        raise ValueError(
+            f"the model returned {type(output).__name__}, without a floating-point tensor"
+        )
+    return floating[0] if floating[0].ndim == 0 else floating[0].float().mean()

@@ -1,0 +1,98 @@
+"""A user's own network in every command that takes one."""
+
+import pytest
+
+from stepgauge.spec.store import RunStore
+
+MODEL = """
+import os, sys, torch
+from torch import nn
+from blocks import WIDTH
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, 2))
+    def forward(self, x):
+        return self.layers(x)
+def net():
+    return Net(), (torch.ones(2, WIDTH), torch.tensor([0, 1])), nn.CrossEntropyLoss()
+def breaks():
+    raise RuntimeError("no such tile")
+def leaves():
+    sys.exit(3)
+def dies():
+    os.kill(os.getpid(), 15)
+"""
+QUICK = ("--device", "cpu", "--steps", "1", "--warmup", "1")
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "blocks.py").write_text("WIDTH = 4")
+    path = tmp_path / "mine.py"
+    path.write_text(MODEL)
+    return path
+
+
+def rows(folder):
+    return RunStore(folder).read().records
+
+
+def test_a_users_model_is_timed_swept_and_measured_again_when_its_source_changes(
+    stepgauge, tmp_path, file
+):
+    run = tmp_path / "run"
+    command = ("bench", "step", *QUICK, "--seconds", "0", "--model", f"{file}:net", "--out", run)
+    status, out, err = stepgauge(*command, "--precision", "fp32", "bf16")
+    assert status == 0, err
+    assert "net" in out and "small" not in out and "tokens" not in out
+    first, second = rows(run)
+    assert (first.spec["precision"], second.spec["precision"]) == ("fp32", "bf16")
+    assert first.spec["model"]["network"] == "user" and "d_model" not in str(first.spec)
+    assert "1 of 1 rows were already" in stepgauge(*command)[2]
+    (tmp_path / "blocks.py").write_text("WIDTH = 5")
+    assert "already" not in stepgauge(*command)[2]
+    assert len(rows(run)) == 3
+
+
+def test_failing_user_code_is_named_by_file_and_line(stepgauge, tmp_path, file):
+    models = [f"{file}:{name}" for name in ("breaks", "leaves", "dies")]
+    command = ("bench", "step", *QUICK, "--model", *models, "--out", tmp_path / "run")
+    status, _, err = stepgauge(*command)
+    assert status == 1 and "Traceback" not in err
+    assert [row.note for row in rows(tmp_path / "run")] == [
+        "mine.py:14: RuntimeError: no such tile",
+        "mine.py:16: SystemExit: 3",
+        "the measuring process was ended by SIGTERM",
+    ]
+    assert f"tracebacks of what failed: {tmp_path / 'run' / 'failures.log'}" in err
+    status, _, err = stepgauge("profile", "dtypes", "--device", "cpu", "--model", f"{file}:breaks")
+    assert status == 1 and "stepgauge: mine.py:14: RuntimeError: no such tile" in err
+
+
+def test_a_file_that_ends_the_process_is_one_sentence(stepgauge, tmp_path, file):
+    (tmp_path / "ends.py").write_text("import os\nos.kill(os.getpid(), 15)")
+    for model, said in (
+        (f"{tmp_path / 'ends.py'}:net", "was ended by SIGTERM"),
+        (f"{file}:nets", "has no function 'nets'; it has Net, net, breaks, leaves, dies"),
+    ):
+        status, _, err = stepgauge("bench", "step", "--device", "cpu", "--model", model)
+        assert status == 2 and said in err and "Traceback" not in err
+
+
+def test_a_users_model_is_profiled_followed_and_spread(stepgauge, tmp_path, file):
+    asked = ("--device", "cpu", "--model", f"{file}:net")
+    status, out, err = stepgauge("profile", "dtypes", *asked)
+    assert status == 0 and "layers.*.weight" in out, err
+    status, out, err = stepgauge(
+        "profile", "step", *asked, *QUICK[2:], "--seconds", "0", "--out", tmp_path / "profile"
+    )
+    assert status == 0 and "layers.* (GELU)" in out, err
+    status, out, err = stepgauge("profile", "memory", *asked, "--out", tmp_path / "memory")
+    assert status == 0 and "net" in out, err
+    status, out, err = stepgauge(
+        "bench", "data-parallel", *asked, *QUICK[2:], "--wrapper", "bucketed", "zero3",
+        "--out", tmp_path / "spread", "--format", "csv",
+    )  # fmt: skip
+    assert status == 0, err
+    assert [row.median("sent_bytes") for row in rows(tmp_path / "spread")] == [232, 348]

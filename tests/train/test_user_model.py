@@ -1,0 +1,129 @@
+"""A user's network as a training step: what the factory may give, and what is said of the rest."""
+
+import pytest
+import torch
+from torch import nn
+
+from stepgauge.spec.user_model import UserModel, source_digest
+from stepgauge.train.user_model import UserParts, build_user_step, load_factory, step_of_parts
+
+CPU = torch.device("cpu")
+MODEL = """
+import torch
+from torch import nn
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+    def forward(self, x, labels=None):
+        return {"logits": self.linear(x), "loss": self.linear(x).square().sum()}
+def pair(): return nn.Linear(4, 3), (torch.ones(2, 4),)
+def tensor(): return nn.Linear(4, 3), torch.ones(2, 4)
+def named(): return Named(), {"x": torch.ones(2, 4), "labels": None}
+def triple(): return nn.Linear(4, 3), (torch.ones(2, 4), torch.tensor([0, 2])), nn.CrossEntropyLoss()
+def whole():
+    return {"module": nn.Linear(4, 3), "batches": lambda i: torch.full((2, 4), float(i)),
+            "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.5)}
+def wrong(): return nn.Linear(4, 3)
+def odd(): return {"module": nn.Linear(4, 3), "batch": 1, "bach": 2}
+def frozen(): return nn.Identity(), (torch.ones(1),)
+def ids(): return nn.Linear(4, 3), (torch.ones(2, 4),), nn.CrossEntropyLoss()
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(MODEL)
+    return path
+
+
+class Spec:
+    precision, optimizer, compile, seed = "fp32", "sgd", "off", 0
+
+    def __init__(self, where, **changes):
+        self.model = UserModel.read(where)
+        self.__dict__.update(changes)
+
+
+@pytest.mark.parametrize(
+    ("factory", "optimizer", "expected"),
+    [
+        ("pair", "sgd", lambda module, x: module(x).mean()),
+        ("tensor", "sgd", lambda module, x: module(x).mean()),
+        ("named", "sgd", lambda module, x: module.linear(x).square().sum()),
+        ("triple", "sgd", lambda m, x: nn.functional.cross_entropy(m(x), torch.tensor([0, 2]))),
+        ("whole", "adamw", lambda module, x: module(x).mean()),
+    ],
+)
+def test_a_step_has_the_users_loss_and_changes_the_parameters(file, factory, optimizer, expected):
+    built = build_user_step(Spec(f"{file}:{factory}", optimizer=optimizer), CPU, lr=0.1)
+    arguments = built.arguments(1)
+    before = [p.detach().clone() for p in built.step.module.parameters()]
+    loss = built.step.forward(*arguments)
+    assert torch.equal(loss, expected(built.step.module, torch.ones(2, 4)))
+    built.step.backward(loss)
+    built.step.update()
+    after = list(built.step.module.parameters())
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert built.num_parameters == 15
+    if factory == "whole":
+        assert built.step.optimizer.param_groups[0]["lr"] == 0.5
+        assert built.arguments(3)[0][0, 0] == 3
+
+
+def test_bf16_parameters_take_bf16_inputs():
+    parts = UserParts.of((nn.Linear(4, 3), torch.ones(2, 4)), "here")
+    built = step_of_parts(parts, CPU, precision="bf16-pure", lr=0.1)
+    assert built.step.forward(*built.arguments(0)).dtype == torch.float32
+    assert built.step.module.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("{file}:nothing", "has no function 'nothing'; it has Named, pair, tensor"),
+        ("{file}:wrong", "returned Linear; it must return (module, batch)"),
+        ("{file}:odd", "returned a dict with 'bach'"),
+        ("{file}:frozen", "Identity has no parameters that are trained"),
+        ("{file}:whole", "optimizer is 'sgd'; the user's model brings an optimizer itself"),
+        ("{file}:ids", "the batch must be a pair (inputs, targets)"),
+        ("{file}", "name it as FILE.py:factory"),
+        ("missing.py:factory", "there is no file missing.py"),
+    ],
+)
+def test_what_is_no_model_is_said(file, where, said):
+    with pytest.raises(ValueError) as error:
+        built = build_user_step(Spec(where.format(file=file)), CPU, lr=0.1)
+        built.step.forward(*built.arguments(0))
+    assert said in str(error.value)
+
+
+def test_a_file_that_does_not_import_is_said_with_its_line(tmp_path):
+    for text, said in (
+        ("import json\nimport nothing_of_that_name", "line 2: ModuleNotFoundError"),
+        ("import sys\nsys.exit(3)", "line 2: SystemExit: 3"),
+    ):
+        (tmp_path / "broken.py").write_text(text)
+        with pytest.raises(ValueError, match=r"broken\.py cannot be imported: " + said):
+            load_factory(UserModel.read(f"{tmp_path / 'broken.py'}:factory"))
+
+
+def test_an_edited_file_or_neighbour_is_another_version(tmp_path):
+    (tmp_path / "parts").mkdir()
+    sources = {
+        "mine.py": "import json, other\nfrom parts.block import Block",
+        "other.py": "import mine",
+        "parts/block.py": "",
+        "unused.py": "",
+        "json.pyx": "",
+    }
+    for name, text in sources.items():
+        (tmp_path / name).write_text(text)
+    seen = [source_digest(tmp_path / "mine.py")]
+    for name in ("mine.py", "other.py", "parts/block.py"):
+        (tmp_path / name).write_text(sources[name] + "\nx = 1")
+        seen.append(source_digest(tmp_path / "mine.py"))
+    assert len(set(seen)) == 4
+    (tmp_path / "unused.py").write_text("x = 1")
+    assert source_digest(tmp_path / "mine.py") == seen[-1]
