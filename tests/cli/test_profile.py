@@ -173,38 +173,23 @@ def test_a_mistake_is_one_sentence_and_status_2(stepgauge, tmp_path, arguments, 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("command", ["step", "memory", "dtypes"])
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("mine.py:make",), "there is no file mine.py"),
+def test_a_mistake_about_a_users_model_is_one_sentence(stepgauge, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("")
+    beside = "a user's model brings its network and batch"
+    for arguments, words in (
+        (("absent.py:make",), "there is no file absent.py"),
         (("mine",), "name it as FILE.py:factory"),
-        (
-            ("mine.py:make", "--size", "medium"),
-            "size is 'medium'; a user's model brings its network and batch",
-        ),
-        (
-            ("mine.py:make", "--context", "64"),
-            "context_length is 64; a user's model brings its network and batch",
-        ),
-        (
-            ("mine.py:make", "--batch", "8"),
-            "batch is 8; a user's model brings its network and batch",
-        ),
-    ],
-)
-def test_a_mistake_about_an_own_model_is_one_sentence(stepgauge, command, arguments, words):
-    status, _, err = stepgauge("profile", command, "--device", "cpu", "--model", *arguments)
-    assert status == 2
-    assert words in sentence(err)
-
-
-@pytest.mark.parametrize("command", ["step", "memory"])
-def test_an_own_model_chooses_what_it_computes_again(stepgauge, command):
-    asked = ("--model", "mine.py:make", "--checkpointing", "blocks")
-    status, _, err = stepgauge("profile", command, "--device", "cpu", *asked)
-    assert status == 2
-    assert "checkpointing is 'blocks'; a user's model chooses its own" in sentence(err)
+        ((f"{mine}:make", "--size", "medium"), f"size is 'medium'; {beside}"),
+        ((f"{mine}:make", "--context", "64"), f"context_length is 64; {beside}"),
+        ((f"{mine}:make", "--batch", "8"), f"batch is 8; {beside}"),
+        ((f"{mine}:make", "--checkpointing", "blocks"), "a user's model chooses its own"),
+        ((f"{mine}:make", "--compile", "blocks"), "compile is 'blocks'; of a user's model"),
+    ):
+        for command in (("profile", "step"), ("profile", "memory"), ("bench", "step")):
+            status, _, err = stepgauge(*command, "--device", "cpu", "--model", *arguments)
+            assert status == 2
+            assert words in sentence(err) or "followed as it is" in err
 
 
 def test_types_have_no_options_that_change_none(stepgauge):

@@ -50,12 +50,13 @@ def resolve_devices(specs: Any) -> list[Any]:
 def _try_user_model(model: UserModel) -> None:
     """Imports the file in a process of its own, for it may take a device, exit or crash."""
     import stepgauge.bench.sweep  # noqa: F401 - names what the server of processes preloads
-    from stepgauge.runtime.isolate import ProcessDiedError, RemoteError, run_isolated
+    from stepgauge.runtime.launch import RankError
+    from stepgauge.runtime.workers import run_isolated
     from stepgauge.train.user_model import problem_of
 
     try:
         lacks = run_isolated(problem_of, model)
-    except (RemoteError, ProcessDiedError) as error:
+    except RankError as error:
         lacks = f"{model.file} cannot be imported: {error}"
     if lacks:
         raise ValueError(lacks)

@@ -40,11 +40,12 @@ def dtypes(
     from stepgauge.bench import dtypes as bench
     from stepgauge.bench import step as bench_step
     from stepgauge.bench.sweep import what_failed
-    from stepgauge.runtime.isolate import ProcessDiedError, RemoteError, run_isolated
+    from stepgauge.runtime.launch import RankError
+    from stepgauge.runtime.workers import run_isolated
 
     bench_step.check(spec)
     try:  # in a process of its own, as a user's model may exit
         record = run_isolated(bench.run, spec)
-    except (RemoteError, ProcessDiedError) as error:
+    except RankError as error:
         raise RunFailedError(what_failed(error, spec)) from None
     print_in(format, dtype_table(record, each=each))
