@@ -14,6 +14,7 @@ from stepgauge.cli import (
     comm,
     demo,
     model,
+    predict,
     profile,
     records,
     schedule,
@@ -34,6 +35,7 @@ app = App(
 )
 app.command(study.study)
 app.command(calibrate.calibrate)
+app.command(predict.predict)
 app.command(bench.app)
 app.command(profile.app)
 app.command(comm.app)

@@ -1,9 +1,13 @@
 """`stepgauge bench step`."""
 
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from stepgauge.cli.console import print_records
 from stepgauge.cli.options import Values, expand, spec_options
+from stepgauge.cli.predict import predict_before, print_errors
 from stepgauge.cli.rows import Fresh, Out, RowFormat, require_success, resolve_devices, run_jobs
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
@@ -17,6 +21,10 @@ def step(
     out: Out = Path("runs/bench-step"),
     fresh: Fresh = False,
     format: RowFormat = "table",
+    hardware: Annotated[
+        Path | None,
+        Parameter(help="Hardware file of this machine: each row is predicted before it is run."),
+    ] = None,
 ) -> None:
     """Time a training step: forward, backward, optimizer and whole.
 
@@ -32,6 +40,10 @@ def step(
 
     for spec in specs:
         bench_step.check(spec)
-    records = run_jobs([Job(bench_step.run, spec) for spec in specs], RunStore(out), fresh=fresh)
+    store = RunStore(out)
+    modelled = predict_before(specs, hardware, store)
+    records = run_jobs([Job(bench_step.run, spec) for spec in specs], store, fresh=fresh)
     print_records(records, format)
+    if format == "table":
+        print_errors(modelled, records)
     require_success(records)

@@ -1,0 +1,101 @@
+"""Predicted steps: properties that hold for any machine, and shipped measurements."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepgauge.cost.machine import CALIBRATED, EXTRAPOLATED, INTERPOLATED, Machine
+from stepgauge.cost.step import predict
+from stepgauge.spec.calibration import OperationTable
+from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.record import Record
+from stepgauge.spec.step import StepSpec
+from stepgauge.validate import error_table, pairs
+
+ROOT = Path(__file__).parents[2]
+H100 = Machine(HardwareFile.read(ROOT / "hardware" / "h100-sxm.json"))
+
+
+def step(size="2.7b", **changes):
+    return StepSpec(model=ModelSpec.preset(size), size=size, device="cuda", **changes)
+
+
+def machine(*, product_us, traffic_us):
+    """A machine on which every product and every byte takes equally long."""
+    tables = {
+        "matmul nt bf16": OperationTable(("m", "n", "k"), ((512, 512, 512, product_us),)),
+        "traffic": OperationTable(("bytes",), ((1e6, traffic_us), (1e9, 1e3 * traffic_us))),
+    }
+    return Machine(HardwareFile(name="made", device="none", operations=tables))
+
+
+def test_a_calibrated_shape_is_looked_up_and_others_say_how_they_were_found():
+    table = OperationTable(("m", "n", "k"), ((64, 64, 64, 1.0), (128, 64, 64, 1.0)))
+    made = Machine(HardwareFile(name="made", operations={"matmul nt bf16": table}))
+    assert made.time("matmul nt bf16", 128, 64, 64).source == CALIBRATED
+    between = made.time("matmul nt bf16", 96, 64, 64)
+    assert between.source == INTERPOLATED and 0.75 < between.us < 1.5
+    outside = made.time("matmul nt bf16", 256, 64, 64)  # the rate of the nearest shape holds
+    assert outside.source == EXTRAPOLATED and outside.us == pytest.approx(2.0)
+
+
+@given(st.floats(0.1, 10), st.floats(0.1, 10), st.integers(1, 10**9))
+def test_more_bandwidth_is_never_slower(slow_us, ratio, nbytes):
+    fast = machine(product_us=1, traffic_us=slow_us * min(ratio, 1 / ratio))
+    slow = machine(product_us=1, traffic_us=slow_us)
+    assert fast.traffic(nbytes).us <= slow.traffic(nbytes).us * (1 + 1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(["fp32", "tf32", "bf16", "bf16-pure"]), st.sampled_from(["off", "on"]))
+def test_terms_add_up_and_blocks_cost_alike(precision, compile):
+    spec = step(precision=precision, compile=compile)
+    record = predict(spec, H100)
+    head, *rows = record.tables["terms"]
+    total = sum(row[head.index("us")] for row in rows if row[1] != "host") / 1e3
+    assert total == pytest.approx(record.median("device_ms"))
+    twice = dataclasses.replace(spec.model, num_layers=2 * spec.model.num_layers)
+    deeper = predict(dataclasses.replace(spec, model=twice), H100)
+    assert 1.8 < deeper.median("step_ms") / record.median("step_ms") < 2.05
+
+
+def test_what_is_not_modelled_is_refused():
+    for changes, said in (
+        ({"checkpointing": "blocks"}, "only steps without it"),
+        ({"optimizer": "sgd"}, "optimizer is 'sgd'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            predict(step(**changes), H100)
+    with pytest.raises(ValueError, match="run stepgauge calibrate"):
+        Machine(HardwareFile(name="empty"))
+
+
+def test_steps_that_the_gpu_bounds_are_predicted_within_five_percent():
+    """Rows of an H100 of another day than the calibration's, which has not seen them."""
+    path = ROOT / "benchmarks" / "results" / "2026-11-21-h100-study.jsonl"
+    measured = [Record.from_json(line) for line in path.read_text().splitlines()]
+    asked = {"fp32": ("off",), "tf32": ("off",), "bf16": ("off", "on"), "bf16-pure": ("off",)}
+    rows = [
+        (record, predict(step(precision=record.spec["precision"], compile=mode), H100))
+        for record in measured
+        if record.kind == "step" and record.spec["size"] == "2.7b" and record.spec["batch"] == 4
+        if record.spec["model"]["context_length"] == 512 and record.status == "ok"
+        if (mode := record.spec["compile"]) in asked.get(record.spec["precision"], ())
+    ]
+    assert len(rows) >= 5
+    for found, modelled in rows:
+        assert abs(modelled.median("step_ms") / found.median("step_ms") - 1) < 0.05, found.spec
+
+
+def test_a_prediction_pairs_with_its_measurement_alone():
+    modelled = predict(step(precision="bf16"), H100)
+    measured = dataclasses.replace(modelled, provenance="measured", environment={})
+    other = dataclasses.replace(measured, spec={**measured.spec, "batch": 8})
+    (pair,) = pairs([modelled, other, measured])
+    assert pair.error("step_ms") == 0
+    table = error_table([pair])
+    assert table.rows[0][3] == 0 and "over 1 rows: mean 0.0%" in table.caption
