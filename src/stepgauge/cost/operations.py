@@ -11,6 +11,7 @@ sequence, W width of a head.
 import dataclasses
 from collections.abc import Iterator
 
+from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import WorkSpec
 
 TRAFFIC = "traffic"
@@ -45,11 +46,14 @@ class StepOperations:
                 f"checkpointing is {spec.checkpointing!r}; only steps without it are predicted yet"
             )
         model = spec.model
+        if not isinstance(model, ModelSpec):
+            raise ValueError("a user's own model has no cost model yet; only presets are predicted")
         if model.norm not in ("rmsnorm", "layernorm", "triton"):
             raise ValueError(f"norm is {model.norm!r}; its cost is not calibrated")
         if model.attention not in ("sdpa", "triton"):
             raise ValueError(f"attention is {model.attention!r}; its cost is not calibrated")
-        self.spec, self.model = spec, model
+        self.spec = spec
+        self.model: ModelSpec = model
         self.is_compiled = spec.compile != "off"
         self.type, self.activation, self.residual = PRECISION[spec.precision]
         self.casts = self.activation < self.residual  # autocast

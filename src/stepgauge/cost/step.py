@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from stepgauge.cost.machine import ASSUMED, Estimate, Machine
 from stepgauge.cost.operations import TRAFFIC, StepOperations, Term
 from stepgauge.spec.hardware import peaks
+from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
 
@@ -19,27 +20,33 @@ HEADINGS = ["phase", "term", "operation", "sizes", "count", "us", "source"]
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Device and host microseconds of a phase, and the device's by term."""
+    """The device's terms of a phase, and the host's microseconds to launch them."""
 
     name: str
-    device_us: float
-    host_us: float
     terms: list[tuple[Term, Estimate]]
+    host_us: float
+
+    @property
+    def device_us(self) -> float:
+        return sum(term.count * estimate.us for term, estimate in self.terms)
 
 
 def predict(spec: StepSpec, machine: Machine) -> Record:
     """The modelled record of the step, its terms in a table. Raises ValueError for a step that the
     cost model or the hardware file does not know.
     """
+    operations = StepOperations(spec)
+    layers = operations.model.num_layers
     phases = [
-        _phase(name, terms, spec, machine) for name, terms in StepOperations(spec).phases().items()
+        Phase(name, _device_terms(terms, machine), _host_us(name, layers, spec, machine))
+        for name, terms in operations.phases().items()
     ]
     metrics = {f"{name}_ms": Sample.exact(us / 1e3, "ms") for name, us in _ends(phases).items()}
     step_ms = metrics["step_ms"].median
-    metrics["tokens_per_s"] = Sample.exact(spec.tokens / step_ms * 1e3, "tokens/s")
+    metrics["tokens_per_s"] = Sample.exact(operations.tokens / step_ms * 1e3, "tokens/s")
     metrics["host_ms"] = Sample.exact(sum(phase.host_us for phase in phases) / 1e3, "ms")
     metrics["device_ms"] = Sample.exact(sum(phase.device_us for phase in phases) / 1e3, "ms")
-    metrics |= _rates(spec, machine, step_ms)
+    metrics |= _rates(spec, operations.model, machine, step_ms)
     return Record(
         kind=spec.kind,
         spec=dataclasses.asdict(spec),
@@ -50,19 +57,19 @@ def predict(spec: StepSpec, machine: Machine) -> Record:
     )
 
 
-def _phase(name: str, terms: Sequence[Term], spec: StepSpec, machine: Machine) -> Phase:
-    found = [(term, _estimate(term, machine)) for term in terms]
-    device_us = sum(term.count * estimate.us for term, estimate in found)
-    return Phase(name, device_us, _host_us(name, spec, machine), found)
+def _device_terms(terms: Sequence[Term], machine: Machine) -> list[tuple[Term, Estimate]]:
+    return [
+        (
+            term,
+            machine.traffic(*term.sizes)
+            if term.operation == TRAFFIC
+            else machine.time(term.operation, *term.sizes),
+        )
+        for term in terms
+    ]
 
 
-def _estimate(term: Term, machine: Machine) -> Estimate:
-    if term.operation == TRAFFIC:
-        return machine.traffic(*term.sizes)
-    return machine.time(term.operation, *term.sizes)
-
-
-def _host_us(phase: str, spec: StepSpec, machine: Machine) -> float:
+def _host_us(phase: str, layers: int, spec: StepSpec, machine: Machine) -> float:
     """The host's time for a phase: linear in the number of blocks."""
     mode = "eager" if spec.compile == "off" else "compiled"
     precision = "bf16" if spec.precision in ("bf16", "fp16") else "fp32"
@@ -72,7 +79,7 @@ def _host_us(phase: str, spec: StepSpec, machine: Machine) -> float:
     number = HOST_PHASES.index(phase)
     (few, short), (many, long) = sorted((row[0], row[2]) for row in table.rows if row[1] == number)
     slope = (long - short) / (many - few)
-    return max(0.0, short + slope * (spec.model.num_layers - few))
+    return max(0.0, short + slope * (layers - few))
 
 
 def _ends(phases: Sequence[Phase]) -> dict[str, float]:
@@ -88,10 +95,9 @@ def _ends(phases: Sequence[Phase]) -> dict[str, float]:
     return {**times, "step": end}
 
 
-def _rates(spec: StepSpec, machine: Machine, step_ms: float) -> dict[str, Sample]:
-    sequence = spec.model.context_length
-    count = spec.model.forward_flops if spec.phases == "forward" else spec.model.step_flops
-    flops = count(batch=spec.batch, sequence=sequence)
+def _rates(spec: StepSpec, model: ModelSpec, machine: Machine, step_ms: float) -> dict[str, Sample]:
+    count = model.forward_flops if spec.phases == "forward" else model.step_flops
+    flops = count(batch=spec.batch, sequence=model.context_length)
     rates = {"tflop_per_s": Sample.exact(flops / step_ms / 1e9, "TFLOP/s")}
     known = peaks(machine.hardware.device)
     if known and (peak := known.of(spec.precision)):
