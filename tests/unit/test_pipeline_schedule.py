@@ -1,11 +1,11 @@
 """Pipeline schedules as data: what the published ones promise, text and CSV, lowering, the checker."""
 
 import itertools
-import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.schedules import random_schedule
 
 from stepgauge.cost.timeline import Durations, simulate
 from stepgauge.spec.plan.pipeline import (
@@ -21,6 +21,7 @@ from stepgauge.spec.plan.pipeline import (
     to_csv,
     to_text,
 )
+from stepgauge.spec.plan.pipeline.balance import balance
 from stepgauge.spec.plan.pipeline.check import Held
 from stepgauge.spec.plan.pipeline.text import parse
 
@@ -163,37 +164,13 @@ def test_questions_that_no_schedule_answers():
 
 @st.composite
 def valid_schedules(draw):
-    """Any order in which some rank always runs something that can run, on any placement."""
-    source = random.Random(draw(st.integers(0, 10**6)))
-    ranks, micro_batches = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    stages = ranks * draw(st.integers(1, 3))
-    owners = list(range(ranks)) + [source.randrange(ranks) for _ in range(stages - ranks)]
-    source.shuffle(owners)
-    rows = [[] for _ in range(ranks)]
-    done = set()
-    split = {(s, k): source.random() < 0.5 for s in range(stages) for k in range(micro_batches)}
-    waiting = [
-        Action(s, kind, k)
-        for (s, k), is_split in split.items()
-        for kind in ("F", *("IW" if is_split else "B"))
-    ]
-    while waiting:
-        ready = [action for action in waiting if _can_run(action, done, stages)]
-        action = source.choice(ready)
-        waiting.remove(action)
-        done.add(action)
-        rows[owners[action.stage]].append(action)
-    return Schedule(tuple(map(tuple, rows)))
-
-
-def _can_run(action, done, stages):
-    stage, kind, k = action
-    if kind == "F":
-        return stage == 0 or Action(stage - 1, "F", k) in done
-    if kind == "W":
-        return Action(stage, "I", k) in done
-    after = {Action(stage + 1, other, k) for other in "BI"}
-    return Action(stage, "F", k) in done and (stage == stages - 1 or bool(after & done))
+    ranks = draw(st.integers(1, 4))
+    return random_schedule(
+        draw(st.randoms(use_true_random=False)),
+        ranks=ranks,
+        stages=ranks * draw(st.integers(1, 3)),
+        micro_batches=draw(st.integers(1, 4)),
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -268,3 +245,15 @@ def test_parsing_takes_the_longest_kind():
     assert from_csv("(0F3;1B2)OVERLAP_F_B,,0F4\n").ranks == (
         (Action(0, "F", 3), Action(1, "B", 2), Action(0, "F", 4)),
     )
+
+
+def test_stages_are_cut_by_weight_and_a_rank_s_stages_count_together():
+    assert balance([1.0] * 8, [0, 1, 2, 3]) == [2, 2, 2, 2]
+    assert balance([1, 1, 1, 1, 1, 3], [0, 1]) == [4, 2]
+    # In a V rank 0 has the first and the last stage: a heavy end makes them shorter together.
+    parts = [1.0] * 15 + [3.0]
+    sizes = balance(parts, [0, 1, 1, 0])
+    assert sizes[0] + sizes[3] == 7
+    assert sizes[1] + sizes[2] == 9
+    with pytest.raises(ValueError, match="stages is 4; the network has 3 parts to cut"):
+        balance([1.0] * 3, [0, 1, 2, 3])

@@ -37,17 +37,20 @@ class Job:
     an OnRanks.
 
     Jobs that name the same `process` and follow one another share one, for as long as each of them
-    gives its record.
+    gives its record. `provenance` is that of the record: a prediction is a job too.
     """
 
     run: Callable[[Any], Record]
     spec: Any
     process: str = ""
+    provenance: str = "measured"
 
     @property
     def asked(self) -> Record:
         """The record as far as it is known before the run."""
-        return Record(kind=self.spec.kind, spec=dataclasses.asdict(self.spec))
+        return Record(
+            kind=self.spec.kind, spec=dataclasses.asdict(self.spec), provenance=self.provenance
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ _NAMES = {
     "gb_per_s": "GB/s",
     "mfu": "MFU %",
     "tflop_per_s": "TFLOP/s",
+    "samples_per_s": "samples/s",
     "tokens_per_s": "tokens/s",
 }
 _RATES = ("_gb_per_s", "_tflop_per_s")

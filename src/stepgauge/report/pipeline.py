@@ -2,14 +2,18 @@
 report, and what each rank waits and holds as a table.
 """
 
+import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from stepgauge.cost.timeline import Span, Timeline
 from stepgauge.report.figure import FAINT, INK, SERIES, canvas
 from stepgauge.report.table import Table
+from stepgauge.report.views import record_table
 from stepgauge.spec.plan.pipeline.action import BACKWARD, FORWARD, INPUT, WEIGHT
 from stepgauge.spec.plan.pipeline.check import Checked
+from stepgauge.spec.plan.pipeline.text import parse
+from stepgauge.spec.record import Record, Sample
 
 KINDS: Mapping[str, str] = {
     FORWARD: "forward",
@@ -43,6 +47,16 @@ def _bars(row: tuple[Span, ...], scale: float) -> Iterator[tuple[str, str]]:
         at = begin + room
 
 
+def timeline_of(record: Record) -> Timeline | None:
+    """The timeline of a record, predicted or measured; None where it has none."""
+    if "spans" not in record.tables:
+        return None
+    rows: dict[int, list[Span]] = {}
+    for rank, action, start, end in record.tables["spans"][1:]:
+        rows.setdefault(rank, []).append(Span(parse(action), start, end))
+    return Timeline(tuple(tuple(rows[rank]) for rank in sorted(rows)))
+
+
 def rank_table(timeline: Timeline, checked: Checked) -> Table:
     """What each rank computes, waits and holds. `held` is in micro-batches of a stage."""
     rows = [
@@ -65,6 +79,29 @@ def rank_table(timeline: Timeline, checked: Checked) -> Table:
         f"{timeline.over_ideal:.3f} of ideal"
     )
     return Table(head, rows, names=1, caption=caption)
+
+
+def pipeline_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> Table:
+    """A row a measured record, with the step that was simulated before it ran and their difference;
+    a prediction that nothing was measured for is a row of its own.
+    """
+    modelled = {record.key: record for record in records if record.provenance == "modelled"}
+    rows = []
+    for record in records:
+        if record.provenance != "modelled":
+            rows.append(_beside(record, modelled.pop(record.key, None)))
+    return record_table([*rows, *modelled.values()], statistics=statistics, first=["schedule"])
+
+
+def _beside(record: Record, predicted: Record | None) -> Record:
+    measured, step_ms = record.median("step_ms"), predicted and predicted.median("step_ms")
+    if not measured or not step_ms:
+        return record
+    added = {
+        "predicted_step_ms": Sample.exact(step_ms, "ms"),
+        "prediction_error": Sample.exact(step_ms / measured - 1.0, "signed fraction"),
+    }
+    return dataclasses.replace(record, metrics={**record.metrics, **added})
 
 
 def lanes(timelines: Mapping[str, Timeline], *, unit: str = "ms") -> str:

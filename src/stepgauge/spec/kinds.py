@@ -16,6 +16,7 @@ from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.op import OpSpec
+from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.train import TrainSpec
@@ -34,6 +35,7 @@ SPECS: Mapping[str, type] = {
         DataParallelSpec,
         BroadcastSpec,
         CalibrationSpec,
+        PipelineSpec,
         OpSpec,
     )
 } | KERNELS

@@ -2,12 +2,22 @@
 
 from cyclopts import App
 
-from stepgauge.cli.bench import broadcast, comm, data_parallel, ddp_vs_fsdp, kernel, op, step
+from stepgauge.cli.bench import (
+    broadcast,
+    comm,
+    data_parallel,
+    ddp_vs_fsdp,
+    kernel,
+    op,
+    pipeline,
+    step,
+)
 
 app = App(name="bench", help="Time one thing over every combination of the options given.")
 app.command(step.step)
 app.command(data_parallel.data_parallel)
 app.command(ddp_vs_fsdp.ddp_vs_fsdp)
+app.command(pipeline.pipeline)
 app.command(kernel.app)
 app.command(op.op)
 app.command(comm.comm)

@@ -1,0 +1,291 @@
+"""A PipelineSpec run on ranks: `JOB` measures its step, `PREDICTION` simulates it from what each
+stage takes alone, before it is run.
+"""
+
+import dataclasses
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stepgauge.bench.pipeline_parts import build_stage, counted, cut, mean_loss
+from stepgauge.bench.pipeline_torch import TorchPipeline
+from stepgauge.bench.ranks import OnRanks, slowest
+from stepgauge.cost.timeline import Durations, simulate
+from stepgauge.measure import devices
+from stepgauge.measure.environment import environment
+from stepgauge.parallel.pipeline import Pipeline
+from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.pipeline import PipelineSpec
+from stepgauge.spec.plan.pipeline import Channel, check, lower
+from stepgauge.spec.record import Record, Sample
+from stepgauge.train.build import batch_for
+from stepgauge.train.precision import PRECISIONS, unavailable
+
+PROBED = 4  # micro-batches that a stage is timed over, one after another
+REPEATS = 3
+
+
+def checked(spec: PipelineSpec) -> None:
+    """Raises ValueError for what the spec asks but the machine has not, before ranks are started."""
+    if reason := unavailable(spec.precision, torch.device(spec.device)):
+        raise ValueError(reason)
+    check(spec.plan())
+    cut(spec)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """What one rank measured: ms of each step, spans of one (action, start, end), bytes by name."""
+
+    steps: list[float]
+    spans: list[tuple[str, float, float]]
+    bytes: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Probed:
+    """What the stages of one rank take alone: ms by (stage, kind), and of a transfer."""
+
+    actions: dict[tuple[int, str], float]
+    transfer_ms: float
+    host_ms: float
+
+
+def measure(spec: PipelineSpec) -> RankFigures:
+    """Runs on every rank. Raises what torch raises: out of memory, mostly."""
+    with _Bench(spec) as bench:
+        bench.warm_up()
+        devices.reset_peak_memory(bench.device)
+        steps = [bench.timed_step() for _ in range(spec.steps)]
+        found = devices.peak_memory(bench.device)
+        return RankFigures(steps=steps, spans=bench.spans(), bytes=found)
+
+
+def probe(spec: PipelineSpec) -> Probed:
+    """Runs on every rank: its stages alone, without any schedule."""
+    with _Bench(dataclasses.replace(spec, schedule=spec.ours)) as bench:
+        bench.warm_up(steps=1)
+        pipeline = bench.pipeline
+        assert isinstance(pipeline, Pipeline)
+        actions: dict[tuple[int, str], float] = {}
+        host = []
+        for number in pipeline.modules:
+            times, host_ms = bench.stage_times(number)
+            actions |= {(number, kind): ms for kind, ms in times.items()}
+            host.append(host_ms)
+        return Probed(
+            actions=actions, transfer_ms=bench.transfer_ms(), host_ms=statistics.median(host)
+        )
+
+
+class _Bench:
+    """The pipeline of a row on this rank, with its batch."""
+
+    def __init__(self, spec: PipelineSpec):
+        self.spec = spec
+        self.precision = PRECISIONS[spec.precision]
+        self.device = _device(spec)
+        tokens, targets, *_ = batch_for(spec.model, spec.batch, spec.seed + 1)
+        self.batch = ((tokens.to(self.device),), (targets.to(self.device),))
+        self.pipeline = self._build()
+
+    def _build(self) -> Pipeline | TorchPipeline:
+        spec, dtype = self.spec, self.precision.parameters
+        make = functools.partial(build_stage, spec, device=self.device, dtype=dtype)
+        schedule = lower(spec.plan(), ahead=spec.ahead)
+        if not spec.is_torchs:
+            return Pipeline(
+                make,
+                schedule,
+                loss=mean_loss,
+                share=counted if isinstance(spec.model, BertSpec) else None,
+                device=self.device,
+                context=self._context,
+                recording=True,
+            )
+        modules = {stage: make(stage) for stage in schedule.stages(dist.get_rank())}
+        return TorchPipeline(
+            spec.ours,
+            {stage: _InContext(module, self._context) for stage, module in modules.items()},
+            num_stages=schedule.num_stages,
+            micro_batches=spec.micro_batches,
+            device=self.device,
+            loss=mean_loss,
+        )
+
+    def _context(self) -> Any:
+        return self.precision.autocasting(self.device)
+
+    def __enter__(self) -> "_Bench":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pipeline.close()
+        del self.pipeline
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def warm_up(self, steps: int = 0) -> None:
+        for _ in range(steps or self.spec.warmup):
+            self.step()
+        devices.synchronize(self.device)
+
+    def step(self) -> None:
+        with self.precision.matmul_mode():
+            self.pipeline.step(*self.batch)
+
+    def timed_step(self) -> float:
+        """ms from when all ranks are there to when this one has finished."""
+        devices.synchronize(self.device)
+        dist.barrier()
+        devices.synchronize(self.device)
+        start = time.perf_counter()
+        self.step()
+        devices.synchronize(self.device)
+        return (time.perf_counter() - start) * 1e3
+
+    def spans(self) -> list[tuple[str, float, float]]:
+        if not isinstance(self.pipeline, Pipeline):
+            return []
+        return [(str(action), start, end) for action, start, end in self.pipeline.spans]
+
+    def stage_times(self, number: int) -> tuple[dict[str, float], float]:
+        """Median ms of each kind of action of a stage of this rank, of micro-batches one after
+        another without waiting for the device; and what the host took for one of them.
+        """
+        rounds = [self._round(number) for _ in range(REPEATS + 1)][1:]
+        kinds = rounds[0][0]
+        times = {kind: statistics.median(found[kind] for found, _ in rounds) for kind in kinds}
+        return times, statistics.median(host for _, host in rounds)
+
+    def _round(self, number: int) -> tuple[dict[str, float], float]:
+        pipeline = self.pipeline
+        assert isinstance(pipeline, Pipeline)
+        calls = pipeline.alone(number, *self.batch)
+        times, issued = {}, 0.0
+        for kind, call in calls.items():
+            devices.synchronize(self.device)
+            start = time.perf_counter()
+            for micro_batch in range(PROBED):
+                call(micro_batch)
+            issued += time.perf_counter() - start
+            devices.synchronize(self.device)
+            times[kind] = (time.perf_counter() - start) * 1e3 / PROBED
+        for parameter in pipeline.modules[number].parameters():
+            parameter.grad = None
+        on_host = self.device.type == "cpu"  # there the host is the device
+        return times, 0.0 if on_host else issued * 1e3 / PROBED / len(calls)
+
+    def transfer_ms(self) -> float:
+        """Of the largest tensor between two stages, between ranks 0 and 1; nothing on one rank."""
+        rank, pipeline = dist.get_rank(), self.pipeline
+        if dist.get_world_size() == 1:
+            return 0.0
+        assert isinstance(pipeline, Pipeline)
+        tensor = max(
+            (meta.empty(self.device) for metas in pipeline.between for meta in metas),
+            key=lambda t: t.nbytes,
+        )
+        times = []
+        for _ in range(REPEATS + 2 if rank < 2 else 0):
+            devices.synchronize(self.device)
+            start = time.perf_counter()
+            for place in (0, 1):
+                if rank == place:
+                    dist.send(tensor, 1 - rank)
+                else:
+                    dist.recv(tensor, 1 - rank)
+            devices.synchronize(self.device)
+            times.append((time.perf_counter() - start) * 1e3 / 2)
+        return statistics.median(times[2:]) if times else 0.0
+
+
+class _InContext(nn.Module):
+    """A module whose forward runs in a context."""
+
+    def __init__(self, module: nn.Module, context: Callable[[], Any]):
+        super().__init__()
+        self.module, self._context = module, context
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        with self._context():
+            return self.module(*inputs)
+
+
+def _device(spec: PipelineSpec) -> torch.device:
+    device = torch.device(spec.device)
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+
+
+def record(spec: PipelineSpec, ranks: list[RankFigures]) -> Record:
+    """One record of all ranks' figures: of each step the slowest rank, of bytes the most."""
+    steps = slowest([rank.steps for rank in ranks])
+    tokens = spec.batch * spec.model.context_length
+    metrics = {
+        "step_ms": Sample.of(steps, "ms"),
+        "samples_per_s": Sample.of((spec.batch / ms * 1e3 for ms in steps), "samples/s"),
+        "tokens_per_s": Sample.of((tokens / ms * 1e3 for ms in steps), "tokens/s"),
+    }
+    series: dict[str, list[float]] = {}
+    tables: dict[str, list[list[Any]]] = {}
+    for name in ranks[0].bytes:
+        values = [float(rank.bytes[name]) for rank in ranks]
+        metrics[name] = Sample.exact(max(values), "bytes")
+        series[f"rank_{name}"] = values
+    if all(rank.spans for rank in ranks):
+        busy = [sum(end - start for _, start, end in rank.spans) for rank in ranks]
+        metrics["busy_ms"] = Sample.exact(sum(busy) / len(busy), "ms")
+        tables = _spans([rank.spans for rank in ranks])
+    return Record(series=series, metrics=metrics, tables=tables, **_asked(spec))
+
+
+def predicted(spec: PipelineSpec, ranks: list[Probed]) -> Record:
+    """The same schedule simulated: provenance "modelled"."""
+    timeline = simulate(lower(spec.plan(), ahead=spec.ahead), durations(ranks, spec.num_stages))
+    spans = [[(str(s.action), s.start, s.end) for s in row] for row in timeline.ranks]
+    metrics = {
+        "step_ms": Sample.exact(timeline.step_ms, "ms"),
+        "busy_ms": Sample.exact(sum(timeline.busy_ms) / len(ranks), "ms"),
+        "over_ideal": Sample.exact(timeline.over_ideal, ""),
+        "transfer_ms": Sample.exact(max(rank.transfer_ms for rank in ranks), "ms"),
+        "host_ms": Sample.exact(max(rank.host_ms for rank in ranks), "ms"),
+    }
+    metrics["samples_per_s"] = Sample.exact(spec.batch / timeline.step_ms * 1e3, "samples/s")
+    return Record(metrics=metrics, tables=_spans(spans), **_asked(spec, "modelled"))
+
+
+def durations(ranks: list[Probed], num_stages: int) -> Durations:
+    """What the simulator takes, from what the ranks have measured."""
+    transfer = max(rank.transfer_ms for rank in ranks)
+    edges = [(a, b) for a in range(num_stages) for b in (a - 1, a + 1)]
+    return Durations(
+        actions={key: ms for rank in ranks for key, ms in rank.actions.items()},
+        transfers={Channel(a, b): transfer for a, b in edges},
+        host_ms=max(rank.host_ms for rank in ranks),
+    )
+
+
+def _spans(ranks: list[list[tuple[str, float, float]]]) -> dict[str, list[list[Any]]]:
+    rows = [[rank, *span] for rank, row in enumerate(ranks) for span in row]
+    return {"spans": [["rank", "action", "start ms", "end ms"], *rows]}
+
+
+def _asked(spec: PipelineSpec, provenance: str = "measured") -> dict[str, Any]:
+    return {
+        "kind": spec.kind,
+        "spec": dataclasses.asdict(spec),
+        "environment": environment(torch.device(spec.device)),
+        "provenance": provenance,
+    }
+
+
+JOB = OnRanks(measure=measure, record=record, shared=True)
+PREDICTION = OnRanks(measure=probe, record=predicted, shared=True)

@@ -1,0 +1,234 @@
+"""Pipeline parallel training: each rank runs its list of a checked schedule, action by action."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stepgauge.parallel.pipeline.clock import Clock
+from stepgauge.parallel.pipeline.stage import Meta, Stage
+from stepgauge.parallel.pipeline.step import Batch, Step, on_device
+from stepgauge.parallel.pipeline.tied import Tie, TiedWeights
+from stepgauge.parallel.pipeline.transfers import Transfers, shared_metas
+from stepgauge.spec.plan.pipeline import Action, Schedule, ScheduleError, check, lower
+from stepgauge.spec.plan.pipeline.lower import AHEAD
+
+Stages = Callable[[int], nn.Module] | Sequence[nn.Module]
+# What a loss counts: how much of the whole batch's mean a micro-batch with these targets is.
+Share = Callable[..., float | Tensor]
+
+
+class Pipeline:
+    """The stages of this rank, and the step over a whole batch: forward, backward and nothing else.
+
+        pipeline = Pipeline(stages, build("zbv", ranks=4, micro_batches=8), loss=F.cross_entropy)
+        loss = pipeline.step((tokens,), targets=(targets,))  # .grad is as after one process's
+
+    stages    a list of modules, or a function that builds stage i: only a rank's own are built. The
+              tensors that one gives are the arguments of the next
+    schedule  checked here; one that cannot run is refused with ScheduleError. Lowered if it is not
+    loss      of the last stage's outputs and the targets: the mean over a micro-batch. None: the
+              last stage takes the targets after its inputs, and gives the loss
+    share     of targets: what its micro-batch counts in the mean, such as a number of tokens. By
+              default all count alike
+    tied      copies of one weight in several stages
+    reduce    called with stage and module when its gradients of the step are there: data parallel
+    group     whose ranks are the pipeline's; None: all. Pipelines beside each other, as in data
+              parallel, are made at the same time
+    context   around every forward, such as autocast
+    ahead     computations between a receive and its reader, where the schedule is not lowered
+    recording keeps when each action ran: `spans`
+
+    Raises ValueError for another number of stages or ranks than the schedule's.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        schedule: Schedule,
+        *,
+        loss: Callable[..., Tensor] | None = None,
+        share: Share | None = None,
+        tied: Sequence[Tie] = (),
+        reduce: Callable[[int, nn.Module], None] | None = None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        ahead: int = AHEAD,
+        recording: bool = False,
+    ):
+        self.schedule = check(
+            lower(schedule, ahead=ahead), ranks=dist.get_world_size(group)
+        ).schedule
+        self.rank = dist.get_rank(group)
+        if not callable(stages) and len(stages) != self.schedule.num_stages:
+            raise ScheduleError(
+                f"there are {len(stages)} modules; the schedule has {self.schedule.num_stages} stages"
+            )
+        build = stages if callable(stages) else stages.__getitem__
+        self.modules: dict[int, nn.Module] = {
+            stage: build(stage) for stage in self.schedule.stages(self.rank)
+        }
+        self.device = torch.device(device or _device_of(self.modules.values()))
+        self._group, self._share, self._reduce = group, share, reduce
+        last = self.schedule.num_stages - 1
+        self._stages = {
+            number: Stage(
+                module,
+                context=context,
+                splits=self.schedule.splits(number),
+                loss=loss if number == last else None,
+            )
+            for number, module in self.modules.items()
+        }
+        self._transfers = Transfers(self.schedule, group, self.device)
+        self._tied = TiedWeights(tied, self.modules, self.schedule, group)
+        self._metas: dict[int, list[Meta]] = {}
+        self._clock = Clock(self.device) if recording else None
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def step(self, inputs: Batch, targets: Batch = ()) -> Tensor | None:
+        """Adds the gradients of the batch's mean loss to .grad; the loss on the last stage's rank,
+        None elsewhere.
+
+        Every rank gives the whole batch, and those with the first and the last stage read it. All
+        tensors are split along their first dimension. Raises ValueError for a batch that the
+        micro-batches do not divide.
+        """
+        parts = _split(inputs, self.schedule.num_micro_batches)
+        answers = _split(targets, self.schedule.num_micro_batches)
+        self._prepare(parts[0], answers[0])
+        step = Step(
+            schedule=self.schedule,
+            stages=self._stages,
+            metas=self._metas,
+            transfers=self._transfers,
+            device=self.device,
+            inputs=parts,
+            targets=answers,
+            shares=self._shares(answers),
+            reduce=self._reduce,
+            clock=self._clock,
+        )
+        self._tied.begin()
+        if self._clock:
+            self._clock.begin()
+        for action in self.schedule.ranks[self.rank]:
+            try:
+                step.act(action)
+            except Exception as error:
+                error.add_note(f"in {action} on rank {self.rank} of the pipeline")
+                raise
+        self._transfers.finish()
+        self._tied.finish()
+        return step.loss
+
+    def _shares(self, targets: Sequence[Batch]) -> Tensor:
+        """Of each micro-batch, its part of the whole batch's mean."""
+        if self._share is None:
+            return torch.full((len(targets),), 1.0 / len(targets), device=self.device)
+        counts = torch.stack([torch.as_tensor(self._share(*some)) for some in targets])
+        counts = counts.to(self.device, torch.float32)
+        return counts / counts.sum()
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scales all gradients by the norm of the whole pipeline's; gives the norm before."""
+        repeated = self._tied.repeated
+        parameters = list(self.parameters())
+        own = [p.grad for p in parameters if p.grad is not None and id(p) not in repeated]
+        norms = torch.nn.utils.get_total_norm(own).to(self.device, torch.float32)
+        squared = norms.square()
+        dist.all_reduce(squared, group=self._group)
+        norm = squared.sqrt()
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Of all stages of this rank, each once."""
+        found = (p for module in self.modules.values() for p in module.parameters())
+        return list(dict.fromkeys(found))
+
+    @property
+    def spans(self) -> list[tuple[Action, float, float]]:
+        """Each computation of the last step with its start and end in ms from the step's begin.
+
+        Raises ValueError where the pipeline does not record.
+        """
+        if self._clock is None:
+            raise ValueError("recording is False; a pipeline that records has spans")
+        return self._clock.spans()
+
+    @property
+    def between(self) -> list[list[Meta]]:
+        """What goes into each stage but the first, after the first step."""
+        return [metas for stage, metas in sorted(self._metas.items()) if stage > 0]
+
+    def alone(
+        self, stage: int, inputs: Batch, targets: Batch = ()
+    ) -> dict[str, Callable[[int], Any]]:
+        """What a stage of this rank does for a micro-batch, by kind, to be called one kind after
+        the other: without any other rank, on zeros where the stage before would have written.
+        After the first step.
+        """
+        first = _split(inputs, self.schedule.num_micro_batches)[0]
+        answers = _split(targets, self.schedule.num_micro_batches)[0]
+        run, metas = self._stages[stage], self._metas[stage]
+        last = stage == self.schedule.num_stages - 1
+        given = on_device(first, self.device) if stage == 0 else [
+            meta.empty(self.device).zero_() for meta in metas
+        ]  # fmt: skip
+        back = [torch.ones((), device=self.device)] if last else [
+            meta.empty(self.device).zero_() if meta.is_trained else None
+            for meta in self._metas[stage + 1]
+        ]  # fmt: skip
+        own_targets = on_device(answers, self.device) if last else []
+        trained = [meta.is_trained for meta in metas]
+        calls: dict[str, Callable[[int], Any]] = {
+            "F": lambda k: run.forward(k, given, trained, own_targets)
+        }
+        if not run.splits:
+            return calls | {"B": lambda k: run.backward(k, back)}
+        return calls | {"I": lambda k: run.backward_input(k, back), "W": run.backward_weight}
+
+    def close(self) -> None:
+        """Gives the modules back as they were."""
+        self._metas = {}
+        for stage in self._stages.values():
+            stage.close()
+
+    # -- before the first step, and before one with other shapes ---------------------------------
+
+    def _prepare(self, inputs: Batch, targets: Batch) -> None:
+        metas = [Meta(t.shape, t.dtype, False) for t in inputs]
+        if self._metas.get(0) == metas:
+            return
+        self._metas = {0: metas}
+        last = self.schedule.num_stages - 1
+        for stage in range(last + 1):
+            found = None
+            if stage in self._stages:
+                example = on_device(inputs, self.device) if stage == 0 else [
+                    meta.empty(self.device).zero_() for meta in metas
+                ]  # fmt: skip
+                answers = on_device(targets, self.device) if stage == last else ()
+                found = self._stages[stage].prepare(metas, example, answers)
+            if stage < last:
+                metas = shared_metas(self.schedule.rank_of, stage, found, self._group)
+                self._metas[stage + 1] = metas
+
+
+def _split(batch: Batch, parts: int) -> list[Batch]:
+    for tensor in batch:
+        if len(tensor) % parts:
+            raise ValueError(f"the batch is {len(tensor)}; {parts} micro-batches must divide it")
+    columns: list[Sequence[Tensor]] = [tensor.chunk(parts) for tensor in batch]
+    return [list(row) for row in zip(*columns, strict=True)] if batch else [[]] * parts
+
+
+def _device_of(modules: Any) -> torch.device:
+    found = next((p.device for module in modules for p in module.parameters()), None)
+    return found or torch.device("cpu")

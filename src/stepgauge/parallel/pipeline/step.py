@@ -1,0 +1,113 @@
+"""One step of a pipeline on one rank: its actions, and the tensors that lie between them."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from stepgauge.parallel.pipeline.clock import Clock
+from stepgauge.parallel.pipeline.stage import Meta, Stage
+from stepgauge.parallel.pipeline.transfers import Transfers
+from stepgauge.spec.plan.pipeline import Action, Schedule
+
+Batch = Sequence[Tensor]
+
+
+@dataclasses.dataclass
+class Step:
+    """A step while it runs.
+
+    metas    what goes into each stage, by its number
+    inputs   of each micro-batch, for the first stage; `targets` for the last one
+    shares   of each micro-batch, its part of the whole batch's mean
+    loss     the sum so far, on the last stage's rank
+    """
+
+    schedule: Schedule
+    stages: Mapping[int, Stage]
+    metas: Mapping[int, Sequence[Meta]]
+    transfers: Transfers
+    device: torch.device
+    inputs: Sequence[Batch]
+    targets: Sequence[Batch]
+    shares: Tensor
+    reduce: Callable[[int, nn.Module], None] | None
+    clock: Clock | None
+    loss: Tensor | None = None
+    # What a stage of this rank reads: by stage and micro-batch.
+    _activations: dict[tuple[int, int], Sequence[Tensor]] = dataclasses.field(default_factory=dict)
+    _gradients: dict[tuple[int, int], Sequence[Tensor | None]] = dataclasses.field(
+        default_factory=dict
+    )
+
+    def act(self, action: Action) -> None:
+        stage, kind, micro_batch = action
+        if action.is_compute:
+            with self.clock.of(action) if self.clock else contextlib.nullcontext():
+                self._compute(action)
+        elif kind == "SEND_F":
+            self.transfers.send(action, self._activations.pop((stage + 1, micro_batch)))
+        elif kind == "SEND_B":
+            self.transfers.send(action, self._gradients_of(stage - 1, micro_batch))
+        elif kind == "RECV_F":
+            self.transfers.receive(action, self.metas[stage])
+        elif kind == "RECV_B":
+            self.transfers.receive(action, [m for m in self.metas[stage + 1] if m.is_trained])
+        elif kind == "REDUCE_GRAD" and self.reduce is not None:
+            self.reduce(stage, self.stages[stage].module)
+
+    def _compute(self, action: Action) -> None:
+        number, kind, micro_batch = action
+        stage = self.stages[number]
+        if kind == "F":
+            self._forward(number, micro_batch)
+        elif kind == "W":
+            stage.backward_weight(micro_batch)
+        else:
+            backward = stage.backward if kind == "B" else stage.backward_input
+            found = backward(micro_batch, self._incoming(number, micro_batch))
+            if number > 0:
+                self._gradients[number - 1, micro_batch] = [
+                    found.get(place) for place in range(len(self.metas[number]))
+                ]
+
+    def _forward(self, number: int, micro_batch: int) -> None:
+        last = self.schedule.num_stages - 1
+        if number == 0:
+            inputs: Sequence[Tensor] = on_device(self.inputs[micro_batch], self.device)
+        elif self.schedule.crosses(number, number - 1):
+            inputs = self.transfers.take(Action(number, "RECV_F", micro_batch))
+        else:
+            inputs = self._activations.pop((number, micro_batch))
+        targets = on_device(self.targets[micro_batch], self.device) if number == last else ()
+        trained = [meta.is_trained for meta in self.metas[number]]
+        outputs = self.stages[number].forward(micro_batch, inputs, trained, targets)
+        if number < last:
+            self._activations[number + 1, micro_batch] = outputs
+            return
+        (loss,) = outputs
+        share = self.shares[micro_batch]
+        self._gradients[number, micro_batch] = [share.to(loss.dtype)]
+        self.loss = loss * share if self.loss is None else self.loss + loss * share
+
+    def _incoming(self, number: int, micro_batch: int) -> Sequence[Tensor | None]:
+        """The gradients of a stage's outputs, by position."""
+        if not self.schedule.crosses(number, number + 1):
+            return self._gradients.pop((number, micro_batch))
+        received = iter(self.transfers.take(Action(number, "RECV_B", micro_batch)))
+        return [next(received) if meta.is_trained else None for meta in self.metas[number + 1]]
+
+    def _gradients_of(self, stage: int, micro_batch: int) -> list[Tensor]:
+        """What goes back to a stage on another rank: zeros where its output was not used."""
+        gradients = self._gradients.pop((stage, micro_batch))
+        return [
+            meta.empty(self.device).zero_() if gradient is None else gradient
+            for gradient, meta in zip(gradients, self.metas[stage + 1], strict=True)
+            if meta.is_trained
+        ]
+
+
+def on_device(batch: Batch, device: torch.device) -> list[Tensor]:
+    return [tensor.to(device, non_blocking=True) for tensor in batch]

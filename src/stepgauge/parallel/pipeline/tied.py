@@ -1,0 +1,107 @@
+"""Weights that stand in two stages: each copy gets the sum of all copies' gradients."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stepgauge.parallel.pipeline.groups import members, new_groups
+from stepgauge.spec.plan.pipeline import Schedule
+
+# The copies of one weight: stage and name of the parameter in its module.
+Tie = Sequence[tuple[int, str]]
+
+
+@dataclasses.dataclass
+class _Tied:
+    """The copies that this rank has of one weight, and the group of the ranks that have one.
+
+    counts  whether this rank's first copy stands for the weight in the norm of the whole gradient
+    """
+
+    parameters: list[nn.Parameter]
+    group: dist.ProcessGroup | None
+    counts: bool
+    earlier: list[Tensor | None] = dataclasses.field(default_factory=list)
+
+
+class TiedWeights:
+    """All ties of a pipeline. All ranks of the world must make one at the same time; copies then
+    have the first one's value.
+
+    Raises ValueError for a parameter that is not there.
+    """
+
+    def __init__(
+        self,
+        ties: Sequence[Tie],
+        modules: Mapping[int, nn.Module],
+        schedule: Schedule,
+        group: dist.ProcessGroup | None,
+    ):
+        self._ties: list[_Tied] = []
+        world = members(group)
+        owners = [[world[schedule.rank_of[stage]] for stage, _ in tie] for tie in ties]
+        made = new_groups([sorted(set(ranks)) for ranks in owners], group) if ties else []
+        for tie, ranks, own in zip(ties, owners, made, strict=True):
+            mine = [_parameter(modules[stage], name) for stage, name in tie if stage in modules]
+            if mine:
+                among = own if len(set(ranks)) > 1 else None
+                distinct = list({id(parameter): parameter for parameter in mine}.values())
+                self._ties.append(_Tied(distinct, among, counts=dist.get_rank() == ranks[0]))
+                _same_value(distinct, among, ranks[0])
+
+    def begin(self) -> None:
+        """Sets gradients of earlier steps aside: they are sums already."""
+        for tied in self._ties:
+            tied.earlier = [parameter.grad for parameter in tied.parameters]
+            for parameter in tied.parameters:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Sums the gradients of this step over the copies. All ranks must call it."""
+        for tied in self._ties:
+            first = tied.parameters[0]
+            if not first.requires_grad:
+                continue
+            total = torch.zeros_like(first)
+            for parameter in tied.parameters:
+                if parameter.grad is not None:
+                    total += parameter.grad
+            if tied.group is not None:
+                dist.all_reduce(total, group=tied.group)
+            for number, (parameter, earlier) in enumerate(
+                zip(tied.parameters, tied.earlier, strict=True)
+            ):
+                sum_ = total if number == 0 else total.clone()
+                parameter.grad = sum_ if earlier is None else earlier.add_(sum_)
+
+    @property
+    def repeated(self) -> set[int]:
+        """The ids of parameters that another one stands for in the norm of the whole gradient."""
+        return {
+            id(parameter)
+            for tied in self._ties
+            for number, parameter in enumerate(tied.parameters)
+            if number or not tied.counts
+        }
+
+
+def _parameter(module: nn.Module, name: str) -> nn.Parameter:
+    try:
+        return module.get_parameter(name)
+    except AttributeError:
+        raise ValueError(f"tied weight is {name!r}, which the stage does not have") from None
+
+
+@torch.no_grad()
+def _same_value(
+    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, source: int
+) -> None:
+    if group is not None:
+        dist.broadcast(parameters[0], source, group)
+    for parameter in parameters[1:]:
+        parameter.copy_(parameters[0])

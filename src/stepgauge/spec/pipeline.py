@@ -1,0 +1,140 @@
+"""A pipeline parallel step as it is asked for: network, schedule, ranks, micro-batches, and how it
+is timed.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.fields import as_in, check, option
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.pipeline import SCHEDULES, Schedule, build
+from stepgauge.spec.plan.pipeline.schedules import LOOPED, stages_per_rank
+from stepgauge.spec.step import WorkSpec
+
+# torch.distributed.pipelining's own schedules, and ours of the same name.
+OF_TORCH: Mapping[str, str] = {
+    "torch-gpipe": "gpipe",
+    "torch-1f1b": "1f1b",
+    "torch-interleaved": "interleaved",
+    "torch-izb": "izb",
+    "torch-zbv": "zbv",
+    "torch-dualpipev": "dualpipev",
+}
+# Those that split backward; torch's refuse compiled modules.
+SPLITTING = ("zb-h1", "izb", "zbv", "dualpipev", "v-half", "v-min")
+BALANCES = ("flops", "count")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelineSpec:
+    """What `bench pipeline` runs for one row: forward and backward of a batch, no optimizer. The
+    sequence length is the model's context_length.
+    """
+
+    kind: ClassVar[str] = "pipeline"
+
+    model: ModelSpec | BertSpec
+    size: str = option("custom", "preset that the model spec starts from", word="{size}")
+    schedule: str = option(
+        "1f1b",
+        "the order of each rank's work; torch-: torch.distributed.pipelining's own",
+        choices=(*SCHEDULES, *OF_TORCH),
+        word="{schedule}",
+    )
+    ranks: int = option(
+        2, "processes, each with a device of its own", least=1, most=1000, word="{ranks} ranks"
+    )
+    micro_batches: int = option(
+        4,
+        "parts of the batch that are on their way one after another",
+        least=1,
+        most=10_000,
+        flag="microbatches",
+        word="{micro_batches} micro-batches",
+    )
+    per_rank: int = option(
+        2, "stages a rank of interleaved schedules", least=1, most=64, word="{per_rank} stages a rank", quiet=2
+    )  # fmt: skip
+    batch: int = option(
+        8, "sequences in all", least=1, most=1_000_000, word="batch {batch} × {context_length}"
+    )
+    balance: str = option(
+        "flops",
+        "how blocks are cut into stages: by their work and the head's, or by their count",
+        choices=BALANCES,
+        word="cut by {balance}",
+        quiet="flops",
+    )
+    overweight: int = option(
+        0,
+        "blocks that the second stage has more than its share",
+        least=0,
+        most=1000,
+        word="second stage {overweight} blocks heavier",
+        quiet=0,
+    )
+    precision: str = option(
+        "fp32", "bf16 is autocast; bf16-pure has bf16 parameters",
+        choices=("fp32", "tf32", "bf16", "bf16-pure"), word="{precision}",
+    )  # fmt: skip
+    compile: str = option(
+        "off", "torch.compile of each block", choices=("off", "blocks"), bare="blocks",
+        word="compiled ({compile})", quiet="off",
+    )  # fmt: skip
+    ahead: int = option(
+        1,
+        "computations between the posting of a receive and its reader",
+        least=0,
+        most=100,
+        word="receives {ahead} ahead",
+        quiet=1,
+    )
+    warmup: int = option(3, "untimed steps first", least=1, most=100_000)
+    steps: int = option(5, "timed steps", least=1, most=1_000_000)
+    device: str = option("cpu", "cpu or cuda: each rank takes the GPU of its own number")
+    seed: int = as_in(WorkSpec, "seed")
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.batch % self.micro_batches:
+            raise ValueError(
+                f"batch is {self.batch}; {self.micro_batches} micro-batches must divide it"
+            )
+        if self.is_torchs and self.ours in SPLITTING and self.compile != "off":
+            raise ValueError(f"compile is {self.compile!r}; {self.schedule} takes 'off' only")
+        if self.num_stages > self.model.num_layers:
+            raise ValueError(
+                f"{self.schedule} on {self.ranks} ranks has {self.num_stages} stages; "
+                f"the network has {self.model.num_layers} blocks"
+            )
+        self.plan()
+
+    @property
+    def is_torchs(self) -> bool:
+        return self.schedule in OF_TORCH
+
+    @property
+    def ours(self) -> str:
+        """Our schedule of the same name."""
+        return OF_TORCH.get(self.schedule, self.schedule)
+
+    @property
+    def num_stages(self) -> int:
+        return self.ranks * stages_per_rank(self.ours, self.per_rank)
+
+    def plan(self) -> Schedule:
+        """The schedule, not lowered. Raises ValueError for numbers that it does not do."""
+        return build(
+            self.ours,
+            ranks=self.ranks,
+            micro_batches=self.micro_batches,
+            per_rank=stages_per_rank(self.ours, self.per_rank),
+        )
+
+    def canonical(self) -> Self:
+        """With defaults for the options that the schedule does not look at."""
+        per_rank = self.per_rank if self.ours in LOOPED else PipelineSpec.per_rank
+        ahead = PipelineSpec.ahead if self.is_torchs else self.ahead
+        return dataclasses.replace(self, per_rank=per_rank, ahead=ahead)

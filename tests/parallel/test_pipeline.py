@@ -1,0 +1,212 @@
+"""Pipelines against one process: loss, every gradient and every weight, under SGD."""
+
+import copy
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.parallel.pipelines import batch, mean_loss, network, whole
+from tests.schedules import random_schedule
+from torch import nn
+
+from stepgauge.cost.timeline import Durations, simulate
+from stepgauge.parallel.pipeline import Pipeline
+from stepgauge.runtime.launch import RankError, launch
+from stepgauge.spec.plan.pipeline import SCHEDULES, build, from_text
+
+STEPS, CLIP = 2, 0.3
+# On two ranks every schedule with one network, and every network with a schedule that splits
+# backward and one that does not; on four ranks what has most stages.
+ON_TWO = [
+    *((name, "transformer") for name in SCHEDULES),
+    *(("zbv", name) for name in ("transformer untied", "bert", "list")),
+    *(("1f1b", name) for name in ("transformer checkpointed", "list")),
+    ("zb-h1", "transformer checkpointed"),
+    ("zb-h1", "transformer compiled"),
+]
+ON_FOUR = [("zbv", "transformer"), ("interleaved", "list"), ("v-half", "bert")]
+
+
+def test_two_ranks_are_one_process():
+    for found in launch(all_checks, ON_TWO, ("mistakes", "recorded"), ranks=2):
+        assert {case: told for case, told in found.items() if told} == {}
+
+
+def test_four_ranks_are_one_process_alone_and_as_two_pipelines_of_two():
+    for found in launch(all_checks, ON_FOUR, ("replicated", "any schedule"), ranks=4):
+        assert {case: told for case, told in found.items() if told} == {}
+
+
+def test_a_rank_that_dies_in_an_action_ends_the_job_with_its_name():
+    with pytest.raises(RankError, match=r"rank 1 of 2: ZeroDivisionError: in 1F2") as ended:
+        launch(dies, ranks=2)
+    assert "in 1F2 on rank 1 of the pipeline" in ended.value.trace
+
+
+def all_checks(cases, others):
+    torch.set_num_threads(1)
+    found = {case: difference_from_one_process(*case) for case in cases}
+    return found | {name: OTHERS[name]() for name in others}
+
+
+def difference_from_one_process(schedule_name, name):
+    """Two steps, the second with two batches, each with clipping; what differs, in words."""
+    micro_batches = 8 if schedule_name == "dualpipev" else 4
+    schedule = build(schedule_name, ranks=dist.get_world_size(), micro_batches=micro_batches)
+    modules, ties, share = network(name, schedule.num_stages)
+    alone = copy.deepcopy(modules)
+    pipeline = Pipeline(modules, schedule, loss=mean_loss, tied=ties, share=share)
+    theirs = list(dict.fromkeys(p for module in alone for p in module.parameters()))
+    for number in range(STEPS):
+        losses = []
+        for accumulated in range(number + 1):
+            tokens, targets, few = batch(10 * number + accumulated)
+            targets = few if share else targets
+            expected = mean_loss(whole(alone, tokens), targets)
+            expected.backward()
+            losses.append((pipeline.step((tokens,), (targets,)), expected.detach()))
+        for loss, expected in losses:
+            if loss is not None and not torch.allclose(loss, expected, atol=1e-6):
+                return f"step {number}: loss {loss}, alone {expected}"
+        norms = pipeline.clip(CLIP), torch.nn.utils.clip_grad_norm_(theirs, CLIP)
+        if not torch.allclose(*norms, atol=1e-5):
+            return f"step {number}: norm {norms[0]}, alone {norms[1]}"
+        told = differing(pipeline, alone, number)
+        if told:
+            return told
+        update(pipeline.parameters())
+        update(theirs)
+    return differing(pipeline, alone, STEPS)
+
+
+def differing(pipeline, alone, number):
+    for stage, module in pipeline.modules.items():
+        for (name, own), other in zip(
+            module.named_parameters(), alone[stage].parameters(), strict=True
+        ):
+            if not torch.allclose(own, other, atol=1e-6):
+                return f"step {number}: weight {name} of stage {stage}"
+            if (own.grad is None) != (other.grad is None):
+                return f"step {number}: {name} of stage {stage} has {own.grad}, alone {other.grad}"
+            if own.grad is not None and not torch.allclose(own.grad, other.grad, atol=1e-6):
+                return f"step {number}: gradient of {name} of stage {stage}"
+    return ""
+
+
+@torch.no_grad()
+def update(parameters):
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter -= 0.5 * parameter.grad
+        parameter.grad = None
+
+
+def mistakes():
+    """Each is one sentence, on all ranks and before anything is sent."""
+    schedule = build("1f1b", ranks=2, micro_batches=4)
+    modules, _, _ = network("list", 2)
+    for make, sentence in (
+        (lambda: Pipeline(modules[:1], schedule), "there are 1 modules; the schedule has 2 stages"),
+        (
+            lambda: Pipeline(modules, build("1f1b", ranks=3, micro_batches=4)),
+            "schedule is for 3 ranks; there are 2",
+        ),
+        (
+            lambda: Pipeline(modules, from_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")),
+            "the schedule cannot end",
+        ),
+        (
+            lambda: Pipeline(modules, schedule).step((torch.zeros(6, 2),)),
+            "the batch is 6; 4 micro-batches must divide it",
+        ),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            make()
+    return ""
+
+
+def recorded():
+    """What ran is what is simulated, action by action; the modules are given back as they were."""
+    schedule = build("zbv", ranks=2, micro_batches=4)
+    modules, ties, _ = network("transformer", 4)
+    pipeline = Pipeline(modules, schedule, loss=mean_loss, tied=ties, recording=True)
+    tokens, targets, _ = batch(0)
+    pipeline.step((tokens,), (targets,))
+    simulated = simulate(pipeline.schedule, Durations.of_stages(4)).ranks[dist.get_rank()]
+    ran = [action for action, _, _ in pipeline.spans]
+    if ran != [span.action for span in simulated]:
+        return f"ran {ran}"
+    kinds = {type(layer) for module in modules for layer in module.modules()}
+    pipeline.close()
+    after = {type(layer) for module in modules for layer in module.modules()}
+    return "" if kinds - after and nn.Linear in after else f"layers left: {after}"
+
+
+def any_schedule():
+    """Schedules that nobody has published, the same on all ranks."""
+    for seed in range(3):
+        schedule = random_schedule(random.Random(seed), ranks=4, stages=6, micro_batches=4)
+        modules, ties, _ = network("list", 6)
+        alone = copy.deepcopy(modules)
+        pipeline = Pipeline(modules, schedule, loss=mean_loss, tied=ties, ahead=seed)
+        tokens, targets, _ = batch(seed)
+        mean_loss(whole(alone, tokens), targets).backward()
+        pipeline.step((tokens,), (targets,))
+        if told := differing(pipeline, alone, seed):
+            return told
+    return ""
+
+
+def replicated():
+    """Two pipelines of two ranks, each with a batch of its own: the seam for data parallel."""
+    rank = dist.get_rank()
+    pipes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+
+    def reduce(stage, module):
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=replicas[rank % 2])
+                parameter.grad /= 2
+
+    schedule = build("zb-h1", ranks=2, micro_batches=4)
+    modules, ties, _ = network("transformer", 2)
+    alone = copy.deepcopy(modules)
+    pipeline = Pipeline(
+        modules, schedule, loss=mean_loss, tied=ties, reduce=reduce, group=pipes[rank // 2]
+    )
+    for seed in range(2):
+        tokens, targets, _ = batch(seed)
+        (mean_loss(whole(alone, tokens), targets) / 2).backward()
+    tokens, targets, _ = batch(rank // 2)
+    pipeline.step((tokens,), (targets,))
+    return differing(pipeline, alone, 0)
+
+
+OTHERS = {
+    "mistakes": mistakes,
+    "recorded": recorded,
+    "replicated": replicated,
+    "any schedule": any_schedule,
+}
+
+
+class Dies(nn.Linear):
+    """Raises at the third micro-batch; the first forward of all is the pipeline's own."""
+
+    forwards = 0
+
+    def forward(self, x):
+        self.forwards += 1
+        if self.forwards == 4:
+            raise ZeroDivisionError("in 1F2")
+        return super().forward(x)
+
+
+def dies():
+    modules = [nn.Linear(2, 2), Dies(2, 2)]
+    pipeline = Pipeline(
+        modules, build("1f1b", ranks=2, micro_batches=4), loss=lambda y: y.square().mean()
+    )
+    pipeline.step((torch.ones(4, 2),))
