@@ -133,7 +133,10 @@ def test_the_report_has_a_section_an_experiment(machine, tmp_path):
     for experiment in EXPERIMENTS:
         assert experiment.title in text
     assert text.count("<svg") >= 6
-    assert "S1: CS336 assignment 2, a write-up of 2024 (A100-class GPU)" in text
+    assert (
+        "S1: Assignment 2, systems: write-up (author unknown, 2024, Stanford course CS336; A100-class GPU)"
+        in text
+    )
     assert "OOM: device memory ran out &lt;at&gt; 2 GiB more" in text
     assert machine.name in text
     assert len(text) < 1.5 * 2**20
@@ -186,7 +189,7 @@ def test_published_rows_stand_beside_the_nearest_of_ours(tmp_path):
     table = published.beside(ours, step_time.PUBLISHED, ("forward_ms",))
     rows = {(row[0], row[-1]): dict(zip(table.columns, row, strict=True)) for row in table.rows}
     small = rows["small", "S1"]
-    assert (small["batch × context"], small["ours ms"], small["published ms"]) == (
+    assert (small["batch × context"], small["here ms"], small["published ms"]) == (
         "16 × 128",
         10.0,
         18.8,

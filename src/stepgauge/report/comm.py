@@ -9,7 +9,7 @@ from stepgauge.report.figure import SERIES, lines, short, short_bytes
 from stepgauge.report.numbers import whole
 from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
-from stepgauge.report.views import remark
+from stepgauge.report.views import plotted, remark
 from stepgauge.spec.comm import OPS, CommSpec
 from stepgauge.spec.links import Link
 from stepgauge.spec.record import Record, Sample
@@ -120,7 +120,8 @@ def fit_table(fitted: Sequence[Link]) -> Table:
             held_out = [_percent(error) if index == 0 else None for error in errors]
             to = piece.to_bytes or found.range_bytes[1]
             figures = [piece.alpha_ms * 1e3, _rate(piece.bytes_per_s)]
-            rows.append([spec.op, _how(spec), spec.ranks, start, to, *figures, *held_out])
+            told = _fit_remark(piece.alpha_ms, len(found.held_out) if index == 0 else None)
+            rows.append([spec.op, _how(spec), spec.ranks, start, to, *figures, *held_out, told])
             start = to
     head = [
         "op",
@@ -132,16 +133,27 @@ def fit_table(fitted: Sequence[Link]) -> Table:
         "1/β GB/s",
         "held out < 1 MiB %",
         "held out ≥ 1 MiB %",
+        "remark",
     ]
     caption = "time = α + β·bytes; the error is the median over sizes held out of the fit; blank: none was."
     return Table(
         head,
         rows,
-        numeric=frozenset(head[2:]),
+        numeric=frozenset(head[2:-1]),
         caption=caption,
         names=head.index("to B") + 1,
-        formats=dict.fromkeys(head[-2:], ".2f"),
+        formats=dict.fromkeys(head[-3:-1], ".2f"),
     )
+
+
+def _fit_remark(alpha_ms: float, held_out: int | None) -> str:
+    """What a line of the fit is not."""
+    said = (
+        ["α is below zero: a line through these sizes, no cost of a call"] if alpha_ms < 0 else []
+    )
+    if held_out == 1:
+        said.append("the error is of one size alone")
+    return "; ".join(said)
 
 
 def _rate(bytes_per_s: float) -> float | str:
@@ -182,12 +194,20 @@ def comm_blocks(records: Sequence[Record]) -> list[Block]:
     good = [record for record in records if record.status == "ok" and asked(record).bytes]
     fitted = links(good)
     shown: list[Block] = []
+    widest = max((record.median("busbw_gb_per_s") or 0.0 for record in good), default=1.0)
     for ranks, how in dict.fromkeys((asked(record).ranks, _how(asked(record))) for record in good):
         here = [
             record for record in good if (asked(record).ranks, _how(asked(record))) == (ranks, how)
         ]
         for part in _portions(_by_operation(here, "busbw_gb_per_s")):
-            svg = lines(part, x="bytes", y="busbw GB/s", dots=list(part), scales={"x": short_bytes})
+            svg = lines(
+                part,
+                x="bytes",
+                y="busbw GB/s",
+                dots=list(part),
+                scales={"x": short_bytes},
+                ends=(0.0, 1.1 * _of_device(good, asked(here[0]).device, widest)),
+            )
             shown.append(Plot(svg, f"Bus bandwidth by size over {how}, {ranks} ranks."))
     plotted = (
         fitted
@@ -204,6 +224,12 @@ def comm_blocks(records: Sequence[Record]) -> list[Block]:
     return shown
 
 
+def _of_device(records: Sequence[Record], device: str, default: float) -> float:
+    """The most bandwidth of rows on that device: plots of it share a scale."""
+    rates = [r.median("busbw_gb_per_s") or 0.0 for r in records if asked(r).device == device]
+    return max(rates, default=default)
+
+
 Curves = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 
@@ -211,7 +237,7 @@ def _by_operation(records: Sequence[Record], metric: str) -> Curves:
     curves: dict[str, list[tuple[int, float]]] = {}
     for record in records:
         spec = asked(record)
-        curves.setdefault(spec.op, []).append((spec.bytes, record.median(metric) or 0.0))
+        curves.setdefault(spec.op, []).append((spec.bytes, plotted(record, metric) or 0.0))
     long = {name: sorted(points) for name, points in curves.items() if len(points) >= LEAST_SIZES}
     return {name: tuple(zip(*points, strict=True)) for name, points in long.items()}  # type: ignore[misc]
 

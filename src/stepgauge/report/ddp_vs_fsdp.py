@@ -108,7 +108,7 @@ def gap_table(rows: Sequence[dict[str, Any]]) -> Table:
             cells.append([f"{replicated} less {sharded}", row["ranks"], row["global_batch"], *gib])
     figures = [
         "peak GiB",
-        "share of the others GiB",
+        "expected GiB",
         "parameters GiB",
         "gradients GiB",
         "optimizer GiB",
@@ -116,7 +116,7 @@ def gap_table(rows: Sequence[dict[str, Any]]) -> Table:
     ]
     columns = ["wrappers", "ranks", "global batch", *figures]
     caption = (
-        "Memory that sharding frees a rank of. The share of the others is (N−1)/N of parameters, gradients and "
+        "Memory that sharding saves on a rank. Expected: (N−1)/N of parameters, gradients and "
         "optimizer state; the rest is activations, which both have, and what a wrapper keeps for communication. On a "
         "CPU peaks are those of processes and not of tensors: they and the rest are left out."
     )

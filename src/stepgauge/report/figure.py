@@ -152,10 +152,13 @@ def stacked_bars(
             lengths = [value or 0.0 for value in values]
             axes.barh(rows, lengths, left=start, color=colour, height=0.62, label=name)
             start = [a + b for a, b in zip(start, lengths, strict=True)]
+        reach = 0.12 * (most or max(start, default=0.0))
         for row, (end, total) in enumerate(zip(start, totals, strict=True)):
-            _label(
-                axes, end, row, short(total) if total else "did not run", INK if total else FAINT
-            )
+            near = [value for values in (points or {}).values() if (value := values[row])]
+            # Behind a mark that would cover it.
+            after = [value for value in near if end <= 1.03 * value and value - end < reach]
+            text = short(total) if total else "did not run"
+            _label(axes, max([end, *after]), row, text, INK if total else FAINT)
         _mark(axes, points)
         _finish_rows(axes, labels, unit, most)
     return described(output[0], _in_words(labels, {**parts, "in all": totals}, unit))

@@ -121,6 +121,7 @@ def findings(records: Sequence[Record]) -> list[Finding]:
 def _best(found: Sequence[Pair]) -> Finding | None:
     """The pair that saves most; nothing where none saves more than its spread."""
     saving = [pair for pair in found if pair.exceeds_spread and pair.saved_ms > 0]
+    saving = [pair for pair in saving if not _cautions(pair)] or saving
     if not saving:
         return None
     most = max(saving, key=lambda pair: pair.saved_ms)
@@ -136,8 +137,13 @@ def _best(found: Sequence[Pair]) -> Finding | None:
         f"{number(before)} ms a step with {most.instead_of}, {number(after)} ms with {most.change}: "
         f"{after / before:.2f} of it ({_where(most.before, most.change)}).{every}"
     )
-    cautions = [CAUTIONS[v] for v in flatten(most.after.spec).values() if str(v) in CAUTIONS]
-    return Finding(most.saved_ms, most.change, " ".join([text, *cautions[:1]]), command(most.after))
+    text = " ".join([text, *_cautions(most)])
+    return Finding(most.saved_ms, most.change, text, command(most.after))
+
+
+def _cautions(pair: Pair) -> list[str]:
+    """What the change does beside saving time."""
+    return [said for value, said in CAUTIONS.items() if pair.change == f"precision={value}"]
 
 
 def _where(record: Record, change: str) -> str:

@@ -3,16 +3,18 @@ are no line.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from stepgauge.report.figure import SERIES, grouped_bars, lines, short
 from stepgauge.report.kernels import RATES, implementations
 from stepgauge.report.names import labels
 from stepgauge.report.page import Plot
+from stepgauge.report.views import plotted
 from stepgauge.spec.kernel import OURS
 from stepgauge.spec.record import Record
 
 Curves = dict[str, tuple[list[float], list[float]]]
+Ends = tuple[float, float]
 
 
 def kernel_plots(records: Sequence[Record], size: str, *, by: Sequence[str]) -> list[Plot]:
@@ -23,19 +25,39 @@ def kernel_plots(records: Sequence[Record], size: str, *, by: Sequence[str]) -> 
     for record in records:
         groups.setdefault(tuple(str(record.spec[name]) for name in by), []).append(record)
     plots = []
+    ends = {figure: _ends(records, figure) for figure in ("ms", *RATES)}
     for values, group in groups.items():
         of_what = ", ".join(f"{name} {value}" for name, value in zip(by, values, strict=True))
-        plots += _pair(sorted(group, key=lambda record: float(record.spec[size])), size, of_what)
+        ordered = sorted(group, key=lambda record: float(record.spec[size]))
+        plots += _pair(ordered, size, of_what, ends)
     return plots
 
 
-def _pair(records: Sequence[Record], size: str, of_what: str) -> list[Plot]:
+def _ends(records: Sequence[Record], figure: str) -> Ends | None:
+    """The scale that all plots of a figure share: of times logarithmic, of rates from zero."""
+    names = [f"{name}_{figure}" for name in implementations(records)]
+    values = [value for r in records for name in names if (value := r.median(name))]
+    if not values:
+        return None
+    return (min(values) / 1.3, max(values) * 1.3) if figure == "ms" else (0.0, max(values) * 1.1)
+
+
+def _pair(
+    records: Sequence[Record], size: str, of_what: str, ends: Mapping[str, Ends | None]
+) -> list[Plot]:
     times = _curves(records, size, "ms")
     if not times:
         return []
     plots = [
         Plot(
-            lines(times, x=size, y="ms", dots=list(times), scales={"x": short, "y": short}),
+            lines(
+                times,
+                x=size,
+                y="ms",
+                dots=list(times),
+                scales={"x": short, "y": short},
+                ends=ends["ms"],
+            ),
             f"Time, {of_what}.",
         )
     ]
@@ -52,7 +74,12 @@ def _pair(records: Sequence[Record], size: str, of_what: str) -> list[Plot]:
                 if ceilings
                 else None
             )
-            drawn = lines(rates, x=size, y=unit, dots=list(rates), scales={"x": short}, level=level)
+            top = ends[rate]
+            if top and level:
+                top = (0.0, max(top[1], 1.1 * level[1]))
+            drawn = lines(
+                rates, x=size, y=unit, dots=list(rates), scales={"x": short}, level=level, ends=top
+            )
             plots.append(
                 Plot(
                     drawn,
@@ -67,9 +94,9 @@ def _curves(records: Sequence[Record], size: str, figure: str) -> Curves:
     found: Curves = {}
     for name in implementations(records):
         known = [
-            (float(r.spec[size]), r.metrics[f"{name}_{figure}"].median)
+            (float(r.spec[size]), value)
             for r in records
-            if f"{name}_{figure}" in r.metrics
+            if (value := plotted(r, f"{name}_{figure}")) is not None
         ]
         if known:
             found[name] = ([x for x, _ in known], [y for _, y in known])

@@ -40,17 +40,20 @@ def kernel_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -
         (f"_{name}" for name in RATES for record in records if f"{OURS}_{name}" in record.metrics),
         "",
     )
+    shown = sorted(shown, key=lambda name: name != OURS)
     head = [*fields, *(f"{name} ms" for name in shown)]
+    head[len(fields) + 1 : len(fields) + 1] = ["over best peer", "of ceiling"]
     head += [f"{OURS} {RATES[rate[1:]]}"] if rate else []
-    head += ["over best peer", "of ceiling", "extra GiB"]
+    head += ["extra GiB"]
     notes = any(map(remark, records))
     rows = []
     for record in records:
         spec = flatten(record.spec)
         cells = [spec.get(name) for name in fields]
-        cells += [_time(record, name) for name in shown]
+        times = [_time(record, name) for name in shown]
+        ratios = [record.median(name) for name in ("ratio_to_best_peer", "fraction_of_ceiling")]
+        cells += [*times[:1], *ratios, *times[1:]]
         cells += [record.median(f"{OURS}{rate}")] if rate else []
-        cells += [record.median(name) for name in ("ratio_to_best_peer", "fraction_of_ceiling")]
         cells += [scaled(record.median(f"{OURS}_extra_bytes"), "bytes")]
         rows.append(cells + ([remark(record)] if notes else []))
     numeric = frozenset(head[len(fields) :])

@@ -28,7 +28,7 @@ def gpu_table(found: Topology) -> Table:
         "GiB",
         *names,
         "NVLinks",
-        "NVLink GB/s a way",
+        "NVLink GB/s per direction",
         "PCI",
         "PCIe",
         "NUMA",
@@ -37,7 +37,7 @@ def gpu_table(found: Topology) -> Table:
     return Table(
         head,
         body,
-        numeric=frozenset(("GiB", "NVLinks", "NVLink GB/s a way", "NUMA")),
+        numeric=frozenset(("GiB", "NVLinks", "NVLink GB/s per direction", "NUMA")),
         caption=LEGEND,
     )
 
@@ -100,7 +100,9 @@ def _node(nodes: list[str], found: Topology, index: int | None) -> str:
 
 
 def topology_blocks(found: Topology) -> list[Block]:
-    shown: list[Block] = [Plot(picture(found), "What hangs on what.")]
+    shown: list[Block] = [
+        Plot(picture(found), "Which GPU and network interface is attached to which NUMA node.")
+    ]
     shown.append(gpu_table(found) if found.gpus else Text(f"No GPUs: {found.without_gpus}."))
     return [*shown, node_table(found), interface_table(found)]
 

@@ -13,6 +13,8 @@ from stepgauge.spec.record import Record, Sample
 STATISTICS = ("median", "range", "p10", "p90", "mean", "std", "n")
 LABELS = {"median": "", "range": " p10 – p90"}
 DISTURBED = 1.5
+FIRST = ("step_ms", "time_ms", "exposed_ms", "tokens_per_s")  # figures that people look for
+NOT_MEASURABLE = "not measurable here"  # a difference of two steps that came out below zero
 
 
 def record_table(
@@ -34,7 +36,7 @@ def record_table(
     for place, record in enumerate(records):
         spec = flatten(record.spec)
         cells = [spec.get(name) for name in fields]
-        cells += [figure(record.metrics.get(name), statistic) for name, statistic, _ in figures]
+        cells += [_cell(record, name, statistic) for name, statistic, _ in figures]
         rows.append([*cells, *(values[place] for values in extra.values())])
     texts = [text for _, _, text in figures]
     return Table(
@@ -52,12 +54,20 @@ def _figures(records: Sequence[Record], asked: Sequence[str]) -> list[tuple[str,
     units = {name: sample.unit for record in records for name, sample in record.metrics.items()}
     spread = {name for record in records for name, sample in record.metrics.items() if sample.n > 1}
     found = []
-    for name, unit in units.items():
+    for name in sorted(units, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
+        unit = units[name]
         usual = ("median", "range") if name == "step_ms" and name in spread else ("median",)
         for statistic in asked if asked and name in spread else usual:
             text = heading(name, unit) + LABELS.get(statistic, f" {statistic}")
             found.append((name, statistic, text))
     return found
+
+
+def _cell(record: Record, metric: str, statistic: str) -> Any:
+    """A figure of the record; exposed time below zero is less than what its two steps repeat to."""
+    if metric == "exposed_ms" and (record.median(metric) or 0.0) < 0:
+        return NOT_MEASURABLE if statistic == "median" else None
+    return figure(record.metrics.get(metric), statistic)
 
 
 def figure(sample: Sample | None, statistic: str = "median") -> Any:

@@ -45,10 +45,14 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
 EXPERIMENT = Experiment(
     name="attention",
     title="Attention",
-    question="From which length on does attention without a score matrix win, and where does the plain one not fit?",
+    question=(
+        "From which length on is attention without a score matrix faster, and where does the one with "
+        "it run out of memory?"
+    ),
     method=(
-        "fa2, cudnn, efficient and math are the backends of torch's scaled_dot_product_attention. FLOPs: 4 B H T² D in "
-        "the forward, half of that if causal, 2.5 times the forward in the backward. A row keeps who ran out of memory."
+        "fa2, cudnn, efficient and math are the backends of torch's scaled_dot_product_attention. "
+        "FLOPs: 4 B H T² D in the forward, half of that if causal, 2.5 times the forward in the "
+        "backward. A row says which implementation ran out of memory."
     ),
     jobs=jobs,
     blocks=blocks,

@@ -65,7 +65,7 @@ def _beside(records: Sequence[Record]) -> Table:
 EXPERIMENT = Experiment(
     name="broadcast",
     title="Host to every GPU",
-    question="How does a tensor on the host come to every GPU soonest?",
+    question="Which way of copying a tensor from the host to every GPU is the fastest?",
     method=(
         "Each schedule is a list of moves that one engine executes: on GPUs in one process with streams, events and "
         "peer copies; elsewhere between processes, of which one is the host. Times are the host's clock from the first "

@@ -188,10 +188,15 @@ class Overhead:
             said.append(
                 "All plans end with the same bucket, so that its cost cannot be told from the rest."
             )
+        if self.ms_per_byte < 0 or self.per_bucket_ms < 0:
+            said.append(
+                "A cost below zero is no cost: the line describes these sizes, predicts no other, and "
+                "it has no optimum here."
+            )
         if self.per_bucket_ms < 0:
             said.append(
-                "More buckets were quicker: gradients of the bucket's size travel where they are, smaller ones are "
-                "copied together, for which the model has no term; it has no optimum here."
+                "More buckets were quicker: gradients of the bucket's size are sent as they are, smaller "
+                "ones are copied together, for which the line has no term."
             )
         return " ".join(said)
 
@@ -240,7 +245,7 @@ def overhead_blocks(records: Sequence[Record]) -> list[Block]:
 
 
 def _beside(records: Sequence[Record]) -> Table:
-    """S1's steps beside ours of the same wrapper and size."""
+    """S1's steps beside those measured here of the same wrapper and size."""
     rows = []
     for wrapper, of_sizes in _S1.items():
         for size, (total, communication) in of_sizes.items():
@@ -252,8 +257,8 @@ def _beside(records: Sequence[Record]) -> Table:
     head = [
         "wrapper",
         "size",
-        "ours ms",
-        "ours exposed ms",
+        "here ms",
+        "here exposed ms",
         "published ms",
         "published all-reduce ms",
         "source",

@@ -78,7 +78,7 @@ def answer(records: Sequence[Record]) -> str:
 
 
 def _beside(rows: Sequence[dict[str, Any]]) -> Table:
-    """S3's figures beside ours of the same wrapper and global batch."""
+    """S3's figures beside those measured here of the same wrapper and global batch."""
     base = {
         (row["wrapper"], row["global_batch"]): row for row in rows if row["size"] == "bert-base"
     }
@@ -91,9 +91,9 @@ def _beside(rows: Sequence[dict[str, Any]]) -> Table:
             cells.append([wrapper, batch, ours.get("ranks"), *here, rate, gigabytes, "S3"])
     numbers = [
         "global batch",
-        "our ranks",
-        "our samples/s",
-        "our peak GB",
+        "here ranks",
+        "here samples/s",
+        "here peak GB",
         "published samples/s",
         "published peak GB",
     ]

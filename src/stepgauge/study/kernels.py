@@ -53,7 +53,7 @@ def beside_published(
         same = [r for r in records if all(r.spec.get(name) == value for name, value in wanted)]
         for name, theirs in published.items():
             here = same[0].median(f"{name}_ms") if same else None
-            rows.append([" ".join(f"{k}={v}" for k, v in wanted), name, here, theirs])
+            rows.append([" ".join(f"{k}={v}" for k, v in wanted), name, here, float(theirs)])
     head = ["row", "implementation", "here ms", "published ms"]
     caption = f"Beside {source}: {SOURCES[source]}."
     return Table(

@@ -143,10 +143,10 @@ QUESTIONS = {
     "step": "What does a step take, and which phase takes most of it?",
     "train": "Does the loss fall, and how fast are tokens trained on?",
     "profile": "Which kinds of work take the time of a step?",
-    "memory": "Who holds memory when, and what is the peak?",
+    "memory": "What holds memory during a step, and what is the peak?",
     "comm": "What do the links give, and what does a byte cost?",
     "data-parallel": "What does training on several ranks cost a step?",
-    "broadcast": "How does a tensor on the host come to every device soonest?",
+    "broadcast": "Which way of copying a tensor from the host to every device is the fastest?",
 }
 
 

@@ -2,6 +2,7 @@
 ours.
 """
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,11 +10,31 @@ from stepgauge.report.names import flatten
 from stepgauge.report.table import Table
 from stepgauge.spec.record import Record, Sample
 
-SOURCES = {
-    "S1": "CS336 assignment 2, a write-up of 2024 (A100-class GPU)",
-    "S2": "CS336 assignment 2, a repository of 2025 (A100)",
-    "S3": "a distributed-training lab report (8 GPUs, NVLink, 2 NUMA nodes)",
-    "S5": "benchmarking notes, 8 GB laptop GPU",
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a published figure is from. What was not noted when it was read is said to be unknown."""
+
+    title: str
+    hardware: str
+    place: str
+    year: int | None = None
+    author: str = ""
+
+    def __str__(self) -> str:
+        year = str(self.year) if self.year else "year unknown"
+        author = self.author or "author unknown"
+        return f"{self.title} ({author}, {year}, {self.place}; {self.hardware})"
+
+
+_CS336 = "Stanford course CS336"
+SOURCES: Mapping[str, Source] = {
+    "S1": Source("Assignment 2, systems: write-up", "A100-class GPU", _CS336, 2024),
+    "S2": Source("Assignment 2, systems: repository", "A100", _CS336, 2025),
+    "S3": Source(
+        "Distributed-training lab report", "8 GPUs, NVLink, 2 NUMA nodes", "place unknown"
+    ),
+    "S5": Source("Benchmarking notes", "laptop GPU of 8 GB", "place unknown"),
 }
 # Batch and context that the source's figures were measured with, where it says so.
 CONDITIONS = {
@@ -28,18 +49,20 @@ def published(source: str, *, spec: dict[str, Any], **milliseconds: float) -> Re
     return Record(
         kind="step",
         spec={**CONDITIONS[source], **spec},
-        metrics={f"{name}_ms": Sample.exact(value, "ms") for name, value in milliseconds.items()},
+        metrics={
+            f"{name}_ms": Sample.exact(float(value), "ms") for name, value in milliseconds.items()
+        },
         provenance="published",
         source=source,
     )
 
 
 def beside(records: Sequence[Record], theirs: Iterable[Record], figures: Sequence[str]) -> Table:
-    """Each published row beside ours of the same size, precision and compile; batch and context
-    where ours has them.
+    """Each published row beside the one measured here of the same size, precision and compile; batch and context
+    where there is one.
 
-    Hardware and network details differ: the table gives both figures and no verdict. Rows that were
-    not run here still give the published figure.
+    Hardware and networks differ in detail, so that the table gives both figures and no verdict.
+    Rows that were not run here give the published figure alone.
     """
     rows = []
     for their in theirs:
@@ -62,16 +85,16 @@ def beside(records: Sequence[Record], theirs: Iterable[Record], figures: Sequenc
         "compile",
         "batch × context",
         "phase",
-        "ours ms",
+        "here ms",
         "published ms",
-        "their load",
+        "published batch × context",
         "source",
     ]
     return Table(
         head,
         rows,
-        numeric=frozenset(("ours ms", "published ms")),
-        caption=f"Beside published figures. {legend}. Their networks may differ in detail; ours has SwiGLU.",
+        numeric=frozenset(("here ms", "published ms")),
+        caption=f"Beside published figures. {legend}. The networks may differ in detail; this one has SwiGLU.",
         folded=not any(row[5] for row in rows),
     )
 
@@ -81,7 +104,7 @@ def _load(spec: Mapping[str, Any]) -> str:
 
 
 def _nearest(records: Sequence[Record], wanted: Mapping[str, Any]) -> Record | None:
-    """Ours with all that the published row states; failing that, with all but batch and context."""
+    """The row here with all that the published one states, else with all but batch and context."""
     good = [record for record in records if record.status == "ok"]
     for names in (list(wanted), [n for n in wanted if n not in ("batch", "context_length")]):
         for record in good:

@@ -116,7 +116,7 @@ def _memory(records: Sequence[Record]) -> Table:
 
 
 def _beside(records: Sequence[Record]) -> Table:
-    """S1's steps beside ours on as many nodes; their sharded optimizer is zero1."""
+    """S1's steps beside those measured here on as many nodes; its sharded optimizer is zero1."""
     rows = []
     for size, where, sharded_s, plain_s in _S1:
         here = [
@@ -135,7 +135,7 @@ def _beside(records: Sequence[Record]) -> Table:
         "published plain ms",
         "published ratio",
     ]
-    caption = f"Beside published figures. S1: {SOURCES['S1']}. Ours are zero1 and {PLAIN}."
+    caption = f"Beside published figures. S1: {SOURCES['S1']}. Here: zero1 and {PLAIN}."
     return Table(
         ["size", "ranks", *numbers, "source"],
         rows,

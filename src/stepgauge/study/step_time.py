@@ -97,7 +97,7 @@ EXPERIMENT = Experiment(
     method=(
         "Each row runs in a process of its own: build, warm up, then time n steps. On a GPU, events mark the phase "
         "boundaries on the device's queue and the host waits once at the end of a step; on a CPU the clock is "
-        "perf_counter. Forward includes the loss. Figures are medians; p10 and p90 stand beside."
+        "perf_counter. Forward includes the loss. Figures are medians, with p10 and p90."
     ),
     jobs=jobs,
     blocks=blocks,

@@ -1,0 +1,84 @@
+"""What to change first, and what a section answers."""
+
+import dataclasses
+
+import pytest
+
+from stepgauge.report.answers import answer, choice_answer
+from stepgauge.report.findings import command, findings, pairs
+from stepgauge.report.views import NOT_MEASURABLE, record_table
+from stepgauge.spec.record import Record, Sample
+
+
+def test_findings_are_ranked_by_the_milliseconds_that_they_save(record):
+    rows = [
+        record("small", step=[50.0, 50.1]),
+        record("small", step=[45.0, 45.1], compile="on"),
+        record("small", step=[20.0, 20.1], precision="bf16"),
+        record("small", step=[10.0, 10.1], precision="bf16-pure"),
+        record("small", step=[12.0, 12.1], precision="bf16", compile="on"),
+    ]
+    first, second = findings(rows)
+    assert (first.title, second.title) == ("precision=bf16", "compile=on")  # bf16-pure: a caution
+    assert first.saved_ms == pytest.approx(33.0) and second.saved_ms == pytest.approx(8.0)
+    assert "In all 2 such pairs the ratio is 0.27 to 0.40." in first.text
+    assert first.command == (
+        "stepgauge bench step --size small --batch 4 --context 512 --precision bf16 --compile on"
+    )
+
+
+def test_nothing_is_found_in_noise_fallbacks_or_other_work(record):
+    base = record("small", step=[50.0, 50.1])
+    assert findings([base, record("small", step=[49.0, 50.2], precision="bf16")]) == []
+    assert findings([base, record("small", step=[10.0, 40.0], precision="bf16")]) == []  # disturbed
+    fused = record("small", step=[9.0, 9.1], optimizer="fused")
+    assert [finding.title for finding in findings([base, fused])] == ["optimizer=fused"]
+    plain = {"native": {"optimizer fused": "plain PyTorch: no CUDA GPU"}}
+    assert findings([base, dataclasses.replace(fused, environment=plain)]) == []
+    other = record("small", step=[9.0, 9.1])
+    other.spec["model"]["norm"] = "layernorm"
+    assert findings([base, other]) == []
+    modelled = dataclasses.replace(fused, provenance="modelled")
+    assert findings([base, modelled]) == []
+
+
+def test_a_device_that_waits_for_the_host_is_a_finding(record):
+    figures = {"step_ms": 20.0, "profiled_step_ms": 30.0, "idle_ms": 22.0}
+    row = dataclasses.replace(
+        record("small"),
+        kind="profile",
+        metrics={name: Sample.exact(ms, "ms") for name, ms in figures.items()},
+    )
+    (finding,) = findings([row])
+    assert finding.saved_ms == 12 and finding.command.endswith("--compile reduce-overhead")
+    assert "works 8.000 of the step's 20.00 ms" in finding.text
+
+
+def test_the_commands_are_commands(record):
+    from stepgauge.cli import app
+
+    for row in (record("small"), record("tiny", compile="on", seed=3)):
+        words = command(row).split()[1:]
+        _, bound, _ = app.parse_args(words, print_error=False, exit_on_error=False)
+        assert bound.args or bound.kwargs
+
+
+def test_a_choice_is_answered_by_ratio_and_phase(record):
+    def row(forward, optimizer, **spec):
+        times = {"forward_ms": forward, "optimizer_ms": optimizer, "step_ms": forward + optimizer}
+        metrics = {name: Sample.of([ms, 1.01 * ms], "ms") for name, ms in times.items()}
+        return dataclasses.replace(record("small", **spec), metrics=metrics)
+
+    rows = [row(80.0, 20.0), row(40.0, 20.2, precision="bf16")]
+    said = choice_answer(rows, "precision")
+    assert "precision=bf16 takes 0.60 of precision=fp32's step" in said
+    assert "forward 2.0 × faster, optimizer gains nothing" in said
+    assert len(pairs(rows, {"precision": "fp32"})) == 1
+    assert "forward 80 %, optimizer 20 %" in answer(rows)
+    assert answer([]) == "No row was measured: the table says why."
+
+
+def test_exposed_time_below_zero_is_no_figure():
+    metrics = {"step_ms": Sample.exact(5.0, "ms"), "exposed_ms": Sample.exact(-0.2, "ms")}
+    table = record_table([Record(kind="data-parallel", spec={"wrapper": "flat"}, metrics=metrics)])
+    assert table.rows[0][table.columns.index("exposed ms")] == NOT_MEASURABLE
