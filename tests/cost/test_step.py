@@ -67,6 +67,7 @@ def test_what_is_not_modelled_is_refused():
     for changes, said in (
         ({"checkpointing": "blocks"}, "only steps without it"),
         ({"optimizer": "sgd"}, "optimizer is 'sgd'"),
+        ({"compile": "reduce-overhead"}, "only off, on and blocks"),
     ):
         with pytest.raises(ValueError, match=said):
             predict(step(**changes), H100)

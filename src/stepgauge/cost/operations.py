@@ -46,6 +46,8 @@ class StepOperations:
                 f"checkpointing is {spec.checkpointing!r}; only steps without it are predicted yet"
             )
         model = spec.model
+        if spec.compile not in ("off", "on", "blocks"):
+            raise ValueError(f"compile is {spec.compile!r}; only off, on and blocks are predicted")
         if not isinstance(model, ModelSpec):
             raise ValueError("a user's own model has no cost model yet; only presets are predicted")
         if model.norm not in ("rmsnorm", "layernorm", "triton"):
