@@ -24,7 +24,7 @@ from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.measure.timing import time_phases
 from stepgauge.models.parts import NORM_EPSILON, build_optimizer
-from stepgauge.models.transformer import ROPE_BASE, TransformerLM
+from stepgauge.models.transformer import TransformerLM
 from stepgauge.report.views import record_table
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
@@ -46,7 +46,7 @@ class Peer(nn.Module):
             num_attention_heads=spec.num_heads,
             max_position_embeddings=spec.context_length,
             rms_norm_eps=NORM_EPSILON,
-            rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASE},
+            rope_parameters={"rope_type": "default", "rope_theta": spec.rope_base},
             attn_implementation="sdpa",
             use_cache=False,
             tie_word_embeddings=False,

@@ -4,6 +4,8 @@ weights.
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from stepgauge.models.bert import NOT_MASKED, Bert, BertForMaskedLM
 from stepgauge.spec.bert import BERT_SIZES, BertSpec
@@ -31,6 +33,14 @@ def test_base_has_the_published_number_of_parameters():
 def test_the_count_by_formula_is_that_of_the_module(size):
     spec = BertSpec.preset(size)
     assert spec.num_parameters == count(BertForMaskedLM(spec, device=torch.device("meta")))
+
+
+def test_flops_are_those_of_the_flop_counter():
+    spec = BertSpec.preset("bert-tiny", **SMALL)
+    tokens, targets, types = masked_batch(spec.vocab_size, 2, spec.context_length, seed=1)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        BertForMaskedLM(spec)(tokens, targets, types).backward()
+    assert counter.get_total_flops() == spec.step_flops(batch=2, sequence=spec.context_length)
 
 
 def of_transformers(theirs, value=torch.Tensor.detach):

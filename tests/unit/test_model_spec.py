@@ -1,20 +1,32 @@
 """The identities of ModelSpec against the real module and torch's own FLOP counter."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from stepgauge.models.transformer import TransformerLM
-from stepgauge.spec.model import SIZES, ModelSpec, nearest_divisor
+from stepgauge.spec.kinds import completed
+from stepgauge.spec.model import SIZES, ModelSpec
+from stepgauge.spec.model_fields import nearest_divisor
+from stepgauge.spec.step import StepSpec
 
 META = torch.device("meta")
 VARIANTS = [
     {},
     {"feed_forward": "gelu"},
-    {"norm": "layernorm"},
-    {"positions": "learned"},
-    {"tied_head": True},
+    {"norm": "layernorm", "block": "post-norm", "mask": "full"},
+    {"positions": "learned", "num_positions": 64},
+    {"tied_head": True, "scaled_embedding": True, "positions": "none"},
     {"feed_forward": "gelu", "norm": "layernorm", "positions": "learned", "tied_head": True},
+    {"num_kv_heads": 1, "head_dim": 48, "qk_norm": True, "attention_bias": "qkv"},
+    {"num_heads": 3, "head_dim": 20, "norm": "layernorm", "qk_norm": True, "rope_fraction": 0.5},
+    {"feed_forward": "relu", "feed_forward_bias": True, "attention_bias": "all"},
+    {"feed_forward": "geglu-tanh", "feed_forward_bias": True, "block": "parallel"},
+    {"window": 8, "full_attention_every": 2},
+    {"num_experts": 5, "experts_per_token": 2},
+    {"num_experts": 3, "experts_per_token": 1, "feed_forward": "silu"},
 ]
 
 
@@ -35,16 +47,11 @@ def test_presets_have_known_parameters(size, parameters):
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
-def test_variants_have_the_parameters_of_the_module(changes):
-    spec = ModelSpec.preset("nano", vocab_size=321, context_length=48, **changes)
-    assert sum(p.numel() for p in TransformerLM(spec).parameters()) == spec.num_parameters
-
-
-@pytest.mark.parametrize("changes", VARIANTS, ids=str)
-def test_forward_flops_are_those_of_the_flop_counter(changes):
+def test_parameters_and_forward_flops_are_those_of_the_module(changes):
     spec = ModelSpec.preset("nano", vocab_size=96, context_length=32, attention="eager", **changes)
     tokens = torch.randint(96, (3, 32))
     model = TransformerLM(spec)
+    assert sum(p.numel() for p in model.parameters()) == spec.num_parameters
     with FlopCounterMode(display=False) as counter:
         loss = model(tokens, tokens)
     # torch counts the whole score matrix, masked or not.
@@ -63,6 +70,22 @@ def test_causal_half_halves_attention_only():
     assert spec.step_flops(batch=2, sequence=512) == 3 * half
 
 
+def test_a_window_counts_the_pairs_that_are_seen():
+    whole = ModelSpec.preset("nano", context_length=64)
+    windowed = ModelSpec.preset("nano", context_length=64, window=16, full_attention_every=2)
+    left_behind = (64 - 16) ** 2 / 2  # a triangle, as the whole is one of 64² / 2
+    saved = whole.forward_flops(batch=1, sequence=64) - windowed.forward_flops(batch=1, sequence=64)
+    assert saved == 4 * 64 * left_behind  # in one of two blocks
+    assert windowed.forward_flops(batch=1, sequence=16) == whole.forward_flops(batch=1, sequence=16)
+
+
+def test_a_record_without_the_new_fields_is_of_the_same_network():
+    then = {"vocab_size": 10_000, "context_length": 512, "d_model": 768, "d_ff": 3072}
+    spec = {"model": then, "size": "small", "batch": 4}
+    now = StepSpec(model=ModelSpec.preset("small"), size="small")
+    assert completed("step", spec) == dataclasses.asdict(now)
+
+
 def test_residual_stream_bytes():
     assert (
         ModelSpec.preset("2.7b").residual_stream_bytes(batch=4, sequence=128) == 4 * 128 * 2560 * 4
@@ -78,6 +101,14 @@ def test_residual_stream_bytes():
         ({"vocab_size": 10**9}, ["vocab_size is 1,000,000,000", "at most"]),
         ({"norm": "batchnorm"}, ["norm is 'batchnorm'", "rmsnorm", "layernorm"]),
         ({"d_model": 36, "num_heads": 12}, ["odd width 3", "rotary"]),
+        ({"num_kv_heads": 5}, ["num_kv_heads is 5", "divide num_heads 12", "does is 4"]),
+        ({"rope_fraction": 0.08}, ["rope_fraction 0.08 of heads of 64 rotates 5"]),
+        ({"rope_scaling": "llama3:8"}, ["write it as llama3:FACTOR:LOW_FREQ_FACTOR"]),
+        ({"rope_scaling": "new"}, ["rope_scaling is 'new'; choose one of none, linear"]),
+        ({"positions": "learned", "num_positions": 9}, ["context_length is 512", "9 positions"]),
+        ({"window": 4, "mask": "full"}, ["window is 4, which needs the causal mask"]),
+        ({"num_experts": 4}, ["num_experts is 4; give experts_per_token too"]),
+        ({"experts_per_token": 1}, ["experts_per_token is 1 of num_experts 0"]),
     ],
 )
 def test_a_shape_that_is_no_network_is_named(changes, words):

@@ -8,16 +8,21 @@ import torch
 import torch.nn.functional as F
 
 from stepgauge.models import parts
-from stepgauge.models.transformer import TransformerLM, rotary_tables, rotate
-from stepgauge.spec import model as spec_model
+from stepgauge.models.bert import BertForMaskedLM
+from stepgauge.models.feed_forward import ACTIVATIONS
+from stepgauge.models.rotary import rotary_tables, rotate
+from stepgauge.models.transformer import TransformerLM
+from stepgauge.spec import model_fields
 from stepgauge.spec import step as spec_step
+from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.model import ModelSpec
 
 
 def test_the_spec_names_the_parts_that_there_are():
-    assert set(parts.NORMS) == set(spec_model.NORMS)
-    assert set(parts.ATTENTIONS) == set(spec_model.ATTENTIONS)
-    assert set(parts.LOSSES) == set(spec_model.LOSSES)
+    assert set(parts.NORMS) == set(model_fields.NORMS)
+    assert set(parts.ATTENTIONS) == set(model_fields.ATTENTIONS)
+    assert set(ACTIVATIONS) == set(model_fields.FEED_FORWARD_MATRICES)
+    assert set(parts.LOSSES) == set(model_fields.LOSSES)
     assert set(parts.OPTIMIZERS) == set(spec_step.OPTIMIZERS)
 
 
@@ -74,7 +79,8 @@ def test_forward_is_the_papers_network(attention):
 
 
 def test_rotation_depends_on_distance_only():
-    cos, sin = (table.double() for table in rotary_tables(64, 16, None))
+    spec = ModelSpec(context_length=64, d_model=16, num_heads=1)
+    cos, sin = (table.double() for table in rotary_tables(spec, None))
     q, k = torch.randn(2, 1, 1, 64, 16, dtype=torch.float64)
     # the same vectors at every position
     q, k = q[..., :1, :].expand_as(q), k[..., :1, :].expand_as(k)
@@ -110,6 +116,125 @@ def test_attention_is_causal():
     before, after = model(tokens), model(changed)
     assert torch.equal(before[:, :10], after[:, :10])
     assert not torch.allclose(before[:, 10:], after[:, 10:])
+
+
+def seen_by_last(**changes):
+    """Which of eight tokens the last one sees through one block."""
+    spec = ModelSpec.preset("nano", vocab_size=50, context_length=8, num_layers=1, **changes)
+    model, tokens = TransformerLM(spec), torch.randint(50, (1, 8))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    before = model(tokens)[0]
+    seen = []
+    for place in range(8):
+        changed = tokens.clone()
+        changed[0, place] = (changed[0, place] + 1) % 50
+        after = model(changed)[0]
+        seen.append(not torch.equal(before[-1], after[-1]))
+        if spec.mask == "full":
+            assert not torch.equal(before[0], after[0])
+    return seen
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_masks_and_windows(attention):
+    assert seen_by_last(attention=attention, mask="full") == [True] * 8
+    assert seen_by_last(attention=attention, window=3) == [False] * 5 + [True] * 3
+    assert seen_by_last(attention=attention, window=3, full_attention_every=1) == [True] * 8
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_kv_heads": 1}, {"window": 3}, {"mask": "full"}, {"num_kv_heads": 1, "head_dim": 24}],
+    ids=str,
+)
+def test_implementations_of_attention_agree(changes):
+    found = []
+    for attention in ("sdpa", "eager", "triton"):
+        if attention == "triton" and "window" in changes:
+            continue
+        spec = ModelSpec.preset(
+            "nano", vocab_size=50, context_length=8, attention=attention, **changes
+        )
+        found.append(TransformerLM(spec, seed=1).double()(torch.arange(16).view(2, 8)))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
+
+
+def test_experts_are_the_layers_that_the_router_picks():
+    spec = ModelSpec.preset("nano", num_experts=3, experts_per_token=2, num_layers=1)
+    layer = TransformerLM(spec).double().blocks[0].feed_forward
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    x = torch.randn(2, 5, 64, dtype=torch.float64)
+    scores = layer.router(x)
+    expected = torch.zeros_like(x)
+    for b, t in itertools.product(range(2), range(5)):
+        best = scores[b, t].argsort(descending=True)[:2]
+        for share, expert in zip(scores[b, t][best].softmax(-1), best, strict=True):
+            gate, up = (layer.up_weight[expert] @ x[b, t]).chunk(2)
+            hidden = F.silu(gate) * up
+            expected[b, t] += share * (layer.down_weight[expert] @ hidden)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)
+
+
+STAGES = [range(1), range(1, 3), range(3, 4)]
+NETWORKS = {
+    "tied": (TransformerLM, ModelSpec.preset("nano", num_layers=4, tied_head=True)),
+    "learned": (TransformerLM, ModelSpec.preset("nano", num_layers=4, positions="learned")),
+    "bert": (BertForMaskedLM, BertSpec.preset("bert-tiny", num_layers=4, vocab_size=100)),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_stages_built_alone_are_the_network(name):
+    network, spec = NETWORKS[name]
+    whole = network(spec, seed=3)
+    stages = [network(spec, blocks=blocks, seed=3) for blocks in STAGES]
+    named = dict(whole.named_parameters(remove_duplicate=False))
+    for stage in stages:
+        for key, parameter in stage.named_parameters(remove_duplicate=False):
+            assert torch.equal(parameter, named.pop(key, parameter)), key
+    assert set(named) <= {"head.weight"}  # a tied one is built by the last stage and the first
+    x = tokens = torch.randint(100, (2, 6))
+    for stage in stages[:-1]:
+        x = stage(x)
+        with pytest.raises(ValueError, match="a stage without the head; it has no loss"):
+            stage(x if stage is not stages[0] else tokens, tokens)
+    assert torch.equal(stages[-1](x, tokens), whole(tokens, tokens))
+
+
+def test_weights_follow_from_the_seed_and_the_name():
+    spec = ModelSpec.preset("nano")
+    torch.manual_seed(5)
+    first = TransformerLM(spec)
+    same, other = TransformerLM(spec, seed=5), TransformerLM(spec, seed=6)
+    assert torch.equal(first.head.weight, same.head.weight)
+    assert not torch.equal(first.head.weight, other.head.weight)
+    blocks = first.blocks
+    assert not torch.equal(blocks[0].attention.input.weight, blocks[1].attention.input.weight)
+    assert blocks[0].attention.input.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert blocks[0].feed_forward.down.weight.std().item() == pytest.approx(0.01, rel=0.05)
+
+
+def test_fused_layers_know_their_sections():
+    spec = ModelSpec.preset("nano", num_kv_heads=1)
+    block = TransformerLM(spec).blocks[0]
+    assert block.attention.input.sections == (64, 32, 32)
+    assert block.feed_forward.gate_up.sections == (256, 256)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"window": 8, "attention": "triton"}, "attention triton does not have; choose sdpa or"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', which cannot be run yet"),
+    ],
+)
+def test_what_cannot_be_run_is_said_when_it_is_built(changes, words):
+    spec = ModelSpec.preset("nano", **changes)
+    with pytest.raises(ValueError, match=words):
+        TransformerLM(spec)
 
 
 @pytest.mark.parametrize("name", parts.OPTIMIZERS)

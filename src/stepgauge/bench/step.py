@@ -11,13 +11,14 @@ from torch import Tensor
 from stepgauge.measure import devices
 from stepgauge.measure.environment import device_name, environment
 from stepgauge.measure.timing import time_phases
+from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.hardware import peaks
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec, WorkSpec
 from stepgauge.spec.train import DEFAULT_CORPUS
 from stepgauge.spec.user_model import UserModel
-from stepgauge.train.build import build_step
-from stepgauge.train.data import Corpus, random_batch, read_text
+from stepgauge.train.build import batch_for, build_step
+from stepgauge.train.data import Corpus, read_text
 from stepgauge.train.precision import PRECISIONS, unavailable
 from stepgauge.train.step import TrainingStep
 from stepgauge.train.user_model import build_user_step
@@ -31,9 +32,10 @@ def check(spec: WorkSpec) -> None:
     reason = unavailable(spec.precision, torch.device(spec.device))
     if reason:
         raise ValueError(reason)
-
     if isinstance(spec.model, UserModel):
         return
+    if spec.data == "text" and isinstance(spec.model, BertSpec):
+        raise ValueError("data is 'text', which has no masked tokens; BERT takes 'random'")
     if spec.data == "text" and spec.network.vocab_size < SMALLEST_BYTE_VOCABULARY:
         raise ValueError(
             f"vocab_size is {spec.network.vocab_size}; text as bytes needs at least 256"
@@ -72,11 +74,11 @@ def build(spec: WorkSpec, device: torch.device) -> tuple[TrainingStep, Sequence[
 
 
 def make_batch(spec: WorkSpec, device: torch.device) -> list[Tensor]:
-    """tokens_BT and targets_BT, the targets one position on."""
-    length = spec.network.context_length
+    """tokens_BT and targets_BT, the targets one position on; of BERT as its loss takes them."""
     if spec.data == "random":
-        batch = random_batch(spec.network.vocab_size, spec.batch, length, spec.seed)
+        batch = batch_for(spec.network, spec.batch, spec.seed)
     else:
+        length = spec.network.context_length
         corpus = Corpus.tokenize(read_text(DEFAULT_CORPUS), "bytes", spec.network.vocab_size)
         batch = corpus.batch(0, batch=spec.batch, length=length, seed=spec.seed)
     return [part.to(device) for part in batch]

@@ -8,11 +8,12 @@ from stepgauge.cli.console import Format, print_table
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.report.numbers import number
 from stepgauge.report.table import Table
+from stepgauge.spec.hf_config import HfConfig
 from stepgauge.spec.model import FLOP_CONVENTION, SIZES, ModelSpec
 from stepgauge.spec.step import StepSpec
 
 
-@spec_options(ModelSpec, sweep=True)
+@spec_options(ModelSpec, HfConfig, sweep=True)
 def model(
     *,
     values: Values,

@@ -48,7 +48,8 @@ def spec_options(
     network: Network = next((s for s in specs if issubclass(s, ModelSpec | BertSpec)), ModelSpec)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        fields = options_of(*specs, without={*without, *inspect.signature(command).parameters})
+        own = inspect.signature(command).parameters
+        fields = options_of(*specs, without={*without, *own})
         options = {
             name: _option(field, sweep, usual.get(name), network) for name, field in fields.items()
         }
@@ -63,6 +64,8 @@ def spec_options(
             }
             for size in chosen.get("size", ()):
                 network.preset(size)
+            if "size" in chosen and "hf_config" in chosen:
+                raise ValueError("size and hf_config both name a network; give one of them")
             _refuse_beside_user_model(chosen, network)
             command(*positional, values={**usual, **chosen}, **others)
 
@@ -76,11 +79,10 @@ def spec_options(
 
 def _option(field: Field, sweep: bool, usual: tuple[Any, ...] | None, network: Network) -> Any:
     """The field's flag as cyclopts takes it: its names, its help with the default, its values."""
-    is_network = field.name in ("size", "model") or field.name in {
-        f.name for f in dataclasses.fields(network)
-    }
+    shape = {each.name for each in dataclasses.fields(network)}
+    of_network = {"size", "hf_config", "model", *shape}
     parameter = Parameter(
-        group="Network" if is_network else "Run",
+        group="Network" if field.name in of_network else "Run",
         name=_names(field),
         help=_help(field, usual, network),
         metavar=_placeholder(field) + ("..." if sweep else ""),
@@ -133,7 +135,7 @@ def _value(field: Field, values: tuple[Any, ...], sweep: bool) -> tuple[Any, ...
 
 def _refuse_beside_user_model(given: Values, network: Network) -> None:
     """Raises ValueError for an option that a user's model leaves nothing to say."""
-    idle = {"size", "batch", *(field.name for field in dataclasses.fields(network))}
+    idle = {"size", "hf_config", "batch", *(field.name for field in dataclasses.fields(network))}
     beside = next((name for name in given if name in idle), None)
     if any(given.get("model", ())) and beside:
         raise ValueError(

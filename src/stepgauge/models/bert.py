@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepgauge.models.checkpointing import Through, in_order
+from stepgauge.models.drawing import draw_normal
+from stepgauge.models.fused_linear import FusedLinear
 from stepgauge.spec.bert import NUM_TYPES, BertSpec
 
 NORM_EPSILON = 1e-12
@@ -22,39 +24,58 @@ class Bert(nn.Module):
     """The encoder: `forward(tokens_BT, types_BT)` gives hidden_BTD.
 
     pooler  adds the layer over the first token that sentence-pair tasks read
+    blocks  the stage of the network to build, all of it if None: one that does not begin with
+            block 0 takes hidden_BTD. Its parameters have the names and values of the whole's
+    seed    of the weights; None: that of the last torch.manual_seed
     """
 
-    def __init__(self, spec: BertSpec, *, device: torch.device | None = None, pooler: bool = True):
+    def __init__(
+        self,
+        spec: BertSpec,
+        *,
+        device: torch.device | None = None,
+        pooler: bool = True,
+        blocks: range | None = None,
+        seed: int | None = None,
+    ):
         super().__init__()
         self.spec = spec
         # or one that keeps less for backward: models.checkpointing
         self.through_blocks: Through = in_order
-        self.tokens = nn.Embedding(spec.vocab_size, spec.d_model, device=device)
-        self.positions = nn.Embedding(spec.num_positions, spec.d_model, device=device)
-        self.types = nn.Embedding(NUM_TYPES, spec.d_model, device=device)
-        self.norm = _norm(spec, device)
+        blocks = range(spec.num_layers) if blocks is None else blocks
+        self.is_first, self.is_last = blocks.start == 0, blocks.stop == spec.num_layers
+        if self.is_first:
+            self.tokens = nn.Embedding(spec.vocab_size, spec.d_model, device=device)
+            self.positions = nn.Embedding(spec.num_positions, spec.d_model, device=device)
+            self.types = nn.Embedding(NUM_TYPES, spec.d_model, device=device)
+            self.norm = _norm(spec, device)
         self.dropout = nn.Dropout(spec.dropout)
-        self.blocks = nn.ModuleList(Block(spec, device) for _ in range(spec.num_layers))
-        self.pooler = nn.Linear(spec.d_model, spec.d_model, device=device) if pooler else None
-        self.reset_parameters()
+        self.blocks = nn.ModuleList()
+        for layer in blocks:
+            self.blocks.add_module(str(layer), Block(spec, device))
+        has_pooler = pooler and self.is_last
+        self.pooler = nn.Linear(spec.d_model, spec.d_model, device=device) if has_pooler else None
+        self.reset_parameters(seed)
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, seed: int | None = None) -> None:
         """Normal weights of deviation 0.02, biases zero."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                parameter.normal_(std=0.02)
+                whole = "tokens.weight" if name == "head.weight" else name  # which is tied
+                draw_normal(parameter, whole, seed=seed, std=0.02)
             elif name.endswith("bias"):
                 parameter.zero_()
 
-    def encode(self, tokens_BT: Tensor, types_BT: Tensor | None) -> Tensor:
+    def encode(self, inputs: Tensor, types_BT: Tensor | None) -> Tensor:
+        x_BTD = self._embed(inputs, types_BT) if self.is_first else inputs
+        return self.through_blocks(self.blocks, x_BTD, None)
+
+    def _embed(self, tokens_BT: Tensor, types_BT: Tensor | None) -> Tensor:
         types_BT = torch.zeros_like(tokens_BT) if types_BT is None else types_BT
-        x_BTD = (
-            self.tokens(tokens_BT)
-            + self.types(types_BT)
-            + self.positions.weight[: tokens_BT.shape[1]]
-        )
-        return self.through_blocks(self.blocks, self.dropout(self.norm(x_BTD)), None)
+        positions_TD = self.positions.weight[: tokens_BT.shape[1]]
+        x_BTD = self.tokens(tokens_BT) + self.types(types_BT) + positions_TD
+        return self.dropout(self.norm(x_BTD))
 
     def forward(self, tokens_BT: Tensor, types_BT: Tensor | None = None) -> Tensor:
         return self.encode(tokens_BT, types_BT)
@@ -73,18 +94,32 @@ class BertForMaskedLM(Bert):
     Without types_BT all tokens are of the first type. The output matrix is the token embedding.
     """
 
-    def __init__(self, spec: BertSpec, *, device: torch.device | None = None):
-        super().__init__(spec, device=device, pooler=False)
+    def __init__(
+        self,
+        spec: BertSpec,
+        *,
+        device: torch.device | None = None,
+        blocks: range | None = None,
+        seed: int | None = None,
+    ):
+        super().__init__(spec, device=device, pooler=False, blocks=blocks, seed=seed)
+        if not self.is_last:
+            return
         self.transform = nn.Linear(spec.d_model, spec.d_model, device=device)
         self.transform_norm = _norm(spec, device)
         self.head = nn.Linear(spec.d_model, spec.vocab_size, device=device)
-        self.head.weight = self.tokens.weight
-        self.reset_parameters()
+        if self.is_first:
+            self.head.weight = self.tokens.weight
+        self.reset_parameters(seed)
 
     def forward(  # type: ignore[override]
-        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, types_BT: Tensor | None = None
+        self, inputs: Tensor, targets_BT: Tensor | None = None, types_BT: Tensor | None = None
     ) -> Tensor:
-        hidden_BTD = self.encode(tokens_BT, types_BT)
+        hidden_BTD = self.encode(inputs, types_BT)
+        if not self.is_last:
+            if targets_BT is not None:
+                raise ValueError("targets were given to a stage without the head; it has no loss")
+            return hidden_BTD
         logits_BTV = self.head(self.transform_norm(F.gelu(self.transform(hidden_BTD))))
         if targets_BT is None:
             return logits_BTV
@@ -118,7 +153,8 @@ class Attention(nn.Module):
         super().__init__()
         self.head_width = spec.head_width
         self.dropout = spec.dropout
-        self.input = nn.Linear(spec.d_model, 3 * spec.d_model, device=device)
+        sections = (spec.d_model,) * 3
+        self.input = FusedLinear(spec.d_model, sections, bias=True, device=device)
         self.output = nn.Linear(spec.d_model, spec.d_model, device=device)
 
     def forward(self, x_BTD: Tensor) -> Tensor:

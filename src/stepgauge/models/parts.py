@@ -1,7 +1,8 @@
 """The parts of a model that are chosen by name: a fused kernel is one more row of a table here.
 
-norm       (width, device=, dtype=) -> nn.Module over the last dimension
-attention  (q_BHTD, k_BHTD, v_BHTD) -> o_BHTD, causal
+norm       (width, eps=, device=, dtype=) -> nn.Module over the last dimension
+attention  (q_BHTD, k_BHTD, v_BHTD, is_causal=) -> o_BHTD; keys may have fewer heads. Those of
+           WINDOWED take window= too
 loss       (hidden_BTD, weight_VD, targets_BT) -> mean cross-entropy in nats, a scalar
 optimizer  (parameters, lr=, weight_decay=, betas=) -> torch.optim.Optimizer
 
@@ -50,13 +51,29 @@ class EagerRMSNorm(nn.Module):
         return (wide * scale * self.weight).to(x.dtype)
 
 
-def eager_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-    """softmax(q kᵀ / sqrt(D) + causal mask) v with the whole score matrix in memory."""
+def hidden_scores(length: int, *, is_causal: bool, window: int, device: torch.device) -> Tensor:
+    """(T, T) true where a query does not see a key: later ones if causal, and those that a window
+    of so many tokens has left behind.
+    """
+    everything = torch.ones(length, length, dtype=torch.bool, device=device)
+    hidden = everything.triu(1) if is_causal else ~everything
+    return hidden | everything.tril(-window) if window else hidden
+
+
+def eager_attention(
+    q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *, is_causal: bool = True, window: int = 0
+) -> Tensor:
+    """softmax(q kᵀ / sqrt(D) + mask) v with the whole score matrix in memory."""
     length, width = q_BHTD.shape[-2:]
-    masked = torch.ones(length, length, dtype=torch.bool, device=q_BHTD.device).triu(1)
+    group = q_BHTD.shape[1] // k_BHTD.shape[1]
+    if group > 1:
+        k_BHTD, v_BHTD = (x.repeat_interleave(group, dim=1) for x in (k_BHTD, v_BHTD))
     with ranged("scores"):
         scores_BHTT = (q_BHTD @ k_BHTD.transpose(-2, -1)) / math.sqrt(width)
-        scores_BHTT = scores_BHTT.masked_fill(masked, -math.inf)
+        if is_causal:
+            device = q_BHTD.device
+            hidden = hidden_scores(length, is_causal=True, window=window, device=device)
+            scores_BHTT = scores_BHTT.masked_fill(hidden, -math.inf)
     with ranged("softmax"):
         weights_BHTT = F.softmax(scores_BHTT, dim=-1).to(v_BHTD.dtype)
     with ranged("values"):
@@ -64,13 +81,27 @@ def eager_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
 
 
 def sdpa(
-    q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *, backend: SDPBackend | None = None
+    q_BHTD: Tensor,
+    k_BHTD: Tensor,
+    v_BHTD: Tensor,
+    *,
+    is_causal: bool = True,
+    window: int = 0,
+    backend: SDPBackend | None = None,
 ) -> Tensor:
     """torch's scaled_dot_product_attention, on one named backend or on the one that torch picks."""
+    how: dict[str, Any] = {"is_causal": is_causal}
+    if window:
+        length, device = q_BHTD.shape[-2], q_BHTD.device
+        how = {
+            "attn_mask": ~hidden_scores(length, is_causal=is_causal, window=window, device=device)
+        }
+    if k_BHTD.shape[1] != q_BHTD.shape[1]:
+        how["enable_gqa"] = True
     if backend is None:
-        return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
+        return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, **how)
     with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
+        return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, **how)
 
 
 def cross_entropy(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor:
@@ -94,13 +125,14 @@ NORMS: Mapping[str, Callable[..., nn.Module]] = {
     "triton": functools.partial(TritonRMSNorm, eps=NORM_EPSILON),
 }
 
-ATTENTIONS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+ATTENTIONS: Mapping[str, Callable[..., Tensor]] = {
     "sdpa": sdpa,
     "sdpa-flash": functools.partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
     "sdpa-cudnn": functools.partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
     "eager": eager_attention,
-    "triton": functools.partial(flash_attention, is_causal=True),
+    "triton": flash_attention,
 }
+WINDOWED = ("sdpa", "eager")
 
 LOSSES: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "cross-entropy": cross_entropy,

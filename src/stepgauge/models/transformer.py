@@ -1,166 +1,197 @@
-"""A decoder-only Transformer language model, built from a ModelSpec and the parts that it names.
+"""A Transformer language model, built from a ModelSpec and the parts that it names.
 
-Legend: B batch, T sequence, D model width, H heads, W head width, F feed-forward width, V
-vocabulary.
+Legend: B batch, T sequence, D model width, H heads, K key heads, W head width, R features of a head
+that are rotated, V vocabulary.
 """
 
+import functools
 import math
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepgauge.models.checkpointing import Through, in_order
-from stepgauge.models.parts import ATTENTIONS, LOSSES, NORMS
+from stepgauge.models.drawing import draw_normal
+from stepgauge.models.feed_forward import build_feed_forward
+from stepgauge.models.fused_linear import FusedLinear
+from stepgauge.models.parts import ATTENTIONS, LOSSES, NORMS, WINDOWED
+from stepgauge.models.rotary import rotary_tables, rotate
 from stepgauge.ranges import ranged
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.rope import RUNNABLE, RopeScaling
 
-ROPE_BASE = 10_000.0  # Su et al. 2021, RoFormer
+Rotation = tuple[Tensor, Tensor] | None
 
 
 class TransformerLM(nn.Module):
-    """Pre-norm decoder. `forward(tokens_BT)` gives logits_BTV, `forward(tokens_BT, targets_BT)` the
-    mean loss.
+    """`forward(tokens_BT)` gives logits_BTV, `forward(tokens_BT, targets_BT)` the mean loss.
+
+    blocks  the stage of the network to build, all of it if None. A stage that begins with block 0
+            takes tokens_BT, others hidden_BTD; one that ends with the last block gives logits or
+            loss, others hidden_BTD. Its parameters have the names and values that they have in the
+            whole
+    seed    of the weights; None: that of the last torch.manual_seed
+
+    Raises ValueError for a network that can be counted but not yet run.
     """
 
-    def __init__(self, spec: ModelSpec, *, device: torch.device | None = None):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        device: torch.device | None = None,
+        blocks: range | None = None,
+        seed: int | None = None,
+    ):
         super().__init__()
+        require_runnable(spec)
         self.spec = spec
         self.compute_loss = LOSSES[spec.loss]
         # or one that keeps less for backward: models.checkpointing
         self.through_blocks: Through = in_order
-        self.embedding = nn.Embedding(spec.vocab_size, spec.d_model, device=device)
-        self.positions = (
-            nn.Embedding(spec.context_length, spec.d_model, device=device)
-            if spec.positions == "learned"
-            else None
-        )
-        self.blocks = nn.ModuleList(Block(spec, device) for _ in range(spec.num_layers))
-        self.norm = NORMS[spec.norm](spec.d_model, device=device)
-        self.head = nn.Linear(spec.d_model, spec.vocab_size, bias=False, device=device)
-        if spec.tied_head:
+        blocks = range(spec.num_layers) if blocks is None else blocks
+        is_first, is_last = blocks.start == 0, blocks.stop == spec.num_layers
+        self.embedding: nn.Embedding | None = None
+        self.positions: nn.Embedding | None = None
+        self.head: nn.Linear | None = None
+        if is_first:
+            self.embedding = nn.Embedding(spec.vocab_size, spec.d_model, device=device)
+        if is_first and spec.positions == "learned":
+            length = spec.num_positions or spec.context_length
+            self.positions = nn.Embedding(length, spec.d_model, device=device)
+        self.blocks = nn.ModuleList()
+        for layer in blocks:
+            self.blocks.add_module(str(layer), Block(spec, layer, device))
+        has_norm = is_last and spec.block != "post-norm"
+        self.norm = _norm(spec, spec.d_model, device) if has_norm else nn.Identity()
+        if is_last:
+            self.head = nn.Linear(spec.d_model, spec.vocab_size, bias=False, device=device)
+        if self.head is not None and self.embedding is not None and spec.tied_head:
             self.head.weight = self.embedding.weight
         if spec.positions == "rope":
-            cos_TW, sin_TW = rotary_tables(spec.context_length, spec.head_width, device)
-            self.cos_TW: Tensor
-            self.sin_TW: Tensor
-            self.register_buffer("cos_TW", cos_TW, persistent=False)
-            self.register_buffer("sin_TW", sin_TW, persistent=False)
-        self.reset_parameters()
+            cos_TR, sin_TR = rotary_tables(spec, device)
+            self.cos_TR: Tensor
+            self.sin_TR: Tensor
+            self.register_buffer("cos_TR", cos_TR, persistent=False)
+            self.register_buffer("sin_TR", sin_TR, persistent=False)
+        self.reset_parameters(seed)
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, seed: int | None = None) -> None:
         """Normal weights of deviation 0.02; those that write to the residual stream smaller by
-        sqrt(2L) (GPT-2).
+        sqrt(2L) (GPT-2). Biases zero.
         """
         residual = 0.02 / math.sqrt(2 * self.spec.num_layers)
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(
-                    std=residual if name.endswith(("output.weight", "down.weight")) else 0.02
+            if parameter.ndim >= 2:
+                tied = name == "head.weight" and self.spec.tied_head
+                writes = name.endswith(("output.weight", "down.weight", "down_weight"))
+                draw_normal(
+                    parameter,
+                    "embedding.weight" if tied else name,
+                    seed=seed,
+                    std=residual if writes else 0.02,
                 )
+            elif name.endswith("bias"):
+                parameter.zero_()
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        x_BTD = self.embedding(tokens_BT)
-        length = tokens_BT.shape[1]
+    def forward(self, inputs: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        x_BTD = inputs if self.embedding is None else self._embed(self.embedding, inputs)
         rotation = None
-        if self.positions is None:
-            dtype = compute_dtype(x_BTD)
-            rotation = (self.cos_TW[:length].to(dtype), self.sin_TW[:length].to(dtype))
-        else:
-            x_BTD = x_BTD + self.positions.weight[:length]
-        x_BTD = self.through_blocks(self.blocks, x_BTD, rotation)
-        x_BTD = self.norm(x_BTD)
+        if self.spec.positions == "rope":
+            length, dtype = x_BTD.shape[1], compute_dtype(x_BTD)
+            rotation = (self.cos_TR[:length].to(dtype), self.sin_TR[:length].to(dtype))
+        x_BTD = self.norm(self.through_blocks(self.blocks, x_BTD, rotation))
         if targets_BT is None:
-            return self.head(x_BTD)
+            return x_BTD if self.head is None else self.head(x_BTD)
+        if self.head is None:
+            raise ValueError("targets were given to a stage without the head; it has no loss")
         return self.compute_loss(x_BTD, self.head.weight, targets_BT)
+
+    def _embed(self, embedding: nn.Embedding, tokens_BT: Tensor) -> Tensor:
+        x_BTD = embedding(tokens_BT)
+        if self.spec.scaled_embedding:
+            x_BTD = x_BTD * math.sqrt(self.spec.d_model)
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions.weight[: tokens_BT.shape[1]]
+        return x_BTD
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+    """Attention and feed-forward layer around the residual stream, norms where spec.block says."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device | None):
+    def __init__(self, spec: ModelSpec, layer: int, device: torch.device | None):
         super().__init__()
-        self.attention_norm = NORMS[spec.norm](spec.d_model, device=device)
-        self.attention = Attention(spec, device)
-        self.feed_forward_norm = NORMS[spec.norm](spec.d_model, device=device)
-        self.feed_forward = FEED_FORWARDS[spec.feed_forward](spec, device)
+        self.order = spec.block
+        self.attention_norm = _norm(spec, spec.d_model, device)
+        self.attention = Attention(spec, layer, device)
+        self.feed_forward_norm = _norm(spec, spec.d_model, device)
+        self.feed_forward = build_feed_forward(spec, device)
 
-    def forward(self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotation)
+    def forward(self, x_BTD: Tensor, rotation: Rotation) -> Tensor:
+        if self.order == "post-norm":
+            x_BTD = self.attention_norm(x_BTD + self.attention(x_BTD, rotation))
+            return self.feed_forward_norm(x_BTD + self.feed_forward(x_BTD))
+        mixed_BTD = self.attention(self.attention_norm(x_BTD), rotation)
+        if self.order == "parallel":
+            return x_BTD + mixed_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))
+        x_BTD = x_BTD + mixed_BTD
         return x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention; query, key and value projections are one matrix product."""
+    """Multi-head attention; query, key and value projections are one matrix product."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device | None):
+    def __init__(self, spec: ModelSpec, layer: int, device: torch.device | None):
         super().__init__()
         self.head_width = spec.head_width
-        self.attend = ATTENTIONS[spec.attention]
-        self.input = nn.Linear(spec.d_model, 3 * spec.d_model, bias=False, device=device)
-        self.output = nn.Linear(spec.d_model, spec.d_model, bias=False, device=device)
+        window = spec.window_of(layer)
+        how = {"window": window} if window else {}
+        self.attend = functools.partial(
+            ATTENTIONS[spec.attention], is_causal=spec.mask == "causal", **how
+        )
+        bias, sections = spec.attention_bias, spec.qkv_sections
+        self.input = FusedLinear(spec.d_model, sections, bias=bias != "none", device=device)
+        self.output = nn.Linear(sections[0], spec.d_model, bias=bias == "all", device=device)
+        self.qk_norms: nn.ModuleList | None = None
+        if spec.qk_norm:
+            self.qk_norms = nn.ModuleList(_norm(spec, spec.head_width, device) for _ in range(2))
 
-    def forward(self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        # Query and key heads stay one tensor until they are rotated: half the launches.
+    def forward(self, x_BTD: Tensor, rotation: Rotation) -> Tensor:
         heads_BHTW = self.input(x_BTD).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-        num_heads = heads_BHTW.shape[1] // 3
-        qk_BHTW, v_BHTW = heads_BHTW.split((2 * num_heads, num_heads), dim=1)
+        num_heads, num_keys, num_values = (n // self.head_width for n in self.input.sections)
+        # Query and key heads stay one tensor until they are rotated: half the launches.
+        qk_BHTW, v_BKTW = heads_BHTW.split((num_heads + num_keys, num_values), dim=1)
+        if self.qk_norms is not None:
+            parts = qk_BHTW.split((num_heads, num_keys), dim=1)
+            normed = [norm(part) for norm, part in zip(self.qk_norms, parts, strict=True)]
+            qk_BHTW = torch.cat(normed, dim=1)
         if rotation is not None:
             with ranged("rotation"):
                 qk_BHTW = rotate(qk_BHTW, *rotation)
-        q_BHTW, k_BHTW = qk_BHTW.chunk(2, dim=1)
-        return self.output(self.attend(q_BHTW, k_BHTW, v_BHTW).transpose(1, 2).flatten(-2))
+        q_BHTW, k_BKTW = qk_BHTW.split((num_heads, num_keys), dim=1)
+        return self.output(self.attend(q_BHTW, k_BKTW, v_BKTW).transpose(1, 2).flatten(-2))
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)), gate and up as one matrix product (Shazeer 2020)."""
-
-    def __init__(self, spec: ModelSpec, device: torch.device | None):
-        super().__init__()
-        self.gate_up = nn.Linear(spec.d_model, 2 * spec.d_ff, bias=False, device=device)
-        self.down = nn.Linear(spec.d_ff, spec.d_model, bias=False, device=device)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        gate_BTF, up_BTF = self.gate_up(x_BTD).chunk(2, dim=-1)
-        return self.down(F.silu(gate_BTF) * up_BTF)
+def _norm(spec: ModelSpec, width: int, device: torch.device | None) -> nn.Module:
+    return NORMS[spec.norm](width, eps=spec.norm_epsilon, device=device)
 
 
-class GELU(nn.Module):
-    """down(gelu(up(x)))."""
-
-    def __init__(self, spec: ModelSpec, device: torch.device | None):
-        super().__init__()
-        self.up = nn.Linear(spec.d_model, spec.d_ff, bias=False, device=device)
-        self.down = nn.Linear(spec.d_ff, spec.d_model, bias=False, device=device)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x_BTD)))
-
-
-FEED_FORWARDS = {"swiglu": SwiGLU, "gelu": GELU}
-
-
-def rotary_tables(length: int, width: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
-    """cos_TW and sin_TW of angle t · base^(-2i/W), both halves of a head alike; the first half's
-    sine is negated.
-    """
-    device = device or torch.get_default_device()
-    # On the host, since not every accelerator has float64.
-    exponent = torch.arange(0, width, 2, device="cpu", dtype=torch.float64) / width
-    angle = torch.arange(length, device="cpu", dtype=torch.float64)[:, None] * ROPE_BASE**-exponent
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat((cos, cos), -1).float().to(device), torch.cat((-sin, sin), -1).float().to(
-        device
-    )
-
-
-def rotate(x_BHTW: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + W/2). A roll swaps the halves and the table holds the sign: three
-    kernels.
-    """
-    return torch.addcmul(x_BHTW * cos_TW, x_BHTW.roll(x_BHTW.shape[-1] // 2, -1), sin_TW)
+def require_runnable(spec: ModelSpec) -> None:
+    """Raises ValueError for what a spec can say and count, but no module here does."""
+    scaling = RopeScaling.parse(spec.rope_scaling)
+    if spec.positions == "rope" and scaling.kind not in RUNNABLE:
+        raise ValueError(
+            f"rope_scaling is {spec.rope_scaling!r}, which cannot be run yet; "
+            f"choose one of {', '.join(RUNNABLE)}"
+        )
+    windows = {spec.window_of(layer) for layer in range(spec.num_layers)}
+    if any(windows) and spec.attention not in WINDOWED:
+        raise ValueError(
+            f"window is {spec.window}, which attention {spec.attention} does not have; "
+            f"choose {' or '.join(WINDOWED)}, or a context of at most {spec.window}"
+        )
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from stepgauge.spec.fields import by_size, check, option
-from stepgauge.spec.model import nearest_divisor
+from stepgauge.spec.model_fields import nearest_divisor
 
 NUM_TYPES = 2  # a token belongs to the first or to the second text of a pair
 
@@ -94,6 +94,23 @@ class BertSpec:
         counted once.
         """
         return self.encoder_parameters + self.d_model**2 + 3 * self.d_model + self.vocab_size
+
+    def forward_flops(self, *, batch: int, sequence: int, causal_half: bool = True) -> int:
+        """Model FLOPs of encoder and head: 2BT(L(4D² + 2DF) + D² + VD) for the weights, and 4BT²D
+        a layer for scores and values: nothing is masked, whatever `causal_half` says.
+        """
+        matrices = 4 * self.d_model**2 + 2 * self.d_model * self.d_ff
+        weights = self.num_layers * matrices + self.d_model**2 + self.vocab_size * self.d_model
+        attention = 4 * batch * sequence**2 * self.d_model * self.num_layers
+        return 2 * batch * sequence * weights + attention
+
+    def step_flops(self, *, batch: int, sequence: int) -> int:
+        """Of forward and backward: three times the forward's."""
+        return 3 * self.forward_flops(batch=batch, sequence=sequence)
+
+    def residual_stream_bytes(self, *, batch: int, sequence: int, bytes_per_value: int = 4) -> int:
+        """Bytes of one (B, T, D) tensor, what every block reads and writes."""
+        return batch * sequence * self.d_model * bytes_per_value
 
     @staticmethod
     def preset_names() -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """The network as numbers: its shape, and the parameters, FLOPs and bytes that follow from the
 shape.
 
-Legend of the formulas: B batch, T sequence, D model width, F feed-forward width, L layers, V
-vocabulary.
+Legend of the formulas: B batch, T sequence, D model width, H attention heads, K key and value
+heads, W width of a head, F feed-forward width, E experts, L layers, V vocabulary.
 """
 
 import dataclasses
@@ -10,140 +10,105 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Self
 
-from stepgauge.spec.fields import by_size, check, option
-
-FEED_FORWARD_MATRICES: Mapping[str, int] = MappingProxyType({"swiglu": 3, "gelu": 2})
-
-# Each norm by name, and the function that it implements.
-NORMS: Mapping[str, str] = MappingProxyType(
-    {
-        "rmsnorm": "rmsnorm",
-        "layernorm": "layernorm",
-        "rmsnorm-eager": "rmsnorm",
-        "triton": "rmsnorm",
-    }
+from stepgauge.spec.fields import by_size
+from stepgauge.spec.model_fields import (
+    FEED_FORWARD_MATRICES,
+    NORM_PARAMETERS,
+    NORMS,
+    NetworkFields,
 )
-# Parameters per feature: a gain, and for LayerNorm a bias.
-NORM_PARAMETERS: Mapping[str, int] = MappingProxyType({"rmsnorm": 1, "layernorm": 2})
-
-POSITIONS = ("rope", "learned")
-ATTENTIONS = ("sdpa", "sdpa-flash", "sdpa-cudnn", "eager", "triton")
-LOSSES = ("cross-entropy", "fused")
 
 FLOP_CONVENTION = (
-    "model FLOPs: 2 per multiply-add of every matrix product; causal attention counted half; "
+    "model FLOPs: 2 per multiply-add of every matrix product; causal attention counted half, a "
+    "window's as the part of it that is seen; of experts those that a token goes to; "
     "backward twice forward; no recomputation, no norms, softmax or other elementwise work"
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelSpec:
-    """A decoder-only Transformer: pre-norm blocks, no biases in the linear layers.
+class ModelSpec(NetworkFields):
+    """A Transformer: embedding, blocks of attention and feed-forward layer, output matrix.
 
-    Raises ValueError where the fields do not describe a network (heads that do not divide the
-    width, say).
+    The defaults are those of a decoder with pre-norm blocks, no biases and as many key heads as
+    query heads. Raises ValueError where the fields do not describe a network (heads that do not
+    divide the width, say).
     """
 
-    vocab_size: int = option(
-        10_000,
-        "tokens in the vocabulary",
-        least=2,
-        most=10_000_000,
-        word="vocabulary {vocab_size:,}",
-        quiet=10_000,
-    )
-    context_length: int = option(
-        512, "longest sequence, in tokens", least=1, most=16_777_216, flag="context"
-    )
-    d_model: int = option(
-        768, "width of the residual stream", least=1, most=1_000_000, word="width {d_model}"
-    )
-    d_ff: int = option(
-        3072, "width of the feed-forward layer", least=1, most=4_000_000, word="feed-forward {d_ff}"
-    )
-    num_layers: int = option(12, "blocks", least=1, most=10_000, word="{num_layers} blocks")
-    num_heads: int = option(12, "attention heads", least=1, most=100_000, word="{num_heads} heads")
-    feed_forward: str = option(
-        "swiglu",
-        "SwiGLU (three matrices) or GELU (two)",
-        choices=FEED_FORWARD_MATRICES,
-        word="{feed_forward}",
-        quiet="swiglu",
-    )
-    norm: str = option(
-        "rmsnorm",
-        "normalisation, and which implementation of it",
-        choices=NORMS,
-        word="norm {norm}",
-        quiet="rmsnorm",
-    )
-    positions: str = option(
-        "rope",
-        "rotary or learned positions",
-        choices=POSITIONS,
-        word="{positions} positions",
-        quiet="rope",
-    )
-    tied_head: bool = option(
-        False, "use the embedding as the output matrix", bare=True, word="tied head", quiet=False
-    )
-    attention: str = option(
-        "sdpa",
-        "implementation of attention",
-        choices=ATTENTIONS,
-        word="attention {attention}",
-        quiet="sdpa",
-    )
-    loss: str = option(
-        "cross-entropy",
-        "implementation of output layer and loss",
-        choices=LOSSES,
-        word="loss {loss}",
-        quiet="cross-entropy",
-    )
-
-    def __post_init__(self) -> None:
-        check(self)
-        if self.d_model % self.num_heads:
-            raise ValueError(
-                f"num_heads is {self.num_heads}, which does not divide d_model {self.d_model}; "
-                f"the nearest that does is {nearest_divisor(self.d_model, self.num_heads)}"
-            )
-        if self.positions == "rope" and self.head_width % 2:
-            raise ValueError(
-                f"d_model {self.d_model} over num_heads {self.num_heads} gives heads of odd width "
-                f"{self.head_width}; rotary positions need an even one"
-            )
+    @property
+    def attention_matrix_parameters(self) -> int:
+        """D(HW + 2KW) of queries, keys and values, and HWD of the output."""
+        return self.d_model * (sum(self.qkv_sections) + self.qkv_sections[0])
 
     @property
-    def head_width(self) -> int:
-        return self.d_model // self.num_heads
+    def feed_forward_matrix_parameters(self) -> int:
+        """2DF or 3DF; of one expert, where there are several."""
+        return FEED_FORWARD_MATRICES[self.feed_forward] * self.d_model * self.d_ff
 
     @property
     def block_matrix_parameters(self) -> int:
-        """Weights of one block's matrix products: 4D² of attention and 2DF or 3DF of feed-forward."""
-        feed_forward = FEED_FORWARD_MATRICES[self.feed_forward] * self.d_model * self.d_ff
-        return 4 * self.d_model**2 + feed_forward
+        """Weights of one block's matrix products; of experts all, and ED of their router."""
+        return self._block_matrices(self.num_experts)
+
+    @property
+    def active_block_matrix_parameters(self) -> int:
+        """The same of those that one token meets."""
+        return self._block_matrices(self.experts_per_token)
+
+    def _block_matrices(self, experts: int) -> int:
+        router = self.num_experts * self.d_model
+        feed_forward = max(1, experts) * self.feed_forward_matrix_parameters
+        return self.attention_matrix_parameters + feed_forward + router
+
+    @property
+    def block_vector_parameters(self) -> int:
+        """One block's biases and norms."""
+        queries, keys, values = self.qkv_sections
+        biases = 0 if self.attention_bias == "none" else queries + keys + values
+        biases += self.d_model if self.attention_bias == "all" else 0
+        if self.feed_forward_bias:
+            matrices = FEED_FORWARD_MATRICES[self.feed_forward]
+            biases += (matrices - 1) * self.d_ff + self.d_model
+        features = 2 * self.d_model + (2 * self.head_width if self.qk_norm else 0)
+        return biases + features * NORM_PARAMETERS[NORMS[self.norm]]
 
     @property
     def num_parameters(self) -> int:
         """All trainable parameters, a tied matrix counted once."""
+        blocks = self.num_layers * (self.block_matrix_parameters + self.block_vector_parameters)
+        return blocks + self._parameters_outside()
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that one token meets: all, unless there are experts."""
+        active = self.active_block_matrix_parameters + self.block_vector_parameters
+        return self.num_layers * active + self._parameters_outside()
+
+    def _parameters_outside(self) -> int:
+        """Of embeddings, last norm and head."""
         embedding = self.vocab_size * self.d_model
         head = 0 if self.tied_head else embedding
-        positions = self.context_length * self.d_model if self.positions == "learned" else 0
-        norms = (2 * self.num_layers + 1) * NORM_PARAMETERS[NORMS[self.norm]] * self.d_model
-        return embedding + head + positions + norms + self.num_layers * self.block_matrix_parameters
+        learned = self.positions == "learned"
+        positions = (self.num_positions or self.context_length) * self.d_model if learned else 0
+        norm = 0 if self.block == "post-norm" else NORM_PARAMETERS[NORMS[self.norm]] * self.d_model
+        return embedding + head + positions + norm
 
     def forward_flops(self, *, batch: int, sequence: int, causal_half: bool = True) -> int:
         """Model FLOPs of one forward pass (FLOP_CONVENTION).
 
-        2BT(L(4D² + 2DF or 3DF) + VD) for the weights, and 4BT²D a layer for scores and values,
-        halved when `causal_half`, since half of the score matrix is masked.
+        2BT(L(matrices of a block) + VD) for the weights, and 4BHW for each of the T² pairs of
+        query and key in each layer. With `causal_half` a causal mask leaves T²/2 pairs, and a
+        window of w tokens Tw - w²/2; without, all are counted, as torch's counter does.
         """
-        tokens = batch * sequence
-        weights = self.num_layers * self.block_matrix_parameters + self.vocab_size * self.d_model
-        attention = 4 * tokens * sequence * self.d_model * self.num_layers
-        return 2 * tokens * weights + (attention // 2 if causal_half else attention)
+        weights = self.num_layers * self.active_block_matrix_parameters
+        weights += self.vocab_size * self.d_model
+        pairs_twice = sum(
+            _pairs_twice(sequence, self.window_of(layer))
+            if causal_half and self.mask == "causal"
+            else 2 * sequence**2
+            for layer in range(self.num_layers)
+        )
+        attention = 2 * batch * self.num_heads * self.head_width * pairs_twice
+        return 2 * batch * sequence * weights + attention
 
     def step_flops(self, *, batch: int, sequence: int) -> int:
         """Model FLOPs of forward and backward: three times the forward's. The optimizer is not
@@ -176,6 +141,12 @@ class ModelSpec:
         return cls(**{**shape, **changes})
 
 
+def _pairs_twice(sequence: int, window: int) -> int:
+    """Twice the pairs of query and key under a causal mask, half of the diagonal counted."""
+    seen = min(window or sequence, sequence)
+    return 2 * sequence * seen - seen**2
+
+
 # d_model, d_ff, layers, heads. The six from small to 10b are the course's whose figures others
 # published (EXPERIMENTS: Stanford CS336, assignment 2); the three below small are ours, for
 # machines without a GPU.
@@ -192,14 +163,3 @@ SIZES: Mapping[str, tuple[int, int, int, int]] = MappingProxyType(
         "10b": (4608, 12288, 50, 36),
     }
 )
-
-
-def nearest_divisor(number: int, wanted: int) -> int:
-    """The divisor of `number` closest to `wanted`."""
-    divisors = (
-        d
-        for low in range(1, int(number**0.5) + 1)
-        if number % low == 0
-        for d in (low, number // low)
-    )
-    return min(divisors, key=lambda divisor: (abs(divisor - wanted), divisor))

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.hf_config import HfConfig, name_of, read_network
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.user_model import UserModel, UserModelOption
 
@@ -28,11 +29,13 @@ TRUTH = {
 def options_of(*specs: type, without: Collection[str] = ()) -> dict[str, Field]:
     """The fields that are declared with `option`, by name; of equal names the last spec's.
 
-    Where there is a model, it may be a user's: `model` is then FILE.py:factory.
+    Where there is a model, it may be a user's: `model` is then FILE.py:factory. Or that of a
+    config.json, `hf_config`.
     """
     every = [field for spec in specs for field in dataclasses.fields(spec)]
-    user = dataclasses.fields(UserModelOption) if any(f.name == "model" for f in every) else ()
-    fields = (*user, *every)
+    has_model = any(field.name == "model" for field in every)
+    others = (UserModelOption, HfConfig) if has_model else ()
+    fields = [*(field for other in others for field in dataclasses.fields(other)), *every]
     return {f.name: f for f in fields if "help" in f.metadata and f.name not in without}
 
 
@@ -88,12 +91,14 @@ def format_bytes(size: int) -> str:
 def expand(
     spec: type, values: Mapping[str, tuple[Any, ...]], *, network: Network = ModelSpec
 ) -> list[Any]:
-    """The product of the values as specs; of a spec with a model, made from the preset `size` and
-    the fields given.
+    """The product of the values as specs; of a spec with a model, made from the preset `size`, or
+    the file `hf_config`, and the fields given.
 
     The first option varies slowest. Raises ValueError for a combination that is no model.
     """
-    names = list(dict.fromkeys(name for name in ("size", *values) if name in values))
+    first = "hf_config" if "hf_config" in values else "size"
+    names = [first, *(name for name in values if name not in ("size", "hf_config"))]
+    names = [name for name in names if name in values]
     has_model = any(field.name == "model" for field in dataclasses.fields(spec))
     product = itertools.product(*(values[name] for name in names))
     chosen = (dict(zip(names, combination, strict=True)) for combination in product)
@@ -101,12 +106,15 @@ def expand(
 
 
 def _with_model(spec: type, chosen: dict[str, Any], network: Network) -> Any:
-    """The spec of a user's model where one is chosen, else of the preset with its shape changed."""
-    size = chosen.pop("size")
+    """The spec of a user's model where one is chosen, else of the preset, or of a config.json, with
+    its shape changed.
+    """
+    size, file = chosen.pop("size", ""), chosen.pop("hf_config", "")
     if where := chosen.pop("model", ""):
         return spec(model=UserModel.read(where), **chosen)
     of_network = {field.name for field in dataclasses.fields(network)}
     shape = {name: value for name, value in chosen.items() if name in of_network}
     rest = {name: value for name, value in chosen.items() if name not in of_network}
-    label = "custom" if set(shape) & set(SHAPE) else size.lower()
-    return spec(model=network.preset(size, **shape), size=label, **rest)
+    label = "custom" if set(shape) & set(SHAPE) else name_of(file) if file else size.lower()
+    model = read_network(file, **shape) if file else network.preset(size, **shape)
+    return spec(model=model, size=label, **rest)

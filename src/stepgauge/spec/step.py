@@ -3,6 +3,7 @@
 import dataclasses
 from typing import ClassVar, Self
 
+from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.fields import check, option
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.user_model import UserModel, settle_user_model
@@ -21,7 +22,7 @@ PHASES = ("forward", "backward", "step")
 class WorkSpec:
     """What a training step does. The sequence length is the model's context_length."""
 
-    model: ModelSpec | UserModel
+    model: ModelSpec | BertSpec | UserModel
     size: str = option("custom", "preset that the model spec starts from", word="{size}")
     batch: int = option(
         4, "sequences in a batch", least=1, most=1_000_000, word="batch {batch} × {context_length}"
@@ -88,9 +89,9 @@ class WorkSpec:
         return dataclasses.replace(self, checkpoint_blocks=WorkSpec.checkpoint_blocks)
 
     @property
-    def network(self) -> ModelSpec:
+    def network(self) -> ModelSpec | BertSpec:
         """The model, where its shape is known: of a user's it is not."""
-        assert isinstance(self.model, ModelSpec)
+        assert not isinstance(self.model, UserModel)
         return self.model
 
 

@@ -98,6 +98,11 @@ class TrainSpec:
 
     def __post_init__(self) -> None:
         check(self)
+        if not isinstance(self.model, ModelSpec) or self.model.mask != "causal":
+            raise ValueError(
+                "train predicts the next token, which this network sees: choose one "
+                "with a causal mask"
+            )
         check_wrapper(
             self.data_parallel,
             device=self.device,

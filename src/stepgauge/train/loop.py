@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stepgauge.parallel.training import Parallelise, alone
 from stepgauge.spec.kinds import completed
+from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.train import TrainSpec
 from stepgauge.train.build import build_step
 from stepgauge.train.checkpoint import Checkpoints, require_same
@@ -212,7 +213,7 @@ class Trainer:
         for step, folder, about in self.checkpoints.newest():
             wanted = self._about()
             # what was not yet asked for then was as its default is
-            before = completed(self.spec.kind, about)
+            before = ModelSpec().architecture() | completed(self.spec.kind, about)
             require_same(
                 {name: before[name] for name in before.keys() & (about.keys() | wanted.keys())},
                 wanted,

@@ -1,0 +1,113 @@
+"""The feed-forward layer of a block: plain, gated, or one of several experts.
+
+Legend: B batch, T sequence, N tokens of the batch, D model width, F feed-forward width, E experts,
+K experts a token.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from stepgauge.models.fused_linear import FusedLinear
+from stepgauge.spec.model import ModelSpec
+
+gelu_tanh = functools.partial(F.gelu, approximate="tanh")
+
+# The activation of each kind; of the gated kinds that of the gate (Shazeer 2020).
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "geglu-tanh": gelu_tanh,
+    "reglu": F.relu,
+    "gelu": F.gelu,
+    "gelu-tanh": gelu_tanh,
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+def build_feed_forward(spec: ModelSpec, device: torch.device | None) -> nn.Module:
+    """The layer that the spec names: x_BTD -> y_BTD."""
+    if spec.num_experts:
+        return Experts(spec, device)
+    return (GatedFeedForward if spec.is_gated else FeedForward)(spec, device)
+
+
+class FeedForward(nn.Module):
+    """down(act(up(x)))."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device | None):
+        super().__init__()
+        bias = spec.feed_forward_bias
+        self.activation = ACTIVATIONS[spec.feed_forward]
+        self.up = nn.Linear(spec.d_model, spec.d_ff, bias=bias, device=device)
+        self.down = nn.Linear(spec.d_ff, spec.d_model, bias=bias, device=device)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x_BTD)))
+
+
+class GatedFeedForward(nn.Module):
+    """down(act(gate(x)) · up(x)), gate and up as one matrix product (Shazeer 2020)."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device | None):
+        super().__init__()
+        bias = spec.feed_forward_bias
+        self.activation = ACTIVATIONS[spec.feed_forward]
+        self.gate_up = FusedLinear(spec.d_model, (spec.d_ff, spec.d_ff), bias=bias, device=device)
+        self.down = nn.Linear(spec.d_ff, spec.d_model, bias=bias, device=device)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        gate_BTF, up_BTF = self.gate_up(x_BTD).chunk(2, dim=-1)
+        return self.down(self.activation(gate_BTF) * up_BTF)
+
+
+class Experts(nn.Module):
+    """Each token goes to the K of E feed-forward layers that a router scores highest for it, and
+    gets their mean by the softmax of these K scores (Mixtral, Jiang et al. 2024).
+
+    No token is dropped, and no loss balances the experts.
+    """
+
+    def __init__(self, spec: ModelSpec, device: torch.device | None):
+        super().__init__()
+        self.num_experts, self.per_token = spec.num_experts, spec.experts_per_token
+        self.is_gated = spec.is_gated
+        self.activation = ACTIVATIONS[spec.feed_forward]
+        rows = (2 if spec.is_gated else 1) * spec.d_ff
+        shape_up = (spec.num_experts, rows, spec.d_model)
+        shape_down = (spec.num_experts, spec.d_model, spec.d_ff)
+        self.router = nn.Linear(spec.d_model, spec.num_experts, bias=False, device=device)
+        self.up_weight = nn.Parameter(torch.empty(shape_up, device=device))
+        self.down_weight = nn.Parameter(torch.empty(shape_down, device=device))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_ND = x_BTD.flatten(0, -2)
+        scores_NK, chosen_NK = self.router(x_ND).topk(self.per_token, dim=-1)
+        shares_NK = scores_NK.softmax(-1, dtype=torch.float32).to(scores_NK.dtype)
+        # Copies of the tokens, those of one expert together.
+        order = chosen_NK.flatten().argsort(stable=True)
+        token = order // self.per_token
+        parts = x_ND[token].split(self._tokens_of_each(chosen_NK))
+        weights = zip(parts, self.up_weight, self.down_weight, strict=True)
+        y = torch.cat([self._expert(*each) for each in weights])
+        y = y * shares_NK.flatten()[order, None]
+        return torch.zeros_like(x_ND, dtype=y.dtype).index_add(0, token, y).view_as(x_BTD)
+
+    def _expert(self, x_ND: Tensor, up_FD: Tensor, down_DF: Tensor) -> Tensor:
+        hidden = F.linear(x_ND, up_FD)
+        if self.is_gated:
+            gate, up = hidden.chunk(2, dim=-1)
+            return F.linear(self.activation(gate) * up, down_DF)
+        return F.linear(self.activation(hidden), down_DF)
+
+    def _tokens_of_each(self, chosen_NK: Tensor) -> list[int]:
+        """Copies that each expert gets; as even as can be where tensors have no values."""
+        if chosen_NK.is_meta or isinstance(chosen_NK, FakeTensor):
+            share, rest = divmod(chosen_NK.numel(), self.num_experts)
+            return [share + (expert < rest) for expert in range(self.num_experts)]
+        return chosen_NK.flatten().bincount(minlength=self.num_experts).tolist()

@@ -1,0 +1,41 @@
+"""Rotary positions (Su et al. 2021): pairs of a head's features turned by an angle that grows with
+the position.
+
+Legend: B batch, H heads, T sequence, W width of a head, R features of it that are rotated.
+"""
+
+import torch
+from torch import Tensor
+
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.rope import RopeScaling
+
+
+def rotary_tables(spec: ModelSpec, device: torch.device | None) -> tuple[Tensor, Tensor]:
+    """cos_TR and sin_TR of angle t · base^(-2i/R), both halves of a head alike; the first half's
+    sine is negated.
+    """
+    device = device or torch.get_default_device()
+    width, scaling = spec.rotary_width, RopeScaling.parse(spec.rope_scaling)
+    # On the host, since not every accelerator has float64.
+    frequencies = torch.tensor(
+        [scaling.frequency(spec.rope_base ** (-i / width)) for i in range(0, width, 2)],
+        device="cpu",
+        dtype=torch.float64,
+    )
+    positions = torch.arange(spec.context_length, device="cpu", dtype=torch.float64)
+    angle = positions[:, None] * frequencies
+    cos, sin = angle.cos(), angle.sin()
+    cos_TR, sin_TR = torch.cat((cos, cos), -1).float(), torch.cat((-sin, sin), -1).float()
+    return cos_TR.to(device), sin_TR.to(device)
+
+
+def rotate(x_BHTW: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """Rotates the pairs (i, i + R/2) of the first R features. A roll swaps the halves and the table
+    holds the sign: three kernels.
+    """
+    width = cos_TR.shape[-1]
+    if width < x_BHTW.shape[-1]:
+        rotated = rotate(x_BHTW[..., :width], cos_TR, sin_TR)
+        return torch.cat((rotated, x_BHTW[..., width:]), dim=-1)
+    return torch.addcmul(x_BHTW * cos_TR, x_BHTW.roll(width // 2, -1), sin_TR)

@@ -1,0 +1,405 @@
+"""A config.json of the transformers library as a spec whose network has the same parameters.
+
+What a file leaves out has the library's default. Dropout, initial values and settings of generation
+are left out of the spec: they belong to a run, not to the network. Whatever else is not understood
+is refused, so that no network differs from the file's in silence.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from stepgauge.spec.bert import NUM_TYPES, BertSpec
+from stepgauge.spec.fields import option
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.rope import SCALINGS, RopeScaling
+
+Config = dict[str, Any]
+NEEDED = object()  # stands for the default of a field that every file has
+
+
+@dataclasses.dataclass(frozen=True)
+class HfConfig:
+    """The option that stands beside `size`."""
+
+    hf_config: str = option(
+        "", "config.json of the transformers library, whose network takes the place of a size"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Networks of one model_type: the fields that decide the network with the library's defaults,
+    and what makes a spec of them.
+    """
+
+    defaults: Mapping[str, Any]
+    build: Callable[[Config], ModelSpec | BertSpec]
+
+
+def read_network(file: str | Path, **changes: Any) -> ModelSpec | BertSpec:
+    """The network of a config.json, with fields of its spec changed.
+
+    Raises ValueError for a file that is none, for an unknown model_type or field, and for a value
+    that no spec can say.
+    """
+    try:
+        given = json.loads(Path(file).read_text())
+    except OSError as error:
+        raise ValueError(f"hf_config is {str(file)!r}: {error.strerror}") from None
+    except ValueError:
+        raise ValueError(f"hf_config is {str(file)!r}, which is no JSON") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"hf_config is {str(file)!r}, which holds no JSON object")
+    network = network_of(given)
+    known = {field.name for field in dataclasses.fields(network)}
+    if unknown := [name for name in changes if name not in known]:
+        raise ValueError(f"{unknown[0]} is no field of a network of {given['model_type']}")
+    return dataclasses.replace(network, **changes)
+
+
+def network_of(given: Config) -> ModelSpec | BertSpec:
+    """The same of the values of a config.json."""
+    kind = str(given.get("model_type"))
+    if kind not in FAMILIES:
+        raise ValueError(f"model_type is {kind!r}; known are {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    unknown = sorted(given.keys() - family.defaults.keys() - IDLE)
+    if unknown:
+        raise ValueError(f"{unknown[0]} is no field that is understood in a config of {kind}")
+    config = {**family.defaults, **given}
+    missing = [name for name, value in config.items() if value is NEEDED]
+    if missing:
+        raise ValueError(f"{missing[0]} is missing in the config of {kind}")
+    for name, value in config.items():
+        if family.defaults.get(name) is NEEDED and type(value) is not int:
+            raise ValueError(f"{name} is {value!r}; it must be a whole number")
+    return family.build(config)
+
+
+def name_of(file: str | Path) -> str:
+    """What rows are called: the file's name, and of a config.json that of its folder."""
+    path = Path(file).resolve()
+    return path.parent.name if path.stem == "config" else path.stem
+
+
+def _decoder(config: Config, **more: Any) -> ModelSpec:
+    """Of llama and those that grew out of it."""
+    return ModelSpec(
+        **_shape(config),
+        **_rope(config),
+        **_windows(config),
+        num_kv_heads=_kv_heads(config),
+        head_dim=_head_dim(config),
+        feed_forward=_choice(config, "hidden_act", GATED),
+        norm_epsilon=config["rms_norm_eps"],
+        tied_head=config["tie_word_embeddings"],
+        **more,
+    )
+
+
+def _llama(config: Config) -> ModelSpec:
+    return _decoder(
+        config,
+        attention_bias="all" if config["attention_bias"] else "none",
+        feed_forward_bias=config["mlp_bias"],
+    )
+
+
+def _mixtral(config: Config) -> ModelSpec:
+    return _decoder(
+        config,
+        num_experts=config["num_local_experts"],
+        experts_per_token=config["num_experts_per_tok"],
+    )
+
+
+def _qwen2(config: Config) -> ModelSpec:
+    return _decoder(config, attention_bias="qkv")
+
+
+def _qwen3(config: Config) -> ModelSpec:
+    bias = "all" if config["attention_bias"] else "none"
+    return _decoder(config, attention_bias=bias, qk_norm=True)
+
+
+def _gemma(config: Config) -> ModelSpec:
+    """Its norms multiply by 1 + weight, which is a weight of another initial value."""
+    _require(config, "use_bidirectional_attention", None, False)
+    # The library reads "gelu" as the approximation that these networks were trained with.
+    act = config["hidden_activation"] or config["hidden_act"]
+    config = {**config, "hidden_act": "gelu_pytorch_tanh" if act == "gelu" else act}
+    bias = "all" if config["attention_bias"] else "none"
+    return _decoder(config, attention_bias=bias, scaled_embedding=True)
+
+
+def _gpt2(config: Config) -> ModelSpec:
+    _require(config, "scale_attn_weights", True)
+    _require(config, "scale_attn_by_inverse_layer_idx", False)
+    _require(config, "add_cross_attention", False)
+    return ModelSpec(
+        vocab_size=config["vocab_size"],
+        d_model=config["n_embd"],
+        d_ff=config["n_inner"] or 4 * config["n_embd"],
+        num_layers=config["n_layer"],
+        num_heads=config["n_head"],
+        context_length=min(ModelSpec.context_length, config["n_positions"]),
+        positions="learned",
+        num_positions=config["n_positions"],
+        feed_forward=_choice(config, "activation_function", PLAIN),
+        norm_epsilon=config["layer_norm_epsilon"],
+        tied_head=config["tie_word_embeddings"],
+        **LAYERNORM_AND_BIASES,
+    )
+
+
+def _gpt_neox(config: Config) -> ModelSpec:
+    names = {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
+    older = {name: config[old] for old, name in names.items() if config[old] is not None}
+    config = {**config, **older}
+    return ModelSpec(
+        **_shape(config),
+        **_rope(config),
+        feed_forward=_choice(config, "hidden_act", PLAIN),
+        norm_epsilon=config["layer_norm_eps"],
+        tied_head=config["tie_word_embeddings"],
+        block="parallel" if config["use_parallel_residual"] else "pre-norm",
+        **{
+            **LAYERNORM_AND_BIASES,
+            "attention_bias": "all" if config["attention_bias"] else "none",
+        },
+    )
+
+
+def _bert(config: Config) -> BertSpec:
+    _require(config, "hidden_act", "gelu")
+    _require(config, "type_vocab_size", NUM_TYPES)
+    _require(config, "position_embedding_type", "absolute")
+    _require(config, "layer_norm_eps", 1e-12)
+    for name in ("is_decoder", "add_cross_attention"):
+        _require(config, name, False)
+    _require(config, "tie_word_embeddings", True)
+    positions = config["max_position_embeddings"]
+    shape = {"num_positions": positions, "context_length": min(positions, BertSpec.context_length)}
+    return BertSpec(**_shape(config), **shape)
+
+
+def _shape(config: Config) -> dict[str, Any]:
+    return {
+        "vocab_size": config["vocab_size"],
+        "d_model": config["hidden_size"],
+        "d_ff": config["intermediate_size"],
+        "num_layers": config["num_hidden_layers"],
+        "num_heads": config["num_attention_heads"],
+    }
+
+
+def _kv_heads(config: Config) -> int:
+    """0, as many as there are query heads, where it is so."""
+    heads = config["num_key_value_heads"]
+    return 0 if heads in (None, config["num_attention_heads"]) else int(heads)
+
+
+def _head_dim(config: Config) -> int:
+    """0, what follows from the width, where it is so."""
+    width = config["head_dim"]
+    usual = width is None or width * config["num_attention_heads"] == config["hidden_size"]
+    return 0 if usual else int(width)
+
+
+def _rope(config: Config) -> dict[str, Any]:
+    """Base, rotated fraction and scaling, by the names of all versions of the library."""
+    given: Config = config["rope_parameters"] or config["rope_scaling"] or {}
+    kind = given.get("rope_type", given.get("type", "default"))
+    kind = "none" if kind == "default" else kind
+    if kind not in SCALINGS:
+        raise ValueError(f"rope_type is {kind!r}; known are default, {', '.join(SCALINGS)}")
+    if config["rope_scaling"] and not {"rope_type", "type"} & given.keys():
+        raise ValueError("rope_scaling has no rope_type; give one")
+    names = {"original_context": "original_max_position_embeddings"}
+    wanted = [names.get(name, name) for name in SCALINGS[kind]]
+    if missing := [name for name in wanted if name not in given]:
+        raise ValueError(f"{missing[0]} is missing in the rope scaling {kind}")
+    beside = {name: config[name] for name in ("rope_theta", "partial_rotary_factor")}
+    angles = {**beside, **given}
+    return {
+        "rope_base": float(angles["rope_theta"]),
+        "rope_fraction": float(angles["partial_rotary_factor"]),
+        "rope_scaling": str(RopeScaling(kind, tuple(given[name] for name in wanted))),
+    }
+
+
+def _windows(config: Config) -> dict[str, Any]:
+    """The window, and which blocks are without one. Raises ValueError for a pattern that repeats
+    in another way than with one block of n without.
+    """
+    window, layers = config["sliding_window"], config["num_hidden_layers"]
+    if not window or not config["use_sliding_window"]:
+        return {}
+    kinds = config["layer_types"]
+    if kinds is None:
+        first = config["max_window_layers"]
+        kinds = [WINDOWED if layer >= first else "full_attention" for layer in range(layers)]
+    full = [layer for layer, kind in enumerate(kinds) if kind != WINDOWED]
+    if len(full) == layers:
+        return {}
+    every = full[0] + 1 if full else 0
+    if full and full != list(range(every - 1, layers, every)):
+        raise ValueError(
+            f"layer_types has full attention in blocks {full}, which is not every n-th: "
+            "no spec can say it"
+        )
+    return {"window": window, "full_attention_every": every}
+
+
+def _choice(config: Config, name: str, known: Mapping[str, str]) -> str:
+    if config[name] not in known:
+        raise ValueError(f"{name} is {config[name]!r}; known are {', '.join(known)}")
+    return known[config[name]]
+
+
+def _require(config: Config, name: str, *accepted: Any) -> None:
+    if config[name] not in accepted:
+        raise ValueError(f"{name} is {config[name]!r}; only {accepted[0]!r} can be run")
+
+
+WINDOWED = "sliding_attention"
+PLAIN = {
+    "gelu": "gelu",
+    "gelu_new": "gelu-tanh",
+    "gelu_pytorch_tanh": "gelu-tanh",
+    "relu": "relu",
+    "silu": "silu",
+}
+GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu-tanh", "relu": "reglu"}
+LAYERNORM_AND_BIASES: Mapping[str, Any] = {
+    "norm": "layernorm",
+    "attention_bias": "all",
+    "feed_forward_bias": True,
+}
+
+_SHAPE = dict.fromkeys(
+    (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    ),
+    NEEDED,
+)
+_ROPE = {
+    "rope_theta": 10_000.0,
+    "rope_scaling": None,
+    "rope_parameters": None,
+    "partial_rotary_factor": 1.0,
+}
+_DECODER = {
+    **_SHAPE,
+    **_ROPE,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "sliding_window": None,
+    "use_sliding_window": True,
+    "max_window_layers": 0,
+    "layer_types": None,
+}
+_QWEN = {**_DECODER, "use_sliding_window": False, "max_window_layers": 28}
+
+# The defaults are those of transformers 5.23's configuration classes.
+FAMILIES: Mapping[str, Family] = {
+    "gpt2": Family(
+        {
+            **dict.fromkeys(("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"), NEEDED),
+            "n_inner": None,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": True,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+        _gpt2,
+    ),
+    "gpt_neox": Family(
+        {
+            **_SHAPE,
+            **_ROPE,
+            "partial_rotary_factor": 0.25,
+            "rotary_pct": None,
+            "rotary_emb_base": None,
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "use_parallel_residual": True,
+            "attention_bias": True,
+        },
+        _gpt_neox,
+    ),
+    "llama": Family({**_DECODER, "attention_bias": False, "mlp_bias": False}, _llama),
+    "mistral": Family(
+        {**_DECODER, "num_key_value_heads": 8, "sliding_window": 4096},
+        _decoder,
+    ),
+    "mixtral": Family(
+        {
+            **_DECODER,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        _mixtral,
+    ),
+    "qwen2": Family({**_QWEN, "num_key_value_heads": 32}, _qwen2),
+    "qwen3": Family(
+        {**_QWEN, "num_key_value_heads": 32, "head_dim": 128, "attention_bias": False}, _qwen3
+    ),
+    "gemma": Family(
+        {
+            **_DECODER,
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": None,
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "use_bidirectional_attention": None,
+        },
+        _gemma,
+    ),
+    "bert": Family(
+        {
+            **_SHAPE,
+            "hidden_act": "gelu",
+            "max_position_embeddings": 512,
+            "type_vocab_size": 2,
+            "layer_norm_eps": 1e-12,
+            "position_embedding_type": "absolute",
+            "is_decoder": False,
+            "add_cross_attention": False,
+            "tie_word_embeddings": True,
+        },
+        _bert,
+    ),
+}
+
+# Fields that leave the network as it is. A longest position is no limit of rotary networks.
+_IDLE = """model_type architectures _name_or_path transformers_version torch_dtype dtype auto_map
+bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id
+use_cache max_position_embeddings n_ctx initializer_range pretraining_tp
+gradient_checkpointing reorder_and_upcast_attn output_attentions output_hidden_states
+return_dict is_encoder_decoder chunk_size_feed_forward id2label label2id problem_type
+task_specific_params finetuning_task directionality
+pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
+summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+attention_dropout hidden_dropout hidden_dropout_prob attention_probs_dropout_prob
+classifier_dropout is_decoder resid_pdrop embd_pdrop attn_pdrop
+output_router_logits router_aux_loss_coef router_jitter_noise"""
+IDLE = frozenset(_IDLE.split())

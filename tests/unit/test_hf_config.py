@@ -1,0 +1,222 @@
+"""Published networks: each config.json gives a spec and a module with the published number of
+parameters.
+
+The values are those of the files on the hub, 2024 to 2025, without what decides no parameter.
+"""
+
+import json
+
+import pytest
+import torch
+
+from stepgauge.models.bert import BertForMaskedLM
+from stepgauge.models.transformer import TransformerLM
+from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.hf_config import network_of, read_network
+from stepgauge.spec.options import expand
+from stepgauge.spec.step import StepSpec
+
+
+def shape(vocab_size, width, d_ff, layers, heads, **more):
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": width,
+        "intermediate_size": d_ff,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        **more,
+    }
+
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+PYTHIA = {
+    "model_type": "gpt_neox",
+    "rotary_pct": 0.25,
+    "rotary_emb_base": 10000,
+    "use_parallel_residual": True,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+GPT2 = {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_ctx": 1024}
+QWEN2 = {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32768}
+QWEN3 = {"model_type": "qwen3", "head_dim": 128, "rope_theta": 1e6, "num_key_value_heads": 8}
+PUBLISHED = {
+    "llama-3-8b": (
+        {
+            "model_type": "llama",
+            "rope_theta": 500000.0,
+            "rms_norm_eps": 1e-05,
+            **shape(128256, 4096, 14336, 32, 32, num_key_value_heads=8),
+        },
+        8_030_261_248,
+    ),
+    "llama-3.2-1b": (
+        {
+            "model_type": "llama",
+            "rope_theta": 500000.0,
+            "rope_scaling": LLAMA3_SCALING,
+            "tie_word_embeddings": True,
+            **shape(128256, 2048, 8192, 16, 32, num_key_value_heads=8, head_dim=64),
+        },
+        1_235_814_400,
+    ),
+    "llama-2-7b": ({"model_type": "llama", **shape(32000, 4096, 11008, 32, 32)}, 6_738_415_616),
+    "mistral-7b": (
+        {
+            "model_type": "mistral",
+            "sliding_window": 4096,
+            **shape(32000, 4096, 14336, 32, 32, num_key_value_heads=8),
+        },
+        7_241_732_096,
+    ),
+    "mixtral-8x7b": (
+        {
+            "model_type": "mixtral",
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            **shape(32000, 4096, 14336, 32, 32, num_key_value_heads=8),
+        },
+        46_702_792_704,
+    ),
+    "gpt2": ({**GPT2, "n_embd": 768, "n_layer": 12, "n_head": 12}, 124_439_808),
+    "gpt2-xl": ({**GPT2, "n_embd": 1600, "n_layer": 48, "n_head": 25}, 1_557_611_200),
+    "pythia-160m": ({**PYTHIA, **shape(50304, 768, 3072, 12, 12)}, 162_322_944),
+    "pythia-1b": ({**PYTHIA, **shape(50304, 2048, 8192, 16, 8)}, 1_011_781_632),
+    "qwen2-0.5b": (
+        {
+            **QWEN2,
+            "tie_word_embeddings": True,
+            **shape(151936, 896, 4864, 24, 14, num_key_value_heads=2),
+        },
+        494_032_768,
+    ),
+    "qwen2.5-7b": (
+        {**QWEN2, **shape(152064, 3584, 18944, 28, 28, num_key_value_heads=4)},
+        7_615_616_512,
+    ),
+    "qwen3-0.6b": (
+        {**QWEN3, "tie_word_embeddings": True, **shape(151936, 1024, 3072, 28, 16)},
+        596_049_920,
+    ),
+    "qwen3-8b": ({**QWEN3, **shape(151936, 4096, 12288, 36, 32)}, 8_190_735_360),
+    "gemma-2b": (
+        {
+            "model_type": "gemma",
+            "hidden_act": "gelu",
+            "hidden_activation": None,
+            "head_dim": 256,
+            **shape(256000, 2048, 16384, 18, 8, num_key_value_heads=1),
+        },
+        2_506_172_416,
+    ),
+    "bert-base": (
+        {
+            "model_type": "bert",
+            "max_position_embeddings": 512,
+            "type_vocab_size": 2,
+            **shape(30522, 768, 3072, 12, 12),
+        },
+        109_514_298,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_the_published_ones(name):
+    config, parameters = PUBLISHED[name]
+    spec = network_of(config)
+    assert spec.num_parameters == parameters
+    network = BertForMaskedLM if isinstance(spec, BertSpec) else TransformerLM
+    module = network(spec, device=torch.device("meta"))
+    assert sum(p.numel() for p in module.parameters()) == parameters
+
+
+def test_active_parameters_of_experts():
+    # 12.9 billion, as Jiang et al. 2024 say: two of eight experts.
+    assert network_of(PUBLISHED["mixtral-8x7b"][0]).num_active_parameters == 12_879_925_248
+
+
+def test_rotary_settings_of_all_versions_of_the_library():
+    older = {**PUBLISHED["llama-3.2-1b"][0]}
+    newer = {**older, "rope_parameters": {**older.pop("rope_scaling"), "rope_theta": 500000.0}}
+    del newer["rope_scaling"], newer["rope_theta"]
+    assert network_of(newer) == network_of(PUBLISHED["llama-3.2-1b"][0])
+    assert network_of(newer).rope_scaling == "llama3:32:1:4:8192"
+    assert network_of(PUBLISHED["pythia-160m"][0]).rotary_width == 16
+
+
+@pytest.mark.parametrize(
+    ("types", "expected"),
+    [
+        (None, [0, 8, 8, 8]),
+        (["sliding_attention", "full_attention"] * 2, [8, 0, 8, 0]),
+        (["full_attention"] * 4, [0, 0, 0, 0]),
+    ],
+)
+def test_windows_of_layers(types, expected):
+    config = {
+        **QWEN2,
+        **shape(100, 64, 128, 4, 4, num_key_value_heads=4),
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "layer_types": types,
+        "max_window_layers": 1,
+    }
+    if types is None:
+        with pytest.raises(ValueError, match=r"full attention in blocks \[0\], which is not every"):
+            network_of(config)
+        config["max_window_layers"], expected = 0, [8, 8, 8, 8]
+    spec = network_of(config)
+    assert [spec.window_of(layer) for layer in range(4)] == expected
+
+
+LLAMA = {"model_type": "llama", **shape(100, 64, 128, 2, 4)}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "t5"}, "model_type is 't5'; known are gpt2, "),
+        ({}, "model_type is 'None'; known are"),
+        (LLAMA | {"num_experts": 4}, "num_experts is no field that is understood in a config of"),
+        ({"model_type": "llama"}, "vocab_size is missing in the config of llama"),
+        (LLAMA | {"hidden_size": "64"}, "hidden_size is '64'; it must be a whole number"),
+        (LLAMA | {"hidden_act": "mish"}, "hidden_act is 'mish'; known are silu"),
+        (LLAMA | {"rope_scaling": {"rope_type": "new"}}, "rope_type is 'new'; known are default"),
+        (LLAMA | {"num_key_value_heads": 3}, "num_kv_heads is 3, which does not divide"),
+        (
+            PUBLISHED["bert-base"][0] | {"type_vocab_size": 3},
+            "type_vocab_size is 3; only 2 can be run",
+        ),
+    ],
+)
+def test_what_is_not_understood_is_said(config, words):
+    with pytest.raises(ValueError) as error:
+        network_of(config)
+    assert words in str(error.value)
+
+
+def test_a_file_takes_the_place_of_a_size(tmp_path):
+    file = tmp_path / "little" / "config.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(LLAMA))
+    assert read_network(file).d_model == 64
+    values = {"size": ("small",), "hf_config": (str(file),), "context_length": (16, 32)}
+    specs = list(expand(StepSpec, values))
+    assert [(spec.size, spec.model.context_length) for spec in specs] == [
+        ("little", 16),
+        ("little", 32),
+    ]
+    with pytest.raises(ValueError, match="No such file"):
+        read_network(tmp_path / "other.json")
+    file.write_text("no")
+    with pytest.raises(ValueError, match="which is no JSON"):
+        read_network(file)
