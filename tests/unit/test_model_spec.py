@@ -131,3 +131,10 @@ def test_architecture_is_blind_to_implementations_only():
     same = ModelSpec.preset("nano", norm="rmsnorm-eager", attention="eager")
     other = ModelSpec.preset("nano", norm="layernorm")
     assert spec.architecture() == same.architecture() != other.architecture()
+
+
+def test_fields_that_a_caller_does_not_know_are_said():
+    spec = ModelSpec.preset("nano", norm="layernorm", num_kv_heads=1)
+    spec.require_defaults("norm num_kv_heads", "is not known")
+    with pytest.raises(ValueError, match="num_kv_heads is 1, which has no cost model yet"):
+        spec.require_defaults("norm", "has no cost model yet")

@@ -24,6 +24,8 @@ from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.plan.pipeline.balance import balance
 
 Make = Callable[[torch.device], nn.Module]
+# Fields of a ModelSpec that parts are built by; others have their defaults.
+BUILT = "feed_forward norm positions rope_base rope_scaling tied_head attention loss"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +55,8 @@ class RotaryAttention(nn.Module):
 
     def __init__(self, spec: ModelSpec, device: torch.device):
         super().__init__()
-        self.attention = transformer.Attention(spec, device)
-        cos_TW, sin_TW = transformer.rotary_tables(spec.context_length, spec.head_width, device)
+        self.attention = transformer.Attention(spec, 0, device)
+        cos_TW, sin_TW = transformer.rotary_tables(spec, device)
         self.cos_TW: Tensor
         self.sin_TW: Tensor
         self.register_buffer("cos_TW", cos_TW, persistent=False)
@@ -98,8 +100,10 @@ def parts(model: ModelSpec | BertSpec) -> list[Part]:
     """Embeddings, two parts a block, and the head."""
     d, length = model.d_model, model.context_length
     is_bert = isinstance(model, BertSpec)
+    if isinstance(model, ModelSpec):
+        model.require_defaults(BUILT, "cannot be cut into the parts of a pipeline yet")
     attention = 8 * d * d + (4 if is_bert else 2) * length * d
-    is_gated = isinstance(model, ModelSpec) and model.feed_forward == "swiglu"
+    is_gated = isinstance(model, ModelSpec) and model.is_gated
     feed_forward = (6 if is_gated else 4) * d * model.d_ff
     head = 2 * d * model.vocab_size
     makers = _bert(model) if isinstance(model, BertSpec) else _transformer(model)
@@ -122,11 +126,11 @@ def _transformer(spec: ModelSpec) -> dict[str, Make]:
         if spec.positions == "rope":
             inner: nn.Module = RotaryAttention(spec, device)
         else:
-            inner = _WithoutRotation(transformer.Attention(spec, device))
+            inner = _WithoutRotation(transformer.Attention(spec, 0, device))
         return Residual(inner, norm(device=device), norm_first=True)
 
     def feed_forward(device: torch.device) -> nn.Module:
-        inner = transformer.FEED_FORWARDS[spec.feed_forward](spec, device)
+        inner = transformer.build_feed_forward(spec, device)
         return Residual(inner, norm(device=device), norm_first=True)
 
     def last(device: torch.device) -> nn.Module:

@@ -15,6 +15,8 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import WorkSpec
 
 TRAFFIC = "traffic"
+# Fields of a ModelSpec beside its shape that the terms know, or that cost nothing.
+PRICED = "feed_forward norm norm_epsilon positions rope_base tied_head attention loss"
 # Arithmetic of products, bytes of an activation, and bytes of the residual stream and weights.
 PRECISION: dict[str, tuple[str, int, int]] = {
     "fp32": ("fp32", 4, 4),
@@ -50,6 +52,9 @@ class StepOperations:
             raise ValueError(f"compile is {spec.compile!r}; only off, on and blocks are predicted")
         if not isinstance(model, ModelSpec):
             raise ValueError("a user's own model has no cost model yet; only presets are predicted")
+        model.require_defaults(PRICED, "has no cost model yet")
+        if model.feed_forward not in ("swiglu", "gelu"):
+            raise ValueError(f"feed_forward is {model.feed_forward!r}; its cost is not calibrated")
         if model.norm not in ("rmsnorm", "layernorm", "triton"):
             raise ValueError(f"norm is {model.norm!r}; its cost is not calibrated")
         if model.attention not in ("sdpa", "triton"):

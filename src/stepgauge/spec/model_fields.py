@@ -246,6 +246,17 @@ class NetworkFields:
         for mistake in _mistakes(self):
             raise ValueError(mistake)
 
+    def require_defaults(self, beside: str, why: str) -> None:
+        """Raises ValueError, which ends with `why`, for a field that is not at its default and is
+        neither of the shape nor in the list `beside`.
+        """
+        shape = "vocab_size context_length d_model d_ff num_layers num_heads num_positions"
+        free = {*shape.split(), *beside.split()}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in free and value != field.default:
+                raise ValueError(f"{field.name} is {value!r}, which {why}")
+
     @property
     def head_width(self) -> int:
         return self.head_dim or self.d_model // self.num_heads
