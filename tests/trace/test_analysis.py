@@ -5,9 +5,10 @@ import contextlib
 import pytest
 
 from stepgauge.spec.analysis import Analysis
-from stepgauge.trace.analysis import analyse, repeated, thinned
+from stepgauge.trace.analysis import analyse, thinned
 from stepgauge.trace.events import load
 from stepgauge.trace.idle import DEPENDENCY, HOST_BOUND, SYNCHRONISED, TURNAROUND
+from stepgauge.trace.names import repeated
 from stepgauge.trace.overlap import overlap, required_overlap
 from stepgauge.trace.read import TraceError
 
@@ -21,7 +22,7 @@ def test_every_kernel_is_placed_by_kind_phase_and_range(trace, gpu_step, tmp_pat
     for number in range(3):
         gpu_step(trace, number)
     found = analyse(trace.write(tmp_path / "t.json"))
-    placed = {(c.kind, c.phase, c.range): (c.calls, c.us) for c in found.cells}
+    placed = {(c.kind, c.phase, c.range): (c.calls, c.us) for c in found.cells if c.calls}
     assert placed == {
         ("matmul", "forward", "blocks.*.attention.scores"): (3, 300),
         ("softmax", "forward", "blocks.*.attention.softmax"): (3, 150),
@@ -51,17 +52,102 @@ def test_flops_are_counted_once_an_operation(trace, gpu_step, tmp_path):
 def test_phases_and_idle_times_fill_the_device_time_line(trace, gpu_step, tmp_path):
     gpu_step(trace)
     found = analyse(trace.write(tmp_path / "t.json"))
-    # Forward begins at 1000 on the host; its first kernel 2 µs later. The all-reduce ends 90 µs
-    # after the product.
-    assert found.phases_us["forward"] == [pytest.approx(2 + 100 + 50)]
+    # Forward begins at 1000 on the host, its first kernel 2 µs later: the lead-in. The all-reduce
+    # ends 90 µs after the product. The host's step ends 40 µs after the optimizer's kernel.
+    assert (found.lead_in_us, found.tail_us) == (pytest.approx(2), pytest.approx(40))
+    assert found.phases_us["forward"] == [pytest.approx(100 + 50)]
     assert found.phases_us["backward"] == [pytest.approx(200 + 90)]
     assert found.phases_us["optimizer"] == [pytest.approx(2 + 60)]
     whole = sum(sum(values) for values in found.phases_us.values())
     assert sum(c.busy_us + c.idle_us for c in found.cells) == pytest.approx(whole)
     assert {(row.reason, row.phase): row.us for row in found.idle} == {
-        (HOST_BOUND, "forward"): pytest.approx(2),
-        (SYNCHRONISED, "optimizer"): pytest.approx(2),
+        (SYNCHRONISED, "optimizer"): pytest.approx(2)
     }
+
+
+def test_steps_of_a_host_that_runs_ahead_lie_on_the_devices_time_line(trace, tmp_path):
+    """Four launches in 60 µs, four kernels of 20 ms back to back: a step takes 20 ms, idle is 0."""
+    for number in range(4):
+        with trace.range(f"ProfilerStep#{number}"), trace.op("aten::mm"):
+            trace.launch("void gemm()", 20_000)
+            trace.now += 5
+    trace.synchronize()
+    found = analyse(trace.write(tmp_path / "t.json"))
+    assert found.steps == 4
+    assert found.phases_us == {"forward": [20_000.0] * 4}
+    assert found.idle == []
+    assert (found.lead_in_us, found.tail_us) == (2, 0)
+    (row,) = found.path
+    # Without the products the host is left: four launches, 15 µs apart.
+    assert (row.what, row.us, row.gain_us) == ("matmul", 80_000, 80_000 - 3 * 15)
+
+
+def test_a_kernel_that_outlasts_its_step_hides_nothing_of_the_next_one(trace, tmp_path):
+    """Step 0: product 0 to 10, all-reduce 30 to 40. Step 1: product 12 to 20, and 45 to 50."""
+    for number, (first, second) in enumerate((((0, 10), (30, 40)), ((12, 20), (45, 50)))):
+        with trace.range(f"ProfilerStep#{number}"), trace.op("aten::mm"):
+            for stream, name, (start, end) in (
+                (7, "gemm", first),
+                (7 if number else 20, "gemm" if number else "ncclDevKernel_AllReduce", second),
+            ):
+                trace.free[stream] = 2000 + start
+                trace.launch(name, end - start, stream=stream)
+    found = analyse(trace.write(tmp_path / "t.json"))
+    # 0-10 | 10-12 idle, 12-20 | 20-30 idle, 30-40 | 40-45 idle, 45-50
+    assert found.phases_us == {"forward": [10 + 10 + 10, 2 + 8 + 5 + 5]}
+    assert sum(row.us for row in found.idle) == 2 + 10 + 5
+    assert found.overlap.communication_us == 10
+    assert found.overlap.hidden_us == 0
+
+
+def test_what_the_device_did_between_steps_is_a_step_s_and_what_the_profiler_left_out_is_not(
+    trace, tmp_path
+):
+    for number in (3, 4, 9):  # 5 to 8 were not recorded
+        trace.now += 1000
+        with trace.range(f"ProfilerStep#{number}"), trace.op("aten::mm"):
+            trace.launch("void gemm()", 50)
+            trace.synchronize()
+            trace.now += 30
+    found = analyse(trace.write(tmp_path / "t.json"))
+    # Step 4's product begins 30 + 1000 + 2 µs after step 3's; step 9 is a cycle of its own.
+    assert found.phases_us == {"forward": [50, 1032 + 50, 50]}
+    assert (found.lead_in_us, found.tail_us) == (4, 60)
+
+
+def test_a_marked_step_that_launched_nothing_is_no_step(trace, tmp_path):
+    for number in range(3):
+        with trace.range(f"ProfilerStep#{number}"):
+            if number < 2:
+                trace.launch("void gemm()", 50)
+            trace.now += 100
+    found = analyse(trace.write(tmp_path / "t.json"))
+    assert (found.steps, [len(values) for values in found.phases_us.values()]) == (2, [2])
+    assert "1 of 3 marked steps launched no work" in found.notes[0]
+
+
+def test_devices_that_are_not_known_are_said(trace, tmp_path):
+    with trace.op("aten::mm"):
+        trace.now += 50
+    trace.event("dma_request", "mtia_ccp_events", 1010, 1020, tid=801, pid=9)
+    trace.event("process", "", 1010, 1020, tid=1, pid=77)  # nobody says what that is
+    trace.events.append(
+        {"ph": "M", "name": "process_name", "pid": 9, "args": {"name": "MTIA 9"}}
+    )
+    found = analyse(trace.write(tmp_path / "t.json"))
+    assert not found.on_device
+    assert "1 of MTIA 9" in found.notes[0]
+    assert "the host's operations alone" in found.notes[0]
+
+
+def test_the_profilers_lead_in_of_a_trace_without_steps_is_no_idle_time(trace, tmp_path):
+    trace.now += 5000
+    with trace.op("aten::mm"):
+        trace.launch("void gemm()", 50)
+        trace.launch("void gemm()", 50)
+    found = analyse(trace.write(tmp_path / "t.json"))
+    assert found.phases_us == {"forward": [100]}
+    assert (found.idle, found.lead_in_us, found.tail_us) == ([], 0, 0)
 
 
 def test_why_the_device_stood_still(trace, tmp_path):
@@ -81,7 +167,7 @@ def test_why_the_device_stood_still(trace, tmp_path):
         trace.now += 100
     found = analyse(trace.write(tmp_path / "t.json"))
     gaps = {row.reason: row.us for row in found.idle}
-    assert gaps[HOST_BOUND] == pytest.approx(2 + (1510 + 2 - 1052))
+    assert gaps[HOST_BOUND] == pytest.approx(1510 + 2 - 1052)
     assert gaps[TURNAROUND] == pytest.approx(5)
     assert gaps[DEPENDENCY] == pytest.approx(4)
     assert gaps[SYNCHRONISED] == pytest.approx(32)
@@ -102,10 +188,10 @@ def test_idle_time_until_a_phase_ends_on_the_host_is_that_phases(trace, tmp_path
             trace.launch("void gemm_b()", 50)  # from 1402 to 1452
     found = analyse(trace.write(tmp_path / "t.json"))
     end = 1320 if recorded else 1300
-    assert found.phases_us["forward"] == [pytest.approx(end - 1000)]
+    assert found.phases_us["forward"] == [pytest.approx(end - 1002)]
     assert found.phases_us["backward"] == [pytest.approx(1452 - end)]
     assert {row.phase: row.us for row in found.idle} == {
-        "forward": pytest.approx(2 + end - 1052),
+        "forward": pytest.approx(end - 1052),
         "backward": pytest.approx(1402 - end),
     }
     assert {cell.name: cell.calls for cell in found.cells} == {"gemm_a": 1, "gemm_b": 1}

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Self
 
-SCHEMA = 1
-# Of work, in the order of a timeline's lanes.
+SCHEMA = 2  # 1 had `lanes` and `marks` of the last step in place of the timeline
+# Of work; a kind's place gives its colour.
 KINDS = (
     "communication",
     "matmul",
@@ -21,6 +21,12 @@ KINDS = (
     "copy",
     "host",
     "other",
+    "convolution",
+    "embedding",
+    "quantisation",
+    "routing",
+    "pooling",
+    "sort",
 )
 
 
@@ -78,10 +84,92 @@ class Idle:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamRow:
+    """How one stream was fed, over all profiled steps.
+
+    delay_us  from the end of the host's launch call to the kernel's start, where that was later:
+              median and maximum
+    queue     kernels that were launched and had not begun, over time: mean and maximum
+    call_us   time of the launch calls, added
+    late      kernels that were launched after the device had run dry
+    """
+
+    stream: str
+    launches: int
+    call_us: float
+    delay_us: list[float]
+    queue: list[float]
+    late: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CopyRow:
+    """Transfers and fills of the driver in one direction. `bytes` is 0 where the trace does not say."""
+
+    name: str
+    calls: int
+    us: float
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CollectiveRow:
+    """All calls of one collective with equal arguments.
+
+    ranks      of its group, as the trace writes them; "" where it does not say
+    bytes      of the whole operation as nccl-tests counts them; 0 where the trace does not say
+    calls_us   [start µs, duration µs] of each call in order, by the trace's own clock
+    """
+
+    name: str
+    range: str
+    ranks: str
+    group_size: int
+    dtype: str
+    bytes: int
+    calls_us: list[list[float]]
+
+    @property
+    def us(self) -> float:
+        return sum(us for _, us in self.calls_us)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PathRow:
+    """A part of the step's critical path, over all profiled steps, and what would be gained if this
+    work took no time.
+    """
+
+    what: str
+    us: float
+    gain_us: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """What ran when, small enough for a page.
+
+    names    of what ran, each with its kind: [name, kind]
+    tracks   [title, numbers]: for each piece its pause after the one before, its duration, its name
+             by number, how many pieces it stands for; times in tenths of a µs
+    marks    [title, start, end] of steps and phases, in tenths of a µs
+    origin_us  where 0 lies on the trace's clock
+    """
+
+    names: list[list[str]]
+    tracks: list[list[Any]]
+    marks: list[list[Any]]
+    origin_us: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Communication of one rank: how long, and how much of it was hidden behind computing."""
+    """Communication of one rank: how long, and how much of it was hidden behind computing, over all
+    profiled steps.
+    """
 
     rank: int | None
+    steps: int = 1
     communication_us: float
     computation_us: float
     hidden_us: float
@@ -107,14 +195,16 @@ class Analysis:
 
     source      the file
     on_device   kernels of a device; else operations of the host, each by what it did itself
-    steps       how many steps were profiled
+    steps       how many steps were profiled, of those that launched any work
     phases_us   phase -> one value a step; on a device by its own time line, on a CPU on the host's
+    lead_in_us, tail_us  from the first step's begin on the host to the device's first work, and from
+                  its last work to the host's end of the last step: no part of the steps
     stopwatch_ms  phase -> milliseconds without the profiler, where they were taken; "step" is the
                   whole
     watched_ms    phase -> one value a step: the same stopwatch in the profiled steps themselves
-    lanes       kind -> [start, end] pairs in µs from the step's begin, of the last step
-    marks       [phase, start µs, end µs] of the last step
+    path        the critical path and its gains; `path_error` is the model's step over the trace's, -1
     flame       nested [name, µs itself, children], all steps together
+    notes       what a reader must know before the figures: sentences
     """
 
     source: str
@@ -123,16 +213,28 @@ class Analysis:
     on_device: bool = False
     steps: int = 1
     phases_us: Mapping[str, list[float]] = dataclasses.field(default_factory=dict)
+    lead_in_us: float = 0.0
+    tail_us: float = 0.0
     cells: list[Cell] = dataclasses.field(default_factory=list)
     operations: list[OperationRow] = dataclasses.field(default_factory=list)
     idle: list[Idle] = dataclasses.field(default_factory=list)
     overlap: Overlap | None = None
+    streams: list[StreamRow] = dataclasses.field(default_factory=list)
+    copies: list[CopyRow] = dataclasses.field(default_factory=list)
+    collectives: list[CollectiveRow] = dataclasses.field(default_factory=list)
+    path: list[PathRow] = dataclasses.field(default_factory=list)
+    path_error: float = 0.0
     ceilings: Ceilings | None = None
     stopwatch_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
     watched_ms: Mapping[str, list[float]] = dataclasses.field(default_factory=dict)
-    lanes: Mapping[str, list[list[float]]] = dataclasses.field(default_factory=dict)
-    marks: list[list[Any]] = dataclasses.field(default_factory=list)
+    timeline: Timeline | None = None
     flame: list[Any] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def step_us(self) -> float:
+        """Mean time of a step."""
+        return sum(map(sum, self.phases_us.values())) / self.steps
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, allow_nan=False)
@@ -141,13 +243,28 @@ class Analysis:
     def from_json(cls, text: str) -> Self:
         """Raises ValueError for text that is no analysis of this schema."""
         value = json.loads(text)
-        if not isinstance(value, dict) or value.pop("schema", None) != SCHEMA:
+        schema = value.pop("schema", None) if isinstance(value, dict) else None
+        if schema not in (1, SCHEMA):
             raise ValueError(f"not an analysis of schema {SCHEMA}")
+        if schema == 1:
+            value = {name: what for name, what in value.items() if name not in ("lanes", "marks")}
         try:
-            for name, row in (("cells", Cell), ("operations", OperationRow), ("idle", Idle)):
-                value[name] = [row(**fields) for fields in value[name]]
-            for name, part in (("overlap", Overlap), ("ceilings", Ceilings)):
-                value[name] = part(**value[name]) if value[name] else None
+            for name, row in _ROWS.items():
+                value[name] = [row(**fields) for fields in value.get(name, [])]
+            for name, part in _PARTS.items():
+                value[name] = part(**value[name]) if value.get(name) else None
             return cls(**value)
         except (TypeError, KeyError) as error:
             raise ValueError(f"not an analysis: {error}") from None
+
+
+_ROWS = {
+    "cells": Cell,
+    "operations": OperationRow,
+    "idle": Idle,
+    "streams": StreamRow,
+    "copies": CopyRow,
+    "collectives": CollectiveRow,
+    "path": PathRow,
+}
+_PARTS = {"overlap": Overlap, "ceilings": Ceilings, "timeline": Timeline}

@@ -1,56 +1,104 @@
 """All that a trace says, as an Analysis."""
 
-import re
+import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from stepgauge.spec.analysis import Analysis, Cell, Idle, OperationRow
 from stepgauge.trace import flame, flops
 from stepgauge.trace.attribution import PHASES, Resolver, Work
+from stepgauge.trace.collectives import collectives
 from stepgauge.trace.events import Shapes, Trace, load
-from stepgauge.trace.idle import Moment, time_line
-from stepgauge.trace.intervals import merged
+from stepgauge.trace.idle import Edges, Moment, time_line
+from stepgauge.trace.kinds import Kinds
+from stepgauge.trace.launches import copies, streams
+from stepgauge.trace.names import repeated
 from stepgauge.trace.overlap import overlap
 from stepgauge.trace.read import TraceError
+from stepgauge.trace.replay import Replay
+from stepgauge.trace.timeline import timeline
 
-FINEST = 1 / 2000  # of a step: shorter pauses cannot be seen in the drawn timeline
 # of the whole: what takes less, together with its like, is left out of the flame graph
 SMALLEST = 1e-4
 
 
-def analyse(path: Path, *later: Path) -> Analysis:
+def analyse(path: Path, *later: Path, kinds: Kinds | None = None) -> Analysis:
     """Raises TraceError for a file that is no trace, or one in which nothing was profiled; `later`
     as of `load`.
     """
-    return analysis(load(path, *later))
+    return analysis(load(path, *later), kinds)
 
 
-def analysis(trace: Trace) -> Analysis:
-    resolver = Resolver(trace)
-    tally = _Tally(trace)
-    works = resolver.work()
-    for moment in time_line(trace, works) if trace.on_device else _on_host(works):
-        tally.add(moment)
-    if not tally.cells:
+def analysis(trace: Trace, kinds: Kinds | None = None) -> Analysis:
+    resolver = Resolver(trace, kinds)
+    works = list(resolver.work())
+    if not works:
         raise TraceError(f"{trace.path} has nothing within its profiled steps")
-    return Analysis(
+    tally, edges = _Tally(), Edges()
+    moments = list(time_line(trace, works, edges) if trace.on_device else _on_host(works))
+    for moment in moments:
+        tally.add(moment)
+    found = Analysis(
         source=str(trace.path),
         rank=trace.rank,
         device=trace.device,
         on_device=trace.on_device,
-        steps=len(trace.steps),
+        steps=len(tally.steps),
         phases_us=tally.phases(),
+        lead_in_us=edges.lead_in,
+        tail_us=edges.tail,
         cells=tally.rows(),
         operations=tally.operations(),
         idle=[
             Idle(reason=r, phase=p, gaps=int(n), us=us) for (r, p), (n, us) in tally.idle.items()
         ],
-        overlap=overlap(trace),
-        lanes=tally.lanes(),
-        marks=tally.marks(),
+        overlap=overlap(trace, works),
+        collectives=collectives(works) if trace.on_device else [],
+        timeline=timeline(trace, works),
         flame=thinned(flame.tree(resolver.paths, tally.paths)),
+        notes=_notes(trace, len(tally.steps)),
     )
+    return _with_device(found, trace, works, moments) if trace.on_device else found
+
+
+def _with_device(
+    found: Analysis, trace: Trace, works: list[Work], moments: list[Moment]
+) -> Analysis:
+    replay = Replay(trace, works)
+    return dataclasses.replace(
+        found,
+        streams=streams(works, moments),
+        copies=copies(works),
+        path=[
+            dataclasses.replace(row, us=row.us * found.steps / replay.steps,
+                                gain_us=row.gain_us * found.steps / replay.steps)
+            for row in replay.rows()
+        ],
+        path_error=replay.error,
+    )  # fmt: skip
+
+
+def _notes(trace: Trace, steps: int) -> list[str]:
+    notes = []
+    if trace.unknown:
+        devices = ", ".join(f"{number:,} of {name}" for name, number in trace.unknown.items())
+        said = "the figures are of the host's operations alone" if not trace.on_device else ""
+        notes.append(
+            f"The trace has events of devices that are not understood here ({devices}): they are left "
+            f"out{'; ' if said else ''}{said}."
+        )
+    if trace.marked and steps < len(trace.steps):
+        notes.append(
+            f"{len(trace.steps) - steps} of {len(trace.steps)} marked steps launched no work and are "
+            "not counted."
+        )
+    if not trace.marked:
+        notes.append(
+            "No step is marked (prof.step() of the profiler's schedule does): all of the trace is "
+            "taken as one step."
+        )
+    return notes
 
 
 def _on_host(works: Iterable[Work]) -> Iterable[Moment]:
@@ -63,32 +111,28 @@ _KEY = ("name", "kind", "rule", "phase", "range")
 class _Tally:
     """Sums over the pieces of work as they come, so that they need not all be held."""
 
-    def __init__(self, trace: Trace):
-        self.trace = trace
+    def __init__(self) -> None:
+        self.steps: set[int] = set()
         self.cells: dict[tuple[str, ...], dict[str, float]] = {}
         self.idle: dict[tuple[str, str], list[float]] = {}
         self.paths: dict[int, float] = defaultdict(float)
-        self._spans: dict[str, list[float]] = {}
+        self._spans: dict[str, dict[int, float]] = {}
         self._operations: dict[tuple[str, Shapes], list[float]] = {}
         self._kinds: dict[tuple[str, Shapes], str] = {}
-        self._last: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        self._marks: dict[str, list[float]] = {}
         self._ranges: dict[str, str] = {}
 
     def add(self, moment: Moment) -> None:
         work, gap, busy, reason, new = moment
         self._add_cell(work, gap, busy, new)
         if new:
+            self.steps.add(work.step)
             self.paths[work.path] += work.us
-        self._spans.setdefault(work.phase, [0.0] * len(self.trace.steps))[work.step] += gap + busy
+        span = self._spans.setdefault(work.phase, defaultdict(float))
+        span[work.step] += gap + busy
         if reason:
             entry = self.idle.setdefault((reason, work.phase), [0, 0.0])
             entry[0] += 1
             entry[1] += gap
-        if new and work.step == len(self.trace.steps) - 1:
-            self._last[work.kind].append((work.start, work.end))
-            mark = self._marks.setdefault(work.phase, [work.start - gap, work.end])
-            mark[:] = [min(mark[0], work.start), max(mark[1], work.end)]
 
     def _add_cell(self, work: Work, gap: float, busy: float, new: bool) -> None:
         part = self._ranges.get(work.range)
@@ -130,7 +174,8 @@ class _Tally:
             *(p for p in PHASES if p in self._spans),
             *(p for p in self._spans if p not in PHASES),
         ]
-        return {phase: self._spans[phase] for phase in order}
+        steps = sorted(self.steps)
+        return {phase: [self._spans[phase][step] for step in steps] for phase in order}
 
     def operations(self) -> list[OperationRow]:
         rows = []
@@ -151,43 +196,6 @@ class _Tally:
                     )
                 )
         return sorted(rows, key=lambda row: -row.us)
-
-    def _origin(self) -> float:
-        return min((start for start, _ in self._marks.values()), default=0.0)
-
-    def lanes(self) -> dict[str, list[list[float]]]:
-        length = max((end for _, end in self._marks.values()), default=0.0) - self._origin()
-        return {
-            kind: [
-                [round(start - self._origin(), 2), round(end - self._origin(), 2)]
-                for start, end in _coarse(merged(times), FINEST * length)
-            ]
-            for kind, times in self._last.items()
-        }
-
-    def marks(self) -> list[list[object]]:
-        return [
-            [phase, start - self._origin(), end - self._origin()]
-            for phase, (start, end) in self._marks.items()
-        ]
-
-
-def _coarse(times: Sequence[tuple[float, float]], pause: float) -> list[list[float]]:
-    """Intervals that so short a pause separates become one."""
-    result: list[list[float]] = []
-    for start, end in times:
-        if result and start - result[-1][1] < pause:
-            result[-1][1] = end
-        else:
-            result.append([start, end])
-    return result
-
-
-def repeated(range: str) -> str:
-    """The range with the number of a repeated part as *: "blocks.3.norm" and "Linear_7" of modules
-    alike.
-    """
-    return re.sub(r"(?<=[._])\d+(?=\.|$| \()", "*", range)
 
 
 def thinned(tree: flame.Tree) -> flame.Tree:

@@ -12,11 +12,21 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from stepgauge.trace import flops, kinds
-from stepgauge.trace.events import STEP, Call, Kernel, Shapes, Trace
+from stepgauge.trace import flops
+from stepgauge.trace.events import STEP, Call, Collective, Kernel, Shapes, Trace
+from stepgauge.trace.kinds import GENERATED, Kinds
+from stepgauge.trace.names import joined, readable, split
 
 PHASES = ("forward", "backward", "optimizer")
 _PHASE = re.compile(rf"^\W*({'|'.join(PHASES)})\W*$", re.IGNORECASE)
+# Words by which a range of any other name says its phase: "attn(B)", "pre_backward", "wgrad".
+_WORDS = {
+    "forward": re.compile(r"\(F\)|(?<![a-z])(forward|fwd|fprop)(?![a-z])", re.IGNORECASE),
+    "backward": re.compile(
+        r"\([BW]\)|(?<![a-z])(backward|bwd|wgrad|dgrad|bprop)(?![a-z])", re.IGNORECASE
+    ),
+    "optimizer": re.compile(r"(?<![a-z])(optimizer|optim)(?![a-z])", re.IGNORECASE),
+}
 # What PyTorch annotates by itself: no part of the model.
 _OWN = re.compile(
     r"^(Optimizer\.|nccl:|## Call|Torch-Compiled|TorchDynamo|Pregraph|AOTDispatcher|CompiledF)"
@@ -31,7 +41,8 @@ class Work(NamedTuple):
     range     dotted name of the part of the model, "" outside of all
     operation the innermost operation around it, with `shapes`; `first` for its first piece of work
     path      node of Paths: where it stands in the flame graph
-    launched  when the host asked for it, None where the trace does not say
+    launched  when the host began and ended asking for it, None where the trace does not say
+    by_driver a transfer or a fill, no kernel
     """
 
     start: float
@@ -46,9 +57,12 @@ class Work(NamedTuple):
     first: bool
     path: int
     step: int
-    stream: int
-    launched: float | None
+    stream: tuple[int, int]
+    launched: tuple[float, float] | None
     calls: int
+    bytes: int = 0
+    collective: Collective | None = None
+    by_driver: bool = False
 
     @property
     def us(self) -> float:
@@ -94,18 +108,18 @@ class Frame:
     path: int
     operation: Call | None
     in_optimizer: bool
-    composite: str
+    whole: str
     pieces: int = 0
 
 
 class Resolver:
     """Goes through a trace once; `work` gives its pieces."""
 
-    def __init__(self, trace: Trace):
-        self.trace, self.paths = trace, Paths()
+    def __init__(self, trace: Trace, kinds: Kinds | None = None):
+        self.trace, self.paths, self.kinds = trace, Paths(), kinds or Kinds()
         self._forward_ranges: dict[int, str] = {}
-        self._starts = [start for start, _ in trace.steps]
-        self._launches: dict[int, tuple[float, Frame]] = {}
+        self._starts = [step.start for step in trace.steps]
+        self._launches: dict[int, Frame] = {}
         self._own_ranges = any(
             _is_range(call.name)
             for calls in trace.threads.values()
@@ -125,15 +139,25 @@ class Resolver:
         for calls in self._threads():
             self._note_launches(calls)
         seen: set[int] = set()
-        for kernel in sorted(self.trace.kernels):
-            work = self._kernel(kernel, seen)
-            if work.step >= 0:
-                yield work
+        step = -1
+        for kernel in sorted(self.trace.kernels, key=lambda kernel: kernel.start):
+            launch = self._launch(kernel)
+            if launch is not None:
+                step = self.step_of(launch[0])
+            elif not self._launches:
+                step = self.step_of(kernel.start)
+            # else: launched before the trace began to record, it counts as what ran before it
+            if step >= 0:
+                yield self._kernel(kernel, step, launch, seen)
+
+    def _launch(self, kernel: Kernel) -> tuple[float, float] | None:
+        frame = None if kernel.correlation is None else self._launches.get(kernel.correlation)
+        return None if frame is None or frame.call is None else (frame.call.start, frame.call.end)
 
     def step_of(self, time: float) -> int:
         """Which profiled step a time lies in, -1 for none."""
         index = bisect.bisect_right(self._starts, time) - 1
-        return index if index >= 0 and time <= self.trace.steps[index][1] else -1
+        return index if index >= 0 and time <= self.trace.steps[index].end else -1
 
     def _threads(self) -> list[list[Call]]:
         """The calls of each thread, outer before inner; threads that only run backward last."""
@@ -177,7 +201,7 @@ class Resolver:
 
     def _opened(self, call: Call, parent: Frame) -> Frame:
         frame = Frame(call, min(call.end, parent.end), parent.phase, parent.range, parent.path, parent.operation,
-                      parent.in_optimizer, parent.composite)  # fmt: skip
+                      parent.in_optimizer, parent.whole)  # fmt: skip
         if call.category == "annotation":
             self._enter_annotation(call.name, frame)
         elif call.category == "python":
@@ -207,14 +231,14 @@ class Resolver:
 
     def _enter_range(self, name: str, frame: Frame) -> None:
         frame.range = joined(frame.range, name)
-        frame.phase = frame.phase or "forward"
-        frame.path = self._range_path(frame.phase, frame.range)
+        frame.phase = frame.phase or said_phase(name)
+        frame.path = self._range_path(frame.phase or "forward", frame.range)
 
     def _enter_operation(self, call: Call, frame: Frame) -> None:
         if frame.operation is None or not flops.stands_for_all_inside(frame.operation.name):
             frame.operation = call
-        if not frame.composite and kinds.is_composite(call.name):
-            frame.composite = call.name
+        if not frame.whole and self.kinds.whole(call.name):
+            frame.whole = call.name
         if call.is_backward and call.name.startswith(_EVALUATES):
             frame.phase = "backward"
             frame.range = self._forward_ranges.get(
@@ -229,8 +253,8 @@ class Resolver:
             and frame.phase != "backward"
         ):
             self._forward_ranges[call.sequence] = frame.range
-        if not frame.phase:
-            self._enter_phase("forward", frame)
+        if not frame.path:
+            frame.path = self._range_path(frame.phase or "forward", frame.range)
         frame.path = self.paths.child(frame.path, call.name)
 
     def _range_path(self, phase: str, range: str) -> int:
@@ -241,43 +265,56 @@ class Resolver:
 
     def _self_time(self, calls: list[Call]) -> Iterator[Work]:
         for frame, start, end in self._frames(calls):
-            call = frame.call
-            if call is None or call.name.startswith(STEP) or not frame.phase:
+            call, phase = frame.call, _phase(frame)
+            if call is None or call.name.startswith(STEP) or not phase:
                 continue
-            placed = kinds.of_operation(
-                call.name, call.category, frame.in_optimizer, frame.composite
+            placed = self.kinds.of_operation(
+                call.name, call.category, frame.in_optimizer, frame.whole
             )
             first = frame.pieces == 0
             frame.pieces += 1
-            yield Work(start, end, _label(call), *placed, frame.phase, frame.range, call.name, call.shapes, first,
-                       frame.path, self.step_of(call.start), 0, call.start, int(first))  # fmt: skip
+            yield Work(start, end, _label(call), *placed, phase, frame.range, call.name, call.shapes, first,
+                       frame.path, self.step_of(call.start), (0, 0), (call.start, call.end),
+                       int(first))  # fmt: skip
 
     def _note_launches(self, calls: list[Call]) -> None:
         for frame, _, _ in self._frames(calls):
             call = frame.call
             if call is not None and call.category == "runtime" and call.correlation is not None:
-                self._launches[call.correlation] = (call.start, frame)
+                self._launches[call.correlation] = frame
 
-    def _kernel(self, kernel: Kernel, seen: set[int]) -> Work:
-        launched, frame = self._launches.get(
-            -1 if kernel.correlation is None else kernel.correlation, (None, None)
-        )
+    def _kernel(
+        self, kernel: Kernel, step: int, launch: tuple[float, float] | None, seen: set[int]
+    ) -> Work:
+        frame = self._launches[kernel.correlation or 0] if launch else None
         operation = frame.operation if frame else None
-        optimizer = frame.in_optimizer if frame else False
-        placed = kinds.of_kernel(
-            kernel.name, kernel.category, operation.name if operation else "", optimizer
+        placed = self.kinds.of_kernel(
+            kernel.name,
+            kernel.category,
+            operation.name if operation else "",
+            frame.in_optimizer if frame else False,
         )
         first = operation is not None and id(operation) not in seen
         if operation is not None:
             seen.add(id(operation))
-        path = self.paths.child(
-            frame.path if frame else self.paths.of(["not launched here"]), readable(kernel.name)
-        )
-        return Work(kernel.start, kernel.end, readable(kernel.name), *placed, frame.phase if frame else "",
+        name = readable(kernel.name)
+        path = self.paths.child(frame.path if frame else self.paths.of(["not launched here"]), name)
+        return Work(kernel.start, kernel.end, name, *placed, _phase(frame) if frame else "",
                     frame.range if frame else "", operation.name if operation else "",
-                    operation.shapes if operation else None, first, path,
-                    self.step_of(kernel.start if launched is None else launched), kernel.stream, launched,
-                    1)  # fmt: skip
+                    operation.shapes if operation else None, first, path, step,
+                    (kernel.device, kernel.stream), launch, 1, kernel.bytes, kernel.collective,
+                    kernel.category == "copy")  # fmt: skip
+
+
+def said_phase(name: str) -> str:
+    """The phase that a range's name says: "backward" of "attn(B)"; "" where it says none or two."""
+    said = [phase for phase, words in _WORDS.items() if words.search(name)]
+    return said[0] if len(said) == 1 else ""
+
+
+def _phase(frame: Frame) -> str:
+    """Forward where nothing says otherwise, but for what is outside of ranges and operations."""
+    return frame.phase or ("forward" if frame.operation or frame.range else "")
 
 
 def _is_opener(frame: Frame, call: Call) -> bool:
@@ -293,34 +330,6 @@ def _is_range(name: str) -> bool:
 
 
 def _label(call: Call) -> str:
-    if call.name.startswith(kinds.GENERATED):
+    if call.name.startswith(GENERATED):
         return "compiled code"
     return "Python" if call.category in ("annotation", "python") else call.name
-
-
-def joined(outer: str, name: str) -> str:
-    """The name inside of the outer range, unless it is a qualified name itself.
-
-    Backward may run a whole block's forward again, inside the range of any of its operations.
-    """
-    same_root = outer.partition(".")[0] == name.partition(".")[0]
-    return name if not outer or name == outer or (same_root and "." in name) else f"{outer}.{name}"
-
-
-def split(range: str) -> list[str]:
-    """A dotted name by its parts, a number kept with what it counts: "blocks.0.attention" is two."""
-    return re.split(r"\.(?!\d+(?:\.|$))", range) if range else []
-
-
-def readable(name: str) -> str:
-    """A kernel's name without what all C++ names share."""
-    name = re.sub(
-        r"^void |at::native::|\(anonymous namespace\)::|at_cuda_detail::|<unnamed>::", "", name
-    )
-    depth, end = 0, len(name)
-    for index, character in enumerate(name):
-        depth += {"<": 1, ">": -1}.get(character, 0)
-        if character == "(" and depth == 0 and index:
-            end = index
-            break
-    return name[:end].rstrip()

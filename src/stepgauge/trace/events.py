@@ -3,14 +3,16 @@ of the device.
 """
 
 import dataclasses
+import functools
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepgauge.trace.read import TraceError, read
 
-# What the category names mean; those of PyTorch before 1.13 are written large.
+# What the category names mean; those of PyTorch before 1.13 begin with a capital.
 _CATEGORIES = {
     "cpu_op": "op",
     "operator": "op",
@@ -19,12 +21,29 @@ _CATEGORIES = {
     "cuda_runtime": "runtime",
     "cuda_driver": "runtime",
     "runtime": "runtime",
+    "xpu_runtime": "runtime",
+    "privateuse1_runtime": "runtime",
     "kernel": "kernel",
     "gpu_memcpy": "copy",
     "gpu_memset": "copy",
     "memcpy": "copy",
     "memset": "copy",
 }
+# What else torch.profiler writes: no work of a device.
+_ASIDE = {
+    "gpu_user_annotation",
+    "overhead",
+    "trace",
+    "cuda_sync",
+    "cuda_event",
+    "cuda_profiler_range",
+    "mtia_runtime",
+    "external_correlation",
+    "cpu_instant_event",
+    "collective_comm",
+}
+# Processes of Ascend's traces that are not a device either.
+_HOST_PROCESSES = {"CANN", "Python", "Overlap Analysis", "Spans", "Traces"}
 STEP = "ProfilerStep#"
 
 
@@ -51,8 +70,23 @@ class Call(NamedTuple):
     shapes: Shapes | None
 
 
+class Collective(NamedTuple):
+    """What a communication kernel says of itself: elements in and out of this rank, `group` its
+    process group.
+    """
+
+    name: str
+    num_in: int
+    num_out: int
+    dtype: str
+    group: str
+    group_size: int
+
+
 class Kernel(NamedTuple):
-    """Something that ran on a stream of the device, times in µs."""
+    """Something that ran on a stream of the device, times in µs. `bytes` of a copy or fill, 0 where
+    the trace does not say.
+    """
 
     start: float
     end: float
@@ -60,12 +94,26 @@ class Kernel(NamedTuple):
     category: str
     stream: int
     correlation: int | None
+    device: int = 0
+    bytes: int = 0
+    collective: Collective | None = None
+
+
+class Mark(NamedTuple):
+    """A step as the host marked it, times in µs. Steps of one `run` follow each other."""
+
+    start: float
+    end: float
+    run: int = 0
 
 
 @dataclasses.dataclass
 class Trace:
-    """One rank's trace. A thread is (process, thread); `transfers` are a host backend's
-    collectives.
+    """One rank's trace. A thread is (process, thread).
+
+    transfers  a host backend's collectives
+    steps      as the host marked them, or everything as one where it did not (`marked` is false)
+    unknown    events of devices that are not understood, by the device's name
     """
 
     path: Path
@@ -76,11 +124,18 @@ class Trace:
     )
     kernels: list[Kernel] = dataclasses.field(default_factory=list)
     transfers: list[Call] = dataclasses.field(default_factory=list)
-    steps: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    steps: list[Mark] = dataclasses.field(default_factory=list)
+    marked: bool = False
+    unknown: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def on_device(self) -> bool:
         return bool(self.kernels)
+
+    def calls(self, category: str) -> Iterator[Call]:
+        """The calls of a category, thread by thread."""
+        for thread in self.threads.values():
+            yield from (call for call in thread if call.category == category)
 
 
 def load(path: Path, *later: Path) -> Trace:
@@ -89,32 +144,57 @@ def load(path: Path, *later: Path) -> Trace:
 
     Raises TraceError for a file that is no trace, or one in which nothing ran.
     """
-    trace, shapes = Trace(path), _Shapes()
+    trace, shapes, foreign = Trace(path), _Shapes(), _Foreign()
     for key, value in (part for file in (path, *later) for part in read(file)):
         if key:
             _note(trace, key, value)
         elif isinstance(value, dict) and value.get("ph") == "X":
-            category = _CATEGORIES.get(str(value.get("cat", "")).lower())
-            if category:
+            kind = str(value.get("cat", "")).lower()
+            if category := _CATEGORIES.get(kind):
                 _add(trace, category, value, shapes)
-    if not trace.kernels and not any(
-        call.category == "op" for calls in trace.threads.values() for call in calls
-    ):
-        raise TraceError(f"{path} has neither kernels nor operations of PyTorch")
+            elif kind not in _ASIDE:
+                foreign.seen[value.get("pid")] += 1
+        elif isinstance(value, dict) and value.get("name") == "process_name":
+            foreign.name(value)
+    trace.unknown = foreign.devices(trace)
+    if not trace.kernels and not any(trace.calls("op")):
+        raise TraceError(f"{path} has neither kernels nor operations of PyTorch{_only(trace)}")
     trace.steps = _steps(trace)
     return trace
+
+
+class _Foreign:
+    """Events of categories that are not known, by process; a process's name may come after them."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[Any] = Counter()
+        self.names: dict[Any, str] = {}
+
+    def name(self, event: dict[str, Any]) -> None:
+        arguments = event.get("args")
+        if isinstance(arguments, dict):
+            self.names[event.get("pid")] = str(arguments.get("name", ""))
+
+    def devices(self, trace: Trace) -> dict[str, int]:
+        """Of processes that are neither the host's nor of a device that is known."""
+        hosts = {process for process, _ in trace.threads}
+        result: Counter[str] = Counter()
+        for process, number in self.seen.items():
+            name = self.names.get(process, "")
+            if name and process not in hosts and name not in _HOST_PROCESSES:
+                result[name] += number
+        return dict(result.most_common())
+
+
+def _only(trace: Trace) -> str:
+    return f", only events of {', '.join(trace.unknown)}" if trace.unknown else ""
 
 
 def _note(trace: Trace, key: str, value: Any) -> None:
     if key == "distributedInfo" and isinstance(value, dict):
         rank = value.get("rank")
         trace.rank = rank if isinstance(rank, int) else None
-    if (
-        key == "deviceProperties"
-        and isinstance(value, list)
-        and value
-        and isinstance(value[0], dict)
-    ):
+    if key == "deviceProperties" and isinstance(value, list) and value and isinstance(value[0], dict):
         trace.device = str(value[0].get("name", ""))
 
 
@@ -155,8 +235,7 @@ def _add(trace: Trace, category: str, event: dict[str, Any], shapes: _Shapes) ->
     arguments = arguments if isinstance(arguments, dict) else {}
     correlation = arguments.get("correlation")
     if category in ("kernel", "copy"):
-        stream = arguments.get("stream", event.get("tid", 0))
-        trace.kernels.append(Kernel(start, end, name, category, stream, correlation))
+        trace.kernels.append(_kernel(start, end, name, category, event, arguments))
         return
     sequence = arguments.get("Sequence number") if category == "op" else None
     backward = bool(arguments.get("Fwd thread id")) or name.startswith("autograd::engine")
@@ -169,11 +248,69 @@ def _add(trace: Trace, category: str, event: dict[str, Any], shapes: _Shapes) ->
         trace.threads[event.get("pid"), event.get("tid")].append(call)
 
 
-def _steps(trace: Trace) -> list[tuple[float, float]]:
-    """The profiled steps as (start, end); where none is marked, all that is there as one."""
-    calls = [call for thread in trace.threads.values() for call in thread]
-    marked = {(call.start, call.end) for call in calls if call.name.startswith(STEP)}
-    if marked:
-        return sorted(marked)
-    times = [(event.start, event.end) for events in (calls, trace.kernels) for event in events]
-    return [(min(start for start, _ in times), max(end for _, end in times))]
+def _kernel(
+    start: float, end: float, name: str, category: str, event: dict[str, Any], arguments: dict[str, Any]
+) -> Kernel:
+    collective = None
+    if "Collective name" in arguments:
+        collective = _collective(arguments)
+    return Kernel(
+        start,
+        end,
+        name,
+        category,
+        arguments.get("stream", event.get("tid", 0)),
+        arguments.get("correlation"),
+        arguments.get("device", 0),
+        _whole(arguments.get("bytes")),
+        collective,
+    )
+
+
+@functools.cache
+def _known(*fields: Any) -> Collective:
+    return Collective(*fields)
+
+
+def _collective(arguments: dict[str, Any]) -> Collective:
+    group = arguments.get("Process Group Ranks") or arguments.get("Process Group Name", "")
+    return _known(
+        str(arguments["Collective name"]),
+        _whole(arguments.get("In msg nelems")),
+        _whole(arguments.get("Out msg nelems")),
+        str(arguments.get("dtype", "")),
+        str(group),
+        _whole(arguments.get("Group size")),
+    )
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _steps(trace: Trace) -> list[Mark]:
+    """The profiled steps; where none is marked, all that is there as one.
+
+    Steps whose numbers do not follow each other are of different cycles of the profiler.
+    """
+    marked = sorted(
+        {
+            (call.start, call.end, int(number) if number.isdigit() else 0)
+            for thread in trace.threads.values()
+            for call in thread
+            if call.name.startswith(STEP)
+            for number in (call.name.removeprefix(STEP),)
+        }
+    )
+    if not marked:
+        calls = (call for thread in trace.threads.values() for call in thread)
+        times = [(event.start, event.end) for events in (calls, trace.kernels) for event in events]
+        return [Mark(min(start for start, _ in times), max(end for _, end in times))]
+    trace.marked = True
+    result: list[Mark] = []
+    before = marked[0][2]
+    for start, end, number in marked:
+        run = result[-1].run + (number > before + 1) if result else 0
+        result.append(Mark(start, end, run))
+        before = number
+    return result

@@ -1,13 +1,14 @@
-"""What kind of work a kernel or an operation is, and the rule that says so.
-
-The first rule that holds decides. Device kernels go by their own name, then by the operation that
-launched them, for a kernel named `forward_kernel` says nothing; on a CPU there is the operation
-alone.
+"""What kind of work a kernel or an operator is, and the rule that says so: the tables of `rules`,
+a user's own first.
 """
 
 import functools
 import re
 from typing import NamedTuple
+
+from stepgauge.trace.rules import COMPOSITES, KERNELS, OPERATORS, VIEWS, Table, UserRules
+
+LONGEST_NAME = 60  # of an operator in a reason
 
 
 class Placed(NamedTuple):
@@ -15,130 +16,105 @@ class Placed(NamedTuple):
     rule: str
 
 
-def _rules(*rows: tuple[str, str]) -> list[tuple[str, re.Pattern[str]]]:
-    return [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in rows]
-
-
-# Order matters: a fused kernel carries the names of all that it does, the most telling first.
-_KERNELS = _rules(
-    (
-        "communication",
-        r"^nccl|^rccl|nccl.*kernel|nvshmem|one_shot_all_|two_shot_all_|multimem_|symm_mem",
-    ),
-    (
-        "copy",
-        r"^mem(cpy|set)|^dma|direct_copy_kernel|copy_device_to_device|CatArrayBatchedCopy|float\d+_copy",
-    ),
-    ("attention", r"flash|fmha|sdpa|_attn_|attention|dkdv|(^|_)dq_kernel|mha_"),
-    ("optimizer", r"adam|FusedOptimizer|multi_tensor_apply.*(sgd|lamb)"),
-    ("softmax", r"softmax|triton_.*fused.*_(amax|max)_.*exp"),
-    (
-        "matmul",
-        r"gemm|gemv|cutlass.*(tensorop|simt|wgmma|Kernel)|cublas|xmma|nvjet|splitk|triton_(tem|mm)|dot_kernel",
-    ),
-    (
-        "norm",
-        r"(layer|rms|batch|group)_?norm|RowwiseMoments|GammaBeta|triton_.*fused.*(rsqrt|var_mean)",
-    ),
-    (
-        "reduction",
-        r"reduce|nll_loss|argm(ax|in)|cross_entropy|cub::.*(scan|sum|sort)|triton_(red|per)_|l2_?norm",
-    ),
-    (
-        "elementwise",
-        r"elementwise|triton_poi_|index|gather|scatter|embedding|roll|fill|tri(l|u)_|arange|random|philox",
-    ),
-    ("elementwise", r"multi_tensor_apply"),
-)
 # What the driver calls a copy to the memory of another GPU.
 _BETWEEN_GPUS = re.compile(r"PtoP|Peer", re.IGNORECASE)
-_OPERATIONS = _rules(
-    ("communication", r"^(c10d|gloo|nccl|_c10d_functional)"),
-    ("attention", r"scaled_dot_product|flash_?attention|flex_attention|efficient_attention"),
-    ("optimizer", r"^Optimizer|_fused_(adam|sgd)|::(fused_)?adamw"),
-    ("softmax", r"softmax"),
-    ("matmul", r"^aten::(mm|addmm|bmm|baddbmm|addbmm|matmul|linear|dot|mv|addmv|einsum)$|mkldnn_linear|mkl_linear"),
-    ("matmul", r"linear_?cross_?entropy"),
-    ("norm", r"(layer|rms|batch|group)_?norm"),
-    ("copy", r"^aten::(copy_|_to_copy|to|clone|contiguous|cat|_cat|stack|pin_memory|_local_scalar_dense|item)$"),
-    ("reduction", r"^aten::_?(sum|mean|amax|amin|max|min|prod|norm|var|std|logsumexp|all|any|cumsum|nll_loss|"
-     r"cross_entropy|linalg_vector_norm|foreach_norm|argmax|isnan|isinf)"),
-    ("host", r"^aten::(empty|t$|transpose|view|_?reshape|as_strided|expand|slice|select|narrow|split|chunk|unsqueeze|"
-     r"squeeze|flatten|unflatten|permute|detach|alias|_unsafe_view|resize|set_|result_type|lift|numpy_T|unbind|"
-     r"_has_compatible|is_)"),
-    ("elementwise", r"^aten::_?(abs|add|sub|mul|div|neg|exp|log|sqrt|rsqrt|pow|square|recip|tanh|sigmoid|silu|gelu|"
-     r"relu|erf|sin|cos|sign|lerp|clamp|where|masked_fill|fill|zero|ones|full|new_|embedding|index|gather|scatter|take|"
-     r"roll|arange|triu|tril|lt|gt|le|ge|eq|ne|bitwise|logical|dropout|native_dropout|bernoulli|normal|uniform|rand|"
-     r"foreach|maximum|minimum|softplus|pad|threshold|amp_|round|floor|ceil|trunc|remainder|flip|repeat|constant_pad)"),
-)  # fmt: skip
-
-
 _AUTOGRAD = re.compile(r"^autograd::|AccumulateGrad|Backward\d*$|^detach")
 _COMPILER = re.compile(
     r"^(Torch-Compiled|TorchDynamo|Pregraph|AOTDispatcher|CompiledFunction|CompiledF)"
 )
 # around code that the compiler wrote for a CPU, which records nothing itself
 GENERATED = "## Call Compiled"
-_COMPOSITE = ("attention", "softmax", "norm")
+# Operators of these kinds call others that are part of them, a mean inside a norm say.
+_WHOLE = ("attention", "softmax", "norm", "convolution", "embedding", "quantisation")
 
 
-@functools.cache
-def _named_kind(operation: str) -> tuple[str, str]:
-    """The kind that the operation's name says, and the words that say it."""
-    for kind, pattern in _OPERATIONS:
-        if found := pattern.search(operation):
+def _match(table: Table, name: str) -> tuple[str, str]:
+    """The kind of the first rule that matches, and the words that matched."""
+    for kind, pattern in table:
+        if found := pattern.search(name):
             return kind, found[0]
-    return "other", ""
+    return "", ""
 
 
-def is_composite(operation: str) -> bool:
-    """Whether what the operation calls is of the operation's kind, a mean inside a norm say."""
-    return _named_kind(operation)[0] in _COMPOSITE
+class Kinds:
+    """The kind of each piece of work, remembered by its names."""
+
+    def __init__(self, own: UserRules | None = None) -> None:
+        self.own = own or UserRules()
+        self.of_kernel = functools.cache(self._of_kernel)
+        self.of_operation = functools.cache(self._of_operation)
+        self.whole = functools.cache(self._whole)
+
+    def _whole(self, operation: str) -> bool:
+        """Whether what the operation calls is of the operation's kind."""
+        return (_match(OPERATORS, operation)[0] or _match(COMPOSITES, operation)[0]) in _WHOLE
+
+    def _of_kernel(self, name: str, category: str, operation: str, in_optimizer: bool) -> Placed:
+        """Of something that ran on a device; `operation` launched it."""
+        for what, table in (("operator", self.own.operators), ("kernel name", self.own.kernels)):
+            kind, words = _match(table, operation if what == "operator" else name)
+            if kind:
+                return Placed(kind, f"your rule: {what} has {_short(words)!r}")
+        if category == "copy":
+            if found := _BETWEEN_GPUS.search(name):
+                return Placed("communication", f"a transfer whose name has {found[0]!r}")
+            return Placed("copy", "a transfer or fill of the driver")
+        named, words = _match(KERNELS, name)
+        by_name = Placed(named, f"kernel name has {_short(words)!r}")
+        if named == "communication":
+            return by_name
+        by_operator, _ = _match(OPERATORS, operation)
+        if in_optimizer and by_operator != "copy":
+            return Placed("optimizer", "launched inside Optimizer.step")
+        if by_operator:
+            return Placed(by_operator, f"operator is {_short(operation)}")
+        if named:
+            return by_name
+        whole, _ = _match(COMPOSITES, operation)
+        if whole:
+            return Placed(whole, f"launched by {_short(operation)}")
+        return Placed("other", f"no rule for this name, launched by {_short(operation) or 'nothing known'}")
+
+    def _of_operation(self, name: str, category: str, in_optimizer: bool, whole: str = "") -> Placed:
+        """Of something that ran on the host by itself, without the calls inside it; inside of the
+        operation `whole`, whose kind all of it has.
+        """
+        kind, words = _match(self.own.operators, name)
+        if kind:
+            return Placed(kind, f"your rule: operator has {_short(words)!r}")
+        if host := _on_host_alone(name, category):
+            return Placed("host", host)
+        if name.startswith(GENERATED):
+            return Placed("other", "code that torch.compile wrote: many operations in one")
+        kind, _ = _match(OPERATORS, name)
+        if not kind:
+            kind, _ = _match(COMPOSITES, name)
+        if kind == "communication":
+            return Placed(kind, f"operator is {_short(name)}")
+        if in_optimizer:
+            return Placed("optimizer", "called inside Optimizer.step")
+        if whole and whole != name:
+            outer = _match(OPERATORS, whole)[0] or _match(COMPOSITES, whole)[0]
+            return Placed(outer, f"called inside {_short(whole)}")
+        if kind:
+            return Placed(kind, f"operator is {_short(name)}")
+        return Placed("other", f"no rule for {_short(name)}")
 
 
-@functools.cache
-def of_kernel(name: str, category: str, operation: str, in_optimizer: bool) -> Placed:
-    """Of something that ran on a device; `operation` launched it."""
-    if category == "copy":
-        if found := _BETWEEN_GPUS.search(name):
-            return Placed("communication", f"a transfer whose name has {found[0]!r}")
-        return Placed("copy", "a transfer or fill of the driver")
-    for kind, pattern in _KERNELS[:2]:
-        if found := pattern.search(name):
-            return Placed(kind, f"kernel name has {found[0]!r}")
-    if in_optimizer:
-        return Placed("optimizer", "launched inside Optimizer.step")
-    for kind, pattern in _KERNELS[2:]:
-        if found := pattern.search(name):
-            return Placed(kind, f"kernel name has {found[0]!r}")
-    kind, words = _named_kind(operation)
-    if words and kind != "host":
-        return Placed(kind, f"launched by {operation}")
-    return Placed("other", f"no rule for this name, launched by {operation or 'nothing known'}")
-
-
-@functools.cache
-def of_operation(name: str, category: str, in_optimizer: bool, composite: str = "") -> Placed:
-    """Of something that ran on the host by itself, without the calls inside it; inside of a
-    composite operation.
-    """
+def _on_host_alone(name: str, category: str) -> str:
+    """Why it is no work of the model; "" where it is."""
     if name.startswith(GENERATED):
-        return Placed("other", "code that torch.compile wrote: many operations in one")
+        return ""
     if _COMPILER.match(name):
-        return Placed("host", "torch.compile's own work")
+        return "torch.compile's own work"
     if category in ("annotation", "python"):
-        return Placed("host", "Python between the operations")
+        return "Python between the operations"
     if category == "runtime":
-        return Placed("host", "a call of the driver")
+        return "a call of the driver"
     if _AUTOGRAD.search(name):
-        return Placed("host", "autograd's own work")
-    kind, words = _named_kind(name)
-    if kind == "host":
-        return Placed(kind, "views and allocation")
-    if kind == "communication":
-        return Placed(kind, f"operation is {name}")
-    if in_optimizer:
-        return Placed("optimizer", "called inside Optimizer.step")
-    if composite and composite != name:
-        return Placed(_named_kind(composite)[0], f"called inside {composite}")
-    return Placed(kind, f"operation has {words!r}" if words else f"no rule for {name}")
+        return "autograd's own work"
+    return "views and allocation" if VIEWS.match(name) else ""
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"

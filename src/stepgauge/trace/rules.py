@@ -1,0 +1,145 @@
+"""The rules that say what kind of work a kernel or an operator is: (kind, pattern), the first that
+matches holds.
+
+Three tables, asked in this order: operators that do one thing; names of kernels; operators that do
+many things, whose kernels' names did not tell. Patterns ignore case and match anywhere in the name.
+"""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+from stepgauge.spec.analysis import KINDS
+
+
+class Rule(NamedTuple):
+    kind: str
+    pattern: re.Pattern[str]
+
+
+Table = tuple[Rule, ...]
+
+
+def _table(*rows: tuple[str, str]) -> Table:
+    return tuple(Rule(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in rows)
+
+
+# Operators with one purpose: their kernels are of that kind whatever they are called.
+OPERATORS = _table(
+    ("communication", r"^(c10d|gloo|nccl|_?c10d_functional|symm_mem|_dtensor|record_param_comms$)"),
+    ("copy", r"^aten::(copy_|_to_copy|to|clone|contiguous|cat|_cat|stack|pin_memory|_local_scalar_dense|item|"
+     r"_foreach_copy_|_chunk_cat|split_with_sizes_copy)$|(reshape|concat)_and_cache|store_(kv_?)?cache|copy_blocks"),
+    ("attention", r"^aten::.*(scaled_dot_product|flash_attention|flex_attention|efficient_attention)|"
+     r"^(stepgauge|aiter|flash_attn\w*|vllm_flash_attn)::\w*(attention|mha|fmha|flash|_fwd|_bwd)"),
+    ("optimizer", r"^Optimizer|^aten::_fused_(adam|sgd|adagrad)|::(fused_)?adamw"),
+    ("softmax", r"^aten::_?(log_)?softmax"),
+    ("matmul", r"^aten::_?(mm|addmm|bmm|baddbmm|addbmm|matmul|linear|dot|vdot|mv|addmv|einsum|scaled_mm|grouped_mm|"
+     r"addmm_activation|scaled_grouped_mm|int_mm|weight_int4pack_mm\w*|mm_plus_mm)$|mkldnn_linear|mkl_linear|"
+     r"linear_backward$|linear_?cross_?entropy"),
+    ("convolution", r"^aten::.*conv(?!ert)"),
+    ("norm", r"^aten::.*(layer|rms|batch|group|instance)_?norm|(^|[:_.])(fused_)?(add_)?(layer|rms|group)_?norm"),
+    ("pooling", r"^aten::.*(max|avg)_pool"),
+    ("quantisation", r"quant(?!ile)"),
+    ("embedding", r"^aten::.*embedding|^fbgemm::.*(emb|bounds_check|permute_|bucketize|recat|cumsum|jagged)|SplitLookup|"
+     r"PermutePooledEmbs|embedding_bag"),
+    ("sort", r"^aten::_?(sort|argsort|topk|cum(sum|prod|max|min)|unique\d?|bincount|histc|searchsorted|kthvalue|msort|"
+     r"nonzero|multinomial|logcumsumexp)"),
+    ("routing", r"topk_softmax|moe_(align|sum|permute|unpermute|sort)|grouped_topk"),
+    ("reduction", r"^aten::_?(sum|mean|amax|amin|max|min|prod|norm|var|std|logsumexp|all|any|nll_loss|"
+     r"cross_entropy|linalg_vector_norm|foreach_norm|argmax|argmin|median|count_nonzero)"),
+    ("elementwise", r"^aten::_?(abs|add|sub|mul|div|neg|exp|log|sqrt|rsqrt|pow|square|recip|tanh|sigmoid|silu|gelu|"
+     r"relu|erf|sin|cos|sign|lerp|clamp|where|masked_fill|fill|zero|ones|full|new_|index|gather|scatter|take|"
+     r"roll|arange|triu|tril|lt|gt|le|ge|eq|ne|bitwise|logical|dropout|native_dropout|bernoulli|normal|uniform|rand|"
+     r"foreach|maximum|minimum|softplus|pad|threshold|amp_|round|floor|ceil|trunc|remainder|flip|repeat|"
+     r"constant_pad|mse_loss|upsample|isnan|isinf|nan_to_num|hardtanh|leaky|elu|glu|grid_sampler|exponential|"
+     r"random|select_scatter|slice_scatter|masked_s)|rotary_embedding|silu_and_mul|gelu_and_mul|_and_mul$"),
+)  # fmt: skip
+
+# A kernel fused from several parts carries all their names: the most telling comes first.
+KERNELS = _table(
+    ("communication", r"^(nccl|rccl|mscclkernel|hccl|oneccl)|nccl\w*kernel|nvshmem|(one|two)_?shot_?all|multimem_|"
+     r"symm_mem|deep_ep::(internode|intranode)|::ep::(internode|intranode)|cross_device_reduce|all_?reduce_"
+     r"|custom_all_reduce|quickreduce|all_?gather_kernel|reduce_?scatter_kernel|all_?to_?all"),
+    ("copy", r"^mem(cpy|set)|^dma|direct_copy_kernel|copy_device_to_device|CatArrayBatchedCopy|float\d+_copy|"
+     r"(reshape|concat)_and_cache|kv_?cache|copy_tensor|chunk_cat|split_with_sizes_copy|__amd_rocclr_(copy|fill)"),
+    ("attention", r"flash_?(attn|attention|fwd|bwd)|flash::|fmha|sdpa|_attn_|attn_(fwd|bwd)|attention|dkdv|"
+     r"(^|_)dq_kernel|(^|[_:])mha_|sage_fwd|mla_(decode|fwd|prefill)|paged_attn|Batch(Prefill|Decode)With|pa_decode"),
+    ("convolution", r"(?<![a-z])conv(?!ert)|[a-z]Conv(?!ert)|_conv(?!ert)|fprop|dgrad|wgrad(?!ient)|scudnn|winograd|"
+     r"implicit_gemm|im2d?2?col|col2im|igemm_(fwd|bwd|wrw)|cudnn::cnn"),
+    ("routing", r"routing|topk_?gating|_topk_(forward|backward)|sum_bitmatrix|moe_?(align|sum|permut|unpermut|sort|"
+     r"gather|finalize|expand)|expandInputRows|dispatch_layout|count_expert|fused_mapping|expand_to_fused|"
+     r"reduce_fused_impl|expert_?(histogram|offset|count)|block_bucketize"),
+    ("matmul", r"(?<!fb)gemm|gemv|Cijk_|cublas|xmma|nvjet|split_?k|triton_(tem|mm)|(?<![a-z])dot_kernel|"
+     r"(^|_)matmul|(^|_)b?mm_|fused_moe|marlin|scaled_mm|cutlass.*(tensorop|simt|wgmma|Kernel)"),
+    ("elementwise", r"rotary|(^|_)rope(_|$)|swiglu|geglu|_and_mul|act_and_mul|silu"),
+    ("quantisation", r"quant(?!ile)|cast_to_fp\d|per_(token|channel|block)_cast|cast_back_impl|downcast|to_mxfp"),
+    ("softmax", r"soft_?max|triton_.*fused.*_(amax|max)_.*exp"),
+    ("optimizer", r"adam|FusedOptimizer|multi_tensor_apply.*(sgd|lamb|adagrad)"),
+    ("norm", r"(layer|rms|batch|group|instance)_?norm|RowwiseMoments|GammaBeta|(^|[^a-z])(bn|ln)_(fw|bw)|"
+     r"triton_.*fused.*(rsqrt|var_mean)|l2norm"),
+    ("embedding", r"embedding|_embs?_|bounds_check_indices|recat_|lookup"),
+    ("pooling", r"(max|avg|average)_?pool|pooling"),
+    ("sort", r"sort|(?<!al)(?<!ni)scan(?!dinav)|top_?k|cumsum|unique_by|histogram|bitonic|DeviceSelect|DeviceCompact"),
+    ("reduction", r"reduce|nll_loss|argm(ax|in)|cross_?entropy|triton_(red|per)_|l2_?norm|welford"),
+    ("elementwise", r"elementwise|triton_poi_|index|gather|scatter|(^|_)roll_|fill|tri(l|u)_|arange|random|philox|"
+     r"dropout|distribution_|multi_tensor_apply|upsample|interpolate|SubTensorOp|OpTensor|activation|"
+     r"(add|mul|div|sub)_kernel"),
+    ("copy", r"transpose|permut|copy|nhwc|nchw|concat"),
+)  # fmt: skip
+
+# Operators that run much else: a function of somebody's own, a layer of a server.
+COMPOSITES = _table(
+    ("attention", r"scaled_dot_product|attention|flash_?attn|mha(?![a-z])"),
+    ("norm", r"(layer|rms|batch|group|instance)_?norm"),
+    ("softmax", r"softmax"),
+    ("convolution", r"conv(?!ert)"),
+    ("embedding", r"embedding"),
+    ("reduction", r"cross_?entropy"),
+)  # fmt: skip
+
+# Operators that run on a host alone: views and allocation.
+VIEWS = re.compile(
+    r"^aten::(empty|t$|transpose|view|_?reshape|as_strided|expand|slice|select|narrow|split|chunk|unsqueeze|"
+    r"squeeze|flatten|unflatten|permute|detach|alias|_unsafe_view|resize|set_|result_type|lift|numpy_T|unbind|"
+    r"_has_compatible|is_)"
+)
+
+
+class UserRules(NamedTuple):
+    """What a user's file says of operators and of kernels."""
+
+    operators: Table = ()
+    kernels: Table = ()
+
+
+def read_rules(path: Path) -> UserRules:
+    """Of a TOML file with [[rule]] tables: `kind` and a regular expression, `operator` or `kernel`.
+
+    Raises ValueError for a file that is no such file.
+    """
+    try:
+        rows = tomllib.loads(path.read_text(encoding="utf-8")).get("rule", [])
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no TOML: {error}") from None
+    if not isinstance(rows, list) or not rows:
+        raise ValueError(f"{path} has no [[rule]] with kind and operator or kernel")
+    found: dict[str, list[Rule]] = {"operator": [], "kernel": []}
+    for number, row in enumerate(rows, 1):
+        which, rule = _user_rule(row, f"rule {number} of {path}")
+        found[which].append(rule)
+    return UserRules(tuple(found["operator"]), tuple(found["kernel"]))
+
+
+def _user_rule(row: object, name: str) -> tuple[str, Rule]:
+    if not isinstance(row, dict) or len(row) != 2 or not {"operator", "kernel"} & row.keys():
+        raise ValueError(f"{name} needs kind and one of operator and kernel, and nothing else")
+    if row.get("kind") not in KINDS:
+        raise ValueError(f"{name} has kind {row.get('kind')!r}; choose one of {', '.join(KINDS)}")
+    which = "operator" if "operator" in row else "kernel"
+    try:
+        return which, Rule(row["kind"], re.compile(row[which]))
+    except (re.error, TypeError) as error:
+        raise ValueError(f"{name} has no regular expression as {which}: {error}") from None
