@@ -135,7 +135,9 @@ def main():
         other = [c for c in found.cells if c.kind == "other"]
         share = 100 * sum(c.us for c in other) / mine["sum"]
         lines.append(_line(path, raw, mine, theirs.get(str(path), {}), share))
-        names = sorted({c.name for c in other}, key=lambda n: -sum(c.us for c in other if c.name == n))
+        names = sorted(
+            {c.name for c in other}, key=lambda n: -sum(c.us for c in other if c.name == n)
+        )
         print(lines[-1], f"OFF {off}" if off else "ok", f"model {100 * found.path_error:+.2f} %",
               names[:3] if share > 2 else "")  # fmt: skip
     if asked.markdown:

@@ -205,7 +205,7 @@ def test_ranges_add_up_to_the_stopwatch_on_a_gpu(tmp_path, precision):
     assert found.on_device
     for phase, values in found.phases_us.items():
         assert sum(values) / 1e3 == pytest.approx(sum(found.watched_ms[phase]), rel=0.02)
-    assert not any(cell.phase == "" for cell in found.cells)
+    assert not any(cell.phase == "" for cell in found.cells if cell.calls)
     scores = [
         c for c in found.cells if c.range == "blocks.*.attention.scores" and c.kind == "matmul"
     ]

@@ -9,7 +9,8 @@ from stepgauge.report import figure
 from stepgauge.report.findings import Finding
 from stepgauge.report.page import Flame, Headline, Plot, Section, Text, page
 from stepgauge.report.table import Table
-from stepgauge.report.timeline import timeline
+from stepgauge.report.trace_timeline import trace_timeline
+from stepgauge.spec.analysis import Timeline
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -189,10 +190,13 @@ def flame_path(tmp_path_factory):
         0.0,
         [["forward", 0.0, [block(0), block(1), ["head", 2000.0, []]]], ["optimizer", 2000.0, []]],
     ]
-    lanes = {"matmul": [[0, 400], [500, 900]], "copy": [[100, 200]]}
-    drawn = Plot(
-        timeline(lanes, [["forward", 0, 450], ["backward", 450, 900]]), "A step over time."
+    shown = Timeline(
+        names=[["gemm", "matmul"], ["Memcpy", "copy"]],
+        tracks=[["stream 7", [0, 4000, 0, 1, 1000, 4000, 0, 1]], ["stream 20", [1000, 1000, 1, 1]]],
+        marks=[["step 0", 0, 9000]],
+        origin_us=5.0,
     )
+    drawn = Plot(trace_timeline([("rank 0", shown), ("rank 1", shown)]), "Steps over time.")
     text = page(
         "A profile", [Section("Row", "Where?", [Flame(tree, 2, "By nesting."), drawn])], facts={}
     )
@@ -266,4 +270,23 @@ def test_the_profile_fits_and_changes_with_the_theme(browser, flame_path):
     light, dark = (opened(browser, flame_path, scheme) for scheme in ("light", "dark"))
     assert colour(light) != colour(dark)
     assert light.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert light.locator("svg title").all_text_contents() == ["matmul: 0.8 ms", "copy: 0.1 ms"]
+
+
+def test_a_timeline_searches_zooms_and_names_what_is_under_the_pointer(browser, flame_path):
+    tab = opened(browser, flame_path)
+    assert tab.problems == []
+    output, canvas = tab.locator(".trace-timeline output"), tab.locator(".trace-timeline canvas")
+    tab.fill(".trace-timeline input", "GEMM")
+    assert output.inner_text() == "4 found, 1.600 ms"
+    tab.fill(".trace-timeline input", "")
+    box = canvas.bounding_box()
+    # The first row's second product is at 500 to 900 µs of 900.
+    at = {"x": 150 + (box["width"] - 150) * 700 / 900, "y": 25}
+    canvas.click(position=at)
+    assert output.inner_text() == "gemm · matmul · 0.4000 ms at 0.5000 ms"
+    before = canvas.screenshot()
+    canvas.press("+")
+    assert canvas.screenshot() != before
+    canvas.press("0")
+    canvas.click(position={"x": 150 + (box["width"] - 150) * 150 / 900, "y": 45})
+    assert output.inner_text() == "Memcpy · copy · 0.1000 ms at 0.1000 ms"

@@ -1,40 +1,41 @@
-"""A step over time: every kind of work has a colour of its own."""
+"""The timeline of traces: what the page is given to draw."""
 
-import importlib.resources
+import dataclasses
+import json
 import re
 
-from stepgauge.report.timeline import timeline
-from stepgauge.spec.analysis import KINDS
-from stepgauge.trace import kinds as rules
+from stepgauge.report.kernel_names import shortened
+from stepgauge.report.trace_timeline import trace_timeline
+from stepgauge.spec.analysis import KINDS, Timeline
+from stepgauge.trace import rules
+
+ONE = Timeline(
+    names=[["gemm", "matmul"]], tracks=[["stream 7", [0, 40, 0, 1]]], marks=[], origin_us=100.0
+)
 
 
-def colours(kinds):
-    return re.findall(
-        r"var\(--series-(\d+)\)", timeline({kind: [(0, 1)] for kind in kinds}, order=KINDS)
-    )
+def shifts(*origins):
+    ranks = [("", dataclasses.replace(ONE, origin_us=origin)) for origin in origins]
+    data = re.search(r'json">(.*?)</script>', trace_timeline(ranks))[1]
+    return [rank["shift"] for rank in json.loads(data)["ranks"]]
 
 
-def test_all_kinds_have_places_and_colours_of_their_own():
-    assert {kind for kind, _ in (*rules._KERNELS, *rules._OPERATIONS)} <= set(KINDS)
-    used = colours(KINDS)
-    assert len(set(used)) == len(KINDS)
-    style = (importlib.resources.files("stepgauge.report") / "page.css").read_text()
-    for name in used:
-        assert f"--series-{name}: light-dark(" in style
+def test_every_rule_gives_a_kind_that_has_a_colour():
+    for table in (rules.OPERATORS, rules.KERNELS, rules.COMPOSITES):
+        assert {rule.kind for rule in table} <= set(KINDS)
 
 
-def test_a_kind_has_the_same_colour_in_every_drawing():
-    assert colours(["copy"]) == colours(["matmul", "copy"])[1:]
+def test_ranks_lie_on_one_clock_where_they_have_one():
+    assert shifts(100.0, 102.5) == [0, 25]
+    assert shifts(100.0, 9e9) == [0, 0]
 
 
-def test_a_phase_is_named_as_far_as_there_is_room():
-    drawn = timeline(
-        {"kind": [(0, 1000)]}, [["forward", 0, 880], ["optimizer", 880, 980], ["x", 980, 1000]]
-    )
-    assert re.findall(r'y="12"[^>]*>([^<]*)<', drawn) == ["forward 0.88 ms", "optimizer", "x"]
-    assert (
-        re.findall(
-            r'y="12"[^>]*>([^<]*)<', timeline({}, [["a", 0, 995], ["optimizer", 995, 1000]])
-        )[1]
-        == ""
-    )
+def test_names_of_cpp_are_shortened_with_their_templates_closed():
+    functor = "BinaryFunctor<c10::BFloat16, c10::BFloat16, binary_internal::MulFunctor<float> >"
+    name = f"vectorized_elementwise_kernel<4, {functor}, at::detail::Array<char*, 3> >"
+    assert shortened(name, 200) == name
+    short = shortened(name, 72)
+    assert short == "vectorized_elementwise_kernel<BinaryFunctor<…>, …>"
+    copy = "elementwise_kernel<128, 4, gpu_kernel_impl<direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}>>"
+    assert shortened(copy, 72) == "elementwise_kernel<gpu_kernel_impl<direct_copy_kernel_cuda>, …>"
+    assert shortened("x" * 100, 72) == f"{'x' * 71}…"

@@ -131,9 +131,7 @@ def test_devices_that_are_not_known_are_said(trace, tmp_path):
         trace.now += 50
     trace.event("dma_request", "mtia_ccp_events", 1010, 1020, tid=801, pid=9)
     trace.event("process", "", 1010, 1020, tid=1, pid=77)  # nobody says what that is
-    trace.events.append(
-        {"ph": "M", "name": "process_name", "pid": 9, "args": {"name": "MTIA 9"}}
-    )
+    trace.events.append({"ph": "M", "name": "process_name", "pid": 9, "args": {"name": "MTIA 9"}})
     found = analyse(trace.write(tmp_path / "t.json"))
     assert not found.on_device
     assert "1 of MTIA 9" in found.notes[0]

@@ -6,9 +6,8 @@ import contextlib
 import dataclasses
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,22 +19,13 @@ from stepgauge.measure.profiler import Schedule, profile_phases
 from stepgauge.measure.ranges import module_ranges
 from stepgauge.measure.timing import time_phases
 from stepgauge.report.names import labels
-from stepgauge.report.page import Section, page
-from stepgauge.report.profile import blocks as profile_blocks
+from stepgauge.report.profile_page import ANALYSIS, section, write, write_page
 from stepgauge.report.where import measured_where
 from stepgauge.spec.analysis import Analysis
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.trace.analysis import analyse
-from stepgauge.trace.flame import collapsed, speedscope
 from stepgauge.train.step import TrainingStep
-
-ANALYSIS = "analysis.json"
-METHOD = (
-    "The step runs under torch.profiler. A kernel belongs to the host call that launched it, a backward kernel to the "
-    "part of the model whose forward made its operation. On a device, a phase lasts from the end of the phase before "
-    "to its own last kernel's end. On a CPU every operation counts for what it did itself."
-)
 
 
 def folder_of(record: Record, run: Path) -> Path:
@@ -130,33 +120,22 @@ def metrics(found: Analysis, stopwatch: dict[str, Sample]) -> dict[str, Sample]:
     for phase, values in found.phases_us.items():
         if phase:
             result[f"profiled_{phase}_ms"] = Sample.of([us / 1e3 for us in values], "ms")
-    whole = [sum(values) / 1e3 for values in zip(*found.phases_us.values(), strict=True)]
+    phases = [values for phase, values in found.phases_us.items() if phase]
+    whole = [sum(values) / 1e3 for values in zip(*phases, strict=True)]
     result["profiled_step_ms"] = Sample.of(whole, "ms")
     kinds: dict[str, float] = {}
-    for cell in found.cells:
+    for cell in (cell for cell in found.cells if cell.calls):
         kinds[cell.kind] = kinds.get(cell.kind, 0.0) + cell.us
     for kind, us in sorted(kinds.items(), key=lambda item: -item[1]):
         result[f"kind_{kind}_ms"] = Sample.exact(us / 1e3 / found.steps, "ms")
     if found.on_device:
         result["idle_ms"] = Sample.exact(
-            sum(row.us for row in found.idle) / 1e3 / found.steps, "ms"
+            sum(row.us for row in found.idle if row.phase) / 1e3 / found.steps, "ms"
         )
     if found.overlap:
         result["overlap_ratio"] = Sample.exact(found.overlap.ratio, "")
         result["exposed_ms"] = Sample.exact(found.overlap.exposed_us / 1e3 / found.steps, "ms")
     return result
-
-
-def write(found: Analysis, place: Path) -> None:
-    """The analysis, and the flame graph for speedscope and for flamegraph.pl."""
-    place.mkdir(parents=True, exist_ok=True)
-    files: dict[str, Any] = {
-        ANALYSIS: found.to_json(),
-        "speedscope.json": speedscope(found.flame, place.name),
-        "stacks.txt": "\n".join(collapsed(found.flame)) + "\n",
-    }
-    for name, text in files.items():
-        (place / name).write_text(text, encoding="utf-8")
 
 
 def read(record: Record, run: Path) -> Analysis | None:
@@ -173,53 +152,9 @@ def write_report(found: Sequence[tuple[Record, Analysis | None]], run: Path) -> 
     """One page of all rows; those without an analysis say why."""
     titles = labels([record for record, _ in found])
     sections = [
-        _section(title, analysis, record.note)
+        section(title, analysis, record.note)
         for title, (record, analysis) in zip(titles, found, strict=True)
     ]
-    return _write_page(
+    return write_page(
         "stepgauge profile step", sections, measured_where([record for record, _ in found]), run
     )
-
-
-def trace_names(files: Sequence[Path]) -> list[str]:
-    """Each file's name without its endings, after as many of its folders as it takes to tell all
-    apart.
-
-    Raises ValueError for a file that is given twice.
-    """
-    full = [(file.parent.resolve() / file.name).parts[1:] for file in files]
-    paths = [(*folders, name.removesuffix(".gz").removesuffix(".json")) for *folders, name in full]
-    for depth in range(1, max(map(len, paths)) + 1):
-        shown = ["/".join(path[-depth:]) for path in paths]
-        if len(set(shown)) == len(shown):
-            return shown
-    twice = next(file for file, path in zip(files, paths, strict=True) if paths.count(path) > 1)
-    raise ValueError(f"FILE is {twice} twice; give each trace once")
-
-
-def write_trace_report(found: Mapping[str, Analysis], folder: Path) -> Path:
-    """One page of all traces, by name."""
-    sections = [_section(name, analysis, "") for name, analysis in found.items()]
-    devices_seen = dict.fromkeys(analysis.device for analysis in found.values() if analysis.device)
-    return _write_page(
-        "stepgauge profile trace",
-        sections,
-        {"Device": ", ".join(devices_seen) or "not in the trace"},
-        folder,
-    )
-
-
-def _section(title: str, found: Analysis | None, note: str) -> Section:
-    question = "Where does the time of a step go?"
-    if found is None:
-        return Section(title, question, reason=note or "its analysis is not on disk")
-    return Section(title, question, profile_blocks(found), method=METHOD)
-
-
-def _write_page(
-    title: str, sections: Sequence[Section], shown: Mapping[str, str], folder: Path
-) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "report.html"
-    path.write_text(page(title, sections, facts=shown), encoding="utf-8")
-    return path

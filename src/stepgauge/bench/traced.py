@@ -13,6 +13,7 @@ import torch.distributed as dist
 from stepgauge.measure.profiler import Schedule, profile_phases
 from stepgauge.measure.timing import Phases
 from stepgauge.spec.analysis import Overlap
+from stepgauge.trace.attribution import Resolver
 from stepgauge.trace.events import load
 from stepgauge.trace.intervals import Intervals
 from stepgauge.trace.overlap import busy, overlap
@@ -60,12 +61,13 @@ def _align_hosts() -> None:
 
 def _lanes(paths: Sequence[Path]) -> dict[str, list[float]]:
     trace = load(paths[-1])
-    begin, end = trace.steps[-1]
+    begin, end, _ = trace.steps[-1]
     if trace.on_device:
         # The device runs behind the host: its own first kernel of the step is the beginning.
         begin, end = min(k.start for k in trace.kernels), max(k.end for k in trace.kernels)
     lanes: dict[str, list[float]] = {}
-    for name, intervals in zip(LANES, busy(trace), strict=True):
+    works = list(Resolver(trace).work())
+    for name, intervals in zip(LANES, busy(trace, works), strict=True):
         shown = _longest([(a, b) for a, b in intervals if a >= begin and b <= end])
         lanes[f"{name}_start_ms"] = [(a - begin) / 1e3 for a, _ in shown]
         lanes[f"{name}_end_ms"] = [(b - begin) / 1e3 for _, b in shown]

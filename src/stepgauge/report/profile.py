@@ -1,28 +1,45 @@
-"""Views of an Analysis: E2's questions, one table each, the timeline and the flame graph."""
+"""Views of an Analysis: one table a question, the timeline and the flame graph."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from stepgauge.report.numbers import count, number
+from stepgauge.report.kernel_names import shortened
+from stepgauge.report.numbers import number, whole
 from stepgauge.report.page import Block, Flame, Plot, Text
+from stepgauge.report.profile_device import (
+    collectives_table,
+    copies_table,
+    idle_table,
+    path_table,
+    streams_table,
+)
+from stepgauge.report.profile_ranks import overlap_table
 from stepgauge.report.table import Table
-from stepgauge.report.timeline import timeline
-from stepgauge.spec.analysis import KINDS, Analysis, Cell, Overlap
+from stepgauge.report.trace_timeline import trace_timeline
+from stepgauge.spec.analysis import Analysis, Cell
 
-LONGEST_NAME = 72
+LONGEST_NAME, LONGEST_SHAPES = 72, 48
 SHOWN_KERNELS, SHOWN_OPERATIONS = 20, 16
 OTHER_LIMIT = 0.02  # what no rule could place is named one by one above this share
+# Above any device's memory and caches, and any device's products: such a rate is no rate.
+MOST_BYTES_PER_S, MOST_FLOP_PER_S = 3e13, 3e16
 ATTENTION_PARTS = ("scores", "softmax", "values")
 
 
-def blocks(found: Analysis) -> list[Block]:
+def blocks(found: Analysis, *, with_timeline: bool = True) -> list[Block]:
     """All of it, for the report."""
-    pictures: list[Block] = [
-        Plot(timeline(found.lanes, found.marks, order=KINDS), "The last profiled step, by kind of work."),
+    pictures: list[Block] = []
+    if with_timeline and found.timeline:
+        pictures.append(
+            Plot(
+                trace_timeline([("", found.timeline)]), "The last profiled steps, stream by stream."
+            )
+        )
+    pictures.append(
         Flame(found.flame, found.steps, "Where the time goes, by nesting: phases, parts of the model, operations"
-              + (", kernels." if found.on_device else ".")),
-    ]  # fmt: skip
+              + (", kernels." if found.on_device else "."))
+    )  # fmt: skip
     return [*pictures, *(Text(line) for line in sentences(found)), *tables(found)]
 
 
@@ -30,13 +47,18 @@ def tables(found: Analysis) -> list[Table]:
     """One table a question; those that the trace cannot answer are left out."""
     shown = [
         phases_table(found),
+        stopwatch_table(found),
         ranges_table(found),
         kinds_table(found),
         top_table(found),
         kernels_table(found),
         attention_table(found),
+        path_table(found),
         idle_table(found),
+        streams_table(found),
+        copies_table(found),
         operations_table(found),
+        collectives_table(found),
         overlap_table([found.overlap] if found.overlap else []),
     ]
     return [table for table in shown if table.rows]
@@ -44,18 +66,24 @@ def tables(found: Analysis) -> list[Table]:
 
 def sentences(found: Analysis) -> list[str]:
     """What a table does not say by itself."""
-    result = [
-        f"{kind.capitalize()}: {forward} % of the {_noun(found)}' time in a forward, {step} % in the whole step."
+    result = list(found.notes)
+    result += [
+        f"{kind.capitalize()}: {forward:.1f} % of the {_noun(found)}' time in a forward, {step:.1f} % in the "
+        "whole step."
         for kind, forward, step in kinds_shares(found)[:1]
         if forward and step
     ]
+    if found.lead_in_us > 0 or found.tail_us > 0:
+        result.append(
+            f"Not in the steps: {number(found.lead_in_us / 1e3)} ms from the host's begin to the device's "
+            f"first work, {number(found.tail_us / 1e3)} ms from its last work to the host's end."
+        )
     idle = max(found.idle, key=lambda row: row.us, default=None)
     if idle is not None:
         still = sum(row.us for row in found.idle)
-        step_us = sum(map(sum, found.phases_us.values()))
         result.append(
-            f"The device stood still {100 * still / step_us:.1f} % of the step; most of it {idle.reason}, "
-            f"in {idle.phase or 'the rest'} ({100 * idle.us / still:.0f} % of that time)."
+            f"The device stood still {100 * still / found.steps / found.step_us:.1f} % of the step; most of it "
+            f"{idle.reason}, in {idle.phase or 'the rest'} ({100 * idle.us / still:.0f} % of that time)."
         )
     matmul, softmax = (_attention_us(found, part) for part in (("scores", "values"), ("softmax",)))
     if matmul and softmax:
@@ -65,18 +93,24 @@ def sentences(found: Analysis) -> list[str]:
             f"{number(matmul / found.steps)} µs; softmax takes {number(ratio)} times as long with a small part of "
             "the FLOPs (table below)."
         )
-    whole = sum(cell.us for cell in found.cells)
-    other = [cell for cell in found.cells if cell.kind == "other"]
-    share = sum(cell.us for cell in other) / whole
-    if share > OTHER_LIMIT:
-        names = sorted(
-            {cell.name for cell in other}, key=lambda n: -sum(c.us for c in other if c.name == n)
-        )
-        shown = ", ".join(_cut(name) for name in names[:8])
-        result.append(
-            f"No rule placed {100 * share:.1f} % of the time ({len(names)} names): {shown}."
-        )
-    return result
+    return result + _unplaced(found)
+
+
+def _unplaced(found: Analysis) -> list[str]:
+    """The names that no rule knows, where they matter."""
+    whole_us = sum(cell.us for cell in found.cells)
+    sums = _sums((cell for cell in found.cells if cell.kind == "other"), lambda c: c.name, _us)
+    share = sum(sums.values()) / whole_us if whole_us else 0.0
+    if share <= OTHER_LIMIT:
+        return []
+    names = sorted(sums, key=lambda name: -sums[name])
+    shown = ", ".join(
+        f"{shortened(name, LONGEST_NAME)} ({100 * sums[name] / whole_us:.1f} %)"
+        for name in names[:8]
+    )
+    return [
+        f"No rule placed {100 * share:.1f} % of the time ({len(names)} names); --rules FILE can: {shown}."
+    ]
 
 
 def _attention_us(found: Analysis, parts: Sequence[str]) -> float:
@@ -96,25 +130,26 @@ def phases_table(found: Analysis) -> Table:
         mine = [cell for cell in found.cells if phase in ("step", cell.phase)]
         trace = sum(_values(found, phase)) / found.steps / 1e3
         alone, watched = found.stopwatch_ms.get(phase), _watched(found, phase)
-        cost = f"{100 * (watched / alone - 1):+.1f}" if alone and watched else ""
+        cost = 100 * (watched / alone - 1) if alone and watched else None
         busy, idle = (
             sum(getattr(cell, name) for cell in mine) / found.steps
             for name in ("busy_us", "idle_us")
         )
-        timed = [number(alone), number(watched), cost] if was_timed else []
-        device = [number(busy / 1e3), number(idle / 1e3)] if found.on_device else []
-        calls = count(sum(cell.calls for cell in mine) / found.steps)
-        rows.append([phase or "rest", *timed, number(trace), *device, calls])
-    timed = ["stopwatch ms", "stopwatch profiled ms", "profiler costs %"] if was_timed else []
-    device = ["busy ms", "idle ms"] if found.on_device else []
-    head = ["phase", *timed, "trace ms", *device, f"{_noun(found)} a step"]
+        timed: list[Any] = [alone, watched, cost] if was_timed else []
+        device = [busy / 1e3, idle / 1e3] if found.on_device else []
+        calls = whole(sum(cell.calls for cell in mine) / found.steps)
+        rows.append([phase or "rest", *timed, trace, *device, calls])
+    watch_head = ["stopwatch ms", "stopwatch profiled ms", "profiler costs %"] if was_timed else []
+    device_head = ["busy ms", "idle ms"] if found.on_device else []
+    head = ["phase", *watch_head, "trace ms", *device_head, f"{_noun(found)} a step"]
     stopwatch = (
         "stopwatch without the profiler (median) and with it, and the trace"
         if was_timed
         else "the trace"
     )
     caption = f"Phases: {stopwatch} (means of {found.steps})."
-    return Table(head, rows, numeric=frozenset(head[1:]), caption=caption)
+    formats = {"profiler costs %": "+.1f"}
+    return Table(head, rows, numeric=frozenset(head[1:]), caption=caption, formats=formats)
 
 
 def _watched(found: Analysis, phase: str) -> float | None:
@@ -134,82 +169,77 @@ def _values(found: Analysis, phase: str) -> Sequence[float]:
 
 
 def ranges_table(found: Analysis) -> Table:
-    """Each part of the model in each phase, idle time before its kernels included; their sum beside
-    the stopwatch.
-    """
+    """Each part of the model in each phase, idle time before its kernels included."""
     phases = list(found.phases_us)
     sums = _sums(found.cells, lambda c: (c.range, c.phase), lambda c: c.busy_us + c.idle_us)
     names = list(dict.fromkeys(cell.range for cell in found.cells))
     totals = {name: sum(sums.get((name, phase), 0.0) for phase in phases) for name in names}
-    whole = sum(totals.values())
+    in_all = sum(totals.values()) or 1.0
 
-    def row(label: str, values: Sequence[float], total: float) -> list[str]:
-        return [
-            label,
-            *(number(us / 1e3 / found.steps) for us in values),
-            number(total / 1e3 / found.steps),
-        ]
+    def row(label: str, values: Sequence[float], total: float) -> list[Any]:
+        return [label, *(us / 1e3 / found.steps for us in values), total / 1e3 / found.steps]
 
     rows = [
         [*row(name or "outside of all", [sums.get((name, p), 0.0) for p in phases], totals[name]),
-         f"{100 * totals[name] / whole:.1f}"]
+         100 * totals[name] / in_all]
         for name in sorted(names, key=lambda n: -totals[n])
     ]  # fmt: skip
     by_phase = [sum(sums.get((name, phase), 0.0) for name in names) for phase in phases]
-    rows.append([*row("sum of ranges", by_phase, whole), "100.0"])
-    for label, watch in (
-        ("stopwatch, same steps", [_watched(found, phase) for phase in [*phases, "step"]]),
-        ("stopwatch, unprofiled", [found.stopwatch_ms.get(phase) for phase in [*phases, "step"]]),
-    ):
-        if any(watch):
-            sums_ms = [us / 1e3 / found.steps for us in [*by_phase, whole]]
-            differences = [
-                f"{100 * (s / w - 1):+.1f} %" if w else ""
-                for s, w in zip(sums_ms, watch, strict=True)
-            ]
-            rows += [
-                [label, *map(number, watch), ""],
-                [f"sum of ranges against {label}", *differences, ""],
-            ]
+    rows.append([*row("sum of ranges", by_phase, in_all), 100.0])
     head = ["range", *(f"{phase or 'rest'} ms" for phase in phases), "step ms", "share %"]
     idle = ", the device's idle time before its kernels included" if found.on_device else ""
     caption = f"Ranges: time a step{idle}; equal parts of repeated blocks together."
-    return Table(head, rows, numeric=frozenset(head[1:]), caption=caption)
+    formats = {"share %": ".1f"}
+    return Table(head, rows, numeric=frozenset(head[1:]), caption=caption, formats=formats)
+
+
+def stopwatch_table(found: Analysis) -> Table:
+    """The phases of the trace beside the stopwatch, which counts from the host's begin: with the
+    lead-in, without what lies between the steps.
+    """
+    if not found.stopwatch_ms and not found.watched_ms:
+        return Table([], [])
+    timed = [phase for phase in found.phases_us if phase]
+    trace = [sum(found.phases_us[phase]) / found.steps / 1e3 for phase in timed]
+    if trace:
+        trace[0] += found.lead_in_us / found.steps / 1e3
+    trace.append(sum(trace))
+    rows: list[list[Any]] = [["trace, with its lead-in", *trace]]
+    for label, watch in (
+        ("stopwatch, same steps", [_watched(found, phase) for phase in [*timed, "step"]]),
+        ("stopwatch, unprofiled", [found.stopwatch_ms.get(phase) for phase in [*timed, "step"]]),
+    ):
+        if any(watch):
+            off = [100 * (t / w - 1) if w else None for t, w in zip(trace, watch, strict=True)]
+            rows += [[label, *watch], [f"trace against {label}, %", *off]]
+    head = ["", *(f"{phase} ms" for phase in timed), "step ms"]
+    return Table(head, rows, caption="The trace's phases beside the stopwatch.", names=1)
 
 
 def kinds_table(found: Analysis) -> Table:
     """Share of each kind, in a forward and in the whole step."""
-    phases = list(found.phases_us)
-    sums = _sums(found.cells, lambda c: (c.kind, c.phase), lambda c: c.us)
+    phases = [*found.phases_us, "step"]
+    sums = _sums(found.cells, lambda c: (c.kind, c.phase), _us)
+    for (kind, _), us in list(sums.items()):
+        sums[kind, "step"] = sums.get((kind, "step"), 0.0) + us
     totals = {phase: sum(us for (_, p), us in sums.items() if p == phase) for phase in phases}
-    kinds = dict.fromkeys(cell.kind for cell in sorted(found.cells, key=lambda cell: -cell.us))
-    whole = {kind: sum(sums.get((kind, phase), 0.0) for phase in phases) for kind in kinds}
+    kinds = [kind for kind in {cell.kind for cell in found.cells} if sums[kind, "step"] > 0]
     rows = []
-    for kind in sorted(kinds, key=lambda kind: -whole[kind]):
-        cells = [kind]
+    for kind in sorted(kinds, key=lambda kind: -sums[kind, "step"]):
+        cells: list[Any] = [kind]
         for phase in phases:
             us = sums.get((kind, phase), 0.0)
-            cells += [
-                number(us / 1e3 / found.steps),
-                f"{100 * us / totals[phase]:.1f}" if totals[phase] else "",
-            ]
-        rows.append(
-            [
-                *cells,
-                number(whole[kind] / 1e3 / found.steps),
-                f"{100 * whole[kind] / sum(whole.values()):.1f}",
-            ]
-        )
-    head = [
-        "kind",
-        *(f"{phase or 'rest'} {unit}" for phase in [*phases, "step"] for unit in ("ms", "%")),
-    ]
-    caption = f"Kinds of work: time of the {_noun(found)} a step, and its share of all {_noun(found)} of the phase."
-    return Table(head, rows, numeric=frozenset(head[1:]), caption=caption)
+            cells += [us / 1e3 / found.steps, 100 * us / totals[phase] if totals[phase] else None]
+        rows.append(cells)
+    head = ["kind", *(f"{phase or 'rest'} {unit}" for phase in phases for unit in ("ms", "%"))]
+    noun = _noun(found)
+    caption = f"Kinds of work: time of the {noun} a step, and its share of all {noun} of the phase."
+    formats = {column: ".1f" for column in head if column.endswith("%")}
+    return Table(head, rows, numeric=frozenset(head[1:]), caption=caption, formats=formats)
 
 
-def kinds_shares(found: Analysis) -> list[list[str]]:
-    """[figure, % of a forward, % of the whole step] of matmul, softmax and norm, and of all norm
+def kinds_shares(found: Analysis) -> list[tuple[str, float, float]]:
+    """(figure, % of a forward, % of the whole step) of matmul, softmax and norm, and of all norm
     layers by range.
     """
     chosen: dict[str, Callable[[Cell], bool]] = {
@@ -221,54 +251,51 @@ def kinds_shares(found: Analysis) -> list[list[str]]:
     }
     forward = [cell for cell in found.cells if cell.phase == "forward"]
 
-    def share(cells: Sequence[Cell], wanted: Callable[[Cell], bool]) -> str:
-        whole = sum(cell.us for cell in cells)
-        return (
-            f"{100 * sum(cell.us for cell in cells if wanted(cell)) / whole:.1f}" if whole else ""
-        )
+    def share(cells: Sequence[Cell], wanted: Callable[[Cell], bool]) -> float:
+        in_all = sum(map(_us, cells))
+        return 100 * sum(_us(cell) for cell in cells if wanted(cell)) / in_all if in_all else 0.0
 
     return [
-        [name, share(forward, wanted), share(found.cells, wanted)]
+        (name, share(forward, wanted), share(found.cells, wanted))
         for name, wanted in chosen.items()
     ]
 
 
 def top_table(found: Analysis) -> Table:
     """The one with most time in each phase."""
-    sums = _sums(found.cells, lambda c: (c.phase, c.name), lambda c: c.us)
+    sums = _sums(found.cells, lambda c: (c.phase, c.name), _us)
     calls = _sums(found.cells, lambda c: (c.phase, c.name), lambda c: c.calls)
     kinds = {(cell.phase, cell.name): cell.kind for cell in found.cells}
     rows = []
     for phase in found.phases_us:
-        mine = {key: us for key, us in sums.items() if key[0] == phase}
+        mine = {key: us for key, us in sums.items() if key[0] == phase and us > 0}
+        if not mine:
+            continue
         key = max(mine, key=lambda k: mine[k])
-        share = f"{100 * mine[key] / sum(mine.values()):.1f}"
-        times = [count(calls[key] / found.steps), number(mine[key] / 1e3 / found.steps), share]
-        rows.append([phase or "rest", _cut(key[1]), kinds[key], *times])
+        times = [mine[key] / 1e3 / found.steps, 100 * mine[key] / sum(mine.values())]
+        rows.append([phase or "rest", shortened(key[1], LONGEST_NAME), kinds[key],
+                     whole(calls[key] / found.steps), *times])  # fmt: skip
     head = ["phase", _noun(found)[:-1], "kind", "calls a step", "ms a step", "share of phase %"]
     caption = f"The {_noun(found)[:-1]} with most time in each phase."
-    return Table(head, rows, numeric=frozenset(head[3:]), caption=caption)
+    formats = {"share of phase %": ".1f"}
+    return Table(head, rows, numeric=frozenset(head[3:]), caption=caption, formats=formats)
 
 
 def kernels_table(found: Analysis, shown: int = SHOWN_KERNELS) -> Table:
     """Those with most time, with their kind and the rule that placed them."""
-    sums: dict[tuple[str, str, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for cell in found.cells:
-        entry = sums[cell.name, cell.kind, cell.rule, cell.phase]
-        entry[0] += cell.calls
-        entry[1] += cell.us
-    whole = sum(us for _, us in sums.values())
+    key = ("name", "kind", "phase", "rule")
+    sums = _sums(found.cells, lambda c: tuple(getattr(c, name) for name in key), _us)
+    calls = _sums(found.cells, lambda c: tuple(getattr(c, name) for name in key), lambda c: c.calls)
+    in_all = sum(sums.values()) or 1.0
     rows, covered = [], 0.0
-    for (name, kind, rule, phase), (calls, us) in sorted(
-        sums.items(), key=lambda item: -item[1][1]
-    )[:shown]:
+    for (name, kind, phase, rule), us in sorted(sums.items(), key=lambda item: -item[1])[:shown]:
+        if us <= 0:
+            break
         covered += us
-        figures = [
-            number(calls / found.steps),
-            number(us / 1e3 / found.steps),
-            number(us / calls if calls else None),
-        ]
-        rows.append([_cut(name), kind, phase or "rest", *figures, f"{100 * us / whole:.1f}", rule])
+        number_of = calls[name, kind, phase, rule]
+        mean = us / number_of if number_of else None
+        figures = [whole(number_of / found.steps), us / 1e3 / found.steps, mean, 100 * us / in_all]
+        rows.append([shortened(name, LONGEST_NAME), kind, phase or "rest", *figures, rule])
     head = [
         _noun(found)[:-1],
         "kind",
@@ -277,10 +304,13 @@ def kernels_table(found: Analysis, shown: int = SHOWN_KERNELS) -> Table:
         "ms a step",
         "mean µs",
         "share %",
-        "placed because",
+        "rule",
     ]
-    caption = f"{_noun(found).capitalize()} with most time, {len(rows)} of {len(sums)}: {100 * covered / whole:.0f} %."
-    return Table(head, rows, numeric=frozenset(head[3:7]), caption=caption)
+    caption = f"{_noun(found).capitalize()} with most time, {len(rows)} of {len(sums)}: {100 * covered / in_all:.0f} %."
+    formats = {"share %": ".1f"}
+    return Table(
+        head, rows, numeric=frozenset(head[3:7]), caption=caption, names=3, formats=formats
+    )
 
 
 def attention_table(found: Analysis) -> Table:
@@ -289,33 +319,15 @@ def attention_table(found: Analysis) -> Table:
     for part in ATTENTION_PARTS:
         for phase in found.phases_us:
             mine = [c for c in found.cells if c.range.endswith(f".{part}") and c.phase == phase]
-            if mine:
-                us, flops, bytes_ = (
-                    sum(getattr(c, n) for c in mine) / found.steps for n in ("us", "flops", "bytes")
-                )
-                rates = [
-                    number(flops / us / 1e6 if flops else None),
-                    number(bytes_ / us / 1e3 if bytes_ else None),
-                ]
-                rows.append(
-                    [part, phase, number(us), number(flops / 1e9 if flops else None), *rates]
-                )
+            us, flops, bytes_ = (
+                sum(getattr(c, n) for c in mine) / found.steps for n in ("us", "flops", "bytes")
+            )
+            if us:
+                rates = [flops / us / 1e6 or None, bytes_ / us / 1e3 or None]
+                rows.append([part, phase, us, flops / 1e9 or None, *rates])
     head = ["part of attention", "phase", "µs a step", "GFLOP a step", "TFLOP/s", "GB/s"]
     caption = "Softmax against the matrix products of attention."
     return Table(head, rows, numeric=frozenset(head[2:]), caption=caption)
-
-
-def idle_table(found: Analysis) -> Table:
-    """Times in which the device stood still, and why."""
-    rows = [
-        [row.reason, row.phase or "rest", number(row.gaps / found.steps), number(row.us / 1e3 / found.steps),
-         number(row.us / row.gaps)]
-        for row in sorted(found.idle, key=lambda row: -row.us)
-    ]  # fmt: skip
-    head = ["why the device stood still", "phase", "gaps a step", "ms a step", "mean µs"]
-    return Table(
-        head, rows, numeric=frozenset(head[2:]), caption="Idle time of the device, by cause."
-    )
 
 
 def operations_table(found: Analysis, shown: int = SHOWN_OPERATIONS) -> Table:
@@ -324,26 +336,21 @@ def operations_table(found: Analysis, shown: int = SHOWN_OPERATIONS) -> Table:
     rows = []
     for row in found.operations[:shown]:
         seconds = row.us / row.calls / 1e6 if row.calls else 0.0
-        intensity = row.flops / row.bytes
-        share = ""
+        share = None
         if roof and seconds:
             # The roofline: an operation takes at least as long as its FLOPs, and at least as long
             # as its bytes.
             least = max(row.flops / roof.flop_per_s, row.bytes / roof.bytes_per_s)
-            share = f"{100 * least / seconds:.0f}"
-        rates = [
-            row.flops / seconds / 1e12 if row.flops and seconds else None,
-            row.bytes / (seconds or 1.0) / 1e9,
-        ]
-        cells = [row.operation, row.kind, _cut(row.shapes, 48), row.dtype.removeprefix("c10::")]
-        times = [
-            number(row.calls / found.steps),
-            number(row.us / 1e3 / found.steps),
-            number(seconds * 1e6),
-        ]
-        rows.append(
-            [*cells, *times, *map(number, rates), number(intensity if row.flops else None), share]
+            share = round(100 * least / seconds)
+        flop_per_s, bytes_per_s = (
+            value / seconds if seconds and value / seconds < most else 0.0
+            for value, most in ((row.flops, MOST_FLOP_PER_S), (row.bytes, MOST_BYTES_PER_S))
         )
+        rows.append([
+            row.operation, row.kind, _cut(row.shapes), row.dtype.removeprefix("c10::"),
+            whole(row.calls / found.steps), row.us / 1e3 / found.steps, seconds * 1e6, flop_per_s / 1e12 or None,
+            bytes_per_s / 1e9 or None, row.flops / row.bytes or None, share,
+        ])  # fmt: skip
     head = ["operation", "kind", "shapes", "type", "calls a step", "ms a step", "mean µs", "TFLOP/s", "GB/s",
             "FLOP/byte", "of roofline %"]  # fmt: skip
     limits = (
@@ -353,52 +360,7 @@ def operations_table(found: Analysis, shown: int = SHOWN_OPERATIONS) -> Table:
         else ""
     )
     caption = f"Operations with shapes against the roofline, those with most time; bytes are the least.{limits}"
-    return Table(head, rows, numeric=frozenset(head[4:]), caption=caption)
-
-
-def overlap_table(found: Iterable[Overlap]) -> Table:
-    """Communication hidden behind computing, a row a rank."""
-    rows = [
-        ["" if o.rank is None else str(o.rank), *map(number, (o.communication_us, o.computation_us, o.hidden_us)),
-         number(o.exposed_us), f"{o.ratio:.4f}"]
-        for o in found
-    ]  # fmt: skip
-    head = ["rank", "communication µs", "computation µs", "hidden µs", "exposed µs", "overlap"]
-    caption = (
-        "Overlap: time in which a rank both communicates and computes, over its time communicating."
-    )
-    return Table(head, rows, numeric=frozenset(head), caption=caption, names=1)
-
-
-def ranks_table(found: Iterable[Analysis]) -> Table:
-    """One line a rank: its step, how long its device worked and stood still, and what communication
-    cost it.
-    """
-    rows = []
-    for place, one in enumerate(found):
-        step, busy, idle = (
-            us / one.steps / 1e3
-            for us in (
-                sum(map(sum, one.phases_us.values())),
-                sum(cell.busy_us for cell in one.cells),
-                sum(cell.idle_us for cell in one.cells),
-            )
-        )
-        o = one.overlap
-        device = [number(busy), number(idle)] if one.on_device else ["", ""]
-        shared = (
-            [
-                number(o.communication_us / one.steps / 1e3),
-                f"{o.ratio:.4f}",
-                number(o.exposed_us / one.steps / 1e3),
-            ]
-            if o
-            else ["", "", ""]
-        )
-        rows.append([str(place if one.rank is None else one.rank), number(step), *device, *shared])
-    head = ["rank", "step ms", "busy ms", "idle ms", "communication ms", "overlap", "exposed ms"]
-    caption = "Ranks: means of a step; exposed is communication that no computing hides."
-    return Table(head, rows, numeric=frozenset(head), caption=caption, names=1)
+    return Table(head, rows, numeric=frozenset(head[4:]), caption=caption, names=4)
 
 
 def _sums(
@@ -414,7 +376,9 @@ def _noun(found: Analysis) -> str:
     return "kernels" if found.on_device else "operations"
 
 
-def _cut(name: str, longest: int = LONGEST_NAME) -> str:
-    """A name of C++ without its middle."""
-    half = (longest - 1) // 2
-    return name if len(name) <= longest else f"{name[:half]}…{name[-half:]}"
+def _us(cell: Cell) -> float:
+    return cell.us
+
+
+def _cut(shapes: str) -> str:
+    return shapes if len(shapes) <= LONGEST_SHAPES else f"{shapes[: LONGEST_SHAPES - 1]}…"

@@ -12,6 +12,7 @@ from stepgauge.report.names import describe
 from stepgauge.report.page import Block, Text
 from stepgauge.report.profile import blocks as profile_blocks
 from stepgauge.report.profile import kinds_shares
+from stepgauge.report.profile_page import METHOD
 from stepgauge.report.table import Table
 from stepgauge.report.views import record_table
 from stepgauge.spec.model import ModelSpec
@@ -100,7 +101,7 @@ EXPERIMENT = Experiment(
     name="profile",
     title="Where the time goes",
     question="Which kernels, phases and parts of the model take the time of a step, and why does the device wait?",
-    method=profile.METHOD,
+    method=METHOD,
     jobs=jobs,
     blocks=blocks,
     pictures=pictures,

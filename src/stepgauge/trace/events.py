@@ -194,7 +194,12 @@ def _note(trace: Trace, key: str, value: Any) -> None:
     if key == "distributedInfo" and isinstance(value, dict):
         rank = value.get("rank")
         trace.rank = rank if isinstance(rank, int) else None
-    if key == "deviceProperties" and isinstance(value, list) and value and isinstance(value[0], dict):
+    if (
+        key == "deviceProperties"
+        and isinstance(value, list)
+        and value
+        and isinstance(value[0], dict)
+    ):
         trace.device = str(value[0].get("name", ""))
 
 
@@ -249,7 +254,12 @@ def _add(trace: Trace, category: str, event: dict[str, Any], shapes: _Shapes) ->
 
 
 def _kernel(
-    start: float, end: float, name: str, category: str, event: dict[str, Any], arguments: dict[str, Any]
+    start: float,
+    end: float,
+    name: str,
+    category: str,
+    event: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> Kernel:
     collective = None
     if "Collective name" in arguments:

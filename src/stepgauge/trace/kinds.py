@@ -73,9 +73,13 @@ class Kinds:
         whole, _ = _match(COMPOSITES, operation)
         if whole:
             return Placed(whole, f"launched by {_short(operation)}")
-        return Placed("other", f"no rule for this name, launched by {_short(operation) or 'nothing known'}")
+        return Placed(
+            "other", f"no rule for this name, launched by {_short(operation) or 'nothing known'}"
+        )
 
-    def _of_operation(self, name: str, category: str, in_optimizer: bool, whole: str = "") -> Placed:
+    def _of_operation(
+        self, name: str, category: str, in_optimizer: bool, whole: str = ""
+    ) -> Placed:
         """Of something that ran on the host by itself, without the calls inside it; inside of the
         operation `whole`, whose kind all of it has.
         """

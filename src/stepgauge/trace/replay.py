@@ -92,12 +92,17 @@ class Replay:
         before: list[list[int]] = [[] for _ in self.works]
         order = sorted(
             range(len(self.works)),
-            key=lambda i: (self.works[i].launched or (self.works[i].start, 0.0), self.works[i].start),
+            key=lambda i: (
+                self.works[i].launched or (self.works[i].start, 0.0),
+                self.works[i].start,
+            ),
         )
         for index in order:
             work = self.works[index]
             asked = work.launched[0] if work.launched else work.start
-            told = bisect.bisect_left(waits, asked) > bisect.bisect_left(waits, launched[work.stream])
+            told = bisect.bisect_left(waits, asked) > bisect.bisect_left(
+                waits, launched[work.stream]
+            )
             for stream, other in latest.items():
                 together = work.launched is not None and work.launched == self.works[other].launched
                 if stream == work.stream or (
@@ -210,7 +215,8 @@ def _limited(trace: Trace, works: Sequence[Work]) -> list[Work]:
         (work for work in works if trace.steps[work.step].run == run), key=lambda work: work.start
     )
     if len(mine) > MOST_WORK:
-        taken, count = set(), 0
+        taken: set[int] = set()
+        count = 0
         for step in sorted({work.step for work in mine}):
             count += sum(work.step == step for work in mine)
             if taken and count > MOST_WORK:

@@ -41,8 +41,8 @@ OPERATORS = _table(
     ("norm", r"^aten::.*(layer|rms|batch|group|instance)_?norm|(^|[:_.])(fused_)?(add_)?(layer|rms|group)_?norm"),
     ("pooling", r"^aten::.*(max|avg)_pool"),
     ("quantisation", r"quant(?!ile)"),
-    ("embedding", r"^aten::.*embedding|^fbgemm::.*(emb|bounds_check|permute_|bucketize|recat|cumsum|jagged)|SplitLookup|"
-     r"PermutePooledEmbs|embedding_bag"),
+    ("embedding", r"^aten::.*embedding|^fbgemm::.*(emb|bounds_check|permute_|bucketize|recat|cumsum|jagged)|"
+     r"SplitLookup|PermutePooledEmbs|embedding_bag"),
     ("sort", r"^aten::_?(sort|argsort|topk|cum(sum|prod|max|min)|unique\d?|bincount|histc|searchsorted|kthvalue|msort|"
      r"nonzero|multinomial|logcumsumexp)"),
     ("routing", r"topk_softmax|moe_(align|sum|permute|unpermute|sort)|grouped_topk"),

@@ -32,7 +32,8 @@ def timeline(trace: Trace, works: Sequence[Work]) -> Timeline | None:
     return Timeline(
         names=[list(name) for name in names],
         tracks=[
-            [_title(trace, stream, several), _numbers(mine)] for stream, mine in sorted(pieces.items())
+            [_title(trace, stream, several), _numbers(mine)]
+            for stream, mine in sorted(pieces.items())
         ],
         marks=_marks(shown, origin),
         origin_us=origin,
@@ -54,7 +55,9 @@ def _last_steps(works: Sequence[Work]) -> list[Work]:
 _Piece = tuple[int, int, int, int]  # start, end, name, how many
 
 
-def _pieces(works: Sequence[Work], names: dict[tuple[str, str], int], origin: float) -> list[_Piece]:
+def _pieces(
+    works: Sequence[Work], names: dict[tuple[str, str], int], origin: float
+) -> list[_Piece]:
     return [
         (
             round((work.start - origin) * UNIT),
@@ -76,7 +79,9 @@ def _joined(
         if result and start - result[-1][1] < pause and kinds[result[-1][2]] == kinds[name]:
             before = result[-1]
             if before[2] != name:
-                name = names.setdefault((f"several kernels: {kinds[name]}", kinds[name]), len(names))
+                name = names.setdefault(
+                    (f"several kernels: {kinds[name]}", kinds[name]), len(names)
+                )
                 kinds += [kind for _, kind in list(names)[len(kinds) :]]
             result[-1] = (before[0], max(end, before[1]), name, before[3] + number)
         else:

@@ -1,4 +1,4 @@
-"""`stepgauge profile trace`."""
+"""`stepgauge profile trace` and `stepgauge profile diff`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,10 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, print_tables, progress, tell
-from stepgauge.report.profile import overlap_table, ranks_table, tables
 
 if TYPE_CHECKING:
     from stepgauge.spec.analysis import Analysis
+    from stepgauge.trace.kinds import Kinds
+
+Rules = Annotated[
+    Path | None,
+    Parameter(
+        help="TOML file with rules of your own for the kinds of work: [[rule]] with kind and operator or kernel."
+    ),
+]
+As = Annotated[Format, Parameter(help="How the tables are printed.")]
 
 
 def trace(
@@ -24,53 +32,111 @@ def trace(
             negative="",
         ),
     ] = False,
+    rules: Rules = None,
     out: Annotated[
         Path | None,
         Parameter(help="Folder for report, analysis, speedscope JSON and collapsed stacks."),
     ] = None,
-    format: Annotated[Format, Parameter(help="How the tables are printed.")] = "table",
+    format: As = "table",
 ) -> None:
-    """Analyse traces that any PyTorch program wrote: kernels by kind, idle time, overlap, flame
-    graph.
+    """Analyse traces that any PyTorch program wrote: kernels by kind, idle time, overlap, critical
+    path, timeline, flame graph; of several ranks, who made the others wait.
 
     Phases are the program's own ranges of the names forward, backward and optimizer; where it has
     none, what autograd runs is backward, Optimizer.step is optimizer, and the rest is forward. A
     file is read as a stream, so that large ones need little memory.
     """
-    from stepgauge.bench import profile
-    from stepgauge.trace.events import load
-    from stepgauge.trace.overlap import required_overlap
+    from stepgauge.report.profile_page import trace_names, write, write_trace_report
+    from stepgauge.trace.ranks import across
 
     if not files:
         raise ValueError("FILE needs a value: the path of a trace")
     if overlap:
-        print_tables(format, [overlap_table([required_overlap(load(file)) for file in files])])
+        _print_overlap(files, format)
         return
-    names = profile.trace_names(files)
-    found = _analyse(files)
-    shown = [table for analysis in found[:1] for table in tables(analysis)]
-    if len(found) > 1:
-        shown = [
-            ranks_table(found),
-            *(table for table in shown if not table.caption.startswith("Overlap")),
-        ]
-        tell(
-            f"the first table is of all {len(found)} traces, the others of {found[0].source}; --out has all"
-        )
+    names = trace_names(files)
+    found = _analyse(files, rules)
+    shared = across(found) if len(found) > 1 else None
     if out:  # before anything is printed: a reader such as head may end the program
         for name, analysis in zip(names, found, strict=True):
-            profile.write(analysis, out / name)
-        tell(f"report: {profile.write_trace_report(dict(zip(names, found, strict=True)), out)}")
-    print_tables(format, [table for table in shown if table.rows])
+            write(analysis, out / name)
+        tell(f"report: {write_trace_report(dict(zip(names, found, strict=True)), out, shared)}")
+    _print(found, shared, format)
 
 
-def _analyse(files: Sequence[Path]) -> "list[Analysis]":
-    from stepgauge.trace.analysis import analyse
+def _print(found: "Sequence[Analysis]", shared: object, format: Format) -> None:
+    from stepgauge.report.profile import tables
+    from stepgauge.report.profile_page import of_one_rank, ranks_tables
+    from stepgauge.report.profile_ranks import sentences
+    from stepgauge.spec.ranks import AcrossRanks
 
+    for one in found:
+        for note in one.notes:
+            tell(f"{one.source}: {note}" if len(found) > 1 else note)
+    shown = tables(found[0])
+    if isinstance(shared, AcrossRanks):
+        together = ranks_tables(found, shared)
+        shown = [*together, *of_one_rank(shown, found[0])]
+        count = "first table is" if len(together) == 1 else f"first {len(together)} tables are"
+        tell(
+            f"the {count} of all {len(found)} traces, the others of {found[0].source}; --out has all"
+        )
+        for sentence in sentences(shared, found):
+            tell(sentence)
+    print_tables(format, shown)
+
+
+def _print_overlap(files: Sequence[Path], format: Format) -> None:
+    from stepgauge.report.profile_ranks import overlap_table
+    from stepgauge.trace.events import load
+    from stepgauge.trace.overlap import required_overlap
+
+    print_tables(format, [overlap_table([required_overlap(load(file)) for file in files])])
+
+
+def diff(
+    before: Annotated[Path, Parameter(help="Trace A, or the analysis.json of one.")],
+    after: Annotated[Path, Parameter(help="Trace B, or the analysis.json of one.")],
+    /,
+    *,
+    rules: Rules = None,
+    format: As = "table",
+) -> None:
+    """Compare two traces: what grew from A to B, by phase, kind, range, kernel and cause of idle
+    time.
+
+    All figures are of a step, so that the traces may hold different numbers of them.
+    """
+    from stepgauge.report.profile_diff import difference_tables, sentence
+
+    first, second = _analyse([before, after], rules)
+    tell(sentence(first, second))
+    print_tables(format, difference_tables(first, second))
+
+
+def _analyse(files: Sequence[Path], rules: Path | None) -> "list[Analysis]":
+    from stepgauge.trace.kinds import Kinds
+    from stepgauge.trace.rules import read_rules
+
+    kinds = Kinds(read_rules(rules)) if rules else Kinds()
     found = []
     with progress(len(files), "traces") as (bar, task):
         for file in files:
             bar.update(task, description=file.name)
-            found.append(analyse(file))
+            found.append(_analysis(file, kinds))
             bar.advance(task)
     return found
+
+
+def _analysis(file: Path, kinds: "Kinds") -> "Analysis":
+    from stepgauge.spec.analysis import Analysis
+    from stepgauge.trace.analysis import analyse
+
+    if file.name != "analysis.json":
+        return analyse(file, kinds=kinds)
+    try:
+        return Analysis.from_json(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ValueError(f"{file} is {error}") from None

@@ -1,0 +1,60 @@
+"""Names of kernels, short enough for a table."""
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+# Template arguments that say least: numbers and plain types.
+_PLAIN = re.compile(
+    r"-?\d\w*|true|false|(unsigned |signed )?(char|short|int|long|float|double|bool)( int| long)?|"
+    r"(c10|at)::\w+|__nv_\w+|__hip_\w+|__half|[\w:]*(Array|OffsetCalculator|Loader|Storer|LoadWithoutCast|"
+    r"StoreWithoutCast)"
+)
+_Pieces = list[Any]  # of a name: text, or the list of a template's arguments
+
+
+@functools.cache
+def shortened(name: str, longest: int) -> str:
+    """A name of C++ that fits, its templates closed: plain arguments go first, then the inner ones."""
+    pieces = _parsed(iter(name)) if len(name) > longest else []
+    for deepest in range(6, 0, -1) if pieces else ():
+        short = _written(pieces, deepest)
+        if len(short) <= longest:
+            return short
+    return name if len(name) <= longest else f"{name[: longest - 1]}…"
+
+
+def _parsed(characters: Iterator[str], end: str = "") -> _Pieces:
+    """The name up to the template's end: text and lists of arguments, in turn."""
+    arguments: list[_Pieces] = [[""]]
+    parentheses, before = 0, ""
+    for character in characters:
+        parentheses += {"(": 1, ")": -1}.get(character, 0)
+        if character == "<" and not parentheses:
+            arguments[-1] += [_parsed(characters, ">"), ""]
+        elif character == end and not parentheses and before != "-":
+            break
+        elif character == "," and end and not parentheses:
+            arguments.append([""])
+        else:
+            arguments[-1][-1] += character
+        before = character
+    return arguments if end else arguments[0]
+
+
+def _written(pieces: _Pieces, deepest: int) -> str:
+    """The name without plain arguments, and without arguments below a depth."""
+    parts = []
+    for piece in pieces:
+        if isinstance(piece, str):
+            parts.append(piece.partition("(")[0])  # a function as argument: without its lambdas
+            continue
+        kept = (
+            [arg for arg in piece if not _PLAIN.fullmatch(str(arg[0]).strip())]
+            if deepest > 1
+            else []
+        )
+        shown = [_written(argument, deepest - 1).strip() for argument in kept]
+        parts.append(f"<{', '.join([*shown, *(['…'] if len(kept) < len(piece) else [])])}>")
+    return "".join(parts)

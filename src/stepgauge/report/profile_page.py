@@ -1,0 +1,111 @@
+"""What a profile leaves on disk: the analysis, flame graphs for other tools, one page of all traces."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stepgauge.report.page import Block, Plot, Section, Text, page
+from stepgauge.report.profile import blocks, collectives_table
+from stepgauge.report.profile_ranks import overlap_table, ranks_table, sentences, shared_table
+from stepgauge.report.table import Table
+from stepgauge.report.trace_timeline import trace_timeline
+from stepgauge.spec.analysis import Analysis
+from stepgauge.spec.ranks import AcrossRanks
+from stepgauge.trace.flame import collapsed, speedscope
+
+ANALYSIS = "analysis.json"
+METHOD = (
+    "The step runs under torch.profiler. A kernel belongs to the host call that launched it, a backward kernel to the "
+    "part of the model whose forward made its operation. On a device, a step lasts from the end of the work of the "
+    "step before to the end of its own, and so does a phase. On a CPU every operation counts for what it did itself."
+)
+
+
+def write(found: Analysis, place: Path) -> None:
+    """The analysis, and the flame graph for speedscope and for flamegraph.pl."""
+    place.mkdir(parents=True, exist_ok=True)
+    files: dict[str, Any] = {
+        ANALYSIS: found.to_json(),
+        "speedscope.json": speedscope(found.flame, place.name),
+        "stacks.txt": "\n".join(collapsed(found.flame)) + "\n",
+    }
+    for name, text in files.items():
+        (place / name).write_text(text, encoding="utf-8")
+
+
+def trace_names(files: Sequence[Path]) -> list[str]:
+    """Each file's name without its endings, after as many of its folders as it takes to tell all
+    apart.
+
+    Raises ValueError for a file that is given twice.
+    """
+    full = [(file.parent.resolve() / file.name).parts[1:] for file in files]
+    paths = [(*folders, name.removesuffix(".gz").removesuffix(".json")) for *folders, name in full]
+    for depth in range(1, max(map(len, paths)) + 1):
+        shown = ["/".join(path[-depth:]) for path in paths]
+        if len(set(shown)) == len(shown):
+            return shown
+    twice = next(file for file, path in zip(files, paths, strict=True) if paths.count(path) > 1)
+    raise ValueError(f"FILE is {twice} twice; give each trace once")
+
+
+def ranks_blocks(found: Sequence[Analysis], across: AcrossRanks) -> list[Block]:
+    """What several ranks' traces say together, the timeline of all first."""
+    ranks = [place if one.rank is None else one.rank for place, one in enumerate(found)]
+    drawn = [
+        (f"rank {rank}", one.timeline)
+        for rank, one in zip(ranks, found, strict=True)
+        if one.timeline
+    ]
+    pictures = (
+        [Plot(trace_timeline(drawn), "The last profiled steps of all ranks.")] if drawn else []
+    )
+    return [*pictures, *map(Text, sentences(across, found)), *ranks_tables(found, across)]
+
+
+def ranks_tables(found: Sequence[Analysis], across: AcrossRanks) -> list[Table]:
+    """The tables that are of all ranks."""
+    shown = [ranks_table(found, across), shared_table(across, found[0].steps)]
+    return [table for table in shown if table.rows]
+
+
+def of_one_rank(tables: Sequence[Table], found: Analysis) -> list[Table]:
+    """Those that the tables of all ranks do not say better."""
+    said = {
+        overlap_table([found.overlap] if found.overlap else []).caption,
+        collectives_table(found).caption,
+    }
+    return [table for table in tables if table.caption not in said]
+
+
+def section(
+    title: str, found: Analysis | None, note: str = "", *, with_timeline: bool = True
+) -> Section:
+    """One profile's part of the page."""
+    question = "Where does the time of a step go?"
+    if found is None:
+        return Section(title, question, reason=note or "its analysis is not on disk")
+    return Section(title, question, blocks(found, with_timeline=with_timeline), method=METHOD)
+
+
+def write_trace_report(
+    found: Mapping[str, Analysis], folder: Path, across: AcrossRanks | None = None
+) -> Path:
+    """One page of all traces, by name; what they say together first."""
+    together = []
+    if across:
+        question = "Which rank makes the others wait, and in what?"
+        together = [Section("All ranks", question, ranks_blocks(list(found.values()), across))]
+    sections = [section(name, one, with_timeline=not across) for name, one in found.items()]
+    devices = dict.fromkeys(one.device for one in found.values() if one.device)
+    facts = {"Device": ", ".join(devices) or "not in the trace"}
+    return write_page("stepgauge profile trace", [*together, *sections], facts, folder)
+
+
+def write_page(
+    title: str, sections: Sequence[Section], facts: Mapping[str, str], folder: Path
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "report.html"
+    path.write_text(page(title, sections, facts=facts), encoding="utf-8")
+    return path

@@ -1,0 +1,105 @@
+"""Tables of several ranks' traces: the ranks, their collectives, who made the others wait."""
+
+from collections.abc import Iterable, Sequence
+
+from stepgauge.report.numbers import number
+from stepgauge.report.table import Table
+from stepgauge.spec.analysis import Analysis, Overlap
+from stepgauge.spec.ranks import AcrossRanks
+
+SHOWN = 20
+
+
+def overlap_table(found: Iterable[Overlap]) -> Table:
+    """Communication hidden behind computing, a row a rank."""
+    rows = [
+        [o.rank, *(us / 1e3 / o.steps for us in (o.communication_us, o.computation_us, o.hidden_us, o.exposed_us)),
+         o.ratio]
+        for o in found
+    ]  # fmt: skip
+    head = ["rank", "communication ms", "computation ms", "hidden ms", "exposed ms", "overlap"]
+    caption = (
+        "Overlap a step: time in which a rank both communicates and computes, over its time "
+        "communicating."
+    )
+    return Table(
+        head, rows, numeric=frozenset(head), caption=caption, names=1, formats={"overlap": ".4f"}
+    )
+
+
+def ranks_table(found: Iterable[Analysis], across: AcrossRanks | None = None) -> Table:
+    """One line a rank: its step, how long its device worked and stood still, what communication cost
+    it, and how long it waited for others and made them wait.
+    """
+    waits = {row.rank: row for row in across.stragglers} if across else {}
+    rows = []
+    for place, one in enumerate(found):
+        rank = place if one.rank is None else one.rank
+        ms = [
+            one.step_us / 1e3,
+            sum(cell.busy_us for cell in one.cells) / 1e3 / one.steps if one.on_device else None,
+            sum(cell.idle_us for cell in one.cells) / 1e3 / one.steps if one.on_device else None,
+        ]
+        o, row = one.overlap, waits.get(rank)
+        shared = (
+            [o.communication_us / 1e3 / o.steps, o.ratio, o.exposed_us / 1e3 / o.steps]
+            if o
+            else [None] * 3
+        )
+        waited = (
+            [row.waited_us / 1e3, row.made_wait_us / 1e3, row.calls_last] if row else [None] * 3
+        )
+        rows.append([rank, *ms, *shared, *(waited if waits else [])])
+    head = ["rank", "step ms", "busy ms", "idle ms", "communication ms", "overlap", "exposed ms"]
+    if waits:
+        head += ["waited ms", "made others wait ms", "times last"]
+    caption = "Ranks: means of a step; exposed is communication that no computing hides."
+    return Table(
+        head, rows, numeric=frozenset(head), caption=caption, names=1, formats={"overlap": ".4f"}
+    )
+
+
+def shared_table(across: AcrossRanks, steps: int) -> Table:
+    """Each collective split into transfer and waiting, across ranks."""
+    rows = []
+    for row in across.collectives[:SHOWN]:
+        both = row.transfer_us + row.waiting_us
+        rows.append([
+            row.name, row.range, row.dtype, row.group_size, row.bytes or None, row.calls / steps,
+            row.transfer_us / 1e3 / steps, row.waiting_us / 1e3 / steps, 100 * row.waiting_us / both if both else None,
+            row.bus_bytes_per_s / 1e9 or None, f"rank {row.last}", f"{row.last_calls} of {row.calls}",
+        ])  # fmt: skip
+    head = ["collective", "range", "type", "ranks", "size B", "calls a step", "transfer ms", "waiting ms", "waiting %",
+            "busbw GB/s", "waited for", "came last"]  # fmt: skip
+    caption = (
+        "Collectives across ranks, a step: transfer is the last rank's time in the call, waiting what "
+        "the ranks spent beyond it (mean); busbw is of the transfer alone."
+    )
+    numeric = frozenset(head[3:10])
+    return Table(head, rows, numeric=numeric, caption=caption, names=5)
+
+
+def sentences(across: AcrossRanks, found: Sequence[Analysis]) -> list[str]:
+    """Who made the others wait, in which operation, and in what it is slower."""
+    result = list(across.notes)
+    worst = max(across.stragglers, key=lambda row: row.made_wait_us, default=None)
+    step = max(one.step_us for one in found)
+    if worst is None or worst.made_wait_us < 0.005 * step:
+        return result
+    theirs = [row for row in across.collectives if row.last == worst.rank]
+    most = max(theirs, key=lambda row: row.waiting_us, default=None)
+    where = (
+        f", most of it in {most.name.replace('_', '-')}{' of ' if most.range else ''}{most.range}"
+        if most
+        else ""
+    )
+    why = (
+        f" Against the others' mean it spends {number(worst.excess_us / 1e3)} ms more in {worst.most_in}."
+        if worst.most_in
+        else ""
+    )
+    result.append(
+        f"Rank {worst.rank} made the others wait {number(worst.made_wait_us / 1e3)} ms a step "
+        f"({100 * worst.made_wait_us / step:.1f} % of it){where}.{why}"
+    )
+    return result
