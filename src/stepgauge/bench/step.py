@@ -136,7 +136,8 @@ def least_bytes(spec: WorkSpec) -> int:
     """
     if isinstance(spec.model, UserModel):
         return 0
-    copies = 1 if spec.phases == "forward" else 2
-    if spec.phases == "step" and spec.optimizer != "sgd":
-        copies += 2
-    return copies * spec.network.num_parameters * PRECISIONS[spec.precision].parameters.itemsize
+    precision = PRECISIONS[spec.precision]
+    each = precision.parameters.itemsize * (1 if spec.phases == "forward" else 2)
+    if spec.phases == "step":
+        each += precision.state_bytes(spec.optimizer)
+    return each * spec.network.num_parameters

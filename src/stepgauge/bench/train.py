@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from stepgauge.bench.launchers import prepare_for
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.runtime.world import joined_world
@@ -35,6 +36,7 @@ def run(
 
     Raises CorpusError, CheckpointError, DivergedError.
     """
+    prepare_for(spec)
     corpus, full = load_corpus(spec)
     trainer = _trainer(full, corpus, folder)
     devices.reset_peak_memory(trainer.device)

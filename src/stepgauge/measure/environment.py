@@ -11,16 +11,14 @@ from typing import Any
 import torch
 
 import stepgauge
-from stepgauge.runtime import extension as native
 
 
 def environment(device: torch.device) -> dict[str, Any]:
     """What a reader needs to judge or repeat a figure that was measured on this device.
 
-    "native" is there where an operation has a path in C++: who served the calls that were timed
-    last. A sweep adds what stood in for kernels (spec/ours.py).
+    A sweep adds "native": what launched this package's kernels, and what ran in place of those that
+    could not run.
     """
-    served = native.served()
     return {
         "device": device_name(device),
         "device_bytes": _device_bytes(device),
@@ -36,7 +34,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         "triton": _version("triton"),
         "stepgauge": stepgauge.__version__,
         "commit": _commit(),
-        **({"native": served} if served else {}),
     }
 
 

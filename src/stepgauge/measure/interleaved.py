@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from stepgauge.measure.devices import synchronize
-from stepgauge.runtime import extension as native
 
 ROUNDS = 3
 WARMUP_SHARE = 0.25
@@ -30,11 +29,11 @@ def time_alternately(
     """Milliseconds of each call, one value a repeat, and what those that raised have raised.
 
     Each call is repeated for `seconds` in all, at least once a round, split over `rounds` in which
-    every call has its turn, after a first call that is not timed; what that has begun to build in
-    the background is waited for. On CUDA this is triton.testing.do_bench: events around a call, the
-    L2 cache overwritten before it, so that what the host takes to launch shows where it is longer
-    than that. Elsewhere it is the host's clock. `around` are contexts, entered before a call's turn
-    and left after it. One that raises is out from there on.
+    every call has its turn, after a first call that is not timed. On CUDA this is
+    triton.testing.do_bench: events around a call, the L2 cache overwritten before it, so that what
+    the host takes to launch shows where it is longer than that. Elsewhere it is the host's clock.
+    `around` are contexts, entered before a call's turn and left after it. One that raises is out
+    from there on.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     failures: dict[str, Exception] = {}
@@ -61,23 +60,19 @@ def _device_times(call: Call, device: torch.device, seconds: float) -> list[floa
 
     with torch.cuda.device(device):
         call()
-        native.settle()
-        with native.counted():
-            return do_bench(
-                call, warmup=WARMUP_SHARE * seconds * 1e3, rep=seconds * 1e3, return_mode="all"
-            )
+        return do_bench(
+            call, warmup=WARMUP_SHARE * seconds * 1e3, rep=seconds * 1e3, return_mode="all"
+        )
 
 
 def _host_times(call: Call, device: torch.device, seconds: float) -> list[float]:
     call()
     synchronize(device)
-    native.settle()
     times: list[float] = []
     end = time.perf_counter() + seconds
-    with native.counted():
-        while not times or time.perf_counter() < end:
-            start = time.perf_counter()
-            call()
-            synchronize(device)
-            times.append((time.perf_counter() - start) * 1e3)
+    while not times or time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        times.append((time.perf_counter() - start) * 1e3)
     return times

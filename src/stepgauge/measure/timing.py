@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 import torch
 
 from stepgauge.measure.devices import synchronize
-from stepgauge.runtime import extension as native
 
 Phases = Mapping[str, Callable[[], None]]
 
@@ -22,27 +21,23 @@ def time_phases(
     `seconds`: the median of a short step needs many, since clocks rise and the host is not alone.
     On an accelerator, events mark the boundaries on the device's own queue and the host waits once
     a step, at its end: phases add up to the step and no wait between them is measured. On the CPU
-    the clock is time.perf_counter. What a step has begun to build in the background is waited for
-    before the next one.
+    the clock is time.perf_counter.
     """
     clock = clock_of(device)
     for _ in range(warmup):
         for phase in phases.values():
             phase()
-        native.settle()
     synchronize(device)
     times: dict[str, list[float]] = {name: [] for name in (*phases, "step")}
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         end = time.perf_counter() + seconds
-        with native.counted():
-            while len(times["step"]) < steps or time.perf_counter() < end:
-                marks = clock(phases, device)
-                for name, milliseconds in zip(phases, marks, strict=True):
-                    times[name].append(milliseconds)
-                times["step"].append(sum(marks))
-                native.settle()
+        while len(times["step"]) < steps or time.perf_counter() < end:
+            marks = clock(phases, device)
+            for name, milliseconds in zip(phases, marks, strict=True):
+                times[name].append(milliseconds)
+            times["step"].append(sum(marks))
     finally:
         if was_enabled:
             gc.enable()

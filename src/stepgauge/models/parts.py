@@ -151,8 +151,14 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 def build_optimizer(name: str, parameters: Any, **settings: Any) -> torch.optim.Optimizer:
     """The optimizer of that name; settings that the class does not take (betas of SGD) are left
     out.
+
+    Raises ValueError for master weights of an optimizer that has none.
     """
     build = OPTIMIZERS[name]
+    if not settings.get("master_weights"):
+        settings.pop("master_weights", None)
+    elif name != "fused":
+        raise ValueError(f"optimizer is {name!r}; bf16-master needs --optimizer fused")
     if name == "sgd":
         settings.pop("betas", None)
     return build(parameters, **settings)

@@ -1,10 +1,8 @@
-"""A C++ file as a shared library, compiled against torch where it runs and kept in the user's
-cache.
+"""A C++ file as a shared library, compiled against torch where it runs and kept in the user's cache.
 
 The compiler is called directly: torch.utils.cpp_extension would leave a lock behind if the process
-ended during the build. Here the lock is the system's, ends with the process that holds it and is
-not inherited by one that is forked meanwhile (flock's would be, and wait for itself); the result is
-moved into place in one step.
+ended during the build. Here the lock is the operating system's and ends with the process that holds
+it; the result is moved into place in one step.
 """
 
 import fcntl
@@ -34,10 +32,10 @@ class BuildError(RuntimeError):
 
 
 def shared_library(source: Path, *, name: str, headers: Sequence[Path] = ()) -> Path:
-    """The library, from the cache or compiled now; another process that compiles the same is waited
-    for.
+    """The library, from the cache or compiled now, which is said on stderr.
 
-    Raises BuildError without a compiler, and where compiling fails or did so less than an hour ago.
+    Waits for another process that compiles the same. Raises BuildError without a compiler, and
+    where compiling fails or did so less than an hour ago.
     """
     command = _command(source, headers)
     told = "\n".join([*command, torch.__version__, sys.version]).encode()
@@ -53,10 +51,10 @@ def shared_library(source: Path, *, name: str, headers: Sequence[Path] = ()) -> 
 
 
 def _build_once(command: Sequence[str], library: Path) -> None:
-    """Compiles unless the library is there once the lock is ours. The file that is locked says what
-    failed, if it did.
+    """Compiles unless the library is there once the lock is held.
 
-    To remove it afterwards is safe: whoever gets the lock looks for the library first.
+    The locked file keeps the error of a build that failed. Removing it after a build is safe: each
+    process that gets the lock looks for the library first.
     """
     path = library.with_suffix(".building")
     with path.open("a+") as note:
@@ -68,6 +66,7 @@ def _build_once(command: Sequence[str], library: Path) -> None:
         if reason and time.time() - path.stat().st_mtime < RETRY_AFTER_S:
             raise BuildError(f"{reason} (tried again an hour later, or without {path})")
         note.truncate(0)
+        print(f"stepgauge: compiling {library.name}, once", file=sys.stderr, flush=True)
         try:
             _compile(command, library)
         except BuildError as error:
@@ -98,14 +97,21 @@ def _compile(command: Sequence[str], library: Path) -> None:
 def _command(source: Path, headers: Sequence[Path]) -> list[str]:
     root = Path(torch.__file__).parent
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-    own = dict.fromkeys(f"-I{header.parent}" for header in headers)
-    theirs = [
+    headers_of_ours = dict.fromkeys(f"-I{header.parent}" for header in headers)
+    system = [
         root / "include",
         root / "include/torch/csrc/api/include",
         sysconfig.get_paths()["include"],
     ]
     libraries = [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
-    flags = ["-O2", "-fPIC", "-shared", abi, *own, *(f"-isystem{path}" for path in theirs)]
+    flags = [
+        "-O2",
+        "-fPIC",
+        "-shared",
+        abi,
+        *headers_of_ours,
+        *(f"-isystem{path}" for path in system),
+    ]
     return [*_compiler(), *flags, str(source), *libraries]
 
 

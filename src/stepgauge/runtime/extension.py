@@ -1,38 +1,58 @@
-"""Eager paths in C++: built in the background on first use, else done without.
+"""Eager paths in C++: built by `prepare` before anything is measured or trained, else done without.
 
 An autograd function in Python with its launches costs 50 to 150 µs of host time a step, often more
 than the GPU needs. An ``Extension`` holds one C++ file that does the same: ``call`` is its function
-once it is there, None before; it returns None for whatever it leaves to Python. The first call that
-could go there asks for it, and a thread builds it or loads it from the cache: nothing waits for
-that but what measures (``settle``). Without a C++ compiler, or with ``STEPGAUGE_EXTENSION=0``,
-``call`` stays None and ``problem`` says why.
-
-Beside it, launch.py and launch.h launch compiled Triton kernels by address, from Python and from
-C++.
+once it is loaded, None before; it returns None for whatever it leaves to Python. Nothing is built
+unless `prepare` is called. Without a C++ compiler, or with ``STEPGAUGE_EXTENSION=0``, ``call``
+stays None and ``problem`` says why.
 """
 
-import contextlib
 import importlib.util
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from stepgauge.runtime.build import shared_library
 
 OPT_OUT = "STEPGAUGE_EXTENSION"
 PREFIX = "stepgauge_"
 MODULE_H = Path(__file__).with_name("module.h")
+_extensions: dict[str, "Extension"] = {}
+
+
+def prepare(device: torch.device | str = "cuda") -> bool:
+    """Builds or loads the C++ of every operation that is imported, and counts its calls from here.
+
+    For a CUDA device; elsewhere nothing is built. The first time on a machine this takes some 20 s
+    an operation and says so on stderr; the libraries are kept in the user's cache. Returns whether
+    all of them serve; `served` says why not.
+    """
+    wanted = torch.device(device).type == "cuda" and torch.cuda.is_available()
+    loaded = [extension.load() for extension in _extensions.values()] if wanted else [False]
+    for extension in _extensions.values():
+        extension.start_counting()
+    return all(loaded)
+
+
+def served() -> dict[str, str]:
+    """For each operation called since `prepare`: "C++", or "Python: " and the reason.
+
+    Python serves the first call of each kind and tells C++ how: these calls are not held against
+    it.
+    """
+    paths = {name: extension.served() for name, extension in _extensions.items()}
+    return {name: path for name, path in paths.items() if path is not None}
 
 
 class Extension:
-    """The C++ file `source`, a module named stepgauge_`name` whose function of that name is `call`
-    (module.h).
+    """The C++ file `source`: a module named stepgauge_`name`, whose function `name` is `call`.
 
-    `configure(module)` gives it the driver.
+    `configure(module)` gives it the driver's functions. module.h has what every such file shares.
     """
 
     def __init__(
@@ -47,35 +67,21 @@ class Extension:
         self.headers = (MODULE_H, *headers)
         self.call: Callable[..., Any] | None = None
         self.module: Any = None
-        self.problem: str | None = "nothing has asked for it yet"
-        self._loading = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._is_asked = self._is_tried = self._is_done = False
-        self._counted: tuple[int, int] | None = None
-        self._before_it_was_there = 0
-
-    def ask(self) -> None:
-        """A call that Python serves: begins to build or load it, at the first, and does not wait."""
-        self._before_it_was_there += 1
-        if self._is_asked or self._is_tried:
-            return
-        self._is_asked, _asked[self.name] = True, self
-        self.problem = "it is being built"
-        # Made here and not before: a process that was forked in between takes a thread of before
-        # for one that ended.
-        self._thread = threading.Thread(target=self.load, daemon=True)
-        self._thread.start()
+        self.problem: str | None = "stepgauge.kernels.prepare() was not called"
+        self.kinds = 0  # of calls that C++ was told how to launch
+        self.without_module = 0  # calls that Python served since there is no library
+        self._is_tried = False
+        self._start: tuple[int, ...] = (0, 0, 0)
+        _extensions[name] = self
 
     def load(self) -> bool:
-        """Builds or loads it now, once, for the GPU; whether it serves."""
-        with self._loading:
-            if not self._is_tried:
-                self._is_tried, _asked[self.name] = True, self
-                try:
-                    self._load()
-                except Exception as error:  # Whatever it is, Python does the same work.
-                    self.problem = f"{type(error).__name__}: {error}"
-                self._is_done = True
+        """Builds or loads it, once; whether it serves."""
+        if not self._is_tried:
+            self._is_tried = True
+            try:
+                self._load()
+            except Exception as error:  # Whatever it is, Python does the same work.
+                self.problem = f"{type(error).__name__}: {error}"
         return self.call is not None
 
     def _load(self) -> None:
@@ -84,18 +90,6 @@ class Extension:
         module = self.imported(self.build())
         self.configure(module)
         self.module, self.call, self.problem = module, getattr(module, self.name), None
-
-    def begin_again(self) -> None:
-        """In a process forked while this one was building: its thread is not there, and may have
-        held the lock.
-        """
-        if not self._is_done:
-            self._loading, self._thread = threading.Lock(), None
-            self._is_asked = self._is_tried = False
-
-    def settle(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
 
     def build(self) -> Path:
         return shared_library(self.source, name=PREFIX + self.name, headers=self.headers)
@@ -108,71 +102,21 @@ class Extension:
         loader.exec_module(module)
         return module
 
-    def calls(self) -> tuple[int, int]:
-        """How many there were, and how many of them C++ took."""
-        asked, taken = (0, 0) if self.module is None else self.module.calls()
-        return self._before_it_was_there + asked, taken
+    def start_counting(self) -> None:
+        self._start, self.without_module = self._counts(), 0
 
-    def count_since(self, before: tuple[int, int]) -> None:
-        asked, taken = (now - then for now, then in zip(self.calls(), before, strict=True))
-        if asked:
-            self._counted = asked, taken
-
-    def forget(self) -> None:
-        self._counted = None
+    def _counts(self) -> tuple[int, ...]:
+        """So far: calls, those that C++ took, kinds of call that it was told of."""
+        return (0, 0, 0) if self.module is None else (*self.module.calls(), self.kinds)
 
     def served(self) -> str | None:
-        """Who has served the calls that were counted last, or None without any."""
+        """Which language served the calls since the start of counting; None if there were none."""
         if self.module is None:
-            return f"Python: {self.problem}"
-        if self._counted is None:
+            return f"Python: {self.problem}" if self.without_module else None
+        asked, taken, kinds = (a - b for a, b in zip(self._counts(), self._start, strict=True))
+        if not asked:
             return None
-        asked, taken = self._counted
         if not taken:
             return f"Python: {self.problem or 'C++ does not take such calls'}"
-        in_part = [f"{taken} of {asked} calls"] if taken < asked else []
+        in_part = [f"{taken} of {asked} calls"] if taken + kinds < asked else []
         return ", ".join(["C++", *in_part, *([self.problem] if self.problem else [])])
-
-
-_asked: dict[str, Extension] = {}
-
-
-def _begin_again() -> None:
-    for extension in list(_asked.values()):
-        extension.begin_again()
-
-
-os.register_at_fork(after_in_child=_begin_again)
-
-
-def settle() -> bool:
-    """Waits until every extension that was asked for is there, or has failed; whether any serves."""
-    extensions = list(_asked.values())
-    for extension in extensions:
-        extension.settle()
-    return any(extension.call is not None for extension in extensions)
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[None]:
-    """Counts the calls within for `served`, unless there are none: a clock enters it around what it
-    times.
-    """
-    before = {name: extension.calls() for name, extension in list(_asked.items())}
-    yield
-    for name, extension in list(_asked.items()):
-        extension.count_since(before.get(name, (0, 0)))
-
-
-def forget() -> None:
-    """Counts nothing so far: at the beginning of a row in a process that has measured others."""
-    for extension in list(_asked.values()):
-        extension.forget()
-
-
-def served() -> dict[str, str]:
-    """For each extension that was asked for, who served what was counted: "C++", or "Python: " and
-    the reason.
-    """
-    paths = {name: extension.served() for name, extension in list(_asked.items())}
-    return {name: path for name, path in paths.items() if path is not None}

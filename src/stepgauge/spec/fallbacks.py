@@ -25,7 +25,7 @@ def with_fallbacks(record: Record) -> Record:
     reason = _reason(record)
     if reason is None or record.status != "ok" or record.provenance != "measured":
         return record
-    asked = ["ours"] if record.kind in KERNELS else _parts(record.spec)
+    asked = ours_asked(record)
     if not asked:
         return record
     ran = {**record.environment.get(NATIVE, {}), **dict.fromkeys(asked, f"{FALLBACK}: {reason}")}
@@ -36,6 +36,11 @@ def fallbacks(record: Record) -> list[str]:
     """One sentence a kernel of ours in whose place plain PyTorch ran."""
     ran = record.environment.get(NATIVE, {})
     return [f"{name} ran in {path}" for name, path in ran.items() if path.startswith(FALLBACK)]
+
+
+def ours_asked(record: Record) -> list[str]:
+    """The kernels of this package that the record's spec asks for."""
+    return ["ours"] if record.kind in KERNELS else _parts(record.spec)
 
 
 def _reason(record: Record) -> str | None:

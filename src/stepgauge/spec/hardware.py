@@ -13,7 +13,14 @@ from stepgauge.spec.calibration import OperationTable
 from stepgauge.spec.links import Link
 
 # Arithmetic a precision's matrix products run in, as the keys of Peaks.
-MATMUL_TYPE = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16": "fp16", "bf16-pure": "bf16"}
+MATMUL_TYPE = {
+    "fp32": "fp32",
+    "tf32": "tf32",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "bf16-pure": "bf16",
+    "bf16-master": "bf16",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from stepgauge.spec.fields import check, option
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.user_model import UserModel, settle_user_model
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-pure")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-pure", "bf16-master")
 COMPILE_MODES = ("off", "on", "blocks", "reduce-overhead", "max-autotune")
 OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-loop", "fused", "sgd")
 # What forward does not keep and backward computes again: nothing; blocks; blocks, and within them
@@ -29,7 +29,8 @@ class WorkSpec:
     )
     precision: str = option(
         "fp32",
-        "bf16 and fp16 are autocast, fp16 with loss scaling; bf16-pure has bf16 parameters",
+        "bf16 and fp16 are autocast, fp16 with loss scaling; bf16-pure has bf16 parameters, "
+        "bf16-master fp32 masters of them in the optimizer",
         choices=PRECISIONS,
         word="{precision}",
     )

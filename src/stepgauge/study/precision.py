@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from stepgauge.bench import dtypes
 from stepgauge.bench.sweep import Job
@@ -42,11 +43,17 @@ def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
 
 def _timed(machine: Machine) -> Sequence[Job]:
     if not machine.is_gpu:
-        return [step_job(machine, "tiny", precision=p, steps=3) for p in PRECISIONS if p != "tf32"]
-    ours = [step_job(machine, size, precision=p) for size in sizes(machine) for p in PRECISIONS]
+        return [_job(machine, "tiny", p, steps=3) for p in PRECISIONS if p != "tf32"]
+    ours = [_job(machine, size, p) for size in sizes(machine) for p in PRECISIONS]
     return ours + [
         step_job(machine, s, precision=p, load=S1) for s in sizes(machine) for p in ("fp32", "bf16")
     ]
+
+
+def _job(machine: Machine, size: str, precision: str, **more: Any) -> Job:
+    """Only our optimizer keeps master weights."""
+    optimizer = {"optimizer": "fused"} if precision == "bf16-master" else {}
+    return step_job(machine, size, precision=precision, **optimizer, **more)
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
@@ -86,10 +93,13 @@ def _with_total(record: Record) -> Record:
 EXPERIMENT = Experiment(
     name="precision",
     title="Precision",
-    question="What do tf32, autocast to 16 bits, loss scaling and pure bf16 gain over fp32, and where do they round?",
+    question=(
+        "What do tf32, autocast to 16 bits, loss scaling and bf16 parameters gain over fp32, and where do they round?"
+    ),
     method=(
         "fp32 forbids tf32 products; tf32 allows them, on CUDA GPUs only; bf16 and fp16 are autocast over fp32 "
-        "parameters, fp16 with loss scaling; bf16-pure keeps parameters and optimizer state in bf16. MFU is taken "
+        "parameters, fp16 with loss scaling; bf16-pure keeps parameters and optimizer state in bf16; bf16-master "
+        "keeps fp32 masters of bf16 parameters in our fused optimizer. MFU is taken "
         "against the dense peak of the arithmetic that the precision's products run in. A published total is forward "
         "plus backward."
     ),

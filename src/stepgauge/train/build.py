@@ -49,7 +49,7 @@ def build_step(
 
     parallelise  spreads the model and its optimizer over ranks
 
-    Raises ValueError for a precision that the device does not have.
+    Raises ValueError for a precision that the device or the optimizer does not have.
     """
     device = torch.device(spec.device)
     if reason := unavailable(spec.precision, device):
@@ -60,7 +60,9 @@ def build_step(
     model = network(spec.model, device=device).to(precision.parameters)
     model.through_blocks = through_blocks(spec.checkpointing, spec.checkpoint_blocks)
     weight_decay = settings.pop("weight_decay", 0.01)
-    optimizer = functools.partial(build_optimizer, spec.optimizer, **settings)
+    optimizer = functools.partial(
+        build_optimizer, spec.optimizer, master_weights=precision.master_weights, **settings
+    )
     parallel = parallelise(
         compiled(model, spec.compile), lambda module: decay_groups(module, weight_decay), optimizer
     )

@@ -1,5 +1,5 @@
 """The precisions a step can run in, as data: parameter type, autocast type, matmul mode, loss
-scaling.
+scaling, master weights.
 """
 
 import contextlib
@@ -15,6 +15,14 @@ class Precision:
     autocast: torch.dtype | None = None
     tf32: bool = False
     scales_loss: bool = False
+    master_weights: bool = False  # in fp32, in the optimizer
+
+    def state_bytes(self, optimizer: str) -> int:
+        """Bytes a parameter that an optimizer of that name keeps at least."""
+        if optimizer == "sgd":
+            return 0
+        # two moments, or in fp32 two moments and the master
+        return 12 if self.master_weights else 2 * self.parameters.itemsize
 
     def autocasting(self, device: torch.device) -> torch.autocast:
         """The context in which a forward pass runs."""
@@ -39,6 +47,10 @@ PRECISIONS: Mapping[str, Precision] = {
     "bf16": Precision(autocast=torch.bfloat16),
     "fp16": Precision(autocast=torch.float16, scales_loss=True),
     "bf16-pure": Precision(parameters=torch.bfloat16),
+    # autocast casts no weight here; it keeps the loss and the norms in fp32
+    "bf16-master": Precision(
+        parameters=torch.bfloat16, autocast=torch.bfloat16, master_weights=True
+    ),
 }
 
 

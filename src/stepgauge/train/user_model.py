@@ -130,19 +130,27 @@ def step_of_parts(
     """The step of a module with its batches. Raises ValueError as build_user_step does."""
     if reason := unavailable(precision, device):
         raise ValueError(reason)
-    dtype = PRECISIONS[precision].parameters
+    chosen = PRECISIONS[precision]
+    dtype = chosen.parameters
     module = parts.module.to(device=device, dtype=dtype)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no parameters that are trained")
     parameters = sum(parameter.numel() for parameter in module.parameters())
     if parts.optimizer and optimizer != "adamw":
         raise ValueError(f"optimizer is {optimizer!r}; the user's model brings an optimizer itself")
-    make = parts.optimizer or functools.partial(build_optimizer, optimizer, lr=lr)
+    if parts.optimizer and chosen.master_weights:
+        raise ValueError(
+            "the user's model brings an optimizer; bf16-master needs --optimizer fused"
+        )
+    ours = functools.partial(
+        build_optimizer, optimizer, lr=lr, master_weights=chosen.master_weights
+    )
+    make = parts.optimizer or ours
     parallel = parallelise(compiled(module, compile), trained_group, make)  # type: ignore[arg-type]
     step = TrainingStep(
         module,
         parallel.optimizer,
-        PRECISIONS[precision],
+        chosen,
         device,
         compute_loss=lambda batch: loss_of(parallel.module, batch, parts.loss),
         parallel=parallel,

@@ -29,6 +29,11 @@ IMPLEMENTATIONS = {
     "foreach": Implementation(
         lambda spec: functools.partial(torch.optim.AdamW, **HYPER, foreach=True)
     ),
+    # Ours with fp32 masters of narrower parameters: no rival of itself, it runs only if named.
+    "masters": Implementation(
+        lambda spec: functools.partial(FusedAdamW, **HYPER, master_weights=True),
+        error=lambda case, function: case.error(function),
+    ),
 }
 
 
@@ -69,10 +74,12 @@ class Case:
 
 def num_bytes(spec: AdamWSpec, name: str) -> float:
     """Parameter and two moments read and written, gradient read: ours keeps the moments in fp32,
-    torch in the type.
+    torch in the type. With masters these are read and written, and the parameter is written.
     """
     itemsize = DTYPES[spec.dtype].itemsize
-    moment = 4 if name == "ours" else itemsize
+    if name == "masters" and itemsize < 4:
+        return spec.num_parameters * (2 * itemsize + 6 * 4)
+    moment = 4 if name in ("ours", "masters") else itemsize
     return spec.num_parameters * (3 * itemsize + 4 * moment)
 
 

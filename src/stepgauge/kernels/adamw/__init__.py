@@ -4,22 +4,16 @@ The equations stand in reference.py; docs/kernels/adamw.md has the design. Witho
 Triton the optimizer computes the same with plain PyTorch.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .operator import _tables, fused_adamw_, kernel_takes, launch, op_options
 from .reference import adamw_, state_dtype
-
-try:
-    from . import tables as _tables
-except ImportError:  # No Triton: the reference serves.
-    _tables = None
 
 __all__ = ["FusedAdamW", "adamw_", "fused_adamw_"]
 
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STATE = ("exp_avg", "exp_avg_sq", "master_param")  # at least float32, in the parameter's shape
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -30,6 +24,12 @@ class FusedAdamW(Optimizer):
     that state_dicts go either way. What differs: the moments of bfloat16 and float16 parameters
     are float32, and ``amsgrad``, ``capturable``, ``differentiable`` and complex parameters are not
     offered. ``lr`` may be a tensor, also on the GPU.
+
+    With ``master_weights`` a bfloat16 or float16 parameter has a float32 master in the state
+    (``master_param``): the step reads the gradient, the master and the moments and writes master,
+    moments and parameter in one pass. A parameter written to in between (a loaded checkpoint,
+    ``nn.init``, clamping) is taken over into the master where the two differ; a write through
+    ``.data`` is not seen.
 
     ``step`` never makes the host wait for the GPU. ``grad_scale`` and ``found_inf``, which
     ``torch.amp.GradScaler`` sets on it, are read on the device. Where the kernel does not apply
@@ -50,6 +50,7 @@ class FusedAdamW(Optimizer):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
+        master_weights: bool = False,
     ):
         # The keys that torch's own AdamW keeps in a group, so that its groups and ours exchange.
         defaults = {
@@ -65,6 +66,8 @@ class FusedAdamW(Optimizer):
             "fused": True,
             "decoupled_weight_decay": True,
         }
+        if master_weights:
+            defaults["master_weights"] = True
         self._forget_tables()
         super().__init__(params, defaults)
 
@@ -82,6 +85,7 @@ class FusedAdamW(Optimizer):
     def _forget_tables(self) -> None:
         self._tables_by_bucket: dict = {}
         self._steady_groups: dict = {}
+        self._written: dict = {}  # by parameter: address and version when the last step was done
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Load a state_dict of this class or of torch.optim.AdamW."""
@@ -91,7 +95,7 @@ class FusedAdamW(Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         for saved_id, param in zip(saved_ids, params, strict=True):
             saved = state_dict["state"].get(saved_id, {})
-            for name in ("exp_avg", "exp_avg_sq"):
+            for name in _STATE:
                 if name in saved and state_dtype(param) != param.dtype:
                     value = saved[name].detach().to(param.device, state_dtype(param), copy=True)
                     self.state[param][name] = value
@@ -109,14 +113,28 @@ class FusedAdamW(Optimizer):
         }
         for index, group in enumerate(self.param_groups):
             options = _options(group) | scale
+            if group.get("master_weights"):
+                self._take_over_writes(group)
             steady = self._steady_groups.get(index)
             if steady is not None and not torch.compiler.is_compiling():
                 addresses = steady.addresses(group["params"], self.state)
                 if addresses is not None:
-                    _launch(steady.tables, addresses, steady.dtypes, options)
+                    launch(steady.tables, addresses, steady.dtypes, options)
                     continue
             self._step_group(index, group, options)
+            if group.get("master_weights"):
+                self._written |= {p: _version(p) for p in group["params"]}
         return loss
+
+    def _take_over_writes(self, group: dict) -> None:
+        """Bring what others wrote to a parameter since the last step into its master."""
+        for param in group["params"]:
+            master = self.state.get(param, {}).get("master_param")
+            if master is not None and self._written.get(param) != _version(param):
+                # Equal where nobody wrote: the master keeps its digits there.
+                wide = param.to(master.dtype)
+                master.copy_(torch.where(master.to(param.dtype) == param, master, wide))
+                self._written[param] = _version(param)
 
     def _step_group(self, index: int, group: dict, options: dict) -> None:
         buckets = self._buckets(group)
@@ -141,28 +159,30 @@ class FusedAdamW(Optimizer):
                     f"FusedAdamW takes dense gradients, got a sparse one ({grad.layout})"
                 )
             state = self.state[param]
-            if not state:
-                _init_state(state, param)
+            _init_state(state, param, with_master=group.get("master_weights", False))
+            held = [name for name in _STATE if name in state]
             # A DTensor's update is its local shard's.
-            tensors = [_local(t) for t in (param, grad, state["exp_avg"], state["exp_avg_sq"])]
-            on_kernel = _kernel_takes(tensors[0], tensors[1])
+            p, g, *kept = (_local(t) for t in (param, grad, *(state[name] for name in held)))
+            on_kernel = kernel_takes(p, g)
             if on_kernel:
-                tensors = _same_layout(state, tensors)
-            step = _step_on(state, tensors[0].device if on_kernel else None)
-            p, g = tensors[0], tensors[1]
-            key = (p.device, p.dtype, g.dtype, on_kernel)
-            if key not in buckets:
-                buckets[key] = ([], [], [], [], [])
-            for row, tensor in zip(buckets[key], (*tensors, step), strict=True):
+                if g.stride() != p.stride():
+                    g = torch.empty_like(p, dtype=g.dtype).copy_(g)
+                kept = [_in_layout(state, name, t, p) for name, t in zip(held, kept, strict=True)]
+            step = _step_on(state, p.device if on_kernel else None)
+            key = (p.device, p.dtype, g.dtype, len(held), on_kernel)
+            columns = (p, g, *kept[:2], step, *kept[2:])
+            rows = buckets.setdefault(key, tuple([] for _ in columns))
+            for row, tensor in zip(rows, columns, strict=True):
                 row.append(tensor)
         return buckets
 
     def _update(self, group_index: int, key: tuple, rows: tuple, options: dict) -> None:
-        device, param_dtype, grad_dtype, on_kernel = key
+        device, param_dtype, grad_dtype, _, on_kernel = key
         # Fake tensors have no addresses to launch with.
         has_addresses = type(rows[0][0]) in _PLAIN_TYPES
         if not on_kernel or not has_addresses or torch.compiler.is_compiling():
-            torch.ops.stepgauge.adamw_(*rows, **_op_options(options))
+            lists = rows if len(rows) == 6 else (*rows, [])
+            torch.ops.stepgauge.adamw_(*lists, **op_options(options))
             return
         numels = tuple(p.numel() for p in rows[0])
         entry = self._tables_by_bucket.get((group_index, key))
@@ -170,7 +190,7 @@ class FusedAdamW(Optimizer):
             chunk = _tables.shape_for(param_dtype).chunk
             entry = (numels, _tables.Tables(list(numels), device, chunk=chunk))
             self._tables_by_bucket[group_index, key] = entry
-        _launch(entry[1], _tables.addresses_of(*rows), (param_dtype, grad_dtype), options)
+        launch(entry[1], _tables.addresses_of(*rows), (param_dtype, grad_dtype), options)
 
 
 class _SteadyGroup:
@@ -183,11 +203,12 @@ class _SteadyGroup:
     def __init__(self, tables, rows: tuple[list[Tensor], ...], all_state: dict):
         self.tables = tables
         self.dtypes = (rows[0][0].dtype, rows[1][0].dtype)
-        self._entries = [
-            (p, p.data_ptr(), all_state[p], m, m.data_ptr(), v, v.data_ptr(), s)
-            for p, _, m, v, s in zip(*rows, strict=True)
-            if p.is_contiguous()
-        ]
+        self._entries = []
+        for p in rows[0]:
+            state = all_state[p]
+            held = [(name, state[name], state[name].data_ptr()) for name in state]
+            if p.is_contiguous():
+                self._entries.append((p, p.data_ptr(), state, held))
         self._tail = _tables.addresses_of(*rows[2:])
 
     def addresses(self, params: list[Tensor], all_state: dict) -> list[int] | None:
@@ -198,7 +219,7 @@ class _SteadyGroup:
         grad_dtype = self.dtypes[1]
         param_row, grad_row = [], []
         for param, entry in zip(params, self._entries, strict=True):
-            p, address, state, m, m_address, v, v_address, s = entry
+            p, address, state, held = entry
             grad = param.grad
             if (
                 param is not p
@@ -207,99 +228,12 @@ class _SteadyGroup:
                 or not grad.is_contiguous()
                 or type(grad) is not Tensor
                 or all_state.get(param) is not state
-                or state.get("exp_avg") is not m
-                or m.data_ptr() != m_address
-                or state.get("exp_avg_sq") is not v
-                or v.data_ptr() != v_address
-                or state.get("step") is not s
+                or any(state.get(name) is not t or t.data_ptr() != at for name, t, at in held)
             ):
                 return None
             param_row.append(address)
             grad_row.append(grad.data_ptr())
         return param_row + grad_row + self._tail
-
-
-def fused_adamw_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    *,
-    lr: float | Tensor,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
-    maximize: bool = False,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    """Update lists of tensors of one device and type in place: the operator stepgauge::adamw_."""
-    options = {
-        "lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay,
-        "maximize": maximize, "grad_scale": grad_scale, "found_inf": found_inf,
-    }  # fmt: skip
-    lists = [list(row) for row in (params, grads, exp_avgs, exp_avg_sqs, steps)]
-    torch.ops.stepgauge.adamw_(*lists, **_op_options(options))
-
-
-@torch.library.custom_op(
-    "stepgauge::adamw_",
-    mutates_args=("params", "grads", "exp_avgs", "exp_avg_sqs", "steps"),
-)
-def _adamw_op(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    lr: float,
-    lr_tensor: Tensor | None,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    options = {
-        "lr": lr if lr_tensor is None else lr_tensor, "beta1": beta1, "beta2": beta2, "eps": eps,
-        "weight_decay": weight_decay, "maximize": maximize, "grad_scale": grad_scale, "found_inf": found_inf,
-    }  # fmt: skip
-    rows = (params, grads, exp_avgs, exp_avg_sqs, steps)
-    columns = list(zip(*rows, strict=True))
-    types = {(p.device, p.dtype, g.dtype) for p, g in zip(params, grads, strict=True)}
-    if len(types) == 1 and all(_ready_for_kernel(*column) for column in columns):
-        chunk = _tables.shape_for(params[0].dtype).chunk
-        tables = _tables.Tables([p.numel() for p in params], params[0].device, chunk=chunk)
-        dtypes = (params[0].dtype, grads[0].dtype)
-        _launch(tables, _tables.addresses_of(*rows), dtypes, options)
-        return
-    for column in columns:
-        adamw_(*column, **options)
-
-
-@_adamw_op.register_fake
-def _(*args, **kwargs) -> None:
-    return None
-
-
-def _launch(tables, addresses: list[int], dtypes: tuple, options: dict) -> None:
-    device = tables.device
-    options = dict(options)
-    for name in ("lr", "grad_scale", "found_inf"):
-        if isinstance(options[name], Tensor) and options[name].device != device:
-            # A CPU learning rate is a number; the others move without the host waiting.
-            value = options[name]
-            on_host = name == "lr" and value.device.type == "cpu"
-            options[name] = value.item() if on_host else value.to(device, non_blocking=True)
-    args = (tables, addresses, *dtypes)
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            _tables.launch(*args, **options)
-    else:
-        _tables.launch(*args, **options)
 
 
 def _options(group: dict) -> dict:
@@ -314,20 +248,24 @@ def _options(group: dict) -> dict:
     }
 
 
-def _op_options(options: dict) -> dict:
-    lr = options["lr"]
-    is_tensor = isinstance(lr, Tensor)
-    return options | {"lr": 0.0 if is_tensor else lr, "lr_tensor": lr if is_tensor else None}
+def _init_state(state: dict, param: Tensor, *, with_master: bool) -> None:
+    """What is missing of a parameter's state."""
+    if "step" not in state:
+        # As torch's fused AdamW keeps it: a float32 scalar beside the parameter, so that a skipped
+        # step (found_inf) is not counted without the host's knowing.
+        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(
+                param, dtype=state_dtype(param), memory_format=torch.preserve_format
+            )
+    if with_master and state_dtype(param) != param.dtype and "master_param" not in state:
+        state["master_param"] = param.detach().to(state_dtype(param))
 
 
-def _init_state(state: dict, param: Tensor) -> None:
-    # As torch's fused AdamW keeps it: a float32 scalar beside the parameter, so that a skipped
-    # step (found_inf) is not counted without the host's knowing.
-    state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-    for name in ("exp_avg", "exp_avg_sq"):
-        state[name] = torch.zeros_like(
-            param, dtype=state_dtype(param), memory_format=torch.preserve_format
-        )
+def _version(param: Tensor) -> tuple[int, int]:
+    """What changes when the parameter is written to or is given other memory."""
+    local = _local(param)
+    return local.data_ptr(), local._version
 
 
 def _step_on(state: dict, device: torch.device | None) -> Tensor:
@@ -340,64 +278,19 @@ def _step_on(state: dict, device: torch.device | None) -> Tensor:
     return step
 
 
-def _same_layout(state: dict, tensors: list[Tensor]) -> list[Tensor]:
-    """Give the gradient and the moments the parameter's strides, and the moments float32."""
-    param, grad, *moments = tensors
-    if grad.stride() != param.stride():
-        grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-    for i, name in enumerate(("exp_avg", "exp_avg_sq")):
-        old = moments[i]
-        if (
-            old.dtype != torch.float32
-            or old.stride() != param.stride()
-            or old.device != param.device
-        ):
-            new = torch.empty_like(param, dtype=torch.float32).copy_(old)
-            if old is not state[name]:
-                raise ValueError(
-                    f"{name} of a distributed parameter must be float32, local and dense"
-                )
-            moments[i] = state[name] = new
-    return [param, grad, *moments]
+def _in_layout(state: dict, name: str, old: Tensor, param: Tensor) -> Tensor:
+    """The tensor of the state in float32 and in the parameter's strides; kept in the state."""
+    if old.dtype == torch.float32 and old.stride() == param.stride() and old.device == param.device:
+        return old
+    new = torch.empty_like(param, dtype=torch.float32).copy_(old)
+    if old is not state[name]:
+        raise ValueError(f"{name} of a distributed parameter must be float32, local and dense")
+    state[name] = new
+    return new
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _on_kernel_device(tensor: Tensor) -> bool:
-    return tensor.is_cuda
-
-
-def _kernel_takes(param: Tensor, grad: Tensor) -> bool:
-    return (
-        _tables is not None
-        and _on_kernel_device(param)
-        and grad.device == param.device
-        and param.dtype in _KERNEL_DTYPES
-        and grad.dtype in _KERNEL_DTYPES
-        and (param.is_contiguous() or _dense(param))
-    )
-
-
-def _ready_for_kernel(param, grad, exp_avg, exp_avg_sq, step) -> bool:
-    return (
-        _kernel_takes(param, grad)
-        and exp_avg.dtype == exp_avg_sq.dtype == step.dtype == torch.float32
-        and grad.stride() == exp_avg.stride() == exp_avg_sq.stride() == param.stride()
-        and step.device == param.device
-    )
-
-
-def _dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _check_group(group: dict) -> None:

@@ -8,7 +8,7 @@ At step t, with gradient g, learning rate lr and weight decay d:
     p <- p - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
 m and v are float32 beside a narrower parameter, else the parameter's type; the arithmetic is done
-in their type.
+in their type. With a master weight, p is the master, and the parameter is its rounded copy.
 """
 
 import torch
@@ -35,8 +35,9 @@ def adamw_(
     maximize: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    master: Tensor | None = None,
 ) -> None:
-    """Update param, exp_avg, exp_avg_sq and step in place; all but step have one shape.
+    """Update param, exp_avg, exp_avg_sq, step and the master in place; all but step have one shape.
 
     ``step`` counts the steps already taken (a float32 scalar). ``grad`` is divided by
     ``grad_scale``, in place, and nothing changes where ``found_inf`` is not zero; neither tensor is
@@ -51,21 +52,22 @@ def adamw_(
     step_size = (lr / (1 - beta1**t)).to(dtype)
     denom_scale = (1 - beta2**t).sqrt().to(dtype)
 
-    wide = param.to(dtype)
-    wide = wide - lr * weight_decay * wide
+    old = (param if master is None else master).to(dtype)
+    new = old - lr * weight_decay * old
     new_avg = exp_avg + (1 - beta1) * (g - exp_avg)
     new_avg_sq = exp_avg_sq + (1 - beta2) * (g * g - exp_avg_sq)
-    wide = wide - step_size * new_avg / (new_avg_sq.sqrt() / denom_scale + eps)
-    new_param = wide.to(param.dtype)
+    new = new - step_size * new_avg / (new_avg_sq.sqrt() / denom_scale + eps)
 
     taken = torch.ones_like(step)
     if found_inf is not None:
         skip = found_inf.to(param.device) != 0
-        new_param = torch.where(skip, param, new_param)
+        new = torch.where(skip, old, new)
         new_avg = torch.where(skip, exp_avg, new_avg)
         new_avg_sq = torch.where(skip, exp_avg_sq, new_avg_sq)
         taken = torch.where(found_inf.to(step.device) != 0, 0.0, taken).reshape(step.shape)
-    param.copy_(new_param)
+    param.copy_(new)
+    if master is not None:
+        master.copy_(new)
     exp_avg.copy_(new_avg)
     exp_avg_sq.copy_(new_avg_sq)
     step.add_(taken)

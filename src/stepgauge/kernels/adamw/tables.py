@@ -60,7 +60,7 @@ def _send(host: Tensor, device: torch.device) -> Tensor:
 
 
 def addresses_of(*rows: list[Tensor]) -> list[int]:
-    """Addresses row by row, in the order of kernels.TABLE_ROWS."""
+    """Addresses row by row, in the order of kernels.TABLE_ROWS; an empty row of masters is none."""
     return [t.data_ptr() for row in rows for t in row]
 
 
@@ -94,8 +94,9 @@ def launch(
         return
     shape = shape_for(param_dtype)
     lr_ptr = lr if isinstance(lr, Tensor) else None
+    num = tables.num_tensors
     # The step's address is a scalar's and is never read as a vector.
-    vectors = addresses[: 4 * tables.num_tensors]
+    vectors = addresses[: 4 * num] + addresses[5 * num :]
     arguments = (
         tables.chunks,
         tables.numels,
@@ -127,6 +128,7 @@ def launch(
         HAS_LR=lr_ptr is not None,
         HAS_SCALE=grad_scale is not None,
         HAS_FOUND_INF=found_inf is not None,
+        HAS_MASTER=len(addresses) > 5 * num,
         num_warps=num_warps or shape.num_warps,
     )
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-# Rows of the address table, one column a tensor.
-TABLE_ROWS = ("param", "grad", "exp_avg", "exp_avg_sq", "step")
+# Rows of the address table, one column a tensor; the last only with master weights.
+TABLE_ROWS = ("param", "grad", "exp_avg", "exp_avg_sq", "step", "master")
 
 # What a parameter or its gradient may be; the moments are float32.
 TYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
@@ -46,12 +46,13 @@ def _pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _update(
-    param_ptr, grad_ptr, avg_ptr, sq_ptr, offset, mask,
+    param_ptr, grad_ptr, avg_ptr, sq_ptr, master_ptr, offset, mask,
     inv_scale, decay, step_size, inv_denom_scale, one_minus_beta1, one_minus_beta2, eps,
-    MAXIMIZE: tl.constexpr, HAS_SCALE: tl.constexpr, EVICTION: tl.constexpr,
+    MAXIMIZE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_MASTER: tl.constexpr, EVICTION: tl.constexpr,
 ):  # fmt: skip
     """reference.adamw_ on one block; mask None: the whole block lies inside the tensor."""
-    p = tl.load(param_ptr + offset, mask=mask, eviction_policy=EVICTION).to(tl.float32)
+    source = master_ptr if HAS_MASTER else param_ptr
+    p = tl.load(source + offset, mask=mask, eviction_policy=EVICTION).to(tl.float32)
     g = tl.load(grad_ptr + offset, mask=mask, eviction_policy=EVICTION).to(tl.float32)
     m = tl.load(avg_ptr + offset, mask=mask, eviction_policy=EVICTION)
     v = tl.load(sq_ptr + offset, mask=mask, eviction_policy=EVICTION)
@@ -69,6 +70,8 @@ def _update(
     tl.store(
         param_ptr + offset, p.to(param_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICTION
     )
+    if HAS_MASTER:
+        tl.store(master_ptr + offset, p, mask=mask, eviction_policy=EVICTION)
     tl.store(avg_ptr + offset, m, mask=mask, eviction_policy=EVICTION)
     tl.store(sq_ptr + offset, v, mask=mask, eviction_policy=EVICTION)
 
@@ -85,6 +88,7 @@ def adamw_kernel(
     PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr, MAXIMIZE: tl.constexpr, EVICTION: tl.constexpr,
     HAS_LR: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_FOUND_INF: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
 ):  # fmt: skip
     """One chunk a program: chunk_ptr holds (tensor, chunk within the tensor) for each.
 
@@ -104,6 +108,9 @@ def adamw_kernel(
         grad_ptr = _pointer(tl.load(column + num_tensors), GRAD_TYPE, ALIGNED) + start
         avg_ptr = _pointer(tl.load(column + 2 * num_tensors), tl.float32, ALIGNED) + start
         sq_ptr = _pointer(tl.load(column + 3 * num_tensors), tl.float32, ALIGNED) + start
+        master_ptr = sq_ptr  # unused without master weights
+        if HAS_MASTER:
+            master_ptr = _pointer(tl.load(column + 5 * num_tensors), tl.float32, ALIGNED) + start
         if HAS_LR:
             lr = tl.load(lr_ptr).to(tl.float32)
         inv_scale = 1.0
@@ -119,9 +126,9 @@ def adamw_kernel(
         if left == CHUNK:
             for i in range(0, CHUNK, BLOCK):
                 _update(
-                    param_ptr, grad_ptr, avg_ptr, sq_ptr, i + tl.arange(0, BLOCK), None,
+                    param_ptr, grad_ptr, avg_ptr, sq_ptr, master_ptr, i + tl.arange(0, BLOCK), None,
                     inv_scale, decay, step_size, inv_denom_scale,
-                    one_minus_beta1, one_minus_beta2, eps, MAXIMIZE, HAS_SCALE, EVICTION,
+                    one_minus_beta1, one_minus_beta2, eps, MAXIMIZE, HAS_SCALE, HAS_MASTER, EVICTION,
                 )  # fmt: skip
         else:
             # A bound of unknown divisibility makes every access one element wide: only the last
@@ -129,9 +136,9 @@ def adamw_kernel(
             for i in range(0, left, BLOCK):
                 offset = i + tl.arange(0, BLOCK)
                 _update(
-                    param_ptr, grad_ptr, avg_ptr, sq_ptr, offset, offset < left,
+                    param_ptr, grad_ptr, avg_ptr, sq_ptr, master_ptr, offset, offset < left,
                     inv_scale, decay, step_size, inv_denom_scale,
-                    one_minus_beta1, one_minus_beta2, eps, MAXIMIZE, HAS_SCALE, EVICTION,
+                    one_minus_beta1, one_minus_beta2, eps, MAXIMIZE, HAS_SCALE, HAS_MASTER, EVICTION,
                 )  # fmt: skip
     # Every warp must have read `step` before this program counts as finished.
     tl.debug_barrier()

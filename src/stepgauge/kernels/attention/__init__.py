@@ -18,13 +18,12 @@ import math
 import os
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from stepgauge.kernels.launch import hooks_present
 
 from . import extension, heuristics
-from .reference import FlashAttentionReference, attention
+from .reference import NO_SECOND_DERIVATIVE, FlashAttentionReference, attention
 
 __all__ = ["FlashAttentionReference", "FlashAttentionTriton", "attention", "flash_attention"]
 
@@ -52,8 +51,9 @@ def flash_attention(q, k, v, *, is_causal=False, scale=None, deterministic=True)
     seven; float32's rounding then differs from run to run. torch.use_deterministic_algorithms
     overrules it.
 
-    Without CUDA (and outside of Triton's interpreter) the plain PyTorch version runs. Raises
-    ValueError for shapes, types or a scale that it does not take.
+    Without CUDA (and outside of Triton's interpreter) the plain PyTorch version runs, which takes
+    float64 too. Raises ValueError for shapes, types or a scale that it does not take, and
+    RuntimeError for a second derivative.
     """
     if not torch.compiler.is_compiling():
         o = _in_cpp("attention", q, k, v, is_causal, scale, deterministic)
@@ -64,17 +64,27 @@ def flash_attention(q, k, v, *, is_causal=False, scale=None, deterministic=True)
             f"flash_attention takes (B, H, T, D), not q {tuple(q.shape)}, k {tuple(k.shape)}"
         )
     if not _has_kernels(q.device):
-        scale = _check(q, k, v, scale)
-        group = q.shape[1] // k.shape[1]
-        if group > 1:
-            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        return FlashAttentionReference.apply(q, k, v, is_causal, scale)
+        return _in_plain_pytorch(q, k, v, is_causal, _check(q, k, v, scale))
     if _needs_operator(q):
         scale = _check(q, k, v, scale)
         q, k, v = _autocast(q, k, v)
-        _check_dtypes(q, k, v)
+        _check_types(q, k, v, _DTYPES)
         return torch.ops.stepgauge.flash_attention(q, k, v, is_causal, scale, deterministic)[0]
     return FlashAttentionTriton.apply(q, k, v, is_causal, scale, deterministic)
+
+
+def _in_plain_pytorch(q, k, v, is_causal, scale):
+    """FlashAttention-2 in PyTorch, with float64 as well; autocast has cast q, k and v by then."""
+    device = q.device.type
+    q, k, v = _autocast(q, k, v)
+    _check_types(q, k, v, (*_DTYPES, torch.float64))
+    group = q.shape[1] // k.shape[1]
+    if group > 1:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return FlashAttentionReference.apply(q, k, v, is_causal, scale)
+    with torch.autocast(device, enabled=False):
+        return FlashAttentionReference.apply(q, k, v, is_causal, scale)
 
 
 class FlashAttentionTriton(torch.autograd.Function):
@@ -91,7 +101,7 @@ class FlashAttentionTriton(torch.autograd.Function):
     def forward(ctx, q, k, v, is_causal=False, scale=None, deterministic=True):
         scale = _check(q, k, v, scale)
         q, k, v = _autocast(q, k, v)
-        _check_dtypes(q, k, v)
+        _check_types(q, k, v, _DTYPES)
         if not _has_kernels(q.device):
             raise ValueError(
                 f"FlashAttentionTriton runs on CUDA tensors with triton installed, not on {q.device}"
@@ -108,10 +118,11 @@ class FlashAttentionTriton(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_o):
         q, k, v, o, lse = ctx.saved_tensors
-        run = torch.ops.stepgauge.flash_attention_backward if _needs_operator(q) else _backward
+        # With create_graph the operator is called: it refuses a second derivative.
+        watched = torch.is_grad_enabled() or _needs_operator(q)
+        run = torch.ops.stepgauge.flash_attention_backward if watched else _backward
         tensors = [_four_dims(x) for x in (grad_o, q, k, v, o)]
         if q.ndim == 4:
             grads = run(*tensors, lse, ctx.is_causal, ctx.scale, ctx.deterministic)
@@ -165,6 +176,20 @@ def _with_autograd(keys, q, k, v, *options):
     return _below_autograd(keys, q, k, v, *options)
 
 
+class _BackwardOnce(torch.autograd.Function):
+    """The backward operator under autograd, that is with create_graph."""
+
+    @staticmethod
+    def forward(ctx, keys, *inputs):
+        keys = keys & torch._C._after_autograd_keyset
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.stepgauge.flash_attention_backward.default.redispatch(keys, *inputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(NO_SECOND_DERIVATIVE)
+
+
 _NOTHING_BUT_A_DEVICE = [
     torch._C.DispatchKeySet(key) for key in (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU)
 ]
@@ -199,6 +224,7 @@ for _key in ("CUDA", "CPU"):
     _LIBRARY.impl("flash_attention", _forward, _key)
     _LIBRARY.impl("flash_attention_backward", _backward, _key)
 _LIBRARY.impl("flash_attention", _with_autograd, "Autograd", with_keyset=True)
+_LIBRARY.impl("flash_attention_backward", _BackwardOnce.apply, "Autograd", with_keyset=True)
 
 
 @torch.library.register_fake("stepgauge::flash_attention")
@@ -323,10 +349,10 @@ def _check(q, k, v, scale):
     return scale
 
 
-def _check_dtypes(q, k, v):
-    if q.dtype not in _DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+def _check_types(q, k, v, accepted):
+    if q.dtype not in accepted or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(
-            f"types q {q.dtype}, k {k.dtype}, v {v.dtype}: accepted is one of {_DTYPES} for all three"
+            f"types q {q.dtype}, k {k.dtype}, v {v.dtype}: accepted is one of {accepted} for all three"
         )
     if k.device != q.device or v.device != q.device:
         raise ValueError(

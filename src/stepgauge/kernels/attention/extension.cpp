@@ -16,7 +16,6 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/utils/wrap_outputs.h>
 
@@ -115,29 +114,18 @@ struct Attention : torch::autograd::Function<Attention> {
   }
 
   static variable_list backward(torch::autograd::AutogradContext* ctx, variable_list gradients) {
-    const bool wants_graph = at::GradMode::is_enabled() && gradients[0].requires_grad();
-    variable_list results = once(ctx, gradients[0]);
-    if (wants_graph) {  // As once_differentiable: an error when the second derivative is asked for.
-      for (Tensor& result : results) result = result.detach().requires_grad_();
-      auto refusal = std::make_shared<torch::autograd::DelayedError>(
-          "trying to differentiate twice a function that was marked with @once_differentiable",
-          static_cast<int64_t>(results.size()));
-      results = (*refusal)(std::move(results));
-    }
-    results.resize(6);
-    return results;
-  }
-
-  static variable_list once(torch::autograd::AutogradContext* ctx, Tensor grad) {
-    const at::NoGradGuard no_grad;
+    Tensor grad = gradients[0];
     const auto kept = ctx->get_saved_variables();
     const Saved saved{{kept[0], kept[1], kept[2]}, kept[3], kept[4]};
     const bool is_causal = ctx->saved_data["is_causal"].toBool();
     const double scale = ctx->saved_data["scale"].toDouble();
-    const Program* program = backward_program(grad, saved, is_causal, scale);
+    // With create_graph the operator is called: it refuses a second derivative.
+    const Program* program = at::GradMode::is_enabled()
+        ? nullptr
+        : backward_program(grad, saved, is_causal, scale);
     auto [dq, dk, dv] = program ? run_backward(grad, saved, *program)
                                 : backward_operator(grad, saved, is_causal, scale);
-    return {dq, dk, dv};
+    return {dq, dk, dv, Tensor(), Tensor(), Tensor()};
   }
 };
 

@@ -59,7 +59,7 @@ def offer(case, tensors: tuple, num_tensors: int, scratch: tuple, calls: tuple) 
     the `num_tensors` others.
     """
     if NATIVE.module is None:
-        NATIVE.ask()
+        NATIVE.without_module += 1
         return
     key = (case, len(tensors))
     if key in _offered or not all(launch.launch for launch, _ in calls):
@@ -74,6 +74,7 @@ def offer(case, tensors: tuple, num_tensors: int, scratch: tuple, calls: tuple) 
         )
         kind = tensors, case.is_causal, case.scale, case.precision == "tf32"
         NATIVE.module.register(*kind, cuda_context(), num_tensors, scratch, steps)
+        NATIVE.kinds += 1
     except Exception as error:  # A Triton that launches otherwise: go on in Python.
         NATIVE.problem = f"{type(error).__name__}: {error}"
 

@@ -7,8 +7,11 @@ included.
 import math
 
 import torch
-from torch.autograd.function import once_differentiable
 
+NO_SECOND_DERIVATIVE = (
+    "flash_attention has no second derivative: "
+    "use scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH) for it"
+)
 _TILE = 128
 
 
@@ -51,26 +54,36 @@ class FlashAttentionReference(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_o):
-        q, k, v, o, lse = ctx.saved_tensors
+        grads = _ReferenceBackward.apply(grad_o, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
+        return *grads, None, None
+
+
+class _ReferenceBackward(torch.autograd.Function):
+    """(dq, dk, dv). A function of its own, so that a second derivative raises."""
+
+    @staticmethod
+    def forward(ctx, grad_o, q, k, v, o, lse, is_causal, scale):
         sums = _sum_dtype(q)
         dq, dk, dv = (torch.zeros(x.shape, dtype=sums, device=x.device) for x in (q, k, v))
-        # rowsum(P * dP) = rowsum(o * grad_o): the softmax's Jacobian needs no pass over the keys
-        # for it.
+        # rowsum(P * dP) = rowsum(o * grad_o): no pass over the keys is needed for it.
         delta = (o.to(sums) * grad_o.to(sums)).sum(dim=-1)
         for rows in _tiles(q.shape[-2]):
             q_tile, grad_tile = q[..., rows, :].to(sums), grad_o[..., rows, :].to(sums)
-            for cols in _visible_tiles(k.shape[-2], rows, is_causal=ctx.is_causal):
+            for cols in _visible_tiles(k.shape[-2], rows, is_causal=is_causal):
                 k_tile, v_tile = k[..., cols, :].to(sums), v[..., cols, :].to(sums)
-                scores = _scores(q_tile, k_tile, rows, cols, ctx.is_causal, ctx.scale)
+                scores = _scores(q_tile, k_tile, rows, cols, is_causal, scale)
                 p = torch.exp(scores - lse[..., rows, None])
                 dv[..., cols, :] += p.transpose(-1, -2) @ grad_tile
                 dp = grad_tile @ v_tile.transpose(-1, -2)
-                ds = ctx.scale * p * (dp - delta[..., rows, None])
+                ds = scale * p * (dp - delta[..., rows, None])
                 dq[..., rows, :] += ds @ k_tile
                 dk[..., cols, :] += ds.transpose(-1, -2) @ q_tile
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
 def _forward_tile(q, k, v, rows, is_causal, scale):

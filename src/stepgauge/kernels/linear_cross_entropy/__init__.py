@@ -60,7 +60,8 @@ def linear_cross_entropy(
       "fp32"    an fp32 buffer of V x D where the weight is in fewer bits: rounded once
       "auto"    "weight" up to 8 chunks, where its error is about twice that of one rounding, and
                 "fp32" past that
-    Backward runs once: a second backward through the same loss (retain_graph) raises RuntimeError.
+    Backward runs once: a second backward through the same loss (retain_graph) raises RuntimeError,
+    and so does one with create_graph, since there is no second derivative.
 
     Raises ValueError for shapes, types or options that do not fit. A target outside the vocabulary
     raises ValueError on CPU and gives a NaN loss on CUDA, where looking would mean waiting for the
@@ -241,6 +242,11 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         nothing = (None,) * 10
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "linear_cross_entropy has no second derivative (create_graph=True): "
+                "use F.linear and F.cross_entropy for it"
+            )
         if grad_loss is None:
             return None, None, *nothing
         *gradients, scale = ctx.saved_tensors

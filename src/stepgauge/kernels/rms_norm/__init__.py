@@ -7,7 +7,6 @@ in reference.py, their derivation and the design in docs/kernels/rms_norm.md.
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from . import extension, reference
 from .reference import backward_input, backward_weight
@@ -33,6 +32,7 @@ MAX_WIDTH = 65536
 # cannot be. Wider than this its backward takes 1.6 times the kernel's time.
 INDUCTOR_WIDTH = 8192
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TYPES = (*_KERNEL_DTYPES, torch.float64)
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
@@ -49,7 +49,9 @@ def rms_norm(
 
     CUDA tensors up to 65,536 wide go to Triton; others, and float64, to the plain PyTorch oracle,
     and under torch.compile those up to 8192 wide too: Inductor makes one kernel of it and its
-    neighbours. Raises ValueError for a weight or residual whose shape does not fit.
+    neighbours. Raises ValueError for a weight or residual whose shape does not fit and for types
+    other than float32, bfloat16, float16 and float64. The kernels have no second derivative and
+    raise; the plain PyTorch version has.
     """
     if (
         not torch.compiler.is_compiling()
@@ -138,7 +140,6 @@ class RMSNormReference(torch.autograd.Function):
         return reference.forward(x, weight, eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         dx = backward_input(dy, x, weight, ctx.eps)
@@ -225,6 +226,15 @@ def _check(x: Tensor, weight: Tensor):
             "the weight must be (D,) with D the last dimension of x and at least 1, "
             f"got weight {tuple(weight.shape)} and x {tuple(x.shape)}"
         )
+    _check_types(x, weight)
+
+
+def _check_types(*tensors: Tensor):
+    for tensor in tensors:
+        if tensor.dtype not in _TYPES:
+            raise ValueError(
+                f"RMSNorm takes float32, bfloat16, float16 and float64, got {tensor.dtype}"
+            )
 
 
 def _check_residual(x: Tensor, residual: Tensor):
@@ -232,3 +242,4 @@ def _check_residual(x: Tensor, residual: Tensor):
         raise ValueError(
             f"the residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}"
         )
+    _check_types(residual)

@@ -37,7 +37,7 @@ NATIVE = Extension(
 def offer(plan_for, x: Tensor, residual: Tensor | None, weight: Tensor, y: Tensor) -> None:
     """After a call in Python: let C++ take the next one like it, as far as kernels are compiled."""
     if NATIVE.module is None:
-        NATIVE.ask()
+        NATIVE.without_module += 1
         return
     plan = plan_for(x, weight, y.dtype, residual is not None)
     has_backward = plan.backward.compiled and plan.reduce.compiled
@@ -48,6 +48,7 @@ def offer(plan_for, x: Tensor, residual: Tensor | None, weight: Tensor, y: Tenso
     _registered[plan] = has_backward
     try:
         _register(x, residual, weight, y, plan, has_backward)
+        NATIVE.kinds += 1
     except Exception as error:  # A Triton that keeps its binaries otherwise: go on in Python.
         _registered[plan], NATIVE.problem = True, f"{type(error).__name__}: {error}"
 

@@ -1,0 +1,169 @@
+"""What is to be decided about the kernels, on one H100 in under six minutes:
+
+    PYTHONPATH=src python benchmarks/kernels/anchors.py OUT [--parts step host adamw ...] [--trial]
+
+step       2.7b 4 × 512, all parts ours, bf16 and bf16-master, compiled and eager: does it gain?
+host       small 4 × 512 eager, launched from C++ and from Python, and stock: does C++ stay?
+attention, rms-norm, linear-cross-entropy, adamw
+           rows of the anchors beside the peers that are installed, each checked against its oracle
+
+Each part is `stepgauge bench step` or `bench kernel` in processes of its own. Writes OUT/anchors.jsonl
+(a record a line, with its part), OUT/tables.txt and OUT/decisions.json, and prints the decisions. Ends
+with status 1 where a row is wrong or has no time. --trial takes tiny shapes on the CPU.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+OURS = "--attention triton --norm triton --loss fused --optimizer fused"
+STEP = "--batch 4 --context 512 --steps 20"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One command: its part, a label of its rows, the most seconds it may take."""
+
+    part: str
+    label: str
+    seconds: int
+    command: str
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+def runs(trial: bool) -> list[Run]:
+    big, small = ("--size nano", "--size nano") if trial else ("--size 2.7b", "--size small")
+    step = "--batch 1 --context 16 --steps 1 --seconds 0" if trial else STEP
+    modes = "off" if trial else "on off"
+    in_python = (("STEPGAUGE_EXTENSION", "0"),)
+    eager = f"bench step {small} {step} --precision bf16"
+    return [
+        Run("step", "ours", 150, f"bench step {big} {step} {OURS} --precision bf16 bf16-master --compile {modes}"),
+        Run("host", "C++", 40, f"{eager} {OURS}"),
+        Run("host", "Python", 40, f"{eager} {OURS}", in_python),
+        Run("host", "stock", 30, eager),
+        *(Run(*each) for each in kernels(trial)),
+    ]  # fmt: skip
+
+
+def kernels(trial: bool) -> list[tuple[str, str, int, str]]:
+    if trial:
+        shapes = {
+            "attention": "--batch 1 --heads 2 --sequence 32 --width 16 --peers fa2",
+            "rms-norm": "--rows 16 --width 16 --peers torch",
+            "linear-cross-entropy": "--tokens 16 --width 16 --vocabulary 64 --peers eager",
+            "adamw": "--layers 1 --width 16 --dtype bf16 --peers torch masters",
+        }
+        return [
+            (name, "", 60, f"bench kernel {name} {shape} --seconds 0")
+            for name, shape in shapes.items()
+        ]
+    attention = "bench kernel attention --dtype bf16 --batch 1 --heads 16 --sequence 16384 --peers fa2 cudnn fa4"
+    loss = "bench kernel linear-cross-entropy --dtype bf16 --passes both --peers compile eager"
+    return [
+        ("adamw", "fp32", 20, "bench kernel adamw --layers 24 --width 1280 --dtype fp32 --peers torch"),
+        ("adamw", "bf16", 20, "bench kernel adamw --layers 24 --width 1280 --dtype bf16 --peers torch masters"),
+        ("attention", "", 45, f"{attention} --width 64 128 --passes forward backward both --seconds 0.1"),
+        ("attention", "D 256", 25, "bench kernel attention --dtype bf16 --batch 2 --heads 8 --sequence 4096"
+         " --width 256 --peers fa2 cudnn --passes both --seconds 0.1"),
+        ("rms-norm", "", 40, "bench kernel rms-norm --dtype bf16 --rows 2048 --width 2560 --passes both --peers torch"),
+        ("rms-norm", "wide", 30, "bench kernel rms-norm --dtype bf16 --rows 50000 --width 4096 --peers torch quack"
+         " --passes forward backward --seconds 0.1"),
+        ("linear-cross-entropy", "", 45, f"{loss} --tokens 2048 --width 2560 --vocabulary 10000 --seconds 0.1"),
+        ("linear-cross-entropy", "large", 60, "bench kernel linear-cross-entropy --dtype bf16 --passes both"
+         " --tokens 16384 --width 4096 --vocabulary 128256 --peers eager --seconds 0.3"),
+    ]  # fmt: skip
+
+
+def measured(run: Run, out: Path, device: str, left: float) -> list[dict]:
+    """The records of the command; those on disk by then where it takes too long."""
+    folder = out / "runs" / f"{run.part}-{run.label or 'main'}-{time.time_ns()}".replace(" ", "")
+    command = [sys.executable, "-m", "stepgauge", *run.command.split()]
+    command += ["--device", device, "--out", str(folder)]
+    with (out / "tables.txt").open("a") as tables:
+        print(f"== {run.part} {run.label}: {run.command}", file=tables, flush=True)
+        try:
+            subprocess.run(
+                command,
+                stdout=tables,
+                stderr=subprocess.STDOUT,
+                env=os.environ | dict(run.environment),
+                timeout=min(run.seconds, left),
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            print("ran out of time", file=tables)
+    store = folder / "records.jsonl"
+    lines = store.read_text().splitlines() if store.exists() else []
+    return [{"part": run.part, "label": run.label, **json.loads(line)} for line in lines]
+
+
+def step_ms(rows: list[dict], **wanted: str) -> float | None:
+    for row in rows:
+        known = {**row["spec"], "part": row["part"], "label": row["label"]}
+        found = row.get("metrics", {}).get("step_ms")
+        if found and all(known.get(name) == value for name, value in wanted.items()):
+            return found["median"]
+    return None
+
+
+def ratio(a: float | None, b: float | None) -> float | None:
+    return round(a / b, 4) if a and b else None
+
+
+def decisions(rows: list[dict]) -> dict:
+    """What the rows say: times in ms, and ratios above 1 where the new or kept way is faster."""
+    found: dict[str, float | None] = {}
+    for mode in ("on", "off"):
+        bf16, master = (
+            step_ms(rows, part="step", compile=mode, precision=each)
+            for each in ("bf16", "bf16-master")
+        )
+        found |= {f"bf16 compile={mode} ms": bf16, f"bf16-master compile={mode} ms": master}
+        found[f"bf16 over bf16-master compile={mode}"] = ratio(bf16, master)
+    host = {label: step_ms(rows, part="host", label=label) for label in ("C++", "Python", "stock")}
+    found |= {f"small eager, {label} ms": value for label, value in host.items()}
+    found["Python over C++"] = ratio(host["Python"], host["C++"])
+    found["stock over C++"] = ratio(host["stock"], host["C++"])
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--parts", nargs="+", default=[])
+    parser.add_argument("--budget", type=float, default=350.0, help="seconds for all")
+    parser.add_argument("--trial", action="store_true")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    start, rows, failed = time.monotonic(), [], []
+    for run in runs(options.trial):
+        if options.parts and run.part not in options.parts:
+            continue
+        left = options.budget - (time.monotonic() - start)
+        found = (
+            measured(run, options.out, "cpu" if options.trial else "cuda", left) if left > 5 else []
+        )
+        bad = [f"{row['status']}: {row['note']}" for row in found if row["status"] != "ok"]
+        failed += [
+            f"{run.part} {run.label}: {what}" for what in bad or ([] if found else ["no row"])
+        ]
+        rows += found
+        with (options.out / "anchors.jsonl").open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in found)
+        print(f"{time.monotonic() - start:4.0f} s  {run.part} {run.label}: {len(found)} rows", flush=True)  # fmt: skip
+    verdict = decisions(rows)
+    (options.out / "decisions.json").write_text(json.dumps({**verdict, "failed": failed}, indent=1))
+    for name, value in verdict.items():
+        print(f"{name}: {value}")
+    print(*failed, sep="\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""The operator stepgauge::adamw_ and its launch: AdamW on lists of tensors."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .reference import adamw_
+
+try:
+    from . import tables as _tables
+except ImportError:  # No Triton: the reference computes.
+    _tables = None
+
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def fused_adamw_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    maximize: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    masters: Sequence[Tensor] = (),
+) -> None:
+    """Update lists of tensors of one device and type in place: the operator stepgauge::adamw_.
+
+    ``masters``: none, or a float32 master weight for each parameter.
+    """
+    options = {
+        "lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay,
+        "maximize": maximize, "grad_scale": grad_scale, "found_inf": found_inf,
+    }  # fmt: skip
+    lists = [list(row) for row in (params, grads, exp_avgs, exp_avg_sqs, steps, masters)]
+    torch.ops.stepgauge.adamw_(*lists, **op_options(options))
+
+
+@torch.library.custom_op(
+    "stepgauge::adamw_",
+    mutates_args=("params", "grads", "exp_avgs", "exp_avg_sqs", "steps", "masters"),
+)
+def _adamw_op(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    lr: float,
+    lr_tensor: Tensor | None,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    options = {
+        "lr": lr if lr_tensor is None else lr_tensor, "beta1": beta1, "beta2": beta2, "eps": eps,
+        "weight_decay": weight_decay, "maximize": maximize, "grad_scale": grad_scale, "found_inf": found_inf,
+    }  # fmt: skip
+    rows = (params, grads, exp_avgs, exp_avg_sqs, steps, *([masters] if masters else []))
+    columns = list(zip(*rows, strict=True))
+    types = {(p.device, p.dtype, g.dtype) for p, g in zip(params, grads, strict=True)}
+    if len(types) == 1 and all(_ready_for_kernel(*column) for column in columns):
+        chunk = _tables.shape_for(params[0].dtype).chunk
+        tables = _tables.Tables([p.numel() for p in params], params[0].device, chunk=chunk)
+        dtypes = (params[0].dtype, grads[0].dtype)
+        launch(tables, _tables.addresses_of(*rows), dtypes, options)
+        return
+    for column in columns:
+        adamw_(*column[:5], master=column[5] if masters else None, **options)
+
+
+@_adamw_op.register_fake
+def _(*args, **kwargs) -> None:
+    return None
+
+
+def launch(tables, addresses: list[int], dtypes: tuple, options: dict) -> None:
+    device = tables.device
+    options = dict(options)
+    for name in ("lr", "grad_scale", "found_inf"):
+        if isinstance(options[name], Tensor) and options[name].device != device:
+            # A CPU learning rate is a number; the others move without the host waiting.
+            value = options[name]
+            on_host = name == "lr" and value.device.type == "cpu"
+            options[name] = value.item() if on_host else value.to(device, non_blocking=True)
+    args = (tables, addresses, *dtypes)
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _tables.launch(*args, **options)
+    else:
+        _tables.launch(*args, **options)
+
+
+def op_options(options: dict) -> dict:
+    lr = options["lr"]
+    is_tensor = isinstance(lr, Tensor)
+    return options | {"lr": 0.0 if is_tensor else lr, "lr_tensor": lr if is_tensor else None}
+
+
+def _on_kernel_device(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def kernel_takes(param: Tensor, grad: Tensor) -> bool:
+    return (
+        _tables is not None
+        and _on_kernel_device(param)
+        and grad.device == param.device
+        and param.dtype in _KERNEL_DTYPES
+        and grad.dtype in _KERNEL_DTYPES
+        and (param.is_contiguous() or _dense(param))
+    )
+
+
+def _ready_for_kernel(param, grad, exp_avg, exp_avg_sq, step, *master) -> bool:
+    held = (exp_avg, exp_avg_sq, *master)
+    return (
+        kernel_takes(param, grad)
+        and step.dtype == torch.float32
+        and all(t.dtype == torch.float32 for t in held)
+        and all(t.stride() == param.stride() for t in (grad, *held))
+        and step.device == param.device
+    )
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
