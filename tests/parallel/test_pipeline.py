@@ -56,7 +56,10 @@ def difference_from_one_process(schedule_name, name):
     schedule = build(schedule_name, ranks=dist.get_world_size(), micro_batches=micro_batches)
     modules, ties, share = network(name, schedule.num_stages)
     alone = copy.deepcopy(modules)
-    pipeline = Pipeline(modules, schedule, loss=mean_loss, tied=ties, share=share)
+    transport = "copies" if name in ("list", "tied") else "messages"
+    pipeline = Pipeline(
+        modules, schedule, loss=mean_loss, tied=ties, share=share, transport=transport
+    )
     theirs = list(dict.fromkeys(p for module in alone for p in module.parameters()))
     for number in range(STEPS):
         losses = []
@@ -149,7 +152,9 @@ def any_schedule():
         schedule = random_schedule(random.Random(seed), ranks=4, stages=6, micro_batches=4)
         modules, ties, _ = network("list", 6)
         alone = copy.deepcopy(modules)
-        pipeline = Pipeline(modules, schedule, loss=mean_loss, tied=ties, ahead=seed)
+        pipeline = Pipeline(
+            modules, schedule, loss=mean_loss, tied=ties, ahead=seed, transport="copies"
+        )
         tokens, targets, _ = batch(seed)
         mean_loss(whole(alone, tokens), targets).backward()
         pipeline.step((tokens,), (targets,))

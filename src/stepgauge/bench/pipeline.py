@@ -108,6 +108,7 @@ class _Bench:
                 share=counted if isinstance(spec.model, BertSpec) else None,
                 device=self.device,
                 context=self._context,
+                transport=spec.transport,
                 recording=True,
             )
         modules = {stage: make(stage) for stage in schedule.stages(dist.get_rank())}

@@ -91,6 +91,13 @@ class PipelineSpec:
         word="receives {ahead} ahead",
         quiet=1,
     )
+    transport: str = option(
+        "auto",
+        "of tensors between stages: copies into the other ranks' memory, or messages of the backend",
+        choices=("auto", "copies", "messages"),
+        word="by {transport}",
+        quiet="auto",
+    )
     warmup: int = option(3, "untimed steps first", least=1, most=100_000)
     steps: int = option(5, "timed steps", least=1, most=1_000_000)
     device: str = option("cpu", "cpu or cuda: each rank takes the GPU of its own number")

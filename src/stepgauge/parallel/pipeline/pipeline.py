@@ -1,7 +1,7 @@
 """Pipeline parallel training: each rank runs its list of a checked schedule, action by action."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,13 +9,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stepgauge.parallel.pipeline.clock import Clock
+from stepgauge.parallel.pipeline.peer_memory import on_one_machine
+from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
 from stepgauge.parallel.pipeline.stage import Meta, Stage
 from stepgauge.parallel.pipeline.step import Batch, Step, on_device
 from stepgauge.parallel.pipeline.tied import Tie, TiedWeights
 from stepgauge.parallel.pipeline.transfers import Transfers, shared_metas
-from stepgauge.spec.plan.pipeline import Action, Schedule, ScheduleError, check, lower
+from stepgauge.spec.plan.pipeline import Action, Channel, Schedule, ScheduleError, check, lower
 from stepgauge.spec.plan.pipeline.lower import AHEAD
 
+TRANSPORTS: Mapping[str, type[Transfers] | type[PeerTransfers]] = {
+    "messages": Transfers,
+    "copies": PeerTransfers,
+}
 Stages = Callable[[int], nn.Module] | Sequence[nn.Module]
 # What a loss counts: how much of the whole batch's mean a micro-batch with these targets is.
 Share = Callable[..., float | Tensor]
@@ -40,6 +46,8 @@ class Pipeline:
               parallel, are made at the same time
     context   around every forward, such as autocast
     ahead     computations between a receive and its reader, where the schedule is not lowered
+    transport "copies" into the memory of the other ranks, on one machine, or "messages" of the
+              process group; "auto": copies between GPUs of one machine
     recording keeps when each action ran: `spans`
 
     Raises ValueError for another number of stages or ranks than the schedule's.
@@ -58,6 +66,7 @@ class Pipeline:
         device: torch.device | str | None = None,
         context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         ahead: int = AHEAD,
+        transport: str = "auto",
         recording: bool = False,
     ):
         self.schedule = check(
@@ -84,7 +93,7 @@ class Pipeline:
             )
             for number, module in self.modules.items()
         }
-        self._transfers = Transfers(self.schedule, group, self.device)
+        self._transfers = _transfers(transport, self.schedule, group, self.device)
         self._tied = TiedWeights(tied, self.modules, self.schedule, group)
         self._metas: dict[int, list[Meta]] = {}
         self._clock = Clock(self.device) if recording else None
@@ -219,6 +228,29 @@ class Pipeline:
             if stage < last:
                 metas = shared_metas(self.schedule.rank_of, stage, found, self._group)
                 self._metas[stage + 1] = metas
+        self._transfers.prepare(_messages(self._metas))
+
+
+def _transfers(
+    transport: str, schedule: Schedule, group: dist.ProcessGroup | None, device: torch.device
+) -> Transfers | PeerTransfers:
+    if transport == "auto":
+        copies = device.type == "cuda" and on_one_machine(group)
+        transport = "copies" if copies else "messages"
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport is {transport!r}; choose auto, {', '.join(TRANSPORTS)}")
+    return TRANSPORTS[transport](schedule, group, device)
+
+
+def _messages(metas: Mapping[int, list[Meta]]) -> dict[Channel, list[Meta]]:
+    """What travels on each channel, by the inputs of each stage."""
+    forward = {Channel(stage - 1, stage): metas[stage] for stage in metas if stage}
+    back = {
+        Channel(stage, stage - 1): [meta for meta in metas[stage] if meta.is_trained]
+        for stage in metas
+        if stage
+    }
+    return forward | back
 
 
 def _split(batch: Batch, parts: int) -> list[Batch]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stepgauge.parallel.pipeline.clock import Clock
+from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
 from stepgauge.parallel.pipeline.stage import Meta, Stage
 from stepgauge.parallel.pipeline.transfers import Transfers
 from stepgauge.spec.plan.pipeline import Action, Schedule
@@ -28,7 +29,7 @@ class Step:
     schedule: Schedule
     stages: Mapping[int, Stage]
     metas: Mapping[int, Sequence[Meta]]
-    transfers: Transfers
+    transfers: Transfers | PeerTransfers
     device: torch.device
     inputs: Sequence[Batch]
     targets: Sequence[Batch]

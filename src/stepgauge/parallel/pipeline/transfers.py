@@ -55,6 +55,9 @@ class Transfers:
             else:
                 dist.recv(word, peer, group)
 
+    def prepare(self, messages: Mapping[Channel, Sequence[Meta]]) -> None:
+        """Nothing: messages of any size travel."""
+
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
         """Begins to send, and keeps the tensors until they have been."""
         channel = action.channel
