@@ -1,6 +1,69 @@
 """stepgauge measures a Transformer training step, explains it, makes it faster and predicts it.
 
-Importing the package costs nothing: torch is loaded by the rooms that run something.
+In Python: `import stepgauge as sg`, then sg.time_step, sg.profile_step, sg.profile_memory,
+sg.predict_memory, sg.run, sg.open_run, sg.compare, sg.kernels and sg.parallel (docs/api.md).
+Importing the package costs nothing: torch is loaded by what runs something.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from stepgauge import kernels, parallel
+    from stepgauge.api.measure import predict_memory, profile_memory, profile_step, time_step
+    from stepgauge.api.runs import compare, open_run, run
+    from stepgauge.spec.bert import BertSpec
+    from stepgauge.spec.data_parallel import DataParallelSpec
+    from stepgauge.spec.memory import MemorySpec
+    from stepgauge.spec.model import ModelSpec
+    from stepgauge.spec.options import expand
+    from stepgauge.spec.profile import ProfileSpec
+    from stepgauge.spec.step import StepSpec
+
+__all__ = [
+    "BertSpec",
+    "DataParallelSpec",
+    "MemorySpec",
+    "ModelSpec",
+    "ProfileSpec",
+    "StepSpec",
+    "compare",
+    "expand",
+    "kernels",
+    "open_run",
+    "parallel",
+    "predict_memory",
+    "profile_memory",
+    "profile_step",
+    "run",
+    "time_step",
+]
+
+_HOMES = {
+    **dict.fromkeys(("kernels", "parallel"), ""),
+    **dict.fromkeys(
+        ("predict_memory", "profile_memory", "profile_step", "time_step"), "api.measure"
+    ),
+    **dict.fromkeys(("compare", "open_run", "run"), "api.runs"),
+    "BertSpec": "spec.bert",
+    "DataParallelSpec": "spec.data_parallel",
+    "MemorySpec": "spec.memory",
+    "ModelSpec": "spec.model",
+    "ProfileSpec": "spec.profile",
+    "StepSpec": "spec.step",
+    "expand": "spec.options",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not _HOMES[name]:
+        return importlib.import_module(f"{__name__}.{name}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -92,10 +92,8 @@ def test_a_sweep_measures_the_product_and_goes_on(stepgauge, tmp_path):
 
 
 def test_compile_alone_means_on(stepgauge, tmp_path, monkeypatch):
-    from stepgauge.bench import step as bench_step
-
     asked = []
-    monkeypatch.setattr(bench_step, "check", asked.append)
+    monkeypatch.setattr("stepgauge.bench.jobs.job_of", lambda spec, folder: asked.append(spec))
     monkeypatch.setattr("stepgauge.cli.bench.step.run_jobs", lambda jobs, store, fresh: [])
     stepgauge("bench", "step", *QUICK, "--compile", "--out", tmp_path)
     stepgauge("bench", "step", *QUICK, "--compile", "off", "blocks", "--out", tmp_path)

@@ -60,7 +60,8 @@ def run(spec: StepSpec) -> Record:
         kind=spec.kind,
         spec=dataclasses.asdict(spec),
         metrics=_metrics(spec, times, device, compile_s),
-        environment=environment(device),
+        # A user's factory may bring its own.
+        environment={**environment(device), "optimizer": type(step.optimizer).__name__},
     )
 
 

@@ -2,6 +2,19 @@
 public function. `prepare` builds their launches in C++.
 """
 
+import importlib
+from typing import Any
+
+# Public names, loaded when they are first asked for; functions that are called as their folder is
+# are reached through it: kernels.rms_norm.rms_norm.
+_HOMES = {
+    "FusedAdamW": "adamw",
+    "FusedLinearCrossEntropy": "linear_cross_entropy",
+    "TritonRMSNorm": "rms_norm",
+    "flash_attention": "attention",
+}
+_FOLDERS = ("adamw", "attention", "linear_cross_entropy", "rms_norm")
+
 
 def prepare() -> bool:
     """Builds or loads the C++ launches of attention and RMSNorm; call it once, before training.
@@ -13,3 +26,15 @@ def prepare() -> bool:
     from stepgauge.runtime import extension
 
     return extension.prepare()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FOLDERS:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*_HOMES, *_FOLDERS, "prepare"]

@@ -12,9 +12,10 @@ Without `loss` the module's output says it: a scalar, its `.loss` or ["loss"], o
 first floating-point tensor.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,8 +74,25 @@ class UserStep(NamedTuple):
     num_parameters: int
 
 
+# Functions that were given in Python and stand in no file, while in_memory's block runs.
+_GIVEN: dict[UserModel, Callable[[], Any]] = {}
+
+
+@contextlib.contextmanager
+def in_memory(factory: Callable[[], Any], name: str) -> Iterator[UserModel]:
+    """A model that `factory` builds in this process while the block runs."""
+    model = UserModel(file="", factory=name, content="")
+    _GIVEN[model] = factory
+    try:
+        yield model
+    finally:
+        del _GIVEN[model]
+
+
 def load_factory(model: UserModel) -> Callable[[], Any]:
     """The function that builds the network. Raises ValueError if the file has no such function."""
+    if model in _GIVEN:
+        return _GIVEN[model]
     module = load_file(Path(model.file))
     factory = getattr(module, model.factory, None)
     if not callable(factory):
@@ -105,7 +123,7 @@ def build_user_step(
     factory = load_factory(spec.model)
     torch.manual_seed(spec.seed)
     with device:
-        parts = UserParts.of(factory(), f"{spec.model.file}:{spec.model.factory}")
+        parts = UserParts.of(factory(), f"{spec.model.file}:{spec.model.factory}".lstrip(":"))
     return step_of_parts(
         parts,
         device,

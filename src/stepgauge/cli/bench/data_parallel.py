@@ -35,11 +35,8 @@ def data_parallel(
     """
     specs = distinct(resolve_devices(expand(DataParallelSpec, values)))
 
-    from stepgauge.bench import data_parallel as bench
-    from stepgauge.bench.sweep import Job
+    from stepgauge.bench.jobs import job_of
 
-    for spec in specs:
-        bench.check(spec)
-    records = run_jobs([Job(bench.JOB, spec) for spec in specs], RunStore(out), fresh=fresh)
+    records = run_jobs([job_of(spec, out) for spec in specs], RunStore(out), fresh=fresh)
     print_records(records, format)
     require_success(records)

@@ -35,14 +35,12 @@ def step(
     """
     specs = resolve_devices(expand(StepSpec, values))
 
-    from stepgauge.bench import step as bench_step
-    from stepgauge.bench.sweep import Job
+    from stepgauge.bench.jobs import job_of
 
-    for spec in specs:
-        bench_step.check(spec)
+    jobs = [job_of(spec, out) for spec in specs]
     store = RunStore(out)
     modelled = predict_before(specs, hardware, store)
-    records = run_jobs([Job(bench_step.run, spec) for spec in specs], store, fresh=fresh)
+    records = run_jobs(jobs, store, fresh=fresh)
     print_records(records, format)
     if format == "table":
         print_errors(modelled, records)

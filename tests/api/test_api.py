@@ -1,0 +1,104 @@
+"""`import stepgauge as sg`: modules measured in this process, runs as rows, tables that show
+themselves.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import stepgauge as sg
+from stepgauge.spec.store import RunStore
+
+QUICK = {"device": "cpu"}
+
+
+def net():
+    return nn.Sequential(nn.Embedding(50, 8), nn.Flatten(), nn.Linear(32, 3))
+
+
+def batch():
+    return torch.zeros(2, 4, dtype=torch.long), torch.tensor([0, 2])
+
+
+def test_importing_loads_no_torch_and_names_what_there_is():
+    code = (
+        "import sys, stepgauge as sg; sg.ModelSpec.preset('nano'); print('torch' in sys.modules);"
+        "print(all(name in dir(sg) for name in sg.__all__))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+    for module in (sg, sg.kernels, sg.parallel):
+        assert all(getattr(module, name) for name in dir(module))
+    with pytest.raises(AttributeError, match="has no attribute 'dance'"):
+        _ = sg.dance
+
+
+def test_a_module_is_timed_and_left_as_it_was():
+    module = net()
+    before = [p.detach().clone() for p in module.parameters()]
+    result = sg.time_step(
+        module,
+        batch(),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        warmup=1,
+        steps=2,
+        seconds=0,
+        **QUICK,
+    )
+    assert result.record.environment["optimizer"] == "SGD"
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    assert result["step_ms"] == result.metrics["step_ms"] > 0
+    assert result.record.spec["size"] == "Sequential" and result.record.metrics["step_ms"].n == 2
+    assert "<td" in result._repr_html_() and "size=Sequential" in repr(result)
+    with pytest.raises(ValueError, match="choose one of fp32"):
+        sg.time_step(module, batch(), precision="fp7", **QUICK)
+
+
+def test_memory_is_predicted_of_a_module_and_of_a_function_alike():
+    """The module's real tensors must not be in the figures of those that have no memory."""
+    module = net()
+    module[2].weight = nn.Parameter(module[2].weight.detach())
+    loss = nn.CrossEntropyLoss()
+    of_module = sg.predict_memory(module, batch(), loss=loss, on="cpu")
+    of_function = sg.predict_memory(lambda: (net(), batch(), loss), on="cpu")
+    assert of_module.record.provenance == "modelled"
+    assert of_module["parameters_bytes"] == 4 * (50 * 8 + 32 * 3 + 3)
+    for name in ("peak_bytes", "parameters_bytes", "gradients_bytes"):
+        assert of_module[name] == of_function[name]
+    there = sg.predict_memory(module, batch(), loss=loss, on="sm90")
+    assert there["parameters_bytes"] == of_module["parameters_bytes"]
+    measured = sg.profile_memory(module, batch(), loss=loss, **QUICK)
+    assert measured["predicted_peak_bytes"] == of_module["peak_bytes"]
+
+
+def test_a_profile_leaves_its_trace_and_shows_its_tables(tmp_path):
+    result = sg.profile_step(net(), batch(), loss=nn.CrossEntropyLoss(), active=1,
+                             folder=tmp_path, **QUICK)  # fmt: skip
+    assert (result.folder / "trace.json.gz").exists()
+    assert "2 (Linear)" in repr(result)
+
+
+def test_specs_are_run_opened_and_compared(tmp_path):
+    specs = sg.expand(
+        sg.StepSpec,
+        {
+            "size": ("nano",), "context_length": (16,), "batch": (1, 2), "steps": (2,),
+            "warmup": (0,), "seconds": (0.0,),
+        },
+    )  # fmt: skip
+    run = sg.run(specs, folder=tmp_path)
+    assert [row["batch"] for row in run.rows()] == [1, 2]
+    again = sg.open_run(tmp_path)
+    assert list(again) == list(run) and again[1].median("step_ms") == again.rows()[1]["step_ms"]
+    compared = sg.compare(tmp_path, run)
+    assert {row["B / A"] for row in compared} == {1.0}
+    assert "| batch |" in repr(run) and "<table>" in compared._repr_html_()
+    RunStore(tmp_path / "none").prepare()
+    with pytest.raises(ValueError, match="share no row"):
+        sg.compare(run, sg.open_run(tmp_path)[:0])
+    with pytest.raises(ValueError, match="str is no spec"):
+        sg.run(["step"], folder=tmp_path)
