@@ -70,7 +70,7 @@ def test_memory_is_predicted_of_a_module_and_of_a_function_alike():
     for name in ("peak_bytes", "parameters_bytes", "gradients_bytes"):
         assert of_module[name] == of_function[name]
     there = sg.predict_memory(module, batch(), loss=loss, on="sm90")
-    assert there["parameters_bytes"] == of_module["parameters_bytes"]
+    assert there["parameters_bytes"] == 2048 + 512 + 512  # as the CUDA allocator rounds
     measured = sg.profile_memory(module, batch(), loss=loss, **QUICK)
     assert measured["predicted_peak_bytes"] == of_module["peak_bytes"]
 
