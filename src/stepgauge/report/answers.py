@@ -41,7 +41,8 @@ def step_answer(records: Sequence[Record]) -> str:
         if (share := (longest.median(f"{phase}_ms") or 0.0) / _step(longest))
     ]
     parts = f": {', '.join(shares)}" if shares else ""
-    said = f"The longest step takes {number(_step(longest))} ms ({names[id(longest)]}){parts}."
+    which = "A" if longest is shortest else "The longest"
+    said = f"{which} step takes {number(_step(longest))} ms ({names[id(longest)]}){parts}."
     if longest is not shortest:
         said += f" The shortest takes {number(_step(shortest))} ms ({names[id(shortest)]})."
     return said
@@ -196,7 +197,7 @@ def memory_answer(records: Sequence[Record]) -> str:
         f"{part.replace('_', ' ')} {100 * size / peak:.0f} %"
         for part, size in sorted(held.items(), key=lambda each: -each[1])[:3]
     )
-    name = dict(zip(map(id, records), labels(records), strict=True))[id(largest)]
+    name = dict(zip(map(id, measured), labels(measured), strict=True))[id(largest)]
     return f"The largest peak is {number(peak / GIB)} GiB ({name}): {shares}."
 
 

@@ -39,13 +39,12 @@ def comm_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> 
         )
         rows.append([
             spec.op, _over(spec), spec.ranks, spec.timing,
-            spec.bytes, spec.count, spec.dtype, "sum" if reduces else "none",
-            *(_us(ms) for ms in figures),
-            record.median("algbw_gb_per_s"), record.median("busbw_gb_per_s"),
-            spec.factor, _wrong(record), remark(record),
+            spec.bytes, _us(figures[0]), record.median("busbw_gb_per_s"),
+            record.median("algbw_gb_per_s"), *(_us(ms) for ms in figures[1:]),
+            spec.count, spec.dtype, "sum" if reduces else "none", spec.factor, _wrong(record), remark(record),
         ])  # fmt: skip
-    head = ["op", "over", "ranks", "timing", "size B", "count", "type", "redop", "time µs", "p10 µs", "p90 µs",
-            "p99 µs", "algbw GB/s", "busbw GB/s", "factor", "wrong", "remark"]  # fmt: skip
+    head = ["op", "over", "ranks", "timing", "size B", "time µs", "busbw GB/s", "algbw GB/s", "p10 µs",
+            "p90 µs", "p99 µs", "count", "type", "redop", "factor", "wrong", "remark"]  # fmt: skip
     if not any(row[-1] for row in rows):
         head, rows = head[:-1], [row[:-1] for row in rows]
     caption = "busbw = algbw × factor; percentiles are of batches."

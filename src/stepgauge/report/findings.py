@@ -112,10 +112,22 @@ def _pair(before: Record, after: Record, fields: Sequence[str]) -> Pair:
 
 def findings(records: Sequence[Record]) -> list[Finding]:
     """The change of each choice that saves most, and idle time; by milliseconds, most first."""
-    steps = [record for record in records if record.kind in ("step", "data-parallel")]
-    best = [_best(pairs(steps, choice)) for choice in CHOICES]
+    steps = [record for record in records if record.kind == "step" or _is_of_gpus(record)]
+    by_choice = [pairs(steps, choice) for choice in CHOICES]
+    # A row that another choice has made slower is no fair start for a change.
+    slowed = {id(pair.after) for found in by_choice for pair in found if pair.saved_ms < 0}
+    best = [_best([p for p in found if id(p.before) not in slowed]) for found in by_choice]
     found = [finding for finding in [*best, _idle(records)] if finding]
     return sorted(found, key=lambda finding: -finding.saved_ms)[:MOST]
+
+
+def _is_of_gpus(record: Record) -> bool:
+    """Whether it is data parallel training of a language model on GPUs: processes that share a CPU
+    say nothing of wrappers.
+    """
+    network = record.spec.get("model", {}).get("network", "")
+    is_gpu = str(record.spec.get("device", "")).startswith("cuda")
+    return record.kind == "data-parallel" and is_gpu and not network
 
 
 def _best(found: Sequence[Pair]) -> Finding | None:

@@ -86,21 +86,37 @@ def describe(record: Record) -> str:
 
 
 def labels(records: Sequence[Record]) -> list[str]:
-    """Each row by `key=value` of the fields that vary, after its kind where kinds differ.
+    """Each row by `key=value` of the fields in which rows of its kind vary, after its kind where
+    kinds differ.
 
-    A row that nothing tells from the others is named by `describe`.
+    Values at their hidden default are left out where the rest still tells the rows apart. A row
+    that nothing tells from the others is named by `describe`.
     """
-    differs = _telling(records)
-    kinds = {record.kind for record in records}
+    kinds = dict.fromkeys(record.kind for record in records)
+    of_kind = {kind: [r for r in records if r.kind == kind] for kind in kinds}
+    named = {kind: iter(_pairs(group)) for kind, group in of_kind.items()}
     found = []
     for record in records:
-        spec = flatten(record.spec)
-        pairs = [pair(record, field) for field in differs if field in spec]
-        if len({each.provenance for each in records}) > 1:
-            pairs.append(record.provenance)
-        kind = [record.kind] if len(kinds) > 1 else []
-        found.append(" ".join([*kind, *pairs]) if pairs else describe(record))
+        pairs = next(named[record.kind])
+        prefix = [record.kind] if len(kinds) > 1 else []
+        found.append(" ".join([*prefix, *pairs]) if pairs else describe(record))
     return found
+
+
+def _pairs(records: Sequence[Record]) -> list[list[str]]:
+    """The pairs that name each of these records of one kind."""
+    fields = _telling(records)
+    whole, brief = [], []
+    for record in records:
+        spec, default = flatten(record.spec), naming(record)[1]
+        own = [field for field in fields if field in spec]
+        whole.append([pair(record, field) for field in own])
+        brief.append([pair(record, field) for field in own if field not in default])
+    tells_as_much = len(set(map(tuple, brief))) == len(set(map(tuple, whole)))
+    shown = brief if all(brief) and tells_as_much else whole
+    if len({record.provenance for record in records}) > 1:
+        shown = [[*pairs, r.provenance] for pairs, r in zip(shown, records, strict=True)]
+    return shown
 
 
 def _telling(records: Sequence[Record]) -> list[str]:

@@ -104,7 +104,10 @@ def plots(records: Sequence[Record]) -> list[Block]:
     }
     svg = grouped_bars(names, bars, unit="ms a step (median, slowest rank)")
     shown: list[Block] = [
-        Plot(svg, "Step by wrapper, some of them (bf16: averaged in it); the table has all.")
+        Plot(
+            svg,
+            "Step by wrapper; bf16: gradients are averaged in bf16. The table has all wrappers.",
+        )
     ]
     traced = [(str(r.spec["wrapper"]), r) for r in good if r.series.get("communication_start_ms")]
     last = [(wrapper, record) for wrapper, record in traced if record.spec["size"] == names[-1]]

@@ -110,8 +110,8 @@ def _elsewhere(experiment: Experiment) -> list[Block]:
 
 
 def _table(records: Sequence[Record]) -> Block:
-    table = kernel_table if records[0].kind in KERNELS else record_table
-    return dataclasses.replace(table(records), folded=True)
+    table = (kernel_table if records[0].kind in KERNELS else record_table)(records)
+    return dataclasses.replace(table, caption=f"All rows. {table.caption}", folded=True)
 
 
 def reservations(records: Sequence[Record]) -> list[Text]:
