@@ -19,7 +19,7 @@ def test_bench_comm_then_fit(stepgauge, tmp_path):
     )
     assert status == 0, err
     lines = out.splitlines()
-    assert lines[0].startswith("op,over,ranks,timing,size B,count,type,redop,time µs")
+    assert lines[0].startswith("op,over,ranks,timing,size B,time µs,busbw GB/s")
     assert len(lines) == 1 + len(SIZES)
     assert lines[1].startswith("all_reduce,gloo,2,pipelined,65536,16384,float32,sum,")
     assert ",1,0" in lines[1].replace(
@@ -73,7 +73,7 @@ def test_what_cannot_be_measured(stepgauge, tmp_path, arguments, words):
 def test_a_barrier_has_no_size(stepgauge, tmp_path):
     status, _, err = stepgauge(*BENCH, "--op", "barrier", "--size", "1K", "1M", "--out", tmp_path)
     assert status == 0, err
-    assert err.count("comm barrier gloo 2 ranks:") == 1
+    assert err.count("comm op=barrier backend=gloo ranks=2:") == 1
 
 
 def test_an_interface_that_does_not_exist_is_said(stepgauge, tmp_path, monkeypatch):

@@ -56,7 +56,7 @@ def summary_table(records: Sequence[Record], caption: str = "") -> Table:
         columns=columns,
         rows=rows,
         caption=": ".join(filter(None, (caption, said))),
-        hidden=frozenset([*table.columns[:at], *(["figures"] if same else [])]),
+        hidden=frozenset([*table.columns[:at], "provenance", *(["figures"] if same else [])]),
         names=None,
     )
     return found if any(held) else found.of(range(len(columns) - 1))

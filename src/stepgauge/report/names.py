@@ -76,7 +76,7 @@ def naming(record: Record) -> tuple[list[str], list[str]]:
             continue
         is_default = spec[field.name] == field.metadata.get("quiet")
         ordered = sorted(names, key=lambda name: name != field.name)
-        (default if is_default else shown).extend([field.name] if is_default else ordered)
+        (default if is_default else shown).extend(ordered)
     return list(dict.fromkeys(shown)), default
 
 
