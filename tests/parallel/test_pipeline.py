@@ -12,6 +12,7 @@ from torch import nn
 
 from stepgauge.cost.timeline import Durations, simulate
 from stepgauge.parallel.pipeline import Pipeline
+from stepgauge.parallel.pipeline.split import SplitBackward, Watch
 from stepgauge.runtime.launch import RankError, launch
 from stepgauge.spec.plan.pipeline import SCHEDULES, build, from_text
 
@@ -215,3 +216,20 @@ def dies():
         modules, build("1f1b", ranks=2, micro_batches=4), loss=lambda y: y.square().mean()
     )
     pipeline.step((torch.ones(4, 2),))
+
+
+def test_fused_layers_are_split_too_and_given_back():
+    class Fused(nn.Linear):
+        pass
+
+    class Own(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    module = nn.Sequential(Fused(4, 8), Own(8, 8), nn.Linear(8, 2))
+    with Watch(module) as watch:
+        module(torch.randn(2, 4))
+    split = SplitBackward(module, watch.splittable)
+    assert [layer.out_features for layer in split.layers] == [8, 2]
+    split.close()
+    assert [type(layer) for layer in module] == [Fused, Own, nn.Linear]

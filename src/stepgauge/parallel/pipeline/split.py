@@ -97,12 +97,18 @@ def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad.add_(gradient)
 
 
+def is_linear(layer: nn.Module) -> bool:
+    """Whether it computes what nn.Linear does: one, or a subclass that adds nothing to forward."""
+    own = type(layer).forward in (nn.Linear.forward, SplitLinear.forward)
+    return isinstance(layer, nn.Linear) and own
+
+
 class Watch:
     """While it is open: what each linear layer of a module is called with, in one forward."""
 
     def __init__(self, module: nn.Module):
         self.calls: dict[nn.Linear, list[tuple[Shape, Shape]]] = {}
-        layers = [layer for layer in module.modules() if type(layer) in (nn.Linear, SplitLinear)]
+        layers = [layer for layer in module.modules() if is_linear(layer)]
         self._hooks = [layer.register_forward_hook(self._called) for layer in layers]
 
     def _called(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -138,8 +144,10 @@ class SplitBackward:
 
     def __init__(self, module: nn.Module, splittable: dict[nn.Linear, tuple[torch.Size, Shape]]):
         self.layers: list[SplitLinear] = []
+        self._classes: list[type[nn.Linear]] = []  # what the layers were
         for layer, (x_shape, (y_shape, dtype)) in splittable.items():
             device = layer.weight.device
+            self._classes.append(type(layer))
             layer.__class__ = SplitLinear
             assert isinstance(layer, SplitLinear)
             self.layers.append(layer)
@@ -153,8 +161,8 @@ class SplitBackward:
         self.others = [p for p in module.parameters() if p.requires_grad and id(p) not in later]
 
     def close(self) -> None:
-        for layer in self.layers:
-            layer.__class__ = nn.Linear  # type: ignore[assignment]
+        for layer, before in zip(self.layers, self._classes, strict=True):
+            layer.__class__ = before  # type: ignore[assignment]
             del layer.x_slot, layer.dy_slot
 
     def input_gradients(

@@ -22,6 +22,11 @@ class Meta(NamedTuple):
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
+    def noise(self, device: torch.device) -> Tensor:
+        """Normal values; zeros where the type has none."""
+        empty = self.empty(device)
+        return empty.normal_() if self.dtype.is_floating_point else empty.zero_()
+
 
 @dataclasses.dataclass
 class Kept:
