@@ -63,7 +63,8 @@ LATE = 0.85  # of a scale: a name further right would leave the plot
 LEGEND_KEY_INCHES, LETTER_INCHES = 0.6, 0.065
 
 Series = Mapping[str, Sequence[float | None]]
-Curves = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+Curve = tuple[Sequence[float], Sequence[float]]
+Curves = Mapping[str, Curve]
 Scales = Mapping[str, Callable[[float], str]]
 NO_SCALES: Scales = MappingProxyType({})
 
@@ -201,16 +202,8 @@ def lines(
     `ends` are those of the y axis: plots beside each other share them. A Doubtful point has a †.
     """
     with canvas(7.2, height) as (axes, output):
-        for (name, (xs, ys)), colour in _coloured(curves):
-            marked: dict[str, Any] = (
-                {"marker": "o", "markersize": 4.5} if name in dots else {"linewidth": 1.4}
-            )
-            if name in dots and not joined:
-                marked["linestyle"] = "none"
-            axes.plot(xs, ys, color=colour, label=name, **marked)
-            for at, value in zip(xs, ys, strict=True):
-                if isinstance(value, Doubtful):
-                    axes.annotate("†", (at, value), (3, 3), textcoords="offset points", color=INK)
+        for (name, curve), colour in _coloured(curves):
+            _draw_curve(axes, name, curve, colour, dotted=name in dots, joined=joined)
         if level:
             axes.axhline(
                 level[1], color=FAINT, linestyle=(0, (4, 3)), linewidth=1.2, label=level[0]
@@ -223,6 +216,18 @@ def lines(
         axes.margins(x=0.02)
         _legend(axes)
     return described(output[0], _curves_in_words(curves, x, y))
+
+
+def _draw_curve(
+    axes: "Axes", name: str, curve: Curve, colour: str, *, dotted: bool, joined: bool
+) -> None:
+    marked: dict[str, Any] = {"marker": "o", "markersize": 4.5} if dotted else {"linewidth": 1.4}
+    if dotted and not joined:
+        marked["linestyle"] = "none"
+    axes.plot(*curve, color=colour, label=name, **marked)
+    for at, value in zip(*curve, strict=True):
+        if isinstance(value, Doubtful):
+            axes.annotate("†", (at, value), (3, 3), textcoords="offset points", color=INK)
 
 
 def areas(
@@ -244,17 +249,7 @@ def areas(
         axes.stackplot(x, heights, colors=colours, labels=list(layers), step="post", linewidth=0)
         top = max(map(sum, zip(*heights, strict=True)), default=1.0)
         for name, place in marks.items():
-            axes.axvline(place, color=FAINT, linewidth=0.8)
-            offset, side = ((-3, 0), "right") if place > LATE * x[-1] else ((3, 0), "left")
-            axes.annotate(
-                name,
-                (place, top * 1.1),
-                xytext=offset,
-                textcoords="offset points",
-                ha=side,
-                color=FAINT,
-                fontsize=8.5,
-            )
+            _draw_mark(axes, name, (place, top * 1.1), is_late=place > LATE * x[-1])
         if level is not None:
             axes.axhline(level[1], color=INK, linewidth=1.0, linestyle=(0, (4, 3)), label=level[0])
         axes.set_ylim(0, max(top, level[1] if level else 0.0) * 1.18)
@@ -268,6 +263,14 @@ def areas(
     ]
     parts = ", ".join(f"{name} {short(value)}" for name, value in held)
     return described(output[0], f"{unit} over {x_label}; the highest is {short(top)}: {parts}.")
+
+
+def _draw_mark(axes: "Axes", name: str, place: tuple[float, float], *, is_late: bool) -> None:
+    """A line across the plot, its name beside it: on the left where the right has no room."""
+    axes.axvline(place[0], color=FAINT, linewidth=0.8)
+    side, offset = ("right", (-3, 0)) if is_late else ("left", (3, 0))
+    text: Any = {"ha": side, "color": FAINT, "fontsize": 8.5}
+    axes.annotate(name, place, offset, textcoords="offset points", **text)
 
 
 def roofline(

@@ -48,45 +48,35 @@ def _pair(
     times = _curves(records, size, "ms")
     if not times:
         return []
-    plots = [
-        Plot(
-            lines(
-                times,
-                x=size,
-                y="ms",
-                dots=list(times),
-                scales={"x": short, "y": short},
-                ends=ends["ms"],
-            ),
-            f"Time, {of_what}.",
-        )
-    ]
-    for rate, unit in RATES.items():
-        if rates := _curves(records, size, rate):
-            ceilings = [
-                s.median
-                for r in records
-                for n, s in r.metrics.items()
-                if n in (f"copy_{rate}", f"matmul_{rate}")
-            ]
-            level = (
-                ("copy" if rate == "gb_per_s" else "matmul", statistics.median(ceilings))
-                if ceilings
-                else None
-            )
-            top = ends[rate]
-            if top and level:
-                top = (0.0, max(top[1], 1.1 * level[1]))
-            drawn = lines(
-                rates, x=size, y=unit, dots=list(rates), scales={"x": short}, level=level, ends=top
-            )
-            plots.append(
-                Plot(
-                    drawn,
-                    f"Rate, {of_what}; the dashed line is what the device reaches in the same process.",
-                )
-            )
-    return plots
+    scales = {"x": short, "y": short}
+    svg = lines(times, x=size, y="ms", dots=list(times), scales=scales, ends=ends["ms"])
+    rates = [_rate_plot(records, size, of_what, rate, ends[rate]) for rate in RATES]
+    return [Plot(svg, f"Time, {of_what}."), *filter(None, rates)]
+
+
+def _rate_plot(
+    records: Sequence[Record], size: str, of_what: str, rate: str, ends: Ends | None
+) -> Plot | None:
+    """The rate of each implementation under what the device reaches in the same process."""
+    rates = _curves(records, size, rate)
+    if not rates:
+        return None
+    ceiling = "copy" if rate == "gb_per_s" else "matmul"
+    reached = [value for r in records if (value := r.median(f"{ceiling}_{rate}"))]
+    level = (ceiling, statistics.median(reached)) if reached else None
+    if ends and level:
+        ends = (0.0, max(ends[1], 1.1 * level[1]))
+    svg = lines(
+        rates,
+        x=size,
+        y=RATES[rate],
+        dots=list(rates),
+        scales={"x": short},
+        level=level,
+        ends=ends,
+    )
+    line = "; the dashed line is what the device reaches in the same process" if level else ""
+    return Plot(svg, f"Rate, {of_what}{line}.")
 
 
 def _curves(records: Sequence[Record], size: str, figure: str) -> Curves:

@@ -1,6 +1,8 @@
 """Records of operations beside their peers as a table and as plots."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from stepgauge.report.names import flatten, varying
 from stepgauge.report.numbers import scaled
@@ -29,42 +31,46 @@ def kernel_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -
     shape = KERNELS[records[0].kind].shape if records[0].kind in KERNELS else ()
     if statistics:
         return record_table(records, statistics=statistics, first=(*shape, "dtype"))
-    shown = [
+    differs = [name for name in varying(records) if name not in (*ALONE, *shape, "passes", "dtype")]
+    fields = [*shape, *differs, "dtype", "passes"]
+    figures = _figures(records)
+    remarks = [remark(record) for record in records]
+    rows = []
+    for record, said in zip(records, remarks, strict=True):
+        spec = flatten(record.spec)
+        cells = [spec.get(name) for name in fields]
+        cells += [value(record) for value in figures.values()]
+        rows.append(cells + ([said] if any(remarks) else []))
+    return Table(
+        [*fields, *figures, *(["remark"] if any(remarks) else [])],
+        rows,
+        numeric=frozenset(figures),
+        caption="Medians. Over best peer: its time divided by ours, above 1 where ours is faster.",
+        formats=dict.fromkeys(("over best peer", "of ceiling"), ".3f"),
+    )
+
+
+def _figures(records: Sequence[Record]) -> dict[str, Callable[[Record], Any]]:
+    """Heading -> what a record has there: our time and what it is worth, the peers, our rate."""
+    timed = [
         name
         for name in implementations(records)
         if any(f"{name}_ms" in record.metrics for record in records)
     ]
-    differs = [name for name in varying(records) if name not in (*ALONE, *shape, "passes", "dtype")]
-    fields = [*shape, *differs, "dtype", "passes"]
-    rate = next(
-        (f"_{name}" for name in RATES for record in records if f"{OURS}_{name}" in record.metrics),
-        "",
-    )
-    shown = sorted(shown, key=lambda name: name != OURS)
-    head = [*fields, *(f"{name} ms" for name in shown)]
-    head[len(fields) + 1 : len(fields) + 1] = ["over best peer", "of ceiling"]
-    head += [f"{OURS} {RATES[rate[1:]]}"] if rate else []
-    head += ["extra GiB"]
-    notes = any(map(remark, records))
-    rows = []
-    for record in records:
-        spec = flatten(record.spec)
-        cells = [spec.get(name) for name in fields]
-        times = [_time(record, name) for name in shown]
-        ratios = [record.median(name) for name in ("ratio_to_best_peer", "fraction_of_ceiling")]
-        cells += [*times[:1], *ratios, *times[1:]]
-        cells += [record.median(f"{OURS}{rate}")] if rate else []
-        cells += [scaled(record.median(f"{OURS}_extra_bytes"), "bytes")]
-        rows.append(cells + ([remark(record)] if notes else []))
-    numeric = frozenset(head[len(fields) :])
-    caption = "Medians. Over best peer: its time divided by ours, above 1 where ours is faster."
-    return Table(
-        head + (["remark"] if notes else []),
-        rows,
-        numeric=numeric,
-        caption=caption,
-        formats=dict.fromkeys(("over best peer", "of ceiling"), ".3f"),
-    )
+    times = {f"{name} ms": functools.partial(_time, name=name) for name in timed}
+    ours = {name: value for name, value in times.items() if name == f"{OURS} ms"}
+    ratios = {
+        "over best peer": lambda record: record.median("ratio_to_best_peer"),
+        "of ceiling": lambda record: record.median("fraction_of_ceiling"),
+    }
+    measured = {name for record in records for name in record.metrics}
+    rates = {
+        f"{OURS} {unit}": functools.partial(Record.median, metric=f"{OURS}_{rate}")
+        for rate, unit in RATES.items()
+        if f"{OURS}_{rate}" in measured
+    }
+    extra = {"extra GiB": lambda record: scaled(record.median(f"{OURS}_extra_bytes"), "bytes")}
+    return {**ours, **ratios, **times, **rates, **extra}
 
 
 def _time(record: Record, name: str) -> float | str | None:
