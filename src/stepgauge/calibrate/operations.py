@@ -139,54 +139,79 @@ def _optimizer(name: str, dtype: torch.dtype, numel: int, device: torch.device) 
 
 WIDTHS = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 FEW_WIDTHS = (512, 1024, 2048, 4096, 8192)
+TOKENS = (256, 512, 1024, 2048, 4096, 8192)
+DIRECTIONS = ("forward", "backward")
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 POWERS = tuple(2**power for power in range(14, 31, 2))
 
 
 def operations(*, small: bool) -> Mapping[str, Operation]:
     """What is calibrated, by name; `small` has few small shapes, for a CPU."""
-    found: dict[str, Operation] = {}
-    tokens = (64, 256) if small else (256, 512, 1024, 2048, 4096, 8192)
-    few_tokens = (64, 256) if small else (512, 2048, 8192)
+    return {**_products(small), **_passes(small), **_norms_and_attention(small), **_ends(small)}
+
+
+def _products(small: bool) -> dict[str, Operation]:
+    found = {}
     few = (64, 256, 1024) if small else FEW_WIDTHS
     for dtype, layout in itertools.product(("bf16", "tf32", "fp32"), ("nt", "nn", "tn")):
         widths = few if small or dtype != "bf16" else WIDTHS
-        rows = tokens if dtype == "bf16" else few_tokens
+        rows = TOKENS if dtype == "bf16" and not small else few_tokens(small)
         # Rows of the product are tokens, but for the weight's gradient, which sums over them.
         order = (1, 2, 0) if layout == "tn" else (0, 1, 2)
         shapes = itertools.product(rows, widths, widths)
         grid = [tuple(shape[i] for i in order) for shape in shapes if small or _is_usual(*shape)]
         make = functools.partial(_matmul, layout, DTYPES[dtype])
         found[f"matmul {layout} {dtype}"] = Operation(("m", "n", "k"), grid, make)
+    return found
+
+
+def _passes(small: bool) -> dict[str, Operation]:
     sizes = [(size,) for size in (POWERS[:5] if small else POWERS)]
-    found["traffic"] = Operation(("bytes",), sizes, _traffic)
+    found = {"traffic": Operation(("bytes",), sizes, _traffic)}
     for source, target in (("fp32", "bf16"), ("bf16", "fp32")):
         make = functools.partial(_cast, DTYPES[source], DTYPES[target])
         numbers = [(size // 8,) for (size,) in sizes]
         found[f"cast {source} {target}"] = Operation(("numel",), numbers, make)
-    directions = (("forward", False), ("backward", True))
-    for (word, is_backward), dtype in itertools.product(directions, ("bf16", "fp32")):
-        grid = list(itertools.product(few_tokens, few))
+    return found
+
+
+def _norms_and_attention(small: bool) -> dict[str, Operation]:
+    found = {}
+    rows = list(itertools.product(few_tokens(small), (64, 256, 1024) if small else FEW_WIDTHS))
+    heads = (4,) if small else (8, 32, 128)
+    lengths = LENGTHS[:2] if small else LENGTHS[:6]
+    shapes = list(itertools.product(heads, lengths, (64,) if small else (64, 80, 128)))
+    for direction, dtype in itertools.product(DIRECTIONS, ("bf16", "fp32")):
+        is_backward = direction == "backward"
         for name in ("rmsnorm", "layernorm"):
             make = functools.partial(_norm, name, is_backward, DTYPES[dtype])
-            found[f"{name} {word} {dtype}"] = Operation(("m", "n"), grid, make)
-        heads = (4,) if small else (8, 32, 128)
-        lengths = LENGTHS[:2] if small else LENGTHS[:6]
-        grid = list(itertools.product(heads, lengths, (64,) if small else (64, 80, 128)))
+            found[f"{name} {direction} {dtype}"] = Operation(("m", "n"), rows, make)
         for name in ("sdpa", "triton"):
             make = functools.partial(_attention, name, is_backward, DTYPES[dtype])
-            found[f"attention {name} {word} {dtype}"] = Operation(("h", "t", "d"), grid, make)
-    for word, is_backward in directions:
-        vocabularies = (1024,) if small else (10_000, 32_000, 128_256)
-        grid = [(m, v) for m, v in itertools.product(few_tokens, vocabularies) if m * v < 2**29]
-        found[f"cross-entropy {word}"] = Operation(
-            ("m", "v"), grid, functools.partial(_loss, is_backward)
-        )
+            found[f"attention {name} {direction} {dtype}"] = Operation(
+                ("h", "t", "d"), shapes, make
+            )
+    return found
+
+
+def _ends(small: bool) -> dict[str, Operation]:
+    """The loss and the optimizer."""
+    found = {}
+    vocabularies = (1024,) if small else (10_000, 32_000, 128_256)
+    pairs = itertools.product(few_tokens(small), vocabularies)
+    grid = [(m, v) for m, v in pairs if m * v < 2**29]
+    for direction in DIRECTIONS:
+        make = functools.partial(_loss, direction == "backward")
+        found[f"cross-entropy {direction}"] = Operation(("m", "v"), grid, make)
     for name, dtype in itertools.product(("adamw", "fused"), ("fp32", "bf16")):
         counts = [(2**p,) for p in ((16, 18) if small else (20, 22, 24, 26, 28, 29))]
         make = functools.partial(_optimizer, name, DTYPES[dtype])
         found[f"optimizer {name} {dtype}"] = Operation(("numel",), counts, make)
     return found
+
+
+def few_tokens(small: bool) -> tuple[int, ...]:
+    return (64, 256) if small else (512, 2048, 8192)
 
 
 def _is_usual(tokens: int, n: int, k: int) -> bool:

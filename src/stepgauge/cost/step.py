@@ -70,7 +70,9 @@ def _device_terms(terms: Sequence[Term], machine: Machine) -> list[tuple[Term, E
 
 
 def _host_us(phase: str, layers: int, spec: StepSpec, machine: Machine) -> float:
-    """The host's time for a phase: linear in the number of blocks."""
+    """The host's time for a phase: linear in the number of blocks. None on a CPU."""
+    if spec.device == "cpu":
+        return 0.0
     mode = "eager" if spec.compile == "off" else "compiled"
     precision = "bf16" if spec.precision in ("bf16", "fp16") else "fp32"
     table = machine.hardware.operations.get(f"host {mode} {precision}")

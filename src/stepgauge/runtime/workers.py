@@ -80,19 +80,26 @@ class Workers:
             if world.size != ranks:
                 raise ValueError(f"ranks is {ranks}; torchrun has started {world.size}")
             return _call_joined(world, lambda: function(*arguments), device, backend, timeout_s)
-        key = (share, ranks, device, backend, timeout_s)
-        if self._kept is None or not share or self._kept[0] != key:
-            self.close()
-            started = _Process() if ranks is None else _Group(ranks, device, backend, timeout_s)
-            self._kept = key, started
+        processes = self._processes(share, ranks, device, backend, timeout_s)
         try:
-            return self._kept[1].call(function, *arguments)
+            return processes.call(function, *arguments)
         except BaseException:
             self.close(kill=True)
             raise
         finally:
             if not share:
                 self.close()
+
+    def _processes(
+        self, share: str, ranks: int | None, device: str, backend: str, timeout_s: float
+    ) -> "_Processes":
+        """Those that are kept, where they are such as are asked for, or new ones."""
+        key = (share, ranks, device, backend, timeout_s)
+        if self._kept is None or not share or self._kept[0] != key:
+            self.close()
+            started = _Process() if ranks is None else _Group(ranks, device, backend, timeout_s)
+            self._kept = key, started
+        return self._kept[1]
 
     def close(self, *, kill: bool = False) -> None:
         """Lets the processes that are kept end by themselves, or ends them."""
