@@ -105,6 +105,7 @@ class BertForMaskedLM(Bert):
         super().__init__(spec, device=device, pooler=False, blocks=blocks, seed=seed)
         if not self.is_last:
             return
+        self.compute_loss = masked_cross_entropy
         self.transform = nn.Linear(spec.d_model, spec.d_model, device=device)
         self.transform_norm = _norm(spec, device)
         self.head = nn.Linear(spec.d_model, spec.vocab_size, device=device)
@@ -120,12 +121,19 @@ class BertForMaskedLM(Bert):
             if targets_BT is not None:
                 raise ValueError("targets were given to a stage without the head; it has no loss")
             return hidden_BTD
-        logits_BTV = self.head(self.transform_norm(F.gelu(self.transform(hidden_BTD))))
+        x_BTD = self.transform_norm(F.gelu(self.transform(hidden_BTD)))
         if targets_BT is None:
-            return logits_BTV
-        return F.cross_entropy(
-            logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=NOT_MASKED
-        )
+            return self.head(x_BTD)
+        return self.compute_loss(x_BTD, self.head.weight, targets_BT, self.head.bias)
+
+
+def masked_cross_entropy(
+    hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, bias_V: Tensor
+) -> Tensor:
+    """Output layer and mean loss over the masked tokens."""
+    logits_BTV = F.linear(hidden_BTD, weight_VD, bias_V)
+    targets_N = targets_BT.flatten()
+    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_N, ignore_index=NOT_MASKED)
 
 
 class Block(nn.Module):

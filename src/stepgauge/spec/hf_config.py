@@ -280,16 +280,8 @@ LAYERNORM_AND_BIASES: Mapping[str, Any] = {
     "feed_forward_bias": True,
 }
 
-_SHAPE = dict.fromkeys(
-    (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-    ),
-    NEEDED,
-)
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size")
+_SHAPE = dict.fromkeys((*_SIZES, "num_hidden_layers", "num_attention_heads"), NEEDED)
 _ROPE = {
     "rope_theta": 10_000.0,
     "rope_scaling": None,
@@ -342,10 +334,7 @@ FAMILIES: Mapping[str, Family] = {
         _gpt_neox,
     ),
     "llama": Family({**_DECODER, "attention_bias": False, "mlp_bias": False}, _llama),
-    "mistral": Family(
-        {**_DECODER, "num_key_value_heads": 8, "sliding_window": 4096},
-        _decoder,
-    ),
+    "mistral": Family({**_DECODER, "num_key_value_heads": 8, "sliding_window": 4096}, _decoder),
     "mixtral": Family(
         {
             **_DECODER,

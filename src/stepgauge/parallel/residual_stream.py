@@ -1,0 +1,146 @@
+"""Collectives around the residual stream of a tensor parallel network, as autograd and
+torch.compile see them.
+
+Legend: B batch, T sequence, D model width, N ranks, Q = T/N.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# The operators behind torch.distributed._functional_collectives: the compiler keeps them in its
+# graph, where collectives that write into their argument break it.
+_ops = torch.ops._c10d_functional
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidualStream:
+    """What ranks exchange where a module begins or ends to be cut.
+
+    by_sequence  each rank has a piece x_BQD of the stream, rather than all of x_BTD
+    """
+
+    group: dist.ProcessGroup
+    by_sequence: bool = True
+
+    @property
+    def ranks(self) -> int:
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    def enter(self, x: Tensor) -> Tensor:
+        """x_BTD, of which each rank goes on to compute a part: gathered, if it is in pieces.
+        Backward sums what the ranks say about it.
+        """
+        return (_Gather if self.by_sequence else _SumOfGradients).apply(x, self.group)
+
+    def leave(self, y_BTD: Tensor) -> Tensor:
+        """The sum over ranks, of which each takes its piece if the stream is in pieces."""
+        if not self.by_sequence:
+            return _Sum.apply(y_BTD, self.group)
+        self._check(y_BTD)
+        return _ReduceScatter.apply(y_BTD, self.group)
+
+    def split(self, x_BTD: Tensor) -> Tensor:
+        """The rank's piece of what every rank has whole."""
+        if not self.by_sequence:
+            return x_BTD
+        self._check(x_BTD)
+        return _Split.apply(x_BTD, self.group)
+
+    def sum(self, y: Tensor) -> Tensor:
+        """The sum over ranks, on each. The gradient is the same on each, and goes on as it is."""
+        return _Sum.apply(y, self.group)
+
+    def _check(self, x_BTD: Tensor) -> None:
+        if x_BTD.shape[1] % self.ranks:
+            raise ValueError(
+                f"the sequence has {x_BTD.shape[1]} tokens, which {self.ranks} ranks do not "
+                "divide; choose a multiple, or by_sequence=False"
+            )
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> Tensor:
+    """The sum (or what `operation` says) over ranks, as a new tensor."""
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), operation, group.group_name))
+
+
+def all_gather(x_BQD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x_BTD of all ranks' pieces."""
+    pieces_QBD = x_BQD.transpose(0, 1).contiguous()
+    gathered = _ops.all_gather_into_tensor(pieces_QBD, group.size(), group.group_name)
+    return _ops.wait_tensor(gathered).transpose(0, 1)
+
+
+def reduce_scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The rank's piece x_BQD of the sum over ranks."""
+    whole_TBD = x_BTD.transpose(0, 1).contiguous()
+    piece = _ops.reduce_scatter_tensor(whole_TBD, "sum", group.size(), group.group_name)
+    return _ops.wait_tensor(piece).transpose(0, 1)
+
+
+def piece_of(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    length = x_BTD.shape[1] // group.size()
+    return x_BTD.narrow(1, group.rank() * length, length)
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.group = inputs[1]
+
+
+class _Gather(_Function):
+    @staticmethod
+    def forward(x_BQD: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return all_gather(x_BQD, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(gradient, ctx.group), None
+
+
+class _ReduceScatter(_Function):
+    @staticmethod
+    def forward(y_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return reduce_scatter(y_BTD, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_gather(gradient, ctx.group), None
+
+
+class _Split(_Function):
+    @staticmethod
+    def forward(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return piece_of(x_BTD, group).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_gather(gradient, ctx.group), None
+
+
+class _Sum(_Function):
+    @staticmethod
+    def forward(y: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return all_reduce(y, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _SumOfGradients(_Function):
+    @staticmethod
+    def forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(gradient, ctx.group), None

@@ -1,0 +1,266 @@
+"""Tensor parallel: the layers of any module cut over ranks, by a table of names and rules
+(spec.plan.tensor).
+
+    parallel = parallelize_tensor(model, table, group=group)
+    parallel.module(tokens, targets).backward()
+
+Every rank sees the same batch, has its part of each weight, and gets the same loss. Gradients are
+whole when backward returns: `.grad` of a part is the part of the gradient, `.grad` of a weight that
+every rank has is the gradient.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stepgauge.parallel.replicas import prepare_replicas
+from stepgauge.parallel.residual_stream import ResidualStream, all_reduce
+from stepgauge.parallel.tensor_layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+)
+from stepgauge.spec.plan.tensor import KINDS, Cut, Rule, Section, Table, matched
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorParallel:
+    """A module whose layers are cut, and how: the parameters that are, by name, with the size that
+    they have whole along the dim of their cut.
+    """
+
+    module: nn.Module
+    stream: ResidualStream
+    cuts: Mapping[str, tuple[Cut, int]]
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a parameter, or of what belongs to one, that is given whole."""
+        if name not in self.cuts:
+            return whole
+        cut, size = self.cuts[name]
+        return _part(whole, cut, self.stream.rank, self.stream.ranks, size)
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """The inverse, of the parts of all ranks. All ranks must call it."""
+        if name not in self.cuts:
+            return part
+        cut, size = self.cuts[name]
+        shape = list(part.shape)
+        shape[cut.dim] = size
+        whole = part.new_zeros(shape)
+        for index, copies, piece in _pieces(part, cut, self.stream, size):
+            whole.narrow(cut.dim, index.start, index.stop - index.start).add_(piece / copies)
+        dist.all_reduce(whole, group=self.stream.group)
+        return whole
+
+    @torch.no_grad()
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scales all gradients so that their norm as a whole is at most this; gives the norm."""
+        parameters = dict(self.module.named_parameters())
+        squares = torch.stack([self._square(*each) for each in parameters.items()]).sum()
+        norm = all_reduce(squares, self.stream.group).sqrt()
+        gradients = [p.grad for p in parameters.values() if p.grad is not None]
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def _square(self, name: str, parameter: Tensor) -> Tensor:
+        """The share of the squared norm that is this rank's: what several ranks have is divided."""
+        gradient = parameter.grad
+        if gradient is None:
+            return torch.zeros((), device=parameter.device)
+        if name not in self.cuts:
+            return gradient.square().sum() / self.stream.ranks
+        pieces = _pieces(gradient, self.cuts[name][0], self.stream, self.cuts[name][1])
+        squares = [piece.square().sum() / copies for _, copies, piece in pieces]
+        return torch.stack(squares).sum()
+
+
+def parallelize_tensor(
+    module: nn.Module,
+    table: Table,
+    *,
+    group: dist.ProcessGroup | None = None,
+    by_sequence: bool = True,
+) -> TensorParallel:
+    """Cuts the module's layers in place, as the table says. All ranks of the group must call it.
+
+    The module is whole on each rank, with any values: rank 0's are taken. A layer of rule "head"
+    whose parent has a function `compute_loss(hidden, weight, targets, ...)` gives the parent one
+    that never holds the logits of the whole vocabulary. Before an optimizer is built, since
+    parameters are new.
+
+    by_sequence  norms and the residual stream have a piece of the sequence each, dim 1 of what the
+                 first block takes
+
+    Raises ValueError for a name of the table that is no module, for a layer that the rule does not
+    know, and for a weight that cannot be cut; DifferentModelsError where ranks have different
+    networks.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None, "tensor parallel runs in a process group"
+    prepare_replicas(module, group)
+    stream = ResidualStream(group, by_sequence)
+    rules = list(matched(table, [name for name, _ in module.named_modules()]))
+    for name, rule in rules:
+        _check_layer(name, module.get_submodule(name), rule)
+    cuts: dict[str, tuple[Cut, int]] = {}
+    cut_parameters: dict[Tensor, nn.Parameter] = {}  # so that ties stay
+    for name, rule in rules:
+        for key, parameter in list(module.get_submodule(name).named_parameters(recurse=False)):
+            dim = KINDS[rule.kind].cuts.get(key)
+            if dim is None:
+                continue
+            cut = rule.cut_of(key, parameter.shape[dim])
+            assert cut is not None, "a dim has a cut"
+            full_name = f"{name}.{key}".lstrip(".")
+            cuts[full_name] = cut, parameter.shape[dim]
+            if parameter not in cut_parameters:
+                cut_parameters[parameter] = _cut(full_name, parameter, cut, stream)
+            setattr(module.get_submodule(name), key, cut_parameters[parameter])
+    for name, rule in rules:
+        APPLY[rule.kind](module, name, rule, stream, cuts)
+    for parameter in _summed(module, rules, by_sequence):
+        parameter.register_hook(functools.partial(all_reduce, group=group))
+    return TensorParallel(module, stream, cuts)
+
+
+LAYERS = {"column": nn.Linear, "row": nn.Linear, "head": nn.Linear, "embedding": nn.Embedding}
+
+
+def _check_layer(name: str, layer: nn.Module, rule: Rule) -> None:
+    wanted = LAYERS.get(rule.kind, nn.Module)
+    if not isinstance(layer, wanted):
+        raise ValueError(
+            f"{name} is a {type(layer).__name__}; the rule {rule.kind} cuts nn.{wanted.__name__}"
+        )
+
+
+def _cut(name: str, parameter: Tensor, cut: Cut, stream: ResidualStream) -> nn.Parameter:
+    """The rank's part as a parameter, whose gradient is summed where several ranks have a row."""
+    size = parameter.shape[cut.dim]
+    try:
+        part = _part(parameter.detach(), cut, stream.rank, stream.ranks, size)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    made = nn.Parameter(part.clone(), requires_grad=parameter.requires_grad)
+    has_copies = any(section.copies(stream.ranks) > 1 for section in cut.sections)
+    if has_copies and made.requires_grad:
+        made.register_hook(functools.partial(_sum_copies, cut=cut, stream=stream))
+    return made
+
+
+def _part(whole: Tensor, cut: Cut, rank: int, ranks: int, size: int) -> Tensor:
+    parts = cut.parts(size, rank, ranks)
+    return torch.cat([whole.narrow(cut.dim, s.start, s.stop - s.start) for s in parts], cut.dim)
+
+
+def _pieces(
+    part: Tensor, cut: Cut, stream: ResidualStream, size: int
+) -> Iterator[tuple[slice, int, Tensor]]:
+    """Of each section: its place in the whole, the ranks that have it, and the rank's values."""
+    first = 0
+    places = cut.parts(size, stream.rank, stream.ranks)
+    sections = cut.sections or (Section(size),)
+    for section, place in zip(sections, places, strict=True):
+        length = place.stop - place.start
+        copies = section.copies(stream.ranks) if cut.sections else 1
+        yield place, copies, part.narrow(cut.dim, first, length)
+        first += length
+
+
+def _sum_copies(gradient: Tensor, *, cut: Cut, stream: ResidualStream) -> Tensor:
+    """The gradient with the rows that several ranks have summed over these."""
+    size = sum(section.rows for section in cut.sections)
+    found = []
+    for section, (_, copies, piece) in zip(
+        cut.sections, _pieces(gradient, cut, stream, size), strict=True
+    ):
+        if copies > 1:
+            # Zeros where other ranks have other heads: one collective of the whole group.
+            whole = gradient.new_zeros(section.rows, *gradient.shape[1:])
+            rows = section.part(stream.rank, stream.ranks)
+            whole[rows] = piece
+            piece = all_reduce(whole, stream.group)[rows]
+        found.append(piece)
+    return torch.cat(found)
+
+
+def _summed(
+    module: nn.Module, rules: list[tuple[str, Rule]], by_sequence: bool
+) -> list[nn.Parameter]:
+    """Parameters that every rank has, and of whose gradient each finds a part."""
+    found = []
+    for name, rule in rules:
+        kind = KINDS[rule.kind]
+        if kind.sums and (by_sequence or rule.kind == "heads"):
+            own = module.get_submodule(name).named_parameters()
+            found += [p for key, p in own if key not in kind.cuts and p.requires_grad]
+    return list(dict.fromkeys(found))
+
+
+Cuts = Mapping[str, tuple[Cut, int]]
+
+
+def _column(module: nn.Module, name: str, rule: Rule, stream: ResidualStream, cuts: Cuts) -> None:
+    cut, size = cuts[f"{name}.weight"]
+    parts = cut.parts(size, stream.rank, stream.ranks)
+    sections = tuple(part.stop - part.start for part in parts)
+    module.set_submodule(name, ColumnParallelLinear(_get(module, name), stream, sections))
+
+
+def _row(module: nn.Module, name: str, rule: Rule, stream: ResidualStream, cuts: Cuts) -> None:
+    module.set_submodule(name, RowParallelLinear(_get(module, name), stream))
+
+
+def _embedding(
+    module: nn.Module, name: str, rule: Rule, stream: ResidualStream, cuts: Cuts
+) -> None:
+    first = _first_row(name, stream, cuts)
+    module.set_submodule(name, VocabularyParallelEmbedding(_get(module, name), stream, first))
+
+
+def _head(module: nn.Module, name: str, rule: Rule, stream: ResidualStream, cuts: Cuts) -> None:
+    first, size = _first_row(name, stream, cuts), cuts[f"{name}.weight"][1]
+    head = VocabularyParallelHead(_get(module, name), stream, first, size)
+    module.set_submodule(name, head)
+    parent = module.get_submodule(name.rpartition(".")[0])
+    if hasattr(parent, "compute_loss"):
+        parent.compute_loss = head.loss  # type: ignore[assignment]
+
+
+def _split(module: nn.Module, name: str, rule: Rule, stream: ResidualStream, cuts: Cuts) -> None:
+    def pre_hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (stream.split(arguments[0]), *arguments[1:])
+
+    module.get_submodule(name).register_forward_pre_hook(pre_hook)
+
+
+def _leave(module: nn.Module, name: str, rule: Rule, stream: ResidualStream, cuts: Cuts) -> None:
+    """Nothing but its gradients differs from one process."""
+
+
+Apply = Callable[[nn.Module, str, Rule, ResidualStream, Cuts], None]
+APPLY: Mapping[str, Apply] = {
+    "column": _column,
+    "row": _row,
+    "embedding": _embedding,
+    "head": _head,
+    "split": _split,
+    "sequence": _leave,
+    "heads": _leave,
+}
+
+
+def _get(module: nn.Module, name: str) -> Any:
+    return module.get_submodule(name)
+
+
+def _first_row(name: str, stream: ResidualStream, cuts: Cuts) -> int:
+    cut, size = cuts[f"{name}.weight"]
+    return cut.parts(size, stream.rank, stream.ranks)[0].start

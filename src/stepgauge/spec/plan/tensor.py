@@ -1,0 +1,190 @@
+"""Tensor parallel as data: which parameter is cut along which dim, and which collective stands
+where (Shoeybi et al. 2019; on a residual stream that is cut by sequence, Korthikanti et al. 2022).
+
+A table gives modules, by the pattern of their names, a rule. `*` in a pattern stands for one part
+of a name: "blocks.*.attention.input".
+
+Legend: B batch, T sequence, D model width, N ranks.
+"""
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """Rows of a parameter that are cut into equal parts, one a rank.
+
+    unit    rows that stay together, such as those of a head
+    shared  where there are fewer units than ranks, neighbouring ranks have the same one: key heads
+            that several query heads read
+    """
+
+    rows: int
+    unit: int = 1
+    shared: bool = False
+
+    def copies(self, ranks: int) -> int:
+        """Ranks that have the same rows. Raises ValueError where units and ranks do not divide."""
+        units = self.rows // self.unit
+        if units % ranks == 0:
+            return 1
+        if self.shared and ranks % units == 0:
+            return ranks // units
+        noun = "rows" if self.unit == 1 else f"units of {self.unit} rows"
+        raise ValueError(f"{units} {noun} cannot be cut into {ranks} equal parts")
+
+    def part(self, rank: int, ranks: int) -> slice:
+        """The rank's rows, counted from the section's first."""
+        copies = self.copies(ranks)
+        size = self.rows * copies // ranks
+        start = rank // copies * size
+        return slice(start, start + size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A parameter that is cut along `dim`, in each of its sections. Without sections the parts of
+    the ranks are as equal as can be.
+    """
+
+    dim: int
+    sections: tuple[Section, ...] = ()
+
+    def parts(self, size: int, rank: int, ranks: int) -> list[slice]:
+        """The rank's slices of a dim of that size, one a section. Raises ValueError for sections
+        that cannot be cut, and where a rank would have nothing.
+        """
+        if not self.sections:
+            if size < ranks:
+                raise ValueError(f"{size} rows cannot be cut into {ranks} parts")
+            return [slice(size * rank // ranks, size * (rank + 1) // ranks)]
+        slices, first = [], 0
+        for section in self.sections:
+            part = section.part(rank, ranks)
+            slices.append(slice(first + part.start, first + part.stop))
+            first += section.rows
+        return slices
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a rule does to a module.
+
+    cuts      the dim along which each of its parameters is cut; others are whole on every rank
+    forward   collectives of the residual stream in forward, and the same of backward
+    sums      gradients of whole parameters are parts, of a piece of the sequence or of some heads:
+              they are summed over ranks
+    """
+
+    cuts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    forward: tuple[str, ...] = ()
+    backward: tuple[str, ...] = ()
+    sums: bool = False
+
+
+# With a residual stream that is cut by sequence. Where it is whole an all-reduce takes the place of
+# each reduce-scatter, and of the all-gather nothing.
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        # A linear layer by rows: each rank has some outputs.
+        "column": Kind(
+            cuts={"weight": 0, "bias": 0}, forward=("all-gather",), backward=("reduce-scatter",)
+        ),
+        # A linear layer by columns: each rank has some inputs, and the outputs are summed.
+        "row": Kind(
+            cuts={"weight": 1}, forward=("reduce-scatter",), backward=("all-gather",), sums=True
+        ),
+        # An embedding by tokens. Its output is whole, for positions are added to it.
+        "embedding": Kind(cuts={"weight": 0}, forward=("all-reduce",)),
+        # The output matrix by tokens; logits are gathered only where someone asks for them.
+        "head": Kind(
+            cuts={"weight": 0, "bias": 0}, forward=("all-gather",), backward=("reduce-scatter",)
+        ),
+        # The first module on the residual stream takes its rank's piece of the sequence.
+        "split": Kind(backward=("all-gather",)),
+        # A module that works on its rank's piece of the sequence, or on its rank's heads.
+        "sequence": Kind(sums=True),
+        "heads": Kind(sums=True),
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A kind of KINDS, and for a column its sections; none: the rows are one section of single
+    rows.
+    """
+
+    kind: str
+    sections: tuple[Section, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind is {self.kind!r}; choose one of {', '.join(KINDS)}")
+
+    def cut_of(self, parameter: str, size: int) -> Cut | None:
+        """How the module's parameter of that name is cut, `size` long along its dim; None: it is
+        whole.
+        """
+        dim = KINDS[self.kind].cuts.get(parameter)
+        if dim is None:
+            return None
+        by_tokens = self.kind in ("embedding", "head")
+        return Cut(dim, () if by_tokens else self.sections or (Section(size),))
+
+
+Table = Mapping[str, Rule]
+
+
+def matched(table: Table, names: Iterable[str]) -> Iterator[tuple[str, Rule]]:
+    """Names with their rule, in the order of the names; a name may have several. Raises ValueError
+    for a pattern that no name matches.
+    """
+    known = list(names)
+    patterns = {pattern: pattern.split(".") for pattern in table}
+    unused = set(table)
+    for name in known:
+        parts = name.split(".")
+        for pattern, wanted in patterns.items():
+            if len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted)):
+                unused.discard(pattern)
+                yield name, table[pattern]
+    if unused:
+        raise ValueError(f"{min(unused)!r} is the name of no module")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a step: which, for which module, in which phase, and the bytes of the whole
+    tensor, of which a rank sends (N-1)/N, and of an all-reduce twice that.
+    """
+
+    module: str
+    operation: str
+    phase: str
+    bytes: int
+
+    def sent_bytes(self, ranks: int) -> float:
+        return (2 if self.operation == "all-reduce" else 1) * self.bytes * (ranks - 1) / ranks
+
+
+def plan_collectives(
+    table: Table, modules: Sequence[str], *, stream_bytes: int, loss_bytes: int = 0
+) -> list[Collective]:
+    """The collectives of one forward and backward on a residual stream that is cut by sequence, in
+    the order of the modules' names; sums of small gradients left out.
+
+    stream_bytes  of one (B, T, D) tensor
+    loss_bytes    of one value a token, of which the loss all-reduces three
+    """
+    found = []
+    for name, rule in matched(table, modules):
+        kind = KINDS[rule.kind]
+        found += [Collective(name, op, "forward", stream_bytes) for op in kind.forward]
+        found += [Collective(name, op, "backward", stream_bytes) for op in kind.backward]
+        if rule.kind == "head" and loss_bytes:
+            found.append(Collective(name, "all-reduce", "forward", 3 * loss_bytes))
+    return found

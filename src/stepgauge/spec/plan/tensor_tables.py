@@ -1,0 +1,59 @@
+"""The tensor parallel tables of our networks, from their specs."""
+
+from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.tensor import Rule, Section, Table
+
+SPLIT, SEQUENCE, ROW = Rule("split"), Rule("sequence"), Rule("row")
+
+
+def table_of(spec: ModelSpec | BertSpec, blocks: range | None = None) -> Table:
+    """The table of a network, or of the stage of it that has these blocks. A stage takes all of the
+    residual stream and, unless it has the head, gives the rank's piece of it.
+
+    Raises ValueError for a network that has no table.
+    """
+    blocks = range(spec.num_layers) if blocks is None else blocks
+    is_first, is_last = blocks.start == 0, blocks.stop == spec.num_layers
+    end: tuple[str, ...]
+    if isinstance(spec, BertSpec):
+        embedding, inside, end = "tokens", _bert_block(spec), ("transform", "transform_norm")
+    else:
+        embedding, inside = "embedding", _transformer_block(spec)
+        end = () if spec.block == "post-norm" else ("norm",)
+    table = {embedding: Rule("embedding")} if is_first else {}
+    table[f"blocks.{blocks.start}"] = SPLIT
+    table |= {f"blocks.*.{name}": rule for name, rule in inside.items()}
+    if is_last:
+        table |= {**dict.fromkeys(end, SEQUENCE), "head": Rule("head")}
+    return table
+
+
+def _transformer_block(spec: ModelSpec) -> dict[str, Rule]:
+    if spec.num_experts:
+        raise ValueError(f"num_experts is {spec.num_experts}; experts have no tensor parallel yet")
+    queries, keys, _ = spec.qkv_sections
+    heads = Section(queries, unit=spec.head_width)
+    shared = Section(keys, unit=spec.head_width, shared=spec.kv_heads < spec.num_heads)
+    gate_up = Rule("column", (Section(spec.d_ff), Section(spec.d_ff)))
+    up = {"feed_forward.gate_up": gate_up} if spec.is_gated else {"feed_forward.up": Rule("column")}
+    return {
+        "attention_norm": SEQUENCE,
+        "attention.input": Rule("column", (heads, shared, shared)),
+        **({"attention.qk_norms.*": Rule("heads")} if spec.qk_norm else {}),
+        "attention.output": ROW,
+        "feed_forward_norm": SEQUENCE,
+        **up,
+        "feed_forward.down": ROW,
+    }
+
+
+def _bert_block(spec: BertSpec) -> dict[str, Rule]:
+    return {
+        "attention.input": Rule("column", (Section(spec.d_model, unit=spec.head_width),) * 3),
+        "attention.output": ROW,
+        "attention_norm": SEQUENCE,
+        "feed_forward.up": Rule("column"),
+        "feed_forward.down": ROW,
+        "feed_forward_norm": SEQUENCE,
+    }

@@ -1,0 +1,235 @@
+"""Tensor parallel on two and four ranks against one process, under SGD, in float64."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+from stepgauge.models.bert import BertForMaskedLM
+from stepgauge.models.transformer import TransformerLM
+from stepgauge.parallel.tensor_parallel import parallelize_tensor
+from stepgauge.runtime.launch import launch
+from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.tensor import Rule, Section, plan_collectives
+from stepgauge.spec.plan.tensor_tables import table_of
+
+STEPS, CLIP, VOCABULARY = 2, 0.05, 11  # which neither 2 nor 4 divide
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "context_length": 8,
+    "d_model": 16,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 4,
+}
+SPECS = {
+    "default": ModelSpec(**SHAPE),
+    "tied, learned, layernorm, gelu, biases": ModelSpec(
+        **SHAPE,
+        tied_head=True,
+        positions="learned",
+        norm="layernorm",
+        feed_forward="gelu",
+        attention_bias="all",
+        feed_forward_bias=True,
+    ),
+    "two key heads, qk-norm, qkv biases": ModelSpec(
+        **SHAPE, num_kv_heads=2, qk_norm=True, attention_bias="qkv", scaled_embedding=True
+    ),
+    "one key head, wide heads, parallel blocks": ModelSpec(
+        **SHAPE, num_kv_heads=1, head_dim=8, block="parallel", feed_forward="geglu-tanh"
+    ),
+    "post-norm, full mask, eager": ModelSpec(
+        **SHAPE,
+        block="post-norm",
+        mask="full",
+        attention="eager",
+        positions="none",
+        feed_forward_bias=True,
+    ),
+    "window, partial rotary, relu": ModelSpec(
+        **SHAPE, window=3, rope_fraction=0.5, feed_forward="relu", norm="rmsnorm-eager"
+    ),
+    "bert": BertSpec(num_positions=8, **SHAPE),
+}
+
+
+class UserModel(nn.Module):
+    """Query, key and value apart, a loss of its own, and layers that no rule names."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.scale = nn.Parameter(torch.rand(16))
+        self.layers = nn.ModuleList(UserBlock() for _ in range(2))
+        self.out = nn.Linear(16, VOCABULARY)
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens) * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.out(x).flatten(0, 1), targets.flatten())
+
+
+class UserBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+        self.o = nn.Linear(16, 16)
+
+    def forward(self, x):
+        h = self.norm(x)
+        heads = [
+            each(h).unflatten(-1, (-1, 4)).transpose(1, 2) for each in (self.q, self.k, self.v)
+        ]
+        mixed = nn.functional.scaled_dot_product_attention(*heads)
+        return x + self.o(mixed.transpose(1, 2).flatten(-2))
+
+
+HEADS = Rule("column", (Section(16, unit=4),))
+USER_TABLE = {
+    "embed": Rule("embedding"),
+    "layers.0": Rule("split"),
+    "layers.*.norm": Rule("sequence"),
+    "layers.*.[qkv]": HEADS,
+    "layers.*.o": Rule("row"),
+    "out": Rule("head"),
+}
+
+
+def build(name):
+    """A network with random values everywhere, and its table."""
+    torch.manual_seed(1)
+    if name == "user":
+        model, table = UserModel(), USER_TABLE
+    else:
+        spec = SPECS[name]
+        network = BertForMaskedLM if isinstance(spec, BertSpec) else TransformerLM
+        model, table = network(spec), table_of(spec)
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2, generator=generator)
+    return model.double(), table
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    tokens, targets = torch.randint(VOCABULARY, (2, 2, 8), generator=generator)
+    targets[0, step] = -100
+    return tokens, targets
+
+
+def train(model, clip):
+    """Losses and norms of some steps; the gradients of the last are left."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    found = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(2):  # gradients add up
+            loss = model(*batch(2 * step + micro)) / 2
+            loss.backward()
+            found.append(loss.item())
+        found.append(clip(CLIP).item())
+        optimizer.step()
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def difference(name, by_sequence):
+    """The largest difference from one process: of losses and norms, gradients, weights."""
+    whole, table = build(name)
+    whole_found = train(whole, lambda norm: nn.utils.clip_grad_norm_(whole.parameters(), norm))
+    model, _ = build(name)
+    if dist.get_rank():  # rank 0's values count
+        nn.init.zeros_(next(model.parameters()))
+    parallel = parallelize_tensor(model, table, by_sequence=by_sequence)
+    found = train(parallel.module, parallel.clip_gradients)
+    differences = [(found - whole_found).abs().max()]
+    cut = 0
+    for key, parameter in parallel.module.named_parameters():
+        expected = whole.get_parameter(key)
+        differences.append((parameter - parallel.part(key, expected)).abs().max())
+        differences.append((parameter.grad - parallel.part(key, expected.grad)).abs().max())
+        differences.append((parallel.whole(key, parameter.detach()) - expected).abs().max())
+        cut += parameter.numel() < expected.numel()
+    assert cut >= 4 * 2, "few layers were cut"
+    return max(each.item() for each in differences)
+
+
+def logits_differ():
+    model, table = build("default")
+    tokens = batch(0)[0]
+    expected = copy.deepcopy(model)(tokens)
+    parallel = parallelize_tensor(model, table)
+    return (parallel.module(tokens) - expected).abs().max().item()
+
+
+def collectives_differ():
+    """The numbers of gathers and scatters of the residual stream, planned and run, if they differ."""
+    model, table = build("default")
+    names = [name for name, _ in model.named_modules()]
+    planned = Counter(c.operation for c in plan_collectives(table, names, stream_bytes=1))
+    parallel = parallelize_tensor(model, table)
+    with CommDebugMode() as counter:
+        parallel.module(*batch(0)).backward()
+    run = {str(operator): count for operator, count in counter.get_comm_counts().items()}
+    for operation, operator in (("all-gather", "all_gather"), ("reduce-scatter", "reduce_scatter")):
+        if planned[operation] != sum(n for name, n in run.items() if operator in name):
+            return f"planned {planned}, run {run}"
+    return ""
+
+
+def message_of(call):
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def mistakes():
+    """What is said about tables, shapes and networks that do not fit."""
+    model, table = build("default")
+    parallel = parallelize_tensor(copy.deepcopy(model), table)
+    wrong = nn.Linear(2 + dist.get_rank(), 2)
+    return {
+        "odd sequence": message_of(lambda: parallel.module(torch.zeros(1, 5, dtype=torch.int64))),
+        "no module": message_of(lambda: parallelize_tensor(model, {"nobody": Rule("row")})),
+        "no linear": message_of(lambda: parallelize_tensor(model, {"norm": Rule("column")})),
+        "heads": message_of(
+            lambda: parallelize_tensor(
+                model, {"head": Rule("column", (Section(VOCABULARY, unit=VOCABULARY),))}
+            )
+        ),
+        "different": message_of(lambda: parallelize_tensor(wrong, {"": Rule("column")})),
+    }
+
+
+def everything():
+    torch.set_num_threads(1)
+    found = {
+        (name, by_sequence): difference(name, by_sequence)
+        for name in (*SPECS, "user")
+        for by_sequence in (True, False)
+    }
+    others = {"collectives": collectives_differ(), "mistakes": mistakes()}
+    return {**found, "logits": logits_differ()}, others
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_training_equals_that_of_one_process(ranks):
+    for found, others in launch(everything, ranks=ranks):
+        said = others["mistakes"]
+        assert others["collectives"] == ""
+        for case, largest in found.items():
+            assert largest < 1e-10, case
+        assert said["odd sequence"].startswith(f"the sequence has 5 tokens, which {ranks} ranks")
+        assert said["no module"] == "'nobody' is the name of no module"
+        assert said["no linear"] == "norm is a RMSNorm; the rule column cuts nn.Linear"
+        assert said["heads"].startswith("head.weight: 1 units of 11 rows cannot be cut into")
+        assert "the ranks' models differ: parameter or buffer weight" in said["different"]

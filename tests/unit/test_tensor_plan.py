@@ -1,0 +1,88 @@
+"""Tensor parallel plans: what each rank has, and what is sent."""
+
+import pytest
+
+from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.tensor import Collective, Cut, Rule, Section, matched, plan_collectives
+from stepgauge.spec.plan.tensor_tables import table_of
+
+
+def test_sections_are_cut_by_unit():
+    queries, keys = Section(32, unit=4), Section(8, unit=4, shared=True)
+    cut = Cut(0, (queries, keys))
+    assert cut.parts(40, 1, 2) == [slice(16, 32), slice(36, 40)]
+    # Four ranks: two have each key head, those whose query heads read it.
+    assert [cut.parts(40, rank, 4) for rank in range(4)] == [
+        [slice(0, 8), slice(32, 36)],
+        [slice(8, 16), slice(32, 36)],
+        [slice(16, 24), slice(36, 40)],
+        [slice(24, 32), slice(36, 40)],
+    ]
+    assert (keys.copies(2), keys.copies(4), queries.copies(4)) == (1, 2, 1)
+
+
+def test_rows_without_sections_are_cut_as_equally_as_can_be():
+    parts = [Cut(0).parts(11, rank, 4)[0] for rank in range(4)]
+    assert [part.stop - part.start for part in parts] == [2, 3, 3, 3]
+    assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("cut", "ranks", "words"),
+    [
+        (Cut(0, (Section(12, unit=4),)), 2, "3 units of 4 rows cannot be cut into 2 equal parts"),
+        (Cut(0, (Section(12, unit=4, shared=True),)), 4, "3 units of 4 rows"),
+        (Cut(1, (Section(5),)), 2, "5 rows cannot be cut into 2 equal parts"),
+        (Cut(0), 13, "12 rows cannot be cut into 13 parts"),
+    ],
+)
+def test_what_cannot_be_cut_is_said(cut, ranks, words):
+    with pytest.raises(ValueError, match=words):
+        cut.parts(12, 0, ranks)
+
+
+def test_patterns_stand_for_one_part_of_a_name():
+    names = ["a", "a.0", "a.0.up", "a.1.up", "a.1.up.inner"]
+    found = list(matched({"a.*.up": Rule("column"), "a.0": Rule("split")}, names))
+    assert [name for name, _ in found] == ["a.0", "a.0.up", "a.1.up"]
+    with pytest.raises(ValueError, match=r"'b\.\*' is the name of no module"):
+        list(matched({"b.*": Rule("row")}, names))
+    with pytest.raises(ValueError, match="kind is 'rows'; choose one of column, row"):
+        Rule("rows")
+
+
+@pytest.mark.parametrize("spec", [ModelSpec(num_layers=3), BertSpec(num_layers=3)])
+def test_collectives_of_a_step(spec):
+    embedding = "tokens" if isinstance(spec, BertSpec) else "embedding"
+    table = table_of(spec)
+    modules = [pattern.replace("*", str(n)) for n in range(3) for pattern in table]
+    found = plan_collectives(table, list(dict.fromkeys(modules)), stream_bytes=100, loss_bytes=8)
+    count = {
+        (phase, operation): sum((c.phase, c.operation) == (phase, operation) for c in found)
+        for phase in ("forward", "backward")
+        for operation in ("all-gather", "reduce-scatter", "all-reduce")
+    }
+    # Two a block each way; the head gathers, and the first block's piece goes back.
+    assert count == {
+        ("forward", "all-gather"): 7,
+        ("forward", "reduce-scatter"): 6,
+        ("forward", "all-reduce"): 2,
+        ("backward", "all-gather"): 7,
+        ("backward", "reduce-scatter"): 7,
+        ("backward", "all-reduce"): 0,
+    }
+    assert Collective(embedding, "all-reduce", "forward", 100) in found
+    assert Collective("head", "all-reduce", "forward", 24) in found
+    assert Collective("head", "all-gather", "forward", 100).sent_bytes(4) == 75
+    assert Collective(embedding, "all-reduce", "forward", 100).sent_bytes(4) == 150
+
+
+def test_a_stage_has_the_rules_of_its_modules():
+    spec = ModelSpec(num_layers=4, block="post-norm")
+    assert "blocks.1" in table_of(spec, range(1, 3))
+    assert not {"embedding", "head", "norm"} & table_of(spec, range(1, 3)).keys()
+    assert "head" in table_of(spec, range(2, 4))
+    experts = ModelSpec(num_experts=2, experts_per_token=1)
+    with pytest.raises(ValueError, match="experts have no tensor parallel yet"):
+        table_of(experts)
