@@ -215,7 +215,7 @@ def everything():
     found = {
         (name, by_sequence): difference(name, by_sequence)
         for name in (*SPECS, "user")
-        for by_sequence in (True, False)
+        for by_sequence in ((True, False) if dist.get_world_size() == 2 else (True,))
     }
     others = {"collectives": collectives_differ(), "mistakes": mistakes()}
     return {**found, "logits": logits_differ()}, others
