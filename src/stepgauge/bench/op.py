@@ -2,16 +2,17 @@
 roofline.
 """
 
+import contextlib
 import dataclasses
+import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from stepgauge.bench.user_file import UserFunction, load
+from stepgauge.bench.user_file import UserFunction, load, tensors
 from stepgauge.measure import devices
 from stepgauge.measure.accuracy import largest, relative_error, tolerance
 from stepgauge.measure.ceilings import ceilings
@@ -21,9 +22,17 @@ from stepgauge.measure.launches import Launched, launches
 from stepgauge.spec.op import OpSpec
 from stepgauge.spec.record import Record, Sample
 
+NO_REFERENCE = "there is no reference: the result was not checked"
+NOTHING_GIVEN = "it gives no tensor and changes no input: there was nothing to check"
+CHANGES_INPUTS = "it changes its inputs: they are restored before each round of timing"
+NO_GPU = "0 active drivers"  # how Triton says that it found no GPU
+
 
 def run(spec: OpSpec) -> Record:
     """The record of the function. A wrong result has no time: status failed.
+
+    A function that changes its inputs is checked on inputs that were not changed yet, and they are
+    restored before each round of timing. One that gives no tensor is checked by what it changed.
 
     Metrics: ms; reference_ms where there is a reference; error; bytes and flops and what follows
     from them (gb_per_s, tflop_per_s, intensity in FLOP a byte, attainable_tflop_per_s,
@@ -32,24 +41,85 @@ def run(spec: OpSpec) -> Record:
     """
     device = torch.device(spec.device)
     user = load(spec.file, spec.function, device)
-    result = user.call()
-    devices.synchronize(device)
+    kept = user.copied_inputs()
+    found = _outcome(user.call, user.inputs, kept, device)
+    restore = functools.partial(user.restore, kept) if found.changed else _nothing
+    restore()
     metrics: dict[str, Sample] = {}
-    note = "" if user.reference else "there is no reference: the result was not checked"
-    if user.reference:
-        error, limit = _check(user, result, spec.tolerance)
+    notes = [CHANGES_INPUTS] if found.changed else []
+    if not user.reference or not found.given:
+        notes.append(NO_REFERENCE if found.given else NOTHING_GIVEN)
+    else:
+        right = _outcome(user.reference_call, user.inputs, kept, device)
+        restore()
+        error, limit = _check(user, found.given, right.given, spec.tolerance)
         metrics["error"] = Sample.exact(error, "relative")
         if not error <= limit:
             wrong = f"wrong: relative error {error:.1e} against the reference, at most {limit:.1e} is right"
             return _record(spec, device, metrics, status="failed", note=wrong)
     calls = {"ms": user.call} | ({"reference_ms": user.reference_call} if user.reference else {})
-    times, failures = time_alternately(calls, device, seconds=spec.seconds)
+    times = _times(calls, restore, device, spec.seconds)
+    metrics |= {name: Sample.of(values, "ms") for name, values in times.items()}
+    metrics |= _roofline(user, found, times["ms"], device)
+    restore()
+    launched = launches(user.call, device)
+    return _record(spec, device, metrics, note="; ".join(notes), launched=launched)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a call left behind: copies of the tensors that it gave, or else of the inputs that it
+    changed; and those inputs.
+    """
+
+    given: Sequence[torch.Tensor]
+    changed: Sequence[torch.Tensor]
+
+
+def _outcome(call: Callable[[], Any], inputs: Any, kept: Any, device: torch.device) -> Outcome:
+    """Of one call on inputs whose values are those of `kept`. Raises ValueError for a Triton kernel
+    where there is no GPU.
+    """
+    try:
+        result = call()
+        devices.synchronize(device)
+    except RuntimeError as error:
+        if NO_GPU not in str(error):
+            raise
+        raise ValueError(
+            f"the function launches a Triton kernel, which needs a GPU; device is {device} "
+            "(TRITON_INTERPRET=1 runs small ones without)"
+        ) from None
+    pairs = zip(tensors(inputs), tensors(kept), strict=True)
+    changed = [new for new, old in pairs if not _same(new, old)]
+    given = [tensor.detach().clone() for tensor in tensors(result) or changed]
+    return Outcome(given, [tensor.detach() for tensor in changed])
+
+
+def _same(new: torch.Tensor, old: torch.Tensor) -> bool:
+    return bool(((new == old) | ((new != new) & (old != old))).all())  # NaN is NaN
+
+
+def _nothing() -> None:
+    pass
+
+
+def _times(
+    calls: Mapping[str, Callable[[], Any]],
+    restore: Callable[[], None],
+    device: torch.device,
+    seconds: float,
+) -> dict[str, list[float]]:
+    @contextlib.contextmanager
+    def restored() -> Iterator[None]:
+        restore()
+        yield
+
+    around = dict.fromkeys(calls, restored)
+    times, failures = time_alternately(calls, device, seconds=seconds, around=around)
     for failure in failures.values():
         raise failure
-    metrics |= {name: Sample.of(values, "ms") for name, values in times.items()}
-    metrics |= _roofline(user, result, times["ms"], device)
-    launched = launches(user.call, device)
-    return _record(spec, device, metrics, note=note, launched=launched)
+    return times
 
 
 def _record(
@@ -72,26 +142,26 @@ def _record(
     )
 
 
-def _check(user: UserFunction, result: Any, asked: float) -> tuple[float, float]:
+def _check(
+    user: UserFunction, ours: Sequence[torch.Tensor], right: Sequence[torch.Tensor], asked: float
+) -> tuple[float, float]:
     """The largest relative error over the tensors of the result, and what is right."""
-    ours, theirs = _tensors(result), _tensors(user.reference_call())
-    if [t.shape for t in ours] != [t.shape for t in theirs]:
-        shapes = " and ".join(str([tuple(t.shape) for t in side]) for side in (ours, theirs))
+    if [t.shape for t in ours] != [t.shape for t in right]:
+        shapes = " and ".join(str([tuple(t.shape) for t in side]) for side in (ours, right))
         raise ValueError(f"the function and its reference give results of other shapes: {shapes}")
-    if not ours:
-        raise ValueError("the function gives no tensor, so that there is nothing to check")
-    longest_sum = max((side for t in _tensors(user.inputs) for side in t.shape), default=1)
+    longest_sum = max((side for t in tensors(user.inputs) for side in t.shape), default=1)
     limit = asked or max(tolerance(t.dtype, longest_sum) for t in ours)
-    return largest(relative_error(a, b) for a, b in zip(ours, theirs, strict=True)), limit
+    return largest(relative_error(a, b) for a, b in zip(ours, right, strict=True)), limit
 
 
 def _roofline(
-    user: UserFunction, result: Any, times: Sequence[float], device: torch.device
+    user: UserFunction, found: Outcome, times: Sequence[float], device: torch.device
 ) -> dict[str, Sample]:
     """Rates, and how far below the roof: attainable = min(matmul rate, copy rate x intensity)."""
-    num_bytes = user.num_bytes or _num_bytes([user.inputs, result])
+    # what is changed in place is read and written
+    num_bytes = user.num_bytes or _num_bytes([user.inputs, found.given])
     flops = user.num_flops if user.num_flops is not None else _counted_flops(user)
-    dtype = next((t.dtype for t in _tensors(user.inputs) if t.is_floating_point()), torch.float32)
+    dtype = next((t.dtype for t in tensors(user.inputs) if t.is_floating_point()), torch.float32)
     reached = ceilings(device, dtype)
     copy, matmul = reached.bytes_per_s / 1e9, reached.flop_per_s / 1e12
     figures = {
@@ -126,10 +196,6 @@ def _counted_flops(user: UserFunction) -> int:
     return counter.get_total_flops()
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
 def _num_bytes(values: Any) -> int:
     """Of the distinct tensors, each moved once."""
-    return sum({t.data_ptr(): t.nbytes for t in _tensors(values)}.values())
+    return sum({t.data_ptr(): t.nbytes for t in tensors(values)}.values())

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stepgauge.runtime.load_file import load_file
 
@@ -35,6 +37,24 @@ class UserFunction:
     def reference_call(self) -> Any:
         assert self.reference is not None
         return self.reference(*self.inputs)
+
+    def copied_inputs(self) -> tuple[Any, ...]:
+        """The inputs with tensors of their own, of the same strides."""
+        return tree_map_only(Tensor, _copied, self.inputs)
+
+    def restore(self, kept: tuple[Any, ...]) -> None:
+        """Writes the values of copied inputs back into the inputs."""
+        with torch.no_grad():
+            for tensor, value in zip(tensors(self.inputs), tensors(kept), strict=True):
+                tensor.copy_(value)
+
+
+def tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def names(target: str) -> tuple[Path, str]:

@@ -1,0 +1,58 @@
+"""Functions of a person's own: checked on inputs that no call has changed yet."""
+
+import pytest
+
+from stepgauge.bench.op import run
+from stepgauge.spec.op import OpSpec
+
+FILE = """
+import torch
+
+def inputs(device):
+    return (torch.ones(1000, device=device),)
+
+def doubled_in_place(x): return x.mul_(2)
+def doubled_in_place_reference(x): return x * 2
+
+def filled(x): x.fill_(3)
+def filled_reference(x): x.fill_(3)
+
+def wrong(x): x.fill_(3)
+def wrong_reference(x): return x * 2
+
+def nothing(x): x.sum()
+def nothing_reference(x): x.sum()
+
+def triton_kernel(x): raise RuntimeError("0 active drivers ([]). There should only be one.")
+"""
+
+
+@pytest.fixture
+def measured(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(FILE)
+    return lambda name: run(OpSpec(file=str(file), function=name, content="", seconds=0.02))
+
+
+@pytest.mark.parametrize("name", ["doubled_in_place", "filled"])
+def test_a_function_that_changes_its_inputs_is_checked_on_fresh_ones(measured, name):
+    record = measured(name)
+    assert record.status == "ok" and record.median("error") == 0
+    assert record.median("bytes") == 2 * 1000 * 4  # read and written
+    assert "changes its inputs" in record.note
+
+
+def test_what_it_changes_is_compared_with_what_the_reference_gives(measured):
+    record = measured("wrong")
+    assert record.status == "failed" and record.note.startswith("wrong: relative error")
+
+
+def test_a_function_that_leaves_nothing_behind_is_timed(measured):
+    record = measured("nothing")
+    assert record.status == "ok" and record.median("ms") > 0
+    assert "nothing to check" in record.note
+
+
+def test_a_triton_kernel_without_a_gpu_is_told_in_a_sentence(measured):
+    with pytest.raises(ValueError, match="Triton kernel, which needs a GPU; device is cpu"):
+        measured("triton_kernel")
