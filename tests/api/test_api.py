@@ -72,7 +72,8 @@ def test_memory_is_predicted_of_a_module_and_of_a_function_alike():
     there = sg.predict_memory(module, batch(), loss=loss, on="sm90")
     assert there["parameters_bytes"] == 2048 + 512 + 512  # as the CUDA allocator rounds
     measured = sg.profile_memory(module, batch(), loss=loss, **QUICK)
-    assert measured["predicted_peak_bytes"] == of_module["peak_bytes"]
+    assert measured.prediction.median("peak_bytes") == of_module["peak_bytes"]
+    assert "modelled" in repr(measured)
 
 
 def test_a_profile_leaves_its_trace_and_shows_its_tables(tmp_path):

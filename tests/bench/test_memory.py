@@ -1,26 +1,21 @@
-"""Predicted beside measured: on the CPU by running both, for CUDA against recorded measurements of
-an H100.
-"""
+"""Predicted beside measured on the CPU: the two records of a spec, and what is shown of them."""
 
 import dataclasses
 import functools
-import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from stepgauge.bench.memory import check, run
-from stepgauge.bench.storage_tracking import predict
+from stepgauge.bench.memory import check, jobs, measure, predicted
 from stepgauge.report.checkpointing import block_bytes
 from stepgauge.report.memory import kept_tables, memory_tables, summary_table
 from stepgauge.runtime.workers import run_isolated
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.predictions import paired
 from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.store import RunStore
 from stepgauge.spec.user_model import UserModel
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -30,15 +25,17 @@ SPEC = MemorySpec(
     ),
     batch=4,
 )
+MINE = UserModel(file="x.py", factory="f", content="")
 
 
 @functools.cache
-def followed(precision="fp32", checkpointing="none", size=1):
-    return run(
-        dataclasses.replace(
-            SPEC, precision=precision, checkpointing=checkpointing, checkpoint_blocks=size
-        )
-    )
+def tracked(precision="fp32", checkpointing="none", size=1):
+    return measure(with_checkpoints(precision, checkpointing, size))
+
+
+def with_checkpoints(precision, checkpointing, size):
+    fields = {"precision": precision, "checkpointing": checkpointing, "checkpoint_blocks": size}
+    return dataclasses.replace(SPEC, **fields)
 
 
 @pytest.mark.parametrize(
@@ -46,9 +43,10 @@ def followed(precision="fp32", checkpointing="none", size=1):
     [("none", 1), ("blocks", 1), ("blocks", 2), ("nested", 2), ("selective", 1)],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_on_the_cpu_the_prediction_is_what_was_followed(precision, checkpointing, size):
-    record = followed(precision, checkpointing, size)
-    assert record.median("predicted_error") == record.median("predicted_forward_only_error") == 0
+def test_on_the_cpu_the_prediction_is_what_was_tracked(precision, checkpointing, size):
+    record = tracked(precision, checkpointing, size)
+    (row,) = paired([predicted(with_checkpoints(precision, checkpointing, size)), record])
+    assert row.error("peak_bytes") == row.error("forward_only_peak_bytes") == 0
     parts = ("parameters", "optimizer_state", "gradients", "activations", "temporaries", "other")
     assert sum(record.median(f"{name}_bytes") for name in parts) == record.median("peak_bytes")
     assert record.median("parameters_bytes") == SPEC.model.num_parameters * 4
@@ -61,7 +59,7 @@ def test_on_the_cpu_the_prediction_is_what_was_followed(precision, checkpointing
 
 def test_checkpointing_keeps_what_it_says():
     choices = (("none", 1), ("blocks", 1), ("blocks", 2), ("selective", 1))
-    records = [followed("fp32", name, size) for name, size in choices]
+    records = [tracked("fp32", name, size) for name, size in choices]
     kept = [record.median("saved_for_backward_bytes") for record in records]
     assert kept[0] > kept[3] > kept[1] > kept[2]
     stream = SPEC.model.residual_stream_bytes(batch=4, sequence=64)
@@ -71,129 +69,75 @@ def test_checkpointing_keeps_what_it_says():
 
 
 def test_best_k_is_that_of_trying_all():
-    sizes = block_bytes([followed("fp32", name, 1) for name in ("none", "blocks")])
+    sizes = block_bytes([tracked("fp32", name, 1) for name in ("none", "blocks")])
     best = sizes.best(36)
     assert sizes.kept(36, best) == min(sizes.kept(36, k) for k in range(1, 37))
     assert sizes.best(36, "nested") == 6
 
 
-def recorded_steps():
-    """The specs of whole uncompiled steps of the smallest size, and the peaks that an H100
-    measured.
-
-    Every precision of one load, and every load of one precision.
-    """
-    rows = {}
-    for record in records_of("2026-11-21-h100-study.jsonl"):
-        spec = record.spec
-        asked = (
-            record.kind == "step"
-            and record.status == "ok"
-            and spec["compile"] == "off"
-            and spec["size"] == "small"
-        )
-        load = spec.get("batch"), spec.get("model", {}).get("context_length")
-        if (
-            asked
-            and spec["precision"] != "tf32"
-            and (spec["precision"] == "bf16" or load == (4, 512))
-        ):
-            shared = {
-                f.name: spec[f.name] for f in dataclasses.fields(MemorySpec) if f.name in spec
-            }
-            rows[spec["batch"], spec["model"]["context_length"], spec["precision"]] = (
-                shared,
-                record.median("peak_bytes"),
-            )
-    return list(rows.values())
-
-
-def recorded_checkpointing():
-    """The specs of four ways of checkpointing, and the peaks that the allocator of an H200
-    measured.
-    """
-    return [
-        (record.spec, record.median("peak_bytes"))
-        for record in records_of("2026-11-21-h200-memory.jsonl")
-        if record.spec["size"] == "small" and record.spec["checkpointing"] != "none"
-    ]
-
-
-def records_of(name):
-    return [Record.from_json(line) for line in (RESULTS / name).read_text().splitlines()]
-
-
-@pytest.mark.skipif(
-    not torch.cuda.is_available() and shutil.which("g++") is None,
-    reason="pretending CUDA needs a C++ compiler",
-)
-def test_for_cuda_the_prediction_is_within_1_percent_of_what_an_h100_and_an_h200_measured():
-    """In a process of its own, which believes from then on that there is a CUDA device."""
-    steps, checkpointing = recorded_steps(), recorded_checkpointing()
-    assert len(steps) >= 5 and len(checkpointing) >= 4
-    code = (
-        "import json, sys\n"
-        "from stepgauge.bench.storage_tracking import predict\n"
-        "from stepgauge.spec.memory import MemorySpec\n"
-        "from stepgauge.spec.model import ModelSpec\n"
-        "for row in json.loads(sys.argv[1]):\n"
-        "    spec = MemorySpec(**(row | {'model': ModelSpec(**row['model']), 'predict': 'sm90', 'device': 'cpu'}))\n"
-        "    print(predict(spec).step.peak.total)\n"
-    )
-    known = [*steps, *checkpointing]
-    # The loop runs another optimizer; its place in the peak is the fused one's.
-    asked = [spec for spec, _ in known] + [checkpointing[-1][0] | {"optimizer": "adamw-loop"}]
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(asked)], capture_output=True, text=True, check=True
-    )
-    *predicted, looped = map(int, done.stdout.split())
-    for (spec, measured), found in zip(known, predicted, strict=True):
-        assert abs(found / measured - 1) < 0.01, spec
-    assert looped < max(measured for _, measured in known)
+def predicted_for_cpu():
+    return predicted(dataclasses.replace(SPEC, predict="cpu"))
 
 
 def test_what_does_not_fit_is_a_row_with_its_prediction(monkeypatch):
     monkeypatch.setattr("stepgauge.measure.devices.available_host_bytes", lambda: 10_000)
-    record = run(SPEC)
-    assert record.status == "oom"
-    assert record.provenance == "modelled"
-    assert record.median("predicted_peak_bytes") == predict(SPEC).step.peak.total
-    table = summary_table([run(dataclasses.replace(SPEC, predict="cpu")), record])
+    with pytest.raises(MemoryError, match="needs at least"):
+        measure(SPEC)
+    prediction = predicted(SPEC)
+    lost = dataclasses.replace(
+        prediction, provenance="measured", metrics={}, tables={}, status="oom", note="too large"
+    )
+    table = summary_table([predicted_for_cpu(), prediction, lost])
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     assert [row["figures"] for row in rows] == ["predicted", "predicted"]
     assert "peak MiB" not in table.columns
-    assert rows[0]["predicted peak MiB"] == rows[1]["predicted peak MiB"] != ""
-    assert rows[1]["remark"].startswith("OOM: needs at least")
+    assert rows[0]["predicted peak MiB"] == rows[1]["predicted peak MiB"] is not None
+    assert rows[1]["remark"] == "OOM: too large"
 
 
 def test_a_prediction_stands_beside_what_was_measured():
-    table = summary_table(
-        [followed("fp32", "none", 1), run(dataclasses.replace(SPEC, predict="cpu"))]
-    )
+    table = summary_table([predicted(SPEC), tracked(), predicted_for_cpu()])
     measured, alone = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
     assert (measured["figures"], alone["figures"]) == ("measured", "predicted")
-    assert (measured["peak MiB"], alone["peak MiB"]) == (measured["predicted peak MiB"], "")
-    assert alone["predicted peak MiB"] == measured["predicted peak MiB"]
+    assert measured["peak MiB"] == measured["predicted peak MiB"] == alone["predicted peak MiB"]
+    assert not alone["peak MiB"]
+
+
+def test_a_spec_has_a_modelled_and_a_measured_record():
+    asked = [(job.asked.provenance, job.spec) for job in jobs(SPEC)]
+    assert asked == [("modelled", SPEC), ("measured", SPEC)]
+    alone = dataclasses.replace(SPEC, predict="sm90")
+    assert [job.asked.provenance for job in jobs(alone)] == ["modelled"]
+    assert [job.asked.provenance for job in jobs(dataclasses.replace(SPEC, compile="on"))] == [
+        "measured"
+    ]
+
+
+def test_records_that_held_their_prediction_are_read_as_two(tmp_path):
+    old = "2026-11-21-h200-memory.jsonl"
+    (tmp_path / "records.jsonl").write_text((RESULTS / old).read_text())
+    rows = paired(RunStore(tmp_path).read().latest())
+    errors = [error for row in rows if (error := row.error("peak_bytes")) is not None]
+    assert len(errors) == 39 and 0.004 < max(map(abs, errors)) < 0.005
+    names = {name for row in rows for name in row.shown.metrics}
+    assert not any(name.startswith("predicted") for name in names)
 
 
 def test_a_prediction_says_what_holds_it():
-    small = run(dataclasses.replace(SPEC, predict="cpu"))
+    small = predicted_for_cpu()
     small.spec["predict"] = "sm90"
-    huge = dataclasses.replace(
-        small, metrics={"predicted_peak_bytes": Sample.exact(2**40, "bytes")}
-    )
+    peak = {"peak_bytes": Sample.exact(2**40, "bytes")}
+    huge = dataclasses.replace(small, metrics=peak, spec={**small.spec, "batch": 99})
     table = summary_table([small, huge])
     assert [row[table.columns.index("fits")] for row in table.rows] == [
         "H100 80GB HBM3",
         "no: H200 has 141 GB",
     ]
-    assert "fits" not in summary_table([followed("fp32", "none", 1)]).columns
+    assert "fits" not in summary_table([tracked()]).columns
 
 
 def test_rows_are_named_in_words_for_people_and_by_fields_for_machines():
-    table = summary_table(
-        [followed("fp32", "none", 1), run(dataclasses.replace(SPEC, predict="cpu"))]
-    )
+    table = summary_table([tracked(), predicted_for_cpu()])
     assert table.for_eyes().columns[:2] == ["row", "figures"] and {"precision", "predict"} <= {
         *table.columns
     }
@@ -203,15 +147,16 @@ def test_rows_are_named_in_words_for_people_and_by_fields_for_machines():
     ] and "precision=fp32" in table.caption
 
 
-def test_an_own_model_is_followed(tmp_path):
+def test_an_own_model_is_tracked(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "import torch\nfrom torch import nn\n"
         "def factory():\n"
         "    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))), (torch.ones(8, 32),)\n"
     )
-    record = run(dataclasses.replace(SPEC, model=UserModel.read(f"{file}:factory")))
-    assert record.median("predicted_error") == 0
+    spec = dataclasses.replace(SPEC, model=UserModel.read(f"{file}:factory"))
+    record = measure(spec)
+    assert record.median("peak_bytes") == predicted(spec).median("peak_bytes")
     assert [row[0] for row in record.tables["saved_by_block"][1:]] == [
         "0",
         "1",
@@ -225,9 +170,9 @@ def test_an_own_model_is_followed(tmp_path):
     [
         ({"predict": "sm70"}, "predict is 'sm70'; choose one of no, cpu, sm80, sm90"),
         ({"phases": "forward"}, "phases is 'forward'"),
-        ({"own": "x.py:f", "checkpointing": "blocks"}, "an own model chooses its own"),
+        ({"model": MINE, "checkpointing": "blocks"}, "a user's model chooses its own"),
         ({"compile": "on", "predict": "sm90"}, "measured, not predicted"),
-        ({"compile": "blocks", "checkpointing": "nested"}, "can be followed on CUDA only"),
+        ({"compile": "blocks", "checkpointing": "nested"}, "can be tracked on CUDA only"),
     ],
 )
 def test_what_cannot_be_asked_is_said(fields, said):
@@ -238,7 +183,9 @@ def test_what_cannot_be_asked_is_said(fields, said):
 
 def test_a_compiled_step_tells_what_it_keeps_and_that_its_peak_is_not_seen():
     shallow = dataclasses.replace(SPEC, model=dataclasses.replace(SPEC.model, num_layers=2))
-    eager, compiled = (run(dataclasses.replace(shallow, compile=mode)) for mode in ("off", "on"))
+    eager, compiled = (
+        measure(dataclasses.replace(shallow, compile=mode)) for mode in ("off", "on")
+    )
     assert "peak_bytes" not in compiled.metrics
     assert "the peak is not seen" in compiled.note
     assert (
@@ -260,16 +207,17 @@ def test_a_compiled_step_tells_what_it_keeps_and_that_its_peak_is_not_seen():
 def test_our_loss_is_predicted_to_the_byte(vocabulary):
     """Of an odd vocabulary it pads the weight while it runs."""
     model = dataclasses.replace(SPEC.model, loss="fused", vocab_size=vocabulary)
-    assert (
-        run(dataclasses.replace(SPEC, model=model, precision="bf16")).median("predicted_error") == 0
-    )
+    spec = dataclasses.replace(SPEC, model=model, precision="bf16")
+    assert measure(spec).median("peak_bytes") == predicted(spec).median("peak_bytes")
 
 
-def measured_on_the_gpu(spec, folder):
-    """In a process of its own, as every row is measured: earlier tests' workspaces would be part of
-    the level.
+def on_the_gpu(spec, folder):
+    """The row, measured in a process of its own, as every row is: earlier tests' workspaces would be
+    part of the level.
     """
-    return run_isolated(functools.partial(run, folder=folder), spec)
+    records = [run_isolated(job.run, spec) for job in jobs(spec, folder=folder)]
+    (row,) = paired(records)
+    return row
 
 
 @pytest.mark.gpu
@@ -285,10 +233,10 @@ def test_on_a_gpu_parts_add_up_and_the_prediction_is_near(tmp_path, precision, c
         device="cuda",
         checkpoint_blocks=2,
     )
-    record = measured_on_the_gpu(spec, tmp_path)
-    peak = record.median("peak_bytes")
-    assert abs(record.median("unexplained_bytes")) < 0.01 * peak
-    assert abs(record.median("predicted_error")) < 0.02
+    row = on_the_gpu(spec, tmp_path)
+    peak = row.record.median("peak_bytes")
+    assert abs(row.record.median("unexplained_bytes")) < 0.01 * peak
+    assert abs(row.error("peak_bytes")) < 0.02
     assert list((tmp_path / "snapshots").glob("*.pickle"))
 
 
@@ -298,19 +246,20 @@ def test_on_a_gpu_our_parts_are_predicted_too(tmp_path):
     model = ModelSpec.preset(
         "small", context_length=256, norm="triton", attention="triton", loss="fused"
     )
-    record = measured_on_the_gpu(
+    row = on_the_gpu(
         MemorySpec(model=model, precision="bf16", optimizer="fused", device="cuda"), tmp_path
     )
-    assert abs(record.median("predicted_error")) < 0.03
+    assert abs(row.error("peak_bytes")) < 0.03
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu_a_compiled_step_tells_what_it_keeps(tmp_path):
     model = ModelSpec.preset("small", context_length=256, num_layers=3)
-    record = measured_on_the_gpu(
+    row = on_the_gpu(
         MemorySpec(model=model, precision="bf16", device="cuda", compile="on"), tmp_path
     )
+    record = row.record
     assert abs(record.median("unexplained_bytes")) < 0.01 * record.median("peak_bytes")
     known = sum(row[-1] for row in record.tables["savers"][1:] if row[1] != "outside of operators")
     assert known > 0.95 * record.median("saved_for_backward_bytes")

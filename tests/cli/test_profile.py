@@ -91,7 +91,7 @@ def test_files_are_there_whatever_becomes_of_the_reader(
     for command, folder in (
         (("trace", path), "traced"),
         (("step", *QUICK), "profiled"),
-        (("memory", *NANO), "followed"),
+        (("memory", *NANO), "tracked"),
     ):
         with closed_pipe():
             status, _, err = stepgauge("profile", *command, "--out", tmp_path / folder)
@@ -189,7 +189,7 @@ def test_a_mistake_about_a_users_model_is_one_sentence(stepgauge, tmp_path):
         for command in (("profile", "step"), ("profile", "memory"), ("bench", "step")):
             status, _, err = stepgauge(*command, "--device", "cpu", "--model", *arguments)
             assert status == 2
-            assert words in sentence(err) or "followed as it is" in err
+            assert words in sentence(err) or "tracked as it is" in err
 
 
 def test_types_have_no_options_that_change_none(stepgauge):
@@ -218,9 +218,11 @@ def test_blocks_without_checkpointing_are_no_rows_of_their_own(stepgauge, tmp_pa
     status, _, err = stepgauge("profile", "memory", *NANO, *sweep, "--out", run)
     assert status == 0, err
     rows = [
-        (r.spec["checkpointing"], r.spec["checkpoint_blocks"]) for r in RunStore(run).read().records
+        (r.provenance, r.spec["checkpointing"], r.spec["checkpoint_blocks"])
+        for r in RunStore(run).read().records
     ]
-    assert rows == [("none", 1), ("blocks", 2), ("blocks", 1)]
+    asked = [("none", 1), ("blocks", 2), ("blocks", 1)]
+    assert rows == [("modelled", *each) for each in asked]
     assert (
         "checkpoint_blocks says nothing to 1 of 4 rows; rows that differ in it alone are one" in err
     )

@@ -1,4 +1,4 @@
-"""Storages followed on a small step whose sizes are known by hand, and the allocator's history
+"""Storages tracked on a small step whose sizes are known by hand, and the allocator's history
 joined with them.
 """
 
@@ -13,10 +13,10 @@ from stepgauge.measure.memory.storage_tracker import (
     PARAMETERS,
     STATE,
     Allocation,
-    Follower,
     Phase,
+    StorageTracker,
 )  # fmt: skip
-from stepgauge.measure.memory.timeline import block_of, by_block, general, picture, savers
+from stepgauge.measure.memory.timeline import block_of, by_block, general, memory_timeline, savers
 
 CPU = torch.device("cpu")
 
@@ -32,33 +32,33 @@ class Small(nn.Module):
         return x.sum()
 
 
-def followed_step(follower, model, x, optimizer, steps=2):
-    follower.label(model.parameters(), PARAMETERS)
-    follower.label([x], OTHER)
-    with follower.watching(model):
+def followed_step(tracker, model, x, optimizer, steps=2):
+    tracker.label(model.parameters(), PARAMETERS)
+    tracker.label([x], OTHER)
+    with tracker.watching(model):
         for _ in range(steps):
-            with follower.phase("forward"):
+            with tracker.phase("forward"):
                 loss = model(x)
-            with follower.phase("backward"):
+            with tracker.phase("backward"):
                 loss.backward()
-            with follower.phase("optimizer"):
+            with tracker.phase("optimizer"):
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 del loss
-            follower.label([t for state in optimizer.state.values() for t in state.values()], STATE)
+            tracker.label([t for state in optimizer.state.values() for t in state.values()], STATE)
 
 
-def small_step(follower):
-    with follower:
+def small_step(tracker):
+    with tracker:
         model, x = Small(), torch.ones(32, 64)
-        followed_step(follower, model, x, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        followed_step(tracker, model, x, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     return model
 
 
 def test_bytes_by_category_are_those_of_the_shapes():
-    follower = Follower(CPU)
-    model = small_step(follower)
-    shown = picture(follower.allocations, follower.phases[-3:], caching=False)
+    tracker = StorageTracker(CPU)
+    model = small_step(tracker)
+    shown = memory_timeline(tracker.allocations, tracker.phases[-3:], caching=False)
     weights = 3 * 64 * 64 * 4
     at_end_of_backward = [m for m in shown.moments if m.event < shown.phases[2].start][-1].held
     assert (
@@ -75,9 +75,9 @@ def test_bytes_by_category_are_those_of_the_shapes():
 
 
 def test_what_is_kept_is_told_by_block_and_line():
-    follower = Follower(CPU)
-    model = small_step(follower)
-    shown = picture(follower.allocations, follower.phases[-3:], caching=False)
+    tracker = StorageTracker(CPU)
+    model = small_step(tracker)
+    shown = memory_timeline(tracker.allocations, tracker.phases[-3:], caching=False)
     saved = shown.saved_for_backward()
     (first, *_) = savers(saved, shown.bytes_of)
     kept_by, made_by, line, tensors, size = first
@@ -85,7 +85,7 @@ def test_what_is_kept_is_told_by_block_and_line():
     assert line.startswith("measure/test_memory.py:")
     assert set(by_block(saved, shown.bytes_of)) <= {"", "blocks.0", "blocks.1", "blocks.2"}
     assert kept_by in ("", "blocks.*")
-    gradients = [a for a in follower.allocations if a.category == GRADIENTS]
+    gradients = [a for a in tracker.allocations if a.category == GRADIENTS]
     assert {a.module for a in gradients} == {"blocks.0", "blocks.1", "blocks.2"}
     assert model is not None
 
@@ -96,31 +96,31 @@ def test_following_changes_neither_loss_nor_gradients():
     model(x).backward()
     plain = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    with Follower(CPU) as follower, follower.watching(model):
+    with StorageTracker(CPU) as tracker, tracker.watching(model):
         model(x).backward()
     assert all(torch.equal(a, p.grad) for a, p in zip(plain, model.parameters(), strict=True))
 
 
 def test_every_storage_that_was_seen_dies():
-    follower = Follower(CPU)
-    small_step(follower)
-    assert all(allocation.died is not None for allocation in follower.allocations)
+    tracker = StorageTracker(CPU)
+    small_step(tracker)
+    assert all(allocation.died is not None for allocation in tracker.allocations)
 
 
 def test_history_gives_followed_storages_their_category_and_the_rest_to_its_operator():
-    follower = Follower(CPU, events=lambda: 0)
+    tracker = StorageTracker(CPU, events=lambda: 0)
     windows = [(0, 2, "mm"), (3, 4, "add")]
     from stepgauge.measure.memory.storage_tracker import Mark, Window
 
-    follower.windows = [
+    tracker.windows = [
         Window(start, end, name, "blocks.0", "model.py:1") for start, end, name in windows
     ]
-    follower.phases = [Phase("forward", 0, 9)]
-    follower.allocations = [
+    tracker.phases = [Phase("forward", 0, 9)]
+    tracker.allocations = [
         Allocation(1000, 2, "forward", "mm", "blocks.0", "model.py:1", ACTIVATIONS, address=16),
         Allocation(2000, 4, "forward", "add", "blocks.0", "model.py:1", PARAMETERS, address=32),
     ]
-    follower.marks = [
+    tracker.marks = [
         Mark(6, 64, GRADIENTS, "blocks.0.weight"),
         Mark(6, 64, ACTIVATIONS, "blocks.0", "relu", "model.py:2"),  # a gradient stays one
         Mark(8, 16, ACTIVATIONS, "blocks.1", "mm", "model.py:3"),
@@ -137,7 +137,7 @@ def test_history_gives_followed_storages_their_category_and_the_rest_to_its_oper
         {"action": "alloc", "addr": 16, "size": 1000},  # 7: the same address again, another life
         {"action": "free_completed", "addr": 16, "size": 1000},  # 8
     ]
-    lives = joined(trace, follower, first=0)
+    lives = joined(trace, tracker, first=0)
     assert [(a.category, a.operator, a.born, a.died) for a in lives] == [
         (OTHER, "inside mm", 0, None),
         (ACTIVATIONS, "mm", 1, 2),
@@ -149,18 +149,18 @@ def test_history_gives_followed_storages_their_category_and_the_rest_to_its_oper
 
 
 def test_a_real_steps_history_has_the_categories_of_its_storages():
-    """The follower's own events, written down as an allocator would, come back as they were
-    followed.
+    """The tracker's own events, written down as an allocator would, come back as they were
+    tracked.
     """
-    follower = Follower(CPU)
+    tracker = StorageTracker(CPU)
     seen = []
 
     def count():
-        return follower._count
+        return tracker._count
 
-    follower._events = count
-    model = small_step(follower)
-    for allocation in follower.allocations:
+    tracker._events = count
+    model = small_step(tracker)
+    for allocation in tracker.allocations:
         seen.append((allocation.born, "alloc", allocation))
         if allocation.died is not None:
             seen.append((allocation.died, "free_completed", allocation))
@@ -168,11 +168,11 @@ def test_a_real_steps_history_has_the_categories_of_its_storages():
         {"action": action, "addr": a.address, "size": a.bytes}
         for _, action, a in sorted(seen, key=lambda e: e[0])
     ]
-    for index, allocation in enumerate(follower.allocations):
-        follower.allocations[index] = allocation
+    for index, allocation in enumerate(tracker.allocations):
+        tracker.allocations[index] = allocation
         allocation.born += 1  # the count is read after the allocation, on CUDA
-    lives = joined(trace, follower, first=0)
-    assert [a.category for a in lives] == [a.category for a in follower.allocations]
+    lives = joined(trace, tracker, first=0)
+    assert [a.category for a in lives] == [a.category for a in tracker.allocations]
     assert model is not None
 
 

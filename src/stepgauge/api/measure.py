@@ -103,14 +103,16 @@ def profile_memory(
     precision: str = "fp32",
     device: str = "auto",
 ) -> Result:
-    """Who holds memory when in a step, beside the prediction. Arguments and errors as time_step's.
+    """Who holds memory when in a step, and `prediction` beside it. Arguments and errors as
+    time_step's.
 
     On CUDA take a fresh process: what an earlier step has left would be part of the figures.
     """
     asked = {"precision": precision}
     with _asked(MemorySpec, module, batch, loss, optimizer, device, asked) as spec:
-        record = stamped(memory.run(spec))
-    return Result(record, details=memory_tables(record))
+        prediction = stamped(memory.predicted(spec))
+        record = stamped(memory.measure(spec))
+    return Result(record, prediction=prediction, details=memory_tables(record))
 
 
 def predict_memory(
@@ -152,7 +154,7 @@ def _predicted(
 ) -> Record:
     asked = {"precision": precision, "predict": on}
     with _asked(MemorySpec, module, batch, loss, optimizer, "cpu", asked) as spec:
-        return stamped(memory.run(spec))
+        return stamped(memory.predicted(spec))
 
 
 def _can_be_sent(values: Any) -> bool:

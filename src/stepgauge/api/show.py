@@ -47,12 +47,14 @@ def _html(table: Table) -> str:
 class Result(Shown):
     """One record: result["step_ms"] is the median of a metric, `result.record` has all of it.
 
-    folder   where files lie beside it: a profile's trace and flame graphs
-    details  tables that say more than the record's row
+    folder      where files lie beside it: a profile's trace and flame graphs
+    prediction  the modelled record of the same spec, of profile_memory
+    details     tables that say more than the record's row
     """
 
     record: Record
     folder: Path | None = None
+    prediction: Record | None = None
     details: Sequence[Table] = ()
 
     def __getitem__(self, metric: str) -> float:
@@ -65,7 +67,8 @@ class Result(Shown):
         return {name: sample.median for name, sample in self.record.metrics.items()}
 
     def tables(self) -> list[Table]:
-        return [table_of(self.record.kind)([self.record]), *self.details]
+        records = [self.prediction, self.record] if self.prediction else [self.record]
+        return [table_of(self.record.kind)(records), *self.details]
 
 
 class Run(Shown, Sequence[Record]):

@@ -31,7 +31,7 @@ def job_of(spec: Any, folder: Path) -> Job:
             return Job(step.run, spec)
         case MemorySpec():
             memory.check(spec)
-            return Job(functools.partial(memory.run, folder=folder), spec)
+            return memory.jobs(spec, folder=folder)[-1]  # the prediction only where that is all
         case DataParallelSpec():
             data_parallel.check(spec)
             return Job(data_parallel.JOB, spec)

@@ -1,9 +1,8 @@
-"""A MemorySpec run: storages followed, beside the allocator's figures and the prediction. `run`
-gives its record.
-"""
+"""A MemorySpec predicted and measured: two records of one spec, one modelled and one measured."""
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,21 +14,24 @@ from stepgauge.bench import step as bench_step
 from stepgauge.bench.storage_tracking import (
     FORWARD_ONLY,
     STEPS,
-    Followed,
-    follow,
-    pictures,
+    StepMemory,
     predict,
+    step_memory,
+    track_step,
 )
+from stepgauge.bench.sweep import Job
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.measure.memory import history
-from stepgauge.measure.memory.storage_tracker import CATEGORIES, Follower
-from stepgauge.measure.memory.timeline import LARGEST, Picture, by_block, savers
+from stepgauge.measure.memory.fake_device import NotPredictableError
+from stepgauge.measure.memory.storage_tracker import CATEGORIES, StorageTracker
+from stepgauge.measure.memory.timeline import LARGEST, MemoryTimeline, by_block, savers
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.user_model import UserModel
 
 UNSEEN_PEAK = (
-    "the peak is not seen: what compiled code holds while it runs can be followed on CUDA only"
+    "the peak is not seen: what compiled code holds while it runs can be tracked on CUDA only"
 )
 AT_THE_PEAK = "at_the_peak"
 
@@ -41,65 +43,71 @@ def check(spec: MemorySpec) -> None:
         if spec.compile != "off" and not spec.kept_is_told and not spec.device.startswith("cuda"):
             raise ValueError(
                 f"checkpointing is {spec.checkpointing!r} around blocks that are compiled one by one; what is kept "
-                "then can be followed on CUDA only (compile the whole model: --compile on)"
+                "then can be tracked on CUDA only (compile the whole model: --compile on)"
             )
 
 
-def run(spec: MemorySpec, *, folder: Path | None = None) -> Record:
-    """Predicts the step's memory, then measures it, unless prediction is all that is asked for.
+def jobs(spec: MemorySpec, *, folder: Path | None = None) -> list[Job]:
+    """What gives the records of the spec: its prediction, then its measurement, where each can be.
 
-    What does not fit is a record with status "oom" whose figures are the prediction's; what is
-    predicted has provenance "modelled". The allocator's snapshot goes to the folder. Of a compiled
-    step there is no prediction, and on a CPU no peak: its record has what backward keeps.
+    Compiled code is measured only; a spec that names a device to predict for is predicted only.
+    """
+    process = Record(kind=spec.kind, spec=dataclasses.asdict(spec)).key
+    measuring = Job(functools.partial(measure, folder=folder), spec, process)
+    predicting = Job(predicted, spec, process, provenance="modelled")
+    if spec.predict != "no":
+        return [predicting]
+    return [predicting, measuring] if spec.compile == "off" else [measuring]
+
+
+def predicted(spec: MemorySpec) -> Record:
+    """The modelled record, made on tensors without memory. One that cannot be made has the status
+    "failed" and names the operator.
     """
     check(spec)
-    asked = Record(
+    asked = dataclasses.replace(_asked(spec), provenance="modelled")
+    try:
+        found = predict(spec)
+    except NotPredictableError as error:
+        return dataclasses.replace(asked, status="failed", note=str(error))
+    return _record(asked, found.step, _figures(found))
+
+
+def measure(spec: MemorySpec, *, folder: Path | None = None) -> Record:
+    """The measured record; the allocator's snapshot goes to the folder.
+
+    Of a compiled step on a CPU the peak is not seen: its record has what backward keeps. Raises what
+    torch raises where memory runs out.
+    """
+    check(spec)
+    asked, device = _asked(spec), torch.device(spec.device)
+    if device.type == "cuda":
+        found, figures = _measured_by_allocator(spec, device, folder)
+        return _record(asked, found, figures)
+    if device.type == "cpu" and not isinstance(spec.model, UserModel):
+        devices.require_host_memory(bench_step.least_bytes(spec))
+    tracker = StorageTracker(device)
+    with tracker if spec.compile == "off" else contextlib.nullcontext():
+        track_step(spec, device, tracker, steps=STEPS)
+    memory = step_memory(tracker, tracker.allocations, caching=False)
+    resident = devices.peak_memory(device)
+    if spec.compile == "off":
+        return _record(asked, memory.step, _figures(memory) | resident)
+    return _without_peak(asked, memory.step, resident)
+
+
+def _asked(spec: MemorySpec) -> Record:
+    return Record(
         kind=spec.kind,
         spec=dataclasses.asdict(spec),
         environment=environment(torch.device(spec.device)),
     )
-    predicted = predict(spec) if spec.compile == "off" else None
-    if spec.predict != "no":
-        assert predicted is not None
-        return _modelled(asked, predicted, note=f"predicted for {spec.predict}")
-    try:
-        found, figures = _measured(spec, folder, predicted)
-    except Exception as error:
-        reason = devices.out_of_memory_reason(error)
-        if reason is None or predicted is None:
-            raise
-        return _modelled(asked, predicted, status="oom", note=reason)
-    if predicted is not None:
-        figures |= _compared(figures, predicted)
-    return (
-        _record(asked, found, figures)
-        if "peak_bytes" in figures
-        else _without_peak(asked, found, figures)
-    )
-
-
-def _measured(
-    spec: MemorySpec, folder: Path | None, predicted: Followed | None
-) -> tuple[Picture, dict[str, float]]:
-    device = torch.device(spec.device)
-    if device.type == "cuda":
-        return _measured_by_allocator(spec, device, folder)
-    if predicted is not None and device.type == "cpu":
-        devices.require_host_memory(predicted.step.peak.total)
-    follower = Follower(device)
-    with follower if spec.compile == "off" else contextlib.nullcontext():
-        follow(spec, device, follower, steps=STEPS)
-    found = pictures(follower, follower.allocations, caching=False)
-    return found.step, {
-        **(_figures(found) if spec.compile == "off" else {}),
-        **devices.peak_memory(device),
-    }
 
 
 def _measured_by_allocator(
     spec: MemorySpec, device: torch.device, folder: Path | None
-) -> tuple[Picture, dict[str, float]]:
-    """The last step but one runs alone, for its peaks; the last is followed, for whose bytes they
+) -> tuple[MemoryTimeline, dict[str, float]]:
+    """The last step but one runs alone, for its peaks; the last is tracked, for whose bytes they
     are.
 
     Wants a process of its own, as every row has: what an earlier step has left, such as cuBLAS's
@@ -107,7 +115,7 @@ def _measured_by_allocator(
     """
     first = history.event_count(device)
     baseline = torch.cuda.memory_allocated(device)
-    follower = Follower(device, events=lambda: history.event_count(device))
+    tracker = StorageTracker(device, events=lambda: history.event_count(device))
     peaks: dict[str, float] = {}
 
     @contextlib.contextmanager
@@ -119,17 +127,17 @@ def _measured_by_allocator(
                 torch.cuda.max_memory_allocated(device) - baseline
             )
 
-    follows = follower if spec.compile == "off" else contextlib.nullcontext()
+    tracking = tracker if spec.compile == "off" else contextlib.nullcontext()
     with history.recording():
-        with follows:
-            # One step more than is predicted: the last one is the one that is followed.
-            follow(spec, device, follower, steps=STEPS + 1, around=peak_of)
+        with tracking:
+            # One step more than is predicted: the last one is the one that is tracked.
+            track_step(spec, device, tracker, steps=STEPS + 1, around=peak_of)
         devices.synchronize(device)
         found = history.snapshot(device)
     if folder is not None:
         history.save(found, snapshot_path(spec, folder))
-    lives = history.joined(history.trace_of(found, device), follower, first=first)
-    shown = pictures(follower, lives, caching=True)
+    lives = history.joined(history.trace_of(found, device), tracker, first=first)
+    shown = step_memory(tracker, lives, caching=True)
     peaks["peak_bytes"] = max(
         peaks[f"{name}_peak_bytes"] for name in ("forward", "backward", "optimizer")
     )
@@ -151,7 +159,7 @@ def snapshot_path(spec: MemorySpec, folder: Path) -> Path:
     return place / f"{spec.size}-{spec.precision}-{length}-{digest}.pickle"
 
 
-def _figures(found: Followed) -> dict[str, float]:
+def _figures(found: StepMemory) -> dict[str, float]:
     shown = found.step
     peaks = {f"{_metric(phase.name)}_peak_bytes": shown.peak_of(phase) for phase in shown.phases}
     parts = {f"{_metric(name)}_bytes": shown.peak.held[name] for name in CATEGORIES}
@@ -165,34 +173,16 @@ def _figures(found: Followed) -> dict[str, float]:
     }
 
 
-def _compared(figures: Mapping[str, float], predicted: Followed) -> dict[str, float]:
-    """The prediction and its signed error, of the step and of the forward pass alone."""
-    peak, alone = predicted.step.peak.total, predicted.forward_only_bytes
-    return {
-        "predicted_peak_bytes": peak,
-        "predicted_error": peak / figures["peak_bytes"] - 1,
-        "predicted_forward_only_peak_bytes": alone,
-        "predicted_forward_only_error": alone / figures["forward_only_peak_bytes"] - 1,
-    }
-
-
 def _metric(name: str) -> str:
     return name.replace(" ", "_")
 
 
-def _modelled(asked: Record, predicted: Followed, **fields: Any) -> Record:
-    """The record whose figures are the prediction's."""
-    figures = {**_figures(predicted), "predicted_peak_bytes": predicted.step.peak.total}
-    return _record(asked, predicted.step, figures, provenance="modelled", **fields)
-
-
-def _record(asked: Record, found: Picture, figures: Mapping[str, float], **fields: Any) -> Record:
+def _record(
+    asked: Record, found: MemoryTimeline, figures: Mapping[str, float], **fields: Any
+) -> Record:
     saved = found.saved_for_backward()
     blocks = by_block(saved, found.bytes_of)
-    metrics = {
-        name: Sample.exact(value, "signed fraction" if name.endswith("_error") else "bytes")
-        for name, value in figures.items()
-    }
+    metrics = {name: Sample.exact(value, "bytes") for name, value in figures.items()}
     metrics["saved_for_backward_bytes"] = Sample.exact(sum(blocks.values()), "bytes")
     return dataclasses.replace(
         asked,
@@ -203,14 +193,14 @@ def _record(asked: Record, found: Picture, figures: Mapping[str, float], **field
     )
 
 
-def _without_peak(asked: Record, found: Picture, figures: Mapping[str, float]) -> Record:
+def _without_peak(asked: Record, found: MemoryTimeline, figures: Mapping[str, float]) -> Record:
     """The record of a step of which only what backward keeps is known."""
     known = _record(asked, found, figures, note=UNSEEN_PEAK)
     tables = {name: table for name, table in known.tables.items() if name != AT_THE_PEAK}
     return dataclasses.replace(known, series={}, tables=tables)
 
 
-def _series(found: Picture) -> dict[str, list[float]]:
+def _series(found: MemoryTimeline) -> dict[str, list[float]]:
     """The curve of each category over the step's events, and where its phases begin."""
     moments = found.thinned()
     start = found.phases[0].start
@@ -222,7 +212,7 @@ def _series(found: Picture) -> dict[str, list[float]]:
 
 
 def _tables(
-    found: Picture, blocks: Mapping[str, int], saved: Sequence[Any]
+    found: MemoryTimeline, blocks: Mapping[str, int], saved: Sequence[Any]
 ) -> dict[str, list[list[Any]]]:
     return {
         AT_THE_PEAK: [

@@ -1,4 +1,4 @@
-"""A MemorySpec's step under a follower: on real tensors as it is told, or on tensors without memory
+"""A MemorySpec's step under a tracker: on real tensors as it is told, or on tensors without memory
 as a prediction.
 """
 
@@ -13,15 +13,21 @@ from torch.utils._pytree import tree_leaves
 
 from stepgauge.bench import step as bench_step
 from stepgauge.kernels.linear_cross_entropy.chunked import transient_bytes
-from stepgauge.measure.memory.fake_cuda import pretending
-from stepgauge.measure.memory.storage_tracker import GRADIENTS, OTHER, PARAMETERS, STATE, Follower
-from stepgauge.measure.memory.timeline import Picture, picture
-from stepgauge.measure.memory.workspaces import CudaExtras
+from stepgauge.measure.memory.fake_device import fake_device
+from stepgauge.measure.memory.storage_tracker import (
+    GRADIENTS,
+    OTHER,
+    PARAMETERS,
+    STATE,
+    StorageTracker,
+)
+from stepgauge.measure.memory.timeline import MemoryTimeline, memory_timeline
+from stepgauge.measure.memory.workspaces import CudaWorkspaces
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.train.step import TrainingStep
 
 FORWARD_ONLY = "forward only"
-KNOWN_EXTRAS: Mapping[str, Callable[[Any], int]] = {
+KNOWN_WORKSPACES: Mapping[str, Callable[[Any], int]] = {
     "stepgauge::linear_cross_entropy": transient_bytes
 }
 STEPS = 2  # the optimizer makes its state in the first; the second is like every later one
@@ -29,29 +35,29 @@ Around = Callable[[str, int], contextlib.AbstractContextManager[None]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Followed:
-    """One run under a follower: the picture of its last step, and the peak of the forward pass
+class StepMemory:
+    """One run under a tracker: the timeline of its last step, and the peak of the forward pass
     without gradients.
     """
 
-    step: Picture
+    step: MemoryTimeline
     forward_only_bytes: int
 
 
-def predict(spec: MemorySpec) -> Followed:
+def predict(spec: MemorySpec) -> StepMemory:
     """The same step on tensors without memory, for the device that is asked for or the one it runs
     on.
     """
     architecture = (
         spec.predict if spec.predict != "no" else _architecture(torch.device(spec.device))
     )
-    with pretending(architecture) as device:
+    with fake_device(architecture) as device:
         is_cuda = device.type == "cuda"
-        extras = CudaExtras(architecture, KNOWN_EXTRAS) if is_cuda else None
-        follower = Follower(device, extras=extras)
-        with follower:
-            follow(dataclasses.replace(spec, device=str(device)), device, follower, steps=STEPS)
-    return pictures(follower, follower.allocations, caching=is_cuda)
+        workspaces = CudaWorkspaces(architecture, KNOWN_WORKSPACES) if is_cuda else None
+        tracker = StorageTracker(device, workspaces=workspaces)
+        with tracker:
+            track_step(dataclasses.replace(spec, device=str(device)), device, tracker, steps=STEPS)
+    return step_memory(tracker, tracker.allocations, caching=is_cuda)
 
 
 def _architecture(device: torch.device) -> str:
@@ -64,10 +70,10 @@ def _nothing(name: str, number: int) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def follow(
+def track_step(
     spec: MemorySpec,
     device: torch.device,
-    follower: Follower,
+    tracker: StorageTracker,
     *,
     steps: int,
     around: Around = _nothing,
@@ -75,38 +81,40 @@ def follow(
     """Builds the step, runs forward without gradients and then `steps` whole steps, and tells whose
     is what.
 
-    Eager operators are seen by entering the follower around this; of a compiled step it is told
+    Eager operators are seen by entering the tracker around this; of a compiled step it is told
     what backward keeps.
     """
-    with follower.phase("build"):
+    with tracker.phase("build"):
         step, batch = bench_step.build(spec, device)
     names: dict[Any, str] = {parameter: name for name, parameter in step.module.named_parameters()}
     for parameter, name in names.items():
-        follower.label([parameter], PARAMETERS, name=name)
-    follower.label([*step.module.buffers(), *tree_leaves(batch)], OTHER)
+        tracker.label([parameter], PARAMETERS, name=name)
+    tracker.label([*step.module.buffers(), *tree_leaves(batch)], OTHER)
     watching = (
-        follower.watching(step.module)
+        tracker.watching(step.module)
         if spec.compile == "off"
-        else _told_what_is_kept(spec, step, follower)
+        else _told_what_is_kept(spec, step, tracker)
     )
     with watching, step.precision.matmul_mode():
-        with around(FORWARD_ONLY, 0), follower.phase(FORWARD_ONLY), torch.no_grad():
+        with around(FORWARD_ONLY, 0), tracker.phase(FORWARD_ONLY), torch.no_grad():
             step.forward(*batch)
         phases = step.phases(batch, until=spec.phases)
         for number in range(1, steps + 1):
             for name, phase in phases.items():
-                with around(name, number), follower.phase(name):
+                with around(name, number), tracker.phase(name):
                     phase()
                 for parameter, name in names.items():
-                    follower.label([parameter.grad], GRADIENTS, name=name)
+                    tracker.label([parameter.grad], GRADIENTS, name=name)
             for owner, state in step.optimizer.state.items():
                 for key, value in state.items():
-                    follower.label([value], STATE, name=f"{names.get(owner, '')} {key}")
+                    tracker.label([value], STATE, name=f"{names.get(owner, '')} {key}")
 
 
 @contextlib.contextmanager
-def _told_what_is_kept(spec: MemorySpec, step: TrainingStep, follower: Follower) -> Iterator[None]:
-    """After each forward the follower is told what compiled code keeps for backward."""
+def _told_what_is_kept(
+    spec: MemorySpec, step: TrainingStep, tracker: StorageTracker
+) -> Iterator[None]:
+    """After each forward the tracker is told what compiled code keeps for backward."""
     if not spec.kept_is_told:
         yield
         return
@@ -117,7 +125,7 @@ def _told_what_is_kept(spec: MemorySpec, step: TrainingStep, follower: Follower)
     def compute_loss(*batch: Any) -> Tensor:
         loss = compute(*batch)
         for tensor, place in kept.of(loss):
-            follower.held_for_backward(tensor, place.operator, place.module, place.line)
+            tracker.held_for_backward(tensor, place.operator, place.module, place.line)
         return loss
 
     step.compute_loss = compute_loss
@@ -125,14 +133,16 @@ def _told_what_is_kept(spec: MemorySpec, step: TrainingStep, follower: Follower)
         yield
 
 
-def pictures(follower: Follower, allocations: Sequence[Any], *, caching: bool) -> Followed:
-    """The last step's picture and the forward-only peak; `caching` counts bytes as the CUDA
+def step_memory(
+    tracker: StorageTracker, allocations: Sequence[Any], *, caching: bool
+) -> StepMemory:
+    """The last step's timeline and the forward-only peak; `caching` counts bytes as the CUDA
     allocator does.
     """
-    alone = [phase for phase in follower.phases if phase.name == FORWARD_ONLY]
-    last = follower.phases[-3:]
+    alone = [phase for phase in tracker.phases if phase.name == FORWARD_ONLY]
+    last = tracker.phases[-3:]
     assert [phase.name for phase in last] == ["forward", "backward", "optimizer"]
-    return Followed(
-        picture(allocations, last, caching=caching),
-        picture(allocations, alone, caching=caching).peak.total,
+    return StepMemory(
+        memory_timeline(allocations, last, caching=caching),
+        memory_timeline(allocations, alone, caching=caching).peak.total,
     )

@@ -19,7 +19,7 @@ from stepgauge.report.table import Table, objects
 from stepgauge.spec.record import Record
 
 SUMMED_UP = ("tokens_per_s", "first_loss", "last_loss", "busbw_gb_per_s", "gb_per_s", "wrong")
-MEMORY = ("peak_bytes", "predicted_error", "saved_for_backward_bytes")  # where nothing was timed
+MEMORY = ("peak_bytes", "saved_for_backward_bytes")  # where nothing was timed
 GAP = 2  # between columns
 REMARK_WIDTH = 32  # at least, where the terminal has as much
 NO_BOUND = 10_000
@@ -182,15 +182,15 @@ def progress(total: int, noun: str) -> Iterator[tuple[Progress, Any]]:
 
 
 def summary(record: Record, name: str) -> str:
-    """One line for a record that was just measured, of what was run in words."""
+    """One line for a record that was just made, of what was run in words."""
+    predicted = "predicted " if record.provenance == "modelled" else ""
     if record.status != "ok":
-        predicted = number(record.median("predicted_peak_bytes"), "bytes")
-        known = f"; predicted peak {predicted} GiB" if predicted else ""
-        return f"{name}: {record.status.upper()}, {record.note}{known}"
+        not_predicted = "not predicted" if predicted else record.status.upper()
+        return f"{name}: {not_predicted}, {record.note}"
     shown = [n for n in record.metrics if n.endswith("_ms") or n in SUMMED_UP]
     shown = shown or [name for name in MEMORY if name in record.metrics]
     figures = [
-        f"{heading(n, record.metrics[n].unit)} {number(record.median(n), record.metrics[n].unit)}"
+        f"{predicted}{heading(n, record.metrics[n].unit)} {number(record.median(n), record.metrics[n].unit)}"
         for n in shown
     ]
     return f"{name}: {', '.join(figures) or 'ok'}"

@@ -13,6 +13,7 @@ from stepgauge.report.names import flatten, labels
 from stepgauge.report.numbers import size_unit
 from stepgauge.report.page import Plot
 from stepgauge.report.table import Table
+from stepgauge.spec.predictions import Row, paired
 from stepgauge.spec.record import Record
 
 GIB = 2**30
@@ -72,24 +73,21 @@ def best_checkpoint_tables(records: Sequence[Record]) -> list[Table]:
     formula calls best.
     """
     tables = []
-    groups = _by_model(records)
-    for name, group in zip(labels([group[0] for group in groups]), groups, strict=True):
-        sizes = block_bytes(group)
+    groups = _by_model(paired(records))
+    for name, group in zip(labels([group[0].shown for group in groups]), groups, strict=True):
+        sizes = block_bytes(row.shown for row in group)
         if sizes is None:
             continue
-        layers = int(flatten(group[0].spec)["num_layers"])
-        unit = size_unit(
-            record.median(name)
-            for record in group
-            for name in ("peak_bytes", "predicted_peak_bytes")
-        )
+        layers = int(flatten(group[0].shown.spec)["num_layers"])
+        unit = size_unit(row.shown.median("peak_bytes") for row in group)
         rows = []
-        for record in sorted(group, key=choice_of):
-            choice, k = choice_of(record)
+        for row in sorted(group, key=lambda row: choice_of(row.shown)):
+            choice, k = choice_of(row.shown)
             by_formula = choice in ("blocks", "nested")
             figures = [sizes.kept(layers, k, choice) if by_formula else None]
-            measured = record.median("peak_bytes") if record.provenance == "measured" else None
-            figures += [measured, record.median("predicted_peak_bytes")]
+            measured = row.shown.provenance == "measured"
+            figures.append(row.shown.median("peak_bytes") if measured else None)
+            figures.append(row.prediction.median("peak_bytes") if row.prediction else None)
             remark = "least by formula" if by_formula and k == sizes.best(layers, choice) else ""
             part = str(k) if choice != "none" else ""
             rows.append([choice, part, *map(unit.of, figures), remark])
@@ -111,15 +109,14 @@ def choice_of(record: Record) -> tuple[str, int]:
     return str(spec["checkpointing"]), int(spec["checkpoint_blocks"])
 
 
-def _by_model(records: Sequence[Record]) -> list[list[Record]]:
+def _by_model(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows that differ in their checkpointing alone, those without any first."""
-    groups: dict[str, list[Record]] = {}
-    for record in sorted(records, key=lambda record: choice_of(record)[0] != "none"):
-        rest = {
-            n: v for n, v in record.spec.items() if n not in ("checkpointing", "checkpoint_blocks")
-        }
-        if record.tables:
-            groups.setdefault(json.dumps(rest, sort_keys=True), []).append(record)
+    groups: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: choice_of(row.shown)[0] != "none"):
+        spec = row.shown.spec
+        rest = {n: v for n, v in spec.items() if n not in ("checkpointing", "checkpoint_blocks")}
+        if row.shown.tables:
+            groups.setdefault(json.dumps(rest, sort_keys=True), []).append(row)
     return list(groups.values())
 
 

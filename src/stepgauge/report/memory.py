@@ -13,6 +13,7 @@ from stepgauge.report.table import Table
 from stepgauge.report.views import record_table
 from stepgauge.report.where import measured_where
 from stepgauge.spec.hardware import fits
+from stepgauge.spec.predictions import Row, paired
 from stepgauge.spec.record import Record, Sample
 
 CATEGORIES = ("parameters", "optimizer state", "gradients", "activations", "temporaries", "other")
@@ -34,20 +35,22 @@ OUTSIDE = "outside of blocks"
 
 
 def summary_table(records: Sequence[Record], caption: str = "") -> Table:
-    """One row a record: measured peak, predicted peak, and whose bytes it is.
+    """One row a thing asked: measured peak, predicted peak, their error, and whose bytes it is.
 
     What is predicted alone says so, and which device of that architecture holds it.
     """
+    pairs = paired(records)
     unit = _unit(records)
-    table = record_table([_shown(record, unit) for record in records])
+    table = record_table([_shown(pair, unit) for pair in pairs])
     at = table.naming().stop
-    common = shared(records).text if len(records) > 1 else ""
-    figures = ["predicted" if record.provenance == "modelled" else "measured" for record in records]
-    held = [_holds(record) for record in records]
+    shown = [pair.shown for pair in pairs]
+    common = shared(shown).text if len(shown) > 1 else ""
+    figures = ["predicted" if record.provenance == "modelled" else "measured" for record in shown]
+    held = [_holds(record) for record in shown]
     columns = ["row", *table.columns[:at], "figures", *table.columns[at:], "fits"]
     rows = [
         [name, *row[:at], of, *row[at:], holds]
-        for name, row, of, holds in zip(labels(records), table.rows, figures, held, strict=True)
+        for name, row, of, holds in zip(labels(shown), table.rows, figures, held, strict=True)
     ]
     same = figures[:1] if len(set(figures)) == 1 else []
     said = ", ".join(filter(None, (common, *same)))
@@ -63,10 +66,9 @@ def summary_table(records: Sequence[Record], caption: str = "") -> Table:
 
 
 def _holds(record: Record) -> str:
-    peak = record.median("predicted_peak_bytes")
-    return (
-        fits(peak, str(record.spec["predict"])) if record.provenance == "modelled" and peak else ""
-    )
+    peak = record.median("peak_bytes")
+    modelled = record.provenance == "modelled"
+    return fits(peak, str(record.spec["predict"])) if modelled and peak else ""
 
 
 def _unit(records: Sequence[Record]) -> SizeUnit:
@@ -76,16 +78,22 @@ def _unit(records: Sequence[Record]) -> SizeUnit:
     )
 
 
-def _shown(record: Record, unit: SizeUnit) -> Record:
-    """The record with the columns' metrics; a prediction has no measured peak, and the row's name
-    says it is one.
-    """
-    metrics = {name: record.metrics[name] for name in SHOWN if name in record.metrics}
-    if record.provenance == "modelled":
-        metrics.pop("peak_bytes", None)
-    metrics = dict(_in_unit(name, sample, unit) for name, sample in metrics.items())
-    note = "" if record.provenance == "modelled" and record.status == "ok" else record.note
-    return dataclasses.replace(record, metrics=metrics, note=note)
+def _shown(pair: Row, unit: SizeUnit) -> Record:
+    """The row as a record with the columns' metrics: what is predicted alone has no measured peak."""
+    record, prediction = pair.shown, pair.prediction
+    known = {name: sample for name, sample in record.metrics.items() if name in SHOWN}
+    if record is prediction:
+        known.pop("peak_bytes", None)
+    if prediction and "peak_bytes" in prediction.metrics:
+        known["predicted_peak_bytes"] = prediction.metrics["peak_bytes"]
+    if (error := pair.error("peak_bytes")) is not None:
+        known["predicted_error"] = Sample.exact(error, "signed fraction")
+    metrics = dict(_in_unit(name, known[name], unit) for name in SHOWN if name in known)
+    notes = [pair.record.note]
+    if prediction and prediction.note and prediction is not pair.record:
+        notes.append(f"not predicted: {prediction.note}")
+    note = "; ".join(filter(None, notes))
+    return dataclasses.replace(record, metrics=metrics, status=pair.record.status, note=note)
 
 
 def _in_unit(name: str, sample: Sample, unit: SizeUnit) -> tuple[str, Sample]:
@@ -242,7 +250,7 @@ def derived_table(record: Record) -> Table:
     )
 
 
-def timeline(record: Record) -> Plot | None:
+def timeline(record: Record, prediction: Record | None = None) -> Plot | None:
     """Active bytes over the step's allocations and frees, by category, the phases marked."""
     series = record.series
     if "event" not in series:
@@ -254,12 +262,8 @@ def timeline(record: Record) -> Plot | None:
         for name in CATEGORIES
     }
     starts = dict(zip(("forward", "backward", "optimizer"), series["phase_start"], strict=True))
-    predicted = record.median("predicted_peak_bytes")
-    level = (
-        ("predicted peak", predicted / unit.bytes)
-        if predicted and record.provenance == "measured"
-        else None
-    )
+    predicted = prediction.median("peak_bytes") if prediction and prediction != record else None
+    level = ("predicted peak", predicted / unit.bytes) if predicted else None
     svg = areas(
         [series["event"][i] for i in points],
         layers,
@@ -268,7 +272,7 @@ def timeline(record: Record) -> Plot | None:
         marks=starts,
         level=level,
     )
-    whole = "predicted" if record.provenance == "modelled" else "followed"
+    whole = "predicted" if record.provenance == "modelled" else "tracked"
     return Plot(svg, f"{describe(record)}: memory in use over one step, {whole}.")
 
 
@@ -294,23 +298,22 @@ def memory_blocks(
     """What a report shows of these records; timelines of those `drawn`, what those `compared` keep,
     else of all.
     """
+    rows = paired(records)
+    predictions = {row.shown.key: row.prediction for row in rows}
     shown: list[Block] = [summary_table(records, "Peak of the last step, and whose bytes it is")]
-    errors = [
-        abs(r.median("predicted_error") or 0.0) for r in records if "predicted_error" in r.metrics
-    ]
+    errors = [error for row in rows if (error := row.error("peak_bytes")) is not None]
     if errors:
+        largest = 100 * max(map(abs, errors))
         shown.append(
-            Text(
-                f"Largest error of the predicted peak: {100 * max(errors):.2f} % over {_rows(len(errors))}."
-            )
+            Text(f"Largest error of the predicted peak: {largest:.2f} % over {_rows(len(errors))}.")
         )
-    for record in records if drawn is None else drawn:
-        plot = timeline(record)
+    for record in [row.shown for row in rows] if drawn is None else drawn:
+        plot = timeline(record, predictions.get(record.key))
         shown += [plot] if plot else []
         shown += [dataclasses.replace(table, folded=True) for table in memory_tables(record)]
     return [
         *shown,
-        *kept_tables(records if compared is None else compared),
+        *kept_tables([row.shown for row in rows] if compared is None else compared),
         *best_checkpoint_tables(records),
     ]
 

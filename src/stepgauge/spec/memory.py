@@ -14,7 +14,7 @@ PREDICTIONS = ("no", "cpu", "sm80", "sm90")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemorySpec(WorkSpec):
     """What `profile memory` runs for one row: forward alone, then whole steps, every storage
-    followed.
+    tracked.
     """
 
     kind: ClassVar[str] = "memory"
@@ -31,10 +31,10 @@ class MemorySpec(WorkSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.model, UserModel) and self.compile != "off":
-            raise ValueError(f"compile is {self.compile!r}; a user's model is followed as it is")
+            raise ValueError(f"compile is {self.compile!r}; a user's model is tracked as it is")
         if self.phases != "step":
             raise ValueError(
-                f"phases is {self.phases!r}; memory is followed through a whole step, forward alone first"
+                f"phases is {self.phases!r}; memory is tracked through a whole step, forward alone first"
             )
         if self.predict != "no" and self.compile != "off":
             raise ValueError(

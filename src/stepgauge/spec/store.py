@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from stepgauge.spec.predictions import without_predicted_metrics
 from stepgauge.spec.record import Record
 
 FILE_NAME = "records.jsonl"
@@ -134,7 +135,7 @@ class RunStore:
             if not line.strip():
                 continue
             try:
-                records.append(Record.from_json(line.decode()))
+                records += without_predicted_metrics(Record.from_json(line.decode()))
             except ValueError as error:
                 problems.append(f"{self.path} line {number} is damaged and left out: {error}")
         return Contents(records, problems)

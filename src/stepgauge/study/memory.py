@@ -15,6 +15,7 @@ from stepgauge.report.page import Block
 from stepgauge.report.table import Table
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.predictions import paired
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
 from stepgauge.study.experiment import Experiment, Machine
@@ -37,60 +38,59 @@ BEYOND = (("10b", 512), ("2.7b", 2048))
 def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
     precisions = ("fp32", "bf16")
     load = S1 if machine.is_gpu else S2
-    rows = [_job(machine, size, load, precision=p) for size in sizes(machine) for p in precisions]
     chosen = "small" if machine.is_gpu else "mini"
     choices: list[dict[str, Any]] = [
         {"checkpointing": name, "checkpoint_blocks": k} for name, k in CHOICES
     ]
+    rows = [_jobs(machine, size, load, precision=p) for size in sizes(machine) for p in precisions]
     # none is among the sizes
-    rows += [_job(machine, chosen, load, **choice) for choice in choices[1:]]
-    rows.append(_job(machine, chosen, load, parts=OUR_PARTS, optimizer="fused"))
-    rows += [_job(machine, chosen, load, compile="on")] if machine.has_compiler else []
+    rows += [_jobs(machine, chosen, load, **choice) for choice in choices[1:]]
+    rows.append(_jobs(machine, chosen, load, parts=OUR_PARTS, optimizer="fused"))
+    if machine.has_compiler:
+        rows.append(_jobs(machine, chosen, load, compile="on"))
     timed = [step_job(machine, chosen, load=load, **choice) for choice in choices]
-    beyond = [
-        _job(machine, size, (4, length), precision="bf16", predict="sm90")
-        for size, length in BEYOND
-    ]
-    return [*rows, *timed, *(beyond if machine.is_gpu or machine.has_compiler else [])]
+    if machine.is_gpu or machine.has_compiler:
+        rows += [
+            _jobs(machine, size, (4, length), precision="bf16", predict="sm90")
+            for size, length in BEYOND
+        ]
+    return [*(job for row in rows for job in row), *timed]
 
 
-def _job(
+def _jobs(
     machine: Machine,
     size: str,
     load: tuple[int, int],
     *,
     parts: Mapping[str, str] = NO_PARTS,
     **fields: Any,
-) -> Job:
+) -> list[Job]:
     model = ModelSpec.preset(size, context_length=load[1], **parts)
     spec = MemorySpec(model=model, size=size, batch=load[0], device=machine.device, **fields)
-    return Job(memory.run, spec)
+    return memory.jobs(spec)
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
-    followed = [record for record in records if record.kind == MemorySpec.kind]
+    tracked = [record for record in records if record.kind == MemorySpec.kind]
     timed = [record for record in records if record.kind == StepSpec.kind and record.status == "ok"]
     chosen = {
         str(flatten(record.spec)["size"]) for record in records if record.kind == StepSpec.kind
     }
-    variants = [r for r in followed if r.spec["size"] in chosen and r.spec["precision"] == "fp32"]
-    largest = [
-        r for r in followed if r.status == "ok" and r.provenance == "measured" and r not in variants
-    ][-1:]
+    rows = [row.shown for row in paired(tracked)]
+    measured = [record for record in rows if record.provenance == "measured"]
+    variants = [r for r in rows if r.spec["size"] in chosen and r.spec["precision"] == "fp32"]
+    largest = [r for r in measured if r not in variants][-1:]
     drawn = [*(record for record in variants if choice_of(record)[1] == 1), *largest]
-    shown = [*memory_blocks(followed, drawn=drawn, compared=variants)] if followed else []
+    shown = [*memory_blocks(tracked, drawn=drawn, compared=variants)] if tracked else []
     times = {choice_of(r): r.median("step_ms") for r in timed}
     points = {
         _words(*choice_of(r)): (times[choice_of(r)] or 0.0, r.median("peak_bytes") or 0.0)
         for r in variants
-        if r.status == "ok" and _is_stock(r) and choice_of(r) in times
+        if r in measured and _is_stock(r) and choice_of(r) in times
     }
     if points:
         shown.append(memory_against_time(points))
-    return [
-        *shown,
-        beside_published([record for record in followed if record.provenance == "measured"]),
-    ]
+    return [*shown, beside_published(measured)]
 
 
 def _words(checkpointing: str, blocks_a_part: int) -> str:
@@ -154,10 +154,11 @@ EXPERIMENT = Experiment(
     title="Memory",
     question="Who holds memory when in a step, what is its peak, and what does computing again give back?",
     method=(
-        "Every storage is followed from birth to death; a gradient is what a parameter's grad holds, optimizer state "
+        "Every storage is tracked from birth to death; a gradient is what a parameter's grad holds, optimizer state "
         "what the optimizer's state holds, an activation what outlives the forward pass, a temporary the rest. On "
         "a GPU the bytes are those of the caching allocator's own history, on a CPU those of the storages. The "
-        "prediction runs the same step on tensors without memory through a model of the allocator. Forward only is "
+        "prediction is a record of its own: the same step on tensors without memory, through a model of "
+        "the allocator. Forward only is "
         "the first thing that runs, without gradients or optimizer state. What compiled code keeps is what autograd's "
         "node holds, and where it was made is known from torch.compile's partitioner."
     ),

@@ -1,6 +1,6 @@
 """`stepgauge profile memory`."""
 
-import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +21,8 @@ from stepgauge.report.checkpointing import best_checkpoint_tables
 from stepgauge.report.memory import kept_tables, memory_page, memory_tables, summary_table
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.predictions import paired
+from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 
 
@@ -44,19 +46,18 @@ def memory(
 ) -> None:
     """Show who holds memory when in a training step, and predict it.
 
-    Every storage is followed from birth to death. The same step on tensors without memory predicts
-    the peak beside the measured one; --predict gives the prediction alone, for a device that need
-    not be there. Every option takes several values, and their product is measured; blocks to
-    compute again together vary only rows with checkpointing. The run's folder gets records,
-    report.html and, on CUDA, the allocator's snapshots for PyTorch's own viewer.
+    Every storage is tracked from birth to death. The same step on tensors without memory predicts
+    the peak: a record of its own, shown beside the measured one. --predict gives the prediction
+    alone, for a device that need not be there. Every option takes several values, and their product
+    is measured; blocks to compute again together vary only rows with checkpointing. The run's
+    folder gets records, report.html and, on CUDA, the allocator's snapshots for PyTorch's viewer.
     """
     from stepgauge.bench import memory as bench_memory
-    from stepgauge.bench.sweep import Job
 
     specs = distinct(resolve_devices(expand(MemorySpec, values)))
     for spec in specs:
         bench_memory.check(spec)
-    jobs = [Job(functools.partial(bench_memory.run, folder=out), spec) for spec in specs]
+    jobs = [job for spec in specs for job in bench_memory.jobs(spec, folder=out)]
     records = run_jobs(jobs, RunStore(out), fresh=fresh)
     everything = [
         record for record in RunStore(out).read().latest() if record.kind == MemorySpec.kind
@@ -66,16 +67,17 @@ def memory(
     report.write_text(memory_page(everything), encoding="utf-8")
     tell(f"timelines and all tables: {report}")
     if format == "table":
-        print_table(summary_table(records))
-        for table in [
-            table
-            for record in records
-            if details or len(records) == 1
-            for table in memory_tables(record)
-        ]:
-            print_table(table)
-        for table in [*kept_tables(records, largest=False), *best_checkpoint_tables(records)]:
-            print_table(table)
+        _print_tables(records, details)
     else:
         print_records(records, format)
-    require_success(records)
+    require_success([row.record for row in paired(records)])
+
+
+def _print_tables(records: Sequence[Record], details: bool) -> None:
+    shown = [row.shown for row in paired(records)]
+    print_table(summary_table(records))
+    for record in shown if details or len(shown) == 1 else []:
+        for table in memory_tables(record):
+            print_table(table)
+    for table in [*kept_tables(shown, largest=False), *best_checkpoint_tables(records)]:
+        print_table(table)

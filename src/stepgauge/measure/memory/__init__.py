@@ -1,3 +1,3 @@
-"""Who holds memory when: every storage followed from birth to death, on real tensors and on tensors
+"""Who holds memory when: every storage tracked from birth to death, on real tensors and on tensors
 without memory.
 """

@@ -1,7 +1,7 @@
-"""The CUDA allocator's own history, joined with the storages that were followed.
+"""The CUDA allocator's own history, joined with the storages that were tracked.
 
-The allocator counts its events; the follower reads that count around every operator. An allocation
-in the history is a followed storage if it has its address within the window of the operator that
+The allocator counts its events; the tracker reads that count around every operator. An allocation
+in the history is a tracked storage if it has its address within the window of the operator that
 made it; any other allocation of the window is the operator's own, a temporary, or a workspace if it
 is never given back.
 """
@@ -19,9 +19,9 @@ from stepgauge.measure.memory.storage_tracker import (
     OTHER,
     TEMPORARIES,
     Allocation,
-    Follower,
     Mark,
     Phase,
+    StorageTracker,
 )
 
 UNSEEN = "outside of operators"
@@ -62,17 +62,17 @@ def trace_of(found: Mapping[str, Any], device: torch.device) -> list[Mapping[str
 
 
 def joined(
-    trace: Sequence[Mapping[str, Any]], follower: Follower, *, first: int
+    trace: Sequence[Mapping[str, Any]], tracker: StorageTracker, *, first: int
 ) -> list[Allocation]:
-    """Every allocation of the history, as the storage that was followed or as its operator's own.
+    """Every allocation of the history, as the storage that was tracked or as its operator's own.
 
     first  event count when the history began
     """
-    followed: dict[int, list[Allocation]] = {}
-    for allocation in follower.allocations:
-        followed.setdefault(allocation.address, []).append(allocation)
-    windows = _WindowsAt(follower)
-    marks = iter(sorted(follower.marks, key=lambda mark: mark.event))
+    tracked: dict[int, list[Allocation]] = {}
+    for allocation in tracker.allocations:
+        tracked.setdefault(allocation.address, []).append(allocation)
+    windows = _WindowsAt(tracker)
+    marks = iter(sorted(tracker.marks, key=lambda mark: mark.event))
     mark = next(marks, None)
     live: dict[int, Allocation] = {}
     found = []
@@ -87,11 +87,11 @@ def joined(
                 live.pop(address).died = event
             continue
         made = windows.at(event)
-        known = _storage(followed.get(address, []), event, made)
+        known = _storage(tracked.get(address, []), event, made)
         allocation = Allocation(
             entry["size"],
             event,
-            known.phase if known else _phase_at(follower.phases, event),
+            known.phase if known else _phase_at(tracker.phases, event),
             known.operator if known else f"inside {made.operator}" if made else UNSEEN,
             known.module if known else made.module if made else "",
             known.line if known else made.line if made else "",
@@ -101,7 +101,7 @@ def joined(
         )
         live[address] = allocation
         found.append(allocation)
-    _keep_what_outlives_forward(found, follower.phases)
+    _keep_what_outlives_forward(found, tracker.phases)
     for allocation in live.values():
         if allocation.category == TEMPORARIES and allocation.operator.startswith("inside"):
             allocation.category = OTHER  # a library's workspace
@@ -145,8 +145,8 @@ def _phase_at(phases: Sequence[Phase], event: int) -> str:
 class _WindowsAt:
     """Which operator ran at an event; asked with rising events."""
 
-    def __init__(self, follower: Follower):
-        self._windows = iter(sorted(follower.windows, key=lambda window: window.end))
+    def __init__(self, tracker: StorageTracker):
+        self._windows = iter(sorted(tracker.windows, key=lambda window: window.end))
         self._current = next(self._windows, None)
 
     def at(self, event: int) -> Any:

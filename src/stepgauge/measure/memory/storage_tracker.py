@@ -1,4 +1,4 @@
-"""Follows every storage: when it is born and dies, who made it and what for.
+"""Tracks every storage: when it is born and dies, who made it and what for.
 
 Below autograd, as a dispatch mode, each operator's outputs are seen; weak references tell of their
 end. The category is known later than the birth: a storage is a gradient when a parameter's .grad
@@ -19,6 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from stepgauge.measure.memory.autograd_engine import (
+    adds_in_place,
+    forward_number,
+    held_by_buffer,
+    last_number,
+)
+from stepgauge.measure.memory.autograd_engine import node as autograd_node
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, TEMPORARIES, OTHER = "activations", "temporaries", "other"
@@ -81,7 +89,7 @@ class Window:
 
 
 @dataclasses.dataclass(frozen=True)
-class Extra:
+class Workspace:
     """What an operator takes beside its outputs, where tensors own no memory: `stays` is never
     given back.
     """
@@ -91,11 +99,11 @@ class Extra:
     stays: bool = False
 
 
-class Follower(TorchDispatchMode):
-    """Follows storages on one kind of device. `events` reads the allocator's own count of events,
+class StorageTracker(TorchDispatchMode):
+    """Tracks storages on one kind of device. `events` reads the allocator's own count of events,
     where it has one.
 
-    extras  what an operator takes beside its outputs, by (operator, arguments, in backward); none
+    workspaces  what an operator takes beside its outputs, by (operator, arguments, in backward); none
             on real tensors, where the allocator's history has them
     """
 
@@ -104,16 +112,17 @@ class Follower(TorchDispatchMode):
         device: torch.device,
         *,
         events: Callable[[], int] | None = None,
-        extras: Callable[[Any, Any, bool], Iterable[Extra]] | None = None,
+        workspaces: Callable[[Any, Any, bool], Iterable[Workspace]] | None = None,
     ):
         super().__init__()
+        held_by_buffer()  # found now: later is within backward
         self.device_type = device.type
         self.allocations: list[Allocation] = []
         self.phases: list[Phase] = []
         self.windows: list[Window] = []
         self.marks: list[Mark] = []
         self._events = events
-        self._extras = extras
+        self._workspaces = workspaces
         self._count = 0
         self._phase = ""
         self._live: dict[int, tuple[Allocation, Any]] = {}
@@ -200,12 +209,17 @@ class Follower(TorchDispatchMode):
     # ---- what is seen ------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        in_backward = torch._C._current_autograd_node() is not None
+        if adds_in_place(func, args):
+            return args[0].add_(args[1])
+        in_backward = autograd_node() is not None
         module, line = self._origin(in_backward)
         start = self.now()
         passing = (
-            [self._extra(e, module, line) for e in self._extras(func, args, in_backward)]
-            if self._extras
+            [
+                self._begin_workspace(e, module, line)
+                for e in self._workspaces(func, args, in_backward)
+            ]
+            if self._workspaces
             else []
         )
         result = func(*args, **(kwargs or {}))
@@ -252,7 +266,7 @@ class Follower(TorchDispatchMode):
         allocation.died = self.now()
         self._count += 1
 
-    def _extra(self, extra: Extra, module: str, line: str) -> Allocation | None:
+    def _begin_workspace(self, extra: Workspace, module: str, line: str) -> Allocation | None:
         """The allocation, to be ended after the operator, or None if it stays."""
         category = OTHER if extra.stays else TEMPORARIES
         made = self._begin(
@@ -284,16 +298,15 @@ class Follower(TorchDispatchMode):
         taken.
         """
         if in_backward and not self._running:
-            node = torch._C._current_autograd_node()
-            return self._made.get(node._sequence_nr(), ("", ""))
-        found = (self._running[-1] if self._running else "", _line())
-        self._made[torch.autograd._get_sequence_nr() - 1] = found
+            return self._made.get(forward_number(autograd_node()), ("", ""))
+        found = (self._running[-1] if self._running else "", program_line())
+        self._made[last_number()] = found
         return found
 
 
-def _line() -> str:
+def program_line() -> str:
     """The innermost line of the program that is neither torch's nor of this folder."""
-    frame: Any = sys._getframe(2)
+    frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if is_own(file):

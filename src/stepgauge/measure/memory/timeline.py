@@ -27,7 +27,7 @@ class Moment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Picture:
+class MemoryTimeline:
     """moments of the phases that were asked for, the peak of each, and whose bytes they are."""
 
     moments: Sequence[Moment]
@@ -79,10 +79,10 @@ class Picture:
         ]
 
 
-def picture(
+def memory_timeline(
     allocations: Sequence[Allocation], phases: Sequence[Phase], *, caching: bool
-) -> Picture:
-    """The picture of the phases, which lie next to each other; `caching` counts bytes as the CUDA
+) -> MemoryTimeline:
+    """The timeline of the phases, which lie next to each other; `caching` counts bytes as the CUDA
     allocator does.
     """
     allocator = CachingAllocator()
@@ -105,7 +105,7 @@ def picture(
                 allocator.free(blocks.pop(allocation))
         if first <= event < last:
             moments.append(Moment(event, dict(held)))
-    return Picture(
+    return MemoryTimeline(
         moments or [Moment(first, dict(held))],
         phases,
         allocations,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepgauge.measure.memory.storage_tracker import Extra
+from stepgauge.measure.memory.storage_tracker import Workspace
 
 # Bytes of a cuBLAS workspace by compute capability (CublasHandlePool.cpp, getChosenWorkspaceSize).
 CUBLAS_BYTES: Mapping[str, int] = {"sm80": 4096 * 2 * 1024 + 16 * 8 * 1024, "sm90": 4096 * 8 * 1024}
@@ -23,21 +23,21 @@ PRODUCTS = frozenset(
 )
 
 
-class CudaExtras:
-    """extras of Follower for one architecture, and for operators that are told with `known`."""
+class CudaWorkspaces:
+    """workspaces of StorageTracker for one architecture, and for operators that are told with `known`."""
 
     def __init__(self, architecture: str, known: Mapping[str, Callable[[Any], int]] | None = None):
         self.workspace_bytes = CUBLAS_BYTES[architecture]
         self.known = {**ATTENTION, **(known or {})}
         self._have_workspace: set[bool] = set()
 
-    def __call__(self, func: Any, args: Any, in_backward: bool) -> Iterable[Extra]:
+    def __call__(self, func: Any, args: Any, in_backward: bool) -> Iterable[Workspace]:
         name = func._schema.name
         if func in PRODUCTS and in_backward not in self._have_workspace:
             self._have_workspace.add(in_backward)
-            yield Extra(self.workspace_bytes, "cuBLAS workspace", stays=True)
+            yield Workspace(self.workspace_bytes, "cuBLAS workspace", stays=True)
         if name in self.known and (size := self.known[name](args)):
-            yield Extra(size, f"inside {name.split('::')[1]}")
+            yield Workspace(size, f"inside {name.split('::')[1]}")
 
 
 def _rows(query_BHTD: Tensor) -> int:
@@ -46,12 +46,14 @@ def _rows(query_BHTD: Tensor) -> int:
 
 def _flash_backward(args: Any) -> int:
     """fp32 gradient of the queries, and one value a row, both padded to tiles of 128 rows
-    (FlashAttention-2).
+    (FlashAttention-2); gradients of keys and values by query head where those share them.
     """
-    q_BHTD = args[1]
+    q_BHTD, k_BHTD = args[1], args[2]
+    grouped = q_BHTD.shape[1] != k_BHTD.shape[1]
+    per_head = 2 * k_BHTD.nbytes // k_BHTD.shape[1] * q_BHTD.shape[1] if grouped else 0
     rows = _rows(q_BHTD) // q_BHTD.shape[-2] * -(-q_BHTD.shape[-2] // 128) * 128
     width = -(-q_BHTD.shape[-1] // 32) * 32
-    return rows * width * 4 + rows * 4
+    return rows * width * 4 + rows * 4 + per_head
 
 
 def _efficient_backward(args: Any) -> int:

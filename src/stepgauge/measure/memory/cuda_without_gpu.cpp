@@ -8,7 +8,7 @@
 
 namespace {
 
-struct PretendedHooks final : at::CUDAHooksInterface {
+struct FakeHooks final : at::CUDAHooksInterface {
   void init() const override {}
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
@@ -21,7 +21,7 @@ struct PretendedHooks final : at::CUDAHooksInterface {
 const c10::Device DEVICE(c10::DeviceType::CUDA, 0);
 const c10::Stream STREAM(c10::Stream::DEFAULT, DEVICE);
 
-struct PretendedGuard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
+struct FakeGuard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   c10::Device exchangeDevice(c10::Device) const override { return DEVICE; }
   c10::Device getDevice() const override { return DEVICE; }
   c10::Stream getStream(c10::Device) const noexcept override { return STREAM; }
@@ -36,13 +36,13 @@ struct PretendedGuard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CU
 
 }  // namespace
 
-extern "C" void pretend_cuda() {
-  static PretendedHooks hooks;
-  static PretendedGuard guard;
+extern "C" void register_fake_cuda() {
+  static FakeHooks hooks;
+  static FakeGuard guard;
   c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)].store(&guard);
   // torch has looked its hooks up for good when it was imported; neither class has fields, so that the object that it
   // keeps becomes ours by its table of functions.
-  static_assert(sizeof(PretendedHooks) == sizeof(at::CUDAHooksInterface));
+  static_assert(sizeof(FakeHooks) == sizeof(at::CUDAHooksInterface));
   auto* known = const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks());
   const void* ours = &hooks;
   std::memcpy(static_cast<void*>(known), ours, sizeof(void*));

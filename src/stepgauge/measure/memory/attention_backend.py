@@ -1,0 +1,179 @@
+"""Which kernels torch's scaled_dot_product_attention takes on a GPU that is not there.
+
+The rules are those of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp in torch 2.11 to 2.13; on
+Hopper cuDNN's attention comes first, as with cuDNN later than 9.15.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CUDNN_WIDEST_HEAD = 128
+FLASH_WIDEST_HEAD = 256
+FLASH_MULTIPLE = 8  # narrower heads are padded
+MASK_MULTIPLE = 16  # values of a row, for the memory-efficient kernels
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call: q_BHTD, k_BHSD, v_BHSD after autocast, and what torch's function takes beside."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    dropout: float
+    causal: bool
+    scale: float | None
+    gqa: bool
+
+    @property
+    def low_precision(self) -> bool:
+        return self.q.dtype in (torch.bfloat16, torch.float16)
+
+    @property
+    def needs_gradient(self) -> bool:
+        wanted = self.q.requires_grad or self.k.requires_grad or self.v.requires_grad
+        return torch.is_grad_enabled() and wanted
+
+    @property
+    def mask_needs_gradient(self) -> bool:
+        return self.mask is not None and self.mask.requires_grad and torch.is_grad_enabled()
+
+
+def attention_of(architecture: str) -> Callable[..., Tensor]:
+    """scaled_dot_product_attention by the backend that torch picks on sm80 or sm90.
+
+    A function in its place rather than a mode: modes do not come along into autograd's thread, where
+    checkpoints run.
+    """
+    original = F.scaled_dot_product_attention
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        q, k, v, mask = map(_autocast, (query, key, value, attn_mask))
+        call = Call(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+        run = _backend(call, architecture) if query.is_cuda else None
+        if run is None:
+            return original(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                enable_gqa=enable_gqa,
+            )  # fmt: skip
+        return run(call)
+
+    return attend
+
+
+def _autocast(tensor: Any) -> Any:
+    casts = torch.is_autocast_enabled("cuda") and isinstance(tensor, Tensor)
+    if casts and tensor.is_cuda and tensor.is_floating_point():
+        return tensor.to(torch.get_autocast_dtype("cuda"))
+    return tensor
+
+
+def _backend(call: Call, architecture: str) -> Callable[[Call], Tensor] | None:
+    """The first that takes the call; None for the plain one, which writes the scores."""
+    enabled = torch.backends.cuda
+    order = [
+        (enabled.flash_sdp_enabled(), _flash_takes, _flash),
+        (enabled.mem_efficient_sdp_enabled(), _efficient_takes, _efficient),
+    ]
+    cudnn = (enabled.cudnn_sdp_enabled(), _cudnn_takes, _cudnn)
+    order.insert(0 if architecture == "sm90" else 2, cudnn)
+    if any(x.ndim != 4 or 0 in x.shape for x in (call.q, call.k, call.v)):
+        return None
+    return next((run for on, takes, run in order if on and takes(call)), None)
+
+
+def _heads_agree(call: Call, *, grouped: bool) -> bool:
+    heads, keys, values = (x.shape[1] for x in (call.q, call.k, call.v))
+    if heads == keys == values:
+        return True
+    return grouped and call.gqa and keys == values and heads % keys == 0
+
+
+def _cudnn_takes(call: Call) -> bool:
+    widths = call.q.shape[-1], call.v.shape[-1]
+    return (
+        call.low_precision
+        and all(width <= CUDNN_WIDEST_HEAD and width % 8 == 0 for width in widths)
+        and _heads_agree(call, grouped=True)
+        and call.k.shape[2] != 1
+        and call.dropout * 16 == int(call.dropout * 16)
+        and not call.mask_needs_gradient
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def _flash_takes(call: Call) -> bool:
+    return (
+        call.low_precision
+        and call.mask is None
+        and call.q.shape[-1] == call.v.shape[-1] <= FLASH_WIDEST_HEAD
+        and _heads_agree(call, grouped=True)
+        and (not call.causal or call.q.shape[2] == call.k.shape[2])
+        and all(x.stride(-1) == 1 for x in (call.q, call.k, call.v))
+    )
+
+
+def _efficient_takes(call: Call) -> bool:
+    multiple = 8 if call.low_precision else 4
+    return (
+        call.q.dtype != torch.float64
+        and all(x.shape[-1] % multiple == 0 for x in (call.q, call.v))
+        and _heads_agree(call, grouped=False)
+        and all(x.stride(-1) == 1 for x in (call.q, call.k, call.v))
+    )
+
+
+def _cudnn(call: Call) -> Tensor:
+    return aten._scaled_dot_product_cudnn_attention(
+        call.q, call.k, call.v, _added_mask(call), call.needs_gradient, call.dropout, call.causal,
+        False, scale=call.scale,
+    )[0]  # fmt: skip
+
+
+def _flash(call: Call) -> Tensor:
+    width = call.q.shape[-1]
+    padded = [F.pad(x, (0, -width % FLASH_MULTIPLE)) for x in (call.q, call.k, call.v)]
+    taken = padded if width % FLASH_MULTIPLE else [call.q, call.k, call.v]
+    scale = call.scale or width**-0.5
+    return aten._scaled_dot_product_flash_attention(
+        *taken, call.dropout, call.causal, False, scale=scale
+    )[0][..., :width]
+
+
+def _efficient(call: Call) -> Tensor:
+    mask = _added_mask(call)
+    if mask is not None:
+        mask = mask.expand(*call.q.shape[:3], call.k.shape[2])
+        if spare := -mask.shape[-1] % MASK_MULTIPLE:
+            mask = F.pad(mask, (0, spare))[..., :-spare]
+        elif any(stride % MASK_MULTIPLE for stride in mask.stride()[:3]):
+            mask = mask.contiguous()
+    return aten._scaled_dot_product_efficient_attention(
+        call.q, call.k, call.v, mask, call.needs_gradient or call.mask_needs_gradient,
+        call.dropout, call.causal, scale=call.scale,
+    )[0]  # fmt: skip
+
+
+def _added_mask(call: Call) -> Tensor | None:
+    """What is added to the scores: a boolean mask becomes values of the queries' type."""
+    if call.mask is None or call.mask.dtype != torch.bool:
+        return call.mask
+    return torch.zeros_like(call.mask, dtype=call.q.dtype).masked_fill_(
+        call.mask.logical_not(), -torch.inf
+    )

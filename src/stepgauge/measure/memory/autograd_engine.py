@@ -1,0 +1,69 @@
+"""What autograd's engine is doing when an operator runs: the only file here that asks its private parts."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+
+def node() -> Any:
+    """The node whose gradient is being taken, None outside of backward."""
+    return torch._C._current_autograd_node()
+
+
+def forward_number(of: Any) -> int:
+    """Of a node: equal to the `last_number` at the forward operation whose gradient it takes."""
+    return of._sequence_nr()
+
+
+def last_number() -> int:
+    """Of the last operation that autograd has noted."""
+    return torch.autograd._get_sequence_nr() - 1
+
+
+@functools.cache
+def held_by_buffer() -> tuple[int, int]:
+    """`references` of a gradient that only the engine's buffer holds, found by having two added.
+
+    To be called outside of backward first.
+    """
+    found: list[tuple[int, int]] = []
+
+    class Probe(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is aten.add.Tensor and node() is not None:
+                found.append(references(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with Probe(), torch.enable_grad():
+        x = torch.ones(2, requires_grad=True) * 1
+        (x.sin() + x.cos()).sum().backward()
+    return found[0]
+
+
+def references(tensor: Any) -> tuple[int, int]:
+    """To the tensor and to its storage, as a dispatch mode sees them."""
+    storage = tensor.untyped_storage()
+    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)
+
+
+def adds_in_place(func: Any, args: Sequence[Any]) -> bool:
+    """Whether this addition is the engine's own, into a gradient that nothing else holds.
+
+    Without a dispatch mode the engine then adds in place (torch/csrc/autograd/input_buffer.cpp);
+    under a mode, and for fake tensors, it makes a third tensor.
+    """
+    if func is not aten.add.Tensor or node() is None or torch.is_grad_enabled():
+        return False
+    old, new = args
+    if not isinstance(new, Tensor) or (old.shape, old.dtype) != (new.shape, new.dtype):
+        return False
+    dense = old.is_contiguous() or old.nbytes == old.untyped_storage().nbytes()
+    return dense and references(old) == held_by_buffer()

@@ -1,0 +1,126 @@
+"""Tensors without memory, on a device that need not be there.
+
+torch's fake tensors run every operator's shape rules and no kernel. Where there is no GPU, fake CUDA
+tensors need cuda_without_gpu.py, and the choices that torch makes by looking at the GPU are made by
+its rules: which attention (attention_backend.py).
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stepgauge.measure.memory.attention_backend import attention_of
+from stepgauge.measure.memory.cuda_without_gpu import cuda_without_gpu
+from stepgauge.measure.memory.recurrent import cudnn_recurrent_layers
+from stepgauge.measure.memory.storage_tracker import program_line
+
+MOST_QUESTIONS = 50_000  # of one line of the program, one after another
+WITHOUT_RULE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+aten = torch.ops.aten
+
+
+class NotPredictableError(Exception):
+    """The step does what tensors without values cannot; the message is one sentence."""
+
+
+@contextlib.contextmanager
+def fake_device(architecture: str) -> Iterator[torch.device]:
+    """Within, tensors made on the device it gives own no memory.
+
+    architecture: cpu, or sm80, sm90 for CUDA. Raises ValueError where there is neither a GPU nor a
+    C++ compiler to do without, and NotPredictableError for an operator without a rule.
+    """
+    with contextlib.ExitStack() as stack:
+        if architecture != "cpu" and not torch.cuda.is_available():
+            stack.enter_context(cuda_without_gpu(architecture))
+            attend = attention_of(architecture)
+            stack.enter_context(
+                mock.patch("torch.nn.functional.scaled_dot_product_attention", attend)
+            )
+        if architecture != "cpu":
+            stack.enter_context(cudnn_recurrent_layers())
+        stack.enter_context(mock.patch("torch.utils.swap_tensors", _take_over))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(FakeValues())
+        yield torch.device("cpu" if architecture == "cpu" else "cuda:0")
+
+
+def _take_over(tensor: Any, other: Any) -> None:
+    """In place of swapping the two, for Module.to, which has no further use for the other: torch does
+    not swap fake tensors, since FakeTensorMode holds them weakly (pytorch pull request 196558).
+    """
+    tensor.data = other.data
+    tensor.fake_device = other.fake_device
+
+
+class FakeValues(TorchDispatchMode):
+    """Answers the host's question for a value, and says which operator cannot do without.
+
+    `any` of something is false (nothing is infinite, nothing has to be drawn again), loss scaling
+    finds no infinity, and every other value is one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._false: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._line = ""
+        self._questions = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            self._false.add(args[1].untyped_storage())
+        if func is aten._local_scalar_dense.default:
+            self._require_progress()
+            value = args[0].untyped_storage() not in self._false
+            return float(value) if args[0].is_floating_point() else int(value)
+        if func is aten.equal.default:
+            return True
+        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return _grouped_product(func, *args, **(kwargs or {}))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except WITHOUT_RULE as error:
+            raise NotPredictableError(f"{func} {_why(error)}") from None
+        if func.overloadpacket is aten.any:
+            self._false.add(result.untyped_storage())
+        return result
+
+    def _require_progress(self) -> None:
+        """Raises NotPredictableError where a line asks without end: a loop waits for an answer."""
+        line = program_line()
+        self._questions = self._questions + 1 if line == self._line else 1
+        self._line = line
+        if self._questions > MOST_QUESTIONS:
+            raise NotPredictableError(
+                f"{line} asks for values of tensors without end, and a prediction has none"
+            )
+
+
+def _grouped_product(func: Any, a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The product of experts in other types than bf16: CUDA has it, torch's rule refuses it."""
+    low = func(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs)
+    return torch.empty_like(low, dtype=a.dtype)
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, DynamicOutputShapeException):
+        return "gives as many elements as its input's values say"
+    if isinstance(error, DataDependentOutputException):
+        return "gives the host a value that depends on its input's"
+    return "has no rule for the shape of its result"

@@ -1,0 +1,66 @@
+"""A measured record and its prediction: two records of one thing asked, shown as one row."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from stepgauge.spec.record import Record
+
+OLD = "predicted_"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One thing asked: its measurement, or the prediction where that is all, and the prediction."""
+
+    record: Record
+    prediction: Record | None = None
+
+    @property
+    def shown(self) -> Record:
+        """The record with figures: of what did not fit, the prediction."""
+        return self.record if self.record.metrics else self.prediction or self.record
+
+    def error(self, metric: str) -> float | None:
+        """Signed fraction by which the prediction is off, None where either has no such figure."""
+        predicted = self.prediction.median(metric) if self.prediction else None
+        measured = self.record.median(metric) if self.record.provenance == "measured" else None
+        return predicted / measured - 1 if predicted and measured else None
+
+
+def paired(records: Sequence[Record]) -> list[Row]:
+    """Each measured record with the prediction of the same thing for the same place, and what is
+    predicted alone, in the order of the records.
+    """
+    rows: dict[tuple[str, ...], Row] = {}
+    for record in records:
+        name = (record.key, *record.place)
+        known = rows.get(name)
+        if record.provenance == "modelled":
+            shown = known.record if known and known.record.provenance != "modelled" else record
+            rows[name] = Row(shown, record)
+        else:
+            rows[name] = Row(record, known.prediction if known else None)
+    return list(rows.values())
+
+
+def without_predicted_metrics(record: Record) -> list[Record]:
+    """The record as what it was when predictions had no records of their own: metrics named
+    predicted_* become a modelled record, and a row that did not fit is told apart from the
+    prediction that it held.
+    """
+    if not any(name.startswith(OLD) for name in record.metrics):
+        return [record]
+    own = {n: sample for n, sample in record.metrics.items() if not n.startswith(OLD)}
+    if record.provenance == "modelled":
+        prediction = dataclasses.replace(record, metrics=own, status="ok", note="")
+        lost = dataclasses.replace(record, metrics={}, series={}, tables={}, provenance="measured")
+        return [prediction] if record.status == "ok" else [prediction, lost]
+    figures = {
+        name.removeprefix(OLD): sample
+        for name, sample in record.metrics.items()
+        if name.startswith(OLD) and not name.endswith("_error")
+    }
+    prediction = dataclasses.replace(
+        record, metrics=figures, series={}, tables={}, provenance="modelled"
+    )
+    return [prediction, dataclasses.replace(record, metrics=own)]
