@@ -32,7 +32,7 @@ LAPTOP = dataclasses.replace(H100, name="Laptop GPU", bytes=8 * 2**30)
 @pytest.mark.parametrize("machine", [CPU, H100, LAPTOP], ids=lambda machine: machine.name)
 def test_every_job_is_asked_once_and_on_the_machine(machine, tmp_path):
     jobs = plan(machine, tmp_path, EXPERIMENTS)
-    assert len({job.asked.key for job in jobs}) == len(jobs)
+    assert len({job.asked.identity for job in jobs}) == len(jobs)
     assert {job.spec.device for job in jobs} == {machine.device}
 
 

@@ -23,7 +23,8 @@ from stepgauge.measure.environment import environment
 from stepgauge.parallel.pipeline import Pipeline
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.pipeline import PipelineSpec
-from stepgauge.spec.plan.pipeline import Channel, check, lower
+from stepgauge.spec.plan.pipeline import Channel, Schedule, check, lower
+from stepgauge.spec.plan.pipeline.check import Held
 from stepgauge.spec.record import Record, Sample
 from stepgauge.train.build import batch_for
 from stepgauge.train.precision import PRECISIONS, unavailable
@@ -51,45 +52,42 @@ class RankFigures:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probed:
-    """What the stages of one rank take alone: ms by (stage, kind), and of a transfer."""
+    """What the stages of one rank take alone: ms by (stage, kind), and of a transfer; bytes that a
+    micro-batch of a stage holds, beside those that the rank always has (weights and gradients) and
+    those that an action needs for itself. Without a GPU no bytes are known.
+    """
 
     actions: dict[tuple[int, str], float]
     transfer_ms: float
     host_ms: float
+    held: dict[int, Held]
+    base_bytes: int = 0
+    within_bytes: int = 0
 
 
 def measure(spec: PipelineSpec) -> RankFigures:
     """Runs on every rank. Raises what torch raises: out of memory, mostly."""
-    with _Bench(spec) as bench:
+    with PipelineBench(spec) as bench:
         bench.warm_up()
-        devices.reset_peak_memory(bench.device)
-        steps = [bench.timed_step() for _ in range(spec.steps)]
-        found = devices.peak_memory(bench.device)
-        return RankFigures(steps=steps, spans=bench.spans(), bytes=found)
+        return bench.figures()
 
 
 def probe(spec: PipelineSpec) -> Probed:
     """Runs on every rank: its stages alone, without any schedule."""
-    with _Bench(dataclasses.replace(spec, schedule=spec.ours)) as bench:
+    with PipelineBench(dataclasses.replace(spec, schedule=spec.ours)) as bench:
         bench.warm_up(steps=1)
-        pipeline = bench.pipeline
-        assert isinstance(pipeline, Pipeline)
-        actions: dict[tuple[int, str], float] = {}
-        host = []
-        for number in pipeline.modules:
-            times, host_ms = bench.stage_times(number)
-            actions |= {(number, kind): ms for kind, ms in times.items()}
-            host.append(host_ms)
-        return Probed(
-            actions=actions, transfer_ms=bench.transfer_ms(), host_ms=statistics.median(host)
-        )
+        return bench.probe()
 
 
-class _Bench:
-    """The pipeline of a row on this rank, with its batch."""
+class PipelineBench:
+    """The pipeline of a row on this rank, with its batch.
 
-    def __init__(self, spec: PipelineSpec):
+    schedule  runs in place of the spec's; as many stages, ranks and micro-batches
+    """
+
+    def __init__(self, spec: PipelineSpec, schedule: Schedule | None = None):
         self.spec = spec
+        self._schedule = lower(schedule or spec.plan(), ahead=spec.ahead)
         self.precision = PRECISIONS[spec.precision]
         self.device = _device(spec)
         tokens, targets, *_ = batch_for(spec.model, spec.batch, spec.seed + 1)
@@ -99,7 +97,7 @@ class _Bench:
     def _build(self) -> Pipeline | TorchPipeline:
         spec, dtype = self.spec, self.precision.parameters
         make = functools.partial(build_stage, spec, device=self.device, dtype=dtype)
-        schedule = lower(spec.plan(), ahead=spec.ahead)
+        schedule = self._schedule
         if not spec.is_torchs:
             return Pipeline(
                 make,
@@ -124,7 +122,7 @@ class _Bench:
     def _context(self) -> Any:
         return self.precision.autocasting(self.device)
 
-    def __enter__(self) -> "_Bench":
+    def __enter__(self) -> "PipelineBench":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -143,6 +141,13 @@ class _Bench:
         with self.precision.matmul_mode():
             self.pipeline.step(*self.batch)
 
+    def figures(self) -> RankFigures:
+        """The timed steps. All ranks must call it."""
+        devices.reset_peak_memory(self.device)
+        steps = [self.timed_step() for _ in range(self.spec.steps)]
+        found = devices.peak_memory(self.device)
+        return RankFigures(steps=steps, spans=self.spans(), bytes=found)
+
     def timed_step(self) -> float:
         """ms from when all ranks are there to when this one has finished."""
         devices.synchronize(self.device)
@@ -158,32 +163,63 @@ class _Bench:
             return []
         return [(str(action), start, end) for action, start, end in self.pipeline.spans]
 
-    def stage_times(self, number: int) -> tuple[dict[str, float], float]:
-        """Median ms of each kind of action of a stage of this rank, of micro-batches one after
-        another without waiting for the device; and what the host took for one of them.
-        """
-        rounds = [self._round(number) for _ in range(REPEATS + 1)][1:]
-        kinds = rounds[0][0]
-        times = {kind: statistics.median(found[kind] for found, _ in rounds) for kind in kinds}
-        return times, statistics.median(host for _, host in rounds)
-
-    def _round(self, number: int) -> tuple[dict[str, float], float]:
+    def probe(self) -> Probed:
+        """What the stages take alone. All ranks must call it, after a step."""
         pipeline = self.pipeline
-        assert isinstance(pipeline, Pipeline)
+        assert isinstance(pipeline, Pipeline), "torch's pipelines cannot be asked"
+        base = devices.allocated_memory(self.device) or 0
+        found = {number: self._stage(pipeline, number) for number in pipeline.modules}
+        return Probed(
+            actions={
+                (number, kind): ms for number, own in found.items() for kind, ms in own.ms.items()
+            },
+            host_ms=statistics.median(own.host_ms for own in found.values()),
+            held={number: own.held for number, own in found.items()},
+            base_bytes=base,
+            within_bytes=max(own.within_bytes for own in found.values()),
+            transfer_ms=self.transfer_ms(),
+        )
+
+    def _stage(self, pipeline: Pipeline, number: int) -> "_Alone":
+        """Medians of a few rounds after a first one."""
+        rounds = [self._round(pipeline, number) for _ in range(REPEATS + 1)][1:]
+        last = rounds[-1]
+        return dataclasses.replace(
+            last,
+            ms={kind: statistics.median(one.ms[kind] for one in rounds) for kind in last.ms},
+            host_ms=statistics.median(one.host_ms for one in rounds),
+        )
+
+    def _round(self, pipeline: Pipeline, number: int) -> "_Alone":
+        """Each kind of action for micro-batches one after another, without waiting for the device
+        in between.
+        """
         calls = pipeline.alone(number, *self.batch)
-        times, issued = {}, 0.0
+        ms, issued, levels, within = {}, 0.0, [self._allocated()], 0.0
         for kind, call in calls.items():
             devices.synchronize(self.device)
+            if self.device.type == "cuda":  # but the allocator keeps its blocks
+                torch.cuda.reset_peak_memory_stats(self.device)
             start = time.perf_counter()
             for micro_batch in range(PROBED):
                 call(micro_batch)
             issued += time.perf_counter() - start
             devices.synchronize(self.device)
-            times[kind] = (time.perf_counter() - start) * 1e3 / PROBED
-        for parameter in pipeline.modules[number].parameters():
-            parameter.grad = None
+            ms[kind] = (time.perf_counter() - start) * 1e3 / PROBED
+            peak = devices.peak_memory(self.device).get("peak_bytes", 0)
+            levels.append(self._allocated())
+            within = max(within, peak - max(levels[-2:]))
+        held = [max(0.0, level - levels[0]) / PROBED for level in levels[1:]]
         on_host = self.device.type == "cpu"  # there the host is the device
-        return times, 0.0 if on_host else issued * 1e3 / PROBED / len(calls)
+        return _Alone(
+            ms=ms,
+            host_ms=0.0 if on_host else issued * 1e3 / PROBED / len(calls),
+            held=Held(held[0], held[1] if len(held) > 2 else 0.0),
+            within_bytes=round(within),
+        )
+
+    def _allocated(self) -> int:
+        return devices.allocated_memory(self.device) or 0
 
     def transfer_ms(self) -> float:
         """Of the largest tensor between two stages, between ranks 0 and 1; nothing on one rank."""
@@ -209,6 +245,16 @@ class _Bench:
         return statistics.median(times[2:]) if times else 0.0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Alone:
+    """A stage alone: ms a micro-batch by kind, and of the host; bytes as in Probed."""
+
+    ms: dict[str, float]
+    host_ms: float
+    held: Held
+    within_bytes: int
+
+
 class _InContext(nn.Module):
     """A module whose forward runs in a context."""
 
@@ -226,7 +272,7 @@ def _device(spec: PipelineSpec) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
 
 
-def record(spec: PipelineSpec, ranks: list[RankFigures]) -> Record:
+def measured(spec: PipelineSpec, ranks: list[RankFigures]) -> Record:
     """One record of all ranks' figures: of each step the slowest rank, of bytes the most."""
     steps = slowest([rank.steps for rank in ranks])
     tokens = spec.batch * spec.model.context_length
@@ -248,9 +294,10 @@ def record(spec: PipelineSpec, ranks: list[RankFigures]) -> Record:
     return Record(series=series, metrics=metrics, tables=tables, **_asked(spec))
 
 
-def predicted(spec: PipelineSpec, ranks: list[Probed]) -> Record:
+def modelled(spec: PipelineSpec, ranks: list[Probed]) -> Record:
     """The same schedule simulated: provenance "modelled"."""
-    timeline = simulate(lower(spec.plan(), ahead=spec.ahead), durations(ranks, spec.num_stages))
+    schedule = lower(spec.plan(), ahead=spec.ahead)
+    timeline = simulate(schedule, durations(ranks, spec.num_stages))
     spans = [[(str(s.action), s.start, s.end) for s in row] for row in timeline.ranks]
     metrics = {
         "step_ms": Sample.exact(timeline.step_ms, "ms"),
@@ -260,7 +307,16 @@ def predicted(spec: PipelineSpec, ranks: list[Probed]) -> Record:
         "host_ms": Sample.exact(max(rank.host_ms for rank in ranks), "ms"),
     }
     metrics["samples_per_s"] = Sample.exact(spec.batch / timeline.step_ms * 1e3, "samples/s")
-    return Record(metrics=metrics, tables=_spans(spans), **_asked(spec, "modelled"))
+    series: dict[str, list[float]] = {}
+    if any(rank.base_bytes for rank in ranks):
+        held = {stage: own for rank in ranks for stage, own in rank.held.items()}
+        live = check(schedule, held=held).peak
+        series["rank_peak_bytes"] = [
+            rank.base_bytes + peak + rank.within_bytes
+            for rank, peak in zip(ranks, live, strict=True)
+        ]
+        metrics["peak_bytes"] = Sample.exact(max(series["rank_peak_bytes"]), "bytes")
+    return Record(metrics=metrics, series=series, tables=_spans(spans), **_asked(spec, "modelled"))
 
 
 def durations(ranks: list[Probed], num_stages: int) -> Durations:
@@ -288,5 +344,5 @@ def _asked(spec: PipelineSpec, provenance: str = "measured") -> dict[str, Any]:
     }
 
 
-JOB = OnRanks(measure=measure, record=record, shared=True)
-PREDICTION = OnRanks(measure=probe, record=predicted, shared=True)
+JOB = OnRanks(measure=measure, record=measured, shared=True)
+PREDICTION = OnRanks(measure=probe, record=modelled, shared=True)

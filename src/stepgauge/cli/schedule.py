@@ -8,6 +8,7 @@ from cyclopts import App, Parameter
 from rich.text import Text
 
 from stepgauge.cli.console import Output, print_in, print_table, tell
+from stepgauge.cost.fill import fill_bubbles
 from stepgauge.cost.timeline import Durations, Timeline, simulate
 from stepgauge.report.pipeline import drawing, lanes, rank_table
 from stepgauge.spec.plan.pipeline import (
@@ -103,13 +104,17 @@ def simulate_(
     stage_weights: Annotated[
         str, Parameter(help="How long each stage takes, such as 1,1,1,1.1. [1 each]")
     ] = "",
+    fill: Annotated[
+        bool, Parameter(help="Place each W anew, where its rank would wait.", negative="")
+    ] = False,
+    write: Annotated[Path | None, Parameter(help="The schedule as text, too.")] = None,
     report: Annotated[Path | None, Parameter(help="An SVG of it, too.")] = None,
     format: Form = "text",
 ) -> None:
     """Draw when everything runs, with the bubble of each rank."""
-    found = check(load(which, ranks, micro_batches, per_rank))
+    schedule = load(which, ranks, micro_batches, per_rank)
     durations = Durations.of_stages(
-        found.schedule.num_stages,
+        schedule.num_stages,
         forward=forward,
         input=input,
         weight=weight,
@@ -117,7 +122,12 @@ def simulate_(
         host_ms=host,
         weights=_numbers(stage_weights),
     )
+    schedule = fill_bubbles(schedule, durations) if fill else schedule
+    found = check(schedule)
     timeline = simulate(found.schedule, durations)
+    if write is not None:
+        write.write_text(to_text(schedule), encoding="utf-8")
+        tell(f"schedule: {write}")
     if format == "json":
         print(json.dumps(_values(timeline)))
     elif format == "csv":

@@ -10,6 +10,7 @@ from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.fields import as_in, check, option
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import SCHEDULES, Schedule, build
+from stepgauge.spec.plan.pipeline.lower import AHEAD, AS_SENT
 from stepgauge.spec.plan.pipeline.schedules import LOOPED, stages_per_rank
 from stepgauge.spec.step import WorkSpec
 
@@ -84,12 +85,12 @@ class PipelineSpec:
         word="compiled ({compile})", quiet="off",
     )  # fmt: skip
     ahead: int = option(
-        1,
-        "computations between the posting of a receive and its reader",
-        least=0,
+        AHEAD,
+        "computations between the posting of a receive and its reader; -1: posted as it is sent",
+        least=AS_SENT,
         most=100,
         word="receives {ahead} ahead",
-        quiet=1,
+        quiet=AHEAD,
     )
     transport: str = option(
         "auto",
@@ -143,5 +144,6 @@ class PipelineSpec:
     def canonical(self) -> Self:
         """With defaults for the options that the schedule does not look at."""
         per_rank = self.per_rank if self.ours in LOOPED else PipelineSpec.per_rank
-        ahead = PipelineSpec.ahead if self.is_torchs else self.ahead
-        return dataclasses.replace(self, per_rank=per_rank, ahead=ahead)
+        idle = {"ahead", "transport"} if self.is_torchs else set()
+        own = {name: getattr(PipelineSpec, name) for name in idle}
+        return dataclasses.replace(self, **{"per_rank": per_rank, **own})

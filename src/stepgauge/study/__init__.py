@@ -15,6 +15,7 @@ from stepgauge.study import (
     norm_layers,
     optimizer,
     output_loss,
+    pipeline,
     precision,
     profile,
     sharded_state,
@@ -39,6 +40,7 @@ EXPERIMENTS = (
     data_parallel.EXPERIMENT,
     sharded_state.EXPERIMENT,
     ddp_vs_fsdp.EXPERIMENT,
+    pipeline.EXPERIMENT,
     broadcast.EXPERIMENT,
     training.EXPERIMENT,
 )

@@ -77,8 +77,8 @@ def _experiment(
         return dataclasses.replace(empty, blocks=[Text(f"Not run here: {reason}."), *elsewhere])
     if reason:
         return dataclasses.replace(empty, reason=reason)
-    by_key = {record.key: record for record in records}
-    keys = [job.asked.key for job in experiment.jobs(machine, folder)]
+    by_key = {(record.key, record.provenance): record for record in records}
+    keys = [(job.asked.key, job.provenance) for job in experiment.jobs(machine, folder)]
     own = [by_key[key] for key in keys if key in by_key]
     if not own:
         return dataclasses.replace(empty, reason="not measured in this run")

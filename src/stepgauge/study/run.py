@@ -44,9 +44,11 @@ def select(names: Sequence[str]) -> list[Experiment]:
 
 
 def plan(machine: Machine, folder: Path, experiments: Sequence[Experiment]) -> list[Job]:
-    """The jobs of all experiments that the machine can run, what two of them share once."""
+    """The jobs of all experiments that the machine can run, what two of them share once. A
+    prediction and its measurement are two.
+    """
     jobs = [job for e in experiments if e.needs(machine) is None for job in e.jobs(machine, folder)]
-    return list({job.asked.key: job for job in jobs}.values())
+    return list({job.asked.identity: job for job in jobs}.values())
 
 
 def remember(machine: Machine, folder: Path) -> None:

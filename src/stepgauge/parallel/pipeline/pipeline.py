@@ -45,7 +45,7 @@ class Pipeline:
     group     whose ranks are the pipeline's; None: all. Pipelines beside each other, as in data
               parallel, are made at the same time
     context   around every forward, such as autocast
-    ahead     computations between a receive and its reader, where the schedule is not lowered
+    ahead     where receives are posted, as `lower` has it, if the schedule is not lowered
     transport "copies" into the memory of the other ranks, on one machine, or "messages" of the
               process group; "auto": copies between GPUs of one machine
     recording keeps when each action ran: `spans`

@@ -1,0 +1,163 @@
+"""E12: pipeline parallel training of BERT, by ranks and micro-batches, and with one heavy stage."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stepgauge.bench.pipeline import JOB, PREDICTION
+from stepgauge.bench.sweep import Job
+from stepgauge.report.figure import lines, short
+from stepgauge.report.numbers import number
+from stepgauge.report.page import Block, Plot
+from stepgauge.report.pipeline import lanes, pipeline_table, timeline_of
+from stepgauge.report.table import Table
+from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.pipeline import PipelineSpec
+from stepgauge.spec.record import Record
+from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.published import SOURCES
+
+RANKS, CHUNKS, SEEDS = (2, 3, 4), (4, 8, 16, 32, 64), (0, 1, 2)
+# S3, batch 64 in 4 micro-batches: ranks -> (samples/s, peak GB).
+_S3 = {3: (12.37, 8.7), 4: (9.23, 6.3)}
+
+
+def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+    """Each row after its prediction. The published points are run three times, by seed."""
+    if machine.is_gpu:
+        ranks = [n for n in RANKS if n <= machine.gpus]
+        specs = [_spec(machine, ranks=n, micro_batches=m) for n in ranks for m in CHUNKS]
+        most = {"ranks": max(ranks, default=2)}
+        specs += [_spec(machine, schedule="torch-1f1b", micro_batches=m, **most) for m in CHUNKS]
+        specs += [_spec(machine, ranks=n, seed=seed) for n in ranks for seed in SEEDS[1:]]
+        specs += [_spec(machine, schedule=s, micro_batches=16, **most) for s in ("zb-h1", "gpipe")]
+        specs.append(_spec(machine, overweight=3, micro_batches=16, **most))
+    else:
+        specs = [_spec(machine, micro_batches=m) for m in (2, 4)]
+        specs += [_spec(machine, schedule="torch-1f1b"), _spec(machine, overweight=2)]
+    return [
+        job
+        for spec in specs
+        for job in (Job(PREDICTION, spec, provenance="modelled"), Job(JOB, spec))
+    ]
+
+
+def _spec(machine: Machine, **fields: Any) -> PipelineSpec:
+    size, device = ("bert-base", "cuda") if machine.is_gpu else ("bert-tiny", "cpu")
+    shape: dict[str, Any] = (
+        {"context_length": 128} if machine.is_gpu else {"context_length": 32, "vocab_size": 1000}
+    )
+    counts: dict[str, Any] = (
+        {"warmup": 3, "steps": 10, "batch": 64}
+        if machine.is_gpu
+        else {"warmup": 1, "steps": 3, "batch": 8}
+    )
+    model = BertSpec.preset(size, **shape)
+    asked = {"micro_batches": 4, "ranks": 2, **counts, **fields}
+    return PipelineSpec(model=model, size=size, device=device, **asked)
+
+
+def needs(machine: Machine) -> str | None:
+    return "needs two GPUs" if machine.is_gpu and machine.gpus < 2 else None
+
+
+def blocks(records: Sequence[Record]) -> Sequence[Block]:
+    good = [record for record in records if record.status == "ok"]
+    measured = [record for record in good if record.provenance == "measured"]
+    curves = {
+        name: ([float(m) for m, _ in points], [rate for _, rate in points])
+        for name, points in _by_chunks(measured).items()
+        if len(points) > 1
+    }
+    shown: list[Block] = []
+    if curves:
+        drawn = lines(
+            curves, x="micro-batches", y="samples/s", dots=tuple(curves), scales={"x": short}
+        )
+        caption = "Few micro-batches leave a bubble, many cost the host time for each."
+        shown.append(Plot(drawn, caption))
+    for record in measured:
+        if record.spec["overweight"]:
+            shown += _picture(record, good)
+    return [*shown, pipeline_table(records), _beside(measured)]
+
+
+def _by_chunks(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
+    """Samples/s by micro-batches, of each schedule and number of ranks."""
+    found: dict[str, dict[int, float]] = {}
+    for record in records:
+        spec, rate = record.spec, record.median("samples_per_s")
+        if rate and not spec["overweight"]:
+            name = f"{spec['schedule']}, {spec['ranks']} ranks"
+            found.setdefault(name, {}).setdefault(spec["micro_batches"], rate)
+    return {name: sorted(points.items()) for name, points in found.items()}
+
+
+def _picture(record: Record, records: Sequence[Record]) -> list[Block]:
+    """The step as it was predicted, above the step as it ran."""
+    same = {other.provenance: timeline_of(other) for other in records if other.key == record.key}
+    named = {"predicted": same.get("modelled"), "measured": same.get("measured")}
+    lines_ = {name: timeline for name, timeline in named.items() if timeline}
+    caption = "The second stage has more blocks than its share: the others wait for it."
+    return [Plot(lanes(lines_), caption)] if lines_ else []
+
+
+def answer(records: Sequence[Record]) -> str:
+    """How the best number of micro-batches compares with the fewest, and how the simulator did."""
+    measured = [r for r in records if r.status == "ok" and r.provenance == "measured"]
+    of_name = {name: points for name, points in _by_chunks(measured).items() if len(points) > 1}
+    if not of_name:
+        return ""
+    name, points = max(of_name.items(), key=lambda item: max(rate for _, rate in item[1]))
+    best, fewest = max(points, key=lambda point: point[1]), points[0]
+    said = (
+        f"{name} does {number(best[1])} samples/s at best, with {best[0]} micro-batches; "
+        f"with {fewest[0]} it does {number(fewest[1])}."
+    )
+    modelled = {r.key: r.median("step_ms") for r in records if r.provenance == "modelled"}
+    errors = sorted(
+        abs(predicted / step - 1)
+        for r in measured
+        if (predicted := modelled.get(r.key)) and (step := r.median("step_ms"))
+        and not r.spec["schedule"].startswith("torch-")
+    )  # fmt: skip
+    if errors:
+        said += f" The simulator is off by {100 * errors[len(errors) // 2]:.0f} % at the median."
+    return said
+
+
+def _beside(records: Sequence[Record]) -> Table:
+    """S3's figures beside those measured here with as many ranks and micro-batches."""
+    rows = []
+    for ranks, (rate, gigabytes) in _S3.items():
+        ours = [
+            r
+            for r in records
+            if (r.spec["ranks"], r.spec["micro_batches"], r.spec["size"]) == (ranks, 4, "bert-base")
+            and r.spec["schedule"] == "1f1b"
+        ]
+        rates = [r.median("samples_per_s") or 0.0 for r in ours]
+        peaks = [peak for r in ours if (peak := r.median("peak_bytes"))]
+        here = [sum(rates) / len(rates) if rates else None, max(peaks) / 1e9 if peaks else None]
+        rows.append([ranks, *here, rate, gigabytes, "S3"])
+    head = ["ranks", "here samples/s", "here peak GB", "published samples/s", "published peak GB"]
+    caption = f"Beside published figures, 4 micro-batches. S3: {SOURCES['S3']}."
+    folded = not any(row[1] for row in rows)
+    return Table([*head, "source"], rows, numeric=frozenset(head), caption=caption, folded=folded)
+
+
+EXPERIMENT = Experiment(
+    name="pipeline",
+    title="Pipeline parallel",
+    question="How many micro-batches does a pipeline want, and what does one heavy stage cost?",
+    method=(
+        "BERT cut into a stage a rank, forward and backward of a global batch of 64 with 1F1B and "
+        "its rivals; of each step the slowest rank counts. Before a row runs, each stage is timed "
+        "alone and the schedule is simulated from that. torch is torch.distributed.pipelining."
+    ),
+    jobs=jobs,
+    blocks=blocks,
+    answer=answer,
+    needs=needs,
+    on_cpu="ranks are processes that share one CPU, so that a bubble is another rank's work",
+)

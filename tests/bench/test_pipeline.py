@@ -1,0 +1,61 @@
+"""`bench pipeline`: each row beside its prediction, ours and torch's; what cannot be asked."""
+
+import pytest
+
+from stepgauge import cli
+from stepgauge.report.pipeline import timeline_of
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.pipeline import PipelineSpec
+from stepgauge.spec.store import RunStore
+
+SHAPE = {"d_model": 16, "d_ff": 32, "num_layers": 4, "num_heads": 2, "vocab_size": 16}
+NANO = ModelSpec.preset("nano", context_length=8, **SHAPE)
+
+
+def test_a_row_has_its_prediction_from_before_it_ran(tmp_path, capfd):
+    asked = ["bench", "pipeline", "--size", "nano", "--context", "8", "--device", "cpu"]
+    asked += [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items()]
+    asked += ["--schedule", "zbv,torch-1f1b", "--microbatches", "4", "--batch", "4"]
+    asked += ["--warmup", "1", "--steps", "2", "--out", str(tmp_path), "--pictures"]
+    assert cli.run(asked) == 0, capfd.readouterr().err
+    records = RunStore(tmp_path).read().records
+    assert [record.provenance for record in records] == ["modelled", "measured"] * 2
+    assert records[0].key == records[1].key
+    out, _ = capfd.readouterr()
+    assert "predicted" in out
+    assert "error %" in out
+    # The order that was simulated is the one that ran, action by action.
+    simulated, ran = (timeline_of(record) for record in records[:2])
+    for planned, measured in zip(simulated.ranks, ran.ranks, strict=True):
+        assert [span.action for span in planned] == [span.action for span in measured]
+    assert 0 < records[1].median("busy_ms") < records[1].median("step_ms")
+    drawn = (tmp_path / "timeline-0.svg").read_text()
+    assert drawn.index("predicted") < drawn.index("measured")
+    assert cli.run(asked) == 0
+    assert len(RunStore(tmp_path).read().records) == 4
+    assert "4 of 4 rows were already" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"batch": 6}, "batch is 6; 4 micro-batches must divide it"),
+        ({"schedule": "zbv", "ranks": 4}, "zbv on 4 ranks has 8 stages; the network has 4 blocks"),
+        ({"schedule": "zbw"}, "schedule is 'zbw'; choose one of gpipe"),
+        ({"schedule": "torch-zbv", "compile": "blocks"}, "torch-zbv takes 'off' only"),
+        ({"schedule": "dualpipev", "micro_batches": 2}, "needs at least 4"),
+    ],
+)
+def test_what_no_pipeline_can_do_is_refused(fields, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        PipelineSpec(**{"model": NANO, "micro_batches": 4, "batch": 8, **fields})
+
+
+def test_the_heavy_stage_is_heavier_and_the_others_are_not():
+    from stepgauge.bench.pipeline_parts import cut
+
+    plain, heavy = (
+        cut(PipelineSpec(model=NANO, micro_batches=4, ranks=2, overweight=n)) for n in (0, 3)
+    )
+    assert [len(part) for part in heavy] == [len(plain[0]), len(plain[1]) + 6]
+    assert plain[-1].stop == 1 + 2 * 4 + 1
