@@ -57,7 +57,14 @@ def test_a_device_that_waits_for_the_host_is_a_finding(record):
 def test_the_commands_are_commands(record):
     from stepgauge.cli import app
 
-    for row in (record("small"), record("tiny", compile="on", seed=3)):
+    user = record("small")
+    user.spec["model"] = {"file": "a.py", "factory": "f", "content": "1", "network": "user"}
+    named = record("small")
+    named.spec["size"] = "llama-3-8b"
+    rows = record("small"), record("tiny", compile="on", seed=3), user, named
+    assert command(user) == "stepgauge bench step --model a.py:f --precision fp32"
+    assert "--hf-config CONFIG.json" in command(named)
+    for row in rows:
         words = command(row).split()[1:]
         _, bound, _ = app.parse_args(words, print_error=False, exit_on_error=False)
         assert bound.args or bound.kwargs

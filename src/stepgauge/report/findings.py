@@ -8,8 +8,10 @@ from stepgauge.report.names import declared_fields, flatten, labels, naming
 from stepgauge.report.numbers import number
 from stepgauge.report.views import is_disturbed
 from stepgauge.spec.fallbacks import fallbacks
+from stepgauge.spec.model import SIZES
 from stepgauge.spec.options import written
 from stepgauge.spec.record import Record
+from stepgauge.spec.user_model import UserModel
 
 # What a user may choose without changing what is trained: fields, and what each is compared with.
 CHOICES: tuple[Mapping[str, Any], ...] = (
@@ -195,12 +197,23 @@ def command(record: Record, verb: str = "", **changed: Any) -> str:
     spec = flatten(record.spec) | changed
     if not (verb or record.kind in COMMANDS):
         return f"stepgauge bench kernel {record.kind}"
-    fields = dict.fromkeys([*naming(record)[0], *changed])
+    told, named = _network_options(record)
+    fields = dict.fromkeys([*(n for n in naming(record)[0] if n not in named), *changed])
     known = {field.name: field for field in declared_fields(record)}
-    told = []
     for name in fields:
         field = known.get(name)
         flag = (field.metadata.get("flag") if field else None) or name
         value = written(field, spec[name]) if field else str(spec[name])
         told.append(f"--{flag.replace('_', '-')}" + ("" if value == "true" else f" {value}"))
     return " ".join(["stepgauge", verb or COMMANDS[record.kind], *told])
+
+
+def _network_options(record: Record) -> tuple[list[str], set[str]]:
+    """The option of a network that is no preset, and the fields in whose place it stands."""
+    network, size = record.spec.get("model", {}), record.spec.get("size", "custom")
+    if network.get("network") == UserModel.network:
+        return [f"--model {network['file']}:{network['factory']}"], {"size", "batch"}
+    if size == "custom" or size in SIZES:
+        return [], set()
+    # Its file is known to the user alone.
+    return ["--hf-config CONFIG.json"], {"size", *network} - {"context_length"}
