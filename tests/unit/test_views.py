@@ -10,7 +10,7 @@ import pytest
 from stepgauge.report.compare import closest_differ_in, compare, difference_table
 from stepgauge.report.kernels import launchers_of
 from stepgauge.report.names import describe, labels, shared, varying
-from stepgauge.report.numbers import heading, number, size_unit
+from stepgauge.report.numbers import Doubtful, heading, number, size_unit
 from stepgauge.report.table import FORMATS, Range, Table
 from stepgauge.report.views import record_table
 from stepgauge.spec.fallbacks import fallbacks, with_fallbacks
@@ -188,6 +188,7 @@ def test_people_get_four_digits_and_machines_all_of_them():
     shown = table.for_eyes()
     assert shown.rows[0] == ["a", "0.3333", "0.67", "1,234 – 2,346", "12,345"]
     assert shown.rows[1] == [""] * 5
+    assert Table(["ms"], [[Doubtful(1 / 3)]]).for_eyes().rows == [["0.3333†"]]
     assert [name for name in table.columns if shown.is_numeric(name)] == table.columns[1:]
     assert table.to("csv").splitlines()[1] == f"a,{1 / 3},{2 / 3},1234.5 – 2345.678,12345"
     assert json.loads(table.to("json"))[0]["ratio"] == 2 / 3

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from stepgauge.report.numbers import Doubtful
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -67,10 +69,6 @@ Curve = tuple[Sequence[float], Sequence[float]]
 Curves = Mapping[str, Curve]
 Scales = Mapping[str, Callable[[float], str]]
 NO_SCALES: Scales = MappingProxyType({})
-
-
-class Doubtful(float):
-    """A figure of a row that was disturbed: a plot writes † behind it."""
 
 
 @contextlib.contextmanager

@@ -5,6 +5,10 @@ import math
 from collections.abc import Iterable, Mapping
 
 
+class Doubtful(float):
+    """A figure of a row that was disturbed: tables and plots write † behind it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Heading:
     text: str

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from stepgauge.report.numbers import number
+from stepgauge.report.numbers import Doubtful, number
 
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 
@@ -93,9 +93,10 @@ def _text(cell: Any, form: str, *, grouped: bool) -> str:
         return " – ".join(_text(end, form, grouped=grouped) for end in cell)
     if not _is_figure(cell) or not grouped:
         return str(cell)
+    mark = "†" if isinstance(cell, Doubtful) else ""
     if form:
-        return f"{cell:{form}}"
-    return f"{cell:,}" if isinstance(cell, int) else number(cell)
+        return f"{cell:{form}}{mark}"
+    return f"{cell:,}" if isinstance(cell, int) else number(cell) + mark
 
 
 def _machine_value(cell: Any, *, is_numeric: bool) -> Any:

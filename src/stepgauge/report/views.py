@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from stepgauge.report.figure import Doubtful
 from stepgauge.report.names import flatten, shared, varying
-from stepgauge.report.numbers import heading, scaled, whole
+from stepgauge.report.numbers import Doubtful, heading, scaled, whole
 from stepgauge.report.table import Range, Table
 from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.record import Record, Sample
@@ -98,7 +97,7 @@ def remark(record: Record) -> str:
 
 
 def plotted(record: Record, metric: str) -> float | None:
-    """The median as a plot shows it: Doubtful where the row was disturbed."""
+    """The median, Doubtful where the row was disturbed."""
     value = record.median(metric)
     return Doubtful(value) if value is not None and is_disturbed(record) else value
 

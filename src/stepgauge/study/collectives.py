@@ -8,6 +8,7 @@ from stepgauge.bench.sweep import Job
 from stepgauge.report.comm import comm_blocks
 from stepgauge.report.page import Block
 from stepgauge.report.table import Table
+from stepgauge.report.views import plotted
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
@@ -109,7 +110,8 @@ def _nearest(ours: Sequence[Record], size: int) -> list[float | None]:
     if not near:
         return [None] * 3
     found = near[0]
-    return [found.spec["size_bytes"], found.median("time_ms"), found.median("busbw_gb_per_s")]
+    figures = (plotted(found, name) for name in ("time_ms", "busbw_gb_per_s"))
+    return [found.spec["size_bytes"], *figures]
 
 
 def needs(machine: Machine) -> str | None:

@@ -219,7 +219,7 @@ def overhead_blocks(records: Sequence[Record]) -> list[Block]:
     rows = sorted(largest, key=lambda r: float(r.spec["bucket_mb"]))
     if len(rows) < 4:
         return []
-    measured = [r.metrics["step_ms"].median for r in rows]
+    measured = [plotted(r, "step_ms") or 0.0 for r in rows]
     buckets, tails = ([r.metrics[name].median for r in rows] for name in ("buckets", "tail_bytes"))
     model = Overhead.fitted(buckets, tails, measured)
     predicted = [model.step_ms(n, tail) for n, tail in zip(buckets, tails, strict=True)]
@@ -255,7 +255,7 @@ def _beside(records: Sequence[Record]) -> Table:
             ours = next(
                 (r for r in records if (r.spec["wrapper"], r.spec["size"]) == (wrapper, size)), None
             )
-            here = [ours.median(name) if ours else None for name in ("step_ms", "exposed_ms")]
+            here = [plotted(ours, name) if ours else None for name in ("step_ms", "exposed_ms")]
             rows.append([wrapper, size, *here, total * 1e3, communication * 1e3, "S1"])
     head = [
         "wrapper",

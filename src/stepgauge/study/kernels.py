@@ -10,6 +10,7 @@ from stepgauge.bench.sweep import Job
 from stepgauge.report.kernel_plots import kernel_bars
 from stepgauge.report.kernels import kernel_table
 from stepgauge.report.table import Table
+from stepgauge.report.views import plotted
 from stepgauge.spec.grids import Point
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
@@ -52,7 +53,7 @@ def beside_published(
     for wanted, published in figures.items():
         same = [r for r in records if all(r.spec.get(name) == value for name, value in wanted)]
         for name, theirs in published.items():
-            here = same[0].median(f"{name}_ms") if same else None
+            here = plotted(same[0], f"{name}_ms") if same else None
             rows.append([" ".join(f"{k}={v}" for k, v in wanted), name, here, float(theirs)])
     head = ["row", "implementation", "here ms", "published ms"]
     caption = f"Beside {source}: {SOURCES[source]}."

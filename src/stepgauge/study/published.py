@@ -8,6 +8,7 @@ from typing import Any
 
 from stepgauge.report.names import flatten
 from stepgauge.report.table import Table
+from stepgauge.report.views import plotted
 from stepgauge.spec.record import Record, Sample
 
 
@@ -73,7 +74,7 @@ def beside(records: Sequence[Record], theirs: Iterable[Record], figures: Sequenc
             if figure in their.metrics:
                 cells = [
                     figure.removesuffix("_ms"),
-                    ours.median(figure) if ours else None,
+                    plotted(ours, figure) if ours else None,
                     their.median(figure),
                 ]
                 rows.append([*what, load, *cells, _load(their.spec), their.source])

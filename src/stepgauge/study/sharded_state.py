@@ -9,6 +9,7 @@ from stepgauge.report.findings import is_comparable
 from stepgauge.report.numbers import scaled
 from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
+from stepgauge.report.views import plotted
 from stepgauge.spec.record import Record
 from stepgauge.study import data_parallel
 from stepgauge.study.experiment import Experiment, Machine
@@ -102,7 +103,7 @@ def _memory(records: Sequence[Record]) -> Table:
         over = 100 * (state * ranks / whole - 1) if whole and state else None
         figures = [scaled(record.median(f"{name}_bytes"), "bytes") for name in (*MOMENTS, *PARTS)]
         names = [str(record.spec["size"]), str(record.spec["wrapper"])]
-        rows.append([*names, record.median("step_ms"), *figures, over])
+        rows.append([*names, plotted(record, "step_ms"), *figures, over])
     moments = [f"{name.replace('_', ' ')} GiB" for name in MOMENTS]
     parts = ["parameters GiB", "gradients GiB", "optimizer GiB", "rest GiB"]
     numbers = ["step ms", *moments, *parts, "state over an even share %"]
@@ -123,7 +124,7 @@ def _beside(records: Sequence[Record]) -> Table:
             _of(records, wrapper, size) if where.startswith("1") else None
             for wrapper in ("zero1", PLAIN)
         ]
-        sharded, plain = (record.median("step_ms") if record else None for record in here)
+        sharded, plain = (plotted(record, "step_ms") if record else None for record in here)
         ratio = sharded / plain if sharded and plain else None
         published = [1e3 * sharded_s, 1e3 * plain_s, sharded_s / plain_s]
         rows.append([size, where, sharded, plain, ratio, *published, "S1"])
