@@ -1,52 +1,51 @@
 """The command line. Commands load torch only when they run, so that help is quick."""
 
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from cyclopts import App, CycloptsError
+from cyclopts.config import Toml
 
 import stepgauge
-from stepgauge.cli import (
-    bench,
-    calibrate,
-    comm,
-    demo,
-    model,
-    predict,
-    profile,
-    records,
-    schedule,
-    study,
-    topo,
-    train,
-)
 from stepgauge.cli.console import complain, silence
 from stepgauge.cli.rows import RunFailedError
 from stepgauge.runtime.torchrun import torchrun_numbers
 
+# Each command, and where it stands: a module is loaded when its command is called.
+COMMANDS = {
+    "study": "study:study",
+    "calibrate": "calibrate:calibrate",
+    "predict": "predict:predict",
+    "bench": "bench:app",
+    "profile": "profile:app",
+    "comm": "comm:app",
+    "topo": "topo:topo",
+    "train": "train:train",
+    "model": "model:model",
+    "schedule": "schedule:app",
+    "demo": "demo:app",
+    "show": "records:show",
+    "compare": "records:compare",
+    "report": "records:report",
+    "completion": "completion:completion",
+}
 app = App(
     name="stepgauge",
-    help="Measure a Transformer training step, explain it, make it faster, and train with it.",
+    help="""Measure a Transformer training step, explain it, make it faster, and train with it.
+
+    --config FILE.toml gives any command's options by their names, [bench.step] those of bench step;
+    what the command line says counts more.
+    """,
     version=stepgauge.__version__,
     help_format="markdown",
     suppress_keyboard_interrupt=False,
 )
-app.command(study.study)
-app.command(calibrate.calibrate)
-app.command(predict.predict)
-app.command(bench.app)
-app.command(profile.app)
-app.command(comm.app)
-app.command(topo.topo)
-app.command(train.train)
-app.command(model.model)
-app.command(schedule.app)
-app.command(demo.app)
-app.command(records.show)
-app.command(records.compare)
-app.command(records.report)
+for _name, _place in COMMANDS.items():
+    app.command(f"stepgauge.cli.{_place}", name=_name)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -58,6 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         signal.signal(signal.SIGTERM, _terminated)
     elif numbers[0] != 0:  # under torchrun rank 0 speaks
         silence()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):  # in place of it stands another
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -68,10 +70,13 @@ def run(arguments: Sequence[str]) -> int:
     from stepgauge.spec.store import StoreError
 
     try:
-        return (
-            app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
-            or 0
-        )
+        given, app.config = _config_of(arguments)
+        if not given or given[0].startswith("-"):  # the help of all has each one's first line
+            for name in COMMANDS:
+                app[name]
+        status = app(given, exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
+        return status or 0
     except CycloptsError as error:
         return complain(_sentence(error), 2)
     except StoreError as error:
@@ -85,6 +90,8 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # a reader such as head has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        return complain(_of_file(error), 1)
     except KeyboardInterrupt:
         return complain(
             "interrupted; what was measured is on disk, and the same command goes on from there",
@@ -95,6 +102,29 @@ def run(arguments: Sequence[str]) -> int:
 def _terminated(number: int, _: object) -> None:
     """Leaves as at an interrupt, so that processes and semaphores do not stay behind."""
     raise SystemExit(128 + number)
+
+
+def _config_of(arguments: Sequence[str]) -> tuple[list[str], tuple[Toml, ...]]:
+    """The arguments without --config FILE, and the file. Raises ValueError where there is none."""
+    given = list(arguments)
+    if "--config" not in given:
+        return given, ()
+    place = given.index("--config")
+    if place + 1 == len(given):
+        raise ValueError("config needs a value: a TOML file")
+    path = Path(given[place + 1])
+    if not path.is_file():
+        raise ValueError(f"config is {str(path)!r}; there is no such file")
+    return given[:place] + given[place + 2 :], (Toml(path, search_parents=False),)
+
+
+def _of_file(error: OSError) -> str:
+    """A sentence of what the system refused, a full disk or a folder in a file's place."""
+    if error.filename is None:  # what is still to be printed finds no place either
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return f"cannot write the output: {error.strerror or error}"
+    return f"cannot use {error.filename}: {error.strerror}"
 
 
 def _sentence(error: CycloptsError) -> str:

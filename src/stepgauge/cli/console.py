@@ -5,18 +5,26 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from stepgauge.report.kinds import table_of
 from stepgauge.report.numbers import heading, number
 from stepgauge.report.table import Table, objects
-from stepgauge.spec.record import Record
+
+if TYPE_CHECKING:
+    from stepgauge.spec.record import Record
 
 SUMMED_UP = ("tokens_per_s", "first_loss", "last_loss", "busbw_gb_per_s", "gb_per_s", "wrong")
 MEMORY = ("peak_bytes", "saved_for_backward_bytes")  # where nothing was timed
@@ -31,16 +39,20 @@ class Output(Console):
     with status 1.
     """
 
+    def __init__(self, **settings: Any):
+        # Names may have colons: cuda:0 is no emoji.
+        super().__init__(**{"emoji": False, **settings})
+
     def on_broken_pipe(self) -> None:
         raise  # the error that is being handled where this is called
 
 
-error_console = Console(stderr=True, highlight=False)
+error_console = Console(stderr=True, highlight=False, emoji=False)
 
 
 def complain(message: str, status: int) -> int:
     """Prints the sentence and returns the exit status."""
-    Console(stderr=True, highlight=False).print(
+    Console(stderr=True, highlight=False, emoji=False).print(
         f"stepgauge: {message}", style="red", markup=False, soft_wrap=True
     )
     return status
@@ -121,13 +133,15 @@ def _draw(table: Table, width: int) -> None:
 
 
 def print_records(
-    records: Sequence[Record], format: Format, statistics: Sequence[str] = ()
+    records: Sequence["Record"], format: Format, statistics: Sequence[str] = ()
 ) -> None:
     if format == "json":
         print("[" + ",\n".join(record.to_json() for record in records) + "]")
         return
     if format == "csv" and not statistics:
         statistics = ("median", "p10", "p90", "mean", "std", "n")
+    from stepgauge.report.kinds import table_of  # all tables of all kinds, and their plots
+
     for kind in dict.fromkeys(record.kind for record in records):
         print_in(
             format, table_of(kind)([r for r in records if r.kind == kind], statistics=statistics)
@@ -169,11 +183,13 @@ def silence() -> None:
 def progress(total: int, noun: str) -> Iterator[tuple[Progress, Any]]:
     """A bar on standard error: what runs now, how many of how many, how long."""
     bar = Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TextColumn(noun),
         TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
         console=error_console,
         transient=True,
     )
@@ -181,7 +197,7 @@ def progress(total: int, noun: str) -> Iterator[tuple[Progress, Any]]:
         yield bar, bar.add_task("", total=total)
 
 
-def summary(record: Record, name: str) -> str:
+def summary(record: "Record", name: str) -> str:
     """One line for a record that was just made, of what was run in words."""
     predicted = "predicted " if record.provenance == "modelled" else ""
     if record.status != "ok":

@@ -69,6 +69,7 @@ def spec_options(
             _refuse_beside_user_model(chosen, network)
             command(*positional, values={**usual, **chosen}, **others)
 
+        run.fields = fields  # type: ignore[attr-defined]
         # cyclopts reads the type and default of `values` from the command that is wrapped.
         command.__annotations__["values"] = Annotated[given | None, Parameter(name="*")]
         command.__kwdefaults__ = {**(command.__kwdefaults__ or {}), "values": None}

@@ -8,20 +8,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 
-from stepgauge.cli.console import Format, progress, summary, tell
+from stepgauge.cli.console import Format, progress, summary, tell, warn
 from stepgauge.cli.options import Values
-from stepgauge.report.kernels import launchers_of
-from stepgauge.report.names import describe, labels
-from stepgauge.spec.store import RunStore
 from stepgauge.spec.user_model import UserModel
 
 if TYPE_CHECKING:
     from stepgauge.bench.sweep import Job
     from stepgauge.spec.record import Record
+    from stepgauge.spec.store import RunStore
 
-Out = Annotated[Path, Parameter(help="Folder of the run.")]
+
+def _folder(_: Any, tokens: Sequence[Token]) -> Path:
+    """Raises ValueError for an empty text, which would be the working folder."""
+    if not tokens[0].value:
+        raise ValueError("out is empty; name a folder")
+    return Path(tokens[0].value)
+
+
+Out = Annotated[Path, Parameter(help="Folder of the run.", converter=_folder)]
 Fresh = Annotated[
     bool,
     Parameter(help="Measure again what the run already holds.", negative="", show_default=False),
@@ -96,10 +102,12 @@ def of_torchrun(values: Values) -> Values:
     return {"ranks": (world.size,), **values, "nodes": (world.nodes,)}
 
 
-def run_jobs(jobs: Sequence["Job"], store: RunStore, *, fresh: bool) -> list["Record"]:
+def run_jobs(jobs: Sequence["Job"], store: "RunStore", *, fresh: bool) -> list["Record"]:
     """Sweeps with a progress bar and a line a row; returns all records, those of earlier runs too."""
     from stepgauge.bench.ranks import store_for
     from stepgauge.bench.sweep import FAILURES, sweep
+    from stepgauge.report.kernels import launchers_of
+    from stepgauge.report.names import labels
     from stepgauge.runtime.world import GroupError
 
     store = store_for(store.folder)
@@ -108,6 +116,8 @@ def run_jobs(jobs: Sequence["Job"], store: RunStore, *, fresh: bool) -> list["Re
     names = dict(zip((record.key for record in asked), labels(asked), strict=True))
     try:
         with store.held(), progress(len(jobs), "rows") as (bar, task):
+            for problem in store.read().problems:
+                warn(problem)
             for outcome in sweep(
                 jobs,
                 store,
@@ -136,6 +146,8 @@ def run_jobs(jobs: Sequence["Job"], store: RunStore, *, fresh: bool) -> list["Re
 
 def require_success(records: Sequence["Record"]) -> None:
     """Raises RunFailedError, whose sentence says what failed, if any did."""
+    from stepgauge.report.names import describe
+
     failed = [record for record in records if record.status == "failed"]
     if failed and len(records) == 1:
         raise RunFailedError(f"{describe(failed[0])} failed: {failed[0].note}")

@@ -1,7 +1,7 @@
 """One training step as it is asked for: network, batch, precision and how it is timed."""
 
 import dataclasses
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.fields import check, option
@@ -84,10 +84,15 @@ class WorkSpec:
             settle_user_model(self)
 
     def canonical(self) -> Self:
-        """With the default for the option that a step without checkpointing has no use for."""
-        if self.checkpointing != "none":
-            return self
-        return dataclasses.replace(self, checkpoint_blocks=WorkSpec.checkpoint_blocks)
+        """With defaults for the options that the step has no use for: blocks without checkpointing,
+        an optimizer that never steps.
+        """
+        unused: dict[str, Any] = {}
+        if self.checkpointing == "none":
+            unused["checkpoint_blocks"] = WorkSpec.checkpoint_blocks
+        if self.phases != "step":
+            unused["optimizer"] = WorkSpec.optimizer
+        return dataclasses.replace(self, **unused)
 
     @property
     def network(self) -> ModelSpec | BertSpec:

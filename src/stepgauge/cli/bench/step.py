@@ -8,7 +8,15 @@ from cyclopts import Parameter
 from stepgauge.cli.console import print_records
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.predict import predict_before, print_errors
-from stepgauge.cli.rows import Fresh, Out, RowFormat, require_success, resolve_devices, run_jobs
+from stepgauge.cli.rows import (
+    Fresh,
+    Out,
+    RowFormat,
+    distinct,
+    require_success,
+    resolve_devices,
+    run_jobs,
+)
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
@@ -33,7 +41,7 @@ def step(
     the same command again goes on where it stopped. A size that does not fit gives a row that says
     OOM.
     """
-    specs = resolve_devices(expand(StepSpec, values))
+    specs = distinct(resolve_devices(expand(StepSpec, values)))
 
     from stepgauge.bench.jobs import job_of
 

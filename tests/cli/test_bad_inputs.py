@@ -1,0 +1,145 @@
+"""Bad inputs of every option of every command: one sentence, status 2, nothing measured."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+
+from stepgauge import cli
+from stepgauge.cli import console
+
+WANTED = 300
+# Arguments that a command does not go without.
+POSITIONAL = {
+    ("bench", "op"): ("examples/softmax.py:softmax",),
+    ("predict",): ("--hardware=absent.json",),
+}
+
+
+def commands(app, path=()):
+    """The path and the fields of each command whose options a spec declares."""
+    for name in app:
+        if name.startswith("-"):
+            continue
+        sub = app[name]
+        if fields := getattr(sub.default_command, "fields", None):
+            yield (*path, name), fields
+        yield from commands(sub, (*path, name))
+
+
+def bad_values(field):
+    """Texts that the field cannot take, by its declared type and limits."""
+    kind, limits = field.type, field.metadata
+    if field.name == "device":
+        return ["toaster", "cuda:x"]
+    if field.name == "model":
+        return ["mine", "absent.py:make", "mine.txt:make"]
+    if kind is bool:
+        return ["maybe", "2"]
+    if limits["choices"]:
+        return ["dance"]
+    if field.name.endswith("_bytes"):
+        return ["1X", "many", "nan"]
+    if kind not in (int, float):
+        return []
+    low, high = limits["least"], limits["most"]
+    return [
+        "four",
+        *(["1.5"] if kind is int else ["nan", "inf"]),
+        *([str(low - 1)] if low is not None else []),
+        *([str(high + 1)] if high is not None and high < 1e15 else []),
+    ]
+
+
+def cases():
+    for path, fields in commands(cli.app):
+        for field in fields.values():
+            flag = f"--{(field.metadata['flag'] or field.name).replace('_', '-')}"
+            for text in bad_values(field):
+                yield (*path, *POSITIONAL.get(path, ()), f"{flag}={text}"), field.name
+            if field.metadata["bare"] is None:
+                yield (*path, *POSITIONAL.get(path, ()), flag), field.name
+        yield (*path, "--dance"), "Unknown option"
+        yield (*path, "--out="), "out is empty"
+
+
+def test_every_bad_input_is_one_sentence_and_status_2(stepgauge):
+    """In turns over the commands, so that each has its part in what is tried."""
+    everything = [list(group) for _, group in itertools.groupby(cases(), key=lambda c: c[0][:2])]
+    turns = [case for turn in itertools.zip_longest(*everything) for case in turn if case]
+    assert len(turns) > WANTED
+    wrong = []
+    for number in range(WANTED):
+        arguments, name = turns[number * len(turns) // WANTED]
+        status, out, err = stepgauge(*arguments)
+        sentences = [line for line in err.splitlines() if line.startswith("stepgauge:")]
+        known = name in err or "--out" in err  # commands that write no run have no --out
+        if status != 2 or len(sentences) != 1 or "Traceback" in out + err or not known:
+            wrong.append((arguments, status, out[:100], err[:300]))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (("topo", "--report", "{folder}"), 1, "cannot use {folder}: Is a directory"),
+        (("comm", "explain", "scatter", "--ranks", "9"), 2, "ranks is 9"),
+        (("show", "{folder}/none"), 1, "no run at {folder}/none"),
+        (("bench", "step", "--config"), 2, "config needs a value"),
+        (("bench", "step", "--config", "{folder}/none.toml"), 2, "there is no such file"),
+        (("bench", "step", "--config", "{folder}/bad.toml"), 2, "batch is -2"),
+        (("bench", "step", "--config", "{folder}/odd.toml"), 2, "bacth"),
+        (("train", "--steps", "2", "--steps", "3"), 2, "steps is given 2 times"),
+        (("model", "--batch", "-1"), 2, "batch is -1"),
+        (("completion", "cmd"), 2, 'Choose from: "bash"'),
+    ],
+)
+def test_what_ended_badly_before(stepgauge, tmp_path, arguments, status, said):
+    (tmp_path / "bad.toml").write_text("[bench.step]\nbatch = [4, -2]\n")
+    (tmp_path / "odd.toml").write_text("[bench.step]\nbacth = 4\n")
+    given = [text.replace("{folder}", str(tmp_path)) for text in arguments]
+    found, out, err = stepgauge(*given)
+    assert found == status and "Traceback" not in err + out
+    assert said.replace("{folder}", str(tmp_path)) in err
+
+
+def test_a_configuration_file_gives_options_and_the_command_line_counts_more(stepgauge, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('[model]\nsize = ["nano", "tiny"]\nbatch = 2\n')
+    status, out, err = stepgauge("model", "--config", path, "--size", "mini", "--format", "csv")
+    assert status == 0 and [line.split(",")[0] for line in out.splitlines()] == ["size", "mini"]
+    status, out, _ = stepgauge("model", "--format", "csv", "--config", path)
+    assert len(out.splitlines()) == 3
+
+
+def test_a_wrong_value_loads_neither_torch_nor_matplotlib():
+    code = (
+        "import sys; from stepgauge import cli; status = cli.run(['bench', 'step', '--batch', '0']);"
+        "sys.exit(10 * status + ('torch' in sys.modules) + ('matplotlib' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 20, done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
+def test_an_output_that_is_full_and_one_that_has_no_dashes():
+    code = "from stepgauge import cli; cli.main(['model', '--size', 'nano'])"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert done.returncode == 1
+    assert done.stderr == "stepgauge: cannot write the output: No space left on device\n"
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    code = "from stepgauge import cli; print('–', end=''); cli.main(['--version'])"
+    code = code.replace("print('–', end=''); ", "")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=ascii_only,
+                          timeout=60)  # fmt: skip
+    assert done.returncode == 0
+
+
+def test_names_with_colons_are_no_emoji(capsys):
+    console.tell("device cuda:0 :smile: [bold]")
+    assert "device cuda:0 :smile: [bold]" in capsys.readouterr().err
