@@ -249,7 +249,7 @@ def app(*_, **__):
     finally:
         print("cleaned up")
 cli.app = app
-cli.main([])
+cli.main(["show"])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (143, "cleaned up\n", "")
