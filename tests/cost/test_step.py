@@ -7,11 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepgauge.cost.data_parallel import SLOWED, predict_data_parallel, simulate
+from stepgauge.cost.data_parallel import Piece as Computing
 from stepgauge.cost.machine import CALIBRATED, EXTRAPOLATED, INTERPOLATED, Machine
 from stepgauge.cost.step import predict
 from stepgauge.spec.calibration import OperationTable
+from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.links import Link, Piece
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.buckets import Bucket, Parameter
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.validate import error_table, pairs
@@ -100,3 +105,55 @@ def test_a_prediction_pairs_with_its_measurement_alone():
     assert pair.error("step_ms") == 0
     table = error_table([pair])
     assert table.rows[0][3] == 0 and "over 1 rows: mean 0.0%" in table.caption
+
+
+def two_ranks(wrapper="bucketed", **changes):
+    model = ModelSpec.preset("2.7b", context_length=128)
+    return DataParallelSpec(
+        model=model, size="2.7b", wrapper=wrapper, batch=16, device="cuda", **changes
+    )
+
+
+def linked(bytes_per_s):
+    """The H100 with links of one speed."""
+    asked = {"op": "all_reduce", "backend": "nccl", "ranks": 2}
+    link = Link(asked=asked, pieces=[Piece(0.02, bytes_per_s)], range_bytes=(1, 2**30),
+                fitted={}, held_out={}, measured={})  # fmt: skip
+    return Machine(dataclasses.replace(H100.hardware, links=[link]))
+
+
+def test_wrappers_hide_what_they_can():
+    machine = linked(300e9)
+    step_ms = {
+        wrapper: predict_data_parallel(two_ranks(wrapper), machine).median("step_ms")
+        for wrapper in ("none", "naive", "flat", "overlapped", "bucketed")
+    }
+    assert step_ms["none"] < step_ms["bucketed"] <= step_ms["overlapped"] * 1.001
+    assert step_ms["overlapped"] < step_ms["flat"] <= step_ms["naive"]
+    narrow = predict_data_parallel(two_ranks(reduce_dtype="bf16"), machine)
+    whole = predict_data_parallel(two_ranks(), machine)
+    assert narrow.median("communication_ms") < 0.6 * whole.median("communication_ms")
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.floats(1e9, 1e12), st.floats(1.0, 10.0))
+def test_faster_links_are_never_slower(bytes_per_s, ratio):
+    slow, fast = (
+        predict_data_parallel(two_ranks(), linked(rate)).median("step_ms")
+        for rate in (bytes_per_s, ratio * bytes_per_s)
+    )
+    assert fast <= slow * (1 + 1e-9)
+
+
+def test_overlap_by_hand():
+    """Two pieces of 10 us with a gradient each; a bucket of 5 us and one of 30."""
+    a, b = (Parameter(name=name, numel=1) for name in "ab")
+    pieces = [Computing(10.0, a), Computing(10.0, b)]
+    found = simulate(pieces, [Bucket((a,)), Bucket((b,))], [5.0, 30.0])
+    slowed = 5.0 - 5.0 / (1 + SLOWED)  # of the second piece, beside the first bucket
+    assert found.backward_us == pytest.approx(20.0 + slowed)
+    assert found.end_us == pytest.approx(20.0 + slowed + 30.0)
+    with pytest.raises(ValueError, match="has no all_reduce between 2 ranks"):
+        predict_data_parallel(two_ranks(), H100)
+    with pytest.raises(ValueError, match="wrapper is 'zero3'"):
+        predict_data_parallel(two_ranks("zero3"), linked(1e9))

@@ -1,7 +1,8 @@
-"""`stepgauge predict`: the rows that `bench step` would give on a calibrated machine."""
+"""`stepgauge predict`: the rows that a bench command would give on a calibrated machine."""
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,9 @@ from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, print_records, print_table, tell
 from stepgauge.cli.options import Values, expand, spec_options
+from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
@@ -25,6 +28,10 @@ def predict(
     *,
     values: Values,
     hardware: Hardware,
+    layout: Annotated[
+        str,
+        Parameter(help='Over several GPUs: "dp2", "dp4 naive"; as bench data-parallel gives it.'),
+    ] = "none",
     terms: Annotated[
         bool, Parameter(help="Print every term of every row, too.", negative="")
     ] = False,
@@ -32,10 +39,11 @@ def predict(
 ) -> None:
     """Predict training steps on a machine that was calibrated, without it and without torch.
 
-    The rows have the columns of bench step and are marked as modelled. Each is a sum of named
-    terms, from calibrated shapes or interpolated between them; nothing is scaled to fit.
+    The rows have the columns of bench step, or with --layout of bench data-parallel, and are
+    marked as modelled. Each is a sum of named terms, from calibrated shapes or interpolated between
+    them; nothing is scaled to fit.
     """
-    records = predicted(list(expand(StepSpec, values)), hardware)
+    records = predicted(_specs(values, Layout.parse(layout)), hardware)
     print_records(records, format)
     if terms:
         from stepgauge.report.predict import terms_table
@@ -44,13 +52,37 @@ def predict(
             print_table(terms_table(record))
 
 
-def predicted(specs: Sequence[StepSpec], hardware: Path) -> list[Record]:
+def _specs(values: Values, layout: Layout) -> list[StepSpec] | list[DataParallelSpec]:
+    """Raises ValueError for axes that are not predicted yet, and options that the layout's command
+    does not have.
+    """
+    if set(layout.axes) - {"data"}:
+        raise ValueError(f"layout is {str(layout)!r}; only a data axis is predicted yet")
+    if layout.data == 1:
+        return expand(StepSpec, values)
+    known = {field.name for spec in (DataParallelSpec, ModelSpec) for field in fields(spec)}
+    if foreign := [name for name in values if name not in known]:
+        raise ValueError(f"{foreign[0]} is no option of a step over {layout.data} ranks")
+    return expand(
+        DataParallelSpec, {**values, "ranks": (layout.data,), "wrapper": (layout.wrapper,)}
+    )
+
+
+def predicted(
+    specs: Sequence[StepSpec] | Sequence[DataParallelSpec], hardware: Path
+) -> list[Record]:
     """The modelled record of each step. Raises ValueError for what is not modelled."""
+    from stepgauge.cost.data_parallel import predict_data_parallel
     from stepgauge.cost.machine import Machine
     from stepgauge.cost.step import predict as predict_step
 
     machine = Machine(HardwareFile.read(hardware))
-    return [predict_step(spec, machine) for spec in specs]
+    return [
+        predict_step(spec, machine)
+        if isinstance(spec, StepSpec)
+        else predict_data_parallel(spec, machine)
+        for spec in specs
+    ]
 
 
 def predict_before(

@@ -29,12 +29,16 @@ PRECISION: dict[str, tuple[str, int, int]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """`count` runs of an operation at its sizes; for TRAFFIC the one size is bytes."""
+    """`count` runs of an operation at its sizes; for TRAFFIC the one size is bytes.
+
+    gradient  elements of a weight's gradient that is complete after it; 0: of none
+    """
 
     name: str
     operation: str
     sizes: tuple[float, ...]
     count: int = 1
+    gradient: int = 0
 
 
 class StepOperations:
@@ -74,6 +78,17 @@ class StepOperations:
         if self.spec.phases == "step":
             phases["optimizer"] = [self._optimizer()]
         return phases
+
+    def backward_order(self) -> Iterator[tuple[str, Term]]:
+        """Backward's terms one by one, each with a name of its own."""
+        before, blocks, after = self._backward_parts()
+        for term in before:
+            yield term.name, term
+        for number in reversed(range(self.model.num_layers)):
+            for term in blocks:
+                yield f"blocks.{number}.{term.name}", term
+        for term in after:
+            yield term.name, term
 
     # Forward
 
@@ -136,14 +151,24 @@ class StepOperations:
     # Backward
 
     def _backward(self) -> Iterator[Term]:
+        before, blocks, after = self._backward_parts()
+        yield from before
+        for term in blocks:
+            yield dataclasses.replace(term, count=term.count * self.model.num_layers)
+        yield from after
+
+    def _backward_parts(self) -> tuple[list[Term], list[Term], list[Term]]:
+        """Of the head, of one block, of the embedding."""
         model, m, d = self.model, self.tokens, self.model.d_model
-        yield from self._loss_backward()
-        yield from self._linear_backward("head", model.vocab_size, d, self._narrowed(d))
-        yield from self._norm("head.norm", "backward")
-        for term in self._block_backward():
-            yield dataclasses.replace(term, count=term.count * model.num_layers)
-        weights = model.vocab_size * d * 4
-        yield Term("embedding", TRAFFIC, (weights + m * d * 2 * self.residual,))
+        head = [
+            *self._loss_backward(),
+            *self._linear_backward("head", model.vocab_size, d, self._narrowed(d)),
+            *self._norm("head.norm", "backward"),
+        ]
+        weights = model.vocab_size * d
+        nbytes = weights * 4 + m * d * 2 * self.residual
+        embedding = Term("embedding", TRAFFIC, (nbytes,), gradient=weights)
+        return head, list(self._block_backward()), [embedding]
 
     def _block_backward(self) -> Iterator[Term]:
         model, m, a, r = self.model, self.tokens, self.activation, self.residual
@@ -172,9 +197,13 @@ class StepOperations:
     def _linear_backward(self, name: str, n: int, k: int, narrowed: int) -> Iterator[Term]:
         m = self.tokens
         yield Term(f"{name}.input_gradient", f"matmul nn {self.type}", (m, k, n))
-        yield Term(f"{name}.weight_gradient", f"matmul tn {self.type}", (n, k, m))
-        if self.casts:
-            yield self._cast(f"{name}.cast_gradient", "cast bf16 fp32", n * k)
+        product = Term(f"{name}.weight_gradient", f"matmul tn {self.type}", (n, k, m))
+        if not self.casts:
+            yield dataclasses.replace(product, gradient=n * k)
+        else:
+            yield product
+            cast = self._cast(f"{name}.cast_gradient", "cast bf16 fp32", n * k)
+            yield dataclasses.replace(cast, gradient=n * k)
         if narrowed:
             yield Term(f"{name}.cast_input_gradient", "cast bf16 fp32", (narrowed,))
 

@@ -28,7 +28,7 @@ class Phase:
 
     @property
     def device_us(self) -> float:
-        return sum(term.count * estimate.us for term, estimate in self.terms)
+        return sum(term.count * found.us for term, found in self.terms)
 
 
 def predict(spec: StepSpec, machine: Machine) -> Record:
@@ -38,7 +38,11 @@ def predict(spec: StepSpec, machine: Machine) -> Record:
     operations = StepOperations(spec)
     layers = operations.model.num_layers
     phases = [
-        Phase(name, _device_terms(terms, machine), _host_us(name, layers, spec, machine))
+        Phase(
+            name,
+            [(term, estimate(term, machine)) for term in terms],
+            _host_us(name, layers, spec, machine),
+        )
         for name, terms in operations.phases().items()
     ]
     metrics = {f"{name}_ms": Sample.exact(us / 1e3, "ms") for name, us in _ends(phases).items()}
@@ -57,16 +61,11 @@ def predict(spec: StepSpec, machine: Machine) -> Record:
     )
 
 
-def _device_terms(terms: Sequence[Term], machine: Machine) -> list[tuple[Term, Estimate]]:
-    return [
-        (
-            term,
-            machine.traffic(*term.sizes)
-            if term.operation == TRAFFIC
-            else machine.time(term.operation, *term.sizes),
-        )
-        for term in terms
-    ]
+def estimate(term: Term, machine: Machine) -> Estimate:
+    """Of one run of the term's operation."""
+    if term.operation == TRAFFIC:
+        return machine.traffic(*term.sizes)
+    return machine.time(term.operation, *term.sizes)
 
 
 def _host_us(phase: str, layers: int, spec: StepSpec, machine: Machine) -> float:
@@ -116,10 +115,10 @@ def _rows(phase: Phase) -> list[list[object]]:
             term.operation,
             " × ".join(f"{size:g}" for size in term.sizes),
             term.count,
-            estimate.us * term.count,
-            estimate.source,
+            found.us * term.count,
+            found.source,
         ]
-        for term, estimate in phase.terms
+        for term, found in phase.terms
     ]
     waits = max(0.0, phase.host_us - phase.device_us)
     return [*rows, [phase.name, "host", "launches", "", 1, waits, ASSUMED]] if waits else rows
