@@ -40,6 +40,11 @@ def test_it_is_well_formed_scales_and_keeps_text_as_text():
     }
 
 
+def test_labels_are_not_cut():
+    svg = figure.grouped_bars(["a"], {"x": [0.0123], "y": [figure.Doubtful(1.25)]}, unit="ms")
+    assert ">0.0123<" in svg and ">1.25†<" in svg
+
+
 def test_short():
     assert [figure.short(v) for v in (0.01234, 1.2345, 99.95, 1234.5)] == [
         "0.0123",

@@ -93,8 +93,9 @@ def _themed(svg: str) -> str:
     for colour, name in _VARIABLES.items():
         svg = svg.replace(colour, f"var(--{name})")
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # A tenth of a point is finer than a screen.
-    svg = re.sub(r"(\.\d)\d+", r"\1", re.sub(r"\s*\n\s*", " ", svg))
+    # A path's tenth of a point is finer than a screen.
+    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), svg)
+    svg = re.sub(r"\s*\n\s*", " ", svg)
     svg = re.sub(
         r'(<svg[^>]*?) width="[^"]*" height="[^"]*"|(<svg[^>]*?) height="[^"]*"',
         r"\1\2",
