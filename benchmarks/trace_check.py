@@ -39,14 +39,15 @@ def raw_sums(path):
         for e in events
         if e["cat"] in HOST and "correlation" in e.get("args", {})
     }
-    mine = []
-    for event in events:
-        if event["cat"] not in DEVICE:
-            continue
+    mine, inside = [], []
+    for event in sorted(
+        (event for event in events if event["cat"] in DEVICE), key=lambda event: float(event["ts"])
+    ):
         begin = float(event["ts"])
         asked = launches.get(event.get("args", {}).get("correlation"), None if launches else begin)
-        inside = [n for n, (a, b) in enumerate(steps) if asked is not None and a <= asked <= b]
-        if inside or not steps:
+        if asked is not None:  # else it counts with the one that began before it
+            inside = [n for n, (a, b) in enumerate(steps) if a <= asked <= b]
+        if inside or (not steps and (mine or asked is not None)):
             end = begin + float(event.get("dur", 0))
             mine.append((begin, end, event["name"], event["cat"], inside[-1] if inside else 0))
     return _sums(mine) if mine else None

@@ -5,8 +5,9 @@ import contextlib
 import pytest
 
 from stepgauge.spec.analysis import Analysis
+from stepgauge.trace import flops
 from stepgauge.trace.analysis import analyse, thinned
-from stepgauge.trace.events import load
+from stepgauge.trace.events import Shapes, load
 from stepgauge.trace.idle import DEPENDENCY, HOST_BOUND, SYNCHRONISED, TURNAROUND
 from stepgauge.trace.names import repeated
 from stepgauge.trace.overlap import overlap, required_overlap
@@ -47,6 +48,18 @@ def test_flops_are_counted_once_an_operation(trace, gpu_step, tmp_path):
     }
     forward = next(row for row in found.operations if row.shapes == "64×32 32×16")
     assert forward.bytes == 4 * (64 * 32 + 32 * 16 + 64 * 16)
+
+
+def test_only_what_is_touched_counts_as_bytes():
+    def cost(operation, *dims):
+        return flops.cost(operation, Shapes(tuple(dims), ("c10::BFloat16",) * len(dims), ()))
+
+    cache, rows = (100_000, 16, 128), (8, 16, 128)
+    assert cost("aten::index_put_", cache, (), rows).bytes == 2 * 2 * 8 * 16 * 128
+    assert cost("aten::embedding", (50_000, 64), (4, 10)).bytes == 2 * 2 * 40 * 64
+    assert cost("_C_cache_ops::reshape_and_cache_flash", rows, rows, cache, cache).bytes is None
+    assert cost("aten::index", cache, ()).bytes is None
+    assert cost("aten::add", (10, 10), (10, 10)).bytes == 3 * 2 * 100
 
 
 def test_phases_and_idle_times_fill_the_device_time_line(trace, gpu_step, tmp_path):

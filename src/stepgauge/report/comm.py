@@ -10,10 +10,11 @@ from stepgauge.report.numbers import whole
 from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
 from stepgauge.report.views import plotted, remark
-from stepgauge.spec.comm import OPS, CommSpec
+from stepgauge.spec.comm import IN_PLACE, OPS, ROOT, CommSpec
 from stepgauge.spec.links import Link
 from stepgauge.spec.record import Record, Sample
 
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
 FIXED = ("op", "backend", "algorithm", "ranks", "nodes", "dtype", "timing", "device")
 MEGABYTE = 1 << 20
 MOST_FIT_PLOTS = 4
@@ -41,13 +42,18 @@ def comm_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> 
             spec.op, _over(spec), spec.ranks, spec.timing,
             spec.bytes, _us(figures[0]), record.median("busbw_gb_per_s"),
             record.median("algbw_gb_per_s"), *(_us(ms) for ms in figures[1:]),
-            spec.count, spec.dtype, "sum" if reduces else "none", spec.factor, _wrong(record), remark(record),
+            spec.count // (spec.ranks if OPS[spec.op].split else 1), spec.dtype, "sum" if reduces else "none",
+            ROOT if spec.op in ROOTED else -1, "in" if spec.op in IN_PLACE else "out",
+            spec.factor, _wrong(record), remark(record),
         ])  # fmt: skip
     head = ["op", "over", "ranks", "timing", "size B", "time µs", "busbw GB/s", "algbw GB/s", "p10 µs",
-            "p90 µs", "p99 µs", "count", "type", "redop", "factor", "wrong", "remark"]  # fmt: skip
+            "p90 µs", "p99 µs", "count", "type", "redop", "root", "place", "factor", "wrong", "remark"]  # fmt: skip
     if not any(row[-1] for row in rows):
         head, rows = head[:-1], [row[:-1] for row in rows]
-    caption = "busbw = algbw × factor; percentiles are of batches."
+    caption = (
+        "busbw = algbw × factor; percentiles are of batches. As nccl-tests prints them: count is a rank's part where "
+        "the operation is split, root is -1 where there is none; place: whether the result lies where the input was."
+    )
     return Table(
         head, rows, caption=caption, names=head.index("size B") + 1, formats={"factor": ".4g"}
     )

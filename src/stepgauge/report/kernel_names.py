@@ -14,6 +14,14 @@ _PLAIN = re.compile(
 _Pieces = list[Any]  # of a name: text, or the list of a template's arguments
 
 
+LONGEST_RANGE = 56
+
+
+def range_name(range: str) -> str:
+    """A range that fits: of a long one the innermost parts."""
+    return range if len(range) <= LONGEST_RANGE else f"…{range[1 - LONGEST_RANGE :]}"
+
+
 @functools.cache
 def shortened(name: str, longest: int) -> str:
     """A name of C++ that fits, its templates closed: plain arguments go first, then the inner ones."""

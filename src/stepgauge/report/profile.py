@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from stepgauge.report.kernel_names import shortened
+from stepgauge.report.kernel_names import range_name, shortened
 from stepgauge.report.numbers import number, whole
 from stepgauge.report.page import Block, Flame, Plot, Text
 from stepgauge.report.profile_device import (
@@ -180,7 +180,7 @@ def ranges_table(found: Analysis) -> Table:
         return [label, *(us / 1e3 / found.steps for us in values), total / 1e3 / found.steps]
 
     rows = [
-        [*row(name or "outside of all", [sums.get((name, p), 0.0) for p in phases], totals[name]),
+        [*row(range_name(name) or "outside of all", [sums.get((name, p), 0.0) for p in phases], totals[name]),
          100 * totals[name] / in_all]
         for name in sorted(names, key=lambda n: -totals[n])
     ]  # fmt: skip

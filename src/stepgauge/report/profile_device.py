@@ -1,5 +1,6 @@
 """Tables of how the device was used: idle time, launches, copies, collectives, critical path."""
 
+from stepgauge.report.kernel_names import range_name
 from stepgauge.report.table import Table
 from stepgauge.spec.analysis import Analysis
 from stepgauge.spec.comm import OPS
@@ -68,8 +69,8 @@ def collectives_table(found: Analysis) -> Table:
             OPS[row.name].factor(row.group_size) if row.name in OPS and row.group_size > 1 else 0.0
         )
         busbw = row.bytes * factor * calls / row.us / 1e3 if row.us else 0.0
-        rows.append([row.name, row.range, row.dtype, row.group_size or None, row.bytes or None, calls / found.steps,
-                     row.us / 1e3 / found.steps, row.us / calls, busbw or None])  # fmt: skip
+        rows.append([row.name, range_name(row.range), row.dtype, row.group_size or None, row.bytes or None,
+                     calls / found.steps, row.us / 1e3 / found.steps, row.us / calls, busbw or None])  # fmt: skip
     head = [
         "collective",
         "range",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from stepgauge.report.kernel_names import range_name
 from stepgauge.report.numbers import number
 from stepgauge.report.table import Table
 from stepgauge.spec.analysis import Analysis, Overlap
@@ -65,7 +66,7 @@ def shared_table(across: AcrossRanks, steps: int) -> Table:
     for row in across.collectives[:SHOWN]:
         both = row.transfer_us + row.waiting_us
         rows.append([
-            row.name, row.range, row.dtype, row.group_size, row.bytes or None, row.calls / steps,
+            row.name, range_name(row.range), row.dtype, row.group_size, row.bytes or None, row.calls / steps,
             row.transfer_us / 1e3 / steps, row.waiting_us / 1e3 / steps, 100 * row.waiting_us / both if both else None,
             row.bus_bytes_per_s / 1e9 or None, f"rank {row.last}", f"{row.last_calls} of {row.calls}",
         ])  # fmt: skip

@@ -57,7 +57,7 @@ def analysis(trace: Trace, kinds: Kinds | None = None) -> Analysis:
         collectives=collectives(works) if trace.on_device else [],
         timeline=timeline(trace, works),
         flame=thinned(flame.tree(resolver.paths, tally.paths)),
-        notes=_notes(trace, len(tally.steps)),
+        notes=_notes(trace, len(tally.steps), len(works)),
     )
     return _with_device(found, trace, works, moments) if trace.on_device else found
 
@@ -79,7 +79,7 @@ def _with_device(
     )  # fmt: skip
 
 
-def _notes(trace: Trace, steps: int) -> list[str]:
+def _notes(trace: Trace, steps: int, counted: int) -> list[str]:
     notes = []
     if trace.unknown:
         devices = ", ".join(f"{number:,} of {name}" for name, number in trace.unknown.items())
@@ -92,6 +92,11 @@ def _notes(trace: Trace, steps: int) -> list[str]:
         notes.append(
             f"{len(trace.steps) - steps} of {len(trace.steps)} marked steps launched no work and are "
             "not counted."
+        )
+    if trace.on_device and counted < len(trace.kernels):
+        notes.append(
+            f"{len(trace.kernels) - counted:,} of {len(trace.kernels):,} kernels and copies were launched "
+            "outside of the marked steps, or before the trace began, and are not counted."
         )
     if not trace.marked:
         notes.append(

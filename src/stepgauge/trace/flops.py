@@ -36,15 +36,54 @@ def cost(operation: str, shapes: Shapes | None) -> Cost:
         flops, result = formula(shapes) if formula else (None, _largest(shapes))
     except (LookupError, ValueError):  # called in a way that the formula does not know
         flops, result = None, _largest(shapes)
+    width = _BYTES.get(dtype(shapes), 0)
+    if operation in _INDEXING:
+        # Only what is touched counts: a cache of which one row is written is not read.
+        try:
+            touched = _INDEXING[operation](shapes)
+        except LookupError:
+            touched = 0
+        return Cost(flops, 2.0 * touched * width if touched else None)
+    if not (formula or operation.startswith(("aten::", "triton_", "stepgauge::"))):
+        return Cost(flops, None)  # somebody's own: what it touches of its arguments is not known
     read = sum(
         math.prod(d) * _BYTES.get(t, 0)
         for d, t in zip(shapes.dims, shapes.types, strict=False)
         if d
     )
-    width = _BYTES.get(dtype(shapes), 0)
     # A Triton kernel's arguments hold its result too.
     written = 0 if operation.startswith("triton_") else result * width
     return Cost(flops, read + written if read else None)
+
+
+def _argument(place: int) -> Callable[[Shapes], int]:
+    """As many elements as the argument with that place has."""
+    return lambda shapes: math.prod(shapes.dims[place]) if len(shapes.dims) > place else 0
+
+
+def _rows(weight: int, indices: int) -> Callable[[Shapes], int]:
+    """A row of the weight for each index."""
+    return lambda shapes: math.prod(shapes.dims[indices]) * shapes.dims[weight][-1]
+
+
+# How many elements an operation touches that leaves most of an argument alone; 0: not known.
+_INDEXING: Mapping[str, Callable[[Shapes], int]] = {
+    "aten::embedding": _rows(0, 1),
+    "aten::embedding_dense_backward": _argument(0),
+    "aten::gather": _argument(2),
+    "aten::scatter": _argument(2),
+    "aten::scatter_": _argument(2),
+    "aten::scatter_add": _argument(2),
+    "aten::scatter_add_": _argument(2),
+    "aten::index_copy_": _argument(3),
+    "aten::index_add_": _argument(3),
+    "aten::index_put_": _argument(2),
+    "aten::_index_put_impl_": _argument(2),
+    "aten::index_select": lambda shapes: 0,
+    "aten::index": lambda shapes: 0,
+    "aten::select_backward": _argument(0),
+    "aten::slice_backward": _argument(0),
+}
 
 
 def dtype(shapes: Shapes) -> str:

@@ -9,15 +9,16 @@ it had ended by then. A change therefore moves what really depends on it, and li
 
 import bisect
 import dataclasses
+import itertools
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from stepgauge.spec.analysis import PathRow
 from stepgauge.trace.attribution import Work
 from stepgauge.trace.events import Trace
 
-MOST_WORK = 30_000  # pieces: later steps of a longer trace are left out
+MOST_WORK = 20_000  # pieces: later steps of a longer trace are left out
 HOST, DELAY = "host", "launch and turnaround"
 NEAR_US = 1.0  # a wait for the device ends so soon after the kernel that it waited for
 
@@ -39,6 +40,7 @@ class Replay:
         self.steps = len({work.step for work in self.works})
         self._begin = min(work.start for work in self.works)
         self._events, self._launch = self._host(trace)
+        self._waiting = [n for n, event in enumerate(self._events) if event.waited >= 0]
         self._before = self._streams(trace)
         self._latency, self._turnaround = self._delays()
         self._measured = max(work.end for work in self.works) - self._begin
@@ -201,11 +203,11 @@ class Replay:
 
     def _waited_before(self, event: int, ends: Sequence[float]) -> tuple[int, float]:
         """The kernel for which the host last waited before that event, and its end; -1 for none."""
-        for number in range(event - 1, -1, -1):
-            waited = self._events[number].waited
-            if waited >= 0 and ends[waited] > self._begin:
-                return waited, ends[waited]
-        return -1, self._begin
+        index = bisect.bisect_left(self._waiting, event) - 1
+        if index < 0 or ends[self._events[self._waiting[index]].waited] <= self._begin:
+            return -1, self._begin
+        waited = self._events[self._waiting[index]].waited
+        return waited, ends[waited]
 
 
 def _limited(trace: Trace, works: Sequence[Work]) -> list[Work]:
@@ -214,13 +216,7 @@ def _limited(trace: Trace, works: Sequence[Work]) -> list[Work]:
     mine = sorted(
         (work for work in works if trace.steps[work.step].run == run), key=lambda work: work.start
     )
-    if len(mine) > MOST_WORK:
-        taken: set[int] = set()
-        count = 0
-        for step in sorted({work.step for work in mine}):
-            count += sum(work.step == step for work in mine)
-            if taken and count > MOST_WORK:
-                break
-            taken.add(step)
-        mine = [work for work in mine if work.step in taken]
-    return mine
+    sizes = Counter(work.step for work in mine)
+    taken = list(itertools.accumulate(sizes[step] for step in sorted(sizes)))
+    last = sorted(sizes)[max(0, bisect.bisect_right(taken, MOST_WORK) - 1)]
+    return [work for work in mine if work.step <= last]

@@ -1,0 +1,98 @@
+"""Several ranks' traces, two traces compared, and how the device was fed: by hand-computed figures."""
+
+import pytest
+
+from stepgauge.report.profile_diff import difference_tables, sentence
+from stepgauge.report.profile_ranks import sentences
+from stepgauge.trace.analysis import analyse
+from stepgauge.trace.ranks import across
+
+SAID = {
+    "Collective name": "allreduce", "In msg nelems": 1_000_000, "Out msg nelems": 1_000_000, "dtype": "Float",
+    "Group size": 2, "Process Group Ranks": "[0, 1]",
+}  # fmt: skip
+
+
+def rank(gpu_trace, path, number, computes_us, communicates_us):
+    """Two steps: a product in `mlp`, then an all-reduce of 4 MB on the same stream."""
+    trace = gpu_trace(number)
+    for step, (product, reduced) in enumerate(zip(computes_us, communicates_us, strict=True)):
+        with trace.range(f"ProfilerStep#{step}"):
+            with trace.range("mlp"), trace.op("aten::mm"):
+                trace.launch("void gemm()", product)
+            trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", reduced)
+            trace.events[-1]["args"].update(SAID)
+            trace.synchronize()
+    return analyse(trace.write(path / f"rank{number}.json"))
+
+
+def test_a_collective_is_split_into_waiting_and_transfer(gpu_trace, tmp_path):
+    # Rank 1 computes 300 µs longer each step: rank 0 waits as long in the all-reduce of 100 µs.
+    ranks = [
+        rank(gpu_trace, tmp_path, 0, (200, 200), (400, 420)),
+        rank(gpu_trace, tmp_path, 1, (500, 500), (100, 120)),
+    ]
+    found = across(ranks)
+    (row,) = found.collectives
+    assert (row.name, row.group_size, row.bytes, row.calls) == ("all_reduce", 2, 4_000_000, 2)
+    assert (row.transfer_us, row.waiting_us) == (100 + 120, (300 + 300) / 2)
+    # nccl-tests: 2 (N - 1) / N is 1 of two ranks; 4 MB in 110 µs.
+    assert row.bus_bytes_per_s == pytest.approx(4e6 / 110e-6)
+    assert (row.last, row.last_calls) == (1, 2)
+    first, second = found.stragglers
+    assert (first.waited_us, first.made_wait_us, first.calls_last) == (300, 0, 0)
+    assert (second.waited_us, second.made_wait_us, second.calls_last) == (0, 300, 2)
+    assert (second.most_in, second.excess_us) == ("matmul in mlp", 300)
+    (told,) = sentences(found, ranks)
+    assert told.startswith("Rank 1 made the others wait 0.3000 ms a step")
+    assert told.endswith("it spends 0.3000 ms more in matmul in mlp.")
+
+
+def test_calls_that_do_not_match_are_said_and_not_split(gpu_trace, tmp_path):
+    ranks = [
+        rank(gpu_trace, tmp_path, 0, (200, 200), (400, 400)),
+        rank(gpu_trace, tmp_path, 1, (500,), (100,)),
+    ]
+    found = across(ranks)
+    assert (found.collectives, found.stragglers) == ([], [])
+    assert "cannot be matched" in found.notes[0] and "rank 0: 2, rank 1: 1" in found.notes[0]
+
+
+def test_two_traces_say_what_grew(gpu_trace, tmp_path):
+    before, after = (
+        rank(gpu_trace, tmp_path, number, (product, product), (100, 100))
+        for number, product in enumerate((200, 250))
+    )
+    tables = {table.columns[0]: table for table in difference_tables(before, after)}
+    assert tables["kind"].rows[0][:4] == ["matmul", 0.2, 0.25, pytest.approx(0.05)]
+    assert tables["kind"].rows[0][4] == pytest.approx(25)
+    assert tables["range"].rows[0][0] == "mlp"
+    assert tables["kernel"].rows[0][:2] == ["gemm", 0.2]
+    assert "most in matmul (+0.050 ms)" in sentence(before, after)
+
+
+def test_launches_copies_and_the_critical_path(gpu_trace, tmp_path):
+    trace = gpu_trace()
+    with trace.range("ProfilerStep#0"), trace.op("aten::mm"):
+        trace.launch("void gemm()", 100)  # called 1000 to 1010, runs 1002 to 1102
+        trace.launch("Memcpy HtoD (Pinned -> Device)", 50, category="gpu_memcpy")  # to 1152
+        trace.events[-1]["args"]["bytes"] = 100_000
+        trace.synchronize()
+        trace.now += 200
+        trace.launch("void gemm()", 100)  # called 1352 to 1362, runs 1354 to 1454
+    found = analyse(trace.write(tmp_path / "t.json"))
+    (stream,) = found.streams
+    assert (stream.launches, stream.call_us, stream.late) == (3, 30, 1)
+    # From the call's end: 0 (it began before), 1102 - 1020, 0.
+    assert stream.delay_us == [0, 82]
+    # One waits for 2 µs, for 92 of the second (1010 to 1102), for 2 of the third, of 454 µs.
+    assert stream.queue == [pytest.approx(96 / 454), 1]
+    (copy,) = found.copies
+    assert (copy.name, copy.calls, copy.us, copy.bytes) == ("Memcpy HtoD", 1, 50, 100_000)
+    path = {row.what: (row.us, row.gain_us) for row in found.path}
+    # 1002 to 1102 product, 50 of the copy, 200 of the host, 2 to the start, 100 of the product.
+    assert path["matmul"] == (200, pytest.approx(200, abs=10))
+    assert path["copy"] == (50, 50)
+    assert path["host"] == (200, 200)
+    assert sum(us for us, _ in path.values()) == sum(map(sum, found.phases_us.values())) == 452
+    assert found.path_error == 0
