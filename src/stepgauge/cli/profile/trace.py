@@ -52,8 +52,7 @@ def trace(
     if not files:
         raise ValueError("FILE needs a value: the path of a trace")
     if overlap:
-        _print_overlap(files, format)
-        return
+        return _print_overlap(files, format)
     names = trace_names(files)
     found = _analyse(files, rules)
     shared = across(found) if len(found) > 1 else None
