@@ -52,9 +52,9 @@ def trace(
     if not files:
         raise ValueError("FILE needs a value: the path of a trace")
     if overlap:
-        return _print_overlap(files, format)
-    names = trace_names(files)
-    found = _analyse(files, rules)
+        _print_overlap(files, format)
+        return
+    names, found = trace_names(files), _analyse(files, rules)
     shared = across(found) if len(found) > 1 else None
     if out:  # before anything is printed: a reader such as head may end the program
         for name, analysis in zip(names, found, strict=True):
