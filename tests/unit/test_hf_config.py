@@ -4,10 +4,12 @@ parameters.
 The values are those of the files on the hub, 2024 to 2025, without what decides no parameter.
 """
 
+import dataclasses
 import json
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from stepgauge.models.bert import BertForMaskedLM
 from stepgauge.models.transformer import TransformerLM
@@ -137,6 +139,18 @@ def test_parameters_are_the_published_ones(name):
     network = BertForMaskedLM if isinstance(spec, BertSpec) else TransformerLM
     module = network(spec, device=torch.device("meta"))
     assert sum(p.numel() for p in module.parameters()) == parameters
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "mixtral-8x7b", "pythia-160m", "qwen3-0.6b"])
+def test_flops_are_those_of_the_flop_counter(name):
+    spec = network_of(PUBLISHED[name][0])
+    spec = dataclasses.replace(spec, attention="eager", context_length=64)
+    meta = torch.device("meta")
+    module, tokens = TransformerLM(spec, device=meta), torch.zeros(2, 64, dtype=int, device=meta)
+    with FlopCounterMode(display=False) as counter:
+        module(tokens)
+    expected = spec.forward_flops(batch=2, sequence=64, causal_half=False)
+    assert counter.get_total_flops() == expected
 
 
 def test_active_parameters_of_experts():

@@ -199,7 +199,8 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     elsewhere.
     """
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    casts = not x.is_meta and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if casts else x.dtype
 
 
 def compiled(model: TransformerLM, mode: str) -> nn.Module:
