@@ -21,7 +21,7 @@ from stepgauge.parallel.data_parallel import (
     NaiveDataParallel,
     OverlappedDataParallel,
 )
-from stepgauge.parallel.messages import as_one_message
+from stepgauge.parallel.reducer import Message
 from stepgauge.parallel.replicas import DifferentModelsError
 from stepgauge.runtime.launch import launch
 
@@ -48,13 +48,17 @@ CASES = [*itertools.product(WRAPPERS, NETWORKS, OPTIMIZERS)]
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_gradients_that_others_share_are_copied(count):
+def test_gradients_that_others_share_are_sent_as_copies(count):
     shared = torch.ones(3, 6)  # one row more than is sent: the storage is not all theirs
     sent = [nn.Parameter(torch.zeros(2, 3)) for _ in range(count)]
     for parameter, row in zip(sent, shared, strict=False):
         parameter.grad = row.view(2, 3)
-    as_one_message(sent).zero_()
-    assert shared.eq(1).all() and all(parameter.grad.eq(0).all() for parameter in sent)
+    message = Message(sent, {*sent}, packs=count > 1)
+    for tensor in message.tensors:
+        tensor.zero_()
+    assert shared.eq(1).all()
+    message.unpack((), rank=0)
+    assert all(parameter.grad.eq(0).all() for parameter in sent)
 
 
 def test_training_equals_that_of_one_process(two_ranks):
@@ -71,10 +75,6 @@ def test_four_ranks_too():
 @pytest.mark.parametrize(
     "check",
     [
-        "second backward",
-        "backward twice through one graph",
-        "a parameter that only one rank uses",
-        "kept zeros",
         "several types",
         "gradients that share a storage",
         "gradients are views of their buckets",
@@ -141,7 +141,6 @@ def difference_from_one_process(wrapper, network, optimizer):
                 loss = parallel(*batch(step, micro, dist.get_rank())) / MICRO_BATCHES
                 loss.backward()
             total += loss.detach()
-        parallel.finish_gradient_synchronization()
         parallel.clip_gradients(CLIP)
         step_with.step()
         dist.all_reduce(total)
@@ -179,67 +178,6 @@ def require_equal(module, wanted, tolerance=1e-13):
         assert (parameter.grad - gradient).abs().max() < tolerance, name
 
 
-def second_backward():
-    wanted = expected(mlp(), loss_of, lambda m, r: loss_of(m, r, seed=1))
-    for wrap in WRAPPERS.values():
-        parallel = wrap(mlp())
-        loss_of(parallel, dist.get_rank()).backward()
-        loss_of(parallel, dist.get_rank(), seed=1).backward()
-        parallel.finish_gradient_synchronization()
-        require_equal(parallel.module, wanted)
-
-
-def backward_twice_through_one_graph():
-    wanted = [2 * gradient for gradient in expected(mlp(), loss_of)]
-    for wrap in WRAPPERS.values():
-        parallel = wrap(mlp())
-        loss = loss_of(parallel, dist.get_rank())
-        loss.backward(retain_graph=True)
-        loss.backward()
-        parallel.finish_gradient_synchronization()
-        require_equal(parallel.module, wanted)
-
-
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)).double()
-        self.out = nn.Linear(4, 1).double()
-
-    def forward(self, x, branch):
-        return self.out(self.branches[branch](x)).mean()
-
-
-def one_rank_uses():
-    x = torch.ones(2, 4, dtype=torch.float64)
-    alone = Branches()
-    expected(alone, lambda module, rank: module(x, rank))
-    for wrap in WRAPPERS.values():
-        parallel = wrap(Branches())
-        for _ in range(2):
-            parallel.zero_grad()
-            parallel(x, dist.get_rank()).backward()
-            parallel.finish_gradient_synchronization()
-            for (name, ours), theirs in zip(
-                parallel.module.named_parameters(), alone.parameters(), strict=True
-            ):
-                assert (ours.grad is None) == (theirs.grad is None), name
-                assert ours.grad is None or torch.equal(ours.grad, theirs.grad), name
-
-
-def kept_zeros():
-    """zero_grad(set_to_none=False) keeps the buckets; what is in them is used again."""
-    wanted = expected(mlp(), loss_of)
-    for wrap in WRAPPERS.values():
-        parallel = wrap(mlp())
-        for _ in range(3):
-            loss_of(parallel, dist.get_rank()).backward()
-            parallel.finish_gradient_synchronization()
-            require_equal(parallel.module, wanted)
-            parallel.zero_grad(set_to_none=False)
-
-
 def several_types():
     def mixed():
         torch.manual_seed(0)
@@ -258,7 +196,6 @@ def several_types():
     for wrap in WRAPPERS.values():
         parallel = wrap(mixed())
         loss(parallel, dist.get_rank()).backward()
-        parallel.finish_gradient_synchronization()
         require_equal(parallel.module, wanted, tolerance=0.05)
 
 
@@ -278,14 +215,12 @@ def shared_storage():
     for wrap in WRAPPERS.values():
         parallel = wrap(Sum())
         parallel(dist.get_rank() + 1.0).backward()
-        parallel.finish_gradient_synchronization()
         require_equal(parallel.module, wanted)
 
 
 def views():
     parallel = FlatDataParallel(mlp())
     loss_of(parallel, dist.get_rank()).backward()
-    parallel.finish_gradient_synchronization()
     storages = {p.grad.untyped_storage().data_ptr() for p in parallel.parameters()}
     assert len(storages) == 1
     elements = sum(p.numel() for p in parallel.parameters())
@@ -300,7 +235,6 @@ def stays():
             lambda gradient, name=name: places.update({name: gradient.data_ptr()})
         )
     loss_of(parallel, dist.get_rank()).backward()
-    parallel.finish_gradient_synchronization()
     kept = [name for name, p in parallel.named_parameters() if p.grad.data_ptr() == places[name]]
     assert "module.0.weight" in kept, kept
 
@@ -326,7 +260,6 @@ def silent():
     parallel.communicates = False
     loss_of(alone, dist.get_rank()).backward()
     loss_of(parallel, dist.get_rank()).backward()
-    parallel.finish_gradient_synchronization()
     require_equal(parallel.module, [p.grad for p in alone.parameters()])
 
 
@@ -334,7 +267,6 @@ def freed():
     for wrap in WRAPPERS.values():
         parallel = wrap(mlp())
         loss_of(parallel, dist.get_rank()).backward()
-        parallel.finish_gradient_synchronization()
         weight = weakref.ref(parallel.module[0].weight)
         del parallel
         gc.collect()
@@ -343,19 +275,14 @@ def freed():
 
 def sparse():
     parallel = NaiveDataParallel(nn.Embedding(5, 2, sparse=True))
-    parallel(torch.tensor([1])).sum().backward()
     try:
-        parallel.finish_gradient_synchronization()
+        parallel(torch.tensor([1])).sum().backward()
         return "accepted"
     except ValueError as error:
         return "" if "a gradient of shape (5, 2) is sparse" in str(error) else str(error)
 
 
 CHECKS = {
-    "second backward": second_backward,
-    "backward twice through one graph": backward_twice_through_one_graph,
-    "a parameter that only one rank uses": one_rank_uses,
-    "kept zeros": kept_zeros,
     "several types": several_types,
     "gradients that share a storage": shared_storage,
     "gradients are views of their buckets": views,

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from tests.parallel import test_data_parallel, test_fsdp, test_narrow, test_zero
+from tests.parallel import test_data_parallel, test_fsdp, test_zero
 
 from stepgauge.runtime.launch import launch
 
@@ -33,10 +33,4 @@ def checks(all_of_them):
         found["zero", *case] = test_zero.difference_from_one_process(*case)
     for case in test_fsdp.CASES:
         found["fsdp", *case] = test_fsdp.difference_from_one_process(*case)
-    for check in ("second backward", "a parameter that only one rank uses", "kept zeros"):
-        test_data_parallel.CHECKS[check]()
-    for check in ("second backward of stage 2", "given up in stage 2"):
-        test_zero.CHECKS[check]()
-    for check in test_narrow.CHECKS.values():
-        check()
     return found

@@ -1,46 +1,45 @@
 """Data parallel training: each rank computes the gradients of its own batch, and their mean is what
 all step with.
 
-One mechanism, four settings of it. Gradients travel in the buckets of a plan (spec/buckets.py), and
-a bucket is sent either when its last gradient is there, while backward goes on, or when backward
-has ended:
+When backward returns, `.grad` is the mean over the ranks, and nothing is kept elsewhere: what is
+done to it then means what it means in one process. Gradients travel in the buckets of a plan
+(spec/plan/buckets.py), and a bucket is sent either when its last gradient is there, while backward
+goes on, or at the end of backward:
 
-    NaiveDataParallel        a bucket a gradient, after backward, one after the other
-    FlatDataParallel         one bucket for all gradients, after backward
-    OverlappedDataParallel   a bucket a gradient, during backward
-    BucketedDataParallel     buckets of about `bucket_mb`, during backward
+    NaiveDataParallel        a bucket a gradient, at the end, one after the other
+    FlatDataParallel         one bucket for all gradients, at the end
+    OverlappedDataParallel   a bucket a gradient, while backward goes on
+    BucketedDataParallel     buckets of about `bucket_mb`, while backward goes on
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeGuard, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from stepgauge.parallel.averager import Averager
 from stepgauge.parallel.collectives import launch_together
-from stepgauge.parallel.messages import (
-    Averager,
-    Done,
-    Launched,
-    as_one_message,
-    flattened,
-    narrow_gradients,
-    widen,
+from stepgauge.parallel.readiness import Backward, at_end_of_backward
+from stepgauge.parallel.reducer import Message, is_alone
+from stepgauge.parallel.replicas import (
+    describe_parameter,
+    prepare_replicas,
+    registrations,
+    require_known,
 )
-from stepgauge.parallel.narrow import NarrowGradients, remove_with
-from stepgauge.parallel.replicas import describe_parameters, prepare_replicas
+from stepgauge.parallel.shares import Share, as_share
+from stepgauge.parallel.usage import Usage
 from stepgauge.spec.plan.buckets import Bucket, plan_buckets, plan_launches
 
-HOOKS = 2  # of this module's on a parameter
 # as torch's DistributedDataParallel: communication starts with the first layers of backward
 FIRST_BUCKET_MB = 1.0
+OF_A_BACKWARD = ("_backward", "_late", "_in_flight", "_local", "_aside", "_remove_hooks")
 
 
 class Sending(TypedDict, total=False):
@@ -50,47 +49,40 @@ class Sending(TypedDict, total=False):
     reduce_dtype: torch.dtype | None
 
 
-@dataclasses.dataclass
-class Cycle:
-    """One synchronisation of all buckets: what has arrived, what was sent, what is not yet waited
-    for.
-    """
-
-    missing: list[int]  # gradients that a launch still waits for
-    arrived: set[str] = dataclasses.field(default_factory=set)
-    launched: int = 0  # launches, always the first ones of the plan
-    in_flight: list[tuple[Launched, int, list[Tensor]]] = dataclasses.field(default_factory=list)
-
-
 class DataParallel(nn.Module):
     """Averages the gradients of a module over the ranks of a group, bucket by bucket.
 
-    All ranks send the buckets in the plan's order, whatever the order in which gradients arrive: a
-    bucket that is complete early waits for those before it, so that ranks can never wait for each
-    other's different messages.
+    A gradient that no rank computed stays as it was, None or not; one that only some ranks computed
+    is averaged with zeros. All ranks must call backward equally often, and must freeze the same
+    parameters. Buffers are broadcast once, at the start.
 
-    A gradient that no rank computed stays None; one that only some ranks computed is averaged with
-    zeros. Buffers are broadcast once, at the start.
-
-    reduce_dtype  floating type that gradients of wider ones travel and are averaged in. `.grad`
-                  holds the widened mean once gradients are synchronised, and until then may be
-                  None: zero_grad before that discards nothing, also not after an exception
+    cap_mb        MB (10^6 bytes) of gradients at which a bucket is closed; 0: one a gradient; None:
+                  no limit
+    owners        the rank, by a parameter's name, that alone receives its gradient (ZeRO 2); the
+                  others have None of it after backward
+    overlaps      buckets are sent while backward goes on
     packs         copies the gradients of a bucket behind each other also where they could be sent
                   at once as they lie
+    reduce_dtype  floating type that gradients of wider ones travel and are averaged in
 
     Raises DifferentModelsError, on every rank, where the ranks hold different modules; ValueError
-    for a reduce_dtype that is not floating.
+    for a reduce_dtype that is not floating. Backward raises RuntimeError for create_graph=True, and
+    forward where the module has other parameters than when it was wrapped.
     """
+
+    _backward: Backward | None
 
     def __init__(
         self,
         module: nn.Module,
         *,
-        buckets: Sequence[Bucket],
-        overlaps: bool,
+        cap_mb: float | None,
+        first_mb: float | None = None,
+        owners: Mapping[str, int] | None = None,
+        overlaps: bool = True,
+        packs: bool = False,
         group: dist.ProcessGroup | None = None,
         reduce_dtype: torch.dtype | None = None,
-        packs: bool = False,
     ):
         super().__init__()
         if reduce_dtype is not None and not reduce_dtype.is_floating_point:
@@ -98,43 +90,29 @@ class DataParallel(nn.Module):
                 f"reduce_dtype is {reduce_dtype}; gradients are averaged in floating types"
             )
         prepare_replicas(module, group)
-        self.module = module
-        self.reduce_dtype, self.packs = reduce_dtype, packs
-        self.buckets = tuple(buckets)
-        self.launches = plan_launches(self.buckets)
-        self.overlaps = overlaps
-        self.averager = Averager(group)
+        self.module, self.averager = module, Averager(group)
+        self.overlaps, self.packs, self.reduce_dtype = overlaps, packs, reduce_dtype
+        self._owners: Mapping[str, int] = owners or {}
+        self._how = {"cap_mb": cap_mb, "first_mb": first_mb, "owners": owners}
         # False leaves the collectives out and keeps all else, to time the rest
         self.communicates = True
         self._synchronises = True
-        self._begun = False
-        self._some_go_unused: bool | None = None  # known after the first synchronisation
-        self._by_name: Mapping[str, nn.Parameter] = dict(module.named_parameters())
-        self._parameters_of = [
-            [self._by_name[name] for name in bucket.names] for bucket in self.buckets
-        ]
-        self._frees = any(bucket.owner is not None for bucket in self.buckets)
-        self._owned_means: set[str] = set()
-        self._earlier: dict[str, Tensor] = {}
-        self._cycle = self._new_cycle()
-        self._launch_of = {
-            name: launch
-            for launch, indices in enumerate(self.launches)
-            for name in itertools.chain(*(self.buckets[index].names for index in indices))
-        }
-        for name, launch in self._launch_of.items():
-            remove_with(self, self._watch(name, launch))
-        self._narrow: dict[str, Tensor] = {}  # gradients in reduce_dtype that are not yet sent
-        self._kept = self._narrow_gradients() if reduce_dtype is not None else None
+        self._names = {p: name for name, p in module.named_parameters() if _takes_gradients(p)}
+        self._usage = Usage(self._names, self.averager)
+        self._registered = registrations()
+        self._plan()
+        self._begin()
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        self._begun |= self._synchronises and torch.is_grad_enabled()
+        if self._registered != (now := registrations()):
+            require_known(self.module, self._names)
+            self._registered = now
         return self.module(*inputs, **named)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside add to the gradients of this rank alone; the next one outside
-        sends the sum.
+        averages the sum.
         """
         before, self._synchronises = self._synchronises, False
         try:
@@ -142,260 +120,248 @@ class DataParallel(nn.Module):
         finally:
             self._synchronises = before
 
-    def finish_gradient_synchronization(self) -> None:
-        """Sends what is not yet sent and waits for all: on a GPU its stream does, and the host goes
-        on.
-
-        To be called on every rank after the backward passes and before gradients are used.
-        """
-        if self._kept is not None:
-            self._kept.forget()
-        if self._begun or self._cycle.arrived:
-            self.synchronize_gradients()
-
     def synchronize_gradients(self) -> None:
-        """Sends the buckets that are not yet sent, with the gradients that are there now, and
-        waits.
-        """
-        asks, arrived = self._some_go_unused is not False, self._cycle.arrived
-        present = [
-            name in arrived or self._by_name[name].grad is not None
-            for name in self._launch_of
-            if asks
-        ]
-        while self._cycle.launched < len(self.launches):
-            self._launch_next()
-            if not self.overlaps:
-                self._wait_all()
-        self._wait_all()
-        for parameter in self._unused_everywhere(present) if present else ():
-            parameter.grad = None
-        self._cycle = self._new_cycle()
-        self._begun = False
+        """Averages every `.grad` as it is now, outside of backward. To be called on every rank."""
+        self._plan_again()
+        self._backward = Backward(self._launches)
+        self._local.update(p for p in self._names if p.grad is not None)
+        self._finish()
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scales the averaged gradients so that the norm of all of them is at most `max_norm`; the
-        norm before.
+        """Scales the gradients so that the norm of all of them is at most `max_norm`; the norm
+        before.
         """
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
-    def _narrow_gradients(self) -> NarrowGradients:
-        assert self.reduce_dtype is not None, "there is one"
-        narrowed = [index for index in range(len(self.buckets)) if self._is_narrow(index)]
-        names = {
-            self._by_name[name]: name for index in narrowed for name in self.buckets[index].names
-        }
-        return NarrowGradients(self.module, self.reduce_dtype, names, own_hooks=HOOKS)
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in OF_A_BACKWARD}
 
-    def _new_cycle(self) -> Cycle:
-        return Cycle(
-            missing=[
-                sum(len(self._parameters_of[index]) for index in launch) for launch in self.launches
-            ]
-        )
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._names = {p: name for name, p in self.module.named_parameters() if p in self._names}
+        self._usage = Usage(self._names, self.averager)
+        self._plan()
+        self._begin()
 
-    def _watch(self, name: str, launch: int) -> list[RemovableHandle]:
-        # Autograd holds the hooks where the garbage collector does not look: through them the
-        # wrapper, and all weights, would never be freed.
+    def _plan(self) -> None:
+        """Buckets of what is trained, and of what no_sync has left."""
+        self._planned_for = self._trained()
+        described = [
+            describe_parameter(name, parameter, self.reduce_dtype)
+            for parameter, name in self._names.items()
+            if parameter.requires_grad or parameter in self.__dict__.get("_local", ())
+        ]
+        self.buckets: tuple[Bucket, ...] = plan_buckets(described, **self._how)  # type: ignore[arg-type]
+        by_name = {name: parameter for parameter, name in self._names.items()}
+        self._parameters_of = [[by_name[name] for name in bucket.names] for bucket in self.buckets]
+        self._launched_together = plan_launches(self.buckets)
+        self._launches = [
+            list(itertools.chain(*(self._parameters_of[index] for index in launch)))
+            for launch in self._launched_together
+        ]
+
+    def _plan_again(self) -> None:
+        if self._trained() != self._planned_for:
+            self._plan()
+
+    def _trained(self) -> list[Any]:
+        return [(parameter.requires_grad, parameter.dtype) for parameter in self._names]
+
+    def _begin(self) -> None:
+        """Without a gradient on its way."""
+        self._backward = None
+        self._late: list[nn.Parameter] = []
+        self._in_flight: list[Message] = []
+        # parameters that backward has added to since gradients were averaged
+        self._local: set[nn.Parameter] = set()
+        # means that an owner has, while backward computes what is to be added to them
+        self._aside: dict[nn.Parameter, Tensor] = {}
+        self._remove_hooks = weakref.finalize(self, _remove, [*self._hooked()])
+        self._remove_hooks.atexit = False
+
+    def _hooked(self) -> Iterator[Any]:
+        # Autograd holds hooks where the garbage collector does not look: through them the wrapper,
+        # and all weights, would never be freed.
         this = weakref.ref(self)
+        for parameter in self._names:
+            trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # what is frozen takes no hook, and may be trained later
+            yield parameter.register_post_accumulate_grad_hook(functools.partial(_arrived, this))
+            if self._owner(parameter) is not None:
+                yield parameter.register_hook(functools.partial(_about_to_arrive, this, parameter))
+            parameter.requires_grad_(trained)
 
-        def before_accumulation(gradient: Tensor | None) -> None:
-            if (wrapper := this()) is None:
-                return
-            if name in wrapper._cycle.arrived or name in wrapper._owned_means:
-                wrapper._make_way(name)
-            elif wrapper._earlier and wrapper._by_name[name].grad is None:
-                # whoever threw away what came since gives that up too
-                wrapper._earlier.pop(name, None)
-            if wrapper._kept is not None and (narrow := wrapper._kept.fetch(name)) is not None:
-                wrapper._take(name, narrow, more_comes=gradient is not None)
+    def _arrive(self, parameter: nn.Parameter) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True) into `.grad` is not averaged; take the gradients that "
+                "are differentiated again with torch.autograd.grad"
+            )
+        self._local.add(parameter)
+        if not self._synchronises:
+            return
+        if self._backward is None:
+            self._plan_again()
+            self._backward = Backward(self._launches)
+            at_end_of_backward(self._finish, parameter.device)
+        # Hooks of others run after ours, and may write `.grad`: it is sent when the next is there.
+        for late in self._late:
+            self._backward.arrive(late)
+        self._late = [parameter] if len(parameter._post_accumulate_grad_hooks) > 1 else []
+        if not self._late:
+            self._backward.arrive(parameter)
+        while self.overlaps and (place := self._backward.next_complete()) is not None:
+            self._launch(place)
 
-        def after_accumulation(_: Tensor) -> None:
-            # A gradient that was taken in reduce_dtype has arrived already.
-            if (
-                (wrapper := this()) is not None
-                and wrapper._synchronises
-                and name not in wrapper._cycle.arrived
-            ):
-                wrapper._arrive(name, launch)
-
-        parameter = self._by_name[name]
-        return [
-            parameter.register_hook(before_accumulation),
-            parameter.register_post_accumulate_grad_hook(after_accumulation),
-        ]
-
-    def _make_way(self, name: str) -> None:
-        """What autograd is about to add must not meet a gradient that is on its way or is a mean."""
-        if name in self._cycle.arrived:
-            self.synchronize_gradients()
-            self._begun = self._synchronises
-        # A mean that its owner alone has may not be averaged again with what the others have since.
-        if name in self._owned_means:
-            self._owned_means.discard(name)
-            parameter = self._by_name[name]
-            if parameter.grad is not None:
-                self._earlier[name], parameter.grad = parameter.grad, None
-
-    def _arrive(self, name: str, launch: int) -> None:
-        cycle = self._cycle
-        cycle.arrived.add(name)
-        cycle.missing[launch] -= 1
-        if self.overlaps and not cycle.missing[launch]:
-            while cycle.launched < len(self.launches) and not cycle.missing[cycle.launched]:
-                self._launch_next()
-
-    def _take(self, name: str, gradient: Tensor, *, more_comes: bool) -> None:
-        """A gradient in reduce_dtype that autograd did not add to `.grad`. more_comes: it is about
-        to add another.
-        """
-        parameter = self._by_name[name]
-        if parameter.grad is None and self._synchronises and not more_comes:
-            self._narrow[name] = gradient
-        else:
-            wide = gradient.to(parameter.dtype)
-            parameter.grad = wide if parameter.grad is None else parameter.grad + wide
-        if self._synchronises and not more_comes:
-            self._arrive(name, self._launch_of[name])
-
-    def _launch_next(self) -> None:
-        cycle = self._cycle
-        indices = self.launches[cycle.launched]
-        messages = [self._message(index) for index in indices]
-        works = self._send(messages, indices) if self.communicates else [Done()] * len(messages)
-        cycle.in_flight += zip(works, indices, messages, strict=True)
-        cycle.launched += 1
-        while self._frees and cycle.in_flight and cycle.in_flight[0][0].is_completed():
-            self._wait_first()
-
-    def _message(self, index: int) -> list[Tensor]:
-        """The bucket's gradients, packed or one by one."""
-        parameters = self._parameters_of[index]
-        packs = len(parameters) > 1 and self._packs(index)
-        if self.reduce_dtype is not None and self._is_narrow(index):
-            taken = [self._narrow.pop(name, None) for name in self.buckets[index].names]
-            narrow = narrow_gradients(parameters, taken, self.reduce_dtype)
-            return [flattened(narrow)] if packs else narrow
-        return (
-            [as_one_message(parameters)]
-            if packs
-            else [as_one_message([parameter]) for parameter in parameters]
-        )
-
-    def _packs(self, index: int) -> bool:
-        bucket, device = self.buckets[index], self._parameters_of[index][0].device
-        return self.packs or bucket.owner is not None or not self.averager.takes_lists(device)
-
-    def _is_narrow(self, index: int) -> bool:
-        return (
-            self.buckets[index].parameters[0].bytes_per_value
-            < self._parameters_of[index][0].element_size()
-        )
-
-    def _send(self, messages: list[list[Tensor]], indices: Sequence[int]) -> list[Launched]:
-        if len(messages) == 1:  # nearly always, and a small model's step is the host's
-            return [self._send_one(messages[0], indices[0])]
-        launches = [
-            functools.partial(self._send_one, message, index)
-            for message, index in zip(messages, indices, strict=True)
-        ]
-        return launch_together(launches, group=self.averager.group, device=messages[0][0].device)
-
-    def _send_one(self, message: list[Tensor], index: int) -> Launched:
-        if len(message) > 1:
-            return self.averager.launch_list(message)
-        return self.averager.launch(message[0], owner=self.buckets[index].owner)
-
-    def _wait_all(self) -> None:
-        while self._cycle.in_flight:
-            self._wait_first()
-
-    def _wait_first(self) -> None:
-        work, index, message = self._cycle.in_flight.pop(0)
-        work.wait()
-        bucket = self.buckets[index]
-        if self._is_narrow(index) and bucket.owner in (None, dist.get_rank(self.averager.group)):
-            widen(message, self._parameters_of[index])
-        if bucket.owner is not None:
-            self._settle(bucket)
-
-    def _settle(self, bucket: Bucket) -> None:
-        """Keeps the means where this rank owns them, and frees its share where another does."""
-        owns = bucket.owner == dist.get_rank(self.averager.group)
-        for name in bucket.names:
-            parameter = self._by_name[name]
-            if not owns:
-                parameter.grad = None
-                continue
-            if name in self._earlier and parameter.grad is not None:
-                parameter.grad.add_(self._earlier.pop(name))
-            self._owned_means.add(name)
-
-    def _planned(self) -> list[nn.Parameter]:
-        return list(itertools.chain(*self._parameters_of))
+    def _set_aside(self, parameter: nn.Parameter) -> None:
+        """The mean that an owner has may not be averaged again with what the others have since."""
+        if parameter.grad is None or parameter in self._local:
+            return
+        if self._owner(parameter) != self.averager.rank:
+            raise RuntimeError(
+                f"{self._names[parameter]} has a gradient on rank {self.averager.rank} that backward "
+                f"did not put there; rank {self._owner(parameter)} owns it"
+            )
+        if not self._synchronises:
+            raise RuntimeError(
+                "gradients that are averaged at their owners take no backward under no_sync(); set "
+                "them to None first, or go on without no_sync()"
+            )
+        self._aside[parameter], parameter.grad = parameter.grad, None
 
     @torch.no_grad()
-    def _unused_everywhere(self, present: list[bool]) -> list[nn.Parameter]:
-        """The parameters that no rank has a gradient of, `present` saying which this rank had of
-        the planned.
+    def _launch(self, place: int) -> None:
+        assert self._backward is not None, "gradients are sent in a backward"
+        messages = [self._message(index) for index in self._launched_together[place]]
+        if self.communicates:
+            launches = [functools.partial(message.send, self.averager) for message in messages]
+            device = messages[0].parameters[0].device
+            works = launch_together(launches, group=self.averager.group, device=device)
+            for message, work in zip(messages, works, strict=True):
+                message.work = work
+        self._in_flight += messages
+        if not self.overlaps:
+            messages[-1].work.wait()
+        while self._in_flight and self._is_settled(self._in_flight[0]):
+            self._unpack(self._in_flight.pop(0), ())
 
-        The first call asks all ranks whether any parameter goes unused; where none does it need not
-        be called again, and a gradient that is missing then counts as zero. Asking makes the host
-        wait.
+    def _message(self, index: int) -> Message:
+        bucket, parameters = self.buckets[index], self._parameters_of[index]
+        narrow = bucket.parameters[0].bytes_per_value < parameters[0].element_size()
+        listed = bucket.owner is None and self.averager.takes_lists(parameters[0].device)
+        return Message(
+            parameters,
+            {parameter for parameter in parameters if parameter in self._local},
+            dtype=self.reduce_dtype if narrow else None,
+            packs=len(parameters) > 1 and (self.packs or not listed),
+            owner=bucket.owner,
+        )
+
+    def _is_settled(self, message: Message) -> bool:
+        """Whether it has arrived, and holds memory that unpacking frees: no rank can lack all of
+        its gradients, since this one has them. Memory that backward may read again is written when
+        it has ended.
         """
-        parameters = self._planned()
-        used = torch.tensor(present, dtype=torch.int32, device=parameters[0].device)
-        if self._some_go_unused is None:
-            everywhere = used.min().reshape(1)
-            dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=self.averager.group)
-            self._some_go_unused = not everywhere.item()
-            if not self._some_go_unused:
-                return []
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=self.averager.group)
-        return [
-            parameter
-            for parameter, anywhere in zip(parameters, used.tolist(), strict=True)
-            if not anywhere
-        ]
+        return (
+            bool(message.copies or message.owner is not None)
+            and all(p.grad is None or is_alone(p.grad) for p in message.copies)
+            and len(message.own) == len(message.parameters)
+            and message.work.is_completed()
+        )
+
+    @torch.no_grad()
+    def _finish(self, _: bool = False) -> None:
+        """Sends what is not yet sent, waits, and leaves the means in `.grad`."""
+        backward = self._backward
+        if backward is None:
+            return
+        try:
+            # what zero_grad has taken since is not there any more
+            self._local -= {p for p in self._local - backward.arrived if p.grad is None}
+            for place in backward.remaining():
+                self._launch(place)
+            asked = [*itertools.chain(*self._launches)]
+            unused = self._usage.unused_anywhere(asked, self._local, asks=self.communicates)
+            for message in self._in_flight:
+                self._unpack(message, unused)
+            self._name_shares()
+        finally:
+            self._restore_set_aside()
+            self._backward, self._in_flight, self._late = None, [], []
+            self._local.clear()
+
+    def _unpack(self, message: Message, unused: Sequence[nn.Parameter] | set[nn.Parameter]) -> None:
+        message.work.wait()
+        message.unpack(unused, rank=self.averager.rank)
+        if message.owner is not None:
+            self._restore_set_aside(message.parameters)
+
+    def _restore_set_aside(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
+        for parameter in [*self._aside] if parameters is None else parameters:
+            if (earlier := self._aside.pop(parameter, None)) is None:
+                continue
+            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+
+    def _name_shares(self) -> None:
+        for parameter in self._names if self._owners else ():
+            if self._owner(parameter) == self.averager.rank and _is_plain(parameter.grad):
+                parameter.grad = as_share(parameter.grad)
+
+    def _owner(self, parameter: nn.Parameter) -> int | None:
+        return self._owners.get(self._names[parameter])
+
+
+def _takes_gradients(parameter: nn.Parameter) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
+def _is_plain(gradient: Tensor | None) -> TypeGuard[Tensor]:
+    return gradient is not None and not isinstance(gradient, Share)
+
+
+def _arrived(wrapper: "weakref.ref[DataParallel]", parameter: nn.Parameter) -> None:
+    if (this := wrapper()) is not None:
+        this._arrive(parameter)
+
+
+def _about_to_arrive(
+    wrapper: "weakref.ref[DataParallel]", parameter: nn.Parameter, _: Tensor
+) -> None:
+    if (this := wrapper()) is not None:
+        this._set_aside(parameter)
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 class NaiveDataParallel(DataParallel):
-    """All-reduces each gradient after backward, one after the other."""
+    """All-reduces each gradient at the end of backward, one after the other."""
 
     def __init__(self, module: nn.Module, **sending: Unpack[Sending]):
-        super().__init__(
-            module, buckets=_plan(module, sending, cap_mb=0), overlaps=False, **sending
-        )
+        super().__init__(module, cap_mb=0, overlaps=False, **sending)
 
 
 class FlatDataParallel(DataParallel):
-    """Packs all gradients into one message (one a dtype and device) and all-reduces it after
-    backward.
+    """Packs all gradients into one message (one a dtype and device) and all-reduces it at the end
+    of backward.
     """
 
     def __init__(self, module: nn.Module, **sending: Unpack[Sending]):
-        super().__init__(
-            module,
-            buckets=_plan(module, sending, cap_mb=None),
-            overlaps=False,
-            packs=True,
-            **sending,
-        )
+        super().__init__(module, cap_mb=None, overlaps=False, packs=True, **sending)
 
 
 class OverlappedDataParallel(DataParallel):
     """All-reduces each gradient as soon as backward has it, while backward goes on."""
 
     def __init__(self, module: nn.Module, **sending: Unpack[Sending]):
-        super().__init__(module, buckets=_plan(module, sending, cap_mb=0), overlaps=True, **sending)
+        super().__init__(module, cap_mb=0, **sending)
 
 
 class BucketedDataParallel(DataParallel):
-    """All-reduces gradients in buckets of `bucket_mb` (10^6 bytes) to less than twice that, during
-    backward.
-
-    `owners` gives the rank, by a parameter's name, that alone receives its gradient: ZeRO 2. On the
-    other ranks the gradient is freed.
+    """All-reduces gradients in buckets of `bucket_mb` (10^6 bytes) to less than twice that, while
+    backward goes on.
     """
 
     def __init__(
@@ -406,9 +372,6 @@ class BucketedDataParallel(DataParallel):
         owners: Mapping[str, int] | None = None,
         **sending: Unpack[Sending],
     ):
-        plan = _plan(module, sending, cap_mb=bucket_mb, first_mb=FIRST_BUCKET_MB, owners=owners)
-        super().__init__(module, buckets=plan, overlaps=True, **sending)
-
-
-def _plan(module: nn.Module, sending: Sending, **how: Any) -> tuple[Bucket, ...]:
-    return plan_buckets(describe_parameters(module, sending.get("reduce_dtype")), **how)
+        super().__init__(
+            module, cap_mb=bucket_mb, first_mb=FIRST_BUCKET_MB, owners=owners, **sending
+        )

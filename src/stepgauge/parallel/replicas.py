@@ -2,11 +2,18 @@
 values.
 """
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Container, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from stepgauge.spec.plan.buckets import Parameter
 
@@ -26,6 +33,35 @@ def describe_parameters(
         describe_parameter(name, parameter, reduce_dtype)
         for name, parameter in module.named_parameters()
     ]
+
+
+def registrations() -> int:
+    """How many parameters and modules have been registered anywhere: whether it is time to look."""
+    return _registered
+
+
+_registered = 0
+
+
+def _count_registration(*_: Any) -> None:
+    global _registered
+    _registered += 1
+
+
+register_module_parameter_registration_hook(_count_registration)
+register_module_module_registration_hook(_count_registration)
+
+
+def require_known(module: nn.Module, known: Container[nn.Parameter]) -> None:
+    """Raises RuntimeError for a parameter that the module did not have when it was wrapped."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) or parameter in known:
+            continue
+        if parameter.is_floating_point() or parameter.is_complex():
+            raise RuntimeError(
+                f"{name} is no parameter that the module had when it was wrapped, and would not "
+                f"be averaged; wrap the module again"
+            )
 
 
 def describe_parameter(
@@ -63,7 +99,7 @@ def prepare_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) 
     )
     with torch.no_grad():
         works = [
-            dist.broadcast(_dense(tensor), group=group, group_src=0, async_op=True)
+            dist.broadcast(dense(tensor), group=group, group_src=0, async_op=True)
             for _, tensor in _state(module)
         ]
         for work in works:
@@ -94,8 +130,10 @@ def require_same(
 
 
 def _state(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+    """Parameters and buffers; what is a part of the whole already is no replica."""
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if not isinstance(tensor, DTensor):
+            yield name, tensor
 
 
 def _shape_of(tensor: Tensor) -> str:
@@ -103,7 +141,7 @@ def _shape_of(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device.type}{trained}"
 
 
-def _dense(tensor: Tensor) -> Tensor:
+def dense(tensor: Tensor) -> Tensor:
     """The tensor as collectives can write it: a dense one of permuted strides by its memory order."""
     if tensor.is_contiguous():
         return tensor.detach()

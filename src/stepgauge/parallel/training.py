@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 # Splits a module's parameters into an optimizer's groups; builds the optimizer of groups.
 Groups = Callable[[nn.Module], Iterable[Any]]
@@ -74,13 +79,14 @@ def load_state(
     state: dict[str, Any],
     options: StateDictOptions | None = None,
 ) -> None:
-    set_state_dict(
-        module,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=options,
-    )
+    """Takes what `state_of` gives. A parameter that was never used has no optimizer state."""
+    set_model_state_dict(module, state["model"], options=options)
+    lenient = dataclasses.replace(options or StateDictOptions(), strict=False)
+    set_optimizer_state_dict(module, optimizer, state["optimizer"], options=lenient)
+    for name, parameter in module.named_parameters():
+        # torch makes an initial state for it where weights are sharded
+        if name.replace("_orig_mod.", "") not in state["optimizer"]["state"]:
+            optimizer.state.pop(parameter, None)
 
 
 def by_name(

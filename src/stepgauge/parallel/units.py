@@ -1,136 +1,374 @@
-"""The sharded storage of weights that are gathered together, and the averaging of their gradients."""
+"""A unit of ZeRO 3: the weights of one module, sharded at rest and whole while it computes.
 
-from collections.abc import Sequence
+At rest each weight is a DTensor, cut along its first dimension as torch.chunk cuts, and the module's
+own parameter. While the module computes, whole weights stand in its place: plain tensors that
+autograd knows, whose gradients are averaged into the shards.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_leaves
 
-from stepgauge.parallel.collectives import all_gather_flat
-from stepgauge.parallel.messages import Averager
-from stepgauge.spec.plan.buckets import Parameter
-from stepgauge.spec.plan.shards import plan_unit
+from stepgauge.parallel.averager import Averager
+from stepgauge.parallel.collectives import all_gather_flat, launch_together
 
-MOST_IN_FLIGHT = 2  # units whose whole gradients wait to be averaged: more only takes memory
+if TYPE_CHECKING:
+    from stepgauge.parallel.traffic import Prefetcher, Reductions
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+Place = tuple[nn.Module, str]  # a module, and the name of its parameter
+
+
+def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The elements of the outermost lists of modules: what is worth sharding by itself."""
+    for child in module.children():
+        if isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS):
+            yield child
+        else:
+            yield from repeated_blocks(child)
+
+
+class Sharding(Averager):
+    """The ranks that weights are sharded over."""
+
+    def __init__(self, group: Any = None, device_type: str = "cpu"):
+        super().__init__(group)
+        self.mesh = DeviceMesh.from_group(self.group, device_type)
+
+    def __reduce__(self) -> Any:
+        return Sharding, (None, self.mesh.device_type)
+
+    def shard(self, whole: Tensor) -> DTensor:
+        """This rank's part of a tensor that all ranks have whole."""
+        rows = self.rows(whole.shape[0])
+        first = min(self.rank * rows, whole.shape[0])
+        mine = whole[first : first + rows].contiguous().clone()
+        return self.distributed(mine, whole.shape)
+
+    def distributed(self, mine: Tensor, shape: torch.Size) -> DTensor:
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            mine, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+        )
+
+    def rows(self, whole: int) -> int:
+        """Rows of a rank's part, padding of the last ranks included."""
+        return -(-whole // self.ranks)
 
 
 class Unit:
-    """Matrices one behind the other in a flat storage, of which this rank keeps its slice as
-    `shard`, of shape (1, n).
+    """The weights of a module that are gathered together.
 
-    compute_dtype  what the whole weights are gathered in, and their gradients averaged
+    name    the module's
+    module  whose forward they are whole in
+    places  of each weight, where it is a parameter: several if it is tied
+    is_root whether it stays whole between forward and backward, which follows at once
     """
 
     def __init__(
         self,
-        described: Sequence[Parameter],
-        parameters: Sequence[nn.Parameter],
-        averager: Averager,
+        name: str,
+        module: nn.Module,
+        places: Sequence[Sequence[Place]],
+        sharding: Sharding,
         compute_dtype: torch.dtype | None,
+        prefetcher: "Prefetcher",
+        reductions: "Reductions",
+        *,
+        is_root: bool,
     ):
-        self.averager = averager
-        self.rank = dist.get_rank(averager.group)
-        self.plan = plan_unit(described, ranks=averager.ranks)
-        self.names = [parameter.name for parameter in described]
-        self.shapes = [parameter.shape for parameter in parameters]
-        self.compute_dtype = compute_dtype or parameters[0].dtype
-        mine = self.slice_values([parameter.detach() for parameter in parameters])
-        self.shard = nn.Parameter(mine, requires_grad=parameters[0].requires_grad)
+        self.places, self.sharding, self.compute_dtype = places, sharding, compute_dtype
+        self.prefetcher, self.reductions, self.is_root = prefetcher, reductions, is_root
+        self._calls: list[tuple[Gathered, bool, list[nn.Parameter]]] = []
+        self.filled: Gathered | None = None
+        self.name = name
+        for of_weight in places:
+            whole = of_weight[0][0]._parameters[of_weight[0][1]]
+            assert whole is not None, "it has a place"
+            sharded = nn.Parameter(
+                sharding.shard(whole.detach()), requires_grad=whole.requires_grad
+            )
+            _put(of_weight, sharded)
+            reductions.parameters.append(sharded)
+            for owner, _ in of_weight:
+                owner.register_load_state_dict_pre_hook(functools.partial(_cut, sharding))
+        module.register_forward_pre_hook(self.before, prepend=True)
+        module.register_forward_hook(self.after, always_call=True)
 
-    def slice_values(self, values: Sequence[Tensor]) -> Tensor:
-        """This rank's slice of whole values of the weights' shapes, as `shard` is laid out."""
-        mine = torch.zeros(self.plan.shard_elements, dtype=values[0].dtype, device=values[0].device)
-        own = self.plan.slice_of(self.rank)
-        for slot, value in zip(self.plan.slots, values, strict=True):
-            start, end = max(own.start, slot.start), min(own.stop, slot.end)
-            if start < end:
-                mine[start - own.start : end - own.start] = value.reshape(-1)[
-                    start - slot.start : end - slot.start
-                ]
-        return mine[None]
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_calls": [], "filled": None}
 
-    def start_gather(self, dtype: torch.dtype) -> tuple[dist.Work, Tensor]:
-        """The work that fills the whole storage with the weights, and the storage."""
-        return self._start(self.shard.detach().flatten().to(dtype))
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The sharded weights, outside of forward."""
+        return [owner._parameters[name] for (owner, name), *_ in self.places]  # type: ignore[misc]
 
-    def gather(self, dtype: torch.dtype) -> Tensor:
-        work, flat = self.start_gather(dtype)
-        work.wait()
-        return flat
+    def start(self) -> "Gathered":
+        gathered = Gathered(self, self.parameters)
+        gathered.start()
+        return gathered
 
-    def gather_values(self, slice_: Tensor) -> Tensor:
-        """The whole storage of any slices that are laid out as `shard` is."""
-        work, flat = self._start(slice_.flatten())
-        work.wait()
-        return flat
+    @torch.compiler.disable
+    def before(self, module: nn.Module, inputs: Any) -> Any:
+        """Puts whole weights in place of the shards."""
+        parameters = self.parameters
+        # Checkpointing calls the module again in backward, which has gathered its weights already.
+        filled = self.filled
+        reused = self.reductions.is_running and filled is not None and filled.is_current()
+        gathered = filled if reused else self.prefetcher.take(self)
+        assert gathered is not None, "it is reused or taken"
+        gathered.wait()
+        self._calls.append((gathered, reused, parameters))
+        for of_weight, whole in zip(self.places, gathered.use(), strict=True):
+            _put(of_weight, whole)
+        self.prefetcher.entered(self)
+        return gathered.watched(inputs)
 
-    def _start(self, slice_: Tensor) -> tuple[dist.Work, Tensor]:
-        dtype = slice_.dtype
-        flat = torch.empty(self.plan.elements, dtype=dtype, device=slice_.device)
-        work = all_gather_flat(flat, slice_, group=self.averager.group, async_op=True)
-        assert work is not None, "it is asynchronous"
-        return work, flat
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """The weights in a whole storage."""
-        return [
-            flat[slot.start : slot.end].view(s)
-            for slot, s in zip(self.plan.slots, self.shapes, strict=True)
+    @torch.compiler.disable
+    def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Puts the shards back; whole weights are freed until backward needs them."""
+        if not self._calls:  # what failed was before us
+            return
+        gathered, reused, parameters = self._calls.pop()
+        gathered.require_unwritten()
+        for of_weight, parameter in zip(self.places, parameters, strict=True):
+            _put(of_weight, parameter)
+        reached = [
+            leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad
         ]
+        for tensor in reached:
+            tensor.register_hook(functools.partial(_before_backward, gathered))
+        recomputed = self.reductions.is_running  # checkpointing's tensors are needed at once
+        kept = self.is_root and torch.is_grad_enabled() and reached
+        if not reused and not recomputed and not kept:
+            gathered.free()
+        if reached:
+            self.prefetcher.left(gathered)
 
-    def distributed(self, values: Tensor, mesh: DeviceMesh) -> DTensor:
-        """This rank's slice of weights or of their optimizer state as part of the whole, without
-        padding.
-        """
-        own = self.plan.slice_of(self.rank)
-        used = values.flatten()[: own.stop - own.start]
-        shape = torch.Size((self.plan.used,))
-        return DTensor.from_local(used, mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
+
+def _put(of_weight: Sequence[Place], tensor: Tensor) -> None:
+    for owner, name in of_weight:
+        owner._parameters[name] = tensor  # type: ignore[assignment]
+        if isinstance(owner, nn.RNNBase):  # which keeps its weights a second time
+            names = owner._flat_weights_names
+            owner._flat_weights = [getattr(owner, each, None) for each in names]
 
 
-class Reductions:
-    """Averages whole gradients into the ranks' slices while backward goes on."""
+def _cut(
+    sharding: Sharding, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """load_state_dict takes whole weights too: this rank's part of each."""
+    for name, parameter in module._parameters.items():
+        given = state.get(prefix + name)
+        if (
+            isinstance(parameter, DTensor)
+            and isinstance(given, Tensor)
+            and not isinstance(given, DTensor)
+            and given.shape == parameter.shape
+        ):
+            state[prefix + name] = sharding.shard(given.detach().to(parameter.device))
 
-    def __init__(self, averager: Averager):
-        self.averager = averager
-        self._in_flight: list[tuple[dist.Work, Unit, Tensor]] = []
 
-    def start(self, unit: Unit, gradients: Sequence[Tensor | None]) -> None:
-        """Sends the gradients of a unit's weights; None counts as zero."""
-        whole = _in_one(unit, gradients)
-        slice_ = torch.empty(unit.plan.shard_elements, dtype=whole.dtype, device=whole.device)
-        self._in_flight.append((self.averager.launch_scatter(slice_, whole), unit, slice_))
-        while len(self._in_flight) > MOST_IN_FLIGHT:
-            self._collect()
+def _before_backward(gathered: "Gathered", _: Tensor) -> None:
+    gathered.unit.reductions.begin(gathered.parameters[0].device)
+    gathered.unit.prefetcher.entered_backward(gathered)
+    gathered.start()
+    gathered.wait()
 
-    def finish(self) -> None:
-        while self._in_flight:
-            self._collect()
+
+class Gathered:
+    """The whole weights of a unit for one call of its module and the backward of that call.
+
+    Their memory comes and goes while the tensors stay: autograd saves tensors that are empty between
+    forward and backward.
+    """
+
+    def __init__(self, unit: Unit, parameters: Sequence[nn.Parameter]):
+        self.unit, self.parameters = unit, parameters
+        self.buffers: list[Tensor] = []
+        self._works: list[Any] = []
+        self._sent: list[Tensor] = []
+        self._views: list[tuple[Tensor, int]] = []
+        self._versions = _versions(parameters)
+        self.is_filled = False
+        # what backward has to come to before nobody needs the weights, and what it has come to
+        self._ends, self._ended = 0, 0
+
+    def is_current(self) -> bool:
+        """Whether the weights are here, and the shards still what was gathered."""
+        return self.is_filled and _versions(self.parameters) == self._versions
 
     @torch.no_grad()
-    def _collect(self) -> None:
-        work, unit, slice_ = self._in_flight.pop(0)
-        work.wait()
-        gradient = slice_.to(unit.shard.dtype)[None]
-        unit.shard.grad = gradient if unit.shard.grad is None else unit.shard.grad + gradient
+    def start(self) -> None:
+        """Starts gathering, unless the weights are there. Raises RuntimeError where they were
+        written since forward.
+        """
+        if self.is_filled:
+            return
+        if _versions(self.parameters) != self._versions:
+            raise RuntimeError(
+                "a weight was modified by an inplace operation after forward had used it"
+            )
+        self.is_filled = True
+        self.unit.filled = self
+        sharding, mine = self.unit.sharding, self._padded()
+        self.buffers = self.buffers or [
+            part.new_empty(part.shape[0] * sharding.ranks, *part.shape[1:]) for part in mine
+        ]
+        launches: list[Callable[[], Any]] = []
+        for buffer, part in zip(self.buffers, mine, strict=True):
+            buffer.untyped_storage().resize_(buffer.nbytes)
+            if part.numel():
+                flat = functools.partial(all_gather_flat, real(buffer), real(part))
+                launches.append(functools.partial(flat, sharding.group, True))
+        self._sent = mine
+        self._works = launch_together(launches, group=sharding.group, device=self.buffers[0].device)
+
+    def _padded(self) -> list[Tensor]:
+        """This rank's parts in the type that is sent, all ranks' of a weight equally long."""
+        padded, copied, copies = [], [], []
+        for parameter in self.parameters:
+            part, rows = local(parameter), self.unit.sharding.rows(parameter.shape[0])
+            dtype = self.unit.compute_dtype or part.dtype
+            if part.dtype != dtype or part.shape[0] != rows:
+                copied.append(part)
+                part = part.new_empty(rows, *part.shape[1:], dtype=dtype)
+                copies.append(part[: copied[-1].shape[0]])
+            padded.append(part)
+        if copies:
+            torch._foreach_copy_(copies, copied)
+        return padded
+
+    def wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                "weights were not gathered; all ranks must call the same blocks in the same order, "
+                f"and backward as often: {error}"
+            ) from error
+        self._works, self._sent = [], []
+
+    def free(self) -> None:
+        self.wait()
+        self.is_filled = False
+        if self.unit.filled is self:
+            self.unit.filled = None
+        for buffer in self.buffers:
+            buffer.untyped_storage().resize_(0)
+
+    def use(self) -> tuple[Tensor, ...]:
+        """The weights, each with its own shape, for a call of the module."""
+        trained = any(p.requires_grad for p in self.parameters) and torch.is_grad_enabled()
+        self._ends = int(trained)
+        anchor = torch.empty(0, requires_grad=trained)
+        wholes = _Use.apply(anchor, self)
+        if not torch.is_inference_mode_enabled():
+            self._views = [(whole, whole._version) for whole in wholes]
+        return wholes
+
+    def watched(self, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """The inputs of a module with frozen weights such that backward tells when it has their
+        gradients; None where that need not be known.
+        """
+        places = [
+            place
+            for place, each in enumerate(inputs)
+            if isinstance(each, Tensor) and each.requires_grad
+        ]
+        frozen = any(not parameter.requires_grad for parameter in self.parameters)
+        if not (places and frozen and torch.is_grad_enabled()):
+            return None
+        self._ends += 1
+        given = _Inputs.apply(self, *(inputs[place] for place in places))
+        by_place = dict(zip(places, given, strict=True))
+        return tuple(by_place.get(place, each) for place, each in enumerate(inputs))
+
+    def end(self) -> None:
+        """One of those who needed the weights in backward has run."""
+        self._ended += 1
+        if self._ended >= self._ends:
+            self._ended = 0
+            self.free()
+
+    def require_unwritten(self) -> None:
+        """Raises RuntimeError for a weight that forward itself wrote."""
+        written = any(whole._version != before for whole, before in self._views)
+        self._views = []
+        if written:
+            raise RuntimeError(
+                "a module wrote a weight in its forward; sharded weights are written outside of it"
+            )
 
 
-def _in_one(unit: Unit, gradients: Sequence[Tensor | None]) -> Tensor:
-    """The gradients as the unit's flat storage lies; a single one that fills it is taken where it
-    is.
+class _Use(torch.autograd.Function):
+    """Whole weights as autograd knows them; backward averages all their gradients together."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, gathered: Gathered) -> tuple[Tensor, ...]:
+        ctx.gathered = gathered
+        ctx.set_materialize_grads(False)
+        wholes = tuple(
+            buffer.data[: parameter.shape[0]]
+            for buffer, parameter in zip(gathered.buffers, gathered.parameters, strict=True)
+        )
+        frozen = [
+            whole
+            for whole, parameter in zip(wholes, gathered.parameters, strict=True)
+            if not parameter.requires_grad
+        ]
+        ctx.mark_non_differentiable(*frozen)
+        return wholes
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True) into sharded weights is not averaged; differentiate "
+                "with respect to inputs with torch.autograd.grad"
+            )
+        gathered = ctx.gathered
+        unit = gathered.unit
+        unit.reductions.start(gathered.parameters, gradients, unit.compute_dtype)
+        gathered.end()
+        return None, None
+
+
+class _Inputs(torch.autograd.Function):
+    """The inputs of a module with frozen weights, which backward needs until it has the gradients
+    of the inputs.
     """
-    first = gradients[0]
-    if (
-        len(gradients) == 1
-        and first is not None
-        and first.is_contiguous()
-        and unit.plan.elements == first.numel()
-    ):
-        return first.flatten()
-    flat = torch.zeros(unit.plan.elements, dtype=unit.compute_dtype, device=unit.shard.device)
-    for view, gradient in zip(unit.views(flat), gradients, strict=True):
-        if gradient is not None:
-            view.copy_(gradient)
-    return flat
+
+    @staticmethod
+    def forward(ctx: Any, gathered: Gathered, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.gathered = gathered
+        return tuple(each.view_as(each) for each in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.gathered.end()
+        return None, *gradients
+
+
+@torch.no_grad()
+def _versions(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """What changes when a shard is written."""
+    return [parameter._version for parameter in parameters]
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor."""
+    assert isinstance(parameter, DTensor), "it is sharded"
+    return parameter.to_local()
+
+
+def real(tensor: Tensor) -> Tensor:
+    flat = tensor.view(-1)
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

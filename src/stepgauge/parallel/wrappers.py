@@ -38,7 +38,11 @@ from stepgauge.parallel.training import (
     load_state,
     state_of,
 )
+from stepgauge.parallel.units import repeated_blocks
 from stepgauge.parallel.zero import ShardedOptimizer
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+LOADED_WHOLE = StateDictOptions(full_state_dict=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +77,6 @@ def _parallel(wrapped: DataParallel, optimizer: torch.optim.Optimizer, **changes
         **{
             "module": wrapped,
             "optimizer": optimizer,
-            "finish": wrapped.finish_gradient_synchronization,
             "no_sync": wrapped.no_sync,
             "clip": wrapped.clip_gradients,
             "silence": lambda: _silenced(wrapped, optimizer),
@@ -119,7 +122,7 @@ def _zero(stage: int) -> Callable[..., Parallel]:
     def build(
         module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings
     ) -> Parallel:
-        sharded = ShardedOptimizer(groups(module), optimizer, group=settings.group)
+        sharded = ShardedOptimizer(groups(module), optimizer, stage=stage, group=settings.group)
         owners = sharded.owners_of(module) if stage == 2 else None
         wrapped = BucketedDataParallel(
             module, settings.bucket_mb, owners=owners, **settings.of_messages
@@ -127,12 +130,11 @@ def _zero(stage: int) -> Callable[..., Parallel]:
         state = {
             "state": lambda: _state_by_name(module, sharded),
             "load": lambda state: _load_by_name(module, sharded, state),
+            "clip": sharded.clip_gradients,
         }
-        if stage == 1:
-            return _parallel(wrapped, sharded, **state)
-        clip = lambda max_norm: sharded.clip_gradients(max_norm, sharded=True)  # noqa: E731
         # Gradients that were freed elsewhere cannot be sent once more.
-        return _parallel(wrapped, sharded, clip=clip, communicate=None, **state)
+        others = {"communicate": None} if stage == 2 else {}
+        return _parallel(wrapped, sharded, **state, **others)
 
     return build
 
@@ -141,15 +143,14 @@ def _zero_3(
     module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings
 ) -> Parallel:
     wrapped = FullyShardedDataParallel(module, settings.compute_dtype, group=settings.group)
-    stepping = optimizer(groups(wrapped))
+    stepping = optimizer(groups(module))
     return Parallel(
         module=wrapped,
         optimizer=stepping,
-        finish=wrapped.finish_gradient_synchronization,
         no_sync=wrapped.no_sync,
         clip=wrapped.clip_gradients,
-        state=lambda: wrapped.full_state(stepping),
-        load=lambda state: wrapped.load_full_state(stepping, state),
+        state=lambda: state_of(module, stepping, WHOLE),
+        load=lambda state: load_state(module, stepping, state, LOADED_WHOLE),
     )
 
 
@@ -208,10 +209,8 @@ def _torch_fsdp(
     prepare_replicas(module, settings.group)
     dtype = settings.compute_dtype
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-    for part in module.modules():
-        if isinstance(part, nn.ModuleList):
-            for block in part:
-                fully_shard(block, mp_policy=policy)
+    for block in repeated_blocks(module):
+        fully_shard(block, mp_policy=policy)
     fully_shard(module, mp_policy=policy)
 
     @contextlib.contextmanager
@@ -223,15 +222,12 @@ def _torch_fsdp(
             module.set_requires_gradient_sync(True)  # type: ignore[operator]
 
     stepping = optimizer(groups(module))
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return Parallel(
         module=module,
         optimizer=stepping,
         no_sync=no_sync,
-        state=lambda: state_of(module, stepping, whole),
-        load=lambda state: load_state(
-            module, stepping, state, StateDictOptions(full_state_dict=True)
-        ),
+        state=lambda: state_of(module, stepping, WHOLE),
+        load=lambda state: load_state(module, stepping, state, LOADED_WHOLE),
     )
 
 

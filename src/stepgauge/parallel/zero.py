@@ -1,13 +1,15 @@
 """An optimizer whose state is spread over the ranks: ZeRO stage 1, and with gradients for the owner
 alone stage 2.
 
-Rajbhandari et al. 2020, ZeRO. Each parameter has an owner (spec/shards.py) that keeps its state,
-updates it and broadcasts it. Stage 2 is the same optimizer with gradients that are reduced to the
-owner and freed elsewhere: BucketedDataParallel(module, owners=optimizer.owners_of(module)).
+Rajbhandari et al. 2020, ZeRO. Each parameter has an owner (spec/plan/shards.py) that keeps its
+state, updates it and broadcasts it; optimizers that look at whole tensors see whole tensors. Stage
+2 is the same optimizer with gradients that are reduced to the owner and freed elsewhere:
+BucketedDataParallel(module, owners=optimizer.owners_of(module)).
 """
 
 import collections
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stepgauge.parallel.averager import Averager
 from stepgauge.parallel.collectives import launch_together
-from stepgauge.parallel.replicas import describe_parameter, require_same
+from stepgauge.parallel.replicas import dense, describe_parameter, require_same
+from stepgauge.parallel.shares import Share, as_plain
 from stepgauge.spec.plan.shards import plan_owners
 
 # Parts of a step: while one is broadcast, the next is updated.
@@ -31,7 +35,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     `state` is of this rank's share. All ranks must give the same parameters in the same order, and
     call `step` together. A parameter without a gradient is left as it is.
 
-    Raises DifferentModelsError, on every rank, where the ranks' parameters differ.
+    stage  2: a rank has the gradients of its own parameters only
+
+    Raises DifferentModelsError, on every rank, where the ranks' parameters differ; `step` raises
+    RuntimeError for an optimizer whose groups keep what depends on all parameters.
     """
 
     def __init__(
@@ -39,22 +46,39 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params: Iterable[Any],
         optimizer_cls: Callable[..., torch.optim.Optimizer],
         *,
+        stage: int = 1,
         group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ):
-        self.group = group or dist.distributed_c10d._get_default_group()
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.stage = stage
+        self._averager = Averager(group)  # for its group, which a copy shares
         self.communicates = True  # False leaves the broadcasts out, to time the rest
         self.owners: dict[nn.Parameter, int] = {}
-        self.elements = [0] * self.ranks
+        self.elements = [0] * self._averager.ranks
         self._part_of: dict[nn.Parameter, int] = {}
-        self._build = lambda groups: optimizer_cls(groups, **kwargs)
-        self._parts: list[torch.optim.Optimizer] = []
+        # What was trained once is broadcast for good: its owner alone knows whether it moves.
+        self._trained: set[nn.Parameter] = set()
+        self._inner: torch.optim.Optimizer | None = None
         super().__init__(params, kwargs)
-        self._parts = [self._build(self._groups_of_part(part)) for part in range(NUM_PARTS)]
-        self._share_state()
-        for ours, theirs in zip(self.param_groups, self._parts[0].param_groups, strict=True):
-            ours.update({name: value for name, value in theirs.items() if name not in ours})
+        self._inner = optimizer_cls([self._own(group) for group in self.param_groups], **kwargs)
+        closure = inspect.signature(self._inner.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(
+                f"{type(self._inner).__name__} looks at all parameters together; a sharded optimizer "
+                f"sees a share of them"
+            )
+        self._inner.state = self.state
+        self.defaults = dict(self._inner.defaults)
+        for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            ours.update({name: value for name, value in inner.items() if name not in ours})
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch.amp.GradScaler then leaves it to `step` what to do about infinite gradients."""
+        return self.stage == 2
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **self.__dict__}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters at any time; they go to the ranks that hold least so far."""
@@ -66,21 +90,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
         require_same(
             {p.name: f"{p.dtype} of {p.numel:,} values" for p in plan},
-            self.group,
+            self._averager.group,
             noun="parameter",
             where="optimizer",
         )
-        owned = plan_owners(plan, ranks=self.ranks, held=self.elements)
+        owned = plan_owners(plan, ranks=self._averager.ranks, held=self.elements)
         self.elements = list(owned.elements)
-        for owner in range(self.ranks):
+        for owner in range(self._averager.ranks):
             mine = [
                 p for index, p in enumerate(added["params"]) if owned.owners[str(index)] == owner
             ]
             self._divide(mine)
             self.owners.update(dict.fromkeys(mine, owner))
-        for part, optimizer in enumerate(self._parts):
-            optimizer.add_param_group(self._groups_of_part(part)[-1])
-            added.update({k: v for k, v in optimizer.param_groups[-1].items() if k not in added})
+        self._trained.update(p for p in added["params"] if p.requires_grad)
+        if self._inner is not None:
+            self._inner.add_param_group(self._own(added))
+            inner = self._inner.param_groups[-1]
+            added.update({k: v for k, v in inner.items() if k not in added})
 
     def _divide(self, parameters: list[nn.Parameter]) -> None:
         """Parts of about equal elements, in order, so that all of an owner's parts take as long."""
@@ -89,17 +115,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._part_of[parameter] = min(NUM_PARTS - 1, before * NUM_PARTS // max(1, whole))
             before += parameter.numel()
 
-    def _groups_of_part(self, part: int) -> list[dict[str, Any]]:
-        return [
-            {**group, "params": self._own(group["params"], part)} for group in self.param_groups
+    def _own(self, group: dict[str, Any], part: int | None = None) -> dict[str, Any]:
+        """The group with this rank's parameters only, all or those of a part."""
+        own = [
+            p
+            for p in group["params"]
+            if self.owners[p] == self._averager.rank and part in (None, self._part_of[p])
         ]
-
-    def _own(self, parameters: Iterable[nn.Parameter], part: int) -> list[nn.Parameter]:
-        return [p for p in parameters if self.owners[p] == self.rank and self._part_of[p] == part]
-
-    def _share_state(self) -> None:
-        for optimizer in self._parts:
-            optimizer.state = self.state
+        return {**group, "params": own}
 
     def owners_of(self, module: nn.Module) -> Mapping[str, int]:
         """The owner of each of the module's parameters, by name."""
@@ -114,59 +137,100 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Updates this rank's share and waits (on a GPU its stream does) for the other ranks'
         shares.
         """
+        if hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "GradScaler looks at this rank's share of the gradients; train in bf16, or with "
+                "ZeRO stage 1"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        assert self._inner is not None, "it is built"
+        self._trained.update(p for p in self.owners if p.requires_grad)
         works: list[Any] = []
-        for part, optimizer in enumerate(self._parts):
-            for ours, theirs in zip(self.param_groups, optimizer.param_groups, strict=True):
-                theirs.update({name: value for name, value in ours.items() if name != "params"})
-            optimizer.step()
-            works += self._broadcast(
-                [p for p, its_part in self._part_of.items() if its_part == part]
-            )
+        after: list[dict[str, Any]] = []  # what each part leaves in the groups, such as a count
+        for part in range(NUM_PARTS):
+            found = self._step_part(part)
+            if after and not _equal(after, found):
+                raise RuntimeError(
+                    f"{type(self._inner).__name__} keeps in its groups what depends on all "
+                    f"parameters together; a sharded optimizer sees a share of them"
+                )
+            after = found
+            trained = [p for p in self.owners if p in self._trained]
+            works += self._broadcast([p for p in trained if self._part_of[p] == part])
+        for group, fields in zip(self.param_groups, after, strict=True):
+            group.update(fields)
         for work in works:
             work.wait()
         return loss
 
+    def _step_part(self, part: int) -> list[dict[str, Any]]:
+        """Updates this rank's parameters of a part; the groups' fields afterwards."""
+        assert self._inner is not None, "it is built"
+        for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            own = self._own(ours, part)
+            inner.update(own)
+            for parameter in own["params"]:
+                if isinstance(parameter.grad, Share):
+                    parameter.grad = as_plain(parameter.grad)
+        self._inner.step()
+        return [
+            {name: value for name, value in inner.items() if name != "params"}
+            for inner in self._inner.param_groups
+        ]
+
     def broadcast_parameters(self) -> None:
         """Sends every parameter from its owner to all, as a step does."""
-        for work in self._broadcast(list(self.owners)):
+        for work in self._broadcast([p for p in self.owners if p.requires_grad]):
             work.wait()
 
-    def _broadcast(self, parameters: list[nn.Parameter]) -> list[Any]:
-        """The works of sending each trained parameter from its owner to all."""
-        if not self.communicates:
-            return []
+    def _broadcast(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
+        """The works of sending each parameter from its owner to all."""
         launches = collections.defaultdict(list)
-        for p in parameters:
-            if p.requires_grad:
-                send = functools.partial(
-                    dist.broadcast, group=self.group, group_src=self.owners[p], async_op=True
-                )
-                launches[p.device].append(functools.partial(send, p.data))
+        for p in parameters if self.communicates else ():
+            send = functools.partial(
+                dist.broadcast,
+                group=self._averager.group,
+                group_src=self.owners[p],
+                async_op=True,
+            )
+            if p.numel():
+                launches[p.device].append(functools.partial(send, dense(p)))
         return [
             work
             for device, of_device in launches.items()
-            for work in launch_together(of_device, group=self.group, device=device)
+            for work in launch_together(of_device, group=self._averager.group, device=device)
         ]
 
-    def clip_gradients(self, max_norm: float, *, sharded: bool) -> Tensor:
+    def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales the gradients so that the norm of all of them is at most `max_norm`; the norm
         before.
-
-        sharded  each rank has the gradients of its own parameters only (stage 2)
         """
-        gradients = [
-            p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
-        ]
-        return clip_by_whole_norm(
-            gradients, max_norm, self.group if sharded else None, self._device()
-        )
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if self.stage < 2:
+            return nn.utils.clip_grad_norm_(parameters, max_norm)
+        own = [p for p in parameters if self.owners[p] == self._averager.rank]
+        norm = self._norm_over_ranks(own)
+        for dtype in {p.dtype for p in parameters}:
+            same = [p for p in parameters if p.dtype == dtype]
+            nn.utils.clip_grads_with_norm_(same, max_norm, norm.to(dtype.to_real()))
+        return norm
 
-    def _device(self) -> torch.device:
-        return self.param_groups[0]["params"][0].device
+    @torch.no_grad()
+    def _norm_over_ranks(self, own: Sequence[nn.Parameter]) -> Tensor:
+        """In float64 on every rank, whatever the gradients' types: the ranks' squares add up."""
+        device = self.param_groups[0]["params"][0].device
+        square = torch.zeros((), dtype=torch.float64, device=device)
+        kinds = collections.defaultdict(list)
+        for parameter in own:
+            if parameter.grad is not None:
+                kinds[parameter.dtype].append(as_plain(parameter.grad))
+        for gradients in kinds.values():
+            square += nn.utils.get_total_norm(gradients).to(square).square()
+        dist.all_reduce(square, group=self._averager.group)
+        return square.sqrt()
 
     def state_bytes(self) -> int:
         """Bytes of the state that this rank keeps."""
@@ -184,8 +248,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         wrapped.
         """
         ours = _on_host(super().state_dict())
-        everyones: list[Any] | None = [None] * self.ranks if self.rank == to else None
-        dist.gather_object(ours, everyones, group=self.group, group_dst=to)
+        everyones: list[Any] | None = (
+            [None] * self._averager.ranks if self._averager.rank == to else None
+        )
+        dist.gather_object(ours, everyones, group=self._averager.group, group_dst=to)
         if everyones is None:
             return None
         return {
@@ -206,51 +272,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         own = {
             index
             for index, p in zip(indices, parameters, strict=False)
-            if self.owners[p] == self.rank
+            if self.owners[p] == self._averager.rank
         }
         state = {index: values for index, values in state_dict["state"].items() if index in own}
         super().load_state_dict({**state_dict, "state": state})
-        self._share_state()
+        assert self._inner is not None, "it is built"
+        self._inner.state = self.state
 
 
-@torch.no_grad()
-def clip_by_whole_norm(
-    own: list[Tensor],
-    max_norm: float,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    *,
-    replicated: Sequence[Tensor] = (),
-) -> Tensor:
-    """Scales gradients in place so that the norm of all of them is at most `max_norm`; the norm
-    before.
-
-    own         gradients that this rank alone has
-    group       the ranks that have others; None if there are no others
-    replicated  gradients that every rank has
-    """
-    square = _square_of_norm(own, device)
-    if group is not None:
-        dist.all_reduce(square, group=group)
-    norm = (square + _square_of_norm(replicated, device)).sqrt()
-    if gradients := [*own, *replicated]:
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
-
-
-def _square_of_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    if not gradients:
-        return torch.zeros((), device=device)
-    # In fp32 on every rank, whatever the gradients' type: the ranks' squares are added up.
-    return (
-        nn.utils.get_total_norm(list(gradients))
-        .to(device=device, dtype=_norm_dtype(gradients))
-        .square()
-    )
-
-
-def _norm_dtype(gradients: Sequence[Tensor]) -> torch.dtype:
-    return torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(_equal(first[k], second[k]) for k in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(_equal, first, second))
+    if isinstance(first, Tensor):
+        return isinstance(second, Tensor) and torch.equal(first, second)
+    return bool(first == second)
 
 
 def _on_host(value: Any) -> Any:

@@ -67,7 +67,7 @@ def plan_buckets(
 
     cap_mb    where a bucket is closed, in MB of 10^6 bytes; 0 gives each gradient its own bucket,
               None is no limit
-    owners    the rank that the gradient of a name is for; without it, all receive all
+    owners    the rank that the gradient of a name is for; one without a rank is for all
 
     Raises ValueError for a negative cap.
     """
@@ -87,7 +87,7 @@ def plan_buckets(
         closed.append(Bucket(tuple(open_groups.pop(kind)), owner=kind[2]))
 
     for parameter in arriving:
-        kind = (parameter.dtype, parameter.device, owners[parameter.name] if owners else None)
+        kind = (parameter.dtype, parameter.device, (owners or {}).get(parameter.name))
         if parameter.bytes >= cap:
             closed.append(Bucket((parameter,), owner=kind[2]))
             continue

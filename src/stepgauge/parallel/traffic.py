@@ -1,0 +1,239 @@
+"""What the units of one sharded module have in common: which weights come next, and gradients on
+their way to the shards.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stepgauge.parallel.collectives import launch_together
+from stepgauge.parallel.readiness import at_end_of_backward
+from stepgauge.parallel.units import Gathered, Sharding, Unit, local, real
+from stepgauge.parallel.usage import Usage
+
+PREFETCHED = 1  # units that are gathered ahead, in forward and in backward
+MOST_IN_FLIGHT = 2  # units whose whole gradients are on their way: more only takes memory
+
+
+class Scattered(NamedTuple):
+    """Gradients of a unit on their way to this rank's parts of their means."""
+
+    works: list[Any]
+    parameters: list[nn.Parameter]
+    parts: list[Tensor]
+    used: list[bool]  # by this rank
+    sent: list[Tensor]
+
+
+class Prefetcher:
+    """Starts gathering the next unit's weights, as long as a step uses units as the last one did."""
+
+    def __init__(self, sharding: Sharding):
+        self._sharding = sharding
+        self._is_active = False
+        self._expected: list[Unit] = []
+        self._calls: list[Unit] = []
+        self._coming: dict[Unit, Gathered] = {}
+        # calls of the last forward, which backward takes in reverse
+        self._forward: list[weakref.ref[Gathered]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"sharding": self._sharding}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["sharding"])  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def of_one_forward(self) -> Iterator[None]:
+        if self._is_active:  # a module that is called within itself
+            yield
+            return
+        self._is_active, self._calls, self._forward = True, [], []
+        try:
+            yield
+            if self._calls != self._expected:
+                self._require_one_order()
+        finally:
+            self._is_active, self._expected = False, self._calls
+            for gathered in self._coming.values():
+                gathered.free()
+            self._coming = {}
+
+    def _require_one_order(self) -> None:
+        """Raises RuntimeError, on every rank, where ranks gathered different weights together."""
+        everyones: list[list[str]] = [[]] * self._sharding.ranks
+        ours = [unit.name for unit in self._calls]
+        dist.all_gather_object(everyones, ours, group=self._sharding.group)
+        for rank, theirs in enumerate(everyones):
+            if theirs != everyones[0]:
+                raise RuntimeError(
+                    f"rank 0 has called {everyones[0]} and rank {rank} {theirs}; all ranks must call "
+                    f"the same blocks in the same order"
+                )
+
+    def take(self, unit: Unit) -> Gathered:
+        gathered = self._coming.pop(unit, None)
+        if gathered is None or not gathered.is_current():
+            gathered = unit.start()
+        return gathered
+
+    def entered(self, unit: Unit) -> None:
+        if not self._is_active:
+            return
+        place = len(self._calls)
+        self._calls.append(unit)
+        if self._expected[place : place + 1] != [unit]:
+            return
+        for following in self._expected[place + 1 : place + 1 + PREFETCHED]:
+            if following not in self._coming and following.filled is None:
+                self._coming[following] = following.start()
+
+    def left(self, gathered: Gathered) -> None:
+        if self._is_active:
+            self._forward.append(weakref.ref(gathered))
+
+    def entered_backward(self, gathered: Gathered) -> None:
+        calls = [call() for call in self._forward]
+        if gathered in calls:
+            place = calls.index(gathered)
+            for before in calls[max(0, place - PREFETCHED) : place]:
+                if before is not None:
+                    before.start()
+
+
+class Reductions:
+    """Averages whole gradients into the shards while backward goes on; `.grad` has the means when
+    backward returns.
+    """
+
+    def __init__(self, sharding: Sharding):
+        self.sharding = sharding
+        self.parameters: list[nn.Parameter] = []
+        self._reset()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"sharding": self.sharding, "parameters": self.parameters}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def _reset(self) -> None:
+        self.is_running = False
+        self._in_flight: list[Scattered] = []
+        self._used: set[nn.Parameter] = set()
+        self._unused_here: list[tuple[nn.Parameter, Tensor]] = []
+        self._usage: Usage | None = None
+        # gradients, by their versions, when a backward failed
+        self._incomplete: list[tuple[Tensor, int]] = []
+
+    def begin(self, device: torch.device) -> None:
+        """To be called in a backward, before anything of it."""
+        if not self.is_running:
+            self._require_zeroed()
+            self.is_running = True
+            at_end_of_backward(self._finish, device)
+
+    def _require_zeroed(self) -> None:
+        """Raises RuntimeError for gradients of a backward that failed: those of the unit in which
+        it failed are lost.
+        """
+        incomplete, self._incomplete = self._incomplete, []
+        for parameter in self.parameters:
+            for gradient, version in incomplete:
+                if parameter.grad is gradient and gradient._version == version:
+                    raise RuntimeError(
+                        "a backward has failed, and the gradients of sharded weights are "
+                        "incomplete: zero them before the next"
+                    )
+
+    def start(
+        self,
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor | None],
+        compute_dtype: torch.dtype | None,
+    ) -> None:
+        """Sends the whole gradients of a unit's weights; None counts as zero."""
+        self.begin(parameters[0].device)
+        kept, parts, used, sent, launches = [], [], [], [], []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if not parameter.requires_grad:
+                continue
+            whole = self._padded(parameter, gradient, compute_dtype or parameter.dtype)
+            part = whole.new_empty(whole.shape[0] // self.sharding.ranks, *whole.shape[1:])
+            kept.append(parameter)
+            parts.append(part)
+            used.append(gradient is not None)
+            sent.append(whole)
+            if part.numel():
+                scatter = functools.partial(self.sharding.launch_scatter, real(part), real(whole))
+                launches.append(scatter)
+        device = parameters[0].device
+        works = launch_together(launches, group=self.sharding.group, device=device)
+        self._in_flight.append(Scattered(works, kept, parts, used, sent))
+        while len(self._in_flight) > MOST_IN_FLIGHT:
+            self._collect()
+
+    def _padded(
+        self, parameter: nn.Parameter, gradient: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """The gradient with as many rows as make equal parts."""
+        rows = self.sharding.rows(parameter.shape[0]) * self.sharding.ranks
+        if gradient is not None and gradient.shape[0] == rows:
+            return gradient.contiguous()
+        whole = torch.zeros(rows, *parameter.shape[1:], dtype=dtype, device=parameter.device)
+        if gradient is not None:
+            whole[: gradient.shape[0]] = gradient
+        return whole
+
+    @torch.no_grad()
+    def _collect(self) -> None:
+        scattered = self._in_flight.pop(0)
+        for work in scattered.works:
+            work.wait()
+        for parameter, part, used in zip(
+            scattered.parameters, scattered.parts, scattered.used, strict=True
+        ):
+            if used:
+                self._used.add(parameter)
+                self._accumulate(parameter, part)
+            else:
+                self._unused_here.append((parameter, part))
+
+    def _accumulate(self, parameter: nn.Parameter, part: Tensor) -> None:
+        mine = part[: local(parameter).shape[0]].to(parameter.dtype)
+        gradient = self.sharding.distributed(mine, parameter.shape)
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            torch.autograd.backward([parameter], [gradient])
+        elif parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.add_(gradient)
+
+    @torch.no_grad()
+    def _finish(self, failed: bool) -> None:
+        try:
+            while self._in_flight:
+                self._collect()
+            if failed:  # elsewhere it may not have: ranks cannot ask each other
+                given = [p.grad for p in self.parameters if p.grad is not None]
+                self._incomplete = [(gradient, gradient._version) for gradient in given]
+                return
+            if not self._used and not self._unused_here:
+                return
+            asked = [parameter for parameter, _ in self._unused_here]
+            self._usage = self._usage or Usage(self.parameters, self.sharding)
+            unused = self._usage.unused_anywhere(asked, self._used)
+            for parameter, part in self._unused_here:
+                if parameter not in unused:
+                    self._accumulate(parameter, part)
+        finally:
+            kept = self._usage, self._incomplete
+            self._reset()
+            self._usage, self._incomplete = kept

@@ -1,0 +1,202 @@
+"""Small networks with what is unusual about real ones."""
+
+import torch
+from tests.parallel.conformance.training import WIDTH
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+
+class Block(nn.Module):
+    """A residual block with a matrix, a bias and a gain; `expert` chooses between two more."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x, expert=None):
+        y = torch.tanh(self.linear(x)) * self.gain
+        return x + (y if expert is None else self.experts[expert](y))
+
+
+def through(block, x, expert):
+    return block(x, expert)
+
+
+class Net(nn.Module):
+    """Blocks between an embedding and a head. `blocks` says which blocks are used, and `expert`
+    which of each; `through` how they are called.
+    """
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 5)
+        self.through = through
+        self.double()
+
+    def forward(self, x, *, blocks=(0, 1, 2), expert=None):
+        x = self.embedding(x)
+        for index in blocks:
+            x = self.through(self.blocks[index], x, expert)
+        return self.head(x)
+
+
+def through_checkpoint(block, x, expert):
+    return checkpoint(block, x, expert, use_reentrant=False)
+
+
+def through_reentrant(block, x, expert):
+    return checkpoint(block, x, expert, use_reentrant=True)
+
+
+def through_selective(block, x, expert):
+    def contexts():
+        return create_selective_checkpoint_contexts(
+            [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        )
+
+    return checkpoint(block, x, expert, use_reentrant=False, context_fn=contexts)
+
+
+class Tied(nn.Module):
+    """A matrix that is embedding and head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Linear(WIDTH, 5, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.double()
+
+    def forward(self, x):
+        y = self.embedding(x)
+        for block in self.blocks:
+            y = torch.tanh(block(y))
+        return self.head(y @ self.embedding.weight)
+
+
+class Odd(nn.Module):
+    """Parameters of no, one and many dimensions, an empty one, one that lies transposed, two whose
+    gradients share their memory, and one of which the gradient is expanded.
+    """
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.matrix = nn.Parameter(torch.randn(7, WIDTH).t())
+        self.first, self.second = (nn.Parameter(torch.randn(7)) for _ in range(2))
+        self.cube = nn.Parameter(torch.randn(1, 7, 1))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.double()
+
+    def forward(self, x):
+        y = torch.tanh(x @ self.matrix) + (self.first.view(-1) + self.second.view(-1))
+        return y * self.cube[0, :, 0] + self.cube.sum() + self.empty.sum()
+
+
+class Scalar(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.linear = nn.Linear(WIDTH, 3).double()
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+class Mixed(nn.Module):
+    """float64 and float32 beside each other."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide = nn.Linear(WIDTH, 5).to(torch.float64)
+        self.narrow = nn.Linear(5, 5).to(torch.float32)
+
+    def forward(self, x):
+        return self.narrow(torch.tanh(self.wide(x)).float()).double()
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(WIDTH, 4, dtype=torch.complex128))
+
+    def forward(self, x):
+        return torch.view_as_real(x.to(torch.complex128) @ self.weight)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm = nn.LSTM(WIDTH, 5, batch_first=True).double()
+
+    def forward(self, x):
+        return self.lstm(x[None])[0]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+        self.double()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x[None])[0]
+        return x
+
+
+class Parametrized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 5).double())
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class SparseLookup(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lookup = nn.Embedding(9, 4, sparse=True).double()
+
+    def forward(self, x):
+        return self.lookup((x.abs() * 3).long().clamp(max=8))
+
+
+class Answers(nn.Module):
+    """Gives a dictionary with a nested list."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, *, inputs):
+        y = self.net(inputs)
+        return {"parts": [y, y * 2]}
+
+
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 1)])
+        self.double()
+
+    def forward(self, x):
+        return self.layers[1](torch.tanh(self.layers[0](x)))

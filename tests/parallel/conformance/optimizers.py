@@ -1,0 +1,231 @@
+"""Optimizers and schedules beside the plain ones."""
+
+import copy
+import functools
+
+import torch
+from tests.parallel.conformance.networks import Net
+from tests.parallel.conformance.training import SGD, Training
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
+
+
+def _trained(setup, optimizer, *steps, groups=None):
+    t = Training(setup, Net(), optimizer, **({"groups": groups} if groups else {}))
+    t.train(*(steps or (0, 1, 2)))
+    return t.results()
+
+
+def adamw(setup):
+    return _trained(setup, functools.partial(torch.optim.AdamW, lr=0.05))
+
+
+def adam_without_foreach(setup):
+    return _trained(setup, functools.partial(torch.optim.Adam, lr=0.05, foreach=False))
+
+
+def adagrad(setup):
+    return _trained(setup, functools.partial(torch.optim.Adagrad, lr=0.05))
+
+
+def rmsprop(setup):
+    return _trained(setup, functools.partial(torch.optim.RMSprop, lr=0.05))
+
+
+def adafactor(setup):
+    return _trained(setup, functools.partial(torch.optim.Adafactor, lr=0.05))
+
+
+def muon(setup):
+    def groups(module):
+        return [{"params": [p for p in module.parameters() if p.ndim == 2]}]
+
+    weights = _trained(setup, functools.partial(torch.optim.Muon, lr=0.05), groups=groups)
+    # It computes in bfloat16.
+    return {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
+
+
+class Lamb(torch.optim.Optimizer):
+    """Each weight moves by a share of its own norm (You et al. 2020, without the moments)."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad * (p.norm() / (p.grad.norm() + 1e-9)), alpha=-group["lr"])
+
+
+def lamb(setup):
+    return _trained(setup, Lamb)
+
+
+def lbfgs(setup):
+    t = Training(setup, Net(), functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=2))
+
+    def closure():
+        t.optimizer.zero_grad()
+        t.backward(0)
+        t.parallel.finish()
+        return sum(t.loss(0, rank) for rank in range(torch.distributed.get_world_size()))
+
+    t.optimizer.step(closure)
+    return t.results()
+
+
+def a_closure(setup):
+    t = Training(setup, Net())
+
+    def closure():
+        t.optimizer.zero_grad()
+        t.backward(0)
+        t.parallel.finish()
+        return 0.0
+
+    t.optimizer.step(closure)
+    return t.results()
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps a count of steps in its groups and uses it, as schedule-free optimizers do."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] / (group["k"] + 1))
+            group["k"] += 1
+
+
+def counters_in_the_groups(setup):
+    t = Training(setup, Net(), Counting)
+    t.train(0, 1, 2)
+    return t.results() | {"k": torch.tensor(t.optimizer.param_groups[0]["k"])}
+
+
+def groups_with_rates_of_their_own(setup):
+    def groups(module):
+        matrices = [p for p in module.parameters() if p.ndim >= 2]
+        vectors = [p for p in module.parameters() if p.ndim < 2]
+        return [{"params": matrices, "lr": 0.2}, {"params": vectors, "weight_decay": 0.0}]
+
+    return _trained(setup, SGD, groups=groups)
+
+
+def a_group_added_later(setup):
+    def groups(module):
+        return [{"params": [p for n, p in module.named_parameters() if not n.startswith("head")]}]
+
+    t = Training(setup, Net(), groups=groups)
+    t.train(0)
+    t.optimizer.add_param_group({"params": [*t.inner.head.parameters()], "lr": 0.3})
+    t.train(1, 2)
+    return t.results()
+
+
+def a_rate_changed_in_the_groups(setup):
+    t = Training(setup, Net())
+    t.train(0)
+    for group in t.optimizer.param_groups:
+        group["lr"] = 0.01
+    t.train(1, 2)
+    return t.results()
+
+
+def _scheduled(setup, schedule):
+    t = Training(setup, Net())
+    scheduler = schedule(t.optimizer)
+    for step in range(4):
+        t.train(step)
+        scheduler.step()
+    return t.results() | {"lr": torch.tensor(t.optimizer.param_groups[0]["lr"])}
+
+
+def cosine_schedule(setup):
+    return _scheduled(setup, lambda optimizer: CosineAnnealingLR(optimizer, 5))
+
+
+def one_cycle_schedule(setup):
+    return _scheduled(setup, lambda optimizer: OneCycleLR(optimizer, 0.2, total_steps=5))
+
+
+def plateau_schedule(setup):
+    t = Training(setup, Net())
+    scheduler = ReduceLROnPlateau(t.optimizer, patience=0)
+    for step in range(3):
+        t.train(step)
+        scheduler.step(1.0)
+    return t.results()
+
+
+def hooks_of_the_optimizer(setup):
+    t = Training(setup, Net())
+    calls = []
+    t.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    t.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    t.train(0, 1)
+    return t.results() | {"calls": torch.tensor(len(calls))}
+
+
+def state_put_back(setup):
+    t = Training(setup, Net(), functools.partial(torch.optim.AdamW, lr=0.05))
+    t.train(0)
+    state = copy.deepcopy(t.optimizer.state_dict())
+    t.train(1)
+    t.optimizer.load_state_dict(state)
+    t.train(2)
+    return t.results()
+
+
+def zero_grad_by_the_optimizer_reaches_all(setup):
+    t = Training(setup, Net())
+    t.backward(0)
+    t.optimizer.zero_grad()
+    assert all(p.grad is None for p in t.module.parameters())
+    t.train(1)
+    return t.results()
+
+
+def maximised(setup):
+    return _trained(setup, functools.partial(torch.optim.SGD, lr=0.01, maximize=True), 0, 1)
+
+
+def nesterov(setup):
+    settings = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
+    return _trained(setup, functools.partial(torch.optim.SGD, **settings))
+
+
+def exponential_average_of_weights(setup):
+    t = Training(setup, Net())
+    means = [p.detach().clone() for p in t.inner.parameters()]
+    for step in range(2):
+        t.train(step)
+        with torch.no_grad():
+            for mean, p in zip(means, t.inner.parameters(), strict=True):
+                mean.lerp_(p, 0.5)
+    with torch.no_grad():
+        for mean, p in zip(means, t.inner.parameters(), strict=True):
+            p.copy_(mean)
+    t.train(2)
+    return t.results()
+
+
+def two_networks_with_one_optimizer(setup):
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Net(seed=0), Net(seed=1)
+
+        def forward(self, x, **how):
+            return self.first(x, **how) + self.second(x, **how)
+
+    t = Training(setup, Pair())
+    t.train(0, 1)
+    return t.results()

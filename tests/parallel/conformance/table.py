@@ -1,0 +1,123 @@
+"""Runs every behaviour under every wrapper, in one launch of ranks, and says what each cell is.
+
+`python -m tests.parallel.conformance.table` prints the table of docs/data-parallel.md.
+"""
+
+import datetime
+import gc
+import inspect
+import os
+import sys
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+from tests.parallel.conformance import gradients, modules, optimizers, weights
+from tests.parallel.conformance.training import WRAPPERS, Setup
+
+from stepgauge.runtime.launch import launch
+
+TIMEOUT = datetime.timedelta(seconds=10)
+RIGHT, REFUSED, WRONG, IDLE = "right", "refused", "wrong", "not asked"
+
+TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
+ROOMS = (gradients, weights, modules, optimizers)
+BEHAVIOURS = {
+    name.replace("_", " "): function
+    for room in ROOMS
+    for name, function in inspect.getmembers(room, inspect.isfunction)
+    if function.__module__ == room.__name__ and not name.startswith(("_", "fails"))
+}
+
+
+def run(names: list[str], wrappers: list[str]) -> dict[tuple[str, str], tuple[str, str]]:
+    """On every rank: what became of each cell, over all ranks, and the words for it."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    cells: dict[tuple[str, str], tuple[str, str]] = {}
+    talk = dist.new_group(timeout=datetime.timedelta(seconds=120))
+    group = dist.new_group(timeout=TIMEOUT)
+    for name in names:
+        expected = _of_one_process(name)
+        for wrapper in wrappers:
+            found: list = [None] * dist.get_world_size()
+            dist.all_gather_object(found, _cell(name, wrapper, expected, group), group=talk)
+            cells[name, wrapper] = _over_ranks(found)
+            if dist.get_rank() == 0 and os.environ.get("CONFORMANCE_LOG"):
+                print(wrapper, name, *cells[name, wrapper], sep=" | ", flush=True)
+            if cells[name, wrapper][0] not in (RIGHT, IDLE):
+                gc.collect()
+                group = dist.new_group(timeout=TIMEOUT)  # ranks may have parted in the middle
+    return cells
+
+
+def _of_one_process(name):
+    """What one process does, or that it raises."""
+    try:
+        return BEHAVIOURS[name](Setup("none"))
+    except Exception as error:
+        return error
+
+
+def _cell(name, wrapper, expected, group) -> tuple[str, str]:
+    try:
+        found = BEHAVIOURS[name](Setup(wrapper, group))
+        if found is None:
+            return IDLE, ""
+        return _compared(found, expected)
+    except AssertionError as error:
+        return WRONG, str(error)
+    except Exception as error:
+        words = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+        return REFUSED, words
+
+
+def _compared(found, expected) -> tuple[str, str]:
+    if isinstance(expected, Exception):
+        return WRONG, f"one process raises {expected!r}"
+    if list(found) != list(expected):
+        return WRONG, f"other names: {sorted(set(found) ^ set(expected))[:3]}"
+    for name, value in expected.items():
+        tolerance = TOLERANCES.get(value.dtype, 1e-9)
+        if not torch.allclose(found[name].to(value.dtype), value, rtol=tolerance, atol=tolerance):
+            off = (found[name] - value).abs().max().item() if value.numel() else 0
+            return WRONG, f"{name} is off by {off:.2g}"
+    return RIGHT, ""
+
+
+def _over_ranks(found: list[tuple[str, str]]) -> tuple[str, str]:
+    """The worst of any rank; of refusals the one that is no rank's waiting for another."""
+    for kind in (WRONG, REFUSED, IDLE):
+        of_kind = [cell for cell in found if cell[0] == kind]
+        if of_kind:
+            waits = ("timed out", "Timed out", "Connection closed", "timeout")
+            return min(of_kind, key=lambda cell: any(word in cell[1] for word in waits))
+    return RIGHT, ""
+
+
+def _is_in(name, room) -> bool:
+    return name.replace(" ", "_") in vars(room)
+
+
+def main() -> None:
+    rooms = {room.__name__.rpartition(".")[2]: room for room in ROOMS}
+    asked = [word for word in sys.argv[1:] if word not in WRAPPERS]
+    asked += [n for word in asked if word in rooms for n in BEHAVIOURS if _is_in(n, rooms[word])]
+    names = [n for n in BEHAVIOURS if not asked or any(word in n for word in asked)]
+    wrappers = [w for w in WRAPPERS if w in sys.argv[1:]] or list(WRAPPERS)
+    start = time.monotonic()
+    cells = launch(run, names, wrappers, ranks=2)[0]
+    print("| behaviour |", " | ".join(wrappers), "|")
+    print("| --- |", " | ".join(":-:" for _ in wrappers), "|")
+    for name in names:
+        row = [cells[name, wrapper][0] for wrapper in wrappers]
+        print(f"| {name} |", " | ".join(row), "|")
+    for (name, wrapper), (kind, words) in cells.items():
+        if kind not in (RIGHT, IDLE):
+            print(f"{wrapper:12} {name}: {kind}: {words[:150]}", file=sys.stderr)
+    print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

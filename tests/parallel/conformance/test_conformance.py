@@ -1,0 +1,85 @@
+"""What a person does under a wrapper means what it means in one process, or is refused."""
+
+import os
+
+import pytest
+from tests.parallel.conformance import gradients
+from tests.parallel.conformance.sequences import search
+from tests.parallel.conformance.table import BEHAVIOURS, IDLE, REFUSED, RIGHT, WRONG, run
+from tests.parallel.conformance.training import OURS
+
+from stepgauge.runtime.launch import launch
+
+# All wrappers, ranks and 2000 sequences; else what CI has time for.
+EVERYTHING = bool(os.environ.get("STEPGAUGE_CONFORMANCE"))
+WRAPPERS = OURS if EVERYTHING else ("bucketed", "zero1", "zero2", "zero3")
+
+REPLICATED = ("naive", "flat", "overlapped", "bucketed", "zero1", "zero2")
+ZERO = ("zero1", "zero2")
+# Cells that raise, and a part of the sentence.
+REFUSALS = {
+    ("backward with create graph", OURS): "create_graph=True",
+    ("a parameter replaced after wrapping", OURS): "wrap the module again",
+    ("sparse gradients", REPLICATED): "is sparse; only dense ones are averaged",
+    ("sparse gradients", ("zero3",)): "sparse",
+    ("lbfgs", ZERO): "LBFGS looks at all parameters together",
+    ("lbfgs", ("zero3",)): "Cannot flatten unevenly sharded tensor",
+    # what a rank has of the gradients in stage 2 is its share
+    ("clip grad norm of torch", ("zero2",)): "clip with the wrapper's clip_gradients()",
+    ("gradients in a buffer of the user", ("zero2",)): "has a gradient on rank",
+    ("no sync after a synchronised backward", ("zero2",)): "take no backward under no_sync()",
+    ("loss scaling", ("zero2",)): "GradScaler looks at this rank's share",
+    # parameters in stage 3 are DTensors
+    ("autograd grad of weights", ("zero3",)): "not have been used in the graph",
+    ("gradients in a buffer of the user", ("zero3",)): "mixed torch.Tensor and DTensor",
+    ("a scalar parameter", ("zero3",)): "scale has no dimensions",
+    ("adafactor", ("zero3",)): "in-place operations that require placement changes",
+    ("a backward that fails and counts", ("zero3",)): "zero them before the next",
+}
+# Cells that do nothing without a word: autograd runs nothing of ours, nor of fully_shard's.
+KNOWN = {("backward with inputs", "zero3")}
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return launch(run, list(BEHAVIOURS), list(WRAPPERS), ranks=2)[0]
+
+
+@pytest.mark.parametrize("name", BEHAVIOURS)
+def test_behaviour(two_ranks, name):
+    require_conformance({cell: found for cell, found in two_ranks.items() if cell[0] == name})
+
+
+def test_wrappers_that_differ_in_their_plan_only():
+    names = [name for name in BEHAVIOURS if name.replace(" ", "_") in vars(gradients)]
+    require_conformance(launch(run, names[::4], ["naive", "flat", "overlapped"], ranks=2)[0])
+
+
+def test_four_ranks():
+    names = list(BEHAVIOURS) if EVERYTHING else list(BEHAVIOURS)[::8]
+    require_conformance(launch(run, names, ["bucketed", "zero2", "zero3"], ranks=4)[0])
+
+
+def require_conformance(cells):
+    for (name, wrapper), (kind, words) in cells.items():
+        sentence = refusal(name, wrapper)
+        if (name, wrapper) in KNOWN:
+            assert kind == WRONG, "it is right now: take it from KNOWN"
+        elif sentence is not None:
+            assert kind == REFUSED and sentence in words, (name, wrapper, kind, words)
+        else:
+            assert kind in (RIGHT, IDLE), (name, wrapper, kind, words)
+
+
+def refusal(name, wrapper):
+    for (refused, wrappers), sentence in REFUSALS.items():
+        if refused == name and wrapper in wrappers:
+            return sentence
+    return None
+
+
+def test_random_sequences():
+    wrappers = ["flat", "bucketed", "zero1", "zero2", "zero3"]
+    examples = 500 if EVERYTHING else 8
+    found = launch(search, wrappers, examples, ranks=2)[0]
+    assert found == dict.fromkeys(wrappers, "")

@@ -1,0 +1,144 @@
+"""One training loop that runs alone, on all ranks' batches, or wrapped, on this rank's."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from stepgauge.parallel.training import Parallel, alone
+from stepgauge.parallel.wrappers import Settings, parallelise
+
+ROWS, WIDTH = 3, 6
+OURS = ("naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3")
+TORCHS = ("torch-ddp", "torch-zero1", "torch-fsdp")
+WRAPPERS = (*OURS, *TORCHS)
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Where a behaviour is run: wrapper "none" is the oracle, one process with every rank's batch."""
+
+    wrapper: str
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def batches(self) -> range:
+        """The ranks whose batches this process computes."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        return range(ranks) if self.wrapper == "none" else range(rank, rank + 1)
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step * 100 + rank)
+    return torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+
+
+class Training:
+    """A module and its optimizer under a wrapper, and what a training loop does with them."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        module: nn.Module,
+        optimizer: Callable[..., torch.optim.Optimizer] = SGD,
+        *,
+        groups: Callable[[nn.Module], list] = lambda module: [{"params": [*module.parameters()]}],
+    ):
+        self.setup, self.inner = setup, module
+        self.parallel = _wrap(setup, module, groups, optimizer)
+        self.module, self.optimizer = self.parallel.module, self.parallel.optimizer
+
+    def parameter(self, name: str) -> nn.Parameter:
+        return self.inner.get_parameter(name)
+
+    def loss(self, step: int, rank: int, **how) -> torch.Tensor:
+        return self.module(batch(step, rank), **how).square().mean()
+
+    def backward(self, step: int, loss: Callable[..., torch.Tensor] | None = None, **how) -> None:
+        """The gradients of the mean over ranks of loss(step, rank)."""
+        compute = loss or self.loss
+        losses = [compute(step, rank, **how) for rank in self.setup.batches]
+        (sum(losses) / len(losses)).backward()
+
+    def backward_that_fails(self, step: int) -> None:
+        """A backward of each rank, which fails where it reaches a layer in the middle."""
+        with fails_in_backward(self.inner.blocks[1].linear):
+            for rank in self.setup.batches:
+                with contextlib.suppress(FailedError):
+                    (self.loss(step, rank) / len(self.setup.batches)).backward()
+
+    def step(self) -> None:
+        self.parallel.finish()
+        self.optimizer.step()
+
+    def train(self, *steps: int, **how) -> None:
+        for step in steps:
+            self.optimizer.zero_grad()
+            self.backward(step, **how)
+            self.step()
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Every weight, whole."""
+        if hasattr(self.module, "full_parameters"):
+            return self.module.full_parameters()
+        return {name: whole(weight) for name, weight in self.inner.named_parameters()}
+
+    def gradient_norm(self) -> torch.Tensor:
+        self.parallel.finish()
+        return whole(self.parallel.clip_gradients(float("inf")))
+
+
+class FailedError(Exception):
+    """What a behaviour raises in the middle of something."""
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _wrap(setup: Setup, module: nn.Module, groups, optimizer) -> Parallel:
+    if setup.wrapper == "none":
+        return alone(module, groups, optimizer)
+    if setup.wrapper in ("torch-ddp", "torch-zero1"):
+        return _torch_ddp(setup, module, groups, optimizer)
+    settings = Settings(bucket_mb=0.0005, group=setup.group)
+    return parallelise(setup.wrapper, module, groups, optimizer, settings=settings)
+
+
+def _torch_ddp(setup: Setup, module: nn.Module, groups, optimizer) -> Parallel:
+    """As a careful person uses it: told that parameters may go unused."""
+    wrapped = DistributedDataParallel(
+        module, find_unused_parameters=True, process_group=setup.group
+    )
+    if setup.wrapper == "torch-ddp":
+        return Parallel(
+            module=wrapped, optimizer=optimizer(groups(module)), no_sync=wrapped.no_sync
+        )
+    first, *others = groups(module)
+    settings = {name: value for name, value in first.items() if name != "params"}
+    stepping = ZeroRedundancyOptimizer(
+        first["params"], optimizer, process_group=setup.group, **settings
+    )
+    for group in others:
+        stepping.add_param_group(group)
+    return Parallel(module=wrapped, optimizer=stepping, no_sync=wrapped.no_sync)
+
+
+@contextlib.contextmanager
+def fails_in_backward(module: nn.Module):
+    """Raises FailedError where backward reaches the module's output."""
+
+    def fail(_):
+        raise FailedError
+
+    handle = module.register_forward_hook(lambda *call: call[-1].register_hook(fail) and None)
+    yield
+    handle.remove()

@@ -1,0 +1,327 @@
+"""What people do with weights: freeze, write, copy, save and load them."""
+
+import copy
+import functools
+import io
+
+import torch
+from tests.parallel.conformance.networks import Net
+from tests.parallel.conformance.training import Training, whole
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+FROZEN = ("blocks.0.linear.weight", "blocks.1.linear.bias", "head.weight")
+
+
+def _freeze(module, frozen=True):
+    for name in FROZEN:
+        module.get_parameter(name).requires_grad_(not frozen)
+    return module
+
+
+def frozen_before_wrapping(setup):
+    t = Training(setup, _freeze(Net()))
+    t.train(0, 1)
+    return t.results()
+
+
+def frozen_after_a_step(setup):
+    t = Training(setup, Net())
+    t.train(0)
+    _freeze(t.inner)
+    t.train(1, 2)
+    return t.results()
+
+
+def unfrozen_after_a_step(setup):
+    t = Training(setup, _freeze(Net()))
+    t.train(0)
+    _freeze(t.inner, False)
+    t.train(1, 2)
+    return t.results()
+
+
+def frozen_between_backward_and_step(setup):
+    t = Training(setup, Net())
+    t.train(0)
+    t.backward(1)
+    _freeze(t.inner)
+    t.step()
+    t.train(2)
+    return t.results()
+
+
+def frozen_between_forward_and_backward(setup):
+    t = Training(setup, Net())
+    losses = [t.loss(0, rank) / len(setup.batches) for rank in setup.batches]
+    _freeze(t.inner)
+    for loss in losses:
+        loss.backward()
+    t.step()
+    return t.results()
+
+
+def frozen_with_a_gradient_and_stepped_twice(setup):
+    t = Training(setup, Net())
+    t.backward(0)
+    _freeze(t.inner)
+    t.step()
+    t.step()
+    return t.results()
+
+
+def dropped_layer_after_a_step(setup):
+    """Weight decay and momentum leave alone what no rank used in this step."""
+    t = Training(setup, Net())
+    t.train(0)
+    t.train(1, blocks=(0, 2))
+    t.train(2, blocks=(1,))
+    t.train(3)
+    return t.results()
+
+
+def a_layer_that_is_never_used(setup):
+    t = Training(setup, Net())
+    t.train(0, 1, blocks=(0, 1))
+    return t.results()
+
+
+def a_layer_that_only_one_rank_uses(setup):
+    if setup.wrapper in ("zero3", "torch-fsdp"):  # all ranks must gather the same weights
+        return None
+    t = Training(setup, Net())
+    for step in range(3):
+        t.optimizer.zero_grad()
+        t.backward(step, lambda s, r: t.loss(s, r, blocks=(0, 1, 2) if r else (0, 2)))
+        t.step()
+    return t.results()
+
+
+def experts_that_differ_by_rank(setup):
+    t = Training(setup, Net())
+    for step in range(3):
+        t.optimizer.zero_grad()
+        t.backward(step, lambda s, r: t.loss(s, r, expert=(s + r) % 2))
+        t.step()
+    return t.results()
+
+
+def an_expert_that_nobody_uses_any_more(setup):
+    t = Training(setup, Net())
+    for step, expert in enumerate((0, 1, 0, 0)):
+        t.train(step, expert=expert)
+    return t.results()
+
+
+def written_in_place(setup):
+    t = Training(setup, Net())
+    t.train(0)
+    with torch.no_grad():
+        for parameter in t.inner.parameters():
+            parameter.mul_(0.9)
+    t.train(1)
+    return t.results()
+
+
+def clamped_after_each_step(setup):
+    t = Training(setup, Net())
+    for step in range(2):
+        t.train(step)
+        for parameter in t.inner.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+    return t.results()
+
+
+def initialised_after_wrapping(setup):
+    t = Training(setup, Net())
+    nn.init.constant_(t.parameter("head.weight"), 0.25)
+    nn.init.zeros_(t.parameter("blocks.1.linear.bias"))
+    nn.init.ones_(t.parameter("blocks.0.linear.weight"))
+    t.train(0)
+    return t.results()
+
+
+def written_between_backward_and_step(setup):
+    t = Training(setup, Net())
+    t.backward(0)
+    with torch.no_grad():
+        t.parameter("blocks.2.linear.weight").fill_(0.125)
+    t.step()
+    return t.results()
+
+
+def written_after_an_evaluation(setup):
+    t = Training(setup, Net())
+    t.train(0)
+    with torch.no_grad():
+        t.loss(0, 0)
+        t.parameter("embedding.weight").mul_(2)
+        t.parameter("blocks.0.linear.weight").mul_(2)
+        after = t.loss(0, 0)
+    t.train(1)
+    return t.results() | {"after": whole(after)}
+
+
+def pretrained_weights_loaded_into_the_module(setup):
+    t = Training(setup, Net())
+    t.train(0)
+    t.inner.load_state_dict(Net(seed=5).state_dict())
+    t.train(1)
+    return t.results()
+
+
+def own_state_dict_put_back(setup):
+    t = Training(setup, Net())
+    t.train(0)
+    before = {name: value.detach().clone() for name, value in t.inner.state_dict().items()}
+    t.train(1)
+    t.inner.load_state_dict(before)
+    t.train(2)
+    return t.results()
+
+
+def names_of_the_state_dict(setup):
+    t = Training(setup, Net())
+    state = t.inner.state_dict()
+    assert list(state) == list(Net().state_dict()), list(state)
+    return {name: whole(value) for name, value in state.items()}
+
+
+def saved_and_loaded_by_torch_save(setup):
+    t = Training(setup, Net())
+    t.train(0)
+    file = io.BytesIO()
+    torch.save(t.inner.state_dict(), file)
+    t.train(1)
+    file.seek(0)
+    t.inner.load_state_dict(torch.load(file, weights_only=False))
+    return t.results()
+
+
+def _resumed(setup, optimizer, **how):
+    t = Training(setup, Net(), optimizer)
+    t.train(0, 1, **how)
+    state = copy.deepcopy(t.parallel.state())
+    if setup.wrapper != "none":
+        import torch.distributed as dist
+
+        given = [state]
+        dist.broadcast_object_list(given, group=setup.group, group_src=0)
+        state = given[0]
+    t.train(2)
+    fresh = Training(setup, Net(seed=3), optimizer)
+    fresh.parallel.load(state)
+    fresh.train(3)
+    return fresh.results()
+
+
+def resumed(setup):
+    return _resumed(setup, functools.partial(torch.optim.AdamW, lr=0.05))
+
+
+def resumed_with_a_layer_that_was_never_used(setup):
+    return _resumed(setup, functools.partial(torch.optim.AdamW, lr=0.05), blocks=(1, 2))
+
+
+def a_deep_copy_that_averages(setup):
+    t = Training(setup, Net())
+    average = copy.deepcopy(t.module).requires_grad_(False)
+    for step in range(2):
+        t.train(step)
+        with torch.no_grad():
+            for mean, weight in zip(average.parameters(), t.module.parameters(), strict=True):
+                mean.lerp_(weight, 0.25)
+    with torch.no_grad():
+        seen = average(torch.ones(2, 6, dtype=torch.float64))
+    means = {str(index): whole(mean) for index, mean in enumerate(average.parameters())}
+    return t.results() | means | {"seen": whole(seen)}
+
+
+def averaged_model_of_torch(setup):
+    t = Training(setup, Net())
+    average = AveragedModel(t.module)
+    for step in range(2):
+        t.train(step)
+        average.update_parameters(t.module)
+    with torch.no_grad():
+        seen = average(torch.ones(2, 6, dtype=torch.float64))
+    return t.results() | {"seen": whole(seen)}
+
+
+def a_deep_copy_that_is_trained(setup):
+    """The copy is a wrapper of its own: training it leaves the original."""
+    if setup.wrapper == "zero2":  # takes no other optimizer than its own
+        return None
+    t = Training(setup, Net())
+    t.train(0)
+    other = copy.deepcopy(t.module)
+    stepping = torch.optim.SGD(other.parameters(), lr=0.1)
+    for rank in setup.batches:
+        loss = other(torch.full((2, 6), 1.0 + rank, dtype=torch.float64)).square().mean()
+        (loss / len(setup.batches)).backward()
+    stepping.step()
+    trained = {f"copy {i}": whole(p) for i, p in enumerate(other.parameters())}
+    return t.results() | trained
+
+
+def pickled(setup):
+    t = Training(setup, Net())
+    t.train(0)
+    file = io.BytesIO()
+    torch.save(t.module, file)
+    file.seek(0)
+    other = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        return {"seen": whole(other(torch.ones(2, 6, dtype=torch.float64)))}
+
+
+def read_between_backward_and_step(setup):
+    t = Training(setup, Net())
+    t.backward(0)
+    t.parallel.finish()
+    norms = {n: whole(p.norm()) for n, p in t.inner.named_parameters()}
+    t.optimizer.step()
+    after = {f"after {n}": whole(p.norm()) for n, p in t.inner.named_parameters()}
+    return norms | after
+
+
+def evaluated_between_steps(setup):
+    t = Training(setup, Net())
+    t.train(0)
+    t.module.eval()
+    with torch.no_grad():
+        seen = whole(t.loss(1, 0))
+    t.module.train()
+    t.train(1)
+    with torch.inference_mode():
+        again = t.loss(2, 0).item()
+    t.train(2)
+    return t.results() | {"seen": seen, "again": torch.tensor(again)}
+
+
+def evaluated_between_backward_and_step(setup):
+    t = Training(setup, Net())
+    t.backward(0)
+    with torch.no_grad():
+        seen = whole(t.loss(1, 0))
+    t.step()
+    return t.results() | {"seen": seen}
+
+
+def a_parameter_replaced_after_wrapping(setup):
+    t = Training(setup, Net())
+    torch.manual_seed(9)
+    t.inner.head = nn.Linear(6, 5).double()
+    t.optimizer.add_param_group({"params": [*t.inner.head.parameters()]})
+    t.train(0, 1)
+    return t.results()
+
+
+def wrapped_again(setup):
+    module = Net()
+    Training(setup, module).train(0)
+    if setup.wrapper in ("zero3", "torch-fsdp"):
+        return None
+    t = Training(setup, module)
+    t.train(1)
+    return t.results()
