@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # The figures of E9 and E10 on GPUs of one host, in one run: benchmarks/data_parallel_campaign.sh OUT
 # Parity over NCCL first, then every wrapper beside torch's own at one size, then the rest, most important first.
-# PARTS="bf16 traces" runs these alone. SECONDS_LEFT bounds the whole; RANKS, DEVICE, SIZE, SIZES, BATCH, CONTEXT and
-# STEPS make it small enough to try on a CPU. Needs an installed stepgauge, or PYTHONPATH=src.
+# PARTS="tests bf16 small narrow" runs these alone, and says in 6 minutes whether a change made any wrapper slower.
+# SECONDS_LEFT bounds the whole; RANKS, DEVICE, SIZE, SIZES, BATCH, CONTEXT and STEPS make it small enough to try on a
+# CPU. Needs an installed stepgauge, or PYTHONPATH=src.
 set -uo pipefail
-known="tests bf16 copies narrow narrow-copies traces contention buckets fp32 sizes gloo"
+known="tests bf16 small narrow traces buckets fp32 sizes gloo"
 . "$(dirname "$0")/parts.sh"
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 limit=${SECONDS_LEFT:-470}
@@ -37,12 +38,9 @@ part() {
 run tests 90 python3 -m pytest -m gpu tests/parallel/test_nccl.py -p no:cacheprovider >>"$out/tests.txt" 2>&1
 overlapping=(bucketed torch-ddp overlapped torch-ddp-views zero1 torch-zero1 zero2 zero3 torch-fsdp)
 part bf16 190 "$steps" --size "$size" --precision bf16 --wrapper none naive flat "${overlapping[@]}"
-part copies 90 "$steps" --size "$size" --precision bf16 --transport peer-copies --wrapper none bucketed overlapped naive zero1 zero2
+part small 120 "$steps" --size small --precision bf16 --wrapper none naive flat "${overlapping[@]}"
 part narrow 90 "$steps" --size "$size" --precision bf16 --reduce-dtype bf16 --wrapper none bucketed torch-ddp zero1 zero2
-part narrow-copies 60 "$steps" --size "$size" --precision bf16 --reduce-dtype bf16 --transport peer-copies \
-  --wrapper bucketed zero1 zero2
 part traces 150 4 --size "$size" --precision bf16 --trace --wrapper naive "${overlapping[@]}"
-part contention 60 "$steps" --size "$size" --precision bf16 --wrapper bucketed --max-ctas 4 8 16
 part buckets 80 "$steps" --size "$size" --precision bf16 --wrapper bucketed --bucket-mb 1 5 10 50 100 500
 part fp32 90 5 --size "$size" --precision fp32 --wrapper none bucketed torch-ddp naive zero3 torch-fsdp
 part sizes 190 "$steps" --size "${SIZES:-small,medium,large,xl}" --precision bf16 --wrapper none naive flat "${overlapping[@]}"

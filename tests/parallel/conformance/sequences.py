@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -84,7 +85,7 @@ class Player:
                 parameter.grad.mul_(0.5)
 
     def clip(self):
-        self.seen.append(whole(self.training.parallel.clip_gradients(0.05)))
+        self.seen.append(whole(self.training.parallel.clip_gradients(0.05)).double())
 
     def fail(self, step):
         self.training.backward_that_fails(step)
@@ -145,26 +146,33 @@ def search(wrappers: list[str], examples: int, start: int = 0) -> dict[str, str]
     torch.set_num_threads(1)
     found = {}
     for wrapper in wrappers:
-
-        @seed(start)
-        @settings(
-            max_examples=examples,
-            database=None,
-            deadline=None,
-            phases=[Phase.generate, Phase.shrink],
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(st.lists(ACTIONS, min_size=3, max_size=12))
-        def equals_one_process(actions, wrapper=wrapper):
-            everyones: list = [None] * dist.get_world_size()
-            dist.all_gather_object(everyones, differs(wrapper, actions))
-            if worst := max(everyones, key=len):
-                raise AssertionError(f"{actions}: {worst}")
-
         found[wrapper] = ""
         try:
             with contextlib.redirect_stdout(None):
-                equals_one_process()
+                _equals_one_process(wrapper, examples, start)()
         except AssertionError as error:
             found[wrapper] = str(error)
     return found
+
+
+def _equals_one_process(wrapper: str, examples: int, start: int) -> Callable[[], None]:
+    @seed(start)
+    @settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.lists(ACTIONS, min_size=3, max_size=12))
+    def equals_one_process(actions):
+        everyones: list = [None] * dist.get_world_size()
+        try:
+            found = differs(wrapper, actions)
+        except Exception as error:
+            found = f"raises {error!r}"
+        dist.all_gather_object(everyones, found)
+        if worst := max(everyones, key=len):
+            raise AssertionError(f"{actions}: {worst}")
+
+    return equals_one_process
