@@ -87,8 +87,6 @@ class Training:
 
     def results(self) -> dict[str, torch.Tensor]:
         """Every weight, whole."""
-        if hasattr(self.module, "full_parameters"):
-            return self.module.full_parameters()
         return {name: whole(weight) for name, weight in self.inner.named_parameters()}
 
     def gradient_norm(self) -> torch.Tensor:
