@@ -80,7 +80,7 @@ def kernels(trial: bool) -> list[tuple[str, str, int, str]]:
     ]  # fmt: skip
 
 
-def measured(run: Run, out: Path, device: str, left: float) -> list[dict]:
+def measured(run: Run, out: Path, device: str, limit: float) -> list[dict]:
     """The records of the command; those on disk by then where it takes too long."""
     folder = out / "runs" / f"{run.part}-{run.label or 'main'}-{time.time_ns()}".replace(" ", "")
     command = [sys.executable, "-m", "stepgauge", *run.command.split()]
@@ -93,7 +93,7 @@ def measured(run: Run, out: Path, device: str, left: float) -> list[dict]:
                 stdout=tables,
                 stderr=subprocess.STDOUT,
                 env=os.environ | dict(run.environment),
-                timeout=min(run.seconds, left),
+                timeout=limit,
                 check=False,
             )
         except subprocess.TimeoutExpired:
@@ -146,9 +146,9 @@ def main() -> int:
         if options.parts and run.part not in options.parts:
             continue
         left = options.budget - (time.monotonic() - start)
-        found = (
-            measured(run, options.out, "cpu" if options.trial else "cuda", left) if left > 5 else []
-        )
+        limit = left if options.trial else min(run.seconds, left)
+        device = "cpu" if options.trial else "cuda"
+        found = measured(run, options.out, device, limit) if limit > 5 else []
         bad = [f"{row['status']}: {row['note']}" for row in found if row["status"] != "ok"]
         failed += [
             f"{run.part} {run.label}: {what}" for what in bad or ([] if found else ["no row"])

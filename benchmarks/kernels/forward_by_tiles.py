@@ -3,7 +3,7 @@ portable in several.
 
     PYTHONPATH=src python benchmarks/kernels/forward_by_tiles.py OUT [--budget 60]
 
-From which number of tiles on Gluon's is the fastest decides `hopper.takes`. Rows of
+From which number of tiles on Gluon's is the fastest decides `hopper_launches.takes_forward`. Rows of
 OUT/forward_by_tiles.jsonl: ms of each, the kernels alone, after each was held against the first; at
 the end one line a shape. The chip is `cuda`'s.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from stepgauge.kernels.attention import hopper, launching
+from stepgauge.kernels.attention import hopper_forward, hopper_launches, hopper_ops, launching
 from stepgauge.kernels.attention import triton as portable
 from stepgauge.measure.environment import environment
 from stepgauge.measure.interleaved import time_alternately
@@ -31,8 +31,8 @@ def forwards(q, k, v, is_causal):
     """{name: a call that gives (o, lse)}; what the plan would choose is among them."""
     scale = q.shape[-1] ** -0.5
     o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
-    case = launching.case_of(q, k, v, is_causal, scale, None, o=o)
-    launch = hopper.forward_launch(case)
+    case = launching.launch_key(q, k, v, is_causal, scale, None, o=o)
+    launch = hopper_launches.forward_launch(case)
 
     def in_gluon():
         launch(launching.stream_of(q), q, k, v, o, lse)
@@ -45,7 +45,7 @@ def forwards(q, k, v, is_causal):
         )
     return calls, "gluon" if portable._plan_forward(
         case
-    ).main.kernel is hopper.forward_kernel else "portable"
+    ).main.kernel is hopper_forward.forward_kernel else "portable"
 
 
 def check(calls):
@@ -96,7 +96,7 @@ def main():
             "heads": heads,
             "causal": is_causal,
         }
-        row["tiles"] = heads * math.ceil(length / hopper.TILE_ROWS.value)
+        row["tiles"] = heads * math.ceil(length / hopper_ops.TILE_ROWS.value)
         try:
             row["ms"], row["chosen"] = measure(width, length, heads, is_causal, args.seconds)
         except Exception as problem:  # one shape less

@@ -2,13 +2,13 @@
 # float32 attention on one GPU of compute capability 9.0: benchmarks/kernels/fp32_campaign.sh OUT
 # PARTS="tests rows before heads narrow long tiles" chooses, in that order, all by default.
 # BUDGET=... seconds for all (540 by default).
-# tests: float32 and its backward in thirds against float64, C++ beside Python.
+# tests: float32 and its backward of bf16 parts against float64, C++ beside Python.
 # rows: fp32 at D 64 and 128, full and causal, 8 heads of 4096, beside plain PyTorch and torch's memory-efficient.
-# before: the backward of these without thirds (STEPGAUGE_THIRDS=0).
+# before: the backward of these without bf16 parts (STEPGAUGE_BF16X3=0).
 # heads: one head in fp32, where loops are split.
 # narrow: one head in bf16 at D 16 and 32, which is split at T 2048 now.
 # long: bf16 in sections of heads, causal.
-# tiles: other tiles of the kernels in thirds (sweep.py attention-fp32 --field passes=backward).
+# tiles: other tiles of the kernels of bf16 parts (sweep.py attention-fp32 --field passes=backward).
 # Writes OUT/tests.txt, OUT/{rows,before,heads,narrow,long}.jsonl, OUT/tables.txt and OUT/tiles-*/sweep.jsonl.
 set -uo pipefail
 known="tests rows before heads narrow long tiles"
@@ -36,11 +36,11 @@ rows() {  # SECONDS NAME OPTIONS...: rows of one run
 
 if chosen tests; then
   gpu_tests="python3 -m pytest -m gpu -q -p no:cacheprovider"
-  timed 250 $gpu_tests tests/kernels/test_attention_thirds.py 2>&1 | tee "$out/tests.txt"
+  timed 250 $gpu_tests tests/kernels/test_attention_bf16x3.py 2>&1 | tee "$out/tests.txt"
   timed 250 $gpu_tests tests/kernels/test_attention.py -k "float32 or cpp_equals_python" 2>&1 | tee -a "$out/tests.txt"
 fi
 chosen rows && rows 120 rows $shape --dtype fp32 --passes forward backward --peers eager efficient
-chosen before && STEPGAUGE_THIRDS=0 rows 60 before $shape --dtype fp32 --passes backward --peers eager
+chosen before && STEPGAUGE_BF16X3=0 rows 60 before $shape --dtype fp32 --passes backward --peers eager
 chosen heads && rows 100 heads --grid attention-heads --dtype fp32 --width 128 64 --sequence $lengths --peers efficient
 chosen narrow && rows 80 narrow --grid attention-heads --dtype bf16 --width 16 32 --sequence $lengths --peers fa2
 chosen long && rows 60 long $long --dtype bf16 --passes forward backward --peers fa2 cudnn

@@ -168,18 +168,18 @@ FP32_TILES = {
 }  # fmt: skip
 
 
-# The same of operands in thirds, from the same compiler's list: (query rows, key rows, warps,
+# The same of operands in bf16 parts, from the same compiler's list: (query rows, key rows, warps,
 # stages, programs).
 THIRDS_TILES = {
-    ("dq_thirds", 128): [(64, 32, 4, 2, 1), (64, 16, 4, 2, 1), (64, 32, 4, 1, 1)],
-    ("dkdv_thirds", 128): [(32, 64, 4, 2, 1), (16, 64, 4, 2, 1), (32, 64, 4, 1, 1)],
-    ("dq_thirds", 64): [
+    ("dq_bf16x3", 128): [(64, 32, 4, 2, 1), (64, 16, 4, 2, 1), (64, 32, 4, 1, 1)],
+    ("dkdv_bf16x3", 128): [(32, 64, 4, 2, 1), (16, 64, 4, 2, 1), (32, 64, 4, 1, 1)],
+    ("dq_bf16x3", 64): [
         (128, 64, 8, 2, 1),
         (64, 64, 4, 2, 1),
         (64, 64, 4, 1, 2),
         (64, 32, 4, 2, 2),
     ],
-    ("dkdv_thirds", 64): [
+    ("dkdv_bf16x3", 64): [
         (32, 64, 4, 2, 2),
         (64, 128, 8, 2, 1),
         (64, 64, 4, 1, 2),
@@ -188,8 +188,8 @@ THIRDS_TILES = {
 }
 
 
-def thirds_tiles(spec):
-    for kernel in ("dq_thirds", "dkdv_thirds"):
+def bf16x3_tiles(spec):
+    for kernel in ("dq_bf16x3", "dkdv_bf16x3"):
         for block_q, block_k, warps, stages, per_sm in THIRDS_TILES[kernel, spec.width]:
             tiles = Tiles(block_q, block_k, warps, stages, True, per_sm)
             yield (
@@ -200,7 +200,7 @@ def thirds_tiles(spec):
 
 def attention_fp32_tiles(spec):
     if spec.passes == "backward":
-        yield from thirds_tiles(spec)
+        yield from bf16x3_tiles(spec)
     for kernel in ("forward",) if spec.passes == "forward" else ("dkdv", "dq"):
         for block_q, block_k, warps, stages, products, per_sm, *order in FP32_TILES[
             kernel, spec.width

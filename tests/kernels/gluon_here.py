@@ -16,7 +16,7 @@ pytest.importorskip(
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter runs no Gluon", allow_module_level=True)
 
-from stepgauge.kernels.attention import hopper, launching
+from stepgauge.kernels.attention import hopper_ops, launching
 
 H100 = launching.Device(arch=90, num_sms=132, l2_bytes=50 << 20)
 needs_hopper = pytest.mark.skipif(
@@ -58,7 +58,7 @@ def assert_no_spills_in_a_loop(compiled, folder):
     assert "wgmma" not in log.stdout + log.stderr  # it would say that products are serialised
     loops = loops_over_tiles(instructions(compiled, folder))
     # without a mask, and with one
-    assert len(loops) in (hopper.CONSUMERS.value, 2 * hopper.CONSUMERS.value)
+    assert len(loops) in (hopper_ops.CONSUMERS.value, 2 * hopper_ops.CONSUMERS.value)
     assert not [each for loop in loops for each in loop if "LDL" in each or "STL" in each]
 
 

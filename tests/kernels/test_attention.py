@@ -42,6 +42,7 @@ from stepgauge.kernels.attention import (  # noqa: E402
 if HAS_TRITON:
     from stepgauge.kernels.attention import launching
     from stepgauge.kernels.attention import triton as kernels
+    from stepgauge.kernels.launch import triton_internals
 
     HOPPER = launching.Device(arch=90, num_sms=132, l2_bytes=1 << 25)
 
@@ -396,7 +397,7 @@ def test_predicted_loops_cover_what_is_seen(kernel, t_q, t_k):
 
 
 def test_tiles_are_dealt_to_who_is_free():
-    dealt = heuristics.deal_tiles([1, 9, 5], num_heads=3, section=2, num_programs=2)
+    dealt = heuristics.schedule_tiles([1, 9, 5], num_heads=3, section=2, num_programs=2)
     # Tiles 0 to 2 of heads 0 and 1 come first, 10 and 6 and 2 with what a tile costs beside its
     # steps; then head 2's.
     assert dealt == [[1, 2, 0, 7], [4, 5, 3, 8, 6]]
@@ -410,7 +411,9 @@ def test_causal_tiles_are_dealt_evenly(length, heads):
     section = heuristics.heads_per_section(
         head_bytes=4 * length * 128, l2_bytes=50 << 20, num_heads=heads, least=least
     )
-    dealt = heuristics.deal_tiles(steps, num_heads=heads, section=section, num_programs=programs)
+    dealt = heuristics.schedule_tiles(
+        steps, num_heads=heads, section=section, num_programs=programs
+    )
     assert sorted(number for own in dealt for number in own) == list(range(heads * len(steps)))
     works = [sum(steps[number % len(steps)] for number in own) for own in dealt]
     assert max(works) <= 1.035 * sum(works) / len(works)
@@ -763,7 +766,7 @@ def test_launches_give_every_argument_in_order(num_splits, monkeypatch):
     monkeypatch.setattr(launching, "device_of", lambda index: HOPPER)
     view = launching.View((2, 4, 300, 64), (76800, 19200, 64, 1), 0)
     steps = view.steps
-    case = launching.Case(
+    case = launching.LaunchKey(
         0, torch.bfloat16, view, view, view, True, 0.125, "ieee", (), num_splits, view, view
     )
     launches = [(kernels._plan_forward(case).main, 5), (kernels._plan_dq(case, steps).main, 8)]
@@ -789,7 +792,7 @@ def test_launches_give_every_argument_in_order(num_splits, monkeypatch):
 def test_descriptors_say_all_that_tritons_do():
     """Triton's launcher reads them in their place: it asked for one word more in 3.8 than in 3.6."""
     words = {field.name for field in dataclasses.fields(launching.TensorDescriptor)}
-    assert words <= set(launching._Descriptor._fields)
+    assert words <= set(triton_internals.Descriptor._fields)
 
 
 @needs_triton
@@ -831,7 +834,7 @@ def test_direct_launch_gives_the_arguments_that_triton_gives(monkeypatch):
     q, k, o = (torch.zeros(2, 3, t, 64, dtype=torch.bfloat16) for t in (70, 1, 70))
     views = (launching.View.of(q), 64), (launching.View.of(k), 32)
     boxes = launching.boxes_of(heuristics.Tiles(64, 32, 4, 2, True), 64, *views)
-    launch = launching.Launch(None, (5, 6, 1), (7,), {"IS_CAUSAL": True}, boxes=boxes)
+    launch = launching.PlannedLaunch(None, (5, 6, 1), (7,), {"IS_CAUSAL": True}, boxes=boxes)
     launch.launch = launch._direct(
         SimpleNamespace(run=run, function="function", packed_metadata="packed")
     )

@@ -42,7 +42,7 @@ def case_of(
         return launching.View.of(torch.empty(shape[0], heads, *shape[2:], device="meta"))
 
     q, k = view(shape[1]), view(kv_heads)
-    return launching.Case(0, dtype, q, k, k, True, 0.1, precision, overrides, num_splits, q, q)
+    return launching.LaunchKey(0, dtype, q, k, k, True, 0.1, precision, overrides, num_splits, q, q)
 
 
 # ---- which calls take it ---------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def test_float32_backwards_on_hopper_take_it(monkeypatch):
     monkeypatch.setattr(launching, "device_of", lambda index: HOPPER)
     tiles = heuristics.Tiles(32, 32, 4, 1)
     assert bf16x3.takes(case_of()) and bf16x3.takes(case_of((1, 2, 70, 64), 1, num_splits=3))
-    assert bf16x3.takes(case_of(overrides=(("dq_thirds", tiles),)))
+    assert bf16x3.takes(case_of(overrides=(("dq_bf16x3", tiles),)))
     assert not bf16x3.takes(case_of(overrides=(("dq", tiles),)))
     assert not bf16x3.takes(case_of(precision="tf32"))
     assert not bf16x3.takes(case_of(dtype=torch.bfloat16))
@@ -89,7 +89,7 @@ def test_launches_give_every_argument_in_order(width, num_splits, monkeypatch):
 @pytest.mark.parametrize("width", bf16x3.WIDTHS)
 @pytest.mark.parametrize("kernel", ["dq", "dkdv"])
 def test_one_head_is_split_and_a_full_chip_is_not(kernel, width, is_causal):
-    tiles = heuristics.select_tiles(f"{kernel}_thirds", arch=90, itemsize=4, head_width=width)
+    tiles = heuristics.select_tiles(f"{kernel}_bf16x3", arch=90, itemsize=4, head_width=width)
     shape = {
         "num_queries": 4096,
         "num_keys": 4096,
@@ -109,16 +109,16 @@ def test_one_head_is_split_and_a_full_chip_is_not(kernel, width, is_causal):
 
 
 @compiled_only
-def test_thirds_in_the_interpreter():
+def test_bf16x3_in_the_interpreter():
     run_interpreted(__file__, least=10)
 
 
 @interpreted_only
-def test_interp_thirds_sum_to_the_number(interpreter, poisoned):
+def test_interp_parts_sum_to_the_number(interpreter, poisoned):
     q, k, v, do = make((2, 3, 70, 32), (2, 3, 90, 32))
     q = q * torch.logspace(-20, 20, 70)[:, None]
     o, delta = torch.randn_like(q), torch.empty(q.shape[:3])
-    case = launching.case_of(q, k, v, True, 0.1, None, o=o, do=do)
+    case = launching.launch_key(q, k, v, True, 0.1, None, o=o, do=do)
     for whole, cut in zip((q, k, v, do), bf16x3.cut(case, q, k, v, do, o, delta), strict=True):
         assert cut.dtype == torch.bfloat16 and cut.shape == (3, 6, *whole.shape[2:])
         assert torch.equal(cut.double().sum(0).view(whole.shape), whole.double())
@@ -131,7 +131,7 @@ def test_interp_thirds_sum_to_the_number(interpreter, poisoned):
 @pytest.mark.parametrize(
     "case", [INTERPRETER_CASES[i] for i in (1, 4, 5, 7, 9, 10, 11, 13)], ids=str
 )
-def test_interp_backward_in_thirds_equals_float64(interpreter, poisoned, case, monkeypatch):
+def test_interp_backward_equals_float64(interpreter, poisoned, case, monkeypatch):
     heads, kv_heads, t_q, t_k, d, is_causal, splits, (block_q, block_k) = case
     q, k, v, grad_o = make(
         (1, heads, t_q, heuristics.block_width(d)), (1, kv_heads, t_k, heuristics.block_width(d))
@@ -139,7 +139,7 @@ def test_interp_backward_in_thirds_equals_float64(interpreter, poisoned, case, m
     taken = []
     monkeypatch.setattr(bf16x3, "takes", lambda case: taken.append(case) or True)
     tiles = heuristics.Tiles(block_q, block_k, 4, 1)
-    with heuristics.override_tiles(dq_thirds=tiles, dkdv_thirds=tiles):
+    with heuristics.override_tiles(dq_bf16x3=tiles, dkdv_bf16x3=tiles):
         got = run_both_ways(q, k, v, grad_o, is_causal, num_splits=splits)
     assert taken
     expected, scales = (
@@ -156,11 +156,11 @@ def test_interp_dk_and_dv_apart_are_dk_and_dv_together(interpreter, poisoned, mo
     q, k, v, grad_o = make((1, 2, 70, 16), (1, 1, 90, 16))
     monkeypatch.setattr(bf16x3, "takes", lambda case: True)
     tiles = heuristics.Tiles(16, 32, 4, 1)
-    with heuristics.override_tiles(dkdv_thirds=tiles):
+    with heuristics.override_tiles(dkdv_bf16x3=tiles):
         together = run_both_ways(q, k, v, grad_o, True, num_splits=2)
     monkeypatch.setitem(bf16x3._GRADS, 16, (1, 2))
     # others, or the plan would be the one of before
-    with heuristics.override_tiles(dkdv_thirds=heuristics.Tiles(16, 32, 4, 2)):
+    with heuristics.override_tiles(dkdv_bf16x3=heuristics.Tiles(16, 32, 4, 2)):
         apart = run_both_ways(q, k, v, grad_o, True, num_splits=2)
     assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
 
@@ -169,7 +169,7 @@ def test_interp_dk_and_dv_apart_are_dk_and_dv_together(interpreter, poisoned, mo
 
 
 def build(kernel, tiles, constants):
-    """The compiled kernel for sm_90: thirds by descriptor, all other tensors in float32."""
+    """The compiled kernel for sm_90: parts by descriptor, all other tensors in float32."""
     width = constants["D"]
     rows = {"q3": tiles.block_q, "do3": tiles.block_q, "k3": tiles.block_k, "v3": tiles.block_k}
     tensors = {"q", "k", "v", "do", "o", "unused", "lse", "delta", "dq", "dk", "dv"}
@@ -195,7 +195,7 @@ def build(kernel, tiles, constants):
 @pytest.mark.parametrize("width", bf16x3.WIDTHS)
 @pytest.mark.parametrize("name", ["dq", "dkdv"])
 def test_nothing_spills_on_hopper(name, width, is_causal):
-    tiles = heuristics.select_tiles(f"{name}_thirds", arch=90, itemsize=4, head_width=width)
+    tiles = heuristics.select_tiles(f"{name}_bf16x3", arch=90, itemsize=4, head_width=width)
     kernel = {"dq": bf16x3.dq_kernel, "dkdv": bf16x3.dkdv_kernel}[name]
     constants = {
         "IS_CAUSAL": is_causal, "HAS_TAIL": True, "SPLIT": is_causal, "GROUP": 2, "D": width,
@@ -248,19 +248,19 @@ def needs_hopper():
 def test_grids_are_legal_for_long_sequences():
     """CUDA takes 65,535 blocks in y and z."""
     q, k = (torch.empty(1, 1, 1, 64).expand(1, 1, length, 64) for length in (128, 5_000_000))
-    case = launching.case_of(q, k, k, True, 0.125, None, o=q, do=q)
+    case = launching.launch_key(q, k, k, True, 0.125, None, o=q, do=q)
     assert bf16x3.cut_launch(case).grid == (-(-5_000_000 // bf16x3._BLOCK), 4, 1)
 
 
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
-def test_gpu_thirds_equal_float64(case, poisoned):
+def test_gpu_backward_equals_float64(case, poisoned):
     needs_hopper()
     batch, heads, kv_heads, t_q, t_k, d, is_causal, splits = case
     tensors = make((batch, t_q, heads, d), (batch, t_k, kv_heads, d), torch.float32, "cuda")
     q, k, v, grad_o = (x.transpose(1, 2) for x in tensors)  # as a projection leaves them
-    assert bf16x3.takes(launching.case_of(q, k, v, is_causal, 0.1, splits, o=q, do=grad_o))
+    assert bf16x3.takes(launching.launch_key(q, k, v, is_causal, 0.1, splits, o=q, do=grad_o))
     expected, scales = (
         float64_reference(q, k, v, grad_o, is_causal),
         cancelling_scales(q, k, v, grad_o, is_causal),

@@ -88,7 +88,7 @@ def cpp(library, tmp_path, monkeypatch):
     monkeypatch.setattr(extension.NATIVE, "problem", None)
     monkeypatch.setattr(extension, "_offered", set())
     monkeypatch.setattr(extension, "cuda_context", lambda: 4321)
-    monkeypatch.setattr(extension, "_bytes", bytes)
+    monkeypatch.setattr(extension, "descriptor_bytes", bytes)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(launching, "device_of", lambda index: HOPPER)
     caches = (kernels._plan_forward, kernels._plan_dq, kernels._plan_dkdv, bf16x3.cut_launch)
@@ -142,7 +142,7 @@ class Both:
         heads = 3 if num_splits else 34  # so many that each multiprocessor has a tile
         self.q, self.k, self.v, self.do = make(layout, (2, heads, 160, width), dtype)
         self.scale = self.q.shape[-1] ** -0.5
-        monkeypatch.setattr(launching.Launch, "described", described)
+        monkeypatch.setattr(launching.PlannedLaunch, "described", described)
         self.kept = []
         for name in ("empty", "empty_like"):  # so that no address is given twice
             original = getattr(torch, name)
@@ -154,7 +154,7 @@ class Both:
             monkeypatch.setattr(torch, name, keeping)
         self.o = o = torch.empty_like(self.q).detach()
         self.lse = torch.zeros(o.shape[:3])
-        self.case = launching.case_of(
+        self.case = launching.launch_key(
             self.q, self.k, self.v, is_causal, self.scale, num_splits, o=o
         )
         self.back = self.case._replace(do=launching.View.of(self.do))
@@ -205,14 +205,14 @@ class Both:
         at = {i: sum(9 if j in boxed else 1 for j in range(i)) for i in outs}
         self.driver.known[function] = passed, {at[i]: out for i, out in outs.items()}
 
-        def launched(stream, flat):
+        def launched(grid, stream, flat):
             words = [
                 _word(kind, value)
                 for kind, value in zip(expanded, flat, strict=True)
                 if kind != "constexpr"
             ]
             self.python.append(
-                (function, launch.grid, 32 * metadata.num_warps, metadata.shared, words)
+                (function, grid, 32 * metadata.num_warps, metadata.shared, words)
             )
 
         launch.launch = launched
@@ -296,11 +296,11 @@ def test_cpp_launches_what_python_launches(both, num_splits, layout, is_causal):
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 def test_cpp_launches_the_backward_in_gluon(both, layout, width):
-    from stepgauge.kernels.attention import hopper_backward
+    from stepgauge.kernels.attention import hopper_dkdv, hopper_dq
 
     here = both(layout=layout, num_splits=None, width=width)
-    assert here.dkdv.main.kernel is hopper_backward.dkdv_kernel
-    assert here.dq.main.kernel is (hopper_backward if width == 128 else kernels).dq_kernel
+    assert here.dkdv.main.kernel is hopper_dkdv.dkdv_kernel
+    assert here.dq.main.kernel is (hopper_dq if width == 128 else kernels).dq_kernel
     assert_same_launches(here, 1)
 
 
@@ -436,8 +436,8 @@ def test_any_order_of_sums_is_left_to_python(both, monkeypatch):
 def test_cpp_launches_what_python_launches_in_float32(both, layout, num_splits, width):
     here = both(layout=layout, num_splits=num_splits, dtype=torch.float32, width=width)
     assert here.forward.main.constants["PRECISION"] == "bf16x6"
-    in_thirds = {32: 0, 64: 1, 128: 2}[width]  # beside the three: the cut, and dk and dv apart
-    assert_same_launches(here, num_splits, more=in_thirds)
+    is_bf16x3 = {32: 0, 64: 1, 128: 2}[width]  # beside the three: the cut, and dk and dv apart
+    assert_same_launches(here, num_splits, more=is_bf16x3)
 
 
 _MATMULS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
@@ -625,18 +625,18 @@ def test_what_cannot_be_launched_so_stays_in_python(both, monkeypatch):
     scratch memory.
     """
     here = both()
-    monkeypatch.setattr(extension, "_bytes", lambda each: bytes(each[8:] + each[:8]))
+    monkeypatch.setattr(extension, "descriptor_bytes", lambda each: bytes(each[8:] + each[:8]))
     kernels._offer_forward(here.case, here.forward, here.q, here.k, here.v, 1, 1)
     assert "another address" in extension.NATIVE.problem
     assert extension.NATIVE.call(here.q, here.k, here.v, True, None, True) is None
-    monkeypatch.setattr(extension, "_bytes", bytes)
+    monkeypatch.setattr(extension, "descriptor_bytes", bytes)
     here.dq.main.binary.metadata.global_scratch_size = 64
     with pytest.raises(ValueError, match="plain launch"):
         extension.step_of(here.dq.main, ((0, 0),) * 8, here.moved, 4096)
 
 
 def test_which_cases_are_offered():
-    case = launching.Case(
+    case = launching.LaunchKey(
         0,
         BF16,
         *[launching.View((1, 1, 16, 16), (256, 256, 16, 1), 0)] * 3,

@@ -22,18 +22,20 @@ from stepgauge.kernels.attention import (  # noqa: E402
     extension,
     flash_attention,
     heuristics,
-    hopper,
+    hopper_forward,
+    hopper_launches,
+    hopper_ops,
     launching,
 )
 from stepgauge.kernels.attention import triton as kernels  # noqa: E402
 from stepgauge.kernels.launch import plain_launch  # noqa: E402
 
-WIDTHS = tuple(hopper.NUM_STAGES)
+WIDTHS = tuple(hopper_forward.NUM_STAGES)
 NARROWER = (40, 80, 120)  # than a tile
 
 
 def case_of(q, k, *, is_causal=True, num_splits=None):
-    return launching.case_of(q, k, k, is_causal, 0.1, num_splits, o=torch.empty_like(q))
+    return launching.launch_key(q, k, k, is_causal, 0.1, num_splits, o=torch.empty_like(q))
 
 
 # ---- built ahead of time ---------------------------------------------------------------------------------------------
@@ -49,7 +51,7 @@ def on_hopper(hopper_driver, monkeypatch):
 
 def built(width, dtype=torch.bfloat16, is_causal=True):
     q, k = torch.empty(2, 16, 2000, width, dtype=dtype), torch.empty(2, 4, 300, width, dtype=dtype)
-    launch = hopper.forward_launch(case_of(q, k, is_causal=is_causal))
+    launch = hopper_launches.forward_launch(case_of(q, k, is_causal=is_causal))
     return launch, build(launch, q, k, k, q, torch.empty(q.shape[:3]))
 
 
@@ -67,8 +69,8 @@ def test_softmax_runs_beside_the_product(on_hopper, width, tmp_path):
     of a tile.
     """
     beside = exponentials_beside_a_product(built(width)[1], tmp_path)
-    assert len(beside) == 2 * hopper.CONSUMERS.value  # with and without a mask
-    assert min(beside) >= hopper.ROWS.value * hopper.BLOCK_N.value // 128
+    assert len(beside) == 2 * hopper_ops.CONSUMERS.value  # with and without a mask
+    assert min(beside) >= hopper_ops.ROWS.value * hopper_forward.BLOCK_N.value // 128
 
 
 def test_cpp_can_launch_it(on_hopper, monkeypatch):
@@ -83,9 +85,11 @@ def test_cpp_can_launch_it(on_hopper, monkeypatch):
     )
     assert compiled.metadata.shared > 48 * 1024
     launch.binary = SimpleNamespace(src=compiled.src, metadata=compiled.metadata, function=7)
-    monkeypatch.setattr(extension, "_bytes", bytes)
+    monkeypatch.setattr(extension, "descriptor_bytes", bytes)
     expanded = [bytes(128), *range(4), *range(4)]
-    monkeypatch.setattr(launching.Launch, "described", lambda self, position, address: expanded)
+    monkeypatch.setattr(
+        launching.PlannedLaunch, "described", lambda self, position, address: expanded
+    )
     numbers = tuple((number, 0) for number in range(5))
     *begin, parameters = extension.step_of(
         launch, numbers, lambda descriptor, address: descriptor, 4096
@@ -106,22 +110,22 @@ def test_launch_covers_every_tile(on_hopper):
         torch.empty(2, 4, 300, 128, dtype=torch.bfloat16),
     )
     launch = kernels._plan_forward(case_of(q, k)).main
-    assert launch.kernel is hopper.forward_kernel and launch.grid == (132, 1, 1)
-    turns, *numbers = launch.scalars
+    assert launch.kernel is hopper_forward.forward_kernel and launch.grid == (132, 1, 1)
+    schedule, *numbers = launch.scalars
     assert numbers[:5] == [16, 4, 2000, 300, 16]
-    begins, tiles = turns[:133].tolist(), turns[133:-1].tolist()
+    begins, tiles = schedule[:133].tolist(), schedule[133:-1].tolist()
     assert begins[0] == 133 and begins[-1] == 133 + len(tiles) and begins == sorted(begins)
     # heads of the batch times tiles of 128 queries
     assert sorted(tiles) == list(range(2 * 16 * 16))
     assert [box for _, _, box in launch.boxes] == [[1, 1, rows, 128] for rows in (64, 128, 128, 64)]
     few = torch.empty(1, 2, 300, 128, dtype=torch.bfloat16)
-    assert hopper.forward_launch(case_of(few, few)).grid == (2 * 3, 1, 1)
+    assert hopper_launches.forward_launch(case_of(few, few)).grid == (2 * 3, 1, 1)
 
 
 def test_the_deal_is_made_once_and_on_the_host():
     with torch.device("meta"):  # as someone's default device
-        made = hopper._turns(None, 2, 3, 3, (1, 2, 3))
-    assert made.device.type == "cpu" and hopper._turns(None, 2, 3, 3, (1, 2, 3)) is made
+        made = hopper_launches._schedule(None, 2, 3, 3, (1, 2, 3))
+    assert made.device.type == "cpu" and hopper_launches._schedule(None, 2, 3, 3, (1, 2, 3)) is made
 
 
 def test_it_is_taken_where_it_can_be_and_nobody_chose_otherwise(on_hopper, monkeypatch):
@@ -130,17 +134,25 @@ def test_it_is_taken_where_it_can_be_and_nobody_chose_otherwise(on_hopper, monke
         return kernels._plan_forward(case_of(q, q if k is None else k, **options)).main.kernel
 
     q = torch.empty(4, 16, 512, 64, dtype=torch.bfloat16)
-    for dtype, width in itertools.product(hopper.DTYPES, WIDTHS):
-        assert kernel_of(torch.empty(4, 16, 512, width, dtype=dtype)) is hopper.forward_kernel
+    for dtype, width in itertools.product(hopper_launches.DTYPES, WIDTHS):
+        assert (
+            kernel_of(torch.empty(4, 16, 512, width, dtype=dtype)) is hopper_forward.forward_kernel
+        )
     together = torch.empty(4, 512, 3, 16, 64, dtype=torch.bfloat16)
-    assert kernel_of(*(x.transpose(1, 2) for x in together.unbind(2)[:2])) is hopper.forward_kernel
+    assert (
+        kernel_of(*(x.transpose(1, 2) for x in together.unbind(2)[:2]))
+        is hopper_forward.forward_kernel
+    )
     one_head = torch.empty(1, 1, 8192, 64, dtype=torch.bfloat16)
     assert kernel_of(one_head) is kernels.forward_kernel  # in parts
     assert kernel_of(q[:2]) is kernels.forward_kernel  # 128 tiles for 132 multiprocessors
     odd = torch.empty(4, 16, 512, 68, dtype=torch.bfloat16)[..., 2:66]
     assert kernel_of(q, odd) is kernels.forward_kernel
     assert kernel_of(q.float()) is kernels.forward_kernel
-    assert kernel_of(torch.empty(4, 16, 512, 80, dtype=torch.bfloat16)) is hopper.forward_kernel
+    assert (
+        kernel_of(torch.empty(4, 16, 512, 80, dtype=torch.bfloat16))
+        is hopper_forward.forward_kernel
+    )
     assert kernel_of(torch.empty(4, 16, 512, 32, dtype=torch.bfloat16)) is kernels.forward_kernel
     assert kernel_of(q, num_splits=1) is kernels.forward_kernel
     with heuristics.override_tiles(forward=heuristics.Tiles(64, 64, 4, 2)):
@@ -175,8 +187,8 @@ def make(batch, heads, kv_heads, queries, keys, width, dtype, layout="BHTD"):
 def forward(q, k, v, is_causal):
     """By this kernel, also where the plan would take the portable one for so few heads."""
     o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
-    case = launching.case_of(q, k, v, is_causal, q.shape[-1] ** -0.5, None, o=o)
-    launch, stream = hopper.forward_launch(case), launching.stream_of(q)
+    case = launching.launch_key(q, k, v, is_causal, q.shape[-1] ** -0.5, None, o=o)
+    launch, stream = hopper_launches.forward_launch(case), launching.stream_of(q)
     launch(stream, q, k, v, o, lse)  # by Triton's launcher
     yield o, lse
     for _ in range(10):
@@ -201,7 +213,7 @@ def check(q, k, v, is_causal):
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("dtype", hopper.DTYPES)
+@pytest.mark.parametrize("dtype", hopper_launches.DTYPES)
 @pytest.mark.parametrize("width", (*WIDTHS, 80))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gpu_equals_float64(case, width, dtype, is_causal, poisoned):
@@ -231,9 +243,9 @@ def test_gpu_is_what_attention_runs_and_differentiates(width, monkeypatch):
 
     monkeypatch.setattr(extension.NATIVE, "call", None)
     launched = []
-    launch = hopper.forward_launch
+    launch = hopper_launches.forward_launch
     monkeypatch.setattr(
-        hopper, "forward_launch", lambda case: launched.append(case) or launch(case)
+        hopper_launches, "forward_launch", lambda case: launched.append(case) or launch(case)
     )
     ours = results()
     assert len(launched) == 1

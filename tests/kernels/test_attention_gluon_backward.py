@@ -22,25 +22,25 @@ from stepgauge.kernels.attention import (  # noqa: E402
     extension,
     flash_attention,
     heuristics,
-    hopper,
-    hopper_backward,
+    hopper_dkdv,
+    hopper_dq,
+    hopper_launches,
+    hopper_ops,
     launching,
 )
 from stepgauge.kernels.attention import triton as kernels  # noqa: E402
 from stepgauge.kernels.launch import plain_launch  # noqa: E402
 
-WIDTHS = tuple(hopper_backward.DKDV_STAGES)
+WIDTHS = tuple(hopper_dkdv.DKDV_STAGES)
 NARROWER = (40, 80, 120)  # than a tile
-KERNELS = [("dq", width) for width in hopper_backward.DQ_STAGES] + [
-    ("dkdv", width) for width in WIDTHS
-]
-GLUON = {"dq": hopper_backward.dq_kernel, "dkdv": hopper_backward.dkdv_kernel}
+KERNELS = [("dq", width) for width in hopper_dq.DQ_STAGES] + [("dkdv", width) for width in WIDTHS]
+GLUON = {"dq": hopper_dq.dq_kernel, "dkdv": hopper_dkdv.dkdv_kernel}
 BF16 = torch.bfloat16
 
 
 def case_of(q, k, do=None, *, is_causal=True, num_splits=None):
     do = q if do is None else do
-    return launching.case_of(
+    return launching.launch_key(
         q, k, k, is_causal, q.shape[-1] ** -0.5, num_splits, o=torch.empty_like(q), do=do
     )
 
@@ -73,9 +73,9 @@ def built(name, width, dtype=BF16, is_causal=True):
         launching.View.of,
     )
     if name == "dq":
-        launch = hopper_backward.dq_launch(case, view(q))
+        launch = hopper_launches.dq_launch(case, view(q))
         return launch, build(launch, q, k, k, q, q, row, row, q)
-    launch = hopper_backward.dkdv_launch(case, view(k), view(k))
+    launch = hopper_launches.dkdv_launch(case, view(k), view(k))
     return launch, build(launch, q, k, k, q, row, row, k, k, row)
 
 
@@ -90,8 +90,8 @@ def test_exponentials_run_beside_the_product(on_hopper, name, width, tmp_path):
     """While dP's product is under way, after the wait for the scores, stand all exponentials of a
     tile.
     """
-    loops = 2 * hopper.CONSUMERS.value  # with and without a mask
-    a_thread = hopper.ROWS.value * hopper_backward.BLOCK.value // 128
+    loops = 2 * hopper_ops.CONSUMERS.value  # with and without a mask
+    a_thread = hopper_ops.ROWS.value * hopper_dq.BLOCK.value // 128
     assert exponentials_beside_a_product(built(name, width)[1], tmp_path) == [a_thread] * loops
 
 
@@ -108,9 +108,11 @@ def test_cpp_can_launch_it(on_hopper, name, descriptors, monkeypatch):
         and compiled.metadata.shared > 48 * 1024
     )
     launch.binary = binary
-    monkeypatch.setattr(extension, "_bytes", bytes)
+    monkeypatch.setattr(extension, "descriptor_bytes", bytes)
     monkeypatch.setattr(
-        launching.Launch, "described", lambda self, position, address: [bytes(128), *range(8)]
+        launching.PlannedLaunch,
+        "described",
+        lambda self, position, address: [bytes(128), *range(8)],
     )
     count = {"dq": 8, "dkdv": 9}[name]
     numbers = tuple((number, 0) for number in range(count))
@@ -131,7 +133,7 @@ def test_launches_cover_every_tile(on_hopper):
     q, k = torch.empty(2, 16, 2000, 128, dtype=BF16), torch.empty(2, 40, 300, 128, dtype=BF16)
     launch = kernels._plan_dq(case_of(q, k[:, :4]), q.stride()[:3]).main
     total = 2 * 16 * 16  # heads of the batch times tiles of 128 queries
-    assert launch.kernel is hopper_backward.dq_kernel and launch.grid == (total, 1, 1)
+    assert launch.kernel is hopper_dq.dq_kernel and launch.grid == (total, 1, 1)
     assert launch.scalars[:9] == (*q.stride()[:3], 16, 4, 2000, 300, 16, 32)
     assert [(at, box[2]) for at, _, box in launch.boxes] == [
         (0, 64),
@@ -143,9 +145,9 @@ def test_launches_cover_every_tile(on_hopper):
     many = torch.empty(2, 80, 2000, 128, dtype=BF16)
     launch = kernels._plan_dkdv(case_of(many, k), k.stride()[:3], k.stride()[:3], False).main
     total = 2 * 40 * 3  # key heads times tiles of 128 keys
-    assert launch.kernel is hopper_backward.dkdv_kernel and launch.grid == (132, 1, 1)
-    turns, *numbers = launch.scalars
-    assert numbers[:5] == [40, 2, 2000, 300, 3] and sorted(turns[133:-1].tolist()) == list(
+    assert launch.kernel is hopper_dkdv.dkdv_kernel and launch.grid == (132, 1, 1)
+    schedule, *numbers = launch.scalars
+    assert numbers[:5] == [40, 2, 2000, 300, 3] and sorted(schedule[133:-1].tolist()) == list(
         range(total)
     )
     assert [at for at, _, _ in launch.boxes] == [0, 1, 2, 3, 6, 7]
@@ -155,11 +157,10 @@ def test_launches_cover_every_tile(on_hopper):
 def test_programs_of_dq_have_every_tile(num_tiles, heads, section, monkeypatch):
     program = iter(range(num_tiles * heads))
     monkeypatch.setattr(
-        hopper_backward, "gl", SimpleNamespace(minimum=min, program_id=lambda axis: next(program))
+        hopper_dq, "gl", SimpleNamespace(minimum=min, program_id=lambda axis: next(program))
     )
     numbers = [
-        hopper_backward._number.fn(heads, num_tiles, section, True)
-        for _ in range(num_tiles * heads)
+        hopper_dq._number.fn(heads, num_tiles, section, True) for _ in range(num_tiles * heads)
     ]
     assert sorted(numbers) == list(range(num_tiles * heads))
     assert [number % num_tiles for number in numbers[: min(section, heads)]] == [
@@ -188,7 +189,7 @@ def test_it_is_taken_where_it_wins_and_nobody_chose_otherwise(on_hopper, monkeyp
         }
 
     q = torch.empty(4, 16, 512, 128, dtype=BF16)
-    for dtype in hopper.DTYPES:
+    for dtype in hopper_launches.DTYPES:
         assert in_gluon(q.to(dtype)) == {"dq", "dkdv"}
         # dq is not faster there
         assert in_gluon(torch.empty(4, 16, 512, 64, dtype=dtype)) == {"dkdv"}
@@ -205,10 +206,10 @@ def test_it_is_taken_where_it_wins_and_nobody_chose_otherwise(on_hopper, monkeyp
     with heuristics.override_tiles(dq=heuristics.Tiles(64, 64, 4, 2)):
         assert in_gluon(q) == set()
     with monkeypatch.context() as patch:
-        patch.setenv(hopper.OPT_OUT, "0")
+        patch.setenv(hopper_launches.OPT_OUT, "0")
         assert in_gluon(q) == set()
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "hopper_backward", None)  # a Triton without Gluon
+        patch.setattr(kernels, "hopper", None)  # a Triton without Gluon
         assert in_gluon(q) == set()
     steps = q.stride()[:3]
     for options in ((True,), (False, 1)):  # with dq in one kernel, one gradient alone
@@ -233,24 +234,22 @@ def test_tiles_of_queries_that_a_tile_of_keys_visits(
     """
     cdiv = lambda a, b: -(-a // b)  # noqa: E731
     q, k = torch.empty(1, 2 * group, num_queries, 64), torch.empty(1, 2, num_keys, 64)
-    seen = hopper_backward._query_tiles_seen(case_of(q, k, is_causal=is_causal))
+    seen = hopper_launches._query_tiles_seen(case_of(q, k, is_causal=is_causal))
     python = SimpleNamespace(
         minimum=min, maximum=max, cdiv=cdiv, where=lambda c, x, y: x if c else y
     )
-    monkeypatch.setattr(hopper_backward, "gl", python)
+    monkeypatch.setattr(hopper_dkdv, "gl", python)
     for name, value in (("TILE_ROWS", 128), ("BLOCK", 64)):
-        monkeypatch.setattr(hopper_backward, name, value)
+        monkeypatch.setattr(hopper_dkdv, name, value)
     num_tiles, heads = cdiv(num_keys, 128), 4
     sizes = (2, num_queries, num_keys, num_tiles)
     visited = set()
     for number in range(num_tiles * heads):
-        b, kv_h, col, first, masked, whole = hopper_backward._place_keys.fn(
-            number, sizes, is_causal
-        )
+        b, kv_h, col, first, masked, whole = hopper_dkdv._place_keys.fn(number, sizes, is_causal)
         assert masked + whole >= 1  # or nothing would copy the keys
         assert masked + whole == seen[number % num_tiles]
         for step in range((masked + whole) * group):
-            in_group, tile = hopper_backward._query_tile.fn(step, first, masked, whole, group)
+            in_group, tile = hopper_dkdv._query_tile.fn(step, first, masked, whole, group)
             assert (b, kv_h, col, in_group, tile) not in visited and 0 <= tile * 64 < num_queries
             visited.add((b, kv_h, col, in_group, tile))
             if is_causal and step >= masked * group:
@@ -296,7 +295,7 @@ def cancelling_scales(q, k, v, do, is_causal):
 @pytest.fixture
 def of_any_size(monkeypatch):
     """Taken also where the plan would take portable kernels: too few tiles, or loops in parts."""
-    monkeypatch.setattr(hopper_backward, "fills_chip", lambda case, owned: True)
+    monkeypatch.setattr(hopper_launches, "fills_chip", lambda case, owned: True)
     monkeypatch.setattr(heuristics, "choose_num_splits", lambda *args, **options: 1)
 
 
@@ -318,7 +317,7 @@ def check(q, k, v, do, is_causal, names=("dq", "dkdv")):
 
 
 def names_of_gluon(q, k, v, do, o, is_causal):
-    case = launching.case_of(q, k, v, is_causal, q.shape[-1] ** -0.5, None, o=o, do=do)
+    case = launching.launch_key(q, k, v, is_causal, q.shape[-1] ** -0.5, None, o=o, do=do)
     steps = [torch.empty_like(x).stride()[:3] for x in (q, k, v)]
     planned = {
         "dq": kernels._plan_dq(case, steps[0]),
@@ -334,7 +333,7 @@ def expected(width):
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("dtype", hopper.DTYPES)
+@pytest.mark.parametrize("dtype", hopper_launches.DTYPES)
 @pytest.mark.parametrize("width", (*WIDTHS, 80))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gpu_equals_float64(case, width, dtype, is_causal, poisoned, of_any_size):
@@ -363,12 +362,12 @@ def test_gpu_is_what_attention_differentiates_by(width, monkeypatch):
     o = flash_attention(*leaves, is_causal=True)
     launched = []
     for name in ("dq_launch", "dkdv_launch"):
-        launch = getattr(hopper_backward, name)
+        launch = getattr(hopper_launches, name)
         noting = lambda *args, launch=launch, name=name: launched.append(name) or launch(*args)  # noqa: E731
-        monkeypatch.setattr(hopper_backward, name, noting)
+        monkeypatch.setattr(hopper_launches, name, noting)
     ours = torch.autograd.grad(o, leaves, do, retain_graph=True)
     assert launched == [f"{name}_launch" for name in expected(width)]
-    monkeypatch.setenv(hopper.OPT_OUT, "0")
+    monkeypatch.setenv(hopper_launches.OPT_OUT, "0")
     forget()
     portably = torch.autograd.grad(o, leaves, do)
     assert len(launched) == len(expected(width))

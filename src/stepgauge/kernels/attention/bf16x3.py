@@ -5,10 +5,10 @@ A float32 number is the sum of three bf16 numbers, 8 bits each: x = x0 + x1 + x2
 two tiles the sum of the six products that are not below float32's own rounding (x2 y2, x2 y1 and x1
 y2 are). The portable kernels cut both operands in every step of every loop; here one kernel does it
 beforehand, and only P and dS are cut in the loop. What is computed is that of `dq_kernel` and
-`dkdv_kernel` of triton.py: no atomics, the same bits every time.
+`dkdv_kernel` of backward.py: no atomics, the same bits every time.
 
 Legend: B batch, H query heads, K key heads (H = K * group), T_q queries, T_k keys, D head width; M
-queries and N keys of a tile. q3 etc. are a tensor's thirds, (3, B * H, T, D).
+queries and N keys of a tile. q3 etc. are a tensor's parts, (3, B * H, T, D).
 """
 
 import functools
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import Launch, TensorDescriptor, View, stream_of
+from .launching import PlannedLaunch, TensorDescriptor, View, stream_of
 from .tile_ops import (
     _COUNTS,
     LOG2_E,
@@ -30,7 +30,7 @@ from .tile_ops import (
     _store_rows,
 )
 
-OPT_OUT = "STEPGAUGE_THIRDS"
+OPT_OUT = "STEPGAUGE_BF16X3"
 WIDTHS = (64, 128)
 _BLOCK = 64  # rows that a program cuts
 # Which gradients one kernel makes, 1 dv, 2 dk, 3 both: at 128 the sums of both and a product do not
@@ -70,11 +70,11 @@ def _cut_rows(
         True,
     )
     step = tl.cast(num_rows, tl.int64) * D
-    third = all_heads * step
+    part = all_heads * step
     upper, middle, lower = _cut(rows)
-    _store_rows(x3, upper, 0, head, row, third, step, D, num_rows, D, BLOCK, D)
-    _store_rows(x3, middle, 1, head, row, third, step, D, num_rows, D, BLOCK, D)
-    _store_rows(x3, lower, 2, head, row, third, step, D, num_rows, D, BLOCK, D)
+    _store_rows(x3, upper, 0, head, row, part, step, D, num_rows, D, BLOCK, D)
+    _store_rows(x3, middle, 1, head, row, part, step, D, num_rows, D, BLOCK, D)
+    _store_rows(x3, lower, 2, head, row, part, step, D, num_rows, D, BLOCK, D)
     return rows
 
 
@@ -85,7 +85,7 @@ def cut_kernel(
     num_heads, all_heads, num_queries, num_kv_heads, all_kv_heads, num_keys, num_tiles,
     D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The thirds of q, k, v and do, and delta = rowsum(o * do)."""
+    """The parts of q, k, v and do, and delta = rowsum(o * do)."""
     head, row, which = (
         tl.program_id(0) // num_tiles,
         tl.program_id(0) % num_tiles * BLOCK,
@@ -109,19 +109,19 @@ def cut_kernel(
         tl.store(delta + head.to(tl.int64) * num_queries + rows_M, delta_M, mask=rows_M < num_rows)
 
 
-# ---- products of thirds --------------------------------------------------------------------------------------------
+# ---- products of parts --------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _load_thirds(
-    x3, head, row, third, num_rows, BLOCK: tl.constexpr, D: tl.constexpr, USE_TMA: tl.constexpr
+def _load_parts(
+    x3, head, row, part, num_rows, BLOCK: tl.constexpr, D: tl.constexpr, USE_TMA: tl.constexpr
 ):
     # Rows past the end come as zeros. A head's step is made here, in 64 bits: it may exceed what an
     # argument holds.
     step = tl.cast(num_rows, tl.int64) * D
-    upper = _load_rows(x3, 0, head, row, third, step, D, num_rows, D, BLOCK, D, USE_TMA, True)
-    middle = _load_rows(x3, 1, head, row, third, step, D, num_rows, D, BLOCK, D, USE_TMA, True)
-    lower = _load_rows(x3, 2, head, row, third, step, D, num_rows, D, BLOCK, D, USE_TMA, True)
+    upper = _load_rows(x3, 0, head, row, part, step, D, num_rows, D, BLOCK, D, USE_TMA, True)
+    middle = _load_rows(x3, 1, head, row, part, step, D, num_rows, D, BLOCK, D, USE_TMA, True)
+    lower = _load_rows(x3, 2, head, row, part, step, D, num_rows, D, BLOCK, D, USE_TMA, True)
     return upper, middle, lower
 
 
@@ -149,8 +149,8 @@ def _multiply_transposed(a, b):
 
 @triton.jit(do_not_specialize=_COUNTS)
 def dq_kernel(
-    q3, k3, v3, do3, unused, lse, delta, dq,  # the thirds are descriptors if USE_TMA
-    q_third, k_third, dq_b, dq_h, dq_t,
+    q3, k3, v3, do3, unused, lse, delta, dq,  # the parts are descriptors if USE_TMA
+    q_part, k_part, dq_b, dq_h, dq_t,
     num_heads, all_heads, num_queries, num_keys, num_tiles, section, chunk, dq_split, scale_log2, scale,
     IS_CAUSAL: tl.constexpr, HAS_TAIL: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr,
@@ -164,14 +164,14 @@ def dq_kernel(
     rows_M = row + tl.arange(0, BLOCK_M)
     cols_N = tl.arange(0, BLOCK_N)
     own = head.to(tl.int64) * num_queries
-    q_MD = _load_thirds(q3, head, row, q_third, num_queries, BLOCK_M, D, USE_TMA)
-    do_MD = _load_thirds(do3, head, row, q_third, num_queries, BLOCK_M, D, USE_TMA)
+    q_MD = _load_parts(q3, head, row, q_part, num_queries, BLOCK_M, D, USE_TMA)
+    do_MD = _load_parts(do3, head, row, q_part, num_queries, BLOCK_M, D, USE_TMA)
     lse2_M = tl.load(lse + own + rows_M, mask=rows_M < num_queries, other=float("inf")) * LOG2_E
     delta_M = tl.load(delta + own + rows_M, mask=rows_M < num_queries, other=0.0)
     dq_MD = tl.zeros([BLOCK_M, D], tl.float32)
     for col in tl.range(first, last, BLOCK_N):
-        k_ND = _load_thirds(k3, head // GROUP, col, k_third, num_keys, BLOCK_N, D, USE_TMA)
-        v_ND = _load_thirds(v3, head // GROUP, col, k_third, num_keys, BLOCK_N, D, USE_TMA)
+        k_ND = _load_parts(k3, head // GROUP, col, k_part, num_keys, BLOCK_N, D, USE_TMA)
+        v_ND = _load_parts(v3, head // GROUP, col, k_part, num_keys, BLOCK_N, D, USE_TMA)
         p_MN = tl.exp2(_multiply_transposed(q_MD, k_ND) * scale_log2 - lse2_M[:, None])
         if HAS_TAIL:
             visible = (col + cols_N < num_keys)[None, :]
@@ -189,8 +189,8 @@ def dq_kernel(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def dkdv_kernel(
-    q3, k3, v3, do3, lse, delta, dk, dv, unused,  # the thirds are descriptors if USE_TMA
-    q_third, k_third, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    q3, k3, v3, do3, lse, delta, dk, dv, unused,  # the parts are descriptors if USE_TMA
+    q_part, k_part, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     num_heads, all_kv_heads, num_queries, num_keys, num_tiles, section, chunk, part, scale_log2, scale,
     IS_CAUSAL: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, GRADS: tl.constexpr, THREADS: tl.constexpr,
@@ -210,14 +210,14 @@ def dkdv_kernel(
         BLOCK_M,
         BLOCK_N,
     )
-    if IS_CAUSAL and SPLIT:  # noqa: SIM102 - part 0 is written in any case: with zeros, if no query sees this tile
+    if IS_CAUSAL and SPLIT:  # noqa: SIM102 - part 0 is written in any key: with zeros, if no query sees this tile
         if first >= last and split != 0:
             return
     cols_N = col + tl.arange(0, BLOCK_N)
     local_M = tl.arange(0, BLOCK_M)
-    k_ND = _load_thirds(k3, head, col, k_third, num_keys, BLOCK_N, D, USE_TMA)
+    k_ND = _load_parts(k3, head, col, k_part, num_keys, BLOCK_N, D, USE_TMA)
     if GRADS != 1:
-        v_ND = _load_thirds(v3, head, col, k_third, num_keys, BLOCK_N, D, USE_TMA)
+        v_ND = _load_parts(v3, head, col, k_part, num_keys, BLOCK_N, D, USE_TMA)
     dk_ND = tl.zeros([BLOCK_N, D], tl.float32)
     dv_ND = tl.zeros([BLOCK_N, D], tl.float32)
     tiles = tl.cdiv(tl.maximum(last - first, 0), BLOCK_M)
@@ -227,8 +227,8 @@ def dkdv_kernel(
         row = first + (index % tl.maximum(tiles, 1)) * BLOCK_M
         rows_M = row + local_M
         own = q_head.to(tl.int64) * num_queries
-        q_MD = _load_thirds(q3, q_head, row, q_third, num_queries, BLOCK_M, D, USE_TMA)
-        do_MD = _load_thirds(do3, q_head, row, q_third, num_queries, BLOCK_M, D, USE_TMA)
+        q_MD = _load_parts(q3, q_head, row, q_part, num_queries, BLOCK_M, D, USE_TMA)
+        do_MD = _load_parts(do3, q_head, row, q_part, num_queries, BLOCK_M, D, USE_TMA)
         # A query past the end has an infinite log-sum-exp: its probabilities are zero without
         # another mask.
         lse2_M = (
@@ -257,112 +257,112 @@ def dkdv_kernel(
 # ---- host side -----------------------------------------------------------------------------------------------------
 
 
-def takes(case):
+def takes(key):
     """Whether the backward is the one written here."""
     return (
         os.environ.get(OPT_OUT) != "0"
-        and case.chip.arch == 90
+        and key.chip.arch == 90
         and TensorDescriptor is not None
-        and case.dtype == torch.float32
-        and case.precision == "ieee"
-        and case.q.shape[3] in WIDTHS
-        and not {"dq", "dkdv"} & {name for name, _ in case.overrides}
+        and key.dtype == torch.float32
+        and key.precision == "ieee"
+        and key.q.shape[3] in WIDTHS
+        and not {"dq", "dkdv"} & {name for name, _ in key.overrides}
     )
 
 
-def cut(case, q, k, v, do, o, delta):
-    """The thirds of q, k, v and do, each (3, B * H, T, D) in bf16; writes delta."""
-    thirds = [
-        torch.empty(_thirds_view(x).shape, dtype=torch.bfloat16, device=x.device)
+def cut(key, q, k, v, do, o, delta):
+    """The parts of q, k, v and do, each (3, B * H, T, D) in bf16; writes delta."""
+    parts = [
+        torch.empty(_parts_view(x).shape, dtype=torch.bfloat16, device=x.device)
         for x in (q, k, v, do)
     ]
-    cut_launch(case)(stream_of(q), q, k, v, do, o, *thirds, delta)
-    return thirds
+    cut_launch(key)(stream_of(q), q, k, v, do, o, *parts, delta)
+    return parts
 
 
 @functools.lru_cache(maxsize=512)
-def cut_launch(case):
-    """The launch on q, k, v, do, o, their thirds without o's, and delta."""
-    batch, num_heads, num_queries, head_width = case.q.shape
-    num_kv_heads, num_keys = case.k.shape[1:3]
+def cut_launch(key):
+    """The launch on q, k, v, do, o, their parts without o's, and delta."""
+    batch, num_heads, num_queries, head_width = key.q.shape
+    num_kv_heads, num_keys = key.k.shape[1:3]
     num_tiles = triton.cdiv(max(num_queries, num_keys), _BLOCK)
-    return Launch(
+    return PlannedLaunch(
         cut_kernel,
         (batch * num_heads * num_tiles, 4, 1),
-        (*case.q.steps, *case.k.steps, *case.v.steps, *case.do.steps, *case.o.steps,
+        (*key.q.steps, *key.k.steps, *key.v.steps, *key.do.steps, *key.o.steps,
          num_heads, batch * num_heads, num_queries, num_kv_heads, batch * num_kv_heads, num_keys, num_tiles),
         {"D": head_width, "BLOCK": _BLOCK},
     )  # fmt: skip
 
 
-def dq_launch(case, tiles, num_splits, chunk, steps):
-    """The launch on the thirds of q, k, v and do, any tensor, lse, delta and dq."""
-    batch, num_heads, num_queries, head_width = case.q.shape
-    num_keys = case.k.shape[2]
+def dq_launch(key, tiles, num_splits, chunk, steps):
+    """The launch on the parts of q, k, v and do, any tensor, lse, delta and dq."""
+    batch, num_heads, num_queries, head_width = key.q.shape
+    num_keys = key.k.shape[2]
     num_tiles = triton.cdiv(num_queries, tiles.block_q)
     all_heads = batch * num_heads
-    section = _section(case, num_keys, all_heads, num_tiles, tiles)
-    return Launch(
+    section = _section(key, num_keys, all_heads, num_tiles, tiles)
+    return PlannedLaunch(
         dq_kernel,
         (num_tiles * all_heads, num_splits, 1),
-        (math.prod(case.q.shape), math.prod(case.k.shape), *steps,
-         num_heads, all_heads, num_queries, num_keys, num_tiles, section, chunk, math.prod(case.q.shape),
-         case.scale * math.log2(math.e), case.scale),
-        {"IS_CAUSAL": case.is_causal, "HAS_TAIL": case.is_causal or num_keys % tiles.block_k != 0,
-         "SPLIT": num_splits > 1, "GROUP": case.group, "D": head_width, "BLOCK_M": tiles.block_q,
+        (math.prod(key.q.shape), math.prod(key.k.shape), *steps,
+         num_heads, all_heads, num_queries, num_keys, num_tiles, section, chunk, math.prod(key.q.shape),
+         key.scale * math.log2(math.e), key.scale),
+        {"IS_CAUSAL": key.is_causal, "HAS_TAIL": key.is_causal or num_keys % tiles.block_k != 0,
+         "SPLIT": num_splits > 1, "GROUP": key.group, "D": head_width, "BLOCK_M": tiles.block_q,
          "BLOCK_N": tiles.block_k, "USE_TMA": tiles.use_tma},
         tiles,
-        boxes=_boxes(case, tiles),
+        boxes=_boxes(key, tiles),
     )  # fmt: skip
 
 
-def dkdv_launches(case, tiles, num_splits, chunk, steps):
-    """The launches, each on the thirds of q, k, v and do, lse, delta, dk, dv and any tensor."""
-    batch, num_heads, num_queries, head_width = case.q.shape
-    num_kv_heads, num_keys = case.k.shape[1:3]
+def dkdv_launches(key, tiles, num_splits, chunk, steps):
+    """The launches, each on the parts of q, k, v and do, lse, delta, dk, dv and any tensor."""
+    batch, num_heads, num_queries, head_width = key.q.shape
+    num_kv_heads, num_keys = key.k.shape[1:3]
     num_tiles = triton.cdiv(num_keys, tiles.block_k)
     all_kv_heads = batch * num_kv_heads
-    section = _section(case, num_queries * case.group, all_kv_heads, num_tiles, tiles)
+    section = _section(key, num_queries * key.group, all_kv_heads, num_tiles, tiles)
     return tuple(
-        Launch(
+        PlannedLaunch(
             dkdv_kernel,
             (num_tiles * all_kv_heads, num_splits, 1),
-            (math.prod(case.q.shape), math.prod(case.k.shape), *steps,
-             num_heads, all_kv_heads, num_queries, num_keys, num_tiles, section, chunk, math.prod(case.k.shape),
-             case.scale * math.log2(math.e), case.scale),
-            {"IS_CAUSAL": case.is_causal, "SPLIT": num_splits > 1, "GROUP": case.group, "D": head_width,
+            (math.prod(key.q.shape), math.prod(key.k.shape), *steps,
+             num_heads, all_kv_heads, num_queries, num_keys, num_tiles, section, chunk, math.prod(key.k.shape),
+             key.scale * math.log2(math.e), key.scale),
+            {"IS_CAUSAL": key.is_causal, "SPLIT": num_splits > 1, "GROUP": key.group, "D": head_width,
              "BLOCK_M": tiles.block_q, "BLOCK_N": tiles.block_k, "USE_TMA": tiles.use_tma, "GRADS": grads,
              "THREADS": 32 * tiles.num_warps},
             tiles,
-            boxes=_boxes(case, tiles),
+            boxes=_boxes(key, tiles),
         )
         for grads in _GRADS.get(head_width, (3,))
     )  # fmt: skip
 
 
-def _thirds_view(like):
-    """The view of the thirds of a (B, H, T, D) tensor, or of its description."""
+def _parts_view(like):
+    """The view of the parts of a (B, H, T, D) tensor, or of its description."""
     batch, num_heads, num_rows, head_width = like.shape
     shape = (3, batch * num_heads, num_rows, head_width)
     return View(shape, (math.prod(shape[1:]), num_rows * head_width, head_width, 1), 0)
 
 
-def _boxes(case, tiles):
+def _boxes(key, tiles):
     if not tiles.use_tma:
         return ()
     sides = (
-        (case.q, tiles.block_q),
-        (case.k, tiles.block_k),
-        (case.v, tiles.block_k),
-        (case.do, tiles.block_q),
+        (key.q, tiles.block_q),
+        (key.k, tiles.block_k),
+        (key.v, tiles.block_k),
+        (key.do, tiles.block_q),
     )
     return tuple(
-        (i, _thirds_view(view), [1, 1, rows, case.width]) for i, (view, rows) in enumerate(sides)
+        (i, _parts_view(view), [1, 1, rows, key.width]) for i, (view, rows) in enumerate(sides)
     )
 
 
-def _section(case, loop_length, num_heads, num_tiles, tiles):
+def _section(key, loop_length, num_heads, num_tiles, tiles):
     # Thirds are half as long again as what they are made of.
-    return case.section(
+    return key.section(
         loop_length * 3 // 2, num_heads=num_heads, num_tiles=num_tiles, per_sm=tiles.programs_per_sm
     )

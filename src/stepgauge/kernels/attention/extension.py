@@ -11,13 +11,13 @@ calls, so C++ looks at each. Copy descriptors are Triton's own with another addr
 the driver has a function for; before the first use a moved one is compared with a new one.
 """
 
-import ctypes
 import struct
 from pathlib import Path
 
 import torch
 
-from stepgauge.kernels.launch import LAUNCH_H, cuda_addresses, cuda_context, plain_launch
+from stepgauge.kernels.launch import LAUNCH_H, cuda_addresses, cuda_context
+from stepgauge.kernels.launch.triton_internals import descriptor_bytes, plain_launch
 from stepgauge.runtime.extension import Extension
 
 _FUNCTIONS = (
@@ -27,7 +27,6 @@ _FUNCTIONS = (
     "cuTensorMapReplaceAddress",
 )
 _CONSTANT, _ADDRESS, _DESCRIPTOR = range(3)
-_DESCRIPTOR_BYTES = 128  # CUtensorMap; in Triton 3.6's object it is the second half
 _WORDS = {
     "i1": "<?",
     "i8": "<b",
@@ -51,7 +50,7 @@ NATIVE = Extension(
 _offered: set = set()
 
 
-def offer(case, tensors: tuple, num_tensors: int, scratch: tuple, calls: tuple) -> None:
+def offer(key, tensors: tuple, num_tensors: int, scratch: tuple, calls: tuple) -> None:
     """After a call in Python: let C++ take the next one like it, if its kernels are compiled.
 
     tensors: (q, k, v), or of a backward (q, k, v, do, o). scratch: floats of each temporary; calls:
@@ -61,31 +60,31 @@ def offer(case, tensors: tuple, num_tensors: int, scratch: tuple, calls: tuple) 
     if NATIVE.module is None:
         NATIVE.without_module += 1
         return
-    key = (case, len(tensors))
-    if key in _offered or not all(launch.launch for launch, _ in calls):
+    kind = (key, len(tensors))
+    if kind in _offered or not all(launch.launch for launch, _ in calls):
         return
-    if case.device != torch.cuda.current_device():
+    if key.device != torch.cuda.current_device():
         return  # The context to register is the current device's.
-    _offered.add(key)
+    _offered.add(kind)
     try:
         address = tensors[0].data_ptr()
         steps = tuple(
             step_of(launch, numbers, NATIVE.module.moved, address) for launch, numbers in calls
         )
-        kind = tensors, case.is_causal, case.scale, case.precision == "tf32"
-        NATIVE.module.register(*kind, cuda_context(), num_tensors, scratch, steps)
+        call = tensors, key.is_causal, key.scale, key.precision == "tf32"
+        NATIVE.module.register(*call, cuda_context(), num_tensors, scratch, steps)
         NATIVE.kinds += 1
     except Exception as error:  # A Triton that launches otherwise: go on in Python.
         NATIVE.problem = f"{type(error).__name__}: {error}"
 
 
-def takes(case) -> bool:
-    """Whether C++ may launch what Python launched for the case."""
-    views = [view for view in (case.q, case.k, case.v, case.o, case.do) if view is not None]
+def takes(key) -> bool:
+    """Whether C++ may launch what Python launched for the key."""
+    views = [view for view in (key.q, key.k, key.v, key.o, key.do) if view is not None]
     return (
-        case.device is not None
-        and case.num_splits is None
-        and not case.overrides
+        key.device is not None
+        and key.num_splits is None
+        and not key.overrides
         and all(view.offset == 0 for view in views)
     )
 
@@ -127,19 +126,13 @@ def _descriptor(launch, position: int, number: tuple, moved, address: int) -> li
     """A descriptor, then the shape and strides that Triton passes with it."""
     first, *rest = launch.described(position, address)
     other = launch.described(position, address + 4096)[0]
-    if moved(_bytes(first), address + 4096) != _bytes(other):
+    if moved(descriptor_bytes(first), address + 4096) != descriptor_bytes(other):
         raise ValueError(
             "a descriptor with another address is not what Triton makes for that address"
         )
     shape, strides = rest[: len(rest) // 2], rest[len(rest) // 2 :]
     return [
-        (_DESCRIPTOR, 0, number[0], 0, _bytes(first)),
+        (_DESCRIPTOR, 0, number[0], 0, descriptor_bytes(first)),
         *(_constant("i32", length) for length in shape),
         *(_constant("i64", stride) for stride in strides),
     ]
-
-
-def _bytes(descriptor) -> bytes:
-    if type(descriptor).__basicsize__ != 2 * _DESCRIPTOR_BYTES:
-        raise ValueError(f"a descriptor in {type(descriptor).__basicsize__} bytes")
-    return ctypes.string_at(id(descriptor) + _DESCRIPTOR_BYTES, _DESCRIPTOR_BYTES)

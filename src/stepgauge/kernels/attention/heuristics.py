@@ -34,7 +34,7 @@ class Tiles:
     microseconds of one inner tile on a full multiprocessor (0: not measured): both for splitting.
     `fp32_products` is how a float32 product is made where tf32 is not allowed: "ieee" on the
     ordinary units, "tf32x3", three tf32 products of the upper and lower halves, or "bf16x6", six
-    bf16 products of upper, middle and lower thirds; the error of both is that of float32. `order`:
+    bf16 products of upper, middle and lower parts; the error of both is that of float32. `order`:
     whether dkdv multiplies for dP before the exponentials ("early"), after them ("late": fewer
     registers), or before and with sums that start at -lse and -delta ("folded").
     """
@@ -155,8 +155,8 @@ def _makespan(works, num_sms, per_sm, num_warps):
     return time
 
 
-def deal_tiles(steps, *, num_heads, section, num_programs):
-    """The tiles of each of `num_programs` programs that stay: each tile goes to the program that is
+def schedule_tiles(steps, *, num_heads, section, num_programs):
+    """The tiles of each of `num_programs` persistent programs: each tile goes to the program that is
     free first.
 
     `steps` has the inner tiles that each tile of a head loops over; a tile's number is head *
@@ -233,7 +233,7 @@ def overrides():
 def select_tiles(kernel, *, arch, itemsize, head_width, is_causal=True, tma=False):
     """The Tiles of `kernel` on compute capability `arch` (90 for sm_90; 0: interpreter).
 
-    Kernels are forward, dq, dkdv and fused; of bf16x3.py, dq_thirds and dkdv_thirds. `tma` says
+    Kernels are forward, dq, dkdv and fused; of bf16x3.py, dq_bf16x3 and dkdv_bf16x3. `tma` says
     that the copy engine can read the tensors.
     """
     if kernel in _OVERRIDES:
@@ -241,8 +241,8 @@ def select_tiles(kernel, *, arch, itemsize, head_width, is_causal=True, tma=Fals
         return tiles if tma or not tiles.use_tma else replace(tiles, use_tma=False)
     if arch == 0:
         return Tiles(32, 32, 4, 1)
-    if kernel in _SM90_THIRDS:
-        return _SM90_THIRDS[kernel][head_width]
+    if kernel in _SM90_BF16X3:
+        return _SM90_BF16X3[kernel][head_width]
     if itemsize == 4:
         table = _SM90_FP32 if arch == 90 else _FP32
     else:
@@ -363,11 +363,11 @@ _SM90_FP32 = {
 }  # fmt: skip
 
 
-# Operands in thirds (bf16x3.py), by head width: those that the compiler spills nothing of. Not
+# Operands in bf16 parts (bf16x3.py), by head width: those that the compiler spills nothing of. Not
 # timed beside others.
-_SM90_THIRDS = {
-    "dq_thirds": {64: Tiles(128, 64, 8, 2, True), 128: Tiles(64, 32, 4, 2, True)},
-    "dkdv_thirds": {64: Tiles(32, 64, 4, 2, True, 2), 128: Tiles(32, 64, 4, 2, True)},
+_SM90_BF16X3 = {
+    "dq_bf16x3": {64: Tiles(128, 64, 8, 2, True), 128: Tiles(64, 32, 4, 2, True)},
+    "dkdv_bf16x3": {64: Tiles(32, 64, 4, 2, True, 2), 128: Tiles(32, 64, 4, 2, True)},
 }
 
 

@@ -1,4 +1,4 @@
-"""How attention's kernels are launched: the device, the case (all that a launch depends on), and
+"""How attention's kernels are launched: the device, the key (all that a launch depends on), and
 the launch itself.
 """
 
@@ -10,13 +10,16 @@ import torch
 import triton
 
 from stepgauge.kernels.launch import hooks_present, raw_stream
+from stepgauge.kernels.launch.triton_internals import (
+    Address,
+    Descriptor,
+    expanded,
+    launcher_of,
+    launcher_under_descriptors,
+)
 
 from . import heuristics
 
-try:
-    from triton.backends.nvidia import driver as nvidia_driver
-except ImportError:  # pragma: no cover - a Triton without the NVIDIA backend
-    nvidia_driver = None
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # pragma: no cover - a Triton without host descriptors: plain pointers only
@@ -43,7 +46,7 @@ def device_of(index):
     )
 
 
-class Launch:
+class PlannedLaunch:
     """One kernel with everything but the tensors' addresses fixed.
 
     The first call goes through Triton's own launcher, which compiles. That launcher spends 20 us
@@ -95,7 +98,7 @@ class Launch:
             if len(self.kept) >= self._KEPT:
                 self.kept.clear()
             flat = self.kept[addresses] = (*self._arguments(addresses), *self.tail)
-        self.launch(stream, flat)
+        self.launch(self.grid, stream, flat)
 
     def _by_triton(self, tensors):
         given = list(tensors)
@@ -107,16 +110,12 @@ class Launch:
             self.launch, self.binary = self._direct(compiled), compiled
 
     def _direct(self, compiled):
-        """launch(stream, flat arguments). Two hooks and what they are told are None."""
-        run, before = compiled.run, (compiled.function,)
-        if self.boxes:
-            found = _under_descriptors(run)
-            if found is not None:
-                run, self.expand, extra = found
-                before = (compiled.function, *extra)
-        fixed = (*before, compiled.packed_metadata, None, None, None)
-        grid = self.grid
-        return lambda stream, flat: run(*grid, stream, *fixed, *flat)
+        """launch(grid, stream, flat arguments)."""
+        found = launcher_under_descriptors(compiled) if self.boxes else None
+        if found is None:
+            return launcher_of(compiled)
+        launch, self.expand = found
+        return launch
 
     def _arguments(self, addresses):
         flat = list(addresses)
@@ -125,7 +124,7 @@ class Launch:
             if self.expand:
                 flat[position : position + 1] = self.described(position, addresses[position])
             else:
-                flat[position] = _Descriptor(_Address(addresses[position]), *tma_shape(view), box)
+                flat[position] = Descriptor(Address(addresses[position]), *tma_shape(view), box)
         return flat
 
     def described(self, position, address):
@@ -135,60 +134,8 @@ class Launch:
         if not self.expand:
             raise ValueError(f"this Triton ({triton.__version__}) makes its descriptors itself")
         view, box = next((view, box) for at, view, box in self.boxes if at == position)
-        descriptor = _Descriptor(_Address(address), *tma_shape(view), box)
-        return nvidia_driver.make_tensordesc_arg(descriptor, self.expand[position])
-
-
-class _Address(NamedTuple):
-    """As much of a tensor as a descriptor asks for; keeps no memory alive."""
-
-    value: int
-
-    def data_ptr(self):
-        return self.value
-
-
-class _Descriptor(NamedTuple):
-    """What Triton's launcher reads of a TensorDescriptor."""
-
-    base: _Address
-    shape: list
-    strides: list
-    block_shape: list
-    padding: str = "zero"
-    round_f32_to_tf32: bool = False  # Triton 3.8 asks for it
-
-
-def _under_descriptors(run):
-    """(launcher, {argument: its descriptor's metadata}, arguments to come first), or None if not as
-    in Triton 3.6.
-
-    Triton builds a copy descriptor, about 3 us of host time, for every such argument of every
-    launch, in a Python function around the compiled launcher. This takes that one out, so that a
-    descriptor is built once an address.
-    """
-    launch = getattr(run, "launch", None)
-    code = getattr(launch, "__code__", None)
-    if (
-        code is None
-        or not triton.__version__.startswith("3.6.")
-        or not hasattr(nvidia_driver, "make_tensordesc_arg")
-    ):
-        return None
-    inside = dict(
-        zip(
-            code.co_freevars, (cell.cell_contents for cell in launch.__closure__ or ()), strict=True
-        )
-    )
-    if (
-        set(inside) != {"launcher", "tensordesc_indices", "tensordesc_meta"}
-        or None in inside["tensordesc_meta"]
-    ):
-        return None
-    if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
-        return None
-    metas = dict(zip(sorted(inside["tensordesc_indices"]), inside["tensordesc_meta"], strict=True))
-    return inside["launcher"], metas, (run.launch_cooperative_grid, run.launch_pdl, None, None)
+        descriptor = Descriptor(Address(address), *tma_shape(view), box)
+        return expanded(descriptor, self.expand[position])
 
 
 class View(NamedTuple):
@@ -255,7 +202,7 @@ def matmul_precision(dtype):
     return "tf32" if setting == "tf32" else "ieee"
 
 
-class Case(NamedTuple):
+class LaunchKey(NamedTuple):
     """Everything that a forward's or backward's launches depend on: the key they are cached under."""
 
     device: int | None
@@ -339,9 +286,9 @@ class Case(NamedTuple):
         )
 
 
-def case_of(q, k, v, is_causal, scale, num_splits, o=None, do=None):
+def launch_key(q, k, v, is_causal, scale, num_splits, o=None, do=None):
     of, dtype = View.of, q.dtype
-    return Case(
+    return LaunchKey(
         q.get_device() if q.is_cuda else None, dtype, of(q), of(k), of(v), is_causal, scale, matmul_precision(dtype),
         heuristics.overrides(), num_splits, None if o is None else of(o), None if do is None else of(do),
     )  # fmt: skip

@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 
-try:
-    import triton
-    from triton import knobs
-except ImportError:  # The package imports without Triton; nobody makes a Launch there.
-    triton = knobs = None
+from .triton_internals import hooks_present, launcher_of, plain_launch
+
+__all__ = ["ALIGNMENT_BYTES", "Launch", "hooks_present", "plain_launch", "raw_stream"]
 
 ALIGNMENT_BYTES = 16
 LAUNCH_H = Path(__file__).with_name("launch.h")  # the same from C++
@@ -32,77 +30,56 @@ class Launch:
     another compilation.
     """
 
-    __slots__ = (
-        "_function",
-        "_metadata",
-        "_run",
-        "_tail",
-        "binary",
-        "constants",
-        "kernel",
-        "options",
-    )
+    __slots__ = ("_launch", "_tail", "binary", "constants", "kernel", "options")
 
     def __init__(self, kernel: Any, **constants: Any):
         self.kernel = kernel
         self.options = {name: constants.pop(name) for name in _OPTIONS if name in constants}
         self.constants = constants
-        self._run: Any = None
+        self._launch: Any = None
         self.binary: Any = None
 
     def compile(self, *args: Any) -> Any:
         """Compile for arguments like these: tensors (aligned), numbers or None, in order."""
         compiled = self.kernel.warmup(*args, grid=(1,), **self.constants, **self.options)
-        # Reading `run` loads the binary on the current device and builds the C launcher.
-        self._run, self._function, self.binary = compiled.run, compiled.function, compiled
-        self._metadata = compiled.packed_metadata
+        self._launch, self.binary = launcher_of(compiled), compiled
         names = [p.name for p in self.kernel.params if p.is_constexpr]
         self._tail = tuple(self.constants[name] for name in names)
         return compiled
 
     @property
     def compiled(self) -> bool:
-        return self._run is not None
+        return self._launch is not None
 
-    def direct(self, grid_x: int, grid_y: int, stream: int, *args: Any) -> None:
-        """Launch with addresses (Python integers) for tensors; the caller vouches for them."""
-        # The launcher of Triton 3.6 to 3.9 takes: grid, stream, function, packed metadata, launch
-        # metadata, two hooks (None: none), then every argument of the signature in order.
-        self._run(
-            grid_x, grid_y, 1, stream, self._function, self._metadata, None, None, None,
-            *args, *self._tail,
-        )  # fmt: skip
+    def __call__(self, grid: tuple[int, int], tensors: tuple, scalars: tuple) -> None:
+        """Launch on tensors of one device, the first not None: by address where that is safe."""
+        like = tensors[0]
+        if not like.is_cuda:  # Triton's interpreter
+            self._by_triton(grid, tensors, scalars)
+            return
+        index = like.get_device()
+        if index != torch._C._cuda_getDevice():
+            with torch.cuda.device(index):
+                self(grid, tensors, scalars)
+            return
+        addresses = [0 if t is None else t.data_ptr() for t in tensors]
+        combined = 0
+        for address in addresses:
+            combined |= address
+        if combined % ALIGNMENT_BYTES or hooks_present():
+            self._by_triton(grid, tensors, scalars)
+            return
+        if not self.compiled:
+            self.compile(*tensors, *scalars)
+        self._launch((*grid, 1), raw_stream(index), (*addresses, *scalars, *self._tail))
 
-    def through_jit(self, grid_x: int, grid_y: int, *args: Any) -> None:
-        """Launch as Triton's documentation does: any alignment, hooks, the interpreter."""
-        self.kernel[(grid_x, grid_y, 1)](*args, **self.constants, **self.options)
-
-
-def hooks_present() -> bool:
-    """Whether a profiler hooks Triton's launches; they must then go through the JIT."""
-    hook = knobs.runtime.launch_enter_hook
-    return bool(getattr(hook, "calls", hook))
+    def _by_triton(self, grid: tuple[int, int], tensors: tuple, scalars: tuple) -> None:
+        """As Triton's documentation does: any alignment, hooks, the interpreter."""
+        self.kernel[(*grid, 1)](*tensors, *scalars, **self.constants, **self.options)
 
 
 def raw_stream(device_index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device_index)
-
-
-def plain_launch(compiled: Any) -> tuple[int, int, int]:
-    """(function, threads, bytes of shared memory); ValueError for what a plain launch cannot
-    express.
-    """
-    data = compiled.metadata
-    plain = (
-        getattr(data, "num_ctas", 1) == 1
-        and not getattr(data, "launch_pdl", False)
-        and not getattr(data, "launch_cooperative_grid", False)
-        and not getattr(data, "global_scratch_size", 0)
-        and not getattr(data, "profile_scratch_size", 0)
-    )
-    if not plain:
-        raise ValueError(f"needs more than a plain launch: {data}")
-    return compiled.function, 32 * data.num_warps, data.shared
 
 
 def cuda_addresses(*names: str) -> tuple[int, ...]:

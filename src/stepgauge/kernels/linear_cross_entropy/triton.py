@@ -15,9 +15,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepgauge.kernels.launch import ALIGNMENT_BYTES, Launch, hooks_present, raw_stream
+from stepgauge.kernels.launch import Launch
 
 from .plain import Loss
+from .tile_ops import (
+    _dot_rows,
+    _finite,
+    _high,
+    _loss_of,
+    _low,
+    _pack,
+    _sech2,
+    _tanh,
+    _target_logit,
+)
 
 BLOCK_D = 1024
 # P is a multiple of it (chunked.ROW_MULTIPLE); handed to the kernels in these units, so that they
@@ -26,74 +37,6 @@ ROW_UNIT = 64
 # Two programs of 512 threads share a multiprocessor, so that one reads while the other waits;
 # nothing spills.
 HELD_REGISTERS = 64
-
-
-@triton.jit
-def _log1p(x):
-    """log(1 + x) for 0 <= x <= 1, right where 1 + x rounds to 1 (Kahan: the error of u = 1 + x
-    divides out).
-    """
-    u = 1.0 + x
-    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
-
-
-@triton.jit
-def _tanh(x):
-    e = tl.exp(-2.0 * tl.abs(x))
-    return tl.where(x < 0, -1.0, 1.0) * (1.0 - e) / (1.0 + e)
-
-
-@triton.jit
-def _sech2(x):
-    """1 - tanh(x)^2 without the subtraction, which leaves nothing of a saturated cap."""
-    e = tl.exp(-2.0 * tl.abs(x))
-    return 4.0 * e / ((1.0 + e) * (1.0 + e))
-
-
-@triton.jit
-def _dot_rows(a_ptr, stride_a, b_ptr, stride_b, begin, end, BLOCK_D: tl.constexpr):
-    sums = tl.zeros([BLOCK_D], dtype=tl.float32)
-    for start in range(begin, end, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D).to(tl.int64)
-        a = tl.load(a_ptr + d * stride_a, mask=d < end, other=0.0).to(tl.float32)
-        b = tl.load(b_ptr + d * stride_b, mask=d < end, other=0.0).to(tl.float32)
-        sums += a * b
-    return tl.sum(sums, axis=0)
-
-
-@triton.jit
-def _target_logit(dot, in_range, softcap, HAS_SOFTCAP: tl.constexpr):
-    """The target's logit and its slope by the uncapped one."""
-    slope = 1.0
-    if HAS_SOFTCAP:
-        slope = _sech2(dot / softcap)
-        dot = softcap * _tanh(dot / softcap)
-    # There is no error to raise from here: a target outside the vocabulary makes its row NaN.
-    return tl.where(in_range, dot, float("nan")), slope
-
-
-@triton.jit
-def _loss_of(others, target_logit):
-    """Cross-entropy, log-sum-exp, probability of the other classes together and of the target.
-
-    x = (log-sum-exp of the other classes) - (target's logit), so that loss = softplus(x) and the
-    target's probability less one = -sigmoid(x): neither subtracts two numbers near one another,
-    however confident the row.
-    """
-    x = others - target_logit
-    t = tl.exp(-tl.abs(x))
-    cross_entropy = tl.maximum(x, 0.0) + _log1p(t)
-    p_others = tl.where(x >= 0, 1.0, t) / (1.0 + t)
-    p_target = tl.where(x >= 0, t, 1.0) / (1.0 + t)
-    return cross_entropy, target_logit + cross_entropy, p_others, p_target
-
-
-@triton.jit
-def _finite(maximum):
-    """What exponents are taken relative to: nothing is above minus infinity, and inf - inf would be
-    NaN.
-    """
-    return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @triton.jit(do_not_specialize=["V", "P_units", "D", "hidden_units", "weight_units"])
@@ -190,23 +133,6 @@ def streamed_gradient_kernel(
             gradient = tl.where(cols == target_col, target_gradient, gradient)
             gradient = tl.where(cols < V, gradient, 0.0)
             tl.store(row_ptr + cols, gradient.to(logits_ptr.dtype.element_ty), mask=cols < P)
-
-
-@triton.jit
-def _pack(high, low):
-    """Two fp32 in one int64, so that one 8-byte store shows both or neither."""
-    low_bits = low.to(tl.uint32, bitcast=True).to(tl.int64)
-    return (high.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low_bits
-
-
-@triton.jit
-def _high(packed):
-    return (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _low(packed):
-    return packed.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["V", "P_units", "D", "hidden_units", "weight_units"])
@@ -448,31 +374,11 @@ _LAUNCHES: dict[tuple, Launch] = {}
 def _launch(
     kernel, num_programs: int, tensors: tuple[Tensor, ...], scalars: tuple, **constants
 ) -> None:
-    """Launch by address where that is safe (see native/launch.py), as Triton documents it
-    elsewhere.
-    """
-    like = tensors[0]
-    if not like.is_cuda:  # Triton's interpreter
-        kernel[(num_programs,)](*tensors, *scalars, **constants)
-        return
-    index = like.get_device()
-    if index != torch._C._cuda_getDevice():
-        with torch.cuda.device(index):
-            _launch(kernel, num_programs, tensors, scalars, **constants)
-        return
     # A Launch is for one width of integers.
     wide = [isinstance(x, int) and x >= 2**31 for x in scalars]
-    key = (id(kernel), index, *[x.dtype for x in tensors], *wide, *constants.values())
+    types = [x.dtype for x in tensors]
+    key = (id(kernel), tensors[0].device, *types, *wide, *constants.values())
     launch = _LAUNCHES.get(key)
     if launch is None:
         launch = _LAUNCHES[key] = Launch(kernel, **constants)
-    addresses = [x.data_ptr() for x in tensors]
-    combined = 0
-    for address in addresses:
-        combined |= address
-    if combined % ALIGNMENT_BYTES or hooks_present():
-        launch.through_jit(num_programs, 1, *tensors, *scalars)
-        return
-    if not launch.compiled:
-        launch.compile(*tensors, *scalars)
-    launch.direct(num_programs, 1, raw_stream(index), *addresses, *scalars)
+    launch((num_programs, 1), tensors, scalars)

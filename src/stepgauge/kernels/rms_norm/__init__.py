@@ -5,16 +5,19 @@
 in reference.py, their derivation and the design in docs/kernels/rms_norm.md.
 """
 
+import importlib.util
+
 import torch
 from torch import Tensor, nn
+
+from stepgauge.kernels.launch import hooks_present
 
 from . import extension, reference
 from .reference import backward_input, backward_weight
 
-try:
+if importlib.util.find_spec("triton") is not None:
     from . import ops
-    from .ops import hooks_present
-except ImportError:  # No Triton: the reference serves, and the extension is never loaded.
+else:  # The reference computes, and the extension is never loaded.
     ops = None
 
 __all__ = [

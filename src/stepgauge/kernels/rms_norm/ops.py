@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 from torch.utils.flop_counter import register_flop_formula
 
-from stepgauge.kernels.launch import ALIGNMENT_BYTES, Launch, hooks_present, raw_stream
+from stepgauge.kernels.launch import Launch
 
 from . import triton as kernels
 from .triton import (
@@ -145,7 +145,8 @@ def run_forward(
     if num_rows:
         plan = plan_for(x, weight, out_dtype, residual is not None)
         args = (x, residual, weight, y, total, rstd)
-        _launch(plan.forward, plan.forward_grid(num_rows), 1, x, args, (num_rows, eps))
+        _require_kernels(x)
+        plan.forward((plan.forward_grid(num_rows), 1), args, (num_rows, eps))
     return y, x if total is None else total, rstd
 
 
@@ -164,36 +165,14 @@ def run_backward(
     dx, dw = torch.empty_like(h), torch.empty_like(weight)
     partial = torch.empty((grid, plan.width), dtype=torch.float32, device=h.device)
     args = (dy, h, weight, rstd, dsum, dx, partial)
-    _launch(plan.backward, grid, plan.splits, h, args, (num_rows,))
-    _launch(plan.reduce, plan.reduce_grid, 1, h, (partial, dw), (grid,))
+    _require_kernels(h)
+    plan.backward((grid, plan.splits), args, (num_rows,))
+    plan.reduce((plan.reduce_grid, 1), (partial, dw), (grid,))
     return dx, dw
 
 
-def _launch(launch: Launch, grid_x: int, grid_y: int, like: Tensor, tensors: tuple, scalars: tuple):
-    """Launch by address when that is safe, else as usual."""
-    if not like.is_cuda:
-        _require_interpreter(launch)
-        launch.through_jit(grid_x, grid_y, *tensors, *scalars)
-        return
-    index = like.get_device()
-    if index != torch._C._cuda_getDevice():
-        with torch.cuda.device(index):
-            _launch(launch, grid_x, grid_y, like, tensors, scalars)
-        return
-    addresses = [0 if t is None else t.data_ptr() for t in tensors]
-    combined = 0
-    for address in addresses:
-        combined |= address
-    if combined % ALIGNMENT_BYTES or hooks_present():
-        launch.through_jit(grid_x, grid_y, *tensors, *scalars)
-        return
-    if not launch.compiled:
-        launch.compile(*tensors, *scalars)
-    launch.direct(grid_x, grid_y, raw_stream(index), *addresses, *scalars)
-
-
-def _require_interpreter(launch: Launch):
-    if hasattr(launch.kernel, "warmup") and not _interpreted(launch.kernel):
+def _require_kernels(x: Tensor):
+    if not x.is_cuda and hasattr(forward_kernel, "warmup") and not _interpreted(forward_kernel):
         raise ValueError(
             "RMSNormTriton needs CUDA tensors, got a CPU tensor "
             "(rms_norm takes either; TRITON_INTERPRET=1 runs the kernels on the CPU)"

@@ -1,0 +1,305 @@
+"""The backward of FlashAttention-2 (Dao 2023) in Triton: dq by tiles of queries, dk and dv by tiles of
+keys, or all three in one kernel.
+
+Legend: H query heads, K key heads, T_q queries, T_k keys, D head width. q_MD is a tile of M queries,
+k_ND of N keys; s_MN scores, s_NM scores transposed.
+"""
+
+import triton
+import triton.language as tl
+
+from .tile_ops import (
+    _COUNTS,
+    LOG2_E,
+    _end_of_whole_tiles,
+    _key_program,
+    _load_numbers,
+    _load_rows,
+    _query_program,
+    _store_rows,
+)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def delta_kernel(
+    o, do, delta, o_b, o_h, o_t, do_b, do_h, do_t, num_heads, num_queries,
+    HEAD_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(o * do), which equals rowsum(P * dP): the part of the softmax's gradient that
+    is a row's own.
+    """
+    head = tl.program_id(0)
+    row = tl.program_id(1) * BLOCK_M
+    b = head // num_heads
+    h = head % num_heads
+    o_MD = _load_rows(
+        o, b, h, row, o_b, o_h, o_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, False, True
+    )
+    do_MD = _load_rows(
+        do, b, h, row, do_b, do_h, do_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, False, True
+    )
+    rows_M = row + tl.arange(0, BLOCK_M)
+    delta_M = tl.sum(o_MD.to(tl.float32) * do_MD.to(tl.float32), 1)
+    tl.store(delta + head.to(tl.int64) * num_queries + rows_M, delta_M, mask=rows_M < num_queries)
+
+
+@triton.jit
+def _dq_loop(
+    dq_MD, q_MD, do_MD, lse2_M, delta_M, k, v, b, h, start, stop, row, k_b, k_h, k_t, v_b, v_h, v_t, num_keys,
+    scale_log2,
+    IS_CAUSAL: tl.constexpr, MASK: tl.constexpr, HEAD_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
+):  # fmt: skip
+    rows_M = row + tl.arange(0, BLOCK_M)
+    cols_N = tl.arange(0, BLOCK_N)
+    for col in tl.range(start, stop, BLOCK_N):
+        k_ND = _load_rows(
+            k, b, h, col, k_b, k_h, k_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, MASK
+        )
+        v_ND = _load_rows(
+            v, b, h, col, v_b, v_h, v_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, MASK
+        )
+        s_MN = tl.dot(q_MD, k_ND.T, input_precision=PRECISION)
+        dp_MN = tl.dot(do_MD, v_ND.T, input_precision=PRECISION)
+        p_MN = tl.exp2(s_MN * scale_log2 - lse2_M[:, None])
+        if MASK:
+            visible = (col + cols_N < num_keys)[None, :]
+            if IS_CAUSAL:
+                visible = visible & (rows_M[:, None] >= (col + cols_N)[None, :])
+            p_MN = tl.where(visible, p_MN, 0.0)
+        ds_MN = p_MN * (dp_MN - delta_M[:, None])
+        dq_MD = tl.dot(ds_MN.to(k_ND.dtype), k_ND, dq_MD, input_precision=PRECISION)
+    return dq_MD
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def dq_kernel(
+    q, k, v, do, o, lse, delta, dq,  # q, k, v and do are descriptors if USE_TMA
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, o_b, o_h, o_t, dq_b, dq_h, dq_t,
+    num_heads, all_heads, num_queries, num_keys, num_tiles, section, chunk, dq_split, scale_log2, scale,
+    IS_CAUSAL: tl.constexpr, HAS_TAIL: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):  # fmt: skip
+    """dq = scale (P * (do v^T - delta)) k for one tile of queries and one chunk of the keys; writes
+    delta as well.
+
+    delta is made here because this kernel holds do already and runs first: one launch and one
+    reading of do fewer.
+    """
+    row, head, b, h, kv_h, split, first, last = _query_program(
+        num_tiles, num_heads, all_heads, num_keys, section, chunk, IS_CAUSAL, GROUP, BLOCK_M)  # fmt: skip
+    if IS_CAUSAL and SPLIT:  # noqa: SIM102 - this tile sees nothing of the chunk, and the sum over parts knows
+        if first >= last:
+            return
+    rows_M = row + tl.arange(0, BLOCK_M)
+    q_MD = _load_rows(
+        q, b, h, row, q_b, q_h, q_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True
+    )
+    do_MD = _load_rows(
+        do, b, h, row, do_b, do_h, do_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True
+    )
+    o_MD = _load_rows(
+        o, b, h, row, o_b, o_h, o_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, False, True
+    )
+    delta_M = tl.sum(o_MD.to(tl.float32) * do_MD.to(tl.float32), 1)
+    own = head.to(tl.int64) * num_queries
+    if SPLIT:
+        if split == 0:  # never empty
+            tl.store(delta + own + rows_M, delta_M, mask=rows_M < num_queries)
+    else:
+        tl.store(delta + own + rows_M, delta_M, mask=rows_M < num_queries)
+    lse2_M = tl.load(lse + own + rows_M, mask=rows_M < num_queries, other=float("inf")) * LOG2_E
+
+    dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    whole = _end_of_whole_tiles(first, last, row, IS_CAUSAL, BLOCK_N)
+    dq_MD = _dq_loop(
+        dq_MD, q_MD, do_MD, lse2_M, delta_M, k, v, b, kv_h, first, whole, row, k_b, k_h, k_t, v_b, v_h, v_t, num_keys,
+        scale_log2, IS_CAUSAL, False, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA)  # fmt: skip
+    if HAS_TAIL:
+        dq_MD = _dq_loop(
+            dq_MD, q_MD, do_MD, lse2_M, delta_M, k, v, b, kv_h, whole, last, row, k_b, k_h, k_t, v_b, v_h, v_t,
+            num_keys, scale_log2, IS_CAUSAL, True, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+            USE_TMA)  # fmt: skip
+    dq += tl.cast(split, tl.int64) * dq_split
+    _store_rows(
+        dq, dq_MD * scale, b, h, row, dq_b, dq_h, dq_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D
+    )
+
+
+@triton.jit
+def _dkdv_loop(
+    dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, dq, b, kv_h, start, stop, col, q_b, q_h, q_t, do_b, do_h, do_t,
+    num_heads, num_queries, num_keys, scale_log2, scale,
+    MASK: tl.constexpr, MASK_KEYS: tl.constexpr, GROUP: tl.constexpr, HEAD_WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr, WITH_DQ: tl.constexpr, ORDER: tl.constexpr, GRADS: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Rows start .. stop of every query head that shares the key head: one loop over both, to
+    pipeline as one.
+    """
+    cols_N = col + tl.arange(0, BLOCK_N)
+    local_M = tl.arange(0, BLOCK_M)
+    tiles = tl.cdiv(tl.maximum(stop - start, 0), BLOCK_M)
+    for index in tl.range(0, tiles * GROUP, 1):
+        if GROUP == 1:
+            h = kv_h
+            row = start + index * BLOCK_M
+        else:
+            h = kv_h * GROUP + index // tiles
+            row = start + (index % tiles) * BLOCK_M
+        own = tl.cast(b * num_heads + h, tl.int64) * num_queries
+        rows_M = row + local_M
+        q_MD = _load_rows(
+            q, b, h, row, q_b, q_h, q_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True
+        )
+        do_MD = _load_rows(
+            do,
+            b,
+            h,
+            row,
+            do_b,
+            do_h,
+            do_t,
+            num_queries,
+            HEAD_WIDTH,
+            BLOCK_M,
+            BLOCK_D,
+            USE_TMA,
+            True,
+        )
+        # A query past the end has an infinite log-sum-exp: its probabilities are zero without
+        # another mask.
+        lse2_M = (
+            _load_numbers(lse + own + rows_M, rows_M < num_queries, float("inf"), BLOCK_M, THREADS)
+            * LOG2_E
+        )
+        if ORDER != "late":
+            delta_M = _load_numbers(
+                delta + own + rows_M, rows_M < num_queries, 0.0, BLOCK_M, THREADS
+            )
+        # Scores transposed, so that P^T and dS^T leave the matrix unit in the registers they are
+        # needed in next.
+        # sums that start at -lse and -delta: neither is held beside the product
+        if ORDER == "folded":
+            s_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) - (lse2_M * (1.0 / scale_log2))[None, :]
+            s_NM = tl.dot(k_ND, q_MD.T, s_NM, input_precision=PRECISION)
+            dp_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) - delta_M[None, :]
+            dp_NM = tl.dot(v_ND, do_MD.T, dp_NM, input_precision=PRECISION)
+            p_NM = tl.exp2(s_NM * scale_log2)
+        else:
+            s_NM = tl.dot(k_ND, q_MD.T, input_precision=PRECISION)
+            if ORDER == "early" and GRADS != 1:
+                dp_NM = tl.dot(v_ND, do_MD.T, input_precision=PRECISION)
+            p_NM = tl.exp2(s_NM * scale_log2 - lse2_M[None, :])
+        if MASK:
+            p_NM = tl.where(rows_M[None, :] >= cols_N[:, None], p_NM, 0.0)
+        # only where keys are summed over: a key past the end spoils no row but its own otherwise
+        if MASK_KEYS:
+            p_NM = tl.where((cols_N < num_keys)[:, None], p_NM, 0.0)
+        if GRADS != 2:
+            dv_ND = tl.dot(p_NM.to(do_MD.dtype), do_MD, dv_ND, input_precision=PRECISION)
+        if GRADS != 1:
+            if ORDER == "late":
+                # dP and delta only now: with the scores still in registers they would not fit.
+                dp_NM = tl.dot(v_ND, do_MD.T, input_precision=PRECISION)
+                delta_M = _load_numbers(
+                    delta + own + rows_M, rows_M < num_queries, 0.0, BLOCK_M, THREADS
+                )
+            if ORDER == "folded":
+                ds_NM = (p_NM * dp_NM).to(q_MD.dtype)
+            else:
+                ds_NM = (p_NM * (dp_NM - delta_M[None, :])).to(q_MD.dtype)
+            dk_ND = tl.dot(ds_NM, q_MD, dk_ND, input_precision=PRECISION)
+        if WITH_DQ:
+            part_MD = tl.dot(ds_NM.T, k_ND, input_precision=PRECISION) * scale
+            if USE_TMA:
+                dq.atomic_add([b, h, row, 0], part_MD.reshape(1, 1, BLOCK_M, BLOCK_D))
+            else:
+                d = tl.arange(0, BLOCK_D)
+                mask = (rows_M < num_queries)[:, None] & (d < HEAD_WIDTH)[None, :]
+                first = dq + (own + row) * HEAD_WIDTH
+                tl.atomic_add(
+                    first + local_M[:, None] * HEAD_WIDTH + d[None, :],
+                    part_MD,
+                    mask=mask,
+                    sem="relaxed",
+                )
+    return dk_ND, dv_ND
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def dkdv_kernel(
+    # q, k, v, do and dq are descriptors if USE_TMA; dq only if WITH_DQ
+    q, k, v, do, lse, delta, dk, dv, dq,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    num_heads, all_kv_heads, num_queries, num_keys, num_tiles, section, chunk, dk_split, dv_split, scale_log2, scale,
+    IS_CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr, WITH_DQ: tl.constexpr, ORDER: tl.constexpr, GRADS: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """dv = P^T do and dk = scale (P * (do v^T - delta))^T q for one tile of keys and one chunk of
+    the queries.
+
+    WITH_DQ also adds this tile's share of dq to an fp32 buffer: five products instead of seven in
+    the whole backward, at the price of an order of summation that changes from run to run.
+    """
+    col, _, b, kv_h, split, first, last = _key_program(
+        num_tiles,
+        num_heads,
+        all_kv_heads,
+        num_queries,
+        section,
+        chunk,
+        IS_CAUSAL,
+        GROUP,
+        BLOCK_M,
+        BLOCK_N,
+    )
+    if IS_CAUSAL and SPLIT:  # noqa: SIM102 - part 0 is written in any key: with zeros, if no query sees this tile
+        if first >= last and split != 0:
+            return
+    k_ND = _load_rows(
+        k, b, kv_h, col, k_b, k_h, k_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, True
+    )
+    v_ND = _load_rows(
+        v, b, kv_h, col, v_b, v_h, v_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D, USE_TMA, True
+    )
+    dk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    whole = first
+    if IS_CAUSAL:  # from here on, the tile's first query sees the last key of this tile
+        whole = tl.minimum(tl.cdiv(col + BLOCK_N - 1, BLOCK_M) * BLOCK_M, tl.maximum(first, last))
+        whole = tl.maximum(whole, first)
+        dk_ND, dv_ND = _dkdv_loop(
+            dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, dq, b, kv_h, first, whole, col,
+            q_b, q_h, q_t, do_b, do_h, do_t, num_heads, num_queries, num_keys, scale_log2, scale,
+            True, MASK_KEYS, GROUP, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA,
+            WITH_DQ, ORDER, GRADS, THREADS)  # fmt: skip
+    dk_ND, dv_ND = _dkdv_loop(
+        dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, dq, b, kv_h, whole, last, col,
+        q_b, q_h, q_t, do_b, do_h, do_t, num_heads, num_queries, num_keys, scale_log2, scale,
+        False, MASK_KEYS, GROUP, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA,
+        WITH_DQ, ORDER, GRADS, THREADS)  # fmt: skip
+    dk += tl.cast(split, tl.int64) * dk_split
+    dv += tl.cast(split, tl.int64) * dv_split
+    if GRADS != 1:
+        _store_rows(
+            dk,
+            dk_ND * scale,
+            b,
+            kv_h,
+            col,
+            dk_b,
+            dk_h,
+            dk_t,
+            num_keys,
+            HEAD_WIDTH,
+            BLOCK_N,
+            BLOCK_D,
+        )
+    if GRADS != 2:
+        _store_rows(
+            dv, dv_ND, b, kv_h, col, dv_b, dv_h, dv_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D
+        )

@@ -1,0 +1,194 @@
+"""Launches of attention's kernels in Gluon: where they are taken, and which program has which tiles."""
+
+import itertools
+import math
+import os
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from . import heuristics
+from .hopper_dkdv import DKDV_STAGES, dkdv_kernel
+from .hopper_dq import BLOCK, DQ_STAGES, dq_kernel
+from .hopper_forward import BLOCK_N, NUM_STAGES, forward_kernel
+from .hopper_ops import REGISTERS, ROWS, TILE_ROWS
+from .launching import PlannedLaunch, kept_on
+
+OPT_OUT = "STEPGAUGE_GLUON"
+DTYPES = (torch.bfloat16, torch.float16)
+# Gluon is experimental: it is taken where this kernel was compiled. It has run with 3.6.
+IS_KNOWN = triton.__version__.startswith(("3.6.", "3.8."))
+
+
+def takes_forward(key):
+    """Whether the forward is the one written here."""
+    views = (key.q, key.k, key.v, key.o)
+    return tile_width(key) in NUM_STAGES and can_run(key, *views) and fills_chip(key, key.q)
+
+
+def tile_width(key):
+    return heuristics.block_width(key.q.shape[3])
+
+
+def can_run(key, *views):
+    """Whether the chip, the type and the views are those that kernels in Gluon run on, and nobody
+    chose otherwise.
+    """
+    return (
+        IS_KNOWN
+        and os.environ.get(OPT_OUT) != "0"
+        and key.chip.arch == 90
+        and key.dtype in DTYPES
+        and key.num_splits is None
+        and not key.overrides
+        and all(view.tma_reads(key.dtype.itemsize) for view in views)
+    )
+
+
+def fills_chip(key, owned):
+    """Whether there is a tile for each multiprocessor: with fewer, portable tiles, half as long,
+    busy more of it.
+    """
+    return math.prod(owned.shape[:2]) * _tiles_of_head(owned) >= key.chip.num_sms
+
+
+def forward_launch(key):
+    """The launch on q, k, v, o and lse."""
+    steps = [triton.cdiv(keys, BLOCK_N.value) for keys in _keys_seen(key)]
+    return launch_of(
+        forward_kernel, key, owned=key.q, schedule=schedule_of(key, key.q, steps, loop_length=key.k.shape[2]),
+        boxes=((0, key.q, ROWS), (1, key.k, BLOCK_N), (2, key.v, BLOCK_N), (3, key.o, ROWS)),
+        scalars=(key.scale * math.log2(math.e),), constants={"STAGES": NUM_STAGES[tile_width(key)]},
+    )  # fmt: skip
+
+
+def _keys_seen(key):
+    """How many keys each tile of queries sees."""
+    ends = range(TILE_ROWS.value, (_tiles_of_head(key.q) + 1) * TILE_ROWS.value, TILE_ROWS.value)
+    return [min(key.k.shape[2], end) if key.is_causal else key.k.shape[2] for end in ends]
+
+
+class TileSchedule(NamedTuple):
+    """Persistent programs, one a multiprocessor, and what the kernel reads of which tiles each of
+    them has.
+    """
+
+    programs: int
+    tiles: torch.Tensor
+
+
+def schedule_of(key, owned, steps, *, loop_length):
+    """steps: of each tile of a head of `owned`, which loops over `loop_length` rows at most."""
+    heads = math.prod(owned.shape[:2])
+    programs = min(heads * len(steps), key.chip.num_sms)
+    section = key.section(loop_length, num_heads=heads, num_tiles=len(steps))
+    return TileSchedule(programs, _schedule(key.device, programs, heads, section, tuple(steps)))
+
+
+_kept: dict[tuple, torch.Tensor] = {}  # for good: C++ keeps the address
+
+
+def _schedule(*given):
+    """The one list of given numbers, whichever thread makes it first."""
+    return _kept[given] if given in _kept else _kept.setdefault(given, _make_schedule(*given))
+
+
+def _make_schedule(device, programs, heads, section, steps):
+    """Where each program's tiles begin, where the last one's end, then all tiles and one number
+    that is read ahead.
+    """
+    dealt = heuristics.schedule_tiles(
+        steps, num_heads=heads, section=section, num_programs=programs
+    )
+    begins = itertools.accumulate(map(len, dealt), initial=programs + 1)
+    schedule = torch.tensor([*begins, *itertools.chain(*dealt), 0], dtype=torch.int32, device="cpu")
+    return schedule if device is None else kept_on(device, schedule)
+
+
+def launch_of(kernel, key, *, owned, boxes, scalars, constants, schedule=None, strides=()):
+    """The launch of a kernel whose programs own tiles of `owned`: those of a schedule, or else one
+    each.
+
+    boxes: (position, view, rows of the box). The kernel's numbers are `strides`, what is counted
+    here, and `scalars`.
+    """
+    batch, num_heads = owned.shape[:2]
+    num_tiles = _tiles_of_head(owned)
+    return PlannedLaunch(
+        kernel,
+        (schedule.programs if schedule else batch * num_heads * num_tiles, 1, 1),
+        (*([schedule.tiles] if schedule else []), *strides,
+         num_heads, key.group, key.q.shape[2], key.k.shape[2], num_tiles, *scalars),
+        {"IS_CAUSAL": key.is_causal, **constants},
+        boxes=tuple((position, view, [1, 1, rows.value, tile_width(key)]) for position, view, rows in boxes),
+        options={"num_warps": 4, "maxnreg": REGISTERS},
+        describe=_describe,
+    )  # fmt: skip
+
+
+def _tiles_of_head(view):
+    return triton.cdiv(view.shape[2], TILE_ROWS.value)
+
+
+def _describe(tensor, shape, strides, box):
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return TensorDescriptor(tensor, shape, strides, box, layout)
+
+
+def takes_dq(key, dq):
+    return _takes(key, key.q, DQ_STAGES, dq)
+
+
+def takes_dkdv(key, dk, dv):
+    return _takes(key, key.k, DKDV_STAGES, dk, dv)
+
+
+def _takes(key, owned, widths, *outs):
+    return (
+        tile_width(key) in widths
+        and can_run(key, key.q, key.k, key.v, key.do, *outs)
+        and fills_chip(key, owned)
+    )
+
+
+def dq_launch(key, dq):
+    """The launch on q, k, v, do, o, lse, delta and dq."""
+    heads = math.prod(key.q.shape[:2])
+    section = key.section(
+        key.k.shape[2], num_heads=heads, num_tiles=triton.cdiv(key.q.shape[2], TILE_ROWS.value)
+    )
+    return launch_of(
+        dq_kernel, key, owned=key.q, strides=key.o.steps,
+        boxes=((0, key.q, ROWS), (1, key.k, BLOCK), (2, key.v, BLOCK), (3, key.do, ROWS), (7, dq, ROWS)),
+        scalars=(heads, section, *_scales(key)),
+        constants={"STAGES": DQ_STAGES[tile_width(key)], "HEAD_WIDTH": key.q.shape[3]},
+    )  # fmt: skip
+
+
+def dkdv_launch(key, dk, dv):
+    """The launch on q, k, v, do, lse, delta, dk, dv and one more tensor, which it leaves alone."""
+    steps = [tiles * key.group for tiles in _query_tiles_seen(key)]
+    return launch_of(
+        dkdv_kernel, key, owned=key.k, schedule=schedule_of(key, key.k, steps, loop_length=key.q.shape[2] * key.group),
+        boxes=((0, key.q, BLOCK), (1, key.k, ROWS), (2, key.v, ROWS), (3, key.do, BLOCK), (6, dk, ROWS),
+               (7, dv, ROWS)),
+        scalars=_scales(key), constants={"STAGES": DKDV_STAGES[tile_width(key)]},
+    )  # fmt: skip
+
+
+def _query_tiles_seen(key):
+    """How many tiles of queries each tile of keys is seen by, at least one: `_place_keys` on the
+    host.
+    """
+    stop = triton.cdiv(key.q.shape[2], BLOCK.value)
+    begins = range(0, key.k.shape[2], TILE_ROWS.value)
+    return [
+        stop - min(begin // BLOCK.value, stop - 1) if key.is_causal else stop for begin in begins
+    ]
+
+
+def _scales(key):
+    return key.scale * math.log2(math.e), key.scale
