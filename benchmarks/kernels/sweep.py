@@ -41,7 +41,8 @@ from stepgauge.kernels.rms_norm import triton as rms_norm
 from stepgauge.measure.accuracy import tolerance
 from stepgauge.measure.environment import environment
 from stepgauge.measure.interleaved import time_alternately
-from stepgauge.spec.fields import words
+from stepgauge.report.names import describe
+from stepgauge.spec.record import Record
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -347,7 +348,7 @@ def sweep(spec, asked, *, until, record):
 
 
 def named(spec):
-    return " ".join([spec.kind, *words(type(spec), dataclasses.asdict(spec))])
+    return describe(Record(kind=spec.kind, spec=dataclasses.asdict(spec), metrics={}))
 
 
 def main():

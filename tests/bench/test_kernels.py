@@ -8,8 +8,7 @@ import functools
 import pytest
 import torch
 
-from stepgauge.bench.kernels import OPERATIONS
-from stepgauge.bench.kernels import comparison as contest
+from stepgauge.bench.kernels import OPERATIONS, comparison
 from stepgauge.bench.kernels.operation import Implementation
 from stepgauge.runtime import extension as native
 from stepgauge.spec import grids
@@ -42,7 +41,7 @@ ROWS = [
 
 @pytest.mark.parametrize("spec", ROWS, ids=lambda spec: spec.kind)
 def test_every_operation_is_right_and_timed_here(spec):
-    record = contest.run(spec)
+    record = comparison.run(spec)
     assert record.status == "ok", record.note
     assert set(record.environment["outcomes"].values()) == {"ok"}
     best = min(
@@ -61,12 +60,12 @@ def among(monkeypatch):
         operation = OPERATIONS["rms-norm"]
         more = {**operation.implementations, name: Implementation(lambda spec: function)}
         changed = dataclasses.replace(operation, implementations=more)
-        monkeypatch.setattr(contest, "OPERATIONS", {**OPERATIONS, "rms-norm": changed})
-        contest._held.clear()
-        return contest.run(RmsNormSpec(rows=100, width=64, peers=f"eager {name}", **QUICK))
+        monkeypatch.setattr(comparison, "OPERATIONS", {**OPERATIONS, "rms-norm": changed})
+        comparison._held.clear()
+        return comparison.run(RmsNormSpec(rows=100, width=64, peers=f"eager {name}", **QUICK))
 
     yield put
-    contest._held.clear()
+    comparison._held.clear()
 
 
 def test_what_takes_over_after_the_first_call_is_checked_too(among, monkeypatch):

@@ -38,7 +38,7 @@ def test_of_kernels_alone(profiled):
     found = trace_steps(PHASES, torch.device("cpu"))
     assert (found.overlap.communication_us, found.overlap.hidden_us) == (STEPS * 150, STEPS * 50)
     assert found.step_ms == [4.0, 7.0]
-    assert found.lanes == {
+    assert found.tracks == {
         "computation_start_ms": [0.0], "computation_end_ms": [pytest.approx(0.1)],
         "communication_start_ms": [pytest.approx(0.05)], "communication_end_ms": [pytest.approx(0.2)],
     }  # fmt: skip

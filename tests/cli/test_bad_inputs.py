@@ -60,7 +60,7 @@ def cases():
             flag = f"--{(field.metadata['flag'] or field.name).replace('_', '-')}"
             for text in bad_values(field):
                 yield (*path, *POSITIONAL.get(path, ()), f"{flag}={text}"), field.name
-            if field.metadata["bare"] is None:
+            if field.metadata["flag_value"] is None:
                 yield (*path, *POSITIONAL.get(path, ()), flag), field.name
         yield (*path, "--dance"), "Unknown option"
         yield (*path, "--out="), "out is empty"
@@ -134,7 +134,9 @@ def test_an_output_that_is_full_and_one_that_has_no_dashes():
     assert done.returncode == 1
     assert done.stderr == "stepgauge: cannot write the output: No space left on device\n"
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    code = "from stepgauge import cli; cli.app = lambda *_, **__: print('10 – 20'); cli.main(['show'])"
+    code = (
+        "from stepgauge import cli; cli.app = lambda *_, **__: print('10 – 20'); cli.main(['show'])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, env=ascii_only, timeout=60
     )

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from stepgauge.spec.data_parallel import DataParallelSpec
-from stepgauge.spec.fields import words
 from stepgauge.spec.options import expand, format_bytes, parse_bytes
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
@@ -102,10 +100,3 @@ def test_no_document_has_a_gap_left_to_fill():
 def test_sizes_are_written_as_they_are_read(size, text):
     assert format_bytes(size) == text
     assert parse_bytes(text, "size") == size
-
-
-@pytest.mark.parametrize(
-    ("bucket_mb", "said"), [(25.0, []), (5.0, ["buckets of 5 MB"]), (0.0, ["a bucket a gradient"])]
-)
-def test_a_single_value_may_have_words_of_its_own(bucket_mb, said):
-    assert words(DataParallelSpec, {"bucket_mb": bucket_mb}) == said

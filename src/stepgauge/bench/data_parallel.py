@@ -197,7 +197,7 @@ def record(spec: DataParallelSpec, ranks: list[RankFigures]) -> Record:
                 f"rank_{name}": [float(rank.bytes[name]) for rank in ranks]
                 for name in ranks[0].bytes
             },
-            **(traced[0].lanes if traced else {}),
+            **(traced[0].tracks if traced else {}),
         },
         environment=environment(torch.device(spec.device)),
     )

@@ -19,8 +19,8 @@ from stepgauge.trace.intervals import Intervals
 from stepgauge.trace.overlap import busy, overlap
 
 STEPS = 2
-LANES = ("communication", "computation")
-MOST_INTERVALS = 500  # of a lane in a record: what a picture can show
+TRACKS = ("communication", "computation")
+MOST_INTERVALS = 500  # of a track in a record: what a picture can show
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,12 +30,12 @@ class Traced:
     step_ms  of each profiled step by the stopwatch: far from an unprofiled one's, the overlap is
              not that one's
     overlap  of all profiled steps together
-    lanes    when the last one communicated and computed, in ms from its begin
+    tracks    when the last one communicated and computed, in ms from its begin
     """
 
     step_ms: list[float]
     overlap: Overlap
-    lanes: dict[str, list[float]]
+    tracks: dict[str, list[float]]
 
 
 def trace_steps(phases: Phases, device: torch.device) -> Traced | None:
@@ -51,7 +51,7 @@ def trace_steps(phases: Phases, device: torch.device) -> Traced | None:
         if found is None:
             return None
         step_ms = [sum(times) for times in zip(*(watched[name] for name in phases), strict=True)]
-        return Traced(step_ms=step_ms, overlap=found, lanes=_lanes(paths))
+        return Traced(step_ms=step_ms, overlap=found, tracks=_tracks(paths))
 
 
 def _align_hosts() -> None:
@@ -59,19 +59,19 @@ def _align_hosts() -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def _lanes(paths: Sequence[Path]) -> dict[str, list[float]]:
+def _tracks(paths: Sequence[Path]) -> dict[str, list[float]]:
     trace = load(paths[-1])
     begin, end, _ = trace.steps[-1]
     if trace.on_device:
         # The device runs behind the host: its own first kernel of the step is the beginning.
         begin, end = min(k.start for k in trace.kernels), max(k.end for k in trace.kernels)
-    lanes: dict[str, list[float]] = {}
+    tracks: dict[str, list[float]] = {}
     works = list(Resolver(trace).work())
-    for name, intervals in zip(LANES, busy(trace, works), strict=True):
+    for name, intervals in zip(TRACKS, busy(trace, works), strict=True):
         shown = _longest([(a, b) for a, b in intervals if a >= begin and b <= end])
-        lanes[f"{name}_start_ms"] = [(a - begin) / 1e3 for a, _ in shown]
-        lanes[f"{name}_end_ms"] = [(b - begin) / 1e3 for _, b in shown]
-    return lanes
+        tracks[f"{name}_start_ms"] = [(a - begin) / 1e3 for a, _ in shown]
+        tracks[f"{name}_end_ms"] = [(b - begin) / 1e3 for _, b in shown]
+    return tracks
 
 
 def _longest(times: Intervals) -> Intervals:

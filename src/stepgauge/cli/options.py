@@ -108,7 +108,7 @@ def _placeholder(field: Field) -> str:
     """What stands for a value in the help; in brackets where the flag alone has a meaning."""
     name = "SIZE" if is_size(field) else field.type.__name__.upper()  # type: ignore[union-attr]
     name = "true|false" if field.type is bool else name
-    return name if field.metadata["bare"] is None else rf"\[{name}]"  # escaped, for rich
+    return name if field.metadata["flag_value"] is None else rf"\[{name}]"  # escaped, for rich
 
 
 def _names(field: Field) -> tuple[str, ...]:
@@ -125,13 +125,13 @@ def _value(field: Field, values: tuple[Any, ...], sweep: bool) -> tuple[Any, ...
     """What a flag stands for: its values, or what it means alone. Raises ValueError for none, too
     many, or one outside the field's limits.
     """
-    if not values and field.metadata["bare"] is None:
+    if not values and field.metadata["flag_value"] is None:
         raise ValueError(f"{field.name} needs a value")
     if len(values) > 1 and not sweep:
         raise ValueError(f"{field.name} is given {len(values)} times; give it once")
     for value in values:
         check_value(field, value)
-    return values or (field.metadata["bare"],)
+    return values or (field.metadata["flag_value"],)
 
 
 def _refuse_beside_user_model(given: Values, network: Network) -> None:

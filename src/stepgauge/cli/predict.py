@@ -111,7 +111,8 @@ def predict_before(
 
 def print_errors(modelled: Sequence[Record], measured: Sequence[Record]) -> None:
     """The table of predicted and measured steps, where there are both."""
-    from stepgauge.validate import error_table, pairs
+    from stepgauge.validate import error_table
 
-    if found := pairs([*modelled, *measured]):
-        print_table(error_table(found))
+    table = error_table([*modelled, *measured])
+    if table.rows:
+        print_table(table)

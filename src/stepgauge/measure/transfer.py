@@ -5,7 +5,6 @@ between processes.
 import contextlib
 import statistics
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -98,7 +97,7 @@ class GpuEngine:
         self.tensors = [
             torch.zeros(size, dtype=torch.uint8, device=device) for device in self.devices
         ]
-        self.lanes: dict[tuple[str | int, str | int], list[torch.cuda.Stream]] = {}
+        self.streams: dict[tuple[str | int, str | int], list[torch.cuda.Stream]] = {}
 
     def run(self, schedule: Schedule) -> None:
         ended: list[torch.cuda.Event | None] = []
@@ -119,7 +118,7 @@ class GpuEngine:
                 event.synchronize()
             target.copy_(source)
             return None
-        streams = self._lane(move)
+        streams = self._streams_of(move)
         with contextlib.ExitStack() as stack:
             for stream in streams:
                 for event in waited:
@@ -131,13 +130,13 @@ class GpuEngine:
         event.record(streams[-1])
         return event
 
-    def _lane(self, move: Move) -> list[torch.cuda.Stream]:
+    def _streams_of(self, move: Move) -> list[torch.cuda.Stream]:
         """A stream on each GPU that takes part, the target's last."""
         key = (move.source, move.target)
-        if key not in self.lanes:
+        if key not in self.streams:
             places = [place for place in key if isinstance(place, int)]
-            self.lanes[key] = [torch.cuda.Stream(self.devices[place]) for place in places]
-        return self.lanes[key]
+            self.streams[key] = [torch.cuda.Stream(self.devices[place]) for place in places]
+        return self.streams[key]
 
     def _part(self, place: str | int, move: Move) -> Tensor:
         if isinstance(place, str):
@@ -218,6 +217,3 @@ def _finish(pending: dict[int, dist.Work]) -> None:
 
 def _differing(tensor: Tensor, expected: Tensor) -> int:
     return 0 if torch.equal(tensor, expected) else int((tensor != expected).sum())
-
-
-EngineOf = Callable[[int, int, int], Engine]

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stepgauge.spec.fields import named_in
+from stepgauge.spec.fields import naming_fields
 from stepgauge.spec.kinds import declarations
 from stepgauge.spec.options import written
 from stepgauge.spec.record import Record
@@ -71,12 +71,11 @@ def naming(record: Record) -> tuple[list[str], list[str]]:
     implied = {*(SHAPE if spec.get("size") != "custom" else ())}  # a preset implies its shape
     shown, default = list(shape), list[str]()
     for field in declared_fields(record):
-        names = named_in(field) or ({field.name} if field.metadata.get("word") else set())
-        if not names <= spec.keys() or field.name in implied or field.name not in spec:
+        names = naming_fields(field)
+        if field.name in implied or not spec.keys() >= {field.name, *names}:
             continue
-        is_default = spec[field.name] == field.metadata.get("quiet")
-        ordered = sorted(names, key=lambda name: name != field.name)
-        (default if is_default else shown).extend(ordered)
+        is_default = spec[field.name] == field.metadata.get("hidden_default")
+        (default if is_default else shown).extend(names)
     return list(dict.fromkeys(shown)), default
 
 

@@ -28,8 +28,8 @@ class BertSpec:
         "tokens in the vocabulary",
         least=2,
         most=10_000_000,
-        word="vocabulary {vocab_size:,}",
-        quiet=30_522,
+        label=True,
+        hidden_default=30_522,
     )
     context_length: int = option(
         512, "sequence, in tokens", least=1, most=16_777_216, flag="context"
@@ -39,24 +39,20 @@ class BertSpec:
         "positions that the network knows",
         least=1,
         most=16_777_216,
-        word="{num_positions} positions",
-        quiet=512,
+        label=True,
+        hidden_default=512,
     )
-    d_model: int = option(
-        768, "width of the residual stream", least=1, most=1_000_000, word="width {d_model}"
-    )
-    d_ff: int = option(
-        3072, "width of the feed-forward layer", least=1, most=4_000_000, word="feed-forward {d_ff}"
-    )
-    num_layers: int = option(12, "blocks", least=1, most=10_000, word="{num_layers} blocks")
-    num_heads: int = option(12, "attention heads", least=1, most=100_000, word="{num_heads} heads")
+    d_model: int = option(768, "width of the residual stream", least=1, most=1_000_000, label=True)
+    d_ff: int = option(3072, "width of the feed-forward layer", least=1, most=4_000_000, label=True)
+    num_layers: int = option(12, "blocks", least=1, most=10_000, label=True)
+    num_heads: int = option(12, "attention heads", least=1, most=100_000, label=True)
     dropout: float = option(
         0.0,
         "share of activations set to zero while training",
         least=0.0,
         most=0.99,
-        word="dropout {dropout:g}",
-        quiet=0.0,
+        label=True,
+        hidden_default=0.0,
     )
     # tells it from a ModelSpec in a record
     network: str = dataclasses.field(default="bert", init=False)

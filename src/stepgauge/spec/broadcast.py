@@ -136,14 +136,14 @@ class BroadcastSpec:
     kind: ClassVar[str] = "broadcast"
 
     schedule: str = option(
-        "scatter-gather", "the way from the host to all GPUs", choices=SCHEDULES, word="{schedule}"
+        "scatter-gather", "the way from the host to all GPUs", choices=SCHEDULES, label=True
     )
     size_bytes: int = option(
         1 << 30,
         "bytes of the host tensor; 512M, 1G are powers of 1024",
         least=1,
         flag="size",
-        word="{size_bytes:,} B",
+        label=True,
     )
     block_bytes: int = option(
         32 << 20, "bytes of a block, where there are blocks", least=1, flag="block"
@@ -153,7 +153,7 @@ class BroadcastSpec:
         "that get the tensor; on a CPU processes stand for them",
         least=1,
         most=64,
-        word="to {gpus}",
+        label=True,
     )
     repeats: int = option(16, "timed runs", least=1, most=100_000)
     warmup: int = option(2, "untimed runs first", least=0, most=1000)

@@ -39,7 +39,7 @@ class CalibrationSpec:
 
     kind: ClassVar[str] = "calibration"
 
-    operation: str = option("matmul nt bf16", "operation and type", word="{operation}")
+    operation: str = option("matmul nt bf16", "operation and type", label=True)
     milliseconds: float = option(4.0, "of work that each shape is timed for", least=0.0, most=1e4)
     device: str = option("cpu", "cpu, cuda, cuda:1, mps; auto takes the fastest there is")
 

@@ -66,19 +66,19 @@ class CommSpec:
 
     kind: ClassVar[str] = "comm"
 
-    op: str = option("all_reduce", "the collective", choices=OPS, word="{op}")
+    op: str = option("all_reduce", "the collective", choices=OPS, label=True)
     backend: str = option(
         "gloo",
         "who moves the bytes; gloo takes CPU and GPU tensors",
         choices=("gloo", "nccl"),
-        word="{backend}",
+        label=True,
     )
     algorithm: str = option(
         "library",
         "the backend's own, or our ring of sends over it",
         choices=("library", "ring"),
-        word="{algorithm}",
-        quiet="library",
+        label=True,
+        hidden_default="library",
     )
     size_bytes: int = option(
         1 << 20,
@@ -86,25 +86,25 @@ class CommSpec:
         least=0,
         most=1 << 40,
         flag="size",
-        word="{size_bytes:,} B",
-        quiet=0,
+        label=True,
+        hidden_default=0,
     )
-    ranks: int = option(2, "processes", least=1, most=4096, word="{ranks} ranks")
+    ranks: int = option(2, "processes", least=1, most=4096, label=True)
     nodes: int = option(
         1,
         "machines that they are spread over; set by torchrun",
         least=1,
         most=4096,
-        word="{nodes} nodes",
-        quiet=1,
+        label=True,
+        hidden_default=1,
     )
     dtype: str = option("float32", "element type", choices=DTYPE_BYTES)
     timing: str = option(
         "pipelined",
         "pipelined: one after another without waiting; blocking: wait after each; graph: replayed as a CUDA graph",
         choices=("pipelined", "blocking", "graph"),
-        word="{timing}",
-        quiet="pipelined",
+        label=True,
+        hidden_default="pipelined",
     )
     iterations: int = option(
         20,

@@ -25,41 +25,40 @@ class DataParallelSpec:
     kind: ClassVar[str] = "data-parallel"
 
     model: ModelSpec | BertSpec | UserModel
-    size: str = option("custom", "preset that the model spec starts from", word="{size}")
+    size: str = option("custom", "preset that the model spec starts from", label=True)
     wrapper: str = option(
         "bucketed",
         "how training is spread; none: each rank trains alone",
         choices=WRAPPERS,
-        word="{wrapper}",
+        label=True,
     )
     bucket_mb: float = option(
         25.0,
         "MB (10^6 bytes) of gradients at which a bucket is sent; 0: a bucket a gradient",
         least=0.0,
         most=1e6,
-        word="buckets of {bucket_mb:g} MB",
-        quiet=25.0,
-        special={0.0: "a bucket a gradient"},
+        label=True,
+        hidden_default=25.0,
     )
     ranks: int = option(
-        2, "processes, each with a device of its own", least=1, most=100_000, word="{ranks} ranks"
+        2, "processes, each with a device of its own", least=1, most=100_000, label=True
     )
     backend: str = option(
         "auto",
         "auto is nccl on GPUs, gloo on CPUs",
         choices=("auto", *BACKENDS),
-        word="{backend}",
-        quiet="auto",
+        label=True,
+        hidden_default="auto",
     )
     reduce_dtype: str = option(
         "own",
         "type that gradients are averaged in, by wrappers that leave weights whole; own: the parameters'",
         choices=REDUCE_DTYPES,
-        word="gradients in {reduce_dtype}",
-        quiet="own",
+        label=True,
+        hidden_default="own",
     )
     batch: int = option(
-        4, "sequences a rank", least=1, most=1_000_000, word="batch {batch} × {context_length}"
+        4, "sequences a rank", least=1, most=1_000_000, label=("batch", "context_length")
     )
     precision: str = as_in(
         WorkSpec, "precision", "as in bench step; fully sharded wrappers also send it"
@@ -71,11 +70,13 @@ class DataParallelSpec:
     warmup: int = option(5, "untimed steps first", least=1, most=100_000)
     steps: int = option(10, "timed steps", least=1, most=1_000_000)
     trace: bool = option(
-        False, "profile two more steps, for the overlap of communication and computing", bare=True
+        False,
+        "profile two more steps, for the overlap of communication and computing",
+        flag_value=True,
     )
     device: str = option("cpu", "cpu or cuda: each rank takes the GPU of its own number")
     seed: int = option(
-        0, "of weights and tokens", least=0, most=2**63 - 1, word="seed {seed}", quiet=0
+        0, "of weights and tokens", least=0, most=2**63 - 1, label=True, hidden_default=0
     )
 
     def __post_init__(self) -> None:

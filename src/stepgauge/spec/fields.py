@@ -6,7 +6,6 @@ read it.
 
 import dataclasses
 import math
-import string
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -22,30 +21,36 @@ def option(
     most: float | None = None,
     flag: str | None = None,
     short: str | None = None,
-    bare: Any = None,
-    word: str = "",
-    quiet: Any = None,
-    special: Mapping[Any, str] | None = None,
+    flag_value: Any = None,
+    label: bool | tuple[str, ...] = False,
+    hidden_default: Any = None,
 ) -> Any:
     """A dataclass field with a help text and the values that it accepts (`least` and `most`
     inclusive).
 
-    flag  its name on the command line, where that differs from the field's
-    short its one-letter name
-    bare  what the flag alone, without a value, stands for
-    word  how it names a row in few words, a format of the spec's fields; nothing is said where the
-          value is `quiet`
-    special  other words for single values
+    flag            its name on the command line, where that differs from the field's
+    short           its one-letter name
+    flag_value      what the flag alone, without a value, stands for
+    label           whether `key=value` of the field names a row; or the fields that name it
+                    together, this one first
+    hidden_default  the value that no row needs to be named by
     """
-    limits = {"choices": tuple(choices) if choices else None, "least": least, "most": most}
-    names = {"flag": flag, "short": short, "word": word, "quiet": quiet, "special": special or {}}
-    return dataclasses.field(
-        default=default, metadata={"help": help, "bare": bare, **names, **limits}
-    )
+    metadata = {
+        "help": help,
+        "choices": tuple(choices) if choices else None,
+        "least": least,
+        "most": most,
+        "flag": flag,
+        "short": short,
+        "flag_value": flag_value,
+        "label": label,
+        "hidden_default": hidden_default,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def as_in(declared: type, name: str, help: str = "") -> Any:
-    """The field of that name of another spec once more: its default, limits and words, and its help
+    """The field of that name of another spec once more: its default, limits and label, and its help
     or this one.
     """
     (field,) = [field for field in dataclasses.fields(declared) if field.name == name]
@@ -61,31 +66,10 @@ def by_size(size: str, sizes: Mapping[str, Preset]) -> Preset:
         raise ValueError(f"size is {size!r}; choose one of {', '.join(sizes)}") from None
 
 
-def words(
-    declared: type, values: Mapping[str, Any], *, leaving_out: Iterable[str] = ()
-) -> list[str]:
-    """What names a row in few words, by the `word` of each field of the spec that has one; values
-    by field name.
-    """
-    fields = [field for field in dataclasses.fields(declared) if field.name not in leaving_out]
-    return [word for field in fields if (word := word_of(field, values))]
-
-
-def word_of(field: Any, values: Mapping[str, Any]) -> str:
-    """What one field of a spec adds to the name of a row; nothing where it has no `word` or its
-    value is `quiet`.
-    """
-    word, value = field.metadata.get("word"), values.get(field.name)
-    if not word or field.name not in values or value == field.metadata["quiet"]:
-        return ""
-    return str(field.metadata.get("special", {}).get(value, word)).format(**values)
-
-
-def named_in(field: Any) -> set[str]:
-    """The fields whose values are in a field's `word`."""
-    return {
-        name for _, name, _, _ in string.Formatter().parse(field.metadata.get("word") or "") if name
-    }
+def naming_fields(field: "dataclasses.Field[Any]") -> tuple[str, ...]:
+    """The fields that name a row together with this one, itself first; none without a `label`."""
+    label = field.metadata.get("label", False)
+    return label if isinstance(label, tuple) else (field.name,) if label else ()
 
 
 def check(spec: Any) -> None:

@@ -23,12 +23,12 @@ class KernelSpec:
     shape: ClassVar[tuple[str, ...]]
     passes_offered: ClassVar[tuple[str, ...]] = PASSES
 
-    dtype: str = option("bf16", "type of the tensors", choices=DTYPES, word="{dtype}")
+    dtype: str = option("bf16", "type of the tensors", choices=DTYPES, label=True)
     passes: str = option(
         "both",
         "forward without gradients, backward alone, or both in turn; a grid has its own",
         choices=PASSES,
-        word="{passes}",
+        label=True,
     )
     peers: str = option(AUTO, "names of what stands beside ours")
     seconds: float = option(0.2, "of timing for each implementation", least=0.0, most=3600.0)
@@ -71,7 +71,11 @@ class AttentionSpec(KernelSpec):
     sequence: int = option(512, "positions of a sequence", least=1, most=16_777_216)
     width: int = option(64, "width of a head", least=1, most=256)
     causal: bool = option(
-        True, "each position sees itself and those before it", bare=True, word="full", quiet=True
+        True,
+        "each position sees itself and those before it",
+        flag_value=True,
+        label=True,
+        hidden_default=True,
     )
 
 

@@ -23,9 +23,9 @@ class MemorySpec(WorkSpec):
         "no",
         "run nothing, predict for that device; sm80 is A100, sm90 H100",
         choices=PREDICTIONS,
-        bare="sm90",
-        word="predicted for {predict}",
-        quiet="no",
+        flag_value="sm90",
+        label=True,
+        hidden_default="no",
     )
 
     def __post_init__(self) -> None:

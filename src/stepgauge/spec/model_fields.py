@@ -58,70 +58,70 @@ class NetworkFields:
         "tokens in the vocabulary",
         least=2,
         most=10_000_000,
-        word="vocabulary {vocab_size:,}",
-        quiet=10_000,
+        label=True,
+        hidden_default=10_000,
     )
     context_length: int = option(
         512, "longest sequence, in tokens", least=1, most=16_777_216, flag="context"
     )
-    d_model: int = option(
-        768, "width of the residual stream", least=1, most=1_000_000, word="width {d_model}"
-    )
-    d_ff: int = option(
-        3072, "width of the feed-forward layer", least=1, most=4_000_000, word="feed-forward {d_ff}"
-    )
-    num_layers: int = option(12, "blocks", least=1, most=10_000, word="{num_layers} blocks")
+    d_model: int = option(768, "width of the residual stream", least=1, most=1_000_000, label=True)
+    d_ff: int = option(3072, "width of the feed-forward layer", least=1, most=4_000_000, label=True)
+    num_layers: int = option(12, "blocks", least=1, most=10_000, label=True)
 
     # Attention
-    num_heads: int = option(12, "attention heads", least=1, most=100_000, word="{num_heads} heads")
+    num_heads: int = option(12, "attention heads", least=1, most=100_000, label=True)
     num_kv_heads: int = option(
         0,
         "heads of keys and values; 0: as many as attention heads",
         least=0,
         most=100_000,
-        word="{num_kv_heads} key heads",
-        quiet=0,
+        label=True,
+        hidden_default=0,
     )
     head_dim: int = option(
         0,
         "width of a head; 0: d_model over num_heads",
         least=0,
         most=100_000,
-        word="heads of {head_dim}",
-        quiet=0,
+        label=True,
+        hidden_default=0,
     )
     qk_norm: bool = option(
-        False, "a norm of each query and key head", bare=True, word="qk-norm", quiet=False
+        False,
+        "a norm of each query and key head",
+        flag_value=True,
+        label=True,
+        hidden_default=False,
     )
     attention_bias: str = option(
         "none",
         "biases in attention: of queries, keys and values, or of the output too",
         choices=BIASES,
-        word="attention biases {attention_bias}",
-        quiet="none",
+        label=True,
+        hidden_default="none",
     )
     mask: str = option(
         "causal",
         "what a token sees: those before it, or the whole sequence",
         choices=MASKS,
-        word="{mask} mask",
-        quiet="causal",
+        label=True,
+        hidden_default="causal",
     )
     window: int = option(
         0,
         "last tokens that a token sees, itself among them; 0: all",
         least=0,
         most=16_777_216,
-        word="window {window}",
-        quiet=0,
+        label=True,
+        hidden_default=0,
     )
     full_attention_every: int = option(
         0,
         "of a network with a window: every n-th block has none; 0: all have it",
         least=0,
         most=10_000,
-        word="every {full_attention_every} without",
-        quiet=0,
+        label=True,
+        hidden_default=0,
     )
 
     # Feed-forward
@@ -129,23 +129,23 @@ class NetworkFields:
         "swiglu",
         "feed-forward layer; those with glu have three matrices, others two",
         choices=FEED_FORWARD_MATRICES,
-        word="{feed_forward}",
-        quiet="swiglu",
+        label=True,
+        hidden_default="swiglu",
     )
     feed_forward_bias: bool = option(
         False,
         "biases in the feed-forward layer",
-        bare=True,
-        word="feed-forward biases",
-        quiet=False,
+        flag_value=True,
+        label=True,
+        hidden_default=False,
     )
     num_experts: int = option(
         0,
         "feed-forward layers a block, of which each token goes to some; 0: one, for all",
         least=0,
         most=10_000,
-        word="{experts_per_token} of {num_experts} experts",
-        quiet=0,
+        label=("num_experts", "experts_per_token"),
+        hidden_default=0,
     )
     experts_per_token: int = option(0, "experts that a token goes to", least=0, most=10_000)
 
@@ -154,23 +154,23 @@ class NetworkFields:
         "rmsnorm",
         "normalisation, and which implementation of it",
         choices=NORMS,
-        word="norm {norm}",
-        quiet="rmsnorm",
+        label=True,
+        hidden_default="rmsnorm",
     )
     norm_epsilon: float = option(
         1e-5,
         "added to the mean square",
         least=0.0,
         most=1.0,
-        word="epsilon {norm_epsilon:g}",
-        quiet=1e-5,
+        label=True,
+        hidden_default=1e-5,
     )
     block: str = option(
         "pre-norm",
         "where norms stand; parallel: attention and feed-forward read the same input",
         choices=BLOCKS,
-        word="{block} blocks",
-        quiet="pre-norm",
+        label=True,
+        hidden_default="pre-norm",
     )
 
     # Positions
@@ -178,50 +178,54 @@ class NetworkFields:
         "rope",
         "rotary or learned positions",
         choices=POSITIONS,
-        word="{positions} positions",
-        quiet="rope",
+        label=True,
+        hidden_default="rope",
     )
     num_positions: int = option(
         0,
         "learned positions; 0: as many as the context",
         least=0,
         most=16_777_216,
-        word="of {num_positions}",
-        quiet=0,
+        label=True,
+        hidden_default=0,
     )
     rope_base: float = option(
         10_000.0,
         "base of the rotary angles",
         least=1.0,
         most=1e12,
-        word="rope base {rope_base:g}",
-        quiet=10_000.0,
+        label=True,
+        hidden_default=10_000.0,
     )
     rope_fraction: float = option(
         1.0,
         "part of a head that is rotated",
         least=0.0,
         most=1.0,
-        word="rope on {rope_fraction:g}",
-        quiet=1.0,
+        label=True,
+        hidden_default=1.0,
     )
     rope_scaling: str = option(
         "none",
         "how angles are stretched to a longer context: linear:FACTOR, llama3:FACTOR:LOW:HIGH:CONTEXT",
-        word="rope {rope_scaling}",
-        quiet="none",
+        label=True,
+        hidden_default="none",
     )
 
     # Ends
     tied_head: bool = option(
-        False, "use the embedding as the output matrix", bare=True, word="tied head", quiet=False
+        False,
+        "use the embedding as the output matrix",
+        flag_value=True,
+        label=True,
+        hidden_default=False,
     )
     scaled_embedding: bool = option(
         False,
         "embedding times sqrt(d_model), as Gemma",
-        bare=True,
-        word="scaled embedding",
-        quiet=False,
+        flag_value=True,
+        label=True,
+        hidden_default=False,
     )
 
     # Implementations
@@ -229,15 +233,15 @@ class NetworkFields:
         "sdpa",
         "implementation of attention",
         choices=ATTENTIONS,
-        word="attention {attention}",
-        quiet="sdpa",
+        label=True,
+        hidden_default="sdpa",
     )
     loss: str = option(
         "cross-entropy",
         "implementation of output layer and loss",
         choices=LOSSES,
-        word="loss {loss}",
-        quiet="cross-entropy",
+        label=True,
+        hidden_default="cross-entropy",
     )
 
     def __post_init__(self) -> None:

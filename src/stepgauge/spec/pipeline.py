@@ -37,15 +37,15 @@ class PipelineSpec:
     kind: ClassVar[str] = "pipeline"
 
     model: ModelSpec | BertSpec
-    size: str = option("custom", "preset that the model spec starts from", word="{size}")
+    size: str = option("custom", "preset that the model spec starts from", label=True)
     schedule: str = option(
         "1f1b",
         "the order of each rank's work; torch-: torch.distributed.pipelining's own",
         choices=(*SCHEDULES, *OF_TORCH),
-        word="{schedule}",
+        label=True,
     )
     ranks: int = option(
-        2, "processes, each with a device of its own", least=1, most=1000, word="{ranks} ranks"
+        2, "processes, each with a device of its own", least=1, most=1000, label=True
     )
     micro_batches: int = option(
         4,
@@ -53,51 +53,51 @@ class PipelineSpec:
         least=1,
         most=10_000,
         flag="microbatches",
-        word="{micro_batches} micro-batches",
+        label=True,
     )
     per_rank: int = option(
-        2, "stages a rank of interleaved schedules", least=1, most=64, word="{per_rank} stages a rank", quiet=2
+        2, "stages a rank of interleaved schedules", least=1, most=64, label=True, hidden_default=2
     )  # fmt: skip
     batch: int = option(
-        8, "sequences in all", least=1, most=1_000_000, word="batch {batch} × {context_length}"
+        8, "sequences in all", least=1, most=1_000_000, label=("batch", "context_length")
     )
     balance: str = option(
         "flops",
         "how blocks are cut into stages: by their work and the head's, or by their count",
         choices=BALANCES,
-        word="cut by {balance}",
-        quiet="flops",
+        label=True,
+        hidden_default="flops",
     )
     overweight: int = option(
         0,
         "blocks that the second stage has more than its share",
         least=0,
         most=1000,
-        word="second stage {overweight} blocks heavier",
-        quiet=0,
+        label=True,
+        hidden_default=0,
     )
     precision: str = option(
         "fp32", "bf16 is autocast; bf16-pure has bf16 parameters",
-        choices=("fp32", "tf32", "bf16", "bf16-pure"), word="{precision}",
+        choices=("fp32", "tf32", "bf16", "bf16-pure"), label=True,
     )  # fmt: skip
     compile: str = option(
-        "off", "torch.compile of each block", choices=("off", "blocks"), bare="blocks",
-        word="compiled ({compile})", quiet="off",
+        "off", "torch.compile of each block", choices=("off", "blocks"), flag_value="blocks",
+        label=True, hidden_default="off",
     )  # fmt: skip
     ahead: int = option(
         AHEAD,
         "computations between the posting of a receive and its reader; -1: posted as it is sent",
         least=AS_SENT,
         most=100,
-        word="receives {ahead} ahead",
-        quiet=AHEAD,
+        label=True,
+        hidden_default=AHEAD,
     )
     transport: str = option(
         "auto",
         "of tensors between stages: copies into the other ranks' memory, or messages of the backend",
         choices=("auto", "copies", "messages"),
-        word="by {transport}",
-        quiet="auto",
+        label=True,
+        hidden_default="auto",
     )
     warmup: int = option(3, "untimed steps first", least=1, most=100_000)
     steps: int = option(5, "timed steps", least=1, most=1_000_000)

@@ -27,13 +27,15 @@ class Row:
         return predicted / measured - 1 if predicted and measured else None
 
 
-def paired(records: Sequence[Record]) -> list[Row]:
+def paired(records: Sequence[Record], *, anywhere: bool = False) -> list[Row]:
     """Each measured record with the prediction of the same thing for the same place, and what is
     predicted alone, in the order of the records.
+
+    With `anywhere` the places may differ: a prediction from a hardware file is made on any machine.
     """
     rows: dict[tuple[str, ...], Row] = {}
     for record in records:
-        name = (record.key, *record.place)
+        name = (record.key,) if anywhere else (record.key, *record.place)
         known = rows.get(name)
         if record.provenance == "modelled":
             shown = known.record if known and known.record.provenance != "modelled" else record

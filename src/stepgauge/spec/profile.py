@@ -21,4 +21,4 @@ class ProfileSpec(StepSpec):
     )
     active: int = option(3, "recorded steps", least=1, most=1000)
     repeat: int = option(1, "how often to wait, warm up and record", least=1, most=100)
-    stacks: bool = option(False, "record Python stacks too: slower, larger", bare=True)
+    stacks: bool = option(False, "record Python stacks too: slower, larger", flag_value=True)

@@ -23,38 +23,38 @@ class WorkSpec:
     """What a training step does. The sequence length is the model's context_length."""
 
     model: ModelSpec | BertSpec | UserModel
-    size: str = option("custom", "preset that the model spec starts from", word="{size}")
+    size: str = option("custom", "preset that the model spec starts from", label=True)
     batch: int = option(
-        4, "sequences in a batch", least=1, most=1_000_000, word="batch {batch} × {context_length}"
+        4, "sequences in a batch", least=1, most=1_000_000, label=("batch", "context_length")
     )
     precision: str = option(
         "fp32",
         "bf16 and fp16 are autocast, fp16 with loss scaling; bf16-pure has bf16 parameters, "
         "bf16-master fp32 masters of them in the optimizer",
         choices=PRECISIONS,
-        word="{precision}",
+        label=True,
     )
     compile: str = option(
         "off",
         "torch.compile; on: the whole model",
         choices=COMPILE_MODES,
-        bare="on",
-        word="compiled ({compile})",
-        quiet="off",
+        flag_value="on",
+        label=True,
+        hidden_default="off",
     )
     optimizer: str = option(
         "adamw",
         "adamw is torch's fused one, fused is ours",
         choices=OPTIMIZERS,
-        word="optimizer {optimizer}",
-        quiet="adamw",
+        label=True,
+        hidden_default="adamw",
     )
     checkpointing: str = option(
         "none",
         "what backward computes again; selective keeps products and attention",
         choices=CHECKPOINTING,
-        word="checkpointing {checkpointing} {checkpoint_blocks}",
-        quiet="none",
+        label=("checkpointing", "checkpoint_blocks"),
+        hidden_default="none",
     )
     checkpoint_blocks: int = option(
         1, "blocks that are computed again together", least=1, most=10_000
@@ -63,19 +63,19 @@ class WorkSpec:
         "step",
         "forward alone without gradients; backward with its forward; or the whole step",
         choices=PHASES,
-        word="up to {phases}",
-        quiet="step",
+        label=True,
+        hidden_default="step",
     )
     data: str = option(
         "random",
         "tokens: random, or the default corpus as bytes",
         choices=("random", "text"),
-        word="tokens of {data}",
-        quiet="random",
+        label=True,
+        hidden_default="random",
     )
     device: str = option("cpu", "cpu, cuda, cuda:1, mps; auto takes the fastest there is")
     seed: int = option(
-        0, "of weights and tokens", least=0, most=2**63 - 1, word="seed {seed}", quiet=0
+        0, "of weights and tokens", least=0, most=2**63 - 1, label=True, hidden_default=0
     )
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ class TrainSpec:
     kind: ClassVar[str] = "train"
 
     model: ModelSpec
-    size: str = option("custom", "preset that the model spec starts from", word="{size}")
+    size: str = option("custom", "preset that the model spec starts from", label=True)
     corpus: str = option(
         DEFAULT_CORPUS, "text file or folder; stdlib is Python's own library's source"
     )
@@ -30,8 +30,8 @@ class TrainSpec:
         "bytes",
         "bytes, or a BPE trained on the corpus",
         choices=("bytes", "bpe"),
-        word="{tokenizer}",
-        quiet="bytes",
+        label=True,
+        hidden_default="bytes",
     )
     steps: int = option(200, "optimizer steps", least=1, most=1_000_000_000)
     batch: int = option(
@@ -39,15 +39,15 @@ class TrainSpec:
         "sequences a micro-batch, of all ranks",
         least=1,
         most=1_000_000,
-        word="batch {batch} × {context_length}",
+        label=("batch", "context_length"),
     )
     accumulation: int = option(
         1,
         "micro-batches a step",
         least=1,
         most=1_000_000,
-        word="accumulation {accumulation}",
-        quiet=1,
+        label=True,
+        hidden_default=1,
     )
     precision: str = as_in(WorkSpec, "precision")
     compile: str = as_in(WorkSpec, "compile")
@@ -73,16 +73,16 @@ class TrainSpec:
         "none",
         "how training is spread over ranks",
         choices=TRAINING_WRAPPERS,
-        word="{data_parallel}",
-        quiet="none",
+        label=True,
+        hidden_default="none",
     )
     ranks: int = option(
         1,
         "processes, each with a device of its own",
         least=1,
         most=100_000,
-        word="{ranks} ranks",
-        quiet=1,
+        label=True,
+        hidden_default=1,
     )
     bucket_mb: float = option(
         25.0,

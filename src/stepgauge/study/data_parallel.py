@@ -13,7 +13,7 @@ from stepgauge.report.figure import grouped_bars, lines
 from stepgauge.report.numbers import number, whole
 from stepgauge.report.page import Block, Plot, Text
 from stepgauge.report.table import Table
-from stepgauge.report.tracks import overlap_lanes
+from stepgauge.report.tracks import overlap_tracks
 from stepgauge.report.views import plotted, record_table
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS
@@ -113,7 +113,7 @@ def plots(records: Sequence[Record]) -> list[Block]:
     last = [(wrapper, record) for wrapper, record in traced if record.spec["size"] == names[-1]]
     if last:
         caption = f"A traced step of {names[-1]}: communication beside computation, one wrapper above the other."
-        shown.append(Plot(overlap_lanes(last), caption))
+        shown.append(Plot(overlap_tracks(last), caption))
     return [*shown, record_table(records), *overhead_blocks(good)]
 
 

@@ -152,7 +152,7 @@ EXPERIMENT = Experiment(
     question="How many micro-batches does a pipeline want, and what does one heavy stage cost?",
     method=(
         "BERT cut into a stage a rank, forward and backward of a global batch of 64 with 1F1B and "
-        "its rivals; of each step the slowest rank counts. Before a row runs, each stage is timed "
+        "the others; of each step the slowest rank counts. Before a row runs, each stage is timed "
         "alone and the schedule is simulated from that. torch is torch.distributed.pipelining."
     ),
     jobs=jobs,

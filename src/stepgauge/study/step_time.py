@@ -13,7 +13,7 @@ from stepgauge.study.experiment import Experiment, Machine
 from stepgauge.study.published import CONDITIONS, beside, published
 from stepgauge.study.sizes import GPU_SIZES, OURS, S1, S2, sizes, step_job
 
-# (forward, backward), fp32, ms
+# Forward and backward of fp32, in ms.
 _FIGURES: dict[str, dict[str, tuple[float, float]]] = {
     "S1": {
         "small": (18.8, 34.0),

@@ -2,67 +2,50 @@
 same spec.
 """
 
-import dataclasses
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from stepgauge.report.names import labels
 from stepgauge.report.table import Table
+from stepgauge.spec.predictions import Row, paired
 from stepgauge.spec.record import Record
 
 STEP = "step_ms"
 COLUMNS = ("row", "predicted ms", "measured ms", "error")
 
 
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """A prediction and the measurement of the same thing asked."""
-
-    modelled: Record
-    measured: Record
-
-    def error(self, metric: str) -> float | None:
-        """Predicted over measured, less one; None where one of them has no such figure."""
-        predicted, found = self.modelled.median(metric), self.measured.median(metric)
-        return predicted / found - 1 if predicted is not None and found else None
-
-
-def pairs(records: Iterable[Record]) -> list[Pair]:
-    """Every measured record with the last prediction of it, in the order of the measurements."""
-    records = list(records)
-    modelled = {record.key: record for record in records if record.provenance == "modelled"}
-    return [
-        Pair(modelled[record.key], record)
-        for record in records
-        if record.provenance == "measured" and record.status == "ok" and record.key in modelled
+def error_table(records: Sequence[Record]) -> Table:
+    """A row for each step that was predicted and measured, with the signed errors of its phases."""
+    found = [
+        (row, row.prediction)
+        for row in paired(records, anywhere=True)
+        if row.prediction and row.record.provenance == "measured" and row.record.status == "ok"
     ]
-
-
-def error_table(found: Sequence[Pair]) -> Table:
-    """A row a pair: the step predicted and measured, and the signed errors of its phases."""
     phases = [
         name
         for name in ("forward_ms", "backward_ms", "optimizer_ms")
-        if any(pair.error(name) is not None for pair in found)
+        if any(row.error(name) is not None for row, _ in found)
     ]
     columns = [*COLUMNS, *(f"{name.removesuffix('_ms')} error" for name in phases)]
-    names = labels([pair.measured for pair in found])
+    names = labels([row.record for row, _ in found])
     rows = [
         [
             name,
-            pair.modelled.median(STEP),
-            pair.measured.median(STEP),
-            *(pair.error(metric) for metric in (STEP, *phases)),
+            prediction.median(STEP),
+            row.record.median(STEP),
+            *(row.error(metric) for metric in (STEP, *phases)),
         ]
-        for name, pair in zip(names, found, strict=True)
+        for name, (row, prediction) in zip(names, found, strict=True)
     ]
     formats = {column: "+.1%" for column in columns if column.endswith("error")}
-    return Table(columns, rows, names=1, formats=formats, caption=sentence(found))
+    return Table(
+        columns, rows, names=1, formats=formats, caption=sentence([row for row, _ in found])
+    )
 
 
-def sentence(found: Sequence[Pair]) -> str:
+def sentence(rows: Sequence[Row]) -> str:
     """What the errors come to."""
-    errors = [error for pair in found if (error := pair.error(STEP)) is not None]
+    errors = [error for row in rows if (error := row.error(STEP)) is not None]
     if not errors:
         return "No row was both predicted and measured."
     sizes = [abs(error) for error in errors]

@@ -1,4 +1,4 @@
-"""Each operation beside its peers: one file an operation, `contest` runs them, spec/grids.py has
+"""Each operation beside its peers: one file an operation, `comparison` runs them, spec/grids.py has
 the shapes by name.
 
 A new operation is a spec in spec/kernel.py, one file with an OPERATION here, and one line in

@@ -29,7 +29,7 @@ IMPLEMENTATIONS = {
     "foreach": Implementation(
         lambda spec: functools.partial(torch.optim.AdamW, **HYPER, foreach=True)
     ),
-    # Ours with fp32 masters of narrower parameters: no rival of itself, it runs only if named.
+    # Ours with fp32 masters of narrower parameters: no baseline of itself, it runs only if named.
     "masters": Implementation(
         lambda spec: functools.partial(FusedAdamW, **HYPER, master_weights=True),
         error=lambda case, function: case.error(function),

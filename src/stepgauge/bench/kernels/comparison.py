@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from stepgauge.bench.kernels import OPERATIONS
 from stepgauge.bench.kernels.operation import DTYPES
-from stepgauge.bench.kernels.provider import Entrant
+from stepgauge.bench.kernels.provider import Provider
 from stepgauge.measure import devices
 from stepgauge.measure.accuracy import tolerance
 from stepgauge.measure.ceilings import ceilings
@@ -44,40 +44,42 @@ def run(spec: KernelSpec) -> Record:
     oracle and checks.
     """
     check(spec)
-    return _contest_of(spec).measure(spec)
+    return _comparison_of(spec).measure(spec)
 
 
-_held: list["Contest"] = []
+_held: list["Comparison"] = []
 
 
-def _contest_of(spec: KernelSpec) -> "Contest":
+def _comparison_of(spec: KernelSpec) -> "Comparison":
     if not (_held and _held[0].takes(spec)):
         _held.clear()  # before the next one takes memory
         torch._dynamo.reset()
         devices.reset_peak_memory(torch.device(spec.device))
-        _held.append(Contest(spec))
+        _held.append(Comparison(spec))
     return _held[0]
 
 
-class Contest:
-    """One shape: its inputs, and who gives a right result there."""
+class Comparison:
+    """One shape: its inputs, and which providers give a right result there."""
 
     def __init__(self, spec: KernelSpec):
         self.spec = spec
         self.operation = OPERATIONS[spec.kind]
         self.device = torch.device(spec.device)
         self.case = self.operation.case(spec)
-        self.entrants = [
-            Entrant(name, self.operation.implementations[name]) for name in self._wanted()
+        self.providers = [
+            Provider(name, self.operation.implementations[name]) for name in self._wanted()
         ]
         limit = tolerance(DTYPES[spec.dtype], self.operation.reduction(spec))
-        for entrant in self.entrants:
-            entrant.check(spec, self.case, limit)
+        for provider in self.providers:
+            provider.check(spec, self.case, limit)
 
     def _wanted(self) -> list[str]:
         named = {OURS, *self.spec.named_peers}
-        rivals = {name for name, each in self.operation.implementations.items() if each.is_rival}
-        chosen = named if self.spec.named_peers else rivals
+        baselines = {
+            name for name, each in self.operation.implementations.items() if each.is_baseline
+        }
+        chosen = named if self.spec.named_peers else baselines
         return [name for name in self.operation.implementations if name in chosen]
 
     def takes(self, spec: KernelSpec) -> bool:
@@ -93,22 +95,22 @@ class Contest:
         """Memory of each, then times in turns. What fails in these passes is not dropped from the
         others.
         """
-        entrants = {entrant.name: dataclasses.replace(entrant) for entrant in self.entrants}
+        providers = {provider.name: dataclasses.replace(provider) for provider in self.providers}
         calls: dict[str, Callable[[], Any]] = {}
         memory: dict[str, Sample] = {}
-        for name in [name for name, entrant in entrants.items() if entrant.runs]:
-            with entrants[name].guarded(self.device):
-                calls[name], figures = self._prepare(entrants[name].function, spec.passes)
+        for name in [name for name, provider in providers.items() if provider.runs]:
+            with providers[name].guarded(self.device):
+                calls[name], figures = self._prepare(providers[name].function, spec.passes)
                 memory |= {
                     f"{name}_{figure}": Sample.exact(n, "bytes") for figure, n in figures.items()
                 }
-        around = {name: entrants[name].implementation.around for name in calls}
+        around = {name: providers[name].implementation.around for name in calls}
         times, failures = time_alternately(calls, self.device, seconds=spec.seconds, around=around)
         for name, error in failures.items():
-            entrants[name].drop(error)
-        timed = {name: values for name, values in times.items() if entrants[name].runs}
-        metrics = self._speeds(spec, timed) | memory | _errors(entrants.values())
-        status, note = _verdict(entrants.values())
+            providers[name].drop(error)
+        timed = {name: values for name, values in times.items() if providers[name].runs}
+        metrics = self._speeds(spec, timed) | memory | _errors(providers.values())
+        status, note = _verdict(providers.values())
         return Record(
             kind=spec.kind,
             spec=dataclasses.asdict(spec),
@@ -118,7 +120,7 @@ class Contest:
             environment={
                 **environment(self.device),
                 "peers": _versions(PEER_PACKAGES),
-                "outcomes": {name: entrant.outcome for name, entrant in entrants.items()},
+                "outcomes": {name: provider.outcome for name, provider in providers.items()},
             },
         )
 
@@ -160,7 +162,7 @@ class Contest:
             peers = [
                 values
                 for name, values in times.items()
-                if name != OURS and implementations[name].is_rival
+                if name != OURS and implementations[name].is_baseline
             ]
             if peers:
                 best = min(map(statistics.median, peers))
@@ -180,9 +182,9 @@ class Contest:
 _ceilings = functools.cache(ceilings)
 
 
-def _errors(entrants: Iterable[Entrant]) -> dict[str, Sample]:
+def _errors(providers: Iterable[Provider]) -> dict[str, Sample]:
     """Those that are numbers: a result with NaN has none, and its outcome says so."""
-    known = {entrant.name: entrant.error for entrant in entrants if entrant.error is not None}
+    known = {provider.name: provider.error for provider in providers if provider.error is not None}
     return {
         f"{name}_error": Sample.exact(e, "relative")
         for name, e in known.items()
@@ -190,14 +192,14 @@ def _errors(entrants: Iterable[Entrant]) -> dict[str, Sample]:
     }
 
 
-def _verdict(entrants: Iterable[Entrant]) -> tuple[str, str]:
+def _verdict(providers: Iterable[Provider]) -> tuple[str, str]:
     """The row's status and note: who of those that are there has no time. Ours wrong, or broken,
     fails the row.
     """
     outcomes = {
-        entrant.name: entrant.outcome
-        for entrant in entrants
-        if not entrant.outcome.startswith("absent")
+        provider.name: provider.outcome
+        for provider in providers
+        if not provider.outcome.startswith("absent")
     }
     note = "; ".join(f"{name} {outcome}" for name, outcome in outcomes.items() if outcome != "ok")
     if outcomes.get(OURS, "").startswith(("wrong", "failed")):

@@ -34,8 +34,8 @@ class Implementation:
     """make    gives the function for a spec; raises ImportError or ValueError where it cannot be
                had
     around  the context in which the function is called, entered outside of what is timed
-    error   how wrong it is, where it computes something else than ours: then it is no rival, and
-            runs only if named
+    error   how wrong it is, where it computes something else than ours: then it is no baseline,
+            and runs only if named
     """
 
     make: Callable[[Any], Any]
@@ -43,7 +43,7 @@ class Implementation:
     error: Callable[[Any, Any], float] | None = None
 
     @property
-    def is_rival(self) -> bool:
+    def is_baseline(self) -> bool:
         return self.error is None
 
 

@@ -1,4 +1,4 @@
-"""An implementation in a contest: what became of it, and what it is allowed to break."""
+"""An implementation in a comparison, and its outcome: an error in it ends no other."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ _NOT_OFFERED = ("No viable backend", "No available kernel")
 
 
 @dataclasses.dataclass
-class Entrant:
+class Provider:
     """`outcome` is "ok", or why it has no time: "absent: ...", "wrong: ...", "oom: ...", "failed:
     ...".
     """

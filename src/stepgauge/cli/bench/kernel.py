@@ -59,7 +59,7 @@ def _command(spec: type[KernelSpec]) -> Callable[..., None]:
         fresh: Fresh = False,
         format: RowFormat = "table",
     ) -> None:
-        from stepgauge.bench.kernels import comparison as contest
+        from stepgauge.bench.kernels import comparison
         from stepgauge.bench.sweep import Job
 
         names = [name for text in peers for name in text.split(",") if name]
@@ -67,9 +67,11 @@ def _command(spec: type[KernelSpec]) -> Callable[..., None]:
             values["peers"] = (AUTO if AUTO in names else " ".join(names),)
         specs = resolve_devices(expand_grid(spec, grid, values))
         for row in specs:
-            contest.check(row)
+            comparison.check(row)
         records = run_jobs(
-            [Job(contest.run, row, process=spec.kind) for row in specs], RunStore(out), fresh=fresh
+            [Job(comparison.run, row, process=spec.kind) for row in specs],
+            RunStore(out),
+            fresh=fresh,
         )
         print_records(records, format)
         for sentence in outcomes_of(records):
