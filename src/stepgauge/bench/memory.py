@@ -129,8 +129,7 @@ def _measured_by_allocator(
 
     tracking = tracker if spec.compile == "off" else contextlib.nullcontext()
     with history.recording():
-        with tracking:
-            # One step more than is predicted: the last one is the one that is tracked.
+        with tracking:  # one step more than is predicted: the last is tracked
             track_step(spec, device, tracker, steps=STEPS + 1, around=peak_of)
         devices.synchronize(device)
         found = history.snapshot(device)
@@ -138,9 +137,8 @@ def _measured_by_allocator(
         history.save(found, snapshot_path(spec, folder))
     lives = history.joined(history.trace_of(found, device), tracker, first=first)
     shown = step_memory(tracker, lives, caching=True)
-    peaks["peak_bytes"] = max(
-        peaks[f"{name}_peak_bytes"] for name in ("forward", "backward", "optimizer")
-    )
+    phases = ("forward", "backward", "optimizer")
+    peaks["peak_bytes"] = max(peaks[f"{name}_peak_bytes"] for name in phases)
     held = shown.step.peak.held
     parts = {f"{_metric(name)}_bytes": float(held[name]) for name in CATEGORIES}
     parts["unexplained_bytes"] = peaks["peak_bytes"] - sum(held.values())

@@ -53,14 +53,31 @@ def run(spec: ProfileSpec, *, folder: Path) -> Record:
         devices.require_host_memory(bench_step.least_bytes(spec))
     asked = Record(kind=spec.kind, spec=dataclasses.asdict(spec))
     place = folder_of(asked, folder)
+    precision = PRECISIONS[spec.precision]
+    found, stopwatch, costs = _profiled(spec, device, place)
+    devices.reset_peak_memory(device)  # the model's memory is free for the ceilings
+    with precision.matmul_mode():
+        limits = ceilings(device, precision.autocast or precision.parameters)
+    found = dataclasses.replace(found, ceilings=limits)
+    write(found, place)
+    return dataclasses.replace(
+        asked,
+        metrics={**metrics(found, stopwatch), **costs},
+        environment=environment(device),
+    )
+
+
+def _profiled(
+    spec: ProfileSpec, device: torch.device, place: Path
+) -> tuple[Analysis, dict[str, Sample], dict[str, Sample]]:
+    """The analysis, the phases by the stopwatch, and what profiling costs; traces go to the place."""
     step, batch = bench_step.build(spec, device)
     phases = step.phases(batch, until=spec.phases)
     with step.precision.matmul_mode():
         watch = time_phases(
             phases, device, warmup=spec.warmup, steps=spec.steps, seconds=spec.seconds
         )
-        before = devices.peak_host_memory()
-        start = time.perf_counter()
+        before, start = devices.peak_host_memory(), time.perf_counter()
         with _ranges(spec, step, device):
             plan = Schedule(
                 wait=spec.wait, warmup=spec.profiler_warmup, active=spec.active, repeat=spec.repeat
@@ -68,33 +85,20 @@ def run(spec: ProfileSpec, *, folder: Path) -> Record:
             traces, watched = profile_phases(
                 phases, device, place, schedule=plan, stacks=spec.stacks
             )
-        found = analyse(*traces)
-        cost_s = (
-            time.perf_counter() - start - plan.steps * Sample.of(watch["step"], "ms").median / 1e3
-        )
-        cost_bytes = devices.peak_host_memory() - before
-        del step, phases
-        devices.reset_peak_memory(device)  # the model's memory is free for the ceilings
-        limits = ceilings(device, _compute_dtype(spec))
     stopwatch = {name: Sample.of(values, "ms") for name, values in watch.items()}
     found = dataclasses.replace(
-        found,
+        analyse(*traces),
         source=traces[0].name,
-        ceilings=limits,
         stopwatch_ms={name: sample.median for name, sample in stopwatch.items()},
         watched_ms=watched,
     )
-    write(found, place)
+    seconds = time.perf_counter() - start - plan.steps * stopwatch["step"].median / 1e3
     costs = {
-        "profiling_s": Sample.exact(cost_s, "s"),
-        "profiling_host_bytes": Sample.exact(cost_bytes, "bytes"),
+        "profiling_s": Sample.exact(seconds, "s"),
+        "profiling_host_bytes": Sample.exact(devices.peak_host_memory() - before, "bytes"),
+        "trace_bytes": Sample.exact(sum(trace.stat().st_size for trace in traces), "bytes"),
     }
-    sizes = Sample.exact(sum(trace.stat().st_size for trace in traces), "bytes")
-    return dataclasses.replace(
-        asked,
-        metrics={**metrics(found, stopwatch), **costs, "trace_bytes": sizes},
-        environment=environment(device),
-    )
+    return found, stopwatch, costs
 
 
 @contextlib.contextmanager
@@ -105,11 +109,6 @@ def _ranges(spec: ProfileSpec, step: TrainingStep, device: torch.device) -> Iter
         return
     with module_ranges(step.module, nvtx=device.type == "cuda"):
         yield
-
-
-def _compute_dtype(spec: ProfileSpec) -> torch.dtype:
-    precision = PRECISIONS[spec.precision]
-    return precision.autocast or precision.parameters
 
 
 def metrics(found: Analysis, stopwatch: dict[str, Sample]) -> dict[str, Sample]:

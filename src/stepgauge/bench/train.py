@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -43,30 +43,17 @@ def run(
     start = time.perf_counter()
     curve, trained = trainer.run(report, resumed)
     seconds = time.perf_counter() - start
-    evaluated = [point for point in curve if point.bits_per_byte is not None]
-    metrics = {
-        "first_loss": Sample.exact(curve[0].loss, "nats/token"),
-        "last_loss": Sample.exact(curve[-1].loss, "nats/token"),
-        "held_out": Sample.exact(evaluated[-1].bits_per_byte or 0.0, "bits/byte"),
-    }
+    metrics, series = _losses(curve)
     if trained:
         metrics["tokens_per_s"] = Sample.exact(trained * full.tokens_per_step / seconds, "tokens/s")
-    metrics |= {
-        name: Sample.exact(value, "bytes")
-        for name, value in devices.peak_memory(trainer.device).items()
-    }
+    peaks = devices.peak_memory(trainer.device)
+    metrics |= {name: Sample.exact(value, "bytes") for name, value in peaks.items()}
     return Record(
         kind=spec.kind,
-        # The spec as it was asked, so that asking again finds the record; what the corpus made of
-        # it is beside.
+        # as asked, so that asking again finds the record: what the corpus made of it is beside
         spec=dataclasses.asdict(spec),
         metrics=metrics,
-        series={
-            "step": [point.step for point in curve],
-            "loss": [point.loss for point in curve],
-            "held_out_step": [point.step for point in evaluated],
-            "held_out_bits_per_byte": [point.bits_per_byte or 0.0 for point in evaluated],
-        },
+        series=series,
         environment={
             **environment(torch.device(spec.device)),
             "corpus_sha256": corpus.text.sha256,
@@ -74,6 +61,23 @@ def run(
             "vocab_size": corpus.vocab_size,
         },
     )
+
+
+def _losses(curve: Sequence[Point]) -> tuple[dict[str, Sample], dict[str, list[float]]]:
+    """The curve's ends as metrics, and the curve as series."""
+    evaluated = [point for point in curve if point.bits_per_byte is not None]
+    metrics = {
+        "first_loss": Sample.exact(curve[0].loss, "nats/token"),
+        "last_loss": Sample.exact(curve[-1].loss, "nats/token"),
+        "held_out": Sample.exact(evaluated[-1].bits_per_byte or 0.0, "bits/byte"),
+    }
+    series: dict[str, list[float]] = {
+        "step": [point.step for point in curve],
+        "loss": [point.loss for point in curve],
+        "held_out_step": [point.step for point in evaluated],
+        "held_out_bits_per_byte": [point.bits_per_byte or 0.0 for point in evaluated],
+    }
+    return metrics, series
 
 
 def _trainer(spec: TrainSpec, corpus: Corpus, folder: Path) -> Trainer:

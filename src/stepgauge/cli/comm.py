@@ -57,9 +57,7 @@ def fit(
     Every third size is held out. Where one line does not fit there are several, each for a range of
     sizes.
     """
-    from stepgauge.report.comm import comm_blocks, fit_table, links, prediction_table
-    from stepgauge.report.page import Section, page
-    from stepgauge.report.where import measured_where
+    from stepgauge.report.comm import comm_page, fit_table, links, prediction_table
 
     records = [record for record in read(run) if record.kind == "comm"]
     found = links(records)
@@ -74,19 +72,6 @@ def fit(
         known.with_links(found).write(hardware)
         tell(f"{len(found)} links written to {hardware}")
     if report is not None:
-        section = Section(
-            "Collectives",
-            "What do the links give, and what does a byte cost?",
-            comm_blocks(records),
-        )
-        where = records[-1].environment
-        told = {
-            "Library": where.get("library"),
-            "Hosts": ", ".join(dict.fromkeys(where.get("hosts", []))),
-        }
-        facts = measured_where(records) | {
-            name: str(value) for name, value in told.items() if value
-        }
-        report.write_text(page("stepgauge comm fit", [section], facts=facts), encoding="utf-8")
+        report.write_text(comm_page(records), encoding="utf-8")
         tell(f"plots: {report}")
     print_tables(format, [fit_table(found), prediction_table(found, records)])

@@ -33,26 +33,20 @@ def spec_options(
     defaults: dict[str, Any] | None = None,
     without: Collection[str] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command the fields of the specs as options; it receives what was given as `values`.
+    """Gives a command the fields of the specs as options; it receives those given as `values`.
 
-    With `sweep` every option takes several values, separated by blanks or commas. Options that were
-    not given are not in `values`. `defaults` overrides what the help shows and the command receives
-    for a field: a value, or with `sweep` a tuple of them. Fields that are not declared with
-    `option`, or are in `without`, are no options; a parameter of the command's own takes the place
-    of a field of its name.
+    With `sweep` every option takes several values, separated by blanks or commas. `defaults`
+    overrides what the help shows and the command receives for a field: a value, or with `sweep` a
+    tuple of them. No options: fields not declared with `option`, those in `without`, and those that
+    the command has as parameters.
     """
-    usual = {
-        name: value if isinstance(value, tuple) else (value,)
-        for name, value in (defaults or {}).items()
-    }
+    usual = {n: v if isinstance(v, tuple) else (v,) for n, v in (defaults or {}).items()}
     network: Network = next((s for s in specs if issubclass(s, ModelSpec | BertSpec)), ModelSpec)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command).parameters
         fields = options_of(*specs, without={*without, *own})
-        options = {
-            name: _option(field, sweep, usual.get(name), network) for name, field in fields.items()
-        }
+        options = {n: _option(f, sweep, usual.get(n), network) for n, f in fields.items()}
         given = TypedDict("given", options, total=False)  # type: ignore[misc]
 
         @functools.wraps(command)
@@ -62,15 +56,11 @@ def spec_options(
                 name: value if value == usual.get(name) else _value(fields[name], value, sweep)
                 for name, value in (values or {}).items()
             }
-            for size in chosen.get("size", ()):
-                network.preset(size)
-            if "size" in chosen and "hf_config" in chosen:
-                raise ValueError("size and hf_config both name a network; give one of them")
-            _refuse_beside_user_model(chosen, network)
+            _require_one_network(chosen, network)
             command(*positional, values={**usual, **chosen}, **others)
 
         run.fields = fields  # type: ignore[attr-defined]
-        # cyclopts reads the type and default of `values` from the command that is wrapped.
+        # cyclopts reads the type and default of `values` from the wrapped command.
         command.__annotations__["values"] = Annotated[given | None, Parameter(name="*")]
         command.__kwdefaults__ = {**(command.__kwdefaults__ or {}), "values": None}
         return run
@@ -134,10 +124,16 @@ def _value(field: Field, values: tuple[Any, ...], sweep: bool) -> tuple[Any, ...
     return values or (field.metadata["flag_value"],)
 
 
-def _refuse_beside_user_model(given: Values, network: Network) -> None:
-    """Raises ValueError for an option that a user's model leaves nothing to say."""
-    idle = {"size", "hf_config", "batch", *(field.name for field in dataclasses.fields(network))}
-    beside = next((name for name in given if name in idle), None)
+def _require_one_network(given: Values, network: Network) -> None:
+    """Raises ValueError for an unknown size, for two options that each name a network, and for an
+    option that a user's model leaves without effect.
+    """
+    for size in given.get("size", ()):
+        network.preset(size)
+    if "size" in given and "hf_config" in given:
+        raise ValueError("size and hf_config both name a network; give one of them")
+    useless = {"size", "hf_config", "batch", *(f.name for f in dataclasses.fields(network))}
+    beside = next((name for name in given if name in useless), None)
     if any(given.get("model", ())) and beside:
         raise ValueError(
             f"{beside} is {given[beside][0]!r}; a user's model brings its network and batch: leave "

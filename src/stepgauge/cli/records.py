@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import Format, print_records, print_table, tell, warn
+from stepgauge.cli.console import Format, print_in, print_records, tell, warn
 from stepgauge.report.compare import closest_differ_in, difference_table
 from stepgauge.report.compare import compare as compare_records
 from stepgauge.report.views import STATISTICS
@@ -77,11 +77,7 @@ def compare(
         )
     tell(f"A is {first}, B is {second}")
     for kind in dict.fromkeys(pair.first.kind for pair in pairs):
-        table = difference_table([pair for pair in pairs if pair.first.kind == kind])
-        if format == "table":
-            print_table(table)
-        else:
-            print(table.to(format), end="")
+        print_in(format, difference_table([pair for pair in pairs if pair.first.kind == kind]))
     for sentence in compared.alone:
         tell(sentence)
     exceeding = sum(pair.exceeds_spread for pair in pairs)

@@ -128,15 +128,19 @@ def simulate_(
     if write is not None:
         write.write_text(to_text(schedule), encoding="utf-8")
         tell(f"schedule: {write}")
+    _print_timeline(timeline, found, format)
+    if report is not None:
+        report.write_text(lanes({found.schedule.name: timeline}), encoding="utf-8")
+        tell(f"picture: {report}")
+
+
+def _print_timeline(timeline: Timeline, found: Checked, format: Form) -> None:
     if format == "json":
         print(json.dumps(_values(timeline)))
     elif format == "csv":
         print_in("csv", rank_table(timeline, found))
     else:
         _draw(timeline, found)
-    if report is not None:
-        report.write_text(lanes({found.schedule.name: timeline}), encoding="utf-8")
-        tell(f"picture: {report}")
 
 
 def load(which: str, ranks: int, micro_batches: int, per_rank: int) -> Schedule:

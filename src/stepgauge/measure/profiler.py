@@ -47,40 +47,25 @@ def profile_phases(
 ) -> tuple[list[Path], dict[str, list[float]]]:
     """Runs the phases under the profiler; one gzipped Chrome trace a cycle in the folder.
 
-    Gives the traces' paths and, by the stopwatch's own clock, the milliseconds of each phase of the
-    recorded steps. Shapes are recorded; Python stacks with `stacks`, which costs the host much
-    more.
+    Gives the traces' paths and, by the stopwatch's own clock, the ms of each phase of the recorded
+    steps. Shapes are recorded; Python stacks with `stacks`, which costs the host much more.
 
-    kernels_alone  of a GPU record what ran on it and the driver's calls: no operations, ranges or
-                   marks of steps, so that the host launches nearly as it does unwatched. Of a CPU
-                   nothing would be left: no change there
+    kernels_alone  of a GPU record its kernels and the driver's calls, no operations or ranges: the
+                   host launches nearly as fast as unprofiled. Without effect on a CPU
     """
     without_marks()
-    nvtx = device.type == "cuda"
     clock = clock_of(device)
-    ranged = {name: _ranged(name, phase, nvtx) for name, phase in phases.items()}
+    ranged = {name: _ranged(name, phase, device.type == "cuda") for name, phase in phases.items()}
     watched: dict[str, list[float]] = {name: [] for name in phases}
     written: list[Path] = []
 
     def write(profiler: profile) -> None:
-        written.append(
-            folder / (f"trace-{len(written)}.json.gz" if schedule.repeat > 1 else "trace.json.gz")
-        )
+        name = f"trace-{len(written)}.json.gz" if schedule.repeat > 1 else "trace.json.gz"
+        written.append(folder / name)
         _export(profiler, written[-1])
 
-    with (
-        warnings.catch_warnings(),
-        profile(
-            activities=_activities(device, kernels_alone=kernels_alone),
-            schedule=torch.profiler.schedule(**dataclasses.asdict(schedule)),
-            on_trace_ready=write,
-            record_shapes=True,
-            with_stack=stacks,
-            experimental_config=torch._C._profiler._ExperimentalConfig(verbose=True)
-            if stacks
-            else None,
-        ) as profiler,
-    ):
+    profiler = _profiler(device, schedule, write, stacks=stacks, kernels_alone=kernels_alone)
+    with warnings.catch_warnings(), profiler:
         # It warns that a cycle's events end with the cycle: they are in the cycle's trace.
         warnings.filterwarnings("ignore", message=".*Profiler clears events")
         for number in range(schedule.steps):
@@ -91,6 +76,25 @@ def profile_phases(
                 for name, milliseconds in zip(phases, times, strict=True):
                     watched[name].append(milliseconds)
     return written, watched
+
+
+def _profiler(
+    device: torch.device,
+    schedule: Schedule,
+    write: Callable[[profile], None],
+    *,
+    stacks: bool,
+    kernels_alone: bool,
+) -> profile:
+    verbose = torch._C._profiler._ExperimentalConfig(verbose=True)  # else no stack is written
+    return profile(
+        activities=_activities(device, kernels_alone=kernels_alone),
+        schedule=torch.profiler.schedule(**dataclasses.asdict(schedule)),
+        on_trace_ready=write,
+        record_shapes=True,
+        with_stack=stacks,
+        experimental_config=verbose if stacks else None,
+    )
 
 
 def without_marks() -> None:

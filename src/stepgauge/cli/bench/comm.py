@@ -52,9 +52,18 @@ def comm(
     """
     from stepgauge.bench.comm import RUN
     from stepgauge.bench.sweep import Job
+
+    specs = _specs(values, _range(begin, end, factor))
+    records = run_jobs([Job(RUN, spec) for spec in specs], RunStore(out), fresh=fresh)
+    print_records(records, format)
+    require_success(records)
+
+
+def _specs(values: Values, ranged: tuple[int, ...]) -> list[CommSpec]:
+    """The rows in the order in which they run; `ranged` are the sizes of a range, if one is given."""
     from stepgauge.measure.devices import resolve
 
-    if ranged := _range(begin, end, factor):
+    if ranged:
         if "size_bytes" in values:
             raise ValueError(
                 "size is given beside a range from begin to end; choose one of the two"
@@ -66,10 +75,7 @@ def comm(
     specs = resolve_devices(expand(CommSpec, of_torchrun(named)))
     specs = list(dict.fromkeys(spec.canonical() for spec in specs))
     # The ranks of one number are started once if the rows that they measure follow one another.
-    specs.sort(key=lambda spec: (spec.device, spec.ranks))
-    records = run_jobs([Job(RUN, spec) for spec in specs], RunStore(out), fresh=fresh)
-    print_records(records, format)
-    require_success(records)
+    return sorted(specs, key=lambda spec: (spec.device, spec.ranks))
 
 
 def _range(begin: str | None, end: str | None, factor: float | None) -> tuple[int, ...]:

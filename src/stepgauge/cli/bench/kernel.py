@@ -30,6 +30,12 @@ Peers = Annotated[
     ),
 ]
 
+HOW = (
+    "Every implementation is checked against float64; one that is wrong gets no time. Every option "
+    "takes several values, and their product is measured. Rows are on disk at once, and the same "
+    "command goes on where it stopped."
+)
+
 
 def expand_grid(spec: type[KernelSpec], grid: str, values: Values) -> list[KernelSpec]:
     """The grid's points, each with the product of the values given in place of its own, no row
@@ -79,11 +85,7 @@ def _command(spec: type[KernelSpec]) -> Callable[..., None]:
         require_success(records)
 
     first, _, rest = (spec.__doc__ or "").partition("\n")
-    kernel.__doc__ = (
-        f"{first}\n{rest}\nEvery implementation is checked against float64 and gets no time if it is wrong. Every "
-        "option takes several values, and their product is measured; rows are on disk at once, and the same command "
-        "goes on where it stopped."
-    )
+    kernel.__doc__ = f"{first}\n{rest}\n{HOW}"
     kernel.__name__ = spec.kind.replace("-", "_")
     return spec_options(spec, sweep=True, defaults={"device": "auto"})(kernel)
 

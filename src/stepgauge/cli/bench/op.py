@@ -39,21 +39,13 @@ def op(
     """
     from stepgauge.bench import op as bench_op
     from stepgauge.bench.sweep import Job
-    from stepgauge.bench.user_file import names, problem, require_tools
+    from stepgauge.bench.user_file import names, require_tools
     from stepgauge.measure.devices import resolve
-    from stepgauge.runtime.launch import RankError
-    from stepgauge.runtime.workers import run_isolated
 
     path, function = names(target)
     (options,) = [{name: value for name, (value,) in values.items()}]
     require_tools(path, resolve(options["device"]))
-    # In a process of its own: a file may take a device as it is imported.
-    try:
-        lacks = run_isolated(problem, path, function)
-    except RankError as error:  # sys.exit() or a crash
-        lacks = f"{path} cannot be imported: {error}"
-    if lacks:
-        raise ValueError(lacks)
+    _require_function(path, function)
     (spec,) = resolve_devices(
         [OpSpec(file=str(path), function=function, content=_digest(path), **options)]
     )
@@ -67,11 +59,27 @@ def op(
             print(table.caption)
             print_table(dataclasses.replace(table, caption=""))
     require_success([record])
+    report = out / "report.html"
     try:
-        (out / "report.html").write_text(op_page(record), encoding="utf-8")
+        report.write_text(op_page(record), encoding="utf-8")
     except OSError as error:
-        raise StoreError(f"cannot write {out / 'report.html'}: {error.strerror}") from None
-    tell(f"report: {out / 'report.html'}")
+        raise StoreError(f"cannot write {report}: {error.strerror}") from None
+    tell(f"report: {report}")
+
+
+def _require_function(path: Path, function: str) -> None:
+    """Raises ValueError for a file that cannot be imported, or that lacks what is measured."""
+    from stepgauge.bench.user_file import problem
+    from stepgauge.runtime.launch import RankError
+    from stepgauge.runtime.workers import run_isolated
+
+    # In a process of its own: a file may take a device as it is imported.
+    try:
+        lacks = run_isolated(problem, path, function)
+    except RankError as error:  # sys.exit() or a crash
+        lacks = f"{path} cannot be imported: {error}"
+    if lacks:
+        raise ValueError(lacks)
 
 
 def _digest(path: Path) -> str:

@@ -86,19 +86,7 @@ def joined(
             if address in live:
                 live.pop(address).died = event
             continue
-        made = windows.at(event)
-        known = _storage(tracked.get(address, []), event, made)
-        allocation = Allocation(
-            entry["size"],
-            event,
-            known.phase if known else _phase_at(tracker.phases, event),
-            known.operator if known else f"inside {made.operator}" if made else UNSEEN,
-            known.module if known else made.module if made else "",
-            known.line if known else made.line if made else "",
-            known.category if known else TEMPORARIES,
-            known.saver if known else None,
-            address=address,
-        )
+        allocation = _made_at(event, entry, tracked.get(address, []), windows.at(event), tracker)
         live[address] = allocation
         found.append(allocation)
     _keep_what_outlives_forward(found, tracker.phases)
@@ -106,6 +94,28 @@ def joined(
         if allocation.category == TEMPORARIES and allocation.operator.startswith("inside"):
             allocation.category = OTHER  # a library's workspace
     return found
+
+
+def _made_at(
+    event: int,
+    entry: Mapping[str, Any],
+    candidates: Sequence[Allocation],
+    made: Any,
+    tracker: StorageTracker,
+) -> Allocation:
+    """The allocation as the storage among the candidates that it is, or as its operator's own."""
+    known = _storage(candidates, made)
+    return Allocation(
+        entry["size"],
+        event,
+        known.phase if known else _phase_at(tracker.phases, event),
+        known.operator if known else f"inside {made.operator}" if made else UNSEEN,
+        known.module if known else made.module if made else "",
+        known.line if known else made.line if made else "",
+        known.category if known else TEMPORARIES,
+        known.saver if known else None,
+        address=entry["addr"],
+    )
 
 
 def _told(allocation: Allocation, mark: Mark) -> None:
@@ -130,10 +140,8 @@ def _keep_what_outlives_forward(found: Sequence[Allocation], phases: Sequence[Ph
                 allocation.category = ACTIVATIONS
 
 
-def _storage(candidates: Sequence[Allocation], event: int, made: Any) -> Allocation | None:
-    """The storage at the address whose birth was seen right after the operator in which the event
-    lies.
-    """
+def _storage(candidates: Sequence[Allocation], made: Any) -> Allocation | None:
+    """The storage at the address whose birth was seen right after the operator that made it."""
     seen = [a for a in candidates if made is not None and made.start < a.born <= made.end]
     return seen[-1] if seen else None
 
