@@ -211,9 +211,7 @@ class Both:
                 for kind, value in zip(expanded, flat, strict=True)
                 if kind != "constexpr"
             ]
-            self.python.append(
-                (function, grid, 32 * metadata.num_warps, metadata.shared, words)
-            )
+            self.python.append((function, grid, 32 * metadata.num_warps, metadata.shared, words))
 
         launch.launch = launched
 

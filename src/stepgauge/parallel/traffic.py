@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stepgauge.parallel.collectives import launch_together
 from stepgauge.parallel.readiness import at_end_of_backward
-from stepgauge.parallel.units import Gathered, Sharding, Unit, local, real
+from stepgauge.parallel.units import Gathered, Sharding, Unit, local, real, release
 from stepgauge.parallel.usage import Usage
 
 PREFETCHED = 1  # units that are gathered ahead, in forward and in backward
@@ -203,6 +203,8 @@ class Reductions:
             if used:
                 self._used.add(parameter)
                 self._accumulate(parameter, part)
+                if part.dtype != parameter.dtype:  # its values have been copied
+                    release(part)
             else:
                 self._unused_here.append((parameter, part))
 

@@ -193,7 +193,7 @@ class Gathered:
         self.unit, self.parameters = unit, parameters
         self.buffers: list[Tensor] = []
         self._works: list[Any] = []
-        self._sent: list[Tensor] = []
+        self._copies: list[Tensor] = []  # of parts, in the type or length that is sent
         self._views: list[tuple[Tensor, int]] = []
         self._versions = _versions(parameters)
         self.is_filled = False
@@ -227,7 +227,6 @@ class Gathered:
             if part.numel():
                 flat = functools.partial(all_gather_flat, real(buffer), real(part))
                 launches.append(functools.partial(flat, sharding.group, True))
-        self._sent = mine
         self._works = launch_together(launches, group=sharding.group, device=self.buffers[0].device)
 
     def _padded(self) -> list[Tensor]:
@@ -243,6 +242,7 @@ class Gathered:
             padded.append(part)
         if copies:
             torch._foreach_copy_(copies, copied)
+            self._copies = copies
         return padded
 
     def wait(self) -> None:
@@ -254,7 +254,9 @@ class Gathered:
                 "weights were not gathered; all ranks must call the same blocks in the same order, "
                 f"and backward as often: {error}"
             ) from error
-        self._works, self._sent = [], []
+        for copy in self._copies:
+            release(copy)
+        self._works, self._copies = [], []
 
     def free(self) -> None:
         self.wait()
@@ -367,6 +369,14 @@ def local(parameter: Tensor) -> Tensor:
     """This rank's part of a sharded tensor."""
     assert isinstance(parameter, DTensor), "it is sharded"
     return parameter.to_local()
+
+
+def release(tensor: Tensor) -> None:
+    """Gives the memory of a tensor of our own back, once what was sent from it or into it has been
+    waited for. NCCL's works hold their tensors longer, until its watchdog comes round: 9.7 GiB at
+    2.7b on 2 × H200.
+    """
+    tensor.untyped_storage().resize_(0)
 
 
 def real(tensor: Tensor) -> Tensor:
