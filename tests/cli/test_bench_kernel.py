@@ -33,7 +33,10 @@ def test_a_row_a_pass_and_the_absent_named(stepgauge, tmp_path):
             "grid is 'dance'; rms-norm has default, anchors, norm-layers",
         ),
         (("adamw", "--passes", "forward"), "passes is 'forward'; choose one of step"),
-        (("linear-cross-entropy", "--passes", "backward"), "is measured in forward, both"),
+        (
+            ("linear-cross-entropy", "--passes", "backward"),
+            "linear-cross-entropy has forward, both",
+        ),
     ],
 )
 def test_mistakes(stepgauge, tmp_path, arguments, words):

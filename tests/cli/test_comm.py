@@ -48,19 +48,19 @@ def test_bench_comm_then_fit(stepgauge, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--ranks", "1"), "ranks is 1; a collective between one rank moves no bytes"),
+        (("--ranks", "1"), "ranks is 1; a collective needs at least 2"),
         (
             ("--size", "1X"),
             "size_bytes is '1X'; it must be a number of bytes such as 65536, 512K, 1M or 2G",
         ),
-        (("--nodes", "2"), "nodes is 2; several nodes are started by torchrun"),
+        (("--nodes", "2"), "nodes is 2; start several nodes with torchrun"),
         (("--backend", "nccl"), "NCCL moves GPU tensors only"),
         (
             ("-b", "1K", "-e", "1M", "--size", "3K"),
-            "size is given beside a range from begin to end",
+            "size and a range from begin to end are both given",
         ),
-        (("-e", "1M"), "end is 1M without a begin"),
-        (("-f", "4"), "factor is 4.0 without a begin"),
+        (("-e", "1M"), "end is 1M; it needs a begin"),
+        (("-f", "4"), "factor is 4.0; it needs a begin"),
         (("-b", "1M", "-e", "1K"), "begin must be at least 1 and end not less"),
     ],
 )

@@ -176,7 +176,7 @@ def test_a_mistake_is_one_sentence_and_status_2(stepgauge, tmp_path, arguments, 
 def test_a_mistake_about_a_users_model_is_one_sentence(stepgauge, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text("")
-    beside = "a user's model brings its network and batch"
+    beside = "a user's model has its own network and batch"
     for arguments, words in (
         (("absent.py:make",), "there is no file absent.py"),
         (("mine",), "name it as FILE.py:factory"),
@@ -189,7 +189,7 @@ def test_a_mistake_about_a_users_model_is_one_sentence(stepgauge, tmp_path):
         for command in (("profile", "step"), ("profile", "memory"), ("bench", "step")):
             status, _, err = stepgauge(*command, "--device", "cpu", "--model", *arguments)
             assert status == 2
-            assert words in sentence(err) or "tracked as it is" in err
+            assert words in sentence(err) or "tracked without compile" in err
 
 
 def test_types_have_no_options_that_change_none(stepgauge):
@@ -224,7 +224,8 @@ def test_blocks_without_checkpointing_are_no_rows_of_their_own(stepgauge, tmp_pa
     asked = [("none", 1), ("blocks", 2), ("blocks", 1)]
     assert rows == [("modelled", *each) for each in asked]
     assert (
-        "checkpoint_blocks says nothing to 1 of 4 rows; rows that differ in it alone are one" in err
+        "checkpoint_blocks has no effect in 1 of 4 rows; rows that differ only in it run once"
+        in err
     )
 
 

@@ -112,14 +112,14 @@ def test_a_wrong_collective_gives_no_time():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"ranks": 1}, "ranks is 1; a collective between one rank moves no bytes"),
+        ({"ranks": 1}, "ranks is 1; a collective needs at least 2"),
         ({"backend": "nccl"}, "NCCL moves GPU tensors only"),
         ({"timing": "graph"}, "only NCCL can be captured"),
         (
             {"algorithm": "ring", "op": "gather"},
-            "as a ring there are all_reduce, reduce_scatter, all_gather",
+            "algorithm 'ring' has all_reduce, reduce_scatter, all_gather",
         ),
-        ({"size_bytes": 3}, "size_bytes is 3; all_reduce needs an element a rank at least"),
+        ({"size_bytes": 3}, "size_bytes is 3; all_reduce needs at least one element a rank"),
         ({"op": "dance"}, "op is 'dance'; choose one of broadcast, reduce"),
     ],
 )

@@ -63,7 +63,7 @@ def fit(
     found = links(records)
     if not found:
         raise ValueError(
-            f"the run at {run} has no collective at three sizes or more; bench comm -b 1M -e 64M gives one"
+            f"the run at {run} has no collective at three sizes or more; measure one with bench comm -b 1M -e 64M"
         )
     if hardware is not None:
         known = (

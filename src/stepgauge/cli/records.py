@@ -61,7 +61,7 @@ def compare(
     ] = (),
     format: Annotated[Format, Parameter(help="What to print.")] = "table",
 ) -> None:
-    """Pair the rows of two runs by what was run, and print the ratios.
+    """Pair the rows of two runs that measured the same thing, and print the ratios.
 
     A difference is called one where the ranges from p10 to p90 do not meet.
     """
@@ -73,7 +73,7 @@ def compare(
         fields = ", ".join(closest_differ_in(read(first), read(second)))
         differ = f" (the closest differ in {fields})" if fields else ""
         raise ValueError(
-            f"no row of {first} was run in {second} too{differ}; --ignoring FIELD pairs across a field"
+            f"{first} and {second} share no row{differ}; --ignoring FIELD pairs rows that differ in FIELD"
         )
     tell(f"A is {first}, B is {second}")
     for kind in dict.fromkeys(pair.first.kind for pair in pairs):

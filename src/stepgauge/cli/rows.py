@@ -69,17 +69,17 @@ def _try_user_model(model: UserModel) -> None:
 
 
 def distinct(specs: Sequence[Any]) -> list[Any]:
-    """The specs without their idle options, each once; says which options that were."""
+    """The canonical specs, each once; says which options have no effect in how many of them."""
     kept = [spec.canonical() for spec in specs]
-    idle = collections.Counter(
+    changed = collections.Counter(
         field.name
         for asked, left in zip(specs, kept, strict=True)
         for field in dataclasses.fields(asked)
         if getattr(asked, field.name) != getattr(left, field.name)
     )
-    for name, count in idle.items():
+    for name, count in changed.items():
         tell(
-            f"{name} says nothing to {count} of {len(specs)} rows; rows that differ in it alone are one"
+            f"{name} has no effect in {count} of {len(specs)} rows; rows that differ only in it run once"
         )
     return list(dict.fromkeys(kept))
 
@@ -95,9 +95,7 @@ def of_torchrun(values: Values) -> Values:
     world = joined_world()
     if world is None:
         if values.get("nodes", (1,)) != (1,):
-            raise ValueError(
-                f"nodes is {values['nodes'][-1]}; several nodes are started by torchrun"
-            )
+            raise ValueError(f"nodes is {values['nodes'][-1]}; start several nodes with torchrun")
         return values
     return {"ranks": (world.size,), **values, "nodes": (world.nodes,)}
 

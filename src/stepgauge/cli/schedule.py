@@ -150,17 +150,17 @@ def load(which: str, ranks: int, micro_batches: int, per_rank: int) -> Schedule:
     path = Path(which)
     if not path.is_file():
         raise ValueError(
-            f"schedule is {which!r}; choose one of {', '.join(SCHEDULES)}, or a file that is there"
+            f"schedule is {which!r}; choose one of {', '.join(SCHEDULES)}, or the path of a file"
         )
     text = path.read_text(encoding="utf-8")
     read = from_csv if "," in text or path.suffix == ".csv" else from_text
     schedule = read(text, path.stem)
-    for word, asked, has in (
+    for name, asked, has in (
         ("ranks", ranks, schedule.num_ranks),
         ("microbatches", micro_batches, schedule.num_micro_batches),
     ):
         if asked not in (0, has):
-            raise ValueError(f"{word} is {asked}; {which} is for {has}")
+            raise ValueError(f"{name} is {asked}; {which} is for {has}")
     return schedule
 
 

@@ -150,7 +150,7 @@ class BroadcastSpec:
     )
     gpus: int = option(
         2,
-        "that get the tensor; on a CPU processes stand for them",
+        "GPUs that get the tensor; on a CPU, processes",
         least=1,
         most=64,
         label=True,

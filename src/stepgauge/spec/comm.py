@@ -54,7 +54,7 @@ OPS: Mapping[str, Op] = {
     "send_recv": Op(
         "Every rank sends to the next and receives from the one before.", lambda n: 1.0
     ),
-    "barrier": Op("Nobody goes on before all have come.", lambda n: 1.0),
+    "barrier": Op("No rank goes on before all have arrived.", lambda n: 1.0),
 }
 
 
@@ -69,7 +69,7 @@ class CommSpec:
     op: str = option("all_reduce", "the collective", choices=OPS, label=True)
     backend: str = option(
         "gloo",
-        "who moves the bytes; gloo takes CPU and GPU tensors",
+        "library that moves the bytes; gloo takes CPU and GPU tensors",
         choices=("gloo", "nccl"),
         label=True,
     )
@@ -123,11 +123,9 @@ class CommSpec:
     def __post_init__(self) -> None:
         check(self)
         if self.ranks == 1:
-            raise ValueError(
-                "ranks is 1; a collective between one rank moves no bytes, choose at least 2"
-            )
+            raise ValueError("ranks is 1; a collective needs at least 2")
         if self.algorithm == "ring" and self.op not in RING_OPS:
-            raise ValueError(f"op is {self.op!r}; as a ring there are {', '.join(RING_OPS)}")
+            raise ValueError(f"op is {self.op!r}; algorithm 'ring' has {', '.join(RING_OPS)}")
         if self.backend == "nccl" and self.device == "cpu":
             raise ValueError("backend is 'nccl' on device 'cpu'; NCCL moves GPU tensors only")
         if self.timing == "graph" and self.backend != "nccl":
@@ -136,7 +134,7 @@ class CommSpec:
             )
         if self.op != "barrier" and self.count == 0:
             raise ValueError(
-                f"size_bytes is {self.size_bytes}; {self.op} needs an element a rank at least"
+                f"size_bytes is {self.size_bytes}; {self.op} needs at least one element a rank"
             )
 
     def canonical(self) -> Self:

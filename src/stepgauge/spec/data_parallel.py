@@ -96,7 +96,7 @@ class DataParallelSpec:
         )
         if isinstance(self.model, BertSpec) and self.model.dropout and self.checkpointing != "none":
             raise ValueError(
-                f"dropout is {self.model.dropout}; what checkpointing computes again would drop other values: choose 0"
+                f"dropout is {self.model.dropout}; checkpointing would drop other values as it computes again; choose 0"
             )
 
     def canonical(self) -> Self:

@@ -30,7 +30,7 @@ class KernelSpec:
         choices=PASSES,
         label=True,
     )
-    peers: str = option(AUTO, "names of what stands beside ours")
+    peers: str = option(AUTO, "names of the implementations beside ours")
     seconds: float = option(0.2, "of timing for each implementation", least=0.0, most=3600.0)
     device: str = option("cpu", "cpu, cuda, cuda:1, mps; auto takes the fastest there is")
     seed: int = option(0, "of the inputs", least=0, most=2**63 - 1)
@@ -39,7 +39,7 @@ class KernelSpec:
         check(self)
         if self.passes not in self.passes_offered:
             raise ValueError(
-                f"passes is {self.passes!r}; {self.kind} is measured in {', '.join(self.passes_offered)}"
+                f"passes is {self.passes!r}; {self.kind} has {', '.join(self.passes_offered)}"
             )
 
     @property

@@ -31,14 +31,14 @@ class MemorySpec(WorkSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.model, UserModel) and self.compile != "off":
-            raise ValueError(f"compile is {self.compile!r}; a user's model is tracked as it is")
-        if self.phases != "step":
             raise ValueError(
-                f"phases is {self.phases!r}; memory is tracked through a whole step, forward alone first"
+                f"compile is {self.compile!r}; a user's model is tracked without compile"
             )
+        if self.phases != "step":
+            raise ValueError(f"phases is {self.phases!r}; memory is tracked through a whole step")
         if self.predict != "no" and self.compile != "off":
             raise ValueError(
-                f"compile is {self.compile!r}; what compiled code holds is measured, not predicted"
+                f"compile is {self.compile!r}; memory of compiled code is measured, not predicted"
             )
 
     @property

@@ -54,7 +54,7 @@ class TrainSpec:
     optimizer: str = as_in(WorkSpec, "optimizer")
     checkpointing: str = as_in(WorkSpec, "checkpointing")
     checkpoint_blocks: int = as_in(WorkSpec, "checkpoint_blocks")
-    learning_rate: float = option(1e-3, "at its highest, after warm-up", least=0.0, most=100.0)
+    learning_rate: float = option(1e-3, "the highest, reached after warm-up", least=0.0, most=100.0)
     final_learning_rate: float = option(
         0.1, "at the end, as a fraction of the highest", least=0.0, most=1.0
     )

@@ -65,9 +65,7 @@ def _specs(values: Values, ranged: tuple[int, ...]) -> list[CommSpec]:
 
     if ranged:
         if "size_bytes" in values:
-            raise ValueError(
-                "size is given beside a range from begin to end; choose one of the two"
-            )
+            raise ValueError("size and a range from begin to end are both given; choose one")
         values["size_bytes"] = ranged
     (first_device, *_) = values["device"]
     values.setdefault("backend", ("gloo" if resolve(str(first_device)).type == "cpu" else "nccl",))
@@ -79,15 +77,11 @@ def _specs(values: Values, ranged: tuple[int, ...]) -> list[CommSpec]:
 
 
 def _range(begin: str | None, end: str | None, factor: float | None) -> tuple[int, ...]:
-    """The sizes from begin to end, none where neither was given. Raises ValueError for a part of a
-    range.
-    """
+    """The sizes from begin to end; none without a range. Raises ValueError for a range in part."""
     if begin is None:
         for name, value in (("end", end), ("factor", factor)):
             if value is not None:
-                raise ValueError(
-                    f"{name} is {value} without a begin; a range is --begin 1K --end 1M"
-                )
+                raise ValueError(f"{name} is {value}; it needs a begin, as in --begin 1K --end 1M")
         return ()
     first = parse_bytes(begin, "begin")
     return tuple(
