@@ -203,8 +203,8 @@ def test_ranges_add_up_to_the_stopwatch_on_a_gpu(tmp_path, precision):
     record = run(spec, folder=tmp_path)
     found = read(record, tmp_path)
     assert found.on_device
-    for phase, values in found.phases_us.items():
-        assert sum(values) / 1e3 == pytest.approx(sum(found.watched_ms[phase]), rel=0.02)
+    for phase, watched in found.watched_ms.items():
+        assert sum(found.phases_us[phase]) / 1e3 == pytest.approx(sum(watched), rel=0.02)
     assert not any(cell.phase == "" for cell in found.cells if cell.calls)
     scores = [
         c for c in found.cells if c.range == "blocks.*.attention.scores" and c.kind == "matmul"

@@ -1127,7 +1127,7 @@ def test_gpu_cpp_equals_python(shape, precision, mode, monkeypatch):
         patch.setattr(native, "call", None)
         expected = [results() for _ in range(2)][-1]  # the second offers what the first compiled
     assert native.problem is None, native.problem
-    asked, (calls, taken) = [], native.calls()
+    asked, (calls, taken) = [], native.module.calls()
     monkeypatch.setattr(package, "_kernels", lambda: asked.append("kernels") or kernels)
     for _ in range(2):
         keep = torch.empty_like(q)  # so that addresses are others than before
@@ -1135,7 +1135,7 @@ def test_gpu_cpp_equals_python(shape, precision, mode, monkeypatch):
         del keep
     assert asked == []  # neither forward nor backward went through Python
     passes = 2 if mode == "eager" else 4
-    assert native.calls() == (calls + passes, taken + passes)
+    assert native.module.calls() == (calls + passes, taken + passes)
 
 
 @pytest.mark.gpu
