@@ -506,7 +506,7 @@ def test_every_case_has_tiles(arch):
      ("dkdv", 128, 1.84)],
 )  # fmt: skip
 def test_the_model_gives_back_what_it_was_made_of(kernel, width, ms):
-    """An H100's full chip: 2 x 8192 tokens, width 2048, causal (docs/kernels/attention.md)."""
+    """An H100's full chip: 2 x 8192 tokens, width 2048, causal (docs/log/2026-11-21-attention.md)."""
     tiles = heuristics.select_tiles(kernel, arch=90, itemsize=2, head_width=width, tma=True)
     us = heuristics.predict_us(
         kernel, tiles, 1, num_heads=2 * 2048 // width, num_queries=8192, num_keys=8192, head_width=width, itemsize=2,
@@ -521,7 +521,7 @@ def test_the_model_gives_back_what_it_was_made_of(kernel, width, ms):
      ("dkdv", 128, 3.905)],
 )  # fmt: skip
 def test_the_model_gives_back_what_float32_was_made_of(kernel, width, ms):
-    """An H200: 8 heads, T 4096, full (docs/kernels/attention.md)."""
+    """An H200: 8 heads, T 4096, full (docs/log/2026-11-21-attention.md)."""
     tiles = heuristics.select_tiles(kernel, arch=90, itemsize=4, head_width=width)
     us = heuristics.predict_us(
         kernel, tiles, 1, num_heads=8, num_queries=4096, num_keys=4096, head_width=width, itemsize=4, num_sms=132,

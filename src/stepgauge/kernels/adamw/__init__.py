@@ -1,6 +1,6 @@
 """AdamW in one launch for all parameters of a group: ``FusedAdamW``.
 
-The equations stand in reference.py; docs/kernels/adamw.md has the design. Without a GPU or without
+The equations stand in reference.py; docs/log/2026-11-21-adamw.md has the design. Without a GPU or without
 Triton the optimizer computes the same with plain PyTorch.
 """
 

@@ -2,7 +2,7 @@
 
 The kernel finds its tensors through a table of addresses in device memory and its share of the
 work through a table of chunks; a chunk is CHUNK consecutive elements of one tensor. The arithmetic
-is reference.py's, in float32. The design stands in docs/kernels/adamw.md.
+is reference.py's, in float32. The design stands in docs/log/2026-11-21-adamw.md.
 """
 
 from typing import NamedTuple

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 MIN_HEAD_WIDTH, MAX_HEAD_WIDTH = 16, 256
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-# Fitted to one-head sweeps on an H100 (docs/kernels/attention.md): what a program costs beside its
+# Fitted to one-head sweeps on an H100 (docs/log/2026-11-21-attention.md): what a program costs beside its
 # inner tiles, what a kernel that adds parts costs to launch and to start, and how fast parts are
 # written and read.
 _PROGRAM_US, _REDUCE_US, _PART_BYTES_PER_US = 1.0, 7.0, 3e6

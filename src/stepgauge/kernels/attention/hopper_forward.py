@@ -4,7 +4,7 @@ Follows FlashAttention-3 (Shah et al. 2024): a producer warp fills rings of key 
 through the copy engine; each of two consumers owns 64 query rows and lets the scores of the next
 tile and the product of this one run while it exponentiates. The kernel is persistent: one program a
 multiprocessor, which fetches its next tile while it finishes this one. It computes what
-`forward_kernel` of forward.py does; docs/kernels/attention.md says why it is written so.
+`forward_kernel` of forward.py does; docs/log/2026-11-21-attention.md says why it is written so.
 
 Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width of a tile: the
 tensors' may be smaller, the copy engine reads zeros beyond it and writes nothing there; M queries

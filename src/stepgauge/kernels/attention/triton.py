@@ -1,7 +1,7 @@
 """Attention's launches: which kernels a call runs, in which order, on which tensors.
 
 The kernels are in forward.py, backward.py and split.py (Triton), hopper_*.py
-(Gluon) and bf16x3.py; docs/kernels/attention.md has the derivation, the floors and what was tried.
+(Gluon) and bf16x3.py; docs/log/2026-11-21-attention.md has the derivation, the floors and what was tried.
 """
 
 import functools

@@ -7,7 +7,7 @@ one operation.
 `linear_cross_entropy` is the function, `LinearCrossEntropyFunction` its autograd function,
 `FusedLinearCrossEntropy` a module that takes the place of the output layer,
 `reference.linear_cross_entropy` the oracle. The derivation, the floors and what was tried stand in
-docs/kernels/linear_cross_entropy.md.
+docs/log/2026-11-21-linear_cross_entropy.md.
 
 Legend: N tokens, D model width, V vocabulary, `...` any leading dimensions, none included.
 """

@@ -2,7 +2,7 @@
 between them.
 
 The gradients are formed in the forward pass, while the chunk's logits are at hand: forming them in
-backward would need either all logits or a fourth matmul. docs/kernels/linear_cross_entropy.md
+backward would need either all logits or a fourth matmul. docs/log/2026-11-21-linear_cross_entropy.md
 weighs the orders of the loops.
 
 Legend: N tokens, D model width, V vocabulary, C tokens of a chunk, P a row of logits in memory (V

@@ -2,7 +2,7 @@
 
 ``rms_norm`` is what a model calls; ``TritonRMSNorm`` drops in for ``torch.nn.RMSNorm``;
 ``RMSNormTriton`` and ``RMSNormReference`` are the two as autograd functions. The equations stand
-in reference.py, their derivation and the design in docs/kernels/rms_norm.md.
+in reference.py, their derivation and the design in docs/log/2026-11-21-rms_norm.md.
 """
 
 import importlib.util

@@ -6,7 +6,7 @@ Shape suffixes: D the row's width, * any leading shape. With r = 1 / sqrt(mean(x
     dw_D = sum over rows of  dy_D x_D r
     dx_D = r (w_D dy_D - x_D r^2 mean(w_D dy_D x_D))
 
-docs/kernels/rms_norm.md derives the two gradients. Narrower types than float32 are computed in
+docs/log/2026-11-21-rms_norm.md derives the two gradients. Narrower types than float32 are computed in
 float32; float64 stays float64.
 """
 

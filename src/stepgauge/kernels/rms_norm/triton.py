@@ -4,7 +4,7 @@ Shape suffixes: R rows of one tile, D a block of the row's width, P programs.
 
 Everything is computed in float32. A row of up to 16,384 elements is held in registers and read
 once; a wider one is walked in blocks. The derivation, the floor in bytes and what was tried stand
-in docs/kernels/rms_norm.md.
+in docs/log/2026-11-21-rms_norm.md.
 """
 
 from dataclasses import dataclass, replace
