@@ -198,7 +198,7 @@ def test_a_compiled_step_tells_what_it_keeps_and_that_its_peak_is_not_seen():
     kept = {(row[0], row[1]): row[-1] for row in compiled.tables["savers"][1:]}
     assert kept["blocks.*.attention", "_scaled_dot_product_flash_attention_for_cpu"] >= 2 * stream
     table, largest = kept_tables([eager, compiled])
-    assert [row[0] for row in table.rows] == ["plain", "compiled (on)"]
+    assert [row[0] for row in table.rows] == ["compile=off", "compile=on"]
     assert len(largest.rows) == 10
     assert not any(table.caption.endswith("at the peak") for table in memory_tables(compiled))
 
