@@ -40,7 +40,7 @@ from stepgauge.kernels.attention import (  # noqa: E402
 )
 
 if HAS_TRITON:
-    from stepgauge.kernels.attention import launching
+    from stepgauge.kernels.attention import launching, tile_ops
     from stepgauge.kernels.attention import triton as kernels
     from stepgauge.kernels.launch import triton_internals
 
@@ -886,7 +886,7 @@ def build(name, arch, dtype, width, tiles, *, is_causal=True, split=False, produ
         is_pointer = argument in pointers | in_fp32 | outs
         scalar = "fp32" if argument in ("scale", "scale_log2") else "i32"
         signature[argument] = "*" + kind if is_pointer else scalar
-        if is_pointer or (scalar == "i32" and argument not in kernels._COUNTS):
+        if is_pointer or (scalar == "i32" and argument not in tile_ops._COUNTS):
             aligned.append(argument)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     return compile_ahead(kernel, arch, signature, constants, aligned=aligned, options=options)

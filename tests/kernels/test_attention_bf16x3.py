@@ -25,7 +25,7 @@ from tests.kernels.triton_here import (  # noqa: E402
     run_interpreted,
 )
 
-from stepgauge.kernels.attention import bf16x3, heuristics, launching  # noqa: E402
+from stepgauge.kernels.attention import bf16x3, heuristics, launching, tile_ops  # noqa: E402
 from stepgauge.kernels.attention import triton as kernels  # noqa: E402
 
 
@@ -183,7 +183,7 @@ def build(kernel, tiles, constants):
         number = "fp32" if name in ("scale", "scale_log2") else "i32"
         signature[name] = "*bf16" if name in rows else "*fp32" if name in tensors else number
         if signature[name].startswith("*") or (
-            number == "i32" and name not in (*kernels._COUNTS, "num_kv_heads")
+            number == "i32" and name not in (*tile_ops._COUNTS, "num_kv_heads")
         ):
             aligned.append(name)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}

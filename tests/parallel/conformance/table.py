@@ -18,7 +18,7 @@ from tests.parallel.conformance.training import WRAPPERS, Setup
 
 from stepgauge.runtime.launch import launch
 
-TIMEOUT = datetime.timedelta(seconds=10)
+TIMEOUT = datetime.timedelta(seconds=60)
 RIGHT, REFUSED, WRONG, IDLE = "right", "refused", "wrong", "not asked"
 
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
