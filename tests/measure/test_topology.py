@@ -112,4 +112,4 @@ def test_a_machine_without_a_driver_says_so(monkeypatch, sys_folder):
     assert found.gpus == []
     assert found.without_gpus == "no NVIDIA driver answers (Shared Library Not Found)"
     assert "No GPUs: no NVIDIA driver answers" in topology_page(found)
-    assert [row[2] for row in interface_table(found).rows] == ["100", "not stated"]
+    assert [row[2] for row in interface_table(found).rows] == [100, "not stated"]
