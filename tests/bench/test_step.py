@@ -100,8 +100,8 @@ needs_compiler = pytest.mark.skipif(
 @pytest.mark.parametrize("mode", ["on", "blocks"])
 def test_compiled_rows_give_their_compile_time_apart(mode):
     record = run(nano(compile=mode, steps=5, warmup=1))
-    # other work may slow a step
-    assert record.median("compile_s") > 10 * record.metrics["step_ms"].p10 / 1e3
+    # Other work may slow a step, and caches of earlier runs quicken a compilation.
+    assert record.median("compile_s") > 2 * record.metrics["step_ms"].p10 / 1e3
     assert record.metrics["step_ms"].n == 5
 
 
