@@ -11,7 +11,7 @@ from stepgauge.spec.record import Record
 
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
 # Spec fields that are columns even where all rows share them.
-ALWAYS = ("size", "wrapper", "precision", "compile")
+ALWAYS = ("size", "wrapper", "layout", "precision", "compile")
 
 
 def flatten(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.dtypes import AccumulationSpec, DtypesSpec
 from stepgauge.spec.kernel import KERNELS
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.op import OpSpec
@@ -33,6 +34,7 @@ SPECS: Mapping[str, type] = {
         AccumulationSpec,
         CommSpec,
         DataParallelSpec,
+        LayoutSpec,
         BroadcastSpec,
         CalibrationSpec,
         PipelineSpec,

@@ -1,0 +1,124 @@
+"""What goes together in a layout, a network and a step: one place for every command that takes a
+layout.
+"""
+
+from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.layout import WRAPPERS, Layout, check_wrapper
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.pipeline import Schedule, build
+from stepgauge.spec.plan.stages import cut_blocks
+from stepgauge.spec.plan.tensor import Section
+from stepgauge.spec.plan.tensor_tables import table_of
+
+Network = ModelSpec | BertSpec
+
+
+def check_layout(
+    layout: Layout,
+    model: Network,
+    *,
+    batch: int,
+    device: str,
+    precision: str,
+    compile: str,
+    reduce_dtype: str,
+) -> None:
+    """Raises ValueError, a sentence, for what does not go together.
+
+    batch  sequences of a forward and backward, of all ranks
+    """
+    check_wrapper(
+        layout.wrapper,
+        device=device,
+        compile=compile,
+        precision=precision,
+        reduce_dtype=reduce_dtype,
+    )
+    _check_batch(layout, batch)
+    if layout.tensor > 1:
+        _check_tensor(layout, model)
+    if layout.pipeline > 1:
+        _check_pipeline(layout, model)
+    if layout.tensor > 1 or layout.pipeline > 1:
+        _check_cut(layout, model, precision=precision, compile=compile)
+
+
+def schedule_of(layout: Layout) -> Schedule:
+    """The order of a pipeline's work, not lowered. Raises ValueError for numbers that the schedule
+    does not do.
+    """
+    return build(layout.schedule, ranks=layout.pipeline, micro_batches=layout.microbatches)
+
+
+def _check_batch(layout: Layout, batch: int) -> None:
+    if batch % layout.data:
+        raise ValueError(
+            f"batch is {batch}, which dp{layout.data} does not divide; choose a multiple"
+        )
+    if (batch // layout.data) % layout.microbatches:
+        raise ValueError(
+            f"batch is {batch}, {batch // layout.data} sequences a data rank, which "
+            f"m{layout.microbatches} does not divide; choose a multiple"
+        )
+
+
+def _check_tensor(layout: Layout, model: Network) -> None:
+    degree, name = layout.tensor, f"tp{layout.tensor}"
+    if model.context_length % degree:
+        raise ValueError(
+            f"context_length is {model.context_length}, which {name} does not divide: each rank "
+            f"has a piece of the sequence"
+        )
+    if model.vocab_size < degree:
+        raise ValueError(f"vocab_size is {model.vocab_size}; {name} needs a row a rank")
+    sections = {
+        (pattern, section) for pattern, rule in table_of(model).items() for section in rule.sections
+    }
+    for pattern, section in [*sorted(sections, key=str), ("feed_forward.up", Section(model.d_ff))]:
+        try:
+            section.copies(degree)
+        except ValueError as error:
+            raise ValueError(f"{name} does not fit {pattern}: {error}") from None
+    if isinstance(model, ModelSpec) and model.loss != "cross-entropy":
+        raise ValueError(
+            f"loss is {model.loss!r}; {name} has a loss over parts of the vocabulary instead, and "
+            f"takes 'cross-entropy'"
+        )
+
+
+def _check_pipeline(layout: Layout, model: Network) -> None:
+    schedule = schedule_of(layout)
+    cut_blocks(model, schedule)
+    splits = any(schedule.splits(stage) for stage in schedule.rank_of)
+    if splits and WRAPPERS[layout.wrapper].shards("weights"):
+        raise ValueError(
+            f"{layout.schedule} computes gradients of weights later than those of inputs, and "
+            f"{layout.wrapper} has the weights for both at once only; choose 1f1b or zero2"
+        )
+
+
+def _check_cut(layout: Layout, model: Network, *, precision: str, compile: str) -> None:
+    """What a network that is cut by layer or into stages does not do."""
+    if WRAPPERS[layout.wrapper].is_torch:
+        raise ValueError(
+            f"wrapper is {layout.wrapper!r}, which takes whole networks; in {str(layout)!r} choose "
+            f"one of {', '.join(name for name, w in WRAPPERS.items() if not w.is_torch)}"
+        )
+    if layout.data == 1 and layout.wrapper != "none":
+        raise ValueError(
+            f"{layout.wrapper} needs a data axis, which {str(layout)!r} has not: add dp2"
+        )
+    if precision == "fp16":
+        raise ValueError(
+            f"precision is 'fp16', whose loss scale needs every rank's gradients; in "
+            f"{str(layout)!r} choose bf16"
+        )
+    if compile not in ("off", "blocks"):
+        raise ValueError(
+            f"compile is {compile!r}; a network that is cut as {str(layout)!r} takes off or blocks"
+        )
+    if isinstance(model, BertSpec) and model.dropout:
+        raise ValueError(
+            f"dropout is {model.dropout}; ranks of {str(layout)!r} would drop other values than one "
+            f"process: choose 0"
+        )

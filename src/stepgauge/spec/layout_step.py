@@ -1,0 +1,129 @@
+"""A training step under a layout as it is asked for: network, axes, batch and how it is timed."""
+
+import dataclasses
+from typing import Any, ClassVar, Self
+
+from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.data_parallel import BACKENDS, DataParallelSpec
+from stepgauge.spec.fields import as_in, check, option
+from stepgauge.spec.layout import WRAPPERS, Layout
+from stepgauge.spec.layout_rules import check_layout, schedule_of
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.pipeline import Schedule
+from stepgauge.spec.plan.stages import cut_blocks
+from stepgauge.spec.step import WorkSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayoutSpec:
+    """What `bench layout` runs for one row. The sequence length is the model's context_length; the
+    batch is that of all ranks, so that layouts of one batch do the same step.
+
+    Raises ValueError for a text that is no layout, and for what does not go together.
+    """
+
+    kind: ClassVar[str] = "layout"
+
+    model: ModelSpec | BertSpec
+    size: str = option("custom", "preset that the model spec starts from", label=True)
+    layout: str = option(
+        "none",
+        'how the network is spread: "dp2 zero3 tp2", "pp2 1f1b m8 tp2"; none: one process',
+        label=True,
+    )
+    batch: int = option(
+        8,
+        "sequences of a forward and backward, of all ranks",
+        least=1,
+        most=1_000_000,
+        label=("batch", "context_length"),
+    )
+    accumulation: int = option(
+        1,
+        "forwards and backwards before the optimizer steps",
+        least=1,
+        most=1_000_000,
+        label=True,
+        hidden_default=1,
+    )
+    bucket_mb: float = as_in(DataParallelSpec, "bucket_mb")
+    reduce_dtype: str = as_in(DataParallelSpec, "reduce_dtype")
+    backend: str = as_in(DataParallelSpec, "backend")
+    precision: str = as_in(WorkSpec, "precision")
+    compile: str = as_in(WorkSpec, "compile")
+    optimizer: str = as_in(WorkSpec, "optimizer")
+    checkpointing: str = as_in(WorkSpec, "checkpointing")
+    checkpoint_blocks: int = as_in(WorkSpec, "checkpoint_blocks")
+    warmup: int = option(5, "untimed steps first", least=1, most=100_000)
+    steps: int = option(10, "timed steps", least=1, most=1_000_000)
+    device: str = option("cpu", "cpu or cuda: each rank takes the GPU of its own number")
+    seed: int = as_in(DataParallelSpec, "seed")
+
+    def __post_init__(self) -> None:
+        check(self)
+        # one text for one layout, whatever the order of its words
+        object.__setattr__(self, "layout", str(Layout.parse(self.layout)))
+        if self.backend == "nccl" and not self.device.startswith(("cuda", "auto")):
+            raise ValueError(
+                f"backend is 'nccl', which moves GPU tensors only; device is {self.device!r}"
+            )
+        check_layout(
+            self.axes,
+            self.model,
+            batch=self.batch,
+            device=self.device,
+            precision=self.precision,
+            compile=self.compile,
+            reduce_dtype=self.reduce_dtype,
+        )
+
+    def canonical(self) -> Self:
+        """With defaults for the options that the layout has no use for."""
+        wrapper = WRAPPERS[self.axes.wrapper]
+        used = {
+            "bucket_mb": wrapper.buckets,
+            "reduce_dtype": wrapper.reduce_dtype,
+            "checkpoint_blocks": self.checkpointing != "none",
+        }
+        defaults: dict[str, Any] = {
+            f.name: f.default for f in dataclasses.fields(self) if not used.get(f.name, True)
+        }
+        return dataclasses.replace(self, **defaults)
+
+    @property
+    def axes(self) -> Layout:
+        return Layout.parse(self.layout)
+
+    @property
+    def ranks(self) -> int:
+        return self.axes.ranks
+
+    @property
+    def rank_batch(self) -> int:
+        """Sequences of a forward and backward on each data rank."""
+        return self.batch // self.axes.data
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences that pass a pipeline's stage together; without a pipeline all of a data rank."""
+        return self.rank_batch // self.axes.microbatches
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.accumulation * self.model.context_length
+
+    def schedule(self) -> Schedule | None:
+        """The order of the pipeline's work, not lowered; None without a pipeline."""
+        return schedule_of(self.axes) if self.axes.pipeline > 1 else None
+
+    def stages(self) -> list[range]:
+        """The blocks of each stage of the pipeline; all in one without a pipeline."""
+        schedule = self.schedule()
+        return cut_blocks(self.model, schedule) if schedule else [range(self.model.num_layers)]
+
+    @property
+    def group_backend(self) -> str:
+        """As torch.distributed names it."""
+        if self.backend != "auto":
+            return BACKENDS[self.backend]
+        return BACKENDS["nccl" if self.device.startswith("cuda") else "gloo"]

@@ -1,0 +1,83 @@
+"""A step under a layout as it is asked for: what goes together, and what follows from the text."""
+
+import dataclasses
+import re
+
+import pytest
+
+from stepgauge.report.names import labels
+from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.kinds import completed
+from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.options import expand
+from stepgauge.spec.record import Record
+
+NANO = ModelSpec.preset("nano", num_layers=4, num_heads=4, context_length=16)
+
+
+def asked(layout, **changes):
+    model = dataclasses.replace(
+        changes.pop("network", NANO),
+        **{name: changes.pop(name) for name in list(changes) if name in vars(NANO)},
+    )
+    return LayoutSpec(model=model, layout=layout, **{"batch": 8, **changes})
+
+
+def test_what_follows_from_a_layout():
+    spec = asked("tp2 m2 1f1b pp2 dp2 zero1", accumulation=3)
+    assert spec.layout == "pp2 1f1b m2 dp2 zero1 tp2"
+    assert (spec.ranks, spec.rank_batch, spec.micro_batch) == (8, 4, 2)
+    assert spec.tokens_per_step == 8 * 3 * 16
+    assert spec.stages() == [range(3), range(3, 4)], "the head weighs as much as two blocks"
+    assert spec.schedule().num_micro_batches == 2
+    alone = asked("none")
+    assert (alone.ranks, alone.stages(), alone.schedule()) == (1, [range(4)], None)
+
+
+def test_layouts_are_rows_with_names_of_their_own():
+    values = {"size": ("nano",), "layout": ("none", "tp2 dp2", "dp2 tp2", "pp2 1f1b m4")}
+    specs = list(dict.fromkeys(expand(LayoutSpec, values)))
+    records = [Record(kind="layout", spec=dataclasses.asdict(spec)) for spec in specs]
+    assert labels(records) == [
+        "layout=none",
+        "layout=dp2 bucketed tp2",
+        "layout=pp2 1f1b m4",
+    ]
+    assert completed("layout", {"layout": "none"})["accumulation"] == 1
+    assert asked("tp2", bucket_mb=5.0).canonical() == asked("tp2")
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "said"),
+    [
+        ("dp3", {}, "batch is 8, which dp3 does not divide"),
+        ("pp2 1f1b m4 dp4", {}, "2 sequences a data rank, which m4 does not divide"),
+        ("pp4 zbv m8", {}, "zbv on 4 ranks has 8 stages; the network has 4 blocks"),
+        ("pp2 dualpipev m2", {}, "dualpipev needs at least 4 on 2 ranks"),
+        ("tp8", {}, "tp8 does not fit blocks.*.attention.input: 4 units of 16 rows"),
+        ("tp4", {"num_kv_heads": 3, "num_heads": 12, "d_model": 96}, "3 units of 8 rows"),
+        ("tp2", {"d_ff": 255}, "feed_forward.gate_up: 255 rows cannot be cut into 2"),
+        ("tp2", {"context_length": 15}, "context_length is 15, which tp2 does not divide"),
+        ("tp2", {"loss": "fused"}, "loss is 'fused'; tp2 has a loss over parts"),
+        ("tp2", {"num_experts": 2, "experts_per_token": 1}, "experts have no tensor parallel yet"),
+        ("tp2", {"precision": "fp16"}, "precision is 'fp16'"),
+        ("tp2", {"compile": "on"}, "takes off or blocks"),
+        ("tp2 zero1", {}, "zero1 needs a data axis"),
+        ("dp2 torch-ddp tp2", {}, "takes whole networks"),
+        ("dp2 zero3 tp2", {"compile": "blocks"}, "zero3 gathers weights in Python"),
+        ("pp2 zbv m4 dp2 zero3", {}, "zbv computes gradients of weights later"),
+        ("xp2", {}, "layout has 'xp2'"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_told(layout, changes, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        asked(layout, **changes)
+
+
+def test_key_heads_may_be_fewer_than_ranks():
+    assert asked("tp4", num_kv_heads=2).ranks == 4
+    bert = BertSpec.preset("bert-tiny", dropout=0.1)
+    with pytest.raises(ValueError, match=r"dropout is 0\.1"):
+        asked("tp2", network=bert)
+    assert asked("dp2", network=bert).ranks == 2
