@@ -1,8 +1,9 @@
-"""What devices hold."""
+"""What devices hold, and what a hardware file keeps."""
 
 import pytest
 
-from stepgauge.spec.hardware import NOT_FOR_TENSORS, fits
+from stepgauge.spec.calibration import Contention, OperationTable
+from stepgauge.spec.hardware import NOT_FOR_TENSORS, HardwareFile, fits
 
 GIB = 2**30
 
@@ -21,3 +22,23 @@ GIB = 2**30
 )
 def test_the_smallest_that_holds_it_is_named(needed, architecture, text):
     assert fits(needed, architecture) == text
+
+
+def test_a_file_gives_back_what_ranks_and_collectives_cost(tmp_path):
+    alone, shared = (OperationTable(("bytes",), ((1e6, us),)) for us in (10.0, 25.0))
+    written = HardwareFile(
+        name="box",
+        operations={"traffic": alone, "matmul nt fp32": alone},
+        by_ranks={2: {"traffic": shared}},
+    ).with_contention([Contention("matmul", "all_reduce", 1.24, 1.1)])
+    written = written.with_contention([Contention("traffic", "all_reduce", 1.6, 1.3)])
+    written.write(tmp_path / "box.json")
+    read = HardwareFile.read(tmp_path / "box.json")
+    assert read.on_ranks(2).operations["traffic"] == shared
+    assert read.on_ranks(2).operations["matmul nt fp32"] == alone
+    assert read.on_ranks(4).operations == read.operations
+    assert read.contention_of("matmul nt bf16", "all_reduce").kernel_slowdown == 1.24
+    assert read.contention_of("rmsnorm forward fp32", "all_reduce").collective_slowdown == 1.3
+    assert read.contention_of("attention sdpa forward fp32", "all_reduce") is None
+    with pytest.raises(ValueError, match="not a row of the contention table"):
+        Contention.from_json(["matmul", "all_reduce", 1.2])

@@ -17,6 +17,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
+from stepgauge.validate.predicted import predicted
 
 Hardware = Annotated[
     Path, Parameter(help="Hardware file of a calibrated machine; hardware/ has some.")
@@ -43,7 +44,8 @@ def predict(
     marked as modelled. Each is a sum of named terms, from calibrated shapes or interpolated between
     them; nothing is scaled to fit.
     """
-    records = predicted(_specs(values, Layout.parse(layout)), hardware)
+    file = HardwareFile.read(hardware)
+    records = [predicted(spec, file) for spec in _specs(values, Layout.parse(layout))]
     print_records(records, format)
     if terms:
         from stepgauge.report.predict import terms_table
@@ -68,23 +70,6 @@ def _specs(values: Values, layout: Layout) -> list[StepSpec] | list[DataParallel
     )
 
 
-def predicted(
-    specs: Sequence[StepSpec] | Sequence[DataParallelSpec], hardware: Path
-) -> list[Record]:
-    """The modelled record of each step. Raises ValueError for what is not modelled."""
-    from stepgauge.cost.data_parallel import predict_data_parallel
-    from stepgauge.cost.machine import Machine
-    from stepgauge.cost.step import predict as predict_step
-
-    machine = Machine(HardwareFile.read(hardware))
-    return [
-        predict_step(spec, machine)
-        if isinstance(spec, StepSpec)
-        else predict_data_parallel(spec, machine)
-        for spec in specs
-    ]
-
-
 def predict_before(
     specs: Sequence[StepSpec], hardware: Path | None, store: RunStore
 ) -> Sequence[Record]:
@@ -93,10 +78,11 @@ def predict_before(
     """
     if hardware is None:
         return []
+    file = HardwareFile.read(hardware)
     written, refused = [], {}
     for spec in specs:
         try:
-            (record,) = predicted([spec], hardware)
+            record = predicted(spec, file)
         except ValueError as error:
             refused[str(error)] = spec
             continue

@@ -1,7 +1,7 @@
 """What a calibration measures: single operations over a grid of shapes, as tables of times."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from stepgauge.spec.fields import check, option
@@ -31,6 +31,43 @@ class OperationTable:
         if not rows or any(len(row) != len(axes) + 1 for row in rows):
             raise ValueError(f"not a table of an operation: rows need {len(axes)} sizes and a time")
         return cls(axes, rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contention:
+    """What a class of kernels and a collective cost each other while both run: of each, its time
+    beside the other over its time alone, 1.0 where they do not meet.
+
+    kernels     a name of KERNEL_CLASSES
+    collective  as bench comm names it: all_reduce
+    """
+
+    kernels: str
+    collective: str
+    kernel_slowdown: float
+    collective_slowdown: float
+
+    @classmethod
+    def from_json(cls, row: Sequence[Any]) -> Self:
+        """Raises ValueError for what is no row of four values."""
+        try:
+            kernels, collective, kernel_slowdown, collective_slowdown = row
+            return cls(str(kernels), str(collective), float(kernel_slowdown),
+                       float(collective_slowdown))  # fmt: skip
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"not a row of the contention table: {error}") from None
+
+
+# Kernels that contend alike: products, attention, and all that only passes over memory.
+KERNEL_CLASSES = ("matmul", "attention", "traffic")
+
+
+def kernel_class(operation: str) -> str:
+    """The class of an operation: "matmul nt bf16" is of "matmul", "rmsnorm forward fp32" of
+    "traffic".
+    """
+    first = operation.partition(" ")[0]
+    return first if first in KERNEL_CLASSES else "traffic"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from stepgauge.spec.calibration import OperationTable
+from stepgauge.spec.calibration import Contention, OperationTable, kernel_class
 from stepgauge.spec.links import Link
 
 # Arithmetic a precision's matrix products run in, as the keys of Peaks.
@@ -126,16 +126,20 @@ HARDWARE_SCHEMA = 1
 class HardwareFile:
     """A calibrated machine on disk.
 
-    device      name of its accelerator, as the driver gives it
-    links       what collectives cost: bench comm
-    operations  what single operations cost: calibrate
-    other       what later versions wrote in it; it stays as it is
+    device         name of its accelerator, as the driver gives it
+    links          what collectives cost: bench comm
+    operations     what single operations cost: calibrate
+    by_ranks       the same of each rank while so many of them share one device, a CPU's cores
+    contention     what kernels and collectives cost each other
+    other          what later versions wrote in it; it stays as it is
     """
 
     name: str
     device: str = ""
     links: Sequence[Link] = ()
     operations: Mapping[str, OperationTable] = dataclasses.field(default_factory=dict)
+    by_ranks: Mapping[int, Mapping[str, OperationTable]] = dataclasses.field(default_factory=dict)
+    contention: Sequence[Contention] = ()
     other: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -150,14 +154,40 @@ class HardwareFile:
         if not isinstance(value, dict) or value.pop("schema", None) != HARDWARE_SCHEMA:
             raise ValueError(f"{path} is no hardware file of schema {HARDWARE_SCHEMA}")
         links = [Link.from_json(link) for link in value.pop("links", [])]
-        tables = value.pop("operations", {})
         return cls(
             name=value.pop("name", path.stem),
             device=value.pop("device", ""),
             links=links,
-            operations={name: OperationTable.from_json(table) for name, table in tables.items()},
+            operations=_tables(value.pop("operations", {})),
+            by_ranks={
+                int(ranks): _tables(tables)
+                for ranks, tables in value.pop("operations_by_ranks", {}).items()
+            },
+            contention=[Contention.from_json(row) for row in value.pop("contention", [])],
             other=value,
         )
+
+    def on_ranks(self, ranks: int) -> Self:
+        """The machine as each of so many ranks finds it: where ranks share a CPU, operations as
+        they were timed side by side.
+        """
+        return dataclasses.replace(
+            self, operations={**self.operations, **self.by_ranks.get(ranks, {})}
+        )
+
+    def contention_of(self, operation: str, collective: str) -> Contention | None:
+        """What the operation, of any class of kernels, and the collective cost each other; None
+        where it was not measured.
+        """
+        return next(
+            (row for row in self.contention
+             if (row.kernels, row.collective) == (kernel_class(operation), collective)), None
+        )  # fmt: skip
+
+    def with_contention(self, rows: Sequence[Contention]) -> Self:
+        """The rows in place of those of the same kernels and collective; the others stay."""
+        kept = {(row.kernels, row.collective): row for row in (*self.contention, *rows)}
+        return dataclasses.replace(self, contention=list(kept.values()))
 
     def with_links(self, links: Sequence[Link]) -> Self:
         """The links in place of those of the same operation; the others stay."""
@@ -179,9 +209,19 @@ class HardwareFile:
             "name": self.name,
             "device": self.device,
             **self.other,
-            "operations": {name: table.to_json() for name, table in self.operations.items()},
+            "operations": _as_json(self.operations),
+            "operations_by_ranks": {str(n): _as_json(own) for n, own in self.by_ranks.items()},
+            "contention": [dataclasses.astuple(row) for row in self.contention],
             "links": [link.to_json() for link in self.links],
         }
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         draft.write_text(json.dumps(value) + "\n")
         draft.replace(path)
+
+
+def _tables(value: Mapping[str, Any]) -> dict[str, OperationTable]:
+    return {name: OperationTable.from_json(table) for name, table in value.items()}
+
+
+def _as_json(tables: Mapping[str, OperationTable]) -> dict[str, Any]:
+    return {name: table.to_json() for name, table in tables.items()}
