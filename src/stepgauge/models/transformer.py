@@ -25,7 +25,8 @@ Rotation = tuple[Tensor, Tensor] | None
 
 
 class TransformerLM(nn.Module):
-    """`forward(tokens_BT)` gives logits_BTV, `forward(tokens_BT, targets_BT)` the mean loss.
+    """`forward(tokens_BT)` gives logits_BTV, `forward(tokens_BT, targets_BT)` the mean loss. Tokens
+    stand at positions 0 to T-1, or at positions_T.
 
     blocks  the stage of the network to build, all of it if None. A stage that begins with block 0
             takes tokens_BT, others hidden_BTD; one that ends with the last block gives logits or
@@ -96,12 +97,15 @@ class TransformerLM(nn.Module):
             elif name.endswith("bias"):
                 parameter.zero_()
 
-    def forward(self, inputs: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        x_BTD = inputs if self.embedding is None else self._embed(self.embedding, inputs)
+    def forward(
+        self, inputs: Tensor, targets_BT: Tensor | None = None, positions_T: Tensor | None = None
+    ) -> Tensor:
+        where = slice(inputs.shape[1]) if positions_T is None else positions_T
+        x_BTD = inputs if self.embedding is None else self._embed(self.embedding, inputs, where)
         rotation = None
         if self.spec.positions == "rope":
-            length, dtype = x_BTD.shape[1], compute_dtype(x_BTD)
-            rotation = (self.cos_TR[:length].to(dtype), self.sin_TR[:length].to(dtype))
+            dtype = compute_dtype(x_BTD)
+            rotation = (self.cos_TR[where].to(dtype), self.sin_TR[where].to(dtype))
         x_BTD = self.norm(self.through_blocks(self.blocks, x_BTD, rotation))
         if targets_BT is None:
             return x_BTD if self.head is None else self.head(x_BTD)
@@ -109,12 +113,12 @@ class TransformerLM(nn.Module):
             raise ValueError("targets were given to a stage without the head; it has no loss")
         return self.compute_loss(x_BTD, self.head.weight, targets_BT)
 
-    def _embed(self, embedding: nn.Embedding, tokens_BT: Tensor) -> Tensor:
+    def _embed(self, embedding: nn.Embedding, tokens_BT: Tensor, where: slice | Tensor) -> Tensor:
         x_BTD = embedding(tokens_BT)
         if self.spec.scaled_embedding:
             x_BTD = x_BTD * math.sqrt(self.spec.d_model)
         if self.positions is not None:
-            x_BTD = x_BTD + self.positions.weight[: tokens_BT.shape[1]]
+            x_BTD = x_BTD + self.positions.weight[where]
         return x_BTD
 
 

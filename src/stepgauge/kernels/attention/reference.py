@@ -45,10 +45,7 @@ class FlashAttentionReference(torch.autograd.Function):
     def forward(ctx, q, k, v, is_causal=False, scale=None):
         check_shapes(q, k, v)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        o = torch.empty_like(q)
-        lse = torch.empty(q.shape[:-1], dtype=_sum_dtype(q), device=q.device)
-        for rows in _tiles(q.shape[-2]):
-            o[..., rows, :], lse[..., rows] = _forward_tile(q, k, v, rows, is_causal, scale)
+        o, lse = forward(q, k, v, is_causal, scale)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.is_causal, ctx.scale = is_causal, scale
         return o
@@ -63,27 +60,41 @@ class _ReferenceBackward(torch.autograd.Function):
     """(dq, dk, dv). A function of its own, so that a second derivative raises."""
 
     @staticmethod
-    def forward(ctx, grad_o, q, k, v, o, lse, is_causal, scale):
-        sums = _sum_dtype(q)
-        dq, dk, dv = (torch.zeros(x.shape, dtype=sums, device=x.device) for x in (q, k, v))
-        # rowsum(P * dP) = rowsum(o * grad_o): no pass over the keys is needed for it.
-        delta = (o.to(sums) * grad_o.to(sums)).sum(dim=-1)
-        for rows in _tiles(q.shape[-2]):
-            q_tile, grad_tile = q[..., rows, :].to(sums), grad_o[..., rows, :].to(sums)
-            for cols in _visible_tiles(k.shape[-2], rows, is_causal=is_causal):
-                k_tile, v_tile = k[..., cols, :].to(sums), v[..., cols, :].to(sums)
-                scores = _scores(q_tile, k_tile, rows, cols, is_causal, scale)
-                p = torch.exp(scores - lse[..., rows, None])
-                dv[..., cols, :] += p.transpose(-1, -2) @ grad_tile
-                dp = grad_tile @ v_tile.transpose(-1, -2)
-                ds = scale * p * (dp - delta[..., rows, None])
-                dq[..., rows, :] += ds @ k_tile
-                dk[..., cols, :] += ds.transpose(-1, -2) @ q_tile
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    def forward(ctx, *inputs):
+        return backward(*inputs)
 
     @staticmethod
     def backward(ctx, *grads):
         raise RuntimeError(NO_SECOND_DERIVATIVE)
+
+
+def forward(q, k, v, is_causal, scale):
+    """o and the log-sum-exp (..., T_q), tile by tile."""
+    o = torch.empty_like(q)
+    lse = torch.empty(q.shape[:-1], dtype=_sum_dtype(q), device=q.device)
+    for rows in _tiles(q.shape[-2]):
+        o[..., rows, :], lse[..., rows] = _forward_tile(q, k, v, rows, is_causal, scale)
+    return o, lse
+
+
+def backward(grad_o, q, k, v, o, lse, is_causal, scale):
+    """(dq, dk, dv) of these keys. o and lse may be those of more keys."""
+    sums = _sum_dtype(q)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=sums, device=x.device) for x in (q, k, v))
+    # rowsum(P * dP) = rowsum(o * grad_o): no pass over the keys is needed for it.
+    delta = (o.to(sums) * grad_o.to(sums)).sum(dim=-1)
+    for rows in _tiles(q.shape[-2]):
+        q_tile, grad_tile = q[..., rows, :].to(sums), grad_o[..., rows, :].to(sums)
+        for cols in _visible_tiles(k.shape[-2], rows, is_causal=is_causal):
+            k_tile, v_tile = k[..., cols, :].to(sums), v[..., cols, :].to(sums)
+            scores = _scores(q_tile, k_tile, rows, cols, is_causal, scale)
+            p = torch.exp(scores - lse[..., rows, None])
+            dv[..., cols, :] += p.transpose(-1, -2) @ grad_tile
+            dp = grad_tile @ v_tile.transpose(-1, -2)
+            ds = scale * p * (dp - delta[..., rows, None])
+            dq[..., rows, :] += ds @ k_tile
+            dk[..., cols, :] += ds.transpose(-1, -2) @ q_tile
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _forward_tile(q, k, v, rows, is_causal, scale):

@@ -1,0 +1,38 @@
+"""Attention over some of the keys, from which attention over all of them can be put together: as
+ring attention does (parallel.context_parallel).
+
+Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width.
+"""
+
+import torch
+from torch import Tensor
+
+from . import _check, _has_kernels, reference
+
+
+def partial_forward(q, k, v, is_causal, scale) -> tuple[Tensor, Tensor]:
+    """o (B, H, T_q, D) over these keys, and the log-sum-exp (B, H, T_q) of their scores: fp32, or
+    float64 of float64. Nothing is remembered for a backward.
+
+    Shapes: q (B, H, T_q, D), k and v (B, K, T_k, D). Raises ValueError as `flash_attention` does.
+    """
+    scale = _check(q, k, v, scale)
+    if _has_kernels(q.device):
+        return torch.ops.stepgauge.flash_attention(q, k, v, is_causal, scale, True)
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    return reference.forward(q, k, v, is_causal, scale)
+
+
+def partial_backward(grad_o, q, k, v, o, lse, is_causal, scale) -> tuple[Tensor, Tensor, Tensor]:
+    """The share of (dq, dk, dv) that comes from these keys, where o and lse are those of all keys:
+    p = exp(scale q kᵀ - lse) needs no more of the others.
+    """
+    if _has_kernels(q.device):
+        run = torch.ops.stepgauge.flash_attention_backward
+        return run(grad_o, q, k, v, o, lse, is_causal, scale, True)
+    group = q.shape[1] // k.shape[1]
+    repeated = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    dq, dk, dv = reference.backward(grad_o, q, *repeated, o, lse, is_causal, scale)
+    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+    return dq, dk, dv

@@ -1,0 +1,212 @@
+"""Context parallel: each rank has some tokens of every sequence, and keys travel around a ring.
+
+    context = ContextParallel(group, PartialAttention(forward, backward))
+    o_BHTD = context.attend(q_BHTD, k_BKTD, v_BKTD, is_causal=True)
+
+Everything in a network but attention works on each token alone: a module runs on its rank's tokens
+as it is, with their positions, and the gradients of its weights are averaged over the group as
+those of data parallel are.
+
+Legend: B batch, H query heads, K key heads, T tokens of a rank, D head width.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stepgauge.spec.plan.context import Meeting, chunks_of, half, plan_ring, positions_of
+
+
+@dataclasses.dataclass(frozen=True)
+class PartialAttention:
+    """Attention over some of the keys, of which a whole can be put together.
+
+    forward   (q, k, v, is_causal, scale) -> o, and the log-sum-exp (B, H, T) of the scores in
+              natural logarithms
+    backward  (grad_o, q, k, v, o, lse, is_causal, scale) -> dq, dk, dv, where o and lse may be
+              those of more keys than these
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextParallel:
+    """The ranks of a group, each with its tokens of a sequence."""
+
+    group: dist.ProcessGroup
+    attention: PartialAttention
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def ranks(self) -> int:
+        return self.group.size()
+
+    def positions(self, length: int) -> Tensor:
+        """Positions of the rank's tokens in a sequence of that length, (length / N,), on the CPU.
+        Raises ValueError for a length that 2N does not divide.
+        """
+        return torch.tensor(positions_of(length, self.rank, self.ranks))
+
+    def piece(self, whole: Tensor, dim: int = 1) -> Tensor:
+        """The rank's tokens of what has all of them along `dim`."""
+        return whole.index_select(dim, self.positions(whole.shape[dim]).to(whole.device))
+
+    def whole(self, piece: Tensor, dim: int = 1) -> Tensor:
+        """The inverse of `piece`. All ranks must call it."""
+        gathered = [torch.empty_like(piece) for _ in range(self.ranks)]
+        dist.all_gather(gathered, piece.contiguous(), group=self.group)
+        chunks: list[Tensor] = [piece] * (2 * self.ranks)
+        for rank, found in enumerate(gathered):
+            first, second = chunks_of(rank, self.ranks)
+            chunks[first], chunks[second] = found.chunk(2, dim)
+        return torch.cat(chunks, dim)
+
+    @torch.compiler.disable
+    def attend(
+        self,
+        q_BHTD: Tensor,
+        k_BKTD: Tensor,
+        v_BKTD: Tensor,
+        *,
+        is_causal: bool = True,
+        scale: float | None = None,
+    ) -> Tensor:
+        """o_BHTD of the rank's queries over the keys of all ranks. Every rank must call it, with as
+        many tokens.
+
+        Sends (N-1) · (k + v) bytes in forward, and in backward that and N times their gradients,
+        which travel in fp32.
+        """
+        scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
+        o: Tensor = _RingAttention.apply(q_BHTD, k_BKTD, v_BKTD, self, is_causal, scale)
+        return o
+
+
+class _RingAttention(torch.autograd.Function):
+    """Saves q, k, v, o and the log-sum-exp over all keys: what attention in one process saves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: ContextParallel, *how: Any
+    ) -> Tensor:
+        is_causal, scale = how
+        o, lse = _ring_forward(q, torch.stack((k, v)), context, is_causal, scale)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.context, ctx.is_causal, ctx.scale = context, is_causal, scale
+        return o
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        dq, (dk, dv) = _ring_backward(
+            grad_o, q, torch.stack((k, v)), o, lse, ctx.context, ctx.is_causal, ctx.scale
+        )
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _ring_forward(
+    q: Tensor, kv: Tensor, context: ContextParallel, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """o in q's type, and lse; the sums of parts are kept in fp32 or wider."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    o = torch.zeros(q.shape, dtype=wide, device=q.device)
+    lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
+    for meeting in plan_ring(context.rank, context.ranks, is_causal=is_causal):
+        is_last = meeting.source == (context.rank + 1) % context.ranks
+        arriving = None if is_last else _Arriving(kv, context.group)
+        rows, columns = _halves(meeting, q, kv)
+        k, v = kv[..., columns, :]
+        part_o, part_lse = context.attention.forward(
+            q[..., rows, :], k, v, meeting.is_causal, scale
+        )
+        _add_part(o[..., rows, :], lse[..., rows], part_o, part_lse)
+        kv = kv if arriving is None else arriving.wait()
+    return o.to(q.dtype), lse
+
+
+def _add_part(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor) -> None:
+    """Attention over more keys, in place: each part counts by its share of the sum of exponents."""
+    total = torch.logaddexp(lse, part_lse)
+    o.mul_((lse - total).exp()[..., None])
+    o.add_(part_o * (part_lse - total).exp()[..., None])
+    lse.copy_(total)
+
+
+def _ring_backward(
+    grad_o: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    context: ContextParallel,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """dq, and dk with dv in fp32 or wider. Gradients of keys travel behind these, and home."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+    returning: _Arriving | None = None
+    for meeting in plan_ring(context.rank, context.ranks, is_causal=is_causal):
+        is_last = meeting.source == (context.rank + 1) % context.ranks
+        arriving = None if is_last else _Arriving(kv, context.group)
+        rows, columns = _halves(meeting, q, kv)
+        k, v = kv[..., columns, :]
+        parts = (x[..., rows, :].contiguous() for x in (grad_o, q))
+        dq_part, dk, dv = context.attention.backward(
+            *parts,
+            k.contiguous(),
+            v.contiguous(),
+            o[..., rows, :].contiguous(),
+            lse[..., rows].contiguous(),
+            meeting.is_causal,
+            scale,
+        )
+        dq[..., rows, :] += dq_part
+        dkv = torch.zeros(kv.shape, dtype=wide, device=kv.device)
+        if returning is not None:
+            dkv = returning.wait()
+        dkv[..., columns, :] += torch.stack((dk, dv))
+        returning = _Arriving(dkv, context.group)
+        kv = kv if arriving is None else arriving.wait()
+    assert returning is not None, "a ring has a step"
+    return dq.to(q.dtype), returning.wait()
+
+
+def _halves(meeting: Meeting, q: Tensor, kv: Tensor) -> tuple[slice, slice]:
+    return half(meeting.queries, q.shape[-2]), half(meeting.keys, kv.shape[-2])
+
+
+class _Arriving:
+    """A tensor on its way to the next rank, and the one that comes from the rank before."""
+
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup):
+        rank, ranks = group.rank(), group.size()
+        self._sent = tensor.contiguous()
+        self._received = torch.empty_like(self._sent)
+        self._works = []
+        if ranks == 1:
+            self._received = self._sent
+            return
+        following = dist.get_global_rank(group, (rank + 1) % ranks)
+        previous = dist.get_global_rank(group, (rank - 1) % ranks)
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self._sent, following, group),
+                dist.P2POp(dist.irecv, self._received, previous, group),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        return self._received

@@ -1,0 +1,109 @@
+"""Ring attention on 1, 2 and 4 ranks against attention in one process, and a whole step with it."""
+
+import copy
+import dataclasses
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stepgauge.kernels.attention import attention
+from stepgauge.kernels.attention.partial import partial_backward, partial_forward
+from stepgauge.models.transformer import TransformerLM
+from stepgauge.parallel.context_parallel import ContextParallel, PartialAttention
+from stepgauge.parallel.data_parallel import BucketedDataParallel
+from stepgauge.runtime.launch import launch
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.context import half, plan_ring, positions_of
+
+ATTENTION = PartialAttention(partial_forward, partial_backward)
+SPEC = ModelSpec(
+    vocab_size=13,
+    context_length=32,
+    d_model=16,
+    d_ff=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_every_pair_of_tokens_meets_once(ranks):
+    length = 4 * ranks
+    for is_causal in (True, False):
+        met = torch.zeros(length, length, dtype=torch.int64)
+        for rank in range(ranks):
+            for meeting in plan_ring(rank, ranks, is_causal=is_causal):
+                queries = positions_of(length, rank, ranks)[half(meeting.queries, 4)]
+                keys = positions_of(length, meeting.source, ranks)[half(meeting.keys, 4)]
+                for i, query in enumerate(queries):
+                    for j, key in enumerate(keys):
+                        met[query, key] += i >= j or not meeting.is_causal
+        expected = torch.ones_like(met)
+        assert torch.equal(met, expected.tril() if is_causal else expected)
+
+
+def on_ranks(_):
+    context = ContextParallel(dist.group.WORLD, ATTENTION)
+    for is_causal in (True, False):
+        for kv_heads in (4, 2):
+            compare_attention(context, is_causal, kv_heads, torch.float64, 1e-12)
+    compare_attention(context, True, 4, torch.bfloat16, 2e-2)
+    for positions in ("rope", "learned"):
+        compare_step(context, positions)
+    with pytest.raises(ValueError, match="33 tokens; context parallel over"):
+        context.piece(torch.zeros(1, 33))
+    return context.rank
+
+
+def compare_attention(context, is_causal, kv_heads, dtype, tolerance):
+    torch.manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(2, heads, 32, 8, dtype=torch.float64).to(dtype)
+        for heads in (4, kv_heads, kv_heads, 4)
+    )
+    pieces = [context.piece(x, dim=2).requires_grad_() for x in (q, k, v)]
+    o = context.attend(*pieces, is_causal=is_causal)
+    o.backward(context.piece(grad, dim=2))
+    wholes = [x.double().requires_grad_() for x in (q, k, v)]
+    repeated = [x.repeat_interleave(4 // kv_heads, dim=1) for x in wholes[1:]]
+    expected, _ = attention(wholes[0], *repeated, is_causal=is_causal)
+    expected.backward(grad.double())
+    wanted = [expected.detach(), *(x.grad for x in wholes)]
+    for found, want in zip((o.detach(), *(x.grad for x in pieces)), wanted, strict=True):
+        assert found.dtype == dtype
+        whole = context.whole(found, dim=2).double()
+        torch.testing.assert_close(whole, want, rtol=tolerance, atol=tolerance)
+
+
+def compare_step(context, positions):
+    """Two steps of SGD on the rank's tokens, weights kept equal as data parallel does."""
+    spec = dataclasses.replace(SPEC, positions=positions)
+    alone = TransformerLM(spec, seed=1).double()
+    spread = copy.deepcopy(alone)
+    for block in spread.blocks:
+        block.attention.attend = functools.partial(context.attend, is_causal=True)
+    wrapped = BucketedDataParallel(spread, bucket_mb=0.001)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (spread, alone))
+    tokens, targets = torch.randint(13, (2, 2, 32), generator=torch.Generator().manual_seed(2))
+    for _ in range(2):
+        where = context.positions(32)
+        loss = wrapped(context.piece(tokens), context.piece(targets), where)
+        expected = alone(tokens, targets)
+        for module, value in ((wrapped, loss), (alone, expected)):
+            module.zero_grad()
+            value.backward()
+        wrapped.synchronize_gradients()
+        dist.all_reduce(loss := loss.detach() / context.ranks)
+        torch.testing.assert_close(loss, expected.detach())
+        for mine, whole in zip(spread.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, whole.grad, rtol=1e-10, atol=1e-12)
+        ours.step()
+        theirs.step()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_ring_equals_one_process(ranks):
+    assert launch(on_ranks, None, ranks=ranks) == list(range(ranks))
