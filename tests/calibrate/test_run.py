@@ -5,47 +5,108 @@ import dataclasses
 import pytest
 import torch
 
+from stepgauge.bench.sweep import sweep
+from stepgauge.calibrate import contention
+from stepgauge.calibrate.grids import CPU, GPU
+from stepgauge.calibrate.machine import hardware_file, jobs
 from stepgauge.calibrate.operations import operations
-from stepgauge.calibrate.run import hardware_file, names, run
+from stepgauge.calibrate.run import job, names, run, table_of
 from stepgauge.cost.machine import Machine
-from stepgauge.spec.calibration import CalibrationSpec
+from stepgauge.spec.calibration import CalibrationSpec, ContentionSpec
 from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.hardware_files import default_path, file_of
+from stepgauge.spec.store import RunStore
 
-CPU = torch.device("cpu")
-
-
-def spec(operation):
-    return CalibrationSpec(operation=operation, milliseconds=0.0)
+HERE = torch.device("cpu")
 
 
-def test_every_shape_has_a_time_and_the_file_gives_it_back(tmp_path):
+@pytest.fixture(autouse=True)
+def few_shapes(monkeypatch):
+    """Grids of a few shapes: ranks run them in processes of their own, which have all."""
+    small = dataclasses.replace(
+        CPU, few_tokens=(64,), few_widths=(64, 256), parameters=(2**14, 2**16), bytes=(2**14, 2**16)
+    )
+    monkeypatch.setattr("stepgauge.calibrate.run.grid_of", lambda _: small)
+    return small
+
+
+def spec(operation, **fields):
+    return CalibrationSpec(operation=operation, milliseconds=0.0, **fields)
+
+
+def test_every_shape_has_a_time_and_the_file_gives_it_back(tmp_path, few_shapes):
     asked = ["traffic", "layernorm backward fp32", "optimizer adamw fp32"]
     records = [run(spec(name)) for name in asked]
     for name, record in zip(asked, records, strict=True):
-        grid = list(operations(small=True)[name].grid)
-        _, *rows = record.tables["times"]
-        assert [tuple(row[:-1]) for row in rows] == grid
-        assert all(row[-1] > 0 for row in rows)
-        assert record.median("shapes") == len(grid)
-    before = HardwareFile(name="box", other={"later": 1})
+        assert [row[:-1] for row in table_of(record).rows] == operations(few_shapes)[name].grid
+        assert all(row[-1] > 0 for row in table_of(record).rows)
+        assert record.median("shapes") == len(table_of(record).rows)
     path = tmp_path / "box.json"
-    hardware_file("box", records, before).write(path)
+    hardware_file(records, HardwareFile(name="box", other={"later": 1})).write(path)
     read = HardwareFile.read(path)
     assert read.other == {"later": 1} and read.device == records[0].environment["device"]
-    (*sizes, us) = records[1].tables["times"][1]
+    assert read.threads == torch.get_num_threads()
+    (*sizes, us) = table_of(records[1]).rows[0]
     assert Machine(read).time("layernorm backward fp32", *sizes).us == us
 
 
 def test_a_row_of_today_takes_the_place_of_an_older_one():
-    (record,) = [run(spec("traffic"))]
-    slower = [[*row[:-1], 2 * row[-1]] for row in record.tables["times"][1:]]
-    later = dataclasses.replace(record, tables={"times": [record.tables["times"][0], *slower]})
-    once = hardware_file("box", [record], HardwareFile(name="box"))
-    twice = hardware_file("box", [later], once)
+    record = run(spec("traffic"))
+    head, *rows = record.tables["times"]
+    slower = [[row[0], 2 * row[1], *row[2:]] for row in rows]
+    later = dataclasses.replace(record, tables={"times": [head, *slower]})
+    once = hardware_file([record], HardwareFile(name="box"))
+    twice = hardware_file([later], once)
     assert twice.operations["traffic"].rows[0][-1] == 2 * once.operations["traffic"].rows[0][-1]
 
 
-def test_an_unknown_operation_is_told():
+def test_ranks_give_operations_side_by_side_and_what_they_and_collectives_cost(tmp_path):
+    """Links, contention and an operation by the same two processes."""
+    links = [job for job in jobs(HERE, [2], "links all_reduce") if job.spec.size_bytes <= 2**18]
+    short = [dataclasses.replace(job, spec=dataclasses.replace(job.spec, seconds=0.01))
+             for job in links]  # fmt: skip
+    beside = ContentionSpec(kernels="traffic", collective="all_reduce", milliseconds=5.0)
+    asked = [job(spec("optimizer adamw fp32", ranks=2)), *short, contention.job(beside)]
+    records = [outcome.record for outcome in sweep(asked, RunStore(tmp_path))]
+    assert {record.status for record in records} == {"ok"}, [record.note for record in records]
+    found = hardware_file(records, HardwareFile(name="box", threads=7))
+    assert not found.operations and found.threads == 7  # of a single process nothing was timed
+    assert found.on_ranks(2).operations["optimizer adamw fp32"].rows
+    assert found.link(op="all_reduce", backend="gloo", ranks=2).time_ms(2**14) > 0
+    (row,) = found.contention
+    assert (row.kernels, row.collective) == ("traffic", "all_reduce")
+    assert row.kernel_slowdown >= 1 and row.collective_slowdown >= 1
+    alone, together = (records[-1].median(f"kernel{end}_us") for end in ("", "_beside"))
+    assert alone > 0 and together > 0
+
+
+def test_what_cannot_be_calibrated_is_told():
     with pytest.raises(ValueError, match="operation is 'walk'; choose one of"):
-        run(spec("walk"))
-    assert "matmul tn bf16" in names(CPU) and "host eager bf16" not in names(CPU)
+        job(spec("walk"))
+    with pytest.raises(ValueError, match="only is 'walk'; there are matmul nt fp32, "):
+        jobs(HERE, [2], "walk")
+    assert "matmul tn bf16" in names(HERE) and "host eager bf16" not in names(HERE)
+    ranks = [job for job in jobs(HERE, [2]) if job.spec.ranks == 2]
+    assert {job.spec.kind for job in ranks} == {"calibration", "comm", "contention"}
+
+
+@pytest.mark.parametrize("grid", [CPU, GPU], ids=("cpu", "gpu"))
+def test_shapes_stay_within_the_grids_limits(grid):
+    for dtype in grid.widths:
+        shapes = grid.products(dtype)
+        assert all(max(n, k) <= grid.most_uneven * min(n, k) for _, n, k in shapes)
+        assert len(shapes) > 20 and max(m * n * k for m, n, k in shapes) <= grid.largest
+    assert max(h * t for h, t, _ in grid.attention_shapes()) <= grid.most_positions
+
+
+def test_the_file_of_a_device_is_found_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert file_of("Box 9000", 2) is None
+    path = default_path("Box 9000 (R)")
+    assert path.name == "box-9000-r.json"
+    measured = hardware_file([run(spec("traffic"))], HardwareFile(name="box"))
+    dataclasses.replace(measured, device="Box 9000", threads=2).write(path)
+    path.with_name("a.json").write_text("no hardware file")
+    assert file_of("Box 9000", 2) == path
+    assert file_of("Box 9000", 4) is None and file_of("Box", 2) is None

@@ -35,7 +35,7 @@ def test_a_file_gives_back_what_ranks_and_collectives_cost(tmp_path):
     written.write(tmp_path / "box.json")
     read = HardwareFile.read(tmp_path / "box.json")
     assert read.on_ranks(2).operations["traffic"] == shared
-    assert read.on_ranks(2).operations["matmul nt fp32"] == alone
+    assert "matmul nt fp32" not in read.on_ranks(2).operations  # another time than alone
     assert read.on_ranks(4).operations == read.operations
     assert read.contention_of("matmul nt bf16", "all_reduce").kernel_slowdown == 1.24
     assert read.contention_of("rmsnorm forward fp32", "all_reduce").collective_slowdown == 1.3

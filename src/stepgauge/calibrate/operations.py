@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stepgauge.calibrate.grids import Grid
 from stepgauge.models.parts import ATTENTIONS, OPTIMIZERS
 
 Call = Callable[[], object]
@@ -53,8 +54,12 @@ def _matmul(layout: str, dtype: torch.dtype, m: int, n: int, k: int, device: tor
 
 
 def _traffic(nbytes: int, device: torch.device) -> Call:
-    """Reads half of the bytes and writes the other half, as elementwise operations do."""
+    """Reads half of the bytes and writes the other half, as elementwise operations do. On a CPU into
+    new memory, whose pages cost as much as the pass; a GPU's come from a cache.
+    """
     new = functools.partial(torch.randn, max(1, nbytes // 8), device=device)
+    if device.type == "cpu":
+        return rotating(lambda: (new(),), lambda source: source * 2.0)
     return rotating(
         lambda: (new(), new()), lambda source, target: torch.mul(source, 2.0, out=target)
     )
@@ -137,83 +142,62 @@ def _optimizer(name: str, dtype: torch.dtype, numel: int, device: torch.device) 
     return optimizer.step
 
 
-WIDTHS = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
-FEW_WIDTHS = (512, 1024, 2048, 4096, 8192)
-TOKENS = (256, 512, 1024, 2048, 4096, 8192)
 DIRECTIONS = ("forward", "backward")
-LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
-POWERS = tuple(2**power for power in range(14, 31, 2))
 
 
-def operations(*, small: bool) -> Mapping[str, Operation]:
-    """What is calibrated, by name; `small` has few small shapes, for a CPU."""
-    return {**_products(small), **_passes(small), **_norms_and_attention(small), **_ends(small)}
+def operations(grid: Grid) -> Mapping[str, Operation]:
+    """What is calibrated on a kind of device, by name."""
+    return {**_products(grid), **_passes(grid), **_norms(grid), **_attentions(grid), **_ends(grid)}
 
 
-def _products(small: bool) -> dict[str, Operation]:
+def _products(grid: Grid) -> dict[str, Operation]:
     found = {}
-    few = (64, 256, 1024) if small else FEW_WIDTHS
-    for dtype, layout in itertools.product(("bf16", "tf32", "fp32"), ("nt", "nn", "tn")):
-        widths = few if small or dtype != "bf16" else WIDTHS
-        rows = TOKENS if dtype == "bf16" and not small else few_tokens(small)
+    for dtype, layout in itertools.product(grid.widths, ("nt", "nn", "tn")):
         # Rows of the product are tokens, but for the weight's gradient, which sums over them.
         order = (1, 2, 0) if layout == "tn" else (0, 1, 2)
-        shapes = itertools.product(rows, widths, widths)
-        grid = [tuple(shape[i] for i in order) for shape in shapes if small or _is_usual(*shape)]
+        shapes = [tuple(shape[i] for i in order) for shape in grid.products(dtype)]
         make = functools.partial(_matmul, layout, DTYPES[dtype])
-        found[f"matmul {layout} {dtype}"] = Operation(("m", "n", "k"), grid, make)
+        found[f"matmul {layout} {dtype}"] = Operation(("m", "n", "k"), shapes, make)
     return found
 
 
-def _passes(small: bool) -> dict[str, Operation]:
-    sizes = [(size,) for size in (POWERS[:5] if small else POWERS)]
-    found = {"traffic": Operation(("bytes",), sizes, _traffic)}
+def _passes(grid: Grid) -> dict[str, Operation]:
+    found = {"traffic": Operation(("bytes",), [(size,) for size in grid.bytes], _traffic)}
     for source, target in (("fp32", "bf16"), ("bf16", "fp32")):
         make = functools.partial(_cast, DTYPES[source], DTYPES[target])
-        numbers = [(size // 8,) for (size,) in sizes]
+        numbers = [(size // 8,) for size in grid.bytes]
         found[f"cast {source} {target}"] = Operation(("numel",), numbers, make)
     return found
 
 
-def _norms_and_attention(small: bool) -> dict[str, Operation]:
+def _norms(grid: Grid) -> dict[str, Operation]:
     found = {}
-    rows = list(itertools.product(few_tokens(small), (64, 256, 1024) if small else FEW_WIDTHS))
-    heads = (4,) if small else (8, 32, 128)
-    lengths = LENGTHS[:2] if small else LENGTHS[:6]
-    shapes = list(itertools.product(heads, lengths, (64,) if small else (64, 80, 128)))
-    for direction, dtype in itertools.product(DIRECTIONS, ("bf16", "fp32")):
-        is_backward = direction == "backward"
-        for name in ("rmsnorm", "layernorm"):
-            make = functools.partial(_norm, name, is_backward, DTYPES[dtype])
-            found[f"{name} {direction} {dtype}"] = Operation(("m", "n"), rows, make)
-        for name in ("sdpa", "triton"):
-            make = functools.partial(_attention, name, is_backward, DTYPES[dtype])
-            found[f"attention {name} {direction} {dtype}"] = Operation(
-                ("h", "t", "d"), shapes, make
-            )
+    for name, direction, dtype in itertools.product(
+        ("rmsnorm", "layernorm"), DIRECTIONS, ("bf16", "fp32")
+    ):
+        make = functools.partial(_norm, name, direction == "backward", DTYPES[dtype])
+        shapes = list(itertools.product(grid.few_tokens, grid.few_widths))
+        found[f"{name} {direction} {dtype}"] = Operation(("m", "n"), shapes, make)
     return found
 
 
-def _ends(small: bool) -> dict[str, Operation]:
+def _attentions(grid: Grid) -> dict[str, Operation]:
+    found = {}
+    for name, direction, dtype in itertools.product(grid.attentions, DIRECTIONS, ("bf16", "fp32")):
+        make = functools.partial(_attention, name, direction == "backward", DTYPES[dtype])
+        shapes = grid.attention_shapes()
+        found[f"attention {name} {direction} {dtype}"] = Operation(("h", "t", "d"), shapes, make)
+    return found
+
+
+def _ends(grid: Grid) -> dict[str, Operation]:
     """The loss and the optimizer."""
     found = {}
-    vocabularies = (1024,) if small else (10_000, 32_000, 128_256)
-    pairs = itertools.product(few_tokens(small), vocabularies)
-    grid = [(m, v) for m, v in pairs if m * v < 2**29]
     for direction in DIRECTIONS:
         make = functools.partial(_loss, direction == "backward")
-        found[f"cross-entropy {direction}"] = Operation(("m", "v"), grid, make)
-    for name, dtype in itertools.product(("adamw", "fused"), ("fp32", "bf16")):
-        counts = [(2**p,) for p in ((16, 18) if small else (20, 22, 24, 26, 28, 29))]
+        found[f"cross-entropy {direction}"] = Operation(("m", "v"), grid.losses(), make)
+    for name, dtype in itertools.product(grid.optimizers, ("fp32", "bf16")):
         make = functools.partial(_optimizer, name, DTYPES[dtype])
+        counts = [(number,) for number in grid.parameters]
         found[f"optimizer {name} {dtype}"] = Operation(("numel",), counts, make)
     return found
-
-
-def few_tokens(small: bool) -> tuple[int, ...]:
-    return (64, 256) if small else (512, 2048, 8192)
-
-
-def _is_usual(tokens: int, n: int, k: int) -> bool:
-    """Shapes that layers have: no wide layer beside a narrow one, and none of hours in fp32."""
-    return max(n, k) <= 24 * min(n, k) and tokens * n * k <= 2**40

@@ -1,150 +1,169 @@
-"""A CalibrationSpec run: `run` gives the record of one operation, `hardware_file` a machine's file.
+"""A CalibrationSpec run: `job` gives the job of one operation, and its record joins a hardware file.
 
 Shapes follow one another without a pause, so that a GPU runs at the clock and power that it holds
-in a training step, and not at those of a short burst; both stand in the record.
+in a training step, and not at those of a short burst; both stand beside each shape in the record.
+Where several ranks share a CPU, all of them time the same shape at once.
 """
 
 import dataclasses
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from stepgauge.bench.ranks import OnRanks
+from stepgauge.bench.sweep import Job
 from stepgauge.calibrate import host
-from stepgauge.calibrate.operations import Call, Operation, operations
+from stepgauge.calibrate.grids import grid_of
+from stepgauge.calibrate.operations import Operation, operations
+from stepgauge.calibrate.timing import METRICS, clock_and_power, microseconds
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
+from stepgauge.runtime.world import joined_world
 from stepgauge.spec.calibration import CalibrationSpec, OperationTable
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.record import Record, Sample
 
-LOOPS = 3
-SHORT_US = 500.0  # shorter calls may be launched slower than they run
-MOST_CALLS = 200
-LONGEST_S = 20.0  # of one operation over all its shapes
+Row = tuple[float, ...]
 
 
 def names(device: torch.device) -> list[str]:
     """What can be calibrated there: on a CPU the host is the device, and launches nothing."""
-    if device.type == "cpu":
-        return list(operations(small=True))
-    return [*operations(small=False), *host.names()]
+    known = list(operations(grid_of(device.type)))
+    return known if device.type == "cpu" else [*known, *host.names()]
+
+
+def job(spec: CalibrationSpec) -> Job:
+    """Of one operation over its grid, on one device or on ranks side by side. Raises ValueError for
+    an unknown operation.
+    """
+    known = names(torch.device(spec.device))
+    if spec.operation not in known:
+        raise ValueError(f"operation is {spec.operation!r}; choose one of {known}")
+    return Job(ON_RANKS if spec.ranks > 1 else run, spec, process="calibration")
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """The grid's sizes with their microseconds, what the device told at each, and how many shapes
+    did not fit in memory or in the time.
+    """
+
+    axes: tuple[str, ...]
+    rows: list[Row]
+    told: list[dict[str, float]]
+    left_out: int
 
 
 def run(spec: CalibrationSpec) -> Record:
-    """Times one operation over its grid. Shapes that do not fit in memory are left out.
-
-    Raises ValueError for an unknown operation.
-    """
     device = torch.device(spec.device)
-    if spec.operation not in names(device):
-        raise ValueError(f"operation is {spec.operation!r}; choose one of {names(device)}")
     if spec.operation in host.names():
-        table, left_out = host.measure(spec.operation, device), 0
+        table = host.measure(spec.operation, device)
+        timed = Timed(table.axes, list(table.rows), [clock_and_power(device)] * len(table.rows), 0)
     else:
-        operation = operations(small=device.type == "cpu")[spec.operation]
-        table, left_out = _times(operation, device, spec)
+        timed = _times(spec, device)
+    return _record(spec, timed, device)
+
+
+def _on_rank(spec: CalibrationSpec) -> Timed:
+    world = joined_world()
+    assert world is not None, "ranks run in a world"
+    return _times(spec, world.device(spec.device))
+
+
+def _of_ranks(spec: CalibrationSpec, ranks: list[Timed]) -> Record:
+    """Of each shape the mean over ranks."""
+    first = ranks[0]
+    rows = [
+        (*row[:-1], statistics.fmean(timed.rows[place][-1] for timed in ranks))
+        for place, row in enumerate(first.rows)
+    ]
+    return _record(spec, dataclasses.replace(first, rows=rows), torch.device(spec.device))
+
+
+ON_RANKS = OnRanks(_on_rank, _of_ranks, shared=True)
+
+
+def _record(spec: CalibrationSpec, timed: Timed, device: torch.device) -> Record:
+    units = list(timed.told[0]) if timed.told else []
+    clocks = {METRICS[unit]: Sample.of((told[unit] for told in timed.told), unit) for unit in units}
     return Record(
         kind=spec.kind,
         spec=dataclasses.asdict(spec),
         metrics={
-            "shapes": Sample.exact(len(table.rows), ""),
-            "shapes_left_out": Sample.exact(left_out, ""),
-            **_clocks(device),
+            "shapes": Sample.exact(len(timed.rows), ""),
+            "shapes_left_out": Sample.exact(timed.left_out, ""),
+            **clocks,
         },
-        tables={"times": [[*table.axes, "us"], *(list(row) for row in table.rows)]},
+        tables={
+            "times": [
+                [*timed.axes, "us", *units],
+                *([*row, *told.values()] for row, told in zip(timed.rows, timed.told, strict=True)),
+            ]
+        },
         environment=environment(device),
     )
 
 
-def _times(
-    operation: Operation, device: torch.device, spec: CalibrationSpec
-) -> tuple[OperationTable, int]:
-    """The table, and how many shapes did not fit in memory or in the time."""
+def _times(spec: CalibrationSpec, device: torch.device) -> Timed:
+    """The operation's table on this process's device, in step with the other ranks."""
+    grid = grid_of(device.type)
+    operation = operations(grid)[spec.operation]
     matmul = "high" if spec.operation.endswith("tf32") else "highest"
     torch.set_float32_matmul_precision(matmul)
-    rows: list[tuple[float, ...]] = []
-    left_out = 0
-    deadline = time.perf_counter() + LONGEST_S
+    timed = Timed(operation.axes, [], [], 0)
+    deadline = time.perf_counter() + grid.longest_s
     for sizes in operation.grid:
-        if time.perf_counter() > deadline:
-            left_out += 1
+        us = None
+        if _all_agree(time.perf_counter() < deadline):
+            us = _time_of(operation, sizes, device, spec)
+        if us is None:
+            timed = dataclasses.replace(timed, left_out=timed.left_out + 1)
             continue
-        try:
-            rows.append((*sizes, _microseconds(operation.make(*sizes, device), device, spec)))
-        except (RuntimeError, MemoryError) as error:
-            if devices.out_of_memory_reason(error) is None:
-                raise
-            left_out += 1
-        if device.type == "cuda" and len(rows) % 16 == 0:
+        timed.rows.append((*sizes, us))
+        timed.told.append(clock_and_power(device))
+        if device.type == "cuda" and len(timed.rows) % 16 == 0:
             torch.cuda.empty_cache()
-    return OperationTable(operation.axes, tuple(rows)), left_out
+    return timed
 
 
-def _microseconds(call: Call, device: torch.device, spec: CalibrationSpec) -> float:
-    """Median over loops of the mean of a loop's calls."""
-    call()
-    once = _loop(call, device, 2)
-    count = max(2, min(MOST_CALLS, round(spec.milliseconds * 1e3 / max(once, 1e-3))))
-    if device.type == "cuda" and once < SHORT_US:
-        replay = _captured(call, count)
-        return statistics.median(_loop(replay, device, 2) for _ in range(LOOPS)) / count
-    return statistics.median(_loop(call, device, count) for _ in range(LOOPS))
+def _all_agree(here: bool) -> bool:
+    """Whether it is so on every rank, which all come to the next shape together."""
+    if not dist.is_initialized():
+        return here
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, here)
+    return all(said)
 
 
-def _captured(call: Call, count: int) -> Call:
-    """The calls as one CUDA graph: short ones would else be timed at the host's pace. Where they
-    cannot be captured, the calls themselves.
-    """
-    graph = torch.cuda.CUDAGraph()
+def _time_of(
+    operation: Operation, sizes: tuple[int, ...], device: torch.device, spec: CalibrationSpec
+) -> float | None:
+    """Microseconds; None for a shape that does not fit in memory."""
     try:
-        with torch.cuda.graph(graph):
-            for _ in range(count):
-                call()
-    except RuntimeError:
-        torch.cuda.synchronize()
-
-        def calls() -> None:
-            for _ in range(count):
-                call()
-
-        return calls
-    return graph.replay
+        return microseconds(operation.make(*sizes, device), device, spec.milliseconds)
+    except (RuntimeError, MemoryError) as error:
+        if devices.out_of_memory_reason(error) is None or spec.ranks > 1:
+            raise
+        return None
 
 
-def _loop(call: Call, device: torch.device, count: int) -> float:
-    if device.type == "cpu":
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        return (time.perf_counter() - start) * 1e6 / count
-    before, after = (torch.Event(device, enable_timing=True) for _ in range(2))
-    before.record()
-    for _ in range(count):
-        call()
-    after.record()
-    devices.synchronize(device)
-    return before.elapsed_time(after) * 1e3 / count
-
-
-def _clocks(device: torch.device) -> dict[str, Sample]:
-    """The GPU's clock and power at the end of the loops."""
-    if device.type != "cuda":
-        return {}
-    return {
-        "sm_clock_mhz": Sample.exact(torch.cuda.clock_rate(device), "MHz"),
-        "power_w": Sample.exact(torch.cuda.power_draw(device) / 1e3, "W"),
-    }
-
-
-def hardware_file(name: str, records: Sequence[Record], before: HardwareFile) -> HardwareFile:
+def with_operations(hardware: HardwareFile, records: Sequence[Record]) -> HardwareFile:
     """The file with the tables of the records in place of older ones of the same operation."""
-    tables = dict(before.operations)
+    alone = dict(hardware.operations)
+    by_ranks = {ranks: dict(tables) for ranks, tables in hardware.by_ranks.items()}
     for record in records:
-        head, *rows = record.tables["times"]
-        tables[record.spec["operation"]] = OperationTable(
-            tuple(head[:-1]), tuple(tuple(row) for row in rows)
-        )
-    device = next((str(record.environment["device"]) for record in records), before.device)
-    return dataclasses.replace(before, name=name, device=device, operations=tables)
+        ranks = record.spec["ranks"]
+        tables = alone if ranks == 1 else by_ranks.setdefault(ranks, {})
+        tables[record.spec["operation"]] = table_of(record)
+    return dataclasses.replace(hardware, operations=alone, by_ranks=by_ranks)
+
+
+def table_of(record: Record) -> OperationTable:
+    """The record's sizes and microseconds, without what the device told beside them."""
+    head, *rows = record.tables["times"]
+    end = head.index("us")
+    return OperationTable(tuple(head[:end]), tuple(tuple(row[: end + 1]) for row in rows))

@@ -7,42 +7,55 @@ from cyclopts import Parameter
 
 from stepgauge.cli.console import tell
 from stepgauge.cli.rows import Fresh, Out, run_jobs
-from stepgauge.spec.calibration import CalibrationSpec
 from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.hardware_files import default_path
 from stepgauge.spec.store import RunStore
 
 
 def calibrate(
-    hardware: Annotated[Path, Parameter(help="The hardware file; made, or brought up to date.")],
+    hardware: Annotated[
+        Path | None,
+        Parameter(help="The hardware file; made, or brought up to date. [that of this device]"),
+    ] = None,
     /,
     *,
+    ranks: Annotated[
+        tuple[int, ...],
+        Parameter(
+            consume_multiple=True,
+            negative="",
+            show_default=False,
+            help="Also collectives between so many ranks, and what they and kernels cost each "
+            "other: 2, or 2 4 8.",
+        ),
+    ] = (),
     only: Annotated[
-        str, Parameter(help="Operations whose name contains this; without it all.")
+        str, Parameter(help="What has this in its name (matmul, links, contention); else all.")
     ] = "",
     device: Annotated[str, Parameter(help="As in bench step.")] = "auto",
     out: Out = Path("runs/calibrate"),
     fresh: Fresh = False,
 ) -> None:
-    """Time the operations that steps are made of, and write them to a hardware file.
+    """Time what steps are made of, and write it to a hardware file that they are predicted from.
 
     Products, attention, norms, memory traffic, optimizers and the host's launches, each over a
-    grid of shapes, at the clocks that the GPU holds under load. Some 5 minutes on a GPU. Rows are
-    on disk one by one, and the same command goes on where it stopped. What collectives cost joins
-    the file with `stepgauge bench comm` and `stepgauge comm fit --hardware FILE`.
+    grid of shapes, at the clocks that the device holds under load; with --ranks collectives, too.
+    Some 5 minutes on a GPU, 2 on a CPU. Rows are on disk one by one, and the same command goes on
+    where it stopped. From then on bench commands on this device show what was predicted beside what
+    they measure.
     """
-    from stepgauge.bench.sweep import Job
-    from stepgauge.calibrate.run import hardware_file, names, run
+    from stepgauge.calibrate.machine import hardware_file, jobs
     from stepgauge.measure.devices import resolve
+    from stepgauge.measure.environment import device_name
+    from stepgauge.runtime.workers import run_isolated
 
-    before = HardwareFile.read(hardware) if hardware.exists() else HardwareFile(name=hardware.stem)
     where = resolve(device)
-    asked = [name for name in names(where) if only in name]
-    if not asked:
-        raise ValueError(f"only is {only!r}; operations are {', '.join(names(where))}")
-    specs = [CalibrationSpec(operation=name, device=str(where)) for name in asked]
-    jobs = [Job(run, spec, process="calibration") for spec in specs]
-    records = [
-        record for record in run_jobs(jobs, RunStore(out), fresh=fresh) if record.status == "ok"
-    ]
-    hardware_file(before.name, records, before).write(hardware)
-    tell(f"{len(records)} operations in {hardware}")
+    if few := [number for number in ranks if number < 2]:
+        raise ValueError(f"ranks is {few[0]}; collectives need at least 2")
+    asked = jobs(where, ranks, only)
+    path = hardware or default_path(run_isolated(device_name, where))
+    before = HardwareFile.read(path) if path.exists() else HardwareFile(name=path.stem)
+    records = run_jobs(asked, RunStore(out), fresh=fresh)
+    hardware_file(records, before).write(path)
+    good = sum(record.status == "ok" for record in records)
+    tell(f"{good} of {len(records)} rows are in {path}")

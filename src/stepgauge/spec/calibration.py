@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
+from stepgauge.spec.comm import OPS
 from stepgauge.spec.fields import check, option
 
 
@@ -78,7 +79,28 @@ class CalibrationSpec:
 
     operation: str = option("matmul nt bf16", "operation and type", label=True)
     milliseconds: float = option(4.0, "of work that each shape is timed for", least=0.0, most=1e4)
+    ranks: int = option(
+        1, "that time it side by side, sharing a CPU", least=1, most=4096, label=True,
+        hidden_default=1,
+    )  # fmt: skip
     device: str = option("cpu", "cpu, cuda, cuda:1, mps; auto takes the fastest there is")
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContentionSpec:
+    """What `calibrate` measures in one record: a class of kernels and a collective side by side."""
+
+    kind: ClassVar[str] = "contention"
+
+    kernels: str = option("matmul", "class of kernels", choices=KERNEL_CLASSES, label=True)
+    collective: str = option("all_reduce", "as bench comm names it", choices=OPS, label=True)
+    size_bytes: int = option(32 * 2**20, "of the collective", least=1, most=2**40)
+    milliseconds: float = option(50.0, "that each runs beside the other", least=0.0, most=1e4)
+    ranks: int = option(2, "processes", least=2, most=4096, label=True)
+    device: str = option("cpu", "cpu, or cuda for one GPU a rank")
 
     def __post_init__(self) -> None:
         check(self)

@@ -127,6 +127,7 @@ class HardwareFile:
     """A calibrated machine on disk.
 
     device         name of its accelerator, as the driver gives it
+    threads        of a CPU: how many the operations ran on; 0 of a GPU
     links          what collectives cost: bench comm
     operations     what single operations cost: calibrate
     by_ranks       the same of each rank while so many of them share one device, a CPU's cores
@@ -136,6 +137,7 @@ class HardwareFile:
 
     name: str
     device: str = ""
+    threads: int = 0
     links: Sequence[Link] = ()
     operations: Mapping[str, OperationTable] = dataclasses.field(default_factory=dict)
     by_ranks: Mapping[int, Mapping[str, OperationTable]] = dataclasses.field(default_factory=dict)
@@ -157,6 +159,7 @@ class HardwareFile:
         return cls(
             name=value.pop("name", path.stem),
             device=value.pop("device", ""),
+            threads=value.pop("threads", 0),
             links=links,
             operations=_tables(value.pop("operations", {})),
             by_ranks={
@@ -168,12 +171,10 @@ class HardwareFile:
         )
 
     def on_ranks(self, ranks: int) -> Self:
-        """The machine as each of so many ranks finds it: where ranks share a CPU, operations as
-        they were timed side by side.
+        """The machine as each of so many ranks finds it: where ranks share a CPU, with the
+        operations that were timed side by side alone.
         """
-        return dataclasses.replace(
-            self, operations={**self.operations, **self.by_ranks.get(ranks, {})}
-        )
+        return dataclasses.replace(self, operations=self.by_ranks.get(ranks, self.operations))
 
     def contention_of(self, operation: str, collective: str) -> Contention | None:
         """What the operation, of any class of kernels, and the collective cost each other; None
@@ -208,6 +209,7 @@ class HardwareFile:
             "schema": HARDWARE_SCHEMA,
             "name": self.name,
             "device": self.device,
+            "threads": self.threads,
             **self.other,
             "operations": _as_json(self.operations),
             "operations_by_ranks": {str(n): _as_json(own) for n, own in self.by_ranks.items()},

@@ -8,7 +8,7 @@ from typing import Any
 
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.broadcast import BroadcastSpec
-from stepgauge.spec.calibration import CalibrationSpec
+from stepgauge.spec.calibration import CalibrationSpec, ContentionSpec
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.dtypes import AccumulationSpec, DtypesSpec
@@ -37,6 +37,7 @@ SPECS: Mapping[str, type] = {
         LayoutSpec,
         BroadcastSpec,
         CalibrationSpec,
+        ContentionSpec,
         PipelineSpec,
         OpSpec,
     )

@@ -1,0 +1,187 @@
+"""What kernels and collectives cost each other: each is timed alone, and beside the other.
+
+On GPUs collectives run on a stream of their own, as a wrapper's do; on a CPU in a thread, beside
+products on the thread that computes. Whoever is timed runs wholly beside the other.
+"""
+
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from stepgauge.bench.ranks import OnRanks
+from stepgauge.bench.sweep import Job
+from stepgauge.calibrate.grids import grid_of
+from stepgauge.calibrate.operations import Call, operations
+from stepgauge.calibrate.timing import METRICS, clock_and_power, loop
+from stepgauge.measure.collectives import Collective
+from stepgauge.measure.environment import environment
+from stepgauge.runtime.world import joined_world
+from stepgauge.spec.calibration import Contention, ContentionSpec
+from stepgauge.spec.comm import CommSpec
+from stepgauge.spec.record import Record, Sample
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+# A call of each class that is neither short nor long: operation and sizes.
+KERNELS: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
+    "cuda": {
+        "matmul": ("matmul nt bf16", (4096, 4096, 4096)),
+        "attention": ("attention sdpa forward bf16", (32, 2048, 128)),
+        "traffic": ("traffic", (2**28,)),
+    },
+    "cpu": {
+        "matmul": ("matmul nt fp32", (512, 256, 1024)),
+        "attention": ("attention sdpa forward fp32", (16, 256, 64)),
+        "traffic": ("traffic", (2**22,)),
+    },
+}
+LONGER = 3  # times as long runs what the other is timed beside
+ROUNDS = 3  # alone and beside in turn: other work on the machine then meets both
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Microseconds of one kernel and of one collective: alone, and beside the other."""
+
+    kernel: float
+    collective: float
+    kernel_beside: float
+    collective_beside: float
+
+
+def job(spec: ContentionSpec) -> Job:
+    return Job(RUN, spec)
+
+
+def measure(spec: ContentionSpec) -> list[Times]:
+    """Of each round. Runs on every rank."""
+    world = joined_world()
+    assert world is not None, "collectives run on ranks"
+    device = world.device(spec.device)
+    name, sizes = KERNELS[device.type][spec.kernels]
+    kernel = operations(grid_of(device.type))[name].make(*sizes, device)
+    collective = Collective(
+        CommSpec(
+            op=spec.collective,
+            backend="nccl" if device.type == "cuda" else "gloo",
+            size_bytes=spec.size_bytes,
+            ranks=spec.ranks,
+            device=spec.device,
+        ),
+        device,
+    )
+    calls = kernel, collective.run
+    counts = [_count(call, device, spec.milliseconds) for call in calls]
+    beside = _beside_on_gpu if device.type == "cuda" else _beside_on_cpu
+    rounds = []
+    for _ in range(ROUNDS):
+        dist.barrier()
+        kernel_us = loop(kernel, device, counts[0])
+        collective_us = loop(collective.run, device, counts[1])
+        rounds.append(Times(kernel_us, collective_us, *beside(*calls, device, counts)))
+    return rounds
+
+
+def _count(call: Call, device: torch.device, milliseconds: float) -> int:
+    """How many calls last so long: the least of all ranks', which then call as often."""
+    loop(call, device, 2)
+    count = max(2, math.ceil(milliseconds * 1e3 / loop(call, device, 2)))
+    said = [count] * dist.get_world_size()
+    dist.all_gather_object(said, count)
+    return min(said)
+
+
+def _beside_on_gpu(
+    kernel: Call, collective: Call, device: torch.device, counts: Sequence[int]
+) -> tuple[float, float]:
+    """Microseconds of a kernel, and of a collective, each while more of the other is queued than
+    can end meanwhile.
+    """
+    computing, sending = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    streams = {kernel: computing, collective: sending}
+    calls, found = {kernel: counts[0], collective: counts[1]}, []
+    for timed, other in ((kernel, collective), (collective, kernel)):
+        dist.barrier()
+        torch.cuda.synchronize(device)
+        with torch.cuda.stream(streams[other]):
+            other()
+            running = torch.cuda.Event()
+            running.record()
+            for _ in range(LONGER * calls[other]):
+                other()
+        with torch.cuda.stream(streams[timed]):
+            streams[timed].wait_event(running)
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            for _ in range(calls[timed]):
+                timed()
+            after.record()
+        torch.cuda.synchronize(device)
+        found.append(before.elapsed_time(after) * 1e3 / calls[timed])
+    return found[0], found[1]
+
+
+def _beside_on_cpu(
+    kernel: Call, collective: Call, device: torch.device, counts: Sequence[int]
+) -> tuple[float, float]:
+    """The same where a thread sends as long as this one computes."""
+    dist.barrier()
+    sent_us = [0.0]
+
+    def send() -> None:
+        sent_us[0] = loop(collective, device, counts[1])
+
+    thread = threading.Thread(target=send)
+    start, done = time.perf_counter(), 0
+    thread.start()
+    while thread.is_alive():
+        kernel()
+        done += 1
+    computed_us = (time.perf_counter() - start) * 1e6 / done
+    thread.join()
+    return computed_us, sent_us[0]
+
+
+def record(spec: ContentionSpec, ranks: list[list[Times]]) -> Record:
+    """Slowdowns over rounds and ranks, with the times that they are ratios of."""
+    device, rounds = torch.device(spec.device), [times for own in ranks for times in own]
+    ratios = {
+        "kernel_slowdown": [times.kernel_beside / times.kernel for times in rounds],
+        "collective_slowdown": [times.collective_beside / times.collective for times in rounds],
+    }
+    return Record(
+        kind=spec.kind,
+        spec=dataclasses.asdict(spec),
+        metrics={
+            **{name: Sample.of(values, "") for name, values in ratios.items()},
+            **{
+                f"{field.name}_us": Sample.of(
+                    (getattr(times, field.name) for times in rounds), "us"
+                )
+                for field in dataclasses.fields(Times)
+            },
+            **_clocks(device),
+        },
+        environment=environment(device),
+    )
+
+
+def _clocks(device: torch.device) -> dict[str, Sample]:
+    return {
+        METRICS[unit]: Sample.exact(value, unit) for unit, value in clock_and_power(device).items()
+    }
+
+
+RUN = OnRanks(measure, record, shared=True)
+
+
+def row_of(record: Record) -> Contention:
+    """The record as a row of a hardware file. What came out below 1 is what times repeat to."""
+    kernel, collective = (
+        max(1.0, record.metrics[name].median) for name in ("kernel_slowdown", "collective_slowdown")
+    )
+    return Contention(record.spec["kernels"], record.spec["collective"], kernel, collective)

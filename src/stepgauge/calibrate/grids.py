@@ -1,0 +1,118 @@
+"""Which shapes are timed on which kind of device: those that steps have there."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Sizes by what they are, and how large their combinations may be.
+
+    widths        of layers, by the type of products
+    tokens        rows of products, by that type
+    few_widths, few_tokens   of norms and losses
+    largest       multiply-adds of a product
+    most_uneven   width of a layer over its other width
+    heads         times batch, of attention; `most_positions` limits heads times length
+    losses_most   logits
+    longest_s     of one operation over all its shapes
+    """
+
+    widths: Mapping[str, Shape]
+    tokens: Mapping[str, Shape]
+    few_widths: Shape
+    few_tokens: Shape
+    largest: int
+    most_uneven: int
+    heads: Shape
+    lengths: Shape
+    head_widths: Shape
+    most_positions: int
+    attentions: tuple[str, ...]
+    vocabularies: Shape
+    losses_most: int
+    optimizers: tuple[str, ...]
+    parameters: Shape
+    bytes: Shape
+    longest_s: float
+
+    def products(self, dtype: str) -> list[Shape]:
+        """(tokens, width, width), the smallest products first."""
+        widths = self.widths[dtype]
+        return sorted(
+            (
+                (m, n, k)
+                for m, n, k in itertools.product(self.tokens[dtype], widths, widths)
+                if max(n, k) <= self.most_uneven * min(n, k) and m * n * k <= self.largest
+            ),
+            key=lambda shape: shape[0] * shape[1] * shape[2],
+        )
+
+    def attention_shapes(self) -> list[Shape]:
+        """(heads times batch, length, width of a head)."""
+        shapes = itertools.product(self.heads, self.lengths, self.head_widths)
+        return [(h, t, d) for h, t, d in shapes if h * t <= self.most_positions]
+
+    def losses(self) -> list[Shape]:
+        """(tokens, vocabulary)."""
+        pairs = itertools.product(self.few_tokens, self.vocabularies)
+        return [(m, v) for m, v in pairs if m * v < self.losses_most]
+
+
+_FEW_WIDTHS = (512, 1024, 2048, 4096, 8192)
+_FEW_TOKENS = (512, 2048, 8192)
+GPU = Grid(
+    widths={
+        "bf16": (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384),
+        "tf32": _FEW_WIDTHS,
+        "fp32": _FEW_WIDTHS,
+    },
+    tokens={
+        "bf16": (256, 512, 1024, 2048, 4096, 8192),
+        "tf32": _FEW_TOKENS,
+        "fp32": _FEW_TOKENS,
+    },
+    few_widths=_FEW_WIDTHS,
+    few_tokens=_FEW_TOKENS,
+    largest=2**40,
+    most_uneven=24,
+    heads=(8, 32, 128),
+    lengths=(128, 256, 512, 1024, 2048, 4096, 8192),
+    head_widths=(64, 80, 128),
+    most_positions=2**19,
+    attentions=("sdpa", "triton"),
+    vocabularies=(10_000, 32_000, 128_256),
+    losses_most=2**29,
+    optimizers=("adamw", "fused"),
+    parameters=tuple(2**power for power in (20, 22, 24, 26, 28, 29)),
+    bytes=tuple(2**power for power in range(14, 31, 2)),
+    longest_s=20.0,
+)
+# Of the presets from nano to small, whose steps end soon on a CPU. Our kernels do not run there.
+_CPU_WIDTHS = (64, 256, 1024, 3072)
+CPU = Grid(
+    widths={"fp32": (*_CPU_WIDTHS, 10_000), "bf16": (*_CPU_WIDTHS, 10_000)},
+    tokens=dict.fromkeys(("fp32", "bf16"), (64, 512, 2048)),
+    few_widths=_CPU_WIDTHS,
+    few_tokens=(64, 512, 2048),
+    largest=2**31,
+    most_uneven=160,
+    heads=(4, 16, 64),
+    lengths=(64, 128, 256, 512, 1024),
+    head_widths=(32, 64),
+    most_positions=2**14,
+    attentions=("sdpa",),
+    vocabularies=(1000, 10_000, 32_000),
+    losses_most=2**25,
+    optimizers=("adamw",),
+    parameters=tuple(2**power for power in (14, 16, 18, 20, 22, 24)),
+    bytes=tuple(2**power for power in range(14, 27, 2)),
+    longest_s=4.0,
+)
+
+
+def grid_of(device_type: str) -> Grid:
+    return CPU if device_type == "cpu" else GPU

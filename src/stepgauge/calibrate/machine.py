@@ -1,0 +1,89 @@
+"""A whole machine calibrated: the jobs, and the hardware file that their records become."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from stepgauge.bench import comm
+from stepgauge.bench.sweep import Job
+from stepgauge.calibrate import contention, run
+from stepgauge.report.comm import links
+from stepgauge.spec.calibration import KERNEL_CLASSES, CalibrationSpec, ContentionSpec
+from stepgauge.spec.comm import CommSpec, sizes
+from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.record import Record
+
+LINKS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
+SIZES = {"cuda": sizes(2**10, 2**30, 4), "cpu": sizes(2**12, 2**26, 4)}
+
+
+def jobs(device: torch.device, ranks: Sequence[int], only: str = "") -> list[Job]:
+    """Operations; for each number of ranks what collectives cost, alone and beside kernels, and on
+    a CPU the operations while so many ranks share it. Of these the kinds and names with `only`.
+
+    Raises ValueError where none has it.
+    """
+    known = run.names(device)
+    found = [(name, run.job(_operation(name, device))) for name in known]
+    for number in ranks:
+        if device.type == "cpu":
+            found += [(f"{name} ranks", run.job(_operation(name, device, number)))
+                      for name in known if _is_of_cpu_ranks(name)]  # fmt: skip
+        found += [(f"links {spec.op}", Job(comm.RUN, spec)) for spec in _links(device, number)]
+        found += [(f"contention {spec.kernels} {spec.collective}", contention.job(spec))
+                  for spec in _contentions(device, number)]  # fmt: skip
+    asked = [job for name, job in found if only in name]
+    if not asked:
+        names = dict.fromkeys(name for name, _ in found)
+        raise ValueError(f"only is {only!r}; there are {', '.join(names)}")
+    return asked
+
+
+def _operation(name: str, device: torch.device, ranks: int = 1) -> CalibrationSpec:
+    return CalibrationSpec(operation=name, device=str(device), ranks=ranks)
+
+
+def _is_of_cpu_ranks(name: str) -> bool:
+    """Ranks that share a CPU train in fp32: half a minute for each number of them."""
+    return "bf16" not in name
+
+
+def _links(device: torch.device, ranks: int) -> list[CommSpec]:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    return [
+        CommSpec(op=op, backend=backend, size_bytes=size, ranks=ranks, seconds=0.1,
+                 device=str(device))
+        for op in LINKS for size in SIZES[device.type]
+    ]  # fmt: skip
+
+
+def _contentions(device: torch.device, ranks: int) -> list[ContentionSpec]:
+    return [
+        ContentionSpec(kernels=kernels, collective=collective, ranks=ranks, device=str(device))
+        for collective in contention.COLLECTIVES for kernels in KERNEL_CLASSES
+    ]  # fmt: skip
+
+
+def hardware_file(records: Sequence[Record], before: HardwareFile) -> HardwareFile:
+    """The file with what the records say in place of what it said of the same."""
+    of_kind = {
+        kind: [record for record in records if record.kind == kind and record.status == "ok"]
+        for kind in (CalibrationSpec.kind, CommSpec.kind, ContentionSpec.kind)
+    }
+    return (
+        run.with_operations(_named(before, records), of_kind[CalibrationSpec.kind])
+        .with_links(links(of_kind[CommSpec.kind]))
+        .with_contention([contention.row_of(r) for r in of_kind[ContentionSpec.kind]])
+    )
+
+
+def _named(before: HardwareFile, records: Sequence[Record]) -> HardwareFile:
+    """The file with the device of the records, and of a CPU the threads of a single process."""
+    where = [record.environment for record in records if record.status == "ok"]
+    if not where:
+        return before
+    alone = [r.environment for r in records if r.status == "ok" and r.spec.get("ranks", 1) == 1]
+    is_cpu = where[0]["device"] == where[0]["cpu"]
+    threads = alone[0]["threads"] if alone and is_cpu else before.threads
+    return dataclasses.replace(before, device=str(where[0]["device"]), threads=threads)

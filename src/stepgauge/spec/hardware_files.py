@@ -1,0 +1,47 @@
+"""Where hardware files lie, and which one is of a device.
+
+Files of the working folder's hardware/ come first, then those of the user: there `calibrate` writes
+without being told where.
+"""
+
+import os
+from pathlib import Path
+
+from stepgauge.spec.hardware import HardwareFile
+
+
+def user_folder() -> Path:
+    """As the XDG base directory specification has it."""
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(data) / "stepgauge" / "hardware"
+
+
+def default_path(device: str) -> Path:
+    """Of the file that `calibrate` writes of a device of that name: "amd-epyc.json"."""
+    words = "".join(c if c.isalnum() else " " for c in device.lower()).split()
+    return user_folder() / f"{'-'.join(words) or 'device'}.json"
+
+
+def known_files() -> list[Path]:
+    """All there are, in the order in which they count."""
+    return [
+        path
+        for folder in (Path("hardware"), user_folder())
+        if folder.is_dir()
+        for path in sorted(folder.glob("*.json"))
+    ]
+
+
+def file_of(device: str, threads: int) -> Path | None:
+    """The first calibrated file of a device of that name, of a CPU with so many threads; None
+    without one. What is no hardware file is passed over.
+    """
+    for path in known_files():
+        try:
+            hardware = HardwareFile.read(path)
+        except ValueError:
+            continue
+        same = hardware.device == device and hardware.threads in (0, threads)
+        if same and hardware.operations:
+            return path
+    return None
