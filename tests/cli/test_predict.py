@@ -31,7 +31,6 @@ def test_rows_are_modelled_and_their_terms_can_be_seen(stepgauge):
         (("--layout", "pp2 1f1b"), "only a data axis is predicted yet"),
         (("--layout", "dp2", "--phases", "forward"), "phases is no option of a step over 2 ranks"),
         (("--layout", "dp2"), "has no all_reduce between 2 ranks"),
-        (("--checkpointing", "blocks"), "only steps without it are predicted yet"),
     ],
 )
 def test_what_is_not_predicted_is_told(stepgauge, arguments, said):

@@ -7,16 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgauge.cost.data_parallel import SLOWED, predict_data_parallel, simulate
-from stepgauge.cost.data_parallel import Piece as Computing
-from stepgauge.cost.machine import CALIBRATED, EXTRAPOLATED, INTERPOLATED, Machine
+from stepgauge.cost.data_parallel import predict_data_parallel
+from stepgauge.cost.estimate import CALIBRATED, EXTRAPOLATED, INTERPOLATED
+from stepgauge.cost.machine import Machine
 from stepgauge.cost.step import predict
 from stepgauge.spec.calibration import OperationTable
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.links import Link, Piece
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.plan.buckets import Bucket, Parameter
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.validate import error_table
@@ -26,7 +25,8 @@ H100 = Machine(HardwareFile.read(ROOT / "hardware" / "h100-sxm.json"))
 
 
 def step(size="2.7b", **changes):
-    return StepSpec(model=ModelSpec.preset(size), size=size, device="cuda", **changes)
+    model = changes.pop("model", None) or ModelSpec.preset(size)
+    return StepSpec(model=model, size=size, device="cuda", **changes)
 
 
 def machine(*, product_us, traffic_us):
@@ -70,7 +70,6 @@ def test_terms_add_up_and_blocks_cost_alike(precision, compile):
 
 def test_what_is_not_modelled_is_refused():
     for changes, said in (
-        ({"checkpointing": "blocks"}, "only steps without it"),
         ({"optimizer": "sgd"}, "optimizer is 'sgd'"),
         ({"compile": "reduce-overhead"}, "only off, on and blocks"),
     ):
@@ -116,10 +115,12 @@ def two_ranks(wrapper="bucketed", **changes):
 
 def linked(bytes_per_s):
     """The H100 with links of one speed."""
-    asked = {"op": "all_reduce", "backend": "nccl", "ranks": 2}
-    link = Link(asked=asked, pieces=[Piece(0.02, bytes_per_s)], range_bytes=(1, 2**30),
-                fitted={}, held_out={}, measured={})  # fmt: skip
-    return Machine(dataclasses.replace(H100.hardware, links=[link]))
+    links = [
+        Link(asked={"op": op, "backend": "nccl", "ranks": 2}, pieces=[Piece(0.02, bytes_per_s)],
+             range_bytes=(1, 2**30), fitted={}, held_out={}, measured={})
+        for op in ("all_reduce", "all_gather", "reduce_scatter")
+    ]  # fmt: skip
+    return Machine(dataclasses.replace(H100.hardware, links=links))
 
 
 def test_wrappers_hide_what_they_can():
@@ -136,24 +137,43 @@ def test_wrappers_hide_what_they_can():
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.floats(1e9, 1e12), st.floats(1.0, 10.0))
-def test_faster_links_are_never_slower(bytes_per_s, ratio):
+@given(st.floats(1e9, 1e12), st.floats(1.0, 10.0), st.sampled_from(["bucketed", "zero1", "zero3"]))
+def test_faster_links_are_never_slower(bytes_per_s, ratio, wrapper):
     slow, fast = (
-        predict_data_parallel(two_ranks(), linked(rate)).median("step_ms")
+        predict_data_parallel(two_ranks(wrapper), linked(rate)).median("step_ms")
         for rate in (bytes_per_s, ratio * bytes_per_s)
     )
     assert fast <= slow * (1 + 1e-9)
 
 
-def test_overlap_by_hand():
-    """Two pieces of 10 us with a gradient each; a bucket of 5 us and one of 30."""
-    a, b = (Parameter(name=name, numel=1) for name in "ab")
-    pieces = [Computing(10.0, a), Computing(10.0, b)]
-    found = simulate(pieces, [Bucket((a,)), Bucket((b,))], [5.0, 30.0])
-    slowed = 5.0 - 5.0 / (1 + SLOWED)  # of the second piece, beside the first bucket
-    assert found.backward_us == pytest.approx(20.0 + slowed)
-    assert found.end_us == pytest.approx(20.0 + slowed + 30.0)
+def test_what_no_link_or_wrapper_is_known_for_is_refused():
     with pytest.raises(ValueError, match="has no all_reduce between 2 ranks"):
         predict_data_parallel(two_ranks(), H100)
-    with pytest.raises(ValueError, match="wrapper is 'zero3'"):
-        predict_data_parallel(two_ranks("zero3"), linked(1e9))
+    with pytest.raises(ValueError, match="wrapper is 'torch-fsdp'"):
+        predict_data_parallel(two_ranks("torch-fsdp"), linked(1e9))
+
+
+@pytest.mark.parametrize("wrapper", ["bucketed", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_layout_of_one_rank_is_the_single_gpu(wrapper, precision):
+    spec = two_ranks(wrapper, precision=precision, ranks=1)
+    spread = predict_data_parallel(spec, H100)
+    single = step(precision=precision, batch=16, model=spec.model)
+    alone = predict(single, H100)
+    for phase in ("forward", "backward", "optimizer", "step"):
+        assert spread.median(f"{phase}_ms") == pytest.approx(alone.median(f"{phase}_ms"))
+    assert spread.median("communication_ms") == spread.median("exposed_ms") == 0
+
+
+def test_a_time_at_the_launch_floor_says_nothing_about_larger_shapes():
+    """64 heads take as long for 128 tokens as for 512: that gives no rate for 512 heads."""
+    rows = ((64, 128, 64, 100.0), (64, 512, 64, 110.0), (64, 4096, 64, 2000.0))
+    table = OperationTable(("h", "t", "d"), rows)
+    tables = {
+        "attention sdpa forward fp32": table,
+        "traffic": OperationTable(("bytes",), ((1e6, 1.0), (1e9, 1e3))),
+    }
+    made = Machine(HardwareFile(name="made", operations=tables))
+    found = made.time("attention sdpa forward fp32", 512, 128, 64)
+    of_its_bytes = 4 * 4 * 512 * 128 * 64 / 1e3  # 1 GB in a millisecond
+    assert found.us == pytest.approx(of_its_bytes / 1e3, rel=0.05)

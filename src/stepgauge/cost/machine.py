@@ -6,70 +6,102 @@ rate of the nearest shape holds, and the estimate says so.
 """
 
 import bisect
-import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from stepgauge.cost.contention import Contention
+from stepgauge.cost.estimate import CALIBRATED, EXTRAPOLATED, INTERPOLATED, TRANSFERRED, Estimate
+from stepgauge.cost.network import Network
 from stepgauge.spec.calibration import OperationTable
-from stepgauge.spec.hardware import HardwareFile
-
-CALIBRATED, INTERPOLATED, EXTRAPOLATED, ASSUMED = (
-    "calibrated",
-    "interpolated",
-    "extrapolated",
-    "assumed",
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """Microseconds, and how they were found: one of the words above."""
-
-    us: float
-    source: str
+from stepgauge.spec.hardware import HardwareFile, Peaks
 
 
 class Machine:
-    """A hardware file as a table of times. Raises ValueError where it has no calibration."""
+    """A hardware file as a table of times: its own, or those of its base by the ratio of published
+    peaks. Raises ValueError where neither has a calibration.
+    """
 
     def __init__(self, hardware: HardwareFile):
-        if not hardware.operations:
+        calibrated = hardware if hardware.operations else hardware.base
+        if calibrated is None or not calibrated.operations:
             raise ValueError(
                 f"the hardware file {hardware.name} has no operations: run stepgauge calibrate "
                 f"FILE on that machine"
             )
-        self.hardware = hardware
+        self.hardware, self._calibrated = hardware, calibrated
+        self.network, self.contention = Network(hardware), Contention(hardware)
         self._grids: dict[str, _Grid] = {}
+        is_base = calibrated is hardware.base and calibrated.device != hardware.device
+        self._pace = _Pace(calibrated.peaks, hardware.peaks) if is_base else None
 
     def time(self, operation: str, *sizes: float) -> Estimate:
         """The operation at the sizes of its table's axes. Raises ValueError for one that the file
         does not have.
         """
         if operation not in self._grids:
-            table = self.hardware.operations.get(operation)
+            table = self.table(operation)
             if table is None:
                 raise ValueError(
-                    f"the hardware file {self.hardware.name} has no {operation!r}: run stepgauge "
+                    f"the hardware file {self._calibrated.name} has no {operation!r}: run stepgauge "
                     f"calibrate again"
                 )
             self._grids[operation] = _Grid(table, WORK[operation.partition(" ")[0]])
-        return self._grids[operation].time(sizes)
+        found = self._here(operation, self._grids[operation].time(sizes))
+        if operation.startswith("attention"):
+            return self._at_least_its_bytes(operation, sizes, found)
+        return found
+
+    def table(self, operation: str) -> OperationTable | None:
+        """As calibrated."""
+        return self._calibrated.operations.get(operation)
+
+    def _at_least_its_bytes(
+        self, operation: str, sizes: Sequence[float], found: Estimate
+    ) -> Estimate:
+        """Forward reads q, k and v and writes the output; backward has each of these and its
+        gradient.
+        """
+        _, _, direction, kind = operation.split()
+        tensors, itemsize = (4 if direction == "forward" else 8), (2 if kind == "bf16" else 4)
+        least = self.traffic(tensors * itemsize * math.prod(sizes))
+        return least if least.us > found.us and found.source != CALIBRATED else found
+
+    def _here(self, operation: str, found: Estimate) -> Estimate:
+        if self._pace is None:
+            return found
+        return Estimate(found.us * self._pace.of(operation), TRANSFERRED)
 
     @functools.cached_property
     def _traffic(self) -> tuple[float, float]:
         """Microseconds of a launch, and bytes a microsecond, from the two largest sizes: smaller
         ones are the host's time, or stay in a cache.
         """
-        *_, (size, us), (larger, longer) = sorted(self.hardware.operations["traffic"].rows)
+        *_, (size, us), (larger, longer) = sorted(self._calibrated.operations["traffic"].rows)
         rate = (larger - size) / (longer - us)
         return max(1.0, us - size / rate), rate
 
     def traffic(self, nbytes: float) -> Estimate:
         """An elementwise operation that reads and writes so many bytes in all."""
         start, rate = self._traffic
-        return Estimate(start + nbytes / rate, INTERPOLATED)
+        return self._here("traffic", Estimate(start + nbytes / rate, INTERPOLATED))
+
+
+class _Pace:
+    """How much longer operations take on one device than on another, by their published peaks."""
+
+    def __init__(self, base: Peaks | None, here: Peaks | None):
+        if base is None or here is None:
+            raise ValueError("a base needs published peaks of both devices, and one has none")
+        self._flops = {kind: base.flops[kind] / here.flops[kind] for kind in here.flops}
+        self._memory = base.memory_bytes_per_s / here.memory_bytes_per_s
+
+    def of(self, operation: str) -> float:
+        """Products and attention by arithmetic, all else by memory."""
+        words = operation.split()
+        is_product = words[0] in ("matmul", "attention")
+        return self._flops[words[-1]] if is_product else self._memory
 
 
 def _work_of_product(m: float, n: float, k: float) -> float:
@@ -89,6 +121,9 @@ WORK: Mapping[str, Callable[..., float]] = {
 }
 
 
+FLOOR_WORK_RATIO, FLOOR_US_RATIO = 4.0, 1.5
+
+
 class _Grid:
     """Rates on a grid of sizes, in which some shapes may be missing."""
 
@@ -96,6 +131,7 @@ class _Grid:
         self._work = work
         self._times = {tuple(sizes): us for *sizes, us in table.rows}
         points = list(self._times)
+        self._at_the_floor = {point for point in points if self._is_at_the_floor(point)}
         self._axes = [sorted({point[axis] for point in points}) for axis in range(len(table.axes))]
 
     def time(self, sizes: Sequence[float]) -> Estimate:
@@ -103,26 +139,37 @@ class _Grid:
             return Estimate(self._times[tuple(sizes)], CALIBRATED)
         inside = all(a[0] <= s <= a[-1] for a, s in zip(self._axes, sizes, strict=True))
         near = [_around(axis, size) for axis, size in zip(self._axes, sizes, strict=True)]
-        total = weight = 0.0
-        for corner in itertools.product(*near):
-            point, share = tuple(size for size, _ in corner), math.prod(part for _, part in corner)
-            us = self._times.get(point)
-            if us is not None and share > 0:
-                total += share * math.log(us / self._work(*point))
-                weight += share
-        if not weight:
-            inside, total, weight = False, self._nearest(sizes), 1.0
-        us = self._work(*sizes) * math.exp(total / weight)
+        corners = [
+            (self._times[point], self._work(*point), share)
+            for corner in itertools.product(*near)
+            if (point := tuple(size for size, _ in corner)) in self._times
+            if inside or point not in self._at_the_floor
+            if (share := math.prod(part for _, part in corner)) > 0
+        ]
+        if not corners:
+            inside, corners = False, [(*self._nearest(sizes), 1.0)]
+        total = sum(share * math.log(us / work) for us, work, share in corners)
+        us = self._work(*sizes) * math.exp(total / sum(share for *_, share in corners))
         return Estimate(us, INTERPOLATED if inside else EXTRAPOLATED)
 
-    def _nearest(self, sizes: Sequence[float]) -> float:
-        """The logarithm of the time of a unit of work at the nearest shape there is."""
+    def _is_at_the_floor(self, point: Sequence[float]) -> bool:
+        """Whether several times its work takes hardly longer: such a time is the launch's, and says
+        nothing about larger shapes.
+        """
+        work, us = self._work(*point), self._times[tuple(point)]
+        return any(
+            other_us < FLOOR_US_RATIO * us and self._work(*other) >= FLOOR_WORK_RATIO * work
+            for other, other_us in self._times.items()
+        )
+
+    def _nearest(self, sizes: Sequence[float]) -> tuple[float, float]:
+        """Time and work of the nearest shape there is."""
 
         def distance(point: Sequence[float]) -> float:
             return sum(math.log(p / s) ** 2 for p, s in zip(point, sizes, strict=True))
 
-        point = min(self._times, key=distance)
-        return math.log(self._times[point] / self._work(*point))
+        point = min(set(self._times) - self._at_the_floor or self._times, key=distance)
+        return self._times[point], self._work(*point)
 
 
 def _around(axis: Sequence[float], size: float) -> list[tuple[float, float]]:

@@ -1,247 +1,353 @@
-"""The operations of a training step, phase by phase, from its spec: what eager PyTorch runs, and
-what torch.compile leaves of it.
+"""The operations of a training step on one rank, phase by phase: what eager PyTorch runs, and what
+torch.compile leaves of it.
 
 Products, attention and the optimizer are the same for both. Elementwise operations are counted by
-the bytes that they read and write; compiled, neighbours are one pass over memory.
+the bytes that they read and write; compiled, neighbours are one pass over memory. A rank of a
+tensor axis has its part of each layer, and the collectives that the table of spec/plan gives its
+modules, one after another with the rest; a stage of a pipeline has its blocks.
 
 Legend: M tokens, D model width, F feed-forward width, V vocabulary, H heads times batch, T
-sequence, W width of a head.
+sequence, W width of a head, N ranks of the tensor axis.
 """
 
 import dataclasses
 from collections.abc import Iterator
 
+from stepgauge.cost.terms import TRAFFIC, Arithmetic, Term
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.tensor import KINDS, Rule
+from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.step import WorkSpec
 
-TRAFFIC = "traffic"
 # Fields of a ModelSpec beside its shape that the terms know, or that cost nothing.
-PRICED = "feed_forward norm norm_epsilon positions rope_base tied_head attention loss"
-# Arithmetic of products, bytes of an activation, and bytes of the residual stream and weights.
-PRECISION: dict[str, tuple[str, int, int]] = {
-    "fp32": ("fp32", 4, 4),
-    "tf32": ("tf32", 4, 4),
-    "bf16": ("bf16", 2, 4),
-    "fp16": ("bf16", 2, 4),  # the same rate as bf16
-    "bf16-pure": ("bf16", 2, 2),
-}
+PRICED = (
+    "feed_forward norm norm_epsilon positions rope_base rope_fraction rope_scaling tied_head "
+    "attention loss num_kv_heads head_dim qk_norm attention_bias feed_forward_bias block "
+    "scaled_embedding"
+)
+NORMS = ("rmsnorm", "layernorm", "triton")
+RECOMPUTED = {"none": 0, "blocks": 1, "selective": 1, "nested": 2}
 
 
-@dataclasses.dataclass(frozen=True)
-class Term:
-    """`count` runs of an operation at its sizes; for TRAFFIC the one size is bytes.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Share:
+    """What of a network a rank runs at once.
 
-    gradient  elements of a weight's gradient that is complete after it; 0: of none
+    batch     sequences of a forward and backward: of a pipeline, of a micro-batch
+    tensor    ranks that share each layer
+    blocks    of its stage; None: all
+    gathered  weights come from the other ranks, in the type that is computed in (ZeRO 3)
     """
 
-    name: str
-    operation: str
-    sizes: tuple[float, ...]
-    count: int = 1
-    gradient: int = 0
+    batch: int
+    tensor: int = 1
+    blocks: range | None = None
+    gathered: bool = False
+
+
+def require_priced(spec: WorkSpec) -> ModelSpec:
+    """The network. Raises ValueError for a step that has parts whose cost is not modelled."""
+    model = spec.model
+    if spec.compile not in ("off", "on", "blocks"):
+        raise ValueError(f"compile is {spec.compile!r}; only off, on and blocks are predicted")
+    if not isinstance(model, ModelSpec):
+        raise ValueError("a user's own model has no cost model yet; only presets are predicted")
+    model.require_defaults(PRICED, "has no cost model yet")
+    if model.norm not in NORMS:
+        raise ValueError(f"norm is {model.norm!r}; its cost is not calibrated")
+    if model.attention not in ("sdpa", "triton"):
+        raise ValueError(f"attention is {model.attention!r}; its cost is not calibrated")
+    return model
 
 
 class StepOperations:
-    """The terms of forward, backward and optimizer. Raises ValueError for a step that has parts
-    whose cost is not modelled.
+    """The terms of forward, backward and optimizer of a rank's share. Raises ValueError for a step
+    that has parts whose cost is not modelled.
     """
 
-    def __init__(self, spec: WorkSpec):
-        if spec.checkpointing != "none":
-            raise ValueError(
-                f"checkpointing is {spec.checkpointing!r}; only steps without it are predicted yet"
-            )
-        model = spec.model
-        if spec.compile not in ("off", "on", "blocks"):
-            raise ValueError(f"compile is {spec.compile!r}; only off, on and blocks are predicted")
-        if not isinstance(model, ModelSpec):
-            raise ValueError("a user's own model has no cost model yet; only presets are predicted")
-        model.require_defaults(PRICED, "has no cost model yet")
-        if model.feed_forward not in ("swiglu", "gelu"):
-            raise ValueError(f"feed_forward is {model.feed_forward!r}; its cost is not calibrated")
-        if model.norm not in ("rmsnorm", "layernorm", "triton"):
-            raise ValueError(f"norm is {model.norm!r}; its cost is not calibrated")
-        if model.attention not in ("sdpa", "triton"):
-            raise ValueError(f"attention is {model.attention!r}; its cost is not calibrated")
-        self.spec = spec
-        self.model: ModelSpec = model
-        self.is_compiled = spec.compile != "off"
-        self.type, self.activation, self.residual = PRECISION[spec.precision]
-        self.casts = self.activation < self.residual  # autocast
-        self.tokens = spec.batch * model.context_length
+    def __init__(self, spec: WorkSpec, share: Share | None = None):
+        self.spec, self.model = spec, require_priced(spec)
+        self.share = share or Share(batch=spec.batch)
+        self.blocks = self.share.blocks or range(self.model.num_layers)
+        self.is_first = self.blocks.start == 0
+        self.is_last = self.blocks.stop == self.model.num_layers
+        is_compiled = spec.compile != "off"
+        self.how = Arithmetic.of(
+            spec.precision, is_compiled=is_compiled, gathered=self.share.gathered
+        )
+        self.tokens = self.share.batch * self.model.context_length
+        self.own_tokens = self.tokens // self.share.tensor  # of the residual stream
+        self._table = table_of(self.model, self.blocks) if self.share.tensor > 1 else {}
 
     def phases(self) -> dict[str, list[Term]]:
         """What the spec's phases run, in order."""
-        phases = {"forward": list(self._forward())}
+        phases = {"forward": list(self.forward())}
         if self.spec.phases != "forward":
-            phases["backward"] = list(self._backward())
+            phases["backward"] = list(self.backward())
         if self.spec.phases == "step":
-            phases["optimizer"] = [self._optimizer()]
+            phases["optimizer"] = [self.optimizer(self.num_parameters)]
         return phases
 
-    def backward_order(self) -> Iterator[tuple[str, Term]]:
-        """Backward's terms one by one, each with a name of its own."""
-        before, blocks, after = self._backward_parts()
-        for term in before:
-            yield term.name, term
-        for number in reversed(range(self.model.num_layers)):
-            for term in blocks:
-                yield f"blocks.{number}.{term.name}", term
-        for term in after:
-            yield term.name, term
+    def forward(self) -> Iterator[Term]:
+        """Blocks as one, with their count."""
+        before, block, after = self.forward_parts()
+        yield from before
+        yield from self._counted(block)
+        yield from after
+
+    def backward(self) -> Iterator[Term]:
+        before, block, after = self.backward_parts()
+        yield from before
+        yield from self._counted(block)
+        yield from after
+
+    def _counted(self, block: list[Term]) -> Iterator[Term]:
+        for term in block:
+            yield dataclasses.replace(term, count=term.count * len(self.blocks))
+
+    def forward_parts(self) -> tuple[list[Term], list[Term], list[Term]]:
+        """Of the embedding, of one block, of the head; none where the stage has not got it."""
+        before = list(self._embedding_forward()) if self.is_first else []
+        after = list(self._head_forward()) if self.is_last else []
+        return before, list(self._block_forward()), after
+
+    def backward_parts(self) -> tuple[list[Term], list[Term], list[Term]]:
+        """Of the head, of one block, of the embedding. What checkpointing computes again stands
+        before its block's backward.
+        """
+        before = list(self._head_backward()) if self.is_last else []
+        after = list(self._embedding_backward()) if self.is_first else []
+        return before, [*self._recomputed(), *self._block_backward()], after
+
+    def optimizer(self, numel: float) -> Term:
+        """Of so many parameters."""
+        if self.spec.optimizer not in ("adamw", "fused"):
+            raise ValueError(f"optimizer is {self.spec.optimizer!r}; its cost is not calibrated")
+        if self.spec.precision == "bf16-master":  # read g, master, m, v; write the last three and p
+            return Term("optimizer", TRAFFIC, (28 * numel,))
+        kind = "bf16" if self.how.residual == 2 else "fp32"
+        return Term("optimizer", f"optimizer {self.spec.optimizer} {kind}", (numel,))
+
+    @property
+    def num_parameters(self) -> int:
+        """Those that the rank computes with."""
+        return len(self.blocks) * self.block_parameters + self.end_parameters
+
+    @property
+    def block_parameters(self) -> int:
+        n, model = self.share.tensor, self.model
+        shared = max(1, n // model.kv_heads) if n > 1 else 1  # ranks that have the same key head
+        queries, keys, values = model.qkv_sections
+        attention = model.d_model * (2 * queries + (keys + values) * shared) // n
+        return attention + model.feed_forward_matrix_parameters // n + model.block_vector_parameters
+
+    @property
+    def end_parameters(self) -> int:
+        """Of embeddings, last norm and head, as far as the stage has them."""
+        model, whole = self.model, self.model.vocab_size * self.model.d_model
+        found = whole // self.share.tensor if self.is_first else 0
+        if self.is_first and model.positions == "learned":
+            found += (model.num_positions or model.context_length) * model.d_model
+        if self.is_last:
+            tied = model.tied_head and self.is_first
+            found += (0 if tied else whole // self.share.tensor) + self._norm_parameters
+        return found
+
+    @property
+    def _norm_parameters(self) -> int:
+        return (2 if self.model.norm == "layernorm" else 1) * self.model.d_model
 
     # Forward
 
-    def _forward(self) -> Iterator[Term]:
-        model, m, d = self.model, self.tokens, self.model.d_model
-        yield Term("embedding", TRAFFIC, (m * d * 2 * self.residual,))
-        for term in self._block_forward():
-            yield dataclasses.replace(term, count=term.count * model.num_layers)
-        yield from self._norm("head.norm", "forward")
-        yield from self._linear_forward("head", model.vocab_size, d, self._narrowed(d))
-        yield from self._loss_forward()
+    def _embedding_forward(self) -> Iterator[Term]:
+        m, d = self.tokens, self.model.d_model
+        times = 2 + 2 * self.model.scaled_embedding + 2 * (self.model.positions == "learned")
+        yield Term("embedding", TRAFFIC, (m * d * times * self.how.residual,))
+        yield from self._exchange("embedding", "forward", self.how.residual)
+
+    def _head_forward(self) -> Iterator[Term]:
+        d, v = self.model.d_model, self.model.vocab_size // self.share.tensor
+        yield from self._norm("head.norm", "forward", "norm")
+        yield from self._exchange("head", "forward")
+        yield from self.how.linear_forward(
+            "head", self.tokens, v, d, self.how.narrowed(self.own_tokens * d)
+        )
+        yield from self._loss_forward(v)
 
     def _block_forward(self) -> Iterator[Term]:
-        model, m, a, r = self.model, self.tokens, self.activation, self.residual
-        d, f = model.d_model, model.d_ff
-        gated = model.feed_forward == "swiglu"
-        yield from self._norm("attention.norm", "forward")
-        yield from self._linear_forward("attention.input", 3 * d, d, self._narrowed(d))
+        model, how, n = self.model, self.how, self.share.tensor
+        m, own, a, r = self.tokens, self.own_tokens, how.activation, how.residual
+        d, f, width = model.d_model, model.d_ff // n, model.num_heads * model.head_width // n
+        inputs, up = self._qkv_rows, (2 if model.is_gated else 1) * f
+        yield from self._norm("attention.norm", "forward", "attention_norm")
+        yield from self._exchange("attention.input", "forward")
+        yield from how.linear_forward("attention.input", m, inputs, d, how.narrowed(own * d))
+        if model.qk_norm:
+            heads = self._rotated_width // model.head_width
+            yield from how.norm(
+                "attention.qk_norm", "forward", model.norm, m * heads, model.head_width
+            )
         if model.positions == "rope":
-            yield from self._passes("attention.rotation", 2 * m * d * a, eager=7, compiled=2)
+            rotated = m * self._rotated_width * a
+            yield from how.passes("attention.rotation", rotated, eager=7, compiled=2)
         yield self._attention("forward")
-        yield from self._linear_forward("attention.output", d, d, 0)
-        yield from self._passes("residual", m * d, eager=2 * r + a, compiled=2 * r + a)
-        yield from self._norm("feed_forward.norm", "forward")
-        up = (2 if gated else 1) * f
-        yield from self._linear_forward("feed_forward.up", up, d, self._narrowed(d))
-        name = "feed_forward.gate" if gated else "feed_forward.gelu"
-        yield from self._passes(
-            name, m * f * a, eager=5 if gated else 2, compiled=3 if gated else 2
-        )
-        yield from self._linear_forward("feed_forward.down", d, f, 0)
-        yield from self._passes("residual", m * d, eager=2 * r + a, compiled=0)
+        yield from how.linear_forward("attention.output", m, d, width, 0)
+        yield from self._exchange("attention.output", "forward")
+        yield from how.passes("residual", own * d, eager=2 * r + a, compiled=2 * r + a)
+        yield from self._norm("feed_forward.norm", "forward", "feed_forward_norm")
+        yield from self._exchange(self._up, "forward")
+        yield from how.linear_forward("feed_forward.up", m, up, d, how.narrowed(own * d))
+        name, gated = self._gate, model.is_gated
+        yield from how.passes(name, m * f * a, eager=5 if gated else 2, compiled=3 if gated else 2)
+        yield from how.linear_forward("feed_forward.down", m, d, f, 0)
+        yield from self._exchange("feed_forward.down", "forward")
+        yield from how.passes("residual", own * d, eager=2 * r + a, compiled=0)
 
-    def _narrowed(self, width: int) -> int:
-        """Values that autocast narrows before a product; compiled, the norm writes them narrow."""
-        return self.tokens * width if self.casts and not self.is_compiled else 0
-
-    def _linear_forward(self, name: str, n: int, k: int, narrowed: int) -> Iterator[Term]:
-        if self.casts:
-            yield self._cast(f"{name}.cast_weight", "cast fp32 bf16", n * k)
-        if narrowed:
-            yield Term(f"{name}.cast_input", "cast fp32 bf16", (narrowed,))
-        yield Term(name, f"matmul nt {self.type}", (self.tokens, n, k))
-
-    def _cast(self, name: str, operation: str, numel: int) -> Term:
-        """Compiled, one pass over memory like any other."""
-        if self.is_compiled:
-            return Term(name, TRAFFIC, (numel * (self.activation + self.residual),))
-        return Term(name, operation, (numel,))
-
-    def _loss_forward(self) -> Iterator[Term]:
-        m, v = self.tokens, self.model.vocab_size
-        if self.is_compiled:
-            yield Term("loss", TRAFFIC, (m * v * 2 * self.activation,))
-            return
-        if self.activation == 2:
-            yield Term("loss.cast", "cast bf16 fp32", (m * v,))
-        yield Term("loss", "cross-entropy forward", (m, v))
+    def _loss_forward(self, v: int) -> Iterator[Term]:
+        m = self.tokens
+        if self.share.tensor > 1:  # by parts of the vocabulary: parallel/tensor_layers.py
+            yield Term("loss.parts", TRAFFIC, (m * v * (12 * 4 + 2 * self.how.activation),))
+            yield Term("loss.highest", "all_reduce", (m * 4,), axis="tensor")
+            yield Term("loss.sums", "all_reduce", (m * 8,), axis="tensor")
+        elif self.how.is_compiled:
+            yield Term("loss", TRAFFIC, (m * v * 2 * self.how.activation,))
+        else:
+            if self.how.activation == 2:
+                yield Term("loss.cast", "cast bf16 fp32", (m * v,))
+            yield Term("loss", "cross-entropy forward", (m, v))
 
     # Backward
 
-    def _backward(self) -> Iterator[Term]:
-        before, blocks, after = self._backward_parts()
-        yield from before
-        for term in blocks:
-            yield dataclasses.replace(term, count=term.count * self.model.num_layers)
-        yield from after
+    def _recomputed(self) -> Iterator[Term]:
+        """What of a block's forward is computed again, with its collectives."""
+        for _ in range(RECOMPUTED[self.spec.checkpointing]):
+            for term in self._block_forward():
+                if self.spec.checkpointing != "selective" or not term.is_product:
+                    yield dataclasses.replace(term, name=f"recomputed.{term.name}")
 
-    def _backward_parts(self) -> tuple[list[Term], list[Term], list[Term]]:
-        """Of the head, of one block, of the embedding."""
-        model, m, d = self.model, self.tokens, self.model.d_model
-        head = [
-            *self._loss_backward(),
-            *self._linear_backward("head", model.vocab_size, d, self._narrowed(d)),
-            *self._norm("head.norm", "backward"),
-        ]
-        weights = model.vocab_size * d
-        nbytes = weights * 4 + m * d * 2 * self.residual
-        embedding = Term("embedding", TRAFFIC, (nbytes,), gradient=weights)
-        return head, list(self._block_backward()), [embedding]
+    def _head_backward(self) -> Iterator[Term]:
+        d, v = self.model.d_model, self.model.vocab_size // self.share.tensor
+        yield from self._loss_backward(v)
+        yield from self.how.linear_backward(
+            "head", self.tokens, v, d, self.how.narrowed(self.own_tokens * d)
+        )
+        yield from self._exchange("head", "backward")
+        yield from self._norm("head.norm", "backward", "norm")
+
+    def _embedding_backward(self) -> Iterator[Term]:
+        weights = self.model.vocab_size * self.model.d_model // self.share.tensor
+        nbytes = (
+            weights * self.how.residual + self.tokens * self.model.d_model * 2 * self.how.residual
+        )
+        yield from self._exchange("blocks.0", "backward", self.how.residual)
+        yield Term("embedding", TRAFFIC, (nbytes,), gradient=weights, weights=True)
 
     def _block_backward(self) -> Iterator[Term]:
-        model, m, a, r = self.model, self.tokens, self.activation, self.residual
-        d, f = model.d_model, model.d_ff
-        gated = model.feed_forward == "swiglu"
-        if self.casts and not self.is_compiled:  # the branch's gradient, of both residual sums
-            yield Term("residual.cast", "cast fp32 bf16", (m * d,), 2)
-        yield from self._linear_backward("feed_forward.down", d, f, 0)
-        name = "feed_forward.gate" if gated else "feed_forward.gelu"
-        yield from self._passes(
-            name, m * f * a, eager=13 if gated else 3, compiled=6 if gated else 4
-        )
+        model, how, n = self.model, self.how, self.share.tensor
+        m, own, a, r = self.tokens, self.own_tokens, how.activation, how.residual
+        d, f, width = model.d_model, model.d_ff // n, model.num_heads * model.head_width // n
+        if how.casts and not how.is_compiled:  # the branch's gradient, of both residual sums
+            yield Term("residual.cast", "cast fp32 bf16", (own * d,), 2)
+        yield from self._exchange("feed_forward.down", "backward")
+        yield from how.linear_backward("feed_forward.down", m, d, f, 0)
+        gated = model.is_gated
+        times = (13, 6) if gated else (3, 4)
+        yield from how.passes(self._gate, m * f * a, eager=times[0], compiled=times[1])
         up = (2 if gated else 1) * f
-        yield from self._linear_backward("feed_forward.up", up, d, self._narrowed(d))
-        yield from self._norm("feed_forward.norm", "backward")
-        yield from self._passes("residual", m * d * r, eager=3, compiled=0)
-        yield from self._linear_backward("attention.output", d, d, 0)
+        yield from how.linear_backward("feed_forward.up", m, up, d, how.narrowed(own * d))
+        yield from self._exchange(self._up, "backward")
+        yield from self._norm("feed_forward.norm", "backward", "feed_forward_norm")
+        yield from how.passes("residual", own * d * r, eager=3, compiled=0)
+        yield from self._exchange("attention.output", "backward")
+        yield from how.linear_backward("attention.output", m, d, width, 0)
         yield self._attention("backward")
         if model.positions == "rope":
-            yield from self._passes("attention.rotation", 2 * m * d * a, eager=9, compiled=2)
-        yield from self._passes("attention.split", m * d * a, eager=10, compiled=2)
-        yield from self._linear_backward("attention.input", 3 * d, d, self._narrowed(d))
-        yield from self._norm("attention.norm", "backward")
-        yield from self._passes("residual", m * d * r, eager=3, compiled=0)
+            rotated = m * self._rotated_width * a
+            yield from how.passes("attention.rotation", rotated, eager=9, compiled=2)
+        if model.qk_norm:
+            heads = self._rotated_width // model.head_width
+            yield from how.norm(
+                "attention.qk_norm", "backward", model.norm, m * heads, model.head_width
+            )
+        yield from how.passes("attention.split", m * self._qkv_rows / 3 * a, eager=10, compiled=2)
+        yield from how.linear_backward(
+            "attention.input", m, self._qkv_rows, d, how.narrowed(own * d)
+        )
+        if biases := self._biases:  # sums over the tokens
+            yield Term("biases", TRAFFIC, (m * biases * a,), weights=True)
+        yield from self._exchange("attention.input", "backward")
+        yield from self._norm("attention.norm", "backward", "attention_norm")
+        yield from how.passes("residual", own * d * r, eager=3, compiled=0)
 
-    def _linear_backward(self, name: str, n: int, k: int, narrowed: int) -> Iterator[Term]:
+    def _loss_backward(self, v: int) -> Iterator[Term]:
         m = self.tokens
-        yield Term(f"{name}.input_gradient", f"matmul nn {self.type}", (m, k, n))
-        product = Term(f"{name}.weight_gradient", f"matmul tn {self.type}", (n, k, m))
-        if not self.casts:
-            yield dataclasses.replace(product, gradient=n * k)
+        if self.share.tensor > 1:
+            yield Term("loss.parts", TRAFFIC, (m * v * 4 * self.how.activation,))
+        elif self.how.is_compiled:
+            yield Term("loss", TRAFFIC, (m * v * 2 * self.how.activation,))
         else:
-            yield product
-            cast = self._cast(f"{name}.cast_gradient", "cast bf16 fp32", n * k)
-            yield dataclasses.replace(cast, gradient=n * k)
-        if narrowed:
-            yield Term(f"{name}.cast_input_gradient", "cast bf16 fp32", (narrowed,))
-
-    def _loss_backward(self) -> Iterator[Term]:
-        m, v = self.tokens, self.model.vocab_size
-        if self.is_compiled:
-            yield Term("loss", TRAFFIC, (m * v * 2 * self.activation,))
-            return
-        yield Term("loss", "cross-entropy backward", (m, v))
-        if self.activation == 2:
-            yield Term("loss.cast", "cast fp32 bf16", (m * v,))
+            yield Term("loss", "cross-entropy backward", (m, v))
+            if self.how.activation == 2:
+                yield Term("loss.cast", "cast fp32 bf16", (m * v,))
 
     # Both
 
+    @property
+    def _up(self) -> str:
+        return "feed_forward.gate_up" if self.model.is_gated else "feed_forward.up"
+
+    @property
+    def _gate(self) -> str:
+        return "feed_forward.gate" if self.model.is_gated else "feed_forward.gelu"
+
+    @property
+    def _qkv_rows(self) -> int:
+        """Of this rank; key heads that several ranks read are on each."""
+        queries, keys, values = self.model.qkv_sections
+        least = self.model.head_width
+        return queries // self.share.tensor + max(2 * least, (keys + values) // self.share.tensor)
+
+    @property
+    def _biases(self) -> int:
+        """Values a token that are summed into the gradients of a block's biases."""
+        model, n = self.model, self.share.tensor
+        found = self._qkv_rows if model.attention_bias != "none" else 0
+        found += model.d_model if model.attention_bias == "all" else 0
+        if model.feed_forward_bias:
+            found += (2 if model.is_gated else 1) * model.d_ff // n + model.d_model
+        return found
+
+    @property
+    def _rotated_width(self) -> int:
+        """Of queries and keys together."""
+        queries, keys, _ = self.model.qkv_sections
+        return (queries + keys) // self.share.tensor
+
     def _attention(self, direction: str) -> Term:
         model = self.model
-        kind = "bf16" if self.activation == 2 else "fp32"
-        sizes = (self.spec.batch * model.num_heads, model.context_length, model.head_width)
+        kind = "bf16" if self.how.activation == 2 else "fp32"
+        heads = self.share.batch * model.num_heads // self.share.tensor
+        sizes = (heads, model.context_length, model.head_width)
         return Term("attention", f"attention {model.attention} {direction} {kind}", sizes)
 
-    def _norm(self, name: str, direction: str) -> Iterator[Term]:
-        m, d, r = self.tokens, self.model.d_model, self.residual
-        if self.is_compiled or self.model.norm == "triton":
-            reads = 2 * r + self.activation if direction == "backward" else r
-            yield Term(name, TRAFFIC, (m * d * (reads + (r if direction == "backward" else 2)),))
-            return
-        kind = "bf16" if r == 2 else "fp32"
-        yield Term(name, f"{self.model.norm} {direction} {kind}", (m, d))
+    def _norm(self, name: str, direction: str, module: str) -> Iterator[Term]:
+        d, parameters = self.model.d_model, self._norm_parameters
+        yield from self.how.norm(name, direction, self.model.norm, self.own_tokens, d)
+        rule = self._rule(module)
+        if direction == "backward" and rule and KINDS[rule.kind].sums:
+            nbytes = parameters * self.how.residual
+            yield Term(f"{name}.sum", "all_reduce", (nbytes,), axis="tensor")
 
-    def _passes(self, name: str, nbytes: float, *, eager: float, compiled: float) -> Iterator[Term]:
-        """`eager` or `compiled` times so many bytes."""
-        times = compiled if self.is_compiled else eager
-        if times:
-            yield Term(name, TRAFFIC, (nbytes * times,))
+    def _rule(self, module: str) -> Rule | None:
+        return self._table.get(module) or self._table.get(f"blocks.*.{module}")
 
-    def _optimizer(self) -> Term:
-        numel = self.model.num_parameters
-        if self.spec.optimizer not in ("adamw", "fused"):
-            raise ValueError(f"optimizer is {self.spec.optimizer!r}; its cost is not calibrated")
-        kind = "bf16" if self.residual == 2 else "fp32"
-        return Term("optimizer", f"optimizer {self.spec.optimizer} {kind}", (numel,))
+    def _exchange(self, module: str, phase: str, itemsize: int = 0) -> Iterator[Term]:
+        """The collectives of a module, and the copies that put the sequence first for them."""
+        rule = self._rule(module)
+        kind = KINDS[rule.kind] if rule else None
+        nbytes = self.tokens * self.model.d_model * (itemsize or self.how.activation)
+        for operation in getattr(kind, phase) if kind else ():
+            if self.share.batch > 1 and operation != "all-reduce":
+                yield Term(f"{module}.transpose", TRAFFIC, (2 * nbytes,))
+            name = f"{module}.{operation}"
+            yield Term(name, operation.replace("-", "_"), (nbytes,), axis="tensor")

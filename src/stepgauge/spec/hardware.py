@@ -132,7 +132,8 @@ class HardwareFile:
     operations     what single operations cost: calibrate
     by_ranks       the same of each rank while so many of them share one device, a CPU's cores
     contention     what kernels and collectives cost each other
-    other          what later versions wrote in it; it stays as it is
+    base           a calibrated machine whose operations hold here, by the ratio of published peaks
+    other          what else stands in it, such as a fabric (spec/fabric.py); it stays as it is
     """
 
     name: str
@@ -142,11 +143,14 @@ class HardwareFile:
     operations: Mapping[str, OperationTable] = dataclasses.field(default_factory=dict)
     by_ranks: Mapping[int, Mapping[str, OperationTable]] = dataclasses.field(default_factory=dict)
     contention: Sequence[Contention] = ()
+    base: "HardwareFile | None" = None
     other: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises ValueError if it is no hardware file."""
+        """The file, with the one beside it that its `base` names. Raises ValueError if either is no
+        hardware file.
+        """
         try:
             value = json.loads(path.read_text())
         except FileNotFoundError:
@@ -156,6 +160,7 @@ class HardwareFile:
         if not isinstance(value, dict) or value.pop("schema", None) != HARDWARE_SCHEMA:
             raise ValueError(f"{path} is no hardware file of schema {HARDWARE_SCHEMA}")
         links = [Link.from_json(link) for link in value.pop("links", [])]
+        base = value.get("base")
         return cls(
             name=value.pop("name", path.stem),
             device=value.pop("device", ""),
@@ -167,8 +172,15 @@ class HardwareFile:
                 for ranks, tables in value.pop("operations_by_ranks", {}).items()
             },
             contention=[Contention.from_json(row) for row in value.pop("contention", [])],
+            base=cls.read(path.parent / base) if base else None,
             other=value,
         )
+
+    @property
+    def peaks(self) -> Peaks | None:
+        """Those that the file gives, else those that are known of its device."""
+        given = self.other.get("peaks")
+        return Peaks(**given) if given else peaks(self.device)
 
     def on_ranks(self, ranks: int) -> Self:
         """The machine as each of so many ranks finds it: where ranks share a CPU, with the

@@ -1,0 +1,227 @@
+"""Ways of data parallel training as works on the data axis's communicator, from the plans that the
+wrappers execute: buckets and launches (spec/plan/buckets.py), owners and units
+(spec/plan/shards.py).
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from stepgauge.cost.operations import StepOperations
+from stepgauge.cost.prices import Prices
+from stepgauge.cost.program import DATA, DataAxis, Group, Program, RankStep
+from stepgauge.cost.terms import TRAFFIC, Term
+from stepgauge.spec.layout import WRAPPERS
+from stepgauge.spec.plan.buckets import Bucket, Parameter, plan_buckets, plan_launches
+from stepgauge.spec.plan.shards import plan_owners
+
+FIRST_BUCKET_MB = 1.0  # as parallel/data_parallel.py
+NUM_PARTS = 4  # of an optimizer step, as parallel/zero.py: one is sent while the next is updated
+MOST_IN_FLIGHT = 2  # units whose gradients are on their way, as parallel/traffic.py
+BYTES: Mapping[str, int] = {"own": 0, "bf16": 2, "fp16": 2}
+MODELLED = ("none", "naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sending:
+    """How gradients travel: as a spec's fields of these names."""
+
+    wrapper: str
+    ranks: int
+    bucket_mb: float = 25.0
+    reduce_dtype: str = "own"
+
+
+def data_axis(sending: Sending, step: RankStep) -> DataAxis:
+    """Raises ValueError for a wrapper that is not modelled."""
+    if sending.wrapper not in MODELLED:
+        raise ValueError(f"wrapper is {sending.wrapper!r}; predicted are {', '.join(MODELLED)}")
+    if sending.wrapper == "none" or sending.ranks == 1:
+        return DataAxis()
+    if sending.wrapper == "zero3":
+        return Gathered(sending, step)
+    return Owned(sending, step) if WRAPPERS[sending.wrapper].stage else Bucketed(sending, step)
+
+
+def parameters_of(step: RankStep, reduce_dtype: str = "own") -> list[Parameter]:
+    """Those of the rank, in the order of their first use."""
+    itemsize = BYTES[reduce_dtype] or step.operations.how.residual
+    found = []
+    for group in step.groups("backward"):
+        if step.coarse:
+            whole = sum(term.gradient for term in group.terms)
+            named = [("weights", whole)]
+        else:
+            named = [(term.name, term.gradient) for term in group.terms]
+        found += [
+            Parameter(name=f"{group.name}.{name}", numel=numel, bytes_per_value=itemsize)
+            for name, numel in named
+            if numel
+        ]
+    return found[::-1]
+
+
+class Bucketed(DataAxis):
+    """Gradients in buckets, each all-reduced when it is complete, or all at the end."""
+
+    def __init__(self, sending: Sending, step: RankStep):
+        self.sending, self.prices = sending, step.prices
+        self._how = step.operations.how
+        self.parameters = parameters_of(step, sending.reduce_dtype)
+        wrapper = sending.wrapper
+        caps = {"naive": 0.0, "overlapped": 0.0, "flat": None}
+        self.buckets: tuple[Bucket, ...] = plan_buckets(
+            self.parameters,
+            cap_mb=caps.get(wrapper, sending.bucket_mb),
+            first_mb=None if wrapper in caps else FIRST_BUCKET_MB,
+            owners=self.owners(),
+        )
+        self._launches = plan_launches(self.buckets)
+        self._launch_of = {
+            name: number
+            for number, launch in enumerate(self._launches)
+            for place in launch
+            for name in self.buckets[place].names
+        }
+        self._missing = [
+            sum(len(self.buckets[place].names) for place in launch) for launch in self._launches
+        ]
+        self._next = 0
+        self._sent: list[int] = []
+
+    def owners(self) -> Mapping[str, int] | None:
+        """The rank that alone gets a gradient, by its name; None where all do."""
+        return None
+
+    def after_term(self, program: Program, name: str, term: Term, place: int) -> None:
+        if not term.gradient:
+            return
+        if self.sending.reduce_dtype != "own":  # narrowed and widened, a pass over memory each
+            values = 4 + BYTES[self.sending.reduce_dtype]
+            passes = Term(f"{name}.narrow", TRAFFIC, (2 * term.gradient * values,))
+            place = program.compute(passes.name, self.prices.of(passes).us, TRAFFIC)
+        self._missing[self._launch_of[name]] -= 1
+        if self.sending.wrapper not in ("naive", "flat"):
+            self._launch_complete(program, place)
+
+    def after_backward(self, program: Program) -> None:
+        self._launch_complete(program, program.ends["backward"])
+        program.wait(*self._sent)
+
+    def _launch_complete(self, program: Program, place: int) -> None:
+        while self._next < len(self._launches) and not self._missing[self._next]:
+            buckets = [self.buckets[index] for index in self._launches[self._next]]
+            operation, nbytes = self.message(buckets)
+            us = self.prices.collective(operation, nbytes, "data").us
+            name = f"bucket {self._next}"
+            self._sent.append(program.send(name, DATA, us, operation, after=place))
+            self._next += 1
+
+    def message(self, buckets: Sequence[Bucket]) -> tuple[str, float]:
+        """The collective that a launch is, and the bytes of its whole tensor. Reductions to several
+        owners at once keep all links busy as a reduce-scatter does; the fullest owner decides.
+        """
+        if buckets[0].owner is None:
+            return "all_reduce", sum(bucket.bytes for bucket in buckets)
+        by_owner = [0] * self.sending.ranks
+        for bucket in buckets:
+            by_owner[bucket.owner or 0] += bucket.bytes
+        return "reduce_scatter", max(by_owner) * self.sending.ranks
+
+
+class Owned(Bucketed):
+    """ZeRO 1 and 2: each parameter has a rank that updates it and broadcasts it; in stage 2 its
+    gradient is reduced to that rank alone.
+    """
+
+    def owners(self) -> Mapping[str, int] | None:
+        self.plan = plan_owners(self.parameters, ranks=self.sending.ranks)
+        return self.plan.owners if WRAPPERS[self.sending.wrapper].shards("gradients") else None
+
+    def optimizer(self, program: Program, operations: StepOperations, prices: Prices) -> None:
+        """In parts: while one is broadcast, the next is updated. Broadcasts of all owners together
+        are an all-gather.
+        """
+        own = max(self.plan.elements)
+        term = operations.optimizer(own / NUM_PARTS)
+        nbytes = own * self.sending.ranks * operations.how.residual / NUM_PARTS
+        sent = prices.collective("all_gather", nbytes, "data")
+        works = []
+        for part in range(NUM_PARTS):
+            place = program.compute(f"optimizer {part}", prices.of(term).us, term.operation)
+            name = f"broadcast {part}"
+            works.append(program.send(name, DATA, sent.us, "all_gather", after=place))
+        program.wait(*works)
+
+
+class Gathered(DataAxis):
+    """ZeRO 3: a unit a block, and one for both ends, which stays whole between forward and
+    backward. The next unit's weights are gathered while one computes; gradients are reduced to
+    their slices.
+    """
+
+    def __init__(self, sending: Sending, step: RankStep):
+        self.sending, self.prices, self._how = sending, step.prices, step.operations.how
+        blocks = [f"blocks.{number}" for number in step.operations.blocks]
+        self._elements = dict.fromkeys(blocks, step.operations.block_parameters)
+        self._ends = step.operations.end_parameters
+        self._order = {"forward": blocks, "backward": blocks[::-1]}
+        self._gathers: dict[tuple[str, str], int] = {}
+        self._reductions: list[tuple[int, int]] = []  # with the elements of each
+
+    def before(self, program: Program, phase: str, group: Group) -> None:
+        if group.name not in self._elements:
+            if phase == "forward" and group.name == "embedding":
+                program.wait(self._gather(program, "ends", self._ends))
+                self._gather_unit(program, phase, 0)
+            return
+        place = self._order[phase].index(group.name)
+        self._gather_unit(program, phase, place)
+        program.wait(self._gathers[phase, group.name])
+        self._gather_unit(program, phase, place + 1)
+
+    def after(self, program: Program, phase: str, group: Group) -> None:
+        if phase != "backward":
+            return
+        if group.name in self._elements:
+            self._reduce(program, group.name, self._elements[group.name])
+            if len(self._reductions) > MOST_IN_FLIGHT:
+                self._collect(program)
+
+    def after_backward(self, program: Program) -> None:
+        self._reduce(program, "ends", self._ends)
+        while self._reductions:
+            self._collect(program)
+
+    def optimizer(self, program: Program, operations: StepOperations, prices: Prices) -> None:
+        term = operations.optimizer(operations.num_parameters / self.sending.ranks)
+        program.compute(term.name, prices.of(term).us, term.operation)
+
+    def _gather_unit(self, program: Program, phase: str, place: int) -> None:
+        units = self._order[phase]
+        if place >= len(units) or (phase, units[place]) in self._gathers:
+            return
+        name = units[place]
+        gathered = self._gather(program, f"{phase} {name}", self._elements[name])
+        self._gathers[phase, name] = gathered
+
+    def _gather(self, program: Program, name: str, numel: int) -> int:
+        """The rank's slice in the type that is computed in, from all ranks."""
+        if self._how.casts:
+            self._cast(program, f"{name} narrowed", numel)
+        us = self.prices.collective("all_gather", numel * self._how.activation, "data").us
+        return program.send(f"gather {name}", DATA, us, "all_gather")
+
+    def _reduce(self, program: Program, name: str, numel: int) -> None:
+        us = self.prices.collective("reduce_scatter", numel * self._how.activation, "data").us
+        sent = program.send(f"reduce {name}", DATA, us, "reduce_scatter")
+        self._reductions.append((sent, numel))
+
+    def _collect(self, program: Program) -> None:
+        sent, numel = self._reductions.pop(0)
+        program.wait(sent)
+        if self._how.casts:
+            self._cast(program, "gradients widened", numel)
+
+    def _cast(self, program: Program, name: str, numel: int) -> None:
+        nbytes = numel / self.sending.ranks * (self._how.activation + self._how.residual)
+        program.compute(name, self.prices.of(Term(name, TRAFFIC, (nbytes,))).us, TRAFFIC)

@@ -1,0 +1,21 @@
+"""A time, and how it was found."""
+
+import dataclasses
+
+# looked up at that very shape; between measured shapes; outside of them, at the nearest one's rate;
+# of another device, by the ratio of published peaks; by a formula, or from another machine
+CALIBRATED, INTERPOLATED, EXTRAPOLATED, TRANSFERRED, ASSUMED = (
+    "calibrated",
+    "interpolated",
+    "extrapolated",
+    "transferred",
+    "assumed",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Microseconds, and how they were found: one of the words above."""
+
+    us: float
+    source: str

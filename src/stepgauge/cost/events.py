@@ -1,0 +1,115 @@
+"""A rank's streams as events: each runs its work in order, work waits for what it reads, and what
+runs beside one another slows one another down.
+
+Contention is a rate: while a collective runs, computing goes on at 1 / kernel of its pace and the
+collective at 1 / collective of its own, and only for as long as both run.
+"""
+
+import collections
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from stepgauge.cost.contention import Slowdown
+
+COMPUTE, HOST = "compute", "host"
+TINY = 1e-9  # microseconds: what rounding leaves of a work
+
+
+class Work(NamedTuple):
+    """Something that a stream runs.
+
+    stream     COMPUTE, HOST, or the name of a communicator
+    us         that it takes with nothing beside it
+    operation  what contention goes by: "matmul nt bf16", "all_reduce"
+    after      works, by their places, that must have ended
+    """
+
+    name: str
+    stream: str
+    us: float
+    operation: str = ""
+    after: tuple[int, ...] = ()
+
+
+class Ran(NamedTuple):
+    """When a work began and ended, in microseconds from the begin of the first."""
+
+    work: Work
+    start: float
+    end: float
+
+
+class Contending(Protocol):
+    def of(self, operation: str, collective: str) -> Slowdown: ...
+
+
+def simulate(works: Sequence[Work], contention: Contending) -> list[Ran]:
+    """When each work runs. Raises ValueError where works wait for one another in a circle."""
+    queues: dict[str, collections.deque[int]] = {}
+    for place, work in enumerate(works):
+        queues.setdefault(work.stream, collections.deque()).append(place)
+    starts = [0.0] * len(works)
+    ends: list[float | None] = [None] * len(works)
+    left = [work.us for work in works]
+    running: dict[str, int] = {}
+    now = 0.0
+    while queues or running:
+        for stream in [s for s in queues if s not in running]:
+            place = queues[stream][0]
+            if all(ends[other] is not None for other in works[place].after):
+                running[stream] = place
+                starts[place] = now
+                queues[stream].popleft()
+                if not queues[stream]:
+                    del queues[stream]
+        if not running:
+            stuck = min(queue[0] for queue in queues.values())
+            raise ValueError(f"{works[stuck].name} waits for what never ends")
+        pace = _paces(works, running, contention)
+        step = min(left[place] * pace[place] for place in running.values())
+        now += step
+        for stream, place in list(running.items()):
+            left[place] -= step / pace[place]
+            if left[place] <= TINY:
+                ends[place] = now
+                del running[stream]
+    return [Ran(work, starts[p], ends[p] or 0.0) for p, work in enumerate(works)]
+
+
+def _paces(
+    works: Sequence[Work], running: dict[str, int], contention: Contending
+) -> dict[int, float]:
+    """How much longer than alone each running work takes now."""
+    pace = dict.fromkeys(running.values(), 1.0)
+    computing = running.get(COMPUTE)
+    if computing is None or not works[computing].operation:
+        return pace
+    for stream, place in running.items():
+        if stream in (COMPUTE, HOST):
+            continue
+        slowed = contention.of(works[computing].operation, works[place].operation)
+        pace[computing] = max(pace[computing], slowed.kernel)
+        pace[place] = slowed.collective
+    return pace
+
+
+def busy(ran: Sequence[Ran], *streams: str) -> list[tuple[float, float]]:
+    """When any of the streams runs something: intervals in order, none touching the next."""
+    spans = sorted((r.start, r.end) for r in ran if r.work.stream in streams and r.end > r.start)
+    merged: list[tuple[float, float]] = []
+    for start, end in spans:
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def alone_us(ran: Sequence[Ran], stream: str) -> float:
+    """Microseconds in which the stream runs and computing does not: what is exposed of it."""
+    own, computing = busy(ran, stream), busy(ran, COMPUTE)
+    beside = sum(
+        max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in itertools.product(own, computing)
+    )
+    return sum(end - start for start, end in own) - beside

@@ -1,0 +1,44 @@
+"""What the host takes to launch a step, from steps that were so narrow that the GPU always waited."""
+
+import dataclasses
+
+from stepgauge.cost.machine import Machine
+from stepgauge.cost.operations import RECOMPUTED
+from stepgauge.spec.step import WorkSpec
+
+HOST_PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Launching:
+    """Microseconds of the host for a phase: of each block, and of all that is outside of blocks."""
+
+    block_us: float = 0.0
+    outside_us: float = 0.0
+
+    def us(self, blocks: int) -> float:
+        return max(0.0, self.outside_us + self.block_us * blocks)
+
+
+def launching(spec: WorkSpec, machine: Machine) -> dict[str, Launching]:
+    """By phase; nothing on a CPU, where the host is the device. Raises ValueError for a machine
+    whose host was not timed.
+    """
+    if spec.device.startswith("cpu"):
+        return {phase: Launching() for phase in HOST_PHASES}
+    mode = "eager" if spec.compile == "off" else "compiled"
+    precision = "bf16" if spec.precision in ("bf16", "fp16") else "fp32"
+    table = machine.table(f"host {mode} {precision}")
+    if table is None:
+        raise ValueError(f"the hardware file {machine.hardware.name} has no host times")
+    found = {}
+    for number, phase in enumerate(HOST_PHASES):
+        (few, short), (many, long) = sorted(
+            (row[0], row[2]) for row in table.rows if row[1] == number
+        )
+        slope = (long - short) / (many - few)
+        found[phase] = Launching(slope, short - slope * few)
+    again = RECOMPUTED[spec.checkpointing] * found["forward"].block_us
+    backward = found["backward"]
+    found["backward"] = Launching(backward.block_us + again, backward.outside_us)
+    return found

@@ -1,0 +1,46 @@
+"""What a term takes on a machine, under a layout."""
+
+from collections.abc import Iterable, Mapping
+
+from stepgauge.cost.estimate import Estimate
+from stepgauge.cost.machine import Machine
+from stepgauge.cost.network import Axis, axes_of
+from stepgauge.cost.terms import COLLECTIVES, TRAFFIC, Term
+from stepgauge.spec.layout import Layout
+
+NCCL, GLOO = "nccl", "gloo"
+
+
+class Prices:
+    """Looks each operation up once. Raises ValueError where the machine does not know one."""
+
+    def __init__(self, machine: Machine, layout: Layout | None = None, backend: str = NCCL):
+        self.machine, self.backend = machine, backend
+        self.axes: Mapping[str, Axis] = axes_of(layout or Layout(), machine.network.gpus_per_node)
+        self._known: dict[tuple[str, tuple[float, ...], str], Estimate] = {}
+
+    def of(self, term: Term) -> Estimate:
+        """Of one run of the term's operation."""
+        key = term.operation, term.sizes, term.axis
+        if key not in self._known:
+            self._known[key] = self._found(term)
+        return self._known[key]
+
+    def _found(self, term: Term) -> Estimate:
+        if term.operation == TRAFFIC:
+            return self.machine.traffic(*term.sizes)
+        if term.operation in COLLECTIVES:
+            return self.collective(term.operation, term.sizes[0], term.axis)
+        return self.machine.time(term.operation, *term.sizes)
+
+    def collective(self, operation: str, nbytes: float, axis: str) -> Estimate:
+        found = self.axes[axis]
+        return self.machine.network.collective(operation, nbytes, found, backend=self.backend)
+
+    def transfer(self, nbytes: float) -> Estimate:
+        """Between neighbouring stages of the pipeline."""
+        axis = self.axes["pipeline"]
+        return self.machine.network.transfer(nbytes, axis, backend=self.backend)
+
+    def total_us(self, terms: Iterable[Term]) -> float:
+        return sum(term.count * self.of(term).us for term in terms)

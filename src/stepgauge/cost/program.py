@@ -1,0 +1,167 @@
+"""A step of one rank written down as works of its streams: forward, backward and optimizer of its
+share, and where a way of data parallel training adds communication.
+
+The host launches a block at a time; the device runs its terms in order. Collectives of a tensor
+axis stand between two computations, which wait for them.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from stepgauge.cost.events import COMPUTE, HOST, Work
+from stepgauge.cost.host import Launching
+from stepgauge.cost.operations import StepOperations
+from stepgauge.cost.prices import Prices
+from stepgauge.cost.terms import Term
+
+TENSOR, DATA = "tensor", "data"  # the streams of their communicators
+
+
+class Program:
+    """Works as they are added; those of computing wait for the last `wait`."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self.ends: dict[str, int] = {}  # of each phase, the work that ends it
+        self._before: list[int] = []
+
+    def add(self, work: Work) -> int:
+        self.works.append(work)
+        return len(self.works) - 1
+
+    def host(self, name: str, us: float) -> None:
+        """What the host launches next; the device then waits for it."""
+        if us > 0:
+            self.wait(self.add(Work(name, HOST, us)))
+
+    def compute(self, name: str, us: float, operation: str = "") -> int:
+        after, self._before = tuple(self._before), []
+        return self.add(Work(name, COMPUTE, us, operation, after))
+
+    def send(self, name: str, stream: str, us: float, operation: str, *, after: int = -1) -> int:
+        """On a communicator, when `after` has ended; -1: what was computed last."""
+        after = after if after >= 0 else self.compute(f"{name} starts", 0.0)
+        return self.add(Work(name, stream, us, operation, (after,)))
+
+    def wait(self, *works: int) -> None:
+        """What is computed next waits for these."""
+        self._before += works
+
+    def end(self, phase: str) -> None:
+        self.ends[phase] = self.compute(f"end of {phase}", 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Terms that the host launches together: of a block, or of one of the ends."""
+
+    name: str
+    terms: Sequence[Term]
+    host_us: float
+
+
+class DataAxis:
+    """What a way of data parallel training adds to a step; this one nothing."""
+
+    def before(self, program: Program, phase: str, group: Group) -> None:
+        """Called before a group is computed."""
+
+    def after_term(self, program: Program, name: str, term: Term, place: int) -> None:
+        """Called in backward when the work at `place`, of the term, is in the program."""
+
+    def after(self, program: Program, phase: str, group: Group) -> None:
+        """Called when a group is computed."""
+
+    def after_backward(self, program: Program) -> None:
+        """What is left to send when backward has ended."""
+
+    def optimizer(self, program: Program, operations: StepOperations, prices: Prices) -> None:
+        term = operations.optimizer(operations.num_parameters)
+        program.compute(term.name, prices.of(term).us, term.operation)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankStep:
+    """What a rank computes, at what prices.
+
+    coarse  a block is one work, not one a term: for layouts by the hundred
+    """
+
+    operations: StepOperations
+    prices: Prices
+    host: dict[str, Launching]
+    coarse: bool = False
+
+    def program(self, axis: DataAxis, *, passes: int = 1, phases: str = "step") -> Program:
+        """Forward and backward, `passes` times, then the optimizer; or as the `phases` of a
+        WorkSpec say. Gradients are sent in the last pass.
+        """
+        program = Program()
+        for number in range(passes):
+            self._forward(program, axis)
+            if phases != "forward":
+                self._backward(program, axis if number == passes - 1 else DataAxis())
+        if phases == "step":
+            program.host("optimizer", self.host["optimizer"].us(len(self.operations.blocks)))
+            axis.optimizer(program, self.operations, self.prices)
+            program.end("optimizer")
+        return program
+
+    def _forward(self, program: Program, axis: DataAxis) -> None:
+        for group in self.groups("forward"):
+            axis.before(program, "forward", group)
+            self._run(program, group)
+            axis.after(program, "forward", group)
+        program.end("forward")
+
+    def _backward(self, program: Program, axis: DataAxis) -> None:
+        for group in self.groups("backward"):
+            axis.before(program, "backward", group)
+            self._run(program, group, axis)
+            axis.after(program, "backward", group)
+        program.end("backward")
+        axis.after_backward(program)
+        program.end("synchronize")
+
+    def groups(self, phase: str) -> Iterator[Group]:
+        """In the order in which they are computed."""
+        operations, host = self.operations, self.host[phase]
+        is_forward = phase == "forward"
+        before, block, after = (
+            operations.forward_parts() if is_forward else operations.backward_parts()
+        )
+        numbers = list(operations.blocks if is_forward else reversed(operations.blocks))
+        names = ("embedding", "head") if is_forward else ("head", "embedding")
+        outside = host.us(len(numbers)) - host.block_us * len(numbers)
+        first = Group(names[0], before, max(0.0, outside))
+        blocks = [Group(f"blocks.{n}", block, host.block_us) for n in numbers]
+        return iter([first, *blocks, Group(names[1], after, 0.0)])
+
+    def _run(self, program: Program, group: Group, axis: DataAxis | None = None) -> None:
+        program.host(group.name, group.host_us)
+        if self.coarse:
+            self._run_whole(program, group, axis)
+            return
+        for term in group.terms:
+            name, us = f"{group.name}.{term.name}", term.count * self.prices.of(term).us
+            if term.axis:
+                program.wait(program.send(name, term.axis, us, term.operation))
+                continue
+            place = program.compute(name, us, term.operation)
+            if axis is not None:
+                axis.after_term(program, name, term, place)
+
+    def _run_whole(self, program: Program, group: Group, axis: DataAxis | None) -> None:
+        """The group's computing as one work, its collectives as one, its gradients as one."""
+        own = [term for term in group.terms if not term.axis]
+        sent = [term for term in group.terms if term.axis]
+        if sent:
+            us = self.prices.total_us(sent)
+            program.wait(program.send(group.name, TENSOR, us, sent[0].operation))
+        if not own:
+            return
+        place = program.compute(group.name, self.prices.total_us(own), "matmul")
+        if axis is not None:
+            whole = sum(term.gradient for term in own)
+            term = dataclasses.replace(own[-1], name="weights", gradient=whole)
+            axis.after_term(program, f"{group.name}.weights", term, place)

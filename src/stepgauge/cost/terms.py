@@ -1,0 +1,116 @@
+"""What a term of a step is, and the terms that several parts of a network share.
+
+Legend: M tokens, D model width, N and K outputs and inputs of a linear layer.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+TRAFFIC = "traffic"
+# Arithmetic of products, bytes of an activation, and bytes of the residual stream and weights.
+PRECISION: dict[str, tuple[str, int, int]] = {
+    "fp32": ("fp32", 4, 4),
+    "tf32": ("tf32", 4, 4),
+    "bf16": ("bf16", 2, 4),
+    "fp16": ("bf16", 2, 4),  # the same rate as bf16
+    "bf16-pure": ("bf16", 2, 2),
+    "bf16-master": ("bf16", 2, 2),
+}
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """`count` runs of an operation at its sizes; for TRAFFIC and COLLECTIVES the one size is bytes.
+
+    gradient  elements of a weight's gradient that is complete after it; 0: of none
+    weights   it computes a gradient of weights, for which no other stage waits
+    axis      of a collective: the axis whose ranks do it together
+    """
+
+    name: str
+    operation: str
+    sizes: tuple[float, ...]
+    count: int = 1
+    gradient: int = 0
+    weights: bool = False
+    axis: str = ""
+
+    @property
+    def is_product(self) -> bool:
+        """Whether selective checkpointing keeps its result."""
+        return self.operation.startswith(("matmul", "attention"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """How a precision computes, and whether elementwise neighbours are one pass over memory.
+
+    type           of products, as calibration names it
+    activation     bytes of a value that a product gives
+    residual       bytes of a value of the residual stream and of a weight
+    casts_weights  autocast: each product reads a narrow copy of its weight, made for it
+    """
+
+    type: str
+    activation: int
+    residual: int
+    casts_weights: bool
+    is_compiled: bool
+
+    @classmethod
+    def of(cls, precision: str, *, is_compiled: bool, gathered: bool = False) -> "Arithmetic":
+        """`gathered` weights come narrow from the other ranks (ZeRO 3)."""
+        kind, activation, residual = PRECISION[precision]
+        casts = activation < residual
+        return cls(kind, activation, residual, casts and not gathered, is_compiled)
+
+    @property
+    def casts(self) -> bool:
+        return self.activation < self.residual
+
+    def passes(self, name: str, nbytes: float, *, eager: float, compiled: float) -> Iterator[Term]:
+        """`eager` or `compiled` times so many bytes."""
+        times = compiled if self.is_compiled else eager
+        if times:
+            yield Term(name, TRAFFIC, (nbytes * times,))
+
+    def cast(self, name: str, operation: str, numel: int, *, weights: bool = False) -> Term:
+        """Compiled, one pass over memory like any other."""
+        if self.is_compiled:
+            nbytes = numel * (self.activation + self.residual)
+            return Term(name, TRAFFIC, (nbytes,), weights=weights)
+        return Term(name, operation, (numel,), weights=weights)
+
+    def narrowed(self, numel: int) -> int:
+        """Values that autocast narrows before a product; compiled, the norm writes them narrow."""
+        return numel if self.casts and not self.is_compiled else 0
+
+    def linear_forward(self, name: str, m: int, n: int, k: int, narrowed: int) -> Iterator[Term]:
+        """(M, K) times a weight (N, K)."""
+        if self.casts_weights:
+            yield self.cast(f"{name}.cast_weight", "cast fp32 bf16", n * k)
+        if narrowed:
+            yield Term(f"{name}.cast_input", "cast fp32 bf16", (narrowed,))
+        yield Term(name, f"matmul nt {self.type}", (m, n, k))
+
+    def linear_backward(self, name: str, m: int, n: int, k: int, narrowed: int) -> Iterator[Term]:
+        yield Term(f"{name}.input_gradient", f"matmul nn {self.type}", (m, k, n))
+        product = f"matmul tn {self.type}"
+        if not self.casts_weights:
+            yield Term(f"{name}.weight_gradient", product, (n, k, m), 1, n * k, True)
+        else:
+            yield Term(f"{name}.weight_gradient", product, (n, k, m), weights=True)
+            cast = self.cast(f"{name}.cast_gradient", "cast bf16 fp32", n * k, weights=True)
+            yield dataclasses.replace(cast, gradient=n * k)
+        if narrowed:
+            yield Term(f"{name}.cast_input_gradient", "cast bf16 fp32", (narrowed,))
+
+    def norm(self, name: str, direction: str, kind: str, m: int, d: int) -> Iterator[Term]:
+        """A norm of (M, D); compiled, or by our kernel, one pass over memory."""
+        r = self.residual
+        if self.is_compiled or kind == "triton":
+            reads = 2 * r + self.activation if direction == "backward" else r
+            yield Term(name, TRAFFIC, (m * d * (reads + (r if direction == "backward" else 2)),))
+            return
+        yield Term(name, f"{kind} {direction} {'bf16' if r == 2 else 'fp32'}", (m, d))
