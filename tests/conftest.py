@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("MPLBACKEND", "agg")
+os.environ["XDG_DATA_HOME"] = os.devnull  # hardware files of the person who runs the tests
 REPOSITORY = Path(__file__).parents[1]
 
 

@@ -70,7 +70,8 @@ def test_a_step_is_predicted_before_it_is_measured(stepgauge, tmp_path):
         "--hardware", path, "--out", out,
     )  # fmt: skip
     assert status == 0, err
-    assert "Error of the predicted step over 1 rows" in text
+    assert "predicted" in text and "error" in text
+    assert "1 of 1 rows predicted" in err and "Error of the predicted step over 1 rows" in err
     modelled, measured = RunStore(out).read().records
     assert (modelled.provenance, measured.provenance) == ("modelled", "measured")
     assert modelled.key == measured.key

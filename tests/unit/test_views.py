@@ -270,7 +270,8 @@ def test_a_modelled_row_pairs_with_a_measured_one_only_where_that_is_asked(recor
     assert not compare([measured], [modelled]).found
     assert compare([measured], [modelled], ignoring=["provenance"]).found
     assert labels([measured, modelled]) == ["measured", "modelled"]
-    assert "provenance" in record_table([measured, modelled]).columns
+    other = dataclasses.replace(record("medium"), provenance="modelled")
+    assert "provenance" in record_table([measured, other]).columns
 
 
 def test_what_did_not_run_in_cpp_is_said_once(record):
@@ -337,3 +338,25 @@ def test_the_closest_rows_say_what_keeps_them_apart(record):
         [record("small")], [record("medium", batch=8), record("small", batch=8)]
     ) == ["batch"]
     assert closest_differ_in([record()], [dataclasses.replace(record(), kind="train")]) == []
+
+
+def test_a_prediction_stands_beside_its_measurement_and_alone_without_one(record):
+    small, medium = record("small", step=[10.0]), record("medium", step=[40.0])
+    predicted = [
+        dataclasses.replace(
+            each,
+            provenance="modelled",
+            metrics={"step_ms": Sample.exact(ms, "ms")},
+            environment={"hardware": "box"},
+        )
+        for each, ms in ((small, 11.0), (record("large"), 100.0))
+    ]
+    table = record_table([*predicted, small, medium])
+    rows = {row["size"]: row for row in json.loads(table.to("json"))}
+    assert (rows["small"]["predicted ms"], rows["small"]["step ms"]) == (11.0, 10.0)
+    assert rows["small"]["error"] == pytest.approx(0.1)
+    assert "+10.0%" in table.to("markdown")
+    assert rows["medium"]["error"] is None and rows["medium"]["provenance"] == "measured"
+    assert rows["large"]["step ms"] == 100.0 and rows["large"]["provenance"] == "modelled"
+    assert len(table.rows) == 3
+    assert "predicted ms" not in record_table([small, medium]).columns

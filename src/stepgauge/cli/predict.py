@@ -1,22 +1,18 @@
 """`stepgauge predict`: the rows that a bench command would give on a calibrated machine."""
 
-import dataclasses
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import Format, print_records, print_table, tell
+from stepgauge.cli.console import Format, print_records, print_table
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
-from stepgauge.spec.store import RunStore
 from stepgauge.validate.predicted import predicted
 
 Hardware = Annotated[
@@ -68,37 +64,3 @@ def _specs(values: Values, layout: Layout) -> list[StepSpec] | list[DataParallel
     return expand(
         DataParallelSpec, {**values, "ranks": (layout.data,), "wrapper": (layout.wrapper,)}
     )
-
-
-def predict_before(
-    specs: Sequence[StepSpec], hardware: Path | None, store: RunStore
-) -> Sequence[Record]:
-    """Writes what is predicted of the rows into the run before they are measured; says which rows
-    cannot be predicted.
-    """
-    if hardware is None:
-        return []
-    file = HardwareFile.read(hardware)
-    written, refused = [], {}
-    for spec in specs:
-        try:
-            record = predicted(spec, file)
-        except ValueError as error:
-            refused[str(error)] = spec
-            continue
-        record = dataclasses.replace(record, note="predicted before it was measured")
-        with store.held():
-            store.append(record)
-        written.append(record)
-    for reason in refused:
-        tell(f"not predicted: {reason}")
-    return written
-
-
-def print_errors(modelled: Sequence[Record], measured: Sequence[Record]) -> None:
-    """The table of predicted and measured steps, where there are both."""
-    from stepgauge.validate import error_table
-
-    table = error_table([*modelled, *measured])
-    if table.rows:
-        print_table(table)

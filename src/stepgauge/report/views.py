@@ -7,6 +7,7 @@ from stepgauge.report.names import flatten, shared, varying
 from stepgauge.report.numbers import Doubtful, heading, scaled, whole
 from stepgauge.report.table import Range, Table
 from stepgauge.spec.fallbacks import fallbacks
+from stepgauge.spec.predictions import STEP, Row, steps_beside
 from stepgauge.spec.record import Record, Sample
 
 STATISTICS = ("median", "range", "p10", "p90", "mean", "std", "n")
@@ -24,20 +25,24 @@ def record_table(
     Without `statistics`: medians, and the range of the whole step. `first`: fields that the table
     begins with.
     """
+    pairs = steps_beside(records)
+    records = [row.record for row in pairs]
     alike = shared(records)
     fields = list(dict.fromkeys([*first, *varying(records), *alike.fields]))
     figures = _figures(records, statistics)
     remarks = [remark(record) for record in records]
     provenances = [record.provenance for record in records]
+    predictions = _predictions(pairs)
     extra = {"provenance": provenances} if len(set(provenances)) > 1 else {}
     extra |= {"remark": remarks} if any(remarks) else {}
     rows = []
     for place, record in enumerate(records):
         spec = flatten(record.spec)
         cells = [spec.get(name) for name in fields]
+        cells += [values[place] for values in predictions.values()]
         cells += [_cell(record, name, statistic) for name, statistic, _ in figures]
         rows.append([*cells, *(values[place] for values in extra.values())])
-    texts = [text for _, _, text in figures]
+    texts = [*predictions, *(text for _, _, text in figures)]
     return Table(
         [*(name.replace("_", " ") for name in fields), *texts, *extra],
         rows,
@@ -45,7 +50,18 @@ def record_table(
         caption=" on ".join(filter(None, (alike.text, _device(records)))),
         hidden=alike.columns(),
         names=len(fields),
+        formats={"error": "+.1%"},
     )
+
+
+def _predictions(pairs: Sequence[Row]) -> dict[str, list[float | None]]:
+    """What was predicted of each step and the signed error, where anything was."""
+    if not any(row.prediction for row in pairs):
+        return {}
+    return {
+        "predicted ms": [row.prediction.median(STEP) if row.prediction else None for row in pairs],
+        "error": [row.error(STEP) for row in pairs],
+    }
 
 
 def _figures(records: Sequence[Record], asked: Sequence[str]) -> list[tuple[str, str, str]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from stepgauge.spec.record import Record
 
 OLD = "predicted_"
+STEP = "step_ms"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,15 +28,13 @@ class Row:
         return predicted / measured - 1 if predicted and measured else None
 
 
-def paired(records: Sequence[Record], *, anywhere: bool = False) -> list[Row]:
+def paired(records: Sequence[Record]) -> list[Row]:
     """Each measured record with the prediction of the same thing for the same place, and what is
     predicted alone, in the order of the records.
-
-    With `anywhere` the places may differ: a prediction from a hardware file is made on any machine.
     """
     rows: dict[tuple[str, ...], Row] = {}
     for record in records:
-        name = (record.key,) if anywhere else (record.key, *record.place)
+        name = (record.key, *record.place)
         known = rows.get(name)
         if record.provenance == "modelled":
             shown = known.record if known and known.record.provenance != "modelled" else record
@@ -43,6 +42,25 @@ def paired(records: Sequence[Record], *, anywhere: bool = False) -> list[Row]:
         else:
             rows[name] = Row(record, known.prediction if known else None)
     return list(rows.values())
+
+
+def steps_beside(records: Sequence[Record]) -> list[Row]:
+    """Each record; those of measured steps with the last prediction of the same step. Predictions of
+    what was measured are no rows of their own. They come from a hardware file, wherever it is read.
+    """
+    measured = {record.key for record in records if record.provenance == "measured"}
+    modelled = {
+        record.key: record
+        for record in records
+        if record.provenance == "modelled" and STEP in record.metrics and record.key in measured
+    }
+    return [
+        Row(record, modelled.get(record.key) if record.provenance == "measured" else None)
+        for record in records
+        if not (
+            record.provenance == "modelled" and record.key in modelled and STEP in record.metrics
+        )
+    ]
 
 
 def without_predicted_metrics(record: Record) -> list[Record]:

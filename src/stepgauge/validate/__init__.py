@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from stepgauge.report.names import labels
 from stepgauge.report.table import Table
-from stepgauge.spec.predictions import Row, paired
+from stepgauge.spec.predictions import STEP, steps_beside
 from stepgauge.spec.record import Record
 
-STEP = "step_ms"
 COLUMNS = ("row", "predicted ms", "measured ms", "error")
 
 
@@ -18,8 +17,8 @@ def error_table(records: Sequence[Record]) -> Table:
     """A row for each step that was predicted and measured, with the signed errors of its phases."""
     found = [
         (row, row.prediction)
-        for row in paired(records, anywhere=True)
-        if row.prediction and row.record.provenance == "measured" and row.record.status == "ok"
+        for row in steps_beside(records)
+        if row.prediction and row.record.status == "ok"
     ]
     phases = [
         name
@@ -38,14 +37,12 @@ def error_table(records: Sequence[Record]) -> Table:
         for name, (row, prediction) in zip(names, found, strict=True)
     ]
     formats = {column: "+.1%" for column in columns if column.endswith("error")}
-    return Table(
-        columns, rows, names=1, formats=formats, caption=sentence([row for row, _ in found])
-    )
+    return Table(columns, rows, names=1, formats=formats, caption=sentence(records))
 
 
-def sentence(rows: Sequence[Row]) -> str:
-    """What the errors come to."""
-    errors = [error for row in rows if (error := row.error(STEP)) is not None]
+def sentence(records: Sequence[Record]) -> str:
+    """What the errors of the predicted steps come to."""
+    errors = [e for row in steps_beside(records) if (e := row.error(STEP)) is not None]
     if not errors:
         return "No row was both predicted and measured."
     sizes = [abs(error) for error in errors]

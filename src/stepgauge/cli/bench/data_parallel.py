@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from stepgauge.cli.console import print_records
+from stepgauge.cli.beside import Hardware, NoPredict, predict_rows, print_beside
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import (
     Fresh,
@@ -25,18 +25,23 @@ def data_parallel(
     out: Out = Path("runs/bench-data-parallel"),
     fresh: Fresh = False,
     format: RowFormat = "table",
+    hardware: Hardware = None,
+    no_predict: NoPredict = False,
 ) -> None:
     """Time a training step spread over ranks: phases, communication, overlap, memory.
 
     The network is a preset, a shape, or your own (--model FILE.py:factory). Every option takes
     several values, and their product is measured, each row by ranks of its own: started here, or
     those of torchrun. Of each step the slowest rank counts. Bucket sizes vary only wrappers that
-    have buckets.
+    have buckets. Where this device was calibrated, each row shows what was predicted before it was
+    run.
     """
     specs = distinct(resolve_devices(expand(DataParallelSpec, values)))
 
     from stepgauge.bench.jobs import job_of
 
-    records = run_jobs([job_of(spec, out) for spec in specs], RunStore(out), fresh=fresh)
-    print_records(records, format)
+    jobs = [job_of(spec, out) for spec in specs]
+    predictions = predict_rows(specs, out, hardware=hardware, no_predict=no_predict, fresh=fresh)
+    records = run_jobs(jobs, RunStore(out), fresh=fresh)
+    print_beside(predictions, records, format)
     require_success(records)

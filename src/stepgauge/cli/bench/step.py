@@ -1,13 +1,9 @@
 """`stepgauge bench step`."""
 
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
-
-from stepgauge.cli.console import print_records
+from stepgauge.cli.beside import Hardware, NoPredict, predict_rows, print_beside
 from stepgauge.cli.options import Values, expand, spec_options
-from stepgauge.cli.predict import predict_before, print_errors
 from stepgauge.cli.rows import (
     Fresh,
     Out,
@@ -29,27 +25,22 @@ def step(
     out: Out = Path("runs/bench-step"),
     fresh: Fresh = False,
     format: RowFormat = "table",
-    hardware: Annotated[
-        Path | None,
-        Parameter(help="Hardware file of this machine: each row is predicted before it is run."),
-    ] = None,
+    hardware: Hardware = None,
+    no_predict: NoPredict = False,
 ) -> None:
     """Time a training step: forward, backward, optimizer and whole.
 
     The network is a preset, a shape, or your own (--model FILE.py:factory). Every option takes
     several values, and their product is measured. Each row is on disk the moment it is measured;
     the same command again goes on where it stopped. A size that does not fit gives a row that says
-    OOM.
+    OOM. Where this device was calibrated, each row shows what was predicted before it was run.
     """
     specs = distinct(resolve_devices(expand(StepSpec, values)))
 
     from stepgauge.bench.jobs import job_of
 
     jobs = [job_of(spec, out) for spec in specs]
-    store = RunStore(out)
-    modelled = predict_before(specs, hardware, store)
-    records = run_jobs(jobs, store, fresh=fresh)
-    print_records(records, format)
-    if format == "table":
-        print_errors(modelled, records)
+    predictions = predict_rows(specs, out, hardware=hardware, no_predict=no_predict, fresh=fresh)
+    records = run_jobs(jobs, RunStore(out), fresh=fresh)
+    print_beside(predictions, records, format)
     require_success(records)

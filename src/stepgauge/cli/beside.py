@@ -1,0 +1,63 @@
+"""What commands that measure steps share: the prediction made before each row, shown beside it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from stepgauge.cli.console import Format, print_records, tell
+from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.hardware_files import file_of, known_files
+from stepgauge.spec.record import Record
+
+Hardware = Annotated[
+    Path | None,
+    Parameter(
+        help="Hardware file that each row is predicted from before it is run. [that of this device]"
+    ),
+]
+NoPredict = Annotated[bool, Parameter(help="Predict nothing.", negative="", show_default=False)]
+
+
+def predict_rows(
+    specs: Sequence[Any], out: Path, *, hardware: Path | None, no_predict: bool, fresh: bool
+) -> list[Record]:
+    """The predictions of the rows, on disk before any is run; none where the device has no hardware
+    file. Says which rows cannot be predicted, of a file that was asked for.
+    """
+    from stepgauge.bench.ranks import store_for
+    from stepgauge.validate.before import predict_before
+
+    path = None if no_predict else hardware or hardware_of(specs[0].device)
+    if path is None:
+        return []
+    predictions = predict_before(specs, HardwareFile.read(path), store_for(out), fresh=fresh)
+    if predictions.records:
+        tell(f"{len(predictions.records)} of {len(specs)} rows predicted from {path}")
+    if hardware or predictions.records:
+        for reason, count in predictions.refused.items():
+            tell(f"not predicted ({count} of {len(specs)}): {reason}")
+    return predictions.records
+
+
+def hardware_of(device: str) -> Path | None:
+    """The hardware file of this device, where there is one."""
+    if not known_files():
+        return None
+    import torch
+
+    from stepgauge.measure.environment import device_name
+    from stepgauge.runtime.workers import run_isolated
+
+    where = torch.device(device)  # named in a process of its own: that takes memory of a GPU
+    return file_of(run_isolated(device_name, where), torch.get_num_threads())
+
+
+def print_beside(predictions: Sequence[Record], measured: Sequence[Record], format: Format) -> None:
+    """The rows with their predictions, and what the errors come to."""
+    from stepgauge.validate import sentence
+
+    print_records([*predictions, *measured], format)
+    if predictions:
+        tell(sentence([*predictions, *measured]))

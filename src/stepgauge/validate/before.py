@@ -1,0 +1,45 @@
+"""Predictions that are on disk before their rows are run."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.record import Record
+from stepgauge.spec.store import RunStore
+from stepgauge.validate.predicted import predicted
+
+BEFORE, AFTER = "predicted before it was measured", "predicted after it was measured"
+
+
+class Predictions(NamedTuple):
+    """The modelled records, and of each reason why a spec has none how many have it."""
+
+    records: list[Record]
+    refused: dict[str, int]
+
+
+def predict_before(
+    specs: Sequence[Any], hardware: HardwareFile, store: RunStore, *, fresh: bool = False
+) -> Predictions:
+    """Writes what is predicted of each row into the run. A row that the run has measured already
+    keeps the prediction that was made before; the prediction of one that had none says so.
+    """
+    store.prepare()
+    found = Predictions([], {})
+    with store.held():
+        known = {(r.key, r.provenance): r for r in store.read().records}
+        for spec in specs:
+            try:
+                record = predicted(spec, hardware)
+            except ValueError as error:
+                found.refused[str(error)] = found.refused.get(str(error), 0) + 1
+                continue
+            measured = known.get((record.key, "measured"))
+            is_done = measured is not None and measured.status != "failed" and not fresh
+            before = known.get((record.key, "modelled"))
+            if before is None or not is_done:
+                before = dataclasses.replace(record, note=AFTER if is_done else BEFORE)
+                store.append(before)
+            found.records.append(before)
+    return found
