@@ -40,8 +40,9 @@ def predict(
     marked as modelled. Each is a sum of named terms, from calibrated shapes or interpolated between
     them; nothing is scaled to fit.
     """
+    specs = _specs(values, Layout.parse(layout))
     file = HardwareFile.read(hardware)
-    records = [predicted(spec, file) for spec in _specs(values, Layout.parse(layout))]
+    records = [predicted(spec, file) for spec in specs]
     print_records(records, format)
     if terms:
         from stepgauge.report.predict import terms_table
