@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -39,7 +40,10 @@ class Sharding(Averager):
 
     def __init__(self, group: Any = None, device_type: str = "cpu"):
         super().__init__(group)
-        self.mesh = DeviceMesh.from_group(self.group, device_type)
+        # DTensor's caches take meshes of the same ranks and names for one, and would compute on the
+        # first group of these ranks.
+        names = None if group in (None, dist.group.WORLD) else (self.group.group_name,)
+        self.mesh = DeviceMesh.from_group(self.group, device_type, mesh_dim_names=names)
 
     def __reduce__(self) -> Any:
         return Sharding, (None, self.mesh.device_type)
