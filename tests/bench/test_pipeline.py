@@ -52,7 +52,7 @@ def test_what_no_pipeline_can_do_is_refused(fields, sentence):
 
 
 def test_the_heavy_stage_is_heavier_and_the_others_are_not():
-    from stepgauge.bench.pipeline_parts import cut
+    from stepgauge.spec.pipeline_cut import cut
 
     plain, heavy = (
         cut(PipelineSpec(model=NANO, micro_batches=4, ranks=2, overweight=n)) for n in (0, 3)

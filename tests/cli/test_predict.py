@@ -28,8 +28,12 @@ def test_rows_are_modelled_and_their_terms_can_be_seen(stepgauge):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--layout", "pp2 1f1b"), "only a data axis is predicted yet"),
-        (("--layout", "dp2", "--phases", "forward"), "phases is no option of a step over 2 ranks"),
+        (("--layout", "pp2 1f1b"), "has no send_recv"),
+        (
+            ("--layout", "tp2", "--phases", "forward"),
+            "phases is no option of a row of bench layout",
+        ),
+        (("--layout", "dp2", "--phases", "forward"), "no option of a row of bench data-parallel"),
         (("--layout", "dp2"), "has no all_reduce between 2 ranks"),
     ],
 )
@@ -37,6 +41,34 @@ def test_what_is_not_predicted_is_told(stepgauge, arguments, said):
     status, _, err = stepgauge(*PREDICT, *arguments)
     assert status == 2
     assert said in err
+
+
+@pytest.fixture
+def linked(tmp_path):
+    """The H100's operations and the H200's links in one file."""
+    h100 = HardwareFile.read(H100)
+    h200 = HardwareFile.read(H100.with_name("h200-nvlink.json"))
+    h100.with_links(h200.links).write(tmp_path / "linked.json")
+    return tmp_path / "linked.json"
+
+
+def test_a_layout_gives_the_row_of_the_command_that_measures_it(stepgauge, linked):
+    layouts = ["none", "dp2 zero1", "tp2", "pp2 1f1b m4", "dp2 zero2 tp2", "pp2 zbv m4 dp2"]
+    status, out, err = stepgauge(
+        "predict", "--size", "medium", "--precision", "bf16", "--batch", "8", "--hardware", linked,
+        "--layout", *layouts, "--format", "json",
+    )  # fmt: skip
+    assert status == 0, err
+    rows = json.loads(out)
+    assert [row["kind"] for row in rows] == ["step", "data-parallel", *["layout"] * 4]
+    assert all(row["metrics"]["peak_bytes"]["median"] > 2**30 for row in rows)
+    assert rows[3]["metrics"]["bubble"]["median"] > 0
+    status, out, err = stepgauge(
+        "predict", "--size", "medium", "--precision", "bf16-pure", "--batch", "8", "--hardware",
+        linked, "--layout", "pp2 1f1b m4", "--phases", "backward", "--terms",
+    )  # fmt: skip
+    assert status == 0, err
+    assert "waits for other stages" in out
 
 
 def test_a_file_that_is_not_there(stepgauge, tmp_path):

@@ -61,9 +61,7 @@ def test_training_equals_that_of_one_process(two_ranks):
         assert worst < (1e-6 if case[2] is None else 1e-4), case
 
 
-@pytest.mark.parametrize(
-    "check", ["small", "prefetch", "frees", "frees frozen weights", "two groups of the same ranks"]
-)
+@pytest.mark.parametrize("check", ["small", "prefetch", "frees", "frees frozen weights"])
 def test_on_two_ranks(two_ranks, check):
     assert [rank[check] for rank in two_ranks] == ["", ""]
 
@@ -251,14 +249,6 @@ def most_alive(parallel):
     return most[0]
 
 
-def two_groups():
-    """What is computed of sharded weights goes over the group that they are sharded over."""
-    for _ in range(2):
-        group = dist.new_group()
-        norm = FullyShardedDataParallel(Toy(), group=group).module.last.weight.norm()
-        assert norm.device_mesh.get_group() is group, norm.device_mesh
-
-
 def order():
     parallel = FullyShardedDataParallel(Ordered())
     try:
@@ -329,7 +319,6 @@ CHECKS = {
     "prefetch": prefetch,
     "frees": frees,
     "frees frozen weights": frees_frozen,
-    "two groups of the same ranks": two_groups,
     "order": order,
     "scalar": scalar,
 }

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepgauge.bench.pipeline_parts import build_stage, counted, cut, mean_loss
+from stepgauge.bench.pipeline_parts import build_stage, counted, mean_loss
 from stepgauge.bench.pipeline_torch import TorchPipeline
 from stepgauge.bench.ranks import OnRanks, slowest
 from stepgauge.cost.timeline import Durations, simulate
@@ -23,6 +23,7 @@ from stepgauge.measure.environment import environment
 from stepgauge.parallel.pipeline import Pipeline
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.pipeline import PipelineSpec
+from stepgauge.spec.pipeline_cut import cut
 from stepgauge.spec.plan.pipeline import Channel, Schedule, check, lower
 from stepgauge.spec.plan.pipeline.check import Held
 from stepgauge.spec.record import Record, Sample

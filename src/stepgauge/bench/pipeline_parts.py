@@ -9,7 +9,6 @@ Legend: B batch, T sequence, D model width, V vocabulary.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 
 import torch
@@ -21,7 +20,7 @@ from stepgauge.models.parts import NORMS
 from stepgauge.spec.bert import NUM_TYPES, BertSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
-from stepgauge.spec.plan.pipeline.balance import balance
+from stepgauge.spec.pipeline_cut import cut
 
 Make = Callable[[torch.device], nn.Module]
 # Fields of a ModelSpec that parts are built by; others have their defaults.
@@ -30,9 +29,8 @@ BUILT = "feed_forward norm positions rope_base rope_scaling tied_head attention 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A piece of a network: FLOPs of a token forward, the block that it is of, what builds it."""
+    """A piece of a network: the block that it is of, and what builds it."""
 
-    flops: float
     block: int
     make: Make
 
@@ -98,24 +96,15 @@ def counted(targets_BT: Tensor) -> Tensor:
 
 def parts(model: ModelSpec | BertSpec) -> list[Part]:
     """Embeddings, two parts a block, and the head."""
-    d, length = model.d_model, model.context_length
-    is_bert = isinstance(model, BertSpec)
     if isinstance(model, ModelSpec):
         model.require_defaults(BUILT, "cannot be cut into the parts of a pipeline yet")
-    attention = 8 * d * d + (4 if is_bert else 2) * length * d
-    is_gated = isinstance(model, ModelSpec) and model.is_gated
-    feed_forward = (6 if is_gated else 4) * d * model.d_ff
-    head = 2 * d * model.vocab_size
     makers = _bert(model) if isinstance(model, BertSpec) else _transformer(model)
     blocks = [
-        part
+        Part(number, makers[half])
         for number in range(model.num_layers)
-        for part in (
-            Part(attention, number, makers["attention"]),
-            Part(feed_forward, number, makers["feed_forward"]),
-        )
+        for half in ("attention", "feed_forward")
     ]
-    return [Part(0.0, -1, makers["first"]), *blocks, Part(head, -2, makers["last"])]
+    return [Part(-1, makers["first"]), *blocks, Part(-2, makers["last"])]
 
 
 def _transformer(spec: ModelSpec) -> dict[str, Make]:
@@ -173,17 +162,6 @@ def _bert(spec: BertSpec) -> dict[str, Make]:
         "feed_forward": functools.partial(residual, bert.FeedForward),
         "last": last,
     }
-
-
-def cut(spec: PipelineSpec) -> list[range]:
-    """The numbers of the parts that each stage has."""
-    found = parts(spec.model)
-    owners = list(spec.plan().rank_of.values())
-    weights = [part.flops if spec.balance == "flops" else float(part.block >= 0) for part in found]
-    sizes = balance(weights, owners)
-    sizes[min(1, len(sizes) - 1)] += 2 * spec.overweight  # a block is two parts
-    starts = [0, *itertools.accumulate(sizes)]
-    return [range(a, b) for a, b in itertools.pairwise(starts)]
 
 
 def _heavier(spec: PipelineSpec) -> ModelSpec | BertSpec:

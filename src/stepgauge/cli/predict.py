@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -11,7 +11,9 @@ from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout import Layout
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.step import StepSpec
 from stepgauge.validate.predicted import predicted
 
@@ -20,15 +22,13 @@ Hardware = Annotated[
 ]
 
 
-@spec_options(StepSpec, ModelSpec, sweep=True, defaults={"size": "small", "device": "cuda"})
+@spec_options(
+    LayoutSpec, StepSpec, ModelSpec, sweep=True, defaults={"size": "small", "device": "cuda"}
+)
 def predict(
     *,
     values: Values,
     hardware: Hardware,
-    layout: Annotated[
-        str,
-        Parameter(help='Over several GPUs: "dp2", "dp4 naive"; as bench data-parallel gives it.'),
-    ] = "none",
     terms: Annotated[
         bool, Parameter(help="Print every term of every row, too.", negative="")
     ] = False,
@@ -36,32 +36,51 @@ def predict(
 ) -> None:
     """Predict training steps on a machine that was calibrated, without it and without torch.
 
-    The rows have the columns of bench step, or with --layout of bench data-parallel, and are
-    marked as modelled. Each is a sum of named terms, from calibrated shapes or interpolated between
-    them; nothing is scaled to fit.
+    The rows have the columns of the command that measures them, and are marked as modelled: of
+    bench step; with --layout of a data axis alone of bench data-parallel, whose batch is a rank's;
+    with any other of bench layout, whose batch is that of all ranks; of a pipeline alone with
+    --phases backward of bench pipeline. Each is a sum of named terms, from calibrated shapes or
+    interpolated between them; nothing is scaled to fit.
     """
-    specs = _specs(values, Layout.parse(layout))
     file = HardwareFile.read(hardware)
+    texts = values.get("layout", ("none",))
+    rest = {name: value for name, value in values.items() if name != "layout"}
+    specs = [spec for text in texts for spec in specs_of(Layout.parse(text), rest)]
     records = [predicted(spec, file) for spec in specs]
     print_records(records, format)
     if terms:
-        from stepgauge.report.predict import terms_table
+        from stepgauge.report.predict import memory_table, terms_table
 
         for record in records:
             print_table(terms_table(record))
+            if "memory" in record.tables:
+                print_table(memory_table(record))
 
 
-def _specs(values: Values, layout: Layout) -> list[StepSpec] | list[DataParallelSpec]:
-    """Raises ValueError for axes that are not predicted yet, and options that the layout's command
-    does not have.
+def specs_of(layout: Layout, values: Values) -> list[Any]:
+    """The rows of the command that measures a layout. Raises ValueError for options that it does
+    not have.
     """
-    if set(layout.axes) - {"data"}:
-        raise ValueError(f"layout is {str(layout)!r}; only a data axis is predicted yet")
-    if layout.data == 1:
-        return expand(StepSpec, values)
-    known = {field.name for spec in (DataParallelSpec, ModelSpec) for field in fields(spec)}
-    if foreign := [name for name in values if name not in known]:
-        raise ValueError(f"{foreign[0]} is no option of a step over {layout.data} ranks")
-    return expand(
-        DataParallelSpec, {**values, "ranks": (layout.data,), "wrapper": (layout.wrapper,)}
-    )
+    spec: type = LayoutSpec
+    asked: dict[str, Any] = {"layout": str(layout)}
+    if layout.ranks == 1:
+        spec, asked = StepSpec, {}
+    elif set(layout.axes) == {"data"}:
+        spec, asked = DataParallelSpec, {"ranks": layout.data, "wrapper": layout.wrapper}
+    elif set(layout.axes) == {"pipeline"} and values.get("phases") == ("backward",):
+        spec = PipelineSpec
+        values = {name: value for name, value in values.items() if name != "phases"}
+        asked = {"ranks": layout.pipeline, "schedule": layout.schedule,
+                 "micro_batches": layout.microbatches}  # fmt: skip
+    known = {field.name for each in (spec, ModelSpec) for field in fields(each)}
+    if foreign := [n for n in values if n not in known and n not in ("size", "hf_config")]:
+        raise ValueError(f"{foreign[0]} is no option of a row of {COMMANDS[spec]}")
+    return expand(spec, {**values, **{name: (value,) for name, value in asked.items()}})
+
+
+COMMANDS = {
+    StepSpec: "bench step",
+    DataParallelSpec: "bench data-parallel",
+    PipelineSpec: "bench pipeline",
+    LayoutSpec: "bench layout",
+}

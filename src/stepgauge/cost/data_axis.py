@@ -107,6 +107,13 @@ class Bucketed(DataAxis):
         self._launch_complete(program, program.ends["backward"])
         program.wait(*self._sent)
 
+    def messages_us(self) -> float:
+        """Of all launches one after another."""
+        messages = [
+            self.message([self.buckets[index] for index in launch]) for launch in self._launches
+        ]
+        return sum(self.prices.collective(op, nbytes, "data").us for op, nbytes in messages)
+
     def _launch_complete(self, program: Program, place: int) -> None:
         while self._next < len(self._launches) and not self._missing[self._next]:
             buckets = [self.buckets[index] for index in self._launches[self._next]]

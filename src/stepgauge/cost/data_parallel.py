@@ -11,6 +11,7 @@ from stepgauge.cost.data_axis import Bucketed, Sending, data_axis
 from stepgauge.cost.estimate import ASSUMED
 from stepgauge.cost.host import launching
 from stepgauge.cost.machine import Machine
+from stepgauge.cost.memory import step_memory
 from stepgauge.cost.operations import Share, StepOperations
 from stepgauge.cost.outcome import Outcome, outcome, silent_ms
 from stepgauge.cost.prices import GLOO, NCCL, Prices
@@ -57,7 +58,7 @@ def predict_data_parallel(spec: DataParallelSpec, machine: Machine) -> Record:
     metrics = {name: Sample.exact(v, UNITS.get(name, "ms")) for name, v in figures.items()}
     metrics |= rates(alone, operations.model, machine, found.step_ms, ranks=1, batch=spec.batch)
     rows = [*term_rows(operations.phases(), prices), *communication_rows(found, prices)]
-    return modelled(spec, machine, metrics, rows)
+    return modelled(spec, machine, metrics, rows, step_memory(operations, layout))
 
 
 def communication_rows(found: Outcome, prices: Prices) -> list[list[object]]:

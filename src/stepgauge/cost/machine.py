@@ -131,7 +131,7 @@ class _Grid:
         self._work = work
         self._times = {tuple(sizes): us for *sizes, us in table.rows}
         points = list(self._times)
-        self._at_the_floor = {point for point in points if self._is_at_the_floor(point)}
+        self._at_the_floor = self._points_at_the_floor()
         self._axes = [sorted({point[axis] for point in points}) for axis in range(len(table.axes))]
 
     def time(self, sizes: Sequence[float]) -> Estimate:
@@ -152,15 +152,19 @@ class _Grid:
         us = self._work(*sizes) * math.exp(total / sum(share for *_, share in corners))
         return Estimate(us, INTERPOLATED if inside else EXTRAPOLATED)
 
-    def _is_at_the_floor(self, point: Sequence[float]) -> bool:
-        """Whether several times its work takes hardly longer: such a time is the launch's, and says
-        nothing about larger shapes.
+    def _points_at_the_floor(self) -> set[tuple[float, ...]]:
+        """Those for which several times their work takes hardly longer: such a time is the
+        launch's, and says nothing about larger shapes.
         """
-        work, us = self._work(*point), self._times[tuple(point)]
-        return any(
-            other_us < FLOOR_US_RATIO * us and self._work(*other) >= FLOOR_WORK_RATIO * work
-            for other, other_us in self._times.items()
-        )
+        ordered = sorted(self._times, key=lambda point: self._work(*point))
+        works = [self._work(*point) for point in ordered]
+        shortest = list(itertools.accumulate((self._times[p] for p in reversed(ordered)), min))
+        found = set()
+        for point, work in zip(ordered, works, strict=True):
+            larger = len(works) - bisect.bisect_left(works, FLOOR_WORK_RATIO * work)
+            if larger and shortest[larger - 1] < FLOOR_US_RATIO * self._times[point]:
+                found.add(point)
+        return found
 
     def _nearest(self, sizes: Sequence[float]) -> tuple[float, float]:
         """Time and work of the nearest shape there is."""

@@ -135,22 +135,29 @@ class StepOperations:
 
     @property
     def block_parameters(self) -> int:
-        n, model = self.share.tensor, self.model
-        shared = max(1, n // model.kv_heads) if n > 1 else 1  # ranks that have the same key head
-        queries, keys, values = model.qkv_sections
-        attention = model.d_model * (2 * queries + (keys + values) * shared) // n
-        return attention + model.feed_forward_matrix_parameters // n + model.block_vector_parameters
+        return sum(self.block_matrices) + self.model.block_vector_parameters
+
+    @property
+    def block_matrices(self) -> list[int]:
+        """Elements of a block's weights: inputs and output of attention, up (and gate), down."""
+        model, n = self.model, self.share.tensor
+        d, f = model.d_model, model.d_ff // n
+        width = model.num_heads * model.head_width // n
+        return [self.qkv_rows * d, width * d, (2 if model.is_gated else 1) * f * d, f * d]
 
     @property
     def end_parameters(self) -> int:
         """Of embeddings, last norm and head, as far as the stage has them."""
+        return sum(self.end_matrices) + (self._norm_parameters if self.is_last else 0)
+
+    @property
+    def end_matrices(self) -> list[int]:
         model, whole = self.model, self.model.vocab_size * self.model.d_model
-        found = whole // self.share.tensor if self.is_first else 0
+        found = [whole // self.share.tensor] if self.is_first else []
         if self.is_first and model.positions == "learned":
-            found += (model.num_positions or model.context_length) * model.d_model
-        if self.is_last:
-            tied = model.tied_head and self.is_first
-            found += (0 if tied else whole // self.share.tensor) + self._norm_parameters
+            found.append((model.num_positions or model.context_length) * model.d_model)
+        if self.is_last and not (model.tied_head and self.is_first):
+            found.append(whole // self.share.tensor)
         return found
 
     @property
@@ -178,17 +185,17 @@ class StepOperations:
         model, how, n = self.model, self.how, self.share.tensor
         m, own, a, r = self.tokens, self.own_tokens, how.activation, how.residual
         d, f, width = model.d_model, model.d_ff // n, model.num_heads * model.head_width // n
-        inputs, up = self._qkv_rows, (2 if model.is_gated else 1) * f
+        inputs, up = self.qkv_rows, (2 if model.is_gated else 1) * f
         yield from self._norm("attention.norm", "forward", "attention_norm")
         yield from self._exchange("attention.input", "forward")
         yield from how.linear_forward("attention.input", m, inputs, d, how.narrowed(own * d))
         if model.qk_norm:
-            heads = self._rotated_width // model.head_width
+            heads = self.rotated_width // model.head_width
             yield from how.norm(
                 "attention.qk_norm", "forward", model.norm, m * heads, model.head_width
             )
         if model.positions == "rope":
-            rotated = m * self._rotated_width * a
+            rotated = m * self.rotated_width * a
             yield from how.passes("attention.rotation", rotated, eager=7, compiled=2)
         yield self._attention("forward")
         yield from how.linear_forward("attention.output", m, d, width, 0)
@@ -262,16 +269,16 @@ class StepOperations:
         yield from how.linear_backward("attention.output", m, d, width, 0)
         yield self._attention("backward")
         if model.positions == "rope":
-            rotated = m * self._rotated_width * a
+            rotated = m * self.rotated_width * a
             yield from how.passes("attention.rotation", rotated, eager=9, compiled=2)
         if model.qk_norm:
-            heads = self._rotated_width // model.head_width
+            heads = self.rotated_width // model.head_width
             yield from how.norm(
                 "attention.qk_norm", "backward", model.norm, m * heads, model.head_width
             )
-        yield from how.passes("attention.split", m * self._qkv_rows / 3 * a, eager=10, compiled=2)
+        yield from how.passes("attention.split", m * self.qkv_rows / 3 * a, eager=10, compiled=2)
         yield from how.linear_backward(
-            "attention.input", m, self._qkv_rows, d, how.narrowed(own * d)
+            "attention.input", m, self.qkv_rows, d, how.narrowed(own * d)
         )
         if biases := self._biases:  # sums over the tokens
             yield Term("biases", TRAFFIC, (m * biases * a,), weights=True)
@@ -301,7 +308,7 @@ class StepOperations:
         return "feed_forward.gate" if self.model.is_gated else "feed_forward.gelu"
 
     @property
-    def _qkv_rows(self) -> int:
+    def qkv_rows(self) -> int:
         """Of this rank; key heads that several ranks read are on each."""
         queries, keys, values = self.model.qkv_sections
         least = self.model.head_width
@@ -311,14 +318,14 @@ class StepOperations:
     def _biases(self) -> int:
         """Values a token that are summed into the gradients of a block's biases."""
         model, n = self.model, self.share.tensor
-        found = self._qkv_rows if model.attention_bias != "none" else 0
+        found = self.qkv_rows if model.attention_bias != "none" else 0
         found += model.d_model if model.attention_bias == "all" else 0
         if model.feed_forward_bias:
             found += (2 if model.is_gated else 1) * model.d_ff // n + model.d_model
         return found
 
     @property
-    def _rotated_width(self) -> int:
+    def rotated_width(self) -> int:
         """Of queries and keys together."""
         queries, keys, _ = self.model.qkv_sections
         return (queries + keys) // self.share.tensor

@@ -11,11 +11,13 @@ from typing import Any
 from stepgauge.cost.estimate import ASSUMED
 from stepgauge.cost.host import launching
 from stepgauge.cost.machine import Machine
+from stepgauge.cost.memory import Memory, step_memory
 from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.outcome import Outcome, outcome
 from stepgauge.cost.prices import Prices
 from stepgauge.cost.program import DataAxis, RankStep
 from stepgauge.cost.terms import Term
+from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec, WorkSpec
@@ -42,18 +44,29 @@ def predict(spec: StepSpec, machine: Machine) -> Record:
         **rates(spec, operations.model, machine, found.step_ms, ranks=1, batch=spec.batch),
     }
     rows = [*term_rows(phases, prices), *host_rows(phases, prices, found)]
-    return modelled(spec, machine, metrics, rows)
+    memory = step_memory(operations, Layout()) if spec.phases == "step" else None
+    return modelled(spec, machine, metrics, rows, memory)
 
 
 def modelled(
-    spec: Any, machine: Machine, metrics: Mapping[str, Sample], rows: list[list[object]]
+    spec: Any,
+    machine: Machine,
+    metrics: Mapping[str, Sample],
+    rows: list[list[object]],
+    memory: Memory | None,
 ) -> Record:
-    """The record of what is predicted of a spec, with the rows of its terms."""
+    """The record of what is predicted of a spec, with the rows of its terms and of its memory. On
+    a CPU the peak of tensors is not measured, and not predicted.
+    """
+    tables: dict[str, list[list[object]]] = {"terms": [[*HEADINGS], *rows]}
+    if memory is not None and not spec.device.startswith("cpu"):
+        metrics = {**metrics, "peak_bytes": Sample.exact(round(memory.peak_bytes), "bytes")}
+        tables["memory"] = memory.rows()
     return Record(
         kind=spec.kind,
         spec=dataclasses.asdict(spec),
         metrics=metrics,
-        tables={"terms": [HEADINGS, *rows]},
+        tables=tables,
         environment={"device": machine.hardware.device, "hardware": machine.hardware.name},
         provenance="modelled",
     )

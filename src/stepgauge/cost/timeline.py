@@ -3,7 +3,7 @@ action and each transfer, gives when everything happens.
 
 A rank computes one action at a time, in its order; an action starts as soon as all that it waits
 for has ended (spec/plan/pipeline/depend.py). Transfers run beside computation. The host may be the
-slower one: it issues a rank's actions one after another, and none starts before it is issued.
+slower one: it issues a rank's computations one after another, and none starts before it is issued.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Durations:
     actions   of (stage, kind); a B that is not there takes its I and its W, work on weights that is
               not there takes nothing
     transfers of a channel; nothing where it is not there
-    host_ms   that the host needs to issue one action
+    host_ms   that the host needs to issue one computation; a transfer costs it little
     """
 
     actions: Mapping[tuple[int, str], float]
@@ -143,10 +143,10 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
 
 
 def _issued(schedule: Schedule, host_ms: float) -> dict[Action, float]:
-    """When the host of each rank has issued each action. A transfer counts at its sender."""
+    """When the host of each rank has issued each computation."""
     return {
         action: (number + 1) * host_ms
-        for row in schedule.ranks
+        for row in schedule.compute.ranks
         for number, action in enumerate(row)
         if host_ms
     }

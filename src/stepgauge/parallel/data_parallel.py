@@ -200,30 +200,24 @@ class DataParallel(nn.Module):
         self._local.add(parameter)
         if not self._synchronises:
             return
-        backward = self._enter_backward(parameter.device)
-        # Hooks of others run after ours, and may write `.grad`: it is sent when the next is there.
-        for late in self._late:
-            backward.arrive(late)
-        self._late = [parameter] if len(parameter._post_accumulate_grad_hooks) > 1 else []
-        if not self._late:
-            backward.arrive(parameter)
-        while self.overlaps and (place := backward.next_complete()) is not None:
-            self._launch(place)
-
-    def _enter_backward(self, device: torch.device) -> Backward:
         if self._backward is None:
             self._plan_again()
             self._backward = Backward(self._launches)
-            at_end_of_backward(self._finish, device)
-        return self._backward
+            at_end_of_backward(self._finish, parameter.device)
+        # Hooks of others run after ours, and may write `.grad`: it is sent when the next is there.
+        for late in self._late:
+            self._backward.arrive(late)
+        self._late = [parameter] if len(parameter._post_accumulate_grad_hooks) > 1 else []
+        if not self._late:
+            self._backward.arrive(parameter)
+        while self.overlaps and (place := self._backward.next_complete()) is not None:
+            self._launch(place)
 
     def _set_aside(self, parameter: nn.Parameter) -> None:
         """The mean that an owner has may not be averaged again with what the others have since."""
         if parameter.grad is None or parameter in self._local:
             return
         if self._owner(parameter) != self.averager.rank:
-            # Other ranks raise at other parameters: all must have sent as much when they end.
-            self._enter_backward(parameter.device)
             raise RuntimeError(
                 f"{self._names[parameter]} has a gradient on rank {self.averager.rank} that backward "
                 f"did not put there; rank {self._owner(parameter)} owns it"

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -40,10 +39,7 @@ class Sharding(Averager):
 
     def __init__(self, group: Any = None, device_type: str = "cpu"):
         super().__init__(group)
-        # DTensor's caches take meshes of the same ranks and names for one, and would compute on the
-        # first group of these ranks.
-        names = None if group in (None, dist.group.WORLD) else (self.group.group_name,)
-        self.mesh = DeviceMesh.from_group(self.group, device_type, mesh_dim_names=names)
+        self.mesh = DeviceMesh.from_group(self.group, device_type)
 
     def __reduce__(self) -> Any:
         return Sharding, (None, self.mesh.device_type)

@@ -1,4 +1,4 @@
-"""A modelled record's terms as a table."""
+"""A modelled record's terms, and the parts of its memory, as tables."""
 
 from stepgauge.report.table import Table
 from stepgauge.spec.record import Record
@@ -12,3 +12,13 @@ def terms_table(record: Record) -> Table:
     columns = [*head[:place], "ms", *head[place + 1 :]]
     caption = f"Terms of {record.median('step_ms'):.2f} ms on {record.environment['hardware']}"
     return Table(columns, shown, names=4, caption=caption, numeric=frozenset(("count", "ms")))
+
+
+def memory_table(record: Record) -> Table:
+    """The parts of the peak, and what lies outside of torch's count, in GiB."""
+    head, *rows = record.tables["memory"]
+    shown = [[name, nbytes / 2**30, source] for name, nbytes, source in rows]
+    peak = (record.median("peak_bytes") or 0.0) / 2**30
+    columns = [head[0], "GiB", head[2]]
+    return Table(columns, shown, names=1, caption=f"Parts of the peak of {peak:.2f} GiB",
+                 numeric=frozenset(("GiB",)))  # fmt: skip

@@ -1,10 +1,14 @@
 """The modelled record of a spec: which part of cost/ predicts which kind of row."""
 
 from stepgauge.cost.data_parallel import predict_data_parallel
+from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.machine import Machine
+from stepgauge.cost.pipeline import predict_pipeline
 from stepgauge.cost.step import predict
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 
@@ -18,4 +22,8 @@ def predicted(spec: object, hardware: HardwareFile) -> Record:
             return predict(spec, Machine(hardware))
         case DataParallelSpec():
             return predict_data_parallel(spec, Machine(hardware.on_ranks(spec.ranks)))
+        case LayoutSpec():
+            return predict_layout(spec, Machine(hardware.on_ranks(spec.ranks)))
+        case PipelineSpec():
+            return predict_pipeline(spec, Machine(hardware.on_ranks(spec.ranks)))
     raise ValueError(f"{type(spec).__name__} has no cost model yet")

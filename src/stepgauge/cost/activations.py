@@ -1,0 +1,123 @@
+"""What a rank's share of a network keeps for backward, by closed formula: bytes by what is kept.
+
+Legend: M tokens, D model width, F feed-forward width, V vocabulary, A bytes of an activation, R
+bytes of the residual stream, all of one rank.
+"""
+
+import dataclasses
+import math
+
+from stepgauge.cost.operations import StepOperations
+
+Parts = dict[str, float]
+STATISTIC = 4  # bytes of a norm's and attention's value a row, in fp32 whatever the precision
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Bytes that are kept between forward and backward of one micro-batch.
+
+    blocks   of all blocks of the share, as checkpointing leaves them
+    ends     of embedding, head and loss
+    again    that the part of blocks that is computed again holds while its backward runs
+    """
+
+    blocks: float
+    ends: float
+    again: float
+
+    @property
+    def total(self) -> float:
+        return self.blocks + self.ends
+
+
+def kept(operations: StepOperations) -> Kept:
+    """Of one micro-batch, by the checkpointing of the spec."""
+    spec, layers = operations.spec, len(operations.blocks)
+    whole, costly = sum(of_block(operations).values()), sum(of_products(operations).values())
+    size = min(spec.checkpoint_blocks, layers)
+    inputs = math.ceil(layers / size) * stream_bytes(operations)
+    ends = sum(of_ends(operations).values())
+    if spec.checkpointing == "none":
+        return Kept(layers * whole, ends, 0.0)
+    if spec.checkpointing == "selective":
+        return Kept(inputs + layers * costly, ends, size * max(0.0, whole - costly))
+    if spec.checkpointing == "nested":
+        return Kept(inputs, ends, size * stream_bytes(operations) + whole)
+    return Kept(inputs, ends, size * whole)
+
+
+def stream_bytes(operations: StepOperations) -> float:
+    """The residual stream as it enters a block: M D R of this rank's tokens."""
+    return operations.own_tokens * operations.model.d_model * operations.how.residual
+
+
+def of_block(operations: StepOperations) -> Parts:
+    """All that autograd keeps of a block without checkpointing."""
+    model, how, n = operations.model, operations.how, operations.share.tensor
+    m, a, d = operations.tokens, how.activation, model.d_model
+    f, width = model.d_ff // n, model.num_heads * model.head_width // n
+    heads = operations.share.batch * model.num_heads // n
+    found = {
+        "norm inputs": 2 * stream_bytes(operations),
+        "norm statistics": 2 * operations.own_tokens * STATISTIC,
+        "inputs of column layers": 2 * m * d * a,
+        "queries, keys and values": m * operations.qkv_rows * a,
+        "attention output": m * width * a,
+        "attention statistics": heads * model.context_length * STATISTIC,
+        "feed-forward up": (2 if model.is_gated else 1) * m * f * a,
+        "feed-forward activation": (2 if model.is_gated else 1) * m * f * a,
+    }
+    if model.positions == "rope":
+        found["rotated queries and keys"] = m * operations.rotated_width * a
+    if how.casts_weights:
+        found["narrow copies of weights"] = narrow_copies(operations)
+    return found
+
+
+def narrow_copies(operations: StepOperations) -> float:
+    """What autocast makes of a block's weights, and keeps until forward has ended."""
+    casts = operations.how.casts_weights
+    return sum(operations.block_matrices) * operations.how.activation if casts else 0.0
+
+
+def of_products(operations: StepOperations) -> Parts:
+    """What selective checkpointing keeps of a block: results of products and attention."""
+    whole, m = of_block(operations), operations.tokens
+    outputs = 2 * m * operations.model.d_model * operations.how.activation
+    names = ("queries, keys and values", "attention output", "attention statistics",
+             "feed-forward up")  # fmt: skip
+    return {**{name: whole[name] for name in names}, "outputs of row layers": outputs}
+
+
+def of_ends(operations: StepOperations) -> Parts:
+    """Of the last norm, the head and the loss, where the share has them."""
+    if not operations.is_last:
+        return {}
+    model, how = operations.model, operations.how
+    m, d, v = operations.tokens, model.d_model, model.vocab_size // operations.share.tensor
+    found = {
+        "last norm": stream_bytes(operations) + operations.own_tokens * STATISTIC,
+        "input of the head": m * d * how.activation,
+        "log-softmax": m * v * how.activation,
+    }
+    if how.activation == 2 and operations.share.tensor == 1:
+        found["logits in fp32"] = m * v * 4
+    if how.casts_weights:
+        found["narrow copy of the head"] = v * d * how.activation
+    return found
+
+
+def of_loss_backward(operations: StepOperations) -> float:
+    """Gradients of the logits beside what is kept, while the loss's backward runs."""
+    if not operations.is_last:
+        return 0.0
+    m, v = operations.tokens, operations.model.vocab_size // operations.share.tensor
+    return m * v * (4 if operations.how.activation == 2 else 8)
+
+
+def of_block_backward(operations: StepOperations) -> float:
+    """Gradients of a block's widest activations, while its backward runs."""
+    model, n = operations.model, operations.share.tensor
+    widest = (3 if model.is_gated else 2) * model.d_ff // n + model.d_model
+    return operations.tokens * widest * operations.how.activation

@@ -1,0 +1,219 @@
+"""A training step under any layout, predicted: the record that `bench layout` would give.
+
+Without a pipeline a rank's step is the works of its streams (cost/program.py). With one the
+schedule is simulated with the durations of its stages, gradients of a stage are sent from its last
+backward on, beside what other stages compute, and each rank's optimizer follows.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from stepgauge.cost.data_axis import Bucketed, Sending, data_axis
+from stepgauge.cost.estimate import ASSUMED
+from stepgauge.cost.host import Launching, launching
+from stepgauge.cost.machine import Machine
+from stepgauge.cost.memory import Memory, pipeline_memory, step_memory
+from stepgauge.cost.operations import Share, StepOperations
+from stepgauge.cost.outcome import outcome
+from stepgauge.cost.pipeline import bubble_row, span_rows
+from stepgauge.cost.prices import GLOO, NCCL, Prices
+from stepgauge.cost.program import DATA, TENSOR, Program, RankStep
+from stepgauge.cost.stages import durations
+from stepgauge.cost.step import modelled, rates, term_rows
+from stepgauge.cost.timeline import Timeline, simulate
+from stepgauge.spec.layout import WRAPPERS
+from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.plan.pipeline import Schedule, lower
+from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.step import WorkSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """What a layout comes to.
+
+    phases    ms of each; a pipeline's forward and backward are one
+    exposed   ms of each axis in which nothing is computed; of a pipeline's, the bubble
+    bubble    the part of the step that the rank waits for other stages that waits longest
+    timeline  of a pipeline
+    """
+
+    step_ms: float
+    phases: Mapping[str, float]
+    exposed: Mapping[str, float]
+    communication: Mapping[str, float]
+    memory: Memory
+    bubble: float = 0.0
+    timeline: Timeline | None = None
+
+
+def predict_layout(spec: LayoutSpec, machine: Machine) -> Record:
+    """The modelled record. Raises ValueError for what the cost model or the hardware file does not
+    know.
+    """
+    parts = LayoutParts.of(spec, machine)
+    found = parts.predicted()
+    tokens = spec.tokens_per_step
+    figures = {
+        **{f"{phase}_ms": ms for phase, ms in found.phases.items()},
+        "step_ms": found.step_ms,
+        **{f"{axis}_exposed_ms": ms for axis, ms in found.exposed.items()},
+        **{f"{axis}_communication_ms": ms for axis, ms in found.communication.items()},
+    }
+    metrics = {name: Sample.exact(value, "ms") for name, value in figures.items()}
+    metrics["tokens_per_s"] = Sample.exact(tokens / found.step_ms * 1e3, "tokens/s")
+    if found.timeline is not None:
+        metrics["bubble"] = Sample.exact(found.bubble, "fraction of the step")
+    metrics |= rates(
+        parts.stages[0].spec, parts.stages[0].model, machine, found.step_ms,
+        ranks=spec.ranks, batch=spec.batch * spec.accumulation,
+    )  # fmt: skip
+    phases = {
+        "forward": [term for stage in parts.stages for term in stage.forward()],
+        "backward": [term for stage in parts.stages for term in stage.backward()],
+    }
+    rows = term_rows(phases, parts.prices)
+    if found.timeline is not None:
+        rows.append(bubble_row(found.timeline))
+    rows += [
+        ["exposed", f"{axis} axis", "communication", "", 1, ms * 1e3, ASSUMED]
+        for axis, ms in found.exposed.items()
+        if ms > 0
+    ]
+    record = modelled(spec, machine, metrics, rows, found.memory)
+    if found.timeline is None:
+        return record
+    return dataclasses.replace(record, tables={**record.tables, "spans": span_rows(found.timeline)})
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutParts:
+    """A layout's step taken apart: what each stage computes, at what prices.
+
+    coarse  blocks as single works, for layouts by the hundred
+    """
+
+    spec: LayoutSpec
+    stages: Sequence[StepOperations]
+    prices: Prices
+    host: dict[str, Launching]
+    sending: Sending
+    schedule: Schedule | None
+    coarse: bool = False
+
+    @classmethod
+    def of(cls, spec: LayoutSpec, machine: Machine, *, coarse: bool = False) -> "LayoutParts":
+        """Raises ValueError for what is not modelled."""
+        layout, work = spec.axes, work_of(spec)
+        sharded = WRAPPERS[layout.wrapper].shards("weights") and layout.data > 1
+        stages = [
+            StepOperations(
+                work,
+                Share(
+                    batch=spec.micro_batch, tensor=layout.tensor, blocks=blocks, gathered=sharded
+                ),
+            )
+            for blocks in spec.stages()
+        ]
+        if layout.data > 1 and spec.compile != "off" and layout.wrapper != "none":
+            raise ValueError(
+                f"compile is {spec.compile!r}; when a compiled backward gives its gradients is not "
+                f"modelled: choose off"
+            )
+        return cls(
+            spec=spec,
+            stages=stages,
+            prices=Prices(machine, layout, GLOO if spec.group_backend == "gloo" else NCCL),
+            host=launching(work, machine),
+            sending=Sending(wrapper=layout.wrapper, ranks=layout.data, bucket_mb=spec.bucket_mb,
+                            reduce_dtype=spec.reduce_dtype),
+            schedule=spec.schedule(),
+            coarse=coarse,
+        )  # fmt: skip
+
+    def predicted(self) -> Predicted:
+        return self._in_stages(self.schedule) if self.schedule else self._alone()
+
+    def rank_step(self, stage: int) -> RankStep:
+        return RankStep(self.stages[stage], self.prices, self.host, coarse=self.coarse)
+
+    def _alone(self) -> Predicted:
+        step = self.rank_step(0)
+        program = step.program(data_axis(self.sending, step), passes=self.spec.accumulation)
+        found = outcome(program, self.prices.machine.contention)
+        accumulates = self.spec.accumulation > 1
+        memory = step_memory(self.stages[0], self.spec.axes, accumulates=accumulates)
+        return Predicted(
+            step_ms=found.step_ms,
+            phases=found.phases,
+            exposed=found.exposed,
+            communication=found.communication,
+            memory=memory,
+        )
+
+    def _in_stages(self, plan: Schedule) -> Predicted:
+        schedule = lower(plan)
+        taken = durations(self.stages, schedule, self.prices, self.host, self.sending)
+        timeline = simulate(schedule, taken)
+        sent = [self._data_ms(stage) for stage in range(schedule.num_stages)]
+        waits, updates = [], []
+        for rank, row in enumerate(timeline.ranks):
+            ends = {span.action.stage: span.end for span in row}
+            arrived = 0.0
+            for stage in sorted(ends, key=ends.__getitem__):
+                arrived = max(arrived, ends[stage]) + sent[stage]
+            computed = max(ends.values())
+            waits.append((computed, max(0.0, arrived - computed)))
+            updates.append(sum(self._optimizer_ms(stage) for stage in schedule.stages(rank)))
+        passes = self.spec.accumulation * timeline.step_ms
+        last = max(range(len(waits)), key=lambda r: sum(waits[r]) + updates[r])
+        before = passes - timeline.step_ms
+        step_ms = before + sum(waits[last]) + updates[last]
+        bubble = max(timeline.bubbles) * timeline.step_ms * self.spec.accumulation
+        return Predicted(
+            step_ms=step_ms,
+            phases={
+                "forward_and_backward": before + waits[last][0],
+                "synchronize": waits[last][1],
+                "optimizer": updates[last],
+            },
+            exposed={
+                "pipeline": bubble,
+                **({DATA: waits[last][1]} if self.spec.axes.data > 1 else {}),
+                **({TENSOR: self._tensor_ms()} if self.spec.axes.tensor > 1 else {}),
+            },
+            communication={DATA: max(sent)} if self.spec.axes.data > 1 else {},
+            memory=pipeline_memory(self.stages, self.spec.axes, plan),
+            bubble=bubble / step_ms,
+            timeline=timeline,
+        )
+
+    def _data_ms(self, stage: int) -> float:
+        """Of the gradients of a stage, one bucket after another."""
+        step = self.rank_step(stage)
+        axis = data_axis(self.sending, step)
+        return axis.messages_us() / 1e3 if isinstance(axis, Bucketed) else 0.0
+
+    def _optimizer_ms(self, stage: int) -> float:
+        step, program = self.rank_step(stage), Program()
+        data_axis(self.sending, step).optimizer(program, step.operations, self.prices)
+        return outcome(program, self.prices.machine.contention).step_ms
+
+    def _tensor_ms(self) -> float:
+        """Of the fullest stage's collectives, over all its micro-batches: none is hidden."""
+        micro_batches = self.spec.axes.microbatches * self.spec.accumulation
+        found = [
+            self.prices.total_us(
+                term for term in (*stage.forward(), *stage.backward()) if term.axis
+            )
+            for stage in self.stages
+        ]
+        per_rank = len(found) // self.spec.axes.pipeline
+        return max(found) * per_rank * micro_batches / 1e3
+
+
+def work_of(spec: LayoutSpec) -> WorkSpec:
+    """The same step as one process would run it."""
+    own = {field.name for field in dataclasses.fields(WorkSpec)}
+    values = {name: value for name, value in vars(spec).items() if name in own}
+    return WorkSpec(**{**values, "batch": spec.micro_batch})

@@ -1,0 +1,79 @@
+"""A pipeline's step, predicted: the record that `bench pipeline` would give."""
+
+import dataclasses
+
+from stepgauge.cost.activations import stream_bytes
+from stepgauge.cost.estimate import ASSUMED
+from stepgauge.cost.host import launching
+from stepgauge.cost.machine import Machine
+from stepgauge.cost.operations import Share, StepOperations
+from stepgauge.cost.prices import Prices
+from stepgauge.cost.stages import Halves
+from stepgauge.cost.step import modelled, term_rows
+from stepgauge.cost.timeline import Timeline, simulate
+from stepgauge.spec.layout import Layout
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.pipeline import PipelineSpec
+from stepgauge.spec.pipeline_cut import cut
+from stepgauge.spec.plan.pipeline import lower
+from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.step import StepSpec
+
+
+def predict_pipeline(spec: PipelineSpec, machine: Machine) -> Record:
+    """The modelled record: forward and backward, no optimizer. Raises ValueError for what the cost
+    model or the hardware file does not know.
+    """
+    whole = _whole(spec)
+    layout = Layout(pipeline=spec.ranks, schedule=spec.ours if spec.ranks > 1 else "")
+    prices = Prices(machine, layout, "nccl" if spec.device.startswith(("cuda", "auto")) else "gloo")
+    schedule = lower(spec.plan(), ahead=spec.ahead)
+    host = launching(whole.spec, machine)
+    taken = Halves.of(whole).durations(
+        cut(spec), schedule, prices, nbytes=stream_bytes(whole), host=host
+    )
+    timeline = simulate(schedule, taken)
+    figures = {
+        "step_ms": timeline.step_ms,
+        "busy_ms": sum(timeline.busy_ms) / schedule.num_ranks,
+        "transfer_ms": max(taken.transfers.values()),
+        "host_ms": taken.host_ms,
+    }
+    metrics = {name: Sample.exact(value, "ms") for name, value in figures.items()}
+    rate = spec.batch / timeline.step_ms * 1e3
+    metrics |= {
+        "over_ideal": Sample.exact(timeline.over_ideal, ""),
+        "samples_per_s": Sample.exact(rate, "samples/s"),
+        "tokens_per_s": Sample.exact(rate * whole.model.context_length, "tokens/s"),
+    }
+    rows = term_rows({"forward": whole.forward(), "backward": whole.backward()}, prices)
+    rows.append(bubble_row(timeline))
+    record = modelled(spec, machine, metrics, rows, None)
+    return dataclasses.replace(record, tables={**record.tables, "spans": span_rows(timeline)})
+
+
+def bubble_row(timeline: Timeline) -> list[object]:
+    """What the rank that waits longest waits."""
+    waits = max(timeline.bubbles) * timeline.step_ms * 1e3
+    return ["pipeline", "bubble", "waits for other stages", "", 1, waits, ASSUMED]
+
+
+def span_rows(timeline: Timeline) -> list[list[object]]:
+    head: list[object] = ["rank", "action", "start ms", "end ms"]
+    rows = [
+        [rank, str(span.action), span.start, span.end]
+        for rank, row in enumerate(timeline.ranks)
+        for span in row
+    ]
+    return [head, *rows]
+
+
+def _whole(spec: PipelineSpec) -> StepOperations:
+    """The network as one rank would run it, a micro-batch at a time."""
+    model = spec.model
+    if not isinstance(model, ModelSpec):
+        raise ValueError("only presets of the Transformer are predicted")
+    own = {field.name for field in dataclasses.fields(StepSpec)}
+    values = {k: v for k, v in vars(spec).items() if k in own and k not in ("warmup", "steps")}
+    work = StepSpec(**{**values, "batch": spec.batch // spec.micro_batches, "phases": "backward"})
+    return StepOperations(work, Share(batch=work.batch))

@@ -1,0 +1,101 @@
+"""Steps under any layout: what a layout of one rank is, what faster wires do, and rows measured on
+2 and 4 GPUs that no calibration has seen.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepgauge.cost.layout import predict_layout
+from stepgauge.cost.machine import Machine
+from stepgauge.cost.network import Axis, Network, axes_of
+from stepgauge.cost.pipeline import predict_pipeline
+from stepgauge.cost.step import predict
+from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.layout import Layout
+from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.pipeline import PipelineSpec
+from stepgauge.spec.record import Record
+from stepgauge.spec.step import StepSpec
+
+ROOT = Path(__file__).parents[2]
+H100 = HardwareFile.read(ROOT / "hardware" / "h100-sxm.json")
+H200 = HardwareFile.read(ROOT / "hardware" / "h200-nvlink.json")
+MODEL = ModelSpec.preset("2.7b", context_length=512)
+
+
+def wired(within=450e9, between=50e9):
+    def wire(rate):
+        return {"bytes_per_s": rate, "latency_us": 20.0, "efficiency": 1.0, "source": "made"}
+
+    fabric = {"gpus_per_node": 8, "within": wire(within), "between": wire(between)}
+    return Machine(dataclasses.replace(H100, other={"fabric": fabric}))
+
+
+def step(layout, machine, **changes):
+    asked = {"model": MODEL, "size": "2.7b", "layout": layout, "batch": 16, "precision": "bf16"}
+    return predict_layout(LayoutSpec(device="cuda", **{**asked, **changes}), machine)
+
+
+def test_a_layout_of_one_rank_is_the_single_gpu():
+    alone = StepSpec(model=MODEL, size="2.7b", batch=16, precision="bf16", device="cuda")
+    spread, single = step("none", wired()), predict(alone, wired())
+    for metric in ("forward_ms", "backward_ms", "optimizer_ms", "step_ms", "mfu", "peak_bytes"):
+        assert spread.median(metric) == pytest.approx(single.median(metric)), metric
+
+
+def test_a_ring_by_hand():
+    """Eight ranks of a node: 2 · 7/8 of 1 GB at 450 GB/s. Over two nodes of eight the ring leaves a
+    node eight times over, at 8 · 50 GB/s; alone on its node a rank has one wire.
+    """
+    network = Network(wired().hardware)
+    within = network.collective("all_reduce", 1e9, Axis(8, 8)).us
+    assert within == pytest.approx(20 + 2 * 7 / 8 * 1e9 / 450e9 * 1e6)
+    across = network.collective("all_gather", 1e9, Axis(16, 8)).us
+    assert across == pytest.approx(20 + 20 + 15 / 16 * 1e9 / 400e9 * 1e6)
+    single = network.collective("reduce_scatter", 1e9, Axis(2, 1)).us
+    assert single == pytest.approx(20 + 20 + 1 / 2 * 1e9 / 50e9 * 1e6)
+    axes = axes_of(Layout.parse("tp4 dp4 pp2 1f1b m4"), 8)
+    assert axes["tensor"] == Axis(4, 4) and axes["data"] == Axis(4, 2)
+    assert axes["pipeline"] == Axis(2, 1)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from(["dp4 zero2 tp2", "tp4", "pp2 1f1b m4 dp2", "dp8 zero3", "pp4 zbv m8 tp4"]),
+    st.floats(1e9, 1e11),
+    st.floats(1.0, 10.0),
+)
+def test_more_bandwidth_is_never_slower(layout, rate, ratio):
+    slow, fast = (
+        step(layout, wired(8 * each, each)).median("step_ms") for each in (rate, ratio * rate)
+    )
+    assert fast <= slow * (1 + 1e-9)
+
+
+def test_accumulation_repeats_forward_and_backward_alone():
+    once, thrice = (step("dp2", wired(), accumulation=n) for n in (1, 3))
+    longer = thrice.median("step_ms") - once.median("step_ms")
+    both = step("none", wired(), batch=8)
+    passes = 2 * (both.median("forward_ms") + both.median("backward_ms"))
+    assert longer == pytest.approx(passes, rel=0.01)  # the host is ahead after the first
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_pipelines_measured_on_four_gpus(schedule):
+    """Computing was calibrated on another device, an H100: what the schedule adds is compared, too."""
+    path = ROOT / "benchmarks" / "results" / "2026-11-22-h200-pipeline.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    row = next(r for r in rows if (r["part"], r.get("schedule")) == ("measured", schedule))
+    ideal = next(r["ms"] for r in rows if r["part"] == "ideal")
+    record = Record.from_json(json.dumps(row["record"]))
+    spec = PipelineSpec(**{**record.spec, "model": ModelSpec(**record.spec["model"])})
+    found = predict_pipeline(spec, Machine(H100.with_links(H200.links)))
+    assert abs(found.median("step_ms") / record.median("step_ms") - 1) < 0.10
+    over = record.median("step_ms") / ideal
+    assert abs(found.median("over_ideal") / over - 1) < 0.05

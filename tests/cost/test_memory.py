@@ -1,0 +1,88 @@
+"""Peak memory by closed formula, against measured peaks and against what must add up."""
+
+import dataclasses
+import statistics
+from pathlib import Path
+
+import pytest
+
+from stepgauge.cost.memory import pipeline_memory, step_memory
+from stepgauge.cost.operations import Share, StepOperations
+from stepgauge.spec.layout import WRAPPERS, Layout
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.pipeline import build
+from stepgauge.spec.record import Record
+from stepgauge.spec.step import WorkSpec
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def records(name, kind):
+    lines = (RESULTS / name).read_text().splitlines()
+    found = [Record.from_json(line) for line in lines]
+    return [r for r in found if (r.kind, r.provenance, r.status) == (kind, "measured", "ok")]
+
+
+def work(record, **changes):
+    values = {**record.spec, **changes}
+    fields = {field.name for field in dataclasses.fields(WorkSpec)}
+    given = {name: value for name, value in values.items() if name in fields}
+    return WorkSpec(**{**given, "model": ModelSpec(**values["model"])})
+
+
+def test_39_measured_peaks():
+    rows = records("2026-11-21-h200-memory.jsonl", "memory")
+    errors = [
+        step_memory(StepOperations(work(row)), Layout()).peak_bytes / row.median("peak_bytes") - 1
+        for row in rows
+    ]
+    assert len(errors) == 39
+    assert statistics.fmean(map(abs, errors)) < 0.004
+    assert max(map(abs, errors)) < 0.016
+
+
+def test_peaks_of_ranks_that_share_state_gradients_and_weights():
+    rows = records("2026-11-22-h200-data-parallel.jsonl", "data-parallel")
+    seen = set()
+    for row in rows:
+        name, size = row.spec["wrapper"], row.spec["size"]
+        is_current = row.spec.get("transport", "collectives") == "collectives"
+        if WRAPPERS[name].is_torch or name == "none" or not is_current or (name, size) in seen:
+            continue
+        seen.add((name, size))
+        share = Share(batch=row.spec["batch"], gathered=name == "zero3")
+        layout = Layout(data=row.spec["ranks"], wrapper=name)
+        found = step_memory(StepOperations(work(row), share), layout).peak_bytes
+        most = 0.05 if name == "zero3" else 0.01
+        assert abs(found / row.median("peak_bytes") - 1) < most, (name, size)
+    assert len(seen) > 20
+
+
+def operations(**share):
+    model = ModelSpec.preset("medium", context_length=1024)
+    spec = WorkSpec(model=model, precision="bf16", device="cuda", batch=share.get("batch", 4))
+    return StepOperations(spec, Share(**{"batch": 4, **share}))
+
+
+def test_bytes_add_up_over_the_ranks():
+    whole = operations()
+    assert whole.num_parameters == whole.model.num_parameters
+    stages = [operations(blocks=blocks) for blocks in (range(12), range(12, 24))]
+    assert sum(stage.num_parameters for stage in stages) == whole.num_parameters
+    vectors = 24 * whole.model.block_vector_parameters + whole.model.d_model
+    cut = operations(tensor=4).num_parameters - vectors
+    assert 4 * cut == whole.num_parameters - vectors
+    found = {item.name: item.bytes for item in step_memory(whole, Layout()).items}
+    shared = step_memory(operations(), Layout(data=4, wrapper="zero2"))
+    state = next(item.bytes for item in shared.items if item.name == "optimizer state")
+    assert state == pytest.approx(found["optimizer state"] / 4)
+
+
+def test_a_schedule_that_holds_fewer_micro_batches_needs_less():
+    layout = Layout(pipeline=2, schedule="1f1b", microbatches=8)
+    stages = [operations(batch=1, blocks=blocks) for blocks in (range(12), range(12, 24))]
+    peaks = {
+        name: pipeline_memory(stages, layout, build(name, ranks=2, micro_batches=8)).peak_bytes
+        for name in ("gpipe", "1f1b")
+    }
+    assert peaks["1f1b"] < peaks["gpipe"]
