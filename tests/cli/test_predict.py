@@ -97,13 +97,30 @@ def test_a_step_is_predicted_before_it_is_measured(stepgauge, tmp_path):
     path = tmp_path / "cpu.json"
     made_up().write(path)
     out = tmp_path / "run"
-    status, text, err = stepgauge(
-        "bench", "step", *NANO, "--steps", "2", "--warmup", "1", "--seconds", "0",
-        "--hardware", path, "--out", out,
-    )  # fmt: skip
+    asked = (
+        *NANO,
+        "--steps",
+        "2",
+        "--warmup",
+        "1",
+        "--seconds",
+        "0",
+        "--hardware",
+        path,
+        "--out",
+        out,
+    )
+    status, text, err = stepgauge("bench", "step", *asked)
     assert status == 0, err
     assert "predicted" in text and "error" in text
     assert "1 of 1 rows predicted" in err and "Error of the predicted step over 1 rows" in err
     modelled, measured = RunStore(out).read().records
     assert (modelled.provenance, measured.provenance) == ("modelled", "measured")
     assert modelled.key == measured.key
+    # The same row validated is the one that the run has, with the prediction made before it.
+    status, text, err = stepgauge("validate", *asked, "--format", "json")
+    assert status == 0, err
+    table, groups = json.loads(text)
+    assert table["rows"][0]["predicted ms"] == modelled.median("step_ms")
+    assert "remark" not in table["rows"][0] and groups["rows"] == []
+    assert "Predicted and measured" in (out / "report.html").read_text()

@@ -18,7 +18,7 @@ from stepgauge.spec.links import Link, Piece
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
-from stepgauge.validate import error_table
+from stepgauge.validate.views import error_table
 
 ROOT = Path(__file__).parents[2]
 H100 = Machine(HardwareFile.read(ROOT / "hardware" / "h100-sxm.json"))

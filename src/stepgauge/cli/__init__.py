@@ -20,6 +20,7 @@ COMMANDS = {
     "study": "study:study",
     "calibrate": "calibrate:calibrate",
     "predict": "predict:predict",
+    "validate": "validate:validate",
     "bench": "bench:app",
     "profile": "profile:app",
     "comm": "comm:app",

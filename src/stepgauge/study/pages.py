@@ -25,11 +25,14 @@ from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.hardware import peaks
 from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.model import FLOP_CONVENTION
+from stepgauge.spec.predictions import steps_beside
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import StoreError
 from stepgauge.study import EXPERIMENTS, data_parallel, training
 from stepgauge.study.experiment import Experiment, Machine, shipped
 from stepgauge.study.run import remembered
+from stepgauge.validate.errors import errors as validated
+from stepgauge.validate.views import section as predictions_section
 
 NAMED = 4  # of disturbed rows, in a section
 MOST_BARS = 24
@@ -130,13 +133,16 @@ def reservations(records: Sequence[Record]) -> list[Text]:
 
 
 def run_page(records: Sequence[Record], folder: Path) -> str:
-    """A section for each kind of record in the run."""
-    kinds = dict.fromkeys(record.kind for record in records)
-    sections = [_kind([r for r in records if r.kind == kind], folder) for kind in kinds]
-    timed = any("step_ms" in record.metrics for record in records)
-    found = findings.findings(records) if timed else None
+    """A section for each kind of record in the run, and where steps were predicted one of that."""
+    shown = [row.record for row in steps_beside(records)]
+    kinds = dict.fromkeys(record.kind for record in shown)
+    sections = [_kind([r for r in shown if r.kind == kind], folder) for kind in kinds]
+    if validated(records):
+        sections.insert(0, predictions_section(records))
+    timed = any("step_ms" in record.metrics for record in shown)
+    found = findings.findings(shown) if timed else None
     name = folder.resolve().name
-    return page(f"stepgauge: {name}", sections, facts=_facts(records), findings=found)
+    return page(f"stepgauge: {name}", sections, facts=_facts(shown), findings=found)
 
 
 QUESTIONS = {

@@ -1,6 +1,7 @@
 """Predictions that are on disk before their rows are run."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,16 +21,22 @@ class Predictions(NamedTuple):
 
 
 def predict_before(
-    specs: Sequence[Any], hardware: HardwareFile, store: RunStore, *, fresh: bool = False
+    specs: Sequence[Any],
+    hardware: HardwareFile,
+    store: RunStore,
+    *,
+    fresh: bool = False,
+    expected: Sequence[str] = (),
 ) -> Predictions:
-    """Writes what is predicted of each row into the run. A row that the run has measured already
-    keeps the prediction that was made before; the prediction of one that had none says so.
+    """Writes what is predicted of each row into the run, with what it is expected to miss. A row
+    that the run has measured already keeps the prediction that was made before; the prediction of
+    one that had none says so.
     """
     store.prepare()
     found = Predictions([], {})
     with store.held():
         known = {(r.key, r.provenance): r for r in store.read().records}
-        for spec in specs:
+        for spec, miss in itertools.zip_longest(specs, expected, fillvalue=""):
             try:
                 record = predicted(spec, hardware)
             except ValueError as error:
@@ -39,7 +46,8 @@ def predict_before(
             is_done = measured is not None and measured.status != "failed" and not fresh
             before = known.get((record.key, "modelled"))
             if before is None or not is_done:
-                before = dataclasses.replace(record, note=AFTER if is_done else BEFORE)
+                note = "; ".join(filter(None, (AFTER if is_done else BEFORE, miss)))
+                before = dataclasses.replace(record, note=note)
                 store.append(before)
             found.records.append(before)
     return found

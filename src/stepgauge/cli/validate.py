@@ -1,0 +1,90 @@
+"""`stepgauge validate`: steps predicted, then run, then compared."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from stepgauge.cli.beside import hardware_of
+from stepgauge.cli.console import Format, print_tables, tell
+from stepgauge.cli.options import Values, spec_options
+from stepgauge.cli.rows import Fresh, Out, require_success, resolve_devices, run_jobs
+from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.step import StepSpec
+from stepgauge.spec.store import RunStore
+from stepgauge.validate.rows import Asked, read_list, specs_of, usual_rows
+
+
+@spec_options(StepSpec, ModelSpec, sweep=True)
+def validate(
+    rows: Annotated[
+        Path | None, Parameter(help="TOML file of [[rows]]; docs/validate.md has one.")
+    ] = None,
+    /,
+    *,
+    values: Values,
+    layout: Annotated[
+        tuple[str, ...],
+        Parameter(
+            consume_multiple=True,
+            negative="",
+            show_default=False,
+            help='How each step is spread: none "dp2 zero1" "tp2". The batch is that of all ranks.',
+        ),
+    ] = (),
+    hardware: Annotated[
+        Path | None, Parameter(help="Hardware file of this machine. [that of this device]")
+    ] = None,
+    out: Out = Path("runs/validate"),
+    fresh: Fresh = False,
+    format: Annotated[Format, Parameter(help="How the errors are printed.")] = "table",
+) -> None:
+    """Predict a list of steps and layouts, run them, and show how far the predictions are off.
+
+    Every prediction is on disk before the first row is run. The errors are signed and itemised;
+    layouts that do the same step are ranked. Without a list or options a few usual layouts of this
+    machine are validated. The page of the run has the plot.
+    """
+    from stepgauge.bench.jobs import job_of
+    from stepgauge.bench.ranks import store_for
+    from stepgauge.study.pages import write_report
+    from stepgauge.validate.before import predict_before
+    from stepgauge.validate.views import error_table, group_table
+
+    asked = _asked(rows, values, layout)
+    path = hardware or hardware_of(asked[0].spec.device)
+    if path is None:
+        raise ValueError(
+            "there is no hardware file of this device: stepgauge calibrate --ranks 2 makes it"
+        )
+    specs = [row.spec for row in asked]
+    jobs = [job_of(spec, out) for spec in specs]
+    predictions = predict_before(
+        specs, HardwareFile.read(path), store_for(out), fresh=fresh,
+        expected=[row.expect for row in asked],
+    )  # fmt: skip
+    tell(f"{len(predictions.records)} of {len(specs)} rows predicted from {path}")
+    for reason, count in predictions.refused.items():
+        tell(f"not predicted ({count} of {len(specs)}): {reason}")
+    measured = run_jobs(jobs, RunStore(out), fresh=fresh)
+    records = [*predictions.records, *measured]
+    print_tables(format, [error_table(records), group_table(records)])
+    tell(f"report: {write_report(out, RunStore(out).read().latest(), out / 'report.html')}")
+    require_success(measured)
+
+
+def _asked(path: Path | None, values: Values, layouts: tuple[str, ...]) -> list[Asked]:
+    """The rows of the list, of the options, or the usual ones, on devices that are there."""
+    import torch
+
+    if path is not None:
+        if layouts:
+            raise ValueError(f"layout is {layouts[0]!r}; the rows of {path} have their own")
+        found = read_list(path, values)
+    elif values or layouts:
+        found = [Asked(spec) for spec in specs_of(values, layouts or ("none",))]
+    else:
+        found = usual_rows(torch.cuda.device_count())
+    specs = resolve_devices([row.spec for row in found])
+    return [Asked(spec, row.expect) for spec, row in zip(specs, found, strict=True)]

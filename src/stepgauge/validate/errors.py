@@ -1,0 +1,147 @@
+"""How far a prediction is off, term by term, and whether it ranks layouts rightly.
+
+A term's error is the difference of its two times over the measured step, so that the terms of a row
+add up to the error of its step.
+"""
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+
+from stepgauge.report.names import flatten
+from stepgauge.spec.layout import Layout
+from stepgauge.spec.predictions import STEP, Row, steps_beside
+from stepgauge.spec.record import Record
+
+PHASES = ("forward", "backward", "optimizer")
+TERMS = (*PHASES, "communication", "bubble", "host", "unexplained")
+
+
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """A measured step beside its prediction: signed errors, of terms and peak memory by name."""
+
+    row: Row
+    step: float
+    terms: Mapping[str, float]
+    peak: float | None
+
+
+def errors(records: Sequence[Record]) -> list[Errors]:
+    """Of each step that was predicted and measured."""
+    found = []
+    for row in steps_beside(records):
+        step = row.error(STEP)
+        if step is not None and row.record.status == "ok":
+            found.append(Errors(row, step, _terms(row, step), row.error("peak_bytes")))
+    return found
+
+
+def _terms(row: Row, step: float) -> dict[str, float]:
+    """Errors of the terms that both records have. What the prediction holds for bound by the host
+    counts as the host's.
+    """
+    assert row.prediction is not None, "a row with an error has a prediction"
+    predicted, measured = parts(row.prediction), parts(row.record)
+    whole = row.record.metrics[STEP].median
+    bound_by_host = {
+        phase for phase, term, *_ in row.prediction.tables.get("terms", []) if term == "host"
+    }
+    found: dict[str, float] = {}
+    for name in predicted.keys() & measured.keys():
+        term = "host" if name in bound_by_host else name
+        found[term] = found.get(term, 0.0) + (predicted[name] - measured[name]) / whole
+    rest = step - sum(found.values())
+    return {name: found[name] for name in TERMS if name in found} | {"unexplained": rest}
+
+
+def parts(record: Record) -> dict[str, float]:
+    """Milliseconds of a step by term. Where the step without communication was timed, too,
+    backward is that step's, and all that communication adds is its own.
+    """
+    known = {name: record.median(f"{name}_ms") for name in (*PHASES, "synchronize", "exposed")}
+    found = {name: ms for name, ms in known.items() if ms is not None}
+    busy, step = record.median("busy_ms"), record.median(STEP) or 0.0
+    if busy is not None:  # a pipeline's ranks compute or wait
+        return {"backward": busy, "bubble": step - busy}
+    exposed = found.pop("exposed", None)
+    waits = found.pop("synchronize", 0.0)
+    if exposed is None:
+        return found | ({"communication": waits} if waits else {})
+    backward = step - exposed - found.get("forward", 0.0) - found.get("optimizer", 0.0)
+    return found | {"backward": backward, "communication": exposed}
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Rows that do the same step on as many ranks, by the time that was measured.
+
+    rank  of the truly fastest in the order of the predictions: 1 where it is ranked first
+    """
+
+    rows: Sequence[Errors]
+    rank: int
+
+    @property
+    def loses(self) -> float:
+        """How much longer the step that was predicted to be the fastest takes than the fastest."""
+        chosen = min(self.rows, key=_predicted)
+        return _measured(chosen) / _measured(self.rows[0]) - 1
+
+
+def groups(found: Sequence[Errors]) -> list[Group]:
+    """Of two rows or more."""
+    by_work: dict[str, list[Errors]] = {}
+    for each in found:
+        by_work.setdefault(_work(each.row.record), []).append(each)
+    several = [sorted(rows, key=_measured) for rows in by_work.values() if len(rows) > 1]
+    return [
+        Group(rows, 1 + sum(_predicted(other) < _predicted(rows[0]) for other in rows))
+        for rows in several
+    ]
+
+
+def _measured(each: Errors) -> float:
+    return each.row.record.metrics[STEP].median
+
+
+def _predicted(each: Errors) -> float:
+    assert each.row.prediction is not None
+    return each.row.prediction.metrics[STEP].median
+
+
+def ranks_of(record: Record) -> int:
+    """How many ranks a step was spread over."""
+    layout = record.spec.get("layout")
+    return Layout.parse(layout).ranks if layout else int(record.spec.get("ranks", 1))
+
+
+def _work(record: Record) -> str:
+    """What rows share that can stand in for each other: network, type, tokens of a step, ranks."""
+    spec, ranks = flatten(record.spec), ranks_of(record)
+    of_all = "layout" in spec or record.kind == "step"
+    batch = spec["batch"] * (1 if of_all else ranks)
+    network = {**record.spec["model"], "attention": "", "norm": ""}
+    return json.dumps([network, spec["precision"], batch, ranks], sort_keys=True)
+
+
+def sentence(records: Sequence[Record]) -> str:
+    """What the errors of the predicted steps come to."""
+    found = errors(records)
+    if not found:
+        return "No row was both predicted and measured."
+    sizes = [abs(each.step) for each in found]
+    signed = statistics.fmean(each.step for each in found)
+    said = (
+        f"Error of the predicted step over {len(found)} rows: mean {statistics.fmean(sizes):.1%}, "
+        f"at most {max(sizes):.1%}; signed mean {signed:+.1%}."
+    )
+    peaks = [abs(each.peak) for each in found if each.peak is not None]
+    if peaks:
+        said += f" Of peak memory: mean {statistics.fmean(peaks):.2%}, at most {max(peaks):.2%}."
+    ranked = groups(found)
+    if ranked:
+        first = sum(group.rank == 1 for group in ranked)
+        said += f" The fastest was ranked first in {first} of {len(ranked)} groups."
+    return said

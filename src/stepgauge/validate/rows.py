@@ -1,0 +1,120 @@
+"""A list of steps and layouts to validate: a TOML file, or options with several layouts.
+
+In a file each [[rows]] table has options of bench step by their names, and `layout`; a value that
+is a list is a row for each, and [usual] holds what all rows share. `batch` is that of all ranks, so
+that layouts of one batch do the same step. `expect` says beforehand what the row is expected to
+miss, and why.
+"""
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.fields import check_value
+from stepgauge.spec.layout import Layout
+from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.options import Values, expand, options_of, read
+from stepgauge.spec.step import StepSpec
+
+OPTIONS = options_of(StepSpec, ModelSpec)
+BESIDE = ("layout", "expect")
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A step to validate, and what its prediction is expected to miss; "" where nothing."""
+
+    spec: Any
+    expect: str = ""
+
+
+def read_list(path: Path, given: Values) -> list[Asked]:
+    """The rows of the file; `given` are options that count more than the file's. Raises ValueError
+    for what is no list, or a row that cannot be.
+    """
+    try:
+        value = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read the list {path}: {error}") from None
+    if unknown := set(value) - {"usual", "rows"}:
+        raise ValueError(f"{path} has {sorted(unknown)[0]!r}; a list has [usual] and [[rows]]")
+    usual, found = value.get("usual", {}), []
+    for row in value.get("rows", []):
+        both = {**usual, **row}
+        layouts = _values(both.get("layout", "none"))
+        options = {n: _read(n, _values(v)) for n, v in both.items() if n not in BESIDE}
+        specs = specs_of({**options, **given}, [str(layout) for layout in layouts])
+        found += [Asked(spec, str(both.get("expect", ""))) for spec in specs]
+    if not found:
+        raise ValueError(f"{path} has no [[rows]]")
+    return found
+
+
+def _values(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _read(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
+    """The option's values. Raises ValueError for an unknown option, or a value that it does not
+    take.
+    """
+    if name not in OPTIONS:
+        raise ValueError(f"a list of rows has no {name!r}; it has {', '.join([*BESIDE, *OPTIONS])}")
+    read_values = tuple(read(OPTIONS[name], str(value)) for value in values)
+    for value in read_values:
+        check_value(OPTIONS[name], value)
+    return read_values
+
+
+def specs_of(values: Mapping[str, tuple[Any, ...]], layouts: Sequence[str]) -> list[Any]:
+    """The steps of all values under each layout: of bench step, bench data-parallel or bench
+    layout. Raises ValueError for a batch that data ranks cannot share, and for what a layout's
+    command does not have.
+    """
+    found = []
+    for layout in map(Layout.parse, layouts):
+        kind = _kind(layout)
+        own: Values = {n: v for n, v in values.items() if n in options_of(kind, ModelSpec)}
+        own = {"device": ("auto",), **own}
+        if foreign := [n for n in values if n not in own and n not in ("seconds", "phases")]:
+            raise ValueError(f"{foreign[0]} is no option of a step over {layout.ranks} ranks")
+        if kind is DataParallelSpec:
+            own |= {"ranks": (layout.data,), "wrapper": (layout.wrapper,)}
+            own["batch"] = tuple(
+                _share(batch, layout) for batch in own.get("batch", (StepSpec.batch,))
+            )
+        elif kind is LayoutSpec:
+            own["layout"] = (str(layout),)
+        found += [spec.canonical() for spec in expand(kind, own)]
+    return list(dict.fromkeys(found))
+
+
+def _kind(layout: Layout) -> type:
+    if layout.ranks == 1:
+        return StepSpec
+    return DataParallelSpec if set(layout.axes) == {"data"} else LayoutSpec
+
+
+def _share(batch: int, layout: Layout) -> int:
+    if batch % layout.data:
+        raise ValueError(f"batch is {batch}; {layout.data} data ranks cannot share it")
+    return batch // layout.data
+
+
+def usual_rows(gpus: int) -> list[Asked]:
+    """What is validated without a list: steps of one process, and layouts of as many ranks as there
+    are GPUs, on a CPU of two.
+    """
+    is_cpu, ranks = gpus == 0, gpus or 2
+    layouts = [f"dp{ranks} {wrapper}" for wrapper in ("bucketed", "zero1")] if ranks > 1 else []
+    values: Values = {
+        "size": ("nano", "tiny") if is_cpu else ("small", "medium"),
+        "context_length": (128,) if is_cpu else (512,),
+        "precision": ("fp32",) if is_cpu else ("bf16",),
+        "batch": (4,) if is_cpu else (8,),
+    }
+    return [Asked(spec) for spec in specs_of(values, ["none", *layouts])]

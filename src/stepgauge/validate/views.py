@@ -1,0 +1,106 @@
+"""Errors of predictions as tables, a plot and a section of a report."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from stepgauge.report.figure import Curve, lines, short
+from stepgauge.report.names import labels
+from stepgauge.report.page import Block, Plot, Section
+from stepgauge.report.table import Table
+from stepgauge.spec.predictions import STEP
+from stepgauge.spec.record import Record
+from stepgauge.validate.before import BEFORE
+from stepgauge.validate.errors import TERMS, Errors, errors, groups, ranks_of, sentence
+
+QUESTION = "How far is what was predicted from what was measured?"
+METHOD = (
+    "Each row was predicted from a hardware file of this device before it was run, and nothing is "
+    "scaled to fit. A term's error is its predicted less its measured time, over the measured "
+    "step: the terms of a row add up to its error. Communication is what it adds to the step; "
+    "what the prediction holds for bound by the host is the host's. Groups do the same step on as "
+    "many ranks."
+)
+
+
+def error_table(records: Sequence[Record]) -> Table:
+    """A row for each step that was predicted and measured, with the signed errors of its terms."""
+    found = errors(records)
+    terms = [term for term in TERMS if any(abs(each.terms.get(term, 0)) > 5e-4 for each in found)]
+    columns = ["row", "predicted ms", "measured ms", "error", *terms]
+    rows: list[list[Any]] = [
+        [name, *_times(each), each.step, *(each.terms.get(term) for term in terms)]
+        for name, each in zip(_names(found), found, strict=True)
+    ]
+    extra: dict[str, list[Any]]
+    extra = {"peak error": [each.peak for each in found], "remark": [_remark(e) for e in found]}
+    for name, values in extra.items():
+        if any(values):
+            columns.append(name)
+            rows = [[*row, value] for row, value in zip(rows, values, strict=True)]
+    percent = dict.fromkeys(("error", *terms), "+.1%") | {"peak error": "+.2%"}
+    return Table(columns, rows, names=1, formats=percent, caption=sentence(records))
+
+
+def _names(found: Sequence[Errors]) -> list[str]:
+    return labels([each.row.record for each in found])
+
+
+def _times(each: Errors) -> list[float | None]:
+    assert each.row.prediction is not None
+    return [record.median(STEP) for record in (each.row.prediction, each.row.record)]
+
+
+def _remark(each: Errors) -> str:
+    """What the prediction's note says beyond that it was made in time."""
+    assert each.row.prediction is not None
+    return each.row.prediction.note.removeprefix(BEFORE).lstrip("; ")
+
+
+def group_table(records: Sequence[Record]) -> Table:
+    """Of each group the fastest, its rank among the predictions, and what the choice would cost."""
+    found = errors(records)
+    names = dict(zip(map(id, found), _names(found), strict=True))
+    rows = [
+        [names[id(group.rows[0])], len(group.rows), group.rank, group.loses]
+        for group in groups(found)
+    ]
+    return Table(
+        ["fastest of its group", "rows", "predicted rank", "loss by the prediction's choice"],
+        rows,
+        names=1,
+        formats={"loss by the prediction's choice": "+.1%"},
+        caption="Rows that do the same step on as many ranks.",
+    )
+
+
+def plot(records: Sequence[Record]) -> Plot:
+    """Predicted against measured steps, by the number of ranks."""
+    found = errors(records)
+    curves: dict[str, Curve] = {}
+    for ranks in sorted({ranks_of(each.row.record) for each in found}):
+        own = [_times(each) for each in found if ranks_of(each.row.record) == ranks]
+        measured, predicted = ([pair[place] or 0.0 for pair in own] for place in (1, 0))
+        curves["1 rank" if ranks == 1 else f"{ranks} ranks"] = (measured, predicted)
+    times = [ms for xs, ys in curves.values() for ms in (*xs, *ys)]
+    ends = [0.9 * min(times), 1.1 * max(times)]
+    svg = lines(
+        {"predicted = measured": (ends, ends), **curves},
+        x="measured ms a step",
+        y="predicted ms a step",
+        dots=list(curves),
+        joined=False,
+        scales={"x": short, "y": short},
+    )
+    return Plot(svg, "Predicted against measured steps; on the line they are equal.")
+
+
+def blocks(records: Sequence[Record]) -> list[Block]:
+    """The plot and the tables; nothing where no step has both."""
+    if not errors(records):
+        return []
+    ranked = group_table(records)
+    return [plot(records), error_table(records), *([ranked] if ranked.rows else [])]
+
+
+def section(records: Sequence[Record]) -> Section:
+    return Section("Predicted and measured", QUESTION, blocks(records), sentence(records), METHOD)

@@ -1,0 +1,88 @@
+"""Errors by term, and how predictions rank layouts."""
+
+import dataclasses
+
+import pytest
+
+from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.step import StepSpec
+from stepgauge.study.pages import run_page
+from stepgauge.validate.errors import errors, groups, sentence
+from stepgauge.validate.views import error_table, group_table
+
+NANO = ModelSpec.preset("nano")
+STEP = StepSpec(model=NANO, size="nano", batch=4)
+
+
+def two_ranks(wrapper):
+    return DataParallelSpec(model=NANO, size="nano", batch=2, ranks=2, wrapper=wrapper)
+
+
+def row(spec, provenance="measured", terms=(), **milliseconds):
+    return Record(
+        kind=spec.kind,
+        spec=dataclasses.asdict(spec),
+        metrics={f"{name}_ms": Sample.exact(ms, "ms") for name, ms in milliseconds.items()},
+        tables={"terms": [["phase", "term", "us"], *terms]} if terms else {},
+        provenance=provenance,
+    )
+
+
+def test_the_terms_of_a_row_add_up_to_its_error():
+    measured = row(STEP, forward=30.0, backward=60.0, optimizer=10.0, step=100.0)
+    modelled = row(STEP, "modelled", forward=33.0, backward=57.0, optimizer=12.0, step=103.0)
+    (found,) = errors([modelled, measured])
+    assert found.step == pytest.approx(0.03)
+    assert found.terms == pytest.approx(
+        {"forward": 0.03, "backward": -0.03, "optimizer": 0.02, "unexplained": 0.01}
+    )
+    bound = dataclasses.replace(
+        modelled, tables={"terms": [["phase", "term"], ["forward", "host"]]}
+    )
+    (found,) = errors([bound, measured])
+    assert found.terms["host"] == pytest.approx(0.03) and "forward" not in found.terms
+
+
+def test_communication_is_what_it_adds_to_the_step():
+    phases = {"forward": 20.0, "backward": 50.0, "synchronize": 10.0, "optimizer": 10.0}
+    measured = row(two_ranks("bucketed"), **phases, step=90.0, exposed=30.0)
+    modelled = row(two_ranks("bucketed"), "modelled", **phases, step=90.0, exposed=21.0)
+    (found,) = errors([modelled, measured])
+    assert found.step == 0.0
+    assert found.terms["communication"] == pytest.approx(-0.1)
+    assert found.terms["backward"] == pytest.approx(0.1)  # both were hidden in one phase
+
+
+def wrappers(predicted, measured):
+    """Rows of three wrappers that took so long, and were predicted to."""
+    names = ("naive", "bucketed", "zero1")
+    return [
+        row(two_ranks(name), provenance, step=ms)
+        for provenance, times in (("modelled", predicted), ("measured", measured))
+        for name, ms in zip(names, times, strict=True)
+    ]
+
+
+def test_the_fastest_of_a_group_is_looked_for_among_the_predictions():
+    alone = [row(STEP, provenance, step=5.0) for provenance in ("modelled", "measured")]
+    (group,) = groups(errors([*alone, *wrappers((12, 10, 11), (12, 10, 11))]))
+    assert group.rank == 1 and group.loses == 0.0 and len(group.rows) == 3
+    records = wrappers((12, 10, 9), (12, 10, 11))
+    (group,) = groups(errors(records))
+    assert group.rank == 2 and group.loses == pytest.approx(0.1)
+    assert "ranked first in 0 of 1 groups" in sentence(records)
+    assert group_table(records).rows[0][:3] == ["wrapper=bucketed", 3, 2]
+
+
+def test_rows_are_told_with_their_remarks_and_drawn_in_the_report(tmp_path):
+    records = wrappers((12, 10, 9), (12, 10, 11))
+    records[0] = dataclasses.replace(records[0], note="predicted after it was measured")
+    table = error_table(records)
+    assert "mean 6.1%, at most 18.2%; signed mean -6.1%" in table.caption
+    assert table.rows[0][-1] == "predicted after it was measured" and table.rows[1][-1] == ""
+    text = run_page(records, tmp_path)
+    assert "Predicted and measured" in text and "predicted = measured" in text
+    assert "Predicted and measured" not in run_page(records[3:], tmp_path)
+    assert sentence(records[3:]) == "No row was both predicted and measured."

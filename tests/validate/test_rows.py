@@ -1,0 +1,66 @@
+"""Lists of steps and layouts."""
+
+import pytest
+
+from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.step import StepSpec
+from stepgauge.validate.rows import read_list, usual_rows
+
+LIST = """
+[usual]
+device = "cpu"
+context_length = 64
+
+[[rows]]
+size = ["nano", "tiny"]
+layout = ["none", "dp2 zero1"]
+batch = 8
+
+[[rows]]
+size = "tiny"
+layout = "tp2"
+batch = 4
+expect = "products are narrower than any that was calibrated"
+"""
+
+
+def test_a_value_that_is_a_list_is_a_row_for_each(tmp_path):
+    path = tmp_path / "rows.toml"
+    path.write_text(LIST)
+    rows = read_list(path, {})
+    assert [type(row.spec) for row in rows] == [StepSpec] * 2 + [DataParallelSpec] * 2 + [
+        LayoutSpec
+    ]
+    shared = rows[2].spec
+    assert (shared.batch, shared.ranks, shared.wrapper, shared.size) == (4, 2, "zero1", "nano")
+    assert {row.spec.model.context_length for row in rows} == {64}
+    assert rows[4].spec.layout == "tp2" and rows[4].expect.startswith("products")
+    assert {row.spec.precision for row in read_list(path, {"precision": ("bf16",)})} == {"bf16"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rows", "cannot read the list"),
+        ("[[row]]\nsize='nano'", "has 'row'; a list has"),
+        ("[usual]\nsize='nano'", "has no \\[\\[rows\\]\\]"),
+        ("[[rows]]\nsize='nano'\nsise=3", "has no 'sise'; it has layout, expect, "),
+        ("[[rows]]\nsize='nano'\nbatch='x'", "batch is 'x'; it must be a whole number"),
+        ("[[rows]]\nsize='nano'\nlayout='dp2'\nbatch=3", "2 data ranks cannot share it"),
+        ("[[rows]]\nsize='nano'\nlayout='dp2'\ndata='text'", "data is no option of a step over 2"),
+        ("[[rows]]\nsize='vast'", "size is 'vast'"),
+    ],
+)
+def test_what_is_no_list_is_told(tmp_path, text, said):
+    path = tmp_path / "rows.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=said):
+        read_list(path, {})
+
+
+def test_a_machine_without_a_list_runs_a_few_usual_rows():
+    cpu, one, four = usual_rows(0), usual_rows(1), usual_rows(4)
+    assert {getattr(row.spec, "ranks", 1) for row in cpu} == {1, 2}
+    assert {type(row.spec) for row in one} == {StepSpec}
+    assert max(row.spec.ranks for row in four if isinstance(row.spec, DataParallelSpec)) == 4
