@@ -42,10 +42,10 @@ def predict(
     --phases backward of bench pipeline. Each is a sum of named terms, from calibrated shapes or
     interpolated between them; nothing is scaled to fit.
     """
-    file = HardwareFile.read(hardware)
     texts = values.get("layout", ("none",))
     rest = {name: value for name, value in values.items() if name != "layout"}
     specs = [spec for text in texts for spec in specs_of(Layout.parse(text), rest)]
+    file = HardwareFile.read(hardware)
     records = [predicted(spec, file) for spec in specs]
     print_records(records, format)
     if terms:
