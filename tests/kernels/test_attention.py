@@ -688,11 +688,11 @@ def test_inductor_hands_views_over_as_they_lie(monkeypatch):
     """
     from torch._inductor.utils import run_and_get_code
 
-    def forward(q, k, v, is_causal, scale):
+    def forward(q, k, v, is_causal, scale, window, spans):
         o, lse = attention(q, k, v, is_causal=is_causal, scale=scale)
         return torch.empty_like(q).copy_(o), lse
 
-    def backward(grad_o, q, k, v, o, lse, is_causal, scale, deterministic):
+    def backward(grad_o, q, k, v, o, lse, is_causal, scale, deterministic, window, spans):
         return tuple(torch.empty_like(x).copy_(grad_o) for x in (q, k, v))
 
     def model(x):
@@ -855,7 +855,8 @@ def test_direct_launch_gives_the_arguments_that_triton_gives(monkeypatch):
 # ---- the kernels compiled ahead of time ------------------------------------------------------------------------------
 
 
-def build(name, arch, dtype, width, tiles, *, is_causal=True, split=False, products="ieee"):
+def build(name, arch, dtype, width, tiles, *, is_causal=True, split=False, products="ieee",
+          window=0, packed=False):  # fmt: skip
     """The compiled kernel, without a GPU: arguments as the launches would give them."""
     kernel = getattr(kernels, {"fused": "dkdv"}.get(name, name) + "_kernel")
     block_d = heuristics.block_width(width)
@@ -864,7 +865,7 @@ def build(name, arch, dtype, width, tiles, *, is_causal=True, split=False, produ
         "HEAD_WIDTH": width, "BLOCK_D": block_d, "BLOCK_M": tiles.block_q, "BLOCK_N": tiles.block_k, "BLOCK": 16,
         "PRECISION": products, "USE_TMA": tiles.use_tma, "ORDER": tiles.order,
         "GRADS": 3, "THREADS": 32 * tiles.num_warps,
-        "WITH_DQ": name == "fused", "FROM_FIRST": True, "TO_LAST": False,
+        "WITH_DQ": name == "fused", "FROM_FIRST": True, "TO_LAST": False, "WINDOW": window, "PACKED": packed,
     }  # fmt: skip
     in_fp32 = {"lse", "delta", "lse_parts", "o_parts", "parts"} | (
         {"dq"} if name in ("dkdv", "fused") else set()
@@ -877,11 +878,14 @@ def build(name, arch, dtype, width, tiles, *, is_causal=True, split=False, produ
     signature, aligned = {}, []
     for argument in kernel.arg_names:
         kind = "fp32" if argument in in_fp32 | outs else dtype
-        if argument in constants:
+        if argument in constants or (argument == "spans" and not packed):
             continue
         if argument in by_tma:
             rows = tiles.block_k if argument in ("k", "v") else tiles.block_q
             signature[argument] = f"tensordesc<{kind}[1,1,{rows},{block_d}]>"
+            continue
+        if argument == "spans":
+            signature[argument] = "*i32"
             continue
         is_pointer = argument in pointers | in_fp32 | outs
         scalar = "fp32" if argument in ("scale", "scale_log2") else "i32"

@@ -227,7 +227,7 @@ def test_fused_layers_know_their_sections():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"window": 8, "attention": "triton"}, "attention triton does not have; choose sdpa or"),
+        ({"window": 8, "attention": "sdpa-cudnn"}, "attention sdpa-cudnn does not have; choose"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', which cannot be run yet"),
     ],
 )

@@ -12,6 +12,7 @@ _HOMES = {
     "FusedLinearCrossEntropy": "linear_cross_entropy",
     "TritonRMSNorm": "rms_norm",
     "flash_attention": "attention",
+    "flash_attention_varlen": "attention",
 }
 _FOLDERS = ("adamw", "attention", "linear_cross_entropy", "rms_norm")
 

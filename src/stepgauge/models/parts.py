@@ -2,7 +2,8 @@
 
 norm       (width, eps=, device=, dtype=) -> nn.Module over the last dimension
 attention  (q_BHTD, k_BHTD, v_BHTD, is_causal=) -> o_BHTD; keys may have fewer heads. Those of
-           WINDOWED take window= too
+           WINDOWED take window= too: a query sees that many keys, its own the last; without the
+           causal mask as many on the other side
 loss       (hidden_BTD, weight_VD, targets_BT) -> mean cross-entropy in nats, a scalar
 optimizer  (parameters, lr=, weight_decay=, betas=) -> torch.optim.Optimizer
 
@@ -52,12 +53,12 @@ class EagerRMSNorm(nn.Module):
 
 
 def hidden_scores(length: int, *, is_causal: bool, window: int, device: torch.device) -> Tensor:
-    """(T, T) true where a query does not see a key: later ones if causal, and those that a window
-    of so many tokens has left behind.
+    """(T, T) true where a query does not see a key: later ones if causal, and those that are not
+    within a window of so many tokens.
     """
     everything = torch.ones(length, length, dtype=torch.bool, device=device)
     hidden = everything.triu(1) if is_causal else ~everything
-    return hidden | everything.tril(-window) if window else hidden
+    return hidden | everything.tril(-window) | everything.triu(window) if window else hidden
 
 
 def eager_attention(
@@ -70,9 +71,9 @@ def eager_attention(
         k_BHTD, v_BHTD = (x.repeat_interleave(group, dim=1) for x in (k_BHTD, v_BHTD))
     with ranged("scores"):
         scores_BHTT = (q_BHTD @ k_BHTD.transpose(-2, -1)) / math.sqrt(width)
-        if is_causal:
+        if is_causal or window:
             device = q_BHTD.device
-            hidden = hidden_scores(length, is_causal=True, window=window, device=device)
+            hidden = hidden_scores(length, is_causal=is_causal, window=window, device=device)
             scores_BHTT = scores_BHTT.masked_fill(hidden, -math.inf)
     with ranged("softmax"):
         weights_BHTT = F.softmax(scores_BHTT, dim=-1).to(v_BHTD.dtype)
@@ -132,7 +133,7 @@ ATTENTIONS: Mapping[str, Callable[..., Tensor]] = {
     "eager": eager_attention,
     "triton": flash_attention,
 }
-WINDOWED = ("sdpa", "eager")
+WINDOWED = ("sdpa", "eager", "triton")
 
 LOSSES: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "cross-entropy": cross_entropy,

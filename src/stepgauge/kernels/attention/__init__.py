@@ -5,7 +5,8 @@ Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width
 dimensions.
 
     flash_attention(q, k, v, *, is_causal, scale, deterministic)   the public function, on (B, H, T,
-    D) FlashAttentionTriton.apply(q, k, v, is_causal)                 on (..., T, D), CUDA
+    D) flash_attention_varlen(q, k, v, cu_seqlens)                    the same of packed sequences,
+    (T, H, D) FlashAttentionTriton.apply(q, k, v, is_causal)                 on (..., T, D), CUDA
     FlashAttentionReference.apply(q, k, v, is_causal)              the same in plain PyTorch, any
     device
     torch.ops.stepgauge.flash_attention                            what torch.compile, fake tensors
@@ -24,15 +25,22 @@ from stepgauge.kernels.launch import hooks_present
 
 from . import extension, heuristics
 from .reference import NO_SECOND_DERIVATIVE, FlashAttentionReference, attention
+from .visible import check_window, num_pairs
 
-__all__ = ["FlashAttentionReference", "FlashAttentionTriton", "attention", "flash_attention"]
+__all__ = [
+    "FlashAttentionReference",
+    "FlashAttentionTriton",
+    "attention",
+    "flash_attention",
+    "flash_attention_varlen",
+]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def flash_attention(q, k, v, *, is_causal=False, scale=None, deterministic=True):
+def flash_attention(q, k, v, *, is_causal=False, scale=None, deterministic=True, window=0):
     """`softmax(scale q k^T) v` by FlashAttention-2 (Dao 2023): no score matrix is held, forward or
     backward.
 
@@ -47,15 +55,25 @@ def flash_attention(q, k, v, *, is_causal=False, scale=None, deterministic=True)
     upper left corner, as torch's `is_causal`, not the lower right one of FlashAttention's own
     package.
 
+    A `window` of W lets query i see the W keys i - W + 1 to i where causal, and i - W + 1 to
+    i + W - 1 otherwise: window_size=(W - 1, 0) and (W - 1, W - 1) of FlashAttention's package. Tiles
+    outside of it are neither read nor computed. 0: none. Hopper's kernels in Gluon leave it to the
+    portable ones.
+
     `deterministic=False` lets the backward add into dq in any order, which saves two products of
     seven; float32's rounding then differs from run to run. torch.use_deterministic_algorithms
     overrules it.
 
     Without CUDA (and outside of Triton's interpreter) the plain PyTorch version runs, which takes
-    float64 too. Raises ValueError for shapes, types or a scale that it does not take, and
+    float64 too. Raises ValueError for shapes, types, a scale or a window that it does not take, and
     RuntimeError for a second derivative.
     """
-    if not torch.compiler.is_compiling():
+    return attend(q, k, v, is_causal, scale, deterministic, window)
+
+
+def attend(q, k, v, is_causal, scale, deterministic, window=0, spans=None):
+    """`flash_attention`, of packed sequences where there are `spans` (visible.spans_of)."""
+    if not torch.compiler.is_compiling() and window == 0 and spans is None:
         o = _in_cpp("attention", q, k, v, is_causal, scale, deterministic)
         if o is not None:
             return o
@@ -63,17 +81,19 @@ def flash_attention(q, k, v, *, is_causal=False, scale=None, deterministic=True)
         raise ValueError(
             f"flash_attention takes (B, H, T, D), not q {tuple(q.shape)}, k {tuple(k.shape)}"
         )
+    check_window(q.shape[2], k.shape[2], window)
     if not _has_kernels(q.device):
-        return _in_plain_pytorch(q, k, v, is_causal, _check(q, k, v, scale))
+        return _in_plain_pytorch(q, k, v, is_causal, _check(q, k, v, scale), window, spans)
     if _needs_operator(q):
         scale = _check(q, k, v, scale)
         q, k, v = _autocast(q, k, v)
         _check_types(q, k, v, _DTYPES)
-        return torch.ops.stepgauge.flash_attention(q, k, v, is_causal, scale, deterministic)[0]
-    return FlashAttentionTriton.apply(q, k, v, is_causal, scale, deterministic)
+        inputs = q, k, v, is_causal, scale, deterministic, window, spans
+        return torch.ops.stepgauge.flash_attention(*inputs)[0]
+    return FlashAttentionTriton.apply(q, k, v, is_causal, scale, deterministic, window, spans)
 
 
-def _in_plain_pytorch(q, k, v, is_causal, scale):
+def _in_plain_pytorch(q, k, v, is_causal, scale, window, spans):
     """FlashAttention-2 in PyTorch, with float64 as well; autocast has cast q, k and v by then."""
     device = q.device.type
     q, k, v = _autocast(q, k, v)
@@ -82,14 +102,14 @@ def _in_plain_pytorch(q, k, v, is_causal, scale):
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     if device == "meta" or not torch.is_autocast_enabled(device):
-        return FlashAttentionReference.apply(q, k, v, is_causal, scale)
+        return FlashAttentionReference.apply(q, k, v, is_causal, scale, window, spans)
     with torch.autocast(device, enabled=False):
-        return FlashAttentionReference.apply(q, k, v, is_causal, scale)
+        return FlashAttentionReference.apply(q, k, v, is_causal, scale, window, spans)
 
 
 class FlashAttentionTriton(torch.autograd.Function):
     """FlashAttention-2 in Triton: `.apply(q, k, v, is_causal=False, scale=None,
-    deterministic=True)`.
+    deterministic=True, window=0)`.
 
     q (..., T_q, D), k and v (..., T_k, D) with the same leading dimensions (the last of them may be
     grouped: q's a multiple of k's); returns o (..., T_q, D). Saves q, k, v, o and the fp32
@@ -98,8 +118,11 @@ class FlashAttentionTriton(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal=False, scale=None, deterministic=True):
+    def forward(
+        ctx, q, k, v, is_causal=False, scale=None, deterministic=True, window=0, spans=None
+    ):
         scale = _check(q, k, v, scale)
+        check_window(q.shape[-2], k.shape[-2], window)
         q, k, v = _autocast(q, k, v)
         _check_types(q, k, v, _DTYPES)
         if not _has_kernels(q.device):
@@ -108,43 +131,48 @@ class FlashAttentionTriton(torch.autograd.Function):
             )
         inputs = _four_dims(q), _four_dims(k), _four_dims(v), is_causal, scale
         if _needs_operator(q):
-            o, lse = torch.ops.stepgauge.flash_attention(*inputs, deterministic)
+            o, lse = torch.ops.stepgauge.flash_attention(*inputs, deterministic, window, spans)
         else:
-            o, lse = _kernels().forward(*inputs)
+            o, lse = _kernels().forward(*inputs, window, spans)
         if q.ndim != 4:
             o, lse = o.view(q.shape), lse.view(q.shape[:-1])
-        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.save_for_backward(q, k, v, o, lse, *(() if spans is None else (spans,)))
         ctx.is_causal, ctx.scale, ctx.deterministic = is_causal, scale, deterministic
+        ctx.window = window
         return o
 
     @staticmethod
     def backward(ctx, grad_o):
-        q, k, v, o, lse = ctx.saved_tensors
+        q, k, v, o, lse, *rest = ctx.saved_tensors
+        spans = rest[0] if rest else None
         # With create_graph the operator is called: it refuses a second derivative.
         watched = torch.is_grad_enabled() or _needs_operator(q)
         run = torch.ops.stepgauge.flash_attention_backward if watched else _backward
         tensors = [_four_dims(x) for x in (grad_o, q, k, v, o)]
+        options = ctx.is_causal, ctx.scale, ctx.deterministic, ctx.window, spans
+        nothing = (None,) * len(options)
         if q.ndim == 4:
-            grads = run(*tensors, lse, ctx.is_causal, ctx.scale, ctx.deterministic)
-            return *grads, None, None, None
-        lse = lse.view(tensors[1].shape[:3])
-        dq, dk, dv = run(*tensors, lse, ctx.is_causal, ctx.scale, ctx.deterministic)
-        return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), None, None, None
+            return *run(*tensors, lse, *options), *nothing
+        dq, dk, dv = run(*tensors, lse.view(tensors[1].shape[:3]), *options)
+        return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), *nothing
 
 
 # ---- the custom operators ------------------------------------------------------------------------------------------
 
 
-def _forward(q, k, v, is_causal, scale, deterministic):
-    outputs = _in_cpp("forward", q, k, v, is_causal, scale)
-    return _kernels().forward(q, k, v, is_causal, scale) if outputs is None else outputs
+def _forward(q, k, v, is_causal, scale, deterministic, window=0, spans=None):
+    inputs = q, k, v, is_causal, scale
+    is_bounded = window > 0 or spans is not None
+    outputs = None if is_bounded else _in_cpp("forward", *inputs)
+    return _kernels().forward(*inputs, window, spans) if outputs is None else outputs
 
 
-def _backward(grad_o, q, k, v, o, lse, is_causal, scale, deterministic):
+def _backward(grad_o, q, k, v, o, lse, is_causal, scale, deterministic, window=0, spans=None):
     inputs = grad_o, q, k, v, o, lse, is_causal, scale
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    grads = _in_cpp("backward", *inputs) if deterministic else None
-    return _kernels().backward(*inputs, deterministic) if grads is None else grads
+    is_bounded = window > 0 or spans is not None
+    grads = _in_cpp("backward", *inputs) if deterministic and not is_bounded else None
+    return _kernels().backward(*inputs, deterministic, window, spans) if grads is None else grads
 
 
 class _Differentiable(torch.autograd.Function):
@@ -152,9 +180,9 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, keys, *inputs):
-        q, k, v, ctx.is_causal, ctx.scale, ctx.deterministic = inputs
+        q, k, v, ctx.is_causal, ctx.scale, ctx.deterministic, ctx.window, spans = inputs
         o, lse = _below_autograd(keys, *inputs)
-        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.save_for_backward(q, k, v, o, lse, *(() if spans is None else (spans,)))
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # no zeros for lse
         return o, lse
@@ -162,15 +190,17 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_o, grad_lse):
         if grad_o is None:
-            return (None,) * 7
-        grads = torch.ops.stepgauge.flash_attention_backward(
-            grad_o, *ctx.saved_tensors, ctx.is_causal, ctx.scale, ctx.deterministic
-        )
-        return None, *grads, None, None, None
+            return (None,) * 9
+        q, k, v, o, lse, *rest = ctx.saved_tensors
+        spans = rest[0] if rest else None
+        options = ctx.is_causal, ctx.scale, ctx.deterministic, ctx.window, spans
+        run = torch.ops.stepgauge.flash_attention_backward
+        return None, *run(grad_o, q, k, v, o, lse, *options), *(None,) * len(options)
 
 
-def _with_autograd(keys, q, k, v, *options):
+def _with_autograd(keys, q, k, v, is_causal, scale, deterministic, window=0, spans=None):
     """The operator as autograd comes by, also where it has nothing to do: in a compiled graph."""
+    options = is_causal, scale, deterministic, window, spans
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Differentiable.apply(keys, q, k, v, *options)
     return _below_autograd(keys, q, k, v, *options)
@@ -211,13 +241,13 @@ _LIBRARY = torch.library.Library("stepgauge", "FRAGMENT")
 # into their strides.
 _LAYOUT = (torch.Tag.needs_fixed_stride_order,)
 _LIBRARY.define(
-    "flash_attention(Tensor q, Tensor k, Tensor v, bool is_causal, float scale, bool deterministic)"
-    " -> (Tensor o, Tensor lse)",
+    "flash_attention(Tensor q, Tensor k, Tensor v, bool is_causal, float scale, bool deterministic,"
+    " int window=0, Tensor? spans=None) -> (Tensor o, Tensor lse)",
     tags=_LAYOUT,
 )
 _LIBRARY.define(
     "flash_attention_backward(Tensor grad_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, bool is_causal,"
-    " float scale, bool deterministic) -> (Tensor, Tensor, Tensor)",
+    " float scale, bool deterministic, int window=0, Tensor? spans=None) -> (Tensor, Tensor, Tensor)",
     tags=_LAYOUT,
 )
 for _key in ("CUDA", "CPU"):
@@ -228,12 +258,12 @@ _LIBRARY.impl("flash_attention_backward", _BackwardOnce.apply, "Autograd", with_
 
 
 @torch.library.register_fake("stepgauge::flash_attention")
-def _(q, k, v, is_causal, scale, deterministic):
+def _(q, k, v, is_causal, scale, deterministic, window=0, spans=None):
     return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.register_fake("stepgauge::flash_attention_backward")
-def _(grad_o, q, k, v, o, lse, is_causal, scale, deterministic):
+def _(grad_o, q, k, v, o, lse, is_causal, scale, deterministic, window=0, spans=None):
     return _like(q), _like(k), _like(v)
 
 
@@ -243,15 +273,20 @@ def _like(x):
 
 # Counted as torch counts its own attention, so that swapping one for the other leaves a model's
 # count alone: every score, also when causal, two products forward and five backward (the second of
-# the scores among them).
-@register_flop_formula(torch.ops.stepgauge.flash_attention)
-def _(q_shape, k_shape, *args, out_shape=None, **kwargs):
-    return 4 * math.prod(q_shape) * k_shape[2]
+# the scores among them). Of a window and of packed sequences, the scores within.
+def _flops_of_scores(q, k, is_causal, scale, deterministic, window=0, spans=None):
+    pairs = num_pairs(q.shape[2], k.shape[2], is_causal, window, spans)
+    return 2 * q.numel() // max(1, q.shape[2]) * pairs
 
 
-@register_flop_formula(torch.ops.stepgauge.flash_attention_backward)
-def _(grad_shape, q_shape, k_shape, *args, out_shape=None, **kwargs):
-    return 10 * math.prod(q_shape) * k_shape[2]
+@register_flop_formula(torch.ops.stepgauge.flash_attention, get_raw=True)
+def _(q, k, v, *options, out_val=None, **named):
+    return 2 * _flops_of_scores(q, k, *options, **named)
+
+
+@register_flop_formula(torch.ops.stepgauge.flash_attention_backward, get_raw=True)
+def _(grad_o, q, k, v, o, lse, *options, out_val=None, **named):
+    return 5 * _flops_of_scores(q, k, *options, **named)
 
 
 # ---- choices -------------------------------------------------------------------------------------------------------
@@ -358,3 +393,6 @@ def _check_types(q, k, v, accepted):
         raise ValueError(
             f"devices q {q.device}, k {k.device}, v {v.device}: one device for all three is needed"
         )
+
+
+from .packed import flash_attention_varlen  # noqa: E402 - it builds on `attend`

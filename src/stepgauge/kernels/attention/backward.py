@@ -11,11 +11,13 @@ import triton.language as tl
 from .tile_ops import (
     _COUNTS,
     LOG2_E,
+    _edges,
     _end_of_whole_tiles,
     _key_program,
     _load_numbers,
     _load_rows,
     _query_program,
+    _seen_by,
     _store_rows,
 )
 
@@ -45,9 +47,9 @@ def delta_kernel(
 
 @triton.jit
 def _dq_loop(
-    dq_MD, q_MD, do_MD, lse2_M, delta_M, k, v, b, h, start, stop, row, k_b, k_h, k_t, v_b, v_h, v_t, num_keys,
-    scale_log2,
-    IS_CAUSAL: tl.constexpr, MASK: tl.constexpr, HEAD_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+    dq_MD, q_MD, do_MD, lse2_M, delta_M, k, v, b, h, start, stop, row, first_M, last_M, k_b, k_h, k_t, v_b, v_h, v_t,
+    num_keys, scale_log2,
+    IS_CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, MASK: tl.constexpr, HEAD_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     rows_M = row + tl.arange(0, BLOCK_M)
@@ -64,7 +66,10 @@ def _dq_loop(
         p_MN = tl.exp2(s_MN * scale_log2 - lse2_M[:, None])
         if MASK:
             visible = (col + cols_N < num_keys)[None, :]
-            if IS_CAUSAL:
+            if BOUNDED:
+                visible = (col + cols_N)[None, :] >= first_M[:, None]
+                visible = visible & ((col + cols_N)[None, :] <= last_M[:, None])
+            elif IS_CAUSAL:
                 visible = visible & (rows_M[:, None] >= (col + cols_N)[None, :])
             p_MN = tl.where(visible, p_MN, 0.0)
         ds_MN = p_MN * (dp_MN - delta_M[:, None])
@@ -74,12 +79,12 @@ def _dq_loop(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def dq_kernel(
-    q, k, v, do, o, lse, delta, dq,  # q, k, v and do are descriptors if USE_TMA
+    q, k, v, do, o, lse, delta, dq, spans,  # q, k, v and do are descriptors if USE_TMA
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, o_b, o_h, o_t, dq_b, dq_h, dq_t,
     num_heads, all_heads, num_queries, num_keys, num_tiles, section, chunk, dq_split, scale_log2, scale,
     IS_CAUSAL: tl.constexpr, HAS_TAIL: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    USE_TMA: tl.constexpr,
+    USE_TMA: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """dq = scale (P * (do v^T - delta)) k for one tile of queries and one chunk of the keys; writes
     delta as well.
@@ -87,6 +92,7 @@ def dq_kernel(
     delta is made here because this kernel holds do already and runs first: one launch and one
     reading of do fewer.
     """
+    BOUNDED: tl.constexpr = WINDOW > 0 or PACKED
     row, head, b, h, kv_h, split, first, last = _query_program(
         num_tiles, num_heads, all_heads, num_keys, section, chunk, IS_CAUSAL, GROUP, BLOCK_M)  # fmt: skip
     if IS_CAUSAL and SPLIT:  # noqa: SIM102 - this tile sees nothing of the chunk, and the sum over parts knows
@@ -112,15 +118,27 @@ def dq_kernel(
     lse2_M = tl.load(lse + own + rows_M, mask=rows_M < num_queries, other=float("inf")) * LOG2_E
 
     dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    whole = _end_of_whole_tiles(first, last, row, IS_CAUSAL, BLOCK_N)
-    dq_MD = _dq_loop(
-        dq_MD, q_MD, do_MD, lse2_M, delta_M, k, v, b, kv_h, first, whole, row, k_b, k_h, k_t, v_b, v_h, v_t, num_keys,
-        scale_log2, IS_CAUSAL, False, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA)  # fmt: skip
-    if HAS_TAIL:
+    first_M, last_M = row, row
+    if BOUNDED:
+        first_M, last_M = _seen_by(
+            rows_M, spans, num_queries, num_keys, False, IS_CAUSAL, WINDOW, PACKED
+        )
+        begin, first, whole, last = _edges(first_M, last_M, BLOCK_N)
         dq_MD = _dq_loop(
-            dq_MD, q_MD, do_MD, lse2_M, delta_M, k, v, b, kv_h, whole, last, row, k_b, k_h, k_t, v_b, v_h, v_t,
-            num_keys, scale_log2, IS_CAUSAL, True, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
-            USE_TMA)  # fmt: skip
+            dq_MD, q_MD, do_MD, lse2_M, delta_M, k, v, b, kv_h, begin, first, row, first_M, last_M, k_b, k_h, k_t,
+            v_b, v_h, v_t, num_keys, scale_log2, IS_CAUSAL, BOUNDED, True, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N,
+            PRECISION, USE_TMA)  # fmt: skip
+    else:
+        whole = _end_of_whole_tiles(first, last, row, IS_CAUSAL, BLOCK_N)
+    dq_MD = _dq_loop(
+        dq_MD, q_MD, do_MD, lse2_M, delta_M, k, v, b, kv_h, first, whole, row, first_M, last_M, k_b, k_h, k_t,
+        v_b, v_h, v_t, num_keys, scale_log2, IS_CAUSAL, BOUNDED, False, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N,
+        PRECISION, USE_TMA)  # fmt: skip
+    if HAS_TAIL or BOUNDED:
+        dq_MD = _dq_loop(
+            dq_MD, q_MD, do_MD, lse2_M, delta_M, k, v, b, kv_h, whole, last, row, first_M, last_M, k_b, k_h, k_t,
+            v_b, v_h, v_t, num_keys, scale_log2, IS_CAUSAL, BOUNDED, True, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N,
+            PRECISION, USE_TMA)  # fmt: skip
     dq += tl.cast(split, tl.int64) * dq_split
     _store_rows(
         dq, dq_MD * scale, b, h, row, dq_b, dq_h, dq_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D
@@ -129,9 +147,9 @@ def dq_kernel(
 
 @triton.jit
 def _dkdv_loop(
-    dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, dq, b, kv_h, start, stop, col, q_b, q_h, q_t, do_b, do_h, do_t,
-    num_heads, num_queries, num_keys, scale_log2, scale,
-    MASK: tl.constexpr, MASK_KEYS: tl.constexpr, GROUP: tl.constexpr, HEAD_WIDTH: tl.constexpr,
+    dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, dq, b, kv_h, start, stop, col, first_N, last_N,
+    q_b, q_h, q_t, do_b, do_h, do_t, num_heads, num_queries, num_keys, scale_log2, scale,
+    BOUNDED: tl.constexpr, MASK: tl.constexpr, MASK_KEYS: tl.constexpr, GROUP: tl.constexpr, HEAD_WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr, WITH_DQ: tl.constexpr, ORDER: tl.constexpr, GRADS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
@@ -193,7 +211,11 @@ def _dkdv_loop(
                 dp_NM = tl.dot(v_ND, do_MD.T, input_precision=PRECISION)
             p_NM = tl.exp2(s_NM * scale_log2 - lse2_M[None, :])
         if MASK:
-            p_NM = tl.where(rows_M[None, :] >= cols_N[:, None], p_NM, 0.0)
+            visible = rows_M[None, :] >= cols_N[:, None]
+            if BOUNDED:
+                visible = rows_M[None, :] >= first_N[:, None]
+                visible = visible & (rows_M[None, :] <= last_N[:, None])
+            p_NM = tl.where(visible, p_NM, 0.0)
         # only where keys are summed over: a key past the end spoils no row but its own otherwise
         if MASK_KEYS:
             p_NM = tl.where((cols_N < num_keys)[:, None], p_NM, 0.0)
@@ -231,13 +253,14 @@ def _dkdv_loop(
 @triton.jit(do_not_specialize=_COUNTS)
 def dkdv_kernel(
     # q, k, v, do and dq are descriptors if USE_TMA; dq only if WITH_DQ
-    q, k, v, do, lse, delta, dk, dv, dq,
+    q, k, v, do, lse, delta, dk, dv, dq, spans,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     num_heads, all_kv_heads, num_queries, num_keys, num_tiles, section, chunk, dk_split, dv_split, scale_log2, scale,
     IS_CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
     HEAD_WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr, WITH_DQ: tl.constexpr, ORDER: tl.constexpr, GRADS: tl.constexpr, THREADS: tl.constexpr,
+    WINDOW: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """dv = P^T do and dk = scale (P * (do v^T - delta))^T q for one tile of keys and one chunk of
     the queries.
@@ -245,6 +268,7 @@ def dkdv_kernel(
     WITH_DQ also adds this tile's share of dq to an fp32 buffer: five products instead of seven in
     the whole backward, at the price of an order of summation that changes from run to run.
     """
+    BOUNDED: tl.constexpr = WINDOW > 0 or PACKED
     col, _, b, kv_h, split, first, last = _key_program(
         num_tiles,
         num_heads,
@@ -269,18 +293,29 @@ def dkdv_kernel(
     dk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     whole = first
-    if IS_CAUSAL:  # from here on, the tile's first query sees the last key of this tile
+    first_N, last_N = col, col
+    if BOUNDED:
+        first_N, last_N = _seen_by(col + tl.arange(0, BLOCK_N), spans, num_keys, num_queries, True, IS_CAUSAL,
+                                   WINDOW, PACKED)  # fmt: skip
+        first, whole, last, end = _edges(first_N, last_N, BLOCK_M)
+        dk_ND, dv_ND = _dkdv_loop(
+            dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, dq, b, kv_h, last, end, col, first_N, last_N,
+            q_b, q_h, q_t, do_b, do_h, do_t, num_heads, num_queries, num_keys, scale_log2, scale,
+            BOUNDED, True, MASK_KEYS, GROUP, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA,
+            WITH_DQ, ORDER, GRADS, THREADS)  # fmt: skip
+    elif IS_CAUSAL:  # from here on, the tile's first query sees the last key of this tile
         whole = tl.minimum(tl.cdiv(col + BLOCK_N - 1, BLOCK_M) * BLOCK_M, tl.maximum(first, last))
         whole = tl.maximum(whole, first)
+    if IS_CAUSAL or BOUNDED:
         dk_ND, dv_ND = _dkdv_loop(
-            dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, dq, b, kv_h, first, whole, col,
+            dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, dq, b, kv_h, first, whole, col, first_N, last_N,
             q_b, q_h, q_t, do_b, do_h, do_t, num_heads, num_queries, num_keys, scale_log2, scale,
-            True, MASK_KEYS, GROUP, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA,
+            BOUNDED, True, MASK_KEYS, GROUP, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA,
             WITH_DQ, ORDER, GRADS, THREADS)  # fmt: skip
     dk_ND, dv_ND = _dkdv_loop(
-        dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, dq, b, kv_h, whole, last, col,
+        dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, dq, b, kv_h, whole, last, col, first_N, last_N,
         q_b, q_h, q_t, do_b, do_h, do_t, num_heads, num_queries, num_keys, scale_log2, scale,
-        False, MASK_KEYS, GROUP, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA,
+        BOUNDED, False, MASK_KEYS, GROUP, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA,
         WITH_DQ, ORDER, GRADS, THREADS)  # fmt: skip
     dk += tl.cast(split, tl.int64) * dk_split
     dv += tl.cast(split, tl.int64) * dv_split

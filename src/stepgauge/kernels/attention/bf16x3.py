@@ -266,6 +266,7 @@ def takes(key):
         and key.dtype == torch.float32
         and key.precision == "ieee"
         and key.q.shape[3] in WIDTHS
+        and not key.is_bounded
         and not {"dq", "dkdv"} & {name for name, _ in key.overrides}
     )
 

@@ -84,6 +84,7 @@ def takes(key) -> bool:
     return (
         key.device is not None
         and key.num_splits is None
+        and not key.is_bounded
         and not key.overrides
         and all(view.offset == 0 for view in views)
     )

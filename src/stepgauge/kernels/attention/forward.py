@@ -11,20 +11,26 @@ import triton.language as tl
 
 from .tile_ops import (
     _COUNTS,
+    _edges,
     _end_of_whole_tiles,
     _load_rows,
     _query_program,
+    _seen_by,
     _store_rows,
 )
 
 LN_2 = tl.constexpr(math.log(2.0))
+# The maximum before a row has seen a key, where a tile may hide all of its keys: finite, so that
+# exp2(-inf - it) is zero.
+LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
 def _forward_loop(
-    acc_MD, total_M, max_M, q_MD, k, v, b, h, start, stop, row, k_b, k_h, k_t, v_b, v_h, v_t, num_keys, scale_log2,
-    IS_CAUSAL: tl.constexpr, MASK: tl.constexpr, HEAD_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
+    acc_MD, total_M, max_M, q_MD, k, v, b, h, start, stop, row, first_M, last_M, k_b, k_h, k_t, v_b, v_h, v_t,
+    num_keys, scale_log2,
+    IS_CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, MASK: tl.constexpr, HEAD_WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     rows_M = row + tl.arange(0, BLOCK_M)
     cols_N = tl.arange(0, BLOCK_N)
@@ -35,7 +41,10 @@ def _forward_loop(
         s_MN = tl.dot(q_MD, k_ND.T, input_precision=PRECISION)
         if MASK:
             visible = (col + cols_N < num_keys)[None, :]
-            if IS_CAUSAL:
+            if BOUNDED:
+                visible = (col + cols_N)[None, :] >= first_M[:, None]
+                visible = visible & ((col + cols_N)[None, :] <= last_M[:, None])
+            elif IS_CAUSAL:
                 visible = visible & (rows_M[:, None] >= (col + cols_N)[None, :])
             s_MN = tl.where(visible, s_MN, float("-inf"))
         # One fused multiply-add an element: the scale is positive, so the maximum may be taken
@@ -56,16 +65,17 @@ def _forward_loop(
 @triton.jit(do_not_specialize=_COUNTS)
 def forward_kernel(
     # pointers; k and v are descriptors of boxes (1, 1, BLOCK_N, BLOCK_D) if USE_TMA, q likewise
-    q, k, v, o, lse,
+    q, k, v, o, lse, spans,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
     num_heads, all_heads, num_queries, num_keys, num_tiles, section, chunk, o_split, lse_split, scale_log2,
     IS_CAUSAL: tl.constexpr, HAS_TAIL: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    USE_TMA: tl.constexpr,
+    USE_TMA: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries against one chunk of the keys: o (normalised by the chunk's own sum) and
-    its log-sum-exp.
+    its log-sum-exp. With a window or packed sequences (never split), against the keys they leave.
     """
+    BOUNDED: tl.constexpr = WINDOW > 0 or PACKED
     row, head, b, h, kv_h, split, first, last = _query_program(
         num_tiles, num_heads, all_heads, num_keys, section, chunk, IS_CAUSAL, GROUP, BLOCK_M)  # fmt: skip
     if IS_CAUSAL and SPLIT:  # noqa: SIM102 - this tile sees nothing of the chunk, and the sum over parts knows
@@ -76,16 +86,28 @@ def forward_kernel(
     )
     acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total_M = tl.zeros([BLOCK_M], tl.float32)
-    max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    max_M = tl.full([BLOCK_M], LOWEST if BOUNDED else float("-inf"), tl.float32)
 
-    whole = _end_of_whole_tiles(first, last, row, IS_CAUSAL, BLOCK_N)
-    acc_MD, total_M, max_M = _forward_loop(
-        acc_MD, total_M, max_M, q_MD, k, v, b, kv_h, first, whole, row, k_b, k_h, k_t, v_b, v_h, v_t, num_keys,
-        scale_log2, IS_CAUSAL, False, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA)  # fmt: skip
-    if HAS_TAIL:
+    first_M, last_M = row, row
+    if BOUNDED:
+        first_M, last_M = _seen_by(row + tl.arange(0, BLOCK_M), spans, num_queries, num_keys, False, IS_CAUSAL,
+                                   WINDOW, PACKED)  # fmt: skip
+        begin, first, whole, last = _edges(first_M, last_M, BLOCK_N)
         acc_MD, total_M, max_M = _forward_loop(
-            acc_MD, total_M, max_M, q_MD, k, v, b, kv_h, whole, last, row, k_b, k_h, k_t, v_b, v_h, v_t, num_keys,
-            scale_log2, IS_CAUSAL, True, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA)  # fmt: skip
+            acc_MD, total_M, max_M, q_MD, k, v, b, kv_h, begin, first, row, first_M, last_M, k_b, k_h, k_t,
+            v_b, v_h, v_t, num_keys, scale_log2, IS_CAUSAL, BOUNDED, True, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N,
+            PRECISION, USE_TMA)  # fmt: skip
+    else:
+        whole = _end_of_whole_tiles(first, last, row, IS_CAUSAL, BLOCK_N)
+    acc_MD, total_M, max_M = _forward_loop(
+        acc_MD, total_M, max_M, q_MD, k, v, b, kv_h, first, whole, row, first_M, last_M, k_b, k_h, k_t, v_b, v_h, v_t,
+        num_keys, scale_log2, IS_CAUSAL, BOUNDED, False, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+        USE_TMA)  # fmt: skip
+    if HAS_TAIL or BOUNDED:
+        acc_MD, total_M, max_M = _forward_loop(
+            acc_MD, total_M, max_M, q_MD, k, v, b, kv_h, whole, last, row, first_M, last_M, k_b, k_h, k_t,
+            v_b, v_h, v_t, num_keys, scale_log2, IS_CAUSAL, BOUNDED, True, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N,
+            PRECISION, USE_TMA)  # fmt: skip
 
     o += tl.cast(split, tl.int64) * o_split
     lse += tl.cast(split, tl.int64) * lse_split

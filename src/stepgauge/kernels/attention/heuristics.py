@@ -230,11 +230,14 @@ def overrides():
     return tuple(sorted(_OVERRIDES.items())) if _OVERRIDES else ()
 
 
-def select_tiles(kernel, *, arch, itemsize, head_width, is_causal=True, tma=False):
+def select_tiles(
+    kernel, *, arch, itemsize, head_width, is_causal=True, tma=False, is_bounded=False
+):
     """The Tiles of `kernel` on compute capability `arch` (90 for sm_90; 0: interpreter).
 
     Kernels are forward, dq, dkdv and fused; of bf16x3.py, dq_bf16x3 and dkdv_bf16x3. `tma` says
-    that the copy engine can read the tensors.
+    that the copy engine can read the tensors, `is_bounded` that there is a window or sequences are
+    packed.
     """
     if kernel in _OVERRIDES:
         tiles = _OVERRIDES[kernel]
@@ -248,6 +251,8 @@ def select_tiles(kernel, *, arch, itemsize, head_width, is_causal=True, tma=Fals
     else:
         table = _SM90_TMA if arch == 90 and tma else _BY_POINTER
     width = block_width(head_width)
+    if is_bounded and table is _BY_POINTER and kernel == "dkdv":
+        width = max(width, 128)  # with two masked loops the wide tiles spill 880 words on sm_80
     if table is _SM90_TMA and not is_causal and (kernel, width) in _SM90_FULL:
         return _SM90_FULL[kernel, width]
     return table[kernel][width]

@@ -43,6 +43,7 @@ def can_run(key, *views):
         and key.chip.arch == 90
         and key.dtype in DTYPES
         and key.num_splits is None
+        and not key.is_bounded
         and not key.overrides
         and all(view.tma_reads(key.dtype.itemsize) for view in views)
     )

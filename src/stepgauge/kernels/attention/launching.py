@@ -217,6 +217,13 @@ class LaunchKey(NamedTuple):
     num_splits: int | None
     o: View | None = None
     do: View | None = None
+    window: int = 0
+    is_packed: bool = False
+
+    @property
+    def is_bounded(self):
+        """Whether a query sees some of the keys only, beside the causal mask."""
+        return self.window > 0 or self.is_packed
 
     @property
     def chip(self):
@@ -240,6 +247,7 @@ class LaunchKey(NamedTuple):
             itemsize=self.dtype.itemsize,
             head_width=self.q.shape[3],
             is_causal=self.is_causal,
+            is_bounded=self.is_bounded,
             tma=tma and all(view.tma_reads(self.dtype.itemsize) for view in views),
         )
 
@@ -256,6 +264,8 @@ class LaunchKey(NamedTuple):
         over_queries = kernel in ("dkdv", "fused")
         num_queries, num_keys = self.q.shape[2], self.k.shape[2]
         length = num_queries if over_queries else num_keys
+        if self.is_bounded:
+            return 1, length
         number = self.num_splits or heuristics.choose_num_splits(
             kernel,
             tiles,
@@ -286,11 +296,14 @@ class LaunchKey(NamedTuple):
         )
 
 
-def launch_key(q, k, v, is_causal, scale, num_splits, o=None, do=None):
+def launch_key(
+    q, k, v, is_causal, scale, num_splits, o=None, do=None, *, window=0, is_packed=False
+):
     of, dtype = View.of, q.dtype
     return LaunchKey(
         q.get_device() if q.is_cuda else None, dtype, of(q), of(k), of(v), is_causal, scale, matmul_precision(dtype),
         heuristics.overrides(), num_splits, None if o is None else of(o), None if do is None else of(do),
+        window, is_packed,
     )  # fmt: skip
 
 

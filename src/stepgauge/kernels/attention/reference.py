@@ -8,6 +8,8 @@ import math
 
 import torch
 
+from .visible import visible
+
 NO_SECOND_DERIVATIVE = (
     "flash_attention has no second derivative: "
     "use scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH) for it"
@@ -15,19 +17,20 @@ NO_SECOND_DERIVATIVE = (
 _TILE = 128
 
 
-def attention(q, k, v, *, is_causal=False, scale=None):
+def attention(q, k, v, *, is_causal=False, scale=None, window=0, spans=None):
     """The oracle: `o = softmax(scale q k^T) v` with every score held, and the log-sum-exp of each
     row.
 
     Shapes: q (..., T_q, D), k and v (..., T_k, D); returns o (..., T_q, D) and lse (..., T_q).
     `scale` is 1/sqrt(D) if None. Causal: query i sees key j when i >= j, both counted from the
-    first (torch's `is_causal`). Computes in the inputs' type: pass float64 for a reference value.
+    first (torch's `is_causal`). With a window i sees j when |i - j| < window as well; with `spans`
+    (2, T), only where both tokens' sequences begin at one place. Computes in the inputs' type: pass
+    float64 for a reference value.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = scale * (q @ k.transpose(-1, -2))
-    if is_causal:
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~visible, -math.inf)
+    rows, cols = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
+    scores = scores.masked_fill(~visible(rows, cols, is_causal, window, spans), -math.inf)
     return scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)
 
 
@@ -35,25 +38,26 @@ class FlashAttentionReference(torch.autograd.Function):
     """FlashAttention-2 (Dao 2023, algorithms 1 and 2) in plain PyTorch, on any device: no matrix of
     T_q x T_k is held.
 
-    `.apply(q, k, v, is_causal=False, scale=None)` with q (..., T_q, D), k and v (..., T_k, D), the
-    same leading dimensions; returns o (..., T_q, D). Saves q, k, v, o and the log-sum-exp (...,
+    `.apply(q, k, v, is_causal=False, scale=None, window=0, spans=None)` with q (..., T_q, D), k and v
+    (..., T_k, D), the same leading dimensions; returns o (..., T_q, D). Saves q, k, v, o and the log-sum-exp (...,
     T_q), which is fp32 unless the inputs are float64. Causal: query i sees key j when i >= j, both
     counted from the first. Raises ValueError for shapes that do not fit.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal=False, scale=None):
+    def forward(ctx, q, k, v, is_causal=False, scale=None, window=0, spans=None):
         check_shapes(q, k, v)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        o, lse = forward(q, k, v, is_causal, scale)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.is_causal, ctx.scale = is_causal, scale
+        o, lse = forward(q, k, v, is_causal, scale, window, spans)
+        ctx.save_for_backward(q, k, v, o, lse, *(() if spans is None else (spans,)))
+        ctx.options = is_causal, scale, window
         return o
 
     @staticmethod
     def backward(ctx, grad_o):
-        grads = _ReferenceBackward.apply(grad_o, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
-        return *grads, None, None
+        q, k, v, o, lse, *spans = ctx.saved_tensors
+        grads = _ReferenceBackward.apply(grad_o, q, k, v, o, lse, *ctx.options, *spans)
+        return *grads, None, None, None, None
 
 
 class _ReferenceBackward(torch.autograd.Function):
@@ -68,26 +72,28 @@ class _ReferenceBackward(torch.autograd.Function):
         raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
-def forward(q, k, v, is_causal, scale):
+def forward(q, k, v, is_causal, scale, window=0, spans=None):
     """o and the log-sum-exp (..., T_q), tile by tile."""
     o = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=_sum_dtype(q), device=q.device)
+    seen = is_causal, window, spans
     for rows in _tiles(q.shape[-2]):
-        o[..., rows, :], lse[..., rows] = _forward_tile(q, k, v, rows, is_causal, scale)
+        o[..., rows, :], lse[..., rows] = _forward_tile(q, k, v, rows, scale, seen)
     return o, lse
 
 
-def backward(grad_o, q, k, v, o, lse, is_causal, scale):
+def backward(grad_o, q, k, v, o, lse, is_causal, scale, window=0, spans=None):
     """(dq, dk, dv) of these keys. o and lse may be those of more keys."""
     sums = _sum_dtype(q)
     dq, dk, dv = (torch.zeros(x.shape, dtype=sums, device=x.device) for x in (q, k, v))
     # rowsum(P * dP) = rowsum(o * grad_o): no pass over the keys is needed for it.
     delta = (o.to(sums) * grad_o.to(sums)).sum(dim=-1)
+    seen = is_causal, window, spans
     for rows in _tiles(q.shape[-2]):
         q_tile, grad_tile = q[..., rows, :].to(sums), grad_o[..., rows, :].to(sums)
-        for cols in _visible_tiles(k.shape[-2], rows, is_causal=is_causal):
+        for cols in _visible_tiles(k.shape[-2], rows, is_causal, window):
             k_tile, v_tile = k[..., cols, :].to(sums), v[..., cols, :].to(sums)
-            scores = _scores(q_tile, k_tile, rows, cols, is_causal, scale)
+            scores = _scores(q_tile, k_tile, rows, cols, scale, seen)
             p = torch.exp(scores - lse[..., rows, None])
             dv[..., cols, :] += p.transpose(-1, -2) @ grad_tile
             dp = grad_tile @ v_tile.transpose(-1, -2)
@@ -97,17 +103,19 @@ def backward(grad_o, q, k, v, o, lse, is_causal, scale):
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _forward_tile(q, k, v, rows, is_causal, scale):
+def _forward_tile(q, k, v, rows, scale, seen):
     """One tile of queries against all keys that it sees, with a running maximum and sum: (o, lse)
     of the tile.
     """
     sums = _sum_dtype(q)
     q_tile = q[..., rows, :].to(sums)
     o = torch.zeros_like(q_tile)
-    maximum = torch.full(q_tile.shape[:-1], -math.inf, dtype=sums, device=q.device)
+    # finite: a tile may hide all of a row's keys, and exp(-inf - maximum) must be zero
+    lowest = torch.finfo(sums).min / 2
+    maximum = torch.full(q_tile.shape[:-1], lowest, dtype=sums, device=q.device)
     total = torch.zeros_like(maximum)
-    for cols in _visible_tiles(k.shape[-2], rows, is_causal=is_causal):
-        scores = _scores(q_tile, k[..., cols, :].to(sums), rows, cols, is_causal, scale)
+    for cols in _visible_tiles(k.shape[-2], rows, *seen[:2]):
+        scores = _scores(q_tile, k[..., cols, :].to(sums), rows, cols, scale, seen)
         new_maximum = torch.maximum(maximum, scores.amax(dim=-1))
         p = torch.exp(scores - new_maximum[..., None])
         shrink = torch.exp(maximum - new_maximum)
@@ -117,12 +125,12 @@ def _forward_tile(q, k, v, rows, is_causal, scale):
     return (o / total[..., None]).to(q.dtype), maximum + torch.log(total)
 
 
-def _scores(q_tile, k_tile, rows, cols, is_causal, scale):
+def _scores(q_tile, k_tile, rows, cols, scale, seen):
     scores = scale * (q_tile @ k_tile.transpose(-1, -2))
-    if is_causal and cols.stop - 1 > rows.start:
-        row = torch.arange(rows.start, rows.stop, device=scores.device)
-        col = torch.arange(cols.start, cols.stop, device=scores.device)
-        scores = scores.masked_fill(row[:, None] < col[None, :], -math.inf)
+    is_causal, window, spans = seen
+    if window or spans is not None or (is_causal and cols.stop - 1 > rows.start):
+        row, col = (torch.arange(x.start, x.stop, device=scores.device) for x in (rows, cols))
+        scores = scores.masked_fill(~visible(row, col, *seen), -math.inf)
     return scores
 
 
@@ -130,8 +138,11 @@ def _tiles(length):
     return [slice(start, min(start + _TILE, length)) for start in range(0, length, _TILE)]
 
 
-def _visible_tiles(num_keys, rows, *, is_causal):
-    return [cols for cols in _tiles(num_keys) if not is_causal or cols.start < rows.stop]
+def _visible_tiles(num_keys, rows, is_causal, window):
+    ahead = 0 if is_causal else window - 1 if window else num_keys
+    behind = window - 1 if window else rows.stop
+    first, last = rows.start - behind, rows.stop - 1 + ahead
+    return [cols for cols in _tiles(num_keys) if cols.start <= last and cols.stop > first]
 
 
 def _sum_dtype(x):

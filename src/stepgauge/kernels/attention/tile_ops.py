@@ -81,6 +81,44 @@ def _end_of_whole_tiles(first, last, row, IS_CAUSAL: tl.constexpr, BLOCK_N: tl.c
 
 
 @triton.jit
+def _seen_by(
+    index_X, spans, num_own, num_other,
+    OF_KEYS: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """First and last key that each query sees, or OF_KEYS the queries that see each key. A row past
+    the end sees what the last one sees. `spans`: where each token's sequence begins and ends.
+    """
+    index_X = tl.minimum(index_X, num_own - 1)
+    first_X = tl.zeros_like(index_X)
+    last_X = first_X + (num_other - 1)
+    if WINDOW > 0:
+        first_X = tl.maximum(first_X, index_X - (WINDOW - 1))
+        last_X = tl.minimum(last_X, index_X + (WINDOW - 1))
+    if IS_CAUSAL:
+        if OF_KEYS:
+            first_X = tl.maximum(first_X, index_X)
+        else:
+            last_X = tl.minimum(last_X, index_X)
+    if PACKED:
+        first_X = tl.maximum(first_X, tl.load(spans + index_X))
+        last_X = tl.minimum(last_X, tl.load(spans + num_own + index_X) - 1)
+    return first_X, last_X
+
+
+@triton.jit
+def _edges(first_X, last_X, BLOCK: tl.constexpr):
+    """Where the tiles begin that any row sees, where those begin and end that all rows see whole,
+    and where the last one ends.
+    """
+    begin = tl.min(first_X, 0) // BLOCK * BLOCK
+    end = tl.max(last_X, 0) + 1
+    whole = tl.cdiv(tl.max(first_X, 0), BLOCK) * BLOCK
+    stop = (tl.min(last_X, 0) + 1) // BLOCK * BLOCK
+    has_whole = whole < stop
+    return begin, tl.where(has_whole, whole, begin), tl.where(has_whole, stop, begin), end
+
+
+@triton.jit
 def _load_rows(
     x, b, h, row, stride_b, stride_h, stride_t, num_rows,
     HEAD_WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, USE_TMA: tl.constexpr, MASK: tl.constexpr,

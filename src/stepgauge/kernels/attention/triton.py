@@ -59,16 +59,22 @@ def _forward_launch(key, tiles, num_splits, chunk):
     return PlannedLaunch(
         forward_kernel,
         (num_tiles * all_heads, num_splits, 1),
-        (*key.q.steps, *key.k.steps, *key.v.steps, *(key.o.steps if num_splits == 1 else _part_steps(key.q)),
+        (*no_spans(key), *key.q.steps, *key.k.steps, *key.v.steps,
+         *(key.o.steps if num_splits == 1 else _part_steps(key.q)),
          num_heads, all_heads, num_queries, num_keys, num_tiles, section, chunk, *_part_sizes(key),
          key.scale * math.log2(math.e)),
         {"IS_CAUSAL": key.is_causal, "HAS_TAIL": key.is_causal or num_keys % tiles.block_k != 0,
          "SPLIT": num_splits > 1, "GROUP": key.group,
          "HEAD_WIDTH": head_width, "BLOCK_D": key.width, "BLOCK_M": tiles.block_q, "BLOCK_N": tiles.block_k,
-         "PRECISION": key.products(tiles), "USE_TMA": tiles.use_tma},
+         "PRECISION": key.products(tiles), "USE_TMA": tiles.use_tma, "WINDOW": key.window, "PACKED": key.is_packed},
         tiles,
         boxes=boxes_of(tiles, key.width, (key.q, tiles.block_q), (key.k, tiles.block_k), (key.v, tiles.block_k)),
     )  # fmt: skip
+
+
+def no_spans(key):
+    """What stands for `spans`, the last tensor of a kernel, where sequences are not packed."""
+    return () if key.is_packed else (None,)
 
 
 def _combine_launch(key, num_splits, chunk):
@@ -93,7 +99,7 @@ def _part_sizes(key):
 
 
 @on_device
-def forward(q, k, v, is_causal, scale, *, num_splits=None):
+def forward(q, k, v, is_causal, scale, window=0, spans=None, *, num_splits=None):
     """o and the log-sum-exp of q (B, H, T_q, D) and k, v (B, K, T_k, D), H a multiple of K. lse is
     fp32 (B, H, T_q).
     """
@@ -102,17 +108,22 @@ def forward(q, k, v, is_causal, scale, *, num_splits=None):
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return o, lse
-    key = launch_key(q, k, v, is_causal, scale, num_splits, o=o)
+    seen = {"window": window, "is_packed": spans is not None}
+    key = launch_key(q, k, v, is_causal, scale, num_splits, o=o, **seen)
     step, stream = _plan_forward(key), stream_of(q)
-    _run_forward(step, stream, q, k, v, o, lse)
+    _run_forward(step, stream, q, k, v, o, lse, *_given(spans))
     if extension.takes(key):
         _offer_forward(key, step, q, k, v, o.numel(), lse.numel())
     return o, lse
 
 
-def _run_forward(step, stream, q, k, v, o, lse):
+def _given(spans):
+    return () if spans is None else (spans,)
+
+
+def _run_forward(step, stream, q, k, v, o, lse, *spans):
     if step.combine is None:
-        step.main(stream, q, k, v, o, lse)
+        step.main(stream, q, k, v, o, lse, *spans)
         return
     parts = torch.empty(
         step.num_splits * (o.numel() + lse.numel()), dtype=torch.float32, device=q.device
@@ -203,13 +214,13 @@ def _dq_launch(key, tiles, num_splits, chunk, steps):
     return PlannedLaunch(
         dq_kernel,
         (num_tiles * all_heads, num_splits, 1),
-        (*key.q.steps, *key.k.steps, *key.v.steps, *key.do.steps, *key.o.steps, *steps,
+        (*no_spans(key), *key.q.steps, *key.k.steps, *key.v.steps, *key.do.steps, *key.o.steps, *steps,
          num_heads, all_heads, num_queries, num_keys, num_tiles, section, chunk,
          all_heads * num_queries * head_width, key.scale * math.log2(math.e), key.scale),
         {"IS_CAUSAL": key.is_causal, "HAS_TAIL": key.is_causal or num_keys % tiles.block_k != 0,
          "SPLIT": num_splits > 1, "GROUP": key.group,
          "HEAD_WIDTH": head_width, "BLOCK_D": key.width, "BLOCK_M": tiles.block_q, "BLOCK_N": tiles.block_k,
-         "PRECISION": key.products(tiles), "USE_TMA": tiles.use_tma},
+         "PRECISION": key.products(tiles), "USE_TMA": tiles.use_tma, "WINDOW": key.window, "PACKED": key.is_packed},
         tiles,
         boxes=boxes_of(tiles, key.width, (key.q, tiles.block_q), (key.k, tiles.block_k), (key.v, tiles.block_k),
                      (key.do, tiles.block_q)),
@@ -258,14 +269,15 @@ def _dkdv_launch(key, tiles, num_splits, chunk, steps, with_dq, grads):
     return PlannedLaunch(
         dkdv_kernel,
         (num_tiles * all_kv_heads, num_splits, 1),
-        (*key.q.steps, *key.k.steps, *key.v.steps, *key.do.steps, *steps,
+        (*no_spans(key), *key.q.steps, *key.k.steps, *key.v.steps, *key.do.steps, *steps,
          num_heads, all_kv_heads, num_queries, num_keys, num_tiles, section, chunk,
          part, part, key.scale * math.log2(math.e), key.scale),
         {"IS_CAUSAL": key.is_causal, "MASK_KEYS": with_dq and num_keys % tiles.block_k != 0,
          "SPLIT": num_splits > 1, "GROUP": key.group,
          "HEAD_WIDTH": head_width, "BLOCK_D": key.width, "BLOCK_M": tiles.block_q, "BLOCK_N": tiles.block_k,
          "PRECISION": key.products(tiles), "USE_TMA": tiles.use_tma, "WITH_DQ": with_dq,
-         "ORDER": tiles.order, "GRADS": grads, "THREADS": 32 * tiles.num_warps},
+         "ORDER": tiles.order, "GRADS": grads, "THREADS": 32 * tiles.num_warps,
+         "WINDOW": key.window, "PACKED": key.is_packed},
         tiles,
         boxes=boxes,
     )  # fmt: skip
@@ -290,7 +302,10 @@ def _plan_delta(key, dq_steps):
 
 
 @on_device
-def backward(do, q, k, v, o, lse, is_causal, scale, deterministic=True, *, num_splits=None):
+def backward(
+    do, q, k, v, o, lse, is_causal, scale, deterministic=True, window=0, spans=None, *,
+    num_splits=None,
+):  # fmt: skip
     """(dq, dk, dv) of `forward`, each in its input's type and order of dimensions.
 
     Deterministic: seven products in two kernels, and sums in a fixed order. Otherwise five products
@@ -300,7 +315,9 @@ def backward(do, q, k, v, o, lse, is_causal, scale, deterministic=True, *, num_s
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_()
-    key = launch_key(q, k, v, is_causal, scale, num_splits, o=o, do=do)
+    seen = {"window": window, "is_packed": spans is not None}
+    key = launch_key(q, k, v, is_causal, scale, num_splits, o=o, do=do, **seen)
+    spans = _given(spans)
     deterministic = deterministic or not heuristics.fused_fits(
         itemsize=q.element_size(), head_width=q.shape[3]
     )
@@ -311,8 +328,9 @@ def backward(do, q, k, v, o, lse, is_causal, scale, deterministic=True, *, num_s
         whole = cut = q, k, v, do
         if for_dq.is_bf16x3 or for_dkdv.is_bf16x3:
             cut = bf16x3.cut(key, *whole, o, delta)
-        _run_dq(for_dq, *(cut if for_dq.is_bf16x3 else whole), o, lse, delta, dq)
-        _run_dkdv(for_dkdv, *(cut if for_dkdv.is_bf16x3 else whole), lse, delta, dk, dv, None)
+        _run_dq(for_dq, *(cut if for_dq.is_bf16x3 else whole), o, lse, delta, dq, *spans)
+        operands = cut if for_dkdv.is_bf16x3 else whole
+        _run_dkdv(for_dkdv, *operands, lse, delta, dk, dv, None, *spans)
         if extension.takes(key):
             _offer_backward(key, for_dq, for_dkdv, q, k, v, do, o)
         return dq, dk, dv
@@ -331,6 +349,7 @@ def backward(do, q, k, v, o, lse, is_causal, scale, deterministic=True, *, num_s
         dk,
         dv,
         dq_sum,
+        *spans,
     )
     if q.dtype == torch.float32:
         return dq_sum, dk, dv
@@ -338,23 +357,24 @@ def backward(do, q, k, v, o, lse, is_causal, scale, deterministic=True, *, num_s
     return dq, dk, dv
 
 
-def _run_dq(step, q, k, v, do, o, lse, delta, dq):
+def _run_dq(step, q, k, v, do, o, lse, delta, dq, *spans):
     out, stream = dq, stream_of(q)
     if step.reduce is not None:
         out = torch.empty((step.num_splits, *dq.shape), dtype=torch.float32, device=dq.device)
     for launch in step.mains:
-        launch(stream, q, k, v, do, o, lse, delta, out)
+        launch(stream, q, k, v, do, o, lse, delta, out, *spans)
     if step.reduce is not None:
         step.reduce(stream, out, dq, dq)
 
 
-def _run_dkdv(step, q, k, v, do, lse, delta, dk, dv, dq_sum):
+def _run_dkdv(step, q, k, v, do, lse, delta, dk, dv, dq_sum, *spans):
     dk_out, dv_out, stream = dk, dv, stream_of(q)
     if step.reduce is not None:
         parts = torch.empty((2, step.num_splits, *dk.shape), dtype=torch.float32, device=dk.device)
         dk_out, dv_out = parts[0], parts[1]
     for launch in step.mains:
-        launch(stream, q, k, v, do, lse, delta, dk_out, dv_out, delta if dq_sum is None else dq_sum)
+        unused_or_sum = delta if dq_sum is None else dq_sum
+        launch(stream, q, k, v, do, lse, delta, dk_out, dv_out, unused_or_sum, *spans)
     if step.reduce is not None:
         step.reduce(stream, parts, dk, dv)
 
