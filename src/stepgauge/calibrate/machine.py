@@ -8,6 +8,7 @@ import torch
 from stepgauge.bench import comm
 from stepgauge.bench.sweep import Job
 from stepgauge.calibrate import contention, run
+from stepgauge.calibrate.grids import grid_of
 from stepgauge.report.comm import links
 from stepgauge.spec.calibration import KERNEL_CLASSES, CalibrationSpec, ContentionSpec
 from stepgauge.spec.comm import CommSpec, sizes
@@ -41,7 +42,8 @@ def jobs(device: torch.device, ranks: Sequence[int], only: str = "") -> list[Job
 
 
 def _operation(name: str, device: torch.device, ranks: int = 1) -> CalibrationSpec:
-    return CalibrationSpec(operation=name, device=str(device), ranks=ranks)
+    seconds = grid_of(device.type).longest_s
+    return CalibrationSpec(operation=name, device=str(device), ranks=ranks, seconds=seconds)
 
 
 def _is_of_cpu_ranks(name: str) -> bool:

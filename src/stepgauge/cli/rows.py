@@ -111,7 +111,14 @@ def run_jobs(jobs: Sequence["Job"], store: "RunStore", *, fresh: bool) -> list["
     store = store_for(store.folder)
     records, reused = [], 0
     asked = [job.asked for job in jobs]
-    names = dict(zip((record.key for record in asked), labels(asked), strict=True))
+    names = {
+        (record.key, record.provenance): label
+        for record, label in zip(asked, labels(asked), strict=True)
+    }
+
+    def name_of(job: "Job") -> str:
+        return names[job.asked.key, job.provenance]
+
     try:
         with store.held(), progress(len(jobs), "rows") as (bar, task):
             for problem in store.read().problems:
@@ -120,7 +127,7 @@ def run_jobs(jobs: Sequence["Job"], store: "RunStore", *, fresh: bool) -> list["
                 jobs,
                 store,
                 fresh=fresh,
-                starting=lambda job: bar.update(task, description=names[job.asked.key]),
+                starting=lambda job: bar.update(task, description=name_of(job)),
             ):
                 records.append(outcome.record)
                 reused += outcome.was_there
@@ -128,7 +135,7 @@ def run_jobs(jobs: Sequence["Job"], store: "RunStore", *, fresh: bool) -> list["
                 # require_success says it
                 alone_and_failed = len(jobs) == 1 and outcome.record.status == "failed"
                 if not outcome.was_there and not alone_and_failed:
-                    tell(summary(outcome.record, names[outcome.job.asked.key]))
+                    tell(summary(outcome.record, name_of(outcome.job)))
     except GroupError as error:
         raise RunFailedError(str(error)) from error
     for sentence in launchers_of(records):

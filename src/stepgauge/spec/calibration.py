@@ -79,6 +79,9 @@ class CalibrationSpec:
 
     operation: str = option("matmul nt bf16", "operation and type", label=True)
     milliseconds: float = option(4.0, "of work that each shape is timed for", least=0.0, most=1e4)
+    seconds: float = option(
+        20.0, "for all shapes; those that are left are left out", least=0.0, most=1e4
+    )
     ranks: int = option(
         1, "that time it side by side, sharing a CPU", least=1, most=4096, label=True,
         hidden_default=1,

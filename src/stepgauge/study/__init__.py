@@ -21,6 +21,7 @@ from stepgauge.study import (
     sharded_state,
     step_time,
     training,
+    validation,
     warm_up,
 )
 
@@ -42,5 +43,6 @@ EXPERIMENTS = (
     ddp_vs_fsdp.EXPERIMENT,
     pipeline.EXPERIMENT,
     broadcast.EXPERIMENT,
+    validation.EXPERIMENT,
     training.EXPERIMENT,
 )

@@ -1,0 +1,128 @@
+"""E14: steps predicted from a calibration of this machine, then run."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepgauge.bench.jobs import job_of
+from stepgauge.bench.sweep import Job
+from stepgauge.calibrate import run as calibration
+from stepgauge.calibrate.machine import hardware_file
+from stepgauge.cost.operations import StepOperations
+from stepgauge.measure.environment import environment
+from stepgauge.report.page import Block, Text
+from stepgauge.spec.calibration import CalibrationSpec
+from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.hardware_files import file_of
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.record import Record
+from stepgauge.spec.store import RunStore
+from stepgauge.study import collectives
+from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.sizes import step_spec
+from stepgauge.validate import views
+from stepgauge.validate.before import BEFORE
+from stepgauge.validate.errors import sentence
+from stepgauge.validate.predicted import predicted
+
+ON_CPU = (
+    "On a CPU the calibration takes a second an operation, and ranks share the cores with each "
+    "other and with whatever else runs: errors say as much of the machine's quiet as of the model."
+)
+LINKS = ("all_reduce", "all_gather", "reduce_scatter")
+CALIBRATION_S = 1.0  # an operation, over all its shapes: those of small steps
+BATCH, CONTEXT = 4, 96  # of no other experiment: each row is predicted before it is run
+
+
+def needs(machine: Machine) -> str | None:
+    if machine.is_gpu and file_of(machine.name, 0) is None:
+        return "no hardware file of this device: stepgauge calibrate makes one in 5 minutes"
+    return None
+
+
+def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+    """A calibration of what the steps need, predictions, and the steps."""
+    specs = _specs(machine)
+    predict = functools.partial(predict_row, folder=folder)
+    return [
+        *([] if machine.is_gpu else _calibration(machine, specs)),
+        *(Job(predict, spec, process="prediction", provenance="modelled") for spec in specs),
+        *(job_of(spec, folder) for spec in specs),
+    ]
+
+
+def _specs(machine: Machine) -> list[Any]:
+    if machine.is_gpu:
+        return [
+            step_spec(machine, size, load=(4, 384), precision=precision, compile=compile)
+            for size in ("small", "medium")
+            for precision, compile in (("fp32", "off"), ("bf16", "off"), ("bf16", "on"))
+        ]
+    model = ModelSpec.preset("tiny", context_length=CONTEXT)
+    ranks = [
+        DataParallelSpec(model=model, size="tiny", wrapper=wrapper, batch=BATCH // 2, warmup=2,
+                         steps=5)
+        for wrapper in ("naive", "bucketed", "zero1")
+    ]  # fmt: skip
+    alone = [step_spec(machine, size, load=(BATCH, CONTEXT)) for size in ("nano", "tiny")]
+    return [*alone, *(spec.canonical() for spec in ranks)]
+
+
+def _calibration(machine: Machine, specs: Sequence[Any]) -> list[Job]:
+    """The operations of the steps, alone and on two ranks side by side, and collectives, which are
+    those of the experiment of that name.
+    """
+    phases = StepOperations(specs[0]).phases().values()
+    names = dict.fromkeys(term.operation for terms in phases for term in terms)
+    operations = [
+        CalibrationSpec(operation=name, ranks=ranks, seconds=CALIBRATION_S, device=machine.device)
+        for ranks in (1, 2)
+        for name in names
+    ]
+    links = [job for job in collectives.jobs(machine, Path()) if _is_needed(job.spec)]
+    return [*map(calibration.job, operations), *links]
+
+
+def _is_needed(spec: Any) -> bool:
+    return spec.op in LINKS and spec.algorithm == "library"
+
+
+def predict_row(spec: Any, folder: Path) -> Record:
+    """The prediction of a row, from the calibration in the run's folder, else from this device's
+    hardware file. Raises ValueError for what is not modelled.
+    """
+    where = environment(torch.device(spec.device))
+    known = file_of(where["device"], where["threads"])
+    hardware = HardwareFile.read(known) if known else HardwareFile(name="study")
+    if spec.device == "cpu":
+        hardware = hardware_file(RunStore(folder).read().latest(), HardwareFile(name="study"))
+    record = predicted(spec, hardware)
+    return Record(
+        kind=record.kind,
+        spec=record.spec,
+        metrics=record.metrics,
+        tables=record.tables,
+        environment=where,
+        provenance="modelled",
+        note=BEFORE,
+    )
+
+
+def blocks(records: Sequence[Record]) -> Sequence[Block]:
+    return views.blocks(records) or [Text("No step was both predicted and measured.")]
+
+
+EXPERIMENT = Experiment(
+    name="validation",
+    title="Predicted and measured",
+    question=views.QUESTION,
+    method=f"{views.METHOD} {ON_CPU}",
+    jobs=jobs,
+    blocks=blocks,
+    answer=sentence,
+    needs=needs,
+)

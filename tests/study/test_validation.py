@@ -1,0 +1,56 @@
+"""The study's predictions: made from the calibration of the same run, and not made twice."""
+
+import dataclasses
+
+import torch
+
+from stepgauge.measure.environment import environment
+from stepgauge.spec.calibration import CalibrationSpec
+from stepgauge.spec.record import Record
+from stepgauge.spec.store import RunStore
+from stepgauge.study import validation
+from stepgauge.study.experiment import Machine
+from stepgauge.validate.before import BEFORE
+
+CPU = Machine(device="cpu", name="Test CPU", bytes=24 * 2**30, has_compiler=True)
+AXES = {"matmul": "mnk", "rmsnorm": "mn", "attention": "htd", "cross-entropy": "mv"}
+
+
+def timed(spec):
+    """As the calibration's job would give it: one shape, 10 us."""
+    axes = AXES.get(spec.operation.split()[0], "b")
+    rows = [[*axes, "us", "MHz"], [*(64 for _ in axes), 10.0, 2000.0],
+            [*(128 for _ in axes), 70.0, 2000.0]]  # fmt: skip
+    return Record(
+        kind=spec.kind,
+        spec=dataclasses.asdict(spec),
+        tables={"times": rows},
+        environment=environment(torch.device("cpu")),
+    )
+
+
+def test_a_row_is_predicted_from_the_runs_calibration_and_found_again(tmp_path):
+    jobs = validation.jobs(CPU, tmp_path)
+    store = RunStore(tmp_path)
+    store.prepare()
+    for job in jobs:
+        if isinstance(job.spec, CalibrationSpec):
+            store.append(timed(job.spec))
+    predictions = [job for job in jobs if job.provenance == "modelled"]
+    measured = [job for job in jobs if job.spec in {each.spec for each in predictions}]
+    assert len(measured) == 2 * len(predictions) >= 8
+    assert [job.provenance for job in measured[: len(predictions)]] == ["modelled"] * len(
+        predictions
+    )
+    first = predictions[0]
+    record = first.run(first.spec)
+    assert record.note == BEFORE and record.median("step_ms") > 0
+    asked = dataclasses.replace(first.asked, environment=environment(torch.device("cpu")))
+    assert record.identity == asked.identity  # a second run finds it and keeps it
+
+
+def test_a_gpu_without_a_hardware_file_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    gpu = dataclasses.replace(CPU, device="cuda", name="NVIDIA H300")
+    assert "stepgauge calibrate makes one" in validation.needs(gpu)
+    assert validation.needs(CPU) is None
