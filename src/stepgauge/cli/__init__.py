@@ -21,6 +21,7 @@ COMMANDS = {
     "calibrate": "calibrate:calibrate",
     "predict": "predict:predict",
     "validate": "validate:validate",
+    "tune": "tune:tune",
     "bench": "bench:app",
     "profile": "profile:app",
     "comm": "comm:app",

@@ -1,0 +1,90 @@
+"""`stepgauge tune`: the fastest measured configuration of a model on this machine."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from stepgauge.cli.beside import Hardware, hardware_of, predict_rows, print_beside
+from stepgauge.cli.console import print_table, tell
+from stepgauge.cli.options import Values, spec_options
+from stepgauge.cli.rows import Fresh, Out, resolve_devices, run_jobs
+from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.record import Record
+from stepgauge.spec.step import StepSpec
+from stepgauge.spec.store import RunStore
+
+CONFIG = "tuned.toml"
+
+
+@spec_options(DataParallelSpec, StepSpec, ModelSpec, sweep=True, without=("device",))
+def tune(
+    *,
+    values: Values,
+    ranks: Annotated[
+        int, Parameter(help="Processes, each with a device of its own: tunes the wrapper, too.")
+    ] = 1,
+    device: Annotated[str, Parameter(help="As in bench step.")] = "auto",
+    best: Annotated[int, Parameter(help="Candidates that are measured, by prediction.")] = 4,
+    hardware: Hardware = None,
+    out: Out = Path("runs/tune"),
+    fresh: Fresh = False,
+) -> None:
+    """Find the fastest step: precision, compile, kernels, batch, checkpointing, and over ranks the
+    wrapper.
+
+    What is given is fixed, or with several values a choice whose first is the usual one; the rest
+    is chosen from what this device can take. Candidates are predicted first, and the best few
+    measured; where nothing can be predicted (a network of your own, no hardware file) one choice
+    after the other is measured. Prints what each choice gains, the winner's command, and writes it
+    as a file for --config.
+    """
+    from stepgauge.bench.jobs import job_of
+    from stepgauge.measure.devices import resolve
+    from stepgauge.tune import search
+    from stepgauge.tune.choices import space
+    from stepgauge.tune.told import command_line, gain_table, sentence, write_config
+
+    if best < 1 or ranks < 1:
+        raise ValueError(f"best is {best} and ranks is {ranks}; both must be at least 1")
+    given = values if "size" in values or "model" in values else {"size": ("small",), **values}
+    candidates = space(given, device=str(resolve(device)), ranks=ranks)
+    resolve_devices([candidates.require(candidates.usual)])
+    path = hardware or hardware_of(str(resolve(device)))
+    known = HardwareFile.read(path) if path else None
+    measured: dict[str, Record] = {}
+
+    def measure(specs: Sequence[Any]) -> list[Record]:
+        jobs = [job_of(spec, out) for spec in specs]
+        new = [job for job in jobs if job.asked.key not in measured]
+        if new:
+            asked = [job.spec for job in new]
+            predict_rows(asked, out, hardware=path, no_predict=path is None, fresh=fresh)
+            found = run_jobs(new, RunStore(out), fresh=fresh)
+            measured.update((record.key, record) for record in found)
+        return [measured[job.asked.key] for job in jobs]
+
+    tuned = search.tune(candidates, measure, functools.partial(_predicted, known), best=best)
+    modelled = [r for r in RunStore(out).read().latest() if r.provenance == "modelled"]
+    print_beside([r for r in modelled if r.key in measured], list(measured.values()), "table")
+    print_table(gain_table(tuned))
+    tell(sentence(tuned))
+    write_config(tuned, candidates, out / CONFIG)
+    print(command_line(tuned))
+    tell(f"the same as a file: --config {out / CONFIG}")
+
+
+def _predicted(hardware: HardwareFile | None, spec: Any) -> Record | None:
+    """The prediction, where the machine was calibrated and the step is modelled."""
+    from stepgauge.validate.predicted import predicted
+
+    if hardware is None:
+        return None
+    try:
+        return predicted(spec, hardware)
+    except ValueError:
+        return None

@@ -1,0 +1,90 @@
+"""Which candidates are measured, and what each choice is said to gain."""
+
+import dataclasses
+
+import pytest
+
+from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.step import StepSpec
+from stepgauge.tune.choices import ON_GPUS, Space, space
+from stepgauge.tune.search import tune
+from stepgauge.tune.told import gain_table, sentence
+
+# How many times as fast each value makes a step.
+FASTER = {"bf16": 4.0, "on": 1.5, "triton": 0.9, "blocks": 0.75, 16: 1.2, 8: 1.1}
+NANO = {"size": ("nano",), "precision": ("fp32", "bf16"), "compile": ("off", "on"),
+        "batch": (4, 8, 16), "checkpointing": ("none", "blocks"), "device": ("cpu",)}  # fmt: skip
+
+
+def made(spec, provenance="measured"):
+    speed = 1000.0
+    for value in (spec.precision, spec.compile, spec.batch, spec.checkpointing):
+        speed *= FASTER.get(value, 1.0)
+    out_of_memory = spec.batch == 16 and spec.precision == "fp32" and provenance == "measured"
+    return Record(
+        kind="step",
+        spec=dataclasses.asdict(spec),
+        metrics={} if out_of_memory else {"tokens_per_s": Sample.exact(speed, "tokens/s")},
+        provenance=provenance,
+        status="oom" if out_of_memory else "ok",
+    )
+
+
+class Machine:
+    """Measures as FASTER says, and remembers what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def measure(self, specs):
+        self.asked += [spec for spec in specs if spec not in self.asked]
+        return [made(spec) for spec in specs]
+
+
+def test_without_predictions_one_choice_after_the_other_is_measured():
+    machine, candidates = Machine(), Space(StepSpec, NANO)
+    tuned = tune(candidates, machine.measure, lambda spec: None)
+    won = tuned.winner.spec
+    assert [won[n] for n in ("precision", "compile", "batch", "checkpointing")] == [
+        "bf16",
+        "on",
+        16,
+        "none",
+    ]
+    assert tuned.speedup == pytest.approx(4.0 * 1.5 * 1.2)
+    assert len(machine.asked) <= 1 + 1 + 1 + 2 + 1 + 3 < tuned.candidates == 24
+    gains = {gain.choice: gain.ratio for gain in tuned.gains}
+    # bf16 at batch 16 has no partner: in fp32 that did not fit
+    assert gains == {"precision": None, "compile": pytest.approx(1.5), "batch": pytest.approx(1.2)}
+    assert "none of 24 candidates could be predicted" in sentence(tuned)
+    assert gain_table(tuned).rows[0] == ["precision", "bf16", "fp32", None]
+
+
+def test_with_predictions_the_best_few_are_measured_and_what_they_miss_is_found_out():
+    machine, candidates = Machine(), Space(StepSpec, {**NANO, "precision": ("fp32",)})
+    tuned = tune(candidates, machine.measure, lambda spec: made(spec, "modelled"), best=3)
+    # the two that were predicted to be fastest did not fit
+    assert tuned.winner.spec["batch"] == 8 and tuned.winner.spec["compile"] == "on"
+    assert tuned.predicted == tuned.candidates == 12
+    assert "12 of 12 candidates were predicted" in sentence(tuned)
+    assert {gain.choice for gain in tuned.gains} == {"compile", "batch"}
+
+
+def test_nothing_that_runs_is_an_error():
+    candidates = Space(StepSpec, NANO)
+    usual = made(candidates.require(candidates.usual))
+    broken = dataclasses.replace(usual, status="failed", note="no")
+    with pytest.raises(ValueError, match="no candidate ran: no"):
+        tune(candidates, lambda specs: [broken] * len(specs), lambda spec: None)
+
+
+def test_what_is_given_counts_more_than_the_devices_candidates():
+    found = space({"size": ("small",), "precision": ("bf16",), "batch": (2, 32)}, device="cuda")
+    assert "precision" not in found.choices and found.choices["batch"] == (2, 32)
+    assert found.choices["attention"] == ON_GPUS["attention"] and "wrapper" not in found.values
+    over = space({"size": ("small",)}, device="cuda", ranks=4)
+    assert over.usual["wrapper"] == "bucketed" and over.require(over.usual).ranks == 4
+    # zero3 takes no compiled module: that combination is none
+    assert over.spec({**over.usual, "wrapper": "zero3", "compile": "on"}) is None
+    with pytest.raises(ValueError, match="seconds is no option of a step over 4 ranks"):
+        space({"seconds": (1.0,)}, device="cuda", ranks=4)
