@@ -86,6 +86,17 @@ def test_accumulation_repeats_forward_and_backward_alone():
     assert longer == pytest.approx(passes, rel=0.01)  # the host is ahead after the first
 
 
+@pytest.mark.parametrize("layout", ["dp2 zero2", "tp2", "pp2 1f1b m16", "pp2 zbv m16 dp2"])
+def test_the_coarse_step_is_the_step(layout):
+    """Blocks as one work and repeated micro-batches counted: near enough to rank layouts."""
+    asked = {"model": MODEL, "size": "2.7b", "layout": layout, "precision": "bf16-pure"}
+    spec = LayoutSpec(device="cuda", batch=64, accumulation=4, **asked)
+    fine, coarse = (
+        predict_layout(spec, wired(), coarse=how).median("step_ms") for how in (False, True)
+    )
+    assert coarse == pytest.approx(fine, rel=0.02)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_pipelines_measured_on_four_gpus(schedule):
     """Computing was calibrated on another device, an H100: what the schedule adds is compared, too."""

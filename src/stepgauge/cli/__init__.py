@@ -22,6 +22,7 @@ COMMANDS = {
     "predict": "predict:predict",
     "validate": "validate:validate",
     "tune": "tune:tune",
+    "plan": "plan:command",
     "bench": "bench:app",
     "profile": "profile:app",
     "comm": "comm:app",

@@ -12,7 +12,7 @@ from stepgauge.cost.program import DATA, DataAxis, Group, Program, RankStep
 from stepgauge.cost.terms import TRAFFIC, Term
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.plan.buckets import Bucket, Parameter, plan_buckets, plan_launches
-from stepgauge.spec.plan.shards import plan_owners
+from stepgauge.spec.plan.shards import dealt, plan_owners
 
 FIRST_BUCKET_MB = 1.0  # as parallel/data_parallel.py
 NUM_PARTS = 4  # of an optimizer step, as parallel/zero.py: one is sent while the next is updated
@@ -58,6 +58,15 @@ def parameters_of(step: RankStep, reduce_dtype: str = "own") -> list[Parameter]:
             if numel
         ]
     return found[::-1]
+
+
+def most_owned(operations: StepOperations, ranks: int) -> int:
+    """Elements of the fullest owner: parameters are owned whole (spec/plan/shards.py), so that no
+    rank has less than the largest of them.
+    """
+    matrices = operations.block_matrices * len(operations.blocks) + operations.end_matrices
+    vectors = operations.num_parameters - sum(matrices)
+    return max(dealt(matrices, [0] * ranks)[0]) + -(-vectors // ranks)
 
 
 class Bucketed(DataAxis):
@@ -125,14 +134,23 @@ class Bucketed(DataAxis):
 
     def message(self, buckets: Sequence[Bucket]) -> tuple[str, float]:
         """The collective that a launch is, and the bytes of its whole tensor. Reductions to several
-        owners at once keep all links busy as a reduce-scatter does; the fullest owner decides.
+        owners at once are a reduce-scatter, as far as the fullest owner's wire allows.
         """
-        if buckets[0].owner is None:
-            return "all_reduce", sum(bucket.bytes for bucket in buckets)
+        total = sum(bucket.bytes for bucket in buckets)
+        if not WRAPPERS[self.sending.wrapper].shards("gradients"):
+            return "all_reduce", total
         by_owner = [0] * self.sending.ranks
         for bucket in buckets:
-            by_owner[bucket.owner or 0] += bucket.bytes
-        return "reduce_scatter", max(by_owner) * self.sending.ranks
+            if bucket.owner is not None:
+                by_owner[bucket.owner] += bucket.bytes
+        return "reduce_scatter", max(total, _through_one(max(by_owner), self.sending.ranks))
+
+
+def _through_one(nbytes: float, ranks: int) -> float:
+    """Bytes of a reduce-scatter or all-gather that takes as long as so many into or out of one
+    rank.
+    """
+    return nbytes * ranks / (ranks - 1)
 
 
 class Owned(Bucketed):
@@ -140,23 +158,29 @@ class Owned(Bucketed):
     gradient is reduced to that rank alone.
     """
 
+    def __init__(self, sending: Sending, step: RankStep):
+        self.coarse = step.coarse
+        super().__init__(sending, step)
+        self.own = most_owned(step.operations, sending.ranks)
+
     def owners(self) -> Mapping[str, int] | None:
-        self.plan = plan_owners(self.parameters, ranks=self.sending.ranks)
-        return self.plan.owners if WRAPPERS[self.sending.wrapper].shards("gradients") else None
+        """In a coarse step a block is one parameter, which no rank owns as a whole."""
+        if self.coarse or not WRAPPERS[self.sending.wrapper].shards("gradients"):
+            return None
+        return plan_owners(self.parameters, ranks=self.sending.ranks).owners
 
     def optimizer(self, program: Program, operations: StepOperations, prices: Prices) -> None:
         """In parts: while one is broadcast, the next is updated. Broadcasts of all owners together
-        are an all-gather.
+        are an all-gather, as far as the fullest owner's wire allows.
         """
-        own = max(self.plan.elements)
-        term = operations.optimizer(own / NUM_PARTS)
-        nbytes = own * self.sending.ranks * operations.how.residual / NUM_PARTS
-        sent = prices.collective("all_gather", nbytes, "data")
+        term = operations.optimizer(self.own / NUM_PARTS)
+        sent = max(operations.num_parameters, _through_one(self.own, self.sending.ranks))
+        us = prices.collective("all_gather", sent * operations.how.residual / NUM_PARTS, "data").us
         works = []
         for part in range(NUM_PARTS):
             place = program.compute(f"optimizer {part}", prices.of(term).us, term.operation)
             name = f"broadcast {part}"
-            works.append(program.send(name, DATA, sent.us, "all_gather", after=place))
+            works.append(program.send(name, DATA, us, "all_gather", after=place))
         program.wait(*works)
 
 

@@ -19,3 +19,8 @@ class Estimate:
 
     us: float
     source: str
+
+
+# The fraction by which a time of each source may be off: steps of calibrated and interpolated
+# shapes were within 3 and 5 % (docs/predict.md); the others are assumed.
+SPREAD = {CALIBRATED: 0.03, INTERPOLATED: 0.05, EXTRAPOLATED: 0.15, TRANSFERRED: 0.2, ASSUMED: 0.3}

@@ -14,7 +14,7 @@ from stepgauge.cost.host import Launching, launching
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.memory import Memory, pipeline_memory, step_memory
 from stepgauge.cost.operations import Share, StepOperations
-from stepgauge.cost.outcome import outcome
+from stepgauge.cost.outcome import Outcome, outcome
 from stepgauge.cost.pipeline import bubble_row, span_rows
 from stepgauge.cost.prices import GLOO, NCCL, Prices
 from stepgauge.cost.program import DATA, TENSOR, Program, RankStep
@@ -22,10 +22,13 @@ from stepgauge.cost.stages import durations
 from stepgauge.cost.step import modelled, rates, term_rows
 from stepgauge.cost.timeline import Timeline, simulate
 from stepgauge.spec.layout import WRAPPERS
+from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.plan.pipeline import Schedule, lower
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import WorkSpec
+
+SHORTEST = 3  # rounds of a pipeline's ranks, after which a schedule repeats itself
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,11 +50,12 @@ class Predicted:
     timeline: Timeline | None = None
 
 
-def predict_layout(spec: LayoutSpec, machine: Machine) -> Record:
+def predict_layout(spec: LayoutSpec, machine: Machine, *, coarse: bool = False) -> Record:
     """The modelled record. Raises ValueError for what the cost model or the hardware file does not
-    know.
+    know. `coarse` is for layouts by the hundred: blocks are single works, and of a long pipeline
+    the micro-batches that repeat one another are counted, not simulated.
     """
-    parts = LayoutParts.of(spec, machine)
+    parts = LayoutParts.of(spec, machine, coarse=coarse)
     found = parts.predicted()
     tokens = spec.tokens_per_step
     figures = {
@@ -90,7 +94,7 @@ def predict_layout(spec: LayoutSpec, machine: Machine) -> Record:
 class LayoutParts:
     """A layout's step taken apart: what each stage computes, at what prices.
 
-    coarse  blocks as single works, for layouts by the hundred
+    coarse  as predict_layout has it
     """
 
     spec: LayoutSpec
@@ -138,20 +142,27 @@ class LayoutParts:
         return RankStep(self.stages[stage], self.prices, self.host, coarse=self.coarse)
 
     def _alone(self) -> Predicted:
-        step = self.rank_step(0)
-        program = step.program(data_axis(self.sending, step), passes=self.spec.accumulation)
-        found = outcome(program, self.prices.machine.contention)
+        passes = min(self.spec.accumulation, 2) if self.coarse else self.spec.accumulation
+        found = self._outcome(passes)
+        left = self.spec.accumulation - passes  # each as the one that the second added
+        more = left * (found.step_ms - self._outcome(passes - 1).step_ms) if left else 0.0
         accumulates = self.spec.accumulation > 1
         memory = step_memory(self.stages[0], self.spec.axes, accumulates=accumulates)
         return Predicted(
-            step_ms=found.step_ms,
+            step_ms=found.step_ms + more,
             phases=found.phases,
             exposed=found.exposed,
             communication=found.communication,
             memory=memory,
         )
 
-    def _in_stages(self, plan: Schedule) -> Predicted:
+    def _outcome(self, passes: int) -> Outcome:
+        step = self.rank_step(0)
+        program = step.program(data_axis(self.sending, step), passes=passes)
+        return outcome(program, self.prices.machine.contention)
+
+    def _in_stages(self, whole: Schedule) -> Predicted:
+        plan, left = self._shortened(whole)
         schedule = lower(plan)
         taken = durations(self.stages, schedule, self.prices, self.host, self.sending)
         timeline = simulate(schedule, taken)
@@ -165,9 +176,12 @@ class LayoutParts:
             computed = max(ends.values())
             waits.append((computed, max(0.0, arrived - computed)))
             updates.append(sum(self._optimizer_ms(stage) for stage in schedule.stages(rank)))
-        passes = self.spec.accumulation * timeline.step_ms
+        # Each micro-batch that was left out keeps the busiest rank, or its host, as busy as the rest.
+        issued = taken.host_ms * max(len(row) for row in timeline.ranks)
+        steady = left * max(*timeline.busy_ms, issued) / plan.num_micro_batches
         last = max(range(len(waits)), key=lambda r: sum(waits[r]) + updates[r])
-        before = passes - timeline.step_ms
+        earlier = self.spec.accumulation - 1
+        before = earlier * timeline.step_ms + self.spec.accumulation * steady
         step_ms = before + sum(waits[last]) + updates[last]
         bubble = max(timeline.bubbles) * timeline.step_ms * self.spec.accumulation
         return Predicted(
@@ -187,6 +201,18 @@ class LayoutParts:
             bubble=bubble / step_ms,
             timeline=timeline,
         )
+
+    def _shortened(self, plan: Schedule) -> tuple[Schedule, int]:
+        """A schedule that repeats itself from some micro-batch on, with fewer of them, and how many
+        are left out; coarse only.
+        """
+        layout = self.spec.axes
+        enough = SHORTEST * layout.pipeline
+        left = (layout.microbatches - enough) // layout.pipeline * layout.pipeline
+        if not self.coarse or left <= 0:
+            return plan, 0
+        fewer = dataclasses.replace(layout, microbatches=layout.microbatches - left)
+        return schedule_of(fewer), left
 
     def _data_ms(self, stage: int) -> float:
         """Of the gradients of a stage, one bucket after another."""

@@ -18,7 +18,7 @@ from stepgauge.cost.activations import (
     stream_bytes,
 )
 from stepgauge.cost.allocator import LARGEST_SMALL, LEAST_OWN_SEGMENT, SEGMENT_ROUNDING, round_up
-from stepgauge.cost.data_axis import MOST_IN_FLIGHT
+from stepgauge.cost.data_axis import MOST_IN_FLIGHT, most_owned
 from stepgauge.cost.operations import StepOperations
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.plan.pipeline import Schedule, check
@@ -111,6 +111,23 @@ def pipeline_memory(stages: Sequence[StepOperations], layout: Layout, schedule: 
     return max(ranks, key=lambda memory: memory.peak_bytes)
 
 
+def stage_memory(stage: StepOperations, layout: Layout) -> Memory:
+    """The same, of the first rank, by what its schedule holds at once: of 1f1b p micro-batches of a
+    stage, interleaved 1.5 - 1/2p times as many, of zbv as many (docs/pipeline.md).
+    """
+    ranks, keeps = layout.pipeline, kept(stage)
+    factor = 1.5 - 0.5 / ranks if layout.schedule == "interleaved" else 1.0
+    live = min(layout.microbatches, ranks) * factor
+    base = _held(stage, layout)
+    parts = {
+        "gradients": base.gradients,
+        "activations in flight": live * keeps.total,
+        "temporaries": of_block_backward(stage) + keeps.again,
+        "buffers of transfers": 4 * stream_bytes(stage),
+    }
+    return _memory(base, parts, "rank 0", layout)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Held:
     """Bytes that a rank has all the time, and how many its gradients come to.
@@ -130,8 +147,12 @@ def _held(operations: StepOperations, layout: Layout) -> _Held:
     how, state = operations.how, STATE_BYTES[operations.spec.precision]
 
     def of(part: str, itemsize: float) -> float:
-        ranks = n if wrapper.shards(part) else 1
-        return _allocated(operations, itemsize, ranks)
+        whole = _allocated(operations, itemsize)
+        if not wrapper.shards(part) or n == 1:
+            return whole
+        if wrapper.shards("weights"):  # equal slices of each
+            return whole / n
+        return whole * most_owned(operations, n) / operations.num_parameters
 
     sharded = wrapper.shards("weights") and n > 1
     unit = operations.block_parameters * how.activation
@@ -145,9 +166,9 @@ def _held(operations: StepOperations, layout: Layout) -> _Held:
     )
 
 
-def _allocated(operations: StepOperations, itemsize: float, ranks: int) -> float:
-    """Bytes of a value for each of the share's parameters, spread over ranks. The caching
-    allocator leaves a large tensor a rest of up to 1 MiB of its segment.
+def _allocated(operations: StepOperations, itemsize: float) -> float:
+    """Bytes of a value for each of the share's parameters. The caching allocator leaves a large
+    tensor a rest of up to 1 MiB of its segment.
     """
     matrices = operations.block_matrices * len(operations.blocks) + operations.end_matrices
     rest = operations.num_parameters - sum(matrices)
@@ -156,7 +177,7 @@ def _allocated(operations: StepOperations, itemsize: float, ranks: int) -> float
         size = numel * itemsize
         spare = round_up(int(size), SEGMENT_ROUNDING) - size
         slack += spare if size >= LEAST_OWN_SEGMENT and spare <= LARGEST_SMALL else 0.0
-    return (slack + (sum(matrices) + rest) * itemsize) / ranks
+    return slack + (sum(matrices) + rest) * itemsize
 
 
 def _sum(parts: Sequence[_Held]) -> _Held:

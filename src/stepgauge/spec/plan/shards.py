@@ -38,18 +38,26 @@ def plan_owners(
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; it must be at least 1")
     by_name = {parameter.name: parameter for parameter in parameters}
-    fill = [(elements, rank) for rank, elements in enumerate(held or [0] * ranks)]
+    elements, of_size = dealt([p.numel for p in by_name.values()], held or [0] * ranks)
+    owners = _in_turns(list(reversed(by_name.values())), of_size, ranks)
+    return OwnerPlan({name: owners[name] for name in by_name}, elements)
+
+
+def dealt(
+    sizes: Iterable[int], held: Sequence[int]
+) -> tuple[tuple[int, ...], Counter[tuple[int, int]]]:
+    """Elements of each rank when parameters of these sizes are dealt out, the largest first, and
+    how many of a size each rank has.
+    """
+    fill = [(elements, rank) for rank, elements in enumerate(held)]
     heapq.heapify(fill)
     of_size: Counter[tuple[int, int]] = Counter()  # parameters by elements and rank
-    for parameter in sorted(by_name.values(), key=lambda p: -p.numel):
+    for size in sorted(sizes, reverse=True):
         elements, rank = heapq.heappop(fill)
-        of_size[parameter.numel, rank] += 1
-        heapq.heappush(fill, (elements + parameter.numel, rank))
+        of_size[size, rank] += 1
+        heapq.heappush(fill, (elements + size, rank))
     by_rank = {rank: elements for elements, rank in fill}
-    owners = _in_turns(list(reversed(by_name.values())), of_size, ranks)
-    return OwnerPlan(
-        {name: owners[name] for name in by_name}, tuple(by_rank[rank] for rank in range(ranks))
-    )
+    return tuple(by_rank[rank] for rank in range(len(held))), of_size
 
 
 def _in_turns(

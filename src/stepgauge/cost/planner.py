@@ -1,0 +1,200 @@
+"""Every layout of a training run, ranked: screened by closed formula, the best simulated."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from stepgauge.cost import overlap
+from stepgauge.cost.estimate import SPREAD
+from stepgauge.cost.layout import LayoutParts, predict_layout
+from stepgauge.cost.machine import Machine
+from stepgauge.cost.operations import require_priced
+from stepgauge.cost.screen import Candidate, Screen, Screened, candidates
+from stepgauge.spec.hardware import NOT_FOR_TENSORS
+from stepgauge.spec.layout import Layout
+from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.planning import PlanSpec
+from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.step import WorkSpec
+
+FINALISTS = 3  # simulated for each row that is asked for
+DAY_S = 86_400.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """rows       modelled records of the best layouts, fastest first
+    counted    layouts that were screened, and of these how many fit
+    screened   those that fit, by their time in closed formula
+    limit_bytes  of a device
+    """
+
+    rows: Sequence[Record]
+    counted: tuple[int, int]
+    screened: Sequence[Screened]
+    limit_bytes: int
+
+
+def plan(spec: PlanSpec, machine: Machine, *, top: int = 10) -> Plan:
+    """Raises ValueError for a device of unknown memory, and where nothing fits."""
+    require_priced(_work(spec))
+    limit = memory_limit(machine)
+    screen = Screen(spec, machine)
+    every = [screen.of(c) for c in candidates(spec, machine.network.gpus_per_node)]
+    if not every:
+        raise ValueError(
+            f"no layout spreads {spec.global_batch} sequences over {spec.gpus} GPUs; choose a "
+            f"global batch that has more common divisors with them"
+        )
+    fitting = [one for one in every if one.memory.device_bytes <= limit]
+    if not fitting:
+        least = min(one.memory.device_bytes for one in every)
+        raise ValueError(
+            f"nothing fits: the least that a layout needs is {least / 2**30:.1f} GiB a GPU, of "
+            f"{limit / 2**30:.1f}; add GPUs, or shorten the context"
+        )
+    fitting.sort(key=lambda one: one.step_us)
+    rows: list[Record] = []
+    for one in fitting:
+        if len(rows) == FINALISTS * top:
+            break
+        if (record := _simulated(one.candidate, spec, machine)) is not None:
+            rows.append(record)
+    rows = [row for row in rows if device_bytes(row) <= limit]
+    rows.sort(key=lambda row: row.median("step_ms") or 0.0)
+    return Plan(rows[:top], (len(every), len(fitting)), fitting, limit)
+
+
+def memory_limit(machine: Machine) -> int:
+    """Bytes of a device that a process can have. Raises ValueError where they are not known."""
+    peaks = machine.hardware.peaks
+    if peaks is None or not peaks.memory_gb:
+        raise ValueError(
+            f"the memory of {machine.hardware.device!r} is not known; give the hardware file peaks"
+        )
+    return peaks.memory_gb * 2**30 - NOT_FOR_TENSORS
+
+
+def device_bytes(row: Record) -> float:
+    """Of the peak and of what lies outside of torch's count."""
+    return sum(float(nbytes) for _, nbytes, _ in row.tables["memory"][1:])
+
+
+def layout_spec(candidate: Candidate, spec: PlanSpec) -> LayoutSpec:
+    """What `bench layout` runs of a candidate. Raises ValueError for what cannot be run."""
+    batch = candidate.micro_batch * candidate.layout.data * candidate.layout.microbatches
+    return LayoutSpec(
+        model=spec.model, size=spec.size, layout=str(candidate.layout), batch=batch,
+        accumulation=candidate.accumulation, precision=spec.precision, compile=spec.compile,
+        optimizer=spec.optimizer, checkpointing=candidate.checkpointing, device=spec.device,
+    )  # fmt: skip
+
+
+def _simulated(candidate: Candidate, spec: PlanSpec, machine: Machine) -> Record | None:
+    """The modelled record with what a run comes to; None for what the runtime refuses."""
+    try:
+        asked = layout_spec(candidate, spec)
+        record = predict_layout(asked, machine, coarse=True)
+    except ValueError:
+        return None
+    step_ms = record.metrics["step_ms"].median
+    more = {"spread": Sample.exact(spread(record), "fraction of the step")}
+    if spec.num_tokens:
+        seconds = spec.num_tokens / asked.tokens_per_step * step_ms / 1e3
+        more["days"] = Sample.exact(seconds / DAY_S, "days")
+        more["gpu_hours"] = Sample.exact(seconds / 3600 * spec.gpus, "GPU-hours")
+    return dataclasses.replace(record, metrics={**record.metrics, **more})
+
+
+def spread(record: Record) -> float:
+    """The fraction by which the step may be off: of each term that of its source, by its time."""
+    head, *rows = record.tables["terms"]
+    us, source = head.index("us"), head.index("source")
+    total = sum(row[us] for row in rows)
+    return sum(row[us] * SPREAD[row[source]] for row in rows) / total if total else 0.0
+
+
+def largest_micro_batch(spec: PlanSpec, machine: Machine, candidate: Candidate) -> int:
+    """Of the layout, by doubling; its global batch may grow with it."""
+    limit, screen, found = memory_limit(machine), Screen(spec, machine), candidate
+    while True:
+        larger = dataclasses.replace(found, micro_batch=2 * found.micro_batch)
+        if screen.of(larger).memory.device_bytes > limit:
+            return found.micro_batch
+        found = larger
+
+
+def longest_context(spec: PlanSpec, machine: Machine, candidate: Candidate) -> int:
+    """The longest context of the candidate's micro-batch that fits, by doubling."""
+    limit, found = memory_limit(machine), spec.model
+    while True:
+        longer = dataclasses.replace(found, context_length=2 * found.context_length)
+        screen = Screen(dataclasses.replace(spec, model=longer), machine)
+        if screen.of(candidate).memory.device_bytes > limit:
+            return found.context_length
+        found = longer
+
+
+def fastest_by(screened: Sequence[Screened], of: Callable[[Candidate], str]) -> dict[str, Screened]:
+    """The fastest of those that fit for each word that `of` gives."""
+    found: dict[str, Screened] = {}
+    for one in screened:  # the fastest come first
+        found.setdefault(of(one.candidate), one)
+    return found
+
+
+def candidate_of(row: Record) -> Candidate:
+    layout = Layout.parse(row.spec["layout"])
+    sequences = row.spec["batch"] // layout.data // layout.microbatches
+    return Candidate(layout, sequences, row.spec["accumulation"], row.spec["checkpointing"])
+
+
+def overlaps(row: Record, machine: Machine, spec: PlanSpec) -> list[overlap.Overlap]:
+    """Of the layout of a row: each axis against what could hide it, at the rates that its block
+    and its wires reach.
+    """
+    asked = LayoutSpec(**{**row.spec, "model": spec.model})
+    parts = LayoutParts.of(asked, machine)
+    stage, layout, prices = parts.stages[0], asked.axes, parts.prices
+    model, how = spec.model, stage.how
+    weights = float(model.block_matrix_parameters)
+    computing = prices.total_us(t for t in stage.forward_parts()[1] if not t.axis)
+    rate = 2 * stage.tokens * weights / layout.tensor / computing * 1e6
+    found: list[overlap.Overlap] = []
+
+    def wires(operation: str, nbytes: float, axis: str, sends: int) -> float:
+        us = prices.collective(operation, nbytes, axis).us
+        ranks = prices.axes[axis].ranks
+        return sends * nbytes * (ranks - 1) / ranks / us * 1e6
+
+    if layout.tensor > 1:
+        stream = stage.tokens * model.d_model * how.activation
+        found.append(overlap.tensor(
+            ranks=layout.tensor, width=model.d_model, block_weights=weights,
+            value_bytes=how.activation, flops_per_s=rate,
+            bytes_per_s=wires("all_gather", stream, "tensor", 1),
+        ))  # fmt: skip
+    if layout.data > 1 and layout.wrapper == "zero3":
+        unit = weights / layout.tensor * how.activation
+        found += overlap.sharded(
+            ranks=layout.data, tokens=stage.tokens, weight_bytes=how.activation,
+            flops_per_s=rate, bytes_per_s=wires("all_gather", unit, "data", 1),
+        )  # fmt: skip
+    elif layout.data > 1:
+        found.append(overlap.data_parallel(
+            ranks=layout.data, tokens=stage.tokens, gradient_bytes=how.residual,
+            flops_per_s=rate, bytes_per_s=wires("all_reduce", asked.bucket_mb * 1e6, "data", 2),
+        ))  # fmt: skip
+    if layout.pipeline > 1:
+        piece = stage.own_tokens * model.d_model * how.residual
+        found.append(overlap.pipeline(
+            blocks=len(stage.blocks), width=model.d_model / layout.tensor,
+            block_weights=weights / layout.tensor, value_bytes=how.residual, flops_per_s=rate,
+            bytes_per_s=piece / prices.transfer(piece).us * 1e6,
+        ))  # fmt: skip
+    return found
+
+
+def _work(spec: PlanSpec) -> WorkSpec:
+    return WorkSpec(
+        model=spec.model, precision=spec.precision, compile=spec.compile, optimizer=spec.optimizer
+    )

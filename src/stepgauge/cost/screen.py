@@ -1,0 +1,206 @@
+"""Layouts by the thousand, by closed formula: what a step takes and needs, near enough to tell
+which are worth a simulation.
+
+A micro-batch takes what its terms take on the fullest stage; a pipeline adds its bubble, the data
+axis what backward cannot hide.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+from stepgauge.cost.contention import USUAL
+from stepgauge.cost.data_axis import most_owned
+from stepgauge.cost.machine import Machine
+from stepgauge.cost.memory import Memory, stage_memory, step_memory
+from stepgauge.cost.operations import Share, StepOperations
+from stepgauge.cost.prices import Prices
+from stepgauge.spec.layout import WRAPPERS, Layout
+from stepgauge.spec.planning import PlanSpec
+from stepgauge.spec.step import WorkSpec
+
+SCHEDULES = ("1f1b", "interleaved", "zbv")
+STAGES = {"1f1b": 1, "interleaved": 2, "zbv": 2}
+CHECKPOINTING = ("none", "selective", "blocks")
+MOST_MICRO_BATCH = 64
+BUCKET_MB = 25.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A layout with its micro-batch and checkpointing; a batch of `accumulation` passes."""
+
+    layout: Layout
+    micro_batch: int
+    accumulation: int
+    checkpointing: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Screened:
+    candidate: Candidate
+    step_us: float
+    memory: Memory
+
+
+def candidates(spec: PlanSpec, gpus_per_node: int) -> Iterator[Candidate]:
+    """All that fill the GPUs and divide batch, heads and blocks: a tensor axis within a node."""
+    model = spec.model
+    for tensor in _divisors(spec.gpus):
+        if tensor > gpus_per_node or model.num_heads % tensor or model.d_ff % tensor:
+            continue
+        if model.context_length % tensor or model.kv_heads % min(tensor, model.kv_heads):
+            continue
+        for pipeline in _divisors(spec.gpus // tensor):
+            if pipeline > model.num_layers:
+                continue
+            data = spec.gpus // tensor // pipeline
+            if spec.global_batch % data == 0:
+                yield from _of_axes(spec, tensor, pipeline, data)
+
+
+def _of_axes(spec: PlanSpec, tensor: int, pipeline: int, data: int) -> Iterator[Candidate]:
+    rank_batch = spec.global_batch // data
+    wrappers = ("bucketed", "zero1", "zero2", "zero3") if data > 1 else ("none",)
+    schedules = [name for name in SCHEDULES if STAGES[name] * pipeline <= spec.model.num_layers]
+    for wrapper in wrappers:
+        for schedule in schedules if pipeline > 1 else ("",):
+            if schedule == "zbv" and wrapper == "zero3":
+                continue
+            for micro_batch in _powers(rank_batch):
+                passes = rank_batch // micro_batch
+                if pipeline > 1 and not _runs(schedule, pipeline, passes):
+                    continue
+                layout = Layout(
+                    data=data, wrapper=wrapper, tensor=tensor, pipeline=pipeline,
+                    schedule=schedule, microbatches=passes if pipeline > 1 else 1,
+                )  # fmt: skip
+                for kept in CHECKPOINTING:
+                    yield Candidate(layout, micro_batch, 1 if pipeline > 1 else passes, kept)
+
+
+def _runs(schedule: str, pipeline: int, micro_batches: int) -> bool:
+    """Fewer micro-batches than stages leave ranks idle; interleaved ones come in whole rounds."""
+    return micro_batches >= pipeline and (
+        schedule != "interleaved" or micro_batches % pipeline == 0
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _powers(limit: int) -> Iterator[int]:
+    size = 1
+    while size <= min(limit, MOST_MICRO_BATCH):
+        if limit % size == 0:
+            yield size
+        size *= 2
+
+
+class Screen:
+    """Candidates on a machine. What depends on share and checkpointing alone is computed once."""
+
+    def __init__(self, spec: PlanSpec, machine: Machine):
+        self.spec, self.machine = spec, machine
+        self._shares = functools.cache(self._share)
+        self._prices = functools.cache(self._priced)
+        self._times = functools.cache(self._timed)
+        self._most_owned = functools.cache(most_owned)
+
+    def of(self, candidate: Candidate) -> Screened:
+        """Raises ValueError for what the machine does not know."""
+        layout = candidate.layout
+        gathered = WRAPPERS[layout.wrapper].shards("weights") and layout.data > 1
+        blocks = -(-self.spec.model.num_layers // layout.pipeline)
+        stage = self._shares(
+            candidate.micro_batch, layout.tensor, candidate.checkpointing, gathered, blocks,
+            layout.pipeline > 1,
+        )  # fmt: skip
+        prices = self._prices(layout.tensor, layout.data, layout.pipeline)
+        forward, backward = self._times(stage, prices)
+        passes = layout.microbatches * candidate.accumulation
+        exposed, slowed = self._data_us(stage, prices, layout, forward, backward, passes)
+        update = prices.of(stage.optimizer(self._updated(stage, layout))).us
+        bubble = _bubble(layout.schedule, layout.pipeline, forward, backward)
+        memory = (
+            stage_memory(stage, layout)
+            if layout.pipeline > 1
+            else step_memory(stage, layout, accumulates=candidate.accumulation > 1)
+        )
+        step_us = passes * (forward + backward) + bubble + exposed + slowed + update
+        return Screened(candidate, step_us, memory)
+
+    def _updated(self, stage: StepOperations, layout: Layout) -> float:
+        """Parameters that a rank's optimizer steps."""
+        wrapper = WRAPPERS[layout.wrapper]
+        if wrapper.shards("weights"):
+            return stage.num_parameters / layout.data
+        if wrapper.shards("optimizer state"):
+            return self._most_owned(stage, layout.data)
+        return stage.num_parameters
+
+    def _timed(self, stage: StepOperations, prices: Prices) -> tuple[float, float]:
+        """Microseconds of a micro-batch on the fullest rank."""
+        return prices.total_us(stage.forward()), prices.total_us(stage.backward())
+
+    def _data_us(
+        self, stage: StepOperations, prices: Prices, layout: Layout, forward: float,
+        backward: float, passes: int,
+    ) -> tuple[float, float]:  # fmt: skip
+        """What the data axis adds: while nothing computes, and by slowing down what does."""
+        if layout.data == 1:
+            return 0.0, 0.0
+        numel, how = stage.num_parameters, stage.how
+
+        def sent(operation: str, itemsize: int, parts: int) -> float:
+            nbytes = numel * itemsize / parts
+            return parts * prices.collective(operation, nbytes, "data").us
+
+        if layout.wrapper == "zero3":
+            units = len(stage.blocks)
+            gather = sent("all_gather", how.activation, units)
+            reduce = sent("reduce_scatter", how.activation, units)
+            over = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
+            beside = min(gather, forward) + min(gather + reduce, backward)
+            return passes * over, passes * beside * (1 - 1 / USUAL.kernel)
+        buckets = max(1, round(numel * how.residual / (BUCKET_MB * 1e6)))
+        operation = "reduce_scatter" if layout.wrapper == "zero2" else "all_reduce"
+        gradients = sent(operation, how.residual, buckets)
+        hidden = backward * (buckets - 1) / buckets if layout.pipeline == 1 else 0.0
+        over, beside = max(0.0, gradients - hidden), min(gradients, hidden)
+        if WRAPPERS[layout.wrapper].shards("optimizer state"):
+            over += sent("all_gather", how.residual, 4)
+        return over, beside * (1 - 1 / USUAL.kernel)
+
+    def _share(
+        self, batch: int, tensor: int, checkpointing: str, gathered: bool, blocks: int, cut: bool
+    ) -> StepOperations:
+        """The first stage: it has the embedding and holds the most micro-batches."""
+        spec = self.spec
+        work = WorkSpec(
+            model=spec.model, size=spec.size, batch=batch, precision=spec.precision,
+            compile=spec.compile, optimizer=spec.optimizer, checkpointing=checkpointing,
+            device=spec.device,
+        )  # fmt: skip
+        own = range(blocks) if cut else None
+        return StepOperations(
+            work, Share(batch=batch, tensor=tensor, blocks=own, gathered=gathered)
+        )
+
+    def _priced(self, tensor: int, data: int, pipeline: int) -> Prices:
+        layout = Layout(
+            tensor=tensor, data=data, pipeline=pipeline, wrapper="naive" if data > 1 else "none",
+            schedule="1f1b" if pipeline > 1 else "",
+        )  # fmt: skip
+        return Prices(self.machine, layout)
+
+
+def _bubble(schedule: str, ranks: int, forward: float, backward: float) -> float:
+    """Idle time of a rank: (p-1)(F + I + W), of two stages a rank half of it; of zbv the way down
+    alone (spec/plan/pipeline/schedules.py).
+    """
+    whole = (ranks - 1) * (forward + backward)
+    return {"": 0.0, "1f1b": whole, "interleaved": whole / 2, "zbv": (ranks - 1) * forward / 2}[
+        schedule
+    ]

@@ -1,0 +1,64 @@
+"""Planned layouts as tables and sentences."""
+
+from collections.abc import Mapping, Sequence
+
+from stepgauge.report.table import Table
+from stepgauge.spec.record import Record
+
+COLUMNS = ("layout", "micro batch", "accumulation", "checkpointing", "step ms", "± %", "MFU",
+           "tokens/s", "data exposed ms", "tensor exposed ms", "bubble %", "peak GiB")  # fmt: skip
+RUN = ("days", "GPU-hours")
+GIB = 2**30
+
+
+def plan_table(rows: Sequence[Record], caption: str) -> Table:
+    """A row a layout, the fastest first."""
+    has_run = any("days" in row.metrics for row in rows)
+    columns = [*COLUMNS, *(RUN if has_run else ())]
+    shown = [[*_figures(row), *(_run(row) if has_run else ())] for row in rows]
+    return Table(columns, shown, names=4, caption=caption, formats={"MFU": ".3f", "± %": ".0f"})
+
+
+def _figures(row: Record) -> list[object]:
+    bubble, spread = row.median("bubble"), row.median("spread")
+    return [
+        row.spec["layout"],
+        _micro_batch(row),
+        row.spec["accumulation"],
+        row.spec["checkpointing"],
+        row.median("step_ms"),
+        None if spread is None else 100 * spread,
+        row.median("mfu"),
+        row.median("tokens_per_s"),
+        row.median("data_exposed_ms"),
+        row.median("tensor_exposed_ms"),
+        None if bubble is None else 100 * bubble,
+        (row.median("peak_bytes") or 0.0) / GIB,
+    ]
+
+
+def _micro_batch(row: Record) -> int:
+    """Sequences that a rank computes together."""
+    words = str(row.spec["layout"]).split()
+    data = next((int(w[2:]) for w in words if w.startswith("dp") and w[2:].isdigit()), 1)
+    parts = next((int(w[1:]) for w in words if w[0] == "m" and w[1:].isdigit()), 1)
+    return int(row.spec["batch"]) // data // parts
+
+
+def _run(row: Record) -> list[object]:
+    return [row.median("days"), row.median("gpu_hours")]
+
+
+def parts_table(rows: Sequence[Record]) -> Table:
+    """The peak of each layout by part, in GiB, with what lies outside of torch's count."""
+    parts: list[Mapping[str, float]] = [
+        {str(name): float(nbytes) for name, nbytes, _ in row.tables["memory"][1:]} for row in rows
+    ]
+    names = list(dict.fromkeys(name for each in parts for name in each))
+    shown = [
+        [row.spec["layout"], _micro_batch(row), row.spec["checkpointing"],
+         *(each[name] / GIB if name in each else None for name in names)]
+        for row, each in zip(rows, parts, strict=True)
+    ]  # fmt: skip
+    columns = ["layout", "micro batch", "checkpointing", *names]
+    return Table(columns, shown, names=3, caption="Memory of the fullest rank, GiB")

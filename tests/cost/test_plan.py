@@ -1,0 +1,139 @@
+"""Layouts ranked: what fits, in which order, and throughputs that others have published."""
+
+import dataclasses
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stepgauge.cost import overlap
+from stepgauge.cost.layout import predict_layout
+from stepgauge.cost.machine import Machine
+from stepgauge.cost.planner import device_bytes, memory_limit, overlaps, plan
+from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.planning import PlanSpec
+
+ROOT = Path(__file__).parents[2]
+DGX_H100 = HardwareFile.read(ROOT / "hardware" / "dgx-h100.json")
+DGX_A100 = HardwareFile.read(ROOT / "hardware" / "dgx-a100.json")
+MODEL = ModelSpec.preset("10b", context_length=4096)
+
+
+def asked(**changes):
+    usual = {"model": MODEL, "size": "10b", "gpus": 64, "global_batch": 64, "precision": "bf16"}
+    return PlanSpec(**{**usual, **changes})
+
+
+def test_rows_fit_are_ranked_and_fill_the_gpus():
+    machine = Machine(DGX_H100)
+    found = plan(asked(tokens="1B"), machine, top=4)
+    times = [row.median("step_ms") for row in found.rows]
+    assert times == sorted(times) and len(times) == 4
+    every, fitting = found.counted
+    assert every > fitting > 50  # 10b does not fit everywhere
+    for row in found.rows:
+        spec = LayoutSpec(**{**row.spec, "model": ModelSpec(**row.spec["model"])})
+        assert spec.ranks == 64 and spec.batch * spec.accumulation == 64
+        assert device_bytes(row) <= memory_limit(machine)
+        hours = 1e9 / spec.tokens_per_step * row.median("step_ms") / 3.6e6
+        assert row.median("gpu_hours") == pytest.approx(hours * 64)
+    assert all(o.ratio > 0 for o in overlaps(found.rows[0], machine, asked()))
+
+
+def test_nothing_fits_is_said_with_what_is_missing():
+    with pytest.raises(ValueError, match=r"the least that a layout needs is \d+\.\d GiB a GPU"):
+        plan(asked(gpus=1, global_batch=1), Machine(DGX_H100))
+    with pytest.raises(ValueError, match="no layout spreads 3 sequences over 64 GPUs"):
+        plan(asked(global_batch=3, gpus=64), Machine(DGX_H100))
+    unknown = dataclasses.replace(DGX_H100, device="", base=DGX_H100.base)
+    with pytest.raises(ValueError, match="published peaks"):
+        plan(asked(), Machine(unknown))
+
+
+def test_1024_gpus_take_seconds_and_no_torch():
+    code = (
+        "import sys; from stepgauge.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    command = ["plan", "--size", "10b", "--gpus", "1024", "--context", "4096", "--global-batch"]
+    command += ["1024", "--precision", "bf16", "--tokens", "300B", "--top", "3", "--hardware"]
+    start = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command, str(ROOT / "hardware" / "dgx-h100.json")],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for words in ("What hides", "dp1024 zero3", "largest micro-batch", "stepgauge bench layout"):
+        assert words in done.stdout
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - start < 15
+
+
+# Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using
+# Megatron-LM, table 1: billion parameters, heads, width, blocks, tensor, pipeline, GPUs, sequences,
+# TFLOP/s a GPU on A100s of 80 GB, by the paper's formula, which counts recomputation.
+MEGATRON = (
+    (3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
+    (18.4, 48, 6144, 40, 8, 1, 256, 1024, 135),
+    (39.1, 64, 8192, 48, 8, 2, 512, 1536, 138),
+)
+
+
+@pytest.mark.parametrize("row", MEGATRON, ids=lambda row: f"{row[0]}b")
+def test_published_throughputs_of_megatron(row):
+    """Micro-batches are not in the table: one sequence is assumed. Computing is an H100's, by the
+    ratio of published peaks.
+    """
+    billions, heads, width, layers, tensor, stages, gpus, sequences, published = row
+    model = ModelSpec(
+        vocab_size=51200, context_length=2048, d_model=width, d_ff=4 * width, num_layers=layers,
+        num_heads=heads, feed_forward="gelu", norm="layernorm", positions="learned",
+        tied_head=True, attention_bias="all", feed_forward_bias=True,
+    )  # fmt: skip
+    assert model.num_parameters / 1e9 == pytest.approx(billions, abs=0.06)
+    data = gpus // tensor // stages
+    passes = sequences // data
+    axis = f"pp{stages} 1f1b m{passes}" if stages > 1 else ""
+    spec = LayoutSpec(
+        model=model, layout=f"dp{data} bucketed tp{tensor} {axis}",
+        batch=sequences if axis else data, accumulation=1 if axis else passes,
+        precision="bf16-master", optimizer="fused", checkpointing="blocks", device="cuda",
+    )  # fmt: skip
+    step_ms = predict_layout(spec, Machine(DGX_A100), coarse=True).median("step_ms")
+    block = 1 + 2048 / (6 * width) + 51200 / (16 * layers * width)
+    flops = 96 * sequences * 2048 * layers * width**2 * block
+    assert abs(flops / gpus / step_ms / 1e9 / published - 1) < 0.12
+
+
+def test_overlap_ratios_by_hand():
+    """1000 tokens at 4 PFLOP/s are 1 ns of backward a weight; 2 · 1/2 · 4 bytes at 8 GB/s half."""
+    data = overlap.data_parallel(
+        ranks=2, tokens=1000, gradient_bytes=4, flops_per_s=4e12, bytes_per_s=8e9
+    )
+    assert (
+        data.ratio == pytest.approx(0.5 / 1.0) and "0.50 of what it hides behind" in data.sentence
+    )
+    forward, backward = overlap.sharded(
+        ranks=2, tokens=1000, weight_bytes=2, flops_per_s=4e12, bytes_per_s=1e9
+    )
+    assert forward.ratio == backward.ratio == pytest.approx(1e-9 / 0.5e-9)
+    assert not forward.hides and "does not hide" in forward.sentence
+    given = {"value_bytes": 2, "flops_per_s": 1e12, "bytes_per_s": 1e11}
+    one, twice = (
+        overlap.tensor(ranks=4, width=w, block_weights=12 * w**2, **given).ratio
+        for w in (1024, 2048)
+    )
+    assert one == pytest.approx(2 * twice)  # the wider, the better it hides
+    shallow, deep = (
+        overlap.pipeline(blocks=n, width=1024, block_weights=12 * 1024**2, **given).ratio
+        for n in (1, 4)
+    )
+    assert shallow == pytest.approx(4 * deep)
+    scales = overlap.typical_scales(
+        tokens=8, width=4, blocks=2, block_weights=12 * 16, vocabulary=10
+    )
+    assert scales["forward FLOPs"] == 2 * 8 * (2 * 192 + 40)
