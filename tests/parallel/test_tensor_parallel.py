@@ -9,15 +9,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
+from stepgauge.kernels.linear_cross_entropy.partial import partial_backward, partial_forward
 from stepgauge.models.bert import BertForMaskedLM
 from stepgauge.models.transformer import TransformerLM
 from stepgauge.parallel.tensor_parallel import parallelize_tensor
+from stepgauge.parallel.vocabulary_loss import PartialLoss
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.tensor import Rule, Section, plan_collectives
 from stepgauge.spec.plan.tensor_tables import table_of
 
+PARTIAL_LOSS = PartialLoss(partial_forward, partial_backward)
 STEPS, CLIP, VOCABULARY = 2, 0.05, 11  # which neither 2 nor 4 divide
 SHAPE = {
     "vocab_size": VOCABULARY,
@@ -140,14 +143,14 @@ def train(model, clip):
     return torch.tensor(found, dtype=torch.float64)
 
 
-def difference(name, by_sequence):
+def difference(name, by_sequence, partial_loss=None):
     """The largest difference from one process: of losses and norms, gradients, weights."""
     whole, table = build(name)
     whole_found = train(whole, lambda norm: nn.utils.clip_grad_norm_(whole.parameters(), norm))
     model, _ = build(name)
     if dist.get_rank():  # rank 0's values count
         nn.init.zeros_(next(model.parameters()))
-    parallel = parallelize_tensor(model, table, by_sequence=by_sequence)
+    parallel = parallelize_tensor(model, table, by_sequence=by_sequence, partial_loss=partial_loss)
     found = train(parallel.module, parallel.clip_gradients)
     differences = [(found - whole_found).abs().max()]
     cut = 0
@@ -217,6 +220,8 @@ def everything():
         for name in (*SPECS, "user")
         for by_sequence in ((True, False) if dist.get_world_size() == 2 else (True,))
     }
+    for name in ("default", "tied, learned, layernorm, gelu, biases"):
+        found[name, "no logits held"] = difference(name, True, PARTIAL_LOSS)
     others = {"collectives": collectives_differ(), "mistakes": mistakes()}
     return {**found, "logits": logits_differ()}, others
 

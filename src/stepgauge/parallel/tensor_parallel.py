@@ -26,6 +26,7 @@ from stepgauge.parallel.tensor_layers import (
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
 )
+from stepgauge.parallel.vocabulary_loss import PartialLoss
 from stepgauge.spec.plan.tensor import KINDS, Cut, Rule, Section, Table, matched
 
 
@@ -87,6 +88,7 @@ def parallelize_tensor(
     *,
     group: dist.ProcessGroup | None = None,
     by_sequence: bool = True,
+    partial_loss: PartialLoss | None = None,
 ) -> TensorParallel:
     """Cuts the module's layers in place, as the table says. All ranks of the group must call it.
 
@@ -97,6 +99,9 @@ def parallelize_tensor(
 
     by_sequence  norms and the residual stream have a piece of the sequence each, dim 1 of what the
                  first block takes
+
+    partial_loss linear + cross-entropy over some of the vocabulary, such as kernels'
+                 linear_cross_entropy.partial: the head then holds no logits for its loss
 
     Raises ValueError for a name of the table that is no module, for a layer that the rule does not
     know, and for a weight that cannot be cut; DifferentModelsError where ranks have different
@@ -125,6 +130,8 @@ def parallelize_tensor(
             setattr(module.get_submodule(name), key, cut_parameters[parameter])
     for name, rule in rules:
         APPLY[rule.kind](module, name, rule, stream, cuts)
+        if rule.kind == "head":
+            module.get_submodule(name).partial_loss = partial_loss  # type: ignore[assignment]
     for parameter in _summed(module, rules, by_sequence):
         parameter.register_hook(functools.partial(all_reduce, group=group))
     return TensorParallel(module, stream, cuts)

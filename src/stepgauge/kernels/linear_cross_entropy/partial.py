@@ -1,0 +1,109 @@
+"""Linear + cross-entropy over some of the vocabulary, from which that of all of it can be put
+together: as the head of a tensor parallel network does (parallel.vocabulary_loss).
+
+Of each token a part gives the log-sum-exp of its own logits and the target's logit where it has
+that word. The log-sum-exp over all parts is then enough for the gradient of each:
+p - 1[target] with p = exp(l - lse). A chunk of logits is held at a time, in forward and again in
+backward: four products in all, where one process forms the gradients in forward with three.
+
+Legend: N tokens, D model width, V words of this part, C tokens of a chunk, P a row of logits in
+memory, R rows of the weight that the products take.
+"""
+
+import torch
+from torch import Tensor
+
+from . import chunked
+from .chunked import _aligned_and_rest, _matmul_
+
+
+def partial_forward(hidden_ND: Tensor, weight_VD: Tensor, rows_N: Tensor) -> tuple[Tensor, Tensor]:
+    """lse_N of the part's logits hidden weight^T, and target_N, the logit of the target: fp32, or
+    float64 of float64.
+
+    rows_N int64: which of the part's words is the target; -1: none of them, and target_N is 0.
+    hidden and weight have one type. Nothing is remembered for a backward.
+    """
+    weight_RD, C, P = _operands(hidden_ND, weight_VD)
+    lse_N = hidden_ND.new_empty(len(hidden_ND), dtype=_wide(hidden_ND))
+    target_N = _target_logits(hidden_ND, weight_VD, rows_N, C)
+    logits_CP = hidden_ND.new_empty(min(C, len(hidden_ND)), P)
+    for here, chunk_CP in _chunks(hidden_ND, logits_CP):
+        torch.mm(hidden_ND[here], weight_RD.mT, out=chunk_CP[:, : len(weight_RD)])
+        others_C = _rows(hidden_ND).lse_of_others(chunk_CP, len(weight_VD), rows_N[here])
+        with_target_C = torch.logaddexp(others_C, target_N[here])
+        lse_N[here] = with_target_C.where(rows_N[here] >= 0, others_C)
+    return lse_N, target_N
+
+
+def partial_backward(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    rows_N: Tensor,
+    lse_N: Tensor,
+    target_N: Tensor,
+    factor_N: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of hidden (this part's share) and weight of sum_n factor_n (lse_n - target_n),
+    where lse_N is that of the whole vocabulary and target_N the part's own, as partial_forward
+    gave it.
+    """
+    weight_RD, C, P = _operands(hidden_ND, weight_VD)
+    V, R = len(weight_VD), len(weight_RD)
+    grad_hidden_ND = torch.empty_like(hidden_ND)
+    one_chunk = len(hidden_ND) <= C
+    sum_dtype = weight_VD.dtype if one_chunk else _wide(weight_VD)
+    grad_weight_VD = weight_VD.new_zeros(weight_VD.shape, dtype=sum_dtype)
+    logits_CP = hidden_ND.new_empty(min(C, len(hidden_ND)), P)
+    for here, chunk_CP in _chunks(hidden_ND, logits_CP):
+        chunk_CR = chunk_CP[:, :R]
+        torch.mm(hidden_ND[here], weight_RD.mT, out=chunk_CR)
+        of_tokens = (x[here] for x in (rows_N, lse_N, target_N, factor_N))
+        _rows(hidden_ND).gradient_(chunk_CP, V, *of_tokens)
+        _matmul_(grad_hidden_ND[here], chunk_CR, weight_RD)
+        for some in _aligned_and_rest(V, R):
+            gradient_VC = chunk_CR[:, some].mT
+            _matmul_(grad_weight_VD[some], gradient_VC, hidden_ND[here], accumulate=here.start > 0)
+    return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype)
+
+
+def _operands(hidden_ND: Tensor, weight_VD: Tensor) -> tuple[Tensor, int, int]:
+    """The weight as products take it, the tokens of a chunk, and a row's length in memory."""
+    if hidden_ND.dtype != weight_VD.dtype:
+        raise ValueError(
+            f"hidden is {hidden_ND.dtype} and weight {weight_VD.dtype}: expected one type"
+        )
+    C, P = chunked.chunk_shape(hidden_ND, len(weight_VD), hidden_ND.dtype, 0)
+    rows = chunked.operand_rows(len(weight_VD), P, hidden_ND.dtype)
+    return chunked.as_operand(weight_VD, rows, hidden_ND.dtype), C, P
+
+
+def _chunks(hidden_ND: Tensor, logits_CP: Tensor):
+    """Of each chunk of tokens: which they are, and memory for their logits."""
+    C = max(1, len(logits_CP))
+    for first in range(0, len(hidden_ND), C):
+        here = slice(first, min(first + C, len(hidden_ND)))
+        yield here, logits_CP[: here.stop - here.start]
+
+
+def _target_logits(hidden_ND: Tensor, weight_VD: Tensor, rows_N: Tensor, C: int) -> Tensor:
+    """The target's logit, not rounded to the products' type; 0 where the part does not have it."""
+    found = []
+    for hidden_CD, rows_C in zip(hidden_ND.split(C), rows_N.split(C), strict=True):
+        targets_CD = weight_VD[rows_C.clamp(min=0)]
+        logits_C = (hidden_CD.to(_wide(hidden_ND)) * targets_CD.to(_wide(hidden_ND))).sum(1)
+        found.append(logits_C.where(rows_C >= 0, 0))
+    return torch.cat(found) if found else hidden_ND.new_empty(0, dtype=_wide(hidden_ND))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _rows(hidden_ND: Tensor):
+    """The module that works on a chunk's rows, in Triton or in plain PyTorch."""
+    if chunked.kernels_for(hidden_ND.device, hidden_ND.dtype) is chunked.plain:
+        from . import partial_plain as module
+    else:
+        from . import partial_triton as module
+    return module
