@@ -33,6 +33,15 @@ def test_what_was_written_is_read_however_it_is_cut(tmp_path, monkeypatch, packe
     }
 
 
+def test_what_looks_like_the_end_of_an_event_is_none(tmp_path):
+    events = [
+        {"name": "}, {", "args": {"list": [{"a": n}, {"b": 1}], "text": "},\\n{"}, "n": n}
+        for n in range(2000)
+    ]
+    path = write(tmp_path / "t", json.dumps(events))
+    assert [event for _, event in read(path)] == events
+
+
 def test_a_list_alone_is_a_trace(tmp_path):
     assert [event for _, event in read(write(tmp_path / "t", json.dumps(EVENTS)))] == EVENTS
     assert list(read(write(tmp_path / "t", '{"traceEvents": []}'))) == []

@@ -9,11 +9,13 @@ from stepgauge.spec.analysis import Analysis, Cell, Idle, OperationRow
 from stepgauge.trace import flame, flops
 from stepgauge.trace.attribution import PHASES, Resolver, Work
 from stepgauge.trace.collectives import collectives
+from stepgauge.trace.collector import without_collector
 from stepgauge.trace.events import Shapes, Trace, load
 from stepgauge.trace.idle import Edges, Moment, time_line
 from stepgauge.trace.kinds import Kinds
 from stepgauge.trace.launches import copies, streams
 from stepgauge.trace.names import repeated
+from stepgauge.trace.notes import notes
 from stepgauge.trace.overlap import overlap
 from stepgauge.trace.read import TraceError
 from stepgauge.trace.replay import Replay
@@ -30,6 +32,7 @@ def analyse(path: Path, *later: Path, kinds: Kinds | None = None) -> Analysis:
     return analysis(load(path, *later), kinds)
 
 
+@without_collector()
 def analysis(trace: Trace, kinds: Kinds | None = None) -> Analysis:
     resolver = Resolver(trace, kinds)
     works = list(resolver.work())
@@ -57,7 +60,7 @@ def analysis(trace: Trace, kinds: Kinds | None = None) -> Analysis:
         collectives=collectives(works) if trace.on_device else [],
         timeline=timeline(trace, works),
         flame=thinned(flame.tree(resolver.paths, tally.paths)),
-        notes=_notes(trace, len(tally.steps), len(works)),
+        notes=notes(trace, works),
     )
     return _with_device(found, trace, works, moments) if trace.on_device else found
 
@@ -79,33 +82,6 @@ def _with_device(
     )  # fmt: skip
 
 
-def _notes(trace: Trace, steps: int, counted: int) -> list[str]:
-    notes = []
-    if trace.unknown:
-        devices = ", ".join(f"{number:,} of {name}" for name, number in trace.unknown.items())
-        said = "the figures are of the host's operations alone" if not trace.on_device else ""
-        notes.append(
-            f"The trace has events of devices that are not understood here ({devices}): they are left "
-            f"out{'; ' if said else ''}{said}."
-        )
-    if trace.marked and steps < len(trace.steps):
-        notes.append(
-            f"{len(trace.steps) - steps} of {len(trace.steps)} marked steps launched no work and are "
-            "not counted."
-        )
-    if trace.on_device and counted < len(trace.kernels):
-        notes.append(
-            f"{len(trace.kernels) - counted:,} of {len(trace.kernels):,} kernels and copies were launched "
-            "outside of the marked steps, or before the trace began, and are not counted."
-        )
-    if not trace.marked:
-        notes.append(
-            "No step is marked (prof.step() of the profiler's schedule does): all of the trace is "
-            "taken as one step."
-        )
-    return notes
-
-
 def _on_host(works: Iterable[Work]) -> Iterable[Moment]:
     return (Moment(work, 0.0, work.us, "") for work in works)
 
@@ -123,6 +99,7 @@ class _Tally:
         self.paths: dict[int, float] = defaultdict(float)
         self._spans: dict[str, dict[int, float]] = {}
         self._operations: dict[tuple[str, Shapes], list[float]] = {}
+        self._costs: dict[tuple[str, Shapes], flops.Cost] = {}
         self._kinds: dict[tuple[str, Shapes], str] = {}
         self._ranges: dict[str, str] = {}
 
@@ -158,13 +135,16 @@ class _Tally:
         if work.shapes is None or work.kind == "host":
             return
         operation = (work.operation, work.shapes)
-        row = self._operations.setdefault(operation, [0, 0.0])
+        row = self._operations.get(operation)
+        if row is None:
+            row = self._operations[operation] = [0, 0.0]
+            self._costs[operation] = flops.cost(*operation)
         row[1] += work.us
         # The longest kernel of an operation says what it is: a matrix product may clear its result
         # first.
         if work.first:
             row[0] += 1
-            cost = flops.cost(*operation)
+            cost = self._costs[operation]
             sums["flops"] += cost.flops or 0.0
             sums["bytes"] += cost.bytes or 0.0
         if work.kind in ("matmul", "attention") or operation not in self._kinds:
@@ -185,7 +165,7 @@ class _Tally:
     def operations(self) -> list[OperationRow]:
         rows = []
         for (name, shapes), (calls, us) in self._operations.items():
-            cost = flops.cost(name, shapes)
+            cost = self._costs[name, shapes]
             if cost.bytes:
                 dims = " ".join("×".join(map(str, d)) for d in shapes.dims if d)
                 rows.append(

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stepgauge.trace import fields
+from stepgauge.trace.collector import without_collector
 from stepgauge.trace.read import TraceError, read
 
 # What the category names mean; those of PyTorch before 1.13 begin with a capital.
@@ -114,6 +116,10 @@ class Trace:
     transfers  a host backend's collectives
     steps      as the host marked them, or everything as one where it did not (`marked` is false)
     unknown    events of devices that are not understood, by the device's name
+    without_duration  events that have none, or a negative one
+    in_order   steps' numbers rise with time
+    repeated   kernels that stood in the file more than once
+    letters    events that are no whole call, by Chrome's letter: "B", "E", "" for none
     """
 
     path: Path
@@ -127,6 +133,10 @@ class Trace:
     steps: list[Mark] = dataclasses.field(default_factory=list)
     marked: bool = False
     unknown: dict[str, int] = dataclasses.field(default_factory=dict)
+    in_order: bool = True
+    repeated: int = 0
+    without_duration: int = 0
+    letters: Counter[str] = dataclasses.field(default_factory=Counter)
 
     @property
     def on_device(self) -> bool:
@@ -138,6 +148,7 @@ class Trace:
             yield from (call for call in thread if call.category == category)
 
 
+@without_collector()
 def load(path: Path, *later: Path) -> Trace:
     """The trace of a process; `later` ones are of the same process, from further cycles of its
     profiler.
@@ -148,17 +159,23 @@ def load(path: Path, *later: Path) -> Trace:
     for key, value in (part for file in (path, *later) for part in read(file)):
         if key:
             _note(trace, key, value)
-        elif isinstance(value, dict) and value.get("ph") == "X":
+        elif not isinstance(value, dict):
+            continue
+        elif value.get("ph") == "X":
             kind = str(value.get("cat", "")).lower()
             if category := _CATEGORIES.get(kind):
                 _add(trace, category, value, shapes)
             elif kind not in _ASIDE:
-                foreign.seen[value.get("pid")] += 1
-        elif isinstance(value, dict) and value.get("name") == "process_name":
+                foreign.seen[fields.key(value.get("pid"))] += 1
+        elif value.get("name") == "process_name":
             foreign.name(value)
+        else:
+            trace.letters[str(value.get("ph", ""))] += 1
     trace.unknown = foreign.devices(trace)
     if not trace.kernels and not any(trace.calls("op")):
         raise TraceError(f"{path} has neither kernels nor operations of PyTorch{_only(trace)}")
+    once = list(dict.fromkeys(trace.kernels))
+    trace.kernels, trace.repeated = once, len(trace.kernels) - len(once)
     trace.steps = _steps(trace)
     return trace
 
@@ -173,7 +190,7 @@ class _Foreign:
     def name(self, event: dict[str, Any]) -> None:
         arguments = event.get("args")
         if isinstance(arguments, dict):
-            self.names[event.get("pid")] = str(arguments.get("name", ""))
+            self.names[fields.key(event.get("pid"))] = str(arguments.get("name", ""))
 
     def devices(self, trace: Trace) -> dict[str, int]:
         """Of processes that are neither the host's nor of a device that is known."""
@@ -187,7 +204,13 @@ class _Foreign:
 
 
 def _only(trace: Trace) -> str:
-    return f", only events of {', '.join(trace.unknown)}" if trace.unknown else ""
+    if trace.unknown:
+        return f", only events of {', '.join(trace.unknown)}"
+    if trace.letters["B"]:
+        return (
+            f": {trace.letters['B']:,} calls are pairs of begin and end (ph B and E), not whole (X)"
+        )
+    return f": {trace.letters['']:,} events do not say what they are (ph)" * bool(trace.letters[""])
 
 
 def _note(trace: Trace, key: str, value: Any) -> None:
@@ -211,14 +234,18 @@ class _Shapes:
 
     def of(self, arguments: dict[str, Any]) -> Shapes | None:
         dims = arguments.get("Input Dims")
-        if not dims:
+        if not dims or not isinstance(dims, list):
             return None
         types, values = arguments.get("Input type", ()), arguments.get("Concrete Inputs", ())
         key = (str(dims), str(types), str(values))
         if key not in self.known:
             flat = tuple(_sizes(argument) for argument in dims)
-            self.known[key] = Shapes(flat, tuple(map(str, types)), tuple(map(str, values)))
+            self.known[key] = Shapes(flat, _texts(types), _texts(values))
         return self.known[key]
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    return tuple(map(str, values)) if isinstance(values, list) else ()
 
 
 def _sizes(argument: Any) -> tuple[int, ...]:
@@ -229,20 +256,24 @@ def _sizes(argument: Any) -> tuple[int, ...]:
 
 def _add(trace: Trace, category: str, event: dict[str, Any], shapes: _Shapes) -> None:
     try:
-        start = float(event["ts"])
-        end = start + max(0.0, float(event.get("dur", 0.0)))
+        start = fields.time(event["ts"])
+        duration = fields.time(event.get("dur", -1.0))
         name = sys.intern(event["name"])
     except (KeyError, TypeError, ValueError):
         raise TraceError(
             f"{trace.path} is no trace of PyTorch: an event has no name or time"
         ) from None
+    if duration < 0.0:
+        trace.without_duration += 1
+        duration = 0.0
+    end = start + duration
     arguments = event.get("args")
     arguments = arguments if isinstance(arguments, dict) else {}
-    correlation = arguments.get("correlation")
+    correlation = fields.whole(arguments.get("correlation"))
     if category in ("kernel", "copy"):
         trace.kernels.append(_kernel(start, end, name, category, event, arguments))
         return
-    sequence = arguments.get("Sequence number") if category == "op" else None
+    sequence = fields.whole(arguments.get("Sequence number")) if category == "op" else None
     backward = bool(arguments.get("Fwd thread id")) or name.startswith("autograd::engine")
     shape = shapes.of(arguments) if category == "op" else None
     call = Call(start, end, name, category, sequence, backward, correlation, shape)
@@ -250,7 +281,8 @@ def _add(trace: Trace, category: str, event: dict[str, Any], shapes: _Shapes) ->
         trace.transfers.append(call)
         return
     if not name.startswith("PyTorch Profiler"):
-        trace.threads[event.get("pid"), event.get("tid")].append(call)
+        thread = fields.key(event.get("pid")), fields.key(event.get("tid"))
+        trace.threads[thread].append(call)
 
 
 def _kernel(
@@ -269,10 +301,10 @@ def _kernel(
         end,
         name,
         category,
-        arguments.get("stream", event.get("tid", 0)),
-        arguments.get("correlation"),
-        arguments.get("device", 0),
-        _whole(arguments.get("bytes")),
+        fields.track(arguments.get("stream", event.get("tid"))),
+        fields.whole(arguments.get("correlation")),
+        fields.track(arguments.get("device")),
+        fields.whole(arguments.get("bytes")) or 0,
         collective,
     )
 
@@ -286,16 +318,12 @@ def _collective(arguments: dict[str, Any]) -> Collective:
     group = arguments.get("Process Group Ranks") or arguments.get("Process Group Name", "")
     return _known(
         str(arguments["Collective name"]),
-        _whole(arguments.get("In msg nelems")),
-        _whole(arguments.get("Out msg nelems")),
+        fields.whole(arguments.get("In msg nelems")) or 0,
+        fields.whole(arguments.get("Out msg nelems")) or 0,
         str(arguments.get("dtype", "")),
         str(group),
-        _whole(arguments.get("Group size")),
+        fields.whole(arguments.get("Group size")) or 0,
     )
-
-
-def _whole(value: Any) -> int:
-    return value if isinstance(value, int) else 0
 
 
 def _steps(trace: Trace) -> list[Mark]:
@@ -320,7 +348,8 @@ def _steps(trace: Trace) -> list[Mark]:
     result: list[Mark] = []
     before = marked[0][2]
     for start, end, number in marked:
-        run = result[-1].run + (number > before + 1) if result else 0
+        run = result[-1].run + (number not in (before, before + 1)) if result else 0
+        trace.in_order &= number >= before
         result.append(Mark(start, end, run))
         before = number
     return result

@@ -1,17 +1,21 @@
 """A Chrome trace read event by event, plain or gzip: memory does not grow with the file."""
 
 import gzip
+import io
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-CHUNK = 1 << 20  # characters read at a time
+CHUNK = 1 << 15  # characters read at a time: what is decoded together stays in the caches
+LAST_EVENT = 1 << 13  # characters at the end of a chunk that hold a whole event, as a rule
 LONGEST = 1 << 26  # characters of one event; more is no trace but a damaged file
 LONGEST_LITERAL = len("-Infinity")
 _DECODER = json.JSONDecoder()
 _BLANK = " \t\n\r"
+_BETWEEN_EVENTS = re.compile(r"\}\s*,(?=\s*\{)")
 
 
 class TraceError(ValueError):
@@ -23,11 +27,14 @@ class _Window:
 
     def __init__(self, file: TextIO):
         self.file, self.text, self.at = file, "", 0
+        self.fresh = False  # text came in since `events` last looked
 
     def more(self) -> bool:
-        chunk = self.file.read(CHUNK)
+        # As much again as is there, so that a long value is not begun over and over.
+        chunk = self.file.read(max(CHUNK, len(self.text) - self.at))
         self.text = self.text[self.at :] + chunk
         self.at = 0
+        self.fresh = True
         return bool(chunk)
 
     def peek(self) -> str:
@@ -52,6 +59,27 @@ class _Window:
                 f"is no Chrome trace: {found!r} stands where {' or '.join(wanted)} should"
             )
         self.at += 1
+        return found
+
+    def events(self) -> list[Any]:
+        """The events that the text holds whole, decoded in one call; none where that cannot be.
+
+        They end where one object follows another for the last time. If that place is none between
+        events, but in a string or within an event, what stands before it is no whole list.
+        """
+        if not self.fresh:
+            return []
+        self.fresh = False
+        start = max(self.at, len(self.text) - LAST_EVENT)
+        places = [place.span() for place in _BETWEEN_EVENTS.finditer(self.text, start)]
+        if not places:
+            return []
+        brace, after = places[-1]
+        try:
+            found: list[Any] = json.loads(f"[{self.text[self.at : brace + 1]}]")
+        except json.JSONDecodeError:
+            return []
+        self.at = after
         return found
 
     def value(self) -> Any:
@@ -94,8 +122,6 @@ def read(path: Path) -> Iterator[tuple[str, Any]]:
         raise TraceError(f"{path} ends in the middle: its gzip data was cut off") from None
     except gzip.BadGzipFile as error:
         raise TraceError(f"{path} is damaged: {error}") from None
-    except UnicodeDecodeError:
-        raise TraceError(f"{path} is no Chrome trace: it is no text") from None
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror or error}") from None
 
@@ -103,15 +129,19 @@ def read(path: Path) -> Iterator[tuple[str, Any]]:
 def _opened(path: Path) -> TextIO:
     with path.open("rb") as start:
         packed = start.read(2) == b"\x1f\x8b"
-    return gzip.open(path, "rt", encoding="utf-8") if packed else path.open(encoding="utf-8")
+    # A name of a kernel or range may hold bytes that are no text; they are read as "\ufffd".
+    file = gzip.GzipFile(path) if packed else io.BufferedReader(io.FileIO(path))
+    return io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace")
 
 
 def _parts(window: _Window) -> Iterator[tuple[str, Any]]:
     first = window.peek()
     if not first:
         raise TraceError("is empty")
+    if first == "\ufffd":
+        raise TraceError("is no Chrome trace: it is no text")
     if first == "[":
-        yield from _events(window)
+        yield from _events(window, may_end=True)
         return
     window.take("{")
     found, separator = False, window.peek()
@@ -130,12 +160,21 @@ def _parts(window: _Window) -> Iterator[tuple[str, Any]]:
         raise TraceError("is no Chrome trace: it has no traceEvents")
 
 
-def _events(window: _Window) -> Iterator[tuple[str, Any]]:
+def _events(window: _Window, *, may_end: bool = False) -> Iterator[tuple[str, Any]]:
+    """`may_end`: after any event. Chrome's format lets the list alone go without its bracket, for
+    programs that end early.
+    """
     window.take("[")
     if window.peek() == "]":
         window.take("]")
         return
     while True:
+        for event in window.events():
+            yield "", event
+        if may_end and not window.peek():
+            return
         yield "", window.value()
+        if may_end and not window.peek():
+            return
         if window.take(",]") == "]":
             return

@@ -1,0 +1,140 @@
+"""Traces that torch.profiler would not write: right, or said in a sentence."""
+
+import json
+import math
+
+import pytest
+
+from stepgauge.trace.analysis import analyse
+from stepgauge.trace.read import TraceError
+
+
+@pytest.fixture
+def events(gpu_trace, gpu_step):
+    """Of two steps with 1120 µs of kernels, 46 µs idle."""
+    trace = gpu_trace()
+    for number in range(2):
+        gpu_step(trace, number)
+    return json.loads(trace.text())["traceEvents"]
+
+
+def kernels(events):
+    return [event for event in events if event.get("cat") == "kernel"]
+
+
+def analysed(events, tmp_path):
+    (tmp_path / "t.json").write_text(json.dumps({"traceEvents": events}))
+    return analyse(tmp_path / "t.json")
+
+
+def is_whole(found, steps=2):
+    assert found.steps == steps
+    assert sum(cell.us for cell in found.cells) == pytest.approx(1120)
+    assert sum(cell.idle_us for cell in found.cells) == pytest.approx(46)
+    return True
+
+
+def test_numbers_written_as_text_are_numbers(events, tmp_path):
+    for event in events[1:]:
+        event |= {"ts": str(event["ts"]), "dur": str(event["dur"])}
+    for kernel in kernels(events):
+        kernel["args"] |= {"stream": f"stream {kernel['tid']}", "device": "0"}
+        kernel["args"]["correlation"] = str(kernel["args"]["correlation"])
+    found = analysed(events, tmp_path)
+    assert is_whole(found)
+    assert found.notes == []
+    assert found.phases_us["forward"] == [150, 152]
+
+
+def test_arguments_of_other_types_are_arguments_that_are_missing(events, tmp_path):
+    for event in events:
+        if event.get("cat") == "cpu_op":
+            event["args"] |= {"Input Dims": "[[1]]", "Input type": 5, "Sequence number": [1]}
+            event["tid"] = [event["tid"]]
+    assert is_whole(analysed([*events, None, 5, []], tmp_path))
+
+
+def test_a_list_may_lack_its_end_as_chromes_format_allows(events, tmp_path):
+    whole = json.dumps(events)
+    for text in (whole[:-1], whole[:-1] + ",\n"):
+        (tmp_path / "t.json").write_text(text)
+        assert is_whole(analyse(tmp_path / "t.json"))
+    (tmp_path / "t.json").write_text(whole[:-30])
+    with pytest.raises(TraceError, match="it was cut off"):
+        analyse(tmp_path / "t.json")
+
+
+def test_a_byte_order_mark_and_bytes_that_are_no_text_do_no_harm(events, tmp_path):
+    text = json.dumps({"traceEvents": events}).encode().replace(b"scores", b"sc\xffres")
+    (tmp_path / "t.json").write_bytes(b"\xef\xbb\xbf" + text)
+    found = analyse(tmp_path / "t.json")
+    assert is_whole(found)
+    assert "blocks.*.attention.sc\ufffdres" in {cell.range for cell in found.cells}
+
+
+@pytest.mark.parametrize("time", [math.nan, math.inf, None, "soon", [1]])
+def test_a_time_that_is_none_is_refused(events, tmp_path, time):
+    kernels(events)[3]["ts"] = time
+    with pytest.raises(TraceError, match="an event has no name or time"):
+        analysed(events, tmp_path)
+
+
+def test_durations_that_cannot_be_count_as_none_and_are_said(events, tmp_path):
+    kernels(events)[0]["dur"] = -100
+    del kernels(events)[5]["dur"]
+    found = analysed(events, tmp_path)
+    assert sum(cell.us for cell in found.cells) == pytest.approx(1120 - 200)
+    assert found.notes == [
+        "Events without a duration, or with a negative one: 2. They count as 0 µs."
+    ]
+
+
+def test_events_that_are_no_whole_calls_are_named(events, tmp_path):
+    for event in events[1:]:
+        event["ph"] = "B"
+    with pytest.raises(TraceError, match="56 calls are pairs of begin and end"):
+        analysed(events, tmp_path)
+    for event in events[1:]:
+        del event["ph"]
+    with pytest.raises(TraceError, match=r"56 events do not say what they are \(ph\)"):
+        analysed(events, tmp_path)
+
+
+def test_what_is_written_twice_counts_once(events, tmp_path):
+    found = analysed(events + events, tmp_path)
+    assert is_whole(found)
+    assert "Kernels that stand in the trace more than once: 10." in found.notes[0]
+
+
+def test_traces_of_two_processes_in_one_file_are_said(events, tmp_path):
+    others = json.loads(json.dumps(events))
+    for event in others[1:]:
+        event["pid"] += 10
+        event["args"] |= {"device": 1} if event["cat"] == "kernel" else {}
+    found = analysed(events + others, tmp_path)
+    assert sum(cell.us for cell in found.cells) == pytest.approx(2 * 1120)
+    assert "number (correlation) others have too: 10" in found.notes[0]
+    assert "The work of 2 devices (0, 1) is on one time line" in found.notes[1]
+
+
+def test_clocks_that_differ_or_jump_are_said(events, tmp_path):
+    second = next(e["ts"] for e in events if e["name"] == "ProfilerStep#1")
+    for kernel in kernels(events):
+        kernel["ts"] -= 1e6
+    found = analysed(events, tmp_path)
+    assert is_whole(found)
+    assert "Kernels that begin before their launch: 10, by up to" in found.notes[0]
+    for kernel in kernels(events):
+        kernel["ts"] += 1e6
+    for event in events[1:]:
+        event["ts"] -= 1e6 if event["ts"] >= second else 0
+    found = analysed(events, tmp_path)
+    # The 40 µs between the steps are gone, as is what the jump left between them.
+    assert sum(cell.idle_us for cell in found.cells) == pytest.approx(46 - 42)
+    assert "The steps' numbers go back as time goes on" in found.notes[0]
+
+
+def test_kernels_without_launches_are_said(events, tmp_path):
+    found = analysed([e for e in events if e.get("cat") != "cuda_runtime"], tmp_path)
+    assert is_whole(found)
+    assert "No kernel has its launch in the trace" in found.notes[0]
