@@ -49,7 +49,7 @@ def test_a_module_is_timed_and_left_as_it_was():
         seconds=0,
         **QUICK,
     )
-    assert result.record.environment["optimizer"] == "SGD"
+    assert result.record.environment["optimizer"] == "user SGD"
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
     assert result["step_ms"] == result.metrics["step_ms"] > 0
     assert result.record.spec["size"] == "Sequential" and result.record.metrics["step_ms"].n == 2

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -14,6 +15,7 @@ from tests.processes import alive, wait_for
 
 from stepgauge.bench.sweep import FAILURES, Job, sweep
 from stepgauge.measure.devices import out_of_memory_reason
+from stepgauge.report.views import remark
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.store import RunStore
 
@@ -55,6 +57,40 @@ def here():
 
 def outcomes(store, *does, **settings):
     return list(sweep([Job(run, Toy(what)) for what in does], store, **settings))
+
+
+def noisy(spec):
+    """A row whose n-th measurement is calm, n being what the spec says."""
+    path = Path(spec.size)
+    path.write_text(path.read_text() + "." if path.exists() else ".")
+    is_calm = len(path.read_text()) == int(spec.does)
+    times = [10.0] * 6 if is_calm else [10.0, 10.0, 10.0, 30.0, 30.0, 30.0]
+    metrics = {"time_ms": Sample.of(times, "ms")}
+    return Record(kind="toy", spec=dataclasses.asdict(spec), metrics=metrics, environment=here())
+
+
+@pytest.mark.parametrize(
+    ("calm", "measured", "said"),
+    [("1", 1, ""), ("2", 2, ""), ("9", 3, "disturbed: p90 is over 1.5 × p10, in the last of 3")],
+)
+def test_a_disturbed_row_is_measured_again_and_else_marked(tmp_path, calm, measured, said):
+    spec = Toy(calm, size=str(tmp_path / "tries"))
+    (outcome,) = sweep([Job(noisy, spec)], RunStore(tmp_path / "run"))
+    assert (tmp_path / "tries").read_text() == "." * measured
+    assert outcome.record.environment.get("measurements", 1) == measured
+    assert remark(outcome.record).startswith(said) and bool(remark(outcome.record)) == bool(said)
+
+
+def test_on_a_busy_machine_rows_are_not_measured_again_without_end():
+    from stepgauge.bench.sweep import MOST_HOPELESS, MOST_TRIES, Calm
+
+    measured, calm = [], Calm()
+    noise = Record(
+        kind="toy", spec={}, metrics={"time_ms": Sample.of([1.0, 1.0, 9.0, 9.0, 9.0], "ms")}
+    )
+    for _ in range(10):
+        calm.measured(lambda: measured.append(1) or noise)
+    assert len(measured) == 10 + MOST_HOPELESS * (MOST_TRIES - 1)
 
 
 def test_each_row_runs_in_a_process_of_its_own(tmp_path):

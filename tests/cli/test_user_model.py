@@ -5,8 +5,9 @@ import pytest
 from stepgauge.spec.store import RunStore
 
 MODEL = """
-import os, sys, torch
+import argparse, os, sys, torch
 from torch import nn
+options = argparse.ArgumentParser().parse_args()  # of the file: the command's are not its own
 from blocks import WIDTH
 class Net(nn.Module):
     def __init__(self):
@@ -61,13 +62,13 @@ def test_failing_user_code_is_named_by_file_and_line(stepgauge, tmp_path, file):
     status, _, err = stepgauge(*command)
     assert status == 1 and "Traceback" not in err
     assert [row.note for row in rows(tmp_path / "run")] == [
-        "mine.py:14: RuntimeError: no such tile",
-        "mine.py:16: SystemExit: 3",
+        "mine.py:15: RuntimeError: no such tile",
+        "mine.py:17: SystemExit: 3",
         "the measuring process was ended by SIGTERM",
     ]
     assert f"tracebacks of what failed: {tmp_path / 'run' / 'failures.log'}" in err
     status, _, err = stepgauge("profile", "dtypes", "--device", "cpu", "--model", f"{file}:breaks")
-    assert status == 1 and "stepgauge: mine.py:14: RuntimeError: no such tile" in err
+    assert status == 1 and "stepgauge: mine.py:15: RuntimeError: no such tile" in err
 
 
 def test_a_file_that_ends_the_process_is_one_sentence(stepgauge, tmp_path, file):
@@ -96,3 +97,19 @@ def test_a_users_model_is_profiled_followed_and_spread(stepgauge, tmp_path, file
     )  # fmt: skip
     assert status == 0, err
     assert [row.median("sent_bytes") for row in rows(tmp_path / "spread")] == [232, 348]
+
+
+def test_a_users_model_is_trained_and_what_its_file_does_is_one_sentence(stepgauge, tmp_path, file):
+    quick = ("--device", "cpu", "--steps", "3", "--warmup", "1")
+    command = ("train", *quick, "--out", tmp_path / "run", "--model")
+    status, out, err = stepgauge(*command, f"{file}:net", "--ranks", "2", "--data-parallel", "flat")
+    assert status == 0 and out.startswith("loss 0.") and "58 parameters" in out, err
+    (row,) = rows(tmp_path / "run")
+    assert row.median("steps_per_s") > 0 and row.spec["model"]["factory"] == "net"
+    for name, said in (
+        ("breaks", "stepgauge: mine.py:15: RuntimeError: no such tile"),
+        ("leaves", "stepgauge: mine.py:17: RuntimeError: SystemExit: 3"),
+        ("dies", "was ended by SIGTERM"),
+    ):
+        status, _, err = stepgauge(*command, f"{file}:{name}")
+        assert status == 1 and said in err and "Traceback" not in err

@@ -7,7 +7,8 @@ import pytest
 
 from stepgauge.report import figure
 from stepgauge.report.findings import Finding
-from stepgauge.report.page import Flame, Headline, Plot, Section, Text, page
+from stepgauge.report.page import Flame, Headline, Page, Plot, Section, Text, page
+from stepgauge.report.save_plots import save_plots
 from stepgauge.report.table import Table
 from stepgauge.report.trace_timeline import trace_timeline
 from stepgauge.spec.analysis import Timeline
@@ -42,15 +43,16 @@ def path(tmp_path_factory):
         Section("Elsewhere", "Never run?", reason="needs 2 GPUs, this machine has 0"),
     ]
     finding = Finding(5.0, "compile=on", "15 ms a step with compile=off.", "stepgauge bench step")
-    text = page(
-        "A study",
-        sections,
+    shown = Page(
+        title="A study",
+        sections=sections,
         facts={"Device": "Test"},
         headlines=[Headline("1.5", "ms", "fastest")],
         findings=[finding],
     )
     path = tmp_path_factory.mktemp("report") / "report.html"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(shown.html(), encoding="utf-8")
+    save_plots(sections, path.parent / "plots")
     return path
 
 
@@ -148,6 +150,12 @@ def test_plots_are_described_and_can_be_saved(browser, path):
     root = ElementTree.fromstring(saved)
     assert root.tag.endswith("svg") and "var(--" not in saved and "rgb(" in saved
     assert download.value.suggested_filename == "What-it-shows-.svg"
+    alone = sorted((path.parent / "plots").iterdir())
+    assert [each.name[:2] for each in alone] == ["01", "02", "03"]
+    assert alone[0].name == "01-first-last-what-it-shows.svg"
+    for each in alone:
+        assert ElementTree.fromstring(each.read_text()).tag.endswith("svg")
+        assert "var(--" not in each.read_text() and "#2b63d6" in each.read_text()
 
 
 def test_links_lead_to_sections_and_stay_in_sight(browser, path):

@@ -12,11 +12,11 @@ import time
 import pytest
 import torch
 
-from stepgauge.bench.train import run
+from stepgauge.bench.train import build_task, run
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.train import TrainSpec
 from stepgauge.train.checkpoint import MANIFEST, CheckpointError, Checkpoints
-from stepgauge.train.loop import CURVE_FILE, DivergedError, Trainer, load_corpus, read_curve
+from stepgauge.train.loop import CURVE_FILE, DivergedError, Trainer, read_curve
 
 
 @pytest.fixture(scope="module")
@@ -225,13 +225,12 @@ def test_saving_never_removes_what_it_just_wrote(tmp_path):
 
 def test_the_loss_scale_is_part_of_the_checkpoint(spec, tmp_path):
     spec = dataclasses.replace(spec, precision="fp16", steps=6, checkpoint_every=6)
-    corpus, full = load_corpus(spec)
-    trainer = Trainer(full, corpus, tmp_path)
+    trainer = Trainer(spec, build_task(spec), tmp_path)
     trainer.step.scaler._growth_interval = 2
     trainer.run(lambda point: None)
     scale = trainer.step.scaler.get_scale()
     assert scale > 65536  # it grew
-    again = Trainer(full, corpus, tmp_path)
+    again = Trainer(spec, build_task(spec), tmp_path)
     again.run(lambda point: None)
     assert again.step.scaler.get_scale() == scale
 

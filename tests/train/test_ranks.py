@@ -61,7 +61,7 @@ def test_a_run_goes_on_under_another_wrapper(tmp_path, alone, first, second, ran
     assert len(curve) == 6
     for ours, theirs in zip(curve, alone, strict=True):
         assert abs(ours.loss - theirs.loss) < 2e-5, ours
-    assert abs(curve[-1].bits_per_byte - alone[-1].bits_per_byte) < 2e-5
+    assert abs(curve[-1].held_out - alone[-1].held_out) < 2e-5
 
 
 def test_a_run_of_ranks_goes_on_alone(tmp_path, alone):

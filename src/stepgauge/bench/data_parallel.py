@@ -41,7 +41,7 @@ def check(spec: DataParallelSpec) -> None:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankFigures:
     """What one rank measured. Times in ms, one value a step; bytes by name; parameters of the whole
-    network.
+    network; the optimizer's name.
     """
 
     phases: dict[str, list[float]]
@@ -51,6 +51,7 @@ class RankFigures:
     plan: dict[str, int]
     traced: Traced | None
     parameters: int
+    optimizer: str
 
 
 def measure(spec: DataParallelSpec) -> RankFigures:
@@ -87,6 +88,7 @@ def _measure(spec: DataParallelSpec) -> RankFigures:
         plan=_plan(step),
         traced=traced,
         parameters=parameters,
+        optimizer=step.optimizer_name,
     )
 
 
@@ -199,7 +201,7 @@ def record(spec: DataParallelSpec, ranks: list[RankFigures]) -> Record:
             },
             **(traced[0].tracks if traced else {}),
         },
-        environment=environment(torch.device(spec.device)),
+        environment={**environment(torch.device(spec.device)), "optimizer": ranks[0].optimizer},
     )
 
 

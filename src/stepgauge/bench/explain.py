@@ -9,23 +9,25 @@ from stepgauge.measure.collectives import Collective
 from stepgauge.parallel.ring import Ring
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.comm import OPS, ROOT, CommSpec
-from stepgauge.spec.explain import RING, Explained, Seen, Step, Values, arrows, ring_arrows
+from stepgauge.spec.explain import (
+    RING,
+    Explained,
+    Seen,
+    Step,
+    Values,
+    arrows,
+    names_of,
+    ring_arrows,
+)
 
-MOST_RANKS = 8
 LATE_S = 0.05  # rank r comes r times this late to the barrier
 
 _RING_SUMMARY = "The sum over all ranks comes to every rank, by sends to the next rank only."
 
 
 def explain(op: str, *, ranks: int) -> list[Explained]:
-    """The operation as it ran, all of them for "all". Raises ValueError for an unknown one or a
-    number of ranks that cannot be shown.
-    """
-    names = [*OPS, RING] if op == "all" else [op.replace("-", "_")]
-    if not 2 <= ranks <= MOST_RANKS:
-        raise ValueError(f"ranks is {ranks}; a picture can show 2 to {MOST_RANKS}")
-    for name in names:
-        arrows(name, ranks)
+    """The operation as it ran, all of them for "all". Raises ValueError as names_of does."""
+    names = names_of(op, ranks=ranks)
     return [
         _put_together(name, ranks, seen)
         for name, seen in launch(_see, names, ranks=ranks, backend="gloo")[0]

@@ -54,7 +54,7 @@ def run(spec: ProfileSpec, *, folder: Path) -> Record:
     asked = Record(kind=spec.kind, spec=dataclasses.asdict(spec))
     place = folder_of(asked, folder)
     precision = PRECISIONS[spec.precision]
-    found, stopwatch, costs = _profiled(spec, device, place)
+    found, stopwatch, costs, optimizer = _profiled(spec, device, place)
     devices.reset_peak_memory(device)  # the model's memory is free for the ceilings
     with precision.matmul_mode():
         limits = ceilings(device, precision.autocast or precision.parameters)
@@ -63,14 +63,16 @@ def run(spec: ProfileSpec, *, folder: Path) -> Record:
     return dataclasses.replace(
         asked,
         metrics={**metrics(found, stopwatch), **costs},
-        environment=environment(device),
+        environment={**environment(device), "optimizer": optimizer},
     )
 
 
 def _profiled(
     spec: ProfileSpec, device: torch.device, place: Path
-) -> tuple[Analysis, dict[str, Sample], dict[str, Sample]]:
-    """The analysis, the phases by the stopwatch, and what profiling costs; traces go to the place."""
+) -> tuple[Analysis, dict[str, Sample], dict[str, Sample], str]:
+    """The analysis, the phases by the stopwatch, what profiling costs, and the optimizer's name;
+    traces go to the place.
+    """
     step, batch = bench_step.build(spec, device)
     phases = step.phases(batch, until=spec.phases)
     with step.precision.matmul_mode():
@@ -98,7 +100,7 @@ def _profiled(
         "profiling_host_bytes": Sample.exact(devices.peak_host_memory() - before, "bytes"),
         "trace_bytes": Sample.exact(sum(trace.stat().st_size for trace in traces), "bytes"),
     }
-    return found, stopwatch, costs
+    return found, stopwatch, costs, step.optimizer_name
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.hardware import peaks
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec, WorkSpec
-from stepgauge.spec.train import DEFAULT_CORPUS
+from stepgauge.spec.train import DEFAULT_CORPUS, TrainSpec
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import batch_for, build_step
 from stepgauge.train.data import Corpus, read_text
@@ -60,8 +60,7 @@ def run(spec: StepSpec) -> Record:
         kind=spec.kind,
         spec=dataclasses.asdict(spec),
         metrics=_metrics(spec, times, device, compile_s),
-        # A user's factory may bring its own.
-        environment={**environment(device), "optimizer": type(step.optimizer).__name__},
+        environment={**environment(device), "optimizer": step.optimizer_name},
     )
 
 
@@ -131,14 +130,15 @@ def model_flops(spec: StepSpec) -> int:
     return spec.network.step_flops(batch=spec.batch, sequence=sequence)
 
 
-def least_bytes(spec: WorkSpec) -> int:
+def least_bytes(spec: WorkSpec | TrainSpec) -> int:
     """Parameters, and where they are trained gradients and optimizer state too: no step can do with
     less. Nothing of a user's model, which is not built yet.
     """
     if isinstance(spec.model, UserModel):
         return 0
+    phases = spec.phases if isinstance(spec, WorkSpec) else "step"
     precision = PRECISIONS[spec.precision]
-    each = precision.parameters.itemsize * (1 if spec.phases == "forward" else 2)
-    if spec.phases == "step":
+    each = precision.parameters.itemsize * (1 if phases == "forward" else 2)
+    if phases == "step":
         each += precision.state_bytes(spec.optimizer)
     return each * spec.network.num_parameters

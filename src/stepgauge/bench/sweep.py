@@ -4,6 +4,7 @@ next begins.
 
 import contextlib
 import dataclasses
+import functools
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -18,6 +19,7 @@ from stepgauge.bench.launchers import prepare_for, with_launchers
 from stepgauge.bench.ranks import OnRanks, is_first_process
 from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import environment
+from stepgauge.report.views import is_disturbed, with_tries
 from stepgauge.runtime import workers
 from stepgauge.runtime.launch import RankError
 from stepgauge.runtime.load_file import user_line
@@ -30,6 +32,9 @@ workers.preload(
     *(f"{bench.__name__}.{module.name}" for module in pkgutil.iter_modules(bench.__path__))
 )
 FAILURES = "failures.log"
+MOST_TRIES = 3  # of a row that was disturbed
+MOST_HOPELESS = 3  # rows that stay disturbed in all of them: the machine is busy
+LEAST_REPETITIONS = 5  # of a row whose spread says something
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +82,7 @@ def sweep(
     store.prepare()
     done = {} if fresh else {r.identity: r for r in store.read().records if r.status != "failed"}
     environments: dict[str, dict[str, Any]] = {}
+    calm = Calm()
     with Workers() as processes:
         for job in jobs:
             device = job.spec.device
@@ -89,12 +95,41 @@ def sweep(
                 yield Outcome(job, known, was_there=True)
                 continue
             starting(job)
-            record = stamped(_measure(job, asked, store.folder, processes))
+            measure = functools.partial(_measure, job, asked, store.folder, processes)
+            record = stamped(calm.measured(measure))
             if record.status != "ok":
                 processes.close()
             store.append(record)
             done[asked.identity] = record
             yield Outcome(job, record, was_there=False)
+
+
+class Calm:
+    """Measures disturbed rows again, until that has helped none of a few."""
+
+    def __init__(self) -> None:
+        self._hopeless = 0
+
+    def measured(self, measure: Callable[[], Record]) -> Record:
+        """The record of the first measurement that nothing disturbed, else of the last.
+
+        All ranks of torchrun decide alike, by the record that they share.
+        """
+        most = MOST_TRIES if self._hopeless < MOST_HOPELESS else 1
+        record, tries = measure(), 1
+        while _is_worth_another(record) and tries < most:
+            record, tries = measure(), tries + 1
+        if _is_worth_another(record):
+            self._hopeless += 1
+        return with_tries(record, tries)
+
+
+def _is_worth_another(record: Record) -> bool:
+    """Whether a row was disturbed, by the spread of enough repetitions that followed a warm-up."""
+    if not is_disturbed(record) or record.spec.get("warmup") == 0:
+        return False
+    counts = [sample.n for sample in record.metrics.values() if sample.unit == "ms"]
+    return max(counts) >= LEAST_REPETITIONS
 
 
 def stamped(record: Record) -> Record:

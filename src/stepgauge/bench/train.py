@@ -8,17 +8,28 @@ from pathlib import Path
 
 import torch
 
+from stepgauge.bench import memory
+from stepgauge.bench import step as bench_step
 from stepgauge.bench.launchers import prepare_for
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
+from stepgauge.parallel.training import Parallelise
+from stepgauge.runtime.workers import run_isolated
 from stepgauge.runtime.world import joined_world
 from stepgauge.spec.layout import WRAPPERS
+from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.train import TrainSpec
-from stepgauge.train.data import Corpus
-from stepgauge.train.loop import Point, Trainer, load_corpus
-from stepgauge.train.place import Place
+from stepgauge.spec.user_model import UserModel
+from stepgauge.train.loop import Point, Trainer
+from stepgauge.train.place import ALONE, Place
 from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES
+from stepgauge.train.task import Task
+from stepgauge.train.text_task import text_task
+from stepgauge.train.user_task import user_task
+
+NEAR = 8  # activations of a small batch are a few times the parameters
 
 
 def run(
@@ -34,19 +45,19 @@ def run(
     Of several ranks, every one must call it, and each gives the record of its own share's time and
     memory.
 
-    Raises CorpusError, CheckpointError, DivergedError.
+    Raises CorpusError, CheckpointError, DivergedError; ValueError of a user's model.
     """
     prepare_for(spec)
-    corpus, full = load_corpus(spec)
-    trainer = _trainer(full, corpus, folder)
-    devices.reset_peak_memory(trainer.device)
+    place = _place(spec)
+    task = build_task(spec, place)
+    devices.reset_peak_memory(task.step.device)
     start = time.perf_counter()
-    curve, trained = trainer.run(report, resumed)
+    curve, trained = Trainer(spec, task, folder, place=place).run(report, resumed)
     seconds = time.perf_counter() - start
-    metrics, series = _losses(curve)
+    metrics, series = _losses(curve, task)
     if trained:
-        metrics["tokens_per_s"] = Sample.exact(trained * full.tokens_per_step / seconds, "tokens/s")
-    peaks = devices.peak_memory(trainer.device)
+        metrics |= _rates(task, trained, seconds)
+    peaks = devices.peak_memory(task.step.device)
     metrics |= {name: Sample.exact(value, "bytes") for name, value in peaks.items()}
     return Record(
         kind=spec.kind,
@@ -54,37 +65,73 @@ def run(
         spec=dataclasses.asdict(spec),
         metrics=metrics,
         series=series,
-        environment={
-            **environment(torch.device(spec.device)),
-            "corpus_sha256": corpus.text.sha256,
-            "corpus_bytes": len(corpus.text.data),
-            "vocab_size": corpus.vocab_size,
-        },
+        environment={**environment(torch.device(spec.device)), **task.environment},
     )
 
 
-def _losses(curve: Sequence[Point]) -> tuple[dict[str, Sample], dict[str, list[float]]]:
+def require_memory(spec: TrainSpec) -> None:
+    """Raises MemoryError where the ranks do not fit in this host's memory: their parameters,
+    gradients and optimizer state, or where these come near it the predicted peak of a step.
+    """
+    if spec.device != "cpu" or isinstance(spec.model, UserModel):
+        return
+    whole = 1 if WRAPPERS[spec.data_parallel].stage else spec.ranks
+    least = bench_step.least_bytes(spec) * whole
+    devices.require_host_memory(least)
+    free = devices.available_host_bytes()
+    if free is None or least * NEAR < free or spec.compile != "off":
+        return
+    fields = {field.name for field in dataclasses.fields(WorkSpec)}
+    shared = {name: value for name, value in vars(spec).items() if name in fields}
+    step = MemorySpec(**{**shared, "batch": spec.batch // spec.ranks})
+    if peak := run_isolated(memory.predicted, step).median("peak_bytes"):
+        devices.require_host_memory(int(peak) * whole)
+
+
+def _rates(task: Task, steps: int, seconds: float) -> dict[str, Sample]:
+    if task.tokens is None:
+        return {"steps_per_s": Sample.exact(steps / seconds, "steps/s")}
+    return {"tokens_per_s": Sample.exact(steps * task.tokens / seconds, "tokens/s")}
+
+
+def _losses(curve: Sequence[Point], task: Task) -> tuple[dict[str, Sample], dict[str, list[float]]]:
     """The curve's ends as metrics, and the curve as series."""
-    evaluated = [point for point in curve if point.bits_per_byte is not None]
     metrics = {
-        "first_loss": Sample.exact(curve[0].loss, "nats/token"),
-        "last_loss": Sample.exact(curve[-1].loss, "nats/token"),
-        "held_out": Sample.exact(evaluated[-1].bits_per_byte or 0.0, "bits/byte"),
+        "first_loss": Sample.exact(curve[0].loss, task.loss_unit),
+        "last_loss": Sample.exact(curve[-1].loss, task.loss_unit),
     }
     series: dict[str, list[float]] = {
         "step": [point.step for point in curve],
         "loss": [point.loss for point in curve],
-        "held_out_step": [point.step for point in evaluated],
-        "held_out_bits_per_byte": [point.bits_per_byte or 0.0 for point in evaluated],
     }
+    evaluated = {point.step: point.held_out for point in curve if point.held_out is not None}
+    if evaluated:
+        *_, last = evaluated.values()
+        metrics["held_out"] = Sample.exact(last, task.held_out_unit)
+        series["held_out_step"] = [*evaluated]
+        of_text = "held_out_bits_per_byte"
+        series[of_text if task.held_out_unit else "held_out_loss"] = [*evaluated.values()]
     return metrics, series
 
 
-def _trainer(spec: TrainSpec, corpus: Corpus, folder: Path) -> Trainer:
-    """This process's: of a run of one, or of its rank."""
+def _place(spec: TrainSpec) -> Place:
+    """This process's share of the run."""
     world = joined_world()
-    if spec.ranks == 1 or world is None:
-        return Trainer(spec, corpus, folder)
+    return ALONE if spec.ranks == 1 or world is None else Place(world.rank, world.size)
+
+
+def build_task(spec: TrainSpec, place: Place = ALONE) -> Task:
+    """What this process, of a run of one or of its rank, trains. All ranks must call it."""
+    of_kind = user_task if isinstance(spec.model, UserModel) else text_task
+    if place is ALONE:
+        return of_kind(spec)
+    world = joined_world()
+    assert world is not None, "a rank has a world"
+    here = dataclasses.replace(spec, device=str(world.device(spec.device)))
+    return of_kind(here, place=place, parallelise=_wrapper(spec))
+
+
+def _wrapper(spec: TrainSpec) -> Parallelise:
     # torch's parts of it take a while to load.
     from stepgauge.parallel.wrappers import Settings, parallelise
 
@@ -94,11 +141,4 @@ def _trainer(spec: TrainSpec, corpus: Corpus, folder: Path) -> Trainer:
         compute_dtype=PRECISIONS[spec.precision].autocast if sharded else None,
         reduce_dtype=REDUCE_DTYPES[spec.reduce_dtype],
     )
-    here = dataclasses.replace(spec, device=str(world.device(spec.device)))
-    return Trainer(
-        here,
-        corpus,
-        folder,
-        place=Place(world.rank, world.size),
-        parallelise=functools.partial(parallelise, spec.data_parallel, settings=settings),
-    )
+    return functools.partial(parallelise, spec.data_parallel, settings=settings)

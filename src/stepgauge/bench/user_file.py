@@ -57,27 +57,6 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def names(target: str) -> tuple[Path, str]:
-    """FILE.py:function or FILE.cu[:function] taken apart; a .cu's function is its own name unless
-    given.
-
-    Raises ValueError for anything else, or a file that is not there.
-    """
-    text, _, function = target.partition(":")
-    path = Path(text)
-    if path.suffix not in (".py", ".cu"):
-        raise ValueError(f"target is {target!r}; give FILE.py:function or FILE.cu")
-    if not path.is_file():
-        raise ValueError(f"target is {target!r}; there is no file {path}")
-    if path.suffix == ".py" and not function:
-        raise ValueError(f"target is {target!r}; name the function: {path}:function")
-    if path.suffix == ".cu" and not path.with_suffix(".py").is_file():
-        raise ValueError(
-            f"{path} needs {path.with_suffix('.py').name} beside it, which defines inputs(device)"
-        )
-    return path, function or path.stem
-
-
 def require_tools(path: Path, device: torch.device) -> None:
     """Raises ValueError where a CUDA source cannot be built or run."""
     if path.suffix != ".cu":

@@ -7,6 +7,7 @@ from cyclopts import App, Parameter
 
 from stepgauge.cli.console import Format, print_tables, tell
 from stepgauge.cli.records import Run, read
+from stepgauge.spec.explain import names_of
 from stepgauge.spec.hardware import HardwareFile
 
 app = App(name="comm", help="Explain collectives, and fit what bench comm measured.")
@@ -28,6 +29,8 @@ def explain(
 
     Each rank before and after, and who sends what.
     """
+    names_of(op, ranks=ranks)  # said before torch is loaded
+
     from stepgauge.bench.explain import explain as run_explained
     from stepgauge.cli.explained import print_explained
     from stepgauge.report.explained import explained_page

@@ -1,7 +1,7 @@
 """`show`, `compare` and `report`: views of records that are already on disk."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -12,7 +12,13 @@ from stepgauge.report.views import STATISTICS
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 
+if TYPE_CHECKING:
+    from stepgauge.report.page import Page
+
 Run = Annotated[Path, Parameter(help="Folder of a run.")]
+SavePlots = Annotated[
+    Path | None, Parameter(help="A folder for the page's plots, an SVG file each.")
+]
 
 
 def show(
@@ -91,20 +97,32 @@ def report(
     /,
     *,
     out: Annotated[Path | None, Parameter(help="The HTML file. [RUN/report.html]")] = None,
+    save_plots: SavePlots = None,
 ) -> None:
     """Write one HTML page of a run, or of two beside each other, from their records.
 
     A study's page has a section an experiment, any other run's a section a kind of record. Two
     runs go to RUN/compare.html.
     """
-    from stepgauge.study.pages import write_comparison, write_report
+    records, others = read(run), None if second is None else read(second)
 
-    if second is None:
-        print(write_report(run, read(run), out or run / "report.html"))
-        return
-    compared = compare_records(read(run), read(second))
-    names = (str(run), str(second))
-    print(write_comparison(compared, names, out or run / "compare.html"))
+    from stepgauge.study import pages
+
+    if others is None:
+        page, usual = pages.page_of(run, records), "report.html"
+    else:
+        compared = compare_records(records, others)
+        page, usual = pages.comparison_page(compared, (str(run), str(second))), "compare.html"
+    save(page, save_plots)
+    print(pages.write(page, out or run / usual))
+
+
+def save(page: "Page", folder: Path | None) -> None:
+    """Writes the page's plots to the folder, if one is named."""
+    from stepgauge.report.save_plots import save_plots
+
+    if folder is not None:
+        tell(f"{save_plots(page.sections, folder)} plots in {folder}")
 
 
 def read(run: Path) -> list[Record]:

@@ -69,7 +69,10 @@ def _try_user_model(model: UserModel) -> None:
 
 
 def distinct(specs: Sequence[Any]) -> list[Any]:
-    """The canonical specs, each once; says which options have no effect in how many of them."""
+    """The canonical specs, each once; says which options have no effect in how many of them.
+
+    Raises ValueError for one that has none in any.
+    """
     kept = [spec.canonical() for spec in specs]
     changed = collections.Counter(
         field.name
@@ -78,6 +81,9 @@ def distinct(specs: Sequence[Any]) -> list[Any]:
         if getattr(asked, field.name) != getattr(left, field.name)
     )
     for name, count in changed.items():
+        if count == len(specs):
+            value = getattr(specs[0], name)
+            raise ValueError(f"{name} is {value!r}, which has no effect here: leave it out")
         tell(
             f"{name} has no effect in {count} of {len(specs)} rows; rows that differ only in it run once"
         )

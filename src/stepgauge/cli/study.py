@@ -6,7 +6,9 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from stepgauge.cli.console import tell
+from stepgauge.cli.records import SavePlots, save
 from stepgauge.cli.rows import Fresh, Out, require_success, run_jobs
+from stepgauge.spec.experiments import EXPERIMENTS
 from stepgauge.spec.store import RunStore
 
 
@@ -18,7 +20,7 @@ def study(
         Parameter(
             consume_multiple=True,
             negative="",
-            help="Names of experiments. [all]",
+            help=f"Experiments: {', '.join(EXPERIMENTS)}. [all]",
             show_default=False,
         ),
     ] = None,
@@ -26,19 +28,23 @@ def study(
         str, Parameter(help="cpu, cuda, cuda:1, mps; auto takes the fastest there is.")
     ] = "auto",
     fresh: Fresh = False,
+    save_plots: SavePlots = None,
 ) -> None:
     """Run every experiment that this machine can run, and write one HTML report.
 
     Experiments that the machine cannot run are named in the report with the reason. Interrupted and
     started again, the study goes on where it stopped.
     """
-    from stepgauge.study import run
-    from stepgauge.study.pages import write_report
+    if only == ():
+        raise ValueError("only needs a value: the names of experiments")
+    for name in only or ():
+        if name not in EXPERIMENTS:
+            raise ValueError(f"experiment is {name!r}; choose from {', '.join(EXPERIMENTS)}")
+
+    from stepgauge.study import pages, run
 
     machine = run.this_machine(device)
     store = RunStore(out)
-    if only == ():
-        raise ValueError("only needs a value: the names of experiments")
     experiments = run.select(only or ())
     store.prepare()
     run.remember(machine, out)
@@ -47,5 +53,7 @@ def study(
         if reason := experiment.needs(machine):
             tell(f"{experiment.name} is left out: {reason}")
     records = run_jobs(run.plan(machine, out, experiments), store, fresh=fresh)
-    print(f"report: {write_report(out, store.read().latest(), out / 'report.html')}")
+    page = pages.page_of(out, store.read().latest())
+    save(page, save_plots)
+    print(f"report: {pages.write(page, out / 'report.html')}")
     require_success(records)

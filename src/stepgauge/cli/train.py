@@ -1,19 +1,23 @@
 """`stepgauge train`: a real training run, that can be killed and goes on."""
 
-import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from stepgauge.cli.console import progress, tell
 from stepgauge.cli.options import Values, expand, spec_options
-from stepgauge.cli.rows import Out, RunFailedError
+from stepgauge.cli.rows import Out, RunFailedError, resolve_devices
 from stepgauge.report.numbers import number
+from stepgauge.runtime.load_file import user_line
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 from stepgauge.spec.train import TrainSpec
+from stepgauge.spec.user_model import UserModel
+
+if TYPE_CHECKING:
+    from stepgauge.runtime.launch import RankError
 
 SAVING_S = 3600.0  # ranks wait for the one that writes a checkpoint
 
@@ -28,38 +32,59 @@ def train(
         "runs/train"
     ),
 ) -> None:
-    """Train a preset on real text and show that the loss falls.
+    """Train a preset on real text, or your own network on its batches, and follow the loss.
 
     Killed at any moment and started again with the same command, it goes on from the last whole
     checkpoint. The vocabulary is the tokenizer's: 256 for bytes, --vocab-size for a BPE. With
     --ranks, or as the processes of torchrun, each rank takes its share of every batch; another
-    number of ranks or another wrapper may go on with the run.
+    number of ranks or another wrapper may go on with the run. Your own network (--model
+    FILE.py:factory) trains on what its factory returns, on the number of ranks that it began with.
     """
+    spec = _spec_of(values)
+
+    from stepgauge.bench import train as bench_train
     from stepgauge.bench.ranks import is_first_process
-    from stepgauge.measure.devices import resolve
     from stepgauge.runtime.launch import RankError, launch
 
-    if "vocab_size" in values and values.get("tokenizer", ("bytes",)) == ("bytes",):
-        raise ValueError(
-            "vocab_size is the tokenizer's, 256 for bytes; --tokenizer bpe takes another"
-        )
-    named = {**values, "device": tuple(str(resolve(str(name))) for name in values["device"])}
-    (spec,) = expand(TrainSpec, named)
-    if "warmup" in values and spec.warmup > spec.steps:
-        raise ValueError(
-            f"warmup is {spec.warmup} of {spec.steps} steps; choose at most {spec.steps}"
-        )
-    if spec.ranks == 1:
+    (spec,) = resolve_devices([spec])
+    is_own = isinstance(spec.model, UserModel)
+    try:
+        bench_train.require_memory(spec)
+    except MemoryError as error:
+        raise RunFailedError(str(error)) from None
+    if spec.ranks == 1 and not is_own:
         print(_train(spec, out))
         return
-    try:
+    try:  # what a user's file does to its process is not done to this one
         told = launch(
             _train_on_rank, spec, out, ranks=spec.ranks, device=spec.device, timeout_s=SAVING_S
         )[0]
     except RankError as error:
-        raise RunFailedError(error.reason or str(error)) from None
+        raise RunFailedError(_reason(error, spec)) from None
     if is_first_process():
         print(told)
+
+
+def _spec_of(values: Values) -> TrainSpec:
+    """Raises ValueError for options that contradict each other, before torch is loaded."""
+    if "vocab_size" in values and values.get("tokenizer", ("bytes",)) == ("bytes",):
+        raise ValueError(
+            "vocab_size is the tokenizer's, 256 for bytes; --tokenizer bpe takes another"
+        )
+    (spec,) = expand(TrainSpec, values)
+    if "warmup" in values and spec.warmup > spec.steps:
+        raise ValueError(
+            f"warmup is {spec.warmup} of {spec.steps} steps; choose at most {spec.steps}"
+        )
+    return spec
+
+
+def _reason(error: "RankError", spec: TrainSpec) -> str:
+    """What a rank failed of, after the line of a user's file that did it."""
+    where = ""
+    if isinstance(spec.model, UserModel):
+        where = user_line(error.trace, Path(spec.model.file))
+    return f"{where}: {error.type}: {error.reason}" if where else error.reason or str(error)
 
 
 def _train_on_rank(spec: TrainSpec, out: Path) -> str:
@@ -85,13 +110,14 @@ def _train(spec: TrainSpec, out: Path) -> str:
     from stepgauge.train.loop import DivergedError, Point
 
     store = RunStore(out)
+    unit = "" if isinstance(spec.model, UserModel) else " bits/byte"
     with store.held(), progress(spec.steps, "steps") as (bar, task):
 
         def report(point: Point) -> None:
             bar.update(task, completed=point.step, description=f"loss {point.loss:.3f}")
-            if point.bits_per_byte is not None:
+            if point.held_out is not None:
                 tell(
-                    f"step {point.step}: loss {point.loss:.4f}, held-out {point.bits_per_byte:.4f} bits/byte"
+                    f"step {point.step}: loss {point.loss:.4f}, held-out {point.held_out:.4f}{unit}"
                 )
 
         def resumed(step: int) -> None:
@@ -111,25 +137,29 @@ def _train(spec: TrainSpec, out: Path) -> str:
             raise RunFailedError(
                 f"{reason}; the run goes on from its last checkpoint with the same command"
             ) from None
-        if "tokens_per_s" in record.metrics:
+        if {"tokens_per_s", "steps_per_s"} & record.metrics.keys():
             store.append(stamped(record))
     return _told(spec, record, out)
 
 
 def _told(spec: TrainSpec, record: Record, out: Path) -> str:
-    first, last, held_out, rate = (
-        record.median(name) for name in ("first_loss", "last_loss", "held_out", "tokens_per_s")
-    )
-    vocabulary = record.environment["vocab_size"]
-    parameters = dataclasses.replace(spec.model, vocab_size=vocabulary).num_parameters
+    """How the run went, in a sentence."""
+    first, last, held_out = (record.median(n) for n in ("first_loss", "last_loss", "held_out"))
+    if isinstance(spec.model, UserModel):
+        losses = f"loss {number(first)} -> {number(last)}"
+        losses += f", held out {number(held_out)}" if held_out is not None else ""
+    else:
+        vocabulary = record.environment["vocab_size"]
+        losses = (
+            f"loss {first:.3f} -> {last:.3f} nats a token (vocabulary {vocabulary:,}), "
+            f"held out {held_out:.3f} bits a byte"
+        )
     ranks = f", {spec.ranks} ranks" if spec.ranks > 1 else ""
     # A run that was at its end has no rate of today, and was trained who knows where.
-    speed = (
-        f" on {record.environment['device']}{ranks}, {number(rate, 'tokens/s')} tokens/s"
-        if rate
-        else ""
+    rates = [n for n in ("tokens_per_s", "steps_per_s") if n in record.metrics]
+    speed = "".join(
+        f" on {record.environment['device']}{ranks}, {number(sample.median)} {sample.unit}"
+        for sample in (record.metrics[name] for name in rates)
     )
-    return (
-        f"loss {first:.3f} -> {last:.3f} nats a token (vocabulary {vocabulary:,}), "
-        f"held out {held_out:.3f} bits a byte; {parameters:,} parameters{speed}; run in {out}"
-    )
+    parameters = record.environment["num_parameters"]
+    return f"{losses}; {parameters:,} parameters{speed}; run in {out}"

@@ -48,7 +48,7 @@ def validate(
     """
     from stepgauge.bench.jobs import job_of
     from stepgauge.bench.ranks import store_for
-    from stepgauge.study.pages import write_report
+    from stepgauge.study import pages
     from stepgauge.validate.before import predict_before
     from stepgauge.validate.views import error_table, group_table
 
@@ -70,7 +70,8 @@ def validate(
     measured = run_jobs(jobs, RunStore(out), fresh=fresh)
     records = [*predictions.records, *measured]
     print_tables(format, [error_table(records), group_table(records)])
-    tell(f"report: {write_report(out, RunStore(out).read().latest(), out / 'report.html')}")
+    page = pages.page_of(out, RunStore(out).read().latest())
+    tell(f"report: {pages.write(page, out / 'report.html')}")
     require_success(measured)
 
 

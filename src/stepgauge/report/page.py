@@ -80,30 +80,38 @@ class Headline:
     label: str
 
 
-def page(
-    title: str,
-    sections: Sequence[Section],
-    *,
-    facts: Mapping[str, str],
-    headlines: Sequence[Headline] = (),
-    findings: Sequence[Finding] | None = None,
-) -> str:
-    """The whole HTML document. `findings` stand at its top; None: they are not asked for."""
-    shown = [section for section in sections if not section.reason]
-    left_out = [section for section in sections if section.reason]
-    return _resource("page.html").format(
-        title=html.escape(title),
-        style=_resource("page.css"),
-        script=_resource("page.js"),
-        navigation="".join(map(_link, shown)),
-        headlines="".join(map(_headline, headlines)),
-        findings="" if findings is None else _findings(findings),
-        facts="".join(
-            f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in facts.items()
-        ),
-        sections="".join(map(_section, shown)),
-        left_out=_left_out(left_out),
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Page:
+    """What a page says. `findings` stand at its top; None: they are not asked for."""
+
+    title: str
+    sections: Sequence[Section]
+    facts: Mapping[str, str]
+    headlines: Sequence[Headline] = ()
+    findings: Sequence[Finding] | None = None
+
+    def html(self) -> str:
+        """The whole document."""
+        shown = [section for section in self.sections if not section.reason]
+        left_out = [section for section in self.sections if section.reason]
+        return _resource("page.html").format(
+            title=html.escape(self.title),
+            style=_resource("page.css"),
+            script=_resource("page.js"),
+            navigation="".join(map(_link, shown)),
+            headlines="".join(map(_headline, self.headlines)),
+            findings="" if self.findings is None else _findings(self.findings),
+            facts="".join(
+                f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in self.facts.items()
+            ),
+            sections="".join(map(_section, shown)),
+            left_out=_left_out(left_out),
+        )
+
+
+def page(title: str, sections: Sequence[Section], *, facts: Mapping[str, str]) -> str:
+    """The HTML document of a page without headlines and findings."""
+    return Page(title=title, sections=sections, facts=facts).html()
 
 
 def _resource(name: str) -> str:

@@ -1,5 +1,6 @@
 """Records as a table: which columns a set of records needs, and what each row is worth."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from stepgauge.spec.record import Record, Sample
 STATISTICS = ("median", "range", "p10", "p90", "mean", "std", "n")
 LABELS = {"median": "", "range": " p10 – p90"}
 DISTURBED = 1.5
+TRIES = "measurements"  # of an environment: how often a disturbed row was measured
 FIRST = ("step_ms", "time_ms", "exposed_ms", "tokens_per_s")  # figures that people look for
 NOT_MEASURABLE = "not measurable here"  # a difference of two steps that came out below zero
 
@@ -108,8 +110,23 @@ def remark(record: Record) -> str:
     """Why the record has no figures, or what is to be known of those that it has."""
     if record.status != "ok":
         return f"{record.status.upper()}: {record.note}"
-    disturbed = [f"disturbed: p90 is over {DISTURBED} × p10"] if is_disturbed(record) else []
-    return "; ".join([*filter(None, [record.note]), *fallbacks(record), *disturbed])
+    brought = str(record.environment.get("optimizer", ""))
+    own = [f"optimizer of the user's file: {brought[5:]}"] if brought.startswith("user ") else []
+    disturbed = [_disturbance(record)] if is_disturbed(record) else []
+    return "; ".join([*filter(None, [record.note]), *own, *fallbacks(record), *disturbed])
+
+
+def _disturbance(record: Record) -> str:
+    tries = record.environment.get(TRIES, 1)
+    every = f", in the last of {tries} measurements too" if tries > 1 else ""
+    return f"disturbed: p90 is over {DISTURBED} × p10{every}"
+
+
+def with_tries(record: Record, tries: int) -> Record:
+    """The record, its environment saying how often it was measured where that was not once."""
+    if tries == 1:
+        return record
+    return dataclasses.replace(record, environment={**record.environment, TRIES: tries})
 
 
 def plotted(record: Record, metric: str) -> float | None:
@@ -119,6 +136,9 @@ def plotted(record: Record, metric: str) -> float | None:
 
 
 def is_disturbed(record: Record) -> bool:
-    """Whether the times of a row spread so far that its median is doubtful."""
-    timed = [record.metrics.get(name) for name in ("step_ms", "time_ms", "ours_ms")]
-    return any(sample is not None and sample.p90 > DISTURBED * sample.p10 for sample in timed)
+    """Whether the times of a row spread so far that its median is doubtful: of the step or the
+    operation, else of any of the peers that are timed.
+    """
+    timed = [record.metrics[name] for name in ("step_ms", "time_ms") if name in record.metrics]
+    timed = timed or [sample for sample in record.metrics.values() if sample.unit == "ms"]
+    return any(sample.p90 > DISTURBED * sample.p10 for sample in timed)

@@ -230,6 +230,8 @@ def _rank(
             world, backend=backend, device=world.device(device), timeout_s=timeout_s
         ):
             return function(*arguments)
+    except SystemExit as error:  # of a user's code; the launcher would take 0 for success
+        raise RuntimeError(f"SystemExit: {error.code}") from error
     except Exception as error:
         if _is_consequence(error):
             time.sleep(CONSEQUENCE_S)

@@ -11,7 +11,8 @@ def load_file(path: Path) -> types.ModuleType:
     """The file, run as a module that may import its neighbours meanwhile. Raises ValueError where
     it cannot be, with the line.
 
-    It is known by a name of ours, so that a file called json.py takes no other module's place.
+    It is known by a name of ours, so that a file called json.py takes no other module's place, and
+    meanwhile sys.argv is its own: a file that parses the command line gets none of ours.
     """
     imported = importlib.util.spec_from_file_location(f"own_file_{path.stem}", path.resolve())
     assert imported is not None and imported.loader is not None
@@ -19,6 +20,7 @@ def load_file(path: Path) -> types.ModuleType:
     # dataclasses, pickle and compilers look their module up there
     sys.modules[imported.name] = module
     sys.path.insert(0, str(path.resolve().parent))
+    before, sys.argv = sys.argv, [str(path)]
     try:
         imported.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -27,6 +29,7 @@ def load_file(path: Path) -> types.ModuleType:
             f"{path} cannot be imported: {_line(error, path)}{type(error).__name__}: {error}"
         ) from error
     finally:
+        sys.argv = before
         sys.path.remove(str(path.resolve().parent))
     return module
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from stepgauge.spec.comm import OPS, ROOT
 
 RING = "ring"
+MOST_RANKS = 8
 Values = list[str]
 
 
@@ -46,6 +47,18 @@ class Explained:
     ranks: list[Seen]
     steps: list[Step] = dataclasses.field(default_factory=list)
     remark: str = ""
+
+
+def names_of(op: str, *, ranks: int) -> list[str]:
+    """The operations that a word means, "all" every one. Raises ValueError for an unknown one, or a
+    number of ranks that cannot be shown.
+    """
+    if not 2 <= ranks <= MOST_RANKS:
+        raise ValueError(f"ranks is {ranks}; a picture can show 2 to {MOST_RANKS}")
+    names = [*OPS, RING] if op == "all" else [op.replace("-", "_")]
+    for name in names:
+        arrows(name, ranks)
+    return names
 
 
 def arrows(op: str, n: int) -> list[Arrow]:

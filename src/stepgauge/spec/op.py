@@ -1,6 +1,7 @@
 """A person's own function as it is asked for: what `bench op` measures."""
 
 import dataclasses
+from pathlib import Path
 from typing import ClassVar
 
 from stepgauge.spec.fields import check, option
@@ -26,3 +27,24 @@ class OpSpec:
 
     def __post_init__(self) -> None:
         check(self)
+
+
+def read_target(target: str) -> tuple[Path, str]:
+    """FILE.py:function or FILE.cu[:function] taken apart; a .cu's function is its own name unless
+    given.
+
+    Raises ValueError for anything else, or a file that is not there.
+    """
+    text, _, function = target.partition(":")
+    path = Path(text)
+    if path.suffix not in (".py", ".cu"):
+        raise ValueError(f"target is {target!r}; give FILE.py:function or FILE.cu")
+    if not path.is_file():
+        raise ValueError(f"target is {target!r}; there is no file {path}")
+    if path.suffix == ".py" and not function:
+        raise ValueError(f"target is {target!r}; name the function: {path}:function")
+    if path.suffix == ".cu" and not path.with_suffix(".py").is_file():
+        raise ValueError(
+            f"{path} needs {path.with_suffix('.py').name} beside it, which defines inputs(device)"
+        )
+    return path, function or path.stem

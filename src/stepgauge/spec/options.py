@@ -110,11 +110,12 @@ def _with_model(spec: type, chosen: dict[str, Any], network: Network) -> Any:
     its shape changed.
     """
     size, file = chosen.pop("size", ""), chosen.pop("hf_config", "")
-    if where := chosen.pop("model", ""):
-        return spec(model=UserModel.read(where), **chosen)
+    where = chosen.pop("model", "")
     of_network = {field.name for field in dataclasses.fields(network)}
     shape = {name: value for name, value in chosen.items() if name in of_network}
     rest = {name: value for name, value in chosen.items() if name not in of_network}
+    if where:  # a command's usual shape says nothing of it
+        return spec(model=UserModel.read(where), **rest)
     label = "custom" if set(shape) & set(SHAPE) else name_of(file) if file else size.lower()
     model = read_network(file, **shape) if file else network.preset(size, **shape)
     return spec(model=model, size=label, **rest)

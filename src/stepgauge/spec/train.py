@@ -9,10 +9,13 @@ from stepgauge.spec.fields import as_in, check, option
 from stepgauge.spec.layout import WRAPPERS, check_wrapper
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.user_model import UserModel, settle_user_model
 
 DEFAULT_CORPUS = "stdlib"  # the source of Python's own standard library
 # torch's sharded optimizer has no state that another number of ranks could go on from.
 TRAINING_WRAPPERS = tuple(name for name, wrapper in WRAPPERS.items() if wrapper.resumes)
+# What an optimizer of a user's own has itself.
+OF_OPTIMIZER = ("learning_rate", "weight_decay", "beta1", "beta2")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,7 @@ class TrainSpec:
 
     kind: ClassVar[str] = "train"
 
-    model: ModelSpec
+    model: ModelSpec | UserModel
     size: str = option("custom", "preset that the model spec starts from", label=True)
     corpus: str = option(
         DEFAULT_CORPUS, "text file or folder; stdlib is Python's own library's source"
@@ -98,11 +101,24 @@ class TrainSpec:
 
     def __post_init__(self) -> None:
         check(self)
+        if isinstance(self.model, UserModel):
+            settle_user_model(self)
+        else:
+            self._check_text()
+        self._check_ranks()
+
+    def _check_text(self) -> None:
         if not isinstance(self.model, ModelSpec) or self.model.mask != "causal":
             raise ValueError(
                 "train predicts the next token, which this network sees: choose one "
                 "with a causal mask"
             )
+        if self.batch % self.ranks:
+            raise ValueError(
+                f"batch is {self.batch}, which {self.ranks} ranks do not divide; choose a multiple"
+            )
+
+    def _check_ranks(self) -> None:
         check_wrapper(
             self.data_parallel,
             device=self.device,
@@ -121,23 +137,24 @@ class TrainSpec:
                 f"ranks is {self.ranks}; --data-parallel says how they train: choose one of "
                 f"{', '.join(TRAINING_WRAPPERS[1:])}"
             )
-        if self.batch % self.ranks:
+        if self.ranks == 1 and self.data_parallel != "none":
             raise ValueError(
-                f"batch is {self.batch}, which {self.ranks} ranks do not divide; choose a multiple"
+                f"data_parallel is {self.data_parallel!r}, which one rank has no use for: "
+                "give --ranks"
             )
 
     @property
-    def tokens_per_step(self) -> int:
-        return self.batch * self.accumulation * self.model.context_length
+    def network(self) -> ModelSpec:
+        """The model, where its shape is known: of a user's it is not."""
+        assert not isinstance(self.model, UserModel)
+        return self.model
 
-    def learning_rate_at(self, step: int) -> float:
-        """Rate of step 0, 1, ...: linear warm-up, then half a cosine down to the final fraction at
-        the last step.
+    def learning_rate_at(self, step: int, *, highest: float) -> float:
+        """Rate of step 0, 1, ...: linear warm-up to the highest, then half a cosine down to the
+        final fraction of it at the last step.
         """
         if step < self.warmup:
-            return self.learning_rate * (step + 1) / self.warmup
+            return highest * (step + 1) / self.warmup
         progress = min(1.0, (step - self.warmup) / max(1, self.steps - 1 - self.warmup))
         cosine = (1 + math.cos(math.pi * progress)) / 2
-        return self.learning_rate * (
-            self.final_learning_rate + (1 - self.final_learning_rate) * cosine
-        )
+        return highest * (self.final_learning_rate + (1 - self.final_learning_rate) * cosine)

@@ -10,7 +10,13 @@ from typing import Any, Self
 from stepgauge.spec.fields import option
 
 # Fields whose values a user's model makes itself.
-DECIDED = {"data": "brings its own batch", "checkpointing": "chooses its own"}
+DECIDED = {
+    "data": "brings its own batch",
+    "checkpointing": "chooses its own",
+    "corpus": "brings its own batches",
+    "tokenizer": "brings its own batches",
+    "evaluate_windows": "brings what is held out",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """The study: a list of experiments, run where the machine can, and one report of all of them.
 
-A new experiment is one file with an EXPERIMENT, and one line here.
+A new experiment is one file with an EXPERIMENT, one line here, and its name in
+spec/experiments.py.
 """
 
 from stepgauge.study import (

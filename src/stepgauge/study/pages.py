@@ -17,7 +17,7 @@ from stepgauge.report.kernels import kernel_table
 from stepgauge.report.memory import memory_blocks
 from stepgauge.report.names import flatten, labels
 from stepgauge.report.numbers import heading, number
-from stepgauge.report.page import Block, Elsewhere, Headline, Plot, Section, Text, page
+from stepgauge.report.page import Block, Elsewhere, Headline, Page, Plot, Section, Text
 from stepgauge.report.profile import blocks as profile_blocks
 from stepgauge.report.views import DISTURBED, is_disturbed, plotted, record_table
 from stepgauge.report.where import measured_where
@@ -38,31 +38,26 @@ NAMED = 4  # of disturbed rows, in a section
 MOST_BARS = 24
 
 
-def write_report(folder: Path, records: Sequence[Record], path: Path) -> Path:
-    """Writes the page of a run: of a study, or of any other. Raises StoreError where it cannot."""
+def page_of(folder: Path, records: Sequence[Record]) -> Page:
+    """Of a run: of a study, or of any other."""
     machine = remembered(folder)
-    return _write(
-        study_page(records, machine, folder) if machine else run_page(records, folder), path
-    )
+    return study_page(records, machine, folder) if machine else run_page(records, folder)
 
 
-def write_comparison(compared: Comparison, names: Sequence[str], path: Path) -> Path:
-    return _write(comparison_page(compared, names), path)
-
-
-def _write(text: str, path: Path) -> Path:
+def write(page: Page, path: Path) -> Path:
+    """Raises StoreError where it cannot be written."""
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(page.html(), encoding="utf-8")
     except OSError as error:
         raise StoreError(f"cannot write {path}: {error.strerror}") from None
     return path
 
 
-def study_page(records: Sequence[Record], machine: Machine, folder: Path) -> str:
+def study_page(records: Sequence[Record], machine: Machine, folder: Path) -> Page:
     here = [record for record in records if record.environment.get("device") == machine.name]
-    return page(
-        "stepgauge study",
-        [_experiment(experiment, machine, folder, here) for experiment in EXPERIMENTS],
+    return Page(
+        title="stepgauge study",
+        sections=[_experiment(experiment, machine, folder, here) for experiment in EXPERIMENTS],
         facts=_facts(here),
         headlines=_headlines(here),
         findings=findings.findings(here),
@@ -132,7 +127,7 @@ def reservations(records: Sequence[Record]) -> list[Text]:
     return [Text(sentence) for sentence in said]
 
 
-def run_page(records: Sequence[Record], folder: Path) -> str:
+def run_page(records: Sequence[Record], folder: Path) -> Page:
     """A section for each kind of record in the run, and where steps were predicted one of that."""
     shown = [row.record for row in steps_beside(records)]
     kinds = dict.fromkeys(record.kind for record in shown)
@@ -142,7 +137,7 @@ def run_page(records: Sequence[Record], folder: Path) -> str:
     timed = any("step_ms" in record.metrics for record in shown)
     found = findings.findings(shown) if timed else None
     name = folder.resolve().name
-    return page(f"stepgauge: {name}", sections, facts=_facts(shown), findings=found)
+    return Page(title=f"stepgauge: {name}", sections=sections, facts=_facts(shown), findings=found)
 
 
 QUESTIONS = {
@@ -222,7 +217,7 @@ _BLOCKS: Mapping[str, Callable[[Sequence[Record]], Sequence[Block]]] = {
 }
 
 
-def comparison_page(compared: Comparison, names: Sequence[str]) -> str:
+def comparison_page(compared: Comparison, names: Sequence[str]) -> Page:
     """Two runs: a section a kind, the ratios, and the rows that only one of them has."""
     sections = []
     for kind in dict.fromkeys(pair.first.kind for pair in compared.found):
@@ -241,7 +236,8 @@ def comparison_page(compared: Comparison, names: Sequence[str]) -> str:
     if compared.alone:
         rest = [Text(sentence) for sentence in compared.alone]
         sections.append(Section("Without a partner", "Which rows has only one of the runs?", rest))
-    return page("stepgauge compare", sections, facts=dict(zip("AB", names, strict=True)))
+    facts = dict(zip("AB", names, strict=True))
+    return Page(title="stepgauge compare", sections=sections, facts=facts)
 
 
 def _facts(records: Sequence[Record]) -> dict[str, str]:

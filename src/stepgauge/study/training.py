@@ -40,22 +40,17 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     if record.status != "ok":
         return [record_table(records)]
     curve = record.series
+    is_text = "corpus_bytes" in record.environment  # a user's model has a loss of its own
     training = (curve["step"], curve["loss"])
-    held_out = (curve["held_out_step"], curve["held_out_bits_per_byte"])
-    return [
-        Text(_corpus(record)),
-        Plot(
-            lines({"training loss": training}, x="step", y="nats a token"),
-            "Training loss, each step.",
-        ),
-        Plot(
-            lines(
-                {"held out": held_out}, x="step", y="bits a byte", dots=("held out",), height=2.4
-            ),
-            "Held-out loss.",
-        ),
-        record_table(records),
-    ]
+    trained = lines({"training loss": training}, x="step", y="nats a token" if is_text else "loss")
+    plots = [Plot(trained, "Training loss, each step.")]
+    series = "held_out_bits_per_byte" if is_text else "held_out_loss"
+    if series in curve:
+        held_out = {"held out": (curve["held_out_step"], curve[series])}
+        unit = "bits a byte" if is_text else "loss"
+        drawn = lines(held_out, x="step", y=unit, dots=("held out",), height=2.4)
+        plots.append(Plot(drawn, "Held-out loss."))
+    return [*([Text(_corpus(record))] if is_text else []), *plots, record_table(records)]
 
 
 def _corpus(record: Record) -> str:

@@ -78,8 +78,8 @@ def build_step(
 
 
 def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices with weight decay, gains and biases without."""
-    parameters = list(model.parameters())
+    """Trained matrices with weight decay, gains and biases without."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
+NAMED = 4  # fields in which two runs differ
 
 
 class CheckpointError(ValueError):
@@ -105,10 +106,11 @@ def require_same(about: dict[str, Any], wanted: dict[str, Any], folder: Path) ->
     names = sorted({name for name in (*about, *wanted) if about.get(name) != wanted.get(name)})
     if names:
         changes = ", ".join(
-            f"{name} {about.get(name)} there, {wanted.get(name)} here" for name in names
+            f"{name} {about.get(name)} there, {wanted.get(name)} here" for name in names[:NAMED]
         )
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         raise CheckpointError(
-            f"checkpoint {folder} is of another run: {changes}; choose another --out"
+            f"checkpoint {folder} is of another run: {changes}{more}; choose another --out"
         )
 
 

@@ -1,4 +1,4 @@
-"""Trains a model on real text, and goes on where a killed run stopped."""
+"""Trains, and goes on where a killed run stopped."""
 
 import contextlib
 import dataclasses
@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepgauge.parallel.training import Parallelise, alone
 from stepgauge.spec.kinds import completed
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.train import TrainSpec
-from stepgauge.train.build import build_step
 from stepgauge.train.checkpoint import Checkpoints, require_same
-from stepgauge.train.data import Corpus, read_text
 from stepgauge.train.place import ALONE, Place
+from stepgauge.train.task import Task
 
 CURVE_FILE = "curve.jsonl"
 # What a run may change when it goes on: the curve does not depend on it.
@@ -43,53 +41,30 @@ DRAIN_EVERY = 10  # steps between readings of the loss from the device: each is 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One step of the loss curve. `bits_per_byte` is the held-out loss, where it was evaluated."""
+    """One step of the loss curve. `held_out` is the held-out loss, where it was evaluated."""
 
     step: int
     loss: float
-    bits_per_byte: float | None = None
+    held_out: float | None = None
 
 
 class DivergedError(Exception):
     """The loss is no longer a number."""
 
 
-def load_corpus(spec: TrainSpec) -> tuple[Corpus, TrainSpec]:
-    """The tokens of the run, and the spec with the vocabulary that they have. Raises CorpusError."""
-    corpus = Corpus.tokenize(read_text(spec.corpus), spec.tokenizer, spec.model.vocab_size)
-    corpus.require(length=spec.model.context_length)
-    model = dataclasses.replace(spec.model, vocab_size=corpus.vocab_size)
-    return corpus, dataclasses.replace(spec, model=model)
-
-
 class Trainer:
-    """A training run in a folder: its model, its curve on disk, its checkpoints.
+    """A training run in a folder: its task, its curve on disk, its checkpoints.
 
     Of several ranks each has a Trainer, in a process group; they see one folder, and rank 0 alone
     writes to it.
     """
 
-    def __init__(
-        self,
-        spec: TrainSpec,
-        corpus: Corpus,
-        folder: Path,
-        *,
-        place: Place = ALONE,
-        parallelise: Parallelise = alone,
-    ):
-        self.spec, self.corpus, self.place = spec, corpus, place
-        self.device = torch.device(spec.device)
+    def __init__(self, spec: TrainSpec, task: Task, folder: Path, *, place: Place = ALONE):
+        self.spec, self.task, self.step, self.place = spec, task, task.step, place
         self.checkpoints = Checkpoints(folder / "checkpoints")
         self.curve_path = folder / CURVE_FILE
-        self.step = build_step(
-            spec,
-            max_gradient_norm=spec.clip or None,
-            lr=spec.learning_rate,
-            betas=(spec.beta1, spec.beta2),
-            weight_decay=spec.weight_decay,
-            parallelise=parallelise,
-        )
+        # what the schedule's fraction is of; an optimizer may have no learning rate
+        self.highest_rates = [group.get("lr") for group in self.step.optimizer.param_groups]
 
     def run(
         self, report: Callable[[Point], None], resumed: Callable[[int], None] = lambda step: None
@@ -116,7 +91,7 @@ class Trainer:
                 evaluates = last or done % self.spec.evaluate_every == 0
                 saves = last or done % self.spec.checkpoint_every == 0
                 if evaluates or saves or done % DRAIN_EVERY == 0:
-                    points = self._drain(pending, self.evaluate() if evaluates else None)
+                    points = self._drain(pending, self._held_out() if evaluates else None)
                     file.writelines(
                         json.dumps(dataclasses.asdict(point)) + "\n" for point in points
                     )
@@ -134,45 +109,24 @@ class Trainer:
         """One optimizer step over this rank's share of `accumulation` micro-batches; its mean loss,
         on the device.
         """
-        spec = self.spec
-        for group in self.step.optimizer.param_groups:
-            group["lr"] = spec.learning_rate_at(number)
-        rows = spec.batch * spec.accumulation
-        batch = self.corpus.batch(
-            number, batch=rows, length=spec.model.context_length, seed=spec.seed
-        )
-        tokens, targets = (self.place.shares(part.split(spec.batch)) for part in batch)
-        total = torch.zeros((), device=self.device)
-        for index, micro in enumerate(zip(tokens, targets, strict=True)):
-            last = index == spec.accumulation - 1
+        groups = self.step.optimizer.param_groups
+        for group, highest in zip(groups, self.highest_rates, strict=True):
+            if highest is not None:
+                group["lr"] = self.spec.learning_rate_at(number, highest=highest)
+        total = torch.zeros((), device=self.step.device)
+        for index, micro in enumerate(self.task.micro_batches(number)):
+            last = index == self.spec.accumulation - 1
             with contextlib.nullcontext() if last else self.step.parallel.no_sync():
-                loss = self.step.forward(
-                    *(part.to(self.device, non_blocking=True) for part in micro)
-                )
-                loss = loss / spec.accumulation
+                loss = self.step.forward(*micro) / self.spec.accumulation
                 self.step.backward(loss)
             total += loss.detach()
         self.step.update()
         return total
 
-    @torch.no_grad()
-    def evaluate(self) -> float:
-        """Held-out loss in bits per byte: nats a token over ln 2 and over the bytes a token stands
-        for.
-        """
-        spec = self.spec
-        tokens, targets = self.corpus.held_out_windows(
-            spec.evaluate_windows, spec.model.context_length
-        )
-        total = torch.zeros((), dtype=torch.float64)
-        for micro_tokens, micro_targets in zip(
-            tokens.split(spec.batch), targets.split(spec.batch), strict=True
-        ):
-            loss = self.step.forward(micro_tokens.to(self.device), micro_targets.to(self.device))
-            total += loss.double().cpu() * len(micro_tokens)
-        return total.item() / len(tokens) / math.log(2) / self.corpus.bytes_per_held_out_token
+    def _held_out(self) -> float | None:
+        return self.task.evaluate() if self.task.evaluate else None
 
-    def _drain(self, pending: list[tuple[int, Tensor]], bits_per_byte: float | None) -> list[Point]:
+    def _drain(self, pending: list[tuple[int, Tensor]], held_out: float | None) -> list[Point]:
         losses = self.place.mean(torch.stack([loss for _, loss in pending])).tolist()
         points = [Point(step, loss) for (step, _), loss in zip(pending, losses, strict=True)]
         pending.clear()
@@ -181,11 +135,11 @@ class Trainer:
                 raise DivergedError(
                     f"the loss at step {point.step} is {point.loss}; lower --learning-rate"
                 )
-        if bits_per_byte is not None and not math.isfinite(bits_per_byte):
+        if held_out is not None and not math.isfinite(held_out):
             raise DivergedError(
-                f"the held-out loss at step {points[-1].step} is {bits_per_byte}; lower --learning-rate"
+                f"the held-out loss at step {points[-1].step} is {held_out}; lower --learning-rate"
             )
-        points[-1] = dataclasses.replace(points[-1], bits_per_byte=bits_per_byte)
+        points[-1] = dataclasses.replace(points[-1], held_out=held_out)
         return points
 
     def _about(self) -> dict[str, Any]:
@@ -193,7 +147,7 @@ class Trainer:
         spec = dataclasses.asdict(self.spec)
         for free in FREE_FIELDS:
             del spec[free]
-        return {**spec, **self.spec.model.architecture(), "corpus_sha256": self.corpus.text.sha256}
+        return {**spec, **self.task.decides}
 
     def _save(self, step: int) -> None:
         parallel = self.step.parallel
@@ -257,7 +211,12 @@ def read_curve(path: Path) -> list[Point]:
     points: list[Point] = []
     for line in path.read_text(errors="replace").splitlines():
         try:
-            point = Point(**json.loads(line))
+            fields = json.loads(line)
+            if (
+                "bits_per_byte" in fields
+            ):  # as it was called before there were losses of other units
+                fields["held_out"] = fields.pop("bits_per_byte")
+            point = Point(**fields)
         except (ValueError, TypeError):
             break
         if point.step != len(points) + 1:

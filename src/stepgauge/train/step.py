@@ -14,7 +14,8 @@ class TrainingStep:
     """forward, backward and update of a module that gives its loss: `module(*batch)` -> scalar.
 
     `forward` may be called several times before `update`, each with its share of the loss:
-    gradients add up. `parallel` says what other ranks have to do with it.
+    gradients add up. `parallel` says what other ranks have to do with it. `brings_optimizer`: the
+    optimizer is of a user's own file.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class TrainingStep:
         max_gradient_norm: float | None = None,
         compute_loss: Callable[..., Tensor] | None = None,
         parallel: Parallel | None = None,
+        brings_optimizer: bool = False,
     ):
         self.module = module
         self.optimizer = optimizer
@@ -35,7 +37,13 @@ class TrainingStep:
         self.max_gradient_norm = max_gradient_norm
         self.compute_loss = module if compute_loss is None else compute_loss
         self.parallel = parallel or Parallel(module=module, optimizer=optimizer)
+        self.brings_optimizer = brings_optimizer
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.scales_loss)
+
+    @property
+    def optimizer_name(self) -> str:
+        """The class that steps, and whether the user's file brought it."""
+        return f"{'user ' if self.brings_optimizer else ''}{type(self.optimizer).__name__}"
 
     def phases(
         self, batch: Sequence[Any], *, until: str = "step", synchronize: bool = False

@@ -5,6 +5,7 @@ The factory takes no arguments and returns (module, batch), (module, batch, loss
 
     batch      what the module is called with: module(*tuple), module(**mapping) or module(tensor)
     batches    in place of it a function of 0, 1, ... that gives a batch for each step and rank
+    held_out   a list of batches whose mean loss `train` follows
     loss       loss(output, targets) of a batch (inputs, targets); of a mapping, loss(output, batch)
     optimizer  optimizer(parameters), a class of torch.optim or a partial of one
 
@@ -25,13 +26,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stepgauge.models.parts import build_optimizer
 from stepgauge.models.transformer import compiled
-from stepgauge.parallel.training import Parallelise, alone
+from stepgauge.parallel.training import Groups, Parallelise, alone
 from stepgauge.runtime.load_file import load_file
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.precision import PRECISIONS, unavailable
 from stepgauge.train.step import TrainingStep
 
-PARTS = ("module", "batch", "loss", "batches", "optimizer")
+PARTS = ("module", "batch", "loss", "batches", "held_out", "optimizer")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ class UserParts:
 
     module: nn.Module
     batches: Callable[[int], Any]
+    held_out: list[Any] | None = None
     loss: Callable[..., Any] | None = None
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
 
@@ -63,15 +65,27 @@ class UserParts:
         for name in ("batches", "loss", "optimizer"):
             if given.get(name) is not None and not callable(given[name]):
                 raise ValueError(f"{where} returned {name} {given[name]!r}; it must be a function")
+        if given.get("held_out") is not None and not isinstance(given["held_out"], list):
+            raise ValueError(
+                f"{where} returned held_out {type(given['held_out']).__name__}; it must be a list "
+                "of batches"
+            )
         return cls(**given)
 
 
 class UserStep(NamedTuple):
-    """The step, its arguments for each number, and how many parameters the whole network has."""
+    """The step, what makes its arguments of a batch, and how many parameters the whole network
+    has.
+    """
 
     step: TrainingStep
-    arguments: Callable[[int], tuple[Any]]
+    arguments_of: Callable[[Any], tuple[Any]]
+    batches: Callable[[int], Any]
     num_parameters: int
+
+    def arguments(self, number: int) -> tuple[Any]:
+        """Of the batch of that number."""
+        return self.arguments_of(self.batches(number))
 
 
 # Functions that were given in Python and stand in no file, while in_memory's block runs.
@@ -112,6 +126,17 @@ def problem_of(model: UserModel) -> str | None:
     return None
 
 
+def build_parts(spec: Any, device: torch.device) -> UserParts:
+    """What the factory of the spec's UserModel gives, its tensors on the device.
+
+    Raises ValueError for something else.
+    """
+    factory = load_factory(spec.model)
+    torch.manual_seed(spec.seed)
+    with device:
+        return UserParts.of(factory(), f"{spec.model.file}:{spec.model.factory}".lstrip(":"))
+
+
 def build_user_step(
     spec: Any, device: torch.device, *, parallelise: Parallelise = alone, lr: float
 ) -> UserStep:
@@ -120,12 +145,8 @@ def build_user_step(
     Raises ValueError for a factory that gives something else, and for a precision that the device
     does not have.
     """
-    factory = load_factory(spec.model)
-    torch.manual_seed(spec.seed)
-    with device:
-        parts = UserParts.of(factory(), f"{spec.model.file}:{spec.model.factory}".lstrip(":"))
     return step_of_parts(
-        parts,
+        build_parts(spec, device),
         device,
         precision=spec.precision,
         optimizer=spec.optimizer,
@@ -143,9 +164,13 @@ def step_of_parts(
     optimizer: str = "adamw",
     compile: str = "off",
     parallelise: Parallelise = alone,
-    lr: float,
+    max_gradient_norm: float | None = None,
+    groups: Groups | None = None,
+    **settings: Any,
 ) -> UserStep:
-    """The step of a module with its batches. Raises ValueError as build_user_step does."""
+    """The step of a module with its batches; `groups` and `settings` are those of an optimizer of
+    ours. Raises ValueError as build_user_step does.
+    """
     if reason := unavailable(precision, device):
         raise ValueError(reason)
     chosen = PRECISIONS[precision]
@@ -160,20 +185,24 @@ def step_of_parts(
         raise ValueError(
             "the user's model brings an optimizer; bf16-master needs --optimizer fused"
         )
-    ours = functools.partial(
-        build_optimizer, optimizer, lr=lr, master_weights=chosen.master_weights
+    make = parts.optimizer or functools.partial(
+        build_optimizer, optimizer, master_weights=chosen.master_weights, **settings
     )
-    make = parts.optimizer or ours
-    parallel = parallelise(compiled(module, compile), trained_group, make)  # type: ignore[arg-type]
+    grouped = trained_group if parts.optimizer or groups is None else groups
+    parallel = parallelise(compiled(module, compile), grouped, make)  # type: ignore[arg-type]
     step = TrainingStep(
         module,
         parallel.optimizer,
         chosen,
         device,
+        max_gradient_norm=max_gradient_norm,
         compute_loss=lambda batch: loss_of(parallel.module, batch, parts.loss),
         parallel=parallel,
+        brings_optimizer=parts.optimizer is not None,
     )
-    return UserStep(step, lambda n: (_on_device(parts.batches(n), device, dtype),), parameters)
+    return UserStep(
+        step, lambda batch: (_on_device(batch, device, dtype),), parts.batches, parameters
+    )
 
 
 def trained_group(module: nn.Module) -> list[dict[str, Any]]:

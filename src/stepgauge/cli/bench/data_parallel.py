@@ -36,7 +36,7 @@ def data_parallel(
     have buckets. Where this device was calibrated, each row shows what was predicted before it was
     run.
     """
-    specs = distinct(resolve_devices(expand(DataParallelSpec, values)))
+    specs = resolve_devices(distinct(expand(DataParallelSpec, values)))
 
     from stepgauge.bench.jobs import job_of
 

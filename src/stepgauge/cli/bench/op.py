@@ -11,7 +11,7 @@ from stepgauge.cli.console import print_records, print_table, tell
 from stepgauge.cli.options import Values, spec_options
 from stepgauge.cli.rows import Fresh, Out, RowFormat, require_success, resolve_devices, run_jobs
 from stepgauge.report.ops import figures_table, launched_table, op_page
-from stepgauge.spec.op import OpSpec
+from stepgauge.spec.op import OpSpec, read_target
 from stepgauge.spec.store import RunStore, StoreError
 
 Target = Annotated[
@@ -37,12 +37,13 @@ def op(
     reference gets no time, and the command fails. Bytes default to inputs and results, FLOPs to
     those of the reference's matrix products.
     """
+    path, function = read_target(target)
+
     from stepgauge.bench import op as bench_op
     from stepgauge.bench.sweep import Job
-    from stepgauge.bench.user_file import names, require_tools
+    from stepgauge.bench.user_file import require_tools
     from stepgauge.measure.devices import resolve
 
-    path, function = names(target)
     (options,) = [{name: value for name, (value,) in values.items()}]
     require_tools(path, resolve(options["device"]))
     _require_function(path, function)

@@ -58,7 +58,7 @@ def pipeline(
     Every option takes several values, and their product is measured. Before a row runs, its stages
     are timed alone and its schedule is simulated: that prediction is a row of the run too.
     """
-    specs = distinct(resolve_devices(expand(PipelineSpec, values, network=Networks)))
+    specs = resolve_devices(distinct(expand(PipelineSpec, values, network=Networks)))
 
     from stepgauge.bench import pipeline as bench
     from stepgauge.bench.sweep import Job

@@ -35,7 +35,7 @@ def step(
     the same command again goes on where it stopped. A size that does not fit gives a row that says
     OOM. Where this device was calibrated, each row shows what was predicted before it was run.
     """
-    specs = distinct(resolve_devices(expand(StepSpec, values)))
+    specs = resolve_devices(distinct(expand(StepSpec, values)))
 
     from stepgauge.bench.jobs import job_of
 

@@ -52,9 +52,10 @@ def memory(
     is measured; blocks to compute again together vary only rows with checkpointing. The run's
     folder gets records, report.html and, on CUDA, the allocator's snapshots for PyTorch's viewer.
     """
+    specs = resolve_devices(distinct(expand(MemorySpec, values)))
+
     from stepgauge.bench import memory as bench_memory
 
-    specs = distinct(resolve_devices(expand(MemorySpec, values)))
     for spec in specs:
         bench_memory.check(spec)
     jobs = [job for spec in specs for job in bench_memory.jobs(spec, folder=out)]

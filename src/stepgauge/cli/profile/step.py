@@ -39,10 +39,11 @@ def step(
     collapsed stacks and analysis. All rows of the run are in its report.html. Every option takes
     several values, and their product is profiled.
     """
+    specs = resolve_devices(distinct(expand(ProfileSpec, values)))
+
     from stepgauge.bench import profile
     from stepgauge.bench.sweep import Job
 
-    specs = distinct(resolve_devices(expand(ProfileSpec, values)))
     for spec in specs:
         profile.check(spec)
     run = functools.partial(profile.run, folder=out)

@@ -1,0 +1,66 @@
+"""A language model on a corpus as the task of a training run."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from stepgauge.parallel.training import Parallelise, alone
+from stepgauge.spec.train import TrainSpec
+from stepgauge.train.build import build_step
+from stepgauge.train.data import Corpus, read_text
+from stepgauge.train.place import ALONE, Place
+from stepgauge.train.step import TrainingStep
+from stepgauge.train.task import Task
+
+
+def text_task(spec: TrainSpec, *, place: Place = ALONE, parallelise: Parallelise = alone) -> Task:
+    """The spec's model, its vocabulary the tokenizer's, on the spec's corpus. Raises CorpusError."""
+    corpus = Corpus.tokenize(read_text(spec.corpus), spec.tokenizer, spec.network.vocab_size)
+    length = spec.network.context_length
+    corpus.require(length=length)
+    model = dataclasses.replace(spec.network, vocab_size=corpus.vocab_size)
+    step = build_step(
+        dataclasses.replace(spec, model=model),
+        max_gradient_norm=spec.clip or None,
+        lr=spec.learning_rate,
+        betas=(spec.beta1, spec.beta2),
+        weight_decay=spec.weight_decay,
+        parallelise=parallelise,
+    )
+
+    def micro_batches(number: int) -> Iterator[list[Tensor]]:
+        rows = spec.batch * spec.accumulation
+        batch = corpus.batch(number, batch=rows, length=length, seed=spec.seed)
+        shares = (place.shares(part.split(spec.batch)) for part in batch)
+        for micro in zip(*shares, strict=True):
+            yield [part.to(step.device, non_blocking=True) for part in micro]
+
+    return Task(
+        step=step,
+        micro_batches=micro_batches,
+        evaluate=lambda: bits_per_byte(step, corpus, spec),
+        decides={**model.architecture(), "corpus_sha256": corpus.text.sha256},
+        environment={
+            "corpus_sha256": corpus.text.sha256,
+            "corpus_bytes": len(corpus.text.data),
+            "vocab_size": corpus.vocab_size,
+            "num_parameters": model.num_parameters,
+        },
+        loss_unit="nats/token",
+        held_out_unit="bits/byte",
+        tokens=spec.batch * spec.accumulation * length,
+    )
+
+
+@torch.no_grad()
+def bits_per_byte(step: TrainingStep, corpus: Corpus, spec: TrainSpec) -> float:
+    """Held-out loss: nats a token over ln 2 and over the bytes that a token stands for."""
+    tokens, targets = corpus.held_out_windows(spec.evaluate_windows, spec.network.context_length)
+    total = torch.zeros((), dtype=torch.float64)
+    for micro in zip(tokens.split(spec.batch), targets.split(spec.batch), strict=True):
+        loss = step.forward(*(part.to(step.device) for part in micro))
+        total += loss.double().cpu() * len(micro[0])
+    return total.item() / len(tokens) / math.log(2) / corpus.bytes_per_held_out_token

@@ -1,0 +1,81 @@
+"""A user's own network and batches as the task of a training run."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from stepgauge.parallel.training import Parallelise, alone
+from stepgauge.spec.train import OF_OPTIMIZER, TrainSpec
+from stepgauge.spec.user_model import UserModel
+from stepgauge.train.build import decay_groups
+from stepgauge.train.place import ALONE, Place
+from stepgauge.train.task import Task
+from stepgauge.train.user_model import UserStep, build_parts, step_of_parts
+
+
+def user_task(spec: TrainSpec, *, place: Place = ALONE, parallelise: Parallelise = alone) -> Task:
+    """The spec's UserModel. Its `batches` is asked for every micro-batch of every rank by a number
+    of its own; a single batch is trained on again and again.
+
+    Raises ValueError as build_parts does, and for options of an optimizer that the file brings.
+    """
+    assert isinstance(spec.model, UserModel)
+    device = torch.device(spec.device)
+    parts = build_parts(spec, device)
+    if parts.optimizer:
+        _require_no_settings(spec)
+    built = step_of_parts(
+        parts,
+        device,
+        precision=spec.precision,
+        optimizer=spec.optimizer,
+        compile=spec.compile,
+        parallelise=parallelise,
+        max_gradient_norm=spec.clip or None,
+        groups=lambda module: decay_groups(module, spec.weight_decay),
+        lr=spec.learning_rate,
+        betas=(spec.beta1, spec.beta2),
+    )
+
+    def micro_batches(number: int) -> Iterator[tuple[Any]]:
+        for micro in range(number * spec.accumulation, (number + 1) * spec.accumulation):
+            of_rank = micro * place.ranks + place.rank
+            # dropout of a run that goes on is that of one that was not stopped
+            torch.manual_seed((spec.seed * 1_000_003 + of_rank) % 2**63)
+            yield built.arguments(of_rank)
+
+    held_out = parts.held_out
+    return Task(
+        step=built.step,
+        micro_batches=micro_batches,
+        evaluate=(lambda: mean_held_out(built, held_out)) if held_out else None,
+        decides={"factory": spec.model.factory, "source": spec.model.content, "ranks": place.ranks},
+        environment={
+            "num_parameters": built.num_parameters,
+            "optimizer": built.step.optimizer_name,
+        },
+    )
+
+
+def _require_no_settings(spec: TrainSpec) -> None:
+    for name in OF_OPTIMIZER:
+        if getattr(spec, name) != getattr(TrainSpec, name):
+            raise ValueError(
+                f"{name} is {getattr(spec, name)!r}; the user's model brings an optimizer, which "
+                "has its own"
+            )
+
+
+@torch.no_grad()
+def mean_held_out(built: UserStep, batches: list[Any]) -> float:
+    """The mean loss of the batches, the module in eval mode meanwhile."""
+    training = [module for module in built.step.module.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        losses = [built.step.forward(*built.arguments_of(batch)) for batch in batches]
+    finally:
+        for module in training:
+            module.training = True
+    return torch.stack(losses).double().mean().item()
