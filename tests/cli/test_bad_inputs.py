@@ -93,6 +93,12 @@ def test_every_bad_input_is_one_sentence_and_status_2(stepgauge):
         (("bench", "step", "--config", "{folder}/bad.toml"), 2, "batch is -2"),
         (("bench", "step", "--config", "{folder}/odd.toml"), 2, "bacth"),
         (("train", "--steps", "2", "--steps", "3"), 2, "steps is given 2 times"),
+        (("train", "--size", "10b", "--device", "cpu"), 1, "GiB of memory"),
+        (("train", "--data-parallel", "zero1"), 2, "one rank has no use for: give --ranks"),
+        (("bench", "step", "--phases", "forward", "--optimizer", "sgd"), 2, "has no effect here"),
+        (("bench", "step", "--checkpoint-blocks", "99"), 2, "has no effect here: leave it out"),
+        (("study", "--only", "dance"), 2, "experiment is 'dance'; choose from step-time, "),
+        (("comm", "explain", "dance"), 2, "op is 'dance'"),
         (("model", "--batch", "-1"), 2, "batch is -1"),
         (("completion", "cmd"), 2, 'Choose from: "bash"'),
     ],
@@ -116,12 +122,22 @@ def test_a_configuration_file_gives_options_and_the_command_line_counts_more(ste
 
 
 def test_a_wrong_value_loads_neither_torch_nor_matplotlib():
+    wrong = [
+        ["bench", "step", "--batch", "0"],
+        ["bench", "step", "--checkpoint-blocks", "99"],
+        ["bench", "op", "nothing"],
+        ["comm", "explain", "dance"],
+        ["study", "--only", "dance"],
+        ["train", "--data-parallel", "zero1"],
+    ]
     code = (
-        "import sys; from stepgauge import cli; status = cli.run(['bench', 'step', '--batch', '0']);"
-        "sys.exit(10 * status + ('torch' in sys.modules) + ('matplotlib' in sys.modules))"
+        "import sys; from stepgauge import cli\n"
+        f"print([cli.run(arguments) for arguments in {wrong}], "
+        "'torch' in sys.modules, 'matplotlib' in sys.modules, cli.run(['report', 'absent']), "
+        "'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 20, done.stderr
+    assert done.stdout == f"{[2] * len(wrong)} False False 1 False\n", done.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
@@ -141,6 +157,28 @@ def test_an_output_that_is_full_and_one_that_has_no_dashes():
         [sys.executable, "-c", code], capture_output=True, env=ascii_only, timeout=60
     )
     assert (done.returncode, done.stdout) == (0, b"10 ? 20\n")
+
+
+FULL_DISK = """
+import resource, sys
+from stepgauge import cli
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    quick = ["--size", "nano", "--context", "16", "--device", "cpu", "--steps", "1", "--warmup", "1"]
+    print(cli.run(["train", *quick, "--out", sys.argv[1] + "/train"]))
+    print(cli.run(["profile", "step", *quick, "--out", sys.argv[1] + "/profile"]))
+"""
+
+
+def test_a_full_disk_in_train_and_profile_is_one_sentence(tmp_path):
+    """Files end at 100 kB: a checkpoint and a trace are longer."""
+    (tmp_path / "run.py").write_text(FULL_DISK)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "run.py", tmp_path], capture_output=True, text=True, timeout=200
+    )
+    assert done.stdout.count("1\n") == 2 and "Traceback" not in done.stdout + done.stderr
+    assert "stepgauge: cannot write checkpoint" in done.stderr
+    assert "the trace could not be written to" in done.stderr
 
 
 def test_names_with_colons_are_no_emoji(capsys):

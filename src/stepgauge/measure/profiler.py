@@ -129,5 +129,7 @@ def _export(profiler: profile, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         plain = Path(work) / "trace.json"
         profiler.export_chrome_trace(str(plain))
+        if not plain.is_file():  # torch does not say so
+            raise OSError(f"the trace could not be written to {path.parent}: is the disk full?")
         with plain.open("rb") as source, gzip.open(path, "wb", compresslevel=4) as target:
             shutil.copyfileobj(source, target, 1 << 20)
