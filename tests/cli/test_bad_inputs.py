@@ -16,6 +16,7 @@ WANTED = 300
 POSITIONAL = {
     ("bench", "op"): ("examples/softmax.py:softmax",),
     ("predict",): ("--hardware=absent.json",),
+    ("plan",): ("--hardware=absent.json",),
 }
 
 
