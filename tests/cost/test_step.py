@@ -71,7 +71,7 @@ def test_terms_add_up_and_blocks_cost_alike(precision, compile):
 def test_what_is_not_modelled_is_refused():
     for changes, said in (
         ({"optimizer": "sgd"}, "optimizer is 'sgd'"),
-        ({"compile": "reduce-overhead"}, "only off, on and blocks"),
+        ({"compile": "max-autotune"}, "compile is 'max-autotune'; predicted are off, on"),
     ):
         with pytest.raises(ValueError, match=said):
             predict(step(**changes), H100)

@@ -53,7 +53,9 @@ def stream_bytes(operations: StepOperations) -> float:
 
 
 def of_block(operations: StepOperations) -> Parts:
-    """All that autograd keeps of a block without checkpointing."""
+    """All that autograd keeps of a block without checkpointing. Compiled, the gate's activation is
+    computed again (seen in the peaks of five compiled rows: docs/log/2026-11-22-predictions.md).
+    """
     model, how, n = operations.model, operations.how, operations.share.tensor
     m, a, d = operations.tokens, how.activation, model.d_model
     f, width = model.d_ff // n, model.num_heads * model.head_width // n
@@ -66,7 +68,7 @@ def of_block(operations: StepOperations) -> Parts:
         "attention output": m * width * a,
         "attention statistics": heads * model.context_length * STATISTIC,
         "feed-forward up": (2 if model.is_gated else 1) * m * f * a,
-        "feed-forward activation": (2 if model.is_gated else 1) * m * f * a,
+        "feed-forward activation": (2 if model.is_gated and not how.is_compiled else 1) * m * f * a,
     }
     if model.positions == "rope":
         found["rotated queries and keys"] = m * operations.rotated_width * a
@@ -113,6 +115,8 @@ def of_loss_backward(operations: StepOperations) -> float:
     if not operations.is_last:
         return 0.0
     m, v = operations.tokens, operations.model.vocab_size // operations.share.tensor
+    if operations.how.is_compiled:  # one pass: a gradient in the logits' own type
+        return m * v * operations.how.activation
     return m * v * (4 if operations.how.activation == 2 else 8)
 
 

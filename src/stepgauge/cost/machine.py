@@ -47,7 +47,9 @@ class Machine:
                     f"the hardware file {self._calibrated.name} has no {operation!r}: run stepgauge "
                     f"calibrate again"
                 )
-            self._grids[operation] = _Grid(table, WORK[operation.partition(" ")[0]])
+            self._grids[operation] = _Grid(
+                table, WORK[operation.partition(" ")[0]], is_launched="backward" in operation
+            )
         found = self._here(operation, self._grids[operation].time(sizes))
         if operation.startswith("attention"):
             return self._at_least_its_bytes(operation, sizes, found)
@@ -125,17 +127,21 @@ FLOOR_WORK_RATIO, FLOOR_US_RATIO = 4.0, 1.5
 
 
 class _Grid:
-    """Rates on a grid of sizes, in which some shapes may be missing."""
+    """Rates on a grid of sizes, in which some shapes may be missing.
 
-    def __init__(self, table: OperationTable, work: Callable[..., float]):
+    is_launched  short times may be the host's: autograd's backward is not replayed as a CUDA graph
+    """
+
+    def __init__(self, table: OperationTable, work: Callable[..., float], *, is_launched: bool):
         self._work = work
         self._times = {tuple(sizes): us for *sizes, us in table.rows}
         points = list(self._times)
         self._at_the_floor = self._points_at_the_floor()
+        self._is_launched = is_launched
         self._axes = [sorted({point[axis] for point in points}) for axis in range(len(table.axes))]
 
     def time(self, sizes: Sequence[float]) -> Estimate:
-        if tuple(sizes) in self._times:
+        if tuple(sizes) in self._times and not self._is_the_hosts(tuple(sizes), inside=True):
             return Estimate(self._times[tuple(sizes)], CALIBRATED)
         inside = all(a[0] <= s <= a[-1] for a, s in zip(self._axes, sizes, strict=True))
         near = [_around(axis, size) for axis, size in zip(self._axes, sizes, strict=True)]
@@ -143,7 +149,7 @@ class _Grid:
             (self._times[point], self._work(*point), share)
             for corner in itertools.product(*near)
             if (point := tuple(size for size, _ in corner)) in self._times
-            if inside or point not in self._at_the_floor
+            if not self._is_the_hosts(point, inside=inside)
             if (share := math.prod(part for _, part in corner)) > 0
         ]
         if not corners:
@@ -151,6 +157,10 @@ class _Grid:
         total = sum(share * math.log(us / work) for us, work, share in corners)
         us = self._work(*sizes) * math.exp(total / sum(share for *_, share in corners))
         return Estimate(us, INTERPOLATED if inside else EXTRAPOLATED)
+
+    def _is_the_hosts(self, point: tuple[float, ...], *, inside: bool) -> bool:
+        """Whether a time is to be left out: for shapes outside of the grid wherever it may be."""
+        return point in self._at_the_floor and (self._is_launched or not inside)
 
     def _points_at_the_floor(self) -> set[tuple[float, ...]]:
         """Those for which several times their work takes hardly longer: such a time is the

@@ -26,6 +26,7 @@ PRICED = (
     "scaled_embedding"
 )
 NORMS = ("rmsnorm", "layernorm", "triton")
+COMPILED = ("off", "on", "blocks", "reduce-overhead")
 RECOMPUTED = {"none": 0, "blocks": 1, "selective": 1, "nested": 2}
 
 
@@ -48,8 +49,8 @@ class Share:
 def require_priced(spec: WorkSpec) -> ModelSpec:
     """The network. Raises ValueError for a step that has parts whose cost is not modelled."""
     model = spec.model
-    if spec.compile not in ("off", "on", "blocks"):
-        raise ValueError(f"compile is {spec.compile!r}; only off, on and blocks are predicted")
+    if spec.compile not in COMPILED:
+        raise ValueError(f"compile is {spec.compile!r}; predicted are {', '.join(COMPILED)}")
     if not isinstance(model, ModelSpec):
         raise ValueError("a user's own model has no cost model yet; only presets are predicted")
     model.require_defaults(PRICED, "has no cost model yet")
