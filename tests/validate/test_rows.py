@@ -1,12 +1,18 @@
 """Lists of steps and layouts."""
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 
 from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.step import StepSpec
+from stepgauge.validate.predicted import predicted
 from stepgauge.validate.rows import read_list, usual_rows
 
+REPOSITORY = Path(__file__).parents[2]
 LIST = """
 [usual]
 device = "cpu"
@@ -64,3 +70,19 @@ def test_a_machine_without_a_list_runs_a_few_usual_rows():
     assert {getattr(row.spec, "ranks", 1) for row in cpu} == {1, 2}
     assert {type(row.spec) for row in one} == {StepSpec}
     assert max(row.spec.ranks for row in four if isinstance(row.spec, DataParallelSpec)) == 4
+
+
+def test_the_campaigns_thirty_rows_can_be_asked_and_most_are_predicted():
+    folder = REPOSITORY / "benchmarks" / "validation"
+    h100, h200 = (
+        HardwareFile.read(REPOSITORY / "hardware" / f"{name}.json")
+        for name in ("h100-sxm", "h200-nvlink")
+    )
+    both = dataclasses.replace(h100, links=h200.links)  # neither file has all
+    lists = {path.stem: read_list(path, {}) for path in sorted(folder.glob("*_gpu*.toml"))}
+    rows = [row for part in lists.values() for row in part]
+    assert len(rows) == len({row.spec for row in rows}) == 30
+    ranks = {name: {getattr(r.spec, "ranks", 1) for r in part} for name, part in lists.items()}
+    assert ranks == {"one_gpu": {1}, "two_gpus": {2}, "four_gpus": {4}}
+    assert sum(bool(row.expect) for row in rows) >= 5  # said before any was run
+    assert all(predicted(row.spec, both).median("step_ms") > 1 for row in rows)
