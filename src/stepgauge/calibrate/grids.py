@@ -110,7 +110,7 @@ CPU = Grid(
     optimizers=("adamw",),
     parameters=tuple(2**power for power in (14, 16, 18, 20, 22, 24)),
     bytes=tuple(2**power for power in range(14, 27, 2)),
-    longest_s=4.0,
+    longest_s=2.0,
 )
 
 
