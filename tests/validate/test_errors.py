@@ -86,3 +86,11 @@ def test_rows_are_told_with_their_remarks_and_drawn_in_the_report(tmp_path):
     assert "Predicted and measured" in text and "predicted = measured" in text
     assert "Predicted and measured" not in run_page(records[3:], tmp_path)
     assert sentence(records[3:]) == "No row was both predicted and measured."
+
+
+def test_rows_of_a_machine_that_was_not_idle_are_told_apart():
+    records = wrappers((12, 10, 11), (12, 10, 22))
+    restless = Sample.of([20.0, 22.0, 40.0], "ms")
+    records[-1] = dataclasses.replace(records[-1], metrics={"step_ms": restless})
+    assert "1 of the rows were disturbed; without them mean 0.0%" in sentence(records)
+    assert "disturbed: p90 is over" in error_table(records).rows[-1][-1]

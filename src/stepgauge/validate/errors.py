@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from stepgauge.report.names import flatten
+from stepgauge.report.views import is_disturbed
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.predictions import STEP, Row, steps_beside
 from stepgauge.spec.record import Record
@@ -131,12 +132,15 @@ def sentence(records: Sequence[Record]) -> str:
     found = errors(records)
     if not found:
         return "No row was both predicted and measured."
-    sizes = [abs(each.step) for each in found]
     signed = statistics.fmean(each.step for each in found)
     said = (
-        f"Error of the predicted step over {len(found)} rows: mean {statistics.fmean(sizes):.1%}, "
-        f"at most {max(sizes):.1%}; signed mean {signed:+.1%}."
+        f"Error of the predicted step over {len(found)} rows: {_spread(found)}; signed mean "
+        f"{signed:+.1%}."
     )
+    quiet = [each for each in found if not is_disturbed(each.row.record)]
+    if len(quiet) < len(found):
+        said += f" {len(found) - len(quiet)} of the rows were disturbed"
+        said += f"; without them {_spread(quiet)}." if quiet else "."
     peaks = [abs(each.peak) for each in found if each.peak is not None]
     if peaks:
         said += f" Of peak memory: mean {statistics.fmean(peaks):.2%}, at most {max(peaks):.2%}."
@@ -145,3 +149,8 @@ def sentence(records: Sequence[Record]) -> str:
         first = sum(group.rank == 1 for group in ranked)
         said += f" The fastest was ranked first in {first} of {len(ranked)} groups."
     return said
+
+
+def _spread(found: Sequence[Errors]) -> str:
+    sizes = [abs(each.step) for each in found]
+    return f"mean {statistics.fmean(sizes):.1%}, at most {max(sizes):.1%}"

@@ -7,6 +7,7 @@ from stepgauge.report.figure import Curve, lines, short
 from stepgauge.report.names import labels
 from stepgauge.report.page import Block, Plot, Section
 from stepgauge.report.table import Table
+from stepgauge.report.views import remark
 from stepgauge.spec.predictions import STEP
 from stepgauge.spec.record import Record
 from stepgauge.validate.before import BEFORE
@@ -51,9 +52,10 @@ def _times(each: Errors) -> list[float | None]:
 
 
 def _remark(each: Errors) -> str:
-    """What the prediction's note says beyond that it was made in time."""
+    """What the prediction's note says beyond that it was made in time, and what spoils the row."""
     assert each.row.prediction is not None
-    return each.row.prediction.note.removeprefix(BEFORE).lstrip("; ")
+    note = each.row.prediction.note.removeprefix(BEFORE).lstrip("; ")
+    return "; ".join(filter(None, (note, remark(each.row.record))))
 
 
 def group_table(records: Sequence[Record]) -> Table:
