@@ -82,9 +82,9 @@ def test_rows_are_told_with_their_remarks_and_drawn_in_the_report(tmp_path):
     table = error_table(records)
     assert "mean 6.1%, at most 18.2%; signed mean -6.1%" in table.caption
     assert table.rows[0][-1] == "predicted after it was measured" and table.rows[1][-1] == ""
-    text = run_page(records, tmp_path)
+    text = run_page(records, tmp_path).html()
     assert "Predicted and measured" in text and "predicted = measured" in text
-    assert "Predicted and measured" not in run_page(records[3:], tmp_path)
+    assert "Predicted and measured" not in run_page(records[3:], tmp_path).html()
     assert sentence(records[3:]) == "No row was both predicted and measured."
 
 
