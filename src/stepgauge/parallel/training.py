@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -69,8 +69,25 @@ def state_of(
     module: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
     """Model and optimizer by names, as torch.distributed.checkpoint names them."""
-    model, stepping = get_state_dict(module, optimizer, options=options)
-    return {"model": model, "optimizer": stepping}
+    with _without_initial_state(optimizer) as was_empty:
+        model, stepping = get_state_dict(module, optimizer, options=options)
+    return {"model": model, "optimizer": {**stepping, "state": {}} if was_empty else stepping}
+
+
+@contextlib.contextmanager
+def _without_initial_state(optimizer: torch.optim.Optimizer) -> Iterator[bool]:
+    """Keeps torch from filling an empty state by a step with gradients of zero: momentum would
+    remember its weight decay. Whether the state is empty.
+    """
+    if optimizer.state:
+        yield False
+        return
+    for group in optimizer.param_groups:
+        optimizer.state.update({parameter: {} for parameter in group["params"]})
+    try:
+        yield True
+    finally:
+        optimizer.state.clear()
 
 
 def load_state(
@@ -82,11 +99,24 @@ def load_state(
     """Takes what `state_of` gives. A parameter that was never used has no optimizer state."""
     set_model_state_dict(module, state["model"], options=options)
     lenient = dataclasses.replace(options or StateDictOptions(), strict=False)
-    set_optimizer_state_dict(module, optimizer, state["optimizer"], options=lenient)
+    with _without_gradients(module):
+        set_optimizer_state_dict(module, optimizer, state["optimizer"], options=lenient)
     for name, parameter in module.named_parameters():
         # torch makes an initial state for it where weights are sharded
         if name.replace("_orig_mod.", "") not in state["optimizer"]["state"]:
             optimizer.state.pop(parameter, None)
+
+
+@contextlib.contextmanager
+def _without_gradients(module: nn.Module) -> Iterator[None]:
+    """torch takes an optimizer for initialised where there are gradients, and loads nothing."""
+    gradients = {parameter: parameter.grad for parameter in module.parameters()}
+    module.zero_grad()
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
 
 
 def by_name(

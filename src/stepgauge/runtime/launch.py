@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from stepgauge.runtime.early_exit import running, watched
 from stepgauge.runtime.parent import end_with_parent
 from stepgauge.runtime.world import (
     KEPT_GROUP,
@@ -165,12 +166,21 @@ class Ranks:
 
     def _run(self) -> None:
         try:
-            with _quiet_launcher(), tempfile.TemporaryDirectory() as folder:
-                launcher = elastic_launch(_config(self._ranks, folder), _rank)
+            with (
+                _quiet_launcher(),
+                tempfile.TemporaryDirectory() as logs,
+                tempfile.TemporaryDirectory() as folder,
+            ):
+                launcher = elastic_launch(_config(self._ranks, logs), _rank)
                 try:
-                    self._values = launcher(*self._call)
+                    with watched(folder) as early:
+                        self._values = launcher(folder, *self._call)
                 except ChildFailedError as error:
                     self._error = _rank_error(*error.get_first_failure(), self._ranks)
+                if early:
+                    who = f"rank {early[0]} of {self._ranks}"
+                    words = f"{who} ended with status 0 before it returned"
+                    self._error = RankError(words, rank=early[0])
         except BaseException as error:
             self._error = error
         finally:
@@ -211,7 +221,10 @@ def _quiet_launcher() -> Iterator[None]:
 
 
 def _rank(
-    function: Callable[..., Any], arguments: tuple[Any, ...], settings: dict[str, Any]
+    folder: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    settings: dict[str, Any],
 ) -> Any:
     """A rank's whole life."""
     # Ctrl-C reaches the whole group; the parent ends us
@@ -226,8 +239,9 @@ def _rank(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())
     device, backend, timeout_s = settings["device"], settings["backend"], settings["timeout_s"]
     try:
-        with process_group(
-            world, backend=backend, device=world.device(device), timeout_s=timeout_s
+        with (
+            running(folder, world.rank),
+            process_group(world, backend=backend, device=world.device(device), timeout_s=timeout_s),
         ):
             return function(*arguments)
     except SystemExit as error:  # of a user's code; the launcher would take 0 for success

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from tests.parallel.conformance import gradients
+from tests.parallel.conformance import gradients, sequences
 from tests.parallel.conformance.table import BEHAVIOURS, IDLE, REFUSED, RIGHT, WRONG, run
 from tests.parallel.conformance.training import OURS
 
@@ -60,6 +60,14 @@ def test_wrappers_that_differ_in_their_plan_only():
 def test_four_ranks():
     names = list(BEHAVIOURS) if EVERYTHING else list(BEHAVIOURS)[::8]
     require_conformance(launch(run, names, ["bucketed", "zero2", "zero3"], ranks=4)[0])
+
+
+def test_random_sequences():
+    """`python -m tests.parallel.conformance.sequences` runs more."""
+    seeds = range(2000 if EVERYTHING else 15)
+    found = launch(sequences.run, seeds, list(WRAPPERS), ranks=2)[0]
+    assert not found["different"]
+    assert len(found["refused"]) < len(seeds) * len(WRAPPERS) / 20
 
 
 def require_conformance(cells):

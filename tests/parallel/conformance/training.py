@@ -12,7 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from stepgauge.parallel.training import Parallel, alone
+from stepgauge.parallel.training import Parallel, alone, load_state, state_of
 from stepgauge.parallel.wrappers import Settings, parallelise
 
 ROWS, WIDTH = 3, 6
@@ -68,9 +68,9 @@ class Training:
         losses = [compute(step, rank, **how) for rank in self.setup.batches]
         (sum(losses) / len(losses)).backward()
 
-    def backward_that_fails(self, step: int) -> None:
-        """A backward of each rank, which fails where it reaches a layer in the middle."""
-        with fails_in_backward(self.inner.blocks[1].linear):
+    def backward_that_fails(self, step: int, block: int = 1) -> None:
+        """A backward of each rank, which fails where it reaches the block's matrix."""
+        with fails_in_backward(self.inner.blocks[block].linear):
             for rank in self.setup.batches:
                 with contextlib.suppress(FailedError):
                     (self.loss(step, rank) / len(self.setup.batches)).backward()
@@ -117,8 +117,13 @@ def _torch_ddp(setup: Setup, module: nn.Module, groups, optimizer) -> Parallel:
         module, find_unused_parameters=True, process_group=setup.group
     )
     if setup.wrapper == "torch-ddp":
+        stepping = optimizer(groups(module))
         return Parallel(
-            module=wrapped, optimizer=optimizer(groups(module)), no_sync=wrapped.no_sync
+            module=wrapped,
+            optimizer=stepping,
+            no_sync=wrapped.no_sync,
+            state=lambda: state_of(module, stepping),
+            load=lambda state: load_state(module, stepping, state),
         )
     first, *others = groups(module)
     settings = {name: value for name, value in first.items() if name != "params"}
@@ -127,7 +132,19 @@ def _torch_ddp(setup: Setup, module: nn.Module, groups, optimizer) -> Parallel:
     )
     for group in others:
         stepping.add_param_group(group)
-    return Parallel(module=wrapped, optimizer=stepping, no_sync=wrapped.no_sync)
+
+    def state():
+        stepping.consolidate_state_dict(to=0)
+        whole = stepping.state_dict() if dist.get_rank() == 0 else None
+        return {"model": module.state_dict(), "optimizer": whole}
+
+    def load(state):
+        module.load_state_dict(state["model"])
+        stepping.load_state_dict(state["optimizer"])
+
+    return Parallel(
+        module=wrapped, optimizer=stepping, no_sync=wrapped.no_sync, state=state, load=load
+    )
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import functools
 import io
 
 import torch
+import torch.distributed as dist
 from tests.parallel.conformance.networks import Net
 from tests.parallel.conformance.training import Training, whole
 from torch import nn
@@ -198,20 +199,39 @@ def saved_and_loaded_by_torch_save(setup):
     return t.results()
 
 
+def _saved(t):
+    """The state that rank 0 writes and all read."""
+    given = [copy.deepcopy(t.parallel.state())]
+    if t.setup.wrapper != "none":
+        dist.broadcast_object_list(given, group=t.setup.group, group_src=0)
+    return given[0]
+
+
 def _resumed(setup, optimizer, **how):
     t = Training(setup, Net(), optimizer)
     t.train(0, 1, **how)
-    state = copy.deepcopy(t.parallel.state())
-    if setup.wrapper != "none":
-        import torch.distributed as dist
-
-        given = [state]
-        dist.broadcast_object_list(given, group=setup.group, group_src=0)
-        state = given[0]
+    state = _saved(t)
     t.train(2)
     fresh = Training(setup, Net(seed=3), optimizer)
     fresh.parallel.load(state)
     fresh.train(3)
+    return fresh.results()
+
+
+def loaded_between_backward_and_step(setup):
+    adamw = functools.partial(torch.optim.AdamW, lr=0.05)
+    t = Training(setup, Net(), adamw)
+    t.train(0, 1)
+    state = _saved(t)
+    fresh = Training(setup, Net(seed=3), adamw)
+    fresh.backward(2)
+    gradients = {p: p.grad for p in fresh.inner.parameters()}
+    if setup.wrapper == "none":  # which is certain to load what was saved
+        fresh.optimizer.zero_grad()
+    fresh.parallel.load(state)
+    for parameter, gradient in gradients.items() if setup.wrapper == "none" else ():
+        parameter.grad = gradient
+    fresh.step()
     return fresh.results()
 
 
@@ -221,6 +241,15 @@ def resumed(setup):
 
 def resumed_with_a_layer_that_was_never_used(setup):
     return _resumed(setup, functools.partial(torch.optim.AdamW, lr=0.05), blocks=(1, 2))
+
+
+def saved_before_the_first_step(setup):
+    """Saving changes nothing: the first step has no momentum yet."""
+    t = Training(setup, Net())
+    if setup.wrapper != "none":
+        t.parallel.state()
+    t.train(0, 1)
+    return t.results()
 
 
 def a_deep_copy_that_averages(setup):

@@ -1,0 +1,80 @@
+"""Ranks that end with status 0 before their function has returned, by os._exit(0) or sys.exit().
+
+torch's launcher waits for the value of such a rank for ever, and its peers wait in a collective. So
+each rank is a file for as long as it has not returned, and the launcher looks after who is gone.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+LOOK_EVERY_S = 0.2
+# A rank that raised or died has as long to be found by torch's launcher, which knows why.
+TOLD_WITHIN_S = 2.0
+
+
+@contextlib.contextmanager
+def running(folder: str, rank: int) -> Iterator[None]:
+    """Around what a rank runs."""
+    file = Path(folder, f"{rank}.{os.getpid()}")
+    file.touch()
+    yield
+    file.unlink()  # not when it is left by an exception or an exit
+
+
+@contextlib.contextmanager
+def watched(folder: str) -> Iterator[list[int]]:
+    """Around the launcher. When a rank has gone without having returned, it is in the list, and the
+    others are killed.
+    """
+    early: list[int] = []
+    over = threading.Event()
+    thread = threading.Thread(target=_watch, args=(folder, early, over), daemon=True)
+    thread.start()
+    try:
+        yield early
+    finally:
+        over.set()
+        thread.join()
+
+
+def _watch(folder: str, early: list[int], over: threading.Event) -> None:
+    missing_since: dict[str, float] = {}
+    while not early and not over.wait(LOOK_EVERY_S):
+        for name in _missing(folder):
+            since = missing_since.setdefault(name, time.monotonic())
+            if time.monotonic() - since > TOLD_WITHIN_S:
+                early.append(_rank_and_pid(name)[0])
+                _kill(folder)
+                return
+
+
+def _missing(folder: str) -> list[str]:
+    return [name for name in sorted(_names(folder)) if not _is_alive(_rank_and_pid(name)[1])]
+
+
+def _kill(folder: str) -> None:
+    for name in _names(folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(_rank_and_pid(name)[1], signal.SIGKILL)
+
+
+def _names(folder: str) -> list[str]:
+    return [file.name for file in Path(folder).iterdir()]
+
+
+def _rank_and_pid(name: str) -> tuple[int, int]:
+    rank, _, pid = name.partition(".")
+    return int(rank), int(pid)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
