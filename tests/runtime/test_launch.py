@@ -68,6 +68,11 @@ def test_the_rank_that_failed_is_named_not_those_that_waited_for_it(how, words, 
     assert time.time() - float(failed_at.read_text()) < 20
 
 
+def test_a_rank_that_ends_alone_with_status_0():
+    with pytest.raises(RankError, match="rank 0 of 1 ended with status 0 before it returned"):
+        launch(os._exit, 0, ranks=1)
+
+
 def test_a_rank_that_hangs_ends_the_job_when_the_timeout_is_over():
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank [02] of 3: .*"):

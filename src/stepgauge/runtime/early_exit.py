@@ -5,15 +5,17 @@ each rank is a file for as long as it has not returned, and the launcher looks a
 """
 
 import contextlib
+import functools
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 LOOK_EVERY_S = 0.2
-# A rank that raised or died has as long to be found by torch's launcher, which knows why.
+# A rank that raised or died has as long to be found by the launcher, which knows why; ranks that
+# fail because of it wait for longer (launch.CONSEQUENCE_S).
 TOLD_WITHIN_S = 2.0
 
 
@@ -27,29 +29,38 @@ def running(folder: str, rank: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watched(folder: str) -> Iterator[list[int]]:
-    """Around the launcher. When a rank has gone without having returned, it is in the list, and the
-    others are killed.
+def watched(
+    folder: str, left: Callable[[int], None], nobody_is_left: Callable[[], None]
+) -> Iterator[None]:
+    """Around the launcher. Tells the rank that has gone without having returned, and kills the
+    others, which ends the launcher; tells if that does not, since nobody is left to be killed.
     """
-    early: list[int] = []
     over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(folder, early, over), daemon=True)
+    watch = functools.partial(_watch, folder, over, left, nobody_is_left)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
-        yield early
+        yield
     finally:
         over.set()
         thread.join()
 
 
-def _watch(folder: str, early: list[int], over: threading.Event) -> None:
+def _watch(
+    folder: str,
+    over: threading.Event,
+    left: Callable[[int], None],
+    nobody_is_left: Callable[[], None],
+) -> None:
     missing_since: dict[str, float] = {}
-    while not early and not over.wait(LOOK_EVERY_S):
+    while not over.wait(LOOK_EVERY_S):
         for name in _missing(folder):
             since = missing_since.setdefault(name, time.monotonic())
             if time.monotonic() - since > TOLD_WITHIN_S:
-                early.append(_rank_and_pid(name)[0])
+                left(_rank_and_pid(name)[0])
                 _kill(folder)
+                if not over.wait(TOLD_WITHIN_S):
+                    nobody_is_left()
                 return
 
 

@@ -173,18 +173,20 @@ class Ranks:
             ):
                 launcher = elastic_launch(_config(self._ranks, logs), _rank)
                 try:
-                    with watched(folder) as early:
+                    with watched(folder, self._left, self._ended.set):
                         self._values = launcher(folder, *self._call)
                 except ChildFailedError as error:
-                    self._error = _rank_error(*error.get_first_failure(), self._ranks)
-                if early:
-                    who = f"rank {early[0]} of {self._ranks}"
-                    words = f"{who} ended with status 0 before it returned"
-                    self._error = RankError(words, rank=early[0])
+                    rank, failure = error.get_first_failure()
+                    if not isinstance(self._error, RankError) or self._error.rank == rank:
+                        self._error = _rank_error(rank, failure, self._ranks)
         except BaseException as error:
             self._error = error
         finally:
             self._ended.set()
+
+    def _left(self, rank: int) -> None:
+        words = f"rank {rank} of {self._ranks} ended with status 0 before it returned"
+        self._error = RankError(words, rank=rank)
 
 
 def _config(ranks: int, folder: str) -> LaunchConfig:
