@@ -86,6 +86,18 @@ def test_accumulation_repeats_forward_and_backward_alone():
     assert longer == pytest.approx(passes, rel=0.01)  # the host is ahead after the first
 
 
+def test_sharded_weights_are_gathered_in_each_pass():
+    """and their gradients reduced: no rank has a place for whole ones. Replicas send once."""
+    slow = wired(within=20e9)
+    exposed = {
+        (wrapper, n): step(f"dp2 {wrapper}", slow, accumulation=n).median("data_exposed_ms")
+        for wrapper in ("zero3", "bucketed")
+        for n in (1, 3)
+    }
+    assert exposed["zero3", 3] > 2.5 * exposed["zero3", 1]
+    assert exposed["bucketed", 3] == pytest.approx(exposed["bucketed", 1], rel=0.02)
+
+
 @pytest.mark.parametrize("layout", ["dp2 zero2", "tp2", "pp2 1f1b m16", "pp2 zbv m16 dp2"])
 def test_the_coarse_step_is_the_step(layout):
     """Blocks as one work and repeated micro-batches counted: near enough to rank layouts."""

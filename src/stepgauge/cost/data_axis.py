@@ -187,8 +187,10 @@ class Owned(Bucketed):
 class Gathered(DataAxis):
     """ZeRO 3: a unit a block, and one for both ends, which stays whole between forward and
     backward. The next unit's weights are gathered while one computes; gradients are reduced to
-    their slices.
+    their slices, in each of several passes: no rank has a place for whole ones.
     """
+
+    every_pass = True
 
     def __init__(self, sending: Sending, step: RankStep):
         self.sending, self.prices, self._how = sending, step.prices, step.operations.how
@@ -198,6 +200,9 @@ class Gathered(DataAxis):
         self._order = {"forward": blocks, "backward": blocks[::-1]}
         self._gathers: dict[tuple[str, str], int] = {}
         self._reductions: list[tuple[int, int]] = []  # with the elements of each
+
+    def begin(self) -> None:
+        self._gathers = {}
 
     def before(self, program: Program, phase: str, group: Group) -> None:
         if group.name not in self._elements:

@@ -17,7 +17,7 @@ from stepgauge.cost.operations import Share, StepOperations
 from stepgauge.cost.outcome import Outcome, outcome
 from stepgauge.cost.pipeline import bubble_row, span_rows
 from stepgauge.cost.prices import GLOO, NCCL, Prices
-from stepgauge.cost.program import DATA, TENSOR, Program, RankStep
+from stepgauge.cost.program import Program, RankStep
 from stepgauge.cost.stages import durations
 from stepgauge.cost.step import modelled, rates, term_rows
 from stepgauge.cost.timeline import Timeline, simulate
@@ -35,19 +35,18 @@ SHORTEST = 3  # rounds of a pipeline's ranks, after which a schedule repeats its
 class Predicted:
     """What a layout comes to.
 
-    phases    ms of each; a pipeline's forward and backward are one
-    exposed   ms of each axis in which nothing is computed; of a pipeline's, the bubble
-    bubble    the part of the step that the rank waits for other stages that waits longest
+    phases    ms of each; forward and backward are one where a pipeline mixes them, and where
+              several batches follow each other
     timeline  of a pipeline
+    busiest   ms in which the busiest rank of a pipeline computes
+    bubble    the part of the step that the rank waits for other stages that waits longest
     """
 
     step_ms: float
     phases: Mapping[str, float]
-    exposed: Mapping[str, float]
-    communication: Mapping[str, float]
-    memory: Memory
-    bubble: float = 0.0
     timeline: Timeline | None = None
+    busiest: float = 0.0
+    bubble: float = 0.0
 
 
 def predict_layout(spec: LayoutSpec, machine: Machine, *, coarse: bool = False) -> Record:
@@ -57,15 +56,14 @@ def predict_layout(spec: LayoutSpec, machine: Machine, *, coarse: bool = False) 
     """
     parts = LayoutParts.of(spec, machine, coarse=coarse)
     found = parts.predicted()
-    tokens = spec.tokens_per_step
     figures = {
         **{f"{phase}_ms": ms for phase, ms in found.phases.items()},
         "step_ms": found.step_ms,
-        **{f"{axis}_exposed_ms": ms for axis, ms in found.exposed.items()},
-        **{f"{axis}_communication_ms": ms for axis, ms in found.communication.items()},
+        **_exposed(parts, found),
     }
     metrics = {name: Sample.exact(value, "ms") for name, value in figures.items()}
-    metrics["tokens_per_s"] = Sample.exact(tokens / found.step_ms * 1e3, "tokens/s")
+    rate = spec.tokens_per_step / found.step_ms * 1e3
+    metrics["tokens_per_s"] = Sample.exact(rate, "tokens/s")
     if found.timeline is not None:
         metrics["bubble"] = Sample.exact(found.bubble, "fraction of the step")
     metrics |= rates(
@@ -80,14 +78,31 @@ def predict_layout(spec: LayoutSpec, machine: Machine, *, coarse: bool = False) 
     if found.timeline is not None:
         rows.append(bubble_row(found.timeline))
     rows += [
-        ["exposed", f"{axis} axis", "communication", "", 1, ms * 1e3, ASSUMED]
-        for axis, ms in found.exposed.items()
-        if ms > 0
+        ["exposed", f"{axis} axis", "communication", "", 1, figures[name] * 1e3, ASSUMED]
+        for axis in spec.axes.axes
+        if axis != "pipeline" and figures[name := f"{axis}_exposed_ms"] > 0
     ]
-    record = modelled(spec, machine, metrics, rows, found.memory)
+    record = modelled(spec, machine, metrics, rows, parts.memory())
     if found.timeline is None:
         return record
     return dataclasses.replace(record, tables={**record.tables, "spans": span_rows(found.timeline)})
+
+
+def _exposed(parts: "LayoutParts", found: Predicted) -> dict[str, float]:
+    """What each axis costs the step beside computing, as bench layout has it: of data and tensor
+    the step less the same step without what they send; of a pipeline forward and backward less what
+    the busiest rank computes.
+    """
+    figures = {}
+    for axis in parts.spec.axes.axes:
+        if axis != "pipeline":
+            silent = parts.without(axis).predicted().step_ms
+            figures[f"{axis}_silent_ms"] = silent
+            figures[f"{axis}_exposed_ms"] = found.step_ms - silent
+    if found.timeline is not None:
+        figures["busiest_rank_ms"] = found.busiest
+        figures["pipeline_exposed_ms"] = found.phases["forward_and_backward"] - found.busiest
+    return figures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,20 +156,26 @@ class LayoutParts:
     def rank_step(self, stage: int) -> RankStep:
         return RankStep(self.stages[stage], self.prices, self.host, coarse=self.coarse)
 
+    def without(self, axis: str) -> "LayoutParts":
+        """The same with nothing sent on the axis."""
+        return dataclasses.replace(self, prices=self.prices.without(axis))
+
+    def memory(self) -> Memory:
+        if self.schedule is not None:
+            plan, _ = self._shortened(self.schedule)
+            return pipeline_memory(self.stages, self.spec.axes, plan)
+        return step_memory(self.stages[0], self.spec.axes, accumulates=self.spec.accumulation > 1)
+
     def _alone(self) -> Predicted:
         passes = min(self.spec.accumulation, 2) if self.coarse else self.spec.accumulation
         found = self._outcome(passes)
         left = self.spec.accumulation - passes  # each as the one that the second added
         more = left * (found.step_ms - self._outcome(passes - 1).step_ms) if left else 0.0
-        accumulates = self.spec.accumulation > 1
-        memory = step_memory(self.stages[0], self.spec.axes, accumulates=accumulates)
-        return Predicted(
-            step_ms=found.step_ms + more,
-            phases=found.phases,
-            exposed=found.exposed,
-            communication=found.communication,
-            memory=memory,
-        )
+        phases = dict(found.phases)
+        if self.spec.accumulation > 1:
+            both = phases.pop("forward") + phases.pop("backward") + more
+            phases = {"forward_and_backward": both, **phases}
+        return Predicted(step_ms=found.step_ms + more, phases=phases)
 
     def _outcome(self, passes: int) -> Outcome:
         step = self.rank_step(0)
@@ -183,7 +204,7 @@ class LayoutParts:
         earlier = self.spec.accumulation - 1
         before = earlier * timeline.step_ms + self.spec.accumulation * steady
         step_ms = before + sum(waits[last]) + updates[last]
-        bubble = max(timeline.bubbles) * timeline.step_ms * self.spec.accumulation
+        accumulation = self.spec.accumulation
         return Predicted(
             step_ms=step_ms,
             phases={
@@ -191,15 +212,9 @@ class LayoutParts:
                 "synchronize": waits[last][1],
                 "optimizer": updates[last],
             },
-            exposed={
-                "pipeline": bubble,
-                **({DATA: waits[last][1]} if self.spec.axes.data > 1 else {}),
-                **({TENSOR: self._tensor_ms()} if self.spec.axes.tensor > 1 else {}),
-            },
-            communication={DATA: max(sent)} if self.spec.axes.data > 1 else {},
-            memory=pipeline_memory(self.stages, self.spec.axes, plan),
-            bubble=bubble / step_ms,
             timeline=timeline,
+            busiest=accumulation * (max(timeline.busy_ms) + steady),
+            bubble=accumulation * max(timeline.bubbles) * timeline.step_ms / step_ms,
         )
 
     def _shortened(self, plan: Schedule) -> tuple[Schedule, int]:
@@ -224,18 +239,6 @@ class LayoutParts:
         step, program = self.rank_step(stage), Program()
         data_axis(self.sending, step).optimizer(program, step.operations, self.prices)
         return outcome(program, self.prices.machine.contention).step_ms
-
-    def _tensor_ms(self) -> float:
-        """Of the fullest stage's collectives, over all its micro-batches: none is hidden."""
-        micro_batches = self.spec.axes.microbatches * self.spec.accumulation
-        found = [
-            self.prices.total_us(
-                term for term in (*stage.forward(), *stage.backward()) if term.axis
-            )
-            for stage in self.stages
-        ]
-        per_rank = len(found) // self.spec.axes.pipeline
-        return max(found) * per_rank * micro_batches / 1e3
 
 
 def work_of(spec: LayoutSpec) -> WorkSpec:

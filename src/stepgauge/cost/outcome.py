@@ -1,10 +1,10 @@
 """What the works of a step come to: its phases, and of each axis what is exposed."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from stepgauge.cost.contention import NoContention
-from stepgauge.cost.events import COMPUTE, HOST, Contending, Ran, alone_us, simulate
+from stepgauge.cost.events import COMPUTE, HOST, Contending, alone_us, simulate
 from stepgauge.cost.program import Program
 
 
@@ -50,12 +50,6 @@ def outcome(program: Program, contention: Contending) -> Outcome:
 
 
 def silent_ms(program: Program, axis: str) -> float:
-    """Of the step with nothing sent on the axis."""
+    """Of the step with nothing sent on the axis, its only one."""
     works = [w._replace(us=0.0) if w.stream == axis else w for w in program.works]
     return max(r.end for r in simulate(works, NoContention())) / 1e3
-
-
-def spans(ran: Sequence[Ran]) -> list[list[object]]:
-    """Rows of stream, name, start and end in ms, for a picture."""
-    head: list[object] = ["stream", "work", "start ms", "end ms"]
-    return [head, *([r.work.stream, r.work.name, r.start / 1e3, r.end / 1e3] for r in ran)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from stepgauge.cost.estimate import Estimate
+from stepgauge.cost.estimate import ASSUMED, Estimate
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.network import Axis, axes_of
 from stepgauge.cost.terms import COLLECTIVES, TRAFFIC, Term
@@ -12,11 +12,22 @@ NCCL, GLOO = "nccl", "gloo"
 
 
 class Prices:
-    """Looks each operation up once. Raises ValueError where the machine does not know one."""
+    """Looks each operation up once. Raises ValueError where the machine does not know one.
 
-    def __init__(self, machine: Machine, layout: Layout | None = None, backend: str = NCCL):
-        self.machine, self.backend = machine, backend
-        self.axes: Mapping[str, Axis] = axes_of(layout or Layout(), machine.network.gpus_per_node)
+    silent  an axis whose collectives take nothing
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        layout: Layout | None = None,
+        backend: str = NCCL,
+        *,
+        silent: str = "",
+    ):
+        self.machine, self.layout, self.backend = machine, layout or Layout(), backend
+        self.silent = silent
+        self.axes: Mapping[str, Axis] = axes_of(self.layout, machine.network.gpus_per_node)
         self._known: dict[tuple[str, tuple[float, ...], str], Estimate] = {}
 
     def of(self, term: Term) -> Estimate:
@@ -35,7 +46,13 @@ class Prices:
 
     def collective(self, operation: str, nbytes: float, axis: str) -> Estimate:
         found = self.axes[axis]
+        if axis == self.silent:
+            return Estimate(0.0, ASSUMED)
         return self.machine.network.collective(operation, nbytes, found, backend=self.backend)
+
+    def without(self, axis: str) -> "Prices":
+        """The same with nothing sent on an axis."""
+        return Prices(self.machine, self.layout, self.backend, silent=axis)
 
     def transfer(self, nbytes: float) -> Estimate:
         """Between neighbouring stages of the pipeline."""

@@ -61,7 +61,15 @@ class Group:
 
 
 class DataAxis:
-    """What a way of data parallel training adds to a step; this one nothing."""
+    """What a way of data parallel training adds to a step; this one nothing.
+
+    every_pass  gradients are sent in each of several passes, not in the last alone
+    """
+
+    every_pass = False
+
+    def begin(self) -> None:
+        """Called before each forward and backward."""
 
     def before(self, program: Program, phase: str, group: Group) -> None:
         """Called before a group is computed."""
@@ -94,13 +102,15 @@ class RankStep:
 
     def program(self, axis: DataAxis, *, passes: int = 1, phases: str = "step") -> Program:
         """Forward and backward, `passes` times, then the optimizer; or as the `phases` of a
-        WorkSpec say. Gradients are sent in the last pass.
+        WorkSpec say.
         """
         program = Program()
         for number in range(passes):
+            axis.begin()
             self._forward(program, axis)
+            sends = axis.every_pass or number == passes - 1
             if phases != "forward":
-                self._backward(program, axis if number == passes - 1 else DataAxis())
+                self._backward(program, axis if sends else DataAxis())
         if phases == "step":
             program.host("optimizer", self.host["optimizer"].us(len(self.operations.blocks)))
             axis.optimizer(program, self.operations, self.prices)
