@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepgauge.spec.plan.buckets import MB, Bucket, Parameter, plan_buckets, plan_launches
-from stepgauge.spec.plan.shards import plan_owners, plan_unit
+from stepgauge.spec.plan.shards import plan_owners
 
 parameters = st.lists(
     st.builds(
@@ -138,16 +138,3 @@ def test_every_bucket_is_launched_once_in_the_plans_order(order, cap, ranks):
 
 def test_a_later_group_fills_the_emptier_rank():
     assert plan_owners([parameter("late", 1)], ranks=2, held=[10, 3]).owners == {"late": 1}
-
-
-@given(parameters, st.integers(1, 9))
-def test_a_unit_is_dense_and_divides_evenly(order, ranks):
-    plan = plan_unit(order, ranks=ranks)
-    ends = [0, *(slot.end for slot in plan.slots)]
-    assert [slot.start for slot in plan.slots] == ends[:-1]
-    assert plan.elements - plan.used < ranks
-    slices = [plan.slice_of(rank) for rank in range(ranks)]
-    assert [index for part in slices for index in (part.start, part.stop)][1:-1] == [
-        index for part in slices[1:] for index in (part.start, part.start)
-    ] or ranks == 1
-    assert slices[-1].stop == plan.used

@@ -13,6 +13,7 @@ goes on, or at the end of backward:
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import weakref
@@ -100,8 +101,8 @@ class DataParallel(nn.Module):
         self._names = {p: name for name, p in module.named_parameters() if _takes_gradients(p)}
         self._usage = Usage(self._names, self.averager)
         self._registered = registrations()
-        self._plan()
         self._begin()
+        self._plan()
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if self._registered != (now := registrations()):
@@ -140,16 +141,20 @@ class DataParallel(nn.Module):
         super().__setstate__(state)
         self._names = {p: name for name, p in self.module.named_parameters() if p in self._names}
         self._usage = Usage(self._names, self.averager)
-        self._plan()
         self._begin()
+        self._plan()
 
     def _plan(self) -> None:
         """Buckets of what is trained, and of what no_sync has left."""
         self._planned_for = self._trained()
         described = [
-            describe_parameter(name, parameter, self.reduce_dtype)
-            for parameter, name in self._names.items()
-            if parameter.requires_grad or parameter in self.__dict__.get("_local", ())
+            dataclasses.replace(
+                describe_parameter(name, parameter, self.reduce_dtype),
+                trainable=is_averaged,
+            )
+            for (parameter, name), (is_averaged, _) in zip(
+                self._names.items(), self._planned_for, strict=True
+            )
         ]
         self.buckets: tuple[Bucket, ...] = plan_buckets(described, **self._how)  # type: ignore[arg-type]
         by_name = {name: parameter for parameter, name in self._names.items()}
@@ -165,7 +170,8 @@ class DataParallel(nn.Module):
             self._plan()
 
     def _trained(self) -> list[Any]:
-        return [(parameter.requires_grad, parameter.dtype) for parameter in self._names]
+        """Whether each is averaged, and its type; it may have been frozen since no_sync."""
+        return [(p.requires_grad or p in self._local, p.dtype) for p in self._names]
 
     def _begin(self) -> None:
         """Without a gradient on its way."""

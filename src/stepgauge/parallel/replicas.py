@@ -22,19 +22,6 @@ class DifferentModelsError(ValueError):
     """The ranks built different networks; the message names the first difference."""
 
 
-def describe_parameters(
-    module: nn.Module, reduce_dtype: torch.dtype | None = None
-) -> list[Parameter]:
-    """The parameters in order of registration, a tied one once, under its first name.
-
-    reduce_dtype  what gradients of wider types travel in
-    """
-    return [
-        describe_parameter(name, parameter, reduce_dtype)
-        for name, parameter in module.named_parameters()
-    ]
-
-
 def registrations() -> int:
     """How many parameters and modules have been registered anywhere: whether it is time to look."""
     return _registered

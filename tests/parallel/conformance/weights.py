@@ -52,6 +52,17 @@ def frozen_between_backward_and_step(setup):
     return t.results()
 
 
+def frozen_between_no_sync_and_backward(setup):
+    t = Training(setup, Net())
+    with t.parallel.no_sync():
+        t.backward(0)
+    _freeze(t.inner)
+    t.backward(1)
+    norm = t.gradient_norm()
+    t.step()
+    return t.results() | {"norm": norm}
+
+
 def frozen_between_forward_and_backward(setup):
     t = Training(setup, Net())
     losses = [t.loss(0, rank) / len(setup.batches) for rank in setup.batches]

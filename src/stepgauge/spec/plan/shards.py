@@ -1,4 +1,4 @@
-"""Which rank holds what: whole parameters by owner (ZeRO 1 and 2), equal slices of a unit (ZeRO 3)."""
+"""Which rank holds what under ZeRO 1 and 2: whole parameters by owner."""
 
 import dataclasses
 import heapq
@@ -16,10 +16,6 @@ class OwnerPlan:
 
     owners: Mapping[str, int]
     elements: tuple[int, ...]
-
-    def state_bytes(self, rank: int, *, bytes_per_element: int) -> int:
-        """Optimizer state of a rank: AdamW in fp32 keeps 8 bytes an element, momentum 4."""
-        return self.elements[rank] * bytes_per_element
 
 
 def plan_owners(
@@ -70,56 +66,3 @@ def _in_turns(
         of_size[parameter.numel, owner] -= 1
         received[owner] += parameter.numel
     return owners
-
-
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """Where a parameter lies in its unit's flat storage, in elements."""
-
-    parameter: Parameter
-    start: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.parameter.numel
-
-
-@dataclasses.dataclass(frozen=True)
-class UnitPlan:
-    """The parameters that are gathered together, one behind the other, padded so that each rank has
-    an equal slice.
-    """
-
-    slots: tuple[Slot, ...]
-    ranks: int
-    shard_elements: int
-
-    @property
-    def elements(self) -> int:
-        """With padding."""
-        return self.shard_elements * self.ranks
-
-    @property
-    def used(self) -> int:
-        """Without padding."""
-        return sum(slot.parameter.numel for slot in self.slots)
-
-    def slice_of(self, rank: int) -> slice:
-        """What the rank holds of the used elements; the last ranks may hold less than a share, or
-        nothing.
-        """
-        start = min(rank * self.shard_elements, self.used)
-        return slice(start, min(start + self.shard_elements, self.used))
-
-
-def plan_unit(parameters: Sequence[Parameter], *, ranks: int) -> UnitPlan:
-    """One unit's flat storage, sliced as torch.chunk slices. Raises ValueError for fewer than one
-    rank.
-    """
-    if ranks < 1:
-        raise ValueError(f"ranks is {ranks}; it must be at least 1")
-    slots, start = [], 0
-    for parameter in parameters:
-        slots.append(Slot(parameter, start))
-        start += parameter.numel
-    return UnitPlan(tuple(slots), ranks, -(-start // ranks))
