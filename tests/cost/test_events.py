@@ -5,7 +5,7 @@ import math
 import pytest
 
 from stepgauge.cost.contention import NoContention, Slowdown
-from stepgauge.cost.events import COMPUTE, HOST, Work, alone_us, busy, simulate
+from stepgauge.cost.events import COMPUTE, HOST, Ran, Work, alone_us, busy, simulate
 
 
 class Fixed:
@@ -41,6 +41,14 @@ def test_contention_is_a_rate_over_what_overlaps():
     # the kernel ends first: 4 us beside, then the collective's rest alone
     works = [Work("kernel", COMPUTE, 2.0, "matmul"), Work("bucket", "data", 6.0, "all_reduce")]
     assert ends(works, Fixed()) == [4.0, pytest.approx(4.0 + 6.0 - 4.0 / 1.5)]
+
+
+def test_what_is_exposed_is_what_runs_beside_no_computing():
+    spans = [("data", 0, 4), ("data", 6, 9), ("data", 12, 20), (COMPUTE, 1, 3), (COMPUTE, 2, 7)]
+    spans += [(COMPUTE, 8, 15), (COMPUTE, 19, 25)]
+    ran = [Ran(Work(stream, stream, 0.0), start, end) for stream, start, end in spans]
+    # 1 before computing; 1 between; 4 of the last between two computations
+    assert alone_us(ran, "data") == 1 + 1 + 4
 
 
 def test_a_circle_is_named():

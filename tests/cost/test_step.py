@@ -11,7 +11,7 @@ from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.estimate import CALIBRATED, EXTRAPOLATED, INTERPOLATED
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.step import predict
-from stepgauge.spec.calibration import OperationTable
+from stepgauge.spec.calibration import Contention, OperationTable
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.links import Link, Piece
@@ -151,6 +151,28 @@ def test_what_no_link_or_wrapper_is_known_for_is_refused():
         predict_data_parallel(two_ranks(), H100)
     with pytest.raises(ValueError, match="wrapper is 'torch-fsdp'"):
         predict_data_parallel(two_ranks("torch-fsdp"), linked(1e9))
+
+
+def test_a_compiled_backward_gives_gradients_by_its_graphs():
+    """of blocks as each ends; of the whole network at the end, so that all of them is exposed."""
+    machine = linked(300e9)
+    waits = {
+        mode: predict_data_parallel(two_ranks(compile=mode), machine).median("synchronize_ms")
+        for mode in ("off", "blocks", "on")
+    }
+    sent = predict_data_parallel(two_ranks(compile="on"), machine).median("communication_ms")
+    assert waits["off"] <= waits["blocks"] < waits["on"] == pytest.approx(sent)
+
+
+def test_a_machine_s_own_contention_counts():
+    rows = [Contention(kind, "all_reduce", 1.0, 1.0) for kind in ("matmul", "attention", "traffic")]
+    machine = linked(300e9)
+    quiet = Machine(machine.hardware.with_contention(rows))
+    free, usual = (predict_data_parallel(two_ranks(), m) for m in (quiet, machine))
+    assert free.median("backward_ms") == pytest.approx(predict(
+        step(batch=16, model=two_ranks().model), H100).median("backward_ms"))  # fmt: skip
+    assert usual.median("backward_ms") > 1.02 * free.median("backward_ms")
+    assert "slower beside collectives" not in str(free.tables["terms"])
 
 
 @pytest.mark.parametrize("wrapper", ["bucketed", "zero1", "zero2", "zero3"])

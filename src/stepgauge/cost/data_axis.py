@@ -75,6 +75,9 @@ class Bucketed(DataAxis):
     def __init__(self, sending: Sending, step: RankStep):
         self.sending, self.prices = sending, step.prices
         self._how = step.operations.how
+        # one graph of the whole network gives all gradients at its end
+        is_one_graph = step.operations.spec.compile in ("on", "reduce-overhead")
+        self.overlaps = sending.wrapper not in ("naive", "flat") and not is_one_graph
         self.parameters = parameters_of(step, sending.reduce_dtype)
         wrapper = sending.wrapper
         caps = {"naive": 0.0, "overlapped": 0.0, "flat": None}
@@ -109,7 +112,7 @@ class Bucketed(DataAxis):
             passes = Term(f"{name}.narrow", TRAFFIC, (2 * term.gradient * values,))
             place = program.compute(passes.name, self.prices.of(passes).us, TRAFFIC)
         self._missing[self._launch_of[name]] -= 1
-        if self.sending.wrapper not in ("naive", "flat"):
+        if self.overlaps:
             self._launch_complete(program, place)
 
     def after_backward(self, program: Program) -> None:

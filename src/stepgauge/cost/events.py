@@ -6,7 +6,6 @@ collective at 1 / collective of its own, and only for as long as both run.
 """
 
 import collections
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -108,8 +107,13 @@ def busy(ran: Sequence[Ran], *streams: str) -> list[tuple[float, float]]:
 
 def alone_us(ran: Sequence[Ran], stream: str) -> float:
     """Microseconds in which the stream runs and computing does not: what is exposed of it."""
-    own, computing = busy(ran, stream), busy(ran, COMPUTE)
-    beside = sum(
-        max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in itertools.product(own, computing)
-    )
+    own, computing = busy(ran, stream), collections.deque(busy(ran, COMPUTE))
+    beside = 0.0
+    for start, end in own:
+        while computing and computing[0][0] < end:
+            first, last = computing[0]
+            beside += max(0.0, min(end, last) - max(start, first))
+            if last > end:  # it goes on beside the next
+                break
+            computing.popleft()
     return sum(end - start for start, end in own) - beside

@@ -134,11 +134,6 @@ class LayoutParts:
             )
             for blocks in spec.stages()
         ]
-        if layout.data > 1 and spec.compile != "off" and layout.wrapper != "none":
-            raise ValueError(
-                f"compile is {spec.compile!r}; when a compiled backward gives its gradients is not "
-                f"modelled: choose off"
-            )
         return cls(
             spec=spec,
             stages=stages,

@@ -152,13 +152,18 @@ class RankStep:
         if self.coarse:
             self._run_whole(program, group, axis)
             return
+        computed: list[tuple[str, Term]] = []
         for term in group.terms:
             name, us = f"{group.name}.{term.name}", term.count * self.prices.of(term).us
             if term.axis:
                 program.wait(program.send(name, term.axis, us, term.operation))
                 continue
             place = program.compute(name, us, term.operation)
-            if axis is not None:
+            computed.append((name, term))
+            if axis is not None and not self.operations.how.is_compiled:
+                axis.after_term(program, name, term, place)
+        if axis is not None and self.operations.how.is_compiled and computed:
+            for name, term in computed:  # a compiled block gives its gradients when it has ended
                 axis.after_term(program, name, term, place)
 
     def _run_whole(self, program: Program, group: Group, axis: DataAxis | None) -> None:
