@@ -56,7 +56,7 @@ def test_without_predictions_one_choice_after_the_other_is_measured():
     gains = {gain.choice: gain.ratio for gain in tuned.gains}
     # bf16 at batch 16 has no partner: in fp32 that did not fit
     assert gains == {"precision": None, "compile": pytest.approx(1.5), "batch": pytest.approx(1.2)}
-    assert "none of 24 candidates could be predicted" in sentence(tuned)
+    assert "None of 24 candidates could be predicted" in sentence(tuned)
     assert gain_table(tuned).rows[0] == ["precision", "bf16", "fp32", None]
 
 

@@ -71,7 +71,8 @@ def tune(
     tuned = search.tune(candidates, measure, functools.partial(_predicted, known), best=best)
     modelled = [r for r in RunStore(out).read().latest() if r.provenance == "modelled"]
     print_beside([r for r in modelled if r.key in measured], list(measured.values()), "table")
-    print_table(gain_table(tuned))
+    if tuned.gains:
+        print_table(gain_table(tuned))
     tell(sentence(tuned))
     write_config(tuned, candidates, out / CONFIG)
     print(command_line(tuned))

@@ -36,7 +36,7 @@ def sentence(tuned: Tuned) -> str:
         else f"none of {tuned.candidates} candidates could be predicted: one choice after the other "
         "was measured"
     )
-    return f"{number(rate(tuned.winner))} {unit}{times} ({describe(tuned.winner)}). {how}."
+    return f"{number(rate(tuned.winner))} {unit}{times} ({describe(tuned.winner)}). {how[0].upper()}{how[1:]}."
 
 
 def command_line(tuned: Tuned) -> str:
