@@ -82,6 +82,16 @@ def test_bytes_add_up_over_the_ranks():
     assert state == pytest.approx(8 * largest, rel=0.01)  # owners have whole parameters
 
 
+def test_gradients_that_add_up_are_whole_until_they_are_sent():
+    def gradients(wrapper, accumulates):
+        memory = step_memory(operations(), Layout(data=8, wrapper=wrapper), accumulates=accumulates)
+        return next(item.bytes for item in memory.items if item.name == "gradients")
+
+    whole = 4 * operations().num_parameters
+    assert gradients("zero2", True) == pytest.approx(whole, rel=0.02)
+    assert gradients("zero3", True) == pytest.approx(whole / 8, rel=0.02)
+
+
 def test_a_schedule_that_holds_fewer_micro_batches_needs_less():
     layout = Layout(pipeline=2, schedule="1f1b", microbatches=8)
     stages = [operations(batch=1, blocks=blocks) for blocks in (range(12), range(12, 24))]

@@ -79,7 +79,7 @@ def step_memory(
     accumulates: bool = False,
 ) -> Memory:
     """Of a rank without a pipeline. `accumulates`: gradients of earlier passes are there."""
-    found = _held(operations, layout)
+    found = _held(operations, layout, accumulates=accumulates)
     keeps = kept(operations)
     before = found.gradients if accumulates else 0.0
     levels = _levels(operations, found, keeps, before)
@@ -97,7 +97,7 @@ def pipeline_memory(stages: Sequence[StepOperations], layout: Layout, schedule: 
     ranks = []
     for rank, activations in enumerate(live):
         own = schedule.stages(rank)
-        base = _sum([_held(stages[n], layout) for n in own])
+        base = _sum([_held(stages[n], layout, accumulates=True) for n in own])
         extra = max(of_block_backward(stages[n]) + keeps[n].again for n in own)
         extra = max(extra, max(of_loss_backward(stages[n]) for n in own))
         buffers = 4 * max(stream_bytes(stages[n]) for n in own)
@@ -118,7 +118,7 @@ def stage_memory(stage: StepOperations, layout: Layout) -> Memory:
     ranks, keeps = layout.pipeline, kept(stage)
     factor = 1.5 - 0.5 / ranks if layout.schedule == "interleaved" else 1.0
     live = min(layout.microbatches, ranks) * factor
-    base = _held(stage, layout)
+    base = _held(stage, layout, accumulates=True)
     parts = {
         "gradients": base.gradients,
         "activations in flight": live * keeps.total,
@@ -142,12 +142,15 @@ class _Held:
     unit: float
 
 
-def _held(operations: StepOperations, layout: Layout) -> _Held:
+def _held(operations: StepOperations, layout: Layout, *, accumulates: bool) -> _Held:
+    """Whole gradients add up before ZeRO 2 gives them to their owners; ZeRO 3 reduces each time."""
     wrapper, n = WRAPPERS[layout.wrapper], layout.data
     how, state = operations.how, STATE_BYTES[operations.spec.precision]
 
     def of(part: str, itemsize: float) -> float:
         whole = _allocated(operations, itemsize)
+        if part == "gradients" and accumulates and not wrapper.shards("weights"):
+            return whole
         if not wrapper.shards(part) or n == 1:
             return whole
         if wrapper.shards("weights"):  # equal slices of each
