@@ -58,6 +58,16 @@ def test_peaks_of_ranks_that_share_state_gradients_and_weights():
     assert len(seen) > 20
 
 
+def test_compiled_steps_graphs_and_the_fused_loss():
+    rows = records("2026-11-21-h100-step-parts.jsonl", "step")
+    rows += records("2026-11-21-h100-step-fused.jsonl", "step")
+    modes = {(row.spec["compile"], row.spec["model"]["loss"]) for row in rows}
+    assert {"on", "reduce-overhead"} <= {mode for mode, _ in modes} and ("off", "fused") in modes
+    for row in rows:
+        found = step_memory(StepOperations(work(row)), Layout()).peak_bytes
+        assert abs(found / row.median("peak_bytes") - 1) < 0.05, row.spec
+
+
 def operations(**share):
     model = ModelSpec.preset("medium", context_length=1024)
     spec = WorkSpec(model=model, precision="bf16", device="cuda", batch=share.get("batch", 4))

@@ -10,6 +10,7 @@ import math
 from stepgauge.cost.operations import StepOperations
 
 Parts = dict[str, float]
+MOST_LOGITS = 512 * 2**20  # of a chunk of the fused loss, as kernels/linear_cross_entropy
 STATISTIC = 4  # bytes of a norm's and attention's value a row, in fp32 whatever the precision
 
 
@@ -101,8 +102,10 @@ def of_ends(operations: StepOperations) -> Parts:
     found = {
         "last norm": stream_bytes(operations) + operations.own_tokens * STATISTIC,
         "input of the head": m * d * how.activation,
-        "log-softmax": m * v * how.activation,
     }
+    if model.loss == "fused":  # gradients are formed in forward, a chunk of logits at a time
+        return {**found, "gradient of the head": v * d * how.residual}
+    found["log-softmax"] = m * v * how.activation
     if how.activation == 2 and operations.share.tensor == 1:
         found["logits in fp32"] = m * v * 4
     if how.casts_weights:
@@ -111,10 +114,14 @@ def of_ends(operations: StepOperations) -> Parts:
 
 
 def of_loss_backward(operations: StepOperations) -> float:
-    """Gradients of the logits beside what is kept, while the loss's backward runs."""
+    """Gradients of the logits beside what is kept, while the loss's backward runs; of the fused
+    loss its chunk of logits.
+    """
     if not operations.is_last:
         return 0.0
     m, v = operations.tokens, operations.model.vocab_size // operations.share.tensor
+    if operations.model.loss == "fused":
+        return min(MOST_LOGITS, m * v * 4)
     if operations.how.is_compiled:  # one pass: a gradient in the logits' own type
         return m * v * operations.how.activation
     return m * v * (4 if operations.how.activation == 2 else 8)
