@@ -1,6 +1,7 @@
 """`predict` and what it refuses, and a prediction beside its measurement."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ def test_rows_are_modelled_and_their_terms_can_be_seen(stepgauge):
     status, out, err = stepgauge(*PREDICT, "--size", "2.7b", "--terms")
     assert status == 0, err
     assert "matmul tn bf16" in out and "interpolated" in out
+    assert re.search(r"Terms of [\d.]+ ms ± \d+% by their sources", out)
+    assert "Parts of the peak of" in out and "optimizer state" in out
 
 
 @pytest.mark.parametrize(

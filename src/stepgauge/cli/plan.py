@@ -18,6 +18,7 @@ from stepgauge.cost.planner import (
     longest_context,
     overlaps,
     plan,
+    scales,
 )
 from stepgauge.report.plan import parts_table, plan_table
 from stepgauge.spec.hardware import HardwareFile
@@ -62,6 +63,7 @@ def command(
     print_table(parts_table(found.rows))
     for heading, lines in (
         ("What hides", (o.sentence for o in overlaps(found.rows[0], machine, spec))),
+        ("Orders of magnitude of a micro-batch", [_magnitudes(found.rows[0], spec)]),
         ("What else fits", _answers(spec, found, machine)),
         ("Assumed", _assumptions(machine)),
         ("Run the first", [command_of(found.rows[0], values)]),
@@ -77,6 +79,10 @@ def _caption(spec: PlanSpec, found: Plan, machine: Machine) -> str:
         f"{spec.global_batch} x {spec.model.context_length} tokens a step on {spec.gpus} x {name}: "
         f"{every} layouts, {fitting} fit in {found.limit_bytes / 2**30:.0f} GiB; predicted"
     )
+
+
+def _magnitudes(row: Record, spec: PlanSpec) -> str:
+    return ", ".join(f"{name} {value:.1e}" for name, value in scales(row, spec).items())
 
 
 def _answers(spec: PlanSpec, found: Plan, machine: Machine) -> Iterator[str]:

@@ -1,6 +1,8 @@
-"""A time, and how it was found."""
+"""A time, how it was found, and how far it may be off."""
 
 import dataclasses
+
+from stepgauge.spec.record import Record
 
 # looked up at that very shape; between measured shapes; outside of them, at the nearest one's rate;
 # of another device, by the ratio of published peaks; by a formula, or from another machine
@@ -24,3 +26,13 @@ class Estimate:
 # The fraction by which a time of each source may be off: steps of calibrated and interpolated
 # shapes were within 3 and 5 % (docs/predict.md); the others are assumed.
 SPREAD = {CALIBRATED: 0.03, INTERPOLATED: 0.05, EXTRAPOLATED: 0.15, TRANSFERRED: 0.2, ASSUMED: 0.3}
+
+
+def spread(record: Record) -> float:
+    """The fraction by which a modelled step may be off: of each term that of its source, by its
+    time.
+    """
+    head, *rows = record.tables["terms"]
+    us, source = head.index("us"), head.index("source")
+    total = sum(row[us] for row in rows)
+    return sum(row[us] * SPREAD[row[source]] for row in rows) / total if total else 0.0

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from stepgauge.cost import overlap
-from stepgauge.cost.estimate import SPREAD
+from stepgauge.cost.estimate import spread
 from stepgauge.cost.layout import LayoutParts, predict_layout
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.operations import require_priced
@@ -105,14 +105,6 @@ def _simulated(candidate: Candidate, spec: PlanSpec, machine: Machine) -> Record
     return dataclasses.replace(record, metrics={**record.metrics, **more})
 
 
-def spread(record: Record) -> float:
-    """The fraction by which the step may be off: of each term that of its source, by its time."""
-    head, *rows = record.tables["terms"]
-    us, source = head.index("us"), head.index("source")
-    total = sum(row[us] for row in rows)
-    return sum(row[us] * SPREAD[row[source]] for row in rows) / total if total else 0.0
-
-
 def largest_micro_batch(spec: PlanSpec, machine: Machine, candidate: Candidate) -> int:
     """Of the layout, by doubling; its global batch may grow with it."""
     limit, screen, found = memory_limit(machine), Screen(spec, machine), candidate
@@ -146,6 +138,18 @@ def candidate_of(row: Record) -> Candidate:
     layout = Layout.parse(row.spec["layout"])
     sequences = row.spec["batch"] // layout.data // layout.microbatches
     return Candidate(layout, sequences, row.spec["accumulation"], row.spec["checkpointing"])
+
+
+def scales(row: Record, spec: PlanSpec) -> dict[str, float]:
+    """Orders of magnitude of a rank's micro-batch in the whole network."""
+    model = spec.model
+    return overlap.typical_scales(
+        tokens=candidate_of(row).micro_batch * model.context_length,
+        width=model.d_model,
+        blocks=model.num_layers,
+        block_weights=model.block_matrix_parameters,
+        vocabulary=model.vocab_size,
+    )
 
 
 def overlaps(row: Record, machine: Machine, spec: PlanSpec) -> list[overlap.Overlap]:

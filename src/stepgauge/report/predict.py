@@ -1,5 +1,6 @@
 """A modelled record's terms, and the parts of its memory, as tables."""
 
+from stepgauge.cost.estimate import spread
 from stepgauge.report.table import Table
 from stepgauge.spec.record import Record
 
@@ -10,7 +11,10 @@ def terms_table(record: Record) -> Table:
     place = head.index("us")
     shown = [[*row[:place], row[place] / 1e3, *row[place + 1 :]] for row in rows]
     columns = [*head[:place], "ms", *head[place + 1 :]]
-    caption = f"Terms of {record.median('step_ms'):.2f} ms on {record.environment['hardware']}"
+    caption = (
+        f"Terms of {record.median('step_ms'):.2f} ms ± {spread(record):.0%} by their sources, on "
+        f"{record.environment['hardware']}"
+    )
     return Table(columns, shown, names=4, caption=caption, numeric=frozenset(("count", "ms")))
 
 
