@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 
 from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
 from stepgauge.study.pages import run_page
-from stepgauge.validate.errors import errors, groups, sentence
+from stepgauge.validate.errors import errors, groups, ranks_of, sentence
 from stepgauge.validate.views import error_table, group_table
 
 NANO = ModelSpec.preset("nano")
@@ -53,6 +54,20 @@ def test_communication_is_what_it_adds_to_the_step():
     assert found.step == 0.0
     assert found.terms["communication"] == pytest.approx(-0.1)
     assert found.terms["backward"] == pytest.approx(0.1)  # both were hidden in one phase
+
+
+def test_axes_that_communicate_everywhere_leave_computing_as_the_rest():
+    spec = LayoutSpec(model=NANO, size="nano", batch=4, layout="pp2 1f1b m2 dp2")
+    phases = {"forward_and_backward": 80.0, "synchronize": 10.0, "optimizer": 10.0}
+    measured = row(spec, **phases, step=100.0, data_exposed=20.0, pipeline_exposed=30.0)
+    modelled = row(spec, "modelled", **phases, step=100.0, data_exposed=10.0, tensor_exposed=1.0,
+                   pipeline_exposed=35.0)  # fmt: skip
+    (found,) = errors([modelled, measured])
+    assert found.terms == pytest.approx(
+        {"computing": 0.05, "optimizer": 0.0, "communication": -0.1, "bubble": 0.05,
+         "unexplained": 0.0}
+    )  # fmt: skip
+    assert ranks_of(measured) == 4
 
 
 def wrappers(predicted, measured):

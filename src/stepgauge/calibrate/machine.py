@@ -23,8 +23,11 @@ def jobs(device: torch.device, ranks: Sequence[int], only: str = "") -> list[Job
     """Operations; for each number of ranks what collectives cost, alone and beside kernels, and on
     a CPU the operations while so many ranks share it. Of these the kinds and names with `only`.
 
-    Raises ValueError where none has it.
+    Raises ValueError where none has it, and for more ranks than there are GPUs.
     """
+    gpus = torch.cuda.device_count()
+    if device.type == "cuda" and (many := [number for number in ranks if number > gpus]):
+        raise ValueError(f"ranks is {many[0]}; this machine has {gpus} GPUs, one a rank")
     known = run.names(device)
     found = [(name, run.job(_operation(name, device))) for name in known]
     for number in ranks:

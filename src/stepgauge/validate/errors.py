@@ -7,7 +7,7 @@ add up to the error of its step.
 import dataclasses
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from stepgauge.report.names import flatten
 from stepgauge.report.views import is_disturbed
@@ -16,7 +16,10 @@ from stepgauge.spec.predictions import STEP, Row, steps_beside
 from stepgauge.spec.record import Record
 
 PHASES = ("forward", "backward", "optimizer")
-TERMS = (*PHASES, "communication", "bubble", "host", "unexplained")
+TERMS = ("computing", *PHASES, "communication", "bubble", "host", "unexplained")
+# Metrics of what communication adds to a step, and of what a pipeline waits.
+EXPOSED = ("exposed", "data_exposed", "tensor_exposed")
+BUBBLE = "pipeline_exposed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +47,8 @@ def _terms(row: Row, step: float) -> dict[str, float]:
     counts as the host's.
     """
     assert row.prediction is not None, "a row with an error has a prediction"
-    predicted, measured = parts(row.prediction), parts(row.record)
+    both = row.prediction.metrics.keys() & row.record.metrics.keys()
+    predicted, measured = parts(row.prediction, both), parts(row.record, both)
     whole = row.record.metrics[STEP].median
     bound_by_host = {
         phase for phase, term, *_ in row.prediction.tables.get("terms", []) if term == "host"
@@ -57,21 +61,31 @@ def _terms(row: Row, step: float) -> dict[str, float]:
     return {name: found[name] for name in TERMS if name in found} | {"unexplained": rest}
 
 
-def parts(record: Record) -> dict[str, float]:
-    """Milliseconds of a step by term. Where the step without communication was timed, too,
-    backward is that step's, and all that communication adds is its own.
+def parts(record: Record, known: Collection[str]) -> dict[str, float]:
+    """Milliseconds of a step by term, from those of the known metrics.
+
+    Where the step was also timed without communication, all that this adds is communication's, and
+    backward is the rest; under tensor or pipeline axes, which communicate in forward too, computing
+    is.
     """
-    known = {name: record.median(f"{name}_ms") for name in (*PHASES, "synchronize", "exposed")}
-    found = {name: ms for name, ms in known.items() if ms is not None}
-    busy, step = record.median("busy_ms"), record.median(STEP) or 0.0
-    if busy is not None:  # a pipeline's ranks compute or wait
-        return {"backward": busy, "bubble": step - busy}
-    exposed = found.pop("exposed", None)
-    waits = found.pop("synchronize", 0.0)
-    if exposed is None:
-        return found | ({"communication": waits} if waits else {})
-    backward = step - exposed - found.get("forward", 0.0) - found.get("optimizer", 0.0)
-    return found | {"backward": backward, "communication": exposed}
+    names = (*PHASES, "synchronize", "busy", *EXPOSED, BUBBLE)
+    ms = {n: record.metrics[f"{n}_ms"].median for n in names if f"{n}_ms" in known}
+    step = record.metrics[STEP].median
+    if "busy" in ms:  # a pipeline without an optimizer
+        return {"computing": ms["busy"], "bubble": step - ms["busy"]}
+    exposed = {n: ms.pop(n) for n in EXPOSED if n in ms}
+    bubble = {"bubble": ms.pop(BUBBLE)} if BUBBLE in ms else {}
+    waits = ms.pop("synchronize", 0.0)
+    if not exposed and not bubble:
+        return ms | ({"communication": waits} if waits else {})
+    found = {"communication": sum(exposed.values()), **bubble}
+    if "optimizer" in ms:
+        found["optimizer"] = ms["optimizer"]
+    everywhere = bubble or "tensor_exposed" in exposed
+    if not everywhere and "forward" in ms:
+        found["forward"] = ms["forward"]
+    rest = "computing" if everywhere else "backward"
+    return found | {rest: step - sum(found.values())}
 
 
 @dataclasses.dataclass(frozen=True)
