@@ -24,23 +24,23 @@ MODEL = ModelSpec.preset("10b", context_length=4096)
 
 
 def asked(**changes):
-    usual = {"model": MODEL, "size": "10b", "gpus": 64, "global_batch": 64, "precision": "bf16"}
+    usual = {"model": MODEL, "size": "10b", "gpus": 16, "global_batch": 32, "precision": "bf16"}
     return PlanSpec(**{**usual, **changes})
 
 
 def test_rows_fit_are_ranked_and_fill_the_gpus():
     machine = Machine(DGX_H100)
-    found = plan(asked(tokens="1B"), machine, top=4)
+    found = plan(asked(tokens="1B"), machine, top=2)
     times = [row.median("step_ms") for row in found.rows]
-    assert times == sorted(times) and len(times) == 4
+    assert times == sorted(times) and len(times) == 2
     every, fitting = found.counted
     assert every > fitting > 50  # 10b does not fit everywhere
     for row in found.rows:
         spec = LayoutSpec(**{**row.spec, "model": ModelSpec(**row.spec["model"])})
-        assert spec.ranks == 64 and spec.batch * spec.accumulation == 64
+        assert spec.ranks == 16 and spec.batch * spec.accumulation == 32
         assert device_bytes(row) <= memory_limit(machine)
         hours = 1e9 / spec.tokens_per_step * row.median("step_ms") / 3.6e6
-        assert row.median("gpu_hours") == pytest.approx(hours * 64)
+        assert row.median("gpu_hours") == pytest.approx(hours * 16)
     assert all(o.ratio > 0 for o in overlaps(found.rows[0], machine, asked()))
 
 
@@ -61,7 +61,7 @@ def test_1024_gpus_take_seconds_and_no_torch():
         "finally: assert 'torch' not in sys.modules"
     )
     command = ["plan", "--size", "10b", "--gpus", "1024", "--context", "4096", "--global-batch"]
-    command += ["1024", "--precision", "bf16", "--tokens", "300B", "--top", "3", "--hardware"]
+    command += ["1024", "--precision", "bf16", "--tokens", "300B", "--top", "1", "--hardware"]
     start = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = subprocess.run(
         [sys.executable, "-c", code, *command, str(ROOT / "hardware" / "dgx-h100.json")],
