@@ -24,10 +24,12 @@ def timeline(trace: Trace, works: Sequence[Work]) -> Timeline | None:
         by_track[work.stream].append(work)
     names: dict[tuple[str, str], int] = {}
     pieces = {stream: _pieces(mine, names, origin) for stream, mine in by_track.items()}
-    pause = UNIT
-    while sum(map(len, pieces.values())) > MOST_PIECES:
-        pieces = {stream: _joined(mine, pause, names) for stream, mine in pieces.items()}
-        pause *= 2
+    length = UNIT * (max(work.end for work in shown) - origin)
+    for mixed in (False, True):  # kinds that take turns do not join by kind, however long the pause
+        pause = UNIT
+        while sum(map(len, pieces.values())) > MOST_PIECES and pause < 2 * length:
+            pieces = {stream: _joined(mine, pause, names, mixed) for stream, mine in pieces.items()}
+            pause *= 2
     several = len({device for device, _ in pieces}) > 1
     return Timeline(
         names=[list(name) for name in names],
@@ -70,22 +72,25 @@ def _pieces(
 
 
 def _joined(
-    pieces: Sequence[_Piece], pause: int, names: dict[tuple[str, str], int]
+    pieces: Sequence[_Piece], pause: int, names: dict[tuple[str, str], int], mixed: bool
 ) -> list[_Piece]:
-    """Neighbours of one kind that so short a pause separates become one piece."""
+    """Neighbours of one kind that so short a pause separates become one piece; `mixed`: of any
+    kind, and the longer one gives it.
+    """
     kinds = [kind for _, kind in names]
     result: list[_Piece] = []
     for start, end, name, number in pieces:
-        if result and start - result[-1][1] < pause and kinds[result[-1][2]] == kinds[name]:
-            before = result[-1]
-            if before[2] != name:
-                name = names.setdefault(
-                    (f"several kernels: {kinds[name]}", kinds[name]), len(names)
-                )
-                kinds += [kind for _, kind in list(names)[len(kinds) :]]
-            result[-1] = (before[0], max(end, before[1]), name, before[3] + number)
-        else:
+        before = result[-1] if result else None
+        alike = before and (mixed or kinds[before[2]] == kinds[name])
+        if not before or not alike or start - before[1] >= pause:
             result.append((start, end, name, number))
+            continue
+        if before[2] != name:
+            kind = kinds[name if end - start > before[1] - before[0] else before[2]]
+            title = f"several kernels{', mostly' if mixed else ':'} {kind}"
+            name = names.setdefault((title, kind), len(names))
+            kinds += [kind for _, kind in list(names)[len(kinds) :]]
+        result[-1] = (before[0], max(end, before[1]), name, before[3] + number)
     return result
 
 
