@@ -7,6 +7,7 @@ import torch
 
 from stepgauge.bench.step import make_batch
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.recompute import RecomputePlan
 from stepgauge.spec.step import CHECKPOINTING, StepSpec
 from stepgauge.train.build import build_step
 
@@ -20,9 +21,9 @@ SPEC = StepSpec(
 )
 
 
-def _after_a_step(spec):
+def _after_a_step(spec, recompute=None):
     """Gradients, and parameters after a step of plain SGD, which hides no scale as Adam would."""
-    step = build_step(spec, lr=0.5)
+    step = build_step(spec, lr=0.5, recompute=recompute)
     loss = step.forward(*make_batch(spec, torch.device("cpu")))
     step.backward(loss)
     gradients = [parameter.grad.clone() for parameter in step.module.parameters()]
@@ -37,6 +38,14 @@ def test_gradients_are_those_of_no_checkpointing(checkpointing, size, precision)
     chosen = dataclasses.replace(plain, checkpointing=checkpointing, checkpoint_blocks=size)
     for expected, found in zip(_after_a_step(plain), _after_a_step(chosen), strict=True):
         assert torch.equal(expected, found)
+
+
+def test_gradients_of_a_plan_are_those_of_no_checkpointing():
+    expected = _after_a_step(SPEC)
+    for blocks, selective in ((1, 2), (4, 0), (0, 1)):
+        found = _after_a_step(SPEC, RecomputePlan(4, blocks, selective))
+        for one, other in zip(expected, found, strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from stepgauge.bench import step as bench_step
+from stepgauge.bench.checkpoint_budget import Solution, solve
 from stepgauge.bench.storage_tracking import (
     FORWARD_ONLY,
     STEPS,
@@ -27,6 +28,7 @@ from stepgauge.measure.memory.fake_device import NotPredictableError
 from stepgauge.measure.memory.storage_tracker import CATEGORIES, StorageTracker
 from stepgauge.measure.memory.timeline import LARGEST, MemoryTimeline, by_block, savers
 from stepgauge.spec.memory import MemorySpec
+from stepgauge.spec.plan.recompute import RecomputePlan
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.user_model import UserModel
 
@@ -67,7 +69,9 @@ def predicted(spec: MemorySpec) -> Record:
     check(spec)
     asked = dataclasses.replace(_asked(spec), provenance="modelled")
     try:
-        found = predict(spec)
+        solution = solve(spec)
+        found = predict(spec, plan=solution.plan)
+        asked = _with_solution(asked, solution)
     except NotPredictableError as error:
         return dataclasses.replace(asked, status="failed", note=str(error))
     return _record(asked, found.step, _figures(found))
@@ -80,20 +84,27 @@ def measure(spec: MemorySpec, *, folder: Path | None = None) -> Record:
     torch raises where memory runs out.
     """
     check(spec)
-    asked, device = _asked(spec), torch.device(spec.device)
+    device, solution = torch.device(spec.device), solve(spec)
+    asked, plan = _with_solution(_asked(spec), solution), solution.plan
     if device.type == "cuda":
-        found, figures = _measured_by_allocator(spec, device, folder)
+        found, figures = _measured_by_allocator(spec, device, folder, plan)
         return _record(asked, found, figures)
     if device.type == "cpu" and not isinstance(spec.model, UserModel):
         devices.require_host_memory(bench_step.least_bytes(spec))
     tracker = StorageTracker(device)
     with tracker if spec.compile == "off" else contextlib.nullcontext():
-        track_step(spec, device, tracker, steps=STEPS)
+        track_step(spec, device, tracker, steps=STEPS, plan=plan)
     memory = step_memory(tracker, tracker.allocations, caching=False)
     resident = devices.peak_memory(device)
     if spec.compile == "off":
         return _record(asked, memory.step, _figures(memory) | resident)
     return _without_peak(asked, memory.step, resident)
+
+
+def _with_solution(asked: Record, solution: Solution) -> Record:
+    """The record with what was chosen for its budget."""
+    environment = {**asked.environment, **solution.told()}
+    return dataclasses.replace(asked, environment=environment, note=solution.note)
 
 
 def _asked(spec: MemorySpec) -> Record:
@@ -105,7 +116,7 @@ def _asked(spec: MemorySpec) -> Record:
 
 
 def _measured_by_allocator(
-    spec: MemorySpec, device: torch.device, folder: Path | None
+    spec: MemorySpec, device: torch.device, folder: Path | None, plan: RecomputePlan | None
 ) -> tuple[MemoryTimeline, dict[str, float]]:
     """The last step but one runs alone, for its peaks; the last is tracked, for whose bytes they
     are.
@@ -130,7 +141,7 @@ def _measured_by_allocator(
     tracking = tracker if spec.compile == "off" else contextlib.nullcontext()
     with history.recording():
         with tracking:  # one step more than is predicted: the last is tracked
-            track_step(spec, device, tracker, steps=STEPS + 1, around=peak_of)
+            track_step(spec, device, tracker, steps=STEPS + 1, around=peak_of, plan=plan)
         devices.synchronize(device)
         found = history.snapshot(device)
     if folder is not None:

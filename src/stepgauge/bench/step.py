@@ -13,6 +13,7 @@ from stepgauge.measure.environment import device_name, environment
 from stepgauge.measure.timing import time_phases
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.hardware import peaks
+from stepgauge.spec.plan.recompute import RecomputePlan
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec, WorkSpec
 from stepgauge.spec.train import DEFAULT_CORPUS, TrainSpec
@@ -48,7 +49,10 @@ def run(spec: StepSpec) -> Record:
     device = torch.device(spec.device)
     if device.type == "cpu":
         devices.require_host_memory(least_bytes(spec))
-    step, batch = build(spec, device)
+    from stepgauge.bench.checkpoint_budget import solve  # which builds steps itself
+
+    solution = solve(spec)
+    step, batch = build(spec, device, recompute=solution.plan)
     phases = step.phases(batch, until=spec.phases)
     with step.precision.matmul_mode():
         compile_s = _first_call(phases, device) if spec.compile != "off" else None
@@ -60,17 +64,27 @@ def run(spec: StepSpec) -> Record:
         kind=spec.kind,
         spec=dataclasses.asdict(spec),
         metrics=_metrics(spec, times, device, compile_s),
-        environment={**environment(device), "optimizer": step.optimizer_name},
+        environment={
+            **environment(device),
+            "optimizer": step.optimizer_name,
+            **solution.told(),
+        },
+        note=solution.note,
     )
 
 
-def build(spec: WorkSpec, device: torch.device) -> tuple[TrainingStep, Sequence[Any]]:
-    """The step on the device and its batch, of a preset or of a user's model."""
+def build(
+    spec: WorkSpec, device: torch.device, *, recompute: RecomputePlan | None = None
+) -> tuple[TrainingStep, Sequence[Any]]:
+    """The step on the device and its batch, of a preset or of a user's model; `recompute` in place
+    of the spec's checkpointing.
+    """
     if isinstance(spec.model, UserModel):
         built = build_user_step(spec, device, lr=LEARNING_RATE)
         return built.step, built.arguments(0)
     on_device = dataclasses.replace(spec, device=str(device))
-    return build_step(on_device, lr=LEARNING_RATE), make_batch(spec, device)
+    step = build_step(on_device, lr=LEARNING_RATE, recompute=recompute)
+    return step, make_batch(spec, device)
 
 
 def make_batch(spec: WorkSpec, device: torch.device) -> list[Tensor]:

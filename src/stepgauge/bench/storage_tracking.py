@@ -24,6 +24,7 @@ from stepgauge.measure.memory.storage_tracker import (
 from stepgauge.measure.memory.timeline import MemoryTimeline, memory_timeline
 from stepgauge.measure.memory.workspaces import CudaWorkspaces
 from stepgauge.spec.memory import MemorySpec
+from stepgauge.spec.plan.recompute import RecomputePlan
 from stepgauge.train.step import TrainingStep
 
 FORWARD_ONLY = "forward only"
@@ -44,9 +45,9 @@ class StepMemory:
     forward_only_bytes: int
 
 
-def predict(spec: MemorySpec) -> StepMemory:
+def predict(spec: MemorySpec, *, plan: RecomputePlan | None = None) -> StepMemory:
     """The same step on tensors without memory, for the device that is asked for or the one it runs
-    on.
+    on; with a plan in place of the spec's checkpointing.
     """
     architecture = (
         spec.predict if spec.predict != "no" else _architecture(torch.device(spec.device))
@@ -56,7 +57,8 @@ def predict(spec: MemorySpec) -> StepMemory:
         workspaces = CudaWorkspaces(architecture, KNOWN_WORKSPACES) if is_cuda else None
         tracker = StorageTracker(device, workspaces=workspaces)
         with tracker:
-            track_step(dataclasses.replace(spec, device=str(device)), device, tracker, steps=STEPS)
+            here = dataclasses.replace(spec, device=str(device))
+            track_step(here, device, tracker, steps=STEPS, plan=plan)
     return step_memory(tracker, tracker.allocations, caching=is_cuda)
 
 
@@ -77,6 +79,7 @@ def track_step(
     *,
     steps: int,
     around: Around = _nothing,
+    plan: RecomputePlan | None = None,
 ) -> None:
     """Builds the step, runs forward without gradients and then `steps` whole steps, and tells whose
     is what.
@@ -85,7 +88,7 @@ def track_step(
     what backward keeps.
     """
     with tracker.phase("build"):
-        step, batch = bench_step.build(spec, device)
+        step, batch = bench_step.build(spec, device, recompute=plan)
     names: dict[Any, str] = {parameter: name for name, parameter in step.module.named_parameters()}
     for parameter, name in names.items():
         tracker.label([parameter], PARAMETERS, name=name)

@@ -5,11 +5,13 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from stepgauge.bench import memory
 from stepgauge.bench import step as bench_step
+from stepgauge.bench.checkpoint_budget import solve
 from stepgauge.bench.launchers import prepare_for
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
@@ -19,12 +21,14 @@ from stepgauge.runtime.world import joined_world
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.record import Record, Sample
-from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.step import BUDGET, WorkSpec
 from stepgauge.spec.train import TrainSpec
 from stepgauge.spec.user_model import UserModel
+from stepgauge.train.build import build_step
 from stepgauge.train.loop import Point, Trainer
 from stepgauge.train.place import ALONE, Place
 from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES
+from stepgauge.train.step import TrainingStep
 from stepgauge.train.task import Task
 from stepgauge.train.text_task import text_task
 from stepgauge.train.user_task import user_task
@@ -122,6 +126,8 @@ def _place(spec: TrainSpec) -> Place:
 
 def build_task(spec: TrainSpec, place: Place = ALONE) -> Task:
     """What this process, of a run of one or of its rank, trains. All ranks must call it."""
+    if spec.checkpointing == BUDGET:
+        return _budgeted(spec)
     of_kind = user_task if isinstance(spec.model, UserModel) else text_task
     if place is ALONE:
         return of_kind(spec)
@@ -129,6 +135,18 @@ def build_task(spec: TrainSpec, place: Place = ALONE) -> Task:
     assert world is not None, "a rank has a world"
     here = dataclasses.replace(spec, device=str(world.device(spec.device)))
     return of_kind(here, place=place, parallelise=_wrapper(spec))
+
+
+def _budgeted(spec: TrainSpec) -> Task:
+    """With what backward computes again solved for the tokenizer's vocabulary, and told."""
+    solutions = []
+
+    def build(full: TrainSpec, **settings: Any) -> TrainingStep:
+        solutions.append(solve(full))
+        return build_step(full, recompute=solutions[-1].plan, **settings)
+
+    task = text_task(spec, build=build)
+    return dataclasses.replace(task, environment={**task.environment, **solutions[-1].told()})
 
 
 def _wrapper(spec: TrainSpec) -> Parallelise:

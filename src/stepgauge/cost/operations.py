@@ -51,6 +51,8 @@ def require_priced(spec: WorkSpec) -> ModelSpec:
     model = spec.model
     if spec.compile not in COMPILED:
         raise ValueError(f"compile is {spec.compile!r}; predicted are {', '.join(COMPILED)}")
+    if spec.checkpointing not in RECOMPUTED:
+        raise ValueError(f"checkpointing is {spec.checkpointing!r}; its time is not predicted yet")
     if not isinstance(model, ModelSpec):
         raise ValueError("a user's own model has no cost model yet; only presets are predicted")
     model.require_defaults(PRICED, "has no cost model yet")

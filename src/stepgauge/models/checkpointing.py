@@ -16,6 +16,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from stepgauge.spec.plan.recompute import RecomputePlan
+
 Blocks = Iterable[nn.Module]
 Through = Callable[[Blocks, Tensor, Any], Tensor]
 
@@ -74,6 +76,13 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return (
         CheckpointPolicy.MUST_SAVE if operator in _costly() else CheckpointPolicy.PREFER_RECOMPUTE
     )
+
+
+def by_plan(blocks: Blocks, x_BTD: Tensor, rotation: Any, *, plan: RecomputePlan) -> Tensor:
+    """Each block as the plan says."""
+    for layer, block in enumerate(blocks):
+        x_BTD = through_blocks(plan.of(layer), 1)([block], x_BTD, rotation)
+    return x_BTD
 
 
 def through_blocks(checkpointing: str, size: int) -> Through:

@@ -9,7 +9,7 @@ from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.fields import as_in, check, option
 from stepgauge.spec.layout import WRAPPERS, Layout, check_wrapper
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.step import CHECKPOINTING, WorkSpec
 from stepgauge.spec.user_model import UserModel, settle_user_model
 
 REDUCE_DTYPES = ("own", "bf16", "fp16")
@@ -65,7 +65,7 @@ class DataParallelSpec:
     )
     compile: str = as_in(WorkSpec, "compile")
     optimizer: str = as_in(WorkSpec, "optimizer")
-    checkpointing: str = as_in(WorkSpec, "checkpointing")
+    checkpointing: str = as_in(WorkSpec, "checkpointing", choices=CHECKPOINTING)
     checkpoint_blocks: int = as_in(WorkSpec, "checkpoint_blocks")
     warmup: int = option(5, "untimed steps first", least=1, most=100_000)
     steps: int = option(10, "timed steps", least=1, most=1_000_000)

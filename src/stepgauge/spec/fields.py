@@ -49,12 +49,14 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def as_in(declared: type, name: str, help: str = "") -> Any:
+def as_in(declared: type, name: str, help: str = "", choices: Iterable[str] | None = None) -> Any:
     """The field of that name of another spec once more: its default, limits and label, and its help
-    or this one.
+    and choices or these.
     """
     (field,) = [field for field in dataclasses.fields(declared) if field.name == name]
     metadata = {**field.metadata, "help": help or field.metadata["help"]}
+    if choices is not None:
+        metadata["choices"] = tuple(choices)
     return dataclasses.field(default=field.default, metadata=metadata)
 
 

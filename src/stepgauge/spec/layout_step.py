@@ -11,7 +11,7 @@ from stepgauge.spec.layout_rules import check_layout, schedule_of
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import Schedule
 from stepgauge.spec.plan.stages import cut_blocks
-from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.step import CHECKPOINTING, WorkSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class LayoutSpec:
     precision: str = as_in(WorkSpec, "precision")
     compile: str = as_in(WorkSpec, "compile")
     optimizer: str = as_in(WorkSpec, "optimizer")
-    checkpointing: str = as_in(WorkSpec, "checkpointing")
+    checkpointing: str = as_in(WorkSpec, "checkpointing", choices=CHECKPOINTING)
     checkpoint_blocks: int = as_in(WorkSpec, "checkpoint_blocks")
     warmup: int = option(5, "untimed steps first", least=1, most=100_000)
     steps: int = option(10, "timed steps", least=1, most=1_000_000)

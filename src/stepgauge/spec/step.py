@@ -14,6 +14,8 @@ OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-loop", "fused", "sgd")
 # What forward does not keep and backward computes again: nothing; blocks; blocks, and within them
 # each block; all but the results of matrix products and attention.
 CHECKPOINTING = ("none", "blocks", "nested", "selective")
+# Of one process also what of these fits into memory, block by block: spec.plan.recompute.
+BUDGET = "budget"
 # What a timed step contains: no-grad forward; forward and backward; both and the optimizer.
 PHASES = ("forward", "backward", "step")
 
@@ -51,13 +53,22 @@ class WorkSpec:
     )
     checkpointing: str = option(
         "none",
-        "what backward computes again; selective keeps products and attention",
-        choices=CHECKPOINTING,
+        "what backward computes again; selective keeps products and attention; budget: the "
+        "least, block by block, that fits into --memory-gib",
+        choices=(*CHECKPOINTING, BUDGET),
         label=("checkpointing", "checkpoint_blocks"),
         hidden_default="none",
     )
     checkpoint_blocks: int = option(
         1, "blocks that are computed again together", least=1, most=10_000
+    )
+    memory_gib: float = option(
+        0.0,
+        "GiB that a step with --checkpointing budget may take; 0: what is free",
+        least=0.0,
+        most=1e6,
+        label=True,
+        hidden_default=0.0,
     )
     phases: str = option(
         "step",
@@ -82,14 +93,17 @@ class WorkSpec:
         check(self)
         if isinstance(self.model, UserModel):
             settle_user_model(self)
+        check_budget(self)
 
     def canonical(self) -> Self:
         """With defaults for the options that the step has no use for: blocks without checkpointing,
         an optimizer that never steps.
         """
         unused: dict[str, Any] = {}
-        if self.checkpointing == "none":
+        if self.checkpointing in ("none", BUDGET):
             unused["checkpoint_blocks"] = WorkSpec.checkpoint_blocks
+        if self.checkpointing != BUDGET:
+            unused["memory_gib"] = WorkSpec.memory_gib
         if self.phases != "step":
             unused["optimizer"] = WorkSpec.optimizer
         return dataclasses.replace(self, **unused)
@@ -99,6 +113,20 @@ class WorkSpec:
         """The model, where its shape is known: of a user's it is not."""
         assert not isinstance(self.model, UserModel)
         return self.model
+
+
+def check_budget(spec: Any) -> None:
+    """Raises ValueError for a budget that cannot be solved: of compiled code, and of phases in
+    which nothing is kept.
+    """
+    if spec.checkpointing != BUDGET:
+        return
+    if spec.compile != "off":
+        raise ValueError(
+            f"compile is {spec.compile!r}; --checkpointing budget is solved for eager steps"
+        )
+    if getattr(spec, "phases", "step") != "step":
+        raise ValueError(f"phases is {spec.phases!r}; --checkpointing budget is that of a step")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from stepgauge.spec.data_parallel import REDUCE_DTYPES
 from stepgauge.spec.fields import as_in, check, option
 from stepgauge.spec.layout import WRAPPERS, check_wrapper
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.step import BUDGET, WorkSpec, check_budget
 from stepgauge.spec.user_model import UserModel, settle_user_model
 
 DEFAULT_CORPUS = "stdlib"  # the source of Python's own standard library
@@ -57,6 +57,7 @@ class TrainSpec:
     optimizer: str = as_in(WorkSpec, "optimizer")
     checkpointing: str = as_in(WorkSpec, "checkpointing")
     checkpoint_blocks: int = as_in(WorkSpec, "checkpoint_blocks")
+    memory_gib: float = as_in(WorkSpec, "memory_gib")
     learning_rate: float = option(1e-3, "the highest, reached after warm-up", least=0.0, most=100.0)
     final_learning_rate: float = option(
         0.1, "at the end, as a fraction of the highest", least=0.0, most=1.0
@@ -101,6 +102,12 @@ class TrainSpec:
 
     def __post_init__(self) -> None:
         check(self)
+        check_budget(self)
+        if self.checkpointing == BUDGET and self.data_parallel != "none":
+            raise ValueError(
+                f"data_parallel is {self.data_parallel!r}; --checkpointing budget is solved for "
+                "one process"
+            )
         if isinstance(self.model, UserModel):
             settle_user_model(self)
         else:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from stepgauge.models.bert import BertForMaskedLM
-from stepgauge.models.checkpointing import through_blocks
+from stepgauge.models.checkpointing import by_plan, through_blocks
 from stepgauge.models.parts import build_optimizer
 from stepgauge.models.transformer import TransformerLM, compiled
 from stepgauge.parallel.training import Parallelise, alone
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.recompute import RecomputePlan
 from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.train import TrainSpec
 from stepgauge.train.data import masked_batch, random_batch
@@ -42,12 +43,14 @@ def build_step(
     *,
     max_gradient_norm: float | None = None,
     parallelise: Parallelise = alone,
+    recompute: RecomputePlan | None = None,
     **settings: Any,
 ) -> TrainingStep:
     """The step that the spec names, on its device, weights drawn from its seed; `settings` go to
     the optimizer.
 
     parallelise  spreads the model and its optimizer over ranks
+    recompute    what backward computes again, in place of the spec's checkpointing
 
     Raises ValueError for a precision that the device or the optimizer does not have.
     """
@@ -58,7 +61,10 @@ def build_step(
     torch.manual_seed(spec.seed)
     network, _ = NETWORKS[type(spec.model)]
     model = network(spec.model, device=device).to(precision.parameters)
-    model.through_blocks = through_blocks(spec.checkpointing, spec.checkpoint_blocks)
+    if recompute is None:
+        model.through_blocks = through_blocks(spec.checkpointing, spec.checkpoint_blocks)
+    else:
+        model.through_blocks = functools.partial(by_plan, plan=recompute)
     weight_decay = settings.pop("weight_decay", 0.01)
     optimizer = functools.partial(
         build_optimizer, spec.optimizer, master_weights=precision.master_weights, **settings

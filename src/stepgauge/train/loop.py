@@ -33,6 +33,7 @@ FREE_FIELDS = (
         "compile",
         "checkpointing",
         "checkpoint_blocks",
+        "memory_gib",
     ),
     *("data_parallel", "ranks", "bucket_mb"),
 )

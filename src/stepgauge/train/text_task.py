@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -16,13 +16,19 @@ from stepgauge.train.step import TrainingStep
 from stepgauge.train.task import Task
 
 
-def text_task(spec: TrainSpec, *, place: Place = ALONE, parallelise: Parallelise = alone) -> Task:
+def text_task(
+    spec: TrainSpec,
+    *,
+    place: Place = ALONE,
+    parallelise: Parallelise = alone,
+    build: Callable[..., TrainingStep] = build_step,
+) -> Task:
     """The spec's model, its vocabulary the tokenizer's, on the spec's corpus. Raises CorpusError."""
     corpus = Corpus.tokenize(read_text(spec.corpus), spec.tokenizer, spec.network.vocab_size)
     length = spec.network.context_length
     corpus.require(length=length)
     model = dataclasses.replace(spec.network, vocab_size=corpus.vocab_size)
-    step = build_step(
+    step = build(
         dataclasses.replace(spec, model=model),
         max_gradient_norm=spec.clip or None,
         lr=spec.learning_rate,

@@ -1,0 +1,149 @@
+"""--checkpointing budget: what backward computes again, solved from the memory that there is.
+
+The step is run on tensors without memory with every block kept, kept by products, and computed
+again: that gives a block's bytes. The cheapest plan that fits by them is run so as well, and what
+it takes too much is added to what must be saved, until a plan's own prediction fits.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import torch
+
+from stepgauge.bench.storage_tracking import predict
+from stepgauge.measure import devices
+from stepgauge.measure.environment import device_name
+from stepgauge.measure.memory.timeline import by_block
+from stepgauge.spec.hardware import ACCELERATORS, Peaks, peaks
+from stepgauge.spec.memory import MemorySpec
+from stepgauge.spec.plan.recompute import BlockCosts, RecomputePlan, cheapest
+from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.train import TrainSpec
+
+GIB = 2**30
+TRIALS = 8  # plans that are predicted, each with more to save than the one before
+# Only the ratio of a product's rate to memory's decides; a device without a data sheet has an H100's.
+LIKE = ACCELERATORS["NVIDIA H100 80GB HBM3"]
+SHARED = ("model", "size", "batch", "precision", "optimizer", "memory_gib", "device", "seed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Solution:
+    """The plan, the peak that is predicted for it, and the time it is predicted to add. No plan
+    where the spec has no budget.
+    """
+
+    plan: RecomputePlan | None = None
+    budget_bytes: int = 0
+    peak_bytes: int = 0
+    recompute_ms: float = 0.0
+
+    @property
+    def note(self) -> str:
+        return f"computed again: {self.plan}" if self.plan else ""
+
+    def told(self) -> dict[str, Any]:
+        """For a record's environment."""
+        if self.plan is None:
+            return {}
+        return {
+            "checkpointing": str(self.plan),
+            "checkpointing_budget_bytes": self.budget_bytes,
+            "checkpointing_predicted_peak_bytes": self.peak_bytes,
+            "checkpointing_predicted_recompute_ms": self.recompute_ms,
+        }
+
+
+def solve(spec: WorkSpec | TrainSpec) -> Solution:
+    """The solution of the spec's budget, if it has one.
+
+    Raises ValueError for a budget that no plan holds, or that is neither given nor known.
+    """
+    if spec.checkpointing != "budget":
+        return Solution()
+    given = {name: getattr(spec, name) for name in SHARED}
+    step = MemorySpec(**given, checkpointing="none", predict=getattr(spec, "predict", "no"))
+    budget = _budget_bytes(step)
+    step = dataclasses.replace(step, memory_gib=0.0)
+    layers, least = step.network.num_layers, _predicted(step).peak_bytes
+    if least <= budget:
+        return Solution(RecomputePlan(layers), budget, least, 0.0)
+    costs, needed = _costs(step), float(least - budget)
+    for trial in range(TRIALS):
+        plan = cheapest(layers, costs, needed if trial + 1 < TRIALS else math.inf)
+        peak = _predicted(step, plan).peak_bytes
+        if peak <= budget:
+            return Solution(plan, budget, peak, costs.us(plan) / 1e3)
+        least = min(least, peak)
+        if plan.blocks == layers:
+            break
+        needed += peak - budget
+    raise ValueError(
+        f"memory_gib is {budget / GIB:.3g}, which no checkpointing holds: the least found is "
+        f"{least / GIB:.3g} GiB"
+    )
+
+
+def _budget_bytes(spec: MemorySpec) -> int:
+    if spec.memory_gib:
+        return int(spec.memory_gib * GIB)
+    if spec.predict != "no":
+        raise ValueError("memory_gib is 0; --predict needs the GiB that --checkpointing budget has")
+    device = torch.device(spec.device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = devices.available_host_bytes() if device.type == "cpu" else None
+    if free is None:
+        raise ValueError(f"memory_gib is 0, and what {spec.device} has free is not known")
+    return free
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicted:
+    """Of a step: its peak, of a GPU what the caching allocator reserves; and what a block keeps
+    for backward.
+    """
+
+    peak_bytes: int
+    block_bytes: float
+
+
+@functools.cache
+def _predicted(spec: MemorySpec, plan: RecomputePlan | None = None) -> Predicted:
+    step = predict(spec, plan=plan).step
+    saved = by_block(step.saved_for_backward(), step.bytes_of)
+    of_blocks = sum(size for name, size in saved.items() if "blocks" in name)
+    peak = max(step.reserved or 0, step.peak.total)
+    return Predicted(peak, of_blocks / spec.network.num_layers)
+
+
+def _costs(spec: MemorySpec) -> BlockCosts:
+    network, layers = spec.network, spec.network.num_layers
+    kept = {
+        name: _predicted(dataclasses.replace(spec, checkpointing=name)).block_bytes
+        for name in ("none", "selective", "blocks")
+    }
+    rates = _rates(spec)
+    sequence = network.context_length
+    flops = network.forward_flops(batch=spec.batch, sequence=sequence)
+    head = 2 * spec.batch * sequence * network.vocab_size * network.d_model
+    products_us = (flops - head) / layers / (rates.of(spec.precision) or 1.0) * 1e6
+
+    def passes_us(name: str) -> float:  # what is not kept is written again, and as much read
+        return 2 * (kept["none"] - kept[name]) / rates.memory_bytes_per_s * 1e6
+
+    return BlockCosts(
+        none_bytes=kept["none"],
+        selective_bytes=kept["selective"],
+        blocks_bytes=kept["blocks"],
+        selective_us=passes_us("selective"),
+        blocks_us=products_us + passes_us("blocks"),
+    )
+
+
+def _rates(spec: MemorySpec) -> Peaks:
+    device = torch.device(spec.device)
+    known = peaks(device_name(device)) if spec.predict == "no" and device.type == "cuda" else None
+    return known or LIKE
