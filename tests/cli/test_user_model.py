@@ -81,22 +81,29 @@ def test_a_file_that_ends_the_process_is_one_sentence(stepgauge, tmp_path, file)
         assert status == 2 and said in err and "Traceback" not in err
 
 
-def test_a_users_model_is_profiled_followed_and_spread(stepgauge, tmp_path, file):
-    asked = ("--device", "cpu", "--model", f"{file}:net")
+def test_five_commands_give_step_time_profile_memory_dtypes_scaling_and_a_report(
+    stepgauge, tmp_path, file
+):
+    run = tmp_path / "run"
+    asked = ("--device", "cpu", "--model", f"{file}:net", "--out", run)
     status, out, err = stepgauge("profile", "dtypes", *asked)
     assert status == 0 and "layers.*.weight" in out, err
-    status, out, err = stepgauge(
-        "profile", "step", *asked, *QUICK[2:], "--seconds", "0", "--out", tmp_path / "profile"
-    )
+    status, out, err = stepgauge("profile", "step", *asked, *QUICK[2:], "--seconds", "0")
     assert status == 0 and "layers.* (GELU)" in out, err
-    status, out, err = stepgauge("profile", "memory", *asked, "--out", tmp_path / "memory")
+    status, out, err = stepgauge("profile", "memory", *asked)
     assert status == 0 and "net" in out, err
     status, out, err = stepgauge(
         "bench", "data-parallel", *asked, *QUICK[2:], "--wrapper", "bucketed", "zero3",
-        "--out", tmp_path / "spread", "--format", "csv",
+        "--format", "csv",
     )  # fmt: skip
     assert status == 0, err
-    assert [row.median("sent_bytes") for row in rows(tmp_path / "spread")] == [232, 348]
+    spread = [row for row in rows(run) if row.kind == "data-parallel"]
+    assert [row.median("sent_bytes") for row in spread] == [232, 348]
+    assert stepgauge("report", run, "--save-plots", tmp_path / "plots")[0] == 0
+    text = (run / "report.html").read_text()
+    kinds = ("profile", "memory", "dtypes", "data-parallel")
+    assert all(f'<section id="{kind}">' in text for kind in kinds)
+    assert len(text) < 1.5 * 2**20 and any((tmp_path / "plots").iterdir())
 
 
 def test_a_users_model_is_trained_and_what_its_file_does_is_one_sentence(stepgauge, tmp_path, file):

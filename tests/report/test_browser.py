@@ -295,6 +295,7 @@ def test_a_timeline_searches_zooms_and_names_what_is_under_the_pointer(browser, 
     before = canvas.screenshot()
     canvas.press("+")
     assert canvas.screenshot() != before
+    assert tab.locator("figure:has(.trace-timeline) button.save").count() == 0  # it is no SVG
     canvas.press("0")
     canvas.click(position={"x": 150 + (box["width"] - 150) * 150 / 900, "y": 45})
     assert output.inner_text() == "Memcpy · copy · 0.1000 ms at 0.1000 ms"

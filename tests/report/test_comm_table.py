@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from stepgauge.report.comm import comm_table
+from stepgauge.report.comm import comm_table, fit_table, links
 from stepgauge.spec.comm import CommSpec
-from stepgauge.spec.record import Record
+from stepgauge.spec.record import Record, Sample
 
 
 def test_count_root_and_place_are_as_nccl_tests_prints_them():
@@ -20,3 +20,22 @@ def test_count_root_and_place_are_as_nccl_tests_prints_them():
     places = [list(table.columns).index(name) for name in ("op", "count", "root", "place")]
     found = {row[places[0]]: tuple(row[place] for place in places[1:]) for row in table.rows}
     assert found == wanted
+
+
+def fitted(times):
+    """The table of a fit through {bytes: ms}, and a remark column."""
+    records = []
+    for size, ms in times.items():
+        spec = dataclasses.asdict(CommSpec(op="all_reduce", ranks=2, size_bytes=size))
+        metrics = {"time_ms": Sample.exact(ms, "ms")}
+        records.append(Record(kind="comm", spec=spec, metrics=metrics))
+    return fit_table(links(records))
+
+
+def test_a_cost_below_zero_and_an_error_of_one_size_are_called_what_they_are():
+    sizes = [2**power for power in range(20, 26)]
+    table = fitted({size: size / 2**20 - 0.5 for size in sizes})
+    (row,) = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert row["α µs"] < 0 and "α is below zero" in row["remark"]
+    (row, *_) = fitted({size: 1 + size / 2**20 for size in sizes[:4]}).rows
+    assert row[-1] == "an error is of one size alone"

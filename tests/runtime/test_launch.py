@@ -80,6 +80,11 @@ def test_a_rank_that_hangs_ends_the_job_when_the_timeout_is_over():
     assert time.monotonic() - start < 30
 
 
+def test_more_ranks_than_can_be_started_are_refused():
+    with pytest.raises(ValueError, match="ranks is 300; 100 at most are started here"):
+        launch(total, 1, ranks=300)
+
+
 def test_an_interface_that_does_not_exist(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
     with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME is 'nope0'; this machine has"):

@@ -7,13 +7,15 @@ import json
 
 import pytest
 
+from stepgauge.cli.console import summary
 from stepgauge.report.compare import closest_differ_in, compare, difference_table
 from stepgauge.report.kernels import launchers_of
 from stepgauge.report.names import describe, labels, shared, varying
 from stepgauge.report.numbers import Doubtful, heading, number, size_unit
 from stepgauge.report.table import FORMATS, Range, Table
-from stepgauge.report.views import record_table
+from stepgauge.report.views import plotted, record_table
 from stepgauge.spec.fallbacks import fallbacks, with_fallbacks
+from stepgauge.spec.predictions import paired
 from stepgauge.spec.record import Sample
 
 
@@ -44,6 +46,26 @@ def test_numbers(value, unit, text):
 def test_sizes_of_a_table_are_in_one_unit(sizes, texts):
     unit = size_unit(sizes)
     assert [f"{unit.of(size)} {unit.text}" for size in sizes] == texts
+
+
+def test_exposed_time_below_zero_is_no_figure_anywhere(record):
+    below = record("small", step=[10.0, 10.2])
+    exposed = {"exposed_ms": Sample.exact(-0.5, "ms")}
+    below = dataclasses.replace(below, metrics={**below.metrics, **exposed})
+    table = record_table([below])
+    cells = dict(zip(table.columns, table.rows[0], strict=True))
+    assert cells["exposed ms"] == "not measurable here"
+    assert plotted(below, "exposed_ms") is None
+    assert "exposed" not in summary(below, "row")
+    assert "exposed_ms" not in [pair.metric for pair in compare([below], [below]).found]
+
+
+def test_a_prediction_is_not_compared_with_itself(record):
+    modelled = dataclasses.replace(record("small"), provenance="modelled")
+    (alone,) = paired([modelled])
+    assert alone.error("peak_bytes") is None
+    (both,) = paired([modelled, record("small")])
+    assert both.error("peak_bytes") == 0.0
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,10 @@ def summary(record: "Record", name: str) -> str:
         return f"{name}: {not_predicted}, {record.note}"
     shown = [n for n in record.metrics if n.endswith("_ms") or n in SUMMED_UP]
     shown = shown or [name for name in MEMORY if name in record.metrics]
+
+    from stepgauge.report.views import is_measurable
+
+    shown = [name for name in shown if is_measurable(record, name)]
     figures = [
         f"{predicted}{heading(n, record.metrics[n].unit)} {number(record.median(n), record.metrics[n].unit)}"
         for n in shown

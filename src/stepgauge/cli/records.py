@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, print_in, print_records, tell, warn
+from stepgauge.cli.rows import named_folder
 from stepgauge.report.compare import closest_differ_in, difference_table
 from stepgauge.report.compare import compare as compare_records
 from stepgauge.report.views import STATISTICS
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 Run = Annotated[Path, Parameter(help="Folder of a run.")]
 SavePlots = Annotated[
-    Path | None, Parameter(help="A folder for the page's plots, an SVG file each.")
+    Path | None,
+    Parameter(help="A folder for the page's plots, an SVG file each.", converter=named_folder),
 ]
 
 

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from stepgauge.spec.store import RunStore
 
 
-def _folder(_: Any, tokens: Sequence[Token]) -> Path:
+def named_folder(type_: Any, tokens: Sequence[Token]) -> Path:
     """Raises ValueError for an empty text, which would be the working folder."""
     if not tokens[0].value:
-        raise ValueError("out is empty; name a folder")
+        raise ValueError(f"{(tokens[0].keyword or 'out').lstrip('-')} is empty; name a folder")
     return Path(tokens[0].value)
 
 
-Out = Annotated[Path, Parameter(help="Folder of the run.", converter=_folder)]
+Out = Annotated[Path, Parameter(help="Folder of the run.", converter=named_folder)]
 Fresh = Annotated[
     bool,
     Parameter(help="Measure again what the run already holds.", negative="", show_default=False),

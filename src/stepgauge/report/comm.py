@@ -1,7 +1,7 @@
 """Collectives as nccl-tests prints them, their fits, and plots of both."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stepgauge.cost.link_fit import NOISE, Point, link
@@ -126,7 +126,7 @@ def fit_table(fitted: Sequence[Link]) -> Table:
             held_out = [_percent(error) if index == 0 else None for error in errors]
             to = piece.to_bytes or found.range_bytes[1]
             figures = [piece.alpha_ms * 1e3, _rate(piece.bytes_per_s)]
-            told = _fit_remark(piece.alpha_ms, len(found.held_out) if index == 0 else None)
+            told = _fit_remark(piece.alpha_ms, found.held_out if index == 0 else ())
             rows.append([spec.op, _how(spec), spec.ranks, start, to, *figures, *held_out, told])
             start = to
     head = [
@@ -152,13 +152,16 @@ def fit_table(fitted: Sequence[Link]) -> Table:
     )
 
 
-def _fit_remark(alpha_ms: float, held_out: int | None) -> str:
-    """What a line of the fit is not."""
+def _fit_remark(alpha_ms: float, held_out: Iterable[int]) -> str:
+    """What a line of the fit is not. Sizes held out below a megabyte have one error, the others
+    another.
+    """
     said = (
         ["α is below zero: a line through these sizes, no cost of a call"] if alpha_ms < 0 else []
     )
-    if held_out == 1:
-        said.append("the error is of one size alone")
+    large = [size >= MEGABYTE for size in held_out]
+    if 1 in (large.count(True), large.count(False)):
+        said.append("an error is of one size alone")
     return "; ".join(said)
 
 
@@ -278,11 +281,9 @@ def _fit_plot(found: Link, records: Sequence[Record]) -> Plot:
         curves, x="bytes", y="µs", dots=dots, joined=False, scales={"x": short_bytes, "y": short}
     )
     errors = found.held_out_error(MEGABYTE)
-    told = (
-        f" Median error on held-out sizes from 1 MiB: {100 * errors:.2f} %."
-        if errors is not None
-        else ""
-    )
+    seen = sum(size >= MEGABYTE for size in found.held_out)
+    of = "Error on the one held-out size" if seen == 1 else "Median error on held-out sizes"
+    told = f" {of} from 1 MiB: {100 * errors:.2f} %." if errors is not None else ""
     return Plot(
         svg,
         f"{spec.op} over {_how(spec)}, {spec.ranks} ranks: the fit through the measured sizes.{told}",

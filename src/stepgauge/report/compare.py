@@ -9,7 +9,7 @@ from typing import Any
 from stepgauge.report.names import describe, flatten, labels, shared, varying
 from stepgauge.report.numbers import heading
 from stepgauge.report.table import Table
-from stepgauge.report.views import figure
+from stepgauge.report.views import figure, is_measurable
 from stepgauge.spec.kinds import declarations
 from stepgauge.spec.record import Record
 
@@ -81,6 +81,7 @@ def compare(
             Difference(record, partner, metric)
             for metric in record.metrics
             if metric in partner.metrics
+            and all(is_measurable(side, metric) for side in (record, partner))
         ]
         for side, other, name in ((record, partner, "A"), (partner, record, "B")):
             if side.status != "ok" and other.status == "ok":

@@ -23,10 +23,14 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """An SVG of report.figure and what it shows."""
+    """An SVG of report.figure, or a canvas with its script, and what it shows."""
 
     svg: str
     caption: str
+
+    @property
+    def is_svg(self) -> bool:
+        return self.svg.startswith("<svg")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,10 +167,11 @@ def _block(block: Block) -> str:
         case Text(text):
             return f"<p>{html.escape(text)}</p>"
         case Plot(svg, caption):
+            # A timeline is a canvas, which is no SVG to be saved.
+            save = ' <button class="save">save SVG</button>' if block.is_svg else ""
             return (
                 f'<figure class="plot" aria-label="{html.escape(caption)}">{svg}'
-                f'<figcaption>{html.escape(caption)} <button class="save">save SVG</button>'
-                "</figcaption></figure>"
+                f"<figcaption>{html.escape(caption)}{save}</figcaption></figure>"
             )
         case Flame():
             return _flame(block)

@@ -25,7 +25,7 @@ def save_plots(sections: Sequence[Section], folder: Path) -> int:
 
 def _plots(blocks: Iterable[Block]) -> Iterator[Plot]:
     for block in blocks:
-        if isinstance(block, Plot) and block.svg.startswith("<svg"):  # a timeline is a canvas
+        if isinstance(block, Plot) and block.is_svg:
             yield block
         elif isinstance(block, Elsewhere):
             yield from _plots(block.blocks)

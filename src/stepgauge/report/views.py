@@ -81,8 +81,8 @@ def _figures(records: Sequence[Record], asked: Sequence[str]) -> list[tuple[str,
 
 
 def _cell(record: Record, metric: str, statistic: str) -> Any:
-    """A figure of the record; exposed time below zero is less than what its two steps repeat to."""
-    if metric == "exposed_ms" and (record.median(metric) or 0.0) < 0:
+    """A figure of the record, or that it could not be measured."""
+    if not is_measurable(record, metric):
         return NOT_MEASURABLE if statistic == "median" else None
     return figure(record.metrics.get(metric), statistic)
 
@@ -129,9 +129,16 @@ def with_tries(record: Record, tries: int) -> Record:
     return dataclasses.replace(record, environment={**record.environment, TRIES: tries})
 
 
+def is_measurable(record: Record, metric: str) -> bool:
+    """Whether a figure stands for something: exposed time below zero is less than what the two
+    steps repeat to that it is the difference of.
+    """
+    return metric != "exposed_ms" or (record.median(metric) or 0.0) >= 0
+
+
 def plotted(record: Record, metric: str) -> float | None:
-    """The median, Doubtful where the row was disturbed."""
-    value = record.median(metric)
+    """The median, Doubtful where the row was disturbed; None where it could not be measured."""
+    value = record.median(metric) if is_measurable(record, metric) else None
     return Doubtful(value) if value is not None and is_disturbed(record) else value
 
 

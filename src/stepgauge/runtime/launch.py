@@ -36,6 +36,8 @@ from stepgauge.runtime.world import (
 # A rank that fails because another has died waits this long, so that the launcher sees the other's
 # end first.
 CONSEQUENCE_S = 3.0
+# multiprocessing hands each process at most 256 descriptors, torch's launcher two a rank.
+MOST_STARTED = 100
 _LOOPBACK = ("lo", "lo0")
 
 
@@ -113,7 +115,8 @@ def run_joined(
 class Ranks:
     """Ranks that run a function on this machine. A context manager: no rank is left when it ends.
 
-    Raises ValueError for a network interface that is not there.
+    Raises ValueError for a network interface that is not there, and for more ranks than one process
+    can start.
     """
 
     def __init__(
@@ -125,6 +128,10 @@ class Ranks:
         backend: str | None = None,
         timeout_s: float = TIMEOUT_S,
     ):
+        if ranks > MOST_STARTED:
+            raise ValueError(
+                f"ranks is {ranks}; {MOST_STARTED} at most are started here, more by torchrun"
+            )
         check_interfaces()
         settings = {
             "device": device,

@@ -154,9 +154,24 @@ QUESTIONS = {
 def _kind(records: Sequence[Record], folder: Path) -> Section:
     kind = records[0].kind
     draw = _BLOCKS.get(kind, _kernels if kind in KERNELS else _rows)
-    blocks = [*reservations(records), *draw(records), *_pictures(records, folder)]
+    blocks = [
+        *_of_processes(records),
+        *reservations(records),
+        *draw(records),
+        *_pictures(records, folder),
+    ]
     question = QUESTIONS.get(kind, "What was measured?")
     return Section(kind, question, blocks, answer=answer(records))
+
+
+def _of_processes(records: Sequence[Record]) -> list[Text]:
+    """That ranks were processes of one CPU, where all of them were."""
+    ranks = [record for record in records if record.spec.get("ranks", 1) > 1]
+    hosts = {host for record in ranks for host in record.environment.get("hosts", ["here"])}
+    shared = all(record.spec.get("device") == "cpu" for record in ranks) and len(hosts) == 1
+    return (
+        [Text("Ranks were processes of one CPU: they share it, as GPUs do not.")] if shared else []
+    )
 
 
 def _rows(records: Sequence[Record]) -> Sequence[Block]:
