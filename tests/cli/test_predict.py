@@ -125,5 +125,5 @@ def test_a_step_is_predicted_before_it_is_measured(stepgauge, tmp_path):
     assert status == 0, err
     table, groups = json.loads(text)
     assert table["rows"][0]["predicted ms"] == modelled.median("step_ms")
-    assert "remark" not in table["rows"][0] and groups["rows"] == []
+    assert "predicted after" not in table["rows"][0].get("remark", "") and groups["rows"] == []
     assert "Predicted and measured" in (out / "report.html").read_text()
