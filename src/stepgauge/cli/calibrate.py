@@ -11,6 +11,17 @@ from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.hardware_files import default_path
 from stepgauge.spec.store import RunStore
 
+Ranks = Annotated[
+    tuple[int, ...],
+    Parameter(
+        consume_multiple=True,
+        negative="",
+        show_default=False,
+        help="Also collectives between so many ranks, and what they and kernels cost each other: "
+        "2, or 2 4 8.",
+    ),
+]
+
 
 def calibrate(
     hardware: Annotated[
@@ -19,16 +30,7 @@ def calibrate(
     ] = None,
     /,
     *,
-    ranks: Annotated[
-        tuple[int, ...],
-        Parameter(
-            consume_multiple=True,
-            negative="",
-            show_default=False,
-            help="Also collectives between so many ranks, and what they and kernels cost each "
-            "other: 2, or 2 4 8.",
-        ),
-    ] = (),
+    ranks: Ranks = (),
     only: Annotated[
         str, Parameter(help="What has this in its name (matmul, links, contention); else all.")
     ] = "",

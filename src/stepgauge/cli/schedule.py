@@ -10,7 +10,7 @@ from rich.text import Text
 from stepgauge.cli.console import Output, print_in, print_table, tell
 from stepgauge.cost.fill import fill_bubbles
 from stepgauge.cost.timeline import Durations, Timeline, simulate
-from stepgauge.report.pipeline import drawing, lanes, rank_table
+from stepgauge.report.pipeline import drawing, rank_table, tracks
 from stepgauge.spec.plan.pipeline import (
     SCHEDULES,
     Checked,
@@ -113,14 +113,9 @@ def simulate_(
 ) -> None:
     """Draw when everything runs, with the bubble of each rank."""
     schedule = load(which, ranks, micro_batches, per_rank)
+    times = {"forward": forward, "input": input, "weight": weight, "transfer": transfer}
     durations = Durations.of_stages(
-        schedule.num_stages,
-        forward=forward,
-        input=input,
-        weight=weight,
-        transfer=transfer,
-        host_ms=host,
-        weights=_numbers(stage_weights),
+        schedule.num_stages, **times, host_ms=host, weights=_numbers(stage_weights)
     )
     schedule = fill_bubbles(schedule, durations) if fill else schedule
     found = check(schedule)
@@ -130,7 +125,7 @@ def simulate_(
         tell(f"schedule: {write}")
     _print_timeline(timeline, found, format)
     if report is not None:
-        report.write_text(lanes({found.schedule.name: timeline}), encoding="utf-8")
+        report.write_text(tracks({found.schedule.name: timeline}), encoding="utf-8")
         tell(f"picture: {report}")
 
 

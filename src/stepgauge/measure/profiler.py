@@ -19,9 +19,7 @@ from stepgauge.measure.timing import Phases, clock_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Steps that pass unprofiled, steps in which the profiler warms up, recorded steps, and how
-    often all that.
-    """
+    """Steps unprofiled, steps of warm-up, recorded steps, and how often all that."""
 
     wait: int = 1
     warmup: int = 2
@@ -86,7 +84,7 @@ def _profiler(
     stacks: bool,
     kernels_alone: bool,
 ) -> profile:
-    verbose = torch._C._profiler._ExperimentalConfig(verbose=True)  # else no stack is written
+    verbose = torch.profiler._ExperimentalConfig(verbose=True)  # else no stack is written
     return profile(
         activities=_activities(device, kernels_alone=kernels_alone),
         schedule=torch.profiler.schedule(**dataclasses.asdict(schedule)),

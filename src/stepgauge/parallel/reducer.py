@@ -128,6 +128,6 @@ def is_alone(gradient: Tensor | None) -> bool:
     if gradient is None or not gradient.is_contiguous():
         return False
     storage = gradient.untyped_storage()
-    # Two users: the gradient, and the object `storage`. No public function counts them; packing all
-    # gradients instead took 6.3 ms of a step of 155 ms (docs/data-parallel.md).
+    # Two users: the gradient, and the object `storage`. Packing all gradients instead took 6.3 ms of
+    # a step of 155 ms (docs/data-parallel.md). The way out: a public function that counts users.
     return storage.nbytes() == gradient.nbytes and torch._C._storage_Use_Count(storage._cdata) <= 2

@@ -25,6 +25,7 @@ class Share(Tensor):
                 "this rank has its share of the gradients only, and so would the norm: clip with "
                 "the wrapper's clip_gradients()"
             )
+        # What Tensor.__torch_function__ itself does; the way out: a public name of it.
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 

@@ -11,7 +11,7 @@ every rank has is the gradient.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,6 +114,20 @@ def parallelize_tensor(
     rules = list(matched(table, [name for name, _ in module.named_modules()]))
     for name, rule in rules:
         _check_layer(name, module.get_submodule(name), rule)
+    cuts = _cut_parameters(module, rules, stream)
+    for name, rule in rules:
+        APPLY[rule.kind](module, name, rule, stream, cuts)
+        if rule.kind == "head":
+            module.get_submodule(name).partial_loss = partial_loss  # type: ignore[assignment]
+    for parameter in _summed(module, rules, by_sequence):
+        parameter.register_hook(functools.partial(all_reduce, group=group))
+    return TensorParallel(module, stream, cuts)
+
+
+def _cut_parameters(
+    module: nn.Module, rules: Sequence[tuple[str, Rule]], stream: ResidualStream
+) -> dict[str, tuple[Cut, int]]:
+    """Puts each rank's part in the place of a parameter; by name the cut, and the whole length."""
     cuts: dict[str, tuple[Cut, int]] = {}
     cut_parameters: dict[Tensor, nn.Parameter] = {}  # so that ties stay
     for name, rule in rules:
@@ -128,13 +142,7 @@ def parallelize_tensor(
             if parameter not in cut_parameters:
                 cut_parameters[parameter] = _cut(full_name, parameter, cut, stream)
             setattr(module.get_submodule(name), key, cut_parameters[parameter])
-    for name, rule in rules:
-        APPLY[rule.kind](module, name, rule, stream, cuts)
-        if rule.kind == "head":
-            module.get_submodule(name).partial_loss = partial_loss  # type: ignore[assignment]
-    for parameter in _summed(module, rules, by_sequence):
-        parameter.register_hook(functools.partial(all_reduce, group=group))
-    return TensorParallel(module, stream, cuts)
+    return cuts
 
 
 LAYERS = {"column": nn.Linear, "row": nn.Linear, "head": nn.Linear, "embedding": nn.Embedding}

@@ -96,7 +96,7 @@ def _compile(command: Sequence[str], library: Path) -> None:
 
 def _command(source: Path, headers: Sequence[Path]) -> list[str]:
     root = Path(torch.__file__).parent
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     headers_of_ours = dict.fromkeys(f"-I{header.parent}" for header in headers)
     system = [
         root / "include",

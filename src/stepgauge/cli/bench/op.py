@@ -12,6 +12,7 @@ from stepgauge.cli.options import Values, spec_options
 from stepgauge.cli.rows import Fresh, Out, RowFormat, require_success, resolve_devices, run_jobs
 from stepgauge.report.ops import figures_table, launched_table, op_page
 from stepgauge.spec.op import OpSpec, read_target
+from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore, StoreError
 
 Target = Annotated[
@@ -60,7 +61,10 @@ def op(
             print(table.caption)
             print_table(dataclasses.replace(table, caption=""))
     require_success([record])
-    report = out / "report.html"
+    _write_page(record, out / "report.html")
+
+
+def _write_page(record: Record, report: Path) -> None:
     try:
         report.write_text(op_page(record), encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,8 @@
-"""What autograd's engine is doing when an operator runs: the only file here that asks its private parts."""
+"""What autograd's engine is doing when an operator runs.
+
+The only file here that asks autograd's private parts. The way out: a public name of the node that
+is running, and of how many references a tensor has.
+"""
 
 import functools
 from collections.abc import Sequence

@@ -73,14 +73,7 @@ class Pipeline:
             lower(schedule, ahead=ahead), ranks=dist.get_world_size(group)
         ).schedule
         self.rank = dist.get_rank(group)
-        if not callable(stages) and len(stages) != self.schedule.num_stages:
-            raise ScheduleError(
-                f"there are {len(stages)} modules; the schedule has {self.schedule.num_stages} stages"
-            )
-        build = stages if callable(stages) else stages.__getitem__
-        self.modules: dict[int, nn.Module] = {
-            stage: build(stage) for stage in self.schedule.stages(self.rank)
-        }
+        self.modules = _own_modules(stages, self.schedule, self.rank)
         self.device = torch.device(device or _device_of(self.modules.values()))
         self._group, self._share, self._reduce = group, share, reduce
         last = self.schedule.num_stages - 1
@@ -229,6 +222,15 @@ class Pipeline:
                 metas = shared_metas(self.schedule.rank_of, stage, found, self._group)
                 self._metas[stage + 1] = metas
         self._transfers.prepare(_messages(self._metas))
+
+
+def _own_modules(stages: Stages, schedule: Schedule, rank: int) -> dict[int, nn.Module]:
+    if not callable(stages) and len(stages) != schedule.num_stages:
+        raise ScheduleError(
+            f"there are {len(stages)} modules; the schedule has {schedule.num_stages} stages"
+        )
+    build = stages if callable(stages) else stages.__getitem__
+    return {stage: build(stage) for stage in schedule.stages(rank)}
 
 
 def _transfers(

@@ -9,9 +9,7 @@ MOST_FOR_AN_OWNER = 4  # buckets of a launch, so that none waits for long
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """What a plan needs to know of a parameter. `dtype` and `device` are names that only have to
-    tell kinds apart.
-    """
+    """A parameter in a plan. `dtype` and `device` are names that only tell kinds apart."""
 
     name: str
     numel: int
@@ -55,31 +53,21 @@ def plan_buckets(
     first_mb: float | None = None,
     owners: Mapping[str, int] | None = None,
 ) -> tuple[Bucket, ...]:
-    """Buckets in the order in which their last gradient is expected, for parameters in order of
-    their first use.
+    """Buckets, the one that is complete first in front, of parameters in order of first use.
 
-    Gradients come in reverse order of use. They are packed until they reach the cap, apart by
-    dtype, device and owner: a bucket is less than twice the cap. The first bucket is closed at
-    `first_mb` already, so that communication starts early. A gradient of the cap's size or more
-    travels alone, since packing would copy it. Frozen parameters are left out, and a name that
-    comes again (a tied parameter) counts where it is used first: its gradient is complete only
-    there.
+    Gradients come in reverse order of use and are packed until they reach the cap, apart by dtype,
+    device and owner. Frozen parameters are left out, and a tied one counts where it is used first:
+    its gradient is complete only there.
 
-    cap_mb    where a bucket is closed, in MB of 10^6 bytes; 0 gives each gradient its own bucket,
-              None is no limit
+    cap_mb    where a bucket is closed, in MB of 10^6 bytes: it is less than twice that. A gradient
+              of that size travels alone, since packing would copy it. None is no limit
+    first_mb  where the first is closed, so that communication starts early
     owners    the rank that the gradient of a name is for; one without a rank is for all
 
     Raises ValueError for a negative cap.
     """
-    for name, value in (("cap_mb", cap_mb), ("first_mb", first_mb)):
-        if value is not None and not value >= 0:
-            raise ValueError(f"{name} is {value}; it must be at least 0")
-    by_name: dict[str, Parameter] = {}
-    for parameter in order_of_use:
-        by_name.setdefault(parameter.name, parameter)
-    arriving = [parameter for parameter in reversed(by_name.values()) if parameter.trainable]
-    cap = float("inf") if cap_mb is None else cap_mb * MB
-    first = cap if first_mb is None else min(cap, first_mb * MB)
+    cap, first = _limits(cap_mb, first_mb)
+    arriving = _arriving(order_of_use)
     open_groups: dict[tuple[str, str, int | None], list[Parameter]] = {}
     closed: list[Bucket] = []
 
@@ -98,6 +86,23 @@ def plan_buckets(
         close(kind)
     arrival = {parameter.name: index for index, parameter in enumerate(arriving)}
     return tuple(sorted(closed, key=lambda bucket: max(arrival[name] for name in bucket.names)))
+
+
+def _arriving(order_of_use: Iterable[Parameter]) -> list[Parameter]:
+    """Those with a gradient, in the order in which they get it."""
+    by_name: dict[str, Parameter] = {}
+    for parameter in order_of_use:
+        by_name.setdefault(parameter.name, parameter)
+    return [parameter for parameter in reversed(by_name.values()) if parameter.trainable]
+
+
+def _limits(cap_mb: float | None, first_mb: float | None) -> tuple[float, float]:
+    """Bytes at which a bucket is closed, and the first one."""
+    for name, value in (("cap_mb", cap_mb), ("first_mb", first_mb)):
+        if value is not None and not value >= 0:
+            raise ValueError(f"{name} is {value}; it must be at least 0")
+    cap = float("inf") if cap_mb is None else cap_mb * MB
+    return cap, cap if first_mb is None else min(cap, first_mb * MB)
 
 
 def plan_launches(buckets: Sequence[Bucket]) -> tuple[range, ...]:
