@@ -40,7 +40,7 @@ from stepgauge.kernels.rms_norm import ops
 from stepgauge.kernels.rms_norm import triton as rms_norm
 from stepgauge.measure.accuracy import tolerance
 from stepgauge.measure.environment import environment
-from stepgauge.measure.interleaved import time_alternately
+from stepgauge.measure.interleaved import time_interleaved
 from stepgauge.report.names import describe
 from stepgauge.spec.record import Record
 
@@ -171,7 +171,7 @@ FP32_TILES = {
 
 # The same of operands in bf16 parts, from the same compiler's list: (query rows, key rows, warps,
 # stages, programs).
-THIRDS_TILES = {
+BF16X3_TILES = {
     ("dq_bf16x3", 128): [(64, 32, 4, 2, 1), (64, 16, 4, 2, 1), (64, 32, 4, 1, 1)],
     ("dkdv_bf16x3", 128): [(32, 64, 4, 2, 1), (16, 64, 4, 2, 1), (32, 64, 4, 1, 1)],
     ("dq_bf16x3", 64): [
@@ -191,7 +191,7 @@ THIRDS_TILES = {
 
 def bf16x3_tiles(spec):
     for kernel in ("dq_bf16x3", "dkdv_bf16x3"):
-        for block_q, block_k, warps, stages, per_sm in THIRDS_TILES[kernel, spec.width]:
+        for block_q, block_k, warps, stages, per_sm in BF16X3_TILES[kernel, spec.width]:
             tiles = Tiles(block_q, block_k, warps, stages, True, per_sm)
             yield (
                 f"{kernel} {tiles}",
@@ -216,14 +216,8 @@ def attention_fp32_tiles(spec):
 
 
 def row_launches(spec):
-    length = triton.cdiv(spec.vocabulary, 64) * 64
     walk = {"VEC": 8, "STAGES": 1, "REVERSE": True, "KEEP": "evict_last"}
-    split = linear_cross_entropy.split_launch
     launches = [
-        split(length, block=block, num_warps=warps)
-        for block, warps in ((16384, 16), (8192, 8), (4096, 4))
-    ]
-    launches += [
         {"BLOCK_V": block, **walk, "num_warps": warps}
         for block, warps in ((2048, 8), (4096, 16), (8192, 32))
     ]
@@ -333,7 +327,7 @@ def sweep(spec, asked, *, until, record):
                 error = case.error(function)
                 if not error <= limit:
                     raise ValueError(f"wrong by {error:.2e}, allowed {limit:.2e}")
-                times, failures = time_alternately(
+                times, failures = time_interleaved(
                     {name: case.call(function, spec.passes)}, device, seconds=spec.seconds, rounds=1
                 )
             for failure in failures.values():

@@ -518,7 +518,6 @@ def test_kernel_compiles_wide_and_without_spills(arch, dtype):
         "CHUNK": shape.chunk,
         "BLOCK": shape.block,
         "MAXIMIZE": False,
-        "EVICTION": kernels.EVICTION,
     }
     options |= {"HAS_LR": False, "HAS_SCALE": True, "HAS_FOUND_INF": True}
     options["HAS_MASTER"] = has_master

@@ -242,7 +242,7 @@ def test_fake_tensors():
             and o.dtype == q.dtype
             and o.device == q.device
         )
-        lse = torch.ops.stepgauge.flash_attention(q, k, k, True, 0.1, True)[1]
+        lse = torch.ops.stepgauge.flash_attention(q, k, k, True, 0.1)[1]
         assert lse.shape == (2, 4, 70) and lse.dtype == torch.float32
 
 
@@ -482,18 +482,12 @@ def test_sections_leave_no_long_tile_to_the_end():
 
 @pytest.mark.parametrize("arch", [0, 80, 86, 90, 100, 120])
 def test_every_case_has_tiles(arch):
-    for kernel in ("forward", "dq", "dkdv", "fused"):
+    for kernel in ("forward", "dq", "dkdv"):
         for width in (16, 24, 32, 64, 80, 128, 200, 256):
             for itemsize in (2, 4):
                 tiles = heuristics.select_tiles(
                     kernel, arch=arch, itemsize=itemsize, head_width=width, tma=arch >= 90
                 )
-                if (
-                    kernel == "fused"
-                    and not heuristics.fused_fits(itemsize=itemsize, head_width=width)
-                    and arch
-                ):
-                    continue
                 assert tiles.block_q >= 16 and tiles.block_k >= 16 and tiles.num_warps in (4, 8)
                 assert not tiles.use_tma or arch == 90
                 # The diagonal's arithmetic needs one edge to divide the other.
@@ -565,15 +559,13 @@ def test_kernels_in_the_interpreter():
     run_interpreted(__file__, least=20)
 
 
-def run_both_ways(q, k, v, grad_o, is_causal, *, tiles=None, num_splits=None, deterministic=True):
+def run_both_ways(q, k, v, grad_o, is_causal, *, tiles=None, num_splits=None):
     """(o, lse, dq, dk, dv) by the kernels with the given tiles."""
-    chosen = {} if tiles is None else dict.fromkeys(("forward", "dq", "dkdv", "fused"), tiles)
+    chosen = {} if tiles is None else dict.fromkeys(("forward", "dq", "dkdv"), tiles)
     scale = q.shape[-1] ** -0.5
     with heuristics.override_tiles(**chosen):
         o, lse = kernels.forward(q, k, v, is_causal, scale, num_splits=num_splits)
-        grads = kernels.backward(
-            grad_o, q, k, v, o, lse, is_causal, scale, deterministic, num_splits=num_splits
-        )
+        grads = kernels.backward(grad_o, q, k, v, o, lse, is_causal, scale, num_splits=num_splits)
     return o, lse, *grads
 
 
@@ -600,19 +592,19 @@ INTERPRETER_CASES = [
 
 @needs_triton
 @interpreted_only
-@pytest.mark.parametrize(
-    "case, deterministic",
-    [(case, True) for case in INTERPRETER_CASES]
-    + [(case, False) for case in INTERPRETER_CASES[2:6] + INTERPRETER_CASES[-4:]],
-    ids=str,
-)
-def test_interp_kernels_equal_float64(interpreter, poisoned, case, deterministic):
+@pytest.mark.parametrize("case", INTERPRETER_CASES, ids=str)
+def test_interp_kernels_equal_float64(interpreter, poisoned, case):
     heads, kv_heads, t_q, t_k, d, is_causal, splits, (block_q, block_k) = case
     q, k, v, grad_o = make((1, heads, t_q, d), (1, kv_heads, t_k, d))
     got = run_both_ways(
-        q, k, v, grad_o, is_causal, tiles=heuristics.Tiles(block_q, block_k, 4, 1), num_splits=splits,
-        deterministic=deterministic,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        grad_o,
+        is_causal,
+        tiles=heuristics.Tiles(block_q, block_k, 4, 1),
+        num_splits=splits,
+    )
     expected, scales = (
         float64_reference(q, k, v, grad_o, is_causal),
         cancelling_scales(q, k, v, grad_o, is_causal),
@@ -692,7 +684,7 @@ def test_inductor_hands_views_over_as_they_lie(monkeypatch):
         o, lse = attention(q, k, v, is_causal=is_causal, scale=scale)
         return torch.empty_like(q).copy_(o), lse
 
-    def backward(grad_o, q, k, v, o, lse, is_causal, scale, deterministic, window, spans):
+    def backward(grad_o, q, k, v, o, lse, is_causal, scale, window, spans):
         return tuple(torch.empty_like(x).copy_(grad_o) for x in (q, k, v))
 
     def model(x):
@@ -700,7 +692,7 @@ def test_inductor_hands_views_over_as_they_lie(monkeypatch):
         return flash_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
 
     monkeypatch.setattr(
-        package, "_kernels", lambda: SimpleNamespace(forward=forward, backward=backward)
+        package.operator, "kernels", lambda: SimpleNamespace(forward=forward, backward=backward)
     )
     monkeypatch.setattr(package, "_has_kernels", lambda device: True)
     x = torch.randn(2, 32, 192, requires_grad=True)
@@ -724,9 +716,9 @@ def test_interp_operator_compiles_and_checks(interpreter):
     q, k, v, grad_o = make((2, 2, 40, 16), (2, 1, 40, 16))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     operator = torch.ops.stepgauge.flash_attention.default
-    torch.library.opcheck(operator, (*leaves, True, 0.25, True))
+    torch.library.opcheck(operator, (*leaves, True, 0.25))
     torch.library.opcheck(
-        operator, (q.transpose(1, 2).contiguous().transpose(1, 2), k, v, False, 0.25, True)
+        operator, (q.transpose(1, 2).contiguous().transpose(1, 2), k, v, False, 0.25)
     )
     eager = flash_attention(*leaves, is_causal=True)
     expected = torch.autograd.grad(eager, leaves, grad_o)
@@ -770,16 +762,13 @@ def test_launches_give_every_argument_in_order(num_splits, monkeypatch):
         0, torch.bfloat16, view, view, view, True, 0.125, "ieee", (), num_splits, view, view
     )
     launches = [(kernels._plan_forward(case).main, 5), (kernels._plan_dq(case, steps).main, 8)]
-    launches += [
-        (kernels._plan_dkdv(case, steps, steps, with_dq).main, 9) for with_dq in (False, True)
-    ]
-    launches += [(launch, 3) for launch in kernels._plan_delta(case, steps)]
+    launches += [(kernels._plan_dkdv(case, steps, steps).main, 8)]
     if num_splits > 1:
         launches += [
             (kernels._plan_forward(case).combine, 4),
             (kernels._plan_dq(case, steps).reduce, 3),
         ]
-        launches += [(kernels._plan_dkdv(case, steps, steps, False).reduce, 3)]
+        launches += [(kernels._plan_dkdv(case, steps, steps).reduce, 3)]
     for launch, num_tensors in launches:
         names = list(launch.kernel.arg_names)
         assert num_tensors + len(launch.scalars) + len(launch.constants) == len(names)
@@ -858,21 +847,16 @@ def test_direct_launch_gives_the_arguments_that_triton_gives(monkeypatch):
 def build(name, arch, dtype, width, tiles, *, is_causal=True, split=False, products="ieee",
           window=0, packed=False):  # fmt: skip
     """The compiled kernel, without a GPU: arguments as the launches would give them."""
-    kernel = getattr(kernels, {"fused": "dkdv"}.get(name, name) + "_kernel")
+    kernel = getattr(kernels, f"{name}_kernel")
     block_d = heuristics.block_width(width)
     constants = {
-        "IS_CAUSAL": is_causal, "HAS_TAIL": True, "MASK_KEYS": name == "fused", "SPLIT": split, "GROUP": 2,
+        "IS_CAUSAL": is_causal, "HAS_TAIL": True, "SPLIT": split, "GROUP": 2,
         "HEAD_WIDTH": width, "BLOCK_D": block_d, "BLOCK_M": tiles.block_q, "BLOCK_N": tiles.block_k, "BLOCK": 16,
         "PRECISION": products, "USE_TMA": tiles.use_tma, "ORDER": tiles.order,
-        "GRADS": 3, "THREADS": 32 * tiles.num_warps,
-        "WITH_DQ": name == "fused", "FROM_FIRST": True, "TO_LAST": False, "WINDOW": window, "PACKED": packed,
+        "THREADS": 32 * tiles.num_warps, "FROM_FIRST": True, "TO_LAST": False, "WINDOW": window, "PACKED": packed,
     }  # fmt: skip
-    in_fp32 = {"lse", "delta", "lse_parts", "o_parts", "parts"} | (
-        {"dq"} if name in ("dkdv", "fused") else set()
-    )
-    by_tma = (
-        {"q", "k", "v", "do"} | ({"dq"} if name == "fused" else set()) if tiles.use_tma else set()
-    )
+    in_fp32 = {"lse", "delta", "lse_parts", "o_parts", "parts"}
+    by_tma = {"q", "k", "v", "do"} if tiles.use_tma else set()
     outs = {"o", "dq", "dk", "dv"} if split else set()
     pointers = {"q", "k", "v", "do", "o", "dq", "dk", "dv", "first_out", "second_out"}
     signature, aligned = {}, []
@@ -899,9 +883,9 @@ def build(name, arch, dtype, width, tiles, *, is_causal=True, split=False, produ
 @needs_triton
 @compiled_only
 @pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("name", ["forward", "dq", "dkdv", "fused"])
+@pytest.mark.parametrize("name", ["forward", "dq", "dkdv"])
 def test_builds_ahead_of_time(name, arch):
-    for split in (False, True) if name != "fused" and arch == 90 else (False,):
+    for split in (False, True) if arch == 90 else (False,):
         tiles = heuristics.select_tiles(name, arch=arch, itemsize=2, head_width=64, tma=arch == 90)
         compiled = build(name, arch, "bf16", 64, tiles, split=split)
         assert compiled.metadata.shared <= {80: 99, 90: 227, 100: 227}[arch] * 1024
@@ -917,7 +901,7 @@ def test_builds_ahead_of_time(name, arch):
 @needs_triton
 @compiled_only
 @pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("name", ["combine", "delta", "sum_parts"])
+@pytest.mark.parametrize("name", ["combine", "sum_parts"])
 def test_small_kernels_build_ahead_of_time(name, arch):
     compiled = build(name, arch, "bf16", 96, heuristics.Tiles(16, 16, 4, 1))
     assert "st.global" in compiled.asm["ptx"]
@@ -992,14 +976,13 @@ GPU_CASES = [
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("dtype", list(LIMITS), ids=str)
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
-def test_gpu_equals_float64(case, dtype, deterministic, poisoned):
+def test_gpu_equals_float64(case, dtype, poisoned):
     batch, heads, kv_heads, t_q, t_k, d, is_causal, splits = case
     tensors = make((batch, t_q, heads, d), (batch, t_k, kv_heads, d), dtype, "cuda")
     q, k, v, grad_o = (x.transpose(1, 2) for x in tensors)  # as a projection leaves them
-    got = run_both_ways(q, k, v, grad_o, is_causal, num_splits=splits, deterministic=deterministic)
+    got = run_both_ways(q, k, v, grad_o, is_causal, num_splits=splits)
     expected, scales = (
         float64_reference(q, k, v, grad_o, is_causal),
         cancelling_scales(q, k, v, grad_o, is_causal),
@@ -1132,7 +1115,7 @@ def test_gpu_cpp_equals_python(shape, precision, mode, monkeypatch):
         expected = [results() for _ in range(2)][-1]  # the second offers what the first compiled
     assert native.problem is None, native.problem
     asked, (calls, taken) = [], native.module.calls()
-    monkeypatch.setattr(package, "_kernels", lambda: asked.append("kernels") or kernels)
+    monkeypatch.setattr(package.operator, "kernels", lambda: asked.append("kernels") or kernels)
     for _ in range(2):
         keep = torch.empty_like(q)  # so that addresses are others than before
         assert all(torch.equal(a, b) for a, b in zip(results(), expected, strict=True))

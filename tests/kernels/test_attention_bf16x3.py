@@ -29,7 +29,7 @@ from stepgauge.kernels.attention import bf16x3, heuristics, launching, tile_ops 
 from stepgauge.kernels.attention import triton as kernels  # noqa: E402
 
 
-def case_of(
+def key_of(
     shape=(2, 4, 300, 128),
     kv_heads=2,
     *,
@@ -52,17 +52,17 @@ def case_of(
 def test_float32_backwards_on_hopper_take_it(monkeypatch):
     monkeypatch.setattr(launching, "device_of", lambda index: HOPPER)
     tiles = heuristics.Tiles(32, 32, 4, 1)
-    assert bf16x3.takes(case_of()) and bf16x3.takes(case_of((1, 2, 70, 64), 1, num_splits=3))
-    assert bf16x3.takes(case_of(overrides=(("dq_bf16x3", tiles),)))
-    assert not bf16x3.takes(case_of(overrides=(("dq", tiles),)))
-    assert not bf16x3.takes(case_of(precision="tf32"))
-    assert not bf16x3.takes(case_of(dtype=torch.bfloat16))
-    assert not bf16x3.takes(case_of((2, 4, 300, 80)))
+    assert bf16x3.takes(key_of()) and bf16x3.takes(key_of((1, 2, 70, 64), 1, num_splits=3))
+    assert bf16x3.takes(key_of(overrides=(("dq_bf16x3", tiles),)))
+    assert not bf16x3.takes(key_of(overrides=(("dq", tiles),)))
+    assert not bf16x3.takes(key_of(precision="tf32"))
+    assert not bf16x3.takes(key_of(dtype=torch.bfloat16))
+    assert not bf16x3.takes(key_of((2, 4, 300, 80)))
     monkeypatch.setenv(bf16x3.OPT_OUT, "0")
-    assert not bf16x3.takes(case_of())
+    assert not bf16x3.takes(key_of())
     monkeypatch.delenv(bf16x3.OPT_OUT)
     monkeypatch.setattr(launching, "device_of", lambda index: HOPPER._replace(arch=100))
-    assert not bf16x3.takes(case_of())
+    assert not bf16x3.takes(key_of())
 
 
 @compiled_only
@@ -70,14 +70,14 @@ def test_float32_backwards_on_hopper_take_it(monkeypatch):
 @pytest.mark.parametrize("width", bf16x3.WIDTHS)
 def test_launches_give_every_argument_in_order(width, num_splits, monkeypatch):
     monkeypatch.setattr(launching, "device_of", lambda index: HOPPER)
-    case = case_of((2, 4, 300, width), num_splits=num_splits)
-    steps = case.q.steps
-    dq, dkdv = kernels._plan_dq(case, steps), kernels._plan_dkdv(case, steps, steps, False)
+    key = key_of((2, 4, 300, width), num_splits=num_splits)
+    steps = key.q.steps
+    dq, dkdv = kernels._plan_dq(key, steps), kernels._plan_dkdv(key, steps, steps)
     assert dq.main.kernel is bf16x3.dq_kernel and all(
         each.kernel is bf16x3.dkdv_kernel for each in dkdv.mains
     )
     assert sum(each.constants["GRADS"] for each in dkdv.mains) == 3  # 1 is dv, 2 is dk
-    launches = [(bf16x3.cut_launch(case), 10), (dq.main, 8), *((each, 9) for each in dkdv.mains)]
+    launches = [(bf16x3.cut_launch(key), 10), (dq.main, 8), *((each, 8) for each in dkdv.mains)]
     for launch, num_tensors in launches:
         names = list(launch.kernel.arg_names)
         assert num_tensors + len(launch.scalars) + len(launch.constants) == len(names)
@@ -118,8 +118,8 @@ def test_interp_parts_sum_to_the_number(interpreter, poisoned):
     q, k, v, do = make((2, 3, 70, 32), (2, 3, 90, 32))
     q = q * torch.logspace(-20, 20, 70)[:, None]
     o, delta = torch.randn_like(q), torch.empty(q.shape[:3])
-    case = launching.launch_key(q, k, v, True, 0.1, None, o=o, do=do)
-    for whole, cut in zip((q, k, v, do), bf16x3.cut(case, q, k, v, do, o, delta), strict=True):
+    key = launching.launch_key(q, k, v, True, 0.1, None, o=o, do=do)
+    for whole, cut in zip((q, k, v, do), bf16x3.cut(key, q, k, v, do, o, delta), strict=True):
         assert cut.dtype == torch.bfloat16 and cut.shape == (3, 6, *whole.shape[2:])
         assert torch.equal(cut.double().sum(0).view(whole.shape), whole.double())
     torch.testing.assert_close(
@@ -137,7 +137,7 @@ def test_interp_backward_equals_float64(interpreter, poisoned, case, monkeypatch
         (1, heads, t_q, heuristics.block_width(d)), (1, kv_heads, t_k, heuristics.block_width(d))
     )
     taken = []
-    monkeypatch.setattr(bf16x3, "takes", lambda case: taken.append(case) or True)
+    monkeypatch.setattr(bf16x3, "takes", lambda key: taken.append(key) or True)
     tiles = heuristics.Tiles(block_q, block_k, 4, 1)
     with heuristics.override_tiles(dq_bf16x3=tiles, dkdv_bf16x3=tiles):
         got = run_both_ways(q, k, v, grad_o, is_causal, num_splits=splits)
@@ -154,7 +154,7 @@ def test_interp_backward_equals_float64(interpreter, poisoned, case, monkeypatch
 @interpreted_only
 def test_interp_dk_and_dv_apart_are_dk_and_dv_together(interpreter, poisoned, monkeypatch):
     q, k, v, grad_o = make((1, 2, 70, 16), (1, 1, 90, 16))
-    monkeypatch.setattr(bf16x3, "takes", lambda case: True)
+    monkeypatch.setattr(bf16x3, "takes", lambda key: True)
     tiles = heuristics.Tiles(16, 32, 4, 1)
     with heuristics.override_tiles(dkdv_bf16x3=tiles):
         together = run_both_ways(q, k, v, grad_o, True, num_splits=2)
@@ -248,8 +248,8 @@ def needs_hopper():
 def test_grids_are_legal_for_long_sequences():
     """CUDA takes 65,535 blocks in y and z."""
     q, k = (torch.empty(1, 1, 1, 64).expand(1, 1, length, 64) for length in (128, 5_000_000))
-    case = launching.launch_key(q, k, k, True, 0.125, None, o=q, do=q)
-    assert bf16x3.cut_launch(case).grid == (-(-5_000_000 // bf16x3._BLOCK), 4, 1)
+    key = launching.launch_key(q, k, k, True, 0.125, None, o=q, do=q)
+    assert bf16x3.cut_launch(key).grid == (-(-5_000_000 // bf16x3._BLOCK), 4, 1)
 
 
 @pytest.mark.gpu

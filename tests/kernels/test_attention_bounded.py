@@ -144,12 +144,10 @@ def test_kernels_in_the_interpreter():
     run_interpreted(__file__, least=7)
 
 
-def run_kernels(q, k, v, grad_o, is_causal, window, spans, deterministic=True):
+def run_kernels(q, k, v, grad_o, is_causal, window, spans):
     scale = q.shape[-1] ** -0.5
     o, lse = kernels.forward(q, k, v, is_causal, scale, window, spans)
-    grads = kernels.backward(
-        grad_o, q, k, v, o, lse, is_causal, scale, deterministic, window, spans
-    )
+    grads = kernels.backward(grad_o, q, k, v, o, lse, is_causal, scale, window, spans)
     return o, lse, *grads
 
 
@@ -180,14 +178,12 @@ def test_interp_equals_float64_and_visits_no_other_tile(interpreter, poisoned, c
     expected = expected_of(*tensors, is_causal, window, spans)
     seen = visible(torch.arange(t_q), torch.arange(t_k), is_causal, window, spans)
     num_tiles = visited_tiles(seen, block_q, block_k)
-    # scores and values; of the backward dq's three and dkdv's four, or five in one kernel
-    for deterministic, products_of_tile in ((True, 9), (False, 7)):
-        products.clear()
-        with heuristics.override_tiles(**dict.fromkeys(("forward", "dq", "dkdv", "fused"), tiles)):
-            got = run_kernels(*tensors, is_causal, window, spans, deterministic)
-        assert len(products) == products_of_tile * heads * num_tiles
-        for value, want in zip(got, expected, strict=True):
-            assert relative(value, want, 1.0) < 5e-6
+    with heuristics.override_tiles(**dict.fromkeys(("forward", "dq", "dkdv"), tiles)):
+        got = run_kernels(*tensors, is_causal, window, spans)
+    # scores and values; of the backward dq's three and dkdv's four
+    assert len(products) == 9 * heads * num_tiles
+    for value, want in zip(got, expected, strict=True):
+        assert relative(value, want, 1.0) < 5e-6
 
 
 @needs_triton
@@ -197,7 +193,7 @@ def test_interp_operator_compiles_and_checks(interpreter):
     leaves = [x.requires_grad_() for x in (q, k, v)]
     spans = spans_here((8, 15), 24)
     operator = torch.ops.stepgauge.flash_attention.default
-    torch.library.opcheck(operator, (*leaves, True, 0.25, True, 8, spans))
+    torch.library.opcheck(operator, (*leaves, True, 0.25, 8, spans))
     lengths = torch.tensor([0, 8, 15])
     packed = [x[0].transpose(0, 1).detach().requires_grad_() for x in (q, k, v)]
     for function, given, grad in (
@@ -240,12 +236,11 @@ def test_a_window_costs_no_register_where_there_is_none(name):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 1e-2), (torch.float32, 1e-5)], ids=str)
-@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("window, ends", [(0, (700, 701, 1500)), (256, None), (100, (900,))])
-def test_gpu_equals_float64(window, ends, deterministic, dtype, limit, poisoned):
+def test_gpu_equals_float64(window, ends, dtype, limit, poisoned):
     tensors = made(4, 2, 1777, 1777, dtype, "cuda", 64)
     spans = spans_here(ends, 1777, "cuda")
     for is_causal in (True, False):
-        got = run_kernels(*tensors, is_causal, window, spans, deterministic)
+        got = run_kernels(*tensors, is_causal, window, spans)
         for value, want in zip(got, expected_of(*tensors, is_causal, window, spans), strict=True):
             assert relative(value, want, 1e-2) < limit

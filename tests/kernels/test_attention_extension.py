@@ -161,13 +161,13 @@ class Both:
         self.forward = kernels._plan_forward(self.case)
         steps = [torch.empty_like(x).stride()[:3] for x in (self.q, self.k, self.v)]
         self.dq = kernels._plan_dq(self.back, steps[0])
-        self.dkdv = kernels._plan_dkdv(self.back, *steps[1:], False)
+        self.dkdv = kernels._plan_dkdv(self.back, *steps[1:])
         lse = self.lse, 7.0
         o, dq, dk, dv = ((self.q, VALUES[name]) for name in ("o", "dq", "dk", "dv"))
         self._prepare(self.forward.main, 5, {} if is_split else {3: o, 4: lse})
         self._prepare(self.dq.main, 8, {} if is_split else {7: dq})
         for launch in self.dkdv.mains:
-            self._prepare(launch, 9, {} if is_split else {6: dk, 7: dv})
+            self._prepare(launch, 8, {} if is_split else {6: dk, 7: dv})
         if bf16x3.takes(self.back):
             self._prepare(bf16x3.cut_launch(self.back), 10, {})
         if is_split:
@@ -335,7 +335,7 @@ def operators_here(monkeypatch):
         left.append("kernels")
         return kernels
 
-    monkeypatch.setattr(attention, "_kernels", watched)
+    monkeypatch.setattr(attention.operator, "kernels", watched)
     return left
 
 
@@ -354,13 +354,13 @@ def test_operators_make_no_node_and_are_seen_by_modes(both, cpp, operators_here)
     here.offer()
     q, k, v = inputs = [here.q, here.k, here.v]
     with torch.no_grad():
-        o, lse = torch.ops.stepgauge.flash_attention(*inputs, True, here.scale, True)
+        o, lse = torch.ops.stepgauge.flash_attention(*inputs, True, here.scale)
     assert o.grad_fn is lse.grad_fn is None and not o.requires_grad and o.eq(VALUES["o"]).all()
     with torch.inference_mode():
         # the forward has one order of sums
         torch.ops.stepgauge.flash_attention(*inputs, True, here.scale, False)
     with FlopCounterMode(display=False) as counter:
-        o, lse = torch.ops.stepgauge.flash_attention(*inputs, True, here.scale, True)
+        o, lse = torch.ops.stepgauge.flash_attention(*inputs, True, here.scale)
         o.backward(here.do)
     assert counter.get_total_flops() == 14 * q.numel() * k.shape[2]
     assert lse.grad_fn is None and not lse.requires_grad and q.grad.eq(VALUES["dq"]).all()
@@ -371,12 +371,10 @@ def test_operators_pass_torchs_own_checks(both, operators_here):
     here = both()
     here.offer()
     inputs = [x.detach().requires_grad_() for x in (here.q, here.k, here.v)]
-    torch.library.opcheck(
-        torch.ops.stepgauge.flash_attention.default, (*inputs, True, here.scale, True)
-    )
+    torch.library.opcheck(torch.ops.stepgauge.flash_attention.default, (*inputs, True, here.scale))
     tensors = [x.detach() for x in (here.do, *inputs, here.o)]
     backward = torch.ops.stepgauge.flash_attention_backward.default
-    torch.library.opcheck(backward, (*tensors, here.lse, True, here.scale, True))
+    torch.library.opcheck(backward, (*tensors, here.lse, True, here.scale))
     assert operators_here == []
 
 
@@ -409,21 +407,6 @@ def test_what_operators_leave_to_python(both, cpp):
         assert cpp.forward(q, k, v, True, here.scale) is None
         assert cpp.backward(do, q, k, v, o, lse, True, here.scale) is None
     assert cpp.calls() == (3 + len(declined) + 3, 3)
-
-
-def test_any_order_of_sums_is_left_to_python(both, monkeypatch):
-    here = both()
-    here.offer()
-    asked = []
-    monkeypatch.setattr(kernels, "backward", lambda *args: asked.append(args[-1]) or args[1:4])
-    inputs = [x.detach() for x in (here.do, here.q, here.k, here.v, here.o)]
-    operator = torch.ops.stepgauge.flash_attention_backward
-    operator(*inputs, here.lse, True, here.scale, False)
-    assert asked == [False] and here.driver.launches == []
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-        operator(*inputs, here.lse, True, here.scale, False)
-    assert asked == [False] and len(here.driver.launches) == 2
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
@@ -479,7 +462,7 @@ def test_float32_is_launched_as_products_are_made_now(both, cpp, then, now):
     q, k, v, do, o, lse = (x.detach() for x in (here.q, here.k, here.v, here.do, here.o, here.lse))
     with float32_products(SETTINGS[now]):
         is_same = launching.matmul_precision(torch.float32) == offered
-        assert (cpp.attention(q, k, v, True, None, True) is not None) == is_same
+        assert (cpp.attention(q, k, v, True, None) is not None) == is_same
         assert (cpp.forward(q, k, v, True, here.scale) is not None) == is_same
         assert (cpp.backward(do, q, k, v, o, lse, True, here.scale) is not None) == is_same
 
@@ -501,8 +484,7 @@ def test_16_bit_is_the_same_under_every_precision(both, cpp):
     here.offer()
     with float32_products(SETTINGS["allow_tf32"]):
         assert (
-            cpp.attention(here.q.detach(), here.k.detach(), here.v.detach(), True, None, True)
-            is not None
+            cpp.attention(here.q.detach(), here.k.detach(), here.v.detach(), True, None) is not None
         )
 
 
@@ -526,9 +508,9 @@ def test_what_cpp_leaves_to_python(both, cpp):
     here = both()
     here.offer()
     q, k, v = (x.detach() for x in (here.q, here.k, here.v))
-    call = lambda q, k, v, *rest: cpp.attention(q, k, v, *(rest or (True, None, True)))  # noqa: E731
+    call = lambda q, k, v, *rest: cpp.attention(q, k, v, *(rest or (True, None)))  # noqa: E731
     assert call(q, k, v) is not None
-    assert call(q, k, v, True, here.scale, True) is not None
+    assert call(q, k, v, True, here.scale) is not None
     unaligned = torch.randn(q.numel() + 1, dtype=BF16)[1:].view(q.shape)
     longer = torch.randn(2, 3, 161, 64, dtype=BF16)
     declined = {
@@ -544,9 +526,8 @@ def test_what_cpp_leaves_to_python(both, cpp):
     }
     for name, tensors in declined.items():
         assert call(*tensors) is None, name
-    assert call(q, k, v, False, None, True) is None  # another mask
-    assert call(q, k, v, True, 0.5, True) is None
-    assert call(q, k, v, True, None, False) is None  # any order of sums
+    assert call(q, k, v, False, None) is None  # another mask
+    assert call(q, k, v, True, 0.5) is None
     with FlopCounterMode(display=False):
         assert call(q, k, v) is None
     with torch.autocast("cpu", torch.float16):
@@ -570,7 +551,7 @@ def test_own_tiles_and_hooks_are_not_passed_by(both, monkeypatch):
     assert len(here.driver.launches) == 1
     with heuristics.override_tiles(forward=heuristics.Tiles(64, 64, 4, 2)):
         flash_attention(q, k, v, is_causal=True)
-    monkeypatch.setattr(attention, "hooks_present", lambda: True)
+    monkeypatch.setattr(attention.operator, "hooks_present", lambda: True)
     flash_attention(q, k, v, is_causal=True)
     assert len(here.driver.launches) == 1
 
@@ -587,7 +568,7 @@ def test_gradients_that_cpp_does_not_know_go_to_the_operator(both, monkeypatch):
     here.offer()
     turned = here.do.transpose(1, 2).contiguous().transpose(1, 2)
     flash_attention(here.q, here.k, here.v, is_causal=True).backward(turned)
-    assert asked == [(turned.stride(), (True, here.scale, True))]
+    assert asked == [(turned.stride(), (True, here.scale))]
     assert all(x.grad.eq(7).all() for x in (here.q, here.k, here.v))
     assert len(here.driver.launches) == 1
     # An expanded gradient, what .sum().backward() sends, is copied and then known.
@@ -626,7 +607,7 @@ def test_what_cannot_be_launched_so_stays_in_python(both, monkeypatch):
     monkeypatch.setattr(extension, "descriptor_bytes", lambda each: bytes(each[8:] + each[:8]))
     kernels._offer_forward(here.case, here.forward, here.q, here.k, here.v, 1, 1)
     assert "another address" in extension.NATIVE.problem
-    assert extension.NATIVE.call(here.q, here.k, here.v, True, None, True) is None
+    assert extension.NATIVE.call(here.q, here.k, here.v, True, None) is None
     monkeypatch.setattr(extension, "descriptor_bytes", bytes)
     here.dq.main.binary.metadata.global_scratch_size = 64
     with pytest.raises(ValueError, match="plain launch"):

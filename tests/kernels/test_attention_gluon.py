@@ -34,7 +34,7 @@ WIDTHS = tuple(hopper_forward.NUM_STAGES)
 NARROWER = (40, 80, 120)  # than a tile
 
 
-def case_of(q, k, *, is_causal=True, num_splits=None):
+def key_of(q, k, *, is_causal=True, num_splits=None):
     return launching.launch_key(q, k, k, is_causal, 0.1, num_splits, o=torch.empty_like(q))
 
 
@@ -51,7 +51,7 @@ def on_hopper(hopper_driver, monkeypatch):
 
 def built(width, dtype=torch.bfloat16, is_causal=True):
     q, k = torch.empty(2, 16, 2000, width, dtype=dtype), torch.empty(2, 4, 300, width, dtype=dtype)
-    launch = hopper_launches.forward_launch(case_of(q, k, is_causal=is_causal))
+    launch = hopper_launches.forward_launch(key_of(q, k, is_causal=is_causal))
     return launch, build(launch, q, k, k, q, torch.empty(q.shape[:3]))
 
 
@@ -109,7 +109,7 @@ def test_launch_covers_every_tile(on_hopper):
         torch.empty(2, 16, 2000, 128, dtype=torch.bfloat16),
         torch.empty(2, 4, 300, 128, dtype=torch.bfloat16),
     )
-    launch = kernels._plan_forward(case_of(q, k)).main
+    launch = kernels._plan_forward(key_of(q, k)).main
     assert launch.kernel is hopper_forward.forward_kernel and launch.grid == (132, 1, 1)
     schedule, *numbers = launch.scalars
     assert numbers[:5] == [16, 4, 2000, 300, 16]
@@ -119,7 +119,7 @@ def test_launch_covers_every_tile(on_hopper):
     assert sorted(tiles) == list(range(2 * 16 * 16))
     assert [box for _, _, box in launch.boxes] == [[1, 1, rows, 128] for rows in (64, 128, 128, 64)]
     few = torch.empty(1, 2, 300, 128, dtype=torch.bfloat16)
-    assert hopper_launches.forward_launch(case_of(few, few)).grid == (2 * 3, 1, 1)
+    assert hopper_launches.forward_launch(key_of(few, few)).grid == (2 * 3, 1, 1)
 
 
 def test_the_deal_is_made_once_and_on_the_host():
@@ -131,7 +131,7 @@ def test_the_deal_is_made_once_and_on_the_host():
 def test_it_is_taken_where_it_can_be_and_nobody_chose_otherwise(on_hopper, monkeypatch):
     def kernel_of(q, k=None, **options):
         kernels._plan_forward.cache_clear()
-        return kernels._plan_forward(case_of(q, q if k is None else k, **options)).main.kernel
+        return kernels._plan_forward(key_of(q, q if k is None else k, **options)).main.kernel
 
     q = torch.empty(4, 16, 512, 64, dtype=torch.bfloat16)
     for dtype, width in itertools.product(hopper_launches.DTYPES, WIDTHS):

@@ -447,7 +447,7 @@ def test_passing_the_operator_by_changes_nothing(monkeypatch):
     hidden, weight, targets = inputs(10, 6, 21)
     passed_by = results(linear_cross_entropy, hidden, weight, targets, grad=3.0)
     asked = []
-    monkeypatch.setattr(package, "_plain", lambda *tensors: asked.append(len(tensors)))
+    monkeypatch.setattr(package, "is_plain_eager", lambda *tensors: asked.append(len(tensors)))
     through = results(linear_cross_entropy, hidden, weight, targets, grad=3.0)
     assert asked and all(torch.equal(a, b) for a, b in zip(through, passed_by, strict=True))
 
@@ -516,7 +516,7 @@ def test_kernels_interpreted():
 
 @needs_triton
 def test_kernels_build_for_every_architecture():
-    assert "26 kernels" in _run_this_file("build", TRITON_INTERPRET="0")
+    assert "23 kernels" in _run_this_file("build", TRITON_INTERPRET="0")
 
 
 def check_in_interpreter():
@@ -531,7 +531,7 @@ def check_in_interpreter():
         "KEEP": "evict_last",
         "num_warps": 4,
     }
-    hold = {"BLOCK_V": 256, "SPLIT": 1, "num_warps": 4}
+    hold = {"BLOCK_V": 256, "num_warps": 4}
     chunked.kernels_for = lambda device, dtype: kernels
     torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
     cases = 0
@@ -578,10 +578,6 @@ def check_builds():
             build_rows(kernels, architecture, dtype, row_length=128256)
             build_rows(kernels, architecture, dtype, row_length=10048)
             built += 2
-        build_rows(
-            kernels, architecture, "bf16", row_length=128256, launch=kernels.split_launch(128256)
-        )
-        built += 1
     build_rows(kernels, 90, "bf16", row_length=10048, HAS_SOFTCAP=True)
     build_rows(kernels, 90, "bf16", row_length=128256, HAS_SOFTCAP=True)
     build_rows(kernels, 90, "bf16", row_length=4096, WRITE_GRADIENT=False)
@@ -600,14 +596,9 @@ def check_builds():
     print(f"{built + 5} kernels")
 
 
-def build_rows(kernels, architecture, dtype, *, row_length, launch=None, **flags):
+def build_rows(kernels, architecture, dtype, *, row_length, **flags):
     pointers = dict.fromkeys(("logits_ptr", "hidden_ptr", "weight_ptr"), f"*{dtype}")
-    pointers |= {
-        "targets_ptr": "*i64",
-        "scale_ptr": "*fp32",
-        "losses_ptr": "*fp32",
-        "exchange_ptr": "*i64",
-    }
+    pointers |= {"targets_ptr": "*i64", "scale_ptr": "*fp32", "losses_ptr": "*fp32"}
     sizes = dict.fromkeys(("V", "P_units", "D", "hidden_units", "weight_units"), "i32")
     constants = {"HAS_SOFTCAP": False, "WRITE_GRADIENT": True, "SCALE_GRADIENT": True, **flags}
     constants |= {
@@ -618,20 +609,16 @@ def build_rows(kernels, architecture, dtype, *, row_length, launch=None, **flags
     }
     constants |= {"ignore_index": -100, "BLOCK_D": kernels.BLOCK_D}
     itemsize = 4 if dtype == "fp32" else 2
-    launch = dict(
-        launch
-        or kernels.row_launch(row_length, itemsize, write_gradient=constants["WRITE_GRADIENT"])
-    )
+    launch = kernels.row_launch(row_length, itemsize, write_gradient=constants["WRITE_GRADIENT"])
     if flags.get("HAS_SOFTCAP") and "maxnreg" in launch:
         launch["maxnreg"] = 128
     options = {name: launch.pop(name) for name in ("num_warps", "maxnreg") if name in launch}
     signature = pointers | sizes | {"z_loss": "fp32", "softcap": "fp32"}
-    function = (
-        kernels.held_gradient_kernel if "SPLIT" in launch else kernels.streamed_gradient_kernel
-    )
+    is_held = "VEC" not in launch
+    function = kernels.held_gradient_kernel if is_held else kernels.streamed_gradient_kernel
     kernel = build(
         function, architecture, signature, constants | launch,
-        aligned=("logits_ptr", "hidden_ptr", "weight_ptr", "exchange_ptr"), **options,
+        aligned=("logits_ptr", "hidden_ptr", "weight_ptr"), **options,
     )  # fmt: skip
     # Rows are read and written 16 bytes a thread, which a mask or a stride that Triton cannot
     # divide by 8 would undo.
@@ -683,33 +670,6 @@ def test_gpu_against_float64(dtype, options, N, D, V, chunk):
             **options,
         )
         assert_close(actual, wanted, factor * TOLERANCES[dtype])
-
-
-@gpu
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(("block", "num_warps"), [(16384, 16), (8192, 8), (32768, 32)])
-@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[-1]], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_gpu_rows_shared_by_several_programs(monkeypatch, dtype, options, block, num_warps):
-    """The exchange between a row's programs: right, and the same every time."""
-    kernels = importlib.import_module("stepgauge.kernels.linear_cross_entropy.triton")
-    used = []
-
-    def row_launch(row_length, itemsize, *, write_gradient=True):
-        used.append(kernels.split_launch(row_length, block=block, num_warps=num_warps)["SPLIT"])
-        return kernels.split_launch(row_length, block=block, num_warps=num_warps)
-
-    monkeypatch.setattr(kernels, "row_launch", row_launch)
-    hidden, weight, targets = inputs(
-        1031, 200, 50257, dtype, ignored=options.get("ignore_index", -100), device="cuda"
-    )
-    wanted = expected(hidden, weight, targets, **options)
-    first = results(linear_cross_entropy, hidden, weight, targets, **options)
-    assert used == [{8192: 8, 16384: 4, 32768: 2}[block]]
-    assert_close(first, wanted, TOLERANCES[dtype])
-    for _ in range(10):
-        again = results(linear_cross_entropy, hidden, weight, targets, **options)
-        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
 @gpu

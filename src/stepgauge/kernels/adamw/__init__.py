@@ -68,7 +68,7 @@ class FusedAdamW(Optimizer):
         }
         if master_weights:
             defaults["master_weights"] = True
-        self._forget_tables()
+        self._clear_tables()
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict) -> None:
@@ -80,9 +80,9 @@ class FusedAdamW(Optimizer):
         for group in self.param_groups:
             group.setdefault("maximize", False)
             _check_group(group)
-        self._forget_tables()
+        self._clear_tables()
 
-    def _forget_tables(self) -> None:
+    def _clear_tables(self) -> None:
         self._tables_by_bucket: dict = {}
         self._steady_groups: dict = {}
         self._written: dict = {}  # by parameter: address and version when the last step was done

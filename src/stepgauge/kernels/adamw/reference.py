@@ -37,15 +37,14 @@ def adamw_(
     found_inf: Tensor | None = None,
     master: Tensor | None = None,
 ) -> None:
-    """Update param, exp_avg, exp_avg_sq, step and the master in place; all but step have one shape.
+    """Update all but grad in place; all but step, the steps already taken (fp32), have one shape.
 
-    ``step`` counts the steps already taken (a float32 scalar). ``grad`` is divided by
-    ``grad_scale``, in place, and nothing changes where ``found_inf`` is not zero; neither tensor is
-    read by the host.
+    ``grad`` is divided by ``grad_scale``, in place, and nothing changes where ``found_inf`` is not
+    zero; neither tensor is read by the host.
     """
     dtype = exp_avg.dtype
     if grad_scale is not None:
-        grad.div_(grad_scale.to(device=grad.device, dtype=grad.dtype))
+        grad.div_(grad_scale.to(grad))
     g = -grad.to(dtype) if maximize else grad.to(dtype)
     t = step.to(device=param.device, dtype=torch.float64) + 1
     # Scalars in float64: 1 - beta2 and 1 - beta2^t lose digits in float32.
@@ -53,21 +52,21 @@ def adamw_(
     denom_scale = (1 - beta2**t).sqrt().to(dtype)
 
     old = (param if master is None else master).to(dtype)
-    new = old - lr * weight_decay * old
     new_avg = exp_avg + (1 - beta1) * (g - exp_avg)
     new_avg_sq = exp_avg_sq + (1 - beta2) * (g * g - exp_avg_sq)
-    new = new - step_size * new_avg / (new_avg_sq.sqrt() / denom_scale + eps)
+    decayed = old - lr * weight_decay * old
+    new = decayed - step_size * new_avg / (new_avg_sq.sqrt() / denom_scale + eps)
+    for tensor in (param,) if master is None else (param, master):
+        _write(tensor, new, found_inf, old)
+    for tensor, value in ((exp_avg, new_avg), (exp_avg_sq, new_avg_sq), (step, step + 1)):
+        _write(tensor, value, found_inf)
 
-    taken = torch.ones_like(step)
+
+def _write(
+    tensor: Tensor, value: Tensor, found_inf: Tensor | None, otherwise: Tensor | None = None
+) -> None:
+    """Where `found_inf` is not zero the tensor gets `otherwise`, by default what it holds."""
     if found_inf is not None:
-        skip = found_inf.to(param.device) != 0
-        new = torch.where(skip, old, new)
-        new_avg = torch.where(skip, exp_avg, new_avg)
-        new_avg_sq = torch.where(skip, exp_avg_sq, new_avg_sq)
-        taken = torch.where(found_inf.to(step.device) != 0, 0.0, taken).reshape(step.shape)
-    param.copy_(new)
-    if master is not None:
-        master.copy_(new)
-    exp_avg.copy_(new_avg)
-    exp_avg_sq.copy_(new_avg_sq)
-    step.add_(taken)
+        skip = (found_inf.to(tensor.device) != 0).reshape(())
+        value = torch.where(skip, tensor if otherwise is None else otherwise, value)
+    tensor.copy_(value)

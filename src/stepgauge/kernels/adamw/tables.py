@@ -78,59 +78,34 @@ def launch(
     grad_dtype: torch.dtype,
     *,
     lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
     maximize: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
-    block: int | None = None,
-    num_warps: int | None = None,
-    eviction: str = kernels.EVICTION,
+    **numbers: float,
 ) -> None:
     """Update all tensors of ``tables`` in one launch; see reference.adamw_ for the arguments."""
     if not tables.num_chunks:
         return
-    shape = shape_for(param_dtype)
+    shape, num = shape_for(param_dtype), tables.num_tensors
     lr_ptr = lr if isinstance(lr, Tensor) else None
-    num = tables.num_tensors
     # The step's address is a scalar's and is never read as a vector.
     vectors = addresses[: 4 * num] + addresses[5 * num :]
-    arguments = (
-        tables.chunks,
-        tables.numels,
-        tables.table(addresses),
-        tables.counter,
-        lr_ptr,
-        grad_scale,
-        found_inf,
-        tables.num_tensors,
-        0.0 if lr_ptr is not None else float(lr),
-        # Logarithms and differences are taken in float64 here: a float32 0.999 is off by 1.3e-8,
-        # which is 1.3e-5 of 1 - 0.999.
-        math.log(beta1) if beta1 > 0 else -math.inf,
-        math.log(beta2) if beta2 > 0 else -math.inf,
-        1.0 - beta1,
-        1.0 - beta2,
-        float(eps),
-        float(weight_decay),
-    )
     kernels.adamw_kernel[(tables.num_chunks,)](
-        *arguments,
-        PARAM_TYPE=_triton_type(param_dtype),
-        GRAD_TYPE=_triton_type(grad_dtype),
-        CHUNK=tables.chunk,
-        BLOCK=min(block or shape.block, tables.chunk),
-        ALIGNED=aligned(vectors),
-        MAXIMIZE=maximize,
-        EVICTION=eviction,
-        HAS_LR=lr_ptr is not None,
-        HAS_SCALE=grad_scale is not None,
-        HAS_FOUND_INF=found_inf is not None,
-        HAS_MASTER=len(addresses) > 5 * num,
-        num_warps=num_warps or shape.num_warps,
-    )
+        tables.chunks, tables.numels, tables.table(addresses), tables.counter, lr_ptr, grad_scale, found_inf,
+        num, 0.0 if lr_ptr is not None else float(lr), *_scalars(**numbers),
+        PARAM_TYPE=_triton_type(param_dtype), GRAD_TYPE=_triton_type(grad_dtype), CHUNK=tables.chunk,
+        BLOCK=min(shape.block, tables.chunk), ALIGNED=aligned(vectors), MAXIMIZE=maximize,
+        HAS_LR=lr_ptr is not None, HAS_SCALE=grad_scale is not None,
+        HAS_FOUND_INF=found_inf is not None, HAS_MASTER=len(addresses) > 5 * num,
+        num_warps=shape.num_warps,
+    )  # fmt: skip
+
+
+def _scalars(*, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[float, ...]:
+    # Logarithms and differences are taken in float64 here: a float32 0.999 is off by 1.3e-8, which
+    # is 1.3e-5 of 1 - 0.999.
+    logarithms = (math.log(beta) if beta > 0 else -math.inf for beta in (beta1, beta2))
+    return *logarithms, 1.0 - beta1, 1.0 - beta2, float(eps), float(weight_decay)
 
 
 def _triton_type(dtype: torch.dtype):

@@ -16,9 +16,6 @@ TABLE_ROWS = ("param", "grad", "exp_avg", "exp_avg_sq", "step", "master")
 # What a parameter or its gradient may be; the moments are float32.
 TYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 
-# How L2 treats what is read and written once a step: "" or "evict_first".
-EVICTION = ""
-
 
 class Shape(NamedTuple):
     """A launch: elements of one tensor a program, elements at a time, warps."""
@@ -48,18 +45,18 @@ def _pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 def _update(
     param_ptr, grad_ptr, avg_ptr, sq_ptr, master_ptr, offset, mask,
     inv_scale, decay, step_size, inv_denom_scale, one_minus_beta1, one_minus_beta2, eps,
-    MAXIMIZE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_MASTER: tl.constexpr, EVICTION: tl.constexpr,
+    MAXIMIZE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_MASTER: tl.constexpr,
 ):  # fmt: skip
     """reference.adamw_ on one block; mask None: the whole block lies inside the tensor."""
     source = master_ptr if HAS_MASTER else param_ptr
-    p = tl.load(source + offset, mask=mask, eviction_policy=EVICTION).to(tl.float32)
-    g = tl.load(grad_ptr + offset, mask=mask, eviction_policy=EVICTION).to(tl.float32)
-    m = tl.load(avg_ptr + offset, mask=mask, eviction_policy=EVICTION)
-    v = tl.load(sq_ptr + offset, mask=mask, eviction_policy=EVICTION)
+    p = tl.load(source + offset, mask=mask).to(tl.float32)
+    g = tl.load(grad_ptr + offset, mask=mask).to(tl.float32)
+    m = tl.load(avg_ptr + offset, mask=mask)
+    v = tl.load(sq_ptr + offset, mask=mask)
     if HAS_SCALE:
         # torch's optimizers leave unscaled gradients behind; whoever logs them relies on it.
         g = (g * inv_scale).to(grad_ptr.dtype.element_ty)
-        tl.store(grad_ptr + offset, g, mask=mask, eviction_policy=EVICTION)
+        tl.store(grad_ptr + offset, g, mask=mask)
         g = g.to(tl.float32)
     if MAXIMIZE:
         g = -g
@@ -67,13 +64,11 @@ def _update(
     m += one_minus_beta1 * (g - m)
     v += one_minus_beta2 * (g * g - v)
     p -= step_size * tl.div_rn(m, tl.sqrt_rn(v) * inv_denom_scale + eps)
-    tl.store(
-        param_ptr + offset, p.to(param_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICTION
-    )
+    tl.store(param_ptr + offset, p.to(param_ptr.dtype.element_ty), mask=mask)
     if HAS_MASTER:
-        tl.store(master_ptr + offset, p, mask=mask, eviction_policy=EVICTION)
-    tl.store(avg_ptr + offset, m, mask=mask, eviction_policy=EVICTION)
-    tl.store(sq_ptr + offset, v, mask=mask, eviction_policy=EVICTION)
+        tl.store(master_ptr + offset, p, mask=mask)
+    tl.store(avg_ptr + offset, m, mask=mask)
+    tl.store(sq_ptr + offset, v, mask=mask)
 
 
 @triton.jit(
@@ -86,7 +81,7 @@ def adamw_kernel(
     chunk_ptr, numel_ptr, table_ptr, counter_ptr, lr_ptr, grad_scale_ptr, found_inf_ptr,
     num_tensors, lr, log_beta1, log_beta2, one_minus_beta1, one_minus_beta2, eps, weight_decay,
     PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr, MAXIMIZE: tl.constexpr, EVICTION: tl.constexpr,
+    ALIGNED: tl.constexpr, MAXIMIZE: tl.constexpr,
     HAS_LR: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_FOUND_INF: tl.constexpr,
     HAS_MASTER: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +123,7 @@ def adamw_kernel(
                 _update(
                     param_ptr, grad_ptr, avg_ptr, sq_ptr, master_ptr, i + tl.arange(0, BLOCK), None,
                     inv_scale, decay, step_size, inv_denom_scale,
-                    one_minus_beta1, one_minus_beta2, eps, MAXIMIZE, HAS_SCALE, HAS_MASTER, EVICTION,
+                    one_minus_beta1, one_minus_beta2, eps, MAXIMIZE, HAS_SCALE, HAS_MASTER,
                 )  # fmt: skip
         else:
             # A bound of unknown divisibility makes every access one element wide: only the last
@@ -138,7 +133,7 @@ def adamw_kernel(
                 _update(
                     param_ptr, grad_ptr, avg_ptr, sq_ptr, master_ptr, offset, offset < left,
                     inv_scale, decay, step_size, inv_denom_scale,
-                    one_minus_beta1, one_minus_beta2, eps, MAXIMIZE, HAS_SCALE, HAS_MASTER, EVICTION,
+                    one_minus_beta1, one_minus_beta2, eps, MAXIMIZE, HAS_SCALE, HAS_MASTER,
                 )  # fmt: skip
     # Every warp must have read `step` before this program counts as finished.
     tl.debug_barrier()

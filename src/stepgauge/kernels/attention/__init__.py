@@ -4,28 +4,24 @@ custom operator.
 Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width; `...` any leading
 dimensions.
 
-    flash_attention(q, k, v, *, is_causal, scale, deterministic)   the public function, on (B, H, T,
-    D) flash_attention_varlen(q, k, v, cu_seqlens)                    the same of packed sequences,
-    (T, H, D) FlashAttentionTriton.apply(q, k, v, is_causal)                 on (..., T, D), CUDA
-    FlashAttentionReference.apply(q, k, v, is_causal)              the same in plain PyTorch, any
-    device
-    torch.ops.stepgauge.flash_attention                            what torch.compile, fake tensors
-    and counters see
+    flash_attention(q, k, v, *, is_causal, scale, window)   the public function, on (B, H, T, D)
+    flash_attention_varlen(q, k, v, cu_seqlens)             of packed sequences, (T, H, D)
+    FlashAttentionTriton.apply(q, k, v, is_causal)          on (..., T, D), CUDA
+    FlashAttentionReference.apply(q, k, v, is_causal)       the same in plain PyTorch, any device
+    torch.ops.stepgauge.flash_attention                     what torch.compile and fake tensors see
 """
 
-import functools
 import importlib.util
 import math
 import os
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
-from stepgauge.kernels.launch import hooks_present
+from stepgauge.kernels.plain_eager import is_plain_eager
 
-from . import extension, heuristics
-from .reference import NO_SECOND_DERIVATIVE, FlashAttentionReference, attention
-from .visible import check_window, num_pairs
+from . import heuristics, operator
+from .reference import FlashAttentionReference, attention
+from .visible import check_window
 
 __all__ = [
     "FlashAttentionReference",
@@ -40,7 +36,7 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def flash_attention(q, k, v, *, is_causal=False, scale=None, deterministic=True, window=0):
+def flash_attention(q, k, v, *, is_causal=False, scale=None, window=0):
     """`softmax(scale q k^T) v` by FlashAttention-2 (Dao 2023): no score matrix is held, forward or
     backward.
 
@@ -60,21 +56,19 @@ def flash_attention(q, k, v, *, is_causal=False, scale=None, deterministic=True,
     outside of it are neither read nor computed. 0: none. Hopper's kernels in Gluon leave it to the
     portable ones.
 
-    `deterministic=False` lets the backward add into dq in any order, which saves two products of
-    seven; float32's rounding then differs from run to run. torch.use_deterministic_algorithms
-    overrules it.
+    Sums are made in a fixed order, so gradients have the same bits every time.
 
     Without CUDA (and outside of Triton's interpreter) the plain PyTorch version runs, which takes
     float64 too. Raises ValueError for shapes, types, a scale or a window that it does not take, and
     RuntimeError for a second derivative.
     """
-    return attend(q, k, v, is_causal, scale, deterministic, window)
+    return attend(q, k, v, is_causal, scale, window)
 
 
-def attend(q, k, v, is_causal, scale, deterministic, window=0, spans=None):
+def attend(q, k, v, is_causal, scale, window=0, spans=None):
     """`flash_attention`, of packed sequences where there are `spans` (visible.spans_of)."""
     if not torch.compiler.is_compiling() and window == 0 and spans is None:
-        o = _in_cpp("attention", q, k, v, is_causal, scale, deterministic)
+        o = operator.in_cpp("attention", q, k, v, is_causal, scale)
         if o is not None:
             return o
     if q.ndim != 4 or k.ndim != 4:
@@ -84,13 +78,13 @@ def attend(q, k, v, is_causal, scale, deterministic, window=0, spans=None):
     check_window(q.shape[2], k.shape[2], window)
     if not _has_kernels(q.device):
         return _in_plain_pytorch(q, k, v, is_causal, _check(q, k, v, scale), window, spans)
-    if _needs_operator(q):
+    if not is_plain_eager(q):
         scale = _check(q, k, v, scale)
         q, k, v = _autocast(q, k, v)
         _check_types(q, k, v, _DTYPES)
-        inputs = q, k, v, is_causal, scale, deterministic, window, spans
+        inputs = q, k, v, is_causal, scale, window, spans
         return torch.ops.stepgauge.flash_attention(*inputs)[0]
-    return FlashAttentionTriton.apply(q, k, v, is_causal, scale, deterministic, window, spans)
+    return FlashAttentionTriton.apply(q, k, v, is_causal, scale, window, spans)
 
 
 def _in_plain_pytorch(q, k, v, is_causal, scale, window, spans):
@@ -109,7 +103,7 @@ def _in_plain_pytorch(q, k, v, is_causal, scale, window, spans):
 
 class FlashAttentionTriton(torch.autograd.Function):
     """FlashAttention-2 in Triton: `.apply(q, k, v, is_causal=False, scale=None,
-    deterministic=True, window=0)`.
+    window=0)`.
 
     q (..., T_q, D), k and v (..., T_k, D) with the same leading dimensions (the last of them may be
     grouped: q's a multiple of k's); returns o (..., T_q, D). Saves q, k, v, o and the fp32
@@ -118,9 +112,7 @@ class FlashAttentionTriton(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, q, k, v, is_causal=False, scale=None, deterministic=True, window=0, spans=None
-    ):
+    def forward(ctx, q, k, v, is_causal=False, scale=None, window=0, spans=None):
         scale = _check(q, k, v, scale)
         check_window(q.shape[-2], k.shape[-2], window)
         q, k, v = _autocast(q, k, v)
@@ -130,15 +122,14 @@ class FlashAttentionTriton(torch.autograd.Function):
                 f"FlashAttentionTriton runs on CUDA tensors with triton installed, not on {q.device}"
             )
         inputs = _four_dims(q), _four_dims(k), _four_dims(v), is_causal, scale
-        if _needs_operator(q):
-            o, lse = torch.ops.stepgauge.flash_attention(*inputs, deterministic, window, spans)
+        if is_plain_eager(q):
+            o, lse = operator.kernels().forward(*inputs, window, spans)
         else:
-            o, lse = _kernels().forward(*inputs, window, spans)
+            o, lse = torch.ops.stepgauge.flash_attention(*inputs, window, spans)
         if q.ndim != 4:
             o, lse = o.view(q.shape), lse.view(q.shape[:-1])
         ctx.save_for_backward(q, k, v, o, lse, *(() if spans is None else (spans,)))
-        ctx.is_causal, ctx.scale, ctx.deterministic = is_causal, scale, deterministic
-        ctx.window = window
+        ctx.is_causal, ctx.scale, ctx.window = is_causal, scale, window
         return o
 
     @staticmethod
@@ -146,10 +137,10 @@ class FlashAttentionTriton(torch.autograd.Function):
         q, k, v, o, lse, *rest = ctx.saved_tensors
         spans = rest[0] if rest else None
         # With create_graph the operator is called: it refuses a second derivative.
-        watched = torch.is_grad_enabled() or _needs_operator(q)
-        run = torch.ops.stepgauge.flash_attention_backward if watched else _backward
+        by_operator = torch.is_grad_enabled() or not is_plain_eager(q)
+        run = torch.ops.stepgauge.flash_attention_backward if by_operator else operator.backward
         tensors = [_four_dims(x) for x in (grad_o, q, k, v, o)]
-        options = ctx.is_causal, ctx.scale, ctx.deterministic, ctx.window, spans
+        options = ctx.is_causal, ctx.scale, ctx.window, spans
         nothing = (None,) * len(options)
         if q.ndim == 4:
             return *run(*tensors, lse, *options), *nothing
@@ -157,177 +148,8 @@ class FlashAttentionTriton(torch.autograd.Function):
         return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), *nothing
 
 
-# ---- the custom operators ------------------------------------------------------------------------------------------
-
-
-def _forward(q, k, v, is_causal, scale, deterministic, window=0, spans=None):
-    inputs = q, k, v, is_causal, scale
-    is_bounded = window > 0 or spans is not None
-    outputs = None if is_bounded else _in_cpp("forward", *inputs)
-    return _kernels().forward(*inputs, window, spans) if outputs is None else outputs
-
-
-def _backward(grad_o, q, k, v, o, lse, is_causal, scale, deterministic, window=0, spans=None):
-    inputs = grad_o, q, k, v, o, lse, is_causal, scale
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    is_bounded = window > 0 or spans is not None
-    grads = _in_cpp("backward", *inputs) if deterministic and not is_bounded else None
-    return _kernels().backward(*inputs, deterministic, window, spans) if grads is None else grads
-
-
-class _Differentiable(torch.autograd.Function):
-    """The operator's autograd formula."""
-
-    @staticmethod
-    def forward(ctx, keys, *inputs):
-        q, k, v, ctx.is_causal, ctx.scale, ctx.deterministic, ctx.window, spans = inputs
-        o, lse = _below_autograd(keys, *inputs)
-        ctx.save_for_backward(q, k, v, o, lse, *(() if spans is None else (spans,)))
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)  # no zeros for lse
-        return o, lse
-
-    @staticmethod
-    def backward(ctx, grad_o, grad_lse):
-        if grad_o is None:
-            return (None,) * 9
-        q, k, v, o, lse, *rest = ctx.saved_tensors
-        spans = rest[0] if rest else None
-        options = ctx.is_causal, ctx.scale, ctx.deterministic, ctx.window, spans
-        run = torch.ops.stepgauge.flash_attention_backward
-        return None, *run(grad_o, q, k, v, o, lse, *options), *(None,) * len(options)
-
-
-def _with_autograd(keys, q, k, v, is_causal, scale, deterministic, window=0, spans=None):
-    """The operator as autograd comes by, also where it has nothing to do: in a compiled graph."""
-    options = is_causal, scale, deterministic, window, spans
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Differentiable.apply(keys, q, k, v, *options)
-    return _below_autograd(keys, q, k, v, *options)
-
-
-class _BackwardOnce(torch.autograd.Function):
-    """The backward operator under autograd, that is with create_graph."""
-
-    @staticmethod
-    def forward(ctx, keys, *inputs):
-        keys = keys & torch._C._after_autograd_keyset
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.stepgauge.flash_attention_backward.default.redispatch(keys, *inputs)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError(NO_SECOND_DERIVATIVE)
-
-
-_NOTHING_BUT_A_DEVICE = [
-    torch._C.DispatchKeySet(key) for key in (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU)
-]
-
-
-def _below_autograd(keys, *inputs):
-    keys = keys & torch._C._after_autograd_keyset
-    # what the dispatcher would do next, without another round through it
-    if keys in _NOTHING_BUT_A_DEVICE:
-        return _forward(*inputs)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.stepgauge.flash_attention.default.redispatch(keys, *inputs)
-
-
-# Defined on the library itself: the Python layers of torch.library.custom_op and register_autograd
-# cost a call more host time than C++ needs for all of it.
-_LIBRARY = torch.library.Library("stepgauge", "FRAGMENT")
-# What is returned depends on the order of an input's dimensions alone: Inductor need not copy views
-# into their strides.
-_LAYOUT = (torch.Tag.needs_fixed_stride_order,)
-_LIBRARY.define(
-    "flash_attention(Tensor q, Tensor k, Tensor v, bool is_causal, float scale, bool deterministic,"
-    " int window=0, Tensor? spans=None) -> (Tensor o, Tensor lse)",
-    tags=_LAYOUT,
-)
-_LIBRARY.define(
-    "flash_attention_backward(Tensor grad_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, bool is_causal,"
-    " float scale, bool deterministic, int window=0, Tensor? spans=None) -> (Tensor, Tensor, Tensor)",
-    tags=_LAYOUT,
-)
-for _key in ("CUDA", "CPU"):
-    _LIBRARY.impl("flash_attention", _forward, _key)
-    _LIBRARY.impl("flash_attention_backward", _backward, _key)
-_LIBRARY.impl("flash_attention", _with_autograd, "Autograd", with_keyset=True)
-_LIBRARY.impl("flash_attention_backward", _BackwardOnce.apply, "Autograd", with_keyset=True)
-
-
-@torch.library.register_fake("stepgauge::flash_attention")
-def _(q, k, v, is_causal, scale, deterministic, window=0, spans=None):
-    return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@torch.library.register_fake("stepgauge::flash_attention_backward")
-def _(grad_o, q, k, v, o, lse, is_causal, scale, deterministic, window=0, spans=None):
-    return _like(q), _like(k), _like(v)
-
-
-def _like(x):
-    return torch.empty_like(x if x.stride(-1) == 1 else x.contiguous())
-
-
-# Counted as torch counts its own attention, so that swapping one for the other leaves a model's
-# count alone: every score, also when causal, two products forward and five backward (the second of
-# the scores among them). Of a window and of packed sequences, the scores within.
-def _flops_of_scores(q, k, is_causal, scale, deterministic, window=0, spans=None):
-    pairs = num_pairs(q.shape[2], k.shape[2], is_causal, window, spans)
-    return 2 * q.numel() // max(1, q.shape[2]) * pairs
-
-
-@register_flop_formula(torch.ops.stepgauge.flash_attention, get_raw=True)
-def _(q, k, v, *options, out_val=None, **named):
-    return 2 * _flops_of_scores(q, k, *options, **named)
-
-
-@register_flop_formula(torch.ops.stepgauge.flash_attention_backward, get_raw=True)
-def _(grad_o, q, k, v, o, lse, *options, out_val=None, **named):
-    return 5 * _flops_of_scores(q, k, *options, **named)
-
-
-# ---- choices -------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _kernels():
-    # Late, so that importing this package neither needs triton nor pays for its import.
-    from . import triton as kernels
-
-    return kernels
-
-
-def _in_cpp(function, *args):
-    """What that function of extension.cpp returns, or None where C++ is not there or leaves it to
-    Python.
-
-    It is not asked where something has changed what it was told to launch: a profiler's hook, tiles
-    of someone's own.
-    """
-    if extension.NATIVE.call is None or heuristics.overrides() or hooks_present():
-        return None
-    return getattr(extension.NATIVE.module, function)(*args)
-
-
 def _has_kernels(device):
     return _HAS_TRITON and (_INTERPRET or device.type in ("cuda", "meta"))
-
-
-def _needs_operator(q):
-    """Whether someone watches operators go by: a compiler, a dispatch mode or a tensor subclass.
-
-    Otherwise the functions behind the operators are called directly, which saves their dispatch:
-    some 50 us of host time in a forward and backward, more than the whole of a small attention.
-    """
-    if torch.compiler.is_compiling():
-        return True
-    return torch._C._len_torch_dispatch_stack() > 0 or type(q) not in (
-        torch.Tensor,
-        torch.nn.Parameter,
-    )
 
 
 def _autocast(*tensors):

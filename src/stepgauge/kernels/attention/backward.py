@@ -1,5 +1,5 @@
-"""The backward of FlashAttention-2 (Dao 2023) in Triton: dq by tiles of queries, dk and dv by tiles of
-keys, or all three in one kernel.
+"""The backward of FlashAttention-2 (Dao 2023) in Triton: dq by tiles of queries, dk and dv by tiles
+of keys.
 
 Legend: H query heads, K key heads, T_q queries, T_k keys, D head width. q_MD is a tile of M queries,
 k_ND of N keys; s_MN scores, s_NM scores transposed.
@@ -20,29 +20,6 @@ from .tile_ops import (
     _seen_by,
     _store_rows,
 )
-
-
-@triton.jit(do_not_specialize=_COUNTS)
-def delta_kernel(
-    o, do, delta, o_b, o_h, o_t, do_b, do_h, do_t, num_heads, num_queries,
-    HEAD_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """delta = rowsum(o * do), which equals rowsum(P * dP): the part of the softmax's gradient that
-    is a row's own.
-    """
-    head = tl.program_id(0)
-    row = tl.program_id(1) * BLOCK_M
-    b = head // num_heads
-    h = head % num_heads
-    o_MD = _load_rows(
-        o, b, h, row, o_b, o_h, o_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, False, True
-    )
-    do_MD = _load_rows(
-        do, b, h, row, do_b, do_h, do_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, False, True
-    )
-    rows_M = row + tl.arange(0, BLOCK_M)
-    delta_M = tl.sum(o_MD.to(tl.float32) * do_MD.to(tl.float32), 1)
-    tl.store(delta + head.to(tl.int64) * num_queries + rows_M, delta_M, mask=rows_M < num_queries)
 
 
 @triton.jit
@@ -147,11 +124,11 @@ def dq_kernel(
 
 @triton.jit
 def _dkdv_loop(
-    dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, dq, b, kv_h, start, stop, col, first_N, last_N,
-    q_b, q_h, q_t, do_b, do_h, do_t, num_heads, num_queries, num_keys, scale_log2, scale,
-    BOUNDED: tl.constexpr, MASK: tl.constexpr, MASK_KEYS: tl.constexpr, GROUP: tl.constexpr, HEAD_WIDTH: tl.constexpr,
+    dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, b, kv_h, start, stop, col, first_N, last_N,
+    q_b, q_h, q_t, do_b, do_h, do_t, num_heads, num_queries, scale_log2,
+    BOUNDED: tl.constexpr, MASK: tl.constexpr, GROUP: tl.constexpr, HEAD_WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    USE_TMA: tl.constexpr, WITH_DQ: tl.constexpr, ORDER: tl.constexpr, GRADS: tl.constexpr, THREADS: tl.constexpr,
+    USE_TMA: tl.constexpr, ORDER: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Rows start .. stop of every query head that shares the key head: one loop over both, to
     pipeline as one.
@@ -172,115 +149,59 @@ def _dkdv_loop(
             q, b, h, row, q_b, q_h, q_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True
         )
         do_MD = _load_rows(
-            do,
-            b,
-            h,
-            row,
-            do_b,
-            do_h,
-            do_t,
-            num_queries,
-            HEAD_WIDTH,
-            BLOCK_M,
-            BLOCK_D,
-            USE_TMA,
-            True,
-        )
+            do, b, h, row, do_b, do_h, do_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True
+        )  # fmt: skip
         # A query past the end has an infinite log-sum-exp: its probabilities are zero without
         # another mask.
         lse2_M = (
             _load_numbers(lse + own + rows_M, rows_M < num_queries, float("inf"), BLOCK_M, THREADS)
             * LOG2_E
         )
-        if ORDER != "late":
+        if ORDER == "early":
             delta_M = _load_numbers(
                 delta + own + rows_M, rows_M < num_queries, 0.0, BLOCK_M, THREADS
             )
         # Scores transposed, so that P^T and dS^T leave the matrix unit in the registers they are
         # needed in next.
-        # sums that start at -lse and -delta: neither is held beside the product
-        if ORDER == "folded":
-            s_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) - (lse2_M * (1.0 / scale_log2))[None, :]
-            s_NM = tl.dot(k_ND, q_MD.T, s_NM, input_precision=PRECISION)
-            dp_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) - delta_M[None, :]
-            dp_NM = tl.dot(v_ND, do_MD.T, dp_NM, input_precision=PRECISION)
-            p_NM = tl.exp2(s_NM * scale_log2)
-        else:
-            s_NM = tl.dot(k_ND, q_MD.T, input_precision=PRECISION)
-            if ORDER == "early" and GRADS != 1:
-                dp_NM = tl.dot(v_ND, do_MD.T, input_precision=PRECISION)
-            p_NM = tl.exp2(s_NM * scale_log2 - lse2_M[None, :])
+        s_NM = tl.dot(k_ND, q_MD.T, input_precision=PRECISION)
+        if ORDER == "early":
+            dp_NM = tl.dot(v_ND, do_MD.T, input_precision=PRECISION)
+        p_NM = tl.exp2(s_NM * scale_log2 - lse2_M[None, :])
         if MASK:
             visible = rows_M[None, :] >= cols_N[:, None]
             if BOUNDED:
                 visible = rows_M[None, :] >= first_N[:, None]
                 visible = visible & (rows_M[None, :] <= last_N[:, None])
             p_NM = tl.where(visible, p_NM, 0.0)
-        # only where keys are summed over: a key past the end spoils no row but its own otherwise
-        if MASK_KEYS:
-            p_NM = tl.where((cols_N < num_keys)[:, None], p_NM, 0.0)
-        if GRADS != 2:
-            dv_ND = tl.dot(p_NM.to(do_MD.dtype), do_MD, dv_ND, input_precision=PRECISION)
-        if GRADS != 1:
-            if ORDER == "late":
-                # dP and delta only now: with the scores still in registers they would not fit.
-                dp_NM = tl.dot(v_ND, do_MD.T, input_precision=PRECISION)
-                delta_M = _load_numbers(
-                    delta + own + rows_M, rows_M < num_queries, 0.0, BLOCK_M, THREADS
-                )
-            if ORDER == "folded":
-                ds_NM = (p_NM * dp_NM).to(q_MD.dtype)
-            else:
-                ds_NM = (p_NM * (dp_NM - delta_M[None, :])).to(q_MD.dtype)
-            dk_ND = tl.dot(ds_NM, q_MD, dk_ND, input_precision=PRECISION)
-        if WITH_DQ:
-            part_MD = tl.dot(ds_NM.T, k_ND, input_precision=PRECISION) * scale
-            if USE_TMA:
-                dq.atomic_add([b, h, row, 0], part_MD.reshape(1, 1, BLOCK_M, BLOCK_D))
-            else:
-                d = tl.arange(0, BLOCK_D)
-                mask = (rows_M < num_queries)[:, None] & (d < HEAD_WIDTH)[None, :]
-                first = dq + (own + row) * HEAD_WIDTH
-                tl.atomic_add(
-                    first + local_M[:, None] * HEAD_WIDTH + d[None, :],
-                    part_MD,
-                    mask=mask,
-                    sem="relaxed",
-                )
+        dv_ND = tl.dot(p_NM.to(do_MD.dtype), do_MD, dv_ND, input_precision=PRECISION)
+        if ORDER == "late":
+            # dP and delta only now: with the scores still in registers they would not fit.
+            dp_NM = tl.dot(v_ND, do_MD.T, input_precision=PRECISION)
+            delta_M = _load_numbers(
+                delta + own + rows_M, rows_M < num_queries, 0.0, BLOCK_M, THREADS
+            )
+        ds_NM = (p_NM * (dp_NM - delta_M[None, :])).to(q_MD.dtype)
+        dk_ND = tl.dot(ds_NM, q_MD, dk_ND, input_precision=PRECISION)
     return dk_ND, dv_ND
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def dkdv_kernel(
-    # q, k, v, do and dq are descriptors if USE_TMA; dq only if WITH_DQ
-    q, k, v, do, lse, delta, dk, dv, dq, spans,
+    q, k, v, do, lse, delta, dk, dv, spans,  # q, k, v and do are descriptors if USE_TMA
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     num_heads, all_kv_heads, num_queries, num_keys, num_tiles, section, chunk, dk_split, dv_split, scale_log2, scale,
-    IS_CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
-    HEAD_WIDTH: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    USE_TMA: tl.constexpr, WITH_DQ: tl.constexpr, ORDER: tl.constexpr, GRADS: tl.constexpr, THREADS: tl.constexpr,
+    USE_TMA: tl.constexpr, ORDER: tl.constexpr, THREADS: tl.constexpr,
     WINDOW: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """dv = P^T do and dk = scale (P * (do v^T - delta))^T q for one tile of keys and one chunk of
     the queries.
-
-    WITH_DQ also adds this tile's share of dq to an fp32 buffer: five products instead of seven in
-    the whole backward, at the price of an order of summation that changes from run to run.
     """
     BOUNDED: tl.constexpr = WINDOW > 0 or PACKED
     col, _, b, kv_h, split, first, last = _key_program(
-        num_tiles,
-        num_heads,
-        all_kv_heads,
-        num_queries,
-        section,
-        chunk,
-        IS_CAUSAL,
-        GROUP,
-        BLOCK_M,
-        BLOCK_N,
-    )
+        num_tiles, num_heads, all_kv_heads, num_queries, section, chunk, IS_CAUSAL, GROUP, BLOCK_M, BLOCK_N
+    )  # fmt: skip
     if IS_CAUSAL and SPLIT:  # noqa: SIM102 - part 0 is written in any key: with zeros, if no query sees this tile
         if first >= last and split != 0:
             return
@@ -299,42 +220,27 @@ def dkdv_kernel(
                                    WINDOW, PACKED)  # fmt: skip
         first, whole, last, end = _edges(first_N, last_N, BLOCK_M)
         dk_ND, dv_ND = _dkdv_loop(
-            dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, dq, b, kv_h, last, end, col, first_N, last_N,
-            q_b, q_h, q_t, do_b, do_h, do_t, num_heads, num_queries, num_keys, scale_log2, scale,
-            BOUNDED, True, MASK_KEYS, GROUP, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA,
-            WITH_DQ, ORDER, GRADS, THREADS)  # fmt: skip
+            dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, b, kv_h, last, end, col, first_N, last_N,
+            q_b, q_h, q_t, do_b, do_h, do_t, num_heads, num_queries, scale_log2,
+            BOUNDED, True, GROUP, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA, ORDER,
+            THREADS)  # fmt: skip
     elif IS_CAUSAL:  # from here on, the tile's first query sees the last key of this tile
         whole = tl.minimum(tl.cdiv(col + BLOCK_N - 1, BLOCK_M) * BLOCK_M, tl.maximum(first, last))
         whole = tl.maximum(whole, first)
     if IS_CAUSAL or BOUNDED:
         dk_ND, dv_ND = _dkdv_loop(
-            dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, dq, b, kv_h, first, whole, col, first_N, last_N,
-            q_b, q_h, q_t, do_b, do_h, do_t, num_heads, num_queries, num_keys, scale_log2, scale,
-            BOUNDED, True, MASK_KEYS, GROUP, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA,
-            WITH_DQ, ORDER, GRADS, THREADS)  # fmt: skip
+            dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, b, kv_h, first, whole, col, first_N, last_N,
+            q_b, q_h, q_t, do_b, do_h, do_t, num_heads, num_queries, scale_log2,
+            BOUNDED, True, GROUP, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA, ORDER,
+            THREADS)  # fmt: skip
     dk_ND, dv_ND = _dkdv_loop(
-        dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, dq, b, kv_h, whole, last, col, first_N, last_N,
-        q_b, q_h, q_t, do_b, do_h, do_t, num_heads, num_queries, num_keys, scale_log2, scale,
-        BOUNDED, False, MASK_KEYS, GROUP, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA,
-        WITH_DQ, ORDER, GRADS, THREADS)  # fmt: skip
+        dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, b, kv_h, whole, last, col, first_N, last_N,
+        q_b, q_h, q_t, do_b, do_h, do_t, num_heads, num_queries, scale_log2,
+        BOUNDED, False, GROUP, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA, ORDER,
+        THREADS)  # fmt: skip
     dk += tl.cast(split, tl.int64) * dk_split
     dv += tl.cast(split, tl.int64) * dv_split
-    if GRADS != 1:
-        _store_rows(
-            dk,
-            dk_ND * scale,
-            b,
-            kv_h,
-            col,
-            dk_b,
-            dk_h,
-            dk_t,
-            num_keys,
-            HEAD_WIDTH,
-            BLOCK_N,
-            BLOCK_D,
-        )
-    if GRADS != 2:
-        _store_rows(
-            dv, dv_ND, b, kv_h, col, dv_b, dv_h, dv_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D
-        )
+    _store_rows(
+        dk, dk_ND * scale, b, kv_h, col, dk_b, dk_h, dk_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D
+    )
+    _store_rows(dv, dv_ND, b, kv_h, col, dv_b, dv_h, dv_t, num_keys, HEAD_WIDTH, BLOCK_N, BLOCK_D)

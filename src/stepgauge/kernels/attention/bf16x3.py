@@ -189,7 +189,7 @@ def dq_kernel(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def dkdv_kernel(
-    q3, k3, v3, do3, lse, delta, dk, dv, unused,  # the parts are descriptors if USE_TMA
+    q3, k3, v3, do3, lse, delta, dk, dv,  # the parts are descriptors if USE_TMA
     q_part, k_part, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     num_heads, all_kv_heads, num_queries, num_keys, num_tiles, section, chunk, part, scale_log2, scale,
     IS_CAUSAL: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -318,7 +318,7 @@ def dq_launch(key, tiles, num_splits, chunk, steps):
 
 
 def dkdv_launches(key, tiles, num_splits, chunk, steps):
-    """The launches, each on the parts of q, k, v and do, lse, delta, dk, dv and any tensor."""
+    """The launches, each on the parts of q, k, v and do, lse, delta, dk and dv."""
     batch, num_heads, num_queries, head_width = key.q.shape
     num_kv_heads, num_keys = key.k.shape[1:3]
     num_tiles = triton.cdiv(num_keys, tiles.block_k)
@@ -363,7 +363,7 @@ def _boxes(key, tiles):
 
 
 def _section(key, loop_length, num_heads, num_tiles, tiles):
-    # Thirds are half as long again as what they are made of.
+    # The three parts are half as long again as what they are made of.
     return key.section(
         loop_length * 3 // 2, num_heads=num_heads, num_tiles=num_tiles, per_sm=tiles.programs_per_sm
     )

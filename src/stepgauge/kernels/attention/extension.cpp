@@ -94,12 +94,11 @@ std::tuple<Tensor, Tensor, Tensor> backward_operator(
     const Tensor& grad, const Saved& saved, bool is_causal, double scale) {
   using Signature = std::tuple<Tensor, Tensor, Tensor>(
       const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-      bool, double, bool);
+      bool, double);
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("stepgauge::flash_attention_backward", "")
                              .typed<Signature>();
-  return op.call(
-      grad, saved.q, saved.k, saved.v, saved.o, saved.lse, is_causal, scale, true);
+  return op.call(grad, saved.q, saved.k, saved.v, saved.o, saved.lse, is_causal, scale);
 }
 
 struct Attention : torch::autograd::Function<Attention> {
@@ -157,10 +156,10 @@ double scale_of(PyObject* given, const Tensor& q) {
   return std::pow(static_cast<double>(q.sizes().empty() ? 1 : q.sizes().back()), -0.5);
 }
 
-// attention(q, k, v, is_causal, scale, deterministic): o, or None when Python must do it.
+// attention(q, k, v, is_causal, scale): o, or None when Python must do it.
 PyObject* serve(PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  if (count != 6 || !begin_well(args, 3) || args[5] != Py_True) Py_RETURN_NONE;
+  if (count != 5 || !begin_well(args, 3)) Py_RETURN_NONE;
   const Inputs in = inputs_of(args);
   const bool is_causal = args[3] == Py_True;
   const double scale = scale_of(args[4], in.q);

@@ -23,7 +23,7 @@ _HALF_RATE_WARPS = 4.0
 # 400 TFLOP/s of an H100's 132 multiprocessors; a tenth of it in float32.
 _FLOPS_PER_US = 3e6
 _TILE_STEPS = 1  # what a tile costs beside its loop, in steps of it: a guess
-_PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4, "fused": 5}
+_PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Tiles:
     `fp32_products` is how a float32 product is made where tf32 is not allowed: "ieee" on the
     ordinary units, "tf32x3", three tf32 products of the upper and lower halves, or "bf16x6", six
     bf16 products of upper, middle and lower parts; the error of both is that of float32. `order`:
-    whether dkdv multiplies for dP before the exponentials ("early"), after them ("late": fewer
-    registers), or before and with sums that start at -lse and -delta ("folded").
+    whether dkdv multiplies for dP before the exponentials ("early") or after them ("late": fewer
+    registers).
     """
 
     block_q: int
@@ -65,11 +65,9 @@ def choose_num_splits(
     multiprocessor with room, and adds what the parts cost. More parts are only considered while
     there are few programs, so the memory for them is bounded by the chip and not by the length.
     """
-    own, other = (num_keys, num_queries) if kernel in ("dkdv", "fused") else (num_queries, num_keys)
+    own, other = (num_keys, num_queries) if kernel == "dkdv" else (num_queries, num_keys)
     block, loop_block = (
-        (tiles.block_k, tiles.block_q)
-        if kernel in ("dkdv", "fused")
-        else (tiles.block_q, tiles.block_k)
+        (tiles.block_k, tiles.block_q) if kernel == "dkdv" else (tiles.block_q, tiles.block_k)
     )
     most = 8 * num_sms * tiles.programs_per_sm // max(1, num_heads * math.ceil(own / block))
     candidates = [s for s in _SPLITS if s <= max(1, min(most, math.ceil(other / loop_block)))]
@@ -96,7 +94,7 @@ def predict_us(kernel, tiles, num_splits, *, num_heads, num_queries, num_keys, h
     works = [count * tile_us + _PROGRAM_US for count in loops for _ in range(num_heads) if count]
     cost = _makespan(works, num_sms, tiles.programs_per_sm, tiles.num_warps)
     if num_splits > 1:
-        rows, outs = (tiles.block_k, 2) if kernel in ("dkdv", "fused") else (tiles.block_q, 1)
+        rows, outs = (tiles.block_k, 2) if kernel == "dkdv" else (tiles.block_q, 1)
         # Each part is written once and read once, in float32.
         cost += _REDUCE_US + 2 * len(works) * rows * head_width * 4 * outs / _PART_BYTES_PER_US
     return cost
@@ -104,7 +102,7 @@ def predict_us(kernel, tiles, num_splits, *, num_heads, num_queries, num_keys, h
 
 def _loop_tiles(kernel, tiles, num_splits, num_queries, num_keys, is_causal):
     """How many inner tiles each program of one head loops over, in the order of the grid."""
-    over_queries = kernel in ("dkdv", "fused")
+    over_queries = kernel == "dkdv"
     own, other = (num_keys, num_queries) if over_queries else (num_queries, num_keys)
     block, step = (tiles.block_k, tiles.block_q) if over_queries else (tiles.block_q, tiles.block_k)
     chunk = chunk_length(other, num_splits, max(block, step))
@@ -235,7 +233,7 @@ def select_tiles(
 ):
     """The Tiles of `kernel` on compute capability `arch` (90 for sm_90; 0: interpreter).
 
-    Kernels are forward, dq, dkdv and fused; of bf16x3.py, dq_bf16x3 and dkdv_bf16x3. `tma` says
+    Kernels are forward, dq and dkdv; of bf16x3.py, dq_bf16x3 and dkdv_bf16x3. `tma` says
     that the copy engine can read the tensors, `is_bounded` that there is a window or sequences are
     packed.
     """
@@ -284,10 +282,6 @@ _BY_POINTER = {
         Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(32, 64, 4, 2, programs_per_sm=2),
         Tiles(32, 32, 4, 1, programs_per_sm=2),  # 33 spilled words on sm_80
     ),
-    "fused": _by_width(
-        Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(32, 64, 4, 2, programs_per_sm=2), Tiles(32, 64, 8, 1),
-        Tiles(32, 32, 4, 1, programs_per_sm=2),  # 51 spilled words on sm_80
-    ),
 }  # fmt: skip
 
 # Widths 64 and 128 are the fastest of 7 to 14 measured on an H100 on 2026-11-21, 16384 tokens (2 x
@@ -308,10 +302,6 @@ _SM90_TMA = {
         Tiles(128, 64, 4, 2, True, 2, 0.742), Tiles(128, 64, 4, 2, True, 2, 0.798),
         Tiles(64, 64, 4, 3, True, 2, 0.497, order="early"),
         Tiles(64, 64, 4, 2, True, 2, 0.904), Tiles(32, 64, 8, 2, True),
-    ),
-    "fused": _by_width(
-        Tiles(64, 64, 4, 2, True, 2), Tiles(64, 64, 4, 2, True, 2), Tiles(64, 64, 4, 2, True, 2),
-        Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 1, True),
     ),
 }  # fmt: skip
 
@@ -340,10 +330,6 @@ _FP32 = {
         Tiles(32, 64, 4, 2, programs_per_sm=2), Tiles(32, 64, 4, 2, programs_per_sm=2),
         Tiles(32, 32, 4, 1, programs_per_sm=2), Tiles(16, 16, 4, 1, programs_per_sm=2), Tiles(16, 16, 4, 1),
     ),
-    "fused": _by_width(
-        Tiles(32, 64, 4, 2, programs_per_sm=2), Tiles(16, 32, 4, 1, programs_per_sm=2),
-        Tiles(32, 32, 4, 1, programs_per_sm=2), Tiles(16, 16, 4, 1, programs_per_sm=2), None,
-    ),
 }  # fmt: skip
 
 # As six bf16 products, whose operands' parts fit where halves in tf32 do not. The fastest of 8
@@ -364,7 +350,6 @@ _SM90_FP32 = {
         _six(64, 128, 8, 1), _six(64, 128, 8, 1), _six(64, 128, 8, 1, 1, 7.898), _six(16, 64, 4, 1, 2, 3.806),
         Tiles(16, 16, 4, 1),
     ),
-    "fused": _FP32["fused"],
 }  # fmt: skip
 
 
@@ -374,10 +359,3 @@ _SM90_BF16X3 = {
     "dq_bf16x3": {64: Tiles(128, 64, 8, 2, True), 128: Tiles(64, 32, 4, 2, True)},
     "dkdv_bf16x3": {64: Tiles(32, 64, 4, 2, True, 2), 128: Tiles(32, 64, 4, 2, True)},
 }
-
-
-def fused_fits(*, itemsize, head_width):
-    """Whether the one-kernel backward has tiles: in float32 at width 256 it needs more shared
-    memory than there is.
-    """
-    return itemsize < 4 or block_width(head_width) < MAX_HEAD_WIDTH

@@ -208,7 +208,6 @@ def dkdv_kernel(
     q, k, v, do,  # descriptors of boxes (1, 1, BLOCK, D) for q and do, (1, 1, ROWS, D) for k and v
     lse, delta,
     dk, dv,  # descriptors of boxes (1, 1, ROWS, D)
-    unused,  # what the portable kernel adds dq into when it makes that as well
     schedule, num_kv_heads, group, num_queries, num_keys, num_tiles, scale_log2, scale,
     IS_CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip

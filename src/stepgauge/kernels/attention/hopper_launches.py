@@ -170,7 +170,7 @@ def dq_launch(key, dq):
 
 
 def dkdv_launch(key, dk, dv):
-    """The launch on q, k, v, do, lse, delta, dk, dv and one more tensor, which it leaves alone."""
+    """The launch on q, k, v, do, lse, delta, dk and dv."""
     steps = [tiles * key.group for tiles in _query_tiles_seen(key)]
     return launch_of(
         dkdv_kernel, key, owned=key.k, schedule=schedule_of(key, key.k, steps, loop_length=key.q.shape[2] * key.group),

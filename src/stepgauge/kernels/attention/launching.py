@@ -261,7 +261,7 @@ class LaunchKey(NamedTuple):
 
     def split(self, kernel, tiles):
         """(number of splits, rows in each) of a kernel's loop."""
-        over_queries = kernel in ("dkdv", "fused")
+        over_queries = kernel == "dkdv"
         num_queries, num_keys = self.q.shape[2], self.k.shape[2]
         length = num_queries if over_queries else num_keys
         if self.is_bounded:

@@ -19,7 +19,6 @@ def flash_attention_varlen(
     is_causal: bool = True,
     window: int = 0,
     scale: float | None = None,
-    deterministic: bool = True,
 ) -> Tensor:
     """`flash_attention` in which a token sees keys of its own sequence only: the scores are
     block-diagonal, and tiles outside of the blocks are neither read nor computed.
@@ -40,7 +39,7 @@ def flash_attention_varlen(
     _check_cu_seqlens(cu_seqlens, q)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     spans = spans_of(cu_seqlens, q.shape[2])
-    o = attend(q, k, v, is_causal, scale, deterministic, window, spans)
+    o = attend(q, k, v, is_causal, scale, window, spans)
     return o[0].transpose(0, 1)
 
 

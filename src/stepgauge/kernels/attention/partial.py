@@ -18,7 +18,7 @@ def partial_forward(q, k, v, is_causal, scale) -> tuple[Tensor, Tensor]:
     """
     scale = _check(q, k, v, scale)
     if _has_kernels(q.device):
-        return torch.ops.stepgauge.flash_attention(q, k, v, is_causal, scale, True)
+        return torch.ops.stepgauge.flash_attention(q, k, v, is_causal, scale)
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     return reference.forward(q, k, v, is_causal, scale)
@@ -30,7 +30,7 @@ def partial_backward(grad_o, q, k, v, o, lse, is_causal, scale) -> tuple[Tensor,
     """
     if _has_kernels(q.device):
         run = torch.ops.stepgauge.flash_attention_backward
-        return run(grad_o, q, k, v, o, lse, is_causal, scale, True)
+        return run(grad_o, q, k, v, o, lse, is_causal, scale)
     group = q.shape[1] // k.shape[1]
     repeated = (x.repeat_interleave(group, dim=1) for x in (k, v))
     dq, dk, dv = reference.backward(grad_o, q, *repeated, o, lse, is_causal, scale)

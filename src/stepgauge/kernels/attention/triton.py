@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 import triton
 
-from . import bf16x3, extension, heuristics
-from .backward import delta_kernel, dkdv_kernel, dq_kernel
+from . import bf16x3, extension
+from .backward import dkdv_kernel, dq_kernel
 from .forward import forward_kernel
 from .launching import PlannedLaunch, View, boxes_of, launch_key, on_device, rows_last, stream_of
 from .split import combine_kernel, sum_parts_kernel
@@ -228,16 +228,15 @@ def _dq_launch(key, tiles, num_splits, chunk, steps):
 
 
 @functools.lru_cache(maxsize=512)
-def _plan_dkdv(key, dk_steps, dv_steps, with_dq, grads=3):
-    kernel = "fused" if with_dq else "dkdv"
-    is_bf16x3 = not with_dq and grads == 3 and bf16x3.takes(key)
-    tiles = key.tiles("dkdv_bf16x3" if is_bf16x3 else kernel)
-    num_splits, chunk = key.split(kernel, tiles)
+def _plan_dkdv(key, dk_steps, dv_steps):
+    is_bf16x3 = bf16x3.takes(key)
+    tiles = key.tiles("dkdv_bf16x3" if is_bf16x3 else "dkdv")
+    num_splits, chunk = key.split("dkdv", tiles)
 
     def launches(steps):
         if is_bf16x3:
             return bf16x3.dkdv_launches(key, tiles, num_splits, chunk, steps)
-        return (_dkdv_launch(key, tiles, num_splits, chunk, steps, with_dq, grads),)
+        return (_dkdv_launch(key, tiles, num_splits, chunk, steps),)
 
     if num_splits > 1:
         reduce = _reduce_launch(
@@ -246,12 +245,12 @@ def _plan_dkdv(key, dk_steps, dv_steps, with_dq, grads=3):
             width=key.width)  # fmt: skip
         return _BackwardPlan(num_splits, launches(_part_steps(key.k) * 2), reduce, is_bf16x3)
     outs = _view_of(key.k, dk_steps), _view_of(key.k, dv_steps)
-    if hopper is not None and grads == 3 and not with_dq and hopper.takes_dkdv(key, *outs):
+    if hopper is not None and hopper.takes_dkdv(key, *outs):
         return _BackwardPlan(1, (hopper.dkdv_launch(key, *outs),), None)
     return _BackwardPlan(1, launches((*dk_steps, *dv_steps)), None, is_bf16x3)
 
 
-def _dkdv_launch(key, tiles, num_splits, chunk, steps, with_dq, grads):
+def _dkdv_launch(key, tiles, num_splits, chunk, steps):
     batch, num_heads, num_queries, head_width = key.q.shape
     num_kv_heads, num_keys = key.k.shape[1:3]
     num_tiles = triton.cdiv(num_keys, tiles.block_k)
@@ -259,57 +258,27 @@ def _dkdv_launch(key, tiles, num_splits, chunk, steps, with_dq, grads):
     part = all_kv_heads * num_keys * head_width
     section = key.section(num_queries * key.group, num_heads=all_kv_heads, num_tiles=num_tiles,
                            per_sm=tiles.programs_per_sm)  # fmt: skip
-    boxes = boxes_of(tiles, key.width, (key.q, tiles.block_q), (key.k, tiles.block_k), (key.v, tiles.block_k),
-                   (key.do, tiles.block_q))  # fmt: skip
-    if with_dq and boxes:
-        boxes = (
-            *boxes,
-            (8, _view_of(key.q, _part_steps(key.q)), [1, 1, tiles.block_q, key.width]),
-        )
     return PlannedLaunch(
         dkdv_kernel,
         (num_tiles * all_kv_heads, num_splits, 1),
         (*no_spans(key), *key.q.steps, *key.k.steps, *key.v.steps, *key.do.steps, *steps,
          num_heads, all_kv_heads, num_queries, num_keys, num_tiles, section, chunk,
          part, part, key.scale * math.log2(math.e), key.scale),
-        {"IS_CAUSAL": key.is_causal, "MASK_KEYS": with_dq and num_keys % tiles.block_k != 0,
-         "SPLIT": num_splits > 1, "GROUP": key.group,
+        {"IS_CAUSAL": key.is_causal, "SPLIT": num_splits > 1, "GROUP": key.group,
          "HEAD_WIDTH": head_width, "BLOCK_D": key.width, "BLOCK_M": tiles.block_q, "BLOCK_N": tiles.block_k,
-         "PRECISION": key.products(tiles), "USE_TMA": tiles.use_tma, "WITH_DQ": with_dq,
-         "ORDER": tiles.order, "GRADS": grads, "THREADS": 32 * tiles.num_warps,
-         "WINDOW": key.window, "PACKED": key.is_packed},
+         "PRECISION": key.products(tiles), "USE_TMA": tiles.use_tma, "ORDER": tiles.order,
+         "THREADS": 32 * tiles.num_warps, "WINDOW": key.window, "PACKED": key.is_packed},
         tiles,
-        boxes=boxes,
+        boxes=boxes_of(tiles, key.width, (key.q, tiles.block_q), (key.k, tiles.block_k), (key.v, tiles.block_k),
+                     (key.do, tiles.block_q)),
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=512)
-def _plan_delta(key, dq_steps):
-    """The launches around the fused kernel: delta before it, and dq in its own type and layout
-    after it.
-    """
-    batch, num_heads, num_queries, head_width = key.q.shape
-    delta = PlannedLaunch(
-        delta_kernel,
-        (batch * num_heads, triton.cdiv(num_queries, 32), 1),
-        (*key.o.steps, *key.do.steps, num_heads, num_queries),
-        {"HEAD_WIDTH": head_width, "BLOCK_D": key.width, "BLOCK_M": 32},
-    )
-    cast = _reduce_launch(
-        key.q, [dq_steps], 1, num_queries, tile_rows=num_queries, step=1, other_rows=1, head_width=head_width,
-        width=key.width)  # fmt: skip
-    return delta, cast
-
-
 @on_device
-def backward(
-    do, q, k, v, o, lse, is_causal, scale, deterministic=True, window=0, spans=None, *,
-    num_splits=None,
-):  # fmt: skip
+def backward(do, q, k, v, o, lse, is_causal, scale, window=0, spans=None, *, num_splits=None):
     """(dq, dk, dv) of `forward`, each in its input's type and order of dimensions.
 
-    Deterministic: seven products in two kernels, and sums in a fixed order. Otherwise five products
-    in one kernel that adds into dq with atomic instructions.
+    Seven products in two kernels, and sums in a fixed order: the same bits every time.
     """
     do, q, k, v, o = (rows_last(x) for x in (do, q, k, v, o))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -317,43 +286,16 @@ def backward(
         return dq, dk.zero_(), dv.zero_()
     seen = {"window": window, "is_packed": spans is not None}
     key = launch_key(q, k, v, is_causal, scale, num_splits, o=o, do=do, **seen)
-    spans = _given(spans)
-    deterministic = deterministic or not heuristics.fused_fits(
-        itemsize=q.element_size(), head_width=q.shape[3]
-    )
-    delta = torch.empty_like(lse)
-    if deterministic:
-        for_dq = _plan_dq(key, dq.stride()[:3])
-        for_dkdv = _plan_dkdv(key, dk.stride()[:3], dv.stride()[:3], False)
-        whole = cut = q, k, v, do
-        if for_dq.is_bf16x3 or for_dkdv.is_bf16x3:
-            cut = bf16x3.cut(key, *whole, o, delta)
-        _run_dq(for_dq, *(cut if for_dq.is_bf16x3 else whole), o, lse, delta, dq, *spans)
-        operands = cut if for_dkdv.is_bf16x3 else whole
-        _run_dkdv(for_dkdv, *operands, lse, delta, dk, dv, None, *spans)
-        if extension.takes(key):
-            _offer_backward(key, for_dq, for_dkdv, q, k, v, do, o)
-        return dq, dk, dv
-    make_delta, cast = _plan_delta(key, dq.stride()[:3])
-    dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    stream = stream_of(q)
-    make_delta(stream, o, do, delta)
-    _run_dkdv(
-        _plan_dkdv(key, dk.stride()[:3], dv.stride()[:3], True),
-        q,
-        k,
-        v,
-        do,
-        lse,
-        delta,
-        dk,
-        dv,
-        dq_sum,
-        *spans,
-    )
-    if q.dtype == torch.float32:
-        return dq_sum, dk, dv
-    cast(stream, dq_sum, dq, dq)
+    spans, delta = _given(spans), torch.empty_like(lse)
+    for_dq = _plan_dq(key, dq.stride()[:3])
+    for_dkdv = _plan_dkdv(key, dk.stride()[:3], dv.stride()[:3])
+    whole = cut = q, k, v, do
+    if for_dq.is_bf16x3 or for_dkdv.is_bf16x3:
+        cut = bf16x3.cut(key, *whole, o, delta)
+    _run_dq(for_dq, *(cut if for_dq.is_bf16x3 else whole), o, lse, delta, dq, *spans)
+    _run_dkdv(for_dkdv, *(cut if for_dkdv.is_bf16x3 else whole), lse, delta, dk, dv, *spans)
+    if extension.takes(key):
+        _offer_backward(key, for_dq, for_dkdv, q, k, v, do, o)
     return dq, dk, dv
 
 
@@ -367,14 +309,13 @@ def _run_dq(step, q, k, v, do, o, lse, delta, dq, *spans):
         step.reduce(stream, out, dq, dq)
 
 
-def _run_dkdv(step, q, k, v, do, lse, delta, dk, dv, dq_sum, *spans):
+def _run_dkdv(step, q, k, v, do, lse, delta, dk, dv, *spans):
     dk_out, dv_out, stream = dk, dv, stream_of(q)
     if step.reduce is not None:
         parts = torch.empty((2, step.num_splits, *dk.shape), dtype=torch.float32, device=dk.device)
         dk_out, dv_out = parts[0], parts[1]
     for launch in step.mains:
-        unused_or_sum = delta if dq_sum is None else dq_sum
-        launch(stream, q, k, v, do, lse, delta, dk_out, dv_out, unused_or_sum, *spans)
+        launch(stream, q, k, v, do, lse, delta, dk_out, dv_out, *spans)
     if step.reduce is not None:
         step.reduce(stream, parts, dk, dv)
 
@@ -405,7 +346,7 @@ def _offer_backward(key, for_dq, for_dkdv, q, k, v, do, o):
         dk_out = temporary(2 * for_dkdv.num_splits * k.numel())
         dv_out = (dk_out[0], for_dkdv.num_splits * k.numel())
     operands = cut if for_dkdv.is_bf16x3 else whole
-    calls += [(launch, (*operands, lse, delta, dk_out, dv_out, delta)) for launch in for_dkdv.mains]
+    calls += [(launch, (*operands, lse, delta, dk_out, dv_out)) for launch in for_dkdv.mains]
     if for_dkdv.reduce is not None:
         calls.append((for_dkdv.reduce, (dk_out, dk, dv)))
     extension.offer(key, (q, k, v, do, o), 10, tuple(scratch), tuple(calls))

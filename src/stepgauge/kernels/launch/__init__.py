@@ -58,7 +58,7 @@ class Launch:
             self._by_triton(grid, tensors, scalars)
             return
         index = like.get_device()
-        if index != torch._C._cuda_getDevice():
+        if index != torch.cuda.current_device():
             with torch.cuda.device(index):
                 self(grid, tensors, scalars)
             return
@@ -79,6 +79,8 @@ class Launch:
 
 
 def raw_stream(device_index: int) -> int:
+    # torch.cuda.current_stream makes an object of it first, which costs as much as the launch. The
+    # way out: a public function that gives the handle.
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 

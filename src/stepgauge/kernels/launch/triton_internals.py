@@ -113,9 +113,7 @@ def descriptor_bytes(made: Any) -> bytes:
 
 
 def plain_launch(compiled: Any) -> tuple[int, int, int]:
-    """(function, threads, bytes of shared memory); ValueError for what a plain launch cannot
-    express.
-    """
+    """(function, threads, shared bytes); ValueError for what a plain launch cannot express."""
     data = compiled.metadata
     plain = (
         getattr(data, "num_ctas", 1) == 1

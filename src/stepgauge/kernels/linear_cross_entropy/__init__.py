@@ -9,6 +9,25 @@ one operation.
 `reference.linear_cross_entropy` the oracle. The derivation, the floors and what was tried stand in
 docs/log/2026-11-21-linear_cross_entropy.md.
 
+With l = hidden_n weight^T (l = softcap tanh(l / softcap) where `softcap` is given) and lse its
+log-sum-exp: loss = mean or sum over n of  lse - l[target_n] + z_loss lse^2. Tokens whose target is
+`ignore_index` count in neither; the mean over no tokens is NaN, as in F.cross_entropy.
+
+Types: fp32, bf16 or fp16, the same for hidden and weight; under autocast the matmuls run in
+autocast's type, as F.linear's do. float64 computes in plain PyTorch.
+
+The gradients are formed in the forward pass where hidden or weight wants one: three matmuls in all,
+where backward would need a fourth or all the logits. Extra memory: one chunk of logits, at most
+`max_logits_bytes` (512 MiB unless given, on CUDA), and under autocast a copy of the weight in
+autocast's type. The weight's gradient is summed in fp32 within a chunk of tokens;
+`weight_grad_accumulation` says what holds the sum between chunks:
+  "weight"  the gradient itself, in the weight's type: no memory, one rounding a chunk
+  "fp32"    an fp32 buffer of V x D where the weight is in fewer bits: rounded once
+  "auto"    "weight" up to 8 chunks, where its error is about twice that of one rounding, and "fp32"
+            past that
+Backward runs once: a second backward through the same loss (retain_graph) raises RuntimeError, and
+so does one with create_graph, since there is no second derivative.
+
 Legend: N tokens, D model width, V vocabulary, `...` any leading dimensions, none included.
 """
 
@@ -21,6 +40,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
+
+from stepgauge.kernels.plain_eager import is_plain_eager
 
 from . import chunked
 
@@ -39,39 +60,20 @@ def linear_cross_entropy(
     weight_grad_accumulation: str = "auto",
     max_logits_bytes: int | None = None,
 ) -> Tensor:
-    """Cross-entropy of `softmax(hidden weight^T)` against `targets`, in nats; a chunk of logits is
-    held at a time.
+    """Cross-entropy of `softmax(hidden weight^T)` against `targets`, in nats (this file's docstring).
 
-    With l = hidden_n weight^T (l = softcap tanh(l / softcap) where `softcap` is given) and lse its
-    log-sum-exp: loss = mean or sum over n of  lse - l[target_n] + z_loss lse^2. Tokens whose target
-    is `ignore_index` count in neither; the mean over no tokens is NaN, as in F.cross_entropy.
-
-    Shapes: hidden (..., D), weight_VD (V, D), targets (...) int64 or int32. Types: fp32, bf16 or
-    fp16, the same for hidden and weight; under autocast the matmuls run in autocast's type, as
-    F.linear's do. float64 computes in plain PyTorch. Returns a scalar: fp32, or float64 for
-    float64.
-
-    The gradients are formed in the forward pass where hidden or weight wants one: three matmuls in
-    all, where backward would need a fourth or all the logits. Extra memory: one chunk of logits, at
-    most `max_logits_bytes` (512 MiB unless given, on CUDA), and under autocast a copy of the weight
-    in autocast's type. The weight's gradient is summed in fp32 within a chunk of tokens;
-    `weight_grad_accumulation` says what holds the sum between chunks:
-      "weight"  the gradient itself, in the weight's type: no memory, one rounding a chunk
-      "fp32"    an fp32 buffer of V x D where the weight is in fewer bits: rounded once
-      "auto"    "weight" up to 8 chunks, where its error is about twice that of one rounding, and
-                "fp32" past that
-    Backward runs once: a second backward through the same loss (retain_graph) raises RuntimeError,
-    and so does one with create_graph, since there is no second derivative.
-
-    Raises ValueError for shapes, types or options that do not fit. A target outside the vocabulary
-    raises ValueError on CPU and gives a NaN loss on CUDA, where looking would mean waiting for the
-    device.
+    Shapes: hidden (..., D), weight_VD (V, D), targets (...) int64 or int32. Returns a scalar: fp32,
+    or float64 for float64. Raises ValueError for shapes, types or options that do not fit, and on a
+    CPU for a target outside the vocabulary; on CUDA such a target gives a NaN loss.
     """
-    _check(
-        hidden, weight_VD, targets, reduction, softcap, weight_grad_accumulation, max_logits_bytes
-    )
+    _check_tensors(hidden, weight_VD, targets)
+    _check_options(reduction, softcap, weight_grad_accumulation, max_logits_bytes)
     differentiates = torch.is_grad_enabled()
-    run = LinearCrossEntropyFunction.apply if _plain(hidden, weight_VD, targets) else _OPERATOR
+    run = (
+        LinearCrossEntropyFunction.apply
+        if is_plain_eager(hidden, weight_VD, targets)
+        else _OPERATOR
+    )
     return run(
         hidden.reshape(-1, hidden.shape[-1]),
         weight_VD,
@@ -227,7 +229,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         # The operator's dispatch takes the host a few times as long as the launches.
-        return _compute(*arguments) if _plain(*arguments[:3]) else _OPERATOR(*arguments)
+        return _compute(*arguments) if is_plain_eager(*arguments[:3]) else _OPERATOR(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -284,7 +286,7 @@ def _multiplied(gradients: list[Tensor], factor: Tensor) -> list[Tensor]:
         or any(isinstance(g, FunctionalTensor) for g in gradients)
     ):
         return [gradient * factor for gradient in gradients]
-    if _plain(*gradients, factor) and not torch.is_grad_enabled():
+    if is_plain_eager(*gradients, factor) and not torch.is_grad_enabled():
         chunked.kernels_for(factor.device, factor.dtype).multiply_(gradients, factor)
         # A second backward must find that they changed.
         torch.autograd.graph.increment_version(gradients)
@@ -293,20 +295,8 @@ def _multiplied(gradients: list[Tensor], factor: Tensor) -> list[Tensor]:
     return gradients
 
 
-def _plain(*tensors: Tensor) -> bool:
-    """Whether nothing but eager autograd looks at this call, so that the operator may be passed by."""
-    return (
-        not torch.compiler.is_compiling()
-        and all(type(x) in (Tensor, nn.Parameter) for x in tensors)
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-    )
-
-
 def _compute_dtype(hidden: Tensor, weight_VD: Tensor) -> torch.dtype:
-    """The matmuls' type: autocast's where it is on and casts (it leaves float64 alone), the inputs'
-    own otherwise.
-    """
+    """The matmuls' type: autocast's where it is on, but for float64; else the inputs' own."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight_VD.dtype):
         return torch.get_autocast_dtype(device)
@@ -317,15 +307,7 @@ def _compute_dtype(hidden: Tensor, weight_VD: Tensor) -> torch.dtype:
     return hidden.dtype
 
 
-def _check(
-    hidden: Tensor,
-    weight_VD: Tensor,
-    targets: Tensor,
-    reduction: str,
-    softcap: float | None,
-    weight_grad_accumulation: str,
-    max_logits_bytes: int | None,
-) -> None:
+def _check_tensors(hidden: Tensor, weight_VD: Tensor, targets: Tensor) -> None:
     if weight_VD.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != weight_VD.shape[1]:
         raise ValueError(
             f"expected hidden (..., D) and weight (V, D), got {tuple(hidden.shape)} and {tuple(weight_VD.shape)}"
@@ -339,6 +321,14 @@ def _check(
     for name, dtype in (("hidden", hidden.dtype), ("weight", weight_VD.dtype)):
         if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             raise ValueError(f"expected {name} in fp32, bf16, fp16 or float64, got {dtype}")
+
+
+def _check_options(
+    reduction: str,
+    softcap: float | None,
+    weight_grad_accumulation: str,
+    max_logits_bytes: int | None,
+) -> None:
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}: expected 'mean' or 'sum'")
     if softcap is not None and not softcap > 0:

@@ -56,9 +56,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
 
 
 def chunk_tokens(num_tokens: int, row_bytes: int, max_logits_bytes: int) -> int:
-    """Tokens of a chunk: as even as they come within `max_logits_bytes`, whole tiles of a matmul
-    where that fits.
-    """
+    """Tokens of a chunk: even within `max_logits_bytes`, whole tiles of a matmul if they fit."""
     limit = max(1, max_logits_bytes // row_bytes)
     num_chunks = max(1, math.ceil(num_tokens / limit))
     tokens = math.ceil(num_tokens / num_chunks)
@@ -77,9 +75,7 @@ def chunk_shape(
 
 
 def transient_bytes(arguments: Sequence[Any]) -> int:
-    """What the operator takes while it runs, beside its results: a chunk's logits, and operands in
-    another type.
-    """
+    """What runs beside the results: a chunk's logits, and operands in another type."""
     hidden_ND, weight_VD, _, compute_dtype, *_ = arguments
     C, P = chunk_shape(hidden_ND, len(weight_VD), compute_dtype, arguments[9])
     rows = operand_rows(len(weight_VD), P, compute_dtype)
@@ -111,25 +107,19 @@ def as_operand(weight_VD: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 
 
 def held_dtype(input_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
-    """Type in which a gradient waits for backward: the input's own, or fp32 where the matmul cannot
-    write that.
-    """
+    """In which a gradient waits for backward: the input's, or fp32 if matmuls cannot write it."""
     return input_dtype if input_dtype in (compute_dtype, torch.float32) else torch.float32
 
 
 def held_weight_dtype(weight_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
-    """As held_dtype, but an fp16 weight's gradient waits in fp32: before it is scaled, its sum can
-    pass 65,504.
-    """
+    """As held_dtype, but of fp16 in fp32: the sum before scaling can pass 65,504."""
     return (
         torch.float32 if weight_dtype == torch.float16 else held_dtype(weight_dtype, compute_dtype)
     )
 
 
 def scales_gradient(compute_dtype: torch.dtype) -> bool:
-    """Whether 1/N is multiplied into the logits' gradient. In fp16 p/N would underflow: there
-    backward multiplies.
-    """
+    """Whether 1/N is in the logits' gradient. In fp16 p/N underflows: backward multiplies."""
     return compute_dtype != torch.float16
 
 
@@ -145,57 +135,29 @@ def loss_and_gradients(
     need_hidden: bool,
     need_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss (a scalar), gradients of hidden and weight for an incoming gradient of one, and 1/N as a
-    one-element tensor.
+    """Loss, gradients of hidden and weight for an incoming gradient of one, and 1/N.
 
-    A gradient that is not needed comes back with no elements. Where `scales_gradient` is false, the
-    gradients still want multiplying by 1/N.
+    Gradients that are not needed are empty; those of fp16 still want multiplying by 1/N.
     """
-    N, V = targets_N.shape[0], weight_VD.shape[0]
-    rows = kernels_for(hidden_ND.device, compute_dtype)
-    targets_N = targets_N.contiguous()
+    N, V, targets_N = len(targets_N), len(weight_VD), targets_N.contiguous()
     C, P = chunk_shape(hidden_ND, V, compute_dtype, max_logits_bytes)
-    num_chunks = math.ceil(N / C)
     held_weight = held_weight_dtype(weight_VD.dtype, compute_dtype)
-    sums_in_fp32 = accumulation == "fp32" or (
-        accumulation == "auto" and num_chunks > MAX_ROUNDED_CHUNKS
-    )
-    sum_dtype = (
-        torch.float32
-        if sums_in_fp32 and num_chunks > 1 and held_weight.itemsize < 4
-        else held_weight
-    )
-
-    scale_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
-    losses_N = hidden_ND.new_empty(N, dtype=scale_dtype)
-    scale = losses_N.new_ones(())
-    if loss.mean:
-        scale = rows.loss_scale(targets_N, ignore_index=loss.ignore_index).to(scale_dtype)
-    grad_hidden = hidden_ND.new_empty(
-        hidden_ND.shape if need_hidden else 0, dtype=held_dtype(hidden_ND.dtype, compute_dtype)
-    )
-    R = operand_rows(V, P, compute_dtype)
+    sum_dtype = _sum_dtype(held_weight, accumulation, num_chunks=math.ceil(N / C))
+    scale = _loss_scale(targets_N, loss, hidden_ND, compute_dtype)
+    losses_N = hidden_ND.new_empty(N, dtype=scale.dtype)
+    held_hidden = held_dtype(hidden_ND.dtype, compute_dtype)
+    grad_hidden = hidden_ND.new_empty(hidden_ND.shape if need_hidden else 0, dtype=held_hidden)
     grad_weight = hidden_ND.new_empty(weight_VD.shape if need_weight else 0, dtype=sum_dtype)
+    R = operand_rows(V, P, compute_dtype)
     hidden_ND, weight_RD = hidden_ND.to(compute_dtype), as_operand(weight_VD, R, compute_dtype)
     logits_CP = hidden_ND.new_empty(min(C, N), P)
-
     for first in range(0, N, C):
-        here = slice(first, min(first + C, N))
-        hidden_CD = hidden_ND[here]
-        chunk_CP = logits_CP[: len(hidden_CD)]
-        chunk_CR = chunk_CP[:, :R]
-        torch.mm(hidden_CD, weight_RD.mT, out=chunk_CR)
-        rows.softmax_gradient_(
-            chunk_CP, V, hidden_CD, weight_RD, targets_N[here], scale, losses_N[here], loss,
-            write_gradient=need_hidden or need_weight, scale_gradient=scales_gradient(compute_dtype),
+        here = slice(first, first + C)
+        chunk = hidden_ND[here], weight_RD, targets_N[here], scale, losses_N[here]
+        _one_chunk(
+            logits_CP[: N - first], V, chunk, loss,
+            grad_hidden[here] if need_hidden else None, grad_weight if need_weight else None, accumulate=first > 0,
         )  # fmt: skip
-        if need_hidden:
-            _matmul_(grad_hidden[here], chunk_CR, weight_RD)
-        if need_weight:
-            for rows_of in _aligned_and_rest(V, R):
-                _matmul_(
-                    grad_weight[rows_of], chunk_CR[:, rows_of].mT, hidden_CD, accumulate=first > 0
-                )
     del logits_CP
     if N == 0:
         grad_weight.zero_()
@@ -203,10 +165,55 @@ def loss_and_gradients(
     return total, grad_hidden, grad_weight.to(held_weight), scale
 
 
-def _aligned_and_rest(V: int, R: int) -> list[slice]:
-    """The vocabulary in one, or where matmuls want whole multiples, these and the few words after
-    them.
+def _sum_dtype(held_weight: torch.dtype, accumulation: str, *, num_chunks: int) -> torch.dtype:
+    """What holds the weight's gradient between chunks."""
+    in_fp32 = accumulation == "fp32" or (accumulation == "auto" and num_chunks > MAX_ROUNDED_CHUNKS)
+    return torch.float32 if in_fp32 and num_chunks > 1 and held_weight.itemsize < 4 else held_weight
+
+
+def _loss_scale(
+    targets_N: Tensor, loss: Loss, hidden_ND: Tensor, compute_dtype: torch.dtype
+) -> Tensor:
+    """1/N of a mean, else 1, in the type that losses have."""
+    dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
+    if not loss.mean:
+        return hidden_ND.new_ones((), dtype=dtype)
+    rows = kernels_for(hidden_ND.device, compute_dtype)
+    return rows.loss_scale(targets_N, ignore_index=loss.ignore_index).to(dtype)
+
+
+def _one_chunk(
+    logits_CP: Tensor,
+    V: int,
+    chunk: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    loss: Loss,
+    grad_hidden_CD: Tensor | None,
+    grad_weight_VD: Tensor | None,
+    *,
+    accumulate: bool,
+) -> None:
+    """Logits, their gradient in their place, and the two products of that.
+
+    chunk: hidden, weight, targets, scale and where its losses go.
     """
+    hidden_CD, weight_RD = chunk[:2]
+    R, dtype = len(weight_RD), logits_CP.dtype
+    logits_CR = logits_CP[:, :R]
+    torch.mm(hidden_CD, weight_RD.mT, out=logits_CR)
+    kernels_for(logits_CP.device, dtype).softmax_gradient_(
+        logits_CP, V, *chunk, loss,
+        write_gradient=grad_hidden_CD is not None or grad_weight_VD is not None,
+        scale_gradient=scales_gradient(dtype),
+    )  # fmt: skip
+    if grad_hidden_CD is not None:
+        _matmul_(grad_hidden_CD, logits_CR, weight_RD)
+    if grad_weight_VD is not None:
+        for rows in _aligned_and_rest(V, R):
+            _matmul_(grad_weight_VD[rows], logits_CR[:, rows].mT, hidden_CD, accumulate=accumulate)
+
+
+def _aligned_and_rest(V: int, R: int) -> list[slice]:
+    """The vocabulary as one, or whole multiples that matmuls want, and the few words left."""
     whole = V if R == V else V - V % ROW_MULTIPLE
     return [part for part in (slice(0, whole), slice(whole, V)) if part.start < part.stop]
 

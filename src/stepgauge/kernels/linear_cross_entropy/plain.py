@@ -36,14 +36,11 @@ def softmax_gradient_(
 ) -> None:
     """As triton.softmax_gradient_; on CPU, raises ValueError for a target outside the vocabulary."""
     valid_N = targets_N != loss.ignore_index
-    targets_N = targets_N.where(valid_N, 0).long()
-    if targets_N.device.type == "cpu":
-        _check_targets(targets_N, vocabulary)
+    targets_N = _checked(targets_N.where(valid_N, 0).long(), vocabulary)
     index_N1 = targets_N[:, None]
     target_N = (hidden_ND.to(losses_N.dtype) * weight_VD[targets_N].to(losses_N.dtype)).sum(dim=1)
     logits_NV = logits_NP[:, :vocabulary].to(losses_N.dtype)
-    cap = loss.softcap
-    if cap is not None:
+    if (cap := loss.softcap) is not None:
         slope_NV = _sech2(logits_NV / cap).scatter_(1, index_N1, _sech2(target_N / cap)[:, None])
         logits_NV, target_N = cap * torch.tanh(logits_NV / cap), cap * torch.tanh(target_N / cap)
     others_N = logits_NV.scatter(1, index_N1, -torch.inf).logsumexp(dim=1)
@@ -56,9 +53,8 @@ def softmax_gradient_(
         return
     z_slope_N = 2 * loss.z_loss * lse_N
     gradient_NV = (logits_NV - lse_N[:, None]).exp_().mul_((1 + z_slope_N)[:, None])
-    gradient_NV.scatter_(
-        1, index_N1, (z_slope_N * torch.sigmoid(-x_N) - torch.sigmoid(x_N))[:, None]
-    )
+    of_target_N = z_slope_N * torch.sigmoid(-x_N) - torch.sigmoid(x_N)
+    gradient_NV.scatter_(1, index_N1, of_target_N[:, None])
     if cap is not None:
         gradient_NV *= slope_NV
     if scale_gradient:
@@ -84,7 +80,12 @@ def _sech2(x: Tensor) -> Tensor:
     return 4 * e / (1 + e) ** 2
 
 
-def _check_targets(targets_N: Tensor, vocabulary: int) -> None:
-    outside_N = targets_N[(targets_N < 0) | (targets_N >= vocabulary)]
-    if outside_N.numel():
-        raise ValueError(f"target {outside_N[0].item()} is outside the vocabulary of {vocabulary}")
+def _checked(targets_N: Tensor, vocabulary: int) -> Tensor:
+    """On a GPU looking would mean waiting for it."""
+    if targets_N.device.type == "cpu":
+        outside_N = targets_N[(targets_N < 0) | (targets_N >= vocabulary)]
+        if outside_N.numel():
+            raise ValueError(
+                f"target {outside_N[0].item()} is outside the vocabulary of {vocabulary}"
+            )
+    return targets_N

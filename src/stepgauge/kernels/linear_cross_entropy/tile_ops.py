@@ -9,9 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def _log1p(x):
-    """log(1 + x) for 0 <= x <= 1, right where 1 + x rounds to 1 (Kahan: the error of u = 1 + x
-    divides out).
-    """
+    """log(1 + x), 0 <= x <= 1, right where 1 + x rounds to 1 (Kahan)."""
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
@@ -69,24 +67,5 @@ def _loss_of(others, target_logit):
 
 @triton.jit
 def _finite(maximum):
-    """What exponents are taken relative to: nothing is above minus infinity, and inf - inf would be
-    NaN.
-    """
+    """What exponents are relative to; 0 for minus infinity, where inf - inf would be NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
-
-
-@triton.jit
-def _pack(high, low):
-    """Two fp32 in one int64, so that one 8-byte store shows both or neither."""
-    low_bits = low.to(tl.uint32, bitcast=True).to(tl.int64)
-    return (high.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low_bits
-
-
-@triton.jit
-def _high(packed):
-    return (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _low(packed):
-    return packed.to(tl.int32).to(tl.float32, bitcast=True)

@@ -1,9 +1,8 @@
 """Triton kernels of linear + cross-entropy: what happens to a chunk of logits between two matmuls.
 
 Two kernels turn logits into their gradient in place:
-  held      a row's part stays in registers between its statistics and its gradient: one read, one
-            write. A long row is shared by SPLIT programs, which exchange their statistics through
-            memory.
+  held      a row stays in registers between its statistics and its gradient: one read, one write.
+            For rows of up to 16,384 columns.
   streamed  one program a row of any length: read twice, written once. Serves the loss alone, too.
 
 Legend: N tokens of the chunk, D model width, V vocabulary, P the row's length in memory (V rounded
@@ -18,17 +17,7 @@ from torch import Tensor
 from stepgauge.kernels.launch import Launch
 
 from .plain import Loss
-from .tile_ops import (
-    _dot_rows,
-    _finite,
-    _high,
-    _loss_of,
-    _low,
-    _pack,
-    _sech2,
-    _tanh,
-    _target_logit,
-)
+from .tile_ops import _dot_rows, _finite, _loss_of, _sech2, _tanh, _target_logit
 
 BLOCK_D = 1024
 # P is a multiple of it (chunked.ROW_MULTIPLE); handed to the kernels in these units, so that they
@@ -41,7 +30,7 @@ HELD_REGISTERS = 64
 
 @triton.jit(do_not_specialize=["V", "P_units", "D", "hidden_units", "weight_units"])
 def streamed_gradient_kernel(
-    logits_ptr, hidden_ptr, weight_ptr, targets_ptr, scale_ptr, losses_ptr, exchange_ptr,
+    logits_ptr, hidden_ptr, weight_ptr, targets_ptr, scale_ptr, losses_ptr,
     V, P_units, D, hidden_units, weight_units, z_loss, softcap,
     ROW_UNIT: tl.constexpr, STRIDE_UNIT: tl.constexpr, stride_hidden_d: tl.constexpr, stride_weight_d: tl.constexpr,
     ignore_index: tl.constexpr,
@@ -137,48 +126,35 @@ def streamed_gradient_kernel(
 
 @triton.jit(do_not_specialize=["V", "P_units", "D", "hidden_units", "weight_units"])
 def held_gradient_kernel(
-    logits_ptr, hidden_ptr, weight_ptr, targets_ptr, scale_ptr, losses_ptr, exchange_ptr,
+    logits_ptr, hidden_ptr, weight_ptr, targets_ptr, scale_ptr, losses_ptr,
     V, P_units, D, hidden_units, weight_units, z_loss, softcap,
     ROW_UNIT: tl.constexpr, STRIDE_UNIT: tl.constexpr, stride_hidden_d: tl.constexpr, stride_weight_d: tl.constexpr,
     ignore_index: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, WRITE_GRADIENT: tl.constexpr, SCALE_GRADIENT: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """As streamed_gradient_kernel, by SPLIT programs a row: P / SPLIT, rounded up to 8, is at most
-    BLOCK_V.
-
-    A part says (maximum, sum of exponentials) and (its share of the target's dot product) in two
-    int64 of the row's `exchange`, zero before, and waits until its row's others have. Programs
-    start in the order of their number, so that those it waits for run or are next: no order of
-    arrival can block.
-    """
-    n = (tl.program_id(0) // SPLIT).to(tl.int64)
-    part = tl.program_id(0) % SPLIT
+    """As streamed_gradient_kernel, of a row of at most BLOCK_V columns."""
+    n = tl.program_id(0).to(tl.int64)
     P = P_units * ROW_UNIT
-    width = tl.cdiv(P_units * (ROW_UNIT // 8), SPLIT) * 8
-    lanes = tl.arange(0, BLOCK_V)
-    cols = part * width + lanes
-    mine = (lanes < width) & (cols < P)
-    part_ptr = logits_ptr + n * P + cols
-    raw = tl.load(part_ptr, mask=mine, other=0.0, eviction_policy="evict_first")
+    cols = tl.arange(0, BLOCK_V)
+    in_row = cols < P
+    row_ptr = logits_ptr + n * P
+    raw = tl.load(row_ptr + cols, mask=in_row, other=0.0, eviction_policy="evict_first")
     scale = tl.load(scale_ptr)
     target = tl.load(targets_ptr + n).to(tl.int64)
 
     if target == ignore_index:
-        if part == 0:
-            tl.store(losses_ptr + n, 0.0 * scale)
+        tl.store(losses_ptr + n, 0.0 * scale)
         if WRITE_GRADIENT:
-            tl.store(part_ptr, tl.zeros_like(raw), mask=mine)
+            tl.store(row_ptr + cols, tl.zeros_like(raw), mask=in_row)
         return
 
     in_range = (target >= 0) & (target < V)
     safe_target = tl.where(in_range, target, 0)
     target_col = safe_target.to(tl.int32)
-    share = tl.cdiv(D, SPLIT * 8) * 8
     dot = _dot_rows(
         hidden_ptr + n * hidden_units * STRIDE_UNIT, stride_hidden_d,
-        weight_ptr + safe_target * weight_units * STRIDE_UNIT, stride_weight_d,
-        part * share, tl.minimum(D, (part + 1) * share), BLOCK_D,
+        weight_ptr + safe_target * weight_units * STRIDE_UNIT, stride_weight_d, 0, D, BLOCK_D,
     )  # fmt: skip
 
     x = raw.to(tl.float32)
@@ -186,40 +162,16 @@ def held_gradient_kernel(
     if HAS_SOFTCAP:
         slope = _sech2(x / softcap)
         x = softcap * _tanh(x / softcap)
-    x = tl.where(mine & (cols < V) & (cols != target_col), x, float("-inf"))
-    maximum = tl.max(x, axis=0)
+    x = tl.where((cols < V) & (cols != target_col), x, float("-inf"))
     # Kept for the gradient, too: exp(x - lse) = exp(x - shift) exp(shift - lse).
-    shift = _finite(maximum)
+    shift = _finite(tl.max(x, axis=0))
     held = tl.exp(x - shift)
-    sum_exp = tl.sum(held, axis=0)
+    others = shift + tl.log(tl.sum(held, axis=0))
     held *= slope
-
-    if SPLIT > 1:
-        row_ptr = exchange_ptr + n * (2 * SPLIT)
-        # Neither is zero when written: a maximum of zero comes with a sum of at least one, the
-        # second's low half is 1.
-        tl.atomic_xchg(row_ptr + part, _pack(maximum, sum_exp), sem="relaxed")
-        tl.atomic_xchg(row_ptr + SPLIT + part, _pack(dot, dot * 0.0 + 1.0), sem="relaxed")
-        # At least a warp's 32 lanes, so that a warp leaves the loop together.
-        parts = tl.arange(0, SPLIT if SPLIT > 32 else 32)
-        sums = tl.zeros_like(parts).to(tl.int64)
-        dots = tl.zeros_like(parts).to(tl.int64)
-        missing = 1
-        while missing != 0:
-            sums = tl.load(row_ptr + parts, mask=parts < SPLIT, other=1, volatile=True)
-            dots = tl.load(row_ptr + SPLIT + parts, mask=parts < SPLIT, other=1, volatile=True)
-            missing = tl.max(((sums == 0) | (dots == 0)).to(tl.int32), axis=0)
-        dot = tl.sum(_high(dots), axis=0)
-        maxima = tl.where(parts < SPLIT, _high(sums), float("-inf"))
-        row_maximum = _finite(tl.max(maxima, axis=0))
-        others = row_maximum + tl.log(tl.sum(_low(sums) * tl.exp(maxima - row_maximum), axis=0))
-    else:
-        others = shift + tl.log(sum_exp)
 
     target_logit, target_slope = _target_logit(dot, in_range, softcap, HAS_SOFTCAP)
     cross_entropy, lse, p_others, p_target = _loss_of(others, target_logit)
-    if part == 0:
-        tl.store(losses_ptr + n, scale * (cross_entropy + z_loss * lse * lse))
+    tl.store(losses_ptr + n, scale * (cross_entropy + z_loss * lse * lse))
     if WRITE_GRADIENT:
         z_slope = 2.0 * z_loss * lse
         factor = 1.0
@@ -228,19 +180,15 @@ def held_gradient_kernel(
         # Zero in the columns past V and, for the moment, in the target's: no column's number is
         # kept for a comparison.
         gradient = held * (factor * (1.0 + z_slope) * tl.exp(shift - lse))
-        tl.store(part_ptr, gradient.to(logits_ptr.dtype.element_ty), mask=mine)
+        tl.store(row_ptr + cols, gradient.to(logits_ptr.dtype.element_ty), mask=in_row)
         tl.debug_barrier()
         target_gradient = factor * target_slope * (z_slope * p_target - p_others)
-        is_mine = (target_col >= part * width) & (target_col < (part + 1) * width)
-        target_ptr = logits_ptr + n * P + target_col
-        tl.store(target_ptr, target_gradient.to(logits_ptr.dtype.element_ty), mask=is_mine)
+        tl.store(row_ptr + target_col, target_gradient.to(logits_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["N"])
 def loss_scale_kernel(targets_ptr, scale_ptr, N, ignore_index: tl.constexpr, BLOCK_N: tl.constexpr):
-    """scale = 1 / (number of targets that are not ignored), in one program: N is a few thousand to
-    a million.
-    """
+    """scale = 1 / (number of targets not ignored), in one program: N is at most a million."""
     counts = tl.zeros([BLOCK_N], dtype=tl.int32)
     for start in range(0, N, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
@@ -260,9 +208,7 @@ def _multiply_block(x_ptr, factor, numel, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_x", "num_y"])
 def multiply_kernel(x_ptr, y_ptr, factor_ptr, num_x, num_y, BLOCK: tl.constexpr):
-    """x, y *= factor, and no memory traffic at all where factor is 1, which the host cannot know
-    without waiting.
-    """
+    """x, y *= factor, without memory traffic where factor is 1, which the host cannot know."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
         _multiply_block(x_ptr, factor, num_x, BLOCK)
@@ -272,17 +218,10 @@ def multiply_kernel(x_ptr, y_ptr, factor_ptr, num_x, num_y, BLOCK: tl.constexpr)
 def row_launch(
     row_length: int, itemsize: int, *, write_gradient: bool = True
 ) -> dict[str, int | bool | str]:
-    """Constants and warps of the pass over rows of `row_length` elements; with SPLIT for the held
-    kernel.
-    """
+    """Constants and warps of the pass over rows; without VEC they are the held kernel's."""
     if write_gradient and row_length <= 16384:
         block = max(1024, triton.next_power_of_2(row_length))
-        return {
-            "BLOCK_V": block,
-            "SPLIT": 1,
-            "num_warps": max(4, block // 1024),
-            "maxnreg": HELD_REGISTERS,
-        }
+        return {"BLOCK_V": block, "num_warps": max(4, block // 1024), "maxnreg": HELD_REGISTERS}
     if row_length <= 4096:
         block, warps = max(1024, triton.next_power_of_2(row_length)), 4
     elif row_length <= 65536:
@@ -291,15 +230,6 @@ def row_launch(
         block, warps = 8192, 32
     walk = {"VEC": 16 // itemsize, "STAGES": 1, "REVERSE": True, "KEEP": "evict_last"}
     return {"BLOCK_V": block, **walk, "num_warps": warps}
-
-
-def split_launch(
-    row_length: int, *, block: int = 16384, num_warps: int = 16
-) -> dict[str, int | bool | str]:
-    """The held kernel's launch for rows of any length, in parts of at most `block`."""
-    split = triton.next_power_of_2(triton.cdiv(row_length, block))
-    launch = {"BLOCK_V": block, "SPLIT": split, "BLOCK_D": 32 * num_warps}
-    return {**launch, "num_warps": num_warps, "maxnreg": HELD_REGISTERS}
 
 
 def softmax_gradient_(
@@ -314,7 +244,6 @@ def softmax_gradient_(
     *,
     write_gradient: bool,
     scale_gradient: bool,
-    launch: dict[str, int | bool | str] | None = None,
 ) -> None:
     """Fills losses_N and, with `write_gradient`, puts the gradient in the logits' place (zero in
     the columns past V).
@@ -325,22 +254,16 @@ def softmax_gradient_(
     num_rows, row_length = logits_NP.shape
     if not num_rows:
         return
-    launch = launch or row_launch(
-        row_length, logits_NP.element_size(), write_gradient=write_gradient
-    )
-    split = launch.get("SPLIT", 1)
-    if loss.softcap is not None and "SPLIT" in launch:  # It holds more, and would spill.
+    launch = row_launch(row_length, logits_NP.element_size(), write_gradient=write_gradient)
+    is_held = "VEC" not in launch
+    if loss.softcap is not None and is_held:  # It holds more, and would spill.
         launch = {**launch, "maxnreg": 65536 // (32 * launch["num_warps"])}
-    # What is not exchanged needs a pointer all the same.
-    exchange = targets_N
-    if split > 1:
-        exchange = torch.zeros(num_rows * 2 * split, dtype=torch.int64, device=logits_NP.device)
     (hidden_n, hidden_d), (weight_v, weight_d) = hidden_ND.stride(), weight_VD.stride()
     unit = 8 if hidden_n % 8 == 0 and weight_v % 8 == 0 else 1
     _launch(
-        held_gradient_kernel if "SPLIT" in launch else streamed_gradient_kernel,
-        num_rows * split,
-        (logits_NP, hidden_ND, weight_VD, targets_N, scale, losses_N, exchange),
+        held_gradient_kernel if is_held else streamed_gradient_kernel,
+        num_rows,
+        (logits_NP, hidden_ND, weight_VD, targets_N, scale, losses_N),
         (vocabulary, row_length // ROW_UNIT, hidden_ND.shape[1], hidden_n // unit, weight_v // unit,
          float(loss.z_loss), 1.0 if loss.softcap is None else float(loss.softcap)),
         ROW_UNIT=ROW_UNIT, STRIDE_UNIT=unit, stride_hidden_d=hidden_d, stride_weight_d=weight_d,

@@ -3,6 +3,13 @@
 ``rms_norm`` is what a model calls; ``TritonRMSNorm`` drops in for ``torch.nn.RMSNorm``;
 ``RMSNormTriton`` and ``RMSNormReference`` are the two as autograd functions. The equations stand
 in reference.py, their derivation and the design in docs/log/2026-11-21-rms_norm.md.
+
+CUDA tensors up to 65,536 wide go to Triton; others, and float64, to the plain PyTorch oracle, and
+under torch.compile those up to 8192 wide too: Inductor makes one kernel of it and its neighbours.
+y has x's type (with a residual the sum's), computed in float32; under CUDA autocast it has the type
+that the installed torch's own rms_norm gives: float32 from torch 2.12 on, x's before. The weight
+may be float32 or x's type. The kernels have no second derivative and raise; the plain PyTorch
+version has.
 """
 
 import importlib.util
@@ -11,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from stepgauge.kernels.launch import hooks_present
+from stepgauge.kernels.plain_eager import is_plain_eager
 
 from . import extension, reference
 from .reference import backward_input, backward_weight
@@ -36,7 +44,6 @@ MAX_WIDTH = 65536
 INDUCTOR_WIDTH = 8192
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TYPES = (*_KERNEL_DTYPES, torch.float64)
-_PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
 def rms_norm(
@@ -46,39 +53,25 @@ def rms_norm(
 
     Without ``residual`` h is x and the result is y. With it h is ``x + residual``, and the result
     is ``(y, h)``: what a pre-norm block needs, in one pass. Shapes: x, residual and y (*, D),
-    weight (D). y has x's type (h's type), computed in float32; under CUDA autocast it has the type
-    that the installed torch's own rms_norm gives: float32 from torch 2.12 on, x's before. The
-    weight may be float32 or x's type.
-
-    CUDA tensors up to 65,536 wide go to Triton; others, and float64, to the plain PyTorch oracle,
-    and under torch.compile those up to 8192 wide too: Inductor makes one kernel of it and its
-    neighbours. Raises ValueError for a weight or residual whose shape does not fit and for types
-    other than float32, bfloat16, float16 and float64. The kernels have no second derivative and
-    raise; the plain PyTorch version has.
+    weight (D). y has x's type; who computes it and in which type: this file's docstring. Raises
+    ValueError for a weight or residual whose shape does not fit and for types other than float32,
+    bfloat16, float16 and float64.
     """
-    if (
-        not torch.compiler.is_compiling()
-        and extension.NATIVE.call is not None
-        and not hooks_present()
-    ):
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and extension.NATIVE.call is not None and not hooks_present():
         result = extension.NATIVE.call(x, weight, eps, residual)
         if result is not None:
             return result
     _check(x, weight)
     if residual is not None:
-        _check_residual(x, residual)
-        if residual.dtype != x.dtype:
-            common = torch.promote_types(x.dtype, residual.dtype)
-            x, residual = x.to(common), residual.to(common)
+        x, residual = _checked_with_residual(x, residual)
     out_dtype = _output_dtype(x)
-    if not _kernel_takes(x, weight) or (
-        torch.compiler.is_compiling() and x.shape[-1] <= INDUCTOR_WIDTH
-    ):
+    if not _kernel_takes(x, weight) or (is_compiling and x.shape[-1] <= INDUCTOR_WIDTH):
         h = x if residual is None else x + residual
         # The narrow type's float32 image holds the same values: only the rounding of y changes.
         y = reference.forward(h.to(out_dtype), weight, eps)
         return y if residual is None else (y, h)
-    if _plain(x) and _plain(weight) and (residual is None or _plain(residual)):
+    if is_plain_eager(x, weight, *([] if residual is None else [residual])):
         if residual is None:
             y = result = RMSNormTriton.apply(x, weight, eps, out_dtype)
         else:
@@ -101,7 +94,7 @@ class RMSNormTriton(torch.autograd.Function):
     def forward(ctx, x, weight, eps=1e-5, out_dtype=None):
         _require_kernels(x, weight)
         out_dtype = out_dtype or x.dtype
-        if _plain(x):
+        if is_plain_eager(x):
             y, h, rstd = ops.run_forward(x, None, weight, eps, out_dtype)
         else:
             y, rstd = torch.ops.stepgauge.rms_norm(x, weight, eps, out_dtype)
@@ -186,19 +179,9 @@ def _output_dtype(x: Tensor) -> torch.dtype:
 def _run_backward(dy, h, weight, rstd, dsum):
     # With create_graph the operator is called: it has no second derivative and says so, where
     # a launch by address would silently give a constant.
-    if _plain(dy) and not torch.is_grad_enabled():
+    if is_plain_eager(dy) and not torch.is_grad_enabled():
         return ops.run_backward(dy, h, weight, rstd, dsum)
     return torch.ops.stepgauge.rms_norm_backward(dy, h, weight, rstd, dsum)
-
-
-def _plain(tensor: Tensor) -> bool:
-    """Whether nothing but eager autograd looks at this call, so that addresses may be used."""
-    return (
-        type(tensor) in _PLAIN_TYPES
-        and not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-    )
 
 
 def _kernel_takes(x: Tensor, weight: Tensor) -> bool:
@@ -240,9 +223,14 @@ def _check_types(*tensors: Tensor):
             )
 
 
-def _check_residual(x: Tensor, residual: Tensor):
+def _checked_with_residual(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the type that their sum has."""
     if residual.shape != x.shape:
         raise ValueError(
             f"the residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}"
         )
     _check_types(residual)
+    if residual.dtype == x.dtype:
+        return x, residual
+    common = torch.promote_types(x.dtype, residual.dtype)
+    return x.to(common), residual.to(common)

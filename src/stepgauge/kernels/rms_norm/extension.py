@@ -9,15 +9,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from stepgauge.kernels.launch import LAUNCH_H, cuda_addresses, cuda_context, plain_launch
 from stepgauge.runtime.extension import Extension
 
-# Whether the installed torch's rms_norm is float32 under CUDA autocast (2.12 on) or keeps x's type.
-# A constant, so that torch.compile need not trace the question.
-BUILTIN_AUTOCAST_IS_FLOAT32 = torch._C._dispatch_has_kernel_for_dispatch_key(
-    "aten::rms_norm", "AutocastCUDA"
-)
+# Whether the installed torch's rms_norm is float32 under CUDA autocast (pytorch issue 188955) or
+# keeps x's type. A constant, so that torch.compile need not trace the question.
+BUILTIN_AUTOCAST_IS_FLOAT32 = TorchVersion(torch.__version__) >= (2, 12)
 # What the kernels' run-time arguments must be, in Triton's terms, for C++ to pass them.
 _FORWARD_SCALARS, _BACKWARD_SCALARS = ["i32", "fp32"], ["i32"]
 _FUNCTIONS = "cuLaunchKernel", "aoti_torch_get_current_cuda_stream", "cuCtxSetCurrent"
@@ -65,9 +64,7 @@ def _register(x, residual, weight, y, plan, has_backward: bool) -> None:
 
 
 def _handle(launch, num_pointers: int, scalars: list[str]) -> tuple[int, int, int]:
-    """(function, threads, bytes of shared memory); ValueError for arguments that C++ would not give
-    so.
-    """
+    """(function, threads, shared bytes); ValueError for arguments that C++ would not give so."""
     types = [t for t in launch.binary.src.signature.values() if t != "constexpr"]
     if not all(t.startswith("*") for t in types[:num_pointers]) or types[num_pointers:] != scalars:
         raise ValueError(f"{launch.kernel.__name__} takes {types}")
