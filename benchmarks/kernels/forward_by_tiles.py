@@ -22,7 +22,7 @@ import torch
 from stepgauge.kernels.attention import hopper_forward, hopper_launches, hopper_ops, launching
 from stepgauge.kernels.attention import triton as portable
 from stepgauge.measure.environment import environment
-from stepgauge.measure.interleaved import time_alternately
+from stepgauge.measure.interleaved import time_interleaved
 
 HEADS, LENGTHS, PARTS = (1, 4, 12, 24, 48, 96), (256, 512, 1024, 2048, 4096), (2, 4, 8)
 
@@ -66,7 +66,7 @@ def measure(width, length, heads, is_causal, seconds):
     calls, chosen = forwards(q, k, v, is_causal)
     with torch.no_grad():
         check(calls)
-        times, failures = time_alternately(calls, device, seconds=seconds, rounds=3)
+        times, failures = time_interleaved(calls, device, seconds=seconds, rounds=3)
     for failure in failures.values():
         raise failure
     return {name: statistics.median(each) for name, each in times.items()}, chosen

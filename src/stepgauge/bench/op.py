@@ -17,7 +17,7 @@ from stepgauge.measure import devices
 from stepgauge.measure.accuracy import largest, relative_error, tolerance
 from stepgauge.measure.ceilings import ceilings
 from stepgauge.measure.environment import environment
-from stepgauge.measure.interleaved import time_alternately
+from stepgauge.measure.interleaved import time_interleaved
 from stepgauge.measure.launches import Launched, launches
 from stepgauge.spec.op import OpSpec
 from stepgauge.spec.record import Record, Sample
@@ -116,7 +116,7 @@ def _times(
         yield
 
     around = dict.fromkeys(calls, restored)
-    times, failures = time_alternately(calls, device, seconds=seconds, around=around)
+    times, failures = time_interleaved(calls, device, seconds=seconds, around=around)
     for failure in failures.values():
         raise failure
     return times

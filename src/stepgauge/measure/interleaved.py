@@ -18,7 +18,7 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 _NONE: Mapping[str, Context] = MappingProxyType({})
 
 
-def time_alternately(
+def time_interleaved(
     calls: Mapping[str, Call],
     device: torch.device,
     *,

@@ -27,9 +27,7 @@ def asked(record: Record) -> CommSpec:
 
 
 def comm_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> Table:
-    """The columns of nccl-tests, and the spread. Size is the whole operation's; times are the
-    slowest rank's.
-    """
+    """The columns of nccl-tests and the spread: the whole operation's size, the slowest rank."""
     rows = []
     for record in records:
         spec, time = asked(record), record.metrics.get("time_ms")

@@ -12,7 +12,7 @@ from stepgauge.spec.kernel import KERNELS, OURS
 from stepgauge.spec.record import Record
 
 RATES = {"gb_per_s": "GB/s", "tflop_per_s": "TFLOP/s"}
-ALONE = ("peers", "seconds", "seed")  # how, not what: no column of their own
+WITHOUT_COLUMN = ("peers", "seconds", "seed")  # how, not what: no column of their own
 
 
 def implementations(records: Sequence[Record]) -> list[str]:
@@ -31,7 +31,11 @@ def kernel_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -
     shape = KERNELS[records[0].kind].shape if records[0].kind in KERNELS else ()
     if statistics:
         return record_table(records, statistics=statistics, first=(*shape, "dtype"))
-    differs = [name for name in varying(records) if name not in (*ALONE, *shape, "passes", "dtype")]
+    differs = [
+        name
+        for name in varying(records)
+        if name not in (*WITHOUT_COLUMN, *shape, "passes", "dtype")
+    ]
     fields = [*shape, *differs, "dtype", "passes"]
     figures = _figures(records)
     remarks = [remark(record) for record in records]
@@ -81,9 +85,7 @@ def _time(record: Record, name: str) -> float | str | None:
 
 
 def launchers_of(records: Sequence[Record]) -> list[str]:
-    """One sentence an operation that did not run in C++ throughout though it has a path there, with
-    the reason.
-    """
+    """One sentence an operation that could have been launched from C++ and was not, with why."""
     paths = [path for record in records for path in record.environment.get("native", {}).items()]
     return [f"{name} ran in {path}" for name, path in dict.fromkeys(paths) if path != "C++"]
 

@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from stepgauge.report.figure import FAINT, GRID, INK, SERIES, canvas
 
-Place = tuple[float, float]
+Point = tuple[float, float]
 _LABEL_POINTS = 9  # from a line to its label
 
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """A line from one box to another, with a head if something goes that way. Weight 1 is a usual
-    line.
-    """
+    """A line between two boxes, with a head if something goes that way. A usual weight is 1."""
 
     source: str
     target: str
@@ -24,13 +22,13 @@ class Edge:
     series: int = 0
 
 
-def circle(names: Sequence[str]) -> dict[str, Place]:
+def circle(names: Sequence[str]) -> dict[str, Point]:
     """The boxes around a circle, the first at the top, clockwise."""
     angles = [math.pi / 2 - 2 * math.pi * i / len(names) for i in range(len(names))]
     return {name: (math.cos(a), math.sin(a)) for name, a in zip(names, angles, strict=True)}
 
 
-def rows(levels: Sequence[Sequence[str]]) -> dict[str, Place]:
+def rows(levels: Sequence[Sequence[str]]) -> dict[str, Point]:
     """The boxes in rows, the first row at the top, each centred."""
     widest = max(len(level) for level in levels)
     step = [2.0 * widest / max(1, len(level)) for level in levels]
@@ -41,10 +39,8 @@ def rows(levels: Sequence[Sequence[str]]) -> dict[str, Place]:
     }
 
 
-def network(places: Mapping[str, Place], edges: Sequence[Edge], *, height: float = 3.4) -> str:
-    """The boxes where they are placed, and the edges. Edges both ways between two boxes are bent
-    apart.
-    """
+def network(places: Mapping[str, Point], edges: Sequence[Edge], *, height: float = 3.4) -> str:
+    """Boxes where they are placed, and edges; two edges between the same boxes are bent apart."""
     with canvas(7.2, height) as (axes, output):
         axes.set_axis_off()
         pairs = {(edge.source, edge.target) for edge in edges if edge.directed}
@@ -62,7 +58,7 @@ def network(places: Mapping[str, Place], edges: Sequence[Edge], *, height: float
     return output[0]
 
 
-def _draw(axes: object, start: Place, end: Place, edge: Edge, bend: float) -> None:
+def _draw(axes: object, start: Point, end: Point, edge: Edge, bend: float) -> None:
     colour = SERIES[edge.series % len(SERIES)]
     axes.annotate(  # type: ignore[attr-defined]
         "",

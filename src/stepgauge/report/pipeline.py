@@ -104,8 +104,8 @@ def _beside(record: Record, predicted: Record | None) -> Record:
     return dataclasses.replace(record, metrics={**record.metrics, **added})
 
 
-def lanes(timelines: Mapping[str, Timeline], *, unit: str = "ms") -> str:
-    """An SVG of several timelines by name above each other on one time axis, a lane a rank."""
+def tracks(timelines: Mapping[str, Timeline], *, unit: str = "ms") -> str:
+    """An SVG of several timelines by name above each other on one time axis, a track a rank."""
     count = sum(len(timeline.ranks) for timeline in timelines.values())
     longest = max(timeline.step_ms for timeline in timelines.values())
     labels, at = {}, 0.0
@@ -120,7 +120,7 @@ def lanes(timelines: Mapping[str, Timeline], *, unit: str = "ms") -> str:
                 va="bottom",
             )
             for rank, row in enumerate(timeline.ranks):
-                _lane(axes, row, at, longest, shown)
+                _track(axes, row, at, longest, shown)
                 labels[at] = f"rank {rank}"
                 at += 1
             at += 0.9
@@ -133,7 +133,7 @@ def lanes(timelines: Mapping[str, Timeline], *, unit: str = "ms") -> str:
     return output[0]
 
 
-def _lane(axes: object, row: tuple[Span, ...], at: float, longest: float, shown: set[str]) -> None:
+def _track(axes: object, row: tuple[Span, ...], at: float, longest: float, shown: set[str]) -> None:
     for (kind, label), colour in zip(KINDS.items(), SERIES, strict=False):
         spans = [(span.start, span.end - span.start) for span in row if span.action.kind == kind]
         if spans:

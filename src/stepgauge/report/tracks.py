@@ -9,9 +9,7 @@ TRACKS = ("computation", "communication")
 
 
 def overlap_tracks(records: Sequence[tuple[str, Record]]) -> str:
-    """Two tracks a record, by its label, on one time axis from each step's begin: what meets is
-    hidden.
-    """
+    """Two tracks a record on one time axis from the step's begin: what meets is hidden."""
     with canvas(7.2, 0.9 + 0.75 * len(records)) as (axes, output):
         labels: list[str] = []
         for position, (label, record) in enumerate(records):

@@ -59,9 +59,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OperationRow:
-    """All calls of one operation with equal shapes. `flops` and `bytes` are of one call; 0: no
-    formula is known.
-    """
+    """All calls of one operation with equal shapes; FLOPs and bytes of one call, 0 if unknown."""
 
     operation: str
     kind: str
@@ -136,9 +134,7 @@ class CollectiveRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PathRow:
-    """A part of the step's critical path, over all profiled steps, and what would be gained if this
-    work took no time.
-    """
+    """A part of the critical path, over all steps, and the gain if it took no time."""
 
     what: str
     us: float
@@ -164,9 +160,7 @@ class Timeline:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Communication of one rank: how long, and how much of it was hidden behind computing, over all
-    profiled steps.
-    """
+    """Communication of one rank over all steps: how long, and how much computing hid."""
 
     rank: int | None
     steps: int = 1

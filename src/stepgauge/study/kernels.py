@@ -32,9 +32,7 @@ def needs_gpu(machine: Machine) -> str | None:
 
 
 def kernel_experiment(kind: str, points: Iterable[Point], **told: Any) -> Experiment:
-    """An operation beside its peers, in bars and a table; `told` is what the experiment says of
-    itself.
-    """
+    """An operation beside its peers; `told` is what the experiment says of itself."""
     return Experiment(
         jobs=lambda machine, folder: kernel_jobs(machine, kind, points),
         blocks=lambda records: [*kernel_bars(records), kernel_table(records)],
@@ -46,9 +44,7 @@ def kernel_experiment(kind: str, points: Iterable[Point], **told: Any) -> Experi
 def beside_published(
     records: Sequence[Record], source: str, figures: Mapping[Any, Mapping[str, float]]
 ) -> Table:
-    """Published ms by (name, value) pairs of the spec and by implementation, each beside ours;
-    hardware differs.
-    """
+    """Published ms by (name, value) pairs of the spec, each beside ours; hardware differs."""
     rows = []
     for wanted, published in figures.items():
         same = [r for r in records if all(r.spec.get(name) == value for name, value in wanted)]

@@ -9,7 +9,7 @@ from stepgauge.bench.sweep import Job
 from stepgauge.report.figure import lines, short
 from stepgauge.report.numbers import number
 from stepgauge.report.page import Block, Plot
-from stepgauge.report.pipeline import lanes, pipeline_table, timeline_of
+from stepgauge.report.pipeline import pipeline_table, timeline_of, tracks
 from stepgauge.report.table import Table
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.pipeline import PipelineSpec
@@ -99,7 +99,7 @@ def _picture(record: Record, records: Sequence[Record]) -> list[Block]:
     named = {"predicted": same.get("modelled"), "measured": same.get("measured")}
     lines_ = {name: timeline for name, timeline in named.items() if timeline}
     caption = "The second stage has more blocks than its share: the others wait for it."
-    return [Plot(lanes(lines_), caption)] if lines_ else []
+    return [Plot(tracks(lines_), caption)] if lines_ else []
 
 
 def answer(records: Sequence[Record]) -> str:

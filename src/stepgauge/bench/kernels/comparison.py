@@ -20,7 +20,7 @@ from stepgauge.measure import devices
 from stepgauge.measure.accuracy import tolerance
 from stepgauge.measure.ceilings import ceilings
 from stepgauge.measure.environment import environment
-from stepgauge.measure.interleaved import time_alternately
+from stepgauge.measure.interleaved import time_interleaved
 from stepgauge.spec.kernel import OURS, KernelSpec
 from stepgauge.spec.record import Record, Sample
 
@@ -105,7 +105,7 @@ class Comparison:
                     f"{name}_{figure}": Sample.exact(n, "bytes") for figure, n in figures.items()
                 }
         around = {name: providers[name].implementation.around for name in calls}
-        times, failures = time_alternately(calls, self.device, seconds=spec.seconds, around=around)
+        times, failures = time_interleaved(calls, self.device, seconds=spec.seconds, around=around)
         for name, error in failures.items():
             providers[name].drop(error)
         timed = {name: values for name, values in times.items() if providers[name].runs}

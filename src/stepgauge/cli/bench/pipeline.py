@@ -17,7 +17,7 @@ from stepgauge.cli.rows import (
     resolve_devices,
     run_jobs,
 )
-from stepgauge.report.pipeline import lanes, timeline_of
+from stepgauge.report.pipeline import timeline_of, tracks
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
@@ -87,6 +87,6 @@ def _draw(records: list[Record], folder: Path) -> None:
         if shown:
             path = folder / f"timeline-{drawn}.svg"
             ordered = {named[n]: shown[n] for n in ("modelled", "measured") if n in shown}
-            path.write_text(lanes(ordered), encoding="utf-8")
+            path.write_text(tracks(ordered), encoding="utf-8")
             drawn += 1
             tell(f"picture: {path}")

@@ -24,25 +24,21 @@ FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Origin:
     operator: str
     module: str = ""
     line: str = ""
 
 
 class KeptByGraphs(CustomPartitionerFn):
-    """Partitions as torch.compile itself does, and notes where what each forward graph keeps was
-    made.
-    """
+    """Partitions as torch.compile does, and notes where what each forward graph keeps is made."""
 
     def __init__(self) -> None:
-        self._places: dict[Signature, list[Place]] = {}
+        self._origins: dict[Signature, list[Origin]] = {}
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Graphs that are compiled within are known; those of autograd's cache would not pass the
-        partitioner.
-        """
+        """Graphs compiled within are known; one from autograd's cache has no partitioner."""
         functorch, inductor = torch._functorch.config, torch._inductor.config
         with (
             functorch.patch(enable_autograd_cache=False),
@@ -58,8 +54,8 @@ class KeptByGraphs(CustomPartitionerFn):
             for node in outputs[settings["num_fwd_outputs"] :]
             if isinstance(node.meta.get("val"), Tensor)
         ]
-        self._places[_signature([node.meta["val"] for node in kept])] = [
-            _place(node) for node in kept
+        self._origins[_signature([node.meta["val"] for node in kept])] = [
+            _origin(node) for node in kept
         ]
         return forward, backward
 
@@ -67,7 +63,7 @@ class KeptByGraphs(CustomPartitionerFn):
         """Of the code that the compiler keeps: it is torch's own partition, whoever notes it."""
         return type(self).__name__
 
-    def of(self, loss: Tensor) -> Iterator[tuple[Tensor, Place]]:
+    def of(self, loss: Tensor) -> Iterator[tuple[Tensor, Origin]]:
         """Every tensor that autograd holds for the backward of the loss, weights and batch among
         them.
 
@@ -79,21 +75,22 @@ class KeptByGraphs(CustomPartitionerFn):
         runs = collections.Counter(signatures)
         number: collections.Counter[Signature] = collections.Counter()
         for (node, tensors), signature in zip(nodes, signatures, strict=True):
-            places = self._places.get(signature, [Place(node.name())] * len(tensors))
+            origins = self._origins.get(signature, [Origin(node.name())] * len(tensors))
             part = (
                 f"graph.{number[signature]}."
-                if runs[signature] > 1 and signature in self._places
+                if runs[signature] > 1 and signature in self._origins
                 else ""
             )
             number[signature] += 1
-            for tensor, place in zip(tensors, places, strict=True):
-                yield tensor, dataclasses.replace(place, module=f"{part}{place.module}".rstrip("."))
+            for tensor, origin in zip(tensors, origins, strict=True):
+                yield (
+                    tensor,
+                    dataclasses.replace(origin, module=f"{part}{origin.module}".rstrip(".")),
+                )
 
 
 def _signature(tensors: Sequence[Tensor]) -> Signature:
-    """Shapes and types; a size that is symbolic to the compiler is the one that it was compiled
-    with.
-    """
+    """Shapes and types; of a symbolic size the value that it was compiled with."""
     return tuple((tuple(map(_size, tensor.shape)), tensor.dtype) for tensor in tensors)
 
 
@@ -113,9 +110,7 @@ def _nodes(loss: Tensor) -> list[Any]:
 
 
 def _held(node: Any) -> list[Tensor]:
-    """What a node holds: a Python function's saved tensors, in its order, or a C++ function's
-    fields.
-    """
+    """What a node holds: a Python function's saved tensors in order, or a C++ one's fields."""
     saved = getattr(node, "saved_tensors", None)
     if saved is not None:
         # Compiled code keeps apart those whose version needs no check.
@@ -125,10 +120,8 @@ def _held(node: Any) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def _place(node: fx.Node) -> Place:
-    """Of the operator that made the storage, seen through views; module and line of the first view
-    that has them.
-    """
+def _origin(node: fx.Node) -> Origin:
+    """Operator that made the storage, through views; module and line of the first that has any."""
     chain = [node]
     while (before := _viewed(chain[-1])) is not None:
         chain.append(before)
@@ -141,7 +134,7 @@ def _place(node: fx.Node) -> Place:
     operator = made_by.meta.get("original_aten") or (
         "input" if made_by.op == "placeholder" else made_by.target
     )
-    return Place(
+    return Origin(
         str(operator).removeprefix("aten.").removesuffix(".default"),
         module,
         lines[0] if lines else "",
