@@ -192,9 +192,7 @@ def _asked(
 def _factory_of(
     module: nn.Module, batch: Any, loss: Callable[..., Any] | None, optimizer: Any
 ) -> Callable[[], Any]:
-    """What builds a copy of the module: of a real one, or of its sizes where tensors have no
-    memory.
-    """
+    """What builds a copy of the module: of a real one, or without memory of its sizes."""
 
     def factory() -> dict[str, Any]:
         if _has_memory():

@@ -15,9 +15,7 @@ _COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}  # far more than any cache
 
 
 def ceilings(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> Ceilings:
-    """Best of the samples: a ceiling is what was reached once. bytes/s count bytes read and bytes
-    written.
-    """
+    """Best of the samples: a ceiling is what was reached once. Bytes read and bytes written."""
     size = _MATRIX.get(device.type, 2048)
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     product = torch.empty_like(left)

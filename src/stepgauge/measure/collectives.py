@@ -88,9 +88,7 @@ class Collective:
             work.wait()
 
     def wrong(self) -> int:
-        """Runs once on known values; the number of elements, over all ranks, that are not what they
-        should be.
-        """
+        """Elements, over all ranks, that a run on known values gets wrong."""
         if self.spec.op == "barrier":
             return 0
         if self.got is not self.given:
@@ -104,9 +102,7 @@ class Collective:
         return sum(found)
 
     def _pattern(self, rank: int) -> Tensor:
-        """What `rank` gives, over one period. Small whole numbers: their sums are exact in every
-        type.
-        """
+        """What `rank` gives, over one period: small whole numbers, exact in every type."""
         return self._base().roll(37 * rank)
 
     def _base(self) -> Tensor:

@@ -10,9 +10,7 @@ import torch
 
 
 def resolve(name: str) -> torch.device:
-    """The torch device of a name; "auto" is the accelerator if there is one. Raises ValueError if
-    it is not there.
-    """
+    """The torch device of a name; "auto" prefers an accelerator. ValueError if it is not there."""
     if name == "auto":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
@@ -69,9 +67,7 @@ def allocated_memory(device: torch.device) -> int | None:
 
 
 def available_host_bytes() -> int | None:
-    """Memory this process may still take before the machine or its control group is full; None
-    where unknown.
-    """
+    """Memory left to this process by the machine or its control group; None where unknown."""
     limits = []
     try:
         with open("/proc/meminfo") as lines:
@@ -91,9 +87,7 @@ def available_host_bytes() -> int | None:
 
 
 def limit_host_memory() -> None:
-    """Makes an allocation beyond the free memory fail here, rather than have the kernel kill some
-    process.
-    """
+    """Makes an allocation beyond the free memory fail here, before the kernel kills a process."""
     free = available_host_bytes()
     if free is None:
         return
@@ -122,9 +116,7 @@ _MEMORY_PHRASES = (
 
 
 def out_of_memory_reason(error: BaseException | None) -> str | None:
-    """One sentence if the error, or one that caused it, says that memory ran out; None for any
-    other error.
-    """
+    """One sentence if the error, or its cause, says that memory ran out; else None."""
     while error is not None:
         message = str(error)
         if isinstance(error, MemoryError):
@@ -136,9 +128,7 @@ def out_of_memory_reason(error: BaseException | None) -> str | None:
 
 
 def _wanted(message: str) -> str:
-    """How much the failed allocation asked for, with a blank before it; empty if the message does
-    not say.
-    """
+    """How much the failed allocation asked for, after a blank; empty if it is not said."""
     wanted = re.search(r"[Tt]ried to allocate ([\d.]+) ?(\w+)", message)
     if wanted is None:
         return ""

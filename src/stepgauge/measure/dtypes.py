@@ -11,9 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """what: "parameter", "output", "logits", "loss" or "gradient"; `path` names the parameter or
-    the module.
-    """
+    """what: "parameter", "output", "logits", "loss" or "gradient"; path: its name or module."""
 
     what: str
     path: str

@@ -23,9 +23,7 @@ class Launched:
 
 
 def launches(call: Callable[[], Any], device: torch.device) -> list[Launched]:
-    """Means over some calls, most time first. On a CPU, the operators' own time without what they
-    call.
-    """
+    """Means over some calls, most time first; on a CPU each operator's own time."""
     without_marks()
     on_device = device.type == "cuda"
     call()

@@ -96,9 +96,7 @@ def _ask(nvml: ModuleType, function: Any, *arguments: Any) -> Any:
 
 
 def _nvlinks(nvml: ModuleType, handle: Any) -> tuple[int, float | None]:
-    """Active links, and their bytes a second in one direction together where the generation is
-    known.
-    """
+    """Active links, and their bytes a second one way together where the generation is known."""
     active = [
         link
         for link in range(nvml.NVML_NVLINK_MAX_LINKS)
@@ -112,9 +110,7 @@ def _nvlinks(nvml: ModuleType, handle: Any) -> tuple[int, float | None]:
 
 
 def _link(nvml: ModuleType, first: Any, second: Any, nvlinks: int) -> str:
-    """NVLink where the two can reach each other's memory over it, else the PCIe level where their
-    paths meet.
-    """
+    """NVLink where it joins the two, else the PCIe level where their paths meet."""
     status = _ask(nvml, nvml.nvmlDeviceGetP2PStatus, first, second, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
     if status == nvml.NVML_P2P_STATUS_OK and nvlinks:
         return f"NV{nvlinks}"

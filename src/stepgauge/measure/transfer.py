@@ -24,7 +24,7 @@ class Engine(Protocol):
         """All moves, begun and ended."""
 
     def clear(self) -> None:
-        """Forgets what has arrived."""
+        """As before a run: nothing has arrived."""
 
     def wrong(self) -> int:
         """Bytes, over all GPUs, that are not the host tensor's."""
@@ -108,9 +108,7 @@ class GpuEngine:
         self.meet()
 
     def _start(self, move: Move, after: list[torch.cuda.Event | None]) -> torch.cuda.Event | None:
-        """Enqueues the move behind the events; a copy on the host is done here and now, and has no
-        event.
-        """
+        """Enqueues the move behind the events; a copy on the host is done now, and has no event."""
         source, target = (self._part(place, move) for place in (move.source, move.target))
         waited = [event for event in after if event is not None]
         if isinstance(move.target, str):

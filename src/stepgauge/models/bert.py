@@ -153,9 +153,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention over the whole sequence; query, key and value projections are one matrix
-    product.
-    """
+    """Multi-head attention over the whole sequence, its three projections one product."""
 
     def __init__(self, spec: BertSpec, device: torch.device | None):
         super().__init__()

@@ -32,9 +32,7 @@ def in_order(blocks: Blocks, x_BTD: Tensor, rotation: Any) -> Tensor:
 def in_parts(
     blocks: Blocks, x_BTD: Tensor, rotation: Any, *, size: int, through: Through, **settings: Any
 ) -> Tensor:
-    """Keeps the input of every `size` blocks and nothing else; backward runs them again, `through`
-    them.
-    """
+    """Keeps only the input of every `size` blocks; backward runs them again, `through` them."""
     for part in _parts(list(blocks), size):
         # The model draws no random numbers: there is no state to keep for the second time.
         x_BTD = checkpoint(

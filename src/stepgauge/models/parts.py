@@ -30,9 +30,7 @@ NORM_EPSILON = 1e-5
 
 
 class EagerRMSNorm(nn.Module):
-    """y = x / sqrt(mean(x²) + eps) · weight, one torch operation a term, computed in fp32 (Zhang &
-    Sennrich 2019).
-    """
+    """y = x / sqrt(mean(x²) + eps) · weight, an operation a term, in fp32 (arXiv 1910.07467)."""
 
     def __init__(
         self,

@@ -12,9 +12,7 @@ from stepgauge.spec.rope import RopeScaling
 
 
 def rotary_tables(spec: ModelSpec, device: torch.device | None) -> tuple[Tensor, Tensor]:
-    """cos_TR and sin_TR of angle t · base^(-2i/R), both halves of a head alike; the first half's
-    sine is negated.
-    """
+    """cos_TR and sin_TR of t · base^(-2i/R), the halves alike; the first sine is negated."""
     device = device or torch.get_default_device()
     width, scaling = spec.rotary_width, RopeScaling.parse(spec.rope_scaling)
     # On the host, since not every accelerator has float64.

@@ -199,18 +199,14 @@ def require_runnable(spec: ModelSpec) -> None:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The type that a linear layer gives here: autocast's where it is on, the tensor's own
-    elsewhere.
-    """
+    """What a linear layer gives here: autocast's type where it is on, else the tensor's own."""
     device = x.device.type
     casts = not x.is_meta and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if casts else x.dtype
 
 
 def compiled(model: TransformerLM, mode: str) -> nn.Module:
-    """The model, compiled as one of COMPILE_MODES says. "blocks" compiles each block: quicker to
-    compile.
-    """
+    """The model compiled as one of COMPILE_MODES says; "blocks" is quicker to compile."""
     if mode == "off":
         return model
     if mode == "blocks":

@@ -21,9 +21,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class BlockBytes:
-    """What one block weighs, read off two records of a model: with every block checkpointed and
-    with none.
-    """
+    """Bytes of one block, from a record with every block checkpointed and one with none."""
 
     boundary: float  # kept at a block's entry when it is computed again
     inside: float  # kept within one block when it is not
@@ -38,9 +36,7 @@ class BlockBytes:
         return math.ceil(layers / k) * self.boundary + within
 
     def best(self, layers: int, checkpointing: str = "blocks") -> int:
-        """The k of least `kept`: near sqrt(L boundary / inside) for blocks, near sqrt(L) for
-        nested.
-        """
+        """The k of least `kept`: near sqrt(L boundary / inside), nested near sqrt(L)."""
         return min(range(1, layers + 1), key=lambda k: (self.kept(layers, k, checkpointing), k))
 
 
@@ -51,9 +47,7 @@ def bytes_a_block(record: Record) -> float | None:
 
 
 def block_bytes(records: Iterable[Record]) -> BlockBytes | None:
-    """From the records of one model without checkpointing and with every block checkpointed, if
-    both are there.
-    """
+    """Of records of one model without checkpointing and with every block; None if one lacks."""
     sizes: dict[str, float] = {}
     for record in records:
         spec, kept = flatten(record.spec), bytes_a_block(record)
@@ -69,9 +63,7 @@ def block_bytes(records: Iterable[Record]) -> BlockBytes | None:
 
 
 def best_checkpoint_tables(records: Sequence[Record]) -> list[Table]:
-    """Of each model that was run with several checkpointings: peak of each, and the k that the
-    formula calls best.
-    """
+    """A table a model: the peak of each checkpointing, and the k that the formula calls best."""
     tables = []
     groups = _by_model(paired(records))
     for name, group in zip(labels([group[0].shown for group in groups]), groups, strict=True):

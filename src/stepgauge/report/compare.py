@@ -19,9 +19,7 @@ PROVENANCE = "provenance"
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One figure in two runs. `exceeds_spread`: the ranges p10 to p90 do not meet; a single value
-    has no range.
-    """
+    """One figure in two runs. `exceeds_spread`: the ranges p10 to p90 do not meet."""
 
     first: Record
     second: Record
@@ -48,9 +46,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What two runs have in common, and what only one of them could measure or was asked for, in
-    sentences.
-    """
+    """What two runs have in common, and in sentences what only one of them has."""
 
     found: list[Difference]
     alone: list[str]
@@ -90,9 +86,7 @@ def compare(
 
 
 def closest_differ_in(first: Sequence[Record], second: Sequence[Record]) -> list[str]:
-    """The fields in which those two records, of one kind, differ that differ least; nothing where
-    kinds differ.
-    """
+    """The fields in which the two closest records of one kind differ; empty for two kinds."""
     specs = [
         [(record.kind, flatten(record.spec)) for record in records] for records in (first, second)
     ]

@@ -86,9 +86,7 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def gap_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """What sharding frees a rank of, by part: the replicating wrapper's bytes less the sharding
-    one's.
-    """
+    """What sharding frees a rank of, by part: the replicating wrapper's bytes less its own."""
     by_wrapper = {(row["wrapper"], *_load(row)): row for row in rows}
     cells = []
     for row in rows:

@@ -238,9 +238,7 @@ def areas(
     marks: Mapping[str, float] = MappingProxyType({}),
     level: tuple[str, float] | None = None,
 ) -> str:
-    """Layers over x, one on the other, as steps. `marks` are named places on x, `level` a named
-    height.
-    """
+    """Stacked steps over x. `marks` are named places on x, `level` is a named height."""
     with canvas(7.2, 3.4) as (axes, output):
         named = _coloured(layers)
         colours = [colour for _, colour in named]
@@ -275,9 +273,7 @@ def _draw_mark(axes: "Axes", name: str, place: tuple[float, float], *, is_late: 
 def roofline(
     points: Mapping[str, tuple[float, float]], *, bandwidth_gb_per_s: float, peak_tflop_per_s: float
 ) -> str:
-    """Points of (FLOP a byte, TFLOP/s) under the roof min(peak, bandwidth x intensity) (Williams et
-    al. 2009).
-    """
+    """Points of (FLOP a byte, TFLOP/s) under min(peak, bandwidth x intensity) (Williams 2009)."""
     ridge = peak_tflop_per_s / bandwidth_gb_per_s * 1e3
     intensities = [intensity for intensity, _ in points.values()]
     ends = min(*intensities, ridge) / 4, max(*intensities, ridge) * 4

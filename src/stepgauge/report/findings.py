@@ -124,9 +124,7 @@ def findings(records: Sequence[Record]) -> list[Finding]:
 
 
 def _is_of_gpus(record: Record) -> bool:
-    """Whether it is data parallel training of a language model on GPUs: processes that share a CPU
-    say nothing of wrappers.
-    """
+    """Whether a row is of GPUs: processes that share a CPU say nothing of wrappers."""
     network = record.spec.get("model", {}).get("network", "")
     is_gpu = str(record.spec.get("device", "")).startswith("cuda")
     return record.kind == "data-parallel" and is_gpu and not network

@@ -18,9 +18,7 @@ Ends = tuple[float, float]
 
 
 def kernel_plots(records: Sequence[Record], size: str, *, by: Sequence[str]) -> list[Plot]:
-    """Two plots a group of records that agree in the fields `by`: ms and rate against the field
-    `size`.
-    """
+    """Two plots a group of records that agree in `by`: ms and rate against the field `size`."""
     groups: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         groups.setdefault(tuple(str(record.spec[name]) for name in by), []).append(record)
@@ -95,9 +93,7 @@ def _curves(records: Sequence[Record], size: str, figure: str) -> Curves:
 
 
 def kernel_bars(records: Sequence[Record]) -> list[Plot]:
-    """A cluster of bars a record that has our time: times as multiples of it, and memory where it
-    was measured.
-    """
+    """A cluster of bars a record that has our time: multiples of it, and memory if measured."""
     timed = [record for record in records if record.median(f"{OURS}_ms")]
     names = [
         name

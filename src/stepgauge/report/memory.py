@@ -105,9 +105,7 @@ def _in_unit(name: str, sample: Sample, unit: SizeUnit) -> tuple[str, Sample]:
 
 
 def memory_tables(record: Record) -> list[Table]:
-    """Who holds the peak, who keeps for backward, and the sizes behind it that follow from the
-    shape.
-    """
+    """Who holds the peak, who keeps for backward, and the sizes that follow from the shape."""
     if not record.tables:
         return []
     name = describe(record)
@@ -131,9 +129,7 @@ def _rows(count: int) -> str:
 
 
 def _largest(record: Record, which: str, most: int) -> tuple[list[str], list[list[Any]]]:
-    """Headings and first rows of a table of the record, the last column bytes; none where it has no
-    such table.
-    """
+    """Headings and first rows of a record's table, bytes last; none where it has no such table."""
     head, *rows = record.tables.get(which, [["bytes"]])
     places = {number for number, name in enumerate(head) if name in ("module", "kept by")}
     named = [
@@ -153,9 +149,7 @@ def _table(record: Record, which: str, most: int, caption: str) -> Table:
 
 
 def kept_tables(records: Sequence[Record], *, largest: bool = True) -> list[Table]:
-    """What rows of one shape and precision keep for backward, beside each other: a block, all, the
-    five `largest`.
-    """
+    """What rows of one shape and precision keep for backward: a block, all, the five `largest`."""
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
         if "savers" in record.tables:
@@ -200,9 +194,7 @@ def phases_table(record: Record) -> Table:
 
 
 def blocks_table(record: Record) -> Table:
-    """Bytes kept by block; the blocks between the first and the last that keep the same are one
-    row.
-    """
+    """Bytes kept by block; equal blocks between the first and the last are one row."""
     rows = [(str(name) or OUTSIDE, int(size)) for name, size in record.tables["saved_by_block"][1:]]
     merged: list[tuple[str, str, int]] = []
     for name, size in rows:
@@ -295,9 +287,7 @@ def memory_blocks(
     drawn: Sequence[Record] | None = None,
     compared: Sequence[Record] | None = None,
 ) -> list[Block]:
-    """What a report shows of these records; timelines of those `drawn`, what those `compared` keep,
-    else of all.
-    """
+    """The report of these records: timelines of those `drawn`, what those `compared` keep."""
     rows = paired(records)
     predictions = {row.shown.key: row.prediction for row in rows}
     shown: list[Block] = [summary_table(records, "Peak of the last step, and whose bytes it is")]

@@ -119,9 +119,7 @@ def _pairs(records: Sequence[Record]) -> list[list[str]]:
 
 
 def _telling(records: Sequence[Record]) -> list[str]:
-    """The fields that differ, ALWAYS first; how a row is measured (seconds, steps) is left out
-    where the others tell all rows apart.
-    """
+    """The fields that tell rows apart, ALWAYS first; how a row is measured only where it must."""
     differs = differing(records)
     ordered = [*(n for n in ALWAYS if n in differs), *(n for n in differs if n not in ALWAYS)]
     marked = {name for record in records for fields in naming(record) for name in fields}

@@ -35,9 +35,7 @@ class Plot:
 
 @dataclasses.dataclass(frozen=True)
 class Flame:
-    """A flame graph that can be zoomed and searched: nested [name, µs of its own, children], of so
-    many steps.
-    """
+    """A flame graph to zoom and search: nested [name, own µs, children], of so many steps."""
 
     tree: Sequence[Any]
     steps: int
@@ -59,9 +57,7 @@ Block = Text | Plot | Table | Flame | Elsewhere
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """What one experiment has to show. `answer` is computed from its rows and stands first;
-    `reason` says why there is nothing.
-    """
+    """One experiment. `answer` is computed from its rows; `reason` says why there are none."""
 
     title: str
     question: str

@@ -239,9 +239,7 @@ def kinds_table(found: Analysis) -> Table:
 
 
 def kinds_shares(found: Analysis) -> list[tuple[str, float, float]]:
-    """(figure, % of a forward, % of the whole step) of matmul, softmax and norm, and of all norm
-    layers by range.
-    """
+    """(figure, % of a forward, % of the step) of matmul, softmax, norm, and all norm layers."""
     chosen: dict[str, Callable[[Cell], bool]] = {
         "matmul": lambda cell: cell.kind == "matmul",
         "attention, fused": lambda cell: cell.kind == "attention",

@@ -44,9 +44,7 @@ def _line(error: BaseException, path: Path) -> str:
 
 
 def user_line(trace: str, path: Path) -> str:
-    """Where a traceback's text last went through the file's folder, as "model.py:12"; else
-    nothing.
-    """
+    """Where a traceback last went through the file's folder: "model.py:12"; else nothing."""
     folder = f'  File "{path.resolve().parent}/'
     lines = [line for line in trace.splitlines() if line.startswith(folder)]
     inside = [line for line in lines if "site-packages" not in line]

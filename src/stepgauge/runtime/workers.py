@@ -26,9 +26,7 @@ Function = Callable[..., Any]
 
 
 def preload(*modules: str) -> None:
-    """Names the modules that the server imports before it forks; has an effect before the first
-    process only.
-    """
+    """Names the modules that the server imports before it forks; only before the first one."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
 
 
@@ -160,9 +158,7 @@ def _died(exit_code: int) -> RankError:
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C while the server starts would kill it half-way, with a traceback; it is delivered
-    afterwards.
-    """
+    """Ctrl-C while the server starts would kill it half-way; it is delivered afterwards."""
     # The server starts this one else, and it lets interrupts through in the end.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
@@ -238,9 +234,7 @@ def _answer_together(pipe: Connection) -> None:
 def _call_joined(
     world: World, action: Callable[[], Any], device: str, backend: str, timeout_s: float
 ) -> Any:
-    """In a process of torchrun: one rank's failure is the call's on all ranks, which go on in a new
-    process group.
-    """
+    """In a process of torchrun: one rank's failure is all ranks', which go on in a new group."""
     KEPT_GROUP.use(world, backend=backend, device=world.device(device), timeout_s=timeout_s)
     try:
         return together(world, action, timeout_s=timeout_s)

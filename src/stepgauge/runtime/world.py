@@ -23,16 +23,12 @@ _ABORTING = threading.Lock()
 
 
 class GroupError(Exception):
-    """The ranks could not be brought together, or have lost each other; the message is one
-    sentence.
-    """
+    """The ranks could not be brought together, or lost each other; one sentence."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class World:
-    """The place of this process: its rank of `size`, its local rank of `local_size` on one of
-    `nodes` machines.
-    """
+    """This process's rank of `size`, and its local rank of `local_size` on one of `nodes`."""
 
     rank: int
     size: int
@@ -112,9 +108,7 @@ def process_group(
 
 
 class KeptGroup:
-    """The process group of a process that torchrun started: it stays from row to row until another
-    is asked for.
-    """
+    """The group of a process that torchrun started; it stays until another is asked for."""
 
     def __init__(self) -> None:
         self._key: tuple[object, ...] = ()
@@ -147,9 +141,7 @@ atexit.register(KEPT_GROUP.close)
 
 
 def abort_groups() -> None:
-    """Ends all process groups of this rank at once: who waits in a collective, here or on a peer,
-    gets an error.
-    """
+    """Ends all groups of this rank: who waits in a collective, here or on a peer, gets an error."""
     with _ABORTING:
         if dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
@@ -168,9 +160,7 @@ def _rendezvous() -> dist.Store:
 
 
 def check_interfaces() -> None:
-    """Raises ValueError if GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names an interface that the
-    machine has not.
-    """
+    """Raises ValueError if an environment variable names an interface that is not there."""
     known = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         asked = os.environ.get(variable, "")

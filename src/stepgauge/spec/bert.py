@@ -75,9 +75,7 @@ class BertSpec:
 
     @property
     def encoder_parameters(self) -> int:
-        """Embeddings (V + P + 2)D + 2D and L blocks of 4D² + 2DF matrices, 4D + F + D biases and
-        two norms.
-        """
+        """(V + P + 2)D + 2D for embeddings and L blocks of 4D² + 2DF and 9D + F."""
         embeddings = (self.vocab_size + self.num_positions + NUM_TYPES + 2) * self.d_model
         matrices = 4 * self.d_model**2 + 2 * self.d_model * self.d_ff
         return embeddings + self.num_layers * (
@@ -86,9 +84,7 @@ class BertSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Of encoder and head: D² + D of its layer, 2D of its norm, V of its bias; the tied matrix
-        counted once.
-        """
+        """Encoder and head: D² + D, a norm of 2D, a bias of V; the tied matrix counts once."""
         return self.encoder_parameters + self.d_model**2 + 3 * self.d_model + self.vocab_size
 
     def forward_flops(self, *, batch: int, sequence: int, causal_half: bool = True) -> int:

@@ -36,9 +36,7 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Where the tensor lies at the beginning, and the moves; with `one_by_one` each waits for the
-    one before.
-    """
+    """Where the tensor lies first, and the moves; `one_by_one`: each waits for the last."""
 
     origin: str
     moves: list[Move]
@@ -56,9 +54,7 @@ def pinned(size: int, gpus: int, block: int) -> Schedule:
 
 
 def staged(size: int, gpus: int, block: int) -> Schedule:
-    """From memory as it comes: a block goes to all GPUs from one page-locked buffer while the next
-    fills another.
-    """
+    """A block goes to all GPUs from one page-locked buffer while the next fills another."""
     moves: list[Move] = []
     sent: list[tuple[int, ...]] = []  # by block, its moves to the GPUs
     for number, (start, stop) in enumerate(_blocks(size, block)):
@@ -81,9 +77,7 @@ def chain(size: int, gpus: int, block: int) -> Schedule:
 
 
 def tree(size: int, gpus: int, block: int) -> Schedule:
-    """Each block once over a host link to GPU 0, and on along a binomial tree while the next comes
-    in.
-    """
+    """Each block over one host link to GPU 0, then along a binomial tree as the next comes in."""
     moves: list[Move] = []
     for start, stop in _blocks(size, block):
         moves.append(Move(PINNED, 0, start, stop))
@@ -98,9 +92,7 @@ def tree(size: int, gpus: int, block: int) -> Schedule:
 
 
 def scatter_gather(size: int, gpus: int, block: int) -> Schedule:
-    """Each GPU takes its own part over its own host link, block by block, and hands each block to
-    the others.
-    """
+    """Each GPU takes its part over its own host link and hands each block to the others."""
     moves: list[Move] = []
     bounds = [size * g // gpus for g in range(gpus + 1)]
     parts = [_blocks(bounds[g + 1] - bounds[g], block, bounds[g]) for g in range(gpus)]
@@ -187,9 +179,7 @@ class Rates:
     host_copy: float
 
     def bound_s(self, schedule: Schedule) -> float:
-        """No run of the moves can be shorter: the busiest link needs as long for the bytes that it
-        carries.
-        """
+        """No run can be shorter: the busiest link needs as long for its bytes."""
         host = _sum(
             schedule.moves,
             lambda m: m.target,

@@ -64,9 +64,7 @@ KERNEL_CLASSES = ("matmul", "attention", "traffic")
 
 
 def kernel_class(operation: str) -> str:
-    """The class of an operation: "matmul nt bf16" is of "matmul", "rmsnorm forward fp32" of
-    "traffic".
-    """
+    """ "matmul nt bf16" is of class "matmul", "rmsnorm forward fp32" of "traffic"."""
     first = operation.partition(" ")[0]
     return first if first in KERNEL_CLASSES else "traffic"
 

@@ -60,9 +60,7 @@ OPS: Mapping[str, Op] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommSpec:
-    """One row of `bench comm`: one collective at one size. `size_bytes` is what nccl-tests prints
-    as size.
-    """
+    """One row of `bench comm`: a collective at a size, as nccl-tests prints it."""
 
     kind: ClassVar[str] = "comm"
 
@@ -143,9 +141,7 @@ class CommSpec:
 
     @property
     def count(self) -> int:
-        """Elements of the whole operation: as many as fit the size, the same number for each rank
-        where it is split.
-        """
+        """Elements of the whole operation: as many as fit, equal shares where it is split."""
         if self.op == "barrier":
             return 0
         elements = self.size_bytes // DTYPE_BYTES[self.dtype]
@@ -161,16 +157,12 @@ class CommSpec:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes that a rank needs: what it gives and what it gets, which are one where the library
-        works in place.
-        """
+        """Bytes a rank needs: what it gives and gets, one tensor where the library allows it."""
         return self.bytes if self.op in IN_PLACE else 2 * self.bytes
 
 
 def sizes(begin: int, end: int, factor: float) -> list[int]:
-    """From begin to end, each `factor` times the one before. Raises ValueError where that never
-    ends.
-    """
+    """From begin to end, each `factor` times the last. Raises ValueError if it never ends."""
     if begin < 1 or end < begin:
         raise ValueError(
             f"sizes from {begin:,} to {end:,} bytes; begin must be at least 1 and end not less"

@@ -18,9 +18,7 @@ BACKENDS: Mapping[str, str] = MappingProxyType({"gloo": "gloo", "nccl": "cpu:glo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataParallelSpec:
-    """What `bench data-parallel` runs for one row. The sequence length is the model's
-    context_length.
-    """
+    """One row of `bench data-parallel`. The sequence length is the model's context_length."""
 
     kind: ClassVar[str] = "data-parallel"
 

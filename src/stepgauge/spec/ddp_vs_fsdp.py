@@ -23,9 +23,7 @@ class GlobalBatch:
         check(self)
 
     def of_rank(self, ranks: int) -> int:
-        """What each rank takes. Raises ValueError for a single rank, and where the ranks do not
-        divide the batch.
-        """
+        """What each rank takes. Raises ValueError for one rank, or a batch that does not divide."""
         if ranks < 2:
             raise ValueError(f"ranks is {ranks}; sharding wants at least 2")
         if self.global_batch % ranks:

@@ -9,9 +9,7 @@ from stepgauge.spec.step import WorkSpec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DtypesSpec(WorkSpec):
-    """What `profile dtypes` runs: one step, uncompiled, in which every module's output is looked
-    at.
-    """
+    """One row of `profile dtypes`: an uncompiled step in which every output is looked at."""
 
     kind: ClassVar[str] = "dtypes"
 

@@ -12,9 +12,7 @@ Values = list[str]
 
 @dataclasses.dataclass(frozen=True)
 class Arrow:
-    """`what` goes from one rank to another, by the meaning of the operation; an algorithm may go
-    another way.
-    """
+    """`what` goes from one rank to another as the operation means it; algorithms may differ."""
 
     source: int
     target: int
@@ -69,9 +67,7 @@ def arrows(op: str, n: int) -> list[Arrow]:
 
 
 def ring_arrows(step: int, phase: str, n: int) -> list[Arrow]:
-    """What moves in the step (from 0) of reduce-scatter or all-gather: each rank one chunk to its
-    next.
-    """
+    """What moves in a step (from 0) of reduce-scatter or all-gather: one chunk to the next."""
     shift = 1 if phase == "reduce-scatter" else 0
     return [Arrow(r, (r + 1) % n, f"chunk {(r - step - shift) % n}") for r in range(n)]
 

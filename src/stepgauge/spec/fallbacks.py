@@ -19,9 +19,7 @@ FALLBACK = "plain PyTorch"
 
 
 def with_fallbacks(record: Record) -> Record:
-    """The record of a run, its environment saying for each of our kernels that could not run there
-    what ran instead.
-    """
+    """The record, saying for each of our kernels that could not run what ran instead."""
     reason = _reason(record)
     if reason is None or record.status != "ok" or record.provenance != "measured":
         return record

@@ -75,9 +75,7 @@ def naming_fields(field: "dataclasses.Field[Any]") -> tuple[str, ...]:
 
 
 def check(spec: Any) -> None:
-    """Raises ValueError for the first field of the dataclass whose value is outside its declared
-    limits.
-    """
+    """Raises ValueError for the first field whose value is outside its declared limits."""
     for field in dataclasses.fields(spec):
         check_value(field, getattr(spec, field.name))
 

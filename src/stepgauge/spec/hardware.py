@@ -103,9 +103,7 @@ NOT_FOR_TENSORS = 2 * 2**30
 
 
 def fits(needed: float, architecture: str) -> str:
-    """The smallest device of the architecture that holds so many bytes, in words; empty where we
-    know none of it.
-    """
+    """The smallest device of the architecture that holds so many bytes, in words; or ""."""
     known = [
         (its.memory_gb, name)
         for name, its in ACCELERATORS.items()

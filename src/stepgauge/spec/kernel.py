@@ -15,9 +15,7 @@ PASSES = ("forward", "backward", "both")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelSpec:
-    """What the rows of all operations have in common. `shape` names the fields that say how large
-    the row is.
-    """
+    """What all operations' rows have. `shape` names the fields of a row's size."""
 
     kind: ClassVar[str]
     shape: ClassVar[tuple[str, ...]]
@@ -97,9 +95,7 @@ class LinearCrossEntropySpec(KernelSpec):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamWSpec(KernelSpec):
-    """One AdamW step over the parameters of gated Transformer blocks, four widths to their
-    feed-forward.
-    """
+    """One AdamW step over gated Transformer blocks, four widths to their feed-forward."""
 
     kind: ClassVar[str] = "adamw"
     shape: ClassVar[tuple[str, ...]] = ("layers", "width")

@@ -85,9 +85,7 @@ def declarations(kind: str, spec: Mapping[str, Any]) -> list[type]:
 
 
 def _nested(name: str, value: Any) -> type | None:
-    """The spec that a nested value is of; None where it is none, or of a network that we do not
-    know.
-    """
+    """The spec of a nested value; None where it is none, or a network we do not know."""
     return (
         NESTED[name].get(value.get("network", ""))
         if name in NESTED and isinstance(value, Mapping)

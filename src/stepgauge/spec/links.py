@@ -13,9 +13,7 @@ from typing import Any, Self
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Milliseconds of `alpha_ms + bytes / bytes_per_s` for sizes up to `to_bytes`; the last piece
-    has no end.
-    """
+    """`alpha_ms + bytes / bytes_per_s` up to `to_bytes`; the last piece has no end."""
 
     alpha_ms: float
     bytes_per_s: float
@@ -55,9 +53,7 @@ class Link:
         raise ValueError("a link without a last piece")
 
     def held_out_error(self, least_bytes: int = 0, most_bytes: float = math.inf) -> float | None:
-        """Median of the absolute relative errors on held-out sizes within the limits; None without
-        such sizes.
-        """
+        """Median absolute relative error on held-out sizes within the limits; None without any."""
         errors = [
             abs(error) for size, error in self.held_out.items() if least_bytes <= size < most_bytes
         ]

@@ -13,9 +13,7 @@ PREDICTIONS = ("no", "cpu", "sm80", "sm90")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemorySpec(WorkSpec):
-    """What `profile memory` runs for one row: forward alone, then whole steps, every storage
-    tracked.
-    """
+    """One row of `profile memory`: a forward, then whole steps, every storage tracked."""
 
     kind: ClassVar[str] = "memory"
 

@@ -111,9 +111,7 @@ class ModelSpec(NetworkFields):
         return 2 * batch * sequence * weights + attention
 
     def step_flops(self, *, batch: int, sequence: int) -> int:
-        """Model FLOPs of forward and backward: three times the forward's. The optimizer is not
-        counted.
-        """
+        """Model FLOPs of forward and backward: three forwards. The optimizer is not counted."""
         return 3 * self.forward_flops(batch=batch, sequence=sequence)
 
     def residual_stream_bytes(self, *, batch: int, sequence: int, bytes_per_value: int = 4) -> int:
@@ -121,9 +119,7 @@ class ModelSpec(NetworkFields):
         return batch * sequence * self.d_model * bytes_per_value
 
     def architecture(self) -> dict[str, Any]:
-        """The fields that decide which function is computed: equal for two implementations of one
-        network.
-        """
+        """The fields that decide the function: equal for two implementations of one network."""
         fields = dataclasses.asdict(self)
         del fields["attention"], fields["loss"]
         fields["norm"] = NORMS[self.norm]

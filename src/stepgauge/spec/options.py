@@ -69,9 +69,7 @@ def written(field: Field, value: Any) -> str:
 
 
 def parse_bytes(text: str, name: str) -> int:
-    """Bytes of "512K", "1M", "2G" (powers of 1024, as nccl-tests has them) or a plain number.
-    Raises ValueError.
-    """
+    """Bytes of "512K", "1M", "2G" (powers of 1024) or a plain number. Raises ValueError."""
     number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     try:
         return round(float(number.replace("_", "")) * UNITS[unit])

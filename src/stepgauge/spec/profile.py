@@ -9,9 +9,7 @@ from stepgauge.spec.step import StepSpec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileSpec(StepSpec):
-    """What `profile step` runs for one row: the step of StepSpec by the stopwatch, then under the
-    profiler.
-    """
+    """One row of `profile step`: a StepSpec by the stopwatch, then under the profiler."""
 
     kind: ClassVar[str] = "profile"
 

@@ -30,9 +30,7 @@ class Sample:
 
     @classmethod
     def of(cls, values: Iterable[float], unit: str) -> Self:
-        """Statistics of at least one value; std is the sample's (n - 1), percentiles interpolate
-        linearly.
-        """
+        """Statistics of at least one value; std of the sample (n - 1), linear percentiles."""
         ordered = sorted(values)
         if not ordered:
             raise ValueError("a sample needs at least one value")

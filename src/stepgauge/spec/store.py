@@ -39,9 +39,7 @@ class RunStore:
         self.path = self.folder / FILE_NAME
 
     def prepare(self) -> None:
-        """Makes the folder and proves that records can be written. Raises StoreError where they
-        can't.
-        """
+        """Makes the folder and proves that it can be written. Raises StoreError if not."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
@@ -121,9 +119,7 @@ class RunStore:
             raise
 
     def read(self) -> Contents:
-        """All good records, and a sentence for every line that is none. Raises StoreError if there
-        is no run.
-        """
+        """All good records, a sentence a bad line. Raises StoreError if there is no run."""
         try:
             lines = self.path.read_bytes().split(b"\n")
         except FileNotFoundError:

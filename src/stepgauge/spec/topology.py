@@ -22,9 +22,7 @@ class NumaNode:
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """A GPU. `affinity` are the cores next to it; PCIe as it is linked now, and the most that it
-    can.
-    """
+    """`affinity` are the cores next to it; PCIe as it is linked now, and at most."""
 
     index: int
     name: str
@@ -39,9 +37,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """links  (i, j) with i < j -> how two GPUs reach each other: "NV18", "PIX", "SYS" as nvidia-smi
-    topo names them.
-    """
+    """links (i, j), i < j: how two GPUs reach each other, as nvidia-smi topo names it."""
 
     host: str
     cpu: str

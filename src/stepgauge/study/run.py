@@ -41,9 +41,7 @@ def select(names: Sequence[str]) -> list[Experiment]:
 
 
 def plan(machine: Machine, folder: Path, experiments: Sequence[Experiment]) -> list[Job]:
-    """The jobs of all experiments that the machine can run, what two of them share once. A
-    prediction and its measurement are two.
-    """
+    """The jobs of all experiments that the machine can run, each once."""
     jobs = [job for e in experiments if e.needs(machine) is None for job in e.jobs(machine, folder)]
     return list({job.asked.identity: job for job in jobs}.values())
 

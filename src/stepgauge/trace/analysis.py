@@ -26,9 +26,7 @@ SMALLEST = 1e-4
 
 
 def analyse(path: Path, *later: Path, kinds: Kinds | None = None) -> Analysis:
-    """Raises TraceError for a file that is no trace, or one in which nothing was profiled; `later`
-    as of `load`.
-    """
+    """Raises TraceError where nothing was profiled, or for no trace; `later` as of `load`."""
     return analysis(load(path, *later), kinds)
 
 

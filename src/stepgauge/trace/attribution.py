@@ -129,9 +129,7 @@ class Resolver:
         self._path_of_range: dict[tuple[str, str], int] = {}
 
     def work(self) -> Iterator[Work]:
-        """In no order. On a trace with kernels these; else the operations, each by what it did
-        itself.
-        """
+        """In no order: kernels where there are any, else operations by what each did itself."""
         if not self.trace.on_device:
             for calls in self._threads():
                 yield from (work for work in self._self_time(calls) if work.step >= 0)
@@ -318,9 +316,7 @@ def _phase(frame: Frame) -> str:
 
 
 def _is_opener(frame: Frame, call: Call) -> bool:
-    """Whether the frame is the Python function that opened the range: it returns, and the range
-    goes on.
-    """
+    """Whether the frame is the function that opened the range: it returns, the range goes on."""
     python = frame.call is not None and frame.call.category == "python"
     return python and call.category == "annotation" and call.end > frame.end
 

@@ -63,9 +63,7 @@ def _called(name: str) -> str:
 
 
 def bus_bytes_per_s(row: CollectiveRow, us: float) -> float:
-    """Bus bandwidth as nccl-tests derives it, of a call that took `us`; 0 where size or group is not
-    known.
-    """
+    """Bus bandwidth as nccl-tests derives it; 0 where size or group is not known."""
     if not row.bytes or row.group_size < 2 or row.name not in OPS or us <= 0:
         return 0.0
     return row.bytes * OPS[row.name].factor(row.group_size) / us * 1e6

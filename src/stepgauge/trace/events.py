@@ -58,9 +58,7 @@ class Shapes(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Something that ran on a thread of the host, times in µs. `sequence` pairs a forward with its
-    backward.
-    """
+    """What ran on a thread of the host, in µs. `sequence` pairs a forward with its backward."""
 
     start: float
     end: float
@@ -73,9 +71,7 @@ class Call(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """What a communication kernel says of itself: elements in and out of this rank, `group` its
-    process group.
-    """
+    """What a communication kernel says: elements in and out of this rank, its process group."""
 
     name: str
     num_in: int
@@ -86,9 +82,7 @@ class Collective(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """Something that ran on a stream of the device, times in µs. `bytes` of a copy or fill, 0 where
-    the trace does not say.
-    """
+    """What ran on a stream of the device, in µs. `bytes` of a copy or fill, 0 where not said."""
 
     start: float
     end: float

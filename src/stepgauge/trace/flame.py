@@ -14,9 +14,7 @@ Tree = list[Any]  # [name, µs of its own, children]
 
 
 def tree(paths: Paths, times: Mapping[int, float]) -> Tree:
-    """The paths that took time, as nested [name, µs of its own, children] in the order in which
-    they first ran.
-    """
+    """Paths that took time: nested [name, own µs, children], in the order of their first run."""
     nodes: dict[int, Tree] = {0: ["", 0.0, []]}
     for node, us in times.items():
         _place(paths, nodes, node)[1] += us
@@ -37,9 +35,7 @@ def _place(paths: Paths, nodes: dict[int, Tree], node: int) -> Tree:
 
 
 def collapsed(flame: Tree) -> Iterable[str]:
-    """`forward;blocks.0;attention;softmax 12345`: times in ns, for the format knows whole numbers
-    only.
-    """
+    """`forward;blocks.0;attention;softmax 12345`: in ns, as the format has whole numbers."""
     for names, us in _paths(flame):
         yield f"{';'.join(name.replace(';', ',') for name in names)} {round(us * 1e3)}"
 

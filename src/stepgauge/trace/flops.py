@@ -124,9 +124,7 @@ def _linear(shapes: Shapes) -> tuple[float, float]:
 
 
 def _attention(query: int, causal: int, per_score: int) -> Formula:
-    """q, k and v from the place `query` on, the causal flag at the place `causal`; no FLOPs without
-    the flag.
-    """
+    """q, k and v from place `query` on, the causal flag at `causal`; no flag, no FLOPs."""
 
     def formula(shapes: Shapes) -> tuple[float, float]:
         (*batch, rows, width), keys = shapes.dims[query], shapes.dims[query + 1][-2]

@@ -116,9 +116,7 @@ class _Marks:
         return result
 
     def _ends(self, phases: Sequence[Call]) -> dict[tuple[int, str], float]:
-        """When the host ended each phase of each step: where it recorded an event before the next
-        phase, with that.
-        """
+        """When the host ended each phase: at an event before the next one, if it recorded one."""
         events = sorted(
             (c.start, c.end) for c in self.trace.calls("runtime") if "EventRecord" in c.name
         )

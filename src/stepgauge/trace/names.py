@@ -11,9 +11,7 @@ _REPEATED = re.compile(r"(?<=[._])\d+(?=\.|$| \()")
 
 @functools.cache
 def readable(name: str) -> str:
-    """A kernel's name without what all C++ names share: namespaces of torch, return type,
-    parameters.
-    """
+    """A kernel's name without namespaces of torch, return type and parameters."""
     name = _COMMON.sub("", name)
     templates = parentheses = 0
     for index, character in enumerate(name):
@@ -34,9 +32,7 @@ def readable(name: str) -> str:
 
 
 def repeated(range: str) -> str:
-    """The range with the number of a repeated part as *: "blocks.3.norm" and "Linear_7" of modules
-    alike.
-    """
+    """The range with * for numbers of repeated parts: "blocks.*.norm", "Linear_*"."""
     return _REPEATED.sub("*", range)
 
 

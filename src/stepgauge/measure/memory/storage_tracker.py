@@ -90,9 +90,7 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class Workspace:
-    """What an operator takes beside its outputs, where tensors own no memory: `stays` is never
-    given back.
-    """
+    """What an operator takes beside its outputs; what `stays` is never given back."""
 
     bytes: int
     name: str
@@ -169,9 +167,7 @@ class StorageTracker(TorchDispatchMode):
                 handle.remove()
 
     def label(self, tensors: Iterable[Any], category: str, *, name: str = "") -> None:
-        """The storages of these tensors are of that category, for their whole lives; `name` says
-        whose they are.
-        """
+        """The storages of these tensors are of that category for good; `name` says whose."""
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.device.type == self.device_type:
                 storage = self._storage(tensor)
@@ -294,9 +290,7 @@ class StorageTracker(TorchDispatchMode):
             self.keep_for_backward()
 
     def _origin(self, in_backward: bool) -> tuple[str, str]:
-        """Module and line that run; in backward those of the forward operation whose gradient is
-        taken.
-        """
+        """Module and line that run; in backward those of the forward operation."""
         if in_backward and not self._running:
             return self._made.get(forward_number(autograd_node()), ("", ""))
         found = (self._running[-1] if self._running else "", program_line())

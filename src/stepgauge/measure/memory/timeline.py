@@ -82,9 +82,7 @@ class MemoryTimeline:
 def memory_timeline(
     allocations: Sequence[Allocation], phases: Sequence[Phase], *, caching: bool
 ) -> MemoryTimeline:
-    """The timeline of the phases, which lie next to each other; `caching` counts bytes as the CUDA
-    allocator does.
-    """
+    """The timeline of adjacent phases; `caching` counts bytes as the CUDA allocator does."""
     allocator = CachingAllocator()
     blocks: dict[Allocation, Block] = {}
     bytes_of: dict[Allocation, int] = {}
@@ -122,9 +120,7 @@ def _events(allocations: Sequence[Allocation]) -> Iterator[tuple[int, Allocation
 
 
 def block_of(path: str) -> str:
-    """The repeated part that a module lies in: "blocks.3" of "blocks.3.attention.output"; ""
-    outside of all.
-    """
+    """A module's repeated part: "blocks.3" of "blocks.3.attention.output"; "" outside of all."""
     found = NUMBER.search(path)
     return path[: found.end()] if found else ""
 
@@ -145,9 +141,7 @@ def by_block(saved: Sequence[Allocation], bytes_of: Mapping[Allocation, int]) ->
 def savers(
     saved: Sequence[Allocation], bytes_of: Mapping[Allocation, int]
 ) -> list[tuple[str, str, str, int, int]]:
-    """(module that keeps, operator that made, line, how many, bytes), the most bytes first, all
-    blocks together.
-    """
+    """(keeper, operator that made, line, how many, bytes), most bytes first, blocks together."""
     places = ((general(keeper(a)), a.operator, a.line) for a in saved)
     return _summed(places, [bytes_of[a] for a in saved])
 
@@ -164,7 +158,5 @@ def _summed(places: Iterable[Any], sizes: Sequence[int]) -> list[Any]:
 
 
 def keeper(allocation: Allocation) -> str:
-    """The module whose backward wants it, or (of a checkpoint's input, of the loss) the one that
-    made it.
-    """
+    """The module whose backward wants it; of a checkpoint's input or a loss, its maker."""
     return allocation.saver or allocation.module

@@ -114,9 +114,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A kind of KINDS, and for a column its sections; none: the rows are one section of single
-    rows.
-    """
+    """A kind of KINDS, and a column's sections; none: the rows are one of single rows."""
 
     kind: str
     sections: tuple[Section, ...] = ()
@@ -126,9 +124,7 @@ class Rule:
             raise ValueError(f"kind is {self.kind!r}; choose one of {', '.join(KINDS)}")
 
     def cut_of(self, parameter: str, size: int) -> Cut | None:
-        """How the module's parameter of that name is cut, `size` long along its dim; None: it is
-        whole.
-        """
+        """How the module's parameter, `size` long along its dim, is cut; None: it is whole."""
         dim = KINDS[self.kind].cuts.get(parameter)
         if dim is None:
             return None

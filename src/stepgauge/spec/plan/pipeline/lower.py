@@ -144,9 +144,7 @@ def place_receives(
     order: Mapping[Channel, list[Action]],
     wanted: dict[Action, int],
 ) -> list[Action]:
-    """The row with each receive where it is wanted, and on each channel none after one that is
-    sent later.
-    """
+    """The row with receives where they are wanted, and in order on each channel."""
     for channel in {receive.channel for receive in needed.values()}:
         earliest = len(row)
         for receive in reversed(order.get(channel, [])):
