@@ -64,7 +64,7 @@ def pair(record: Record, field: str) -> str:
 
 
 def naming(record: Record) -> tuple[list[str], list[str]]:
-    """The fields that name the record, and those that would but have their hidden default."""
+    """The fields that name the record, and those that would but are at their default."""
     spec = flatten(record.spec)
     shape = [n for declared in declarations(record.kind, record.spec)[:1]
              for n in getattr(declared, "shape", ())]  # fmt: skip
@@ -74,7 +74,8 @@ def naming(record: Record) -> tuple[list[str], list[str]]:
         names = naming_fields(field)
         if field.name in implied or not spec.keys() >= {field.name, *names}:
             continue
-        is_default = spec[field.name] == field.metadata.get("hidden_default")
+        hides_default = field.metadata["label"] == "changed"
+        is_default = hides_default and spec[field.name] == field.default
         (default if is_default else shown).extend(names)
     return list(dict.fromkeys(shown)), default
 
@@ -88,8 +89,8 @@ def labels(records: Sequence[Record]) -> list[str]:
     """Each row by `key=value` of the fields in which rows of its kind vary, after its kind where
     kinds differ.
 
-    Values at their hidden default are left out where the rest still tells the rows apart. A row
-    that nothing tells from the others is named by `describe`.
+    Fields that are labels only where changed are left out at their default, if the rest still tells
+    the rows apart. A row that nothing tells from the others is named by `describe`.
     """
     kinds = dict.fromkeys(record.kind for record in records)
     of_kind = {kind: [r for r in records if r.kind == kind] for kind in kinds}

@@ -24,23 +24,13 @@ class BertSpec:
     """
 
     vocab_size: int = option(
-        30_522,
-        "tokens in the vocabulary",
-        least=2,
-        most=10_000_000,
-        label=True,
-        hidden_default=30_522,
+        30_522, "tokens in the vocabulary", least=2, most=10_000_000, label="changed"
     )
     context_length: int = option(
         512, "sequence, in tokens", least=1, most=16_777_216, flag="context"
     )
     num_positions: int = option(
-        512,
-        "positions that the network knows",
-        least=1,
-        most=16_777_216,
-        label=True,
-        hidden_default=512,
+        512, "positions that the network knows", least=1, most=16_777_216, label="changed"
     )
     d_model: int = option(768, "width of the residual stream", least=1, most=1_000_000, label=True)
     d_ff: int = option(3072, "width of the feed-forward layer", least=1, most=4_000_000, label=True)
@@ -51,8 +41,7 @@ class BertSpec:
         "share of activations set to zero while training",
         least=0.0,
         most=0.99,
-        label=True,
-        hidden_default=0.0,
+        label="changed",
     )
     # tells it from a ModelSpec in a record
     network: str = dataclasses.field(default="bert", init=False)

@@ -141,11 +141,7 @@ class BroadcastSpec:
         32 << 20, "bytes of a block, where there are blocks", least=1, flag="block"
     )
     gpus: int = option(
-        2,
-        "GPUs that get the tensor; on a CPU, processes",
-        least=1,
-        most=64,
-        label=True,
+        2, "GPUs that get the tensor; on a CPU, processes", least=1, most=64, label=True
     )
     repeats: int = option(16, "timed runs", least=1, most=100_000)
     warmup: int = option(2, "untimed runs first", least=0, most=1000)

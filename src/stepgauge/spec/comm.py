@@ -75,8 +75,7 @@ class CommSpec:
         "library",
         "the backend's own, or our ring of sends over it",
         choices=("library", "ring"),
-        label=True,
-        hidden_default="library",
+        label="changed",
     )
     size_bytes: int = option(
         1 << 20,
@@ -85,7 +84,6 @@ class CommSpec:
         most=1 << 40,
         flag="size",
         label=True,
-        hidden_default=0,
     )
     ranks: int = option(2, "processes", least=1, most=4096, label=True)
     nodes: int = option(
@@ -93,16 +91,14 @@ class CommSpec:
         "machines that they are spread over; set by torchrun",
         least=1,
         most=4096,
-        label=True,
-        hidden_default=1,
+        label="changed",
     )
     dtype: str = option("float32", "element type", choices=DTYPE_BYTES)
     timing: str = option(
         "pipelined",
         "pipelined: one after another without waiting; blocking: wait after each; graph: replayed as a CUDA graph",
         choices=("pipelined", "blocking", "graph"),
-        label=True,
-        hidden_default="pipelined",
+        label="changed",
     )
     iterations: int = option(
         20,

@@ -35,28 +35,22 @@ class DataParallelSpec:
         "MB (10^6 bytes) of gradients at which a bucket is sent; 0: a bucket a gradient",
         least=0.0,
         most=1e6,
-        label=True,
-        hidden_default=25.0,
+        label="changed",
     )
     ranks: int = option(
         2, "processes, each with a device of its own", least=1, most=100_000, label=True
     )
     backend: str = option(
-        "auto",
-        "auto is nccl on GPUs, gloo on CPUs",
-        choices=("auto", *BACKENDS),
-        label=True,
-        hidden_default="auto",
+        "auto", "auto is nccl on GPUs, gloo on CPUs", choices=("auto", *BACKENDS), label="changed"
     )
     reduce_dtype: str = option(
         "own",
         "type that gradients are averaged in, by wrappers that leave weights whole; own: the parameters'",
         choices=REDUCE_DTYPES,
-        label=True,
-        hidden_default="own",
+        label="changed",
     )
     batch: int = option(
-        4, "sequences a rank", least=1, most=1_000_000, label=("batch", "context_length")
+        4, "sequences a rank", least=1, most=1_000_000, label=True, named_with="context_length"
     )
     precision: str = as_in(
         WorkSpec, "precision", "as in bench step; fully sharded wrappers also send it"
@@ -73,9 +67,7 @@ class DataParallelSpec:
         flag_value=True,
     )
     device: str = option("cpu", "cpu or cuda: each rank takes the GPU of its own number")
-    seed: int = option(
-        0, "of weights and tokens", least=0, most=2**63 - 1, label=True, hidden_default=0
-    )
+    seed: int = option(0, "of weights and tokens", least=0, most=2**63 - 1, label="changed")
 
     def __post_init__(self) -> None:
         check(self)

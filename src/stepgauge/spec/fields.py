@@ -22,18 +22,18 @@ def option(
     flag: str | None = None,
     short: str | None = None,
     flag_value: Any = None,
-    label: bool | tuple[str, ...] = False,
-    hidden_default: Any = None,
+    label: bool | str = False,
+    named_with: str = "",
 ) -> Any:
     """A dataclass field with a help text and the values that it accepts (`least` and `most`
     inclusive).
 
-    flag            its name on the command line, where that differs from the field's
-    short           its one-letter name
-    flag_value      what the flag alone, without a value, stands for
-    label           whether `key=value` of the field names a row; or the fields that name it
-                    together, this one first
-    hidden_default  the value that no row needs to be named by
+    flag        its name on the command line, where that differs from the field's
+    short       its one-letter name
+    flag_value  what the flag alone, without a value, stands for
+    label       whether `key=value` of the field names a row; "changed": only one that is not at
+                its default
+    named_with  the field that names a row together with this one
     """
     metadata = {
         "help": help,
@@ -44,7 +44,7 @@ def option(
         "short": short,
         "flag_value": flag_value,
         "label": label,
-        "hidden_default": hidden_default,
+        "named_with": named_with,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -70,8 +70,10 @@ def by_size(size: str, sizes: Mapping[str, Preset]) -> Preset:
 
 def naming_fields(field: "dataclasses.Field[Any]") -> tuple[str, ...]:
     """The fields that name a row together with this one, itself first; none without a `label`."""
-    label = field.metadata.get("label", False)
-    return label if isinstance(label, tuple) else (field.name,) if label else ()
+    if not field.metadata.get("label"):
+        return ()
+    other = field.metadata.get("named_with")
+    return (field.name, other) if other else (field.name,)
 
 
 def check(spec: Any) -> None:

@@ -69,11 +69,7 @@ class AttentionSpec(KernelSpec):
     sequence: int = option(512, "positions of a sequence", least=1, most=16_777_216)
     width: int = option(64, "width of a head", least=1, most=256)
     causal: bool = option(
-        True,
-        "each position sees itself and those before it",
-        flag_value=True,
-        label=True,
-        hidden_default=True,
+        True, "each position sees itself and those before it", flag_value=True, label="changed"
     )
 
 

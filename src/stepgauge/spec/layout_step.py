@@ -36,15 +36,15 @@ class LayoutSpec:
         "sequences of a forward and backward, of all ranks",
         least=1,
         most=1_000_000,
-        label=("batch", "context_length"),
+        label=True,
+        named_with="context_length",
     )
     accumulation: int = option(
         1,
         "forwards and backwards before the optimizer steps",
         least=1,
         most=1_000_000,
-        label=True,
-        hidden_default=1,
+        label="changed",
     )
     bucket_mb: float = as_in(DataParallelSpec, "bucket_mb")
     reduce_dtype: str = as_in(DataParallelSpec, "reduce_dtype")

@@ -22,8 +22,7 @@ class MemorySpec(WorkSpec):
         "run nothing, predict for that device; sm80 is A100, sm90 H100",
         choices=PREDICTIONS,
         flag_value="sm90",
-        label=True,
-        hidden_default="no",
+        label="changed",
     )
 
     def __post_init__(self) -> None:

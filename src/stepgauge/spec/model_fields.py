@@ -54,12 +54,7 @@ class NetworkFields:
 
     # Shape
     vocab_size: int = option(
-        10_000,
-        "tokens in the vocabulary",
-        least=2,
-        most=10_000_000,
-        label=True,
-        hidden_default=10_000,
+        10_000, "tokens in the vocabulary", least=2, most=10_000_000, label="changed"
     )
     context_length: int = option(
         512, "longest sequence, in tokens", least=1, most=16_777_216, flag="context"
@@ -75,53 +70,39 @@ class NetworkFields:
         "heads of keys and values; 0: as many as attention heads",
         least=0,
         most=100_000,
-        label=True,
-        hidden_default=0,
+        label="changed",
     )
     head_dim: int = option(
-        0,
-        "width of a head; 0: d_model over num_heads",
-        least=0,
-        most=100_000,
-        label=True,
-        hidden_default=0,
+        0, "width of a head; 0: d_model over num_heads", least=0, most=100_000, label="changed"
     )
     qk_norm: bool = option(
-        False,
-        "a norm of each query and key head",
-        flag_value=True,
-        label=True,
-        hidden_default=False,
+        False, "a norm of each query and key head", flag_value=True, label="changed"
     )
     attention_bias: str = option(
         "none",
         "biases in attention: of queries, keys and values, or of the output too",
         choices=BIASES,
-        label=True,
-        hidden_default="none",
+        label="changed",
     )
     mask: str = option(
         "causal",
         "what a token sees: those before it, or the whole sequence",
         choices=MASKS,
-        label=True,
-        hidden_default="causal",
+        label="changed",
     )
     window: int = option(
         0,
         "last tokens that a token sees, itself among them; 0: all",
         least=0,
         most=16_777_216,
-        label=True,
-        hidden_default=0,
+        label="changed",
     )
     full_attention_every: int = option(
         0,
         "of a network with a window: every n-th block has none; 0: all have it",
         least=0,
         most=10_000,
-        label=True,
-        hidden_default=0,
+        label="changed",
     )
 
     # Feed-forward
@@ -129,119 +110,68 @@ class NetworkFields:
         "swiglu",
         "feed-forward layer; those with glu have three matrices, others two",
         choices=FEED_FORWARD_MATRICES,
-        label=True,
-        hidden_default="swiglu",
+        label="changed",
     )
     feed_forward_bias: bool = option(
-        False,
-        "biases in the feed-forward layer",
-        flag_value=True,
-        label=True,
-        hidden_default=False,
+        False, "biases in the feed-forward layer", flag_value=True, label="changed"
     )
     num_experts: int = option(
         0,
         "feed-forward layers a block, of which each token goes to some; 0: one, for all",
         least=0,
         most=10_000,
-        label=("num_experts", "experts_per_token"),
-        hidden_default=0,
+        label="changed",
+        named_with="experts_per_token",
     )
     experts_per_token: int = option(0, "experts that a token goes to", least=0, most=10_000)
 
     # Norms
     norm: str = option(
-        "rmsnorm",
-        "normalisation, and which implementation of it",
-        choices=NORMS,
-        label=True,
-        hidden_default="rmsnorm",
+        "rmsnorm", "normalisation, and which implementation of it", choices=NORMS, label="changed"
     )
     norm_epsilon: float = option(
-        1e-5,
-        "added to the mean square",
-        least=0.0,
-        most=1.0,
-        label=True,
-        hidden_default=1e-5,
+        1e-5, "added to the mean square", least=0.0, most=1.0, label="changed"
     )
     block: str = option(
         "pre-norm",
         "where norms stand; parallel: attention and feed-forward read the same input",
         choices=BLOCKS,
-        label=True,
-        hidden_default="pre-norm",
+        label="changed",
     )
 
     # Positions
     positions: str = option(
-        "rope",
-        "rotary or learned positions",
-        choices=POSITIONS,
-        label=True,
-        hidden_default="rope",
+        "rope", "rotary or learned positions", choices=POSITIONS, label="changed"
     )
     num_positions: int = option(
-        0,
-        "learned positions; 0: as many as the context",
-        least=0,
-        most=16_777_216,
-        label=True,
-        hidden_default=0,
+        0, "learned positions; 0: as many as the context", least=0, most=16_777_216, label="changed"
     )
     rope_base: float = option(
-        10_000.0,
-        "base of the rotary angles",
-        least=1.0,
-        most=1e12,
-        label=True,
-        hidden_default=10_000.0,
+        10_000.0, "base of the rotary angles", least=1.0, most=1e12, label="changed"
     )
     rope_fraction: float = option(
-        1.0,
-        "part of a head that is rotated",
-        least=0.0,
-        most=1.0,
-        label=True,
-        hidden_default=1.0,
+        1.0, "part of a head that is rotated", least=0.0, most=1.0, label="changed"
     )
     rope_scaling: str = option(
         "none",
         "how angles are stretched to a longer context: linear:FACTOR, llama3:FACTOR:LOW:HIGH:CONTEXT",
-        label=True,
-        hidden_default="none",
+        label="changed",
     )
 
     # Ends
     tied_head: bool = option(
-        False,
-        "use the embedding as the output matrix",
-        flag_value=True,
-        label=True,
-        hidden_default=False,
+        False, "use the embedding as the output matrix", flag_value=True, label="changed"
     )
     scaled_embedding: bool = option(
-        False,
-        "embedding times sqrt(d_model), as Gemma",
-        flag_value=True,
-        label=True,
-        hidden_default=False,
+        False, "embedding times sqrt(d_model), as Gemma", flag_value=True, label="changed"
     )
 
     # Implementations
     attention: str = option(
-        "sdpa",
-        "implementation of attention",
-        choices=ATTENTIONS,
-        label=True,
-        hidden_default="sdpa",
+        "sdpa", "implementation of attention", choices=ATTENTIONS, label="changed"
     )
     loss: str = option(
-        "cross-entropy",
-        "implementation of output layer and loss",
-        choices=LOSSES,
-        label=True,
-        hidden_default="cross-entropy",
+        "cross-entropy", "implementation of output layer and loss", choices=LOSSES, label="changed"
     )
 
     def __post_init__(self) -> None:

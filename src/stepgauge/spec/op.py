@@ -17,7 +17,7 @@ class OpSpec:
     kind: ClassVar[str] = "op"
 
     file: str
-    function: str = dataclasses.field(metadata={"label": ("function", "file")})
+    function: str = dataclasses.field(metadata={"label": True, "named_with": "file"})
     content: str
     tolerance: float = option(
         0.0, "largest relative error called right; 0: by the result's type", least=0.0, most=1.0

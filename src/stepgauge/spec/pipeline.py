@@ -55,49 +55,37 @@ class PipelineSpec:
         flag="microbatches",
         label=True,
     )
-    per_rank: int = option(
-        2, "stages a rank of interleaved schedules", least=1, most=64, label=True, hidden_default=2
-    )  # fmt: skip
+    per_rank: int = option(2, "stages a rank of interleaved schedules", least=1, most=64, label="changed")  # fmt: skip
     batch: int = option(
-        8, "sequences in all", least=1, most=1_000_000, label=("batch", "context_length")
+        8, "sequences in all", least=1, most=1_000_000, label=True, named_with="context_length"
     )
     balance: str = option(
         "flops",
         "how blocks are cut into stages: by their work and the head's, or by their count",
         choices=BALANCES,
-        label=True,
-        hidden_default="flops",
+        label="changed",
     )
     overweight: int = option(
         0,
         "blocks that the second stage has more than its share",
         least=0,
         most=1000,
-        label=True,
-        hidden_default=0,
+        label="changed",
     )
-    precision: str = option(
-        "fp32", "bf16 is autocast; bf16-pure has bf16 parameters",
-        choices=("fp32", "tf32", "bf16", "bf16-pure"), label=True,
-    )  # fmt: skip
-    compile: str = option(
-        "off", "torch.compile of each block", choices=("off", "blocks"), flag_value="blocks",
-        label=True, hidden_default="off",
-    )  # fmt: skip
+    precision: str = option("fp32", "bf16 is autocast; bf16-pure has bf16 parameters", choices=("fp32", "tf32", "bf16", "bf16-pure"), label=True)  # fmt: skip
+    compile: str = option("off", "torch.compile of each block", choices=("off", "blocks"), flag_value="blocks", label="changed")  # fmt: skip
     ahead: int = option(
         AHEAD,
         "computations between the posting of a receive and its reader; -1: posted as it is sent",
         least=AS_SENT,
         most=100,
-        label=True,
-        hidden_default=AHEAD,
+        label="changed",
     )
     transport: str = option(
         "auto",
         "of tensors between stages: copies into the other ranks' memory, or messages of the backend",
         choices=("auto", "copies", "messages"),
-        label=True,
-        hidden_default="auto",
+        label="changed",
     )
     warmup: int = option(3, "untimed steps first", least=1, most=100_000)
     steps: int = option(5, "timed steps", least=1, most=1_000_000)

@@ -27,7 +27,7 @@ class WorkSpec:
     model: ModelSpec | BertSpec | UserModel
     size: str = option("custom", "preset that the model spec starts from", label=True)
     batch: int = option(
-        4, "sequences in a batch", least=1, most=1_000_000, label=("batch", "context_length")
+        4, "sequences in a batch", least=1, most=1_000_000, label=True, named_with="context_length"
     )
     precision: str = option(
         "fp32",
@@ -41,23 +41,18 @@ class WorkSpec:
         "torch.compile; on: the whole model",
         choices=COMPILE_MODES,
         flag_value="on",
-        label=True,
-        hidden_default="off",
+        label="changed",
     )
     optimizer: str = option(
-        "adamw",
-        "adamw is torch's fused one, fused is ours",
-        choices=OPTIMIZERS,
-        label=True,
-        hidden_default="adamw",
+        "adamw", "adamw is torch's fused one, fused is ours", choices=OPTIMIZERS, label="changed"
     )
     checkpointing: str = option(
         "none",
         "what backward computes again; selective keeps products and attention; budget: the "
         "least, block by block, that fits into --memory-gib",
         choices=(*CHECKPOINTING, BUDGET),
-        label=("checkpointing", "checkpoint_blocks"),
-        hidden_default="none",
+        label="changed",
+        named_with="checkpoint_blocks",
     )
     checkpoint_blocks: int = option(
         1, "blocks that are computed again together", least=1, most=10_000
@@ -67,27 +62,22 @@ class WorkSpec:
         "GiB that a step with --checkpointing budget may take; 0: what is free",
         least=0.0,
         most=1e6,
-        label=True,
-        hidden_default=0.0,
+        label="changed",
     )
     phases: str = option(
         "step",
         "forward alone without gradients; backward with its forward; or the whole step",
         choices=PHASES,
-        label=True,
-        hidden_default="step",
+        label="changed",
     )
     data: str = option(
         "random",
         "tokens: random, or the default corpus as bytes",
         choices=("random", "text"),
-        label=True,
-        hidden_default="random",
+        label="changed",
     )
     device: str = option("cpu", "cpu, cuda, cuda:1, mps; auto takes the fastest there is")
-    seed: int = option(
-        0, "of weights and tokens", least=0, most=2**63 - 1, label=True, hidden_default=0
-    )
+    seed: int = option(0, "of weights and tokens", least=0, most=2**63 - 1, label="changed")
 
     def __post_init__(self) -> None:
         check(self)

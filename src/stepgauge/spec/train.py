@@ -30,11 +30,7 @@ class TrainSpec:
         DEFAULT_CORPUS, "text file or folder; stdlib is Python's own library's source"
     )
     tokenizer: str = option(
-        "bytes",
-        "bytes, or a BPE trained on the corpus",
-        choices=("bytes", "bpe"),
-        label=True,
-        hidden_default="bytes",
+        "bytes", "bytes, or a BPE trained on the corpus", choices=("bytes", "bpe"), label="changed"
     )
     steps: int = option(200, "optimizer steps", least=1, most=1_000_000_000)
     batch: int = option(
@@ -42,16 +38,10 @@ class TrainSpec:
         "sequences a micro-batch, of all ranks",
         least=1,
         most=1_000_000,
-        label=("batch", "context_length"),
-    )
-    accumulation: int = option(
-        1,
-        "micro-batches a step",
-        least=1,
-        most=1_000_000,
         label=True,
-        hidden_default=1,
+        named_with="context_length",
     )
+    accumulation: int = option(1, "micro-batches a step", least=1, most=1_000_000, label="changed")
     precision: str = as_in(WorkSpec, "precision")
     compile: str = as_in(WorkSpec, "compile")
     optimizer: str = as_in(WorkSpec, "optimizer")
@@ -74,19 +64,10 @@ class TrainSpec:
     checkpoint_every: int = option(50, "steps between checkpoints", least=1)
     keep: int = option(2, "checkpoints that are kept", least=1)
     data_parallel: str = option(
-        "none",
-        "how training is spread over ranks",
-        choices=TRAINING_WRAPPERS,
-        label=True,
-        hidden_default="none",
+        "none", "how training is spread over ranks", choices=TRAINING_WRAPPERS, label="changed"
     )
     ranks: int = option(
-        1,
-        "processes, each with a device of its own",
-        least=1,
-        most=100_000,
-        label=True,
-        hidden_default=1,
+        1, "processes, each with a device of its own", least=1, most=100_000, label="changed"
     )
     bucket_mb: float = option(
         25.0,
