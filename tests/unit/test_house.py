@@ -42,12 +42,19 @@ def functions(body):
                 yield node
 
 
+def lines_of(path, function):
+    """Of a command without its signature, which declares its options."""
+    is_command = name(path).startswith("cli/")
+    start = function.body[0].lineno if is_command else function.lineno
+    return function.end_lineno - start + 1
+
+
 def test_a_function_fits_a_screen():
     long = {
         f"{name(path)}: {node.name}": lines
         for path in sources(".py")
         for node in functions(ast.parse(path.read_text(encoding="utf-8")).body)
-        if (lines := node.end_lineno - node.lineno + 1) > MOST_LINES_OF_A_FUNCTION
+        if (lines := lines_of(path, node)) > MOST_LINES_OF_A_FUNCTION
     }
     assert long == {}
 

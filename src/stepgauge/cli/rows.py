@@ -109,8 +109,7 @@ def of_torchrun(values: Values) -> Values:
 def run_jobs(jobs: Sequence["Job"], store: "RunStore", *, fresh: bool) -> list["Record"]:
     """Sweeps with a progress bar and a line a row; returns all records, those of earlier runs too."""
     from stepgauge.bench.ranks import store_for
-    from stepgauge.bench.sweep import FAILURES, sweep
-    from stepgauge.report.kernels import launchers_of
+    from stepgauge.bench.sweep import sweep
     from stepgauge.report.names import labels
     from stepgauge.runtime.world import GroupError
 
@@ -144,15 +143,23 @@ def run_jobs(jobs: Sequence["Job"], store: "RunStore", *, fresh: bool) -> list["
                     tell(summary(outcome.record, name_of(outcome.job)))
     except GroupError as error:
         raise RunFailedError(str(error)) from error
+    _tell_of_all(records, store.folder, reused)
+    return records
+
+
+def _tell_of_all(records: Sequence["Record"], folder: Path, reused: int) -> None:
+    """What launched our kernels, where tracebacks are, and how many rows an earlier run left."""
+    from stepgauge.bench.sweep import FAILURES
+    from stepgauge.report.kernels import launchers_of
+
     for sentence in launchers_of(records):
         tell(sentence)
     if any(record.status == "failed" for record in records):
-        tell(f"tracebacks of what failed: {store.folder / FAILURES}")
+        tell(f"tracebacks of what failed: {folder / FAILURES}")
     if reused:
         tell(
-            f"{reused} of {len(records)} rows were already in {store.folder}; --fresh measures them again"
+            f"{reused} of {len(records)} rows were already in {folder}; --fresh measures them again"
         )
-    return records
 
 
 def require_success(records: Sequence["Record"]) -> None:
