@@ -80,7 +80,9 @@ class CalibrationSpec:
     seconds: float = option(
         20.0, "for all shapes; those that are left are left out", least=0.0, most=1e4
     )
-    ranks: int = option(1, "that time it side by side, sharing a CPU", least=1, most=4096, label="changed")  # fmt: skip
+    ranks: int = option(
+        1, "that time it side by side, sharing a CPU", least=1, most=4096, label="changed"
+    )
     device: str = option("cpu", "cpu, cuda, cuda:1, mps; auto takes the fastest there is")
 
     def __post_init__(self) -> None:

@@ -55,7 +55,9 @@ class PipelineSpec:
         flag="microbatches",
         label=True,
     )
-    per_rank: int = option(2, "stages a rank of interleaved schedules", least=1, most=64, label="changed")  # fmt: skip
+    per_rank: int = option(
+        2, "stages a rank of interleaved schedules", least=1, most=64, label="changed"
+    )
     batch: int = option(
         8, "sequences in all", least=1, most=1_000_000, label=True, named_with="context_length"
     )
@@ -72,8 +74,19 @@ class PipelineSpec:
         most=1000,
         label="changed",
     )
-    precision: str = option("fp32", "bf16 is autocast; bf16-pure has bf16 parameters", choices=("fp32", "tf32", "bf16", "bf16-pure"), label=True)  # fmt: skip
-    compile: str = option("off", "torch.compile of each block", choices=("off", "blocks"), flag_value="blocks", label="changed")  # fmt: skip
+    precision: str = option(
+        "fp32",
+        "bf16 is autocast; bf16-pure has bf16 parameters",
+        choices=("fp32", "tf32", "bf16", "bf16-pure"),
+        label=True,
+    )
+    compile: str = option(
+        "off",
+        "torch.compile of each block",
+        choices=("off", "blocks"),
+        flag_value="blocks",
+        label="changed",
+    )
     ahead: int = option(
         AHEAD,
         "computations between the posting of a receive and its reader; -1: posted as it is sent",
