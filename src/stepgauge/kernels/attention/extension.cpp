@@ -20,6 +20,7 @@
 #include <torch/csrc/autograd/utils/wrap_outputs.h>
 
 #include <cmath>
+#include <optional>
 #include <tuple>
 
 namespace {
@@ -94,11 +95,13 @@ std::tuple<Tensor, Tensor, Tensor> backward_operator(
     const Tensor& grad, const Saved& saved, bool is_causal, double scale) {
   using Signature = std::tuple<Tensor, Tensor, Tensor>(
       const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-      bool, double);
+      bool, double, int64_t, const std::optional<Tensor>&);
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("stepgauge::flash_attention_backward", "")
                              .typed<Signature>();
-  return op.call(grad, saved.q, saved.k, saved.v, saved.o, saved.lse, is_causal, scale);
+  return op.call(
+      grad, saved.q, saved.k, saved.v, saved.o, saved.lse, is_causal, scale, /*window=*/0,
+      /*spans=*/std::nullopt);
 }
 
 struct Attention : torch::autograd::Function<Attention> {
