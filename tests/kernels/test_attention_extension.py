@@ -567,7 +567,7 @@ def test_gradients_that_cpp_does_not_know_go_to_the_operator(both, monkeypatch):
     here.offer()
     turned = here.do.transpose(1, 2).contiguous().transpose(1, 2)
     flash_attention(here.q, here.k, here.v, is_causal=True).backward(turned)
-    assert asked == [(turned.stride(), (True, here.scale))]
+    assert asked == [(turned.stride(), (True, here.scale, 0, None))]
     assert all(x.grad.eq(7).all() for x in (here.q, here.k, here.v))
     assert len(here.driver.launches) == 1
     # An expanded gradient, what .sum().backward() sends, is copied and then known.
