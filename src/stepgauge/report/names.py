@@ -74,7 +74,7 @@ def naming(record: Record) -> tuple[list[str], list[str]]:
         names = naming_fields(field)
         if field.name in implied or not spec.keys() >= {field.name, *names}:
             continue
-        hides_default = field.metadata["label"] == "changed"
+        hides_default = field.metadata.get("label") == "changed"
         is_default = hides_default and spec[field.name] == field.default
         (default if is_default else shown).extend(names)
     return list(dict.fromkeys(shown)), default
