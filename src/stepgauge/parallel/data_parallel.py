@@ -203,6 +203,8 @@ class DataParallel(nn.Module):
                 "backward(create_graph=True) into `.grad` is not averaged; take the gradients that "
                 "are differentiated again with torch.autograd.grad"
             )
+        if not parameter.requires_grad:  # frozen since forward: autograd has added nothing
+            return
         self._local.add(parameter)
         if not self._synchronises:
             return

@@ -63,6 +63,18 @@ def frozen_between_no_sync_and_backward(setup):
     return t.results() | {"norm": norm}
 
 
+def frozen_between_forward_and_no_sync(setup):
+    t = Training(setup, Net())
+    losses = [t.loss(step, rank) for step in range(2) for rank in setup.batches]
+    _freeze(t.inner)
+    half = len(setup.batches)
+    with t.parallel.no_sync():
+        (sum(losses[:half]) / half).backward()
+    (sum(losses[half:]) / half).backward()
+    t.step()
+    return t.results()
+
+
 def frozen_between_forward_and_backward(setup):
     t = Training(setup, Net())
     losses = [t.loss(0, rank) / len(setup.batches) for rank in setup.batches]
