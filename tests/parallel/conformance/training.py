@@ -125,13 +125,7 @@ def _torch_ddp(setup: Setup, module: nn.Module, groups, optimizer) -> Parallel:
             state=lambda: state_of(module, stepping),
             load=lambda state: load_state(module, stepping, state),
         )
-    first, *others = groups(module)
-    settings = {name: value for name, value in first.items() if name != "params"}
-    stepping = ZeroRedundancyOptimizer(
-        first["params"], optimizer, process_group=setup.group, **settings
-    )
-    for group in others:
-        stepping.add_param_group(group)
+    stepping = ZeroRedundancyOptimizer(groups(module), optimizer, process_group=setup.group)
 
     def state():
         stepping.consolidate_state_dict(to=0)
