@@ -2,6 +2,7 @@
 other ranks.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -17,14 +18,14 @@ from stepgauge.train.loop import read_curve
 
 
 def spec(**changes):
-    model = ModelSpec.preset("nano", context_length=16)
+    model = ModelSpec.preset("nano", num_layers=4, context_length=16)
     fields = {
         "batch": 6,
         "accumulation": 2,
-        "steps": 6,
+        "steps": 10,
         "warmup": 2,
-        "checkpoint_every": 2,
-        "evaluate_every": 6,
+        "checkpoint_every": 1,
+        "evaluate_every": 2,
     }
     return TrainSpec(model=model, size="nano", evaluate_windows=4, **{**fields, **changes})
 
@@ -45,31 +46,36 @@ def alone(tmp_path_factory):
     return read_curve(folder / "curve.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "ranks"),
-    [("bucketed", "zero1", 3), ("zero2", "zero3", 2)],
+# Launches one after the other, in each the layouts of so many ranks. Every run is stopped two steps
+# after it began, one after its last checkpoint; the last one of a launch ends its processes.
+LAUNCHES = (
+    ("dp2 bucketed", "tp2", "dp2 zero2", "pp2 zbv m3"),
+    ("dp3 zero1",),
+    ("dp2 zero3", "pp2 1f1b m1"),
 )
-def test_a_run_goes_on_under_another_wrapper(tmp_path, alone, first, second, ranks):
-    with pytest.raises(RankError, match="stop here"):
-        launch(train, spec(data_parallel=first, ranks=2), tmp_path, 6, ranks=2)
-    assert [point.step for point in read_curve(tmp_path / "curve.jsonl")] in (
-        [1, 2, 3, 4],
-        [1, 2, 3, 4, 5, 6],
-    )
-    launch(train, spec(data_parallel=second, ranks=ranks), tmp_path, None, ranks=ranks)
+
+
+def train_under(layouts, folder, first_stop):
+    for number, layout in enumerate(layouts):
+        last = number == len(layouts) - 1
+        with contextlib.nullcontext() if last else pytest.raises(KeyError, match="stop here"):
+            train(spec(layout=layout), folder, first_stop + number)
+
+
+def test_a_run_goes_on_under_other_layouts(tmp_path, alone):
+    stop = 2
+    for layouts in LAUNCHES:
+        with pytest.raises(RankError, match="stop here"):
+            launch(train_under, layouts, tmp_path, stop, ranks=spec(layout=layouts[0]).ranks)
+        stop += len(layouts)
+        assert len(read_curve(tmp_path / "curve.jsonl")) == stop - 1, layouts
+    train(spec(), tmp_path, None)
     curve = read_curve(tmp_path / "curve.jsonl")
-    assert len(curve) == 6
     for ours, theirs in zip(curve, alone, strict=True):
         assert abs(ours.loss - theirs.loss) < 2e-5, ours
-    assert abs(curve[-1].held_out - alone[-1].held_out) < 2e-5
-
-
-def test_a_run_of_ranks_goes_on_alone(tmp_path, alone):
-    with pytest.raises(RankError, match="stop here"):
-        launch(train, spec(data_parallel="zero3", ranks=2), tmp_path, 6, ranks=2)
-    train(spec(), tmp_path, None)
-    losses = [point.loss for point in read_curve(tmp_path / "curve.jsonl")]
-    assert max(abs(a - b.loss) for a, b in zip(losses, alone, strict=True)) < 2e-5
+        assert (ours.held_out is None) == (theirs.held_out is None)
+        if ours.held_out is not None:
+            assert abs(ours.held_out - theirs.held_out) < 2e-5, ours
 
 
 def test_the_command_under_torchrun(tmp_path, alone):
@@ -89,13 +95,13 @@ def test_the_command_under_torchrun(tmp_path, alone):
         "--checkpoint-every",
         "2",
         "--evaluate-every",
-        "6",
+        "10",
         "--evaluate-windows",
         "4",
         "--device",
         "cpu",
     ]
-    options += ["--steps", "6", "--ranks", "2", "--out", str(tmp_path)]
+    options += ["--steps", "10", "--ranks", "2", "--out", str(tmp_path)]
     command = [
         sys.executable,
         "-m",
@@ -107,7 +113,7 @@ def test_the_command_under_torchrun(tmp_path, alone):
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [*command, "train", *options, "--data-parallel", "bucketed"],
+        [*command, "train", *options, "--num-layers", "4", "--data-parallel", "bucketed"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -116,7 +122,7 @@ def test_the_command_under_torchrun(tmp_path, alone):
     assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout.count("held out") == 1  # one rank speaks for all
     curve = read_curve(tmp_path / "curve.jsonl")
-    assert len(curve) == 6
+    assert len(curve) == 10
     assert (
         max(abs(ours.loss - theirs.loss) for ours, theirs in zip(curve, alone, strict=True)) < 2e-5
     )
@@ -127,9 +133,9 @@ def test_the_command_under_torchrun(tmp_path, alone):
     [
         (
             {"ranks": 4, "data_parallel": "flat"},
-            "batch is 6, which 4 ranks do not divide; choose a multiple",
+            "batch is 6, which dp4 does not divide; choose a multiple",
         ),
-        ({"ranks": 2}, "ranks is 2; --data-parallel says how they train"),
+        ({"ranks": 2}, "ranks is 2; --data-parallel or --layout says how they train"),
         ({"data_parallel": "zero3", "compile": "on"}, "zero3 gathers weights in Python"),
         (
             {"data_parallel": "zero2", "precision": "fp16"},
@@ -137,12 +143,16 @@ def test_the_command_under_torchrun(tmp_path, alone):
         ),
         (
             {"data_parallel": "zero3", "reduce_dtype": "bf16"},
-            "reduce_dtype is 'bf16', which --data-parallel zero3 has no",
+            "reduce_dtype is 'bf16', which zero3 has no use for",
         ),
         (
             {"data_parallel": "torch-ddp", "reduce_dtype": "bf16"},
             "torch-ddp compresses on GPUs only",
         ),
+        ({"layout": "tp2", "data_parallel": "zero1"}, "the layout names the wrapper"),
+        ({"layout": "tp2", "ranks": 4}, "ranks is 4; layout 'tp2' is for 2"),
+        ({"layout": "dp2 torch-zero1"}, "torch-zero1 has no checkpoint that other ranks"),
+        ({"layout": "pp8 1f1b m2"}, "1f1b on 8 ranks has 8 stages; the network has 4 blocks"),
     ],
 )
 def test_what_cannot_be_is_said(changes, sentence):

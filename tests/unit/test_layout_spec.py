@@ -59,7 +59,6 @@ def test_layouts_are_rows_with_names_of_their_own():
         ("tp4", {"num_kv_heads": 3, "num_heads": 12, "d_model": 96}, "3 units of 8 rows"),
         ("tp2", {"d_ff": 255}, "feed_forward.gate_up: 255 rows cannot be cut into 2"),
         ("tp2", {"context_length": 15}, "context_length is 15, which tp2 does not divide"),
-        ("tp2", {"loss": "fused"}, "loss is 'fused'; tp2 has a loss over parts"),
         ("tp2", {"num_experts": 2, "experts_per_token": 1}, "experts have no tensor parallel yet"),
         ("tp2", {"precision": "fp16"}, "precision is 'fp16'"),
         ("tp2", {"compile": "on"}, "takes off or blocks"),

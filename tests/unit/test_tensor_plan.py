@@ -80,7 +80,8 @@ def test_collectives_of_a_step(spec):
 
 def test_a_stage_has_the_rules_of_its_modules():
     spec = ModelSpec(num_layers=4, block="post-norm")
-    assert "blocks.1" in table_of(spec, range(1, 3))
+    assert table_of(spec, range(2))["blocks.0"] == Rule("split")
+    assert "blocks.1" not in table_of(spec, range(1, 3)), "which takes a piece already"
     assert not {"embedding", "head", "norm"} & table_of(spec, range(1, 3)).keys()
     assert "head" in table_of(spec, range(2, 4))
     experts = ModelSpec(num_experts=2, experts_per_token=1)

@@ -77,7 +77,7 @@ def _measure(spec: DataParallelSpec) -> RankFigures:
         run_once(phases)  # optimizer state, communicators and libraries come into being
         devices.reset_peak_memory(device)
         times = time_phases(phases, device, warmup=spec.warmup - 1, steps=spec.steps)
-        kept = _footprint(step, phases, device, initial)
+        kept = kept_bytes(step, phases, device, initial)
         traced = trace_steps(phases, device) if spec.trace else None
         silent, communication = _without_and_alone(step, phases, device, spec.steps)
     return RankFigures(
@@ -123,18 +123,19 @@ def _plan(step: TrainingStep) -> dict[str, int]:
     return {"buckets": len(buckets), "tail_bytes": buckets[-1].bytes} if buckets else {}
 
 
-def _footprint(
+def kept_bytes(
     step: TrainingStep,
     phases: dict[str, Callable[[], None]],
     device: torch.device,
     initial: int | None,
 ) -> dict[str, int]:
     """Metrics in bytes: after building, before and after the update, at the peak; and what the step
-    keeps.
+    keeps. Runs a step.
     """
     module = step.parallel.module
-    for name in ("forward", "backward", "synchronize"):
-        phases[name]()
+    for name, phase in phases.items():
+        if name != "optimizer":
+            phase()
     kept = {"gradient_bytes": footprint.gradient_bytes(module)}
     before_update = devices.allocated_memory(device)
     phases["optimizer"]()

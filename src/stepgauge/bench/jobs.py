@@ -4,13 +4,14 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from stepgauge.bench import broadcast, comm, data_parallel, memory, op, profile, step
+from stepgauge.bench import broadcast, comm, data_parallel, layout, memory, op, profile, step
 from stepgauge.bench.kernels import comparison
 from stepgauge.bench.sweep import Job
 from stepgauge.spec.broadcast import BroadcastSpec
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.kernel import KernelSpec
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.op import OpSpec
 from stepgauge.spec.profile import ProfileSpec
@@ -35,6 +36,9 @@ def job_of(spec: Any, folder: Path) -> Job:
         case DataParallelSpec():
             data_parallel.check(spec)
             return Job(data_parallel.JOB, spec)
+        case LayoutSpec():
+            layout.check(spec)
+            return Job(layout.JOB, spec)
         case KernelSpec():
             comparison.check(spec)
             return Job(comparison.run, spec, process=spec.kind)

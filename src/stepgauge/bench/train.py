@@ -15,7 +15,6 @@ from stepgauge.bench.checkpoint_budget import solve
 from stepgauge.bench.launchers import prepare_for
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
-from stepgauge.parallel.training import Parallelise
 from stepgauge.runtime.workers import run_isolated
 from stepgauge.runtime.world import joined_world
 from stepgauge.spec.layout import WRAPPERS
@@ -27,7 +26,6 @@ from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import build_step
 from stepgauge.train.loop import Point, Trainer
 from stepgauge.train.place import ALONE, Place
-from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES
 from stepgauge.train.step import TrainingStep
 from stepgauge.train.task import Task
 from stepgauge.train.text_task import text_task
@@ -79,7 +77,7 @@ def require_memory(spec: TrainSpec) -> None:
     """
     if spec.device != "cpu" or isinstance(spec.model, UserModel):
         return
-    whole = 1 if WRAPPERS[spec.data_parallel].stage else spec.ranks
+    whole = 1 if WRAPPERS[spec.axes.wrapper].stage else spec.axes.data
     least = bench_step.least_bytes(spec) * whole
     devices.require_host_memory(least)
     free = devices.available_host_bytes()
@@ -87,7 +85,7 @@ def require_memory(spec: TrainSpec) -> None:
         return
     fields = {field.name for field in dataclasses.fields(WorkSpec)}
     shared = {name: value for name, value in vars(spec).items() if name in fields}
-    step = MemorySpec(**{**shared, "batch": spec.batch // spec.ranks})
+    step = MemorySpec(**{**shared, "batch": spec.batch // spec.axes.data})
     if peak := run_isolated(memory.predicted, step).median("peak_bytes"):
         devices.require_host_memory(int(peak) * whole)
 
@@ -121,20 +119,27 @@ def _losses(curve: Sequence[Point], task: Task) -> tuple[dict[str, Sample], dict
 def _place(spec: TrainSpec) -> Place:
     """This process's share of the run."""
     world = joined_world()
-    return ALONE if spec.ranks == 1 or world is None else Place(world.rank, world.size)
+    return ALONE if spec.ranks == 1 or world is None else Place.of(spec.axes, world.rank)
 
 
 def build_task(spec: TrainSpec, place: Place = ALONE) -> Task:
     """What this process, of a run of one or of its rank, trains. All ranks must call it."""
     if spec.checkpointing == BUDGET:
         return _budgeted(spec)
-    of_kind = user_task if isinstance(spec.model, UserModel) else text_task
+    is_user = isinstance(spec.model, UserModel)
     if place is ALONE:
-        return of_kind(spec)
+        return user_task(spec) if is_user else text_task(spec)
+    # torch's parts of it take a while to load.
+    from stepgauge.train.layout import build_layout_step, on_data_axis
+
     world = joined_world()
     assert world is not None, "a rank has a world"
-    here = dataclasses.replace(spec, device=str(world.device(spec.device)))
-    return of_kind(here, place=place, parallelise=_wrapper(spec))
+    device = world.device(spec.device)
+    here = dataclasses.replace(spec, device=str(device))
+    if is_user:
+        return user_task(here, place=place, parallelise=on_data_axis(here, spec.axes))
+    build = functools.partial(build_layout_step, layout=spec.axes, device=device)
+    return text_task(here, place=place, build=build)
 
 
 def _budgeted(spec: TrainSpec) -> Task:
@@ -147,16 +152,3 @@ def _budgeted(spec: TrainSpec) -> Task:
 
     task = text_task(spec, build=build)
     return dataclasses.replace(task, environment={**task.environment, **solutions[-1].told()})
-
-
-def _wrapper(spec: TrainSpec) -> Parallelise:
-    # torch's parts of it take a while to load.
-    from stepgauge.parallel.wrappers import Settings, parallelise
-
-    sharded = WRAPPERS[spec.data_parallel].shards("weights")
-    settings = Settings(
-        bucket_mb=spec.bucket_mb,
-        compute_dtype=PRECISIONS[spec.precision].autocast if sharded else None,
-        reduce_dtype=REDUCE_DTYPES[spec.reduce_dtype],
-    )
-    return functools.partial(parallelise, spec.data_parallel, settings=settings)

@@ -104,8 +104,10 @@ class TransformerLM(nn.Module):
         x_BTD = inputs if self.embedding is None else self._embed(self.embedding, inputs, where)
         rotation = None
         if self.spec.positions == "rope":
+            # of all positions: a stage may be given a piece of what its attention sees whole
+            seen = slice(None) if positions_T is None else positions_T
             dtype = compute_dtype(x_BTD)
-            rotation = (self.cos_TR[where].to(dtype), self.sin_TR[where].to(dtype))
+            rotation = (self.cos_TR[seen].to(dtype), self.sin_TR[seen].to(dtype))
         x_BTD = self.norm(self.through_blocks(self.blocks, x_BTD, rotation))
         if targets_BT is None:
             return x_BTD if self.head is None else self.head(x_BTD)
@@ -173,7 +175,8 @@ class Attention(nn.Module):
             qk_BHTW = torch.cat(normed, dim=1)
         if rotation is not None:
             with ranged("rotation"):
-                qk_BHTW = rotate(qk_BHTW, *rotation)
+                length = qk_BHTW.shape[2]
+                qk_BHTW = rotate(qk_BHTW, *(table_TR[:length] for table_TR in rotation))
         q_BHTW, k_BKTW = qk_BHTW.split((num_heads, num_keys), dim=1)
         return self.output(self.attend(q_BHTW, k_BKTW, v_BKTW).transpose(1, 2).flatten(-2))
 

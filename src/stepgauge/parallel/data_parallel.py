@@ -123,9 +123,19 @@ class DataParallel(nn.Module):
 
     def synchronize_gradients(self) -> None:
         """Averages every `.grad` as it is now, outside of backward. To be called on every rank."""
+        self.begin_synchronizing()
+        self.finish_synchronizing()
+
+    def begin_synchronizing(self) -> None:
+        """Sends every `.grad` as it is now, which may not be touched until `finish_synchronizing`."""
         self._plan_again()
         self._backward = Backward(self._launches)
         self._local.update(p for p in self._names if p.grad is not None)
+        for place in self._backward.remaining():
+            self._launch(place)
+
+    def finish_synchronizing(self) -> None:
+        """Waits for what is on its way, and leaves the means in `.grad`."""
         self._finish()
 
     def clip_gradients(self, max_norm: float) -> Tensor:

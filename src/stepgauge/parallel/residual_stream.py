@@ -16,15 +16,18 @@ from torch import Tensor
 _ops = torch.ops._c10d_functional
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class ResidualStream:
     """What ranks exchange where a module begins or ends to be cut.
 
-    by_sequence  each rank has a piece x_BQD of the stream, rather than all of x_BTD
+    by_sequence   each rank has a piece x_BQD of the stream, rather than all of x_BTD
+    communicates  False leaves the collectives out, to time the rest; results are then of the right
+                  shape and wrong
     """
 
     group: dist.ProcessGroup
     by_sequence: bool = True
+    communicates: bool = True
 
     @property
     def ranks(self) -> int:
@@ -38,13 +41,17 @@ class ResidualStream:
         """x_BTD, of which each rank goes on to compute a part: gathered, if it is in pieces.
         Backward sums what the ranks say about it.
         """
+        if not self.communicates:
+            return x.repeat(1, self.ranks, 1) if self.by_sequence else x
         return (_Gather if self.by_sequence else _SumOfGradients).apply(x, self.group)
 
     def leave(self, y_BTD: Tensor) -> Tensor:
         """The sum over ranks, of which each takes its piece if the stream is in pieces."""
         if not self.by_sequence:
-            return _Sum.apply(y_BTD, self.group)
+            return self.sum(y_BTD)
         self._check(y_BTD)
+        if not self.communicates:
+            return piece_of(y_BTD, self.group)
         return _ReduceScatter.apply(y_BTD, self.group)
 
     def split(self, x_BTD: Tensor) -> Tensor:
@@ -52,11 +59,22 @@ class ResidualStream:
         if not self.by_sequence:
             return x_BTD
         self._check(x_BTD)
+        if not self.communicates:
+            return piece_of(x_BTD, self.group)
         return _Split.apply(x_BTD, self.group)
 
     def sum(self, y: Tensor) -> Tensor:
         """The sum over ranks, on each. The gradient is the same on each, and goes on as it is."""
-        return _Sum.apply(y, self.group)
+        return _Sum.apply(y, self.group) if self.communicates else y
+
+    def reduced(self, x: Tensor, operation: str = "sum") -> Tensor:
+        """The sum (or what `operation` says) over ranks, which autograd does not see."""
+        return over_ranks(x, self.heard, operation)
+
+    @property
+    def heard(self) -> dist.ProcessGroup | None:
+        """The group, or None where nothing is communicated."""
+        return self.group if self.communicates else None
 
     def _check(self, x_BTD: Tensor) -> None:
         if x_BTD.shape[1] % self.ranks:
@@ -69,6 +87,11 @@ class ResidualStream:
 def all_reduce(x: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> Tensor:
     """The sum (or what `operation` says) over ranks, as a new tensor."""
     return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), operation, group.group_name))
+
+
+def over_ranks(x: Tensor, group: dist.ProcessGroup | None, operation: str = "sum") -> Tensor:
+    """`all_reduce`, or x as it is without a group."""
+    return x if group is None else all_reduce(x, group, operation)
 
 
 def all_gather(x_BQD: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -10,7 +10,6 @@ every rank has is the gradient.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stepgauge.parallel.replicas import prepare_replicas
-from stepgauge.parallel.residual_stream import ResidualStream, all_reduce
+from stepgauge.parallel.residual_stream import ResidualStream
 from stepgauge.parallel.tensor_layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -27,18 +26,24 @@ from stepgauge.parallel.tensor_layers import (
     VocabularyParallelHead,
 )
 from stepgauge.parallel.vocabulary_loss import PartialLoss
+from stepgauge.parallel.whole_norm import clip_whole_norm
 from stepgauge.spec.plan.tensor import KINDS, Cut, Rule, Section, Table, matched
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallel:
-    """A module whose layers are cut, and how: the parameters that are, by name, with the size that
-    they have whole along the dim of their cut.
+    """A module whose layers are cut, and how.
+
+    cuts  the parameters that are, by name, with the size that they have whole along the dim of
+          their cut
+    sums  how the gradients are summed over ranks of which each finds a part, by name. Hooks of the
+          parameters do it; whoever puts other parameters in their place gives them the hooks
     """
 
     module: nn.Module
     stream: ResidualStream
     cuts: Mapping[str, tuple[Cut, int]]
+    sums: Mapping[str, "GradientSum"]
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a parameter, or of what belongs to one, that is given whole."""
@@ -60,26 +65,48 @@ class TensorParallel:
         dist.all_reduce(whole, group=self.stream.group)
         return whole
 
-    @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their norm as a whole is at most this; gives the norm."""
-        parameters = dict(self.module.named_parameters())
-        squares = torch.stack([self._square(*each) for each in parameters.items()]).sum()
-        norm = all_reduce(squares, self.stream.group).sqrt()
-        gradients = [p.grad for p in parameters.values() if p.grad is not None]
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-        return norm
+        gradients = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
+        counted = [piece for each in gradients.items() for piece in self.counted(*each)]
+        device = next(self.module.parameters()).device
+        group = self.stream.group
+        return clip_whole_norm(gradients.values(), counted, max_norm, group=group, device=device)
 
-    def _square(self, name: str, parameter: Tensor) -> Tensor:
-        """The share of the squared norm that is this rank's: what several ranks have is divided."""
-        gradient = parameter.grad
-        if gradient is None:
-            return torch.zeros((), device=parameter.device)
+    def counted(self, name: str, part: Tensor, *, first_row: int = 0) -> list[tuple[int, Tensor]]:
+        """The pieces of a part, each with how many ranks have it. Of a part that is sharded further
+        along dim 0, the shard that begins at `first_row`.
+        """
         if name not in self.cuts:
-            return gradient.square().sum() / self.stream.ranks
-        pieces = _pieces(gradient, self.cuts[name][0], self.stream, self.cuts[name][1])
-        squares = [piece.square().sum() / copies for _, copies, piece in pieces]
-        return torch.stack(squares).sum()
+            return [(self.stream.ranks, part)]
+        cut, size = self.cuts[name]
+        if cut.dim or not cut.sections:
+            return [(1, part)]
+        found, begin = [], -first_row
+        for section, place in zip(
+            cut.sections, cut.parts(size, self.stream.rank, self.stream.ranks), strict=True
+        ):
+            end = begin + place.stop - place.start
+            rows = slice(max(0, begin), max(0, end))
+            found.append((section.copies(self.stream.ranks), part[rows]))
+            begin = end
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientSum:
+    """A gradient of which each rank has found a part, or of a cut some rows of it.
+
+    cut  of a parameter with rows that several ranks have; None: all ranks have all of it
+    """
+
+    stream: ResidualStream
+    cut: Cut | None = None
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        if self.cut is None:
+            return self.stream.reduced(gradient)
+        return _sum_copies(gradient, cut=self.cut, stream=self.stream)
 
 
 def parallelize_tensor(
@@ -119,9 +146,25 @@ def parallelize_tensor(
         APPLY[rule.kind](module, name, rule, stream, cuts)
         if rule.kind == "head":
             module.get_submodule(name).partial_loss = partial_loss  # type: ignore[assignment]
-    for parameter in _summed(module, rules, by_sequence):
-        parameter.register_hook(functools.partial(all_reduce, group=group))
-    return TensorParallel(module, stream, cuts)
+    sums = _hook_sums(module, _summed(module, rules, by_sequence), cuts, stream)
+    return TensorParallel(module, stream, cuts, sums)
+
+
+def _hook_sums(
+    module: nn.Module,
+    summed: list[nn.Parameter],
+    cuts: Mapping[str, tuple[Cut, int]],
+    stream: ResidualStream,
+) -> dict[str, GradientSum]:
+    """Sums gradients of which each rank finds a part, and rows that several ranks have."""
+    whole, sums = dict.fromkeys(summed), {}
+    for name, parameter in module.named_parameters():
+        cut = cuts[name][0] if name in cuts else None
+        has_copies = cut and any(section.copies(stream.ranks) > 1 for section in cut.sections)
+        if parameter.requires_grad and (has_copies or parameter in whole):
+            sums[name] = GradientSum(stream, cut)
+            parameter.register_hook(sums[name])
+    return sums
 
 
 def _cut_parameters(
@@ -157,17 +200,13 @@ def _check_layer(name: str, layer: nn.Module, rule: Rule) -> None:
 
 
 def _cut(name: str, parameter: Tensor, cut: Cut, stream: ResidualStream) -> nn.Parameter:
-    """The rank's part as a parameter, whose gradient is summed where several ranks have a row."""
+    """The rank's part as a parameter."""
     size = parameter.shape[cut.dim]
     try:
         part = _part(parameter.detach(), cut, stream.rank, stream.ranks, size)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    made = nn.Parameter(part.clone(), requires_grad=parameter.requires_grad)
-    has_copies = any(section.copies(stream.ranks) > 1 for section in cut.sections)
-    if has_copies and made.requires_grad:
-        made.register_hook(functools.partial(_sum_copies, cut=cut, stream=stream))
-    return made
+    return nn.Parameter(part.clone(), requires_grad=parameter.requires_grad)
 
 
 def _part(whole: Tensor, cut: Cut, rank: int, ranks: int, size: int) -> Tensor:
@@ -201,7 +240,7 @@ def _sum_copies(gradient: Tensor, *, cut: Cut, stream: ResidualStream) -> Tensor
             whole = gradient.new_zeros(section.rows, *gradient.shape[1:])
             rows = section.part(stream.rank, stream.ranks)
             whole[rows] = piece
-            piece = all_reduce(whole, stream.group)[rows]
+            piece = stream.reduced(whole)[rows]
         found.append(piece)
     return torch.cat(found)
 

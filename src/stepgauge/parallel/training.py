@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,17 @@ class Parallel:
     no_sync      in it, a backward adds to the local gradients
     clip         scales by the norm of the whole gradient, and gives the norm before
     silence      in it, nothing is communicated but all else is done; None where that cannot be
+    silences     the same of one axis of a layout alone, by its name
     communicate  communicates once more what a step does; None where that cannot be told apart
     state        the whole model and optimizer, by names, alike for every way of spreading them; on
                  rank 0, and nothing or the same on the others. All ranks must call it
     load         takes such a state on every rank
+    mixed        forward and backward of a batch where a schedule mixes them: called with the batch
+                 and how many such make the step. Its mean loss, divided by that number; zero where
+                 another rank has it. None: `module` gives the loss
+    evaluate     then, the loss of a batch of any size without gradients, or zero
+    spans        then, actions of the last step with start and end in ms
+    has_loss     whether this rank has the loss
     """
 
     module: nn.Module
@@ -40,9 +47,16 @@ class Parallel:
     no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     clip: Callable[[float], Tensor] | None = None
     silence: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
+    silences: Mapping[str, Callable[[], contextlib.AbstractContextManager[Any]]] = (
+        dataclasses.field(default_factory=dict)
+    )
     communicate: Callable[[], None] | None = None
     state: Callable[[], dict[str, Any]] | None = None
     load: Callable[[dict[str, Any]], None] | None = None
+    mixed: Callable[[Sequence[Any], int], Tensor] | None = None
+    evaluate: Callable[[Sequence[Any]], Tensor] | None = None
+    spans: Callable[[], Sequence[tuple[Any, float, float]]] | None = None
+    has_loss: bool = True
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         if self.clip is not None:
@@ -119,31 +133,36 @@ def _without_gradients(module: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
+def names_of(module: nn.Module) -> Mapping[Tensor, str]:
+    """The module's parameters by their first names."""
+    return {parameter: name for name, parameter in module.named_parameters()}
+
+
 def by_name(
-    module: nn.Module, optimizer: torch.optim.Optimizer, whole: dict[str, Any] | None
+    names: Mapping[Tensor, str], optimizer: torch.optim.Optimizer, whole: dict[str, Any] | None
 ) -> dict[str, Any]:
     """An optimizer's whole state dict with the parameters' names for their indices; nothing of
     nothing.
     """
     if whole is None:
         return {}
-    names = _names(module, optimizer)
+    ordered = _ordered(names, optimizer)
     groups = [
-        {**group, "params": [names[index] for index in group["params"]]}
+        {**group, "params": [ordered[index] for index in group["params"]]}
         for group in whole["param_groups"]
     ]
     return {
-        "state": {names[index]: values for index, values in whole["state"].items()},
+        "state": {ordered[index]: values for index, values in whole["state"].items()},
         "param_groups": groups,
     }
 
 
 def by_index(
-    module: nn.Module, optimizer: torch.optim.Optimizer, named: dict[str, Any]
+    names: Mapping[Tensor, str], optimizer: torch.optim.Optimizer, named: dict[str, Any]
 ) -> dict[str, Any]:
     """The inverse, for the parameters in the order in which the optimizer has them."""
     groups = optimizer.state_dict()["param_groups"]
-    ordered = _names(module, optimizer)
+    ordered = _ordered(names, optimizer)
     theirs = {name: group for group in named["param_groups"] for name in group["params"]}
     loaded = [
         {**theirs[ordered[group["params"][0]]], "params": group["params"]}
@@ -157,9 +176,6 @@ def by_index(
     return {"state": state, "param_groups": loaded}
 
 
-def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Of the parameters in the order of the optimizer's groups: an index of its state dict is a
-    place in it.
-    """
-    names = {parameter: name for name, parameter in module.named_parameters()}
+def _ordered(names: Mapping[Tensor, str], optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names in the order of the optimizer's groups: an index of its state dict is a place in it."""
     return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]

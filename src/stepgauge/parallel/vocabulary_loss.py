@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepgauge.parallel.residual_stream import ResidualStream, all_reduce
+from stepgauge.parallel.residual_stream import ResidualStream, over_ranks
 
 IGNORED = -100  # the target of a token that does not count, as in F.cross_entropy
 
@@ -43,7 +43,7 @@ def fused_vocabulary_parallel_cross_entropy(
     token travel and are remembered. The gradient of hidden is this rank's share.
     """
     loss: Tensor = _FusedCrossEntropy.apply(
-        hidden.flatten(0, -2), weight_VD, targets.flatten(), first_row, stream.group, partial_loss
+        hidden.flatten(0, -2), weight_VD, targets.flatten(), first_row, stream.heard, partial_loss
     )
     return loss
 
@@ -64,8 +64,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
         rows_N, is_here_N = _rows_here(targets_N, first_row, len(weight_VD))
         rows_N = rows_N.where(is_here_N, -1)
         own_lse_N, own_target_N = partial_loss.forward(hidden_ND, weight_VD, rows_N)
-        highest_N = all_reduce(own_lse_N, group, "max")
-        sum_N, target_N = all_reduce(
+        highest_N = over_ranks(own_lse_N, group, "max")
+        sum_N, target_N = over_ranks(
             torch.stack(((own_lse_N - highest_N).exp(), own_target_N)), group
         )
         lse_N = highest_N + sum_N.log()
@@ -95,7 +95,7 @@ def vocabulary_parallel_cross_entropy(
     first_row on, against targets (...). Tokens whose target is -100 do not count.
     """
     loss: Tensor = _CrossEntropy.apply(
-        logits.flatten(0, -2), targets.flatten(), first_row, stream.group
+        logits.flatten(0, -2), targets.flatten(), first_row, stream.heard
     )
     return loss
 
@@ -111,13 +111,13 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits_NV: Tensor, targets_N: Tensor, first_row: int, group: Any
     ) -> Tensor:
         wide = logits_NV.double() if logits_NV.dtype == torch.float64 else logits_NV.float()
-        highest_N = all_reduce(wide.amax(-1), group, "max")
+        highest_N = over_ranks(wide.amax(-1), group, "max")
         rows_N, is_here_N = _rows_here(targets_N, first_row, logits_NV.shape[1])
         rows_N = rows_N.masked_fill(~is_here_N, 0)
         shifted_NV = wide - highest_N[:, None]
         target_N = shifted_NV.gather(1, rows_N[:, None])[:, 0] * is_here_N
         exp_NV = shifted_NV.exp()
-        sum_N, target_N = all_reduce(torch.stack((exp_NV.sum(-1), target_N)), group)
+        sum_N, target_N = over_ranks(torch.stack((exp_NV.sum(-1), target_N)), group)
         counts_N = (targets_N != IGNORED).to(wide.dtype)
         share = 1.0 / counts_N.sum()
         probabilities_NV = (exp_NV / sum_N[:, None]).to(logits_NV.dtype)

@@ -36,6 +36,7 @@ from stepgauge.parallel.training import (
     by_index,
     by_name,
     load_state,
+    names_of,
     state_of,
 )
 from stepgauge.parallel.units import repeated_blocks
@@ -61,6 +62,15 @@ class Settings:
     @property
     def of_messages(self) -> Sending:
         return {"group": self.group, "reduce_dtype": self.reduce_dtype}
+
+
+# Those that leave weights and optimizer whole.
+REPLICATING: Mapping[str, Callable[[nn.Module, Settings], DataParallel]] = {
+    "naive": lambda module, s: NaiveDataParallel(module, **s.of_messages),
+    "flat": lambda module, s: FlatDataParallel(module, **s.of_messages),
+    "overlapped": lambda module, s: OverlappedDataParallel(module, **s.of_messages),
+    "bucketed": lambda module, s: BucketedDataParallel(module, s.bucket_mb, **s.of_messages),
+}
 
 
 def _ours(wrap: Callable[..., DataParallel]) -> Callable[..., Parallel]:
@@ -97,13 +107,13 @@ def _communicate(wrapped: DataParallel, optimizer: torch.optim.Optimizer) -> Non
 def _state_by_name(module: nn.Module, optimizer: ShardedOptimizer) -> dict[str, Any]:
     return {
         "model": module.state_dict(),
-        "optimizer": by_name(module, optimizer, optimizer.gathered_state_dict()),
+        "optimizer": by_name(names_of(module), optimizer, optimizer.gathered_state_dict()),
     }
 
 
 def _load_by_name(module: nn.Module, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
     module.load_state_dict(state["model"])
-    optimizer.load_state_dict(by_index(module, optimizer, state["optimizer"]))
+    optimizer.load_state_dict(by_index(names_of(module), optimizer, state["optimizer"]))
 
 
 @contextlib.contextmanager
@@ -233,10 +243,7 @@ def _torch_fsdp(
 
 WRAPPERS: Mapping[str, Callable[[nn.Module, Groups, OptimizerClass, Settings], Parallel]] = {
     "none": lambda module, groups, optimizer, _: alone(module, groups, optimizer),
-    "naive": _ours(lambda module, s: NaiveDataParallel(module, **s.of_messages)),
-    "flat": _ours(lambda module, s: FlatDataParallel(module, **s.of_messages)),
-    "overlapped": _ours(lambda module, s: OverlappedDataParallel(module, **s.of_messages)),
-    "bucketed": _ours(lambda module, s: BucketedDataParallel(module, s.bucket_mb, **s.of_messages)),
+    **{name: _ours(wrap) for name, wrap in REPLICATING.items()},
     "zero1": _zero(1),
     "zero2": _zero(2),
     "zero3": _zero_3,

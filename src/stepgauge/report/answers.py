@@ -5,6 +5,7 @@ from typing import Any
 
 from stepgauge.report.figure import short, short_bytes
 from stepgauge.report.findings import CHOICES, Pair, is_comparable, pairs
+from stepgauge.report.layout import layout_answer
 from stepgauge.report.names import describe, flatten, labels
 from stepgauge.report.numbers import number
 from stepgauge.spec.fallbacks import fallbacks
@@ -231,6 +232,7 @@ def profile_answer(records: Sequence[Record]) -> str:
 _ANSWERS: Mapping[str, Callable[[Sequence[Record]], Any]] = {
     "step": step_answer,
     "data-parallel": data_parallel_answer,
+    "layout": layout_answer,
     "memory": memory_answer,
     "comm": comm_answer,
     "broadcast": broadcast_answer,

@@ -152,6 +152,12 @@ class Layout:
         sizes = {"pipeline": self.pipeline, "data": self.data, "tensor": self.tensor}
         return {axis: size for axis, size in sizes.items() if size > 1}
 
+    def place(self, rank: int) -> dict[str, int]:
+        """A rank's place on each axis: neighbouring ranks are on the tensor axis."""
+        rest, tensor = divmod(rank, self.tensor)
+        pipeline, data = divmod(rest, self.data)
+        return {"pipeline": pipeline, "data": data, "tensor": tensor}
+
     def __str__(self) -> str:
         """What `parse` reads back to an equal layout."""
         words = [

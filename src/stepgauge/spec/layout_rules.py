@@ -79,11 +79,6 @@ def _check_tensor(layout: Layout, model: Network) -> None:
             section.copies(degree)
         except ValueError as error:
             raise ValueError(f"{name} does not fit {pattern}: {error}") from None
-    if isinstance(model, ModelSpec) and model.loss != "cross-entropy":
-        raise ValueError(
-            f"loss is {model.loss!r}; {name} has a loss over parts of the vocabulary instead, and "
-            f"takes 'cross-entropy'"
-        )
 
 
 def _check_pipeline(layout: Layout, model: Network) -> None:

@@ -12,6 +12,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import Schedule
 from stepgauge.spec.plan.stages import cut_blocks
 from stepgauge.spec.step import CHECKPOINTING, WorkSpec
+from stepgauge.spec.user_model import UserModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,11 @@ class LayoutSpec:
 
     def __post_init__(self) -> None:
         check(self)
+        if isinstance(self.model, UserModel):
+            raise ValueError(
+                f"model is {self.model.file!r}; bench layout takes the networks of --size and "
+                f"--hf-config: spread one of your own as docs/layouts.md shows"
+            )
         # one text for one layout, whatever the order of its words
         object.__setattr__(self, "layout", str(Layout.parse(self.layout)))
         if self.backend == "nccl" and not self.device.startswith(("cuda", "auto")):

@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from stepgauge.spec.data_parallel import REDUCE_DTYPES
 from stepgauge.spec.fields import as_in, check, option
-from stepgauge.spec.layout import WRAPPERS, check_wrapper
+from stepgauge.spec.layout import WRAPPERS, Layout, check_wrapper
+from stepgauge.spec.layout_rules import check_layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import BUDGET, WorkSpec, check_budget
 from stepgauge.spec.user_model import UserModel, settle_user_model
@@ -69,6 +70,11 @@ class TrainSpec:
     ranks: int = option(
         1, "processes, each with a device of its own", least=1, most=100_000, label="changed"
     )
+    layout: str = option(
+        "none",
+        'how training is spread, by axes: "dp2 zero3 tp2", "pp2 1f1b m4"; in place of the two above',
+        label="changed",
+    )
     bucket_mb: float = option(
         25.0,
         "MB (10^6 bytes) of gradients at which a bucket is sent; 0: a bucket a gradient",
@@ -84,52 +90,81 @@ class TrainSpec:
     def __post_init__(self) -> None:
         check(self)
         check_budget(self)
-        if self.checkpointing == BUDGET and self.data_parallel != "none":
+        if self.checkpointing == BUDGET and {self.data_parallel, self.layout} != {"none"}:
             raise ValueError(
                 f"data_parallel is {self.data_parallel!r}; --checkpointing budget is solved for "
                 "one process"
             )
         if isinstance(self.model, UserModel):
             settle_user_model(self)
-        else:
-            self._check_text()
-        self._check_ranks()
-
-    def _check_text(self) -> None:
-        if not isinstance(self.model, ModelSpec) or self.model.mask != "causal":
+        elif not isinstance(self.model, ModelSpec) or self.model.mask != "causal":
             raise ValueError(
                 "train predicts the next token, which this network sees: choose one "
                 "with a causal mask"
             )
-        if self.batch % self.ranks:
+        if self.layout != "none":
+            self._settle_layout()
+        self._check_ranks()
+        self._check_layout()
+
+    def _settle_layout(self) -> None:
+        """One text for one layout, and its number of ranks. Raises ValueError where another option
+        says otherwise.
+        """
+        layout = Layout.parse(self.layout)
+        if self.data_parallel != "none":
             raise ValueError(
-                f"batch is {self.batch}, which {self.ranks} ranks do not divide; choose a multiple"
+                f"layout is {self.layout!r} and data_parallel {self.data_parallel!r}; the layout "
+                f"names the wrapper: leave --data-parallel out"
             )
+        if self.ranks not in (1, layout.ranks):
+            raise ValueError(f"ranks is {self.ranks}; layout {self.layout!r} is for {layout.ranks}")
+        object.__setattr__(self, "layout", str(layout))
+        object.__setattr__(self, "ranks", layout.ranks)
 
     def _check_ranks(self) -> None:
-        check_wrapper(
-            self.data_parallel,
-            device=self.device,
-            compile=self.compile,
-            precision=self.precision,
-            reduce_dtype=self.reduce_dtype,
-        )
-        if self.reduce_dtype != "own" and not WRAPPERS[self.data_parallel].reduce_dtype:
+        """That several ranks have a way to train together, and to go on elsewhere."""
+        if self.ranks > 1 and self.data_parallel == self.layout == "none":
+            raise ValueError(
+                f"ranks is {self.ranks}; --data-parallel or --layout says how they train: choose "
+                f"one of {', '.join(TRAINING_WRAPPERS[1:])}"
+            )
+        if self.axes.wrapper not in TRAINING_WRAPPERS:
+            raise ValueError(
+                f"layout is {self.layout!r}, and {self.axes.wrapper} has no checkpoint that other "
+                f"ranks could go on from: choose one of {', '.join(TRAINING_WRAPPERS)}"
+            )
+
+    def _check_layout(self) -> None:
+        wrapper = self.axes.wrapper
+        how = {"device": self.device, "compile": self.compile, "precision": self.precision}
+        if not isinstance(self.model, UserModel):
+            check_layout(
+                self.axes, self.model, batch=self.batch, reduce_dtype=self.reduce_dtype, **how
+            )
+        elif set(self.axes.axes) - {"data"}:
+            raise ValueError(
+                f"layout is {self.layout!r}; a network of a user's own is cut and staged in Python "
+                f"(docs/layouts.md), here it has a data axis only"
+            )
+        else:
+            check_wrapper(wrapper, reduce_dtype=self.reduce_dtype, **how)
+        if self.reduce_dtype != "own" and not WRAPPERS[wrapper].reduce_dtype:
             takers = [name for name in TRAINING_WRAPPERS if WRAPPERS[name].reduce_dtype]
             raise ValueError(
-                f"reduce_dtype is {self.reduce_dtype!r}, which --data-parallel "
-                f"{self.data_parallel} has no use for: choose one of {', '.join(takers)}"
+                f"reduce_dtype is {self.reduce_dtype!r}, which {wrapper} has no use for: choose one "
+                f"of {', '.join(takers)}"
             )
-        if self.ranks > 1 and self.data_parallel == "none":
+        if self.ranks == 1 and wrapper != "none":
             raise ValueError(
-                f"ranks is {self.ranks}; --data-parallel says how they train: choose one of "
-                f"{', '.join(TRAINING_WRAPPERS[1:])}"
+                f"data_parallel is {wrapper!r}, which one rank has no use for: give --ranks"
             )
-        if self.ranks == 1 and self.data_parallel != "none":
-            raise ValueError(
-                f"data_parallel is {self.data_parallel!r}, which one rank has no use for: "
-                "give --ranks"
-            )
+
+    @property
+    def axes(self) -> Layout:
+        if self.layout != "none":
+            return Layout.parse(self.layout)
+        return Layout(data=self.ranks, wrapper=self.data_parallel)
 
     @property
     def network(self) -> ModelSpec:

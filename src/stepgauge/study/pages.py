@@ -14,6 +14,7 @@ from stepgauge.report.dtypes import EXPLANATION, accumulation_table, dtype_table
 from stepgauge.report.figure import stacked_bars
 from stepgauge.report.kernel_plots import kernel_bars
 from stepgauge.report.kernels import kernel_table
+from stepgauge.report.layout import layout_blocks
 from stepgauge.report.memory import memory_blocks
 from stepgauge.report.names import flatten, labels
 from stepgauge.report.numbers import heading, number
@@ -147,6 +148,7 @@ QUESTIONS = {
     "memory": "What holds memory during a step, and what is the peak?",
     "comm": "What do the links give, and what does a byte cost?",
     "data-parallel": "What does training on several ranks cost a step?",
+    "layout": "Which layout trains fastest, and what does each of its axes cost?",
     "broadcast": "Which way of copying a tensor from the host to every device is the fastest?",
 }
 
@@ -227,6 +229,7 @@ _BLOCKS: Mapping[str, Callable[[Sequence[Record]], Sequence[Block]]] = {
     "comm": comm_blocks,
     "broadcast": broadcast_blocks,
     "data-parallel": data_parallel.plots,
+    "layout": layout_blocks,
     "dtypes": _dtypes,
     "accumulation": _sums,
 }

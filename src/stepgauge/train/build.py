@@ -16,6 +16,7 @@ from stepgauge.models.transformer import TransformerLM, compiled
 from stepgauge.parallel.training import Parallelise, alone
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.recompute import RecomputePlan
 from stepgauge.spec.step import WorkSpec
@@ -39,7 +40,7 @@ def batch_for(model: ModelSpec | BertSpec, batch: int, seed: int) -> tuple[Tenso
 
 
 def build_step(
-    spec: WorkSpec | TrainSpec | DataParallelSpec,
+    spec: WorkSpec | TrainSpec | DataParallelSpec | LayoutSpec,
     *,
     max_gradient_norm: float | None = None,
     parallelise: Parallelise = alone,

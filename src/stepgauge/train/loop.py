@@ -35,7 +35,7 @@ FREE_FIELDS = (
         "checkpoint_blocks",
         "memory_gib",
     ),
-    *("data_parallel", "ranks", "bucket_mb"),
+    *("data_parallel", "ranks", "layout", "bucket_mb"),
 )
 DRAIN_EVERY = 10  # steps between readings of the loss from the device: each is a wait
 
@@ -118,9 +118,7 @@ class Trainer:
         for index, micro in enumerate(self.task.micro_batches(number)):
             last = index == self.spec.accumulation - 1
             with contextlib.nullcontext() if last else self.step.parallel.no_sync():
-                loss = self.step.forward(*micro) / self.spec.accumulation
-                self.step.backward(loss)
-            total += loss.detach()
+                total += self.step.gradients(micro, batches=self.spec.accumulation)
         self.step.update()
         return total
 

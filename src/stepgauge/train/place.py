@@ -2,17 +2,38 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Self
 
 import torch.distributed as dist
 from torch import Tensor
 
+from stepgauge.spec.layout import Layout
+
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A rank of `ranks` in the default process group; alone by default."""
+    """A rank of `ranks` in the default process group; alone by default.
+
+    data_rank, data_ranks  its place among those that train on other rows of a batch
+    losses                 ranks that have a loss; on the others it is zero
+    """
 
     rank: int = 0
     ranks: int = 1
+    data_rank: int = 0
+    data_ranks: int = 1
+    losses: int = 1
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int) -> Self:
+        """Of a pipeline the last stage alone has the loss."""
+        return cls(
+            rank,
+            layout.ranks,
+            data_rank=layout.place(rank)["data"],
+            data_ranks=layout.data,
+            losses=layout.data * layout.tensor,
+        )
 
     @property
     def writes(self) -> bool:
@@ -20,13 +41,13 @@ class Place:
         return self.rank == 0
 
     def shares(self, batches: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's rows of each batch, which the number of ranks divides."""
-        return [batch.chunk(self.ranks)[self.rank] for batch in batches]
+        """This rank's rows of each batch, which the number of data ranks divides."""
+        return [batch.chunk(self.data_ranks)[self.data_rank] for batch in batches]
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean over ranks."""
+        """The mean over the ranks that have a loss."""
         if self.ranks > 1:
-            values = values / self.ranks
+            values = values / self.losses
             dist.all_reduce(values)
         return values
 

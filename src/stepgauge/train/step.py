@@ -51,30 +51,56 @@ class TrainingStep:
         """The phases of a step by name, in order; each leaves behind only what the next one needs.
 
         until        "forward": it alone, without gradients; "backward": with its forward, from
-                     gradients that are None; "step": with the optimizer
+                     gradients that are None; "step": with the optimizer. Where a schedule mixes
+                     them, forward and backward are one phase
         synchronize  the wait for other ranks is a phase of its own, and not the optimizer's
         """
         loss: list[Tensor] = []
 
-        def forward() -> None:
+        def zero() -> None:
             if until == "backward":
                 self.optimizer.zero_grad(set_to_none=True)
+
+        def forward() -> None:
+            zero()
             loss.append(self.forward(*batch))
 
         def forward_alone() -> None:
-            with torch.no_grad():
-                self.forward(*batch)
+            self.evaluate(batch)
 
         def backward() -> None:
             self.backward(loss.pop())
 
+        def mixed() -> None:
+            zero()
+            self.gradients(batch)
+
         if until == "forward":
             return {"forward": forward_alone}
         phases = {"forward": forward, "backward": backward}
+        if self.parallel.mixed is not None:
+            phases = {"forward_and_backward": mixed}
         if until == "step":
             phases |= {"synchronize": self.synchronize} if synchronize else {}
             phases["optimizer"] = self.update
         return phases
+
+    def gradients(self, batch: Sequence[Any], *, batches: int = 1) -> Tensor:
+        """Forward and backward of one of the `batches` whose gradients add up; its loss, divided by
+        their number, or zero where another rank has it.
+        """
+        if self.parallel.mixed is not None:
+            return self.parallel.mixed(batch, batches)
+        loss = self.forward(*batch) / batches
+        self.backward(loss)
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(self, batch: Sequence[Any]) -> Tensor:
+        """The loss of a batch without gradients, or zero where another rank has it."""
+        if self.parallel.evaluate is not None:
+            return self.parallel.evaluate(batch)
+        return self.forward(*batch)
 
     def forward(self, *batch: Any) -> Tensor:
         """The loss of the batch: of ours tokens_BT and targets_BT."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from stepgauge.parallel.training import Parallelise, alone
 from stepgauge.spec.train import TrainSpec
 from stepgauge.train.build import build_step
 from stepgauge.train.data import Corpus, read_text
@@ -17,13 +16,12 @@ from stepgauge.train.task import Task
 
 
 def text_task(
-    spec: TrainSpec,
-    *,
-    place: Place = ALONE,
-    parallelise: Parallelise = alone,
-    build: Callable[..., TrainingStep] = build_step,
+    spec: TrainSpec, *, place: Place = ALONE, build: Callable[..., TrainingStep] = build_step
 ) -> Task:
-    """The spec's model, its vocabulary the tokenizer's, on the spec's corpus. Raises CorpusError."""
+    """The spec's model, its vocabulary the tokenizer's, on the spec's corpus. Raises CorpusError.
+
+    build  makes the step of the spec, with the optimizer's settings
+    """
     corpus = Corpus.tokenize(read_text(spec.corpus), spec.tokenizer, spec.network.vocab_size)
     length = spec.network.context_length
     corpus.require(length=length)
@@ -34,7 +32,6 @@ def text_task(
         lr=spec.learning_rate,
         betas=(spec.beta1, spec.beta2),
         weight_decay=spec.weight_decay,
-        parallelise=parallelise,
     )
 
     def micro_batches(number: int) -> Iterator[list[Tensor]]:
@@ -47,7 +44,7 @@ def text_task(
     return Task(
         step=step,
         micro_batches=micro_batches,
-        evaluate=lambda: bits_per_byte(step, corpus, spec),
+        evaluate=lambda: bits_per_byte(step, corpus, spec, place),
         decides={**model.architecture(), "corpus_sha256": corpus.text.sha256},
         environment={
             "corpus_sha256": corpus.text.sha256,
@@ -62,11 +59,15 @@ def text_task(
 
 
 @torch.no_grad()
-def bits_per_byte(step: TrainingStep, corpus: Corpus, spec: TrainSpec) -> float:
+def bits_per_byte(
+    step: TrainingStep, corpus: Corpus, spec: TrainSpec, place: Place = ALONE
+) -> float:
     """Held-out loss: nats a token over ln 2 and over the bytes that a token stands for."""
     tokens, targets = corpus.held_out_windows(spec.evaluate_windows, spec.network.context_length)
     total = torch.zeros((), dtype=torch.float64)
     for micro in zip(tokens.split(spec.batch), targets.split(spec.batch), strict=True):
-        loss = step.forward(*(part.to(step.device) for part in micro))
+        loss = step.evaluate([part.to(step.device) for part in micro])
         total += loss.double().cpu() * len(micro[0])
+    if place.losses < place.ranks:
+        total = place.mean(total.to(step.device))
     return total.item() / len(tokens) / math.log(2) / corpus.bytes_per_held_out_token

@@ -8,6 +8,7 @@ from stepgauge.cli.bench import (
     data_parallel,
     ddp_vs_fsdp,
     kernel,
+    layout,
     op,
     pipeline,
     step,
@@ -18,6 +19,7 @@ app.command(step.step)
 app.command(data_parallel.data_parallel)
 app.command(ddp_vs_fsdp.ddp_vs_fsdp)
 app.command(pipeline.pipeline)
+app.command(layout.layout)
 app.command(kernel.app)
 app.command(op.op)
 app.command(comm.comm)

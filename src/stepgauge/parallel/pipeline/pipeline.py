@@ -14,7 +14,7 @@ from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
 from stepgauge.parallel.pipeline.stage import Meta, Stage
 from stepgauge.parallel.pipeline.step import Batch, Step, on_device
 from stepgauge.parallel.pipeline.tied import Tie, TiedWeights
-from stepgauge.parallel.pipeline.transfers import Transfers, shared_metas
+from stepgauge.parallel.pipeline.transfers import Transfers, handed, shared_metas
 from stepgauge.spec.plan.pipeline import Action, Channel, Schedule, ScheduleError, check, lower
 from stepgauge.spec.plan.pipeline.lower import AHEAD
 
@@ -41,7 +41,7 @@ class Pipeline:
     share     of targets: what its micro-batch counts in the mean, such as a number of tokens. By
               default all count alike
     tied      copies of one weight in several stages
-    reduce    called with stage and module when its gradients of the step are there: data parallel
+    reduce    called with stage and module when its gradients of a step are there: data parallel
     group     whose ranks are the pipeline's; None: all. Pipelines beside each other, as in data
               parallel, are made at the same time
     context   around every forward, such as autocast
@@ -93,9 +93,9 @@ class Pipeline:
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def step(self, inputs: Batch, targets: Batch = ()) -> Tensor | None:
+    def step(self, inputs: Batch, targets: Batch = (), *, batches: int = 1) -> Tensor | None:
         """Adds the gradients of the batch's mean loss to .grad; the loss on the last stage's rank,
-        None elsewhere.
+        None elsewhere. Both are divided by the number of `batches` whose gradients add up.
 
         Every rank gives the whole batch, and those with the first and the last stage read it. All
         tensors are split along their first dimension. Raises ValueError for a batch that the
@@ -112,8 +112,8 @@ class Pipeline:
             device=self.device,
             inputs=parts,
             targets=answers,
-            shares=self._shares(answers),
-            reduce=self._reduce,
+            shares=self._shares(answers) / batches,
+            reduce=self._reduce_early,
             clock=self._clock,
         )
         self._tied.begin()
@@ -127,7 +127,29 @@ class Pipeline:
                 raise
         self._transfers.finish()
         self._tied.finish()
+        for stage in sorted(self._tied.stages & self.modules.keys()):
+            if self._reduce is not None:
+                self._reduce(stage, self.modules[stage])
         return step.loss
+
+    def _reduce_early(self, stage: int, module: nn.Module) -> None:
+        """While other stages still compute, unless the stage waits for copies of its weights."""
+        if self._reduce is not None and stage not in self._tied.stages:
+            self._reduce(stage, module)
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Batch, targets: Batch = ()) -> Tensor | None:
+        """The loss of a batch of any size on the last stage's rank, None elsewhere: one stage after
+        the other. Every rank gives the whole batch.
+        """
+        last, values = self.schedule.num_stages - 1, on_device(inputs, self.device)
+        for number in range(last + 1):
+            answers = on_device(targets, self.device) if number == last else ()
+            if number in self._stages:
+                values = self._stages[number].evaluate(values, answers)
+            if self.schedule.crosses(number, number + 1):
+                values = handed(self.schedule.rank_of, number, values, self._group, self.device)
+        return values[0] if last in self._stages else None
 
     def _shares(self, targets: Sequence[Batch]) -> Tensor:
         """Of each micro-batch, its part of the whole batch's mean."""
@@ -148,6 +170,11 @@ class Pipeline:
         norm = squared.sqrt()
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
+
+    @property
+    def repeated(self) -> set[int]:
+        """The ids of parameters whose gradient another one's stands for, in a norm."""
+        return self._tied.repeated
 
     def parameters(self) -> list[nn.Parameter]:
         """Of all stages of this rank, each once."""

@@ -124,6 +124,11 @@ class Stage:
         )
         return tuple(output.detach() for output in outputs)
 
+    def evaluate(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
+        """What the stage gives, of which nothing is kept."""
+        with self._context():
+            return list(self._call(inputs, targets))
+
     def _call(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if self._loss is None:
             return as_tuple(self.module(*inputs, *targets))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from stepgauge.parallel.pipeline.groups import members, new_groups
 from stepgauge.spec.plan.pipeline import Schedule
@@ -42,6 +43,8 @@ class TiedWeights:
         group: dist.ProcessGroup | None,
     ):
         self._ties: list[_Tied] = []
+        # those whose gradients are not there before `finish`
+        self.stages = {stage for tie in ties for stage, _ in tie}
         world = members(group)
         owners = [[world[schedule.rank_of[stage]] for stage, _ in tie] for tie in ties]
         made = new_groups([sorted(set(ranks)) for ranks in owners], group) if ties else []
@@ -72,7 +75,7 @@ class TiedWeights:
                 if parameter.grad is not None:
                     total += parameter.grad
             if tied.group is not None:
-                dist.all_reduce(total, group=tied.group)
+                dist.all_reduce(_own(total), group=tied.group)
             for number, (parameter, earlier) in enumerate(
                 zip(tied.parameters, tied.earlier, strict=True)
             ):
@@ -90,6 +93,11 @@ class TiedWeights:
         }
 
 
+def _own(tensor: Tensor) -> Tensor:
+    """What this rank has of it: all, or a shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _parameter(module: nn.Module, name: str) -> nn.Parameter:
     try:
         return module.get_parameter(name)
@@ -102,6 +110,6 @@ def _same_value(
     parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, source: int
 ) -> None:
     if group is not None:
-        dist.broadcast(parameters[0], source, group)
+        dist.broadcast(_own(parameters[0]), source, group)
     for parameter in parameters[1:]:
         parameter.copy_(parameters[0])

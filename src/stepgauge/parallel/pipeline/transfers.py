@@ -105,3 +105,21 @@ def shared_metas(owners: Mapping[int, int], stage: int, found: list[Meta] | None
     metas = told[0]
     assert metas is not None, "the owner has run the stage"
     return metas
+
+
+def handed(owners: Mapping[int, int], stage: int, values: Sequence[Tensor],
+           group: dist.ProcessGroup | None, device: torch.device) -> list[Tensor]:  # fmt: skip
+    """What a stage gives, on the rank of the next one; on other ranks nothing."""
+    rank, world = dist.get_rank(group), members(group)
+    mine = rank == owners[stage]
+    found = [Meta(value.shape, value.dtype, False) for value in values] if mine else None
+    metas = shared_metas(owners, stage, found, group)
+    if mine:
+        for value in values:
+            dist.send(value.contiguous(), world[owners[stage + 1]], group)
+    if rank != owners[stage + 1]:
+        return []
+    received = [meta.empty(device) for meta in metas]
+    for tensor in received:
+        dist.recv(tensor, world[owners[stage]], group)
+    return received

@@ -8,8 +8,8 @@ SPLIT, SEQUENCE, ROW = Rule("split"), Rule("sequence"), Rule("row")
 
 
 def table_of(spec: ModelSpec | BertSpec, blocks: range | None = None) -> Table:
-    """The table of a network, or of the stage of it that has these blocks. A stage takes all of the
-    residual stream and, unless it has the head, gives the rank's piece of it.
+    """The table of a network, or of the stage of it that has these blocks. Between stages the
+    residual stream stays in pieces: each rank takes its piece, and gives it.
 
     Raises ValueError for a network that has no table.
     """
@@ -21,8 +21,7 @@ def table_of(spec: ModelSpec | BertSpec, blocks: range | None = None) -> Table:
     else:
         embedding, inside = "embedding", _transformer_block(spec)
         end = () if spec.block == "post-norm" else ("norm",)
-    table = {embedding: Rule("embedding")} if is_first else {}
-    table[f"blocks.{blocks.start}"] = SPLIT
+    table = {embedding: Rule("embedding"), "blocks.0": SPLIT} if is_first else {}
     table |= {f"blocks.*.{name}": rule for name, rule in inside.items()}
     if is_last:
         table |= {**dict.fromkeys(end, SEQUENCE), "head": Rule("head")}

@@ -1,0 +1,202 @@
+"""The data axis of a layout: the modules of a rank, which other ranks train on other batches.
+
+A rank has one module, or the stages of a pipeline that are its own, and one optimizer for all.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from stepgauge.parallel.data_parallel import BucketedDataParallel, DataParallel
+from stepgauge.parallel.fsdp import FullyShardedDataParallel
+from stepgauge.parallel.tensor_parallel import GradientSum
+from stepgauge.parallel.training import Groups, OptimizerClass, by_index, by_name
+from stepgauge.parallel.wrappers import REPLICATING, Settings
+from stepgauge.parallel.zero import ShardedOptimizer
+from stepgauge.spec.layout import WRAPPERS, Layout
+
+Modules = Mapping[int, nn.Module]
+
+
+@dataclasses.dataclass
+class DataAxis:
+    """Modules under a wrapper, and their optimizer.
+
+    modules  to call, by the stage
+    plain    the same without the wrapper: parameters by the names that they were built with
+    ranks    of the axis
+    """
+
+    modules: Modules
+    plain: Modules
+    optimizer: torch.optim.Optimizer
+    ranks: int
+    synchronises: bool = True
+
+    @property
+    def replicas(self) -> list[DataParallel]:
+        return [module for module in self.modules.values() if isinstance(module, DataParallel)]
+
+    def copies(self, gradient: Tensor) -> int:
+        """Ranks of the axis that have the same values of a gradient."""
+        is_share = isinstance(gradient, DTensor) or self._stage == 2
+        return 1 if is_share else self.ranks
+
+    @property
+    def _stage(self) -> int:
+        """Of ZeRO, where the optimizer knows it."""
+        return self.optimizer.stage if isinstance(self.optimizer, ShardedOptimizer) else 0
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add to the gradients of this rank alone."""
+        before, self.synchronises = self.synchronises, False
+        try:
+            with self.quiet():
+                yield
+        finally:
+            self.synchronises = before
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Inside, a backward sends nothing by itself: `begin` does, when a stage has had its last."""
+        with contextlib.ExitStack() as stack:
+            for replica in self.replicas:
+                stack.enter_context(replica.no_sync())
+            yield
+
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        """Nothing is communicated inside, but all else is done."""
+        talking: list[Any] = [*self.replicas]
+        talking += [self.optimizer] if isinstance(self.optimizer, ShardedOptimizer) else []
+        for part in talking:
+            part.communicates = False
+        try:
+            yield
+        finally:
+            for part in talking:
+                part.communicates = True
+
+    def begin(self, stage: int) -> None:
+        """Sends a stage's gradients, which no backward of this step adds to any more."""
+        if self.synchronises and isinstance(module := self.modules[stage], DataParallel):
+            module.begin_synchronizing()
+
+    def finish(self) -> None:
+        """Waits for the gradients of all stages that `begin` has sent."""
+        for replica in self.replicas:
+            replica.finish_synchronizing()
+
+    def optimizer_state(self, names: Mapping[Tensor, str]) -> dict[str, Any]:
+        """The optimizer's state by names, of the whole axis; on its other ranks nothing or the
+        same. All ranks must call it.
+        """
+        optimizer = self.optimizer
+        if isinstance(optimizer, ShardedOptimizer):
+            return by_name(names, optimizer, optimizer.gathered_state_dict())
+        found = by_name(names, optimizer, optimizer.state_dict())
+        found["state"] = {
+            name: {key: gathered(value) for key, value in values.items()}
+            for name, values in found["state"].items()
+        }
+        return found
+
+    def load_optimizer_state(self, names: Mapping[Tensor, str], state: dict[str, Any]) -> None:
+        """Takes what `optimizer_state` gives, on every rank."""
+        parameters = {name: parameter for parameter, name in names.items()}
+        state["state"] = {
+            name: {key: _like(parameters[name], value) for key, value in values.items()}
+            for name, values in state["state"].items()
+        }
+        self.optimizer.load_state_dict(by_index(names, self.optimizer, state))
+
+
+def over_data(
+    layout: Layout,
+    modules: Modules,
+    groups: Groups,
+    optimizer: OptimizerClass,
+    settings: Settings,
+    *,
+    sums: Mapping[int, Mapping[str, GradientSum]],
+) -> DataAxis:
+    """The modules under the layout's wrapper, one of ours, over the group of the settings; without
+    a data axis as they are.
+
+    sums  of each module, what is done to gradients where it is tensor parallel
+    """
+    everything = nn.ModuleList(modules.values())
+    number = WRAPPERS[layout.wrapper].stage
+    if number in (1, 2):
+        sharded = ShardedOptimizer(
+            groups(everything), optimizer, stage=number, group=settings.group
+        )
+        wrapped = {
+            stage: _bucketed(module, sharded if number == 2 else None, settings)
+            for stage, module in modules.items()
+        }
+        return DataAxis(wrapped, modules, sharded, layout.data)
+    wrapped = {stage: _wrapped(layout.wrapper, each, settings) for stage, each in modules.items()}
+    for stage, module in modules.items() if number == 3 else ():
+        _hook_shards(module, sums.get(stage, {}))
+    return DataAxis(wrapped, modules, optimizer(groups(everything)), layout.data)
+
+
+def _bucketed(module: nn.Module, owning: ShardedOptimizer | None, settings: Settings) -> nn.Module:
+    owners = owning.owners_of(module) if owning else None
+    return BucketedDataParallel(module, settings.bucket_mb, owners=owners, **settings.of_messages)
+
+
+def _wrapped(wrapper: str, module: nn.Module, settings: Settings) -> nn.Module:
+    if wrapper == "none":
+        return module
+    if wrapper == "zero3":
+        return FullyShardedDataParallel(module, settings.compute_dtype, group=settings.group)
+    return REPLICATING[wrapper](module, settings)
+
+
+def _hook_shards(module: nn.Module, sums: Mapping[str, GradientSum]) -> None:
+    """Gives the hooks of the parameters that were whole to those that are sharded now."""
+    for name, parameter in module.named_parameters():
+        if name in sums:
+            parameter.register_hook(_on_shard(sums[name]))
+
+
+def _on_shard(sum_: GradientSum) -> Callable[[DTensor], DTensor]:
+    def hook(gradient: DTensor) -> DTensor:
+        if sum_.cut is None:  # each value for itself
+            summed = sum_(gradient.to_local())
+            return DTensor.from_local(
+                summed,
+                gradient.device_mesh,
+                gradient.placements,
+                run_check=False,
+                shape=gradient.shape,
+                stride=gradient.stride(),
+            )
+        return _shard_like(gradient, sum_(gradient.full_tensor()))
+
+    return hook
+
+
+def gathered(value: Any) -> Any:
+    """Whole, where it is a sharded tensor. All ranks of its mesh must call it."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _like(parameter: Tensor, value: Any) -> Any:
+    """A whole tensor as it lies beside the parameter; any other value as it is."""
+    is_alike = isinstance(value, Tensor) and value.shape == parameter.shape
+    if isinstance(parameter, DTensor) and is_alike:
+        return _shard_like(parameter, value.to(parameter.device))
+    return value
+
+
+def _shard_like(sharded: DTensor, whole: Tensor) -> DTensor:
+    return distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)

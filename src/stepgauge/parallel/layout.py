@@ -1,0 +1,248 @@
+"""A network spread as a Layout says: stages of a pipeline, layers cut over ranks, copies or shards
+of both on the data axis. `spread` shows the order in which that is applied.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from stepgauge.parallel.data_axis import DataAxis, over_data
+from stepgauge.parallel.layout_state import LayoutState, require_own_names
+from stepgauge.parallel.pipeline import Pipeline, Tie
+from stepgauge.parallel.pipeline.pipeline import Share
+from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tensor
+from stepgauge.parallel.training import Groups, OptimizerClass, Parallel
+from stepgauge.parallel.vocabulary_loss import PartialLoss
+from stepgauge.parallel.whole_norm import clip_whole_norm
+from stepgauge.parallel.wrappers import Settings
+from stepgauge.spec.layout import Layout
+from stepgauge.spec.plan.pipeline import Schedule
+from stepgauge.spec.plan.tensor import Table
+
+Batch = Sequence[Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Network:
+    """What a layout needs to know of a network.
+
+    build     stage i of it, on this rank's device; of a layout without a pipeline all is stage 0.
+              Called with a batch it gives the loss, the stages of a pipeline with what `cut` says
+    table     the tensor parallel rules of a stage
+    schedule  of the pipeline, over all stages; None without one
+    tied      weights that stand in two stages
+    cut       splits a batch into the tensors that the first stage takes, and those that the last
+              one takes after its inputs
+    share     of the latter, what their batch counts in a mean; None: all alike
+    context   around every forward of a pipeline, such as autocast
+    partial_loss  under tensor parallel, as parallelize_tensor takes it
+    """
+
+    build: Callable[[int], nn.Module]
+    table: Callable[[int], Table] = lambda stage: {}
+    schedule: Schedule | None = None
+    tied: Sequence[Tie] = ()
+    cut: Callable[[Batch], tuple[Batch, Batch]] = lambda batch: (batch[:1], batch[1:])
+    share: Share | None = None
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    partial_loss: PartialLoss | None = None
+
+    def cut_layers(self, stage: int, module: nn.Module, mesh: DeviceMesh) -> TensorParallel:
+        """The stage with its layers cut, in place."""
+        return parallelize_tensor(
+            module,
+            self.table(stage),
+            group=mesh.get_group("tensor"),
+            partial_loss=self.partial_loss,
+        )
+
+    def pipeline(
+        self, data: DataAxis, mesh: DeviceMesh, device: torch.device, recording: bool
+    ) -> Pipeline:
+        """This rank's stages, whose gradients leave on the data axis when they are there."""
+        assert self.schedule is not None, "a pipeline has a schedule"
+        return Pipeline(
+            data.modules.__getitem__,
+            self.schedule,
+            tied=_names_under_wrappers(self.tied, data),
+            reduce=lambda stage, _: data.begin(stage),
+            share=self.share,
+            group=mesh.get_group("pipeline"),
+            device=device,
+            context=self.context,
+            recording=recording,
+        )
+
+
+class DifferentLayoutsError(ValueError):
+    """The ranks were given different layouts, or one for another number of ranks."""
+
+
+def spread(
+    layout: Layout,
+    network: Network,
+    groups: Groups,
+    optimizer: OptimizerClass,
+    *,
+    settings: Settings,
+    device: torch.device,
+    recording: bool = False,
+) -> Parallel:
+    """The network under the layout with its optimizer, as a training step uses them. All ranks must
+    call it, and give data ranks of their own the batch that is theirs.
+
+    recording  keeps when the actions of a pipeline ran, for `Parallel.spans`
+
+    Raises DifferentLayoutsError, on every rank; ValueError for what does not go together.
+    """
+    mesh = mesh_of(layout, device.type)
+    stages = network.schedule.stages(mesh.get_local_rank("pipeline")) if network.schedule else [0]
+    modules = {stage: network.build(stage) for stage in stages}
+    require_own_names(modules)
+    tensor = {
+        stage: network.cut_layers(stage, module, mesh)
+        for stage, module in modules.items()
+        if layout.tensor > 1
+    }
+    if layout.data > 1:
+        settings = dataclasses.replace(settings, group=mesh.get_group("data"))
+    sums = {stage: cut.sums for stage, cut in tensor.items()}
+    data = over_data(layout, modules, groups, optimizer, settings, sums=sums)
+    pipeline = network.pipeline(data, mesh, device, recording) if network.schedule else None
+    return Spread(network, data, tensor, pipeline, mesh, device).parallel()
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """A network that is spread: what `spread` made of it on this rank, axis by axis."""
+
+    network: Network
+    data: DataAxis
+    tensor: Mapping[int, TensorParallel]
+    pipeline: Pipeline | None
+    mesh: DeviceMesh
+    device: torch.device
+
+    def parallel(self) -> Parallel:
+        state = LayoutState(
+            data=self.data,
+            tensor=self.tensor,
+            place={axis: self.mesh.get_local_rank(axis) for axis in self.axes},
+            pipeline=self.mesh.get_group("pipeline") if self.pipeline else None,
+            aliases={name: tie[0][1] for tie in self.network.tied for _, name in tie[1:]},
+            device=self.device,
+        )
+        silences = {"data": self.data.silent, "tensor": self._silent_tensor}
+        pipeline = self.pipeline
+        everything = nn.ModuleList(self.data.modules.values())
+        return Parallel(
+            module=self.data.modules[0] if pipeline is None else everything,
+            optimizer=self.data.optimizer,
+            no_sync=self.data.no_sync,
+            clip=self._clip,
+            silences={axis: silences[axis] for axis in self.axes if self._can_be_silent(axis)},
+            state=state.whole,
+            load=state.load,
+            mixed=self._mixed if pipeline else None,
+            evaluate=self._evaluate if pipeline else None,
+            spans=(lambda: pipeline.spans) if pipeline else None,
+            has_loss=pipeline is None or pipeline.schedule.num_stages - 1 in pipeline.modules,
+        )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.mesh.mesh_dim_names or ()
+
+    def _can_be_silent(self, axis: str) -> bool:
+        """Not a pipeline, whose computations wait for what is sent; nor weights that are sharded."""
+        return axis == "tensor" or (axis == "data" and bool(self.data.replicas))
+
+    @contextlib.contextmanager
+    def _silent_tensor(self) -> Iterator[None]:
+        streams = [cut.stream for cut in self.tensor.values()]
+        for stream in streams:
+            stream.communicates = False
+        try:
+            yield
+        finally:
+            for stream in streams:
+                stream.communicates = True
+
+    def _clip(self, max_norm: float) -> Tensor:
+        repeated = self.pipeline.repeated if self.pipeline else set()
+        gradients, counted = [], []
+        for stage, module in self.data.plain.items():
+            for name, parameter in module.named_parameters():
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                gradients.append(gradient)
+                if id(parameter) not in repeated:
+                    copies = self.data.copies(gradient)
+                    pieces = self._pieces(stage, name, gradient)
+                    counted += [(copies * ranks, piece) for ranks, piece in pieces]
+        return clip_whole_norm(gradients, counted, max_norm, group=None, device=self.device)
+
+    def _pieces(self, stage: int, name: str, gradient: Tensor) -> list[tuple[int, Tensor]]:
+        """The pieces of a gradient, each with how many ranks of the tensor axis have it."""
+        mine, first_row = gradient, 0
+        if isinstance(gradient, DTensor):
+            shards = gradient.device_mesh
+            first_row = shards.get_local_rank() * -(-gradient.shape[0] // shards.size())
+            mine = gradient.to_local()
+        if stage not in self.tensor:
+            return [(1, mine)]
+        return self.tensor[stage].counted(name, mine, first_row=first_row)
+
+    def _mixed(self, batch: Batch, batches: int) -> Tensor:
+        assert self.pipeline is not None, "there are stages"
+        inputs, targets = self.network.cut(batch)
+        with self.data.quiet():
+            loss = self.pipeline.step(inputs, targets, batches=batches)
+        self.data.finish()
+        return self._zero() if loss is None else loss.detach()
+
+    def _evaluate(self, batch: Batch) -> Tensor:
+        assert self.pipeline is not None, "there are stages"
+        loss = self.pipeline.evaluate(*self.network.cut(batch))
+        return self._zero() if loss is None else loss
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), device=self.device)
+
+
+def mesh_of(layout: Layout, device_type: str) -> DeviceMesh:
+    """The ranks by the layout's axes. All ranks must call it."""
+    require_one_layout(layout)
+    axes = layout.axes or {"data": 1}
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def require_one_layout(layout: Layout) -> None:
+    """Raises DifferentLayoutsError, on every rank, where the ranks' layouts differ or are for
+    another number of ranks.
+    """
+    given: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(given, str(layout))
+    for rank, theirs in enumerate(given):
+        if theirs != given[0]:
+            raise DifferentLayoutsError(
+                f"the ranks' layouts differ: rank 0 has {given[0]!r}, rank {rank} has {theirs!r}"
+            )
+    if layout.ranks != len(given):
+        raise DifferentLayoutsError(
+            f"layout {str(layout)!r} is for {layout.ranks} ranks; there are {len(given)}"
+        )
+
+
+def _names_under_wrappers(tied: Sequence[Tie], data: DataAxis) -> list[Tie]:
+    """The ties as the wrapped modules name their parameters."""
+    wrapped = any(data.modules[stage] is not data.plain[stage] for stage in data.modules)
+    return [[(stage, f"module.{name}" if wrapped else name) for stage, name in tie] for tie in tied]

@@ -1,0 +1,168 @@
+"""A layout's model and optimizer as one process would have them, and back: what a checkpoint holds,
+so that another layout can go on from it.
+
+The state is put together axis by axis, data first: each axis hands what it has gathered to its
+first rank, so that the first rank of all has the whole on its host.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stepgauge.parallel.data_axis import DataAxis, gathered
+from stepgauge.parallel.tensor_parallel import TensorParallel
+from stepgauge.spec.plan.pipeline import ScheduleError
+
+State = dict[str, Any]
+Change = Callable[[str, Tensor], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutState:
+    """What a rank has of a network, and how it is put together.
+
+    data      the modules of this rank and their optimizer
+    tensor    how each module is cut; none where there is no such axis
+    place     of this rank on the data and tensor axes
+    pipeline  the group of the ranks with the other stages; None without a pipeline
+    aliases   of tied weights, the name under which the whole network's optimizer has them
+    device    where the groups communicate
+    """
+
+    data: DataAxis
+    tensor: Mapping[int, TensorParallel]
+    place: Mapping[str, int]
+    pipeline: dist.ProcessGroup | None
+    aliases: Mapping[str, str]
+    device: torch.device
+
+    def whole(self) -> State:
+        """On the first rank, and nothing on others. All ranks must call it."""
+        model = {
+            name: gathered(value.detach())
+            for module in self.data.plain.values()
+            for name, value in module.state_dict().items()
+        }
+        optimizer = self.data.optimizer_state(self._names(self.aliases))
+        if self.place.get("data"):
+            return {}
+        model = {name: self._whole(name, value) for name, value in model.items()}
+        optimizer["state"] = self._changed(optimizer["state"], self._whole)
+        if self.place.get("tensor"):
+            return {}
+        return self._of_all_stages({"model": model, "optimizer": optimizer})
+
+    def load(self, state: State) -> None:
+        """Takes what `whole` gives, on every rank."""
+        model = state["model"]
+        for module in self.data.plain.values():
+            own = {}
+            for name in module.state_dict():
+                given = model[name] if name in model else model[self.aliases[name]]
+                own[name] = self._part(name, given)
+            module.load_state_dict(own)
+        names = self._names(self.aliases)
+        found = state["optimizer"]
+        shapes = {name: model[name].shape for name in names.values() if name in model}
+        states = {}
+        for name in names.values():
+            if name in found["state"]:
+                states[name] = {
+                    key: self._part(name, value) if is_alike(value, shapes[name]) else _own(value)
+                    for key, value in found["state"][name].items()
+                }
+        self.data.load_optimizer_state(names, {**found, "state": states})
+
+    def _names(self, aliases: Mapping[str, str]) -> Mapping[Tensor, str]:
+        """The parameters of this rank by the names of the whole network's."""
+        return {
+            parameter: aliases.get(name, name)
+            for module in self.data.plain.values()
+            for name, parameter in module.named_parameters()
+        }
+
+    def _changed(self, states: State, change: Change) -> State:
+        """Optimizer state, its tensors of a parameter's shape changed as the parameter is, in the
+        same order on all ranks.
+        """
+        shapes = {name: parameter.shape for parameter, name in self._names(self.aliases).items()}
+        return {
+            name: {
+                key: change(name, value) if is_alike(value, shapes[name]) else _on_host(value)
+                for key, value in values.items()
+            }
+            for name, values in sorted(states.items())
+        }
+
+    def _whole(self, name: str, part: Tensor) -> Tensor:
+        cut, own = self._cut_of(name)
+        return _on_host(cut.whole(own, part.to(self.device)) if cut else part)
+
+    def _part(self, name: str, whole: Tensor) -> Tensor:
+        cut, own = self._cut_of(name)
+        return _own(cut.part(own, whole) if cut else whole)
+
+    def _cut_of(self, name: str) -> tuple[TensorParallel | None, str]:
+        """The module that is cut at the name, and the parameter's name there."""
+        tied = [own for own, first in self.aliases.items() if first == name]
+        for cut in self.tensor.values():
+            for own in (name, *tied):
+                if own in cut.cuts:
+                    return cut, own
+        return None, name
+
+    def _of_all_stages(self, state: State) -> State:
+        if self.pipeline is None:
+            return state
+        is_first = self.pipeline.rank() == 0
+        stages: list[Any] | None = [None] * self.pipeline.size() if is_first else None
+        dist.gather_object(state, stages, group=self.pipeline, group_dst=0)
+        return _merged(stages) if stages else {}
+
+
+def is_alike(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and value.shape == shape
+
+
+def _own(value: Any) -> Any:
+    """A tensor of its own: two copies of a tied weight may not share their state."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _merged(stages: list[State]) -> State:
+    """One state of the stages': groups hold the parameters of all, each once."""
+    groups = [dict(group) for group in stages[0]["optimizer"]["param_groups"]]
+    for place, group in enumerate(groups):
+        every = (n for s in stages for n in s["optimizer"]["param_groups"][place]["params"])
+        group["params"] = list(dict.fromkeys(every))
+    return {
+        "model": {name: value for stage in stages for name, value in stage["model"].items()},
+        "optimizer": {
+            # the first stage's, of a weight that several have
+            "state": {
+                name: value
+                for stage in reversed(stages)
+                for name, value in stage["optimizer"]["state"].items()
+            },
+            "param_groups": groups,
+        },
+    }
+
+
+def require_own_names(modules: Mapping[int, nn.Module]) -> None:
+    """Raises ScheduleError where two stages have parameters of one name: they would not be told
+    apart in a checkpoint.
+    """
+    seen: dict[str, int] = {}
+    for stage, module in modules.items():
+        for name, _ in module.named_parameters():
+            if seen.setdefault(name, stage) != stage:
+                raise ScheduleError(f"stages {seen[name]} and {stage} both have a parameter {name}")

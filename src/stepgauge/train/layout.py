@@ -1,0 +1,154 @@
+"""A training step under a layout: our networks, by what their specs say, spread over ranks."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stepgauge.kernels.linear_cross_entropy.partial import partial_backward, partial_forward
+from stepgauge.models.bert import NOT_MASKED
+from stepgauge.models.checkpointing import through_blocks
+from stepgauge.models.parts import build_optimizer
+from stepgauge.models.transformer import compiled
+from stepgauge.parallel.layout import Network, require_one_layout, spread
+from stepgauge.parallel.pipeline import Tie
+from stepgauge.parallel.training import Parallelise
+from stepgauge.parallel.vocabulary_loss import PartialLoss
+from stepgauge.parallel.wrappers import Settings, parallelise
+from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.layout import WRAPPERS, Layout
+from stepgauge.spec.layout_rules import schedule_of
+from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.stages import cut_blocks
+from stepgauge.spec.plan.tensor_tables import table_of
+from stepgauge.spec.train import TrainSpec
+from stepgauge.spec.user_model import UserModel
+from stepgauge.train.build import NETWORKS, build_step, decay_groups
+from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES, unavailable
+from stepgauge.train.step import TrainingStep
+
+Spec = LayoutSpec | TrainSpec
+FUSED_LOSS = PartialLoss(partial_forward, partial_backward)
+
+
+def build_layout_step(
+    spec: Spec,
+    *,
+    layout: Layout,
+    device: torch.device,
+    max_gradient_norm: float | None = None,
+    recording: bool = False,
+    **settings: Any,
+) -> TrainingStep:
+    """This rank's part of the step that the spec names; `settings` go to the optimizer. All ranks
+    must call it.
+
+    Raises ValueError for a precision that the device or the optimizer does not have, and where the
+    ranks have different layouts.
+    """
+    if layout.tensor == layout.pipeline == 1:  # any wrapper, torch's too
+        if layout.ranks > 1:
+            require_one_layout(layout)
+        return build_step(
+            dataclasses.replace(spec, device=str(device)),
+            max_gradient_norm=max_gradient_norm,
+            parallelise=on_data_axis(spec, layout),
+            **settings,
+        )
+    if reason := unavailable(spec.precision, device):
+        raise ValueError(reason)
+    precision = PRECISIONS[spec.precision]
+    weight_decay = settings.pop("weight_decay", 0.01)
+    parallel = spread(
+        layout,
+        network_of(spec, layout, device),
+        functools.partial(decay_groups, weight_decay=weight_decay),
+        functools.partial(
+            build_optimizer, spec.optimizer, master_weights=precision.master_weights, **settings
+        ),
+        settings=_settings(spec, layout),
+        device=device,
+        recording=recording,
+    )
+    return TrainingStep(
+        parallel.module,
+        parallel.optimizer,
+        precision,
+        device,
+        max_gradient_norm=max_gradient_norm,
+        parallel=parallel,
+    )
+
+
+def on_data_axis(spec: Spec, layout: Layout) -> Parallelise:
+    """The wrapper of a layout that has a data axis alone."""
+    return functools.partial(parallelise, layout.wrapper, settings=_settings(spec, layout))
+
+
+def _settings(spec: Spec, layout: Layout) -> Settings:
+    sharded = WRAPPERS[layout.wrapper].shards("weights")
+    return Settings(
+        bucket_mb=spec.bucket_mb,
+        compute_dtype=PRECISIONS[spec.precision].autocast if sharded else None,
+        reduce_dtype=REDUCE_DTYPES[spec.reduce_dtype],
+    )
+
+
+def network_of(spec: Spec, layout: Layout, device: torch.device) -> Network:
+    """The network of a spec in the stages of a layout, weights drawn from the spec's seed."""
+    model, precision = spec.model, PRECISIONS[spec.precision]
+    assert not isinstance(model, UserModel), "whose stages and rules are not known"
+    schedule = schedule_of(layout) if layout.pipeline > 1 else None
+    stages = cut_blocks(model, schedule) if schedule else [range(model.num_layers)]
+    is_bert = isinstance(model, BertSpec)
+
+    def build(stage: int) -> nn.Module:
+        make, _ = NETWORKS[type(model)]
+        part = make(model, device=device, blocks=stages[stage], seed=spec.seed)
+        part.through_blocks = through_blocks(spec.checkpointing, spec.checkpoint_blocks)
+        if is_bert and schedule and stage == 0:
+            part.register_forward_pre_hook(_types_last)
+        return compiled(part.to(precision.parameters), spec.compile)
+
+    def context() -> contextlib.AbstractContextManager[Any]:
+        return precision.autocasting(device)
+
+    return Network(
+        build=build,
+        table=lambda stage: table_of(model, stages[stage]),
+        schedule=schedule,
+        tied=_tied(model, len(stages)),
+        cut=_cut_bert if is_bert else lambda batch: (batch[:1], batch[1:]),
+        share=_num_masked if is_bert else None,
+        context=context,
+        partial_loss=FUSED_LOSS if isinstance(model, ModelSpec) and model.loss == "fused" else None,
+    )
+
+
+def _tied(model: ModelSpec | BertSpec, stages: int) -> list[Tie]:
+    """The output matrix and the embedding, where they are one weight in two stages."""
+    if stages == 1 or (isinstance(model, ModelSpec) and not model.tied_head):
+        return []
+    embedding = "tokens.weight" if isinstance(model, BertSpec) else "embedding.weight"
+    return [((0, embedding), (stages - 1, "head.weight"))]
+
+
+def _cut_bert(batch: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Tokens and types go into the first stage, targets into the last."""
+    tokens, targets, types = batch
+    return (tokens, types), (targets,)
+
+
+def _types_last(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """The arguments of a BERT, which takes types after targets."""
+    tokens, types = inputs
+    return tokens, None, types
+
+
+def _num_masked(targets_BT: Tensor) -> Tensor:
+    return (targets_BT != NOT_MASKED).sum()

@@ -1,0 +1,67 @@
+"""Rows of bench layout: what they hold, and what a report says of them."""
+
+import pytest
+
+from stepgauge.bench import layout as bench
+from stepgauge.bench.sweep import Job, sweep
+from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.store import RunStore
+from stepgauge.study.pages import run_page
+
+LAYOUTS = ("dp2 bucketed", "tp2", "pp2 1f1b m2", "dp2 zero3")
+
+
+def spec(layout, **changes):
+    model = ModelSpec.preset("nano", context_length=16, vocab_size=64)
+    return LayoutSpec(
+        **{"model": model, "size": "nano", "layout": layout, "batch": 4, "steps": 2, **changes}
+    )
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """By layout, of several batches under tensor parallel."""
+    specs = [spec(each, warmup=1, accumulation=2 if each == "tp2" else 1) for each in LAYOUTS]
+    store = RunStore(tmp_path_factory.mktemp("rows"))
+    done = sweep([Job(bench.JOB, each) for each in specs], store)
+    return {outcome.job.spec.layout: outcome.record for outcome in done}
+
+
+def test_every_row_has_its_phases_and_adds_up(rows):
+    for layout, row in rows.items():
+        assert row.status == "ok", (layout, row.note)
+        mixed = {"forward_and_backward_ms"} & set(row.metrics)
+        assert bool(mixed) == (layout in ("tp2", "pp2 1f1b m2"))
+        phases = sorted(mixed or {"forward_ms", "backward_ms"})
+        parts = sum(row.median(name) for name in [*phases, "synchronize_ms", "optimizer_ms"])
+        assert 0.5 < parts / row.median("step_ms") < 2
+        assert len(row.series["rank_step_ms"]) == 2
+        assert row.median("parameter_bytes") > 0 < row.median("optimizer_bytes")
+    weights = {layout: row.median("parameter_bytes") for layout, row in rows.items()}
+    for cut in ("tp2", "pp2 1f1b m2", "dp2 zero3"):
+        assert weights[cut] < 0.8 * weights["dp2 bucketed"], "a rank has its part only"
+
+
+def test_what_an_axis_costs_is_told_where_it_can_be(rows):
+    def measured(axis):
+        return [layout for layout, row in rows.items() if f"{axis}_exposed_ms" in row.metrics]
+
+    assert measured("data") == ["dp2 bucketed"]
+    assert measured("tensor") == ["tp2"]
+    assert measured("pipeline") == ["pp2 1f1b m2"]
+    assert rows["dp2 zero3"].note.startswith("data exposed is not measured: zero3")
+    spans = rows["pp2 1f1b m2"].tables["spans"]
+    assert len(spans) == 1 + 2 * 2 * 2  # ranks, micro-batches, forward and backward
+
+
+def test_the_page_draws_them_and_says_which_is_the_quickest(rows, tmp_path):
+    page = run_page(list(rows.values()), tmp_path).html()
+    assert "Which layout trains fastest" in page
+    assert "Step time by axis." in page
+    assert "is the quickest: " in page or "All rows were disturbed" in page
+
+
+def test_what_the_machine_has_not_is_said_before_ranks_are_started():
+    with pytest.raises(ValueError, match="has 2 ranks; this machine has"):
+        bench.check(spec("tp2", device="cuda"))

@@ -1,0 +1,172 @@
+"""Layouts against one process: loss, norm, every weight after SGD (so every gradient), optimizer
+state under AdamW, and states that another layout goes on from.
+"""
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stepgauge.runtime.launch import launch
+from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.layout import Layout
+from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.train.build import batch_for
+from stepgauge.train.layout import build_layout_step
+
+STEPS, BATCHES, CLIP = 2, 2, 0.05
+SHAPE = {"vocab_size": 11, "context_length": 8, "d_model": 16, "d_ff": 24}
+NETWORKS = {
+    "tied": ModelSpec(
+        **SHAPE,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=1,
+        tied_head=True,
+        positions="learned",
+        feed_forward_bias=True,
+    ),
+    "grouped": ModelSpec(
+        **SHAPE, num_layers=4, num_heads=4, num_kv_heads=1, qk_norm=True, loss="fused"
+    ),
+    "bert": BertSpec(**SHAPE, num_positions=8, num_layers=4, num_heads=4, dropout=0.0),
+}
+ON_TWO = [
+    ("tp2", "tied", "adamw"),
+    ("pp2 1f1b m2", "tied", "adamw"),
+    ("pp2 zbv m2", "tied", "sgd"),
+    ("pp2 zb-h1 m4", "bert", "sgd"),
+]
+ON_FOUR = [
+    ("dp2 bucketed tp2", "tied", "sgd"),
+    ("dp2 zero1 tp2", "grouped", "adamw"),
+    ("dp2 zero2 tp2", "bert", "adamw"),
+    ("dp2 zero3 tp2", "tied", "adamw"),
+    ("dp2 zero3 tp2", "grouped", "sgd"),
+    ("pp2 1f1b m2 tp2", "tied", "adamw"),
+    ("pp2 zbv m2 tp2", "grouped", "sgd"),
+    ("pp2 1f1b m2 dp2 bucketed", "tied", "sgd"),
+    ("pp2 zbv m2 dp2 zero1", "tied", "adamw"),
+    ("pp2 1f1b m2 dp2 zero2", "bert", "adamw"),
+    ("pp2 1f1b m2 dp2 zero3", "tied", "adamw"),
+    ("pp2 interleaved m2 dp2 zero3", "grouped", "sgd"),
+]
+ON_EIGHT = [
+    ("pp2 1f1b m2 dp2 zero1 tp2", "tied", "adamw"),
+    ("pp2 1f1b m2 dp2 zero3 tp2", "grouped", "sgd"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(2, ON_TWO), (4, ON_FOUR), (8, ON_EIGHT)])
+def test_every_axis_beside_every_other_is_one_process(ranks, cases):
+    for found, said in launch(all_differences, cases, ranks=ranks):
+        assert {case: told for case, told in found.items() if told} == {}
+        assert said == "the ranks' layouts differ: rank 0 has 'tp2', rank 1 has 'dp2 bucketed'"
+
+
+def all_differences(cases):
+    torch.set_num_threads(1)
+    return {case: differences(*case) for case in cases}, of_two_minds()
+
+
+def of_two_minds():
+    """What ranks are told that were given different layouts: all of them, at the start."""
+    layout = ("tp2", "dp2", "pp2 1f1b m2")[dist.get_rank() % 3]
+    spec = LayoutSpec(model=NETWORKS["tied"], layout=layout)
+    try:
+        build(spec, spec.axes)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def differences(layout, network, optimizer):
+    """What differs from one process, in words, on rank 0."""
+    spec = LayoutSpec(
+        model=NETWORKS[network], layout=layout, batch=8, accumulation=BATCHES, optimizer=optimizer
+    )
+    ours, alone = (build(spec, axes) for axes in (spec.axes, Layout()))
+    told = []
+    for number in range(STEPS):
+        loss, norm = train(ours, spec, spec.axes, number)
+        their_loss, their_norm = train(alone, spec, Layout(), number, shards=spec.axes.data)
+        told += differing(f"loss {number}", loss, their_loss)
+        told += differing(f"norm {number}", norm, their_norm)
+    held_out = batch_for(spec.model, 3, 99)
+    told += differing(
+        "held out", mean(ours.evaluate(held_out), spec.axes), alone.evaluate(held_out)
+    )
+    expected, state = alone.parallel.state(), ours.parallel.state()
+    if dist.get_rank() == 0:
+        told += differing("state", state, expected)
+    another = build(dataclasses.replace(spec, seed=1), spec.axes)
+    another.parallel.load(expected)
+    loaded = another.parallel.state()
+    if dist.get_rank() == 0:
+        told += differing("loaded", loaded, expected)
+        alone.parallel.load(state)
+    train(another, spec, spec.axes, STEPS)  # with what was loaded
+    train(alone, spec, Layout(), STEPS, shards=spec.axes.data)
+    expected, state = alone.parallel.state(), another.parallel.state()
+    return told + (
+        differing("state after loading", state, expected) if dist.get_rank() == 0 else []
+    )
+
+
+def build(spec, layout):
+    settings = {"weight_decay": 0.1} if spec.optimizer == "adamw" else {}
+    lr = 1.0 if spec.optimizer == "sgd" else 0.01
+    return build_layout_step(spec, layout=layout, device=torch.device("cpu"), lr=lr, **settings)
+
+
+def train(step, spec, layout, number, *, shards=0):
+    """Loss and norm of one step of several batches, of which each data rank has its rows. One
+    process has all of the shards, one after the other: the mean of BERT's is over masked tokens.
+    """
+    places = range(shards) if shards else [layout.place(dist.get_rank())["data"]]
+    total = torch.zeros(())
+    for index in range(BATCHES):
+        batch = batch_for(spec.model, spec.batch, 10 * number + index)
+        for place in places:
+            own = [part.chunk(shards or layout.data)[place] for part in batch]
+            last = index == BATCHES - 1
+            with contextlib.nullcontext() if last else step.parallel.no_sync():
+                total += step.gradients(own, batches=BATCHES * len(places))
+    norm = step.parallel.clip_gradients(CLIP)
+    step.update()
+    return mean(total, layout), norm
+
+
+def mean(loss, layout):
+    if layout.ranks == 1:
+        return loss
+    loss = loss.clone()
+    dist.all_reduce(loss)
+    return loss / (layout.data * layout.tensor)
+
+
+def differing(name, ours, theirs):
+    """The names of the tensors that differ, anywhere in two nested values."""
+    if isinstance(theirs, dict):
+        if ours.keys() != theirs.keys():
+            return [f"{name} has {sorted(ours)}, not {sorted(theirs)}"]
+        return [
+            said for key in theirs for said in differing(f"{name} {key}", ours[key], theirs[key])
+        ]
+    if isinstance(theirs, torch.Tensor):
+        close = torch.allclose(ours.double(), theirs.double(), rtol=1e-4, atol=2e-6)
+        return [] if close else [f"{name} by {(ours - theirs).abs().max():.2g}"]
+    if isinstance(theirs, list):
+        if len(ours) != len(theirs):
+            return [f"{name} has {ours}, not {theirs}"]
+        if all(isinstance(each, str) for each in theirs):
+            return [] if set(ours) == set(theirs) else [f"{name} has {ours}, not {theirs}"]
+        return [
+            s
+            for n, pair in enumerate(zip(ours, theirs, strict=True))
+            for s in differing(f"{name} {n}", *pair)
+        ]
+    return [] if ours == theirs else [f"{name} is {ours}, not {theirs}"]
