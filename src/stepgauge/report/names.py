@@ -76,6 +76,7 @@ def naming(record: Record) -> tuple[list[str], list[str]]:
             continue
         hides_default = field.metadata.get("label") == "changed"
         is_default = hides_default and spec[field.name] == field.default
+        is_default |= field.name.endswith("_bytes") and spec[field.name] == 0  # such as a barrier's
         (default if is_default else shown).extend(names)
     return list(dict.fromkeys(shown)), default
 
