@@ -32,10 +32,19 @@ NETWORKS = {
     "grouped": ModelSpec(
         **SHAPE, num_layers=4, num_heads=4, num_kv_heads=1, qk_norm=True, loss="fused"
     ),
+    "ring": ModelSpec(
+        **SHAPE,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        positions="learned",
+        attention="triton",
+    ),
     "bert": BertSpec(**SHAPE, num_positions=8, num_layers=4, num_heads=4, dropout=0.0),
 }
 ON_TWO = [
     ("tp2", "tied", "adamw"),
+    ("cp2", "ring", "adamw"),
     ("pp2 1f1b m2", "tied", "adamw"),
     ("pp2 zbv m2", "tied", "sgd"),
     ("pp2 zb-h1 m4", "bert", "sgd"),
@@ -46,6 +55,9 @@ ON_FOUR = [
     ("dp2 zero2 tp2", "bert", "adamw"),
     ("dp2 zero3 tp2", "tied", "adamw"),
     ("dp2 zero3 tp2", "grouped", "sgd"),
+    ("cp2 tp2", "ring", "sgd"),
+    ("dp2 cp2 zero1", "ring", "adamw"),
+    ("dp2 cp2 zero3", "ring", "sgd"),
     ("pp2 1f1b m2 tp2", "tied", "adamw"),
     ("pp2 zbv m2 tp2", "grouped", "sgd"),
     ("pp2 1f1b m2 dp2 bucketed", "tied", "sgd"),
@@ -145,7 +157,7 @@ def mean(loss, layout):
         return loss
     loss = loss.clone()
     dist.all_reduce(loss)
-    return loss / (layout.data * layout.tensor)
+    return loss / (layout.replicas * layout.tensor)
 
 
 def differing(name, ours, theirs):

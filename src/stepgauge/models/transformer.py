@@ -154,9 +154,8 @@ class Attention(nn.Module):
         self.head_width = spec.head_width
         window = spec.window_of(layer)
         how = {"window": window} if window else {}
-        self.attend = functools.partial(
-            ATTENTIONS[spec.attention], is_causal=spec.mask == "causal", **how
-        )
+        self.is_causal = spec.mask == "causal"
+        self.attend = functools.partial(ATTENTIONS[spec.attention], is_causal=self.is_causal, **how)
         bias, sections = spec.attention_bias, spec.qkv_sections
         self.input = FusedLinear(spec.d_model, sections, bias=bias != "none", device=device)
         self.output = nn.Linear(sections[0], spec.d_model, bias=bias == "all", device=device)

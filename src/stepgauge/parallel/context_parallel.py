@@ -35,12 +35,16 @@ class PartialAttention:
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class ContextParallel:
-    """The ranks of a group, each with its tokens of a sequence."""
+    """The ranks of a group, each with its tokens of a sequence.
+
+    communicates  False: each rank computes as much on its own keys alone, to see what sending costs
+    """
 
     group: dist.ProcessGroup
     attention: PartialAttention
+    communicates: bool = True
 
     @property
     def rank(self) -> int:
@@ -123,7 +127,7 @@ def _ring_forward(
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
     for meeting in plan_ring(context.rank, context.ranks, is_causal=is_causal):
         is_last = meeting.source == (context.rank + 1) % context.ranks
-        arriving = None if is_last else _Arriving(kv, context.group)
+        arriving = None if is_last else _Arriving(kv, context)
         rows, columns = _halves(meeting, q, kv)
         k, v = kv[..., columns, :]
         part_o, part_lse = context.attention.forward(
@@ -158,7 +162,7 @@ def _ring_backward(
     returning: _Arriving | None = None
     for meeting in plan_ring(context.rank, context.ranks, is_causal=is_causal):
         is_last = meeting.source == (context.rank + 1) % context.ranks
-        arriving = None if is_last else _Arriving(kv, context.group)
+        arriving = None if is_last else _Arriving(kv, context)
         rows, columns = _halves(meeting, q, kv)
         k, v = kv[..., columns, :]
         parts = (x[..., rows, :].contiguous() for x in (grad_o, q))
@@ -176,7 +180,7 @@ def _ring_backward(
         if returning is not None:
             dkv = returning.wait()
         dkv[..., columns, :] += torch.stack((dk, dv))
-        returning = _Arriving(dkv, context.group)
+        returning = _Arriving(dkv, context)
         kv = kv if arriving is None else arriving.wait()
     assert returning is not None, "a ring has a step"
     return dq.to(q.dtype), returning.wait()
@@ -189,20 +193,20 @@ def _halves(meeting: Meeting, q: Tensor, kv: Tensor) -> tuple[slice, slice]:
 class _Arriving:
     """A tensor on its way to the next rank, and the one that comes from the rank before."""
 
-    def __init__(self, tensor: Tensor, group: dist.ProcessGroup):
-        rank, ranks = group.rank(), group.size()
-        self._sent = tensor.contiguous()
-        self._received = torch.empty_like(self._sent)
-        self._works = []
-        if ranks == 1:
-            self._received = self._sent
+    def __init__(self, tensor: Tensor, context: ContextParallel):
+        self._sent = self._received = tensor.contiguous()
+        self._works: list[dist.Work] = []
+        if context.ranks == 1 or not context.communicates:
             return
-        following = dist.get_global_rank(group, (rank + 1) % ranks)
-        previous = dist.get_global_rank(group, (rank - 1) % ranks)
+        self._received = torch.empty_like(self._sent)
+        following, previous = (
+            dist.get_global_rank(context.group, (context.rank + step) % context.ranks)
+            for step in (1, -1)
+        )
         self._works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, self._sent, following, group),
-                dist.P2POp(dist.irecv, self._received, previous, group),
+                dist.P2POp(dist.isend, self._sent, following, context.group),
+                dist.P2POp(dist.irecv, self._received, previous, context.group),
             ]
         )
 

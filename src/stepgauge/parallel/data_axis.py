@@ -141,11 +141,11 @@ def over_data(
             stage: _bucketed(module, sharded if number == 2 else None, settings)
             for stage, module in modules.items()
         }
-        return DataAxis(wrapped, modules, sharded, layout.data)
+        return DataAxis(wrapped, modules, sharded, layout.replicas)
     wrapped = {stage: _wrapped(layout.wrapper, each, settings) for stage, each in modules.items()}
     for stage, module in modules.items() if number == 3 else ():
         _hook_shards(module, sums.get(stage, {}))
-    return DataAxis(wrapped, modules, optimizer(groups(everything)), layout.data)
+    return DataAxis(wrapped, modules, optimizer(groups(everything)), layout.replicas)
 
 
 def _bucketed(module: nn.Module, owning: ShardedOptimizer | None, settings: Settings) -> nn.Module:

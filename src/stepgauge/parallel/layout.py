@@ -1,9 +1,10 @@
-"""A network spread as a Layout says: stages of a pipeline, layers cut over ranks, copies or shards
-of both on the data axis. `spread` shows the order in which that is applied.
+"""A network spread as a Layout says: stages of a pipeline, sequences and layers cut over ranks,
+copies or shards of it all on the data axis. `spread` shows the order in which that is applied.
 """
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from stepgauge.parallel.context_parallel import ContextParallel
 from stepgauge.parallel.data_axis import DataAxis, over_data
 from stepgauge.parallel.layout_state import LayoutState, require_own_names
 from stepgauge.parallel.pipeline import Pipeline, Tie
 from stepgauge.parallel.pipeline.pipeline import Share
+from stepgauge.parallel.residual_stream import ResidualStream
 from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tensor
 from stepgauge.parallel.training import Groups, OptimizerClass, Parallel
 from stepgauge.parallel.vocabulary_loss import PartialLoss
@@ -27,6 +30,7 @@ from stepgauge.spec.plan.pipeline import Schedule
 from stepgauge.spec.plan.tensor import Table
 
 Batch = Sequence[Any]
+Silence = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +47,8 @@ class Network:
     share     of the latter, what their batch counts in a mean; None: all alike
     context   around every forward of a pipeline, such as autocast
     partial_loss  under tensor parallel, as parallelize_tensor takes it
+    cut_sequences  makes a stage that is called with whole sequences compute this rank's tokens, and
+              attend over the group's
     """
 
     build: Callable[[int], nn.Module]
@@ -53,6 +59,7 @@ class Network:
     share: Share | None = None
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     partial_loss: PartialLoss | None = None
+    cut_sequences: Callable[[nn.Module, dist.ProcessGroup], ContextParallel] | None = None
 
     def cut_layers(self, stage: int, module: nn.Module, mesh: DeviceMesh) -> TensorParallel:
         """The stage with its layers cut, in place."""
@@ -106,17 +113,21 @@ def spread(
     stages = network.schedule.stages(mesh.get_local_rank("pipeline")) if network.schedule else [0]
     modules = {stage: network.build(stage) for stage in stages}
     require_own_names(modules)
+    context = None
+    if layout.context > 1:
+        assert network.cut_sequences is not None, "the network has a way of its own"
+        context = network.cut_sequences(modules[0], context_group(layout, device.type))
     tensor = {
         stage: network.cut_layers(stage, module, mesh)
         for stage, module in modules.items()
         if layout.tensor > 1
     }
-    if layout.data > 1:
+    if layout.replicas > 1:
         settings = dataclasses.replace(settings, group=mesh.get_group("data"))
     sums = {stage: cut.sums for stage, cut in tensor.items()}
     data = over_data(layout, modules, groups, optimizer, settings, sums=sums)
     pipeline = network.pipeline(data, mesh, device, recording) if network.schedule else None
-    return Spread(network, data, tensor, pipeline, mesh, device).parallel()
+    return Spread(network, data, context, tensor, pipeline, mesh, device).parallel()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +136,7 @@ class Spread:
 
     network: Network
     data: DataAxis
+    context: ContextParallel | None
     tensor: Mapping[int, TensorParallel]
     pipeline: Pipeline | None
     mesh: DeviceMesh
@@ -139,7 +151,6 @@ class Spread:
             aliases={name: tie[0][1] for tie in self.network.tied for _, name in tie[1:]},
             device=self.device,
         )
-        silences = {"data": self.data.silent, "tensor": self._silent_tensor}
         pipeline = self.pipeline
         everything = nn.ModuleList(self.data.modules.values())
         return Parallel(
@@ -147,7 +158,7 @@ class Spread:
             optimizer=self.data.optimizer,
             no_sync=self.data.no_sync,
             clip=self._clip,
-            silences={axis: silences[axis] for axis in self.axes if self._can_be_silent(axis)},
+            silences=self._silences(),
             state=state.whole,
             load=state.load,
             mixed=self._mixed if pipeline else None,
@@ -160,20 +171,20 @@ class Spread:
     def axes(self) -> tuple[str, ...]:
         return self.mesh.mesh_dim_names or ()
 
-    def _can_be_silent(self, axis: str) -> bool:
-        """Not a pipeline, whose computations wait for what is sent; nor weights that are sharded."""
-        return axis == "tensor" or (axis == "data" and bool(self.data.replicas))
-
-    @contextlib.contextmanager
-    def _silent_tensor(self) -> Iterator[None]:
-        streams = [cut.stream for cut in self.tensor.values()]
-        for stream in streams:
-            stream.communicates = False
-        try:
-            yield
-        finally:
-            for stream in streams:
-                stream.communicates = True
+    def _silences(self) -> dict[str, Silence]:
+        """By axis. Not of a pipeline, whose computations wait for what is sent, nor of weights that
+        are sharded.
+        """
+        found: dict[str, Silence] = {}
+        if self.data.replicas:
+            found["data"] = self.data.silent
+        if self.context:
+            found["context"] = functools.partial(silent, [self.context])
+        if self.tensor:
+            found["tensor"] = functools.partial(
+                silent, [cut.stream for cut in self.tensor.values()]
+            )
+        return found
 
     def _clip(self, max_norm: float) -> Tensor:
         repeated = self.pipeline.repeated if self.pipeline else set()
@@ -219,9 +230,12 @@ class Spread:
 
 
 def mesh_of(layout: Layout, device_type: str) -> DeviceMesh:
-    """The ranks by the layout's axes. All ranks must call it."""
+    """The ranks by the layout's axes, those of a sequence among those of data, since their weights
+    are kept equal together. All ranks must call it.
+    """
     require_one_layout(layout)
-    axes = layout.axes or {"data": 1}
+    sizes = {"pipeline": layout.pipeline, "data": layout.replicas, "tensor": layout.tensor}
+    axes = {axis: size for axis, size in sizes.items() if size > 1} or {"data": 1}
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
@@ -240,6 +254,25 @@ def require_one_layout(layout: Layout) -> None:
         raise DifferentLayoutsError(
             f"layout {str(layout)!r} is for {layout.ranks} ranks; there are {len(given)}"
         )
+
+
+def context_group(layout: Layout, device_type: str) -> dist.ProcessGroup:
+    """The ranks with the other tokens of this rank's sequences. All ranks must call it."""
+    axes = layout.axes
+    mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return mesh.get_group("context")
+
+
+@contextlib.contextmanager
+def silent(parts: Sequence[ContextParallel | ResidualStream]) -> Iterator[None]:
+    """In it these compute as much and send nothing: to see what sending costs."""
+    for part in parts:
+        part.communicates = False
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.communicates = True
 
 
 def _names_under_wrappers(tied: Sequence[Tie], data: DataAxis) -> list[Tie]:

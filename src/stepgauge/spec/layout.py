@@ -1,8 +1,8 @@
 """How a network is spread over ranks: one object, and one table of what each wrapper can do.
 
-A layout has up to three axes. `data` copies or shards the network over ranks with different
-batches, `tensor` cuts each layer, `pipeline` gives each rank a run of layers. Its text names what
-is not the default: "dp2 zero3 tp2", "pp4 zbv m8", "none".
+A layout has up to four axes. `data` copies or shards the network over ranks with different
+batches, `context` cuts each sequence, `tensor` each layer, and `pipeline` gives each rank a run of
+layers. Its text names what is not the default: "dp2 zero3 tp2", "cp2", "pp4 zbv m8", "none".
 """
 
 import dataclasses
@@ -109,7 +109,8 @@ class Layout:
     """Ranks by axis, and how each axis is used.
 
     data          ranks that train on batches of their own
-    wrapper       how they are kept equal: a name of WRAPPERS
+    wrapper       how they, and those of `context`, are kept equal: a name of WRAPPERS
+    context       ranks that share each sequence
     tensor        ranks that share each layer
     pipeline      ranks that hold a run of layers each
     schedule      order of a pipeline's micro-batches; "" without a pipeline
@@ -121,19 +122,21 @@ class Layout:
 
     data: int = 1
     wrapper: str = "none"
+    context: int = 1
     tensor: int = 1
     pipeline: int = 1
     schedule: str = ""
     microbatches: int = 1
 
     def __post_init__(self) -> None:
-        for axis in ("data", "tensor", "pipeline", "microbatches"):
+        for axis in ("data", "context", "tensor", "pipeline", "microbatches"):
             if getattr(self, axis) < 1:
                 raise ValueError(f"{axis} is {getattr(self, axis)}; it must be at least 1")
         if self.wrapper not in WRAPPERS:
             raise ValueError(f"wrapper is {self.wrapper!r}; choose one of {', '.join(WRAPPERS)}")
-        if self.data > 1 and self.wrapper == "none":
-            raise ValueError(f"dp{self.data} needs a wrapper, one of {', '.join(WRAPPERS)}")
+        if self.replicas > 1 and self.wrapper == "none":
+            axis = f"dp{self.data}" if self.data > 1 else f"cp{self.context}"
+            raise ValueError(f"{axis} needs a wrapper, one of {', '.join(WRAPPERS)}")
         if (self.pipeline > 1) != bool(self.schedule):
             raise ValueError(
                 f"pp{self.pipeline} goes with {self.schedule or 'no schedule'!r}; a pipeline, and "
@@ -144,19 +147,30 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        return self.data * self.tensor * self.pipeline
+        return self.replicas * self.tensor * self.pipeline
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that the wrapper keeps equal: each computes a part of the same weights' gradients."""
+        return self.data * self.context
 
     @property
     def axes(self) -> dict[str, int]:
         """Ranks of each axis that has several, in the order of a device mesh, slowest first."""
-        sizes = {"pipeline": self.pipeline, "data": self.data, "tensor": self.tensor}
+        sizes = {
+            "pipeline": self.pipeline,
+            "data": self.data,
+            "context": self.context,
+            "tensor": self.tensor,
+        }
         return {axis: size for axis, size in sizes.items() if size > 1}
 
     def place(self, rank: int) -> dict[str, int]:
         """A rank's place on each axis: neighbouring ranks are on the tensor axis."""
         rest, tensor = divmod(rank, self.tensor)
+        rest, context = divmod(rest, self.context)
         pipeline, data = divmod(rest, self.data)
-        return {"pipeline": pipeline, "data": data, "tensor": tensor}
+        return {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}
 
     def __str__(self) -> str:
         """What `parse` reads back to an equal layout."""
@@ -166,6 +180,7 @@ class Layout:
             f"m{self.microbatches}" if self.microbatches > 1 else "",
             f"dp{self.data}" if self.data > 1 else "",
             self.wrapper if self.wrapper != "none" else "",
+            f"cp{self.context}" if self.context > 1 else "",
             f"tp{self.tensor}" if self.tensor > 1 else "",
         ]
         return " ".join(word for word in words if word) or "none"
@@ -174,7 +189,7 @@ class Layout:
     def parse(cls, text: str) -> Self:
         """The layout of a text such as "dp2 zero3 tp2", its words in any order.
 
-        A data axis without a wrapper is bucketed. Raises ValueError for a word that says nothing,
+        A data or context axis without a wrapper is bucketed. Raises ValueError for a word that says nothing,
         or that is said twice.
         """
         given: dict[str, Any] = {}
@@ -183,12 +198,18 @@ class Layout:
             if name in given:
                 raise ValueError(f"layout {text!r} gives {name} twice")
             given[name] = value
-        if given.get("data", 1) > 1:
+        if given.get("data", 1) * given.get("context", 1) > 1:
             given.setdefault("wrapper", "bucketed")
         return cls(**given)
 
 
-AXES: Mapping[str, str] = {"dp": "data", "tp": "tensor", "pp": "pipeline", "m": "microbatches"}
+AXES: Mapping[str, str] = {
+    "dp": "data",
+    "cp": "context",
+    "tp": "tensor",
+    "pp": "pipeline",
+    "m": "microbatches",
+}
 SCHEDULES = (
     "gpipe",
     "1f1b",
@@ -208,9 +229,9 @@ def _meaning(word: str) -> tuple[str, Any]:
         return "wrapper", word
     if word in SCHEDULES:
         return "schedule", word
-    if (match := re.fullmatch(r"(dp|tp|pp|m)(\d{1,6})", word)) is not None:
+    if (match := re.fullmatch(r"(dp|cp|tp|pp|m)(\d{1,6})", word)) is not None:
         return AXES[match[1]], int(match[2])
     raise ValueError(
-        f"layout has {word!r}; choose dpN, tpN, ppN, mN with a number, a wrapper "
+        f"layout has {word!r}; choose dpN, cpN, tpN, ppN, mN with a number, a wrapper "
         f"({', '.join(WRAPPERS)}) or a schedule ({', '.join(SCHEDULES)})"
     )

@@ -5,6 +5,7 @@ layout.
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.layout import WRAPPERS, Layout, check_wrapper
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.context import positions_of
 from stepgauge.spec.plan.pipeline import Schedule, build
 from stepgauge.spec.plan.stages import cut_blocks
 from stepgauge.spec.plan.tensor import Section
@@ -39,7 +40,9 @@ def check_layout(
         _check_tensor(layout, model)
     if layout.pipeline > 1:
         _check_pipeline(layout, model)
-    if layout.tensor > 1 or layout.pipeline > 1:
+    if layout.context > 1:
+        _check_context(layout, model)
+    if layout.context > 1 or layout.tensor > 1 or layout.pipeline > 1:
         _check_cut(layout, model, precision=precision, compile=compile)
 
 
@@ -81,6 +84,24 @@ def _check_tensor(layout: Layout, model: Network) -> None:
             raise ValueError(f"{name} does not fit {pattern}: {error}") from None
 
 
+def _check_context(layout: Layout, model: Network) -> None:
+    name = f"cp{layout.context}"
+    if layout.pipeline > 1:
+        raise ValueError(f"{name} and pp{layout.pipeline} do not go together yet; choose one")
+    if not isinstance(model, ModelSpec):
+        raise ValueError(
+            f"{name} needs a preset of the Transformer; BERT has no ring attention yet"
+        )
+    positions_of(model.context_length, 0, layout.context)
+    if model.attention != "triton":
+        raise ValueError(
+            f"attention is {model.attention!r}; {name} sends keys around a ring of ours: choose "
+            f"triton"
+        )
+    if any(model.window_of(layer) for layer in range(model.num_layers)):
+        raise ValueError(f"window is {model.window}; {name} has no windows yet: choose 0")
+
+
 def _check_pipeline(layout: Layout, model: Network) -> None:
     schedule = schedule_of(layout)
     cut_blocks(model, schedule)
@@ -99,7 +120,7 @@ def _check_cut(layout: Layout, model: Network, *, precision: str, compile: str) 
             f"wrapper is {layout.wrapper!r}, which takes whole networks; in {str(layout)!r} choose "
             f"one of {', '.join(name for name, w in WRAPPERS.items() if not w.is_torch)}"
         )
-    if layout.data == 1 and layout.wrapper != "none":
+    if layout.replicas == 1 and layout.wrapper != "none":
         raise ValueError(
             f"{layout.wrapper} needs a data axis, which {str(layout)!r} has not: add dp2"
         )

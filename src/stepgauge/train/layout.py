@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepgauge.kernels.linear_cross_entropy.partial import partial_backward, partial_forward
+from stepgauge.kernels.attention import partial as attention
+from stepgauge.kernels.linear_cross_entropy import partial as linear_cross_entropy
 from stepgauge.models.bert import NOT_MASKED
 from stepgauge.models.checkpointing import through_blocks
 from stepgauge.models.parts import build_optimizer
-from stepgauge.models.transformer import compiled
+from stepgauge.models.transformer import Attention, compiled
+from stepgauge.parallel.context_parallel import ContextParallel, PartialAttention
 from stepgauge.parallel.layout import Network, require_one_layout, spread
 from stepgauge.parallel.pipeline import Tie
 from stepgauge.parallel.training import Parallelise
@@ -33,7 +36,10 @@ from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES, unavailable
 from stepgauge.train.step import TrainingStep
 
 Spec = LayoutSpec | TrainSpec
-FUSED_LOSS = PartialLoss(partial_forward, partial_backward)
+FUSED_ATTENTION = PartialAttention(attention.partial_forward, attention.partial_backward)
+FUSED_LOSS = PartialLoss(
+    linear_cross_entropy.partial_forward, linear_cross_entropy.partial_backward
+)
 
 
 def build_layout_step(
@@ -51,7 +57,7 @@ def build_layout_step(
     Raises ValueError for a precision that the device or the optimizer does not have, and where the
     ranks have different layouts.
     """
-    if layout.tensor == layout.pipeline == 1:  # any wrapper, torch's too
+    if layout.context == layout.tensor == layout.pipeline == 1:  # any wrapper, torch's too
         if layout.ranks > 1:
             require_one_layout(layout)
         return build_step(
@@ -126,8 +132,26 @@ def network_of(spec: Spec, layout: Layout, device: torch.device) -> Network:
         cut=_cut_bert if is_bert else lambda batch: (batch[:1], batch[1:]),
         share=_num_masked if is_bert else None,
         context=context,
+        cut_sequences=cut_sequences,
         partial_loss=FUSED_LOSS if isinstance(model, ModelSpec) and model.loss == "fused" else None,
     )
+
+
+def cut_sequences(module: nn.Module, group: dist.ProcessGroup) -> ContextParallel:
+    """The Transformer, called with whole sequences, computes this rank's tokens, and the mean loss
+    of these. Its attention sends keys around the group.
+    """
+    context = ContextParallel(group, FUSED_ATTENTION)
+    for part in module.modules():
+        if isinstance(part, Attention):
+            part.attend = functools.partial(context.attend, is_causal=part.is_causal)
+
+    def pieces(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        positions_T = context.positions(inputs[0].shape[1]).to(inputs[0].device)
+        return *(whole.index_select(1, positions_T) for whole in inputs), positions_T
+
+    module.register_forward_pre_hook(pieces)
+    return context
 
 
 def _tied(model: ModelSpec | BertSpec, stages: int) -> list[Tie]:

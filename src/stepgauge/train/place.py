@@ -32,7 +32,7 @@ class Place:
             layout.ranks,
             data_rank=layout.place(rank)["data"],
             data_ranks=layout.data,
-            losses=layout.data * layout.tensor,
+            losses=layout.replicas * layout.tensor,
         )
 
     @property
