@@ -9,24 +9,40 @@ from stepgauge.spec.layout import SCHEDULES, WRAPPERS, Layout, sent_bytes
 sizes = st.integers(1, 64)
 
 
-@given(sizes, sizes, sizes, sizes, st.sampled_from(list(WRAPPERS)), st.sampled_from(SCHEDULES))
-def test_the_text_of_a_layout_reads_back(data, tensor, pipeline, parts, wrapper, schedule):
+@given(
+    sizes,
+    sizes,
+    sizes,
+    sizes,
+    sizes,
+    st.sampled_from(list(WRAPPERS)),
+    st.sampled_from(SCHEDULES),
+)
+def test_the_text_of_a_layout_reads_back(data, context, tensor, pipeline, parts, wrapper, schedule):
     layout = Layout(
         data=data,
-        wrapper="bucketed" if data > 1 and wrapper == "none" else wrapper,
+        context=context,
+        wrapper="bucketed" if data * context > 1 and wrapper == "none" else wrapper,
         tensor=tensor,
         pipeline=pipeline,
         schedule=schedule if pipeline > 1 else "",
         microbatches=parts if pipeline > 1 else 1,
     )
     assert Layout.parse(str(layout)) == layout
-    assert layout.ranks == data * tensor * pipeline
+    assert layout.ranks == data * context * tensor * pipeline
+    places = [layout.place(rank) for rank in (0, layout.ranks - 1)]
+    assert [sum(place.values()) for place in places] == [
+        0,
+        data + context + tensor + pipeline - 4,
+    ]
 
 
 def test_words_come_in_any_order_and_a_data_axis_is_bucketed():
     assert Layout.parse("tp2 zero3 dp2") == Layout(data=2, wrapper="zero3", tensor=2)
     assert str(Layout.parse("m8, 1F1B tp2 pp2")) == "pp2 1f1b m8 tp2"
     assert str(Layout.parse("dp4")) == "dp4 bucketed"
+    assert str(Layout.parse("cp2 tp2")) == "bucketed cp2 tp2"
+    assert Layout.parse("cp4 dp2 zero3").replicas == 8
     assert Layout.parse("none") == Layout() and str(Layout()) == "none"
     assert Layout.parse("pp2 zbv m4 dp2").axes == {"pipeline": 2, "data": 2}
 
@@ -36,12 +52,13 @@ def test_words_come_in_any_order_and_a_data_axis_is_bucketed():
     [
         ("dp0", "data is 0; it must be at least 1"),
         ("dp2 none", "dp2 needs a wrapper"),
+        ("cp2 none", "cp2 needs a wrapper"),
         ("pp2", "a pipeline, and only a pipeline, has a schedule"),
         ("1f1b", "a pipeline, and only a pipeline, has a schedule"),
         ("m8", "m8 needs a pipeline"),
         ("dp2 dp4", "gives data twice"),
         ("dp2 zero1 zero2", "gives wrapper twice"),
-        ("xp2", "layout has 'xp2'; choose dpN, tpN, ppN, mN with a number"),
+        ("xp2", "layout has 'xp2'; choose dpN, cpN, tpN, ppN, mN with a number"),
         ("dp", "layout has 'dp'"),
     ],
 )

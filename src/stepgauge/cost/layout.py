@@ -124,6 +124,8 @@ class LayoutParts:
     def of(cls, spec: LayoutSpec, machine: Machine, *, coarse: bool = False) -> "LayoutParts":
         """Raises ValueError for what is not modelled."""
         layout, work = spec.axes, work_of(spec)
+        if layout.context > 1:
+            raise ValueError(f"layout is {spec.layout!r}; context parallel is not predicted yet")
         sharded = WRAPPERS[layout.wrapper].shards("weights") and layout.data > 1
         stages = [
             StepOperations(

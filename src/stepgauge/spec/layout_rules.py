@@ -67,9 +67,10 @@ def _check_batch(layout: Layout, batch: int) -> None:
 
 def _check_tensor(layout: Layout, model: Network) -> None:
     degree, name = layout.tensor, f"tp{layout.tensor}"
-    if model.context_length % degree:
+    if model.context_length % (degree * layout.context):
+        axes = f"{name} with cp{layout.context}" if layout.context > 1 else name
         raise ValueError(
-            f"context_length is {model.context_length}, which {name} does not divide: each rank "
+            f"context_length is {model.context_length}, which {axes} does not divide: each rank "
             f"has a piece of the sequence"
         )
     if model.vocab_size < degree:
