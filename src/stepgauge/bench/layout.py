@@ -190,7 +190,7 @@ def _rates(spec: LayoutSpec, step_ms: list[float]) -> dict[str, Sample]:
 
 def _left_out(spec: LayoutSpec, rank: RankFigures) -> str:
     """Why an axis has no exposed time."""
-    if spec.axes.data == 1 or "data" in rank.silent:
+    if spec.axes.replicas == 1 or "data" in rank.silent:
         return ""
     return f"data exposed is not measured: {spec.axes.wrapper} cannot compute without its communication"
 

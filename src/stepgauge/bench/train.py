@@ -77,7 +77,7 @@ def require_memory(spec: TrainSpec) -> None:
     """
     if spec.device != "cpu" or isinstance(spec.model, UserModel):
         return
-    whole = 1 if WRAPPERS[spec.axes.wrapper].stage else spec.axes.data
+    whole = 1 if WRAPPERS[spec.axes.wrapper].stage else spec.axes.replicas
     least = bench_step.least_bytes(spec) * whole
     devices.require_host_memory(least)
     free = devices.available_host_bytes()

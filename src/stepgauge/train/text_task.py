@@ -68,6 +68,6 @@ def bits_per_byte(
     for micro in zip(tokens.split(spec.batch), targets.split(spec.batch), strict=True):
         loss = step.evaluate([part.to(step.device) for part in micro])
         total += loss.double().cpu() * len(micro[0])
-    if place.losses < place.ranks:
+    if place.ranks > 1:
         total = place.mean(total.to(step.device))
     return total.item() / len(tokens) / math.log(2) / corpus.bytes_per_held_out_token
