@@ -46,7 +46,7 @@ def test_every_shape_has_a_time_and_the_file_gives_it_back(tmp_path, few_shapes)
     read = HardwareFile.read(path)
     assert read.other == {"later": 1} and read.device == records[0].environment["device"]
     assert read.threads == torch.get_num_threads()
-    (*sizes, us) = table_of(records[1]).rows[0]
+    (*sizes, us) = table_of(records[1]).rows[-1]  # the largest, which is never taken for the host's
     assert Machine(read).time("layernorm backward fp32", *sizes).us == us
 
 
