@@ -22,8 +22,7 @@ def test_a_row_has_its_prediction_from_before_it_ran(tmp_path, capfd):
     assert [record.provenance for record in records] == ["modelled", "measured"] * 2
     assert records[0].key == records[1].key
     out, _ = capfd.readouterr()
-    assert "predicted" in out
-    assert "error %" in out
+    assert all(word in out for word in ("predicted", "error", "%"))
     # The order that was simulated is the one that ran, action by action.
     simulated, ran = (timeline_of(record) for record in records[:2])
     for planned, measured in zip(simulated.ranks, ran.ranks, strict=True):

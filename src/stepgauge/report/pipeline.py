@@ -2,7 +2,6 @@
 report, and what each rank waits and holds as a table.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -13,7 +12,7 @@ from stepgauge.report.views import record_table
 from stepgauge.spec.plan.pipeline.action import BACKWARD, FORWARD, INPUT, WEIGHT
 from stepgauge.spec.plan.pipeline.check import Checked
 from stepgauge.spec.plan.pipeline.text import parse
-from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.record import Record
 
 KINDS: Mapping[str, str] = {
     FORWARD: "forward",
@@ -85,23 +84,7 @@ def pipeline_table(records: Sequence[Record], *, statistics: Sequence[str] = ())
     """A row a measured record, with the step that was simulated before it ran and their difference;
     a prediction that nothing was measured for is a row of its own.
     """
-    modelled = {record.key: record for record in records if record.provenance == "modelled"}
-    rows = []
-    for record in records:
-        if record.provenance != "modelled":
-            rows.append(_beside(record, modelled.pop(record.key, None)))
-    return record_table([*rows, *modelled.values()], statistics=statistics, first=["schedule"])
-
-
-def _beside(record: Record, predicted: Record | None) -> Record:
-    measured, step_ms = record.median("step_ms"), predicted and predicted.median("step_ms")
-    if not measured or not step_ms:
-        return record
-    added = {
-        "predicted_step_ms": Sample.exact(step_ms, "ms"),
-        "prediction_error": Sample.exact(step_ms / measured - 1.0, "signed fraction"),
-    }
-    return dataclasses.replace(record, metrics={**record.metrics, **added})
+    return record_table(records, statistics=statistics, first=["schedule"])
 
 
 def tracks(timelines: Mapping[str, Timeline], *, unit: str = "ms") -> str:
