@@ -9,15 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from stepgauge.parallel.layout import Network, spread
+from stepgauge.parallel.wrappers import Settings
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.layout import Layout
+from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.train.build import batch_for
 from stepgauge.train.layout import build_layout_step
 
 STEPS, BATCHES, CLIP = 2, 2, 0.05
+NAMES = "parameters the names that they have in the whole network"
 SHAPE = {"vocab_size": 11, "context_length": 8, "d_model": 16, "d_ff": 24}
 NETWORKS = {
     "tied": ModelSpec(
@@ -76,12 +80,40 @@ ON_EIGHT = [
 def test_every_axis_beside_every_other_is_one_process(ranks, cases):
     for found, said in launch(all_differences, cases, ranks=ranks):
         assert {case: told for case, told in found.items() if told} == {}
-        assert said == "the ranks' layouts differ: rank 0 has 'tp2', rank 1 has 'dp2 bucketed'"
+        assert said[2] == 1.0
+        assert said[1] == "stages 0 and 1 both have a parameter weight; give each stage's " + NAMES
+        assert said[0] == "the ranks' layouts differ: rank 0 has 'tp2', rank 1 has 'dp2 bucketed'"
 
 
 def all_differences(cases):
     torch.set_num_threads(1)
-    return {case: differences(*case) for case in cases}, of_two_minds()
+    found = {case: differences(*case) for case in cases}
+    ranks = dist.get_world_size()
+    return found, (of_two_minds(), of_one_name(ranks), rate_after_loading(ranks))
+
+
+def rate_after_loading(ranks):
+    """Of plain SGD under zero3, whose state is nothing but its groups."""
+    spec = LayoutSpec(model=NETWORKS["tied"], layout=f"dp{ranks} zero3", batch=8, optimizer="sgd")
+    state = [build(spec, spec.axes).parallel.state()]
+    dist.broadcast_object_list(state)
+    other = build_layout_step(spec, layout=spec.axes, device=torch.device("cpu"), lr=0.5)
+    other.parallel.load(state[0])
+    return other.optimizer.param_groups[0]["lr"]
+
+
+def of_one_name(ranks):
+    """What every rank is told of a network whose stages have parameters of the same names."""
+    layout = Layout.parse(f"pp{ranks} 1f1b m{ranks}")
+    network = Network(
+        build=lambda stage: torch.nn.Linear(2, 2, bias=False), schedule=schedule_of(layout)
+    )
+    device = torch.device("cpu")
+    try:
+        spread(layout, network, list, torch.optim.SGD, settings=Settings(), device=device)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
 
 
 def of_two_minds():

@@ -70,6 +70,7 @@ def test_layouts_are_rows_with_names_of_their_own():
         ("dp2 torch-ddp tp2", {}, "takes whole networks"),
         ("dp2 zero3 tp2", {"compile": "blocks"}, "zero3 gathers weights in Python"),
         ("pp2 zbv m4 dp2 zero3", {}, "zbv computes gradients of weights later"),
+        ("pp2 zbv m4 dp2 zero2", {}, "zero2 takes both at once only; choose 1f1b or zero1"),
         ("xp2", {}, "layout has 'xp2'"),
     ],
 )  # fmt: skip

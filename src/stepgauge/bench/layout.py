@@ -1,6 +1,6 @@
 """A LayoutSpec run on ranks and timed: `JOB` makes its record of what all ranks gave.
 
-Exposed communication is told by axis. Of data and tensor it is the step less the same step without
+Exposed communication is told by axis. Of data, context and tensor it is the step less the same step without
 that axis' collectives. A pipeline cannot be run without its transfers: its part is forward and
 backward less what the busiest rank computes, so transfers and bubbles together.
 """

@@ -1,12 +1,12 @@
 """What kernels and collectives cost each other: each is timed alone, and beside the other.
 
 On GPUs collectives run on a stream of their own, as a wrapper's do; on a CPU in a thread, beside
-products on the thread that computes. Whoever is timed runs wholly beside the other.
+products on the thread that computes. The one that is timed runs beside the other all the time.
 """
 
+import concurrent.futures
 import dataclasses
 import math
-import threading
 import time
 from collections.abc import Sequence
 
@@ -130,20 +130,14 @@ def _beside_on_cpu(
 ) -> tuple[float, float]:
     """The same where a thread sends as long as this one computes."""
     dist.barrier()
-    sent_us = [0.0]
-
-    def send() -> None:
-        sent_us[0] = loop(collective, device, counts[1])
-
-    thread = threading.Thread(target=send)
-    start, done = time.perf_counter(), 0
-    thread.start()
-    while thread.is_alive():
-        kernel()
-        done += 1
-    computed_us = (time.perf_counter() - start) * 1e6 / done
-    thread.join()
-    return computed_us, sent_us[0]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        start, done = time.perf_counter(), 0
+        sending = pool.submit(loop, collective, device, counts[1])
+        while not (done and sending.done()):
+            kernel()
+            done += 1
+        computed_us = (time.perf_counter() - start) * 1e6 / done
+        return computed_us, sending.result()
 
 
 def record(spec: ContentionSpec, ranks: list[list[Times]]) -> Record:

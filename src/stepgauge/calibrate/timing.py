@@ -35,6 +35,8 @@ def _captured(call: Call, count: int) -> Call:
         with torch.cuda.graph(graph):
             for _ in range(count):
                 call()
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:
         torch.cuda.synchronize()
 

@@ -40,7 +40,7 @@ def command(
         Literal["table", "csv", "markdown", "json"], Parameter(help="How the rows are printed.")
     ] = "table",
 ) -> None:
-    """Rank every layout of a training run on a machine that nobody here need own, without torch.
+    """Rank every layout of a training run on a machine that you need not have, without torch.
 
     Data, ZeRO, tensor and pipeline axes, their micro-batches and checkpointing are screened by
     closed formula; the best that fit are simulated. Each row is a prediction of what bench layout

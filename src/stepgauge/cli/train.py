@@ -155,7 +155,7 @@ def _told(spec: TrainSpec, record: Record, out: Path) -> str:
             f"held out {held_out:.3f} bits a byte"
         )
     ranks = f", {spec.ranks} ranks" if spec.ranks > 1 else ""
-    # A run that was at its end has no rate of today, and was trained who knows where.
+    # A run that was at its end has no rate of today: another machine may have trained it.
     rates = [n for n in ("tokens_per_s", "steps_per_s") if n in record.metrics]
     speed = "".join(
         f" on {record.environment['device']}{ranks}, {number(sample.median)} {sample.unit}"

@@ -102,7 +102,7 @@ def pipeline(
 def typical_scales(
     *, tokens: float, width: float, blocks: float, block_weights: float, vocabulary: float
 ) -> dict[str, float]:
-    """Orders of magnitude of a step (E14): values of a hidden state, weights of a block, of the
+    """Orders of magnitude of a step: values of a hidden state, weights of a block, of the
     embeddings and of all, FLOPs of forward and backward.
     """
     weights = blocks * block_weights + 2 * vocabulary * width

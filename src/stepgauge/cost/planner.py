@@ -36,6 +36,8 @@ class Plan:
 
 def plan(spec: PlanSpec, machine: Machine, *, top: int = 10) -> Plan:
     """Raises ValueError for a device of unknown memory, and where nothing fits."""
+    if spec.device == "cpu":
+        raise ValueError("device is 'cpu'; layouts are planned for GPUs: leave --device out")
     require_priced(_work(spec))
     limit = memory_limit(machine)
     screen = Screen(spec, machine)
@@ -60,6 +62,11 @@ def plan(spec: PlanSpec, machine: Machine, *, top: int = 10) -> Plan:
         if (record := _simulated(one.candidate, spec, machine)) is not None:
             rows.append(record)
     rows = [row for row in rows if device_bytes(row) <= limit]
+    if not rows:
+        raise ValueError(
+            f"none of the {len(fitting)} layouts that fit can be run with compile {spec.compile!r}, "
+            f"precision {spec.precision!r} and this network; choose others"
+        )
     rows.sort(key=lambda row: row.median("step_ms") or 0.0)
     return Plan(rows[:top], (len(every), len(fitting)), fitting, limit)
 
@@ -119,7 +126,10 @@ def longest_context(spec: PlanSpec, machine: Machine, candidate: Candidate) -> i
     """The longest context of the candidate's micro-batch that fits, by doubling."""
     limit, found = memory_limit(machine), spec.model
     while True:
-        longer = dataclasses.replace(found, context_length=2 * found.context_length)
+        try:
+            longer = dataclasses.replace(found, context_length=2 * found.context_length)
+        except ValueError:  # more than the network has positions
+            return found.context_length
         screen = Screen(dataclasses.replace(spec, model=longer), machine)
         if screen.of(candidate).memory.device_bytes > limit:
             return found.context_length

@@ -112,7 +112,8 @@ def spread(
     mesh = mesh_of(layout, device.type)
     stages = network.schedule.stages(mesh.get_local_rank("pipeline")) if network.schedule else [0]
     modules = {stage: network.build(stage) for stage in stages}
-    require_own_names(modules)
+    pipeline_group = mesh.get_group("pipeline") if network.schedule else None
+    require_own_names(modules, network.tied, pipeline_group)
     context = None
     if layout.context > 1:
         assert network.cut_sequences is not None, "the network has a way of its own"
@@ -164,7 +165,6 @@ class Spread:
             mixed=self._mixed if pipeline else None,
             evaluate=self._evaluate if pipeline else None,
             spans=(lambda: pipeline.spans) if pipeline else None,
-            has_loss=pipeline is None or pipeline.schedule.num_stages - 1 in pipeline.modules,
         )
 
     @property

@@ -6,7 +6,8 @@ first rank, so that the first rank of all has the whole on its host.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stepgauge.parallel.data_axis import DataAxis, gathered
+from stepgauge.parallel.pipeline import Tie
 from stepgauge.parallel.tensor_parallel import TensorParallel
 from stepgauge.spec.plan.pipeline import ScheduleError
 
@@ -157,12 +159,22 @@ def _merged(stages: list[State]) -> State:
     }
 
 
-def require_own_names(modules: Mapping[int, nn.Module]) -> None:
-    """Raises ScheduleError where two stages have parameters of one name: they would not be told
-    apart in a checkpoint.
+def require_own_names(
+    modules: Mapping[int, nn.Module], tied: Sequence[Tie], pipeline: dist.ProcessGroup | None
+) -> None:
+    """Raises ScheduleError, on every rank of the pipeline, where two stages have parameters of one
+    name that are not tied: they would not be told apart in a checkpoint.
     """
+    mine = [(stage, name) for stage, each in modules.items() for name, _ in each.named_parameters()]
+    every = [mine]
+    if pipeline is not None:
+        every = [[] for _ in range(pipeline.size())]
+        dist.all_gather_object(every, mine, group=pipeline)
     seen: dict[str, int] = {}
-    for stage, module in modules.items():
-        for name, _ in module.named_parameters():
-            if seen.setdefault(name, stage) != stage:
-                raise ScheduleError(f"stages {seen[name]} and {stage} both have a parameter {name}")
+    for stage, name in sorted(itertools.chain(*every)):
+        other = seen.setdefault(name, stage)
+        if other != stage and not any({(other, name), (stage, name)} <= set(tie) for tie in tied):
+            raise ScheduleError(
+                f"stages {other} and {stage} both have a parameter {name}; give each stage's "
+                f"parameters the names that they have in the whole network"
+            )

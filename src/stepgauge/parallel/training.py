@@ -38,7 +38,6 @@ class Parallel:
                  another rank has it. None: `module` gives the loss
     evaluate     then, the loss of a batch of any size without gradients, or zero
     spans        then, actions of the last step with start and end in ms
-    has_loss     whether this rank has the loss
     """
 
     module: nn.Module
@@ -56,7 +55,6 @@ class Parallel:
     mixed: Callable[[Sequence[Any], int], Tensor] | None = None
     evaluate: Callable[[Sequence[Any]], Tensor] | None = None
     spans: Callable[[], Sequence[tuple[Any, float, float]]] | None = None
-    has_loss: bool = True
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         if self.clip is not None:
@@ -112,6 +110,12 @@ def load_state(
 ) -> None:
     """Takes what `state_of` gives. A parameter that was never used has no optimizer state."""
     set_model_state_dict(module, state["model"], options=options)
+    if not state["optimizer"]["state"]:  # torch finds no device in it, and raises
+        optimizer.state.clear()
+        groups = zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True)
+        for own, given in groups:
+            own.update({name: value for name, value in given.items() if name != "params"})
+        return
     lenient = dataclasses.replace(options or StateDictOptions(), strict=False)
     with _without_gradients(module):
         set_optimizer_state_dict(module, optimizer, state["optimizer"], options=lenient)

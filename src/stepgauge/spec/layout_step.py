@@ -53,7 +53,12 @@ class LayoutSpec:
     precision: str = as_in(WorkSpec, "precision")
     compile: str = as_in(WorkSpec, "compile")
     optimizer: str = as_in(WorkSpec, "optimizer")
-    checkpointing: str = as_in(WorkSpec, "checkpointing", choices=CHECKPOINTING)
+    checkpointing: str = as_in(
+        WorkSpec,
+        "checkpointing",
+        "what backward computes again; selective keeps products and attention",
+        choices=CHECKPOINTING,
+    )
     checkpoint_blocks: int = as_in(WorkSpec, "checkpoint_blocks")
     warmup: int = option(5, "untimed steps first", least=1, most=100_000)
     steps: int = option(10, "timed steps", least=1, most=1_000_000)

@@ -24,7 +24,7 @@ class PlanSpec:
     size: str = option("custom", "preset that the model spec starts from", label=True)
     gpus: int = option(8, "accelerators in all", least=1, most=100_000)
     global_batch: int = option(1024, "sequences of a step, of all ranks", least=1, most=10_000_000)
-    tokens: str = option("0", "tokens to train on: 300B; 0: days are not told")
+    tokens: str = option("0", "tokens to train on: 300B; 0: no days are given")
     precision: str = as_in(WorkSpec, "precision")
     compile: str = as_in(WorkSpec, "compile")
     optimizer: str = as_in(WorkSpec, "optimizer")

@@ -95,6 +95,11 @@ class TrainSpec:
                 f"data_parallel is {self.data_parallel!r}; --checkpointing budget is solved for "
                 "one process"
             )
+        if self.checkpointing == BUDGET and self.accumulation > 1:
+            raise ValueError(
+                f"accumulation is {self.accumulation}; --checkpointing budget is solved for one "
+                f"forward and backward a step"
+            )
         if isinstance(self.model, UserModel):
             settle_user_model(self)
         elif not isinstance(self.model, ModelSpec) or self.model.mask != "causal":

@@ -146,11 +146,14 @@ def cut_sequences(module: nn.Module, group: dist.ProcessGroup) -> ContextParalle
         if isinstance(part, Attention):
             part.attend = functools.partial(context.attend, is_causal=part.is_causal)
 
-    def pieces(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def pieces(
+        _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         positions_T = context.positions(inputs[0].shape[1]).to(inputs[0].device)
-        return *(whole.index_select(1, positions_T) for whole in inputs), positions_T
+        own = tuple(whole.index_select(1, positions_T) for whole in inputs)
+        return own, {**named, "positions_T": positions_T}
 
-    module.register_forward_pre_hook(pieces)
+    module.register_forward_pre_hook(pieces, with_kwargs=True)
     return context
 
 

@@ -25,7 +25,16 @@ Keep = Annotated[
 ]
 
 # What changes no type that is shown.
-WITHOUT = ("compile", "optimizer", "checkpointing", "checkpoint_blocks", "phases", "data", "seed")
+WITHOUT = (
+    "compile",
+    "optimizer",
+    "checkpointing",
+    "checkpoint_blocks",
+    "memory_gib",
+    "phases",
+    "data",
+    "seed",
+)
 
 
 @spec_options(
