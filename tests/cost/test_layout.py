@@ -109,6 +109,22 @@ def test_the_coarse_step_is_the_step(layout):
     assert coarse == pytest.approx(fine, rel=0.02)
 
 
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize(
+    "layout", ["none", "dp4 bucketed", "dp4 zero1", "dp4 zero3", "dp2 zero3 tp2", "pp2 1f1b m8 tp2"]
+)
+def test_a_step_is_the_sum_of_its_terms(layout, coarse):
+    """and no rest is below zero: nothing counts twice."""
+    asked = {"model": MODEL, "size": "2.7b", "layout": layout, "precision": "bf16"}
+    for accumulation in (1, 3):
+        spec = LayoutSpec(device="cuda", batch=64, accumulation=accumulation, **asked)
+        record = predict_layout(spec, wired(), coarse=coarse)
+        head, *rows = record.tables["terms"]
+        us = [row[head.index("us")] for row in rows]
+        assert sum(us) / 1e3 == pytest.approx(record.median("step_ms"), rel=1e-4)
+        assert min(us) >= 0.0
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_pipelines_measured_on_four_gpus(schedule):
     """Computing was calibrated on another device, an H100: what the schedule adds is compared, too."""

@@ -6,17 +6,16 @@ what computes beside a collective, and the collective, run slower meanwhile (cos
 
 import dataclasses
 
-from stepgauge.cost.contention import Slowdown
 from stepgauge.cost.data_axis import Bucketed, Sending, data_axis
-from stepgauge.cost.estimate import ASSUMED
 from stepgauge.cost.host import launching
+from stepgauge.cost.ledger import step_rows
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.memory import step_memory
 from stepgauge.cost.operations import Share, StepOperations
-from stepgauge.cost.outcome import Outcome, outcome, silent_ms
+from stepgauge.cost.outcome import outcome, silent_ms
 from stepgauge.cost.prices import GLOO, NCCL, Prices
 from stepgauge.cost.program import DATA, RankStep
-from stepgauge.cost.step import modelled, rates, term_rows
+from stepgauge.cost.step import modelled, rates
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, Layout, sent_bytes
 from stepgauge.spec.record import Record, Sample
@@ -57,26 +56,8 @@ def predict_data_parallel(spec: DataParallelSpec, machine: Machine) -> Record:
         figures |= {"buckets": len(axis.buckets), "tail_bytes": axis.buckets[-1].bytes}
     metrics = {name: Sample.exact(v, UNITS.get(name, "ms")) for name, v in figures.items()}
     metrics |= rates(alone, operations.model, machine, found.step_ms, ranks=1, batch=spec.batch)
-    rows = [*term_rows(operations.phases(), prices), *communication_rows(found, prices)]
+    rows = step_rows(operations, prices, found)
     return modelled(spec, machine, metrics, rows, step_memory(operations, layout))
-
-
-def communication_rows(found: Outcome, prices: Prices) -> list[list[object]]:
-    """What communication adds to a step, by axis, and what it costs the computing beside it."""
-    contention = prices.machine.contention
-    slowed: Slowdown = contention.of("matmul", "all_reduce")
-    rows: list[list[object]] = [
-        ["exposed", f"{axis} axis", "communication", "", 1, ms * 1e3, ASSUMED]
-        for axis, ms in found.exposed.items()
-        if ms > 0
-    ]
-    if found.slowed_ms > 0:
-        times = f"× {slowed.kernel:g}"
-        rows.append(
-            ["backward", "slower beside collectives", "contention", times, 1,
-             found.slowed_ms * 1e3, slowed.source]
-        )  # fmt: skip
-    return rows
 
 
 def _alone(spec: DataParallelSpec) -> StepSpec:

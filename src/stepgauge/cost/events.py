@@ -105,9 +105,9 @@ def busy(ran: Sequence[Ran], *streams: str) -> list[tuple[float, float]]:
     return merged
 
 
-def alone_us(ran: Sequence[Ran], stream: str) -> float:
-    """Microseconds in which the stream runs and computing does not: what is exposed of it."""
-    own, computing = busy(ran, stream), collections.deque(busy(ran, COMPUTE))
+def alone_us(ran: Sequence[Ran], *streams: str) -> float:
+    """Microseconds in which any of the streams runs and computing does not: what is exposed."""
+    own, computing = busy(ran, *streams), collections.deque(busy(ran, COMPUTE))
     beside = 0.0
     for start, end in own:
         while computing and computing[0][0] < end:

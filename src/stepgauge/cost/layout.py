@@ -9,17 +9,17 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from stepgauge.cost.data_axis import Bucketed, Sending, data_axis
-from stepgauge.cost.estimate import ASSUMED
 from stepgauge.cost.host import Launching, launching
+from stepgauge.cost.ledger import Rows, pipeline_rows, step_rows
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.memory import Memory, pipeline_memory, step_memory
 from stepgauge.cost.operations import Share, StepOperations
 from stepgauge.cost.outcome import Outcome, outcome
-from stepgauge.cost.pipeline import bubble_row, span_rows
+from stepgauge.cost.pipeline import span_rows
 from stepgauge.cost.prices import GLOO, NCCL, Prices
 from stepgauge.cost.program import Program, RankStep
 from stepgauge.cost.stages import durations
-from stepgauge.cost.step import modelled, rates, term_rows
+from stepgauge.cost.step import modelled, rates
 from stepgauge.cost.timeline import Timeline, simulate
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.layout_rules import schedule_of
@@ -37,6 +37,7 @@ class Predicted:
 
     phases    ms of each; forward and backward are one where a pipeline mixes them, and where
               several batches follow each other
+    rows      what the rank that ends last is the sum of
     timeline  of a pipeline
     busiest   ms in which the busiest rank of a pipeline computes
     bubble    the part of the step that the rank waits for other stages that waits longest
@@ -44,6 +45,7 @@ class Predicted:
 
     step_ms: float
     phases: Mapping[str, float]
+    rows: Rows
     timeline: Timeline | None = None
     busiest: float = 0.0
     bubble: float = 0.0
@@ -70,19 +72,7 @@ def predict_layout(spec: LayoutSpec, machine: Machine, *, coarse: bool = False) 
         parts.stages[0].spec, parts.stages[0].model, machine, found.step_ms,
         ranks=spec.ranks, batch=spec.batch * spec.accumulation,
     )  # fmt: skip
-    phases = {
-        "forward": [term for stage in parts.stages for term in stage.forward()],
-        "backward": [term for stage in parts.stages for term in stage.backward()],
-    }
-    rows = term_rows(phases, parts.prices)
-    if found.timeline is not None:
-        rows.append(bubble_row(found.timeline))
-    rows += [
-        ["exposed", f"{axis} axis", "communication", "", 1, figures[name] * 1e3, ASSUMED]
-        for axis in spec.axes.axes
-        if axis != "pipeline" and figures[name := f"{axis}_exposed_ms"] > 0
-    ]
-    record = modelled(spec, machine, metrics, rows, parts.memory())
+    record = modelled(spec, machine, metrics, found.rows, parts.memory())
     if found.timeline is None:
         return record
     return dataclasses.replace(record, tables={**record.tables, "spans": span_rows(found.timeline)})
@@ -164,15 +154,17 @@ class LayoutParts:
         return step_memory(self.stages[0], self.spec.axes, accumulates=self.spec.accumulation > 1)
 
     def _alone(self) -> Predicted:
-        passes = min(self.spec.accumulation, 2) if self.coarse else self.spec.accumulation
+        accumulation = self.spec.accumulation
+        passes = min(accumulation, 2) if self.coarse else accumulation
         found = self._outcome(passes)
-        left = self.spec.accumulation - passes  # each as the one that the second added
-        more = left * (found.step_ms - self._outcome(passes - 1).step_ms) if left else 0.0
+        if passes < accumulation:
+            found = found.with_more(self._outcome(passes - 1), accumulation - passes)
         phases = dict(found.phases)
-        if self.spec.accumulation > 1:
-            both = phases.pop("forward") + phases.pop("backward") + more
+        if accumulation > 1:
+            both = phases.pop("forward") + phases.pop("backward")
             phases = {"forward_and_backward": both, **phases}
-        return Predicted(step_ms=found.step_ms + more, phases=phases)
+        rows = step_rows(self.stages[0], self.prices, found, passes=accumulation)
+        return Predicted(step_ms=found.step_ms, phases=phases, rows=rows)
 
     def _outcome(self, passes: int) -> Outcome:
         step = self.rank_step(0)
@@ -202,13 +194,21 @@ class LayoutParts:
         before = earlier * timeline.step_ms + self.spec.accumulation * steady
         step_ms = before + sum(waits[last]) + updates[last]
         accumulation = self.spec.accumulation
+        phases = {
+            "forward_and_backward": before + waits[last][0],
+            "synchronize": waits[last][1],
+            "optimizer": updates[last],
+        }
         return Predicted(
             step_ms=step_ms,
-            phases={
-                "forward_and_backward": before + waits[last][0],
-                "synchronize": waits[last][1],
-                "optimizer": updates[last],
-            },
+            phases=phases,
+            rows=pipeline_rows(
+                [self.stages[stage] for stage in schedule.stages(last)],
+                self.prices,
+                passes=accumulation * whole.num_micro_batches,
+                phases=phases,
+                step_ms=step_ms,
+            ),
             timeline=timeline,
             busiest=accumulation * (max(timeline.busy_ms) + steady),
             bubble=accumulation * max(timeline.bubbles) * timeline.step_ms / step_ms,

@@ -1,10 +1,10 @@
 """What the works of a step come to: its phases, and of each axis what is exposed."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from stepgauge.cost.contention import NoContention
-from stepgauge.cost.events import COMPUTE, HOST, Contending, alone_us, simulate
+from stepgauge.cost.events import COMPUTE, HOST, Contending, Ran, alone_us, simulate
 from stepgauge.cost.program import Program
 
 
@@ -14,8 +14,9 @@ class Outcome:
 
     phases         of forward, backward, synchronize, optimizer; passes before the last are in none
     communication  of each axis, with nothing beside it
-    exposed        of each axis, while nothing is computed
+    exposed        of each axis, while nothing is computed; where several are, of the first
     slowed         by which computing takes longer beside communication
+    update         of device_ms, what the optimizer computes
     """
 
     step_ms: float
@@ -24,6 +25,29 @@ class Outcome:
     communication: Mapping[str, float]
     exposed: Mapping[str, float]
     slowed_ms: float
+    update_ms: float
+
+    def with_more(self, before: "Outcome", passes: int) -> "Outcome":
+        """Of so many passes more, each adding what the last one added to the outcome `before`."""
+
+        def grown(now: float, then: float) -> float:
+            return now + passes * (now - then)
+
+        more_ms = passes * (self.step_ms - before.step_ms)
+        return Outcome(
+            step_ms=self.step_ms + more_ms,
+            phases={**self.phases, "backward": self.phases["backward"] + more_ms},
+            device_ms=grown(self.device_ms, before.device_ms),
+            communication={
+                axis: grown(ms, before.communication.get(axis, 0.0))
+                for axis, ms in self.communication.items()
+            },
+            exposed={
+                axis: grown(ms, before.exposed.get(axis, 0.0)) for axis, ms in self.exposed.items()
+            },
+            slowed_ms=grown(self.slowed_ms, before.slowed_ms),
+            update_ms=self.update_ms,
+        )
 
 
 def outcome(program: Program, contention: Contending) -> Outcome:
@@ -44,9 +68,25 @@ def outcome(program: Program, contention: Contending) -> Outcome:
             stream: sum(w.us for w in program.works if w.stream == stream) / 1e3
             for stream in streams
         },
-        exposed={stream: alone_us(ran, stream) / 1e3 for stream in streams},
+        exposed=_exposed_ms(ran, streams),
         slowed_ms=max(0.0, taken - computing) / 1e3,
+        update_ms=_update_us(program) / 1e3,
     )
+
+
+def _exposed_ms(ran: Sequence[Ran], streams: Sequence[str]) -> dict[str, float]:
+    """By stream, adding up to the time in which any of them is exposed."""
+    found, before = {}, 0.0
+    for number, stream in enumerate(streams, start=1):
+        until = alone_us(ran, *streams[:number]) / 1e3
+        found[stream], before = until - before, until
+    return found
+
+
+def _update_us(program: Program) -> float:
+    """What is computed after the gradients are there."""
+    first = program.ends.get("synchronize", len(program.works))
+    return sum(work.us for work in program.works[first:] if work.stream == COMPUTE)
 
 
 def silent_ms(program: Program, axis: str) -> float:

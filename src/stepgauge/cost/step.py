@@ -86,15 +86,18 @@ def rates(
     return found
 
 
-def term_rows(phases: Mapping[str, Iterable[Term]], prices: Prices) -> list[list[object]]:
+def term_rows(
+    phases: Mapping[str, Iterable[Term]], prices: Prices, *, times: int = 1
+) -> list[list[object]]:
+    """A row a term of each phase, which runs so many times."""
     return [
         [
             phase,
             term.name,
             term.operation,
             " × ".join(f"{size:g}" for size in term.sizes),
-            term.count,
-            prices.of(term).us * term.count,
+            term.count * times,
+            prices.of(term).us * term.count * times,
             prices.of(term).source,
         ]
         for phase, terms in phases.items()
