@@ -1,5 +1,6 @@
 """`predict` and what it refuses, and a prediction beside its measurement."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -77,6 +78,19 @@ def test_a_layout_gives_the_row_of_the_command_that_measures_it(stepgauge, linke
 def test_a_file_that_is_not_there(stepgauge, tmp_path):
     status, _, err = stepgauge("predict", "--hardware", tmp_path / "none.json")
     assert status == 2 and "no hardware file at" in err
+
+
+def test_no_time_of_a_gpu_is_taken_for_a_cpu_s_nor_the_other_way_round(stepgauge, tmp_path):
+    path = tmp_path / "cpu.json"
+    dataclasses.replace(made_up(), threads=2).write(path)
+    for asked, file, said in (
+        ("cpu", H100, "is of a GPU: choose cuda"),
+        ("cuda", path, "of a CPU"),
+    ):
+        for layout in ("none", "tp2"):
+            options = ("--size", "nano", "--layout", layout, "--device", asked)
+            status, out, err = stepgauge("predict", *options, "--hardware", file)
+            assert status == 2 and out == "" and said in err
 
 
 def made_up():

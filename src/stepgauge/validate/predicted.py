@@ -15,8 +15,9 @@ from stepgauge.spec.step import StepSpec
 
 def predicted(spec: object, hardware: HardwareFile) -> Record:
     """What the row of the spec is predicted to be on that machine. Raises ValueError for what is not
-    modelled, or not calibrated.
+    modelled or not calibrated, and for the device of another kind of machine.
     """
+    _require_kind(str(getattr(spec, "device", "")), hardware)
     match spec:
         case StepSpec():
             return predict(spec, Machine(hardware))
@@ -27,3 +28,15 @@ def predicted(spec: object, hardware: HardwareFile) -> Record:
         case PipelineSpec():
             return predict_pipeline(spec, Machine(hardware.on_ranks(spec.ranks)))
     raise ValueError(f"{type(spec).__name__} has no cost model yet")
+
+
+def _require_kind(device: str, hardware: HardwareFile) -> None:
+    """Of a GPU's file no time of a CPU is taken, nor the other way round."""
+    if device.startswith("cpu") and hardware.peaks is not None:
+        raise ValueError(
+            f"device is {device!r}; the hardware file {hardware.name} is of a GPU: choose cuda"
+        )
+    if device.startswith("cuda") and hardware.threads:
+        raise ValueError(
+            f"device is {device!r}; the hardware file {hardware.name} is of a CPU: choose cpu"
+        )
