@@ -1,8 +1,11 @@
 """What devices hold, and what a hardware file keeps."""
 
+import json
+
 import pytest
 
 from stepgauge.spec.calibration import Contention, OperationTable
+from stepgauge.spec.fabric import Fabric
 from stepgauge.spec.hardware import NOT_FOR_TENSORS, HardwareFile, fits
 
 GIB = 2**30
@@ -42,3 +45,38 @@ def test_a_file_gives_back_what_ranks_and_collectives_cost(tmp_path):
     assert read.contention_of("attention sdpa forward fp32", "all_reduce") is None
     with pytest.raises(ValueError, match="not a row of the contention table"):
         Contention.from_json(["matmul", "all_reduce", 1.2])
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"links": None}, "is damaged"),
+        ({"operations": [1]}, "is damaged"),
+        ({"peaks": {"flops": {}}}, "is damaged: .*missing"),
+        ({"fabric": []}, "is damaged: not a fabric"),
+        ({"base": "box.json"}, "is its own base"),
+        ({"base": 3}, "no hardware file at"),
+    ],
+)
+def test_a_damaged_file_is_one_sentence(tmp_path, changed, said):
+    path = tmp_path / "box.json"
+    path.write_text(json.dumps({"schema": 1, "name": "box", **changed}))
+    with pytest.raises(ValueError, match=said):
+        HardwareFile.read(path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"gpus_per_node": 0}, "gpus_per_node is 0"),
+        ({"within": {"bytes_per_s": -1e9}}, "bytes_per_s is -1000000000"),
+        ({"between": {"efficiency": 2.0}}, r"efficiency 2\.0"),
+    ],
+)
+def test_a_fabric_has_numbers_that_can_be(changed, said):
+    wire = {"bytes_per_s": 1e9, "latency_us": 1.0, "efficiency": 0.8, "source": "made up"}
+    value = {"gpus_per_node": 8, "within": wire, "between": wire}
+    for name, part in changed.items():
+        value[name] = {**wire, **part} if isinstance(part, dict) else part
+    with pytest.raises(ValueError, match=said):
+        Fabric.from_json(value)

@@ -15,12 +15,21 @@ class Wire:
     latency_us   of a small collective within a node; between nodes, of each doubling of their number
     efficiency   the part of it that a collective of many MB reaches
     source       of all three
+
+    Raises ValueError for numbers that no wire has.
     """
 
     bytes_per_s: float
     latency_us: float
     efficiency: float
     source: str
+
+    def __post_init__(self) -> None:
+        if not (self.bytes_per_s > 0 and self.latency_us >= 0 and 0 < self.efficiency <= 1):
+            raise ValueError(
+                f"bytes_per_s is {self.bytes_per_s}, latency_us {self.latency_us}, efficiency "
+                f"{self.efficiency}; accepted are above 0, at least 0, and above 0 to 1"
+            )
 
     @property
     def reached_bytes_per_s(self) -> float:
@@ -34,6 +43,10 @@ class Fabric:
     gpus_per_node: int
     within: Wire
     between: Wire
+
+    def __post_init__(self) -> None:
+        if self.gpus_per_node < 1:
+            raise ValueError(f"gpus_per_node is {self.gpus_per_node}; it must be at least 1")
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from stepgauge.spec.calibration import Contention, OperationTable, kernel_class
+from stepgauge.spec.fabric import Fabric
 from stepgauge.spec.links import Link
 
 # Arithmetic a precision's matrix products run in, as the keys of Peaks.
@@ -149,6 +150,13 @@ class HardwareFile:
         """The file, with the one beside it that its `base` names. Raises ValueError if either is no
         hardware file.
         """
+        return cls._read(path, ())
+
+    @classmethod
+    def _read(cls, path: Path, above: tuple[Path, ...]) -> Self:
+        """The file, which `above` name as their base."""
+        if path in above:
+            raise ValueError(f"{path} is its own base")
         try:
             value = json.loads(path.read_text())
         except FileNotFoundError:
@@ -157,22 +165,35 @@ class HardwareFile:
             raise ValueError(f"cannot read the hardware file {path}: {error}") from None
         if not isinstance(value, dict) or value.pop("schema", None) != HARDWARE_SCHEMA:
             raise ValueError(f"{path} is no hardware file of schema {HARDWARE_SCHEMA}")
-        links = [Link.from_json(link) for link in value.pop("links", [])]
-        base = value.get("base")
-        return cls(
-            name=value.pop("name", path.stem),
+        name = value.get("base")
+        base = cls._read(path.parent / str(name), (*above, path)) if name else None
+        try:
+            return cls._from_json(value, base, name=path.stem)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the hardware file {path} is damaged: {error}") from None
+
+    @classmethod
+    def _from_json(cls, value: dict[str, Any], base: Self | None, *, name: str) -> Self:
+        """Raises one of several errors for what is no hardware file."""
+        found = cls(
+            name=value.pop("name", name),
             device=value.pop("device", ""),
             threads=value.pop("threads", 0),
-            links=links,
+            links=[Link.from_json(link) for link in value.pop("links", [])],
             operations=_tables(value.pop("operations", {})),
             by_ranks={
                 int(ranks): _tables(tables)
                 for ranks, tables in value.pop("operations_by_ranks", {}).items()
             },
             contention=[Contention.from_json(row) for row in value.pop("contention", [])],
-            base=cls.read(path.parent / base) if base else None,
+            base=base,
             other=value,
         )
+        if found.peaks is not None and not isinstance(found.peaks.flops, Mapping):
+            raise ValueError("its peaks have no flops by precision")
+        if "fabric" in value:
+            Fabric.from_json(value["fabric"])
+        return found
 
     @property
     def peaks(self) -> Peaks | None:
