@@ -8,7 +8,7 @@ import torch
 from stepgauge.bench.sweep import sweep
 from stepgauge.calibrate import contention
 from stepgauge.calibrate.grids import CPU, GPU
-from stepgauge.calibrate.machine import hardware_file, jobs
+from stepgauge.calibrate.machine import hardware_file, jobs, require_same_machine
 from stepgauge.calibrate.operations import operations
 from stepgauge.calibrate.run import job, names, run, table_of
 from stepgauge.cost.machine import Machine
@@ -110,3 +110,13 @@ def test_the_file_of_a_device_is_found_by_its_name(tmp_path, monkeypatch):
     path.with_name("a.json").write_text("no hardware file")
     assert file_of("Box 9000", 2) == path
     assert file_of("Box 9000", 4) is None and file_of("Box", 2) is None
+
+
+def test_a_file_of_another_machine_is_not_gone_on_with():
+    file = HardwareFile(name="box", device="AMD EPYC", threads=2)
+    require_same_machine(file, "AMD EPYC", 2)
+    require_same_machine(HardwareFile(name="new"), "AMD EPYC", 2)
+    with pytest.raises(ValueError, match="is of AMD EPYC; this is NVIDIA H100"):
+        require_same_machine(file, "NVIDIA H100", 0)
+    with pytest.raises(ValueError, match="of 2 threads; here are 1"):
+        require_same_machine(file, "AMD EPYC", 1)

@@ -9,6 +9,7 @@ from stepgauge.bench import comm
 from stepgauge.bench.sweep import Job
 from stepgauge.calibrate import contention, run
 from stepgauge.calibrate.grids import grid_of
+from stepgauge.measure.environment import device_name
 from stepgauge.report.comm import links
 from stepgauge.spec.calibration import KERNEL_CLASSES, CalibrationSpec, ContentionSpec
 from stepgauge.spec.comm import CommSpec, sizes
@@ -81,6 +82,26 @@ def hardware_file(records: Sequence[Record], before: HardwareFile) -> HardwareFi
         .with_links(links(of_kind[CommSpec.kind]))
         .with_contention([contention.row_of(r) for r in of_kind[ContentionSpec.kind]])
     )
+
+
+def this_machine(device: torch.device) -> tuple[str, int]:
+    """The device's name, and of a CPU the threads that operations run on; 0 of a GPU."""
+    return device_name(device), torch.get_num_threads() if device.type == "cpu" else 0
+
+
+def require_same_machine(before: HardwareFile, device: str, threads: int) -> None:
+    """Raises ValueError for a file of another device, or of a CPU on another number of threads:
+    times that stay in it would pass for this one's.
+    """
+    if before.device and before.device != device:
+        raise ValueError(
+            f"the hardware file {before.name} is of {before.device}; this is {device}: name another"
+        )
+    if before.threads and before.threads != threads:
+        raise ValueError(
+            f"the hardware file {before.name} is of {before.threads} threads; here are {threads}: "
+            f"name another"
+        )
 
 
 def _named(before: HardwareFile, records: Sequence[Record]) -> HardwareFile:

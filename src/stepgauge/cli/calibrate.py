@@ -46,17 +46,23 @@ def calibrate(
     where it stopped. From then on bench commands on this device show what was predicted beside what
     they measure.
     """
-    from stepgauge.calibrate.machine import hardware_file, jobs
+    from stepgauge.calibrate.machine import (
+        hardware_file,
+        jobs,
+        require_same_machine,
+        this_machine,
+    )
     from stepgauge.measure.devices import resolve
-    from stepgauge.measure.environment import device_name
     from stepgauge.runtime.workers import run_isolated
 
     where = resolve(device)
     if few := [number for number in ranks if number < 2]:
         raise ValueError(f"ranks is {few[0]}; collectives need at least 2")
     asked = jobs(where, ranks, only)
-    path = hardware or default_path(run_isolated(device_name, where))
+    name, threads = run_isolated(this_machine, where)
+    path = hardware or default_path(name)
     before = HardwareFile.read(path) if path.exists() else HardwareFile(name=path.stem)
+    require_same_machine(before, name, threads)
     records = run_jobs(asked, RunStore(out), fresh=fresh)
     hardware_file(records, before).write(path)
     good = sum(record.status == "ok" for record in records)
