@@ -70,6 +70,8 @@ def test_check_says_what_is_held(stepgauge):
         (("check", "{file}"), "the schedule cannot end: "),
         (("simulate", "1f1b", "--stage-weights", "1,2"), "weights has 2 values; there are 4"),
         (("simulate", "1f1b", "--stage-weights", "1,x"), "stage_weights is '1,x'"),
+        (("simulate", "1f1b", "--forward", "-1"), "forward is -1.0; accepted are numbers of at"),
+        (("simulate", "1f1b", "--transfer", "nan"), "transfer is nan; accepted are numbers of at"),
     ],
 )
 def test_a_mistake_is_one_sentence(stepgauge, tmp_path, arguments, words):

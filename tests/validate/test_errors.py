@@ -91,6 +91,14 @@ def test_the_fastest_of_a_group_is_looked_for_among_the_predictions():
     assert group_table(records).rows[0][:3] == ["wrapper=bucketed", 3, 2]
 
 
+def test_steps_of_other_phases_or_of_more_batches_are_no_group():
+    tp2 = LayoutSpec(model=NANO, size="nano", batch=4, layout="tp2")
+    others = (dataclasses.replace(tp2, accumulation=2), dataclasses.replace(STEP, phases="forward"))
+    specs = (tp2, STEP, *others)
+    records = [row(s, p, step=5.0) for s in specs for p in ("modelled", "measured")]
+    assert len(errors(records)) == 4 and groups(errors(records)) == []
+
+
 def test_rows_are_told_with_their_remarks_and_drawn_in_the_report(tmp_path):
     records = wrappers((12, 10, 9), (12, 10, 11))
     records[0] = dataclasses.replace(records[0], note="predicted after it was measured")

@@ -8,6 +8,7 @@ slower one: it issues a rank's computations one after another, and none starts b
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 
@@ -53,8 +54,13 @@ class Durations:
         weights: Sequence[float] = (),
     ) -> Self:
         """Stages that are alike but for `weights`, a factor a stage: 1.1 is a stage that takes a
-        tenth longer. Raises ValueError for another number of them than stages.
+        tenth longer. Raises ValueError for another number of them than stages, and for a time that
+        is no number of at least 0.
         """
+        times = {"forward": forward, "input": input, "weight": weight, "transfer": transfer}
+        for name, ms in (times | {"host": host_ms}).items():
+            if not 0 <= ms < math.inf:
+                raise ValueError(f"{name} is {ms}; accepted are numbers of at least 0")
         if weights and len(weights) != stages:
             raise ValueError(f"weights has {len(weights)} values; there are {stages} stages")
         factors = weights or [1.0] * stages

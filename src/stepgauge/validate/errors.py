@@ -133,12 +133,15 @@ def ranks_of(record: Record) -> int:
 
 
 def _work(record: Record) -> str:
-    """What rows share that can stand in for each other: network, type, tokens of a step, ranks."""
+    """What rows share that can stand in for each other: network, type, tokens of a step, its
+    phases, and ranks.
+    """
     spec, ranks = flatten(record.spec), ranks_of(record)
     of_all = "layout" in spec or record.kind == "step"
-    batch = spec["batch"] * (1 if of_all else ranks)
+    batch = spec["batch"] * spec.get("accumulation", 1) * (1 if of_all else ranks)
     network = {**record.spec["model"], "attention": "", "norm": ""}
-    return json.dumps([network, spec["precision"], batch, ranks], sort_keys=True)
+    phases = spec.get("phases", "step")
+    return json.dumps([network, spec["precision"], batch, phases, ranks], sort_keys=True)
 
 
 def sentence(records: Sequence[Record]) -> str:
