@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import gc
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,11 +58,7 @@ def measure(spec: DataParallelSpec) -> RankFigures:
     try:
         return _measure(spec)
     finally:
-        # The next row is measured in the same process: wrappers and their hooks refer to each
-        # other.
-        gc.collect()
-        if spec.device.startswith("cuda"):
-            torch.cuda.empty_cache()
+        devices.free_unused_memory(torch.device(spec.device))
 
 
 def _measure(spec: DataParallelSpec) -> RankFigures:

@@ -7,7 +7,6 @@ backward less what the busiest rank computes, so transfers and bubbles together.
 
 import contextlib
 import dataclasses
-import gc
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -66,11 +65,7 @@ def measure(spec: LayoutSpec) -> RankFigures:
     try:
         return _measure(spec)
     finally:
-        # The next row is measured in the same process: wrappers and their hooks refer to each
-        # other.
-        gc.collect()
-        if spec.device.startswith("cuda"):
-            torch.cuda.empty_cache()
+        devices.free_unused_memory(torch.device(spec.device))
 
 
 def _measure(spec: LayoutSpec) -> RankFigures:

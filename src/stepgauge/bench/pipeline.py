@@ -4,7 +4,6 @@ stage takes alone, before it is run.
 
 import dataclasses
 import functools
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -129,9 +128,7 @@ class PipelineBench:
     def __exit__(self, *_: object) -> None:
         self.pipeline.close()
         del self.pipeline
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        devices.free_unused_memory(self.device)
 
     def warm_up(self, steps: int = 0) -> None:
         for _ in range(steps or self.spec.warmup):

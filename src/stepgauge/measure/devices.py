@@ -37,10 +37,18 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def reset_peak_memory(device: torch.device) -> None:
+def free_unused_memory(device: torch.device) -> None:
+    """Gives back what only garbage held: modules, their hooks and wrappers refer to each other, so
+    that what the next row measures would otherwise begin with the last one's tensors.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    free_unused_memory(device)
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 

@@ -40,11 +40,15 @@ class ContextParallel:
     """The ranks of a group, each with its tokens of a sequence.
 
     communicates  False: each rank computes as much on its own keys alone, to see what sending costs
+
+    A mean over a rank's tokens, averaged over ranks, is the mean over all only where every rank
+    counts as many: targets that do not count (-100) would be weighted by rank.
     """
 
     group: dist.ProcessGroup
     attention: PartialAttention
     communicates: bool = True
+    _positions: dict[tuple[int, str], Tensor] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def rank(self) -> int:
@@ -54,15 +58,19 @@ class ContextParallel:
     def ranks(self) -> int:
         return self.group.size()
 
-    def positions(self, length: int) -> Tensor:
-        """Positions of the rank's tokens in a sequence of that length, (length / N,), on the CPU.
-        Raises ValueError for a length that 2N does not divide.
+    def positions(self, length: int, device: torch.device | str = "cpu") -> Tensor:
+        """Positions of the rank's tokens in a sequence of that length, (length / N,). Raises
+        ValueError for a length that 2N does not divide.
         """
-        return torch.tensor(positions_of(length, self.rank, self.ranks))
+        key = length, str(device)
+        if key not in self._positions:
+            found = positions_of(length, self.rank, self.ranks)
+            self._positions[key] = torch.tensor(found, device=device)
+        return self._positions[key]
 
     def piece(self, whole: Tensor, dim: int = 1) -> Tensor:
         """The rank's tokens of what has all of them along `dim`."""
-        return whole.index_select(dim, self.positions(whole.shape[dim]).to(whole.device))
+        return whole.index_select(dim, self.positions(whole.shape[dim], whole.device))
 
     def whole(self, piece: Tensor, dim: int = 1) -> Tensor:
         """The inverse of `piece`. All ranks must call it."""

@@ -149,7 +149,7 @@ def cut_sequences(module: nn.Module, group: dist.ProcessGroup) -> ContextParalle
     def pieces(
         _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]
     ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        positions_T = context.positions(inputs[0].shape[1]).to(inputs[0].device)
+        positions_T = context.positions(inputs[0].shape[1], inputs[0].device)
         own = tuple(whole.index_select(1, positions_T) for whole in inputs)
         return own, {**named, "positions_T": positions_T}
 

@@ -1,5 +1,6 @@
 """Errors of predictions as tables, a plot and a section of a report."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,7 +102,8 @@ def blocks(records: Sequence[Record]) -> list[Block]:
     if not errors(records):
         return []
     ranked = group_table(records)
-    return [plot(records), error_table(records), *([ranked] if ranked.rows else [])]
+    table = dataclasses.replace(error_table(records), caption="")  # the section begins with it
+    return [plot(records), table, *([ranked] if ranked.rows else [])]
 
 
 def section(records: Sequence[Record]) -> Section:
