@@ -71,7 +71,7 @@ class Network:
         if self.fabric is None:
             raise ValueError(
                 f"the hardware file {self._hardware.name} has no {operation} between {axis.ranks} "
-                f"ranks: stepgauge bench comm and comm fit --hardware give it"
+                f"ranks; stepgauge calibrate --ranks {axis.ranks} measures it"
             )
         latency, rate = self._ring(axis, self.fabric)
         sent = SENDS[operation] * nbytes * (axis.ranks - 1) / axis.ranks
@@ -86,8 +86,8 @@ class Network:
             return Estimate(measured.time_ms(nbytes) * 1e3, CALIBRATED)
         if self.fabric is None:
             raise ValueError(
-                f"the hardware file {self._hardware.name} has no send_recv: stepgauge bench comm "
-                f"and comm fit --hardware give it"
+                f"the hardware file {self._hardware.name} has no send_recv; stepgauge calibrate "
+                f"--ranks 2 measures it"
             )
         wire = self.fabric.within if axis.nodes == 1 else self.fabric.between
         return Estimate(wire.latency_us + nbytes / wire.reached_bytes_per_s * 1e6, ASSUMED)
