@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from stepgauge.spec.calibration import Contention, OperationTable, kernel_class
-from stepgauge.spec.fabric import Fabric
 from stepgauge.spec.links import Link
 
 # Arithmetic a precision's matrix products run in, as the keys of Peaks.
@@ -175,7 +174,7 @@ class HardwareFile:
     @classmethod
     def _from_json(cls, value: dict[str, Any], base: Self | None, *, name: str) -> Self:
         """Raises one of several errors for what is no hardware file."""
-        found = cls(
+        return cls(
             name=value.pop("name", name),
             device=value.pop("device", ""),
             threads=value.pop("threads", 0),
@@ -189,17 +188,19 @@ class HardwareFile:
             base=base,
             other=value,
         )
-        if found.peaks is not None and not isinstance(found.peaks.flops, Mapping):
-            raise ValueError("its peaks have no flops by precision")
-        if "fabric" in value:
-            Fabric.from_json(value["fabric"])
-        return found
 
     @property
     def peaks(self) -> Peaks | None:
-        """Those that the file gives, else those that are known of its device."""
+        """Those that the file gives, else those that are known of its device. Raises ValueError for
+        what are no peaks.
+        """
         given = self.other.get("peaks")
-        return Peaks(**given) if given else peaks(self.device)
+        if not given:
+            return peaks(self.device)
+        try:
+            return Peaks(**given)
+        except TypeError as error:
+            raise ValueError(f"the hardware file {self.name} has no such peaks: {error}") from None
 
     def on_ranks(self, ranks: int) -> Self:
         """The machine as each of so many ranks finds it: where ranks share a CPU, with the
