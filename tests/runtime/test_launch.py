@@ -158,12 +158,38 @@ for timeout_s in (30, 60):
 """
 
 
-def test_groups_follow_one_another_at_one_rendezvous():
-    """With another timeout too; groups made inside of one are gone with it."""
+def run_alone(code):
+    """A process that torchrun would start as the only rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    run = run_rank(TWO_GROUPS, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    return run_rank(code, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+
+
+def test_groups_follow_one_another_at_one_rendezvous():
+    """With another timeout too; groups made inside of one are gone with it."""
+    run = run_alone(TWO_GROUPS)
+    assert run.returncode == 0, run.stderr
+
+
+THREADS = """
+import glob
+import torch, torch.distributed as dist
+from stepgauge.runtime.launch import launch
+def threads():
+    return [open(name).read().strip() for name in glob.glob("/proc/self/task/*/comm")]
+def function():
+    import stepgauge.parallel.wrappers
+    dist.all_reduce(torch.ones(1))
+    assert any("gloo" in name for name in threads()), threads()
+launch(function, ranks=1)
+assert not any("gloo" in name for name in threads()), threads()
+"""
+
+
+def test_a_rank_of_torchrun_keeps_no_thread_of_a_group():
+    """Gloo's threads that outlive their group can abort the interpreter when it ends."""
+    run = run_alone(THREADS)
     assert run.returncode == 0, run.stderr
 
 

@@ -121,6 +121,7 @@ class KeptGroup:
         key = (backend, device, timeout_s)
         if key != self._key:
             self.close()
+            _import_what_keeps_a_group()
             self._stack.enter_context(
                 process_group(world, backend=backend, device=device, timeout_s=timeout_s)
             )
@@ -134,6 +135,15 @@ class KeptGroup:
     def close(self) -> None:
         self._key = ()
         self._stack.close()
+
+
+def _import_what_keeps_a_group() -> None:
+    """Modules with functions whose default argument is the group that stands when they are
+    imported. It would outlive its end, and its threads abort the interpreter at its own.
+    """
+    import torch.distributed.fsdp
+    import torch.distributed.nn.functional
+    import torch.distributed.optim  # noqa: F401
 
 
 KEPT_GROUP = KeptGroup()
