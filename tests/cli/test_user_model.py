@@ -3,6 +3,7 @@
 import pytest
 
 from stepgauge.spec.store import RunStore
+from stepgauge.study.pages import run_page
 
 MODEL = """
 import argparse, os, sys, torch
@@ -120,3 +121,26 @@ def test_a_users_model_is_trained_and_what_its_file_does_is_one_sentence(stepgau
     ):
         status, _, err = stepgauge(*command, f"{file}:{name}")
         assert status == 1 and said in err and "Traceback" not in err
+
+
+def test_a_users_model_is_timed_under_layouts_with_a_data_axis_and_no_other(
+    stepgauge, tmp_path, file
+):
+    run = tmp_path / "run"
+    command = ("bench", "layout", *QUICK, "--model", f"{file}:net", "--out", run)
+    layouts = ("none", "dp2 zero1")
+    status, out, err = stepgauge(*command, "--accumulation", "2", "--layout", *layouts)
+    assert status == 0, err
+    assert "net" in out and "small" not in out
+    for row, weights in zip(rows(run), (232, 232), strict=True):
+        assert row.median("parameter_bytes") == weights and row.median("step_ms") > 0
+        assert row.spec["model"]["factory"] == "net" and "tokens_per_s" not in row.metrics
+    assert rows(run)[1].median("data_exposed_ms") is not None
+    whole, shared = (row.median("optimizer_bytes") for row in rows(run))
+    assert shared < 0.8 * whole
+    assert "Which layout trains fastest" in run_page(rows(run), run).html()
+    assert "2 of 2 rows" in stepgauge(*command, "--accumulation", "2", "--layout", *layouts)[2]
+    for layout, axis in (("tp2", "tensor"), ("pp2 1f1b", "pipeline"), ("dp2 cp2", "context")):
+        for asked in ("bench", "layout"), ("train",):
+            status, _, err = stepgauge(*asked, "--model", f"{file}:net", "--layout", layout)
+            assert status == 2 and f"and no {axis} axis: choose one such as 'dp2 zero3'" in err

@@ -8,7 +8,7 @@ backward less what the busiest rank computes, so transfers and bubbles together.
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,9 @@ from stepgauge.runtime.world import joined_world
 from stepgauge.spec.hardware import peaks
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import batch_for
-from stepgauge.train.layout import build_layout_step
+from stepgauge.train.layout import build_layout_step, build_user_layout_step
 from stepgauge.train.place import Place
 from stepgauge.train.precision import unavailable
 from stepgauge.train.step import TrainingStep
@@ -47,13 +48,14 @@ def check(spec: LayoutSpec) -> None:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankFigures:
     """What one rank measured: ms of each phase, one value a step; ms of steps without an axis'
-    communication, by the axis; bytes by name; when the actions of a pipeline ran.
+    communication, by the axis; bytes by name; when the actions of a pipeline ran; the optimizer's name.
     """
 
     phases: dict[str, list[float]]
     silent: dict[str, list[float]]
     bytes: dict[str, int]
     spans: Spans
+    optimizer: str
 
     @property
     def busy_ms(self) -> float:
@@ -72,10 +74,8 @@ def _measure(spec: LayoutSpec) -> RankFigures:
     world = joined_world()
     assert world is not None, "ranks run in a world"
     device = world.device(spec.device)
-    step = build_layout_step(
-        spec, layout=spec.axes, device=device, recording=True, lr=LEARNING_RATE
-    )
-    phases = phases_of(step, _batches(spec, Place.of(spec.axes, world.rank), device))
+    step, batches = _build(spec, Place.of(spec.axes, world.rank), device)
+    phases = phases_of(step, batches)
     initial = devices.allocated_memory(device)
     with step.precision.matmul_mode():
         run_once(phases)  # optimizer state, communicators and libraries come into being
@@ -86,17 +86,33 @@ def _measure(spec: LayoutSpec) -> RankFigures:
         # Last: ranks that do not talk have different weights afterwards.
         silent = _silent(step, phases, device, spec.steps)
     named = [(str(action), start, end) for action, start, end in spans]
-    return RankFigures(phases=times, silent=silent, bytes=kept, spans=named)
+    return RankFigures(
+        phases=times, silent=silent, bytes=kept, spans=named, optimizer=step.optimizer_name
+    )
 
 
-def _batches(spec: LayoutSpec, place: Place, device: torch.device) -> list[list[Tensor]]:
+def _build(
+    spec: LayoutSpec, place: Place, device: torch.device
+) -> tuple[TrainingStep, list[Sequence[Any]]]:
+    """This rank's step, and its batches, whose gradients add up. All ranks must call it."""
+    if isinstance(spec.model, UserModel):
+        built = build_user_layout_step(spec, layout=spec.axes, device=device, lr=LEARNING_RATE)
+        every = range(spec.accumulation)
+        return built.step, [built.arguments(n * place.ranks + place.rank) for n in every]
+    step = build_layout_step(
+        spec, layout=spec.axes, device=device, recording=True, lr=LEARNING_RATE
+    )
+    return step, _batches(spec, place, device)
+
+
+def _batches(spec: LayoutSpec, place: Place, device: torch.device) -> list[Sequence[Tensor]]:
     """This rank's rows of each batch whose gradients add up."""
     seeds = (spec.seed + 1 + number for number in range(spec.accumulation))
-    batches = (batch_for(spec.model, spec.batch, seed) for seed in seeds)
+    batches = (batch_for(spec.network, spec.batch, seed) for seed in seeds)
     return [[part.to(device) for part in place.shares(batch)] for batch in batches]
 
 
-def phases_of(step: TrainingStep, batches: list[list[Tensor]]) -> Phases:
+def phases_of(step: TrainingStep, batches: Sequence[Sequence[Any]]) -> Phases:
     """The phases of a step. Forward and backward are one where a schedule mixes them, and where
     several batches follow each other.
     """
@@ -135,7 +151,8 @@ def record(spec: LayoutSpec, ranks: list[RankFigures]) -> Record:
     """One record of all ranks' figures: of each step the slowest rank, of bytes the most."""
     phases = {name: slowest([rank.phases[name] for rank in ranks]) for name in ranks[0].phases}
     metrics = {f"{name}_ms": Sample.of(values, "ms") for name, values in phases.items()}
-    metrics |= _rates(spec, phases["step"])
+    if not isinstance(spec.model, UserModel):  # of which tokens are not known
+        metrics |= _rates(spec, phases["step"])
     medians = [statistics.median(rank.phases["step"]) for rank in ranks]
     metrics["rank_spread_ms"] = Sample.exact(max(medians) - min(medians), "ms")
     exposed = _exposed(spec, ranks, metrics["step_ms"].median)
@@ -150,7 +167,7 @@ def record(spec: LayoutSpec, ranks: list[RankFigures]) -> Record:
         metrics=metrics,
         series={"rank_step_ms": medians, **by_rank},
         tables=_spans(ranks),
-        environment=environment(torch.device(spec.device)),
+        environment={**environment(torch.device(spec.device)), "optimizer": ranks[0].optimizer},
         note=_left_out(spec, ranks[0]),
     )
 
@@ -170,7 +187,7 @@ def _exposed(spec: LayoutSpec, ranks: list[RankFigures], step_ms: float) -> dict
 
 def _rates(spec: LayoutSpec, step_ms: list[float]) -> dict[str, Sample]:
     """Tokens of all ranks, and FLOPs of each, by the second."""
-    model = spec.model
+    model = spec.network
     flops = spec.accumulation * model.step_flops(batch=spec.batch, sequence=model.context_length)
     rates = {
         "tokens_per_s": Sample.of((spec.tokens_per_step / ms * 1e3 for ms in step_ms), "tokens/s"),

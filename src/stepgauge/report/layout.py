@@ -7,7 +7,9 @@ from stepgauge.report.names import flatten, labels
 from stepgauge.report.numbers import number
 from stepgauge.report.page import Block, Plot, Text
 from stepgauge.report.views import is_disturbed, plotted, record_table
+from stepgauge.spec.layout import Layout
 from stepgauge.spec.record import Record
+from stepgauge.spec.user_model import UserModel
 
 AXES: Mapping[str, str] = {
     "data": "data: gradients and weights",
@@ -73,4 +75,7 @@ def _work(record: Record) -> dict[str, object]:
     """What decides how much a step computes."""
     spec = flatten(record.spec)
     names = ("size", "batch", "accumulation", "context_length", "precision", "optimizer")
-    return {name: spec.get(name) for name in names}
+    work = {name: spec.get(name) for name in names}
+    if spec.get("network") == UserModel.network:  # each data rank has a batch of its own
+        work["batches"] = Layout.parse(str(spec["layout"])).data
+    return work

@@ -10,13 +10,14 @@ from stepgauge.spec.plan.pipeline import Schedule, build
 from stepgauge.spec.plan.stages import cut_blocks
 from stepgauge.spec.plan.tensor import Section
 from stepgauge.spec.plan.tensor_tables import table_of
+from stepgauge.spec.user_model import UserModel
 
 Network = ModelSpec | BertSpec
 
 
 def check_layout(
     layout: Layout,
-    model: Network,
+    model: Network | UserModel,
     *,
     batch: int,
     device: str,
@@ -26,7 +27,7 @@ def check_layout(
 ) -> None:
     """Raises ValueError, a sentence, for what does not go together.
 
-    batch  sequences of a forward and backward, of all ranks
+    batch  sequences of a forward and backward, of all ranks; a user's model brings a batch a rank
     """
     check_wrapper(
         layout.wrapper,
@@ -35,6 +36,9 @@ def check_layout(
         precision=precision,
         reduce_dtype=reduce_dtype,
     )
+    if isinstance(model, UserModel):
+        _check_user_model(layout)
+        return
     _check_batch(layout, batch)
     if layout.tensor > 1:
         _check_tensor(layout, model)
@@ -51,6 +55,16 @@ def schedule_of(layout: Layout) -> Schedule:
     does not do.
     """
     return build(layout.schedule, ranks=layout.pipeline, micro_batches=layout.microbatches)
+
+
+def _check_user_model(layout: Layout) -> None:
+    """Its layers and stages are not known from outside."""
+    if cut := sorted(set(layout.axes) - {"data"}):
+        raise ValueError(
+            f"layout is {str(layout)!r}; a user's model has a data axis here, and no "
+            f"{' or '.join(cut)} axis: choose one such as 'dp2 zero3', or cut the model in Python "
+            f"as docs/layouts.md shows"
+        )
 
 
 def _check_batch(layout: Layout, batch: int) -> None:

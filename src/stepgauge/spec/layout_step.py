@@ -12,20 +12,21 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import Schedule
 from stepgauge.spec.plan.stages import cut_blocks
 from stepgauge.spec.step import CHECKPOINTING, WorkSpec
-from stepgauge.spec.user_model import UserModel
+from stepgauge.spec.user_model import UserModel, settle_user_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutSpec:
     """What `bench layout` runs for one row. The sequence length is the model's context_length; the
-    batch is that of all ranks, so that layouts of one batch do the same step.
+    batch is that of all ranks, so that layouts of one batch do the same step; of a user's model each
+    data rank has one.
 
     Raises ValueError for a text that is no layout, and for what does not go together.
     """
 
     kind: ClassVar[str] = "layout"
 
-    model: ModelSpec | BertSpec
+    model: ModelSpec | BertSpec | UserModel
     size: str = option("custom", "preset that the model spec starts from", label=True)
     layout: str = option(
         "none",
@@ -68,10 +69,7 @@ class LayoutSpec:
     def __post_init__(self) -> None:
         check(self)
         if isinstance(self.model, UserModel):
-            raise ValueError(
-                f"model is {self.model.file!r}; bench layout takes the networks of --size and "
-                f"--hf-config: spread one of your own as docs/layouts.md shows"
-            )
+            settle_user_model(self)
         # one text for one layout, whatever the order of its words
         object.__setattr__(self, "layout", str(Layout.parse(self.layout)))
         if self.backend == "nccl" and not self.device.startswith(("cuda", "auto")):
@@ -102,6 +100,12 @@ class LayoutSpec:
         return dataclasses.replace(self, **defaults)
 
     @property
+    def network(self) -> ModelSpec | BertSpec:
+        """The model, where its shape is known: of a user's it is not."""
+        assert not isinstance(self.model, UserModel)
+        return self.model
+
+    @property
     def axes(self) -> Layout:
         return Layout.parse(self.layout)
 
@@ -121,7 +125,7 @@ class LayoutSpec:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.batch * self.accumulation * self.model.context_length
+        return self.batch * self.accumulation * self.network.context_length
 
     def schedule(self) -> Schedule | None:
         """The order of the pipeline's work, not lowered; None without a pipeline."""
@@ -130,7 +134,7 @@ class LayoutSpec:
     def stages(self) -> list[range]:
         """The blocks of each stage of the pipeline; all in one without a pipeline."""
         schedule = self.schedule()
-        return cut_blocks(self.model, schedule) if schedule else [range(self.model.num_layers)]
+        return cut_blocks(self.network, schedule) if schedule else [range(self.network.num_layers)]
 
     @property
     def group_backend(self) -> str:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from stepgauge.spec.data_parallel import REDUCE_DTYPES
 from stepgauge.spec.fields import as_in, check, option
-from stepgauge.spec.layout import WRAPPERS, Layout, check_wrapper
+from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.layout_rules import check_layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import BUDGET, WorkSpec, check_budget
@@ -143,17 +143,7 @@ class TrainSpec:
     def _check_layout(self) -> None:
         wrapper = self.axes.wrapper
         how = {"device": self.device, "compile": self.compile, "precision": self.precision}
-        if not isinstance(self.model, UserModel):
-            check_layout(
-                self.axes, self.model, batch=self.batch, reduce_dtype=self.reduce_dtype, **how
-            )
-        elif set(self.axes.axes) - {"data"}:
-            raise ValueError(
-                f"layout is {self.layout!r}; a network of a user's own is cut and staged in Python "
-                f"(docs/layouts.md), here it has a data axis only"
-            )
-        else:
-            check_wrapper(wrapper, reduce_dtype=self.reduce_dtype, **how)
+        check_layout(self.axes, self.model, batch=self.batch, reduce_dtype=self.reduce_dtype, **how)
         if self.reduce_dtype != "own" and not WRAPPERS[wrapper].reduce_dtype:
             takers = [name for name in TRAINING_WRAPPERS if WRAPPERS[name].reduce_dtype]
             raise ValueError(

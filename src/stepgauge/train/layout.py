@@ -34,6 +34,7 @@ from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import NETWORKS, build_step, decay_groups
 from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES, unavailable
 from stepgauge.train.step import TrainingStep
+from stepgauge.train.user_model import UserStep, build_user_step
 
 Spec = LayoutSpec | TrainSpec
 FUSED_ATTENTION = PartialAttention(attention.partial_forward, attention.partial_backward)
@@ -89,6 +90,18 @@ def build_layout_step(
         max_gradient_norm=max_gradient_norm,
         parallel=parallel,
     )
+
+
+def build_user_layout_step(
+    spec: Spec, *, layout: Layout, device: torch.device, lr: float
+) -> UserStep:
+    """The step of a user's model, whose layout has a data axis at most. All ranks must call it.
+
+    Raises what build_user_step does, and where the ranks have different layouts.
+    """
+    if layout.ranks > 1:
+        require_one_layout(layout)
+    return build_user_step(spec, device, parallelise=on_data_axis(spec, layout), lr=lr)
 
 
 def on_data_axis(spec: Spec, layout: Layout) -> Parallelise:

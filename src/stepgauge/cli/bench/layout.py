@@ -36,9 +36,11 @@ def layout(
     """Time a training step under layouts: phases, exposed communication by axis, memory by part.
 
     A layout is a text: "dp2 zero3 tp2" or "pp2 1f1b m8 tp2" (docs/layouts.md). The batch is that of
-    all ranks, so that rows of one batch do the same step. Every option takes several values, and
-    their product is measured, each row by ranks of its own: started here, or those of torchrun.
-    Where this device was calibrated, each row shows what was predicted before it was run.
+    all ranks, so that rows of one batch do the same step. Your own network (--model
+    FILE.py:factory) takes layouts with a data axis, and brings a batch for each data rank. Every
+    option takes several values, and their product is measured, each row by ranks of its own:
+    started here, or those of torchrun. Where this device was calibrated, each row shows what was
+    predicted before it was run.
     """
     specs = distinct(resolve_devices(expand(LayoutSpec, values, network=Networks)))
 
