@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# What one GPU can show after a change, most important first: benchmarks/one_gpu_campaign.sh OUT
+# PARTS="tests kernels" chooses, within BUDGET=... seconds (540 by default). TRIAL=1 tries it all on a CPU, small.
+#   tests      those that need a GPU, of one process
+#   kernels    our kernels at the anchors' shapes beside the peers that are importable
+#   predict    calibrates, then predicts, runs and compares steps that the calibration has not seen
+#   memory     peaks of other libraries' models, predicted and measured (wants transformers and torchvision)
+# Writes OUT/{tests.txt,memory_of_models.jsonl,log.txt}, OUT/kernels/ and OUT/predict/.
+set -uo pipefail
+known="tests kernels predict memory"
+. "$(dirname "$0")/parts.sh"
+out=$(mkdir -p "$1" && cd "$1" && pwd)
+
+logged() { "$@" 2>&1 | tee -a "$out/log.txt"; }
+
+if chosen tests; then
+  logged timed 330 python3 -m pytest -m gpu -q -n 4 -p no:cacheprovider tests/kernels tests/measure tests/bench
+  cp "$out/log.txt" "$out/tests.txt"
+fi
+if chosen kernels; then
+  logged timed 380 python3 benchmarks/kernels/anchors.py "$out/kernels" ${TRIAL:+--trial}
+fi
+if chosen predict; then
+  logged timed 420 python3 benchmarks/validation_campaign.py "$out/predict" ${TRIAL:+--trial}
+fi
+if chosen memory; then
+  OUT="$out" logged timed 240 ${TRIAL:+env PREDICT=sm90} python3 benchmarks/memory_of_models.py
+fi
+echo "done at $SECONDS s"
+exit 0
