@@ -39,6 +39,7 @@ def test_rows_are_modelled_and_their_terms_can_be_seen(stepgauge):
         ),
         (("--layout", "dp2", "--phases", "forward"), "no option of a row of bench data-parallel"),
         (("--layout", "dp2"), "has no all_reduce between 2 ranks"),
+        (("--layout", "dp2", "--batch", "3"), "batch is 3; 2 data ranks cannot share it"),
     ],
 )
 def test_what_is_not_predicted_is_told(stepgauge, arguments, said):
@@ -65,6 +66,8 @@ def test_a_layout_gives_the_row_of_the_command_that_measures_it(stepgauge, linke
     assert status == 0, err
     rows = json.loads(out)
     assert [row["kind"] for row in rows] == ["step", "data-parallel", *["layout"] * 4]
+    # the batch is that of all ranks; bench data-parallel's rows have a rank's
+    assert [row["spec"]["batch"] for row in rows] == [8, 4, 8, 8, 8, 8]
     assert all(row["metrics"]["peak_bytes"]["median"] > 2**30 for row in rows)
     assert rows[3]["metrics"]["bubble"]["median"] > 0
     status, out, err = stepgauge(

@@ -12,7 +12,7 @@ from stepgauge.cost import overlap
 from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.planner import device_bytes, memory_limit, overlaps, plan
-from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.hardware import CUDA_CONTEXT, NOT_FOR_TENSORS, HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.planning import PlanSpec
@@ -42,6 +42,14 @@ def test_rows_fit_are_ranked_and_fill_the_gpus():
         hours = 1e9 / spec.tokens_per_step * row.median("step_ms") / 3.6e6
         assert row.median("gpu_hours") == pytest.approx(hours * 16)
     assert all(o.ratio > 0 for o in overlaps(found.rows[0], machine, asked()))
+
+
+def test_the_context_of_a_process_is_counted_once():
+    """An H100 of 80 GB has 79.2 GiB for programs; tensors have what their context leaves."""
+    row = plan(asked(), Machine(DGX_H100), top=1).rows[0]
+    outside = sum(size for name, size, _ in row.tables["memory"][1:] if "(outside)" in name)
+    left = memory_limit(Machine(DGX_H100)) - CUDA_CONTEXT
+    assert outside > CUDA_CONTEXT and left == 80 * 2**30 - NOT_FOR_TENSORS
 
 
 def test_nothing_fits_is_said_with_what_is_missing():

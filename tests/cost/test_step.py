@@ -1,6 +1,7 @@
 """Predicted steps: properties that hold for any machine, and shipped measurements."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,14 @@ from hypothesis import strategies as st
 from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.estimate import CALIBRATED, EXTRAPOLATED, INTERPOLATED
 from stepgauge.cost.machine import Machine
+from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.step import predict
 from stepgauge.spec.calibration import Contention, OperationTable
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.links import Link, Piece
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.predictions import steps_beside
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.validate.views import error_table
@@ -104,6 +107,39 @@ def test_a_prediction_pairs_with_its_measurement_alone():
     assert (
         len(table.rows) == 1 and table.rows[0][3] == 0 and "over 1 rows: mean 0.0%" in table.caption
     )
+
+
+def test_a_prediction_is_of_one_device():
+    """One folder may have rows of two GPUs, each with its own prediction."""
+    modelled = predict(step(precision="bf16"), H100)
+    here = dataclasses.replace(modelled, provenance="measured", environment=modelled.environment)
+    there = dataclasses.replace(here, environment={"device": "NVIDIA H200"})
+    rows = steps_beside([modelled, here, there])
+    assert [row.prediction for row in rows] == [modelled, None]
+    assert [row.record for row in steps_beside([modelled, there])] == [modelled, there]
+
+
+def test_the_fused_loss_computes_its_gradients_in_forward():
+    """The same three products, a chunk at a time; backward has none of them."""
+    model = ModelSpec.preset("2.7b", context_length=512, vocab_size=128_256)
+    fused, plain = (
+        StepOperations(
+            step(model=dataclasses.replace(model, loss=loss), batch=16, precision="bf16")
+        )
+        for loss in ("fused", "cross-entropy")
+    )
+
+    def flops(terms):
+        head = [t for t in terms if t.name.startswith("head") and t.operation.startswith("matmul")]
+        return sum(t.count * math.prod(t.sizes) for t in head)
+
+    assert flops(fused.backward()) == 0 and flops(plain.backward()) == 2 * flops(plain.forward())
+    assert flops(fused.forward()) == pytest.approx(3 * flops(plain.forward()), rel=1e-3)
+    logits = next(t for t in fused.forward() if t.name == "loss")
+    assert logits.count == 4  # 8192 tokens of 128,256 words in bf16 are 2.1 GB, of 512 MiB a chunk
+    for operations in (fused, plain):
+        gradients = sum(t.gradient * t.count for t in operations.backward())
+        assert gradients > 0.99 * operations.num_parameters
 
 
 def two_ranks(wrapper="bucketed", **changes):

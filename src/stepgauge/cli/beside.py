@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from stepgauge.cli.console import Format, print_records, tell
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.hardware_files import file_of, known_files
+from stepgauge.spec.predictions import is_for
 from stepgauge.spec.record import Record
 
 Hardware = Annotated[
@@ -60,4 +61,14 @@ def print_beside(predictions: Sequence[Record], measured: Sequence[Record], form
 
     print_records([*predictions, *measured], format)
     if predictions:
+        tell_of_other_devices(predictions, measured)
         tell(sentence([*predictions, *measured]))
+
+
+def tell_of_other_devices(predictions: Sequence[Record], measured: Sequence[Record]) -> None:
+    """Says whose predictions stand in rows of their own, where none is of the device that ran."""
+    if measured and not any(is_for(p, row) for p in predictions for row in measured):
+        tell(
+            f"the predictions are of {predictions[0].environment['device']}; the rows ran on "
+            f"{measured[0].environment['device']} and stand apart"
+        )

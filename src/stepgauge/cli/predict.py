@@ -16,6 +16,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.step import StepSpec
 from stepgauge.validate.predicted import predicted
+from stepgauge.validate.rows import rank_batch
 
 Hardware = Annotated[
     Path, Parameter(help="Hardware file of a calibrated machine; hardware/ has some.")
@@ -23,7 +24,11 @@ Hardware = Annotated[
 
 
 @spec_options(
-    LayoutSpec, StepSpec, ModelSpec, sweep=True, defaults={"size": "small", "device": "cuda"}
+    LayoutSpec,
+    StepSpec,
+    ModelSpec,
+    sweep=True,
+    defaults={"size": "small", "device": "cuda", "batch": StepSpec.batch},
 )
 def predict(
     *,
@@ -36,10 +41,10 @@ def predict(
 ) -> None:
     """Predict training steps on a machine that was calibrated, without it and without torch.
 
-    The rows have the columns of the command that measures them, and are marked as modelled: of
-    bench step; with --layout of a data axis alone of bench data-parallel, whose batch is a rank's;
-    with any other of bench layout, whose batch is that of all ranks; of a pipeline alone with
-    --phases backward of bench pipeline. Each is a sum of named terms, from calibrated shapes or
+    The batch is that of all ranks, whatever the layout. The rows have the columns of the command
+    that measures them, and are marked as modelled: of bench step; with --layout of a data axis alone
+    of bench data-parallel, which shows a rank's part of the batch; with any other of bench layout; of
+    a pipeline alone with --phases backward of bench pipeline. Each is a sum of named terms, from calibrated shapes or
     interpolated between them; nothing is scaled to fit.
     """
     texts = values.get("layout", ("none",))
@@ -59,7 +64,7 @@ def predict(
 
 def specs_of(layout: Layout, values: Values) -> list[Any]:
     """The rows of the command that measures a layout. Raises ValueError for options that it does
-    not have.
+    not have, and for a batch that data ranks cannot share.
     """
     spec: type = LayoutSpec
     asked: dict[str, Any] = {"layout": str(layout)}
@@ -67,6 +72,7 @@ def specs_of(layout: Layout, values: Values) -> list[Any]:
         spec, asked = StepSpec, {}
     elif set(layout.axes) == {"data"}:
         spec, asked = DataParallelSpec, {"ranks": layout.data, "wrapper": layout.wrapper}
+        values = {**values, "batch": tuple(rank_batch(b, layout) for b in values["batch"])}
     elif set(layout.axes) == {"pipeline"} and values.get("phases") == ("backward",):
         spec = PipelineSpec
         values = {name: value for name, value in values.items() if name != "phases"}

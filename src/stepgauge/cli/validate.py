@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from stepgauge.cli.beside import hardware_of
+from stepgauge.cli.beside import hardware_of, tell_of_other_devices
 from stepgauge.cli.console import Format, print_tables, tell
 from stepgauge.cli.options import Values, spec_options
 from stepgauge.cli.rows import Fresh, Out, require_success, resolve_devices, run_jobs
@@ -69,6 +69,8 @@ def validate(
         tell(f"not predicted ({count} of {len(specs)}): {reason}")
     measured = run_jobs(jobs, RunStore(out), fresh=fresh)
     records = [*predictions.records, *measured]
+    if predictions.records:
+        tell_of_other_devices(predictions.records, measured)
     print_tables(format, [error_table(records), group_table(records)])
     page = pages.page_of(out, RunStore(out).read().latest())
     tell(f"report: {pages.write(page, out / 'report.html')}")

@@ -7,10 +7,10 @@ bytes of the residual stream, all of one rank.
 import dataclasses
 import math
 
+from stepgauge.cost.fused_loss import MOST_LOGITS
 from stepgauge.cost.operations import StepOperations
 
 Parts = dict[str, float]
-MOST_LOGITS = 512 * 2**20  # of a chunk of the fused loss, as kernels/linear_cross_entropy
 STATISTIC = 4  # bytes of a norm's and attention's value a row, in fp32 whatever the precision
 
 

@@ -11,12 +11,15 @@ from stepgauge.cost.prices import Prices
 from stepgauge.cost.program import DATA, DataAxis, Group, Program, RankStep
 from stepgauge.cost.terms import TRAFFIC, Term
 from stepgauge.spec.layout import WRAPPERS
-from stepgauge.spec.plan.buckets import Bucket, Parameter, plan_buckets, plan_launches
-from stepgauge.spec.plan.shards import dealt, plan_owners
+from stepgauge.spec.plan.buckets import (
+    FIRST_BUCKET_MB,
+    Bucket,
+    Parameter,
+    plan_buckets,
+    plan_launches,
+)
+from stepgauge.spec.plan.shards import MOST_IN_FLIGHT, UPDATE_PARTS, dealt, plan_owners
 
-FIRST_BUCKET_MB = 1.0  # as parallel/data_parallel.py
-NUM_PARTS = 4  # of an optimizer step, as parallel/zero.py: one is sent while the next is updated
-MOST_IN_FLIGHT = 2  # units whose gradients are on their way, as parallel/traffic.py
 BYTES: Mapping[str, int] = {"own": 0, "bf16": 2, "fp16": 2}
 MODELLED = ("none", "naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3")
 
@@ -176,11 +179,13 @@ class Owned(Bucketed):
         """In parts: while one is broadcast, the next is updated. Broadcasts of all owners together
         are an all-gather, as far as the fullest owner's wire allows.
         """
-        term = operations.optimizer(self.own / NUM_PARTS)
+        term = operations.optimizer(self.own / UPDATE_PARTS)
         sent = max(operations.num_parameters, _through_one(self.own, self.sending.ranks))
-        us = prices.collective("all_gather", sent * operations.how.residual / NUM_PARTS, "data").us
+        us = prices.collective(
+            "all_gather", sent * operations.how.residual / UPDATE_PARTS, "data"
+        ).us
         works = []
-        for part in range(NUM_PARTS):
+        for part in range(UPDATE_PARTS):
             place = program.compute(f"optimizer {part}", prices.of(term).us, term.operation)
             name = f"broadcast {part}"
             works.append(program.send(name, DATA, us, "all_gather", after=place))

@@ -18,19 +18,20 @@ from stepgauge.cost.activations import (
     stream_bytes,
 )
 from stepgauge.cost.allocator import LARGEST_SMALL, LEAST_OWN_SEGMENT, SEGMENT_ROUNDING, round_up
-from stepgauge.cost.data_axis import MOST_IN_FLIGHT, most_owned
+from stepgauge.cost.data_axis import most_owned
 from stepgauge.cost.operations import StepOperations
+from stepgauge.spec.hardware import CUDA_CONTEXT
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.plan.pipeline import Schedule, check
 from stepgauge.spec.plan.pipeline.check import Held
+from stepgauge.spec.plan.shards import MOST_IN_FLIGHT
 
 MIB = 2**20
 # cuBLAS takes 32 MiB on Hopper, once for forward's thread and once for autograd's; they are of
 # torch's count (docs/memory.md).
 WORKSPACES = 2 * 32 * MIB
-# Outside of torch's count: a CUDA context (docs/memory.md), and buffers of a communicator of NCCL
-# (assumed: 16 channels of 4 MiB for each of three protocols are under 200 MiB).
-CONTEXT = 500 * MIB
+# Outside of torch's count, beside the CUDA context: buffers of a communicator of NCCL (assumed: 16
+# channels of 4 MiB for each of three protocols are under 200 MiB).
 COMMUNICATOR = 200 * MIB
 # Bytes of optimizer state a parameter, by precision; AdamW.
 STATE_BYTES = {"fp32": 8, "tf32": 8, "bf16": 8, "fp16": 8, "bf16-pure": 4, "bf16-master": 12}
@@ -248,7 +249,7 @@ def _memory(base: _Held, parts: Mapping[str, float], moment: str, layout: Layout
         *(Item(name, nbytes) for name, nbytes in parts.items()),
         Item("workspaces of libraries", WORKSPACES, ASSUMED),
     ]
-    outside = [Item("CUDA context", CONTEXT, ASSUMED)]
+    outside = [Item("CUDA context", CUDA_CONTEXT, ASSUMED)]
     if layout.axes:
         outside.append(Item("communicators", COMMUNICATOR * len(layout.axes), ASSUMED))
     return Memory([item for item in items if item.bytes], outside, moment)

@@ -13,6 +13,7 @@ sequence, W width of a head, N ranks of the tensor axis.
 import dataclasses
 from collections.abc import Iterator
 
+from stepgauge.cost.fused_loss import fused_backward, fused_forward
 from stepgauge.cost.terms import TRAFFIC, Arithmetic, Term
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.tensor import KINDS, Rule
@@ -179,6 +180,9 @@ class StepOperations:
         d, v = self.model.d_model, self.model.vocab_size // self.share.tensor
         yield from self._norm("head.norm", "forward", "norm")
         yield from self._exchange("head", "forward")
+        if self._fuses_loss:
+            yield from fused_forward(self.how, self.tokens, v, d, self.spec.device)
+            return
         yield from self.how.linear_forward(
             "head", self.tokens, v, d, self.how.narrowed(self.own_tokens * d)
         )
@@ -237,10 +241,13 @@ class StepOperations:
 
     def _head_backward(self) -> Iterator[Term]:
         d, v = self.model.d_model, self.model.vocab_size // self.share.tensor
-        yield from self._loss_backward(v)
-        yield from self.how.linear_backward(
-            "head", self.tokens, v, d, self.how.narrowed(self.own_tokens * d)
-        )
+        if self._fuses_loss:
+            yield from fused_backward(v, d)
+        else:
+            yield from self._loss_backward(v)
+            yield from self.how.linear_backward(
+                "head", self.tokens, v, d, self.how.narrowed(self.own_tokens * d)
+            )
         yield from self._exchange("head", "backward")
         yield from self._norm("head.norm", "backward", "norm")
 
@@ -301,6 +308,11 @@ class StepOperations:
                 yield Term("loss.cast", "cast fp32 bf16", (m * v,))
 
     # Both
+
+    @property
+    def _fuses_loss(self) -> bool:
+        """Ranks that share the vocabulary fuse it by parts, which are priced as parts."""
+        return self.model.loss == "fused" and self.share.tensor == 1
 
     @property
     def _up(self) -> str:

@@ -9,7 +9,7 @@ from stepgauge.cost.layout import LayoutParts, predict_layout
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.operations import require_priced
 from stepgauge.cost.screen import Candidate, Screen, Screened, candidates
-from stepgauge.spec.hardware import NOT_FOR_TENSORS
+from stepgauge.spec.hardware import NOT_FOR_PROGRAMS
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.planning import PlanSpec
@@ -72,13 +72,13 @@ def plan(spec: PlanSpec, machine: Machine, *, top: int = 10) -> Plan:
 
 
 def memory_limit(machine: Machine) -> int:
-    """Bytes of a device that a process can have. Raises ValueError where they are not known."""
+    """Bytes of a device for a process and its CUDA context. Raises ValueError where they are not known."""
     peaks = machine.hardware.peaks
     if peaks is None or not peaks.memory_gb:
         raise ValueError(
             f"the memory of {machine.hardware.device!r} is not known; give the hardware file peaks"
         )
-    return peaks.memory_gb * 2**30 - NOT_FOR_TENSORS
+    return peaks.memory_gb * 2**30 - NOT_FOR_PROGRAMS
 
 
 def device_bytes(row: Record) -> float:

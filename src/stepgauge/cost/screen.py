@@ -15,6 +15,7 @@ from stepgauge.cost.machine import Machine
 from stepgauge.cost.memory import Memory, stage_memory, step_memory
 from stepgauge.cost.operations import Share, StepOperations
 from stepgauge.cost.prices import Prices
+from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.step import WorkSpec
@@ -23,7 +24,6 @@ SCHEDULES = ("1f1b", "interleaved", "zbv")
 STAGES = {"1f1b": 1, "interleaved": 2, "zbv": 2}
 CHECKPOINTING = ("none", "selective", "blocks")
 MOST_MICRO_BATCH = 64
-BUCKET_MB = 25.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Screen:
             over = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
             beside = min(gather, forward) + min(gather + reduce, backward)
             return passes * over, passes * beside * (1 - 1 / USUAL.kernel)
-        buckets = max(1, round(numel * how.residual / (BUCKET_MB * 1e6)))
+        buckets = max(1, round(numel * how.residual / (DataParallelSpec.bucket_mb * 1e6)))
         operation = "reduce_scatter" if layout.wrapper == "zero2" else "all_reduce"
         gradients = sent(operation, how.residual, buckets)
         hidden = backward * (buckets - 1) / buckets if layout.pipeline == 1 else 0.0

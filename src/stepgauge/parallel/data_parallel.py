@@ -36,10 +36,8 @@ from stepgauge.parallel.replicas import (
 )
 from stepgauge.parallel.shares import Share, as_share
 from stepgauge.parallel.usage import Usage
-from stepgauge.spec.plan.buckets import Bucket, plan_buckets, plan_launches
+from stepgauge.spec.plan.buckets import FIRST_BUCKET_MB, Bucket, plan_buckets, plan_launches
 
-# as torch's DistributedDataParallel: communication starts with the first layers of backward
-FIRST_BUCKET_MB = 1.0
 OF_A_BACKWARD = ("_backward", "_late", "_in_flight", "_local", "_aside", "_remove_hooks")
 
 

@@ -16,9 +16,9 @@ from stepgauge.parallel.collectives import launch_together
 from stepgauge.parallel.readiness import at_end_of_backward
 from stepgauge.parallel.units import Gathered, Sharding, Unit, local, real, release
 from stepgauge.parallel.usage import Usage
+from stepgauge.spec.plan.shards import MOST_IN_FLIGHT
 
 PREFETCHED = 1  # units that are gathered ahead, in forward and in backward
-MOST_IN_FLIGHT = 2  # units whose whole gradients are on their way: more only takes memory
 
 
 class Scattered(NamedTuple):

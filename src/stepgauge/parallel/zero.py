@@ -21,10 +21,7 @@ from stepgauge.parallel.averager import Averager
 from stepgauge.parallel.collectives import launch_together
 from stepgauge.parallel.replicas import dense, describe_parameter, require_same
 from stepgauge.parallel.shares import Share, as_plain
-from stepgauge.spec.plan.shards import plan_owners
-
-# Parts of a step: while one is broadcast, the next is updated.
-NUM_PARTS = 4
+from stepgauge.spec.plan.shards import UPDATE_PARTS, plan_owners
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -112,7 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Parts of about equal elements, in order, so that all of an owner's parts take as long."""
         whole, before = sum(p.numel() for p in parameters), 0
         for parameter in parameters:
-            self._part_of[parameter] = min(NUM_PARTS - 1, before * NUM_PARTS // max(1, whole))
+            self._part_of[parameter] = min(UPDATE_PARTS - 1, before * UPDATE_PARTS // max(1, whole))
             before += parameter.numel()
 
     def _own(self, group: dict[str, Any], part: int | None = None) -> dict[str, Any]:
@@ -150,7 +147,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._trained.update(p for p in self.owners if p.requires_grad)
         works: list[Any] = []
         after: list[dict[str, Any]] = []  # what each part leaves in the groups, such as a count
-        for part in range(NUM_PARTS):
+        for part in range(UPDATE_PARTS):
             found = self._step_part(part)
             if after and not _equal(after, found):
                 raise RuntimeError(

@@ -100,6 +100,8 @@ def peaks(device_name: str) -> Peaks | None:
 # Of the gigabytes sold, in GiB: an H200 of 141 has 139.8 for programs, an H100 of 80 has 79.2
 # (records' device_bytes), and a process's context is in these, too.
 NOT_FOR_TENSORS = 2 * 2**30
+CUDA_CONTEXT = 500 * 2**20  # of one process (docs/memory.md)
+NOT_FOR_PROGRAMS = NOT_FOR_TENSORS - CUDA_CONTEXT
 
 
 def fits(needed: float, architecture: str) -> str:

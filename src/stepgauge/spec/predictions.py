@@ -45,22 +45,35 @@ def paired(records: Sequence[Record]) -> list[Row]:
 
 
 def steps_beside(records: Sequence[Record]) -> list[Row]:
-    """Each record; those of measured steps with the last prediction of the same step. Predictions of
-    what was measured are no rows of their own. They come from a hardware file, wherever it is read.
+    """Each record; those of measured steps with the last prediction of the same step for the same
+    device. Predictions of what was measured are no rows of their own.
     """
-    measured = {record.key for record in records if record.provenance == "measured"}
-    modelled = {
-        record.key: record
-        for record in records
-        if record.provenance == "modelled" and STEP in record.metrics and record.key in measured
-    }
-    return [
-        Row(record, modelled.get(record.key) if record.provenance == "measured" else None)
-        for record in records
-        if not (
-            record.provenance == "modelled" and record.key in modelled and STEP in record.metrics
-        )
-    ]
+    measured: dict[str, list[Record]] = {}
+    modelled: dict[str, list[Record]] = {}
+    for record in records:
+        if record.provenance == "measured":
+            measured.setdefault(record.key, []).append(record)
+        elif record.provenance == "modelled" and STEP in record.metrics:
+            modelled.setdefault(record.key, []).append(record)
+    rows = []
+    for record in records:
+        found = None
+        if record.provenance == "measured":
+            known = [p for p in modelled.get(record.key, ()) if is_for(p, record)]
+            found = known[-1] if known else None
+        is_prediction = record.provenance == "modelled" and STEP in record.metrics
+        if is_prediction and any(is_for(record, row) for row in measured.get(record.key, ())):
+            continue
+        rows.append(Row(record, found))
+    return rows
+
+
+def is_for(prediction: Record, measured: Record) -> bool:
+    """Whether the prediction is of the device that the row was measured on, as far as both are
+    known.
+    """
+    predicted, here = (r.environment.get("device") for r in (prediction, measured))
+    return not predicted or not here or predicted == here
 
 
 def without_predicted_metrics(record: Record) -> list[Record]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.predictions import is_for
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 from stepgauge.validate.predicted import predicted
@@ -35,19 +36,25 @@ def predict_before(
     store.prepare()
     found = Predictions([], {})
     with store.held():
-        known = {(r.key, r.provenance): r for r in store.read().records}
+        known = store.read().records
         for spec, miss in itertools.zip_longest(specs, expected, fillvalue=""):
             try:
                 record = predicted(spec, hardware)
             except ValueError as error:
                 found.refused[str(error)] = found.refused.get(str(error), 0) + 1
                 continue
-            measured = known.get((record.key, "measured"))
+            measured = _last(known, "measured", record)
             is_done = measured is not None and measured.status != "failed" and not fresh
-            before = known.get((record.key, "modelled"))
+            before = _last(known, "modelled", record)
             if before is None or not is_done:
                 note = "; ".join(filter(None, (AFTER if is_done else BEFORE, miss)))
                 before = dataclasses.replace(record, note=note)
                 store.append(before)
             found.records.append(before)
     return found
+
+
+def _last(records: Sequence[Record], provenance: str, like: Record) -> Record | None:
+    """The last record of the same step on the same device."""
+    found = [r for r in records if r.provenance == provenance and r.key == like.key]
+    return next((record for record in reversed(found) if is_for(like, record)), None)

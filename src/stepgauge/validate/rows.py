@@ -85,7 +85,7 @@ def specs_of(values: Mapping[str, tuple[Any, ...]], layouts: Sequence[str]) -> l
         if kind is DataParallelSpec:
             own |= {"ranks": (layout.data,), "wrapper": (layout.wrapper,)}
             own["batch"] = tuple(
-                _share(batch, layout) for batch in own.get("batch", (StepSpec.batch,))
+                rank_batch(batch, layout) for batch in own.get("batch", (StepSpec.batch,))
             )
         elif kind is LayoutSpec:
             own["layout"] = (str(layout),)
@@ -99,7 +99,8 @@ def _kind(layout: Layout) -> type:
     return DataParallelSpec if set(layout.axes) == {"data"} else LayoutSpec
 
 
-def _share(batch: int, layout: Layout) -> int:
+def rank_batch(batch: int, layout: Layout) -> int:
+    """Sequences of each data rank. Raises ValueError for a batch that they cannot share."""
     if batch % layout.data:
         raise ValueError(f"batch is {batch}; {layout.data} data ranks cannot share it")
     return batch // layout.data

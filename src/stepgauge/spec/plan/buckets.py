@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 MB = 10**6
+# as torch's DistributedDataParallel: communication starts with the first layers of backward
+FIRST_BUCKET_MB = 1.0
 MOST_FOR_AN_OWNER = 4  # buckets of a launch, so that none waits for long
 
 
