@@ -101,6 +101,8 @@ def test_every_bad_input_is_one_sentence_and_status_2(stepgauge):
         (("study", "--only", "dance"), 2, "experiment is 'dance'; choose from step-time, "),
         (("comm", "explain", "dance"), 2, "op is 'dance'"),
         (("model", "--batch", "-1"), 2, "batch is -1"),
+        (("tune", "--best", "x"), 2, "best is 'x'; it must be a whole number"),
+        (("schedule", "simulate", "1f1b", "--forward", "x"), 2, "forward is 'x'; it must be a num"),
         (("completion", "cmd"), 2, 'Choose from: "bash"'),
     ],
 )
@@ -130,6 +132,24 @@ def test_a_wrong_value_loads_neither_torch_nor_matplotlib():
         ["comm", "explain", "dance"],
         ["study", "--only", "dance"],
         ["train", "--data-parallel", "zero1"],
+        ["train", "--corpus", "absent.txt"],
+        ["train", "--layout", "pp2 m4"],
+        ["study", "--device", "toaster"],
+        ["tune", "--best", "0"],
+        ["tune", "--d-model", "7"],
+        ["tune", "--model", "mine"],
+        ["validate", "--layout", "dp2x"],
+        ["validate", "--hardware", "absent.json"],
+        ["calibrate", "--ranks", "1"],
+        ["calibrate", "--device", "toaster"],
+        ["bench", "step", "--hardware", "absent.json"],
+        ["bench", "kernel", "attention", "--grid", "dance"],
+        ["bench", "comm", "-f", "0"],
+        ["bench", "comm", "-b", "4M", "-e", "1M"],
+        ["bench", "layout", "--layout", "dp3"],
+        ["profile", "memory", "--predict", "sm1"],
+        ["plan", "--hardware", "absent.json"],
+        ["predict", "--hardware", "absent.json"],
     ]
     code = (
         "import sys; from stepgauge import cli\n"
@@ -137,7 +157,7 @@ def test_a_wrong_value_loads_neither_torch_nor_matplotlib():
         "'torch' in sys.modules, 'matplotlib' in sys.modules, cli.run(['report', 'absent']), "
         "'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout == f"{[2] * len(wrong)} False False 1 False\n", done.stderr
 
 

@@ -205,8 +205,10 @@ TRAIN = (
 
 
 def test_train_tells_how_the_loss_went(stepgauge, tmp_path):
-    status, out, err = stepgauge(*TRAIN, "--evaluate-every", "6", "--out", tmp_path)
+    asked = ("--evaluate-every", "6", "--attention", "triton", "--out", tmp_path)
+    status, out, err = stepgauge(*TRAIN, *asked)
     assert status == 0
+    assert "attention triton ran in plain PyTorch: no CUDA GPU" in err
     assert out.startswith("loss 5.")
     assert "parameters on" in out and "tokens/s; run in" in out
     assert err.count("bits/byte") == 2

@@ -36,6 +36,21 @@ def test_show_writes_what_can_be_read_again(stepgauge, tmp_path):
     )
 
 
+def test_every_form_that_show_prints_is_read_back(stepgauge, tmp_path):
+    path = tmp_path / "mine"
+    for format in ("text", "csv", "json"):
+        for lowered in ((), ("--lowered",)):
+            asked = ("schedule", "show", "1f1b", "--ranks", 2, "--microbatches", 2, *lowered)
+            path.write_text(stepgauge(*asked, "--format", format)[1])
+            for verb in "check", "simulate":
+                assert stepgauge("schedule", verb, path)[0] == 0
+            assert stepgauge("schedule", "show", path, "--format", format)[1] == path.read_text()
+    for text in ('{"ranks": 3}', '{"name": "mine"}', '{"ranks": [[', "{}"):
+        path.write_text(text)
+        status, _, err = stepgauge("schedule", "check", path)
+        assert status == 2 and "it is no JSON of a schedule" in err
+
+
 def test_simulate_draws_a_line_a_rank_and_says_what_waits(stepgauge, tmp_path):
     asked = ("schedule", "simulate", "1f1b", "--ranks", 2, "--microbatches", 2)
     status, out, err = stepgauge(*asked, "--report", tmp_path / "drawn.svg")

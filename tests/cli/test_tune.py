@@ -1,5 +1,7 @@
 """`tune`: a small search on this machine, and the file that it leaves."""
 
+import shlex
+
 
 def test_the_winner_is_told_and_its_file_asks_for_the_same_row(stepgauge, tmp_path):
     out = tmp_path / "run"
@@ -10,13 +12,17 @@ def test_the_winner_is_told_and_its_file_asks_for_the_same_row(stepgauge, tmp_pa
         "--device", "cpu", "--out", out,
     )  # fmt: skip
     assert status == 0, err
-    assert "stepgauge bench step --size nano" in text
+    command = text.splitlines()[-1]
+    assert command.startswith("stepgauge bench step ") and "--steps 1 --" in command
+    assert "--size nano" in command and "--device cpu" in command and "adamw" not in command
     assert "2 candidates could be predicted" in err and "tokens/s" in err
     status, text, err = stepgauge(
         "bench", "step", "--config", out / "tuned.toml", "--out", out, "--format", "json"
     )
     assert status == 0, err
     assert "1 of 1 rows were already in" in err
+    status, _, err = stepgauge(*shlex.split(command)[1:], "--out", out)
+    assert status == 0 and "1 of 1 rows were already in" in err
 
 
 def test_what_cannot_be_tuned_is_told(stepgauge):

@@ -4,10 +4,10 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CoercionError, CycloptsError
 from cyclopts.config import Toml
 
 import stepgauge
@@ -36,6 +36,7 @@ COMMANDS = {
     "report": "records:report",
     "completion": "completion:completion",
 }
+NUMBERS: Mapping[type | None, str] = {int: "a whole number", float: "a number"}
 app = App(
     name="stepgauge",
     help="""Measure a Transformer training step, explain it, make it faster, and train with it.
@@ -131,5 +132,8 @@ def _of_file(error: OSError) -> str:
 
 
 def _sentence(error: CycloptsError) -> str:
+    if isinstance(error, CoercionError) and error.token and error.target_type in NUMBERS:
+        name = (error.token.keyword or "value").lstrip("-").replace("-", "_")
+        return f"{name} is {error.token.value!r}; it must be {NUMBERS[error.target_type]}"
     cause = error.__cause__ or error.__context__
     return str(cause) if isinstance(cause, ValueError) else " ".join(str(error).split())

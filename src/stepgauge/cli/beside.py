@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, print_records, tell
+from stepgauge.cli.rows import existing_hardware
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.hardware_files import file_of, known_files
 from stepgauge.spec.predictions import is_for
@@ -15,7 +16,8 @@ from stepgauge.spec.record import Record
 Hardware = Annotated[
     Path | None,
     Parameter(
-        help="Hardware file that each row is predicted from before it is run. [that of this device]"
+        help="Hardware file that each row is predicted from before it is run. [that of this device]",
+        converter=existing_hardware,
     ),
 ]
 NoPredict = Annotated[bool, Parameter(help="Predict nothing.", negative="", show_default=False)]

@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from stepgauge.cli.console import tell
-from stepgauge.cli.rows import Fresh, Out, run_jobs
+from stepgauge.cli.rows import Device, Fresh, Out, run_jobs
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.hardware_files import default_path
 from stepgauge.spec.store import RunStore
@@ -34,7 +34,7 @@ def calibrate(
     only: Annotated[
         str, Parameter(help="What has this in its name (matmul, links, contention); else all.")
     ] = "",
-    device: Annotated[str, Parameter(help="As in bench step.")] = "auto",
+    device: Device = "auto",
     out: Out = Path("runs/calibrate"),
     fresh: Fresh = False,
 ) -> None:
@@ -46,6 +46,9 @@ def calibrate(
     where it stopped. From then on bench commands on this device show what was predicted beside what
     they measure.
     """
+    if few := [number for number in ranks if number < 2]:
+        raise ValueError(f"ranks is {few[0]}; collectives need at least 2")
+
     from stepgauge.calibrate.machine import (
         hardware_file,
         jobs,
@@ -56,8 +59,6 @@ def calibrate(
     from stepgauge.runtime.workers import run_isolated
 
     where = resolve(device)
-    if few := [number for number in ranks if number < 2]:
-        raise ValueError(f"ranks is {few[0]}; collectives need at least 2")
     asked = jobs(where, ranks, only)
     name, threads = run_isolated(this_machine, where)
     path = hardware or default_path(name)

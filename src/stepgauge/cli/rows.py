@@ -12,6 +12,7 @@ from cyclopts import Parameter, Token
 
 from stepgauge.cli.console import Format, progress, summary, tell, warn
 from stepgauge.cli.options import Values
+from stepgauge.spec.options import device_name
 from stepgauge.spec.user_model import UserModel
 
 if TYPE_CHECKING:
@@ -27,7 +28,26 @@ def named_folder(type_: Any, tokens: Sequence[Token]) -> Path:
     return Path(tokens[0].value)
 
 
+def named_device(type_: Any, tokens: Sequence[Token]) -> str:
+    """Raises ValueError for what no machine calls a device."""
+    return device_name(tokens[0].value)
+
+
+def existing_hardware(type_: Any, tokens: Sequence[Token]) -> Path:
+    """Raises ValueError where there is no such file, before anything is loaded or measured."""
+    path = Path(tokens[0].value)
+    if not path.is_file():
+        raise ValueError(f"no hardware file at {path}")
+    return path
+
+
 Out = Annotated[Path, Parameter(help="Folder of the run.", converter=named_folder)]
+Device = Annotated[
+    str,
+    Parameter(
+        help="cpu, cuda, cuda:1, mps; auto takes the fastest there is.", converter=named_device
+    ),
+]
 Fresh = Annotated[
     bool,
     Parameter(help="Measure again what the run already holds.", negative="", show_default=False),

@@ -18,8 +18,10 @@ from stepgauge.spec.plan.pipeline import (
     build,
     check,
     from_csv,
+    from_json,
     from_text,
     to_csv,
+    to_json,
     to_text,
 )
 
@@ -27,7 +29,10 @@ app = App(name="schedule", help="Show, check and simulate a pipeline schedule.")
 
 Form = Literal["text", "csv", "json"]
 Which = Annotated[
-    str, Parameter(help=f"One of {', '.join(SCHEDULES)}, or a file of text or torch's CSV.")
+    str,
+    Parameter(
+        help=f"One of {', '.join(SCHEDULES)}, or a file that show wrote, text, JSON or torch's CSV."
+    ),
 ]
 Ranks = Annotated[int, Parameter(help="Ranks; a file must be for as many. [4, or the file's]")]
 MicroBatches = Annotated[
@@ -41,6 +46,7 @@ COLOURS = {
     "W": "black on yellow",
 }
 PLAIN_WIDTH = 100
+WRITERS = {"text": to_text, "csv": to_csv, "json": to_json}
 
 
 @app.command
@@ -58,11 +64,7 @@ def show(
     """Print a schedule: a line a rank, of actions such as 0F3."""
     schedule = load(which, ranks, micro_batches, per_rank)
     schedule = check(schedule).schedule if lowered else schedule
-    if format == "json":
-        rows = [[str(action) for action in row] for row in schedule.ranks]
-        print(json.dumps({"name": schedule.name, "ranks": rows}))
-    else:
-        print(to_text(schedule) if format == "text" else to_csv(schedule), end="")
+    print(WRITERS[format](schedule), end="")
 
 
 @app.command(name="check")
@@ -148,7 +150,10 @@ def load(which: str, ranks: int, micro_batches: int, per_rank: int) -> Schedule:
             f"schedule is {which!r}; choose one of {', '.join(SCHEDULES)}, or the path of a file"
         )
     text = path.read_text(encoding="utf-8")
-    read = from_csv if "," in text or path.suffix == ".csv" else from_text
+    if text.lstrip().startswith("{"):
+        read = from_json
+    else:
+        read = from_csv if "," in text or path.suffix == ".csv" else from_text
     schedule = read(text, path.stem)
     for name, asked, has in (
         ("ranks", ranks, schedule.num_ranks),

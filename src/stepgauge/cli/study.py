@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from stepgauge.cli.console import tell
 from stepgauge.cli.records import SavePlots, save
-from stepgauge.cli.rows import Fresh, Out, require_success, run_jobs
+from stepgauge.cli.rows import Device, Fresh, Out, require_success, run_jobs
 from stepgauge.spec.experiments import EXPERIMENTS
 from stepgauge.spec.store import RunStore
 
@@ -24,9 +24,7 @@ def study(
             show_default=False,
         ),
     ] = None,
-    device: Annotated[
-        str, Parameter(help="cpu, cuda, cuda:1, mps; auto takes the fastest there is.")
-    ] = "auto",
+    device: Device = "auto",
     fresh: Fresh = False,
     save_plots: SavePlots = None,
 ) -> None:

@@ -13,7 +13,7 @@ from stepgauge.runtime.load_file import user_line
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
-from stepgauge.spec.train import TrainSpec
+from stepgauge.spec.train import DEFAULT_CORPUS, TrainSpec
 from stepgauge.spec.user_model import UserModel
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ def _spec_of(values: Values) -> TrainSpec:
             "vocab_size is the tokenizer's, 256 for bytes; --tokenizer bpe takes another"
         )
     (spec,) = expand(TrainSpec, values)
+    if spec.corpus != DEFAULT_CORPUS and not Path(spec.corpus).exists():
+        raise ValueError(f"corpus {spec.corpus} does not exist")
     if "warmup" in values and spec.warmup > spec.steps:
         raise ValueError(
             f"warmup is {spec.warmup} of {spec.steps} steps; choose at most {spec.steps}"
@@ -106,6 +108,7 @@ def _train(spec: TrainSpec, out: Path) -> str:
     from stepgauge.bench import train as bench_train
     from stepgauge.bench.sweep import stamped
     from stepgauge.measure.devices import out_of_memory_reason
+    from stepgauge.report.kernels import launchers_of
     from stepgauge.train.checkpoint import CheckpointError
     from stepgauge.train.loop import DivergedError, Point
 
@@ -137,8 +140,11 @@ def _train(spec: TrainSpec, out: Path) -> str:
             raise RunFailedError(
                 f"{reason}; the run goes on from its last checkpoint with the same command"
             ) from None
+        record = stamped(record)
         if {"tokens_per_s", "steps_per_s"} & record.metrics.keys():
-            store.append(stamped(record))
+            store.append(record)
+    for sentence in launchers_of([record]):
+        tell(sentence)
     return _told(spec, record, out)
 
 

@@ -10,13 +10,14 @@ from cyclopts import Parameter
 from stepgauge.cli.beside import Hardware, hardware_of, predict_rows, print_beside
 from stepgauge.cli.console import print_table, tell
 from stepgauge.cli.options import Values, spec_options
-from stepgauge.cli.rows import Fresh, Out, resolve_devices, run_jobs
+from stepgauge.cli.rows import Device, Fresh, Out, resolve_devices, run_jobs
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
+from stepgauge.tune.choices import space
 
 CONFIG = "tuned.toml"
 
@@ -28,7 +29,7 @@ def tune(
     ranks: Annotated[
         int, Parameter(help="Processes, each with a device of its own: tunes the wrapper, too.")
     ] = 1,
-    device: Annotated[str, Parameter(help="As in bench step.")] = "auto",
+    device: Device = "auto",
     best: Annotated[int, Parameter(help="Candidates that are measured, by prediction.")] = 4,
     hardware: Hardware = None,
     out: Out = Path("runs/tune"),
@@ -43,15 +44,17 @@ def tune(
     after the other is measured. Prints what each choice gains, the winner's command, and writes it
     as a file for --config.
     """
-    from stepgauge.bench.jobs import job_of
-    from stepgauge.measure.devices import resolve
-    from stepgauge.tune import search
-    from stepgauge.tune.choices import space
-    from stepgauge.tune.told import command_line, gain_table, sentence, write_config
-
     if best < 1 or ranks < 1:
         raise ValueError(f"best is {best} and ranks is {ranks}; both must be at least 1")
     given = values if "size" in values or "model" in values else {"size": ("small",), **values}
+    asked_for = space(given, device=device, ranks=ranks)
+    asked_for.require(asked_for.usual)  # what cannot be is said before torch is loaded
+
+    from stepgauge.bench.jobs import job_of
+    from stepgauge.measure.devices import resolve
+    from stepgauge.tune import search
+    from stepgauge.tune.told import command_line, gain_table, sentence, write_config
+
     candidates = space(given, device=str(resolve(device)), ranks=ranks)
     resolve_devices([candidates.require(candidates.usual)])
     path = hardware or hardware_of(str(resolve(device)))
@@ -75,7 +78,7 @@ def tune(
         print_table(gain_table(tuned))
     tell(sentence(tuned))
     write_config(tuned, candidates, out / CONFIG)
-    print(command_line(tuned))
+    print(command_line(tuned, candidates))
     tell(f"the same as a file: --config {out / CONFIG}")
 
 

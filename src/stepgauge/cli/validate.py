@@ -8,7 +8,14 @@ from cyclopts import Parameter
 from stepgauge.cli.beside import hardware_of, tell_of_other_devices
 from stepgauge.cli.console import Format, print_tables, tell
 from stepgauge.cli.options import Values, spec_options
-from stepgauge.cli.rows import Fresh, Out, require_success, resolve_devices, run_jobs
+from stepgauge.cli.rows import (
+    Fresh,
+    Out,
+    existing_hardware,
+    require_success,
+    resolve_devices,
+    run_jobs,
+)
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
@@ -34,7 +41,10 @@ def validate(
         ),
     ] = (),
     hardware: Annotated[
-        Path | None, Parameter(help="Hardware file of this machine. [that of this device]")
+        Path | None,
+        Parameter(
+            help="Hardware file of this machine. [that of this device]", converter=existing_hardware
+        ),
     ] = None,
     out: Out = Path("runs/validate"),
     fresh: Fresh = False,
@@ -46,13 +56,14 @@ def validate(
     layouts that do the same step are ranked. Without a list or options a few usual layouts of this
     machine are validated. The page of the run has the plot.
     """
+    asked = _asked(rows, values, layout)
+
     from stepgauge.bench.jobs import job_of
     from stepgauge.bench.ranks import store_for
     from stepgauge.study import pages
     from stepgauge.validate.before import predict_before
     from stepgauge.validate.views import error_table, group_table
 
-    asked = _asked(rows, values, layout)
     path = hardware or hardware_of(asked[0].spec.device)
     if path is None:
         raise ValueError(
@@ -79,8 +90,6 @@ def validate(
 
 def _asked(path: Path | None, values: Values, layouts: tuple[str, ...]) -> list[Asked]:
     """The rows of the list, of the options, or the usual ones, on devices that are there."""
-    import torch
-
     if path is not None:
         if layouts:
             raise ValueError(f"layout is {layouts[0]!r}; the rows of {path} have their own")
@@ -88,6 +97,8 @@ def _asked(path: Path | None, values: Values, layouts: tuple[str, ...]) -> list[
     elif values or layouts:
         found = [Asked(spec) for spec in specs_of(values, layouts or ("none",))]
     else:
+        import torch
+
         found = usual_rows(torch.cuda.device_count())
     specs = resolve_devices([row.spec for row in found])
     return [Asked(spec, row.expect) for spec, row in zip(specs, found, strict=True)]

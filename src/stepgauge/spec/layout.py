@@ -137,11 +137,13 @@ class Layout:
         if self.replicas > 1 and self.wrapper == "none":
             axis = f"dp{self.data}" if self.data > 1 else f"cp{self.context}"
             raise ValueError(f"{axis} needs a wrapper, one of {', '.join(WRAPPERS)}")
-        if (self.pipeline > 1) != bool(self.schedule):
+        if self.pipeline > 1 and not self.schedule:
             raise ValueError(
-                f"pp{self.pipeline} goes with {self.schedule or 'no schedule'!r}; a pipeline, and "
-                f"only a pipeline, has a schedule such as 1f1b"
+                f"pp{self.pipeline} has no schedule: add one of {', '.join(SCHEDULES)}, such as "
+                f"'pp{self.pipeline} 1f1b m{max(self.microbatches, self.pipeline)}'"
             )
+        if self.schedule and self.pipeline == 1:
+            raise ValueError(f"schedule {self.schedule} needs a pipeline: add pp2")
         if self.microbatches > 1 and self.pipeline == 1:
             raise ValueError(f"m{self.microbatches} needs a pipeline, such as pp2 1f1b")
 

@@ -52,13 +52,20 @@ def read(field: Field, text: str) -> Any:
         return TRUTH[text.lower()]
     if is_size(field):
         return parse_bytes(text, field.name)
-    if field.name == "device" and not DEVICE.fullmatch(text):  # said before torch is loaded
-        raise ValueError(f"device is {text!r}; choose cpu, cuda, cuda:N, mps or auto")
+    if field.name == "device":
+        return device_name(text)
     try:
         return field.type(text.replace("_", "") if field.type is int else text)  # type: ignore[operator]
     except ValueError:
         kind = "a whole number" if field.type is int else "a number"
         raise ValueError(f"{field.name} is {text!r}; it must be {kind}") from None
+
+
+def device_name(text: str) -> str:
+    """The text, said to be no device before torch is loaded. Raises ValueError."""
+    if not DEVICE.fullmatch(text):
+        raise ValueError(f"device is {text!r}; choose cpu, cuda, cuda:N, mps or auto")
+    return text
 
 
 def written(field: Field, value: Any) -> str:

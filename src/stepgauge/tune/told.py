@@ -1,15 +1,17 @@
 """The winner as a table of gains, a command line and a configuration file."""
 
 import json
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stepgauge.report.findings import COMMANDS, command
+from stepgauge.report.findings import COMMANDS
 from stepgauge.report.names import describe
 from stepgauge.report.numbers import number
 from stepgauge.report.table import Table
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.options import options_of, written
+from stepgauge.spec.options import Field, options_of, written
 from stepgauge.tune.choices import Space
 from stepgauge.tune.search import Tuned, rate
 
@@ -39,21 +41,35 @@ def sentence(tuned: Tuned) -> str:
     return f"{number(rate(tuned.winner))} {unit}{times} ({describe(tuned.winner)}). {how[0].upper()}{how[1:]}."
 
 
-def command_line(tuned: Tuned) -> str:
-    return command(tuned.winner)
+def command_line(tuned: Tuned, space: Space) -> str:
+    """The command that measures the winner as it was measured, without what is usual there."""
+    told = [
+        f"--{_flag(field)} {shlex.quote(written(field, value))}"
+        for field, value in _options(tuned, space)
+        if value != field.default or field.name in ("size", "device")
+    ]
+    return " ".join(["stepgauge", COMMANDS[tuned.winner.kind], *told])
 
 
 def write_config(tuned: Tuned, space: Space, path: Path) -> None:
     """The winner's options as a file that --config reads, under its command's name."""
-    spec: dict[str, Any] = {**tuned.winner.spec, **tuned.winner.spec["model"]}
-    known = options_of(space.kind, ModelSpec)
     lines = [f"# {sentence(tuned)}", f"[{COMMANDS[tuned.winner.kind].replace(' ', '.')}]"]
-    for name, values in space.values.items():
-        field = known[name]
-        # of a user's network and a config.json the record has what they contain
-        value = values[0] if name in ("model", "hf_config") else spec.get(name, values[0])
+    for field, value in _options(tuned, space):
         text = written(field, value)
-        flag = (field.metadata["flag"] or name).replace("_", "-")
-        lines.append(f"{flag} = {json.dumps(text) if isinstance(value, str) else text}")
+        lines.append(f"{_flag(field)} = {json.dumps(text) if isinstance(value, str) else text}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
+
+
+def _options(tuned: Tuned, space: Space) -> Iterator[tuple[Field, Any]]:
+    """The winner's value of each option that was given or chosen."""
+    spec: dict[str, Any] = {**tuned.winner.spec, **tuned.winner.spec["model"]}
+    known = options_of(space.kind, ModelSpec)
+    for name, values in space.values.items():
+        # of a user's network and a config.json the record has what they contain
+        is_file = name in ("model", "hf_config")
+        yield known[name], values[0] if is_file else spec.get(name, values[0])
+
+
+def _flag(field: Field) -> str:
+    return (field.metadata["flag"] or field.name).replace("_", "-")

@@ -50,10 +50,11 @@ def comm(
     are the ranks; otherwise the ranks are started here. `stepgauge comm fit RUN` turns the run into
     a cost per byte.
     """
+    specs = _specs(values, _range(begin, end, factor))
+
     from stepgauge.bench.comm import RUN
     from stepgauge.bench.sweep import Job
 
-    specs = _specs(values, _range(begin, end, factor))
     records = run_jobs([Job(RUN, spec) for spec in specs], RunStore(out), fresh=fresh)
     print_records(records, format)
     require_success(records)
@@ -61,12 +62,13 @@ def comm(
 
 def _specs(values: Values, ranged: tuple[int, ...]) -> list[CommSpec]:
     """The rows in the order in which they run; `ranged` are the sizes of a range, if one is given."""
-    from stepgauge.measure.devices import resolve
-
     if ranged:
         if "size_bytes" in values:
             raise ValueError("size and a range from begin to end are both given; choose one")
         values["size_bytes"] = ranged
+
+    from stepgauge.measure.devices import resolve
+
     (first_device, *_) = values["device"]
     values.setdefault("backend", ("gloo" if resolve(str(first_device)).type == "cpu" else "nccl",))
     named = {**values, "device": tuple(str(resolve(str(name))) for name in values["device"])}

@@ -65,13 +65,14 @@ def _command(spec: type[KernelSpec]) -> Callable[..., None]:
         fresh: Fresh = False,
         format: RowFormat = "table",
     ) -> None:
-        from stepgauge.bench.kernels import comparison
-        from stepgauge.bench.sweep import Job
-
         names = [name for text in peers for name in text.split(",") if name]
         if names:
             values["peers"] = (AUTO if AUTO in names else " ".join(names),)
         specs = resolve_devices(expand_grid(spec, grid, values))
+
+        from stepgauge.bench.kernels import comparison
+        from stepgauge.bench.sweep import Job
+
         for row in specs:
             comparison.check(row)
         records = run_jobs(

@@ -8,7 +8,14 @@ from stepgauge.spec.plan.pipeline.action import Action, Channel, Schedule, Sched
 from stepgauge.spec.plan.pipeline.check import Checked, check
 from stepgauge.spec.plan.pipeline.lower import lower
 from stepgauge.spec.plan.pipeline.schedules import SCHEDULES, build
-from stepgauge.spec.plan.pipeline.text import from_csv, from_text, to_csv, to_text
+from stepgauge.spec.plan.pipeline.text import (
+    from_csv,
+    from_json,
+    from_text,
+    to_csv,
+    to_json,
+    to_text,
+)
 
 __all__ = [
     "SCHEDULES",
@@ -20,8 +27,10 @@ __all__ = [
     "build",
     "check",
     "from_csv",
+    "from_json",
     "from_text",
     "lower",
     "to_csv",
+    "to_json",
     "to_text",
 ]

@@ -7,6 +7,7 @@ its stage, its kind and its micro-batch.
 
 import csv
 import io
+import json
 import re
 from collections.abc import Iterable
 
@@ -66,6 +67,23 @@ def to_csv(schedule: Schedule) -> str:
     output = io.StringIO()
     csv.writer(output, lineterminator="\n").writerows(map(str, row) for row in schedule.ranks)
     return output.getvalue()
+
+
+def from_json(text: str, name: str = "custom") -> Schedule:
+    """What to_json writes; `name` where it has none. Raises ScheduleError for another document."""
+    try:
+        found = json.loads(text)
+        rows = [[str(action) for action in row] for row in found["ranks"]]
+    except (ValueError, TypeError, KeyError):
+        raise ScheduleError(
+            'it is no JSON of a schedule: {"name": ..., "ranks": [["0F0", "0B0"], ...]}'
+        ) from None
+    return _schedule(rows, str(found.get("name") or name))
+
+
+def to_json(schedule: Schedule) -> str:
+    rows = [[str(action) for action in row] for row in schedule.ranks]
+    return json.dumps({"name": schedule.name, "ranks": rows}) + "\n"
 
 
 def _schedule(rows: Iterable[list[str]], name: str) -> Schedule:
