@@ -17,7 +17,7 @@ from typing import Any
 
 from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.machine import Machine
-from stepgauge.cost.operations import Share, StepOperations
+from stepgauge.cost.operations import NetworkPart, StepOperations
 from stepgauge.cost.pipeline import predict_pipeline
 from stepgauge.cost.prices import Prices
 from stepgauge.spec.data_parallel import DataParallelSpec
@@ -100,7 +100,7 @@ def tensor_parallel(on: Machine) -> Iterator[tuple[int, str, float, float]]:
         ranks, how = line["ranks"], line["provider"].split()[-1]
         compiled = "blocks" if how == "compiled" else "off"
         work = WorkSpec(model=model, batch=1, precision="bf16-pure", compile=compiled)
-        share = Share(batch=1, tensor=ranks, blocks=range(1, 9))
+        share = NetworkPart(batch=1, tensor=ranks, blocks=range(1, 9))
         stage = StepOperations(work, share)
         prices = Prices(on, Layout(tensor=ranks))
         us = prices.total_us(stage.forward()) + prices.total_us(stage.backward())

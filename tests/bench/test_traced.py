@@ -8,7 +8,7 @@ import torch
 
 from stepgauge.bench import traced
 from stepgauge.bench.traced import STEPS, trace_steps
-from stepgauge.measure.profiler import Schedule, profile_phases
+from stepgauge.measure.profiler import ProfilerSchedule, profile_phases
 
 PHASES = {"forward": lambda: None, "backward": lambda: None}
 
@@ -58,7 +58,7 @@ def test_kernels_alone_are_recorded_with_their_launches(tmp_path):
         {"forward": lambda: a @ a},
         torch.device("cuda"),
         tmp_path,
-        schedule=Schedule(wait=0, warmup=1, active=1),
+        schedule=ProfilerSchedule(wait=0, warmup=1, active=1),
         kernels_alone=True,
     )
     categories = {

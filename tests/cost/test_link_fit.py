@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepgauge.cost.link_fit import Point, fit, link, split
+from stepgauge.cost.link_fit import LinkPoint, fit, link, split
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.links import Link
 
@@ -23,7 +23,7 @@ def made(size, pieces):
 
 @given(alpha=st.floats(1e-3, 10), rate=st.floats(1e6, 1e12))
 def test_one_line_is_found_as_one_line(alpha, rate):
-    (piece,) = fit([Point(size, made(size, [(math.inf, alpha, rate)])) for size in SIZES])
+    (piece,) = fit([LinkPoint(size, made(size, [(math.inf, alpha, rate)])) for size in SIZES])
     assert piece.to_bytes is None
     for size in SIZES:
         assert piece.time_ms(size) == pytest.approx(made(size, [(math.inf, alpha, rate)]), rel=1e-3)
@@ -31,7 +31,7 @@ def test_one_line_is_found_as_one_line(alpha, rate):
 
 def test_the_size_where_the_algorithm_changes_is_found():
     pieces = [(2**18, 0.03, 40e9), (math.inf, 0.2, 400e9)]
-    found = fit([Point(size, made(size, pieces)) for size in SIZES])
+    found = fit([LinkPoint(size, made(size, pieces)) for size in SIZES])
     assert len(found) == 2
     assert 2**18 < found[0].to_bytes < 2**19
     assert [round(p.bytes_per_s / 1e9) for p in found] == [40, 400]
@@ -39,14 +39,14 @@ def test_the_size_where_the_algorithm_changes_is_found():
 
 def test_noise_makes_no_pieces():
     noisy = [
-        Point(size, (0.1 + size / 1e10 * 1e3) * (1 + 0.008 * (-1) ** i))
+        LinkPoint(size, (0.1 + size / 1e10 * 1e3) * (1 + 0.008 * (-1) ** i))
         for i, size in enumerate(SIZES)
     ]
     assert len(fit(noisy)) == 1
 
 
 def test_a_size_that_repeats_badly_moves_the_fit_less():
-    points = [Point(size, 0.1 + size / 1e10 * 1e3) for size in SIZES]
+    points = [LinkPoint(size, 0.1 + size / 1e10 * 1e3) for size in SIZES]
     outlier = points[12]._replace(ms=points[12].ms * 1.5, noise=0.5)
     (piece,) = fit([*points[:12], outlier, *points[13:]])
     assert piece.time_ms(outlier.bytes) == pytest.approx(points[12].ms, rel=0.01)
@@ -54,12 +54,12 @@ def test_a_size_that_repeats_badly_moves_the_fit_less():
 
 
 def test_few_sizes_are_all_fitted():
-    points = [Point(size, 0.1 + size / 1e10 * 1e3) for size in SIZES[:3]]
+    points = [LinkPoint(size, 0.1 + size / 1e10 * 1e3) for size in SIZES[:3]]
     assert split(points) == (points, [])
 
 
 def test_sizes_that_were_held_out_are_not_fitted():
-    points = [Point(size, 0.1 + size / 1e10 * 1e3) for size in SIZES]
+    points = [LinkPoint(size, 0.1 + size / 1e10 * 1e3) for size in SIZES]
     seen, unseen = split(points)
     assert sorted(seen + unseen) == points
     assert points[0] in seen
@@ -75,19 +75,19 @@ def test_sizes_that_were_held_out_are_not_fitted():
 
 
 def test_a_time_that_falls_with_size_is_flat():
-    (piece,) = fit([Point(1, 2.0), Point(2, 1.9)])
+    (piece,) = fit([LinkPoint(1, 2.0), LinkPoint(2, 1.9)])
     assert piece.time_ms(10**9) == pytest.approx(1.95, rel=0.01)
 
 
 def test_one_size_is_no_line():
     with pytest.raises(ValueError, match="at least 2 sizes; there is 1"):
-        fit([Point(8, 1.0)])
+        fit([LinkPoint(8, 1.0)])
 
 
 def test_links_in_a_hardware_file(tmp_path):
     path = tmp_path / "machines" / "box.json"
     found = link(
-        [Point(size, 0.1 + size / 1e7) for size in SIZES],
+        [LinkPoint(size, 0.1 + size / 1e7) for size in SIZES],
         asked={"op": "reduce", "ranks": 2},
         measured={"date": "d"},
     )
@@ -98,7 +98,7 @@ def test_links_in_a_hardware_file(tmp_path):
     assert again.link(op="reduce").time_ms(10**6) == pytest.approx(0.2, rel=1e-3)
     assert again.link(op="gather") is None
     replaced = again.with_links(
-        [link([Point(1, 1.0), Point(2, 2.0)], asked=found.asked, measured={})]
+        [link([LinkPoint(1, 1.0), LinkPoint(2, 2.0)], asked=found.asked, measured={})]
     )
     assert len(replaced.links) == 1
 
@@ -120,5 +120,7 @@ def test_what_is_no_hardware_file(tmp_path, text, words):
 
 
 def test_a_link_survives_json():
-    found = link([Point(size, 1 + size / 1e6) for size in SIZES], asked={"op": "x"}, measured={})
+    found = link(
+        [LinkPoint(size, 1 + size / 1e6) for size in SIZES], asked={"op": "x"}, measured={}
+    )
     assert Link.from_json(json.loads(json.dumps(found.to_json()))) == found

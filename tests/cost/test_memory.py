@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stepgauge.cost.memory import pipeline_memory, step_memory
-from stepgauge.cost.operations import Share, StepOperations
+from stepgauge.cost.operations import NetworkPart, StepOperations
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import build
@@ -50,7 +50,7 @@ def test_peaks_of_ranks_that_share_state_gradients_and_weights():
         if WRAPPERS[name].is_torch or name == "none" or not is_current or (name, size) in seen:
             continue
         seen.add((name, size))
-        share = Share(batch=row.spec["batch"], gathered=name == "zero3")
+        share = NetworkPart(batch=row.spec["batch"], gathered=name == "zero3")
         layout = Layout(data=row.spec["ranks"], wrapper=name)
         found = step_memory(StepOperations(work(row), share), layout).peak_bytes
         most = 0.05 if name == "zero3" else 0.01
@@ -71,7 +71,7 @@ def test_compiled_steps_graphs_and_the_fused_loss():
 def operations(**share):
     model = ModelSpec.preset("medium", context_length=1024)
     spec = WorkSpec(model=model, precision="bf16", device="cuda", batch=share.get("batch", 4))
-    return StepOperations(spec, Share(**{"batch": 4, **share}))
+    return StepOperations(spec, NetworkPart(**{"batch": 4, **share}))
 
 
 def test_bytes_add_up_over_the_ranks():

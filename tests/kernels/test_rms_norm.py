@@ -265,7 +265,7 @@ def test_interp_every_backward_shape(rows, fold, blocks, interpreter, poisoned, 
         block=16 if blocks else 64, rows=rows, num_warps=4, keep_weight=rows > 1, blocks=blocks
     )
     monkeypatch.setattr(BackwardConfig, "fold", lambda self, itemsize: fold)
-    plan = ops.Plan(50, torch.float32, 2, backward=config)
+    plan = ops.NormLaunches(50, torch.float32, 2, backward=config)
     monkeypatch.setattr(ops, "plan_for", lambda *args: plan)
     check_all(*inputs((11, 50), torch.float32))
 
@@ -396,7 +396,7 @@ def test_every_kernel_compiles_without_spills(arch):
         allowed = 32 if arch == 80 and width == 65536 else 0
         if not triton.__version__.startswith("3.6."):
             allowed = 64  # Tuned for 3.6; 3.9 spills up to 56 bytes in float32 rows from 16,384 on.
-        plan = ops.Plan(width, torch_types[dtype], 132)
+        plan = ops.NormLaunches(width, torch_types[dtype], 132)
         row = {"rstd_ptr": "*fp32", "partial_ptr": "*fp32", "eps": "fp32"}
         for launch in (plan.forward, plan.backward, plan.reduce):
             if launch is plan.reduce:

@@ -110,7 +110,7 @@ def test_every_storage_that_was_seen_dies():
 def test_history_gives_followed_storages_their_category_and_the_rest_to_its_operator():
     tracker = StorageTracker(CPU, events=lambda: 0)
     windows = [(0, 2, "mm"), (3, 4, "add")]
-    from stepgauge.measure.memory.storage_tracker import Mark, Window
+    from stepgauge.measure.memory.storage_tracker import StorageMark, Window
 
     tracker.windows = [
         Window(start, end, name, "blocks.0", "model.py:1") for start, end, name in windows
@@ -121,9 +121,9 @@ def test_history_gives_followed_storages_their_category_and_the_rest_to_its_oper
         Allocation(2000, 4, "forward", "add", "blocks.0", "model.py:1", PARAMETERS, address=32),
     ]
     tracker.marks = [
-        Mark(6, 64, GRADIENTS, "blocks.0.weight"),
-        Mark(6, 64, ACTIVATIONS, "blocks.0", "relu", "model.py:2"),  # a gradient stays one
-        Mark(8, 16, ACTIVATIONS, "blocks.1", "mm", "model.py:3"),
+        StorageMark(6, 64, GRADIENTS, "blocks.0.weight"),
+        StorageMark(6, 64, ACTIVATIONS, "blocks.0", "relu", "model.py:2"),  # a gradient stays one
+        StorageMark(8, 16, ACTIVATIONS, "blocks.1", "mm", "model.py:3"),
     ]
     trace = [
         {"action": "alloc", "addr": 48, "size": 7},  # 0: mm's workspace, never freed

@@ -109,3 +109,14 @@ def test_fields_that_there_are_no_more_are_left_out_of_old_records():
     assert "transport" not in read.spec and "max_ctas" not in read.spec
     other = Record(kind="data-parallel", spec={**asked, "transport": "peer-copies"})
     assert Record.from_json(other.to_json()).spec["transport"] == "peer-copies"
+
+
+def test_a_metric_that_was_renamed_is_read_by_its_name_today():
+    old = Record(
+        kind="data-parallel",
+        spec={},
+        metrics={"silent_step_ms": Sample.exact(3.0, "ms"), "step_ms": Sample.exact(4.0, "ms")},
+    )
+    read = Record.from_json(old.to_json())
+    assert list(read.metrics) == ["without_communication_ms", "step_ms"]
+    assert read.median("without_communication_ms") == 3.0

@@ -101,7 +101,7 @@ def _budget_bytes(spec: MemorySpec) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Predicted:
+class PredictedMemory:
     """Of a step: its peak, of a GPU what the caching allocator reserves; and what a block keeps
     for backward.
     """
@@ -111,12 +111,12 @@ class Predicted:
 
 
 @functools.cache
-def _predicted(spec: MemorySpec, plan: RecomputePlan | None = None) -> Predicted:
+def _predicted(spec: MemorySpec, plan: RecomputePlan | None = None) -> PredictedMemory:
     step = predict(spec, plan=plan).step
     saved = by_block(step.saved_for_backward(), step.bytes_of)
     of_blocks = sum(size for name, size in saved.items() if "blocks" in name)
     peak = max(step.reserved or 0, step.peak.total)
-    return Predicted(peak, of_blocks / spec.network.num_layers)
+    return PredictedMemory(peak, of_blocks / spec.network.num_layers)
 
 
 def _costs(spec: MemorySpec) -> BlockCosts:

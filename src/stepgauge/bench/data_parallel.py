@@ -44,7 +44,7 @@ class RankFigures:
     """
 
     phases: dict[str, list[float]]
-    silent: list[float]
+    without_communication: list[float]
     communication: list[float]
     bytes: dict[str, int]
     plan: dict[str, int]
@@ -74,10 +74,10 @@ def _measure(spec: DataParallelSpec) -> RankFigures:
         times = time_phases(phases, device, warmup=spec.warmup - 1, steps=spec.steps)
         kept = kept_bytes(step, phases, device, initial)
         traced = trace_steps(phases, device) if spec.trace else None
-        silent, communication = _without_and_alone(step, phases, device, spec.steps)
+        without, communication = _without_and_alone(step, phases, device, spec.steps)
     return RankFigures(
         phases=times,
-        silent=silent,
+        without_communication=without,
         communication=communication,
         bytes=kept,
         plan=_plan(step),
@@ -154,7 +154,7 @@ def _without_and_alone(
     """ms of the same step with communication off, and of its communication alone; empty where that
     cannot be had.
     """
-    silent: list[float] = []
+    without: list[float] = []
     alone: list[float] = []
     parallel = step.parallel
     if parallel.communicate is not None:
@@ -165,10 +165,10 @@ def _without_and_alone(
         ]
         phases["optimizer"]()
     # Last: ranks that do not talk have different weights afterwards.
-    if parallel.silence is not None:
-        with parallel.silence():
-            silent = time_phases(phases, device, warmup=2, steps=steps)["step"]
-    return silent, alone
+    if parallel.without_communication is not None:
+        with parallel.without_communication():
+            without = time_phases(phases, device, warmup=2, steps=steps)["step"]
+    return without, alone
 
 
 def record(spec: DataParallelSpec, ranks: list[RankFigures]) -> Record:
@@ -209,9 +209,13 @@ def _communication(
         metrics["communication_ms"] = Sample.of(
             slowest([rank.communication for rank in ranks]), "ms"
         )
-    if ranks[0].silent:
-        metrics["silent_step_ms"] = Sample.of(slowest([rank.silent for rank in ranks]), "ms")
-        metrics["exposed_ms"] = Sample.exact(step_ms - metrics["silent_step_ms"].median, "ms")
+    if ranks[0].without_communication:
+        metrics["without_communication_ms"] = Sample.of(
+            slowest([rank.without_communication for rank in ranks]), "ms"
+        )
+        metrics["exposed_ms"] = Sample.exact(
+            step_ms - metrics["without_communication_ms"].median, "ms"
+        )
     if traced := [rank.traced for rank in ranks if rank.traced]:
         metrics |= _overlap(traced)
     sent = _sent_bytes(spec, ranks[0].parameters)

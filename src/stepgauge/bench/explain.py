@@ -12,8 +12,8 @@ from stepgauge.spec.comm import OPS, ROOT, CommSpec
 from stepgauge.spec.explain import (
     RING,
     Explained,
+    RingStep,
     Seen,
-    Step,
     Values,
     arrows,
     names_of,
@@ -92,7 +92,9 @@ def _put_together(
     steps = []
     for index, (step, _) in enumerate(everyone[0][1]):
         chunks = [[" ".join(chunk) for chunk in theirs[index][1]] for _, theirs in everyone]
-        steps.append(Step(step, chunks, ring_arrows(index % (n - 1), step.partition(" ")[0], n)))
+        steps.append(
+            RingStep(step, chunks, ring_arrows(index % (n - 1), step.partition(" ")[0], n))
+        )
     if name == RING:
         remark = f"{2 * (n - 1)} steps; each rank sends 2·({n} − 1)·K/{n} of K bytes, whatever the number of ranks."
         return Explained("ring all-reduce", _RING_SUMMARY, arrows(name, n), seen, steps, remark)

@@ -26,8 +26,8 @@ from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import batch_for
 from stepgauge.train.layout import build_layout_step, build_user_layout_step
-from stepgauge.train.place import Place
 from stepgauge.train.precision import unavailable
+from stepgauge.train.rank_share import RankShare
 from stepgauge.train.step import TrainingStep
 
 Phases = dict[str, Callable[[], None]]
@@ -52,7 +52,7 @@ class RankFigures:
     """
 
     phases: dict[str, list[float]]
-    silent: dict[str, list[float]]
+    without_axis: dict[str, list[float]]
     bytes: dict[str, int]
     spans: Spans
     optimizer: str
@@ -74,7 +74,7 @@ def _measure(spec: LayoutSpec) -> RankFigures:
     world = joined_world()
     assert world is not None, "ranks run in a world"
     device = world.device(spec.device)
-    step, batches = _build(spec, Place.of(spec.axes, world.rank), device)
+    step, batches = _build(spec, RankShare.of(spec.axes, world.rank), device)
     phases = phases_of(step, batches)
     initial = devices.allocated_memory(device)
     with step.precision.matmul_mode():
@@ -84,15 +84,15 @@ def _measure(spec: LayoutSpec) -> RankFigures:
         spans = step.parallel.spans() if step.parallel.spans else []
         kept = kept_bytes(step, phases, device, initial)
         # Last: ranks that do not talk have different weights afterwards.
-        silent = _silent(step, phases, device, spec.steps)
+        without_axis = _without_axes(step, phases, device, spec.steps)
     named = [(str(action), start, end) for action, start, end in spans]
     return RankFigures(
-        phases=times, silent=silent, bytes=kept, spans=named, optimizer=step.optimizer_name
+        phases=times, without_axis=without_axis, bytes=kept, spans=named, optimizer=step.optimizer_name
     )
 
 
 def _build(
-    spec: LayoutSpec, place: Place, device: torch.device
+    spec: LayoutSpec, place: RankShare, device: torch.device
 ) -> tuple[TrainingStep, list[Sequence[Any]]]:
     """This rank's step, and its batches, whose gradients add up. All ranks must call it."""
     if isinstance(spec.model, UserModel):
@@ -105,7 +105,7 @@ def _build(
     return step, _batches(spec, place, device)
 
 
-def _batches(spec: LayoutSpec, place: Place, device: torch.device) -> list[Sequence[Tensor]]:
+def _batches(spec: LayoutSpec, place: RankShare, device: torch.device) -> list[Sequence[Tensor]]:
     """This rank's rows of each batch whose gradients add up."""
     seeds = (spec.seed + 1 + number for number in range(spec.accumulation))
     batches = (batch_for(spec.network, spec.batch, seed) for seed in seeds)
@@ -132,17 +132,17 @@ def phases_of(step: TrainingStep, batches: Sequence[Sequence[Any]]) -> Phases:
     }
 
 
-def _silent(
+def _without_axes(
     step: TrainingStep, phases: Phases, device: torch.device, steps: int
 ) -> dict[str, list[float]]:
     """ms of the step without the communication of an axis, of those that can be left out."""
     parallel = step.parallel
-    silences = dict(parallel.silences)
-    if parallel.silence is not None:
-        silences["data"] = parallel.silence
+    contexts = dict(parallel.without_axis)
+    if parallel.without_communication is not None:
+        contexts["data"] = parallel.without_communication
     found = {}
-    for axis in sorted(silences, reverse=True):
-        with silences[axis]():
+    for axis in sorted(contexts, reverse=True):
+        with contexts[axis]():
             found[axis] = time_phases(phases, device, warmup=2, steps=steps)["step"]
     return found
 
@@ -175,9 +175,9 @@ def record(spec: LayoutSpec, ranks: list[RankFigures]) -> Record:
 def _exposed(spec: LayoutSpec, ranks: list[RankFigures], step_ms: float) -> dict[str, float]:
     """ms by name: what each axis costs the step beside computing. Of a pipeline, in the last step."""
     found = {}
-    for axis in ranks[0].silent if spec.ranks > 1 else ():
-        silent = statistics.median(slowest([rank.silent[axis] for rank in ranks]))
-        found[f"{axis}_silent"], found[f"{axis}_exposed"] = silent, step_ms - silent
+    for axis in ranks[0].without_axis if spec.ranks > 1 else ():
+        without = statistics.median(slowest([rank.without_axis[axis] for rank in ranks]))
+        found[f"without_{axis}"], found[f"{axis}_exposed"] = without, step_ms - without
     if ranks[0].spans:
         last = max(rank.phases["forward_and_backward"][-1] for rank in ranks)
         busiest = max(rank.busy_ms for rank in ranks) * spec.accumulation
@@ -202,7 +202,7 @@ def _rates(spec: LayoutSpec, step_ms: list[float]) -> dict[str, Sample]:
 
 def _left_out(spec: LayoutSpec, rank: RankFigures) -> str:
     """Why an axis has no exposed time."""
-    if spec.axes.replicas == 1 or "data" in rank.silent:
+    if spec.axes.replicas == 1 or "data" in rank.without_axis:
         return ""
     return f"data exposed is not measured: {spec.axes.wrapper} cannot compute without its communication"
 

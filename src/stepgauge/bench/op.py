@@ -67,7 +67,7 @@ def run(spec: OpSpec) -> Record:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class CallResult:
     """What a call left behind: copies of the tensors that it gave, or else of the inputs that it
     changed; and those inputs.
     """
@@ -76,7 +76,7 @@ class Outcome:
     changed: Sequence[torch.Tensor]
 
 
-def _outcome(call: Callable[[], Any], inputs: Any, kept: Any, device: torch.device) -> Outcome:
+def _outcome(call: Callable[[], Any], inputs: Any, kept: Any, device: torch.device) -> CallResult:
     """Of one call on inputs whose values are those of `kept`. Raises ValueError for a Triton kernel
     where there is no GPU.
     """
@@ -93,7 +93,7 @@ def _outcome(call: Callable[[], Any], inputs: Any, kept: Any, device: torch.devi
     pairs = zip(tensors(inputs), tensors(kept), strict=True)
     changed = [new for new, old in pairs if not _same(new, old)]
     given = [tensor.detach().clone() for tensor in tensors(result) or changed]
-    return Outcome(given, [tensor.detach() for tensor in changed])
+    return CallResult(given, [tensor.detach() for tensor in changed])
 
 
 def _same(new: torch.Tensor, old: torch.Tensor) -> bool:
@@ -155,7 +155,7 @@ def _check(
 
 
 def _roofline(
-    user: UserFunction, found: Outcome, times: Sequence[float], device: torch.device
+    user: UserFunction, found: CallResult, times: Sequence[float], device: torch.device
 ) -> dict[str, Sample]:
     """Rates, and how far below the roof: attainable = min(matmul rate, copy rate x intensity)."""
     # what is changed in place is read and written

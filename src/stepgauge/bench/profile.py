@@ -15,7 +15,7 @@ from stepgauge.bench import step as bench_step
 from stepgauge.measure import devices
 from stepgauge.measure.ceilings import ceilings
 from stepgauge.measure.environment import environment
-from stepgauge.measure.profiler import Schedule, profile_phases
+from stepgauge.measure.profiler import ProfilerSchedule, profile_phases
 from stepgauge.measure.ranges import module_ranges
 from stepgauge.measure.timing import time_phases
 from stepgauge.report.names import labels
@@ -81,7 +81,7 @@ def _profiled(
         )
         before, start = devices.peak_host_memory(), time.perf_counter()
         with _ranges(spec, step, device):
-            plan = Schedule(
+            plan = ProfilerSchedule(
                 wait=spec.wait, warmup=spec.profiler_warmup, active=spec.active, repeat=spec.repeat
             )
             traces, watched = profile_phases(

@@ -60,7 +60,7 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class JobResult:
     job: Job
     record: Record
     was_there: bool  # measured by an earlier run of the same sweep
@@ -72,7 +72,7 @@ def sweep(
     *,
     fresh: bool = False,
     starting: Callable[[Job], None] = lambda job: None,
-) -> Iterator[Outcome]:
+) -> Iterator[JobResult]:
     """Yields each job's record, in order, when it is on disk.
 
     What the store already holds for the same spec, device and torch version is not measured again
@@ -92,7 +92,7 @@ def sweep(
             asked = dataclasses.replace(job.asked, environment=environments[device])
             known = done.get(asked.identity)
             if known:
-                yield Outcome(job, known, was_there=True)
+                yield JobResult(job, known, was_there=True)
                 continue
             starting(job)
             measure = functools.partial(_measure, job, asked, store.folder, processes)
@@ -101,7 +101,7 @@ def sweep(
                 processes.close()
             store.append(record)
             done[asked.identity] = record
-            yield Outcome(job, record, was_there=False)
+            yield JobResult(job, record, was_there=False)
 
 
 class Calm:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from stepgauge.measure.profiler import Schedule, profile_phases
+from stepgauge.measure.profiler import ProfilerSchedule, profile_phases
 from stepgauge.measure.timing import Phases
 from stepgauge.spec.analysis import Overlap
 from stepgauge.trace.attribution import Resolver
@@ -41,7 +41,7 @@ class Traced:
 def trace_steps(phases: Phases, device: torch.device) -> Traced | None:
     """Profiles a few steps, each in a trace of its own; None for steps without communication."""
     with tempfile.TemporaryDirectory() as folder:
-        schedule = Schedule(wait=0, warmup=1, active=1, repeat=STEPS)
+        schedule = ProfilerSchedule(wait=0, warmup=1, active=1, repeat=STEPS)
         # A rank whose profiler is ready late would let the others communicate for as long.
         together = {"align": _align_hosts, **phases} if device.type == "cuda" else phases
         paths, watched = profile_phases(

@@ -24,8 +24,8 @@ from stepgauge.spec.step import BUDGET, WorkSpec
 from stepgauge.spec.train import TrainSpec
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import build_step
-from stepgauge.train.loop import Point, Trainer
-from stepgauge.train.place import ALONE, Place
+from stepgauge.train.loop import LossPoint, Trainer
+from stepgauge.train.rank_share import SINGLE_PROCESS, RankShare
 from stepgauge.train.step import TrainingStep
 from stepgauge.train.task import Task
 from stepgauge.train.text_task import text_task
@@ -38,7 +38,7 @@ def run(
     spec: TrainSpec,
     *,
     folder: Path,
-    report: Callable[[Point], None] = lambda point: None,
+    report: Callable[[LossPoint], None] = lambda point: None,
     resumed: Callable[[int], None] = lambda step: None,
 ) -> Record:
     """Trains in the folder, from its newest checkpoint if it has one. A run that was at its end
@@ -96,7 +96,9 @@ def _rates(task: Task, steps: int, seconds: float) -> dict[str, Sample]:
     return {"tokens_per_s": Sample.exact(steps * task.tokens / seconds, "tokens/s")}
 
 
-def _losses(curve: Sequence[Point], task: Task) -> tuple[dict[str, Sample], dict[str, list[float]]]:
+def _losses(
+    curve: Sequence[LossPoint], task: Task
+) -> tuple[dict[str, Sample], dict[str, list[float]]]:
     """The curve's ends as metrics, and the curve as series."""
     metrics = {
         "first_loss": Sample.exact(curve[0].loss, task.loss_unit),
@@ -116,18 +118,20 @@ def _losses(curve: Sequence[Point], task: Task) -> tuple[dict[str, Sample], dict
     return metrics, series
 
 
-def _place(spec: TrainSpec) -> Place:
+def _place(spec: TrainSpec) -> RankShare:
     """This process's share of the run."""
     world = joined_world()
-    return ALONE if spec.ranks == 1 or world is None else Place.of(spec.axes, world.rank)
+    return (
+        SINGLE_PROCESS if spec.ranks == 1 or world is None else RankShare.of(spec.axes, world.rank)
+    )
 
 
-def build_task(spec: TrainSpec, place: Place = ALONE) -> Task:
+def build_task(spec: TrainSpec, place: RankShare = SINGLE_PROCESS) -> Task:
     """What this process, of a run of one or of its rank, trains. All ranks must call it."""
     if spec.checkpointing == BUDGET:
         return _budgeted(spec)
     is_user = isinstance(spec.model, UserModel)
-    if place is ALONE:
+    if place is SINGLE_PROCESS:
         return user_task(spec) if is_user else text_task(spec)
     # torch's parts of it take a while to load.
     from stepgauge.train.layout import build_layout_step, on_data_axis

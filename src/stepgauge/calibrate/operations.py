@@ -25,7 +25,7 @@ MOST_COPIES = 24
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 
 
-class Operation(NamedTuple):
+class TimedOperation(NamedTuple):
     """`make(*sizes, device)` gives a call of one instance of it; `grid` the sizes to time."""
 
     axes: tuple[str, ...]
@@ -145,59 +145,61 @@ def _optimizer(name: str, dtype: torch.dtype, numel: int, device: torch.device) 
 DIRECTIONS = ("forward", "backward")
 
 
-def operations(grid: Grid) -> Mapping[str, Operation]:
+def operations(grid: Grid) -> Mapping[str, TimedOperation]:
     """What is calibrated on a kind of device, by name."""
     return {**_products(grid), **_passes(grid), **_norms(grid), **_attentions(grid), **_ends(grid)}
 
 
-def _products(grid: Grid) -> dict[str, Operation]:
+def _products(grid: Grid) -> dict[str, TimedOperation]:
     found = {}
     for dtype, layout in itertools.product(grid.widths, ("nt", "nn", "tn")):
         # Rows of the product are tokens, but for the weight's gradient, which sums over them.
         order = (1, 2, 0) if layout == "tn" else (0, 1, 2)
         shapes = [tuple(shape[i] for i in order) for shape in grid.products(dtype)]
         make = functools.partial(_matmul, layout, DTYPES[dtype])
-        found[f"matmul {layout} {dtype}"] = Operation(("m", "n", "k"), shapes, make)
+        found[f"matmul {layout} {dtype}"] = TimedOperation(("m", "n", "k"), shapes, make)
     return found
 
 
-def _passes(grid: Grid) -> dict[str, Operation]:
-    found = {"traffic": Operation(("bytes",), [(size,) for size in grid.bytes], _traffic)}
+def _passes(grid: Grid) -> dict[str, TimedOperation]:
+    found = {"traffic": TimedOperation(("bytes",), [(size,) for size in grid.bytes], _traffic)}
     for source, target in (("fp32", "bf16"), ("bf16", "fp32")):
         make = functools.partial(_cast, DTYPES[source], DTYPES[target])
         numbers = [(size // 8,) for size in grid.bytes]
-        found[f"cast {source} {target}"] = Operation(("numel",), numbers, make)
+        found[f"cast {source} {target}"] = TimedOperation(("numel",), numbers, make)
     return found
 
 
-def _norms(grid: Grid) -> dict[str, Operation]:
+def _norms(grid: Grid) -> dict[str, TimedOperation]:
     found = {}
     for name, direction, dtype in itertools.product(
         ("rmsnorm", "layernorm"), DIRECTIONS, ("bf16", "fp32")
     ):
         make = functools.partial(_norm, name, direction == "backward", DTYPES[dtype])
         shapes = list(itertools.product(grid.few_tokens, grid.few_widths))
-        found[f"{name} {direction} {dtype}"] = Operation(("m", "n"), shapes, make)
+        found[f"{name} {direction} {dtype}"] = TimedOperation(("m", "n"), shapes, make)
     return found
 
 
-def _attentions(grid: Grid) -> dict[str, Operation]:
+def _attentions(grid: Grid) -> dict[str, TimedOperation]:
     found = {}
     for name, direction, dtype in itertools.product(grid.attentions, DIRECTIONS, ("bf16", "fp32")):
         make = functools.partial(_attention, name, direction == "backward", DTYPES[dtype])
         shapes = grid.attention_shapes()
-        found[f"attention {name} {direction} {dtype}"] = Operation(("h", "t", "d"), shapes, make)
+        found[f"attention {name} {direction} {dtype}"] = TimedOperation(
+            ("h", "t", "d"), shapes, make
+        )
     return found
 
 
-def _ends(grid: Grid) -> dict[str, Operation]:
+def _ends(grid: Grid) -> dict[str, TimedOperation]:
     """The loss and the optimizer."""
     found = {}
     for direction in DIRECTIONS:
         make = functools.partial(_loss, direction == "backward")
-        found[f"cross-entropy {direction}"] = Operation(("m", "v"), grid.losses(), make)
+        found[f"cross-entropy {direction}"] = TimedOperation(("m", "v"), grid.losses(), make)
     for name, dtype in itertools.product(grid.optimizers, ("fp32", "bf16")):
         make = functools.partial(_optimizer, name, DTYPES[dtype])
         counts = [(number,) for number in grid.parameters]
-        found[f"optimizer {name} {dtype}"] = Operation(("numel",), counts, make)
+        found[f"optimizer {name} {dtype}"] = TimedOperation(("numel",), counts, make)
     return found

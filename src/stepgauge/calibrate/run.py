@@ -18,7 +18,7 @@ from stepgauge.bench.ranks import OnRanks
 from stepgauge.bench.sweep import Job
 from stepgauge.calibrate import host
 from stepgauge.calibrate.grids import grid_of
-from stepgauge.calibrate.operations import Operation, operations
+from stepgauge.calibrate.operations import TimedOperation, operations
 from stepgauge.calibrate.timing import METRICS, clock_and_power, microseconds
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
@@ -140,7 +140,7 @@ def _all_agree(here: bool) -> bool:
 
 
 def _time_of(
-    operation: Operation, sizes: tuple[int, ...], device: torch.device, spec: CalibrationSpec
+    operation: TimedOperation, sizes: tuple[int, ...], device: torch.device, spec: CalibrationSpec
 ) -> float | None:
     """Microseconds; None for a shape that does not fit in memory."""
     try:

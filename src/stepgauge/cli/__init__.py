@@ -11,7 +11,7 @@ from cyclopts import App, CoercionError, CycloptsError
 from cyclopts.config import Toml
 
 import stepgauge
-from stepgauge.cli.console import complain, silence
+from stepgauge.cli.console import complain, print_errors_only
 from stepgauge.cli.rows import RunFailedError
 from stepgauge.runtime.torchrun import torchrun_numbers
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if numbers is None:  # torchrun ends its processes itself
         signal.signal(signal.SIGTERM, _terminated)
     elif numbers[0] != 0:  # under torchrun rank 0 speaks
-        silence()
+        print_errors_only()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # in place of it stands another
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]

@@ -173,7 +173,7 @@ def print_tables(format: Format, tables: Sequence[Table]) -> None:
         print()
 
 
-def silence() -> None:
+def print_errors_only() -> None:
     """From now on only complaints are printed: another process speaks for all."""
     error_console.quiet = True
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends

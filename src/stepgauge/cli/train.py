@@ -110,13 +110,13 @@ def _train(spec: TrainSpec, out: Path) -> str:
     from stepgauge.measure.devices import out_of_memory_reason
     from stepgauge.report.kernels import launchers_of
     from stepgauge.train.checkpoint import CheckpointError
-    from stepgauge.train.loop import DivergedError, Point
+    from stepgauge.train.loop import DivergedError, LossPoint
 
     store = RunStore(out)
     unit = "" if isinstance(spec.model, UserModel) else " bits/byte"
     with store.held(), progress(spec.steps, "steps") as (bar, task):
 
-        def report(point: Point) -> None:
+        def report(point: LossPoint) -> None:
             bar.update(task, completed=point.step, description=f"loss {point.loss:.3f}")
             if point.held_out is not None:
                 tell(

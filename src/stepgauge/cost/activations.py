@@ -15,7 +15,7 @@ STATISTIC = 4  # bytes of a norm's and attention's value a row, in fp32 whatever
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class KeptBytes:
     """Bytes that are kept between forward and backward of one micro-batch.
 
     blocks   of all blocks of the share, as checkpointing leaves them
@@ -32,7 +32,7 @@ class Kept:
         return self.blocks + self.ends
 
 
-def kept(operations: StepOperations) -> Kept:
+def kept(operations: StepOperations) -> KeptBytes:
     """Of one micro-batch, by the checkpointing of the spec."""
     spec, layers = operations.spec, len(operations.blocks)
     whole, costly = sum(of_block(operations).values()), sum(of_products(operations).values())
@@ -40,12 +40,12 @@ def kept(operations: StepOperations) -> Kept:
     inputs = math.ceil(layers / size) * stream_bytes(operations)
     ends = sum(of_ends(operations).values())
     if spec.checkpointing == "none":
-        return Kept(layers * whole, ends, 0.0)
+        return KeptBytes(layers * whole, ends, 0.0)
     if spec.checkpointing == "selective":
-        return Kept(inputs + layers * costly, ends, size * max(0.0, whole - costly))
+        return KeptBytes(inputs + layers * costly, ends, size * max(0.0, whole - costly))
     if spec.checkpointing == "nested":
-        return Kept(inputs, ends, size * stream_bytes(operations) + whole)
-    return Kept(inputs, ends, size * whole)
+        return KeptBytes(inputs, ends, size * stream_bytes(operations) + whole)
+    return KeptBytes(inputs, ends, size * whole)
 
 
 def stream_bytes(operations: StepOperations) -> float:

@@ -23,7 +23,7 @@ class Slowdown:
 USUAL = Slowdown(1.37, 1.18, ASSUMED)
 
 
-class Contention:
+class ContentionTable:
     """The contention table of a hardware file; USUAL where it says nothing."""
 
     def __init__(self, hardware: HardwareFile):

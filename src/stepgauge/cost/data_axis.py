@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.prices import Prices
-from stepgauge.cost.program import DATA, DataAxis, Group, Program, RankStep
+from stepgauge.cost.program import DATA, DataParallelCost, LaunchGroup, Program, RankStep
 from stepgauge.cost.terms import TRAFFIC, Term
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.plan.buckets import (
@@ -34,12 +34,12 @@ class Sending:
     reduce_dtype: str = "own"
 
 
-def data_axis(sending: Sending, step: RankStep) -> DataAxis:
+def data_axis(sending: Sending, step: RankStep) -> DataParallelCost:
     """Raises ValueError for a wrapper that is not modelled."""
     if sending.wrapper not in MODELLED:
         raise ValueError(f"wrapper is {sending.wrapper!r}; predicted are {', '.join(MODELLED)}")
     if sending.wrapper == "none" or sending.ranks == 1:
-        return DataAxis()
+        return DataParallelCost()
     if sending.wrapper == "zero3":
         return Gathered(sending, step)
     return Owned(sending, step) if WRAPPERS[sending.wrapper].stage else Bucketed(sending, step)
@@ -72,7 +72,7 @@ def most_owned(operations: StepOperations, ranks: int) -> int:
     return max(dealt(matrices, [0] * ranks)[0]) + -(-vectors // ranks)
 
 
-class Bucketed(DataAxis):
+class Bucketed(DataParallelCost):
     """Gradients in buckets, each all-reduced when it is complete, or all at the end."""
 
     def __init__(self, sending: Sending, step: RankStep):
@@ -192,7 +192,7 @@ class Owned(Bucketed):
         program.wait(*works)
 
 
-class Gathered(DataAxis):
+class Gathered(DataParallelCost):
     """ZeRO 3: a unit a block, and one for both ends, which stays whole between forward and
     backward. The next unit's weights are gathered while one computes; gradients are reduced to
     their slices, in each of several passes: no rank has a place for whole ones.
@@ -212,7 +212,7 @@ class Gathered(DataAxis):
     def begin(self) -> None:
         self._gathers = {}
 
-    def before(self, program: Program, phase: str, group: Group) -> None:
+    def before(self, program: Program, phase: str, group: LaunchGroup) -> None:
         if group.name not in self._elements:
             if phase == "forward" and group.name == "embedding":
                 program.wait(self._gather(program, "ends", self._ends))
@@ -223,7 +223,7 @@ class Gathered(DataAxis):
         program.wait(self._gathers[phase, group.name])
         self._gather_unit(program, phase, place + 1)
 
-    def after(self, program: Program, phase: str, group: Group) -> None:
+    def after(self, program: Program, phase: str, group: LaunchGroup) -> None:
         if phase != "backward":
             return
         if group.name in self._elements:

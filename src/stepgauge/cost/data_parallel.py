@@ -11,8 +11,8 @@ from stepgauge.cost.host import launching
 from stepgauge.cost.ledger import step_rows
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.memory import step_memory
-from stepgauge.cost.operations import Share, StepOperations
-from stepgauge.cost.outcome import outcome, silent_ms
+from stepgauge.cost.operations import NetworkPart, StepOperations
+from stepgauge.cost.outcome import outcome, without_communication_ms
 from stepgauge.cost.prices import GLOO, NCCL, Prices
 from stepgauge.cost.program import DATA, RankStep
 from stepgauge.cost.step import modelled, rates
@@ -30,7 +30,7 @@ def predict_data_parallel(spec: DataParallelSpec, machine: Machine) -> Record:
     """
     alone = _alone(spec)
     sharded = WRAPPERS[spec.wrapper].shards("weights") and spec.ranks > 1
-    operations = StepOperations(alone, Share(batch=spec.batch, gathered=sharded))
+    operations = StepOperations(alone, NetworkPart(batch=spec.batch, gathered=sharded))
     layout = Layout() if spec.wrapper == "none" else spec.layout  # each rank alone
     prices = Prices(machine, layout, _backend(spec))
     step = RankStep(operations, prices, launching(alone, machine))
@@ -41,15 +41,15 @@ def predict_data_parallel(spec: DataParallelSpec, machine: Machine) -> Record:
     )  # fmt: skip
     program = step.program(axis)
     found = outcome(program, machine.contention)
-    silent = silent_ms(program, DATA)
+    without = without_communication_ms(program, DATA)
     tokens = operations.tokens * spec.ranks
     figures = {
         **{f"{phase}_ms": ms for phase, ms in found.phases.items()},
         "step_ms": found.step_ms,
         "tokens_per_s": tokens / found.step_ms * 1e3,
         "communication_ms": found.communication.get(DATA, 0.0),
-        "silent_step_ms": silent,
-        "exposed_ms": found.step_ms - silent,
+        "without_communication_ms": without,
+        "exposed_ms": found.step_ms - without,
         "sent_bytes": _sent_bytes(spec, operations),
     }
     if isinstance(axis, Bucketed):

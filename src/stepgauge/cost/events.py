@@ -15,7 +15,7 @@ COMPUTE, HOST = "compute", "host"
 TINY = 1e-9  # microseconds: what rounding leaves of a work
 
 
-class Work(NamedTuple):
+class StreamWork(NamedTuple):
     """Something that a stream runs.
 
     stream     COMPUTE, HOST, or the name of a communicator
@@ -34,7 +34,7 @@ class Work(NamedTuple):
 class Ran(NamedTuple):
     """When a work began and ended, in microseconds from the begin of the first."""
 
-    work: Work
+    work: StreamWork
     start: float
     end: float
 
@@ -43,7 +43,7 @@ class Contending(Protocol):
     def of(self, operation: str, collective: str) -> Slowdown: ...
 
 
-def simulate(works: Sequence[Work], contention: Contending) -> list[Ran]:
+def simulate(works: Sequence[StreamWork], contention: Contending) -> list[Ran]:
     """When each work runs. Raises ValueError where works wait for one another in a circle."""
     queues: dict[str, collections.deque[int]] = {}
     for place, work in enumerate(works):
@@ -77,7 +77,7 @@ def simulate(works: Sequence[Work], contention: Contending) -> list[Ran]:
 
 
 def _paces(
-    works: Sequence[Work], running: dict[str, int], contention: Contending
+    works: Sequence[StreamWork], running: dict[str, int], contention: Contending
 ) -> dict[int, float]:
     """How much longer than alone each running work takes now."""
     pace = dict.fromkeys(running.values(), 1.0)

@@ -13,7 +13,7 @@ from stepgauge.cost.host import Launching, launching
 from stepgauge.cost.ledger import Rows, pipeline_rows, step_rows
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.memory import Memory, pipeline_memory, step_memory
-from stepgauge.cost.operations import Share, StepOperations
+from stepgauge.cost.operations import NetworkPart, StepOperations
 from stepgauge.cost.outcome import Outcome, outcome
 from stepgauge.cost.pipeline import span_rows
 from stepgauge.cost.prices import GLOO, NCCL, Prices
@@ -86,9 +86,9 @@ def _exposed(parts: "LayoutParts", found: Predicted) -> dict[str, float]:
     figures = {}
     for axis in parts.spec.axes.axes:
         if axis != "pipeline":
-            silent = parts.without(axis).predicted().step_ms
-            figures[f"{axis}_silent_ms"] = silent
-            figures[f"{axis}_exposed_ms"] = found.step_ms - silent
+            without = parts.without(axis).predicted().step_ms
+            figures[f"without_{axis}_ms"] = without
+            figures[f"{axis}_exposed_ms"] = found.step_ms - without
     if found.timeline is not None:
         figures["busiest_rank_ms"] = found.busiest
         figures["pipeline_exposed_ms"] = found.phases["forward_and_backward"] - found.busiest
@@ -120,7 +120,7 @@ class LayoutParts:
         stages = [
             StepOperations(
                 work,
-                Share(
+                NetworkPart(
                     batch=spec.micro_batch, tensor=layout.tensor, blocks=blocks, gathered=sharded
                 ),
             )

@@ -16,7 +16,7 @@ LEAST_POINTS = 3  # in a piece: two would be a line through both, whatever they 
 HELD_OUT_EVERY = 3
 
 
-class Point(NamedTuple):
+class LinkPoint(NamedTuple):
     """A measured size. `noise` is what its time repeats to, relative: a size that repeats well
     counts for more.
     """
@@ -26,7 +26,7 @@ class Point(NamedTuple):
     noise: float = NOISE
 
 
-def split(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
+def split(points: Sequence[LinkPoint]) -> tuple[list[LinkPoint], list[LinkPoint]]:
     """Points to fit and points to hold out: every third by size, never the smallest or the largest.
 
     None is held out where fewer than LEAST_POINTS would be left to fit.
@@ -40,7 +40,7 @@ def split(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
     return [point for point in ordered if point not in held_out], held_out
 
 
-def fit(points: Sequence[Point]) -> list[Piece]:
+def fit(points: Sequence[LinkPoint]) -> list[Piece]:
     """The line, or lines, of least squared error, each error in units of its point's noise.
 
     Breakpoints lie between two measured sizes (at their geometric mean). Among all ways to cut the
@@ -69,7 +69,7 @@ def fit(points: Sequence[Point]) -> list[Piece]:
     ]
 
 
-def _between(ordered: Sequence[Point], end: int) -> int | None:
+def _between(ordered: Sequence[LinkPoint], end: int) -> int | None:
     return (
         round(math.sqrt(ordered[end - 1].bytes * ordered[end].bytes))
         if end < len(ordered)
@@ -77,14 +77,14 @@ def _between(ordered: Sequence[Point], end: int) -> int | None:
     )
 
 
-def _cost(points: Sequence[Point]) -> float:
+def _cost(points: Sequence[LinkPoint]) -> float:
     line = _line(points)
     return sum(
         ((line.time_ms(point.bytes) - point.ms) / point.ms / point.noise) ** 2 for point in points
     )
 
 
-def _line(points: Sequence[Point]) -> Piece:
+def _line(points: Sequence[LinkPoint]) -> Piece:
     """Least squares with weights 1 / (ms·noise)²: relative errors count. Time never falls with
     size.
     """
@@ -103,7 +103,7 @@ def _line(points: Sequence[Point]) -> Piece:
 
 
 def link(
-    points: Sequence[Point],
+    points: Sequence[LinkPoint],
     *,
     asked: Mapping[str, Any],
     measured: Mapping[str, Any],
@@ -124,7 +124,7 @@ def link(
         how=how,
     )
 
-    def errors(of: Sequence[Point]) -> dict[int, float]:
+    def errors(of: Sequence[LinkPoint]) -> dict[int, float]:
         return {point.bytes: bare.time_ms(point.bytes) / point.ms - 1 for point in of}
 
     return dataclasses.replace(bare, fitted=errors(seen), held_out=errors(unseen))

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from stepgauge.cost.activations import (
-    Kept,
+    KeptBytes,
     kept,
     narrow_copies,
     of_block_backward,
@@ -190,7 +190,7 @@ def _sum(parts: Sequence[_Held]) -> _Held:
 
 
 def _levels(
-    operations: StepOperations, held: _Held, keeps: Kept, before: float
+    operations: StepOperations, held: _Held, keeps: KeptBytes, before: float
 ) -> dict[str, dict[str, float]]:
     """What there is beside parameters and state, at each moment that may be the peak. Gradients of
     `before` bytes are there from earlier passes.

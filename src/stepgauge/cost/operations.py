@@ -32,7 +32,7 @@ RECOMPUTED = {"none": 0, "blocks": 1, "selective": 1, "nested": 2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Share:
+class NetworkPart:
     """What of a network a rank runs at once.
 
     batch     sequences of a forward and backward: of a pipeline, of a micro-batch
@@ -69,9 +69,9 @@ class StepOperations:
     that has parts whose cost is not modelled.
     """
 
-    def __init__(self, spec: WorkSpec, share: Share | None = None):
+    def __init__(self, spec: WorkSpec, share: NetworkPart | None = None):
         self.spec, self.model = spec, require_priced(spec)
-        self.share = share or Share(batch=spec.batch)
+        self.share = share or NetworkPart(batch=spec.batch)
         self.blocks = self.share.blocks or range(self.model.num_layers)
         self.is_first = self.blocks.start == 0
         self.is_last = self.blocks.stop == self.model.num_layers

@@ -89,7 +89,7 @@ def _update_us(program: Program) -> float:
     return sum(work.us for work in program.works[first:] if work.stream == COMPUTE)
 
 
-def silent_ms(program: Program, axis: str) -> float:
+def without_communication_ms(program: Program, axis: str) -> float:
     """Of the step with nothing sent on the axis, its only one."""
     works = [w._replace(us=0.0) if w.stream == axis else w for w in program.works]
     return max(r.end for r in simulate(works, NoContention())) / 1e3

@@ -12,7 +12,7 @@ FORWARD_FLOPS, BACKWARD_FLOPS = 2, 4  # a weight and token
 
 
 @dataclasses.dataclass(frozen=True)
-class Overlap:
+class OverlapRatio:
     """What travels, over what is computed meanwhile; `depends_on` names what can be changed."""
 
     name: str
@@ -36,19 +36,19 @@ def _share(ranks: int) -> float:
 
 def data_parallel(
     *, ranks: int, tokens: float, gradient_bytes: float, flops_per_s: float, bytes_per_s: float
-) -> Overlap:
+) -> OverlapRatio:
     """All-reduce of a block's gradients against its backward:
     2 (N-1)/N · P g / B over 4 M P / F. The width drops out.
     """
     sent = 2 * _share(ranks) * gradient_bytes / bytes_per_s
     computed = BACKWARD_FLOPS * tokens / flops_per_s
     name = f"gradients over {ranks} data ranks, against backward"
-    return Overlap(name, sent / computed, "the tokens of a rank's step")
+    return OverlapRatio(name, sent / computed, "the tokens of a rank's step")
 
 
 def sharded(
     *, ranks: int, tokens: float, weight_bytes: float, flops_per_s: float, bytes_per_s: float
-) -> tuple[Overlap, Overlap]:
+) -> tuple[OverlapRatio, OverlapRatio]:
     """ZeRO 3, a block ahead: all-gather of its weights against the forward of the one before,
     (N-1)/N · P w / B over 2 M P / F; in backward all-gather and reduce-scatter against 4 M P / F.
     The same ratio for both.
@@ -58,8 +58,8 @@ def sharded(
     backward = 2 * sent / (BACKWARD_FLOPS * tokens / flops_per_s)
     on = "the tokens of a rank's micro-batch"
     return (
-        Overlap(f"weights gathered over {ranks} ranks, against forward", forward, on),
-        Overlap(f"weights and gradients over {ranks} ranks, against backward", backward, on),
+        OverlapRatio(f"weights gathered over {ranks} ranks, against forward", forward, on),
+        OverlapRatio(f"weights and gradients over {ranks} ranks, against backward", backward, on),
     )
 
 
@@ -71,14 +71,14 @@ def tensor(
     value_bytes: float,
     flops_per_s: float,
     bytes_per_s: float,
-) -> Overlap:
+) -> OverlapRatio:
     """Two all-gathers and two reduce-scatters of (M, D) a block, against its forward:
     4 (N-1)/N · M D a / B over 2 M P / (N F). The tokens drop out. Nothing computes beside them.
     """
     sent = 4 * _share(ranks) * width * value_bytes / bytes_per_s
     computed = FORWARD_FLOPS * block_weights / ranks / flops_per_s
     name = f"activations over {ranks} tensor ranks, against a block"
-    return Overlap(name, sent / computed, "the width and the ranks alone")
+    return OverlapRatio(name, sent / computed, "the width and the ranks alone")
 
 
 def pipeline(
@@ -89,14 +89,14 @@ def pipeline(
     value_bytes: float,
     flops_per_s: float,
     bytes_per_s: float,
-) -> Overlap:
+) -> OverlapRatio:
     """(M, D) from stage to stage against the blocks of a stage: M D r / B over 2 M P L / F. Batch
     and sequence drop out.
     """
     sent = width * value_bytes / bytes_per_s
     computed = FORWARD_FLOPS * blocks * block_weights / flops_per_s
     name = f"activations between stages of {blocks:g} blocks, against a stage"
-    return Overlap(name, sent / computed, "the width and the blocks of a stage")
+    return OverlapRatio(name, sent / computed, "the width and the blocks of a stage")
 
 
 def typical_scales(

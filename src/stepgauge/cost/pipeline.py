@@ -6,7 +6,7 @@ from stepgauge.cost.activations import stream_bytes
 from stepgauge.cost.estimate import ASSUMED
 from stepgauge.cost.host import launching
 from stepgauge.cost.machine import Machine
-from stepgauge.cost.operations import Share, StepOperations
+from stepgauge.cost.operations import NetworkPart, StepOperations
 from stepgauge.cost.prices import Prices
 from stepgauge.cost.stages import Halves
 from stepgauge.cost.step import modelled, term_rows
@@ -76,4 +76,4 @@ def _whole(spec: PipelineSpec) -> StepOperations:
     own = {field.name for field in dataclasses.fields(StepSpec)}
     values = {k: v for k, v in vars(spec).items() if k in own and k not in ("warmup", "steps")}
     work = StepSpec(**{**values, "batch": spec.batch // spec.micro_batches, "phases": "backward"})
-    return StepOperations(work, Share(batch=work.batch))
+    return StepOperations(work, NetworkPart(batch=work.batch))

@@ -162,7 +162,7 @@ def scales(row: Record, spec: PlanSpec) -> dict[str, float]:
     )
 
 
-def overlaps(row: Record, machine: Machine, spec: PlanSpec) -> list[overlap.Overlap]:
+def overlaps(row: Record, machine: Machine, spec: PlanSpec) -> list[overlap.OverlapRatio]:
     """Of the layout of a row: each axis against what could hide it, at the rates that its block
     and its wires reach.
     """
@@ -173,7 +173,7 @@ def overlaps(row: Record, machine: Machine, spec: PlanSpec) -> list[overlap.Over
     weights = float(model.block_matrix_parameters)
     computing = prices.total_us(t for t in stage.forward_parts()[1] if not t.axis)
     rate = 2 * stage.tokens * weights / layout.tensor / computing * 1e6
-    found: list[overlap.Overlap] = []
+    found: list[overlap.OverlapRatio] = []
 
     def wires(operation: str, nbytes: float, axis: str, sends: int) -> float:
         us = prices.collective(operation, nbytes, axis).us

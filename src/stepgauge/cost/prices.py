@@ -14,7 +14,7 @@ NCCL, GLOO = "nccl", "gloo"
 class Prices:
     """Looks each operation up once. Raises ValueError where the machine does not know one.
 
-    silent  an axis whose collectives take nothing
+    without  an axis whose collectives take nothing
     """
 
     def __init__(
@@ -23,10 +23,10 @@ class Prices:
         layout: Layout | None = None,
         backend: str = NCCL,
         *,
-        silent: str = "",
+        without: str = "",
     ):
         self.machine, self.layout, self.backend = machine, layout or Layout(), backend
-        self.silent = silent
+        self._without = without
         self.axes: Mapping[str, Axis] = axes_of(self.layout, machine.network.gpus_per_node)
         self._known: dict[tuple[str, tuple[float, ...], str], Estimate] = {}
 
@@ -46,13 +46,13 @@ class Prices:
 
     def collective(self, operation: str, nbytes: float, axis: str) -> Estimate:
         found = self.axes[axis]
-        if axis == self.silent:
+        if axis == self._without:
             return Estimate(0.0, ASSUMED)
         return self.machine.network.collective(operation, nbytes, found, backend=self.backend)
 
     def without(self, axis: str) -> "Prices":
         """The same with nothing sent on an axis."""
-        return Prices(self.machine, self.layout, self.backend, silent=axis)
+        return Prices(self.machine, self.layout, self.backend, without=axis)
 
     def transfer(self, nbytes: float) -> Estimate:
         """Between neighbouring stages of the pipeline."""

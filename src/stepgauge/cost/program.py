@@ -8,7 +8,7 @@ axis stand between two computations, which wait for them.
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from stepgauge.cost.events import COMPUTE, HOST, Work
+from stepgauge.cost.events import COMPUTE, HOST, StreamWork
 from stepgauge.cost.host import Launching
 from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.prices import Prices
@@ -21,27 +21,27 @@ class Program:
     """Works as they are added; those of computing wait for the last `wait`."""
 
     def __init__(self) -> None:
-        self.works: list[Work] = []
+        self.works: list[StreamWork] = []
         self.ends: dict[str, int] = {}  # of each phase, the work that ends it
         self._before: list[int] = []
 
-    def add(self, work: Work) -> int:
+    def add(self, work: StreamWork) -> int:
         self.works.append(work)
         return len(self.works) - 1
 
     def host(self, name: str, us: float) -> None:
         """What the host launches next; the device then waits for it."""
         if us > 0:
-            self.wait(self.add(Work(name, HOST, us)))
+            self.wait(self.add(StreamWork(name, HOST, us)))
 
     def compute(self, name: str, us: float, operation: str = "") -> int:
         after, self._before = tuple(self._before), []
-        return self.add(Work(name, COMPUTE, us, operation, after))
+        return self.add(StreamWork(name, COMPUTE, us, operation, after))
 
     def send(self, name: str, stream: str, us: float, operation: str, *, after: int = -1) -> int:
         """On a communicator, when `after` has ended; -1: what was computed last."""
         after = after if after >= 0 else self.compute(f"{name} starts", 0.0)
-        return self.add(Work(name, stream, us, operation, (after,)))
+        return self.add(StreamWork(name, stream, us, operation, (after,)))
 
     def wait(self, *works: int) -> None:
         """What is computed next waits for these."""
@@ -52,7 +52,7 @@ class Program:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class LaunchGroup:
     """Terms that the host launches together: of a block, or of one of the ends."""
 
     name: str
@@ -60,7 +60,7 @@ class Group:
     host_us: float
 
 
-class DataAxis:
+class DataParallelCost:
     """What a way of data parallel training adds to a step; this one nothing.
 
     every_pass  gradients are sent in each of several passes, not in the last alone
@@ -71,13 +71,13 @@ class DataAxis:
     def begin(self) -> None:
         """Called before each forward and backward."""
 
-    def before(self, program: Program, phase: str, group: Group) -> None:
+    def before(self, program: Program, phase: str, group: LaunchGroup) -> None:
         """Called before a group is computed."""
 
     def after_term(self, program: Program, name: str, term: Term, place: int) -> None:
         """Called in backward when the work at `place`, of the term, is in the program."""
 
-    def after(self, program: Program, phase: str, group: Group) -> None:
+    def after(self, program: Program, phase: str, group: LaunchGroup) -> None:
         """Called when a group is computed."""
 
     def after_backward(self, program: Program) -> None:
@@ -100,7 +100,7 @@ class RankStep:
     host: dict[str, Launching]
     coarse: bool = False
 
-    def program(self, axis: DataAxis, *, passes: int = 1, phases: str = "step") -> Program:
+    def program(self, axis: DataParallelCost, *, passes: int = 1, phases: str = "step") -> Program:
         """Forward and backward, `passes` times, then the optimizer; or as the `phases` of a
         WorkSpec say.
         """
@@ -110,21 +110,21 @@ class RankStep:
             self._forward(program, axis)
             sends = axis.every_pass or number == passes - 1
             if phases != "forward":
-                self._backward(program, axis if sends else DataAxis())
+                self._backward(program, axis if sends else DataParallelCost())
         if phases == "step":
             program.host("optimizer", self.host["optimizer"].us(len(self.operations.blocks)))
             axis.optimizer(program, self.operations, self.prices)
             program.end("optimizer")
         return program
 
-    def _forward(self, program: Program, axis: DataAxis) -> None:
+    def _forward(self, program: Program, axis: DataParallelCost) -> None:
         for group in self.groups("forward"):
             axis.before(program, "forward", group)
             self._run(program, group)
             axis.after(program, "forward", group)
         program.end("forward")
 
-    def _backward(self, program: Program, axis: DataAxis) -> None:
+    def _backward(self, program: Program, axis: DataParallelCost) -> None:
         for group in self.groups("backward"):
             axis.before(program, "backward", group)
             self._run(program, group, axis)
@@ -133,7 +133,7 @@ class RankStep:
         axis.after_backward(program)
         program.end("synchronize")
 
-    def groups(self, phase: str) -> Iterator[Group]:
+    def groups(self, phase: str) -> Iterator[LaunchGroup]:
         """In the order in which they are computed."""
         operations, host = self.operations, self.host[phase]
         is_forward = phase == "forward"
@@ -143,11 +143,13 @@ class RankStep:
         numbers = list(operations.blocks if is_forward else reversed(operations.blocks))
         names = ("embedding", "head") if is_forward else ("head", "embedding")
         outside = host.us(len(numbers)) - host.block_us * len(numbers)
-        first = Group(names[0], before, max(0.0, outside))
-        blocks = [Group(f"blocks.{n}", block, host.block_us) for n in numbers]
-        return iter([first, *blocks, Group(names[1], after, 0.0)])
+        first = LaunchGroup(names[0], before, max(0.0, outside))
+        blocks = [LaunchGroup(f"blocks.{n}", block, host.block_us) for n in numbers]
+        return iter([first, *blocks, LaunchGroup(names[1], after, 0.0)])
 
-    def _run(self, program: Program, group: Group, axis: DataAxis | None = None) -> None:
+    def _run(
+        self, program: Program, group: LaunchGroup, axis: DataParallelCost | None = None
+    ) -> None:
         program.host(group.name, group.host_us)
         if self.coarse:
             self._run_whole(program, group, axis)
@@ -166,7 +168,9 @@ class RankStep:
             for name, term in computed:  # a compiled block gives its gradients when it has ended
                 axis.after_term(program, name, term, place)
 
-    def _run_whole(self, program: Program, group: Group, axis: DataAxis | None) -> None:
+    def _run_whole(
+        self, program: Program, group: LaunchGroup, axis: DataParallelCost | None
+    ) -> None:
         """The group's computing as one work, its collectives as one, its gradients as one."""
         own = [term for term in group.terms if not term.axis]
         sent = [term for term in group.terms if term.axis]

@@ -13,7 +13,7 @@ from stepgauge.cost.contention import USUAL
 from stepgauge.cost.data_axis import most_owned
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.memory import Memory, stage_memory, step_memory
-from stepgauge.cost.operations import Share, StepOperations
+from stepgauge.cost.operations import NetworkPart, StepOperations
 from stepgauge.cost.prices import Prices
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, Layout
@@ -185,7 +185,7 @@ class Screen:
         )  # fmt: skip
         own = range(blocks) if cut else None
         return StepOperations(
-            work, Share(batch=batch, tensor=tensor, blocks=own, gathered=gathered)
+            work, NetworkPart(batch=batch, tensor=tensor, blocks=own, gathered=gathered)
         )
 
     def _priced(self, tensor: int, data: int, pipeline: int) -> Prices:

@@ -15,7 +15,7 @@ from stepgauge.cost.memory import Memory, step_memory
 from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.outcome import Outcome, outcome
 from stepgauge.cost.prices import Prices
-from stepgauge.cost.program import DataAxis, RankStep
+from stepgauge.cost.program import DataParallelCost, RankStep
 from stepgauge.cost.terms import Term
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
@@ -31,7 +31,7 @@ def predict(spec: StepSpec, machine: Machine) -> Record:
     """
     operations, prices = StepOperations(spec), Prices(machine)
     host = launching(spec, machine)
-    program = RankStep(operations, prices, host).program(DataAxis(), phases=spec.phases)
+    program = RankStep(operations, prices, host).program(DataParallelCost(), phases=spec.phases)
     found = outcome(program, machine.contention)
     phases = operations.phases()
     host_ms = sum(host[phase].us(len(operations.blocks)) for phase in phases) / 1e3

@@ -18,7 +18,7 @@ from stepgauge.measure.timing import Phases, clock_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule:
+class ProfilerSchedule:
     """Steps unprofiled, steps of warm-up, recorded steps, and how often all that."""
 
     wait: int = 1
@@ -39,7 +39,7 @@ def profile_phases(
     device: torch.device,
     folder: Path,
     *,
-    schedule: Schedule,
+    schedule: ProfilerSchedule,
     stacks: bool = False,
     kernels_alone: bool = False,
 ) -> tuple[list[Path], dict[str, list[float]]]:
@@ -78,7 +78,7 @@ def profile_phases(
 
 def _profiler(
     device: torch.device,
-    schedule: Schedule,
+    schedule: ProfilerSchedule,
     write: Callable[[profile], None],
     *,
     stacks: bool,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepgauge.spec.broadcast import HOST, PINNED, STAGING, Move, Rates, Schedule
+from stepgauge.spec.broadcast import HOST, PINNED, STAGING, BroadcastPlan, Move, Rates
 
 _PATTERN = 16_777_213  # bytes until the test pattern repeats: a prime
 _REPEATS = 5  # of a link alone
@@ -20,7 +20,7 @@ _REPEATS = 5  # of a link alone
 class Engine(Protocol):
     """Holds the tensor in all places."""
 
-    def run(self, schedule: Schedule) -> None:
+    def run(self, schedule: BroadcastPlan) -> None:
         """All moves, begun and ended."""
 
     def clear(self) -> None:
@@ -45,7 +45,9 @@ def host_tensor(size: int) -> Tensor:
     return tensor
 
 
-def time_schedule(engine: Engine, schedule: Schedule, *, warmup: int, repeats: int) -> list[float]:
+def time_schedule(
+    engine: Engine, schedule: BroadcastPlan, *, warmup: int, repeats: int
+) -> list[float]:
     """Milliseconds from the first move's begin to the last one's end, on the host's clock."""
     times = []
     for index in range(warmup + repeats):
@@ -62,7 +64,9 @@ def rates(engine: Engine, size: int, gpus: int) -> Rates:
     bounds = [size * g // gpus for g in range(gpus + 1)]
 
     def bytes_per_s(*moves: Move) -> float:
-        times = time_schedule(engine, Schedule(PINNED, list(moves)), warmup=2, repeats=_REPEATS)
+        times = time_schedule(
+            engine, BroadcastPlan(PINNED, list(moves)), warmup=2, repeats=_REPEATS
+        )
         return sum(move.bytes for move in moves) / statistics.median(times) * 1e3
 
     return Rates(
@@ -99,7 +103,7 @@ class GpuEngine:
         ]
         self.streams: dict[tuple[str | int, str | int], list[torch.cuda.Stream]] = {}
 
-    def run(self, schedule: Schedule) -> None:
+    def run(self, schedule: BroadcastPlan) -> None:
         ended: list[torch.cuda.Event | None] = []
         for move in schedule.moves:
             ended.append(self._start(move, [ended[index] for index in move.after]))
@@ -162,7 +166,7 @@ class ProcessEngine:
         self.host = _Host(size, block, pin=False)
         self.tensor = torch.zeros(size, dtype=torch.uint8)
 
-    def run(self, schedule: Schedule) -> None:
+    def run(self, schedule: BroadcastPlan) -> None:
         pending: dict[int, dist.Work] = {}
         for index, move in enumerate(schedule.moves):
             for before in move.after:

@@ -71,7 +71,7 @@ class DataAxis:
             yield
 
     @contextlib.contextmanager
-    def silent(self) -> Iterator[None]:
+    def without_communication(self) -> Iterator[None]:
         """Nothing is communicated inside, but all else is done."""
         talking: list[Any] = [*self.replicas]
         talking += [self.optimizer] if isinstance(self.optimizer, ShardedOptimizer) else []

@@ -30,7 +30,7 @@ from stepgauge.spec.plan.pipeline import Schedule
 from stepgauge.spec.plan.tensor import Table
 
 Batch = Sequence[Any]
-Silence = Callable[[], contextlib.AbstractContextManager[Any]]
+WithoutAxis = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ class Spread:
             optimizer=self.data.optimizer,
             no_sync=self.data.no_sync,
             clip=self._clip,
-            silences=self._silences(),
+            without_axis=self._without_axis(),
             state=state.whole,
             load=state.load,
             mixed=self._mixed if pipeline else None,
@@ -171,18 +171,18 @@ class Spread:
     def axes(self) -> tuple[str, ...]:
         return self.mesh.mesh_dim_names or ()
 
-    def _silences(self) -> dict[str, Silence]:
+    def _without_axis(self) -> dict[str, WithoutAxis]:
         """By axis. Not of a pipeline, whose computations wait for what is sent, nor of weights that
         are sharded.
         """
-        found: dict[str, Silence] = {}
+        found: dict[str, WithoutAxis] = {}
         if self.data.replicas:
-            found["data"] = self.data.silent
+            found["data"] = self.data.without_communication
         if self.context:
-            found["context"] = functools.partial(silent, [self.context])
+            found["context"] = functools.partial(without_communication, [self.context])
         if self.tensor:
             found["tensor"] = functools.partial(
-                silent, [cut.stream for cut in self.tensor.values()]
+                without_communication, [cut.stream for cut in self.tensor.values()]
             )
         return found
 
@@ -264,7 +264,7 @@ def context_group(layout: Layout, device_type: str) -> dist.ProcessGroup:
 
 
 @contextlib.contextmanager
-def silent(parts: Sequence[ContextParallel | ResidualStream]) -> Iterator[None]:
+def without_communication(parts: Sequence[ContextParallel | ResidualStream]) -> Iterator[None]:
     """In it these compute as much and send nothing: to see what sending costs."""
     for part in parts:
         part.communicates = False

@@ -27,8 +27,9 @@ class Parallel:
     finish       waits for the gradients of all ranks; before the optimizer
     no_sync      in it, a backward adds to the local gradients
     clip         scales by the norm of the whole gradient, and gives the norm before
-    silence      in it, nothing is communicated but all else is done; None where that cannot be
-    silences     the same of one axis of a layout alone, by its name
+    without_communication  in it, nothing is communicated but all else is done; None where that
+                 cannot be
+    without_axis  the same of one axis of a layout alone, by its name
     communicate  communicates once more what a step does; None where that cannot be told apart
     state        the whole model and optimizer, by names, alike for every way of spreading them; on
                  rank 0, and nothing or the same on the others. All ranks must call it
@@ -45,8 +46,8 @@ class Parallel:
     finish: Callable[[], None] = lambda: None
     no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     clip: Callable[[float], Tensor] | None = None
-    silence: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
-    silences: Mapping[str, Callable[[], contextlib.AbstractContextManager[Any]]] = (
+    without_communication: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
+    without_axis: Mapping[str, Callable[[], contextlib.AbstractContextManager[Any]]] = (
         dataclasses.field(default_factory=dict)
     )
     communicate: Callable[[], None] | None = None

@@ -89,7 +89,7 @@ def _parallel(wrapped: DataParallel, optimizer: torch.optim.Optimizer, **changes
             "optimizer": optimizer,
             "no_sync": wrapped.no_sync,
             "clip": wrapped.clip_gradients,
-            "silence": lambda: _silenced(wrapped, optimizer),
+            "without_communication": lambda: _without_communication(wrapped, optimizer),
             "communicate": lambda: _communicate(wrapped, optimizer),
             "state": lambda: state_of(wrapped.module, optimizer),
             "load": lambda state: load_state(wrapped.module, optimizer, state),
@@ -117,7 +117,7 @@ def _load_by_name(module: nn.Module, optimizer: ShardedOptimizer, state: dict[st
 
 
 @contextlib.contextmanager
-def _silenced(*communicating: Any) -> Any:
+def _without_communication(*communicating: Any) -> Any:
     talking = [part for part in communicating if hasattr(part, "communicates")]
     for part in talking:
         part.communicates = False
@@ -204,7 +204,7 @@ def _torch_ddp(*, views: bool, zero: bool = False) -> Callable[..., Parallel]:
             optimizer=stepping,
             no_sync=wrapped.no_sync,
             # What no_sync leaves out is all that is communicated.
-            silence=None if zero else wrapped.no_sync,
+            without_communication=None if zero else wrapped.no_sync,
             state=lambda: state_of(module, stepping),
             load=lambda state: load_state(module, stepping, state),
         )

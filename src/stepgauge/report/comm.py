@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from stepgauge.cost.link_fit import NOISE, Point, link
+from stepgauge.cost.link_fit import NOISE, LinkPoint, link
 from stepgauge.report.figure import SERIES, lines, short, short_bytes
 from stepgauge.report.numbers import whole
 from stepgauge.report.page import Block, Plot, Section, page
@@ -106,9 +106,9 @@ def _link(records: Sequence[Record]) -> Link:
     )
 
 
-def _point(record: Record) -> Point:
+def _point(record: Record) -> LinkPoint:
     time: Sample = record.metrics["time_ms"]
-    return Point(
+    return LinkPoint(
         asked(record).bytes, time.median, max(NOISE, (time.p90 - time.p10) / time.median / 4)
     )
 

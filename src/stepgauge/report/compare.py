@@ -45,7 +45,7 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class RunDifferences:
     """What two runs have in common, and in sentences what only one of them has."""
 
     found: list[Difference]
@@ -54,7 +54,7 @@ class Comparison:
 
 def compare(
     first: Iterable[Record], second: Iterable[Record], *, ignoring: Sequence[str] = ()
-) -> Comparison:
+) -> RunDifferences:
     """Pairs the records of two runs by what was run, but for the fields `ignoring`, by their names
     or their options'.
 
@@ -82,7 +82,7 @@ def compare(
         for side, other, name in ((record, partner, "A"), (partner, record, "B")):
             if side.status != "ok" and other.status == "ok":
                 alone.append(f"{describe(side)}: {side.status.upper()} in {name} ({side.note})")
-    return Comparison(found, [*alone, *(sentence for sentence in missing if sentence)])
+    return RunDifferences(found, [*alone, *(sentence for sentence in missing if sentence)])
 
 
 def closest_differ_in(first: Sequence[Record], second: Sequence[Record]) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from stepgauge.report.network import Edge, circle, network
 from stepgauge.report.page import Block, Plot, Section, Text, page
 from stepgauge.report.table import Table
-from stepgauge.spec.explain import Arrow, Explained, Step
+from stepgauge.spec.explain import Arrow, Explained, RingStep
 
 MOST_LABELS = 8
 
@@ -84,5 +84,5 @@ def _blocks(explained: Explained) -> list[Block]:
     return [*shown, Text(explained.remark)] if explained.remark else shown
 
 
-def _step_picture(step: Step, n: int) -> Plot:
+def _step_picture(step: RingStep, n: int) -> Plot:
     return Plot(picture(step.arrows, n), f"{step.name}: each rank sends one chunk to the next.")

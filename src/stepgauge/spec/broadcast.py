@@ -35,7 +35,7 @@ class Move:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class BroadcastPlan:
     """Where the tensor lies first, and the moves; `one_by_one`: each waits for the last."""
 
     origin: str
@@ -43,17 +43,17 @@ class Schedule:
     one_by_one: bool = False
 
 
-def naive(size: int, gpus: int, block: int) -> Schedule:
+def naive(size: int, gpus: int, block: int) -> BroadcastPlan:
     """The whole tensor to each GPU, one GPU after another, from memory as it comes."""
-    return Schedule(HOST, [Move(HOST, g, 0, size) for g in range(gpus)], one_by_one=True)
+    return BroadcastPlan(HOST, [Move(HOST, g, 0, size) for g in range(gpus)], one_by_one=True)
 
 
-def pinned(size: int, gpus: int, block: int) -> Schedule:
+def pinned(size: int, gpus: int, block: int) -> BroadcastPlan:
     """The whole tensor to each GPU at once, a stream each, from page-locked memory."""
-    return Schedule(PINNED, [Move(PINNED, g, 0, size) for g in range(gpus)])
+    return BroadcastPlan(PINNED, [Move(PINNED, g, 0, size) for g in range(gpus)])
 
 
-def staged(size: int, gpus: int, block: int) -> Schedule:
+def staged(size: int, gpus: int, block: int) -> BroadcastPlan:
     """A block goes to all GPUs from one page-locked buffer while the next fills another."""
     moves: list[Move] = []
     sent: list[tuple[int, ...]] = []  # by block, its moves to the GPUs
@@ -63,20 +63,20 @@ def staged(size: int, gpus: int, block: int) -> Schedule:
         filled = len(moves) - 1
         moves += [Move(STAGING, g, start, stop, (filled,)) for g in range(gpus)]
         sent.append(tuple(range(filled + 1, filled + 1 + gpus)))
-    return Schedule(HOST, moves)
+    return BroadcastPlan(HOST, moves)
 
 
-def chain(size: int, gpus: int, block: int) -> Schedule:
+def chain(size: int, gpus: int, block: int) -> BroadcastPlan:
     """Each block once over a host link to GPU 0, and on from GPU to GPU while the next comes in."""
     moves: list[Move] = []
     for start, stop in _blocks(size, block):
         moves.append(Move(PINNED, 0, start, stop))
         for g in range(1, gpus):
             moves.append(Move(g - 1, g, start, stop, (len(moves) - 1,)))
-    return Schedule(PINNED, moves)
+    return BroadcastPlan(PINNED, moves)
 
 
-def tree(size: int, gpus: int, block: int) -> Schedule:
+def tree(size: int, gpus: int, block: int) -> BroadcastPlan:
     """Each block over one host link to GPU 0, then along a binomial tree as the next comes in."""
     moves: list[Move] = []
     for start, stop in _blocks(size, block):
@@ -88,10 +88,10 @@ def tree(size: int, gpus: int, block: int) -> Schedule:
                 if child < gpus:
                     moves.append(Move(parent, child, start, stop, (arrival[parent],)))
                     arrival[child] = len(moves) - 1
-    return Schedule(PINNED, moves)
+    return BroadcastPlan(PINNED, moves)
 
 
-def scatter_gather(size: int, gpus: int, block: int) -> Schedule:
+def scatter_gather(size: int, gpus: int, block: int) -> BroadcastPlan:
     """Each GPU takes its part over its own host link and hands each block to the others."""
     moves: list[Move] = []
     bounds = [size * g // gpus for g in range(gpus + 1)]
@@ -103,14 +103,14 @@ def scatter_gather(size: int, gpus: int, block: int) -> Schedule:
                 moves.append(Move(PINNED, g, start, stop))
                 arrived = len(moves) - 1
                 moves += [Move(g, (g + k) % gpus, start, stop, (arrived,)) for k in range(1, gpus)]
-    return Schedule(PINNED, moves)
+    return BroadcastPlan(PINNED, moves)
 
 
 def _blocks(size: int, block: int, offset: int = 0) -> list[tuple[int, int]]:
     return [(offset + start, offset + min(size, start + block)) for start in range(0, size, block)]
 
 
-SCHEDULES: Mapping[str, Callable[[int, int, int], Schedule]] = {
+SCHEDULES: Mapping[str, Callable[[int, int, int], BroadcastPlan]] = {
     "naive": naive,
     "pinned": pinned,
     "staged": staged,
@@ -155,7 +155,7 @@ class BroadcastSpec:
         """Processes where there are no GPUs: the host's and one for each GPU."""
         return self.gpus + 1
 
-    def plan(self) -> Schedule:
+    def plan(self) -> BroadcastPlan:
         return SCHEDULES[self.schedule](self.size_bytes, self.gpus, self.block_bytes)
 
 
@@ -174,7 +174,7 @@ class Rates:
     peer_link: float
     host_copy: float
 
-    def bound_s(self, schedule: Schedule) -> float:
+    def bound_s(self, schedule: BroadcastPlan) -> float:
         """No run can be shorter: the busiest link needs as long for its bytes."""
         host = _sum(
             schedule.moves,

@@ -29,7 +29,7 @@ class Seen:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class RingStep:
     """All ranks' chunks after a step of a ring, and what moved in it."""
 
     name: str
@@ -43,7 +43,7 @@ class Explained:
     summary: str
     arrows: list[Arrow]
     ranks: list[Seen]
-    steps: list[Step] = dataclasses.field(default_factory=list)
+    steps: list[RingStep] = dataclasses.field(default_factory=list)
     remark: str = ""
 
 

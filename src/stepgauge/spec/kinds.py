@@ -59,6 +59,12 @@ RETIRED: Mapping[str, Mapping[str, Any]] = {
     **{kind: {"own": ""} for kind in (ProfileSpec.kind, MemorySpec.kind, DtypesSpec.kind)},
 }
 
+# Metrics that have another name today.
+RENAMED_METRICS: Mapping[str, str] = {
+    "silent_step_ms": "without_communication_ms",
+    **{f"{axis}_silent_ms": f"without_{axis}_ms" for axis in ("data", "context", "tensor")},
+}
+
 
 def completed(kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
     """The spec of a record with today's defaults for the fields that it does not have, and without

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
-from stepgauge.spec.kinds import completed
+from stepgauge.spec.kinds import RENAMED_METRICS, completed
 
 SCHEMA = 1
 PROVENANCES = ("measured", "calibrated", "modelled", "published")
@@ -133,7 +133,10 @@ class Record:
         if not isinstance(value, dict) or value.pop("schema", None) != SCHEMA:
             raise ValueError(f"not a record of schema {SCHEMA}")
         try:
-            metrics = {name: Sample(**sample) for name, sample in value.pop("metrics").items()}
+            metrics = {
+                RENAMED_METRICS.get(name, name): Sample(**sample)
+                for name, sample in value.pop("metrics").items()
+            }
             record = cls(**value, metrics=metrics)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not a record: {error}") from None

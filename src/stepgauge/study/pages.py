@@ -9,7 +9,7 @@ from stepgauge.report import findings
 from stepgauge.report.answers import answer
 from stepgauge.report.broadcast import broadcast_blocks
 from stepgauge.report.comm import comm_blocks
-from stepgauge.report.compare import Comparison, difference_table
+from stepgauge.report.compare import RunDifferences, difference_table
 from stepgauge.report.dtypes import EXPLANATION, accumulation_table, dtype_table
 from stepgauge.report.figure import stacked_bars
 from stepgauge.report.kernel_plots import kernel_bars
@@ -235,7 +235,7 @@ _BLOCKS: Mapping[str, Callable[[Sequence[Record]], Sequence[Block]]] = {
 }
 
 
-def comparison_page(compared: Comparison, names: Sequence[str]) -> Page:
+def comparison_page(compared: RunDifferences, names: Sequence[str]) -> Page:
     """Two runs: a section a kind, the ratios, and the rows that only one of them has."""
     sections = []
     for kind in dict.fromkeys(pair.first.kind for pair in compared.found):

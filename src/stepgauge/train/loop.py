@@ -17,7 +17,7 @@ from stepgauge.spec.kinds import completed
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.train import TrainSpec
 from stepgauge.train.checkpoint import Checkpoints, require_same
-from stepgauge.train.place import ALONE, Place
+from stepgauge.train.rank_share import SINGLE_PROCESS, RankShare
 from stepgauge.train.task import Task
 
 CURVE_FILE = "curve.jsonl"
@@ -41,7 +41,7 @@ DRAIN_EVERY = 10  # steps between readings of the loss from the device: each is 
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
+class LossPoint:
     """One step of the loss curve. `held_out` is the held-out loss, where it was evaluated."""
 
     step: int
@@ -60,7 +60,9 @@ class Trainer:
     writes to it.
     """
 
-    def __init__(self, spec: TrainSpec, task: Task, folder: Path, *, place: Place = ALONE):
+    def __init__(
+        self, spec: TrainSpec, task: Task, folder: Path, *, place: RankShare = SINGLE_PROCESS
+    ):
         self.spec, self.task, self.step, self.place = spec, task, task.step, place
         self.checkpoints = Checkpoints(folder / "checkpoints")
         self.curve_path = folder / CURVE_FILE
@@ -68,8 +70,10 @@ class Trainer:
         self.highest_rates = [group.get("lr") for group in self.step.optimizer.param_groups]
 
     def run(
-        self, report: Callable[[Point], None], resumed: Callable[[int], None] = lambda step: None
-    ) -> tuple[list[Point], int]:
+        self,
+        report: Callable[[LossPoint], None],
+        resumed: Callable[[int], None] = lambda step: None,
+    ) -> tuple[list[LossPoint], int]:
         """Trains to the last step from the newest whole checkpoint; the whole curve, and steps done
         in this call.
 
@@ -125,9 +129,9 @@ class Trainer:
     def _held_out(self) -> float | None:
         return self.task.evaluate() if self.task.evaluate else None
 
-    def _drain(self, pending: list[tuple[int, Tensor]], held_out: float | None) -> list[Point]:
+    def _drain(self, pending: list[tuple[int, Tensor]], held_out: float | None) -> list[LossPoint]:
         losses = self.place.mean(torch.stack([loss for _, loss in pending])).tolist()
-        points = [Point(step, loss) for (step, _), loss in zip(pending, losses, strict=True)]
+        points = [LossPoint(step, loss) for (step, _), loss in zip(pending, losses, strict=True)]
         pending.clear()
         for point in points:
             if not math.isfinite(point.loss):
@@ -186,10 +190,10 @@ class Trainer:
             return step
         return 0
 
-    def _curve_until(self, step: int) -> list[Point]:
+    def _curve_until(self, step: int) -> list[LossPoint]:
         return [point for point in read_curve(self.curve_path) if point.step <= step]
 
-    def _keep_curve_until(self, step: int) -> list[Point]:
+    def _keep_curve_until(self, step: int) -> list[LossPoint]:
         """Drops from the file what comes after the checkpoint (it is computed again), and returns
         the rest.
         """
@@ -203,11 +207,11 @@ class Trainer:
         return points
 
 
-def read_curve(path: Path) -> list[Point]:
+def read_curve(path: Path) -> list[LossPoint]:
     """The points of a curve file, step 1, 2, ..., as far as they are whole."""
     if not path.exists():
         return []
-    points: list[Point] = []
+    points: list[LossPoint] = []
     for line in path.read_text(errors="replace").splitlines():
         try:
             fields = json.loads(line)
@@ -215,7 +219,7 @@ def read_curve(path: Path) -> list[Point]:
                 "bits_per_byte" in fields
             ):  # as it was called before there were losses of other units
                 fields["held_out"] = fields.pop("bits_per_byte")
-            point = Point(**fields)
+            point = LossPoint(**fields)
         except (ValueError, TypeError):
             break
         if point.step != len(points) + 1:

@@ -10,13 +10,16 @@ from torch import Tensor
 from stepgauge.spec.train import TrainSpec
 from stepgauge.train.build import build_step
 from stepgauge.train.data import Corpus, read_text
-from stepgauge.train.place import ALONE, Place
+from stepgauge.train.rank_share import SINGLE_PROCESS, RankShare
 from stepgauge.train.step import TrainingStep
 from stepgauge.train.task import Task
 
 
 def text_task(
-    spec: TrainSpec, *, place: Place = ALONE, build: Callable[..., TrainingStep] = build_step
+    spec: TrainSpec,
+    *,
+    place: RankShare = SINGLE_PROCESS,
+    build: Callable[..., TrainingStep] = build_step,
 ) -> Task:
     """The spec's model, its vocabulary the tokenizer's, on the spec's corpus. Raises CorpusError.
 
@@ -60,7 +63,7 @@ def text_task(
 
 @torch.no_grad()
 def bits_per_byte(
-    step: TrainingStep, corpus: Corpus, spec: TrainSpec, place: Place = ALONE
+    step: TrainingStep, corpus: Corpus, spec: TrainSpec, place: RankShare = SINGLE_PROCESS
 ) -> float:
     """Held-out loss: nats a token over ln 2 and over the bytes that a token stands for."""
     tokens, targets = corpus.held_out_windows(spec.evaluate_windows, spec.network.context_length)

@@ -9,12 +9,14 @@ from stepgauge.parallel.training import Parallelise, alone
 from stepgauge.spec.train import OF_OPTIMIZER, TrainSpec
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import decay_groups
-from stepgauge.train.place import ALONE, Place
+from stepgauge.train.rank_share import SINGLE_PROCESS, RankShare
 from stepgauge.train.task import Task
 from stepgauge.train.user_model import UserStep, build_parts, step_of_parts
 
 
-def user_task(spec: TrainSpec, *, place: Place = ALONE, parallelise: Parallelise = alone) -> Task:
+def user_task(
+    spec: TrainSpec, *, place: RankShare = SINGLE_PROCESS, parallelise: Parallelise = alone
+) -> Task:
     """The spec's UserModel. Its `batches` is asked for every micro-batch of every rank by a number
     of its own; a single batch is trained on again and again.
 

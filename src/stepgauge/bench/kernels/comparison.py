@@ -47,19 +47,19 @@ def run(spec: KernelSpec) -> Record:
     return _comparison_of(spec).measure(spec)
 
 
-_held: list["Comparison"] = []
+_held: list["ShapeComparison"] = []
 
 
-def _comparison_of(spec: KernelSpec) -> "Comparison":
+def _comparison_of(spec: KernelSpec) -> "ShapeComparison":
     if not (_held and _held[0].takes(spec)):
         _held.clear()  # before the next one takes memory
         torch._dynamo.reset()
         devices.reset_peak_memory(torch.device(spec.device))
-        _held.append(Comparison(spec))
+        _held.append(ShapeComparison(spec))
     return _held[0]
 
 
-class Comparison:
+class ShapeComparison:
     """One shape: its inputs, and which providers give a right result there."""
 
     def __init__(self, spec: KernelSpec):

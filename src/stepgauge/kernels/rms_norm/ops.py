@@ -28,7 +28,7 @@ from .triton import (
 _INTERPRETER_SMS = 3
 
 
-class Plan:
+class NormLaunches:
     """The three launches for one width, its types and a device."""
 
     def __init__(
@@ -114,7 +114,7 @@ def limits(device: torch.device) -> tuple[int, int]:
 _PLANS: dict = {}
 
 
-def plan_for(h: Tensor, weight: Tensor, other_dtype: torch.dtype, extra: bool) -> Plan:
+def plan_for(h: Tensor, weight: Tensor, other_dtype: torch.dtype, extra: bool) -> NormLaunches:
     """The plan for a tensor like h. ``extra``: residual in forward, its gradient in backward."""
     # One plan holds launches for one set of types; forward's output type or the gradient's type
     # is `other_dtype`, so that forward and backward of one call usually share a plan.
@@ -123,7 +123,7 @@ def plan_for(h: Tensor, weight: Tensor, other_dtype: torch.dtype, extra: bool) -
     key = (h.device, h.dtype, weight.dtype, other_dtype, width, extra)
     plan = _PLANS.get(key)
     if plan is None:
-        plan = Plan(width, h.dtype, *limits(h.device), has_residual=extra, has_dsum=extra)
+        plan = NormLaunches(width, h.dtype, *limits(h.device), has_residual=extra, has_dsum=extra)
         _PLANS[key] = plan
     return plan
 

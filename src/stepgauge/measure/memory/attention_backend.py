@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """One call: q_BHTD, k_BHSD, v_BHSD after autocast, and what torch's function takes beside."""
 
     q: Tensor
@@ -65,7 +65,7 @@ def attention_of(architecture: str) -> Callable[..., Tensor]:
         enable_gqa: bool = False,
     ) -> Tensor:
         q, k, v, mask = map(_autocast, (query, key, value, attn_mask))
-        call = Call(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+        call = AttentionCall(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
         run = _backend(call, architecture) if query.is_cuda else None
         if run is None:
             return original(
@@ -84,7 +84,7 @@ def _autocast(tensor: Any) -> Any:
     return tensor
 
 
-def _backend(call: Call, architecture: str) -> Callable[[Call], Tensor] | None:
+def _backend(call: AttentionCall, architecture: str) -> Callable[[AttentionCall], Tensor] | None:
     """The first that takes the call; None for the plain one, which writes the scores."""
     enabled = torch.backends.cuda
     order = [
@@ -98,14 +98,14 @@ def _backend(call: Call, architecture: str) -> Callable[[Call], Tensor] | None:
     return next((run for on, takes, run in order if on and takes(call)), None)
 
 
-def _heads_agree(call: Call, *, grouped: bool) -> bool:
+def _heads_agree(call: AttentionCall, *, grouped: bool) -> bool:
     heads, keys, values = (x.shape[1] for x in (call.q, call.k, call.v))
     if heads == keys == values:
         return True
     return grouped and call.gqa and keys == values and heads % keys == 0
 
 
-def _cudnn_takes(call: Call) -> bool:
+def _cudnn_takes(call: AttentionCall) -> bool:
     widths = call.q.shape[-1], call.v.shape[-1]
     return (
         call.low_precision
@@ -118,7 +118,7 @@ def _cudnn_takes(call: Call) -> bool:
     )
 
 
-def _flash_takes(call: Call) -> bool:
+def _flash_takes(call: AttentionCall) -> bool:
     return (
         call.low_precision
         and call.mask is None
@@ -129,7 +129,7 @@ def _flash_takes(call: Call) -> bool:
     )
 
 
-def _efficient_takes(call: Call) -> bool:
+def _efficient_takes(call: AttentionCall) -> bool:
     multiple = 8 if call.low_precision else 4
     return (
         call.q.dtype != torch.float64
@@ -139,14 +139,14 @@ def _efficient_takes(call: Call) -> bool:
     )
 
 
-def _cudnn(call: Call) -> Tensor:
+def _cudnn(call: AttentionCall) -> Tensor:
     return aten._scaled_dot_product_cudnn_attention(
         call.q, call.k, call.v, _added_mask(call), call.needs_gradient, call.dropout, call.causal,
         False, scale=call.scale,
     )[0]  # fmt: skip
 
 
-def _flash(call: Call) -> Tensor:
+def _flash(call: AttentionCall) -> Tensor:
     width = call.q.shape[-1]
     padded = [F.pad(x, (0, -width % FLASH_MULTIPLE)) for x in (call.q, call.k, call.v)]
     taken = padded if width % FLASH_MULTIPLE else [call.q, call.k, call.v]
@@ -156,7 +156,7 @@ def _flash(call: Call) -> Tensor:
     )[0][..., :width]
 
 
-def _efficient(call: Call) -> Tensor:
+def _efficient(call: AttentionCall) -> Tensor:
     mask = _added_mask(call)
     if mask is not None:
         mask = mask.expand(*call.q.shape[:3], call.k.shape[2])
@@ -170,7 +170,7 @@ def _efficient(call: Call) -> Tensor:
     )[0]  # fmt: skip
 
 
-def _added_mask(call: Call) -> Tensor | None:
+def _added_mask(call: AttentionCall) -> Tensor | None:
     """What is added to the scores: a boolean mask becomes values of the queries' type."""
     if call.mask is None or call.mask.dtype != torch.bool:
         return call.mask

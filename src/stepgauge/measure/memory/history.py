@@ -19,8 +19,8 @@ from stepgauge.measure.memory.storage_tracker import (
     OTHER,
     TEMPORARIES,
     Allocation,
-    Mark,
     Phase,
+    StorageMark,
     StorageTracker,
 )
 
@@ -118,7 +118,7 @@ def _made_at(
     )
 
 
-def _told(allocation: Allocation, mark: Mark) -> None:
+def _told(allocation: Allocation, mark: StorageMark) -> None:
     """What compiled code keeps is an activation unless the storage is known as something else."""
     if mark.category == ACTIVATIONS and allocation.category != TEMPORARIES:
         return

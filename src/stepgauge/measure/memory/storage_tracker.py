@@ -66,7 +66,7 @@ class Phase:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mark:
+class StorageMark:
     """What is told of a storage whose birth was not seen: compiled code made it."""
 
     event: int
@@ -118,7 +118,7 @@ class StorageTracker(TorchDispatchMode):
         self.allocations: list[Allocation] = []
         self.phases: list[Phase] = []
         self.windows: list[Window] = []
-        self.marks: list[Mark] = []
+        self.marks: list[StorageMark] = []
         self._events = events
         self._workspaces = workspaces
         self._count = 0
@@ -176,7 +176,7 @@ class StorageTracker(TorchDispatchMode):
                     found[0].category = category
                     found[0].module = name or found[0].module
                 elif self._events:
-                    self.marks.append(Mark(self.now(), storage.data_ptr(), category, name))
+                    self.marks.append(StorageMark(self.now(), storage.data_ptr(), category, name))
                 else:
                     self._see(tensor, "", name, "", category)
 
@@ -187,7 +187,7 @@ class StorageTracker(TorchDispatchMode):
             return
         if self._events:
             self.marks.append(
-                Mark(self.now(), storage.data_ptr(), ACTIVATIONS, module, operator, line)
+                StorageMark(self.now(), storage.data_ptr(), ACTIVATIONS, module, operator, line)
             )
         else:
             self._see(tensor, operator, module, line, ACTIVATIONS)

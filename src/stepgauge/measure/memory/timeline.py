@@ -15,7 +15,7 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Moment:
+class MemoryState:
     """What is held after one event of the allocator, by category."""
 
     event: int
@@ -30,14 +30,14 @@ class Moment:
 class MemoryTimeline:
     """moments of the phases that were asked for, the peak of each, and whose bytes they are."""
 
-    moments: Sequence[Moment]
+    moments: Sequence[MemoryState]
     phases: Sequence[Phase]
     allocations: Sequence[Allocation]
     bytes_of: Mapping[Allocation, int]  # as the allocator counts them
     reserved: int
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> MemoryState:
         return max(self.moments, key=lambda moment: moment.total)
 
     def peak_of(self, phase: Phase) -> int:
@@ -70,7 +70,7 @@ class MemoryTimeline:
             and (a.died is None or a.died >= ends[-1])
         ]
 
-    def thinned(self) -> list[Moment]:
+    def thinned(self) -> list[MemoryState]:
         """At most SERIES_POINTS moments, of each stretch the highest, so that no peak is lost."""
         stretch = -(-len(self.moments) // SERIES_POINTS)
         return [
@@ -87,11 +87,11 @@ def memory_timeline(
     blocks: dict[Allocation, Block] = {}
     bytes_of: dict[Allocation, int] = {}
     held = dict.fromkeys(CATEGORIES, 0)
-    moments: list[Moment] = []
+    moments: list[MemoryState] = []
     first, last = phases[0].start, phases[-1].end
     for event, allocation, is_birth in _events(allocations):
         if event >= first and not moments:
-            moments.append(Moment(event - 1, dict(held)))
+            moments.append(MemoryState(event - 1, dict(held)))
         if is_birth:
             if caching:
                 blocks[allocation] = allocator.allocate(allocation.bytes)
@@ -102,9 +102,9 @@ def memory_timeline(
             if caching:
                 allocator.free(blocks.pop(allocation))
         if first <= event < last:
-            moments.append(Moment(event, dict(held)))
+            moments.append(MemoryState(event, dict(held)))
     return MemoryTimeline(
-        moments or [Moment(first, dict(held))],
+        moments or [MemoryState(first, dict(held))],
         phases,
         allocations,
         bytes_of,

@@ -12,7 +12,7 @@ from stepgauge.parallel.pipeline.clock import Clock
 from stepgauge.parallel.pipeline.peer_memory import on_one_machine
 from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
 from stepgauge.parallel.pipeline.stage import Meta, Stage
-from stepgauge.parallel.pipeline.step import Batch, Step, on_device
+from stepgauge.parallel.pipeline.step import Batch, PipelineStep, on_device
 from stepgauge.parallel.pipeline.tied import Tie, TiedWeights
 from stepgauge.parallel.pipeline.transfers import Transfers, handed, shared_metas
 from stepgauge.spec.plan.pipeline import Action, Channel, Schedule, ScheduleError, check, lower
@@ -104,7 +104,7 @@ class Pipeline:
         parts = _split(inputs, self.schedule.num_micro_batches)
         answers = _split(targets, self.schedule.num_micro_batches)
         self._prepare(parts[0], answers[0])
-        step = Step(
+        step = PipelineStep(
             schedule=self.schedule,
             stages=self._stages,
             metas=self._metas,

@@ -17,7 +17,7 @@ Batch = Sequence[Tensor]
 
 
 @dataclasses.dataclass
-class Step:
+class PipelineStep:
     """A step while it runs.
 
     metas    what goes into each stage, by its number

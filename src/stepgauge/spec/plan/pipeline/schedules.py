@@ -32,7 +32,7 @@ from stepgauge.spec.plan.pipeline.action import (
 F, B, I, W = FORWARD, BACKWARD, INPUT, WEIGHT  # noqa: E741 - as the papers name them
 
 
-class Row:
+class RankActions:
     """The actions of a rank as they are added: of a stage and kind the next micro-batch each time.
 
     Micro-batches from `micro_batches` on are left out: a pattern may need more to be complete.
@@ -61,7 +61,7 @@ def gpipe(p: int, m: int, v: int) -> Iterator[list[Action]]:
 
 def one_f_one_b(p: int, m: int, v: int) -> Iterator[list[Action]]:
     for rank in range(p):
-        row = Row(m)
+        row = RankActions(m)
         warm_up = min(m, p - 1 - rank)
         for _ in range(warm_up):
             row.add(rank, F)
@@ -92,7 +92,7 @@ def _visits(p: int, m: int, v: int, rank: int) -> tuple[list[int], list[int]]:
 
 def interleaved(p: int, m: int, v: int) -> Iterator[list[Action]]:
     for rank in range(p):
-        row = Row(m)
+        row = RankActions(m)
         forwards, backwards = _visits(p, m, v, rank)
         warm_up = min(v * m, (v - 1) * _rounds(p, m) + 2 * (p - 1 - rank))
         for stage in forwards[:warm_up]:
@@ -107,7 +107,7 @@ def interleaved(p: int, m: int, v: int) -> Iterator[list[Action]]:
 def interleaved_zero_bubble(p: int, m: int, v: int) -> Iterator[list[Action]]:
     """Rank r holds back r inputs of W, as many as it has fewer activations than rank 0."""
     for rank in range(p):
-        row = Row(m)
+        row = RankActions(m)
         forwards, backwards = _visits(p, m, v, rank)
         warm_up = min(v * m, (v - 1) * _rounds(p, m) + p - 1 - rank)
         for stage in forwards[:warm_up]:
@@ -125,7 +125,7 @@ def interleaved_zero_bubble(p: int, m: int, v: int) -> Iterator[list[Action]]:
 
 def zbv(p: int, m: int, v: int) -> Iterator[list[Action]]:
     for rank in range(p):
-        row, first, last = Row(m), rank, 2 * p - 1 - rank
+        row, first, last = RankActions(m), rank, 2 * p - 1 - rank
         needed = max(m, 2 * p - 1)  # to fill the V
         for _ in range(2 * (p - rank) - 1):
             row.add(first, F)
@@ -154,7 +154,7 @@ def dualpipev(p: int, m: int, v: int) -> Iterator[list[Action]]:
     if m < 2 * p:
         raise ValueError(f"micro_batches is {m}; dualpipev needs at least {2 * p} on {p} ranks")
     for rank in range(p):
-        row, first, last = Row(m), rank, 2 * p - 1 - rank
+        row, first, last = RankActions(m), rank, 2 * p - 1 - rank
         waiting: collections.deque[int] = collections.deque()  # stages whose W is to come
         for _ in range(2 * (p - 1 - rank)):
             row.add(first, F)
@@ -176,7 +176,7 @@ def dualpipev(p: int, m: int, v: int) -> Iterator[list[Action]]:
         yield _numbered(row.actions)
 
 
-def _drain(row: Row, waiting: collections.deque[int], p: int, rank: int) -> None:
+def _drain(row: RankActions, waiting: collections.deque[int], p: int, rank: int) -> None:
     """The end of dualpipev: from its middle on, backwards leave their W for the bubbles."""
     first, last = rank, 2 * p - 1 - rank
     stages = [stage for _ in range(rank + 1) for stage in (last, first)]

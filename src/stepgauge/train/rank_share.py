@@ -11,7 +11,7 @@ from stepgauge.spec.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class RankShare:
     """A rank of `ranks` in the default process group; alone by default.
 
     data_rank, data_ranks  its place among those that train on other rows of a batch
@@ -57,4 +57,4 @@ class Place:
             dist.barrier()
 
 
-ALONE = Place()
+SINGLE_PROCESS = RankShare()
