@@ -182,7 +182,7 @@ def test_what_cannot_be_asked_is_said(fields, said):
 
 
 def test_a_compiled_step_tells_what_it_keeps_and_that_its_peak_is_not_seen():
-    shallow = dataclasses.replace(SPEC, model=dataclasses.replace(SPEC.model, num_layers=2))
+    shallow = dataclasses.replace(SPEC, model=dataclasses.replace(SPEC.model, num_layers=1))
     eager, compiled = (
         measure(dataclasses.replace(shallow, compile=mode)) for mode in ("off", "on")
     )
@@ -192,7 +192,7 @@ def test_a_compiled_step_tells_what_it_keeps_and_that_its_peak_is_not_seen():
         0 < compiled.median("saved_for_backward_bytes") <= eager.median("saved_for_backward_bytes")
     )
     blocks = [name for name, _ in compiled.tables["saved_by_block"][1:] if name]
-    assert sorted(blocks) == [f"blocks.{n}" for n in range(2)]
+    assert blocks == ["blocks.0"]
     # Attention's result is wanted by its own gradient and by the product after it, compiled or not.
     stream = SPEC.model.residual_stream_bytes(batch=4, sequence=64)
     kept = {(row[0], row[1]): row[-1] for row in compiled.tables["savers"][1:]}

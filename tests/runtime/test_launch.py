@@ -209,8 +209,7 @@ def test_another_number_of_ranks_than_torchrun_has_started(monkeypatch):
 
 
 SLEEP = """
-import os, pathlib, sys, time
-sys.path.insert(0, sys.argv[1])
+import sys
 from stepgauge.runtime.launch import launch
 import ranks_that_sleep
 if __name__ == "__main__":
@@ -227,18 +226,24 @@ def sleep(folder):
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
-def test_a_parent_that_ends_leaves_no_rank_behind(tmp_path, sent):
+def test_a_parent_that_ends_leaves_no_rank_behind(tmp_path):
+    """Killed, and interrupted."""
     (tmp_path / "ranks_that_sleep.py").write_text(SLEEPER)
     (tmp_path / "main.py").write_text(SLEEP)
     path = os.pathsep.join([str(Path(__file__).parents[2] / "src"), *sys.path])
-    parent = subprocess.Popen(
-        [sys.executable, tmp_path / "main.py", tmp_path],
-        env={**os.environ, "PYTHONPATH": path},
-        stderr=subprocess.DEVNULL,
-    )
-    files = [tmp_path / f"pid{rank}" for rank in range(2)]
+    parents = {}
+    for sent in (signal.SIGKILL, signal.SIGINT):
+        folder = tmp_path / sent.name
+        folder.mkdir()
+        parents[sent] = subprocess.Popen(
+            [sys.executable, tmp_path / "main.py", folder],
+            env={**os.environ, "PYTHONPATH": path},
+            stderr=subprocess.DEVNULL,
+        )
+    files = [tmp_path / sent.name / f"pid{rank}" for sent in parents for rank in range(2)]
     assert wait_for(lambda: all(file.exists() for file in files))
-    parent.send_signal(sent)
-    parent.wait(timeout=90)
+    for sent, parent in parents.items():
+        parent.send_signal(sent)
+    for parent in parents.values():
+        parent.wait(timeout=90)
     assert wait_for(lambda: not any(alive(int(file.read_text())) for file in files))

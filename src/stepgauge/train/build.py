@@ -22,7 +22,7 @@ from stepgauge.spec.plan.recompute import RecomputePlan
 from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.train import TrainSpec
 from stepgauge.train.data import masked_batch, random_batch
-from stepgauge.train.precision import PRECISIONS, unavailable
+from stepgauge.train.precision import precision_on
 from stepgauge.train.step import TrainingStep
 
 # Of each spec of a network: its module, and a batch (vocab_size, batch, length, seed) that the
@@ -56,30 +56,26 @@ def build_step(
     Raises ValueError for a precision that the device or the optimizer does not have.
     """
     device = torch.device(spec.device)
-    if reason := unavailable(spec.precision, device):
-        raise ValueError(reason)
-    precision = PRECISIONS[spec.precision]
+    precision = precision_on(spec.precision, device)
     torch.manual_seed(spec.seed)
     network, _ = NETWORKS[type(spec.model)]
     model = network(spec.model, device=device).to(precision.parameters)
-    if recompute is None:
-        model.through_blocks = through_blocks(spec.checkpointing, spec.checkpoint_blocks)
-    else:
-        model.through_blocks = functools.partial(by_plan, plan=recompute)
-    weight_decay = settings.pop("weight_decay", 0.01)
+    model.through_blocks = (
+        functools.partial(by_plan, plan=recompute)
+        if recompute
+        else through_blocks(spec.checkpointing, spec.checkpoint_blocks)
+    )
+    groups = functools.partial(decay_groups, weight_decay=settings.pop("weight_decay", 0.01))
     optimizer = functools.partial(
         build_optimizer, spec.optimizer, master_weights=precision.master_weights, **settings
     )
-    parallel = parallelise(
-        compiled(model, spec.compile), lambda module: decay_groups(module, weight_decay), optimizer
-    )
+    parallel = parallelise(compiled(model, spec.compile), groups, optimizer)
     return TrainingStep(
         model,
         parallel.optimizer,
         precision,
         device,
         max_gradient_norm=max_gradient_norm,
-        compute_loss=parallel.module,
         parallel=parallel,
     )
 

@@ -32,7 +32,7 @@ from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.train import TrainSpec
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import NETWORKS, build_step, decay_groups
-from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES, unavailable
+from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES, precision_on
 from stepgauge.train.step import TrainingStep
 from stepgauge.train.user_model import UserStep, build_user_step
 
@@ -67,14 +67,12 @@ def build_layout_step(
             parallelise=on_data_axis(spec, layout),
             **settings,
         )
-    if reason := unavailable(spec.precision, device):
-        raise ValueError(reason)
-    precision = PRECISIONS[spec.precision]
-    weight_decay = settings.pop("weight_decay", 0.01)
+    precision = precision_on(spec.precision, device)
+    groups = functools.partial(decay_groups, weight_decay=settings.pop("weight_decay", 0.01))
     parallel = spread(
         layout,
         network_of(spec, layout, device),
-        functools.partial(decay_groups, weight_decay=weight_decay),
+        groups,
         functools.partial(
             build_optimizer, spec.optimizer, master_weights=precision.master_weights, **settings
         ),

@@ -67,3 +67,10 @@ def unavailable(name: str, device: torch.device) -> str | None:
     if name == "tf32" and device.type != "cuda":
         return f"tf32 is a mode of CUDA matrix units; {device.type} has none"
     return None
+
+
+def precision_on(name: str, device: torch.device) -> Precision:
+    """The precision of that name. Raises ValueError where the device cannot run it."""
+    if reason := unavailable(name, device):
+        raise ValueError(reason)
+    return PRECISIONS[name]

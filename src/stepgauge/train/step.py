@@ -35,8 +35,8 @@ class TrainingStep:
         self.precision = precision
         self.device = device
         self.max_gradient_norm = max_gradient_norm
-        self.compute_loss = module if compute_loss is None else compute_loss
         self.parallel = parallel or Parallel(module=module, optimizer=optimizer)
+        self.compute_loss = self.parallel.module if compute_loss is None else compute_loss
         self.brings_optimizer = brings_optimizer
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.scales_loss)
 

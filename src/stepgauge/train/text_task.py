@@ -37,16 +37,9 @@ def text_task(
         weight_decay=spec.weight_decay,
     )
 
-    def micro_batches(number: int) -> Iterator[list[Tensor]]:
-        rows = spec.batch * spec.accumulation
-        batch = corpus.batch(number, batch=rows, length=length, seed=spec.seed)
-        shares = (place.shares(part.split(spec.batch)) for part in batch)
-        for micro in zip(*shares, strict=True):
-            yield [part.to(step.device, non_blocking=True) for part in micro]
-
     return Task(
         step=step,
-        micro_batches=micro_batches,
+        micro_batches=lambda number: micro_batches(number, corpus, spec, place, step.device),
         evaluate=lambda: bits_per_byte(step, corpus, spec, place),
         decides={**model.architecture(), "corpus_sha256": corpus.text.sha256},
         environment={
@@ -59,6 +52,17 @@ def text_task(
         held_out_unit="bits/byte",
         tokens=spec.batch * spec.accumulation * length,
     )
+
+
+def micro_batches(
+    number: int, corpus: Corpus, spec: TrainSpec, place: RankShare, device: torch.device
+) -> Iterator[list[Tensor]]:
+    """This rank's rows of each micro-batch of a step, on the device."""
+    rows, length = spec.batch * spec.accumulation, spec.network.context_length
+    batch = corpus.batch(number, batch=rows, length=length, seed=spec.seed)
+    shares = (place.shares(part.split(spec.batch)) for part in batch)
+    for micro in zip(*shares, strict=True):
+        yield [part.to(device, non_blocking=True) for part in micro]
 
 
 @torch.no_grad()

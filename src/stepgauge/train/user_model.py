@@ -29,7 +29,7 @@ from stepgauge.models.transformer import compiled
 from stepgauge.parallel.training import Groups, Parallelise, alone
 from stepgauge.runtime.load_file import load_file
 from stepgauge.spec.user_model import UserModel
-from stepgauge.train.precision import PRECISIONS, unavailable
+from stepgauge.train.precision import Precision, precision_on
 from stepgauge.train.step import TrainingStep
 
 PARTS = ("module", "batch", "loss", "batches", "held_out", "optimizer")
@@ -171,20 +171,13 @@ def step_of_parts(
     """The step of a module with its batches; `groups` and `settings` are those of an optimizer of
     ours. Raises ValueError as build_user_step does.
     """
-    if reason := unavailable(precision, device):
-        raise ValueError(reason)
-    chosen = PRECISIONS[precision]
-    dtype = chosen.parameters
-    module = parts.module.to(device=device, dtype=dtype)
+    chosen = precision_on(precision, device)
+    module = parts.module.to(device=device, dtype=chosen.parameters)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no parameters that are trained")
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    if parts.optimizer and optimizer != "adamw":
-        raise ValueError(f"optimizer is {optimizer!r}; the user's model brings an optimizer itself")
-    if parts.optimizer and chosen.master_weights:
-        raise ValueError(
-            "the user's model brings an optimizer; bf16-master needs --optimizer fused"
-        )
+    if parts.optimizer:
+        _require_no_other_optimizer(optimizer, chosen)
     make = parts.optimizer or functools.partial(
         build_optimizer, optimizer, master_weights=chosen.master_weights, **settings
     )
@@ -200,9 +193,18 @@ def step_of_parts(
         parallel=parallel,
         brings_optimizer=parts.optimizer is not None,
     )
-    return UserStep(
-        step, lambda batch: (_on_device(batch, device, dtype),), parts.batches, parameters
-    )
+    put = functools.partial(_on_device, device=device, dtype=chosen.parameters)
+    return UserStep(step, lambda batch: (put(batch),), parts.batches, parameters)
+
+
+def _require_no_other_optimizer(optimizer: str, precision: Precision) -> None:
+    """Raises ValueError for what cannot stand beside an optimizer that the user's model brings."""
+    if optimizer != "adamw":
+        raise ValueError(f"optimizer is {optimizer!r}; the user's model brings an optimizer itself")
+    if precision.master_weights:
+        raise ValueError(
+            "the user's model brings an optimizer; bf16-master needs --optimizer fused"
+        )
 
 
 def trained_group(module: nn.Module) -> list[dict[str, Any]]:

@@ -40,17 +40,10 @@ def user_task(
         betas=(spec.beta1, spec.beta2),
     )
 
-    def micro_batches(number: int) -> Iterator[tuple[Any]]:
-        for micro in range(number * spec.accumulation, (number + 1) * spec.accumulation):
-            of_rank = micro * place.ranks + place.rank
-            # dropout of a run that goes on is that of one that was not stopped
-            torch.manual_seed((spec.seed * 1_000_003 + of_rank) % 2**63)
-            yield built.arguments(of_rank)
-
     held_out = parts.held_out
     return Task(
         step=built.step,
-        micro_batches=micro_batches,
+        micro_batches=lambda number: micro_batches(number, built, spec, place),
         evaluate=(lambda: mean_held_out(built, held_out)) if held_out else None,
         decides={"factory": spec.model.factory, "source": spec.model.content, "ranks": place.ranks},
         environment={
@@ -58,6 +51,17 @@ def user_task(
             "optimizer": built.step.optimizer_name,
         },
     )
+
+
+def micro_batches(
+    number: int, built: UserStep, spec: TrainSpec, place: RankShare
+) -> Iterator[tuple[Any]]:
+    """This rank's micro-batches of a step."""
+    for micro in range(number * spec.accumulation, (number + 1) * spec.accumulation):
+        of_rank = micro * place.ranks + place.rank
+        # dropout of a run that goes on is that of one that was not stopped
+        torch.manual_seed((spec.seed * 1_000_003 + of_rank) % 2**63)
+        yield built.arguments(of_rank)
 
 
 def _require_no_settings(spec: TrainSpec) -> None:
