@@ -87,7 +87,11 @@ def _measure(spec: LayoutSpec) -> RankFigures:
         without_axis = _without_axes(step, phases, device, spec.steps)
     named = [(str(action), start, end) for action, start, end in spans]
     return RankFigures(
-        phases=times, without_axis=without_axis, bytes=kept, spans=named, optimizer=step.optimizer_name
+        phases=times,
+        without_axis=without_axis,
+        bytes=kept,
+        spans=named,
+        optimizer=step.optimizer_name,
     )
 
 
