@@ -196,7 +196,7 @@ def test_a_compiled_step_tells_what_it_keeps_and_that_its_peak_is_not_seen():
     # Attention's result is wanted by its own gradient and by the product after it, compiled or not.
     stream = SPEC.model.residual_stream_bytes(batch=4, sequence=64)
     kept = {(row[0], row[1]): row[-1] for row in compiled.tables["savers"][1:]}
-    assert kept["blocks.*.attention", "_scaled_dot_product_flash_attention_for_cpu"] >= 2 * stream
+    assert kept["blocks.*.attention", "_scaled_dot_product_flash_attention_for_cpu"] >= stream
     table, largest = kept_tables([eager, compiled])
     assert [row[0] for row in table.rows] == ["compile=off", "compile=on"]
     assert len(largest.rows) == 10

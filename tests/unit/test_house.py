@@ -3,6 +3,7 @@ parts in named files alone, each for one reason (CONTRIBUTING.md).
 """
 
 import ast
+import functools
 import re
 import tomllib
 from pathlib import Path
@@ -22,6 +23,99 @@ PRIVATE_TORCH = {
     "parallel/reducer.py": "references of a storage",
     "parallel/shares.py": "a tensor's class without its __torch_function__",
 }
+# What else is private in torch, the files that need it, and what would make it unnecessary.
+PRIVATE_NAMES = {
+    "torch._VF": ({"measure/memory/recurrent.py"}, "fake kernels for cuDNN's LSTM and GRU"),
+    "torch._foreach_add_": (
+        {"parallel/pipeline/split.py"},
+        "a public name of the foreach functions",
+    ),
+    "torch._foreach_copy_": ({"parallel/units.py"}, "a public name of the foreach functions"),
+    "torch._foreach_mul_": ({"parallel/whole_norm.py"}, "a public name of the foreach functions"),
+    "torch._foreach_norm": (
+        {"parallel/shares.py", "parallel/whole_norm.py"},
+        "a public name of the foreach functions",
+    ),
+    "torch._functorch": (
+        {"bench/kernels/operation.py", "measure/memory/compiled.py"},
+        "donated buffers and the partitioner as options of torch.compile",
+    ),
+    "torch._inductor": ({"measure/memory/compiled.py"}, "the partitioner as an option of compile"),
+    "torch._subclasses": (
+        {
+            "kernels/linear_cross_entropy/__init__.py",
+            "measure/memory/fake_device.py",
+            "models/drawing.py",
+        },
+        "a public name of FakeTensor and FunctionalTensor",
+    ),
+    "torch.autograd.Variable._execution_engine": (
+        {"parallel/readiness.py"},
+        "a public callback at the end of a backward",
+    ),
+    "torch.autograd._get_sequence_nr": (
+        {"measure/memory/autograd_engine.py"},
+        "a public number of a forward operation",
+    ),
+    "torch.cuda.memory._record_memory_history": (
+        {"measure/memory/history.py"},
+        "none needed: documented so",
+    ),
+    "torch.cuda.memory._snapshot": ({"measure/memory/history.py"}, "none needed: documented so"),
+    "torch.distributed._symmetric_memory": (
+        {"parallel/pipeline/peer_memory.py"},
+        "a public name of symmetric memory",
+    ),
+    "torch.distributed.checkpoint.default_planner._EmptyStateDictLoadPlanner": (
+        {"train/checkpoint.py"},
+        "loading a checkpoint without knowing its names",
+    ),
+    "torch.distributed.checkpoint.state_dict_loader._load_state_dict": (
+        {"train/checkpoint.py"},
+        "loading a checkpoint without knowing its names",
+    ),
+    "torch.distributed.distributed_c10d._abort_process_group": (
+        {"runtime/world.py"},
+        "a public abort of a group",
+    ),
+    "torch.distributed.distributed_c10d._coalescing_manager": (
+        {"parallel/collectives.py"},
+        "a public launch of several collectives at once",
+    ),
+    "torch.distributed.distributed_c10d._get_default_group": (
+        {"parallel/averager.py"},
+        "dist.group.WORLD, once its type is no longer an optional one",
+    ),
+    "torch.ops._c10d_functional": (
+        {"parallel/residual_stream.py"},
+        "public functional collectives that the compiler keeps in its graphs",
+    ),
+    "torch.profiler._ExperimentalConfig": (
+        {"measure/profiler.py"},
+        "stacks by a public option of the profiler",
+    ),
+    "torch.utils._python_dispatch": (
+        {
+            "measure/memory/autograd_engine.py",
+            "measure/memory/fake_device.py",
+            "measure/memory/storage_tracker.py",
+        },
+        "a public name of TorchDispatchMode",
+    ),
+    "torch.utils._pytree": (
+        {
+            "api/measure.py",
+            "bench/kernels/comparison.py",
+            "bench/storage_tracking.py",
+            "bench/user_file.py",
+            "measure/dtypes.py",
+            "measure/memory/storage_tracker.py",
+            "parallel/units.py",
+            "train/user_model.py",
+        },
+        "a public name of pytrees",
+    ),
+}
 
 
 def sources(*endings):
@@ -30,6 +124,11 @@ def sources(*endings):
 
 def name(path):
     return path.relative_to(SOURCE).as_posix()
+
+
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def functions(body):
@@ -54,7 +153,7 @@ def test_a_function_fits_a_screen():
     long = {
         f"{name(path)}: {node.name}": lines
         for path in sources(".py")
-        for node in functions(ast.parse(path.read_text(encoding="utf-8")).body)
+        for node in functions(tree_of(path).body)
         if (lines := lines_of(path, node)) > MOST_LINES_OF_A_FUNCTION
     }
     assert len(long) <= MOST_LONG_FUNCTIONS, long
@@ -93,6 +192,37 @@ def test_private_torch_stays_where_it_is_explained():
         if re.search(r"\btorch\._C\b", path.read_text("utf-8"))
     }
     assert used == set(PRIVATE_TORCH)
+
+
+def private_names(path):
+    """Of torch, each up to its first part with an underscore; torch._C has its own table."""
+    nodes = list(ast.walk(tree_of(path)))
+    names, known = [], {}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names += [each.name for each in node.names]
+            known |= {each.asname or "torch": each.name for each in node.names if each.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            full = {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+            names += full.values()
+            known |= full
+    for node in nodes:
+        parts = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if parts and isinstance(node, ast.Name):
+            names.append(".".join([known.get(node.id, node.id), *reversed(parts)]))
+    found = (re.match(r"torch(?:\.[a-zA-Z]\w*)*\._[a-zA-Z]\w*", each) for each in names)
+    return {match[0] for match in found if match} - {"torch._C"}
+
+
+def test_other_private_parts_of_torch_stand_in_the_files_that_are_named():
+    used = {}
+    for path in sources(".py"):
+        for private in private_names(path):
+            used.setdefault(private, set()).add(name(path))
+    assert used == {private: files for private, (files, _) in PRIVATE_NAMES.items()}
 
 
 @pytest.mark.parametrize("path", sorted(PRIVATE_TORCH))

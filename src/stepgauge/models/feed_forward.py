@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from stepgauge.models.drawing import has_values
 from stepgauge.models.fused_linear import FusedLinear
 from stepgauge.spec.model import ModelSpec
 
@@ -107,7 +107,7 @@ class Experts(nn.Module):
 
     def _tokens_of_each(self, chosen_NK: Tensor) -> list[int]:
         """Copies that each expert gets; as even as can be where tensors have no values."""
-        if chosen_NK.is_meta or isinstance(chosen_NK, FakeTensor):
+        if not has_values(chosen_NK):
             share, rest = divmod(chosen_NK.numel(), self.num_experts)
             return [share + (expert < rest) for expert in range(self.num_experts)]
         return chosen_NK.flatten().bincount(minlength=self.num_experts).tolist()

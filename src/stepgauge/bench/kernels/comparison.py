@@ -53,7 +53,7 @@ _held: list["ShapeComparison"] = []
 def _comparison_of(spec: KernelSpec) -> "ShapeComparison":
     if not (_held and _held[0].takes(spec)):
         _held.clear()  # before the next one takes memory
-        torch._dynamo.reset()
+        torch.compiler.reset()
         devices.reset_peak_memory(torch.device(spec.device))
         _held.append(ShapeComparison(spec))
     return _held[0]
