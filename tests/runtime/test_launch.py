@@ -241,7 +241,7 @@ def test_a_parent_that_ends_leaves_no_rank_behind(tmp_path):
             stderr=subprocess.DEVNULL,
         )
     files = [tmp_path / sent.name / f"pid{rank}" for sent in parents for rank in range(2)]
-    assert wait_for(lambda: all(file.exists() for file in files))
+    assert wait_for(lambda: all(file.exists() for file in files), seconds=180)
     for sent, parent in parents.items():
         parent.send_signal(sent)
     for parent in parents.values():
