@@ -123,6 +123,9 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, kv, kv, self.bias, enable_gqa=grouped).sum()
 
 def tied(): return Tied(), (torch.ones(4, 512),)
+def copied():
+    layer = nn.TransformerEncoderLayer(64, 2, 128, batch_first=True)
+    return nn.TransformerEncoder(layer, 2), (torch.ones(2, 16, 64),)
 def masked(): return Masked(32, 32), (torch.ones(8, 32),)
 def grouped(): return Attention(False), (torch.ones(2, 512, 256),)
 def biased(): return Attention(True), (torch.ones(2, 512, 256),)
@@ -144,6 +147,11 @@ def test_two_gradients_of_one_weight_are_added_in_place(own):
     record = measure(spec)
     assert record.median("peak_bytes") == predicted(spec).median("peak_bytes")
     assert 3 <= record.median("peak_bytes") / (512 * 512 * 4) < 3.5  # the weight, two gradients
+
+
+def test_layers_that_are_copies_of_one_hold_their_weights_once(own):
+    spec = own("copied")
+    assert measure(spec).median("peak_bytes") == predicted(spec).median("peak_bytes")
 
 
 def test_an_operator_without_a_rule_is_named_beside_what_was_measured(own):

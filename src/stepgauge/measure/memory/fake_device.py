@@ -8,7 +8,7 @@ its rules: which attention (attention_backend.py).
 import contextlib
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import torch
@@ -56,7 +56,7 @@ def fake_device(architecture: str) -> Iterator[torch.device]:
         if architecture != "cpu":
             stack.enter_context(cudnn_recurrent_layers())
         stack.enter_context(mock.patch("torch.utils.swap_tensors", _take_over))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_OneMode(allow_non_fake_inputs=True))
         stack.enter_context(FakeValues())
         yield torch.device("cpu" if architecture == "cpu" else "cuda:0")
 
@@ -67,6 +67,15 @@ def _take_over(tensor: Any, other: Any) -> None:
     """
     tensor.data = other.data
     tensor.fake_device = other.fake_device
+
+
+class _OneMode(FakeTensorMode):
+    """Stays one where a tensor is deep-copied: the copies' mode would be another, and operators would
+    take each of their storages for a second one (nn.TransformerEncoder copies its layer).
+    """
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
 
 
 class FakeValues(TorchDispatchMode):
