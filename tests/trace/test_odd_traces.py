@@ -141,6 +141,83 @@ def test_kernels_without_launches_are_said(events, tmp_path):
     assert "No kernel has its launch in the trace" in found.notes[0]
 
 
+def test_some_kernels_without_launches_are_counted_and_said(events, tmp_path):
+    for kernel in kernels(events)[4:6]:
+        del kernel["args"]["correlation"]
+    found = analysed(events, tmp_path)
+    assert is_whole(found)
+    assert "2 of 10 kernels and copies have no launch in the trace" in found.notes[0]
+
+
+def test_a_step_that_two_threads_mark_is_one(events, tmp_path):
+    marks = [event for event in events if event["name"].startswith("ProfilerStep")]
+    others = [mark | {"tid": 555, "ts": mark["ts"] + 0.5} for mark in marks]
+    assert is_whole(analysed(events + others, tmp_path))
+
+
+def test_events_of_a_process_without_a_name_are_said_by_category(events, tmp_path):
+    strange = {
+        "ph": "X",
+        "cat": "npu_kernel",
+        "name": "x",
+        "pid": 9,
+        "tid": 3,
+        "ts": 1100,
+        "dur": 1,
+    }
+    found = analysed([*events, strange, strange | {"cat": None}], tmp_path)
+    assert is_whole(found)
+    assert "(1 of category 'npu_kernel', 1 of category 'none')" in found.notes[0]
+
+
+def test_a_graph_is_one_launch_of_many_kernels(gpu_trace, tmp_path):
+    trace = gpu_trace()
+    with trace.range("ProfilerStep#0"), trace.range("forward"):
+        trace.launch("gemm", 50)
+        trace.events[-1]["args"]["graph node id"] = 0
+        for number in range(1, 5):
+            node = trace.events[-1]
+            trace.events.append(
+                node | {"ts": node["ts"] + 60, "args": node["args"] | {"graph node id": number}}
+            )
+    found = analyse(trace.write(tmp_path / "t.json"))
+    assert found.phases_us["forward"] == [4 * 60 + 50]
+    assert sum(cell.calls for cell in found.cells) == 5 and found.notes == []
+
+
+def test_kernels_of_two_contexts_on_one_stream_number_are_all_counted(events, tmp_path):
+    others = json.loads(
+        json.dumps([e for e in events if e.get("cat") in ("kernel", "cuda_runtime")])
+    )
+    for event in others:
+        event["ts"] += 5
+        event["args"] |= {"context": 2, "correlation": event["args"].get("correlation", 0) + 1000}
+    found = analysed(events + others, tmp_path)
+    assert sum(cell.us for cell in found.cells) == pytest.approx(2 * 1120)
+    assert sum(cell.busy_us for cell in found.cells) == pytest.approx(1000 + 14)
+
+
+def test_times_before_zero_are_times(events, tmp_path):
+    for event in events[1:]:
+        event["ts"] -= 5000
+    assert is_whole(analysed(events, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"traceEvents": []} {"traceEvents": []}', "holds more than one trace"),
+        ("[]\n[]", "holds more than one trace"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"traceEvents": [{"ts": ' + "9" * 5000 + "}]}", "thousands of digits"),
+    ],
+)
+def test_what_cannot_be_read_whole_is_a_sentence(tmp_path, text, words):
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(TraceError, match=words):
+        analyse(tmp_path / "t.json")
+
+
 def test_a_timeline_of_kinds_that_take_turns_ends(trace_of_turns, tmp_path, monkeypatch):
     monkeypatch.setattr(timeline, "MOST_PIECES", 50)
     found = analyse(trace_of_turns.write(tmp_path / "t.json"))

@@ -160,7 +160,7 @@ def load(path: Path, *later: Path) -> Trace:
             if category := _CATEGORIES.get(kind):
                 _add(trace, category, value, shapes)
             elif kind not in _ASIDE:
-                foreign.seen[fields.key(value.get("pid"))] += 1
+                foreign.seen[fields.key(value.get("pid")), kind] += 1
         elif value.get("name") == "process_name":
             foreign.name(value)
         else:
@@ -175,7 +175,9 @@ def load(path: Path, *later: Path) -> Trace:
 
 
 class _Foreign:
-    """Events of categories that are not known, by process; a process's name may come after them."""
+    """Events of categories that are not known, by process and category; a process's name may come
+    after them.
+    """
 
     def __init__(self) -> None:
         self.seen: Counter[Any] = Counter()
@@ -187,12 +189,12 @@ class _Foreign:
             self.names[fields.key(event.get("pid"))] = str(arguments.get("name", ""))
 
     def devices(self, trace: Trace) -> dict[str, int]:
-        """Of processes that are neither the host's nor of a device that is known."""
+        """Of processes that are not the host's; one without a name goes by the category."""
         hosts = {process for process, _ in trace.threads}
         result: Counter[str] = Counter()
-        for process, number in self.seen.items():
-            name = self.names.get(process, "")
-            if name and process not in hosts and name not in _HOST_PROCESSES:
+        for (process, kind), number in self.seen.items():
+            name = self.names.get(process) or (f"category {kind!r}" if kind else "no category")
+            if process not in hosts and name not in _HOST_PROCESSES:
                 result[name] += number
         return dict(result.most_common())
 
@@ -323,7 +325,8 @@ def _collective(arguments: dict[str, Any]) -> Collective:
 def _steps(trace: Trace) -> list[Mark]:
     """The profiled steps; where none is marked, all that is there as one.
 
-    Steps whose numbers do not follow each other are of different cycles of the profiler.
+    Steps whose numbers do not follow each other are of different cycles of the profiler. A step that
+    several threads mark is one.
     """
     marked = sorted(
         {
@@ -342,6 +345,9 @@ def _steps(trace: Trace) -> list[Mark]:
     result: list[Mark] = []
     before = marked[0][2]
     for start, end, number in marked:
+        if result and number == before and start < result[-1].end:
+            result[-1] = result[-1]._replace(end=max(end, result[-1].end))
+            continue
         run = result[-1].run + (number not in (before, before + 1)) if result else 0
         trace.in_order &= number >= before
         result.append(Mark(start, end, run))

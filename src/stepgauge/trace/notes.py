@@ -38,10 +38,16 @@ def _of_events(trace: Trace) -> Iterator[str]:
 def _of_launches(trace: Trace, works: Sequence[Work]) -> Iterator[str]:
     if not trace.on_device:
         return
-    if not any(work.launched for work in works):
+    alone = sum(not work.launched for work in works)
+    if alone == len(works):
         yield (
             "No kernel has its launch in the trace: operations, ranges, phases and causes of idle "
             "time are not known."
+        )
+    elif alone:
+        yield (
+            f"{alone:,} of {len(works):,} kernels and copies have no launch in the trace: each counts "
+            "for the step of the one before it and for no phase or range."
         )
     launches = [call.correlation for call in trace.calls("runtime") if call.correlation is not None]
     if twice := len(launches) - len(set(launches)):

@@ -77,7 +77,7 @@ class _Window:
         brace, after = places[-1]
         try:
             found: list[Any] = json.loads(f"[{self.text[self.at : brace + 1]}]")
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return []
         self.at = after
         return found
@@ -99,6 +99,10 @@ class _Window:
                 raise TraceError(
                     "ends in the middle: it was cut off" if cut else f"is damaged: {error.msg}"
                 ) from None
+            except (ValueError, RecursionError):
+                raise TraceError(
+                    "is damaged: values are nested too deeply, or a number has thousands of digits"
+                ) from None
             # A number may go on in the next chunk.
             if end == len(self.text) and self.more():
                 continue
@@ -115,7 +119,10 @@ def read(path: Path) -> Iterator[tuple[str, Any]]:
     """
     try:
         with _opened(path) as file:
-            yield from _parts(_Window(file))
+            window = _Window(file)
+            yield from _parts(window)
+            if (further := window.peek()) and further in "{[":
+                raise TraceError("holds more than one trace: one begins where another ends")
     except TraceError as error:
         raise TraceError(f"{path} {error}") from None
     except (EOFError, zlib.error):
