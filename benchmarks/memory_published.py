@@ -1,102 +1,84 @@
-"""Peaks that others published beside ours, predicted for the architecture they measured on.
+"""Peaks that others published beside ours, predicted.
 
-    python benchmarks/memory_published.py          # a line a row; no GPU is needed
+    python benchmarks/memory_published.py [deit|bert|vit ...]      # a line a row; no GPU is needed
 
-Sebastian Raschka measured ViT-L/16 of torchvision, with a head of 10 classes, on images of 224 x
-224: scripts and logs in github.com/rasbt/pytorch-memory-optim (logs.md, torch 2.1 nightly). Its
-figure is torch.cuda.max_memory_reserved() in GB of 1e9. Those scripts clear the gradients after the
-forward pass, so that those of the step before are still there at its end; ours clears them before.
-So the gradients, as large as the parameters, are added to the predicted peak.
+Each source measured by another command, on another GPU and torch; docs/log says what that means.
 """
 
 import sys
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-
 from stepgauge.bench.memory import predicted
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.user_model import UserModel
 
-# script: GB published, images a batch, precision here, optimizer here
-PUBLISHED = {
-    "01_pytorch-vit.py": (26.79, 64, "fp32", "adamw"),
-    "01-2_pytorch-fabric.py": (26.84, 64, "fp32", "adamw"),
-    "02_mixed-precision.py": (18.21, 64, "bf16", "adamw"),
-    "03_bfloat16.py": (13.82, 64, "bf16-pure", "adamw"),
-    "04_lower-batchsize.py": (5.69, 16, "bf16-pure", "adamw"),
-    "05_gradient-accum.py": (3.91, 4, "bf16-pure", "adamw"),
-    "06_sgd-with-scheduler.py": (2.02, 4, "bf16-pure", "sgd"),
+MIB, GB = 2**20, 1e9
+MODELS = Path(__file__).resolve().with_name("published_models.py")
+
+# facebookresearch/deit, README_revenge.md, "Peak Mem (MB)": max_memory_allocated / 2**20 of
+# inference.
+DEIT = {
+    "deit_s_224": 987, "deit_s_384": 4569, "deit_b_224": 2078, "deit_b_384": 8956,
+    "deit_l_224": 3789, "deit_l_384": 12866, "deit_h_224": 6984,
+}  # fmt: skip
+# huggingface/transformers, docs/source/en/perf_train_gpu_one.mdx: what NVML calls used, MiB, of a
+# V100 after training, and 1343 of that before there was a model.
+KERNELS = 1343
+BERT = {
+    ("bert_4", "fp32"): 14949, ("bert_1", "fp32"): 8681, ("bert_1_checkpointed", "fp32"): 6775,
+    ("bert_4", "fp16"): 13939, ("bert_1_checkpointed", "fp16"): 7275,
+}  # fmt: skip
+# rasbt/pytorch-memory-optim, logs.md: max_memory_reserved / 1e9. Gradients are cleared after the
+# forward pass, so that those of the step before are there at its end: they are added to ours.
+VIT = {
+    "01_pytorch-vit.py": (26.79, "vit_64", "fp32", "adamw"),
+    "01-2_pytorch-fabric.py": (26.84, "vit_64", "fp32", "adamw"),
+    "02_mixed-precision.py": (18.21, "vit_64", "bf16", "adamw"),
+    "03_bfloat16.py": (13.82, "vit_64", "bf16-pure", "adamw"),
+    "04_lower-batchsize.py": (5.69, "vit_16", "bf16-pure", "adamw"),
+    "05_gradient-accum.py": (3.91, "vit_4", "bf16-pure", "adamw"),
+    "06_sgd-with-scheduler.py": (2.02, "vit_4", "bf16-pure", "sgd"),
 }
 
 
-class Block(nn.Module):
-    """As torchvision's EncoderBlock; its dropout is 0 and left out."""
-
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(width, eps=1e-6), nn.LayerNorm(width, eps=1e-6)
-        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        y_BTD = self.first(x_BTD)
-        x_BTD = x_BTD + self.attention(y_BTD, y_BTD, y_BTD, need_weights=False)[0]
-        return x_BTD + self.mlp(self.second(x_BTD))
+def figures(name: str, precision: str, optimizer: str = "adamw") -> dict[str, float]:
+    """Bytes, by metric, of the model of that name on an A100."""
+    model = UserModel.read(f"{MODELS}:{name}")
+    spec = MemorySpec(model=model, precision=precision, optimizer=optimizer, predict="sm80")
+    return {metric: sample.median for metric, sample in predicted(spec).metrics.items()}
 
 
-class ViT(nn.Module):
-    """Layers and shapes of torchvision's vit_l_16, with the loss."""
-
-    def __init__(self, width: int = 1024, heads: int = 16, layers: int = 24):
-        super().__init__()
-        self.patches = nn.Conv2d(3, width, 16, 16)
-        self.token = nn.Parameter(torch.zeros(1, 1, width))
-        self.positions = nn.Parameter(torch.zeros(1, 197, width))
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width, eps=1e-6), nn.Linear(width, 10)
-
-    def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
-        x_BTD = self.patches(pixels).flatten(2).transpose(1, 2)
-        x_BTD = torch.cat([self.token.expand(len(pixels), -1, -1), x_BTD], dim=1) + self.positions
-        x_BD = self.norm(self.blocks(x_BTD))[:, 0]
-        return nn.functional.cross_entropy(self.head(x_BD), labels)
+def show(row: str, unit: str, published: float, ours: float) -> None:
+    error = 100 * (ours / published - 1)
+    print(f"| {row} | {published:,.6g} {unit} | {ours:,.6g} {unit} | {error:+.1f} |", flush=True)
 
 
-def _vit(batch: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    return ViT(), (torch.ones(batch, 3, 224, 224), torch.zeros(batch, dtype=torch.long))
+def deit() -> None:
+    for name, published in DEIT.items():
+        ours = figures(name, "fp16", "sgd")["forward_only_peak_bytes"]
+        show(f"{name}, inference, fp16", "MiB", published, round(ours / MIB))
 
 
-def vit_64() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    return _vit(64)
+def bert() -> None:
+    for (name, precision), used in BERT.items():
+        ours = figures(name, precision)["reserved_peak_bytes"]
+        show(f"{name}, {precision}", "MiB", used - KERNELS, round(ours / MIB))
 
 
-def vit_16() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    return _vit(16)
-
-
-def vit_4() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    return _vit(4)
+def vit() -> None:
+    for script, (published, name, precision, optimizer) in VIT.items():
+        found = figures(name, precision, optimizer)
+        ours = found["reserved_peak_bytes"] + found["parameters_bytes"]
+        show(f"{script}, {precision}", "GB", published, round(ours / GB, 2))
 
 
 def main() -> int:
-    for script, (published, batch, precision, optimizer) in PUBLISHED.items():
-        if sys.argv[1:] and script not in sys.argv[1:]:
-            continue
-        model = UserModel.read(f"{Path(__file__).resolve()}:vit_{batch}")
-        record = predicted(
-            MemorySpec(model=model, precision=precision, optimizer=optimizer, predict="sm80")
-        )
-        reserved, gradients = (
-            record.metrics[name].median / 1e9
-            for name in ("reserved_peak_bytes", "parameters_bytes")
-        )
-        error = 100 * ((reserved + gradients) / published - 1)
-        print(f"| {script} | {batch} | {precision} | {optimizer} | {published:.2f} | {reserved:.2f} | "
-              f"{reserved + gradients:.2f} | {error:+.1f} |", flush=True)  # fmt: skip
+    sources = {"deit": deit, "bert": bert, "vit": vit}
+    for name in sys.argv[1:] or sources:
+        if name not in sources:
+            print(f"source is {name!r}; there are {', '.join(sources)}", file=sys.stderr)
+            return 2
+        sources[name]()
     return 0
 
 
