@@ -1,8 +1,11 @@
 """Several ranks' traces, two traces compared, and how the device was fed: by hand-computed figures."""
 
+import dataclasses
+
 import pytest
 
 from stepgauge.report.profile_diff import difference_tables, sentence
+from stepgauge.report.profile_page import write_trace_report
 from stepgauge.report.profile_ranks import sentences
 from stepgauge.trace.analysis import analyse
 from stepgauge.trace.ranks import across
@@ -96,3 +99,20 @@ def test_launches_copies_and_the_critical_path(gpu_trace, tmp_path):
     assert path["host"] == (200, 200)
     assert sum(us for us, _ in path.values()) == sum(map(sum, found.phases_us.values())) == 452
     assert found.path_error == 0
+
+
+def test_a_page_of_eight_ranks_of_very_many_kernels_stays_under_3_mb(gpu_trace, tmp_path):
+    trace, functors = gpu_trace(), "at::native::BinaryFunctor<float, float, float, " * 3
+    with trace.range("ProfilerStep#0"), trace.range("forward"):
+        for block in range(100):
+            for part in range(10):
+                with trace.range(f"blocks.{block}"), trace.range(f"blocks.{block}.part_{part}"):
+                    for name in ("gemm", "softmax_warp", "layer_norm"):
+                        trace.launch(f"void {name}_kernel<{functors} {part}>(int)", 20)
+    one = analyse(trace.write(tmp_path / "t.json"))
+    found = {f"rank{rank}": dataclasses.replace(one, rank=rank) for rank in range(8)}
+    page = write_trace_report(found, tmp_path, across(list(found.values())))
+    assert sum(cell.calls for cell in one.cells) == 3000
+    assert 500_000 < page.stat().st_size < 3_000_000
+    (forward,) = one.flame[2]
+    assert len(forward[2]) == 100  # blocks are still there

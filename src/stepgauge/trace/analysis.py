@@ -23,6 +23,8 @@ from stepgauge.trace.timeline import timeline
 
 # of the whole: what takes less, together with its like, is left out of the flame graph
 SMALLEST = 1e-4
+# of a rank's flame graph, a few more a part: eight ranks make a page of under 3 MB
+MOST_CHARACTERS = 200_000
 
 
 def analyse(path: Path, *later: Path, kinds: Kinds | None = None) -> Analysis:
@@ -204,7 +206,15 @@ def thinned(tree: flame.Tree) -> flame.Tree:
         return [node[0], round(us, 3), children]
 
     least = SMALLEST * add(tree, ())
-    return kept(tree, ())
+    found = kept(tree, ())
+    while _characters(found) > MOST_CHARACTERS:
+        least *= 3
+        found = kept(tree, ())
+    return found
+
+
+def _characters(tree: flame.Tree) -> int:
+    return 20 + len(tree[0]) + sum(map(_characters, tree[2]))
 
 
 def _size(tree: flame.Tree) -> float:
