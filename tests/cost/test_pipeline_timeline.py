@@ -5,9 +5,8 @@ a host that is too slow.
 import pytest
 
 from stepgauge.cost.fill import fill_bubbles
-from stepgauge.cost.timeline import Durations, held_over_time, simulate
+from stepgauge.cost.timeline import Durations, simulate
 from stepgauge.spec.plan.pipeline import ScheduleError, build, check, from_text, lower
-from stepgauge.spec.plan.pipeline.check import Held
 
 
 def run(name, ranks, micro_batches, **durations):
@@ -75,15 +74,6 @@ def test_a_slow_host_bounds_the_step():
     timeline = simulate(schedule, durations)
     computations = 2 * 4  # F and B of four micro-batches
     assert computations < timeline.step_ms < computations + 1
-
-
-def test_held_over_time_has_the_checker_s_peak():
-    schedule = build("v-half", ranks=4, micro_batches=12)
-    held = {stage: Held(2.0, 1.0) for stage in range(8)}
-    found = check(schedule, held=held)
-    levels = held_over_time(simulate(found.schedule, Durations.of_stages(8)), held)
-    assert tuple(max(level for _, level in row) for row in levels) == found.peak
-    assert all(row == sorted(row, key=lambda point: point[0]) for row in levels)
 
 
 def test_what_cannot_be_simulated_is_refused():

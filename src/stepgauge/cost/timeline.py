@@ -23,7 +23,6 @@ from stepgauge.spec.plan.pipeline.action import (
     Schedule,
     ScheduleError,
 )
-from stepgauge.spec.plan.pipeline.check import Held, live
 from stepgauge.spec.plan.pipeline.depend import cycle, dependencies, in_order
 
 
@@ -156,14 +155,3 @@ def _issued(schedule: Schedule, host_ms: float) -> dict[Action, float]:
         for number, action in enumerate(row)
         if host_ms
     }
-
-
-def held_over_time(timeline: Timeline, held: Mapping[int, Held]) -> list[list[tuple[float, float]]]:
-    """Of each rank: (start of an action, what is held during it), in the order of the actions."""
-    return [
-        [
-            (span.start, level)
-            for span, level in zip(row, live([span.action for span in row], held), strict=True)
-        ]
-        for row in timeline.ranks
-    ]

@@ -1,7 +1,7 @@
 """How wrong a result is, and how wrong it may be."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,3 +31,8 @@ def largest(errors: Iterable[float]) -> float:
     """The largest, NaN if any is."""
     known = list(errors)
     return math.nan if any(math.isnan(error) for error in known) else max(known)
+
+
+def largest_error(exact: Sequence[Tensor], results: Sequence[Tensor]) -> float:
+    """The largest relative error of any of the results."""
+    return largest([relative_error(a, b) for a, b in zip(results, exact, strict=True)])

@@ -63,14 +63,13 @@ def number(value: float | None, unit: str = "") -> str:
     return f"{value:,.{min(decimals, 6)}f}"
 
 
+def cut_to(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
 def whole(value: float) -> float:
     """A count as an int, which is written without decimals, where it comes to a whole number."""
     return int(value) if float(value).is_integer() else value
-
-
-def count(value: float) -> str:
-    """Of something that is counted: no decimals where it comes to a whole number."""
-    return f"{value:,.0f}" if float(value).is_integer() else number(value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@ roof.
 """
 
 from stepgauge.report.figure import roofline
-from stepgauge.report.numbers import heading, whole
+from stepgauge.report.numbers import cut_to, heading, whole
 from stepgauge.report.page import Block, Plot, Section, page
 from stepgauge.report.table import Range, Table
 from stepgauge.report.where import measured_where
@@ -53,17 +53,13 @@ def launched_table(record: Record) -> Table:
     """One row a kernel, most time first: calls and µs in one call of the function, and its share."""
     total = sum(us for _, us in record.series.values()) or 1.0
     rows = [
-        [_cut(name), whole(calls), us, 100 * us / total]
+        [cut_to(name, LONGEST_NAME), whole(calls), us, 100 * us / total]
         for name, (calls, us) in record.series.items()
     ]
     on_cpu = record.environment.get("device") == record.environment.get("cpu")
     what = "operator" if on_cpu else "device kernel"
     caption = f"What one call launches: each {what} with its own time."
     return Table([what, "calls", "µs", "%"], rows, caption=caption, formats={"%": ".1f"})
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
 def op_page(record: Record) -> str:

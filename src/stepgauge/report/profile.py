@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from stepgauge.report.kernel_names import range_name, shortened
-from stepgauge.report.numbers import number, whole
+from stepgauge.report.numbers import cut_to, number, whole
 from stepgauge.report.page import Block, Flame, Plot, Text
 from stepgauge.report.profile_device import (
     collectives_table,
@@ -345,7 +345,7 @@ def operations_table(found: Analysis, shown: int = SHOWN_OPERATIONS) -> Table:
             for value, most in ((row.flops, MOST_FLOP_PER_S), (row.bytes, MOST_BYTES_PER_S))
         )
         rows.append([
-            row.operation, row.kind, _cut(row.shapes), row.dtype.removeprefix("c10::"),
+            row.operation, row.kind, cut_to(row.shapes, LONGEST_SHAPES), row.dtype.removeprefix("c10::"),
             whole(row.calls / found.steps), row.us / 1e3 / found.steps, seconds * 1e6, flop_per_s / 1e12 or None,
             bytes_per_s / 1e9 or None, row.flops / row.bytes or None, share,
         ])  # fmt: skip
@@ -376,7 +376,3 @@ def _noun(found: Analysis) -> str:
 
 def _us(cell: Cell) -> float:
     return cell.us
-
-
-def _cut(shapes: str) -> str:
-    return shapes if len(shapes) <= LONGEST_SHAPES else f"{shapes[: LONGEST_SHAPES - 1]}…"

@@ -73,15 +73,11 @@ def _spec(machine: Machine, size: str, **fields: Any) -> DataParallelSpec:
             "model": model,
             "size": size,
             "batch": batch,
-            "device": _kind(machine),
+            "device": "cuda" if machine.is_gpu else "cpu",
             **fields,
         }
     )
     return spec.canonical()
-
-
-def _kind(machine: Machine) -> str:
-    return "cuda" if machine.is_gpu else "cpu"
 
 
 def needs(machine: Machine) -> str | None:

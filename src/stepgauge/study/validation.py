@@ -83,12 +83,9 @@ def _calibration(machine: Machine, specs: Sequence[Any]) -> list[Job]:
         for ranks in (1, 2)
         for name in names
     ]
-    links = [job for job in collectives.jobs(machine, Path()) if _is_needed(job.spec)]
+    measured = collectives.jobs(machine, Path())
+    links = [job for job in measured if job.spec.op in LINKS and job.spec.algorithm == "library"]
     return [*map(calibration.job, operations), *links]
-
-
-def _is_needed(spec: Any) -> bool:
-    return spec.op in LINKS and spec.algorithm == "library"
 
 
 def predict_row(spec: Any, folder: Path) -> Record:

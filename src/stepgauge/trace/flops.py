@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from stepgauge.trace.events import Shapes
 
-Dims = tuple[int, ...]
-
 _BYTES = {
     "double": 8, "float": 4, "c10::Half": 2, "c10::BFloat16": 2, "long int": 8, "long": 8, "int": 4, "short int": 2,
     "signed char": 1, "unsigned char": 1, "bool": 1, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1,

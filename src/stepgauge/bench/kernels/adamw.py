@@ -14,7 +14,7 @@ from stepgauge.bench.kernels.operation import (
     generator,
 )
 from stepgauge.kernels.adamw import FusedAdamW
-from stepgauge.measure.accuracy import largest, relative_error
+from stepgauge.measure.accuracy import largest_error
 from stepgauge.spec.kernel import AdamWSpec
 
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -57,7 +57,7 @@ class Case:
                 wide.grad = parameter.grad.double()
             optimizer.step()
             judge.step()
-        return largest([relative_error(p, wide) for p, wide in zip(parameters, exact, strict=True)])
+        return largest_error(exact, parameters)
 
     def call(self, function: Build, passes: str) -> Callable[[], Any]:
         """The step, its state made before."""

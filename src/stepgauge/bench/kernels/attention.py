@@ -4,7 +4,7 @@ Legend: B batch, H heads, T sequence, D width of a head.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from stepgauge.bench.kernels.operation import (
     generator,
 )
 from stepgauge.kernels.attention import flash_attention
-from stepgauge.measure.accuracy import largest, relative_error
+from stepgauge.measure.accuracy import largest_error
 from stepgauge.spec.kernel import AttentionSpec
 
 # Of the forward's FLOPs, whatever an implementation recomputes.
@@ -84,7 +84,9 @@ class Case(Differentiable):
         q, k, v, grad = (
             torch.randn(shape, device=spec.device, dtype=dtype, generator=random) for _ in range(4)
         )
-        judge = functools.partial(_judge, exact_results(q, k, v, grad, is_causal=spec.causal))
+        judge = functools.partial(
+            largest_error, exact_results(q, k, v, grad, is_causal=spec.causal)
+        )
         super().__init__([x.requires_grad_() for x in (q, k, v)], grad, judge)
 
 
@@ -114,10 +116,6 @@ def exact_results(
         dq[..., here, :] = ds @ k
         dk[..., seen, :] += ds.mT @ q
     return exact
-
-
-def _judge(exact: Sequence[Tensor], results: Sequence[Tensor]) -> float:
-    return largest([relative_error(a, b) for a, b in zip(results, exact, strict=True)])
 
 
 def num_flops(spec: AttentionSpec, name: str) -> float:

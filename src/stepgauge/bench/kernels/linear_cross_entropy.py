@@ -4,7 +4,7 @@ Legend: N tokens, D model width, V vocabulary.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from stepgauge.bench.kernels.operation import (
     generator,
 )
 from stepgauge.kernels.linear_cross_entropy import linear_cross_entropy
-from stepgauge.measure.accuracy import largest, relative_error
+from stepgauge.measure.accuracy import largest_error
 from stepgauge.spec.kernel import LinearCrossEntropySpec
 
 # Matrix products of N D V multiply-adds: the logits; then the gradients of hidden and of the
@@ -75,7 +75,7 @@ class Case(Differentiable):
         targets_N = torch.randint(
             spec.vocabulary, (spec.tokens,), device=spec.device, generator=random
         )
-        judge = functools.partial(_judge, exact_results(hidden_ND, weight_VD, targets_N))
+        judge = functools.partial(largest_error, exact_results(hidden_ND, weight_VD, targets_N))
         super().__init__(
             (hidden_ND.requires_grad_(), weight_VD.requires_grad_(), targets_N), None, judge
         )
@@ -111,10 +111,6 @@ def exact_results(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> li
         grad_hidden_ND[first : first + rows] = gradient @ wide_VD
         grad_weight_VD.addmm_(gradient.T, part)
     return [loss, grad_hidden_ND, grad_weight_VD]
-
-
-def _judge(exact: Sequence[Tensor], results: Sequence[Tensor]) -> float:
-    return largest([relative_error(a, b) for a, b in zip(results, exact, strict=True)])
 
 
 def num_flops(spec: LinearCrossEntropySpec, name: str) -> float:
