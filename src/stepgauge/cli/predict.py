@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, print_records, print_table
 from stepgauge.cli.options import Values, expand, spec_options
+from stepgauge.cost.traced import LAYOUTS
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout import Layout
@@ -66,13 +67,18 @@ def specs_of(layout: Layout, values: Values) -> list[Any]:
     """The rows of the command that measures a layout. Raises ValueError for options that it does
     not have, and for a batch that data ranks cannot share.
     """
+    if "model" in values:  # which brings the batch of a rank
+        values = {name: value for name, value in values.items() if name != "batch"}
+        if set(layout.axes) - {"data"}:
+            raise ValueError(f"layout is {str(layout)!r}; {LAYOUTS}")
     spec: type = LayoutSpec
     asked: dict[str, Any] = {"layout": str(layout)}
     if layout.ranks == 1:
         spec, asked = StepSpec, {}
     elif set(layout.axes) == {"data"}:
         spec, asked = DataParallelSpec, {"ranks": layout.data, "wrapper": layout.wrapper}
-        values = {**values, "batch": tuple(rank_batch(b, layout) for b in values["batch"])}
+        batches = tuple(rank_batch(batch, layout) for batch in values.get("batch", ()))
+        values = {**values, "batch": batches} if batches else values
     elif set(layout.axes) == {"pipeline"} and values.get("phases") == ("backward",):
         spec = PipelineSpec
         values = {name: value for name, value in values.items() if name != "phases"}

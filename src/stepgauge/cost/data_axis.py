@@ -6,9 +6,15 @@ wrappers execute: buckets and launches (spec/plan/buckets.py), owners and units
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.prices import Prices
-from stepgauge.cost.program import DATA, DataParallelCost, LaunchGroup, Program, RankStep
+from stepgauge.cost.program import (
+    DATA,
+    DataParallelCost,
+    LaunchGroup,
+    Operations,
+    Program,
+    RankStep,
+)
 from stepgauge.cost.terms import TRAFFIC, Term
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.plan.buckets import (
@@ -63,7 +69,7 @@ def parameters_of(step: RankStep, reduce_dtype: str = "own") -> list[Parameter]:
     return found[::-1]
 
 
-def most_owned(operations: StepOperations, ranks: int) -> int:
+def most_owned(operations: Operations, ranks: int) -> int:
     """Elements of the fullest owner: parameters are owned whole (spec/plan/shards.py), so that no
     rank has less than the largest of them.
     """
@@ -175,7 +181,7 @@ class Owned(Bucketed):
             return None
         return plan_owners(self.parameters, ranks=self.sending.ranks).owners
 
-    def optimizer(self, program: Program, operations: StepOperations, prices: Prices) -> None:
+    def optimizer(self, program: Program, operations: Operations, prices: Prices) -> None:
         """In parts: while one is broadcast, the next is updated. Broadcasts of all owners together
         are an all-gather, as far as the fullest owner's wire allows.
         """
@@ -236,7 +242,7 @@ class Gathered(DataParallelCost):
         while self._reductions:
             self._collect(program)
 
-    def optimizer(self, program: Program, operations: StepOperations, prices: Prices) -> None:
+    def optimizer(self, program: Program, operations: Operations, prices: Prices) -> None:
         term = operations.optimizer(operations.num_parameters / self.sending.ranks)
         program.compute(term.name, prices.of(term).us, term.operation)
 

@@ -5,9 +5,9 @@ and what is left, in which it waits for the host or for other stages.
 from collections.abc import Mapping, Sequence
 
 from stepgauge.cost.estimate import ASSUMED
-from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.outcome import Outcome
 from stepgauge.cost.prices import Prices
+from stepgauge.cost.program import Operations
 from stepgauge.cost.step import term_rows
 from stepgauge.cost.terms import TRAFFIC
 
@@ -15,9 +15,7 @@ Rows = list[list[object]]
 LEAST_US = 1.0  # a smaller rest is rounding
 
 
-def step_rows(
-    operations: StepOperations, prices: Prices, found: Outcome, *, passes: int = 1
-) -> Rows:
+def step_rows(operations: Operations, prices: Prices, found: Outcome, *, passes: int = 1) -> Rows:
     """Of a rank without a pipeline that goes forward and backward `passes` times."""
     phases = {
         name: [term for term in terms if not term.axis]
@@ -36,7 +34,7 @@ def step_rows(
 
 
 def pipeline_rows(
-    stages: Sequence[StepOperations],
+    stages: Sequence[Operations],
     prices: Prices,
     *,
     passes: int,
@@ -62,7 +60,7 @@ def total_us(rows: Sequence[Sequence[object]]) -> float:
     return sum(float(str(row[5])) for row in rows)
 
 
-def _update_row(operations: StepOperations, prices: Prices, ms: float) -> list[object]:
+def _update_row(operations: Operations, prices: Prices, ms: float) -> list[object]:
     term = operations.optimizer(operations.num_parameters)
     return ["optimizer", "update", term.operation, "", 1, ms * 1e3, prices.of(term).source]
 

@@ -7,12 +7,12 @@ axis stand between two computations, which wait for them.
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 from stepgauge.cost.events import COMPUTE, HOST, StreamWork
 from stepgauge.cost.host import Launching
-from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.prices import Prices
-from stepgauge.cost.terms import Term
+from stepgauge.cost.terms import Arithmetic, Term
 
 TENSOR, DATA = "tensor", "data"  # the streams of their communicators
 
@@ -51,6 +51,32 @@ class Program:
         self.ends[phase] = self.compute(f"end of {phase}", 0.0)
 
 
+class Operations(Protocol):
+    """What a rank runs: of a preset its StepOperations, of a user's network its traced operators."""
+
+    @property
+    def spec(self) -> Any: ...
+    @property
+    def how(self) -> Arithmetic: ...
+    @property
+    def blocks(self) -> range: ...
+    @property
+    def num_parameters(self) -> int: ...
+    @property
+    def block_parameters(self) -> int: ...
+    @property
+    def block_matrices(self) -> list[int]: ...
+    @property
+    def end_parameters(self) -> int: ...
+    @property
+    def end_matrices(self) -> list[int]: ...
+    def forward(self) -> Iterator[Term]: ...
+    def backward(self) -> Iterator[Term]: ...
+    def forward_parts(self) -> tuple[list[Term], list[Term], list[Term]]: ...
+    def backward_parts(self) -> tuple[list[Term], list[Term], list[Term]]: ...
+    def optimizer(self, numel: float) -> Term: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class LaunchGroup:
     """Terms that the host launches together: of a block, or of one of the ends."""
@@ -83,7 +109,7 @@ class DataParallelCost:
     def after_backward(self, program: Program) -> None:
         """What is left to send when backward has ended."""
 
-    def optimizer(self, program: Program, operations: StepOperations, prices: Prices) -> None:
+    def optimizer(self, program: Program, operations: Operations, prices: Prices) -> None:
         term = operations.optimizer(operations.num_parameters)
         program.compute(term.name, prices.of(term).us, term.operation)
 
@@ -95,7 +121,7 @@ class RankStep:
     coarse  a block is one work, not one a term: for layouts by the hundred
     """
 
-    operations: StepOperations
+    operations: Operations
     prices: Prices
     host: dict[str, Launching]
     coarse: bool = False

@@ -5,12 +5,14 @@ from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.pipeline import predict_pipeline
 from stepgauge.cost.step import predict
+from stepgauge.cost.traced import LAYOUTS, predict_traced
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
+from stepgauge.spec.user_model import UserModel
 
 
 def predicted(spec: object, hardware: HardwareFile) -> Record:
@@ -18,6 +20,8 @@ def predicted(spec: object, hardware: HardwareFile) -> Record:
     modelled or not calibrated, and for the device of another kind of machine.
     """
     _require_kind(str(getattr(spec, "device", "")), hardware)
+    if isinstance(getattr(spec, "model", None), UserModel):
+        return _of_user_model(spec, hardware)
     match spec:
         case StepSpec():
             return predict(spec, Machine(hardware))
@@ -28,6 +32,18 @@ def predicted(spec: object, hardware: HardwareFile) -> Record:
         case PipelineSpec():
             return predict_pipeline(spec, Machine(hardware.on_ranks(spec.ranks)))
     raise ValueError(f"{type(spec).__name__} has no cost model yet")
+
+
+def _of_user_model(spec: object, hardware: HardwareFile) -> Record:
+    """From its traced operators, for which torch is imported."""
+    if not isinstance(spec, StepSpec | DataParallelSpec):
+        raise ValueError(LAYOUTS)
+    from stepgauge.bench.operators import traced
+
+    peaks = hardware.peaks
+    architecture = "cpu" if spec.device.startswith("cpu") else (peaks and peaks.architecture)
+    machine = Machine(hardware.on_ranks(getattr(spec, "ranks", 1)))
+    return predict_traced(spec, traced(spec, architecture or "sm90"), machine)
 
 
 def _require_kind(device: str, hardware: HardwareFile) -> None:

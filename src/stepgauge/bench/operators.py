@@ -1,0 +1,109 @@
+"""A user's step as the terms of its operators, traced on tensors without memory."""
+
+import dataclasses
+import functools
+
+from stepgauge.bench import step as bench_step
+from stepgauge.bench.storage_tracking import predict as predict_memory
+from stepgauge.cost.terms import TRAFFIC, Term
+from stepgauge.cost.traced import Traced, require_traceable
+from stepgauge.measure.memory.fake_device import NotPredictableError, fake_device
+from stepgauge.measure.operators import OperatorTrace, record_step
+from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.memory import MemorySpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.step import StepSpec, WorkSpec
+
+STEPS = 2  # the optimizer makes its state in the first
+BLOCKS = (1, 3)  # of the narrow network that tells how many operators a block launches
+NARROW = ModelSpec(
+    d_model=64, d_ff=128, num_layers=1, num_heads=1, context_length=16, vocab_size=256
+)  # as calibrate/host.py
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """A traced step: its terms by phase, and the elements of its parameters."""
+
+    terms: dict[str, list[Term]]
+    parameters: list[int]
+
+    def launched(self) -> dict[str, int]:
+        """By phase, what grows with a network; of the optimizer its tensors, many a launch."""
+        found = {name: sum(term.count > 0 for term in terms) for name, terms in self.terms.items()}
+        return {**found, "optimizer": len(self.parameters)}
+
+
+def traced(spec: StepSpec | DataParallelSpec, architecture: str) -> Traced:
+    """The step of the spec's UserModel as it would run on a device of the architecture: cpu, sm80 or
+    sm90. Raises ValueError for a step that is not predicted, or does what cannot be traced.
+    """
+    require_traceable(spec)
+    own = {field.name for field in dataclasses.fields(WorkSpec)}
+    work = WorkSpec(**{name: value for name, value in vars(spec).items() if name in own})
+    return _of_one_rank(work, architecture)
+
+
+@functools.cache
+def _of_one_rank(work: WorkSpec, architecture: str) -> Traced:
+    try:
+        found = _counted(work, architecture)
+        peak = 0 if architecture == "cpu" else _peak_bytes(work, architecture)
+    except NotPredictableError as error:
+        raise ValueError(f"the step cannot be traced: {error}") from None
+    blocks = {} if architecture == "cpu" else _in_blocks(found, work, architecture)
+    return Traced(
+        forward=found.terms["forward"],
+        backward=found.terms.get("backward", ()),
+        update=_as_one(found.terms.get("optimizer", [])),
+        parameters=found.parameters,
+        blocks=blocks,
+        peak_bytes=peak,
+    )
+
+
+def _counted(spec: WorkSpec, architecture: str) -> Counted:
+    with fake_device(architecture) as device:
+        step, batch = bench_step.build(dataclasses.replace(spec, device=str(device)), device)
+        trace = OperatorTrace(fp32="tf32" if spec.precision == "tf32" else "fp32")
+        with step.precision.matmul_mode():
+            phases = step.phases(batch, until=spec.phases)
+            record_step(trace, phases, step.module, steps=STEPS)
+        sizes = [p.numel() for p in step.module.parameters() if p.requires_grad]
+    return Counted(trace.terms, sizes)
+
+
+def _as_one(terms: list[Term]) -> Term:
+    """The optimizer's operators: torch's fused one as it was calibrated, else its bytes."""
+    fused = [term for term in terms if term.operation.startswith("optimizer")]
+    chosen = fused or [term for term in terms if term.operation == TRAFFIC]
+    operation = chosen[0].operation if chosen else TRAFFIC
+    return Term("optimizer", operation, (sum(term.sizes[0] for term in chosen),))
+
+
+def _in_blocks(found: Counted, spec: WorkSpec, architecture: str) -> dict[str, float]:
+    """Launches of each phase over those of a block of the calibrated network."""
+    few, many = (
+        _counted(
+            WorkSpec(
+                model=dataclasses.replace(NARROW, num_layers=number), batch=1,
+                precision=spec.precision, phases=spec.phases,
+            ),
+            architecture,
+        ).launched()
+        for number in BLOCKS
+    )  # fmt: skip
+    blocks = BLOCKS[1] - BLOCKS[0]
+    return {
+        name: count * blocks / (many[name] - few[name])
+        for name, count in found.launched().items()
+        if many.get(name, 0) > few.get(name, 0)
+    }
+
+
+def _peak_bytes(spec: WorkSpec, architecture: str) -> int:
+    """0 for a step without its optimizer, whose peak is not tracked."""
+    if spec.phases != "step":
+        return 0
+    asked = MemorySpec(**{**vars(spec), "predict": architecture})
+    return predict_memory(asked).step.peak.total

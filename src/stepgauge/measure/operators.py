@@ -1,0 +1,209 @@
+"""Operators that torch's dispatcher runs, as terms that cost/ knows: products, attention, norms, the
+loss and casts by their sizes, all else by the bytes that it reads and writes.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from stepgauge.cost.terms import TRAFFIC, Term
+
+FREE = ("empty", "new_empty", "detach", "lift", "_local_scalar_dense", "is_", "_unsafe_view")
+# Read as many values of their first input as they write.
+GATHERS = ("embedding", "gather", "index", "index_select", "nll_loss_forward", "slice_backward")
+# Compute more than their bytes say, and no calibration has them.
+UNPRICED = ("rnn", "lstm", "gru", "fft", "linalg", "svd", "cholesky", "_grouped_mm", "ctc_loss")
+SMALLEST_CAST = 2048  # values, as calibrate/grids.py
+KINDS = {torch.bfloat16: "bf16", torch.float16: "bf16"}  # fp16 has the same rate
+Terms = Iterator[tuple[str, tuple[float, ...], int]]  # operation, sizes, count
+
+
+class OperatorTrace(TorchDispatchMode):
+    """Terms of each phase, in order. The gradient of a parameter is complete after the term whose
+    `gradient` counts its elements.
+
+    fp32  how products of fp32 tensors are computed: "fp32" or "tf32"
+
+    An operator without a price raises ValueError, which names it.
+    """
+
+    def __init__(self, *, fp32: str = "fp32"):
+        super().__init__()
+        self.terms: dict[str, list[Term]] = {}
+        self._fp32, self._phase = fp32, ""
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What runs within is recorded under the name, anew."""
+        self._phase, self.terms[name] = name, []
+        try:
+            yield
+        finally:
+            self._phase = ""
+
+    @contextlib.contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        """Notes when gradients of the module's parameters are complete."""
+        handles = [
+            parameter.register_post_accumulate_grad_hook(self._complete)
+            for parameter in module.parameters()
+            if parameter.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _complete(self, parameter: Tensor) -> None:
+        if self._phase:
+            name = f"gradient of {parameter.numel()}"
+            terms = self.terms[self._phase]
+            terms.append(Term(name, TRAFFIC, (0.0,), gradient=parameter.numel(), count=0))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._phase:
+            name = func.overloadpacket.__name__
+            inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+            if not _is_free(func, name, inputs, outputs):
+                for operation, sizes, count in self._priced(func, name, args, inputs, outputs):
+                    self.terms[self._phase].append(Term(name, operation, sizes, count))
+        return result
+
+    def _priced(
+        self, func: Any, name: str, args: Any, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> Terms:
+        if func.namespace != "aten" or any(word in name for word in UNPRICED):
+            raise ValueError(f"the model runs {func}, which no calibration has a time for")
+        if name in PRODUCTS:
+            yield self._product(*args[PRODUCTS[name] : PRODUCTS[name] + 2])
+        elif name.startswith("convolution"):
+            yield from self._convolution(name, args, outputs)
+        elif name.startswith("_scaled_dot_product"):
+            yield self._attention(func, name, args)
+        elif name in NORMS:
+            x = args[1] if "backward" in name else args[0]
+            rows = x.numel() // x.shape[-1]
+            yield f"{NORMS[name]} {self._kind(x, 'fp32')}", (rows, x.shape[-1]), 1
+        elif name in LOSSES and args[0].ndim == 2:
+            yield LOSSES[name], tuple(map(float, args[0].shape)), 1
+        elif name == "_fused_adamw_":
+            numel = sum(parameter.numel() for parameter in args[0])
+            yield f"optimizer adamw {self._kind(args[0][0], 'fp32')}", (numel,), 1
+        elif name == "_to_copy" and (pair := _cast(inputs, outputs)):
+            yield pair, (outputs[0].numel(),), 1
+        elif name != "nll_loss_backward":  # which the calibrated loss's backward has in it
+            yield TRAFFIC, (float(_moved(name, inputs, outputs)),), 1
+
+    def _kind(self, x: Tensor, fp32: str = "") -> str:
+        return KINDS.get(x.dtype, fp32 or self._fp32)
+
+    def _product(self, a: Tensor, b: Tensor) -> tuple[str, tuple[float, ...], int]:
+        """(..., M, K) times (..., K, N); a batch of them as one with so many times the rows."""
+        if b.ndim == 1:
+            return TRAFFIC, (float(_bytes(a)),), 1
+        how = {(False, True): "nt", (True, False): "tn"}.get((_turned(a), _turned(b)), "nn")
+        m, k, n = a.numel() // a.shape[-1], a.shape[-1], b.shape[-1]
+        return f"matmul {how} {self._kind(a)}", (m, n, k), 1
+
+    def _convolution(self, name: str, args: Any, outputs: list[Tensor]) -> Terms:
+        """As the implicit product (N · positions, channels in · kernel, channels out); its backward
+        as two of them.
+        """
+        is_backward = name == "convolution_backward"
+        y, weight = (args[0], args[2]) if is_backward else (outputs[0], args[1])
+        m, n, k = y.numel() // y.shape[1], weight.shape[0], weight[0].numel()
+        kind = self._kind(y)
+        if not is_backward:
+            yield f"matmul nt {kind}", (m, n, k), 1
+            return
+        wants_input, wants_weight, *_ = args[-1]
+        if wants_input:
+            yield f"matmul nn {kind}", (m, k, n), 1
+        if wants_weight:
+            yield f"matmul tn {kind}", (n, k, m), 1
+
+    def _attention(self, func: Any, name: str, args: Any) -> tuple[str, tuple[float, ...], int]:
+        """Calibrated with a causal mask: without one there is twice as much to compute."""
+        direction = "backward" if "backward" in name else "forward"
+        given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+        q, k = given["query"], given["key"]
+        heads, length = math.prod(q.shape[:-2]), math.sqrt(q.shape[-2] * k.shape[-2])
+        operation = f"attention sdpa {direction} {self._kind(q, 'fp32')}"
+        return operation, (heads, length, q.shape[-1]), 1 if given.get("is_causal") else 2
+
+
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "mv": 0}  # the place of the first factor
+NORMS = {
+    "native_layer_norm": "layernorm forward",
+    "native_layer_norm_backward": "layernorm backward",
+    "_fused_rms_norm": "rmsnorm forward",
+    "_fused_rms_norm_backward": "rmsnorm backward",
+}
+LOSSES = {
+    "_log_softmax": "cross-entropy forward",
+    "_log_softmax_backward_data": "cross-entropy backward",
+}
+
+
+def record_step(
+    trace: OperatorTrace, phases: dict[str, Callable[[], None]], module: nn.Module, *, steps: int
+) -> None:
+    """Runs the phases so many times under the trace, which keeps the last."""
+    with trace, trace.watching(module):
+        for _ in range(steps):
+            for name, phase in phases.items():
+                with trace.phase(name):
+                    phase()
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _is_free(func: Any, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
+    """Whether nothing runs on the device: a view, or memory without values."""
+    if name.startswith(FREE) or (not outputs and not func._schema.is_mutable):
+        return True
+    if func._schema.is_mutable:
+        return False
+    known = {tensor.untyped_storage()._cdata for tensor in inputs}
+    return all(tensor.untyped_storage()._cdata in known for tensor in outputs)
+
+
+def _turned(x: Tensor) -> bool:
+    """Whether a matrix is read by columns."""
+    return x.stride(-2) == 1 and x.stride(-1) != 1
+
+
+def _bytes(x: Tensor) -> int:
+    """Of the values that there are: an expanded tensor has fewer than its shape says."""
+    return min(x.numel() * x.itemsize, x.untyped_storage().nbytes())
+
+
+def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    written = sum(map(_bytes, outputs))
+    if name in GATHERS:
+        return 2 * written
+    if not outputs:  # lists that are changed in place are read and written
+        return 2 * sum(map(_bytes, inputs))
+    return written + sum(map(_bytes, inputs))
+
+
+def _cast(inputs: list[Tensor], outputs: list[Tensor]) -> str:
+    """The calibrated cast, or "" for another copy, and for one that no calibration is as small as."""
+    if outputs[0].numel() < SMALLEST_CAST:
+        return ""
+    pair = tuple("bf16" if t.dtype in KINDS else str(t.dtype) for t in (inputs[0], outputs[0]))
+    known = {
+        ("torch.float32", "bf16"): "cast fp32 bf16",
+        ("bf16", "torch.float32"): "cast bf16 fp32",
+    }
+    return known.get(pair, "")  # type: ignore[arg-type]
