@@ -36,6 +36,14 @@ def convolutions():
     return Convolutions(), torch.randn(2, 3, 8, 8)
 
 
+def valued():
+    class Valued(Convolutions):
+        def forward(self, x):
+            return super().forward(x) * float(x.numpy().mean())
+
+    return Valued(), torch.randn(2, 3, 8, 8)
+
+
 def spectral():
     class Spectral(Convolutions):
         def forward(self, x):
@@ -79,6 +87,8 @@ def test_convolutions_are_their_implicit_products(nets):
 
 
 def test_what_has_no_price_is_named(nets):
+    with pytest.raises(ValueError, match=r"the step cannot be traced: .*numpy"):
+        traced(StepSpec(model=nets("valued")), "cpu")
     with pytest.raises(ValueError, match=r"the model runs aten\._fft\w*.*no calibration"):
         traced(StepSpec(model=nets("spectral")), "cpu")
     with pytest.raises(ValueError, match="compile is 'on'; of a user's model eager steps"):

@@ -7,8 +7,9 @@ from stepgauge.bench import step as bench_step
 from stepgauge.bench.storage_tracking import predict as predict_memory
 from stepgauge.cost.terms import TRAFFIC, Term
 from stepgauge.cost.traced import Traced, require_traceable
-from stepgauge.measure.memory.fake_device import NotPredictableError, fake_device
+from stepgauge.measure.memory.fake_device import fake_device
 from stepgauge.measure.operators import OperatorTrace, record_step
+from stepgauge.runtime.workers import run_isolated
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
@@ -34,23 +35,31 @@ class Counted:
         return {**found, "optimizer": len(self.parameters)}
 
 
+def traced_apart(spec: StepSpec | DataParallelSpec, architecture: str) -> Traced:
+    """The same in a process of its own, which leaves no memory on a GPU; once for all layouts of a
+    step.
+    """
+    require_traceable(spec)
+    found = _in_a_process(_work(spec), architecture)
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
+
+
 def traced(spec: StepSpec | DataParallelSpec, architecture: str) -> Traced:
     """The step of the spec's UserModel as it would run on a device of the architecture: cpu, sm80 or
     sm90. Raises ValueError for a step that is not predicted, or does what cannot be traced.
     """
     require_traceable(spec)
-    own = {field.name for field in dataclasses.fields(WorkSpec)}
-    work = WorkSpec(**{name: value for name, value in vars(spec).items() if name in own})
-    return _of_one_rank(work, architecture)
-
-
-@functools.cache
-def _of_one_rank(work: WorkSpec, architecture: str) -> Traced:
+    work = _work(spec)
     try:
         found = _counted(work, architecture)
         peak = 0 if architecture == "cpu" else _peak_bytes(work, architecture)
-    except NotPredictableError as error:
-        raise ValueError(f"the step cannot be traced: {error}") from None
+    except ValueError:
+        raise
+    except Exception as error:  # of the user's own code: the step may run for all that
+        first, *_ = str(error).splitlines() or [type(error).__name__]
+        raise ValueError(f"the step cannot be traced: {first}") from error
     blocks = {} if architecture == "cpu" else _in_blocks(found, work, architecture)
     return Traced(
         forward=found.terms["forward"],
@@ -60,6 +69,23 @@ def _of_one_rank(work: WorkSpec, architecture: str) -> Traced:
         blocks=blocks,
         peak_bytes=peak,
     )
+
+
+@functools.cache
+def _in_a_process(work: WorkSpec, architecture: str) -> Traced | str:
+    return run_isolated(_traced_or_why, work, architecture)
+
+
+def _traced_or_why(work: WorkSpec, architecture: str) -> Traced | str:
+    try:
+        return traced(StepSpec(**vars(work)), architecture)
+    except ValueError as error:
+        return str(error)
+
+
+def _work(spec: StepSpec | DataParallelSpec) -> WorkSpec:
+    own = {field.name for field in dataclasses.fields(WorkSpec)}
+    return WorkSpec(**{name: value for name, value in vars(spec).items() if name in own})
 
 
 def _counted(spec: WorkSpec, architecture: str) -> Counted:

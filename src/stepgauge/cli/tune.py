@@ -17,6 +17,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
+from stepgauge.spec.user_model import UserModel
 from stepgauge.tune.choices import space
 
 CONFIG = "tuned.toml"
@@ -86,8 +87,8 @@ def _predicted(hardware: HardwareFile | None, spec: Any) -> Record | None:
     """The prediction, where the machine was calibrated and the step is modelled."""
     from stepgauge.validate.predicted import predicted
 
-    if hardware is None:
-        return None
+    if hardware is None or isinstance(spec.model, UserModel):
+        return None  # whose eager steps alone are predicted: compiled ones would never be tried
     try:
         return predicted(spec, hardware)
     except ValueError:

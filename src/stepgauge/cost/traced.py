@@ -9,9 +9,9 @@ from stepgauge.cost.data_axis import MODELLED, Sending, data_axis
 from stepgauge.cost.host import Launching, launching
 from stepgauge.cost.ledger import step_rows
 from stepgauge.cost.machine import Machine
-from stepgauge.cost.outcome import Outcome, outcome, silent_ms
+from stepgauge.cost.outcome import Outcome, outcome, without_communication_ms
 from stepgauge.cost.prices import GLOO, NCCL, Prices
-from stepgauge.cost.program import DATA, Group, RankStep
+from stepgauge.cost.program import DATA, LaunchGroup, RankStep
 from stepgauge.cost.step import modelled
 from stepgauge.cost.terms import Arithmetic, Term
 from stepgauge.spec.data_parallel import DataParallelSpec
@@ -85,7 +85,7 @@ def _together(terms: Sequence[Term]) -> list[Term]:
 class TracedStep(RankStep):
     """A rank's step in groups of a few operators."""
 
-    def groups(self, phase: str) -> Iterator[Group]:
+    def groups(self, phase: str) -> Iterator[LaunchGroup]:
         before, _, _ = (
             self.operations.forward_parts()
             if phase == "forward"
@@ -98,7 +98,7 @@ class TracedStep(RankStep):
                 dataclasses.replace(term, name=f"{place}.{term.name}")
                 for place, term in enumerate(before[first : first + GROUP], first)
             ]
-            yield Group(phase, named, host_us)
+            yield LaunchGroup(phase, named, host_us)
 
 
 def require_traceable(spec: StepSpec | DataParallelSpec) -> None:
@@ -142,7 +142,7 @@ def predict_traced(spec: StepSpec | DataParallelSpec, traced: Traced, machine: M
         "device_ms": found.device_ms,
     }
     if isinstance(spec, DataParallelSpec):
-        figures |= _communicated(found, silent_ms(program, DATA))
+        figures |= _communicated(found, without_communication_ms(program, DATA))
     metrics = {name: Sample.exact(value, "ms") for name, value in figures.items()}
     if isinstance(spec, DataParallelSpec):
         nbytes = operations.num_parameters * operations.how.residual
@@ -153,11 +153,11 @@ def predict_traced(spec: StepSpec | DataParallelSpec, traced: Traced, machine: M
     return modelled(spec, machine, metrics, step_rows(operations, prices, found), None)
 
 
-def _communicated(found: Outcome, silent: float) -> dict[str, float]:
+def _communicated(found: Outcome, without: float) -> dict[str, float]:
     return {
         "communication_ms": found.communication.get(DATA, 0.0),
-        "silent_step_ms": silent,
-        "exposed_ms": found.step_ms - silent,
+        "without_communication_ms": without,
+        "exposed_ms": found.step_ms - without,
     }
 
 

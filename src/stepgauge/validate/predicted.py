@@ -38,12 +38,12 @@ def _of_user_model(spec: object, hardware: HardwareFile) -> Record:
     """From its traced operators, for which torch is imported."""
     if not isinstance(spec, StepSpec | DataParallelSpec):
         raise ValueError(LAYOUTS)
-    from stepgauge.bench.operators import traced
+    from stepgauge.bench.operators import traced_apart
 
     peaks = hardware.peaks
     architecture = "cpu" if spec.device.startswith("cpu") else (peaks and peaks.architecture)
     machine = Machine(hardware.on_ranks(getattr(spec, "ranks", 1)))
-    return predict_traced(spec, traced(spec, architecture or "sm90"), machine)
+    return predict_traced(spec, traced_apart(spec, architecture or "sm90"), machine)
 
 
 def _require_kind(device: str, hardware: HardwareFile) -> None:
