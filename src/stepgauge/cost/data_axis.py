@@ -262,6 +262,8 @@ class Gathered(DataParallelCost):
         return program.send(f"gather {name}", DATA, us, "all_gather")
 
     def _reduce(self, program: Program, name: str, numel: int) -> None:
+        packed = Term("gradients packed", TRAFFIC, (2 * numel * self._how.activation,))
+        program.compute(packed.name, self.prices.of(packed).us, TRAFFIC)
         us = self.prices.collective("reduce_scatter", numel * self._how.activation, "data").us
         sent = program.send(f"reduce {name}", DATA, us, "reduce_scatter")
         self._reductions.append((sent, numel))

@@ -77,9 +77,9 @@ class Averager:
         return all_reduce_list(message, self._operation(message[0]), self.group)
 
     def launch_scatter(self, slice_: Tensor, message: Tensor) -> dist.Work | None:
-        """The work of a reduce-scatter into this rank's slice; the message stays as it is."""
+        """The work of a reduce-scatter into this rank's slice, which uses the message up."""
         if not self._averages(message.device):
-            message = message / self.ranks
+            message.div_(self.ranks)
         return reduce_scatter_flat(
             slice_, message, group=self.group, op=self._operation(message), async_op=True
         )

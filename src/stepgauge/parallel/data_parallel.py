@@ -258,7 +258,7 @@ class DataParallel(nn.Module):
         self._in_flight += messages
         if not self.overlaps:
             messages[-1].work.wait()
-        while self._in_flight and self._is_settled(self._in_flight[0]):
+        while self._in_flight and self._is_settled(self._in_flight[0], len(messages)):
             self._unpack(self._in_flight.pop(0), ())
 
     def _message(self, index: int) -> Message:
@@ -273,16 +273,18 @@ class DataParallel(nn.Module):
             owner=bucket.owner,
         )
 
-    def _is_settled(self, message: Message) -> bool:
-        """Whether it has arrived, and holds memory that unpacking frees: no rank can lack all of
-        its gradients, since this one has them. Memory that backward may read again is written when
-        it has ended.
+    def _is_settled(self, message: Message, latest: int) -> bool:
+        """Whether it has arrived, or is to be waited for, since it is for an owner and not of the
+        `latest` messages; and holds memory that unpacking frees: no rank can lack all of its
+        gradients, since this one has them. Memory that backward may read again is written when it
+        has ended.
         """
+        is_late = message.owner is not None and len(self._in_flight) > latest
         return (
             bool(message.copies or message.owner is not None)
             and all(p.grad is None or is_alone(p.grad) for p in message.copies)
             and len(message.own) == len(message.parameters)
-            and message.work.is_completed()
+            and (is_late or message.work.is_completed())
         )
 
     @torch.no_grad()

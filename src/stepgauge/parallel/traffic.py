@@ -3,32 +3,23 @@ their way to the shards.
 """
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from stepgauge.parallel.collectives import launch_together
+from stepgauge.parallel.flat_gradients import FlatGradients
 from stepgauge.parallel.readiness import at_end_of_backward
-from stepgauge.parallel.units import Gathered, Sharding, Unit, local, real, release
+from stepgauge.parallel.units import Gathered, Sharding, Unit
 from stepgauge.parallel.usage import Usage
 from stepgauge.spec.plan.shards import MOST_IN_FLIGHT
 
 PREFETCHED = 1  # units that are gathered ahead, in forward and in backward
-
-
-class Scattered(NamedTuple):
-    """Gradients of a unit on their way to this rank's parts of their means."""
-
-    works: list[Any]
-    parameters: list[nn.Parameter]
-    parts: list[Tensor]
-    used: list[bool]  # by this rank
-    sent: list[Tensor]
 
 
 class Prefetcher:
@@ -126,9 +117,9 @@ class Reductions:
 
     def _reset(self) -> None:
         self.is_running = False
-        self._in_flight: list[Scattered] = []
+        self._in_flight: list[list[FlatGradients]] = []  # of each unit
         self._used: set[nn.Parameter] = set()
-        self._unused_here: list[tuple[nn.Parameter, Tensor]] = []
+        self._unused_here: list[tuple[nn.Parameter, DTensor]] = []
         self._usage: Usage | None = None
         # gradients, by their versions, when a backward failed
         self._incomplete: list[tuple[Tensor, int]] = []
@@ -160,63 +151,41 @@ class Reductions:
         compute_dtype: torch.dtype | None,
     ) -> None:
         """Sends the whole gradients of a unit's weights; None counts as zero."""
-        self.begin(parameters[0].device)
-        kept, parts, used, sent, launches = [], [], [], [], []
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if not parameter.requires_grad:
-                continue
-            whole = self._padded(parameter, gradient, compute_dtype or parameter.dtype)
-            part = whole.new_empty(whole.shape[0] // self.sharding.ranks, *whole.shape[1:])
-            kept.append(parameter)
-            parts.append(part)
-            used.append(gradient is not None)
-            sent.append(whole)
-            if part.numel():
-                scatter = functools.partial(self.sharding.launch_scatter, real(part), real(whole))
-                launches.append(scatter)
         device = parameters[0].device
-        works = launch_together(launches, group=self.sharding.group, device=device)
-        self._in_flight.append(Scattered(works, kept, parts, used, sent))
-        while len(self._in_flight) > MOST_IN_FLIGHT:
+        self.begin(device)
+        while len(self._in_flight) >= MOST_IN_FLIGHT:
             self._collect()
-
-    def _padded(
-        self, parameter: nn.Parameter, gradient: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        """The gradient with as many rows as make equal parts."""
-        rows = self.sharding.rows(parameter.shape[0]) * self.sharding.ranks
-        if gradient is not None and gradient.shape[0] == rows:
-            return gradient.contiguous()
-        whole = torch.zeros(rows, *parameter.shape[1:], dtype=dtype, device=parameter.device)
-        if gradient is not None:
-            whole[: gradient.shape[0]] = gradient
-        return whole
+        alike: dict[torch.dtype, dict[nn.Parameter, Tensor | None]] = {}
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if parameter.requires_grad:
+                alike.setdefault(parameter.dtype, {})[parameter] = gradient
+        flats = [
+            FlatGradients(of_type, compute_dtype or dtype, self.sharding)
+            for dtype, of_type in alike.items()
+        ]
+        launches = [flat.send for flat in flats]
+        works = launch_together(launches, group=self.sharding.group, device=device)
+        for flat, work in zip(flats, works, strict=True):
+            flat.work = work
+        self._in_flight.append(flats)
 
     @torch.no_grad()
     def _collect(self) -> None:
-        scattered = self._in_flight.pop(0)
-        for work in scattered.works:
-            work.wait()
-        for parameter, part, used in zip(
-            scattered.parameters, scattered.parts, scattered.used, strict=True
-        ):
-            if used:
-                self._used.add(parameter)
-                self._accumulate(parameter, part)
-                if part.dtype != parameter.dtype:  # its values have been copied
-                    release(part)
-            else:
-                self._unused_here.append((parameter, part))
+        for flat in self._in_flight.pop(0):
+            for parameter, part, used in flat.receive():
+                if used:
+                    self._used.add(parameter)
+                    self._accumulate(parameter, part)
+                else:
+                    self._unused_here.append((parameter, part))
 
-    def _accumulate(self, parameter: nn.Parameter, part: Tensor) -> None:
-        mine = part[: local(parameter).shape[0]].to(parameter.dtype)
-        gradient = self.sharding.distributed(mine, parameter.shape)
+    def _accumulate(self, parameter: nn.Parameter, part: DTensor) -> None:
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            torch.autograd.backward([parameter], [gradient])
+            torch.autograd.backward([parameter], [part])
         elif parameter.grad is None:
-            parameter.grad = gradient
+            parameter.grad = part
         else:
-            parameter.grad.add_(gradient)
+            parameter.grad.add_(part)
 
     @torch.no_grad()
     def _finish(self, failed: bool) -> None:

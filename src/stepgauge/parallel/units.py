@@ -338,8 +338,8 @@ class _Use(torch.autograd.Function):
             )
         gathered = ctx.gathered
         unit = gathered.unit
-        unit.reductions.start(gathered.parameters, gradients, unit.compute_dtype)
         gathered.end()
+        unit.reductions.start(gathered.parameters, gradients, unit.compute_dtype)
         return None, None
 
 

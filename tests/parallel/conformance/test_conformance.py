@@ -13,14 +13,12 @@ from stepgauge.runtime.launch import launch
 EVERYTHING = bool(os.environ.get("STEPGAUGE_CONFORMANCE"))
 WRAPPERS = OURS if EVERYTHING else ("bucketed", "zero1", "zero2", "zero3")
 
-REPLICATED = ("naive", "flat", "overlapped", "bucketed", "zero1", "zero2")
 ZERO = ("zero1", "zero2")
 # Cells that raise, and a part of the sentence.
 REFUSALS = {
     ("backward with create graph", OURS): "create_graph=True",
     ("a parameter replaced after wrapping", OURS): "wrap the module again",
-    ("sparse gradients", REPLICATED): "is sparse; only dense ones are averaged",
-    ("sparse gradients", ("zero3",)): "sparse",
+    ("sparse gradients", OURS): "is sparse; only dense ones are averaged",
     ("lbfgs", ZERO): "LBFGS looks at all parameters together",
     ("lbfgs", ("zero3",)): "Cannot flatten unevenly sharded tensor",
     # what a rank has of the gradients in stage 2 is its share

@@ -9,7 +9,7 @@ from stepgauge.spec.plan.buckets import Parameter
 
 # Of an optimizer step under ZeRO 1 and 2: while one part is broadcast, the next is updated.
 UPDATE_PARTS = 4
-# Of ZeRO 3, units whose whole gradients are on their way: more only takes memory.
+# Of ZeRO 3, units whose gradients are on their way, as flat messages: more only takes memory.
 MOST_IN_FLIGHT = 2
 
 
