@@ -4,8 +4,8 @@ they are used.
 As torch's fully_shard does it: the parameters of the module are DTensors, its repeated blocks
 gather their weights before they compute and free them after, and once more in backward. What is
 done to a parameter or its `.grad` is done to ordinary sharded tensors. Weights are gathered where
-they lie and gradients scattered from where they lie, without a copy into a common buffer where the
-first dimension divides, and the next block's weights come while one computes.
+they lie, without a copy into a common buffer where the first dimension divides, and the next
+block's come while one computes. A unit's gradients are averaged as one flat message.
 """
 
 import contextlib

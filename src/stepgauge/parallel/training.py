@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 # Splits a module's parameters into an optimizer's groups; builds the optimizer of groups.
 Groups = Callable[[nn.Module], Iterable[Any]]
@@ -120,10 +121,28 @@ def load_state(
     lenient = dataclasses.replace(options or StateDictOptions(), strict=False)
     with _without_gradients(module):
         set_optimizer_state_dict(module, optimizer, state["optimizer"], options=lenient)
+    copy_shared(optimizer, state["optimizer"])
     for name, parameter in module.named_parameters():
         # torch makes an initial state for it where weights are sharded
         if name.replace("_orig_mod.", "") not in state["optimizer"]["state"]:
             optimizer.state.pop(parameter, None)
+
+
+def copy_shared(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
+    """Copies what the optimizer's state shares with what it was loaded from. torch takes tensors as
+    they are given, and two optimizers that were loaded from one state would step them both.
+    """
+    of_weights = [each for values in given["state"].values() for each in values.values()]
+    storages = {_storage(each) for each in of_weights if isinstance(each, Tensor)}
+    for values in optimizer.state.values():
+        for name, value in values.items():
+            if isinstance(value, Tensor) and _storage(value) in storages:
+                values[name] = value.clone()
+
+
+def _storage(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
 
 
 @contextlib.contextmanager

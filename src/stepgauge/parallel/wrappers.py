@@ -35,6 +35,7 @@ from stepgauge.parallel.training import (
     alone,
     by_index,
     by_name,
+    copy_shared,
     load_state,
     names_of,
     state_of,
@@ -114,6 +115,7 @@ def _state_by_name(module: nn.Module, optimizer: ShardedOptimizer) -> dict[str, 
 def _load_by_name(module: nn.Module, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
     module.load_state_dict(state["model"])
     optimizer.load_state_dict(by_index(names_of(module), optimizer, state["optimizer"]))
+    copy_shared(optimizer, state["optimizer"])
 
 
 @contextlib.contextmanager

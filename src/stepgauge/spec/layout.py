@@ -25,7 +25,7 @@ class Wrapper:
     reduce_dtype    gradients can be averaged in a type of the user's choice
     is_torch        torch's own, to compare with
     resumes         its checkpoint can be loaded by another number of ranks
-    compiles        takes a module that torch.compile has wrapped
+    graphs          takes CUDA graphs, which read weights where they were when they were recorded
     """
 
     gradient_sends: int
@@ -35,7 +35,7 @@ class Wrapper:
     reduce_dtype: bool = False
     is_torch: bool = False
     resumes: bool = True
-    compiles: bool = True
+    graphs: bool = True
 
     def shards(self, part: str) -> bool:
         """Whether a rank has only its share of one of SHARDED_PARTS."""
@@ -55,7 +55,7 @@ WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
         "zero2": Wrapper(
             gradient_sends=1, weight_sends=1, stage=2, buckets=True, reduce_dtype=True
         ),
-        "zero3": Wrapper(gradient_sends=1, weight_sends=2, stage=3, compiles=False),
+        "zero3": Wrapper(gradient_sends=1, weight_sends=2, stage=3, graphs=False),
         "torch-ddp": Wrapper(gradient_sends=2, buckets=True, reduce_dtype=True, is_torch=True),
         "torch-ddp-views": Wrapper(
             gradient_sends=2, buckets=True, reduce_dtype=True, is_torch=True
@@ -85,10 +85,10 @@ def check_wrapper(
             f"reduce_dtype is {reduce_dtype!r}; {name} compresses on GPUs only, device is "
             f"{device!r}"
         )
-    if compile != "off" and not wrapper.compiles:
+    if compile == "reduce-overhead" and not wrapper.graphs:
         raise ValueError(
-            f"compile is {compile!r}; {name} gathers weights in Python as they are read and takes "
-            f"'off'"
+            f"compile is {compile!r}, whose CUDA graphs need weights that stay in one place; {name} "
+            f"gathers and frees them: choose 'blocks'"
         )
     if wrapper.shards("gradients") and precision == "fp16":
         raise ValueError(

@@ -144,6 +144,11 @@ def _check_cut(layout: Layout, model: Network, *, precision: str, compile: str) 
             f"precision is 'fp16', whose loss scale needs every rank's gradients; in "
             f"{str(layout)!r} choose bf16"
         )
+    if compile != "off" and WRAPPERS[layout.wrapper].shards("weights"):
+        raise ValueError(
+            f"compile is {compile!r}; {layout.wrapper} of a network that is cut as {str(layout)!r} "
+            f"takes off"
+        )
     if compile not in ("off", "blocks"):
         raise ValueError(
             f"compile is {compile!r}; a network that is cut as {str(layout)!r} takes off or blocks"

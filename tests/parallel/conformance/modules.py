@@ -103,6 +103,13 @@ def compiled_blocks(setup):
     return _trained(setup, module)
 
 
+def compiled_whole(setup):
+    torch.compiler.reset()
+    t = Training(setup, torch.compile(Net(), backend="aot_eager"))
+    t.train(0, 1)
+    return t.results()
+
+
 def dictionary_of_outputs(setup):
     t = Training(setup, Answers())
 

@@ -266,6 +266,20 @@ def resumed_with_a_layer_that_was_never_used(setup):
     return _resumed(setup, functools.partial(torch.optim.AdamW, lr=0.05), blocks=(1, 2))
 
 
+def one_state_loaded_twice(setup):
+    """Two networks that begin with one state go on apart."""
+    adamw = functools.partial(torch.optim.AdamW, lr=0.05)
+    t = Training(setup, Net(), adamw)
+    t.train(0)
+    state = _saved(t)
+    first, second = (Training(setup, Net(seed=3), adamw) for _ in range(2))
+    for each in (first, second):
+        each.parallel.load(copy.deepcopy(state) if setup.wrapper == "none" else state)
+    first.train(1, 2)
+    second.train(3)
+    return second.results()
+
+
 def saved_before_the_first_step(setup):
     """Saving changes nothing: the first step has no momentum yet."""
     t = Training(setup, Net())
