@@ -29,6 +29,13 @@ def cudnn_recurrent_layers() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def lstm_that_raises(error: Exception) -> Iterator[None]:
+    """Within, nn.LSTM raises it."""
+    with mock.patch.object(torch._VF, "lstm", mock.Mock(side_effect=error), create=True):
+        yield
+
+
 def _layers(kind: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     def run(x: Tensor, second: Any, third: Any, *rest: Any) -> Any:
         if not x.is_cuda or not torch.backends.cudnn.enabled:
