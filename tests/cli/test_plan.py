@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from stepgauge.cli import console
+
 HARDWARE = Path(__file__).parents[2] / "hardware"
 SMALL = ("--size", "medium", "--context", "1024", "--gpus", "8", "--global-batch", "32")
 
@@ -19,6 +21,20 @@ def test_rows_are_modelled_records_of_bench_layout(stepgauge):
     assert [(row["kind"], row["provenance"]) for row in rows] == [("layout", "modelled")] * 2
     assert all(row["metrics"]["days"]["median"] > 0 for row in rows)
     assert {"terms", "memory"} <= rows[0]["tables"].keys()
+
+
+def test_tables_fit_80_columns_and_say_once_what_rows_share(monkeypatch, stepgauge):
+    tables = []
+    monkeypatch.setattr("stepgauge.cli.plan.print_table", tables.append)
+    asked = ("--top", "3", "--tokens", "1T", "--hardware", HARDWARE / "dgx-h100.json")
+    assert stepgauge("plan", *SMALL, *asked)[0] == 0
+    assert "accumulation 1" in tables[0].caption and "accumulation" in tables[0].hidden
+    for table in tables:
+        parts = console._parts(table.for_eyes(), 80)
+        assert parts and all(list(part.columns[:2]) == ["#", "layout"] for part in parts)
+        for part in parts:
+            every = range(len(part.columns))
+            assert sum(console._width(part, n) + console.GAP for n in every) - console.GAP <= 80
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,8 @@ def print_table(table: Table) -> None:
     """A table for the eyes. In a terminal that is narrower it comes in parts below each other."""
     console = Output(highlight=False)
     if table.caption:  # not the table's title, which would wrap at the width of a narrow one
-        console.print(table.caption, style="table.title", markup=False)
+        whole = not console.is_terminal  # another program reads it as one line
+        console.print(table.caption, style="table.title", markup=False, soft_wrap=whole)
     shown = table.for_eyes()
     parts = _parts(shown, console.width) if console.is_terminal else []
     for place, part in enumerate(parts or [shown]):

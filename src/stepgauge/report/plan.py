@@ -5,18 +5,40 @@ from collections.abc import Mapping, Sequence
 from stepgauge.report.table import Table
 from stepgauge.spec.record import Record
 
-COLUMNS = ("layout", "micro batch", "accumulation", "checkpointing", "step ms", "± %", "MFU",
-           "tokens/s", "data exposed ms", "tensor exposed ms", "bubble %", "peak GiB")  # fmt: skip
+SETTINGS = ("micro batch", "accumulation", "checkpointing")
+COLUMNS = ("#", "layout", *SETTINGS, "step ms", "± %", "MFU", "tokens/s",
+           "data exposed ms", "tensor exposed ms", "bubble %", "peak GiB")  # fmt: skip
 RUN = ("days", "GPU-hours")
 GIB = 2**30
 
 
 def plan_table(rows: Sequence[Record], caption: str) -> Table:
-    """A row a layout, the fastest first."""
+    """A row a layout, the fastest first. A setting that all rows share stands in the caption."""
     has_run = any("days" in row.metrics for row in rows)
     columns = [*COLUMNS, *(RUN if has_run else ())]
-    shown = [[*_figures(row), *(_run(row) if has_run else ())] for row in rows]
-    return Table(columns, shown, names=4, caption=caption, formats={"MFU": ".3f", "± %": ".0f"})
+    shown = [
+        [place, *_figures(row), *(_run(row) if has_run else ())]
+        for place, row in enumerate(rows, start=1)
+    ]
+    alike = _alike(columns, shown)
+    return Table(
+        columns,
+        shown,
+        names=2,
+        caption=", ".join([caption, *(f"{name} {value}" for name, value in alike.items())]),
+        hidden=frozenset(alike) | {columns[n] for n in range(len(columns)) if _empty(shown, n)},
+        formats={"MFU": ".3f", "± %": ".0f"},
+    )
+
+
+def _empty(rows: Sequence[Sequence[object]], place: int) -> bool:
+    return all(row[place] is None for row in rows)
+
+
+def _alike(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, object]:
+    """The settings that all rows share."""
+    values = {name: [row[columns.index(name)] for row in rows] for name in SETTINGS}
+    return {name: each[0] for name, each in values.items() if len(rows) > 1 and len(set(each)) == 1}
 
 
 def _figures(row: Record) -> list[object]:
@@ -56,9 +78,8 @@ def parts_table(rows: Sequence[Record]) -> Table:
     ]
     names = list(dict.fromkeys(name for each in parts for name in each))
     shown = [
-        [row.spec["layout"], _micro_batch(row), row.spec["checkpointing"],
-         *(each[name] / GIB if name in each else None for name in names)]
-        for row, each in zip(rows, parts, strict=True)
-    ]  # fmt: skip
-    columns = ["layout", "micro batch", "checkpointing", *names]
-    return Table(columns, shown, names=3, caption="Memory of the fullest rank, GiB")
+        [place, row.spec["layout"], *(each[name] / GIB if name in each else None for name in names)]
+        for place, (row, each) in enumerate(zip(rows, parts, strict=True), start=1)
+    ]
+    columns = ["#", "layout", *names]
+    return Table(columns, shown, names=2, caption="Memory of the fullest rank, GiB")
