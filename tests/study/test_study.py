@@ -5,11 +5,16 @@ import json
 
 import pytest
 
+from stepgauge.report.memory import SAME_COUNT, memory_blocks
 from stepgauge.report.names import labels
+from stepgauge.report.page import Text
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.experiments import EXPERIMENTS as NAMES
 from stepgauge.spec.kernel import KERNELS
+from stepgauge.spec.memory import MemorySpec
+from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
 from stepgauge.study import (
     EXPERIMENTS,
@@ -35,6 +40,15 @@ def test_every_job_is_asked_once_and_on_the_machine(machine, tmp_path):
     jobs = plan(machine, tmp_path, EXPERIMENTS)
     assert len({job.asked.identity for job in jobs}) == len(jobs)
     assert {job.spec.device for job in jobs} == {machine.device}
+
+
+@pytest.mark.parametrize("machine", [CPU, H100], ids=lambda machine: machine.name)
+def test_a_step_is_timed_in_one_way_so_that_it_has_one_figure(machine, tmp_path):
+    others = [each for each in EXPERIMENTS if each is not warm_up.EXPERIMENT]  # it compares ways
+    jobs = plan(machine, tmp_path, others)
+    steps = {job.spec for job in jobs if isinstance(job.spec, StepSpec)}
+    works = [dataclasses.replace(spec, warmup=0, steps=1, seconds=0.0) for spec in steps]
+    assert len(set(works)) == len(steps) > 5
 
 
 def test_a_gpu_is_filled_and_not_overfilled():
@@ -250,6 +264,23 @@ def test_published_gloo_stands_beside_tensors_of_the_host():
 def sharded(**gib):
     metrics = {f"{name}_bytes": Sample.exact(value * 2**30, "bytes") for name, value in gib.items()}
     return Record(kind="data-parallel", spec={"size": "tiny", "wrapper": "zero1"}, metrics=metrics)
+
+
+def test_a_peak_that_its_predictor_counted_is_no_test_of_the_prediction():
+    def rows(device):
+        measured = Record(
+            kind="memory",
+            spec=dataclasses.asdict(
+                MemorySpec(model=ModelSpec.preset("nano"), size="nano", device=device)
+            ),
+            metrics={"peak_bytes": Sample.exact(2**30, "bytes")},
+        )
+        return [measured, dataclasses.replace(measured, provenance="modelled")]
+
+    for device, said in (("cuda", "Largest error of the predicted peak"), ("cpu", SAME_COUNT)):
+        table, *blocks = memory_blocks(rows(device), drawn=[], compared=[])
+        assert said in next(block.text for block in blocks if isinstance(block, Text))
+        assert ("predicted error %" in table.columns) == (device == "cuda")
 
 
 @pytest.mark.parametrize(

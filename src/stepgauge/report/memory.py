@@ -26,6 +26,10 @@ SHOWN = (
     "unexplained_bytes",
     "saved_for_backward_bytes",
 )
+SAME_COUNT = (
+    "On a CPU one tracker counts the peak and predicts it: that they agree is no test of the "
+    "prediction. On a GPU the allocator counts."
+)
 PHASES = ("forward only", "forward", "backward", "optimizer")
 POINTS_DRAWN = 350
 LARGEST_SHOWN = 10
@@ -78,6 +82,12 @@ def _unit(records: Sequence[Record]) -> SizeUnit:
     )
 
 
+def peak_error(row: Row) -> float | None:
+    """Signed fraction of a peak that an allocator measured; None where a tracker counted it."""
+    measured_by_allocator = str(row.record.spec.get("device", "")).startswith("cuda")
+    return row.error("peak_bytes") if measured_by_allocator else None
+
+
 def _shown(pair: Row, unit: SizeUnit) -> Record:
     """The row as a record with the columns' metrics: what is predicted alone has no measured peak."""
     record, prediction = pair.shown, pair.prediction
@@ -86,7 +96,7 @@ def _shown(pair: Row, unit: SizeUnit) -> Record:
         known.pop("peak_bytes", None)
     if prediction and "peak_bytes" in prediction.metrics:
         known["predicted_peak_bytes"] = prediction.metrics["peak_bytes"]
-    if (error := pair.error("peak_bytes")) is not None:
+    if (error := peak_error(pair)) is not None:
         known["predicted_error"] = Sample.exact(error, "signed fraction")
     metrics = dict(_in_unit(name, known[name], unit) for name in SHOWN if name in known)
     notes = [pair.record.note]
@@ -291,12 +301,14 @@ def memory_blocks(
     rows = paired(records)
     predictions = {row.shown.key: row.prediction for row in rows}
     shown: list[Block] = [summary_table(records, "Peak of the last step, and whose bytes it is")]
-    errors = [error for row in rows if (error := row.error("peak_bytes")) is not None]
+    errors = [error for row in rows if (error := peak_error(row)) is not None]
     if errors:
         largest = 100 * max(map(abs, errors))
         shown.append(
             Text(f"Largest error of the predicted peak: {largest:.2f} % over {_rows(len(errors))}.")
         )
+    elif any(row.error("peak_bytes") is not None for row in rows):
+        shown.append(Text(SAME_COUNT))
     for record in [row.shown for row in rows] if drawn is None else drawn:
         plot = timeline(record, predictions.get(record.key))
         shown += [plot] if plot else []

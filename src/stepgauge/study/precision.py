@@ -43,17 +43,17 @@ def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
 
 def _timed(machine: Machine) -> Sequence[Job]:
     if not machine.is_gpu:
-        return [_job(machine, "tiny", p, steps=3) for p in PRECISIONS if p != "tf32"]
+        return [_job(machine, "nano", p) for p in PRECISIONS if p != "tf32"]
     ours = [_job(machine, size, p) for size in sizes(machine) for p in PRECISIONS]
     return ours + [
         step_job(machine, s, precision=p, load=S1) for s in sizes(machine) for p in ("fp32", "bf16")
     ]
 
 
-def _job(machine: Machine, size: str, precision: str, **more: Any) -> Job:
+def _job(machine: Machine, size: str, precision: str) -> Job:
     """Only our optimizer keeps master weights."""
-    optimizer = {"optimizer": "fused"} if precision == "bf16-master" else {}
-    return step_job(machine, size, precision=precision, **optimizer, **more)
+    optimizer: dict[str, Any] = {"optimizer": "fused"} if precision == "bf16-master" else {}
+    return step_job(machine, size, precision=precision, **optimizer)
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
