@@ -237,19 +237,23 @@ def areas(
     x_label: str,
     marks: Mapping[str, float] = MappingProxyType({}),
     level: tuple[str, float] | None = None,
+    most: float = 0.0,
 ) -> str:
-    """Stacked steps over x. `marks` are named places on x, `level` is a named height."""
+    """Stacked steps over x. `marks` are named places on x, `level` is a named height; the scale
+    reaches `most` at least: plots beside each other share it.
+    """
     with canvas(7.2, 3.4) as (axes, output):
         named = _coloured(layers)
         colours = [colour for _, colour in named]
         heights = [[value or 0.0 for value in values] for values in layers.values()]
         axes.stackplot(x, heights, colors=colours, labels=list(layers), step="post", linewidth=0)
         top = max(map(sum, zip(*heights, strict=True)), default=1.0)
+        end = max(top, most, level[1] if level else 0.0) * 1.18
         for name, place in marks.items():
-            _draw_mark(axes, name, (place, top * 1.1), is_late=place > LATE * x[-1])
+            _draw_mark(axes, name, (place, end * 0.93), is_late=place > LATE * x[-1])
         if level is not None:
             axes.axhline(level[1], color=INK, linewidth=1.0, linestyle=(0, (4, 3)), label=level[0])
-        axes.set_ylim(0, max(top, level[1] if level else 0.0) * 1.18)
+        axes.set_ylim(0, end)
         axes.set_xlabel(x_label)
         axes.set_ylabel(unit)
         axes.margins(x=0)

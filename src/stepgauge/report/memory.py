@@ -32,6 +32,7 @@ SAME_COUNT = (
 )
 PHASES = ("forward only", "forward", "backward", "optimizer")
 POINTS_DRAWN = 350
+LEAST_SHARED = 0.2  # of a scale that timelines share
 LARGEST_SHOWN = 10
 SAVERS_SHOWN = 5
 ONE_SHAPE = ("content", "size", *SHAPE, "batch", "context_length", "precision")
@@ -252,13 +253,19 @@ def derived_table(record: Record) -> Table:
     )
 
 
-def timeline(record: Record, prediction: Record | None = None) -> Plot | None:
-    """Active bytes over the step's allocations and frees, by category, the phases marked."""
+def timeline(
+    record: Record, prediction: Record | None = None, *, beside: Sequence[Record] = ()
+) -> Plot | None:
+    """Active bytes over the step's allocations and frees, by category, the phases marked. On one
+    scale with the timelines `beside` it, unless it would be too low to read.
+    """
     series = record.series
     if "event" not in series:
         return None
     points = _highest_of_stretches(series)
-    unit = _unit([record])
+    highest = max(map(_highest, [record, *beside]))
+    shared = _highest(record) >= LEAST_SHARED * highest
+    unit = _unit([record, *beside] if shared else [record])
     layers = {
         name: [series[name.replace(" ", "_")][i] / unit.bytes for i in points]
         for name in CATEGORIES
@@ -273,9 +280,16 @@ def timeline(record: Record, prediction: Record | None = None) -> Plot | None:
         x_label="allocations and frees of one step",
         marks=starts,
         level=level,
+        most=highest / unit.bytes if shared else 0.0,
     )
     whole = "predicted" if record.provenance == "modelled" else "tracked"
     return Plot(svg, f"{describe(record)}: memory in use over one step, {whole}.")
+
+
+def _highest(record: Record) -> float:
+    """Bytes at the top of its timeline; 0 without one."""
+    curves = [record.series.get(name.replace(" ", "_"), []) for name in CATEGORIES]
+    return max(map(sum, zip(*curves, strict=True)), default=0.0)
 
 
 def _highest_of_stretches(series: Mapping[str, Sequence[float]]) -> list[int]:
@@ -309,8 +323,9 @@ def memory_blocks(
         )
     elif any(row.error("peak_bytes") is not None for row in rows):
         shown.append(Text(SAME_COUNT))
-    for record in [row.shown for row in rows] if drawn is None else drawn:
-        plot = timeline(record, predictions.get(record.key))
+    drawn = [row.shown for row in rows] if drawn is None else drawn
+    for record in drawn:
+        plot = timeline(record, predictions.get(record.key), beside=drawn)
         shown += [plot] if plot else []
         shown += [dataclasses.replace(table, folded=True) for table in memory_tables(record)]
     return [
