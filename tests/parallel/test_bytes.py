@@ -1,5 +1,6 @@
 """What a step of each ZeRO stage keeps alive and sends, counted below autograd on two ranks."""
 
+import time
 import weakref
 
 import pytest
@@ -19,6 +20,16 @@ RANKS, BLOCKS, WIDTH = 2, 8, 64
 UNIT = WIDTH * WIDTH * 4  # bytes of a block, which has no more than a matrix
 WHOLE = (BLOCKS + 1) * UNIT
 SMALL = UNIT / 2  # activations of a batch of one row, and flags
+SHARE = (BLOCKS + 2) // RANKS * UNIT  # of the fuller rank
+# Of bytes that are alive beside weights and gradients, or this rank's share of them: of stage 2 the
+# gradient that is computed and one on its way to another rank; of stage 3 two gathered blocks, the
+# gradients of one, two on their way, and the head, which belongs to no block, with its gradient.
+BOUNDS = {
+    "bucketed": 2 * WHOLE + SMALL,
+    "zero1": 2 * WHOLE + SMALL,
+    "zero2": WHOLE + SHARE + 2 * UNIT + SMALL,
+    "zero3": 2 * WHOLE / RANKS + (2 + 1 + 2 + 2) * UNIT + SMALL,
+}
 
 
 class Blocks(nn.Module):
@@ -50,21 +61,31 @@ SENDS = {
 class Counting(TorchDispatchMode):
     """Sees every storage, and every message, of the operations in it.
 
-    most  bytes alive at once
-    sent  bytes that a rank sends, by the counts of ring algorithms
+    bound  of bytes alive: above it Gloo's threads get 20 s to let go of messages that have been
+           waited for, which they hold for a moment longer
+    most   bytes alive at once
+    sent   bytes that a rank sends, by the counts of ring algorithms
     """
 
-    def __init__(self):
+    def __init__(self, bound):
         super().__init__()
         self._storages = {}
+        self._bound, self._pauses = bound, 2000
         self.most, self.sent = 0, 0.0
+
+    def alive(self):
+        storages = [each() for each in [*self._storages.values()]]
+        return sum(storage.nbytes() for storage in storages if storage is not None)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         seen = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)]
         for tensor in seen:
             self.see(tensor)
-        self.most = max(self.most, sum(each().nbytes() for each in [*self._storages.values()]))
+        while (alive := self.alive()) > self._bound and self._pauses:
+            self._pauses -= 1
+            time.sleep(0.01)
+        self.most = max(self.most, alive)
         if func.namespace == "c10d":
             sends = SENDS[func._schema.name.partition("::")[2]]
             self.sent += sends * (RANKS - 1) / RANKS * max(tensor.nbytes for tensor in seen)
@@ -81,8 +102,14 @@ class Counting(TorchDispatchMode):
 class LateWork:
     """As NCCL's work where the host is ahead of the device: not done when it is asked."""
 
+    waits = 0
+
     def __init__(self, work):
-        self.wait = work.wait
+        self._work = work
+
+    def wait(self):
+        LateWork.waits += 1
+        return self._work.wait()
 
     def is_completed(self):
         return False
@@ -102,23 +129,30 @@ def count():
 
     Averager.launch = lambda *given, **named: LateWork(reduce(*given, **named))
     Averager.launch_scatter = scatter_and_hold
-    return {wrapper: count_a_step(wrapper) for wrapper in WRAPPERS}
+    return {
+        **{wrapper: count_a_step(wrapper) for wrapper in WRAPPERS},
+        "waits": count_waits_of_begin(),
+    }
 
 
-def count_a_step(wrapper):
-    """Most bytes that are alive in forward and backward, and bytes sent in a step."""
+def spread(wrapper, module):
     torch.manual_seed(0)
-    module = Blocks()
-    parallel = parallelise(
+    return parallelise(
         wrapper,
         module,
         lambda module: [{"params": [*module.parameters()]}],
         lambda groups: torch.optim.SGD(groups, lr=0.1),
         settings=Settings(bucket_mb=UNIT / 1e6),
     )
+
+
+def count_a_step(wrapper):
+    """Most bytes that are alive in forward and backward, and bytes sent in a step."""
+    module = Blocks()
+    parallel = spread(wrapper, module)
     for _ in range(2):  # in the first, ranks compare the order of their blocks
         parallel.optimizer.zero_grad()
-        with Counting() as counting:
+        with Counting(BOUNDS[wrapper]) as counting:
             for parameter in module.parameters():
                 counting.see(parameter)
             parallel.module(torch.ones(1, WIDTH)).sum().backward()
@@ -128,21 +162,31 @@ def count_a_step(wrapper):
     return most, counting.sent
 
 
-def test_bytes_that_are_alive(counted):
-    """Beside weights and gradients, or this rank's share of them: of stage 2 the gradient that is
-    computed and one on its way to another rank; of stage 3 two gathered blocks, the gradients of
-    one, two on their way, and the head, which belongs to no block, with its gradient.
+def count_waits_of_begin():
+    """Messages that are waited for when gradients are sent after backward, and until their means
+    are there.
     """
-    share = (BLOCKS + 2) // RANKS * UNIT  # of the fuller rank
-    bounds = {
-        "bucketed": 2 * WHOLE,
-        "zero1": 2 * WHOLE,
-        "zero2": WHOLE + share + 2 * UNIT,
-        "zero3": 2 * WHOLE / RANKS + (2 + 1 + 2 + 2) * UNIT,
-    }
+    module = spread("zero2", Blocks()).module
+    with module.no_sync():
+        module(torch.ones(1, WIDTH)).sum().backward()
+    LateWork.waits = 0
+    module.begin_synchronizing()
+    begun = LateWork.waits
+    module.finish_synchronizing()
+    return begun, LateWork.waits
+
+
+def test_bytes_that_are_alive(counted):
     for rank in counted:
-        for wrapper, bound in bounds.items():
-            assert rank[wrapper][0] <= bound + SMALL, (wrapper, rank[wrapper][0] / UNIT)
+        for wrapper, bound in BOUNDS.items():
+            assert rank[wrapper][0] <= bound, (wrapper, rank[wrapper][0] / UNIT)
+
+
+def test_gradients_that_are_sent_after_backward_are_not_waited_for_meanwhile(counted):
+    """A pipeline computes other stages while a stage's gradients travel."""
+    for rank in counted:
+        begun, finished = rank["waits"]
+        assert begun == 0 < finished
 
 
 def test_bytes_that_are_sent_are_those_declared(counted):

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 from stepgauge.models.transformer import TransformerLM
+from stepgauge.parallel.flat_gradients import _pack
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
 from stepgauge.parallel.traffic import Reductions
 from stepgauge.parallel.units import Gathered, Unit
@@ -53,6 +54,13 @@ CASES = [
     # gradient.
     if optimizer is torch.optim.SGD or network != "bert"
 ]
+
+
+def test_padding_is_sent_as_zeros():
+    """Memory as it was found may hold NaN, for which NCCL can be told to look."""
+    places = torch.full((4, 2, 3), torch.nan)
+    _pack(torch.ones(5, 3), places)
+    assert places.flatten(0, 1).sum(1).tolist() == [3.0] * 5 + [0.0] * 3
 
 
 def test_training_equals_that_of_one_process(two_ranks):

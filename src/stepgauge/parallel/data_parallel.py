@@ -130,7 +130,7 @@ class DataParallel(nn.Module):
         self._backward = Backward(self._launches)
         self._local.update(p for p in self._names if p.grad is not None)
         for place in self._backward.remaining():
-            self._launch(place)
+            self._launch(place, waits=False)
 
     def finish_synchronizing(self) -> None:
         """Waits for what is on its way, and leaves the means in `.grad`."""
@@ -246,7 +246,8 @@ class DataParallel(nn.Module):
         self._aside[parameter], parameter.grad = parameter.grad, None
 
     @torch.no_grad()
-    def _launch(self, place: int) -> None:
+    def _launch(self, place: int, *, waits: bool = True) -> None:
+        """Sends a launch's messages. `waits`: for earlier ones to owners, so that they are freed."""
         assert self._backward is not None, "gradients are sent in a backward"
         messages = [self._message(index) for index in self._launched_together[place]]
         if self.communicates:
@@ -258,7 +259,8 @@ class DataParallel(nn.Module):
         self._in_flight += messages
         if not self.overlaps:
             messages[-1].work.wait()
-        while self._in_flight and self._is_settled(self._in_flight[0], len(messages)):
+        latest = len(messages) if waits else len(self._in_flight)
+        while self._in_flight and self._is_settled(self._in_flight[0], latest):
             self._unpack(self._in_flight.pop(0), ())
 
     def _message(self, index: int) -> Message:

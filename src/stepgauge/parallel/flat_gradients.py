@@ -1,8 +1,8 @@
 """The whole gradients of a unit of ZeRO 3 behind each other, as one message a type.
 
-Copied they take memory of ours, which goes back as soon as the message has arrived. Sent where they
-lie they would stay for as long as NCCL's works hold them, until its watchdog comes round: 6 GiB at
-2.7b on 2 × H200.
+The message is a copy in memory of our own, which is freed as soon as it has arrived. Gradients that
+are sent where they lie stay for as long as NCCL's works hold them, until its watchdog comes round:
+that took 6 GiB more at 2.7b on 2 × H200.
 """
 
 import math
@@ -68,8 +68,8 @@ class FlatGradients:
 
 
 def _pack(gradient: Tensor | None, places: Tensor) -> None:
-    """Copies the rows of a gradient to the ranks' places of equally many; the last ones may be left
-    with fewer.
+    """Copies the rows of a gradient to the ranks' places of equally many; what is left of the last
+    ones is zero.
     """
     if gradient is None:
         places.zero_()
@@ -81,5 +81,6 @@ def _pack(gradient: Tensor | None, places: Tensor) -> None:
     rows = max(1, places.shape[1])
     full, rest = divmod(gradient.shape[0], rows)
     places[:full].copy_(gradient[: full * rows].view(full, rows, *gradient.shape[1:]))
+    places[full:].zero_()
     if rest:
         places[full, :rest].copy_(gradient[full * rows :])
