@@ -45,6 +45,14 @@ def valued():
     return Valued(), torch.randn(2, 3, 8, 8)
 
 
+def normalized():
+    class Normalized(Convolutions):
+        def forward(self, x):
+            return super().forward(nn.functional.normalize(x))
+
+    return Normalized(), torch.randn(2, 3, 8, 8)
+
+
 def spectral():
     class Spectral(Convolutions):
         def forward(self, x):
@@ -85,6 +93,13 @@ def test_convolutions_are_their_implicit_products(nets):
     back = sorted(t.operation for t in found.backward if t.operation.startswith("matmul"))
     assert back == ["matmul nn fp32", "matmul tn fp32", "matmul tn fp32"]  # of x no gradient
     assert sorted(found.parameters) == [8, 16, 8 * 27, 16 * 72]
+
+
+def test_a_norm_of_vectors_is_priced_by_the_bytes_that_it_reads(nets):
+    found = traced(StepSpec(model=nets("normalized")), "cpu")
+    norm, *_ = [t for t in found.forward if t.name == "linalg_vector_norm"]
+    assert norm.operation == "traffic"
+    assert norm.sizes == (4 * (2 * 3 * 8 * 8 + 2 * 8 * 8),)  # a value of each pixel's channels
 
 
 def test_what_has_no_price_is_named(nets):

@@ -19,6 +19,7 @@ FREE = ("empty", "new_empty", "detach", "lift", "_local_scalar_dense", "is_", "_
 GATHERS = ("embedding", "gather", "index", "index_select", "nll_loss_forward", "slice_backward")
 # Compute more than their bytes say, and no calibration has them.
 UNPRICED = ("rnn", "lstm", "gru", "fft", "linalg", "svd", "cholesky", "_grouped_mm", "ctc_loss")
+BUT_PRICED = ("linalg_vector_norm",)  # reads its input once
 SMALLEST_CAST = 2048  # values, as calibrate/grids.py
 KINDS = {torch.bfloat16: "bf16", torch.float16: "bf16"}  # fp16 has the same rate
 Terms = Iterator[tuple[str, tuple[float, ...], int]]  # operation, sizes, count
@@ -80,7 +81,7 @@ class OperatorTrace(TorchDispatchMode):
     def _priced(
         self, func: Any, name: str, args: Any, inputs: list[Tensor], outputs: list[Tensor]
     ) -> Terms:
-        if func.namespace != "aten" or any(word in name for word in UNPRICED):
+        if func.namespace != "aten" or _is_unpriced(name):
             raise ValueError(f"the model runs {func}, which no calibration has a time for")
         if name in PRODUCTS:
             yield self._product(*args[PRODUCTS[name] : PRODUCTS[name] + 2])
@@ -176,6 +177,10 @@ def _is_free(func: Any, name: str, inputs: list[Tensor], outputs: list[Tensor]) 
         return False
     known = {tensor.untyped_storage()._cdata for tensor in inputs}
     return all(tensor.untyped_storage()._cdata in known for tensor in outputs)
+
+
+def _is_unpriced(name: str) -> bool:
+    return name not in BUT_PRICED and any(word in name for word in UNPRICED)
 
 
 def _turned(x: Tensor) -> bool:
