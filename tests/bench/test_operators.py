@@ -59,6 +59,10 @@ def spectral():
             return super().forward(torch.fft.fft(x).abs())
 
     return Spectral(), torch.randn(2, 3, 8, 8)
+
+
+def recurrent():
+    return nn.GRU(4, 4), torch.randn(2, 3, 4)
 """
 
 
@@ -107,6 +111,8 @@ def test_what_has_no_price_is_named(nets):
         traced(StepSpec(model=nets("valued")), "cpu")
     with pytest.raises(ValueError, match=r"the model runs aten\._fft\w*.*no calibration"):
         traced(StepSpec(model=nets("spectral")), "cpu")
+    with pytest.raises(ValueError, match="the model runs a recurrent layer, which no calibration"):
+        traced(StepSpec(model=nets("recurrent"), device="cuda"), "sm90")
     with pytest.raises(ValueError, match="compile is 'on'; of a user's model eager steps"):
         traced(StepSpec(model=nets("convolutions"), compile="on"), "cpu")
     with pytest.raises(ValueError, match="wrapper is 'zero3'; of a user's model one device"):
@@ -123,6 +129,7 @@ def test_predict_takes_a_user_model_over_a_data_axis(stepgauge, nets):
     assert [row["kind"] for row in (alone, two, four)] == ["step", *["data-parallel"] * 2]
     numel = 8 * 27 + 8 + 16 * 72 + 16
     assert two["metrics"]["sent_bytes"]["median"] == 4 * numel
+    assert two["metrics"]["exposed_ms"]["median"] == 0  # the host takes longer than what is sent
     for row in (two, four):
         sent, step = (row["metrics"][f"{n}_ms"]["median"] for n in ("communication", "step"))
         assert 0 < sent < step

@@ -22,11 +22,15 @@ def test_rows_are_modelled_and_their_terms_can_be_seen(stepgauge):
     rows = json.loads(out)
     assert [row["spec"]["size"] for row in rows] == ["medium", "2.7b"]
     assert {row["provenance"] for row in rows} == {"modelled"}
-    status, out, err = stepgauge(*PREDICT, "--size", "2.7b", "--terms")
+    status, out, err = stepgauge(*PREDICT, "--size", "medium", "2.7b", "--terms")
     assert status == 0, err
     assert "matmul tn bf16" in out and "interpolated" in out
-    assert re.search(r"Terms of [\d.]+ ms ± \d+% by their sources", out)
-    assert "Parts of the peak of" in out and "optimizer state" in out
+    for size in ("medium", "2.7b"):
+        assert re.search(rf"size={size}: terms of [\d.]+ ms ± \d+% by their sources", out)
+        assert f"size={size}: parts of the peak of" in out
+    assert "optimizer state" in out
+    status, out, _ = stepgauge(*PREDICT, "--size", "2.7b", "--terms", "--format", "json")
+    assert status == 0 and "terms" in json.loads(out)[0]["tables"]
 
 
 @pytest.mark.parametrize(
@@ -94,6 +98,16 @@ def test_no_time_of_a_gpu_is_taken_for_a_cpu_s_nor_the_other_way_round(stepgauge
             options = ("--size", "nano", "--layout", layout, "--device", asked)
             status, out, err = stepgauge("predict", *options, "--hardware", file)
             assert status == 2 and out == "" and said in err
+
+
+def test_a_file_that_lacks_what_every_step_does_is_one_sentence(stepgauge, tmp_path):
+    path = tmp_path / "cpu.json"
+    machine = made_up()
+    machine.operations.pop("traffic")
+    dataclasses.replace(machine, threads=2).write(path)
+    status, out, err = stepgauge("predict", *NANO, "--hardware", path)
+    assert status == 2 and out == ""
+    assert "has no 'traffic': run stepgauge calibrate again, without --only" in err
 
 
 def made_up():

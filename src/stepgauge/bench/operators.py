@@ -8,6 +8,7 @@ from stepgauge.bench.storage_tracking import predict as predict_memory
 from stepgauge.cost.terms import TRAFFIC, Term
 from stepgauge.cost.traced import Traced, require_traceable
 from stepgauge.measure.memory.fake_device import fake_device
+from stepgauge.measure.memory.recurrent import layers_that_raise
 from stepgauge.measure.operators import OperatorTrace, record_step
 from stepgauge.runtime.workers import run_isolated
 from stepgauge.spec.data_parallel import DataParallelSpec
@@ -20,6 +21,8 @@ BLOCKS = (1, 3)  # of the narrow network that tells how many operators a block l
 NARROW = ModelSpec(
     d_model=64, d_ff=128, num_layers=1, num_heads=1, context_length=16, vocab_size=256
 )  # as calibrate/host.py
+# cuDNN runs each in one call, within which no operator is seen.
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +92,11 @@ def _work(spec: StepSpec | DataParallelSpec) -> WorkSpec:
 
 
 def _counted(spec: WorkSpec, architecture: str) -> Counted:
-    with fake_device(architecture) as device:
+    untimed = ValueError("the model runs a recurrent layer, which no calibration has a time for")
+    with (
+        fake_device(architecture) as device,
+        layers_that_raise(untimed, () if architecture == "cpu" else RECURRENT),
+    ):
         step, batch = bench_step.build(dataclasses.replace(spec, device=str(device)), device)
         trace = OperatorTrace(fp32="tf32" if spec.precision == "tf32" else "fp32")
         with step.precision.matmul_mode():

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import Format, print_records, print_table
+from stepgauge.cli.console import Format, print_in, print_records
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cost.traced import LAYOUTS
 from stepgauge.spec.data_parallel import DataParallelSpec
@@ -54,13 +54,14 @@ def predict(
     file = HardwareFile.read(hardware)
     records = [predicted(spec, file) for spec in specs]
     print_records(records, format)
-    if terms:
+    if terms and format != "json":  # whose records have them
+        from stepgauge.report.names import labels
         from stepgauge.report.predict import memory_table, terms_table
 
-        for record in records:
-            print_table(terms_table(record))
+        for label, record in zip(labels(records), records, strict=True):
+            print_in(format, terms_table(record, label))
             if "memory" in record.tables:
-                print_table(memory_table(record))
+                print_in(format, memory_table(record, label))
 
 
 def specs_of(layout: Layout, values: Values) -> list[Any]:

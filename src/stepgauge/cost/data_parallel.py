@@ -12,7 +12,7 @@ from stepgauge.cost.ledger import step_rows
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.memory import step_memory
 from stepgauge.cost.operations import NetworkPart, StepOperations
-from stepgauge.cost.outcome import outcome, without_communication_ms
+from stepgauge.cost.outcome import exposed_ms, outcome, without_communication_ms
 from stepgauge.cost.prices import GLOO, NCCL, Prices
 from stepgauge.cost.program import DATA, RankStep
 from stepgauge.cost.step import modelled, rates
@@ -49,7 +49,7 @@ def predict_data_parallel(spec: DataParallelSpec, machine: Machine) -> Record:
         "tokens_per_s": tokens / found.step_ms * 1e3,
         "communication_ms": found.communication.get(DATA, 0.0),
         "without_communication_ms": without,
-        "exposed_ms": found.step_ms - without,
+        "exposed_ms": exposed_ms(found.step_ms, without),
         "sent_bytes": _sent_bytes(spec, operations),
     }
     if isinstance(axis, Bucketed):

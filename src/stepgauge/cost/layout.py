@@ -14,7 +14,7 @@ from stepgauge.cost.ledger import Rows, pipeline_rows, step_rows
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.memory import Memory, pipeline_memory, step_memory
 from stepgauge.cost.operations import NetworkPart, StepOperations
-from stepgauge.cost.outcome import Outcome, outcome
+from stepgauge.cost.outcome import Outcome, exposed_ms, outcome
 from stepgauge.cost.pipeline import span_rows
 from stepgauge.cost.prices import GLOO, NCCL, Prices
 from stepgauge.cost.program import Program, RankStep
@@ -88,7 +88,7 @@ def _exposed(parts: "LayoutParts", found: Predicted) -> dict[str, float]:
         if axis != "pipeline":
             without = parts.without(axis).predicted().step_ms
             figures[f"without_{axis}_ms"] = without
-            figures[f"{axis}_exposed_ms"] = found.step_ms - without
+            figures[f"{axis}_exposed_ms"] = exposed_ms(found.step_ms, without)
     if found.timeline is not None:
         figures["busiest_rank_ms"] = found.busiest
         figures["pipeline_exposed_ms"] = found.phases["forward_and_backward"] - found.busiest

@@ -41,14 +41,9 @@ class Machine:
         does not have.
         """
         if operation not in self._grids:
-            table = self.table(operation)
-            if table is None:
-                raise ValueError(
-                    f"the hardware file {self._calibrated.name} has no {operation!r}: run stepgauge "
-                    f"calibrate again"
-                )
+            work = WORK[operation.partition(" ")[0]]
             self._grids[operation] = _Grid(
-                table, WORK[operation.partition(" ")[0]], is_launched="backward" in operation
+                self._known(operation), work, is_launched="backward" in operation
             )
         found = self._here(operation, self._grids[operation].time(sizes))
         if operation.startswith("attention"):
@@ -58,6 +53,15 @@ class Machine:
     def table(self, operation: str) -> OperationTable | None:
         """As calibrated."""
         return self._calibrated.operations.get(operation)
+
+    def _known(self, operation: str) -> OperationTable:
+        table = self.table(operation)
+        if table is None:
+            raise ValueError(
+                f"the hardware file {self._calibrated.name} has no {operation!r}: run stepgauge "
+                f"calibrate again, without --only"
+            )
+        return table
 
     def _at_least_its_bytes(
         self, operation: str, sizes: Sequence[float], found: Estimate
@@ -80,7 +84,7 @@ class Machine:
         """Microseconds of a launch, and bytes a microsecond, from the two largest sizes: smaller
         ones are the host's time, or stay in a cache.
         """
-        *_, (size, us), (larger, longer) = sorted(self._calibrated.operations["traffic"].rows)
+        *_, (size, us), (larger, longer) = sorted(self._known("traffic").rows)
         rate = (larger - size) / (longer - us)
         return max(1.0, us - size / rate), rate
 

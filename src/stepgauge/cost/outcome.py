@@ -89,6 +89,13 @@ def _update_us(program: Program) -> float:
     return sum(work.us for work in program.works[first:] if work.stream == COMPUTE)
 
 
+def exposed_ms(step_ms: float, without_ms: float) -> float:
+    """Of a step and the same step without what an axis sends; sums of floats differ in the last
+    digits, which are no time.
+    """
+    return round(step_ms - without_ms, 9) + 0.0
+
+
 def without_communication_ms(program: Program, axis: str) -> float:
     """Of the step with nothing sent on the axis, its only one."""
     works = [w._replace(us=0.0) if w.stream == axis else w for w in program.works]

@@ -9,7 +9,7 @@ from stepgauge.cost.data_axis import MODELLED, Sending, data_axis
 from stepgauge.cost.host import Launching, launching
 from stepgauge.cost.ledger import step_rows
 from stepgauge.cost.machine import Machine
-from stepgauge.cost.outcome import Outcome, outcome, without_communication_ms
+from stepgauge.cost.outcome import Outcome, exposed_ms, outcome, without_communication_ms
 from stepgauge.cost.prices import GLOO, NCCL, Prices
 from stepgauge.cost.program import DATA, LaunchGroup, RankStep
 from stepgauge.cost.step import modelled
@@ -157,7 +157,7 @@ def _communicated(found: Outcome, without: float) -> dict[str, float]:
     return {
         "communication_ms": found.communication.get(DATA, 0.0),
         "without_communication_ms": without,
-        "exposed_ms": found.step_ms - without,
+        "exposed_ms": exposed_ms(found.step_ms, without),
     }
 
 

@@ -5,24 +5,27 @@ from stepgauge.report.table import Table
 from stepgauge.spec.record import Record
 
 
-def terms_table(record: Record) -> Table:
-    """Every term of the prediction: what runs how often, the milliseconds, where they come from."""
+def terms_table(record: Record, label: str) -> Table:
+    """Every term of the prediction: what runs how often, the milliseconds, where they come from.
+
+    label  names the row
+    """
     head, *rows = record.tables["terms"]
     place = head.index("us")
     shown = [[*row[:place], row[place] / 1e3, *row[place + 1 :]] for row in rows]
     columns = [*head[:place], "ms", *head[place + 1 :]]
     caption = (
-        f"Terms of {record.median('step_ms'):.2f} ms ± {spread(record):.0%} by their sources, on "
+        f"{label}: terms of {record.median('step_ms'):.2f} ms ± {spread(record):.0%} by their sources, on "
         f"{record.environment['hardware']}"
     )
     return Table(columns, shown, names=4, caption=caption, numeric=frozenset(("count", "ms")))
 
 
-def memory_table(record: Record) -> Table:
+def memory_table(record: Record, label: str) -> Table:
     """The parts of the peak, and what lies outside of torch's count, in GiB."""
     head, *rows = record.tables["memory"]
     shown = [[name, nbytes / 2**30, source] for name, nbytes, source in rows]
     peak = (record.median("peak_bytes") or 0.0) / 2**30
     columns = [head[0], "GiB", head[2]]
-    return Table(columns, shown, names=1, caption=f"Parts of the peak of {peak:.2f} GiB",
+    return Table(columns, shown, names=1, caption=f"{label}: parts of the peak of {peak:.2f} GiB",
                  numeric=frozenset(("GiB",)))  # fmt: skip

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgauge.measure.memory.attention_backend import attention_of
 from stepgauge.measure.memory.cuda_without_gpu import cuda_without_gpu
-from stepgauge.measure.memory.recurrent import cudnn_recurrent_layers, lstm_that_raises
+from stepgauge.measure.memory.recurrent import cudnn_recurrent_layers, layers_that_raise
 from stepgauge.measure.memory.storage_tracker import program_line
 
 MOST_QUESTIONS = 50_000  # of one line of the program, one after another
@@ -60,7 +60,8 @@ def fake_device(architecture: str) -> Iterator[torch.device]:
         if architecture != "cpu":
             stack.enter_context(cudnn_recurrent_layers())
         elif torch.backends.mkldnn.is_available():
-            stack.enter_context(lstm_that_raises(NotPredictableError(LSTM_ON_A_CPU)))
+            error = NotPredictableError(LSTM_ON_A_CPU)
+            stack.enter_context(layers_that_raise(error, ("lstm",)))
         stack.enter_context(mock.patch("torch.utils.swap_tensors", _take_over))
         stack.enter_context(_OneMode(allow_non_fake_inputs=True))
         stack.enter_context(FakeValues())

@@ -5,7 +5,7 @@ shapes of its backward; without cuDNN torch takes the layers apart, which keeps 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -30,9 +30,12 @@ def cudnn_recurrent_layers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lstm_that_raises(error: Exception) -> Iterator[None]:
-    """Within, nn.LSTM raises it."""
-    with mock.patch.object(torch._VF, "lstm", mock.Mock(side_effect=error), create=True):
+def layers_that_raise(error: Exception, kinds: Sequence[str]) -> Iterator[None]:
+    """Within, nn.LSTM, nn.GRU or nn.RNN of the kinds (names of torch._VF) raise it."""
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            raises = mock.Mock(side_effect=error)
+            stack.enter_context(mock.patch.object(torch._VF, kind, raises, create=True))
         yield
 
 
