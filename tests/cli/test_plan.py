@@ -28,6 +28,7 @@ def test_tables_fit_80_columns_and_say_once_what_rows_share(monkeypatch, stepgau
     monkeypatch.setattr("stepgauge.cli.plan.print_table", tables.append)
     asked = ("--top", "3", "--tokens", "1T", "--hardware", HARDWARE / "dgx-h100.json")
     assert stepgauge("plan", *SMALL, *asked)[0] == 0
+    assert "tokens a step in fp32 on 8 x NVIDIA H100" in tables[0].caption
     assert "accumulation 1" in tables[0].caption and "accumulation" in tables[0].hidden
     for table in tables:
         parts = console._parts(table.for_eyes(), 80)

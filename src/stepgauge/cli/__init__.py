@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cyclopts import App, CoercionError, CycloptsError
+from cyclopts import App, CoercionError, CycloptsError, MissingArgumentError
 from cyclopts.config import Toml
 
 import stepgauge
@@ -135,5 +135,8 @@ def _sentence(error: CycloptsError) -> str:
     if isinstance(error, CoercionError) and error.token and error.target_type in NUMBERS:
         name = (error.token.keyword or "value").lstrip("-").replace("-", "_")
         return f"{name} is {error.token.value!r}; it must be {NUMBERS[error.target_type]}"
+    if isinstance(error, MissingArgumentError) and error.argument and not error.tokens_so_far:
+        command = " ".join(error.command_chain or ())
+        return f"{command} needs a value for {error.argument.name}: see {command} --help"
     cause = error.__cause__ or error.__context__
     return str(cause) if isinstance(cause, ValueError) else " ".join(str(error).split())

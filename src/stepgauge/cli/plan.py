@@ -76,8 +76,8 @@ def _caption(spec: PlanSpec, found: Plan, machine: Machine) -> str:
     name = machine.hardware.device or machine.hardware.name
     return (
         f"{spec.size}, {spec.model.num_parameters / 1e9:.1f} billion parameters, "
-        f"{spec.global_batch} x {spec.model.context_length} tokens a step on {spec.gpus} x {name}: "
-        f"{every} layouts, {fitting} fit in {found.limit_bytes / 2**30:.0f} GiB; predicted"
+        f"{spec.global_batch} x {spec.model.context_length} tokens a step in {spec.precision} on {spec.gpus} x "
+        f"{name}: {every} layouts, {fitting} fit in {found.limit_bytes / 2**30:.0f} GiB; predicted"
     )
 
 
