@@ -53,6 +53,14 @@ def normalized():
     return Normalized(), torch.randn(2, 3, 8, 8)
 
 
+def broken():
+    class Broken(Convolutions):
+        def forward(self, x):
+            raise KeyError("no such tile")
+
+    return Broken(), torch.randn(2, 3, 8, 8)
+
+
 def spectral():
     class Spectral(Convolutions):
         def forward(self, x):
@@ -109,6 +117,8 @@ def test_a_norm_of_vectors_is_priced_by_the_bytes_that_it_reads(nets):
 def test_what_has_no_price_is_named(nets):
     with pytest.raises(ValueError, match=r"the step cannot be traced: .*numpy"):
         traced(StepSpec(model=nets("valued")), "cpu")
+    with pytest.raises(ValueError, match=r"traced: nets\.py:\d+: KeyError: 'no such tile'"):
+        traced(StepSpec(model=nets("broken")), "cpu")
     with pytest.raises(ValueError, match=r"the model runs aten\._fft\w*.*no calibration"):
         traced(StepSpec(model=nets("spectral")), "cpu")
     with pytest.raises(ValueError, match="the model runs a recurrent layer, which no calibration"):

@@ -2,19 +2,23 @@
 
 import dataclasses
 import functools
+import traceback
+from pathlib import Path
 
 from stepgauge.bench import step as bench_step
 from stepgauge.bench.storage_tracking import predict as predict_memory
 from stepgauge.cost.terms import TRAFFIC, Term
 from stepgauge.cost.traced import Traced, require_traceable
-from stepgauge.measure.memory.fake_device import fake_device
+from stepgauge.measure.memory.fake_device import NotPredictableError, fake_device
 from stepgauge.measure.memory.recurrent import layers_that_raise
 from stepgauge.measure.operators import OperatorTrace, record_step
+from stepgauge.runtime.load_file import user_line
 from stepgauge.runtime.workers import run_isolated
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec, WorkSpec
+from stepgauge.spec.user_model import UserModel
 
 STEPS = 2  # the optimizer makes its state in the first
 BLOCKS = (1, 3)  # of the narrow network that tells how many operators a block launches
@@ -61,8 +65,7 @@ def traced(spec: StepSpec | DataParallelSpec, architecture: str) -> Traced:
     except ValueError:
         raise
     except Exception as error:  # of the user's own code: the step may run for all that
-        first, *_ = str(error).splitlines() or [type(error).__name__]
-        raise ValueError(f"the step cannot be traced: {first}") from error
+        raise ValueError(f"the step cannot be traced: {_why(error, work)}") from error
     blocks = {} if architecture == "cpu" else _in_blocks(found, work, architecture)
     return Traced(
         forward=found.terms["forward"],
@@ -72,6 +75,16 @@ def traced(spec: StepSpec | DataParallelSpec, architecture: str) -> Traced:
         blocks=blocks,
         peak_bytes=peak,
     )
+
+
+def _why(error: Exception, spec: WorkSpec) -> str:
+    """Its first line; of another error than ours with its type, and the line of the user's file."""
+    first, *_ = str(error).splitlines() or [""]
+    if isinstance(error, NotPredictableError):
+        return first
+    trace = "".join(traceback.format_exception(error))
+    where = user_line(trace, Path(spec.model.file)) if isinstance(spec.model, UserModel) else ""
+    return ": ".join(filter(None, (where, type(error).__name__, first)))
 
 
 @functools.cache
