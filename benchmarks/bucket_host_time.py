@@ -26,11 +26,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stepgauge.measure.environment import environment
 from stepgauge.models.transformer import TransformerLM
-from stepgauge.parallel.data_parallel import FIRST_BUCKET_MB, DataParallel
-from stepgauge.parallel.replicas import describe_parameters
+from stepgauge.parallel.data_parallel import DataParallel
+from stepgauge.parallel.replicas import describe_parameter
 from stepgauge.parallel.wrappers import Settings, parallelise
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.plan.buckets import plan_buckets
+from stepgauge.spec.plan.buckets import FIRST_BUCKET_MB, plan_buckets
 
 WRAPPERS = ("none", "naive", "overlapped", "bucketed", "torch-ddp", "torch-ddp-views")
 RANKS, NARROWER, BUCKET_MB = 2, 64, 25.0
@@ -45,7 +45,8 @@ def narrow(full: ModelSpec) -> ModelSpec:
 
 
 def require_same_plan(full: ModelSpec, ours: DataParallel) -> None:
-    order = describe_parameters(TransformerLM(full, device=torch.device("meta")))
+    whole = TransformerLM(full, device=torch.device("meta"))
+    order = [describe_parameter(name, p) for name, p in whole.named_parameters()]
     at_full_width = plan_buckets(order, cap_mb=BUCKET_MB, first_mb=FIRST_BUCKET_MB)
     assert [b.names for b in ours.buckets] == [b.names for b in at_full_width], (
         "narrowed, it is packed otherwise"

@@ -234,6 +234,32 @@ def test_other_private_parts_of_torch_stand_in_the_files_that_are_named():
     assert not unused
 
 
+def names_in(module):
+    """Everything that a module of ours defines, imports or, as a package, holds."""
+    package = SOURCE.parent / module.replace(".", "/")
+    path = package / "__init__.py" if package.is_dir() else package.with_suffix(".py")
+    found = {each.stem for each in package.glob("*")}
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.alias):
+            found.add(node.asname or node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+def test_benchmarks_import_what_there_is():
+    """No other test runs them: a name that was changed would be noticed on a GPU."""
+    missing = []
+    for path in sorted(SOURCE.parents[1].glob("benchmarks/**/*.py")):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stepgauge"):
+                names = {each.name for each in node.names} - names_in(node.module)
+                missing += [f"{path.name}: {node.module}.{each}" for each in names]
+    assert not missing
+
+
 @pytest.mark.parametrize("path", sorted(PRIVATE_TORCH))
 def test_private_torch_names_its_way_out(path):
     assert "way out" in (SOURCE / path).read_text(encoding="utf-8")
