@@ -101,9 +101,10 @@ needs_compiler = pytest.mark.skipif(
 def test_compiled_rows_give_their_compile_time_apart(mode):
     shallow = dataclasses.replace(nano().model, num_layers=1)
     record = run(nano(model=shallow, compile=mode, steps=5, warmup=1))
-    # Other work may slow a step, and caches of earlier runs quicken a compilation.
-    assert record.median("compile_s") > 2 * record.metrics["step_ms"].p10 / 1e3
+    # How long it takes says nothing here: other work slows steps, caches quicken compilations.
+    assert record.median("compile_s") > 0
     assert record.metrics["step_ms"].n == 5
+    assert "compile_s" not in run(nano(model=shallow, steps=1, warmup=1)).metrics
 
 
 def test_utilisation_is_against_the_peak_of_the_precision(monkeypatch):

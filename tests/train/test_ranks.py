@@ -136,7 +136,10 @@ def test_the_command_under_torchrun(tmp_path, alone):
             "batch is 6, which dp4 does not divide; choose a multiple",
         ),
         ({"ranks": 2}, "ranks is 2; --data-parallel or --layout says how they train"),
-        ({"data_parallel": "zero3", "compile": "on"}, "zero3 gathers weights in Python"),
+        (
+            {"ranks": 2, "data_parallel": "zero3", "compile": "reduce-overhead"},
+            "CUDA graphs need weights that stay in one place; zero3 gathers and frees them",
+        ),
         (
             {"data_parallel": "zero2", "precision": "fp16"},
             "precision is 'fp16', whose loss scale needs",

@@ -84,7 +84,7 @@ def test_what_is_given_counts_more_than_the_devices_candidates():
     assert found.choices["attention"] == ON_GPUS["attention"] and "wrapper" not in found.values
     over = space({"size": ("small",)}, device="cuda", ranks=4)
     assert over.usual["wrapper"] == "bucketed" and over.require(over.usual).ranks == 4
-    # zero3 takes no compiled module: that combination is none
-    assert over.spec({**over.usual, "wrapper": "zero3", "compile": "on"}) is None
+    # its loss scale needs whole gradients: that combination is none
+    assert over.spec({**over.usual, "wrapper": "zero3", "precision": "fp16"}) is None
     with pytest.raises(ValueError, match="seconds is no option of a step over 4 ranks"):
         space({"seconds": (1.0,)}, device="cuda", ranks=4)
