@@ -69,7 +69,7 @@ def test_training_equals_that_of_one_process(two_ranks):
         assert worst < (1e-6 if case[2] is None else 1e-4), case
 
 
-@pytest.mark.parametrize("check", ["small", "prefetch", "frees", "frees frozen weights"])
+@pytest.mark.parametrize("check", ["small", "prefetch", "types", "frees", "frees frozen weights"])
 def test_on_two_ranks(two_ranks, check):
     assert [rank[check] for rank in two_ranks] == ["", ""]
 
@@ -322,7 +322,31 @@ def load(folder):
     return one_more_step(parallel, optimizer)
 
 
+class Levels(nn.Module):
+    """Integers beyond what bfloat16 tells apart, and complex weights that are trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.levels = nn.Parameter(torch.arange(1000, 1008, dtype=torch.int32), requires_grad=False)
+        self.angles = nn.Parameter(torch.polar(torch.ones(8), torch.arange(8.0)))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        assert self.scale.dtype is x.dtype
+        assert self.levels.tolist() == [*range(1000, 1008)], self.levels.tolist()
+        return (self.angles.abs() * self.scale.float() * self.levels).sum()
+
+
+def only_floating_types_are_cast():
+    parallel = FullyShardedDataParallel(Levels(), torch.bfloat16)
+    parallel(torch.ones(8)).backward()
+    gradient = parallel.module.angles.grad.full_tensor()
+    expected = parallel.module.angles.full_tensor().detach() * torch.arange(1000, 1008)
+    assert torch.allclose(gradient, expected, rtol=1e-5)
+
+
 CHECKS = {
+    "types": only_floating_types_are_cast,
     "small": small,
     "prefetch": prefetch,
     "frees": frees,

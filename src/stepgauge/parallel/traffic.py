@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from stepgauge.parallel.collectives import launch_together
 from stepgauge.parallel.flat_gradients import FlatGradients
 from stepgauge.parallel.readiness import at_end_of_backward
-from stepgauge.parallel.units import Gathered, Sharding, Unit
+from stepgauge.parallel.units import Gathered, Sharding, Unit, sent_dtype
 from stepgauge.parallel.usage import Usage
 from stepgauge.spec.plan.shards import MOST_IN_FLIGHT
 
@@ -160,7 +160,7 @@ class Reductions:
             if parameter.requires_grad:
                 alike.setdefault(parameter.dtype, {})[parameter] = gradient
         flats = [
-            FlatGradients(of_type, compute_dtype or dtype, self.sharding)
+            FlatGradients(of_type, sent_dtype(dtype, compute_dtype), self.sharding)
             for dtype, of_type in alike.items()
         ]
         launches = [flat.send for flat in flats]

@@ -234,7 +234,7 @@ class Gathered:
         padded, copied, copies = [], [], []
         for parameter in self.parameters:
             part, rows = local(parameter), self.unit.sharding.rows(parameter.shape[0])
-            dtype = self.unit.compute_dtype or part.dtype
+            dtype = sent_dtype(part.dtype, self.unit.compute_dtype)
             if part.dtype != dtype or part.shape[0] != rows:
                 copied.append(part)
                 part = part.new_empty(rows, *part.shape[1:], dtype=dtype)
@@ -369,6 +369,11 @@ def local(parameter: Tensor) -> Tensor:
     """This rank's part of a sharded tensor."""
     assert isinstance(parameter, DTensor), "it is sharded"
     return parameter.to_local()
+
+
+def sent_dtype(dtype: torch.dtype, compute_dtype: torch.dtype | None) -> torch.dtype:
+    """The type in which weights or gradients of a type travel: integers and complex as they are."""
+    return compute_dtype if compute_dtype and dtype.is_floating_point else dtype
 
 
 def release(tensor: Tensor) -> None:
