@@ -79,6 +79,15 @@ def test_a_time_that_falls_with_size_is_flat():
     assert piece.time_ms(10**9) == pytest.approx(1.95, rel=0.01)
 
 
+@given(st.lists(st.floats(1e-4, 1e4), min_size=2, max_size=12))
+def test_no_size_takes_less_than_nothing(times):
+    """However noisy the rows are, and below the smallest of them too."""
+    points = [LinkPoint(2 ** (12 + i), ms) for i, ms in enumerate(times)]
+    fitted = link(points, asked={}, measured={})
+    for size in (1, *(2**i for i in range(8, 26))):
+        assert fitted.time_ms(size) >= -1e-9 * max(times)
+
+
 def test_one_size_is_no_line():
     with pytest.raises(ValueError, match="at least 2 sizes; there is 1"):
         fit([LinkPoint(8, 1.0)])

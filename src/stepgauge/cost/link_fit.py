@@ -58,13 +58,13 @@ def fit(points: Sequence[LinkPoint]) -> list[Piece]:
         row: dict[int, tuple[float, tuple[int, ...]]] = {}
         for start, (cost, cuts) in best[-1].items():
             for end in range(start + least, len(ordered) + 1):
-                total = cost + PENALTY + _cost(ordered[start:end])
+                total = cost + PENALTY + _cost(ordered, start, end)
                 if end not in row or total < row[end][0]:
                     row[end] = total, (*cuts, end)
         best.append(row)
     _, cuts = min(row[len(ordered)] for row in best if len(ordered) in row)
     return [
-        dataclasses.replace(_line(ordered[start:end]), to_bytes=_between(ordered, end))
+        dataclasses.replace(_line(ordered, start, end), to_bytes=_between(ordered, end))
         for start, end in itertools.pairwise((0, *cuts))
     ]
 
@@ -77,17 +77,19 @@ def _between(ordered: Sequence[LinkPoint], end: int) -> int | None:
     )
 
 
-def _cost(points: Sequence[LinkPoint]) -> float:
-    line = _line(points)
+def _cost(ordered: Sequence[LinkPoint], start: int, end: int) -> float:
+    line = _line(ordered, start, end)
     return sum(
-        ((line.time_ms(point.bytes) - point.ms) / point.ms / point.noise) ** 2 for point in points
+        ((line.time_ms(point.bytes) - point.ms) / point.ms / point.noise) ** 2
+        for point in ordered[start:end]
     )
 
 
-def _line(points: Sequence[LinkPoint]) -> Piece:
+def _line(ordered: Sequence[LinkPoint], start: int, end: int) -> Piece:
     """Least squares with weights 1 / (ms·noise)²: relative errors count. Time never falls with
-    size.
+    size, and is never below zero where the piece holds.
     """
+    points = ordered[start:end]
     weights = [1 / (point.ms * point.noise) ** 2 for point in points]
     total = sum(weights)
     mean_size = sum(w * point.bytes for w, point in zip(weights, points, strict=True)) / total
@@ -99,6 +101,12 @@ def _line(points: Sequence[LinkPoint]) -> Piece:
     spread = sum(w * size**2 for w, size, _ in away)
     together = sum(w * size * ms for w, size, ms in away)
     ms_per_byte = max(together / spread if spread else 0.0, 1e-15)  # flat: a petabyte a millisecond
+    begin = (start and _between(ordered, start)) or 0
+    if mean_ms < ms_per_byte * (mean_size - begin):  # below zero there: the best line from zero
+        beyond = [(w, p.bytes - begin, p.ms) for w, p in zip(weights, points, strict=True)]
+        squares = sum(w * size**2 for w, size, _ in beyond)
+        ms_per_byte = sum(w * size * ms for w, size, ms in beyond) / squares
+        return Piece(0.0 - ms_per_byte * begin, 1e3 / ms_per_byte)
     return Piece(mean_ms - ms_per_byte * mean_size, 1e3 / ms_per_byte)
 
 

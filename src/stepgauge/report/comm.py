@@ -155,7 +155,9 @@ def _fit_remark(alpha_ms: float, held_out: Iterable[int]) -> str:
     another.
     """
     said = (
-        ["α is below zero: a line through these sizes, no cost of a call"] if alpha_ms < 0 else []
+        ["α is not above zero: a line through these sizes, no cost of a call"]
+        if alpha_ms <= 0
+        else []
     )
     large = [size >= MEGABYTE for size in held_out]
     if 1 in (large.count(True), large.count(False)):
