@@ -71,6 +71,68 @@ def spectral():
 
 def recurrent():
     return nn.GRU(4, 4), torch.randn(2, 3, 4)
+
+
+class Called(nn.Module):
+    def __init__(self, function, *layers):
+        super().__init__()
+        self.function, self.layers = function, nn.ModuleList(layers)
+
+    def forward(self, x):
+        return self.function(self.layers, x).square().mean()
+
+
+def transposed():
+    layers = nn.Conv2d(3, 8, 1), nn.ConvTranspose2d(8, 16, 4, stride=2, padding=1, groups=2)
+    return Called(lambda m, x: m[1](m[0](x)), *layers), torch.randn(2, 3, 8, 8)
+
+
+def in_place():
+    def function(m, x):
+        y = torch.zeros(4, 8, 8).baddbmm_(m[0](x), x.mT)
+        return torch.addbmm(torch.zeros(8, 8), y, y).addmm_(y[0], y[1])
+
+    return Called(function, nn.Linear(16, 16)), torch.randn(4, 8, 16)
+
+
+def inference():
+    def function(m, x):
+        with torch.inference_mode():
+            y = nn.functional.scaled_dot_product_attention(m[0](x)[None], x[None], x[None])[0]
+        return m[0](x[:, :0]).sum() + m[0](y.clone())
+
+    return Called(function, nn.Linear(16, 16)), torch.randn(4, 8, 16)
+
+
+def bag():
+    return Called(lambda m, x: m[0](x), nn.EmbeddingBag(1000, 16)), torch.randint(1000, (4, 8))
+
+
+def bilinear():
+    return Called(lambda m, x: m[0](x, x), nn.Bilinear(16, 16, 4)), torch.randn(8, 16)
+
+
+def frozen_encoder():
+    encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).requires_grad_(False)
+
+    def function(m, x):
+        return m[0](encoder.eval()(x))
+
+    return Called(function, nn.Linear(16, 16)), torch.randn(4, 8, 16)
+
+
+class Orthogonal(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.ndim == 2:
+                parameter.grad = parameter.grad @ parameter.grad.mT @ parameter.grad
+        return super().step(closure)
+
+
+def orthogonal():
+    module, batch = Called(lambda m, x: m[0](x), nn.Linear(16, 16)), torch.randn(8, 16)
+    return {"module": module, "batch": batch, "optimizer": Orthogonal}
 """
 
 
@@ -107,6 +169,34 @@ def test_convolutions_are_their_implicit_products(nets):
     assert sorted(found.parameters) == [8, 16, 8 * 27, 16 * 72]
 
 
+def test_a_transposed_convolution_is_a_product_at_the_positions_of_its_input(nets):
+    found = traced(StepSpec(model=nets("transposed")), "cpu")
+    *_, wide = [t for t in found.forward if t.operation.startswith("matmul")]
+    positions, kernel = 2 * 8 * 8, 16 // 2 * 4 * 4  # of half of the channels
+    assert (wide.operation, wide.sizes) == ("matmul nn fp32", (positions, kernel, 8))
+    back = [(t.operation, t.sizes) for t in found.backward if t.operation.startswith("matmul")]
+    assert back[:2] == [
+        ("matmul nt fp32", (positions, 8, kernel)), ("matmul tn fp32", (8, kernel, positions)),
+    ]  # fmt: skip
+
+
+def test_products_are_counted_however_they_are_called(nets):
+    """In place, summed over a batch, and in inference_mode, which hands on whole layers."""
+    found = traced(StepSpec(model=nets("in_place")), "cpu")
+    products = [t.sizes for t in found.forward if t.operation.startswith("matmul")]
+    assert products == [(32, 16, 16), (32, 8, 16), (32, 8, 8), (8, 8, 8)]
+    found = traced(StepSpec(model=nets("inference")), "cpu")
+    products = [(t.operation, t.sizes) for t in found.forward if t.operation != "traffic"]
+    linear = ("matmul nt fp32", (32, 16, 16))
+    assert products == [linear, ("attention sdpa forward fp32", (4, 8.0, 16)), linear]
+
+
+def test_a_bag_reads_the_rows_that_it_is_asked_for(nets):
+    found = traced(StepSpec(model=nets("bag")), "cpu")
+    (lookup,) = [t for t in found.forward if t.name == "_embedding_bag"]
+    assert 4 * 16 * (32 + 4) < lookup.sizes[0] < 4 * 16 * (32 + 4) + 8 * 100  # and its indices
+
+
 def test_a_norm_of_vectors_is_priced_by_the_bytes_that_it_reads(nets):
     found = traced(StepSpec(model=nets("normalized")), "cpu")
     norm, *_ = [t for t in found.forward if t.name == "linalg_vector_norm"]
@@ -121,6 +211,13 @@ def test_what_has_no_price_is_named(nets):
         traced(StepSpec(model=nets("broken")), "cpu")
     with pytest.raises(ValueError, match=r"the model runs aten\._fft\w*.*no calibration"):
         traced(StepSpec(model=nets("spectral")), "cpu")
+    for name, words in (
+        ("bilinear", "the model runs aten._trilinear"),
+        ("frozen_encoder", "the model runs aten._transformer_encoder_layer_fwd"),
+        ("orthogonal", "the optimizer runs mm; of a user's optimizer"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            traced(StepSpec(model=nets(name)), "cpu")
     with pytest.raises(ValueError, match="the model runs a recurrent layer, which no calibration"):
         traced(StepSpec(model=nets("recurrent"), device="cuda"), "sm90")
     with pytest.raises(ValueError, match="compile is 'on'; of a user's model eager steps"):

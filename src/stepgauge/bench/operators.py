@@ -25,6 +25,7 @@ BLOCKS = (1, 3)  # of the narrow network that tells how many operators a block l
 NARROW = ModelSpec(
     d_model=64, d_ff=128, num_layers=1, num_heads=1, context_length=16, vocab_size=256
 )  # as calibrate/host.py
+CAST_BYTES = 2 + 4  # of a value between bf16 and fp32
 # cuDNN runs each in one call, within which no operator is seen.
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
@@ -120,11 +121,19 @@ def _counted(spec: WorkSpec, architecture: str) -> Counted:
 
 
 def _as_one(terms: list[Term]) -> Term:
-    """The optimizer's operators: torch's fused one as it was calibrated, else its bytes."""
-    fused = [term for term in terms if term.operation.startswith("optimizer")]
-    chosen = fused or [term for term in terms if term.operation == TRAFFIC]
-    operation = chosen[0].operation if chosen else TRAFFIC
-    return Term("optimizer", operation, (sum(term.sizes[0] for term in chosen),))
+    """The optimizer's operators: torch's fused one as it was calibrated, else its bytes. Raises
+    ValueError for one that computes more.
+    """
+    for term in terms:
+        if not term.operation.startswith(("optimizer", TRAFFIC, "cast")):
+            raise ValueError(
+                f"the optimizer runs {term.name}; of a user's optimizer what it reads and writes is "
+                "predicted"
+            )
+    if fused := [term for term in terms if term.operation.startswith("optimizer")]:
+        return Term("optimizer", fused[0].operation, (sum(term.sizes[0] for term in fused),))
+    moved = sum(term.sizes[0] * (1 if term.operation == TRAFFIC else CAST_BYTES) for term in terms)
+    return Term("optimizer", TRAFFIC, (moved,))
 
 
 def _in_blocks(found: Counted, spec: WorkSpec, architecture: str) -> dict[str, float]:

@@ -17,8 +17,15 @@ from stepgauge.cost.terms import TRAFFIC, Term
 FREE = ("empty", "new_empty", "detach", "lift", "_local_scalar_dense", "is_", "_unsafe_view")
 # Read as many values of their first input as they write.
 GATHERS = ("embedding", "gather", "index", "index_select", "nll_loss_forward", "slice_backward")
-# Compute more than their bytes say, and no calibration has them.
-UNPRICED = ("rnn", "lstm", "gru", "fft", "linalg", "svd", "cholesky", "_grouped_mm", "ctc_loss")
+# Compute more than their bytes say, and no calibration has them: parts of names, and words of names.
+UNPRICED = (
+    "rnn", "lstm", "gru", "fft", "linalg", "svd", "cholesky", "ctc_loss", "addmm", "conv_", "conv2d",
+    "convolution",
+)  # fmt: skip
+UNPRICED_WORDS = {
+    "mm", "linear", "trilinear", "attention", "transformer", "triangular", "lu", "geqrf", "ormqr",
+    "cdist", "pdist",
+}  # fmt: skip
 BUT_PRICED = ("linalg_vector_norm",)  # reads its input once
 SMALLEST_CAST = 2048  # values, as calibrate/grids.py
 KINDS = {torch.bfloat16: "bf16", torch.float16: "bf16"}  # fp16 has the same rate
@@ -69,9 +76,14 @@ class OperatorTrace(TorchDispatchMode):
             terms.append(Term(name, TRAFFIC, (0.0,), gradient=parameter.numel(), count=0))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if torch.is_inference_mode_enabled() and func.namespace == "aten" and name not in NORMS:
+            with self:  # autograd, which would see what it is made of, is not asked
+                result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         result = func(*args, **(kwargs or {}))
         if self._phase:
-            name = func.overloadpacket.__name__
             inputs, outputs = _tensors((args, kwargs)), _tensors(result)
             if not _is_free(func, name, inputs, outputs):
                 for operation, sizes, count in self._priced(func, name, args, inputs, outputs):
@@ -81,11 +93,13 @@ class OperatorTrace(TorchDispatchMode):
     def _priced(
         self, func: Any, name: str, args: Any, inputs: list[Tensor], outputs: list[Tensor]
     ) -> Terms:
-        if func.namespace != "aten" or _is_unpriced(name):
-            raise ValueError(f"the model runs {func}, which no calibration has a time for")
-        if name in PRODUCTS:
-            yield self._product(*args[PRODUCTS[name] : PRODUCTS[name] + 2])
-        elif name.startswith("convolution"):
+        unpriced = f"the model runs {func}, which no calibration has a time for"
+        if func.namespace != "aten":
+            raise ValueError(unpriced)
+        product = name.removesuffix("_")  # addmm_ writes into what it adds to
+        if product in PRODUCTS:
+            yield self._product(*args[PRODUCTS[product] : PRODUCTS[product] + 2])
+        elif name in CONVOLUTIONS:
             yield from self._convolution(name, args, outputs)
         elif name.startswith("_scaled_dot_product"):
             yield self._attention(func, name, args)
@@ -100,6 +114,8 @@ class OperatorTrace(TorchDispatchMode):
             yield f"optimizer adamw {self._kind(args[0][0], 'fp32')}", (numel,), 1
         elif name == "_to_copy" and (pair := _cast(inputs, outputs)):
             yield pair, (outputs[0].numel(),), 1
+        elif _is_unpriced(name):
+            raise ValueError(unpriced)
         elif name != "nll_loss_backward":  # which the calibrated loss's backward has in it
             yield TRAFFIC, (float(_moved(name, inputs, outputs)),), 1
 
@@ -111,23 +127,30 @@ class OperatorTrace(TorchDispatchMode):
         if b.ndim == 1:
             return TRAFFIC, (float(_bytes(a)),), 1
         how = {(False, True): "nt", (True, False): "tn"}.get((_turned(a), _turned(b)), "nn")
-        m, k, n = a.numel() // a.shape[-1], a.shape[-1], b.shape[-1]
+        m, k, n = math.prod(a.shape[:-1]), a.shape[-1], b.shape[-1]
         return f"matmul {how} {self._kind(a)}", (m, n, k), 1
 
     def _convolution(self, name: str, args: Any, outputs: list[Tensor]) -> Terms:
         """As the implicit product (N · positions, channels in · kernel, channels out); its backward
-        as two of them.
+        as two of them. A transposed one is the backward of the other way: its positions are of its
+        input.
         """
         is_backward = name == "convolution_backward"
-        y, weight = (args[0], args[2]) if is_backward else (outputs[0], args[1])
-        m, n, k = y.numel() // y.shape[1], weight.shape[0], weight[0].numel()
+        weight, transposed = (args[2], args[7]) if is_backward else (args[1], args[6])
+        x, y = (args[1], args[0]) if is_backward else (args[0], outputs[0])
+        narrow = x if transposed else y
+        m, n, k = narrow.numel() // narrow.shape[1], weight.shape[0], weight[0].numel()
         kind = self._kind(y)
+        narrowing, widening = (
+            (f"matmul nt {kind}", (m, n, k), 1),
+            (f"matmul nn {kind}", (m, k, n), 1),
+        )
         if not is_backward:
-            yield f"matmul nt {kind}", (m, n, k), 1
+            yield widening if transposed else narrowing
             return
         wants_input, wants_weight, *_ = args[-1]
         if wants_input:
-            yield f"matmul nn {kind}", (m, k, n), 1
+            yield narrowing if transposed else widening
         if wants_weight:
             yield f"matmul tn {kind}", (n, k, m), 1
 
@@ -141,7 +164,9 @@ class OperatorTrace(TorchDispatchMode):
         return operation, (heads, length, q.shape[-1]), 1 if given.get("is_causal") else 2
 
 
-PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "mv": 0}  # the place of the first factor
+# The place of the first factor.
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1, "mv": 0}
+CONVOLUTIONS = ("convolution", "convolution_backward")
 NORMS = {
     "native_layer_norm": "layernorm forward",
     "native_layer_norm_backward": "layernorm backward",
@@ -170,8 +195,10 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _is_free(func: Any, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
-    """Whether nothing runs on the device: a view, or memory without values."""
+    """Whether nothing runs on the device: a view, memory without values, or no values at all."""
     if name.startswith(FREE) or (not outputs and not func._schema.is_mutable):
+        return True
+    if outputs and not any(tensor.numel() for tensor in outputs):
         return True
     if func._schema.is_mutable:
         return False
@@ -180,7 +207,9 @@ def _is_free(func: Any, name: str, inputs: list[Tensor], outputs: list[Tensor]) 
 
 
 def _is_unpriced(name: str) -> bool:
-    return name not in BUT_PRICED and any(word in name for word in UNPRICED)
+    if name in BUT_PRICED:
+        return False
+    return any(part in name for part in UNPRICED) or not UNPRICED_WORDS.isdisjoint(name.split("_"))
 
 
 def _turned(x: Tensor) -> bool:
@@ -197,6 +226,9 @@ def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
     written = sum(map(_bytes, outputs))
     if name in GATHERS:
         return 2 * written
+    if name == "_embedding_bag":  # a row of its first input for each index
+        weight, indices, *_ = inputs
+        return written + _bytes(indices) + indices.numel() * _bytes(weight[0])
     if not outputs:  # lists that are changed in place are read and written
         return 2 * sum(map(_bytes, inputs))
     return written + sum(map(_bytes, inputs))
