@@ -48,7 +48,7 @@ def test_every_form_that_show_prints_is_read_back(stepgauge, tmp_path):
     for text in ('{"ranks": 3}', '{"name": "mine"}', '{"ranks": [[', "{}"):
         path.write_text(text)
         status, _, err = stepgauge("schedule", "check", path)
-        assert status == 2 and "it is no JSON of a schedule" in err
+        assert status == 2 and "is no JSON of a schedule" in err
 
 
 def test_simulate_draws_a_line_a_rank_and_says_what_waits(stepgauge, tmp_path):

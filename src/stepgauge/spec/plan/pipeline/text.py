@@ -76,7 +76,7 @@ def from_json(text: str, name: str = "custom") -> Schedule:
         rows = [[str(action) for action in row] for row in found["ranks"]]
     except (ValueError, TypeError, KeyError):
         raise ScheduleError(
-            'it is no JSON of a schedule: {"name": ..., "ranks": [["0F0", "0B0"], ...]}'
+            f'{name} is no JSON of a schedule, such as {{"name": ..., "ranks": [["0F0", "0B0"], ...]}}'
         ) from None
     return _schedule(rows, str(found.get("name") or name))
 
