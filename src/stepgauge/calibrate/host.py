@@ -1,6 +1,7 @@
 """What the host takes to launch a step: steps of a network so narrow that its GPU always waits."""
 
 import itertools
+import warnings
 
 import torch
 
@@ -35,7 +36,9 @@ def measure(name: str, device: torch.device) -> OperationTable:
         )
         step = build_step(spec, lr=1e-4)
         batch = [part.to(device) for part in random_batch(256, 1, 16, 0)]
-        with step.precision.matmul_mode():
+        with step.precision.matmul_mode(), warnings.catch_warnings():
+            # fp32 is asked for here
+            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
             times = time_phases(step.phases(batch), device, warmup=5, steps=30)
         for number, phase in enumerate(PHASES):
             middle = sorted(times[phase])[len(times[phase]) // 2]

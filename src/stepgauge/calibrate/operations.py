@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stepgauge.calibrate.capture import Call
 from stepgauge.calibrate.grids import Grid
 from stepgauge.models.parts import ATTENTIONS, OPTIMIZERS
 
-Call = Callable[[], object]
 CACHED_BYTES = 128 * 2**20  # more than the L2 of any GPU of today (H100: 50 MB)
 MOST_COPIES = 24
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
@@ -138,8 +138,9 @@ def _optimizer(name: str, dtype: torch.dtype, numel: int, device: torch.device) 
     ]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    optimizer = OPTIMIZERS[name](parameters, lr=1e-4)
-    return optimizer.step
+    # torch's step refuses to be captured without `capturable`; its fused kernel is the same.
+    capturable = {"capturable": True} if name == "adamw" and device.type == "cuda" else {}
+    return OPTIMIZERS[name](parameters, lr=1e-4, **capturable).step
 
 
 DIRECTIONS = ("forward", "backward")

@@ -6,6 +6,7 @@ Where several ranks share a CPU, all of them time the same shape at once.
 """
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from stepgauge.bench.sweep import Job
 from stepgauge.calibrate import host
 from stepgauge.calibrate.grids import grid_of
 from stepgauge.calibrate.operations import TimedOperation, operations
-from stepgauge.calibrate.timing import METRICS, clock_and_power, microseconds
+from stepgauge.calibrate.timing import METRICS, Timing, clock_and_power, time_of
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.runtime.world import joined_world
@@ -46,16 +47,17 @@ def job(spec: CalibrationSpec) -> Job:
     return Job(ON_RANKS if spec.ranks > 1 else run, spec, process="calibration")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Timed:
-    """The grid's sizes with their microseconds, what the device told at each, and how many shapes
-    did not fit in memory or in the time.
+    """The grid's sizes with their microseconds, what the device told at each, how many shapes did
+    not fit in memory or in the time, and how many short ones were timed at the host's pace.
     """
 
     axes: tuple[str, ...]
     rows: list[Row]
     told: list[dict[str, float]]
     left_out: int
+    at_host_pace: int = 0
 
 
 def run(spec: CalibrationSpec) -> Record:
@@ -96,6 +98,7 @@ def _record(spec: CalibrationSpec, timed: Timed, device: torch.device) -> Record
         metrics={
             "shapes": Sample.exact(len(timed.rows), ""),
             "shapes_left_out": Sample.exact(timed.left_out, ""),
+            "shapes_at_host_pace": Sample.exact(timed.at_host_pace, ""),
             **clocks,
         },
         tables={
@@ -117,13 +120,14 @@ def _times(spec: CalibrationSpec, device: torch.device) -> Timed:
     timed = Timed(operation.axes, [], [], 0)
     deadline = time.perf_counter() + spec.seconds
     for sizes in operation.grid:
-        us = None
+        timing = None
         if _all_agree(time.perf_counter() < deadline):
-            us = _time_of(operation, sizes, device, spec)
-        if us is None:
-            timed = dataclasses.replace(timed, left_out=timed.left_out + 1)
+            timing = _time_of(operation, sizes, device, spec)
+        if timing is None:
+            timed.left_out += 1
             continue
-        timed.rows.append((*sizes, us))
+        timed.at_host_pace += timing.at_host_pace
+        timed.rows.append((*sizes, timing.us))
         timed.told.append(clock_and_power(device))
         if device.type == "cuda" and len(timed.rows) % 16 == 0:
             torch.cuda.empty_cache()
@@ -141,10 +145,11 @@ def _all_agree(here: bool) -> bool:
 
 def _time_of(
     operation: TimedOperation, sizes: tuple[int, ...], device: torch.device, spec: CalibrationSpec
-) -> float | None:
-    """Microseconds; None for a shape that does not fit in memory."""
+) -> Timing | None:
+    """None for a shape that does not fit in memory."""
     try:
-        return microseconds(operation.make(*sizes, device), device, spec.milliseconds)
+        make = functools.partial(operation.make, *sizes, device)
+        return time_of(make, device, spec.milliseconds)
     except (RuntimeError, MemoryError) as error:
         if devices.out_of_memory_reason(error) is None or spec.ranks > 1:
             raise

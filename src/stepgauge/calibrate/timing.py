@@ -2,11 +2,13 @@
 
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from stepgauge.calibrate.operations import Call
+from stepgauge.calibrate.capture import Call, captured, on_its_stream
 from stepgauge.measure import devices
 
 LOOPS = 3
@@ -15,37 +17,26 @@ MOST_CALLS = 200
 METRICS = {"MHz": "clock_mhz", "W": "power_w"}  # what a device tells, as records name it
 
 
-def microseconds(call: Call, device: torch.device, milliseconds: float) -> float:
+class Timing(NamedTuple):
+    """Microseconds a call; `at_host_pace`: of a short one on a GPU that could not be captured."""
+
+    us: float
+    at_host_pace: bool = False
+
+
+def time_of(make: Callable[[], Call], device: torch.device, milliseconds: float) -> Timing:
     """Median over loops of the mean of a loop's calls, a loop of so many milliseconds."""
-    call()
-    once = loop(call, device, 2)
-    count = max(2, min(MOST_CALLS, round(milliseconds * 1e3 / max(once, 1e-3))))
-    if device.type == "cuda" and once < SHORT_US:
-        replay = _captured(call, count)
-        return statistics.median(loop(replay, device, 2) for _ in range(LOOPS)) / count
-    return statistics.median(loop(call, device, count) for _ in range(LOOPS))
-
-
-def _captured(call: Call, count: int) -> Call:
-    """The calls as one CUDA graph: short ones would else be timed at the host's pace. Where they
-    cannot be captured, the calls themselves.
-    """
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            for _ in range(count):
-                call()
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        torch.cuda.synchronize()
-
-        def calls() -> None:
-            for _ in range(count):
-                call()
-
-        return calls
-    return graph.replay
+    with on_its_stream(device):
+        call = make()
+        call()
+        once = loop(call, device, 2)
+        count = max(2, min(MOST_CALLS, round(milliseconds * 1e3 / max(once, 1e-3))))
+        is_short = device.type == "cuda" and once < SHORT_US
+        replay = captured(call, count, device) if is_short else None
+        if replay is not None:
+            return Timing(statistics.median(loop(replay, device, 2) for _ in range(LOOPS)) / count)
+        us = statistics.median(loop(call, device, count) for _ in range(LOOPS))
+        return Timing(us, at_host_pace=is_short)
 
 
 def loop(call: Call, device: torch.device, count: int) -> float:

@@ -38,6 +38,11 @@ def fallbacks(record: Record) -> list[str]:
 
 def ours_asked(record: Record) -> list[str]:
     """The kernels of this package that the record's spec asks for."""
+    if operation := record.spec.get(
+        "operation", ""
+    ):  # of a calibration: "attention triton forward"
+        names = [f"{part} {name}" for part, name in OURS.items()]
+        return [name for name in names if operation.startswith(f"{name} ")]
     return ["ours"] if record.kind in KERNELS else _parts(record.spec)
 
 
