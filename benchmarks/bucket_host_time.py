@@ -99,7 +99,7 @@ class Contender:
         )
         if isinstance(self.parallel.module, DataParallel):
             # As over NCCL, which divides within the collective. (torch's divides while it packs.)
-            self.parallel.module.averager._is_nccl["cpu"] = True
+            self.parallel.module.reducer._is_nccl["cpu"] = True
         self.times: list[float] = []
 
     def step(self) -> None:

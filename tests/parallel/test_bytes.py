@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stepgauge.parallel.averager import Averager
+from stepgauge.parallel.reducer import GradientReducer
 from stepgauge.parallel.wrappers import Settings, parallelise
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.layout import sent_bytes
@@ -121,14 +121,14 @@ def counted():
 
 
 def count():
-    held, reduce, scatter = [], Averager.launch, Averager.launch_scatter
+    held, reduce, scatter = [], GradientReducer.launch, GradientReducer.launch_scatter
 
     def scatter_and_hold(self, slice_, message):
         held.append(message)  # as NCCL's watchdog does
         return scatter(self, slice_, message)
 
-    Averager.launch = lambda *given, **named: LateWork(reduce(*given, **named))
-    Averager.launch_scatter = scatter_and_hold
+    GradientReducer.launch = lambda *given, **named: LateWork(reduce(*given, **named))
+    GradientReducer.launch_scatter = scatter_and_hold
     return {
         **{wrapper: count_a_step(wrapper) for wrapper in WRAPPERS},
         "waits": count_waits_of_begin(),

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from tests.parallel.networks import MICRO_BATCHES, STEPS, batch, make, optimizer_of, train_alone
 from torch import nn
 
+from stepgauge.parallel.bucket_gradients import BucketGradients
 from stepgauge.parallel.data_parallel import (
     BucketedDataParallel,
     FlatDataParallel,
     NaiveDataParallel,
     OverlappedDataParallel,
 )
-from stepgauge.parallel.reducer import Message
 from stepgauge.parallel.replicas import DifferentModelsError
 from stepgauge.runtime.launch import launch
 
@@ -29,7 +29,7 @@ from stepgauge.runtime.launch import launch
 def in_lists(module):
     """As over NCCL, where the gradients of a bucket are sent at once as they lie."""
     wrapped = BucketedDataParallel(module, bucket_mb=0.0005)
-    wrapped.averager.takes_lists = lambda device: True
+    wrapped.reducer.takes_lists = lambda device: True
     return wrapped
 
 
@@ -53,7 +53,7 @@ def test_gradients_that_others_share_are_sent_as_copies(count):
     sent = [nn.Parameter(torch.zeros(2, 3)) for _ in range(count)]
     for parameter, row in zip(sent, shared, strict=False):
         parameter.grad = row.view(2, 3)
-    message = Message(sent, {*sent}, packs=count > 1)
+    message = BucketGradients(sent, {*sent}, packs=count > 1)
     for tensor in message.tensors:
         tensor.zero_()
     assert shared.eq(1).all()

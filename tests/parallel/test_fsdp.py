@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from stepgauge.models.transformer import TransformerLM
 from stepgauge.parallel.flat_gradients import _pack
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
+from stepgauge.parallel.parameter_group import ParameterGroup, UnshardedGroup
 from stepgauge.parallel.traffic import Reductions
-from stepgauge.parallel.units import Gathered, Unit
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.model import ModelSpec
 
@@ -190,11 +190,16 @@ def prefetch():
 @contextlib.contextmanager
 def noting(late):
     """Notes of each gathering that is waited for whether nothing was computed since its start."""
-    start, wait, after, reduce = Gathered.start, Gathered.wait, Unit.after, Reductions.start
+    start, wait, after, reduce = (
+        UnshardedGroup.unshard,
+        UnshardedGroup.wait,
+        ParameterGroup.after,
+        Reductions.start,
+    )
     computed, started = [0], {}
 
     def noting_start(gathered):
-        if not gathered.is_filled:
+        if not gathered.is_unsharded:
             started[gathered] = computed[0]
         start(gathered)
 
@@ -211,13 +216,13 @@ def noting(late):
         computed[0] += 1
         return reduce(*call)
 
-    Gathered.start, Gathered.wait = noting_start, noting_wait
-    Unit.after, Reductions.start = noting_after, noting_reduce
+    UnshardedGroup.unshard, UnshardedGroup.wait = noting_start, noting_wait
+    ParameterGroup.after, Reductions.start = noting_after, noting_reduce
     try:
         yield
     finally:
-        Gathered.start, Gathered.wait = start, wait
-        Unit.after, Reductions.start = after, reduce
+        UnshardedGroup.unshard, UnshardedGroup.wait = start, wait
+        ParameterGroup.after, Reductions.start = after, reduce
 
 
 def frees():
@@ -235,7 +240,7 @@ def frees_frozen():
 
 def most_alive(parallel):
     """Units that are whole at once, over two steps; raises where one is left whole."""
-    alive, most, start, free = set(), [0], Gathered.start, Gathered.free
+    alive, most, start, free = set(), [0], UnshardedGroup.unshard, UnshardedGroup.reshard
 
     def noting_start(gathered):
         alive.add(gathered)
@@ -246,14 +251,14 @@ def most_alive(parallel):
         alive.discard(gathered)
         free(gathered)
 
-    Gathered.start, Gathered.free = noting_start, noting_free
+    UnshardedGroup.unshard, UnshardedGroup.reshard = noting_start, noting_free
     try:
         for _ in range(2):
             loss = parallel(*batch(0, 0, 0))
             loss.backward()
             assert not alive, [gathered.unit.name for gathered in alive]
     finally:
-        Gathered.start, Gathered.free = start, free
+        UnshardedGroup.unshard, UnshardedGroup.reshard = start, free
     return most[0]
 
 

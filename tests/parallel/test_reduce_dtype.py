@@ -17,7 +17,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 def in_lists(module, **settings):
     wrapped = BucketedDataParallel(module, **settings)
-    wrapped.averager.takes_lists = lambda device: True
+    wrapped.reducer.takes_lists = lambda device: True
     return wrapped
 
 

@@ -21,7 +21,7 @@ PRIVATE_TORCH = {
     "kernels/launch/__init__.py": "the handle of the current stream without an object around it",
     "kernels/plain_eager.py": "whether a dispatch mode or a transform is active",
     "measure/memory/autograd_engine.py": "the node that runs, and references of a storage",
-    "parallel/reducer.py": "references of a storage",
+    "parallel/bucket_gradients.py": "references of a storage",
     "parallel/shares.py": "a tensor's class without its __torch_function__",
 }
 # What else is private in torch, the files that need it, and what would make it unnecessary.
@@ -32,7 +32,7 @@ PRIVATE_NAMES = {
         "a public name of the foreach functions",
     ),
     "torch._foreach_copy_": (
-        {"parallel/flat_gradients.py", "parallel/units.py"},
+        {"parallel/flat_gradients.py", "parallel/parameter_group.py"},
         "a public name of the foreach functions",
     ),
     "torch._foreach_mul_": ({"parallel/whole_norm.py"}, "a public name of the foreach functions"),
@@ -87,7 +87,7 @@ PRIVATE_NAMES = {
         "a public launch of several collectives at once",
     ),
     "torch.distributed.distributed_c10d._get_default_group": (
-        {"parallel/averager.py"},
+        {"parallel/reducer.py"},
         "dist.group.WORLD, once its type is no longer an optional one",
     ),
     "torch.ops._c10d_functional": (
@@ -116,7 +116,7 @@ PRIVATE_NAMES = {
             "measure/dtypes.py",
             "measure/memory/storage_tracker.py",
             "measure/operators.py",
-            "parallel/units.py",
+            "parallel/parameter_group.py",
             "train/user_model.py",
         },
         "a public name of pytrees",

@@ -47,7 +47,7 @@ def data_axis(sending: Sending, step: RankStep) -> DataParallelCost:
     if sending.wrapper == "none" or sending.ranks == 1:
         return DataParallelCost()
     if sending.wrapper == "zero3":
-        return Gathered(sending, step)
+        return FullySharded(sending, step)
     return Owned(sending, step) if WRAPPERS[sending.wrapper].stage else Bucketed(sending, step)
 
 
@@ -198,7 +198,7 @@ class Owned(Bucketed):
         program.wait(*works)
 
 
-class Gathered(DataParallelCost):
+class FullySharded(DataParallelCost):
     """ZeRO 3: a unit a block, and one for both ends, which stays whole between forward and
     backward. The next unit's weights are gathered while one computes; gradients are reduced to
     their slices, in each of several passes: no rank has a place for whole ones.

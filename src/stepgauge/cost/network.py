@@ -19,7 +19,6 @@ from stepgauge.spec.layout import Layout
 # Of a ring of n ranks, the times that each byte of the whole tensor is sent, over (n-1)/n; NCCL's
 # bus bandwidth is defined with the same factors.
 SENDS: Mapping[str, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-ALONE = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Network:
         """Of a tensor of so many bytes as a whole. Raises ValueError where neither a link nor a
         fabric says what it takes.
         """
-        if axis.ranks == ALONE:
+        if axis.ranks == 1:
             return Estimate(0.0, CALIBRATED)
         measured = self._hardware.link(op=operation, backend=backend, ranks=axis.ranks)
         if measured is not None and axis.nodes == 1:
@@ -79,7 +78,7 @@ class Network:
 
     def transfer(self, nbytes: float, axis: Axis, *, backend: str = "nccl") -> Estimate:
         """From a rank to its neighbour on the axis, which may be on the next node."""
-        if axis.ranks == ALONE:
+        if axis.ranks == 1:
             return Estimate(0.0, CALIBRATED)
         measured = self._hardware.link(op="send_recv", backend=backend)
         if measured is not None and axis.nodes == 1:

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepgauge.parallel.averager import Averager
+from stepgauge.parallel.bucket_gradients import BucketGradients, is_alone
 from stepgauge.parallel.collectives import launch_together
 from stepgauge.parallel.readiness import Backward, at_end_of_backward
-from stepgauge.parallel.reducer import Message, is_alone
+from stepgauge.parallel.reducer import GradientReducer
 from stepgauge.parallel.replicas import (
     describe_parameter,
     prepare_replicas,
@@ -89,7 +89,7 @@ class DataParallel(nn.Module):
                 f"reduce_dtype is {reduce_dtype}; gradients are averaged in floating types"
             )
         prepare_replicas(module, group)
-        self.module, self.averager = module, Averager(group)
+        self.module, self.reducer = module, GradientReducer(group)
         self.overlaps, self.packs, self.reduce_dtype = overlaps, packs, reduce_dtype
         self._owners: Mapping[str, int] = owners or {}
         self._how = {"cap_mb": cap_mb, "first_mb": first_mb, "owners": owners}
@@ -97,7 +97,7 @@ class DataParallel(nn.Module):
         self.communicates = True
         self._synchronises = True
         self._names = {p: name for name, p in module.named_parameters() if _takes_gradients(p)}
-        self._usage = Usage(self._names, self.averager)
+        self._usage = Usage(self._names, self.reducer)
         self._registered = registrations()
         self._begin()
         self._plan()
@@ -148,7 +148,7 @@ class DataParallel(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._names = {p: name for name, p in self.module.named_parameters() if p in self._names}
-        self._usage = Usage(self._names, self.averager)
+        self._usage = Usage(self._names, self.reducer)
         self._begin()
         self._plan()
 
@@ -185,7 +185,7 @@ class DataParallel(nn.Module):
         """Without a gradient on its way."""
         self._backward = None
         self._late: list[nn.Parameter] = []
-        self._in_flight: list[Message] = []
+        self._in_flight: list[BucketGradients] = []
         # parameters that backward has added to since gradients were averaged
         self._local: set[nn.Parameter] = set()
         # means that an owner has, while backward computes what is to be added to them
@@ -233,9 +233,9 @@ class DataParallel(nn.Module):
         """The mean that an owner has may not be averaged again with what the others have since."""
         if parameter.grad is None or parameter in self._local:
             return
-        if self._owner(parameter) != self.averager.rank:
+        if self._owner(parameter) != self.reducer.rank:
             raise RuntimeError(
-                f"{self._names[parameter]} has a gradient on rank {self.averager.rank} that backward "
+                f"{self._names[parameter]} has a gradient on rank {self.reducer.rank} that backward "
                 f"did not put there; rank {self._owner(parameter)} owns it"
             )
         if not self._synchronises:
@@ -251,9 +251,9 @@ class DataParallel(nn.Module):
         assert self._backward is not None, "gradients are sent in a backward"
         messages = [self._message(index) for index in self._launched_together[place]]
         if self.communicates:
-            launches = [functools.partial(message.send, self.averager) for message in messages]
+            launches = [functools.partial(message.send, self.reducer) for message in messages]
             device = messages[0].parameters[0].device
-            works = launch_together(launches, group=self.averager.group, device=device)
+            works = launch_together(launches, group=self.reducer.group, device=device)
             for message, work in zip(messages, works, strict=True):
                 message.work = work
         self._in_flight += messages
@@ -263,11 +263,11 @@ class DataParallel(nn.Module):
         while self._in_flight and self._is_settled(self._in_flight[0], latest):
             self._unpack(self._in_flight.pop(0), ())
 
-    def _message(self, index: int) -> Message:
+    def _message(self, index: int) -> BucketGradients:
         bucket, parameters = self.buckets[index], self._parameters_of[index]
         narrow = bucket.parameters[0].bytes_per_value < parameters[0].element_size()
-        listed = bucket.owner is None and self.averager.takes_lists(parameters[0].device)
-        return Message(
+        listed = bucket.owner is None and self.reducer.takes_lists(parameters[0].device)
+        return BucketGradients(
             parameters,
             {parameter for parameter in parameters if parameter in self._local},
             dtype=self.reduce_dtype if narrow else None,
@@ -275,7 +275,7 @@ class DataParallel(nn.Module):
             owner=bucket.owner,
         )
 
-    def _is_settled(self, message: Message, latest: int) -> bool:
+    def _is_settled(self, message: BucketGradients, latest: int) -> bool:
         """Whether it has arrived, or is to be waited for, since it is for an owner and not of the
         `latest` messages; and holds memory that unpacking frees: no rank can lack all of its
         gradients, since this one has them. Memory that backward may read again is written when it
@@ -310,9 +310,11 @@ class DataParallel(nn.Module):
             self._backward, self._in_flight, self._late = None, [], []
             self._local.clear()
 
-    def _unpack(self, message: Message, unused: Sequence[nn.Parameter] | set[nn.Parameter]) -> None:
+    def _unpack(
+        self, message: BucketGradients, unused: Sequence[nn.Parameter] | set[nn.Parameter]
+    ) -> None:
         message.work.wait()
-        message.unpack(unused, rank=self.averager.rank)
+        message.unpack(unused, rank=self.reducer.rank)
         if message.owner is not None:
             self._restore_set_aside(message.parameters)
 
@@ -324,7 +326,7 @@ class DataParallel(nn.Module):
 
     def _name_shares(self) -> None:
         for parameter in self._names if self._owners else ():
-            if self._owner(parameter) == self.averager.rank and _is_plain(parameter.grad):
+            if self._owner(parameter) == self.reducer.rank and _is_plain(parameter.grad):
                 parameter.grad = as_share(parameter.grad)
 
     def _owner(self, parameter: nn.Parameter) -> int | None:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from stepgauge.parallel.parameter_group import ParameterGroup, Place, Sharding, repeated_blocks
 from stepgauge.parallel.replicas import prepare_replicas, registrations, require_known
 from stepgauge.parallel.traffic import Prefetcher, Reductions
-from stepgauge.parallel.units import Place, Sharding, Unit, repeated_blocks
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -57,7 +57,7 @@ class FullyShardedDataParallel(nn.Module):
         names = {part: name for name, part in module.named_modules()}
         for unit, of_unit in zip(units, _by_unit(places, units), strict=True):
             if of_unit:
-                Unit(
+                ParameterGroup(
                     names[unit],
                     unit,
                     of_unit,

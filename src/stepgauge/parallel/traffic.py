@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from stepgauge.parallel.collectives import launch_together
 from stepgauge.parallel.flat_gradients import FlatGradients
+from stepgauge.parallel.parameter_group import ParameterGroup, Sharding, UnshardedGroup, sent_dtype
 from stepgauge.parallel.readiness import at_end_of_backward
-from stepgauge.parallel.units import Gathered, Sharding, Unit, sent_dtype
 from stepgauge.parallel.usage import Usage
 from stepgauge.spec.plan.shards import MOST_IN_FLIGHT
 
-PREFETCHED = 1  # units that are gathered ahead, in forward and in backward
+PREFETCHED = 1  # modules whose weights are gathered ahead, in forward and in backward
 
 
 class Prefetcher:
@@ -28,11 +28,11 @@ class Prefetcher:
     def __init__(self, sharding: Sharding):
         self._sharding = sharding
         self._is_active = False
-        self._expected: list[Unit] = []
-        self._calls: list[Unit] = []
-        self._coming: dict[Unit, Gathered] = {}
+        self._expected: list[ParameterGroup] = []
+        self._calls: list[ParameterGroup] = []
+        self._coming: dict[ParameterGroup, UnshardedGroup] = {}
         # calls of the last forward, which backward takes in reverse
-        self._forward: list[weakref.ref[Gathered]] = []
+        self._forward: list[weakref.ref[UnshardedGroup]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {"sharding": self._sharding}
@@ -52,8 +52,8 @@ class Prefetcher:
                 self._require_one_order()
         finally:
             self._is_active, self._expected = False, self._calls
-            for gathered in self._coming.values():
-                gathered.free()
+            for unsharded in self._coming.values():
+                unsharded.reshard()
             self._coming = {}
 
     def _require_one_order(self) -> None:
@@ -68,13 +68,13 @@ class Prefetcher:
                     f"the same blocks in the same order"
                 )
 
-    def take(self, unit: Unit) -> Gathered:
-        gathered = self._coming.pop(unit, None)
-        if gathered is None or not gathered.is_current():
-            gathered = unit.start()
-        return gathered
+    def take(self, unit: ParameterGroup) -> UnshardedGroup:
+        unsharded = self._coming.pop(unit, None)
+        if unsharded is None or not unsharded.is_current():
+            unsharded = unit.unshard()
+        return unsharded
 
-    def entered(self, unit: Unit) -> None:
+    def entered(self, unit: ParameterGroup) -> None:
         if not self._is_active:
             return
         place = len(self._calls)
@@ -82,20 +82,20 @@ class Prefetcher:
         if self._expected[place : place + 1] != [unit]:
             return
         for following in self._expected[place + 1 : place + 1 + PREFETCHED]:
-            if following not in self._coming and following.filled is None:
-                self._coming[following] = following.start()
+            if following not in self._coming and following.unsharded is None:
+                self._coming[following] = following.unshard()
 
-    def left(self, gathered: Gathered) -> None:
+    def left(self, unsharded: UnshardedGroup) -> None:
         if self._is_active:
-            self._forward.append(weakref.ref(gathered))
+            self._forward.append(weakref.ref(unsharded))
 
-    def entered_backward(self, gathered: Gathered) -> None:
+    def entered_backward(self, unsharded: UnshardedGroup) -> None:
         calls = [call() for call in self._forward]
-        if gathered in calls:
-            place = calls.index(gathered)
+        if unsharded in calls:
+            place = calls.index(unsharded)
             for before in calls[max(0, place - PREFETCHED) : place]:
                 if before is not None:
-                    before.start()
+                    before.unshard()
 
 
 class Reductions:

@@ -5,7 +5,7 @@ from collections.abc import Container, Iterable
 import torch
 from torch import nn
 
-from stepgauge.parallel.averager import Averager
+from stepgauge.parallel.reducer import GradientReducer
 
 
 class Usage:
@@ -15,9 +15,9 @@ class Usage:
     others used: its host does not wait, as that of torch's DistributedDataParallel does not.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], averager: Averager):
+    def __init__(self, parameters: Iterable[nn.Parameter], reducer: GradientReducer):
         self._places = {parameter: place for place, parameter in enumerate(parameters)}
-        self._averager = averager
+        self._reducer = reducer
         self._ones: torch.Tensor | None = None
 
     def unused_anywhere(
@@ -27,7 +27,7 @@ class Usage:
         unused = [parameter for parameter in asked if parameter not in used]
         flags = self._flags(used if unused else self._places)
         if asks and flags.numel():
-            self._averager.launch_any(flags).wait()
+            self._reducer.launch_any(flags).wait()
         if not unused:
             return set()
         anywhere = flags.tolist()

@@ -27,6 +27,7 @@ from stepgauge.parallel.data_parallel import (
     Sending,
 )
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
+from stepgauge.parallel.parameter_group import repeated_blocks
 from stepgauge.parallel.replicas import prepare_replicas
 from stepgauge.parallel.training import (
     Groups,
@@ -40,7 +41,6 @@ from stepgauge.parallel.training import (
     names_of,
     state_of,
 )
-from stepgauge.parallel.units import repeated_blocks
 from stepgauge.parallel.zero import ShardedOptimizer
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepgauge.parallel.averager import Averager
 from stepgauge.parallel.collectives import launch_together
+from stepgauge.parallel.reducer import GradientReducer
 from stepgauge.parallel.replicas import dense, describe_parameter, require_same
 from stepgauge.parallel.shares import Share, as_plain
 from stepgauge.spec.plan.shards import UPDATE_PARTS, plan_owners
@@ -48,10 +48,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **kwargs: Any,
     ):
         self.stage = stage
-        self._averager = Averager(group)  # for its group, which a copy shares
+        self._reducer = GradientReducer(group)  # for its group, which a copy shares
         self.communicates = True  # False leaves the broadcasts out, to time the rest
         self.owners: dict[nn.Parameter, int] = {}
-        self.elements = [0] * self._averager.ranks
+        self.elements = [0] * self._reducer.ranks
         self._part_of: dict[nn.Parameter, int] = {}
         # What was trained once is broadcast for good: its owner alone knows whether it moves.
         self._trained: set[nn.Parameter] = set()
@@ -87,13 +87,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
         require_same(
             {p.name: f"{p.dtype} of {p.numel:,} values" for p in plan},
-            self._averager.group,
+            self._reducer.group,
             noun="parameter",
             where="optimizer",
         )
-        owned = plan_owners(plan, ranks=self._averager.ranks, held=self.elements)
+        owned = plan_owners(plan, ranks=self._reducer.ranks, held=self.elements)
         self.elements = list(owned.elements)
-        for owner in range(self._averager.ranks):
+        for owner in range(self._reducer.ranks):
             mine = [
                 p for index, p in enumerate(added["params"]) if owned.owners[str(index)] == owner
             ]
@@ -117,7 +117,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         own = [
             p
             for p in group["params"]
-            if self.owners[p] == self._averager.rank and part in (None, self._part_of[p])
+            if self.owners[p] == self._reducer.rank and part in (None, self._part_of[p])
         ]
         return {**group, "params": own}
 
@@ -189,7 +189,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for p in parameters if self.communicates else ():
             send = functools.partial(
                 dist.broadcast,
-                group=self._averager.group,
+                group=self._reducer.group,
                 group_src=self.owners[p],
                 async_op=True,
             )
@@ -198,7 +198,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [
             work
             for device, of_device in launches.items()
-            for work in launch_together(of_device, group=self._averager.group, device=device)
+            for work in launch_together(of_device, group=self._reducer.group, device=device)
         ]
 
     def clip_gradients(self, max_norm: float) -> Tensor:
@@ -208,7 +208,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         if self.stage < 2:
             return nn.utils.clip_grad_norm_(parameters, max_norm)
-        own = [p for p in parameters if self.owners[p] == self._averager.rank]
+        own = [p for p in parameters if self.owners[p] == self._reducer.rank]
         norm = self._norm_over_ranks(own)
         for dtype in {p.dtype for p in parameters}:
             same = [p for p in parameters if p.dtype == dtype]
@@ -226,7 +226,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 kinds[parameter.dtype].append(as_plain(parameter.grad))
         for gradients in kinds.values():
             square += nn.utils.get_total_norm(gradients).to(square).square()
-        dist.all_reduce(square, group=self._averager.group)
+        dist.all_reduce(square, group=self._reducer.group)
         return square.sqrt()
 
     def state_bytes(self) -> int:
@@ -246,9 +246,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         ours = _on_host(super().state_dict())
         everyones: list[Any] | None = (
-            [None] * self._averager.ranks if self._averager.rank == to else None
+            [None] * self._reducer.ranks if self._reducer.rank == to else None
         )
-        dist.gather_object(ours, everyones, group=self._averager.group, group_dst=to)
+        dist.gather_object(ours, everyones, group=self._reducer.group, group_dst=to)
         if everyones is None:
             return None
         return {
@@ -269,7 +269,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         own = {
             index
             for index, p in zip(indices, parameters, strict=False)
-            if self.owners[p] == self._averager.rank
+            if self.owners[p] == self._reducer.rank
         }
         state = {index: values for index, values in state_dict["state"].items() if index in own}
         super().load_state_dict({**state_dict, "state": state})

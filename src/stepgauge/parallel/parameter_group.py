@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
-from stepgauge.parallel.averager import Averager
 from stepgauge.parallel.collectives import all_gather_flat, launch_together
+from stepgauge.parallel.reducer import GradientReducer
 
 if TYPE_CHECKING:
     from stepgauge.parallel.traffic import Prefetcher, Reductions
@@ -34,7 +34,7 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from repeated_blocks(child)
 
 
-class Sharding(Averager):
+class Sharding(GradientReducer):
     """The ranks that weights are sharded over."""
 
     def __init__(self, group: Any = None, device_type: str = "cpu"):
@@ -62,8 +62,8 @@ class Sharding(Averager):
         return -(-whole // self.ranks)
 
 
-class Unit:
-    """The weights of a module that are gathered together.
+class ParameterGroup:
+    """The weights of a module that are unsharded together.
 
     name    the module's
     module  whose forward they are whole in
@@ -85,8 +85,8 @@ class Unit:
     ):
         self.places, self.sharding, self.compute_dtype = places, sharding, compute_dtype
         self.prefetcher, self.reductions, self.is_root = prefetcher, reductions, is_root
-        self._calls: list[tuple[Gathered, bool, list[nn.Parameter]]] = []
-        self.filled: Gathered | None = None
+        self._calls: list[tuple[UnshardedGroup, bool, list[nn.Parameter]]] = []
+        self.unsharded: UnshardedGroup | None = None
         self.name = name
         for of_weight in places:
             whole = of_weight[0][0]._parameters[of_weight[0][1]]
@@ -102,54 +102,54 @@ class Unit:
         module.register_forward_hook(self.after, always_call=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_calls": [], "filled": None}
+        return {**self.__dict__, "_calls": [], "unsharded": None}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The sharded weights, outside of forward."""
         return [owner._parameters[name] for (owner, name), *_ in self.places]  # type: ignore[misc]
 
-    def start(self) -> "Gathered":
-        gathered = Gathered(self, self.parameters)
-        gathered.start()
-        return gathered
+    def unshard(self) -> "UnshardedGroup":
+        unsharded = UnshardedGroup(self, self.parameters)
+        unsharded.unshard()
+        return unsharded
 
     @torch.compiler.disable
     def before(self, module: nn.Module, inputs: Any) -> Any:
         """Puts whole weights in place of the shards."""
         parameters = self.parameters
-        # Checkpointing calls the module again in backward, which has gathered its weights already.
-        filled = self.filled
-        reused = self.reductions.is_running and filled is not None and filled.is_current()
-        gathered = filled if reused else self.prefetcher.take(self)
-        assert gathered is not None, "it is reused or taken"
-        gathered.wait()
-        self._calls.append((gathered, reused, parameters))
-        for of_weight, whole in zip(self.places, gathered.use(), strict=True):
+        # Checkpointing calls the module again in backward, which has its weights already.
+        unsharded = self.unsharded
+        reused = self.reductions.is_running and unsharded is not None and unsharded.is_current()
+        unsharded = unsharded if reused else self.prefetcher.take(self)
+        assert unsharded is not None, "it is reused or taken"
+        unsharded.wait()
+        self._calls.append((unsharded, reused, parameters))
+        for of_weight, whole in zip(self.places, unsharded.use(), strict=True):
             _put(of_weight, whole)
         self.prefetcher.entered(self)
-        return gathered.watched(inputs)
+        return unsharded.watched(inputs)
 
     @torch.compiler.disable
     def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Puts the shards back; whole weights are freed until backward needs them."""
         if not self._calls:  # what failed was before us
             return
-        gathered, reused, parameters = self._calls.pop()
-        gathered.require_unwritten()
+        unsharded, reused, parameters = self._calls.pop()
+        unsharded.require_unwritten()
         for of_weight, parameter in zip(self.places, parameters, strict=True):
             _put(of_weight, parameter)
         reached = [
             leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad
         ]
         for tensor in reached:
-            tensor.register_hook(functools.partial(_before_backward, gathered))
+            tensor.register_hook(functools.partial(_before_backward, unsharded))
         recomputed = self.reductions.is_running  # checkpointing's tensors are needed at once
         kept = self.is_root and torch.is_grad_enabled() and reached
         if not reused and not recomputed and not kept:
-            gathered.free()
+            unsharded.reshard()
         if reached:
-            self.prefetcher.left(gathered)
+            self.prefetcher.left(unsharded)
 
 
 def _put(of_weight: Sequence[Place], tensor: Tensor) -> None:
@@ -175,48 +175,48 @@ def _cut(
             state[prefix + name] = sharding.shard(given.detach().to(parameter.device))
 
 
-def _before_backward(gathered: "Gathered", _: Tensor) -> None:
-    gathered.unit.reductions.begin(gathered.parameters[0].device)
-    gathered.unit.prefetcher.entered_backward(gathered)
-    gathered.start()
-    gathered.wait()
+def _before_backward(unsharded: "UnshardedGroup", _: Tensor) -> None:
+    unsharded.unit.reductions.begin(unsharded.parameters[0].device)
+    unsharded.unit.prefetcher.entered_backward(unsharded)
+    unsharded.unshard()
+    unsharded.wait()
 
 
-class Gathered:
+class UnshardedGroup:
     """The whole weights of a unit for one call of its module and the backward of that call.
 
     Their memory comes and goes while the tensors stay: autograd saves tensors that are empty between
     forward and backward.
     """
 
-    def __init__(self, unit: Unit, parameters: Sequence[nn.Parameter]):
+    def __init__(self, unit: ParameterGroup, parameters: Sequence[nn.Parameter]):
         self.unit, self.parameters = unit, parameters
         self.buffers: list[Tensor] = []
         self._works: list[Any] = []
         self._copies: list[Tensor] = []  # of parts, in the type or length that is sent
         self._views: list[tuple[Tensor, int]] = []
         self._versions = _versions(parameters)
-        self.is_filled = False
+        self.is_unsharded = False
         # what backward has to come to before nobody needs the weights, and what it has come to
         self._ends, self._ended = 0, 0
 
     def is_current(self) -> bool:
         """Whether the weights are here, and the shards still what was gathered."""
-        return self.is_filled and _versions(self.parameters) == self._versions
+        return self.is_unsharded and _versions(self.parameters) == self._versions
 
     @torch.no_grad()
-    def start(self) -> None:
+    def unshard(self) -> None:
         """Starts gathering, unless the weights are there. Raises RuntimeError where they were
         written since forward.
         """
-        if self.is_filled:
+        if self.is_unsharded:
             return
         if _versions(self.parameters) != self._versions:
             raise RuntimeError(
                 "a weight was modified by an inplace operation after forward had used it"
             )
-        self.is_filled = True
-        self.unit.filled = self
+        self.is_unsharded = True
+        self.unit.unsharded = self
         sharding, mine = self.unit.sharding, self._padded()
         self.buffers = self.buffers or [
             part.new_empty(part.shape[0] * sharding.ranks, *part.shape[1:]) for part in mine
@@ -258,11 +258,11 @@ class Gathered:
             release(copy)
         self._works, self._copies = [], []
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         self.wait()
-        self.is_filled = False
-        if self.unit.filled is self:
-            self.unit.filled = None
+        self.is_unsharded = False
+        if self.unit.unsharded is self:
+            self.unit.unsharded = None
         for buffer in self.buffers:
             buffer.untyped_storage().resize_(0)
 
@@ -298,7 +298,7 @@ class Gathered:
         self._ended += 1
         if self._ended >= self._ends:
             self._ended = 0
-            self.free()
+            self.reshard()
 
     def require_unwritten(self) -> None:
         """Raises RuntimeError for a weight that forward itself wrote."""
@@ -314,16 +314,16 @@ class _Use(torch.autograd.Function):
     """Whole weights as autograd knows them; backward averages all their gradients together."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, gathered: Gathered) -> tuple[Tensor, ...]:
-        ctx.gathered = gathered
+    def forward(ctx: Any, anchor: Tensor, unsharded: UnshardedGroup) -> tuple[Tensor, ...]:
+        ctx.unsharded = unsharded
         ctx.set_materialize_grads(False)
         wholes = tuple(
             buffer.data[: parameter.shape[0]]
-            for buffer, parameter in zip(gathered.buffers, gathered.parameters, strict=True)
+            for buffer, parameter in zip(unsharded.buffers, unsharded.parameters, strict=True)
         )
         frozen = [
             whole
-            for whole, parameter in zip(wholes, gathered.parameters, strict=True)
+            for whole, parameter in zip(wholes, unsharded.parameters, strict=True)
             if not parameter.requires_grad
         ]
         ctx.mark_non_differentiable(*frozen)
@@ -336,10 +336,10 @@ class _Use(torch.autograd.Function):
                 "backward(create_graph=True) into sharded weights is not averaged; differentiate "
                 "with respect to inputs with torch.autograd.grad"
             )
-        gathered = ctx.gathered
-        unit = gathered.unit
-        gathered.end()
-        unit.reductions.start(gathered.parameters, gradients, unit.compute_dtype)
+        unsharded = ctx.unsharded
+        unit = unsharded.unit
+        unsharded.end()
+        unit.reductions.start(unsharded.parameters, gradients, unit.compute_dtype)
         return None, None
 
 
@@ -349,13 +349,13 @@ class _Inputs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, gathered: Gathered, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.gathered = gathered
+    def forward(ctx: Any, unsharded: UnshardedGroup, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.unsharded = unsharded
         return tuple(each.view_as(each) for each in inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.gathered.end()
+        ctx.unsharded.end()
         return None, *gradients
 
 
