@@ -203,8 +203,12 @@ def test_ranges_add_up_to_the_stopwatch_on_a_gpu(tmp_path, precision):
     record = run(spec, folder=tmp_path)
     found = read(record, tmp_path)
     assert found.on_device
+    # Where the host is behind, a phase ends somewhere in the host's call that records the event:
+    # 50 us are 2 % of a profiled bf16 optimizer (2.4 ms), and nothing of the step.
+    step_ms = sum(map(sum, found.watched_ms.values()))
     for phase, watched in found.watched_ms.items():
-        assert sum(found.phases_us[phase]) / 1e3 == pytest.approx(sum(watched), rel=0.02)
+        traced_ms = sum(found.phases_us[phase]) / 1e3
+        assert traced_ms == pytest.approx(sum(watched), rel=0.02, abs=0.0025 * step_ms), phase
     assert not any(cell.phase == "" for cell in found.cells if cell.calls)
     scores = [
         c for c in found.cells if c.range == "blocks.*.attention.scores" and c.kind == "matmul"

@@ -6,6 +6,7 @@ made when Triton is imported) and are compiled ahead of time for three architect
 marked gpu cover every type against float64.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -1004,17 +1005,39 @@ def test_gpu_float32_is_float32(d, products, poisoned):
         assert relative(value, expected) < 5e-6
 
 
+@contextlib.contextmanager
+def allow_tf32(allowed):
+    """Not by monkeypatch: it deletes an attribute that is in no __dict__, as torch's settings are."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, allowed
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before
+
+
+@pytest.fixture
+def matmul_precision(precision):
+    with allow_tf32(precision == "tf32"):
+        yield
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_a_test_s_precision_of_products_ends_with_it(precision, matmul_precision):
+    now = torch.backends.cuda.matmul.allow_tf32
+    assert now == (precision == "tf32")
+    with allow_tf32(not now):
+        assert torch.backends.cuda.matmul.allow_tf32 is not now
+    assert torch.backends.cuda.matmul.allow_tf32 is now
+
+
 @pytest.mark.gpu
 @needs_gpu
 def test_gpu_tf32_when_torch_allows_it():
     q, k, v, _ = make((1, 2, 700, 64), (1, 2, 700, 64), torch.float32, "cuda")
     expected = attention(q.double(), k.double(), v.double())[0]
-    before = torch.backends.cuda.matmul.allow_tf32
-    try:
-        torch.backends.cuda.matmul.allow_tf32 = True
+    with allow_tf32(True):
         error = relative(flash_attention(q, k, v), expected)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
     assert 1e-5 < error < 2e-3  # tf32 was used, and works
 
 
@@ -1089,12 +1112,12 @@ def test_gpu_in_cuda_graphs(dtype, width):
         ((4, 16, 1000, 128), "bf16"),
     ],
 )
+@pytest.mark.usefixtures("matmul_precision")
 def test_gpu_cpp_equals_python(shape, precision, mode, monkeypatch):
     from stepgauge.kernels.attention import extension
 
     native = extension.NATIVE
     assert native.load(), native.problem
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", precision == "tf32")
     options = {"device": "cuda", "dtype": torch.bfloat16 if precision == "bf16" else torch.float32}
     together = torch.randn(shape[0], shape[2], 3, shape[1], shape[3], **options)
     q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in together.unbind(2))

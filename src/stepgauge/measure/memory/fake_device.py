@@ -8,7 +8,7 @@ its rules: which attention (attention_backend.py).
 import contextlib
 import weakref
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 from unittest import mock
 
 import torch
@@ -63,7 +63,8 @@ def fake_device(architecture: str) -> Iterator[torch.device]:
             error = NotPredictableError(LSTM_ON_A_CPU)
             stack.enter_context(layers_that_raise(error, ("lstm",)))
         stack.enter_context(mock.patch("torch.utils.swap_tensors", _take_over))
-        stack.enter_context(_OneMode(allow_non_fake_inputs=True))
+        stack.enter_context(mock.patch.object(FakeTensorMode, "__deepcopy__", _itself, create=True))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(FakeValues())
         yield torch.device("cpu" if architecture == "cpu" else "cuda:0")
 
@@ -76,13 +77,12 @@ def _take_over(tensor: Any, other: Any) -> None:
     tensor.fake_device = other.fake_device
 
 
-class _OneMode(FakeTensorMode):
-    """Stays one where a tensor is deep-copied: the copies' mode would be another, and operators would
-    take each of their storages for a second one (nn.TransformerEncoder copies its layer).
+def _itself(mode: FakeTensorMode, memo: Any) -> FakeTensorMode:
+    """A mode's deep copy: a copied tensor of another mode would have a storage of its own for every
+    operator (nn.TransformerEncoder copies its layer). Not a subclass with this method: torch looks
+    up the rules of higher-order operators, such as Triton kernels, by the mode's exact type.
     """
-
-    def __deepcopy__(self, memo: Any) -> Self:
-        return self
+    return mode
 
 
 class FakeValues(TorchDispatchMode):
