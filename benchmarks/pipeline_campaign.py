@@ -31,6 +31,7 @@ from stepgauge.runtime.launch import launch
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
+from stepgauge.spec.pipeline_cut import cut
 from stepgauge.spec.plan.pipeline import SCHEDULES, lower, to_text
 from stepgauge.spec.plan.pipeline.lower import AS_SENT
 from stepgauge.train.build import batch_for
@@ -69,14 +70,14 @@ class Campaign:
         tokens, targets = tokens.to(self.device), targets.to(self.device)
 
         def build(stage: int) -> torch.nn.Module:
-            return build_stage(spec, stage, self.device, torch.float32)
+            return build_stage(spec, cut(spec)[stage], self.device, torch.float32)
 
         pipeline = Pipeline(
             build, spec.plan(), loss=mean_loss, device=self.device, ahead=spec.ahead
         )
         loss = pipeline.step((tokens,), (targets,))
         plain = dataclasses.replace(spec, compile="off")
-        alone = [build_stage(plain, n, self.device, torch.float32) for n in range(spec.num_stages)]
+        alone = [build_stage(plain, parts, self.device, torch.float32) for parts in cut(plain)]
         x: Tensor = tokens
         for module in alone:
             x = module(x)
@@ -108,7 +109,7 @@ class Campaign:
             return
         one = dataclasses.replace(spec, schedule="1f1b", ranks=1)
         dtype = torch.bfloat16 if spec.precision == "bf16-pure" else torch.float32
-        module = build_stage(one, 0, self.device, dtype)
+        module = build_stage(one, cut(one)[0], self.device, dtype)
         tokens, targets, *_ = batch_for(spec.model, spec.batch, 1)
         parts = [
             [part.to(self.device) for part in tensor.chunk(spec.micro_batches)]

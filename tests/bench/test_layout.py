@@ -1,5 +1,7 @@
 """Rows of bench layout: what they hold, and what a report says of them."""
 
+import re
+
 import pytest
 
 from stepgauge.bench import layout as bench
@@ -22,7 +24,10 @@ def spec(layout, **changes):
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     """By layout, of several batches under tensor parallel."""
-    specs = [spec(each, warmup=1, accumulation=2 if each == "tp2" else 1) for each in LAYOUTS]
+    specs = [
+        spec(each, warmup=1, accumulation=2 if each == "tp2" else 1, balance="time")
+        for each in LAYOUTS
+    ]
     store = RunStore(tmp_path_factory.mktemp("rows"))
     done = sweep([Job(bench.JOB, each) for each in specs], store)
     return {outcome.job.spec.layout: outcome.record for outcome in done}
@@ -53,6 +58,7 @@ def test_what_an_axis_costs_is_told_where_it_can_be(rows):
     assert rows["dp2 zero3"].note.startswith("data exposed is not measured: zero3")
     spans = rows["pp2 1f1b m2"].tables["spans"]
     assert len(spans) == 1 + 2 * 2 * 2  # ranks, micro-batches, forward and backward
+    assert re.fullmatch(r"stages of \d, \d blocks, by measured time", rows["pp2 1f1b m2"].note)
 
 
 def test_the_page_draws_them_and_says_which_is_the_quickest(rows, tmp_path):

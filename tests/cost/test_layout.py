@@ -78,6 +78,30 @@ def test_more_bandwidth_is_never_slower(layout, rate, ratio):
     assert fast <= slow * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("layout", ["pp2 1f1b m4", "pp4 1f1b m4"])
+def test_stages_are_cut_by_the_times_of_the_hardware_file(layout):
+    """Small products are slower than their FLOPs say, so blocks weigh more beside the head."""
+    narrow = {"num_layers": 24, "d_model": 512, "d_ff": 2048, "num_heads": 8}
+    small = ModelSpec.preset("small", context_length=512, vocab_size=50_257, **narrow)
+    by_flops, by_time = (
+        step(layout, wired(), model=small, balance=balance) for balance in ("flops", "time")
+    )
+    assert by_time.median("busiest_rank_ms") < by_flops.median("busiest_rank_ms")
+    assert by_time.note.endswith("blocks, by predicted time") and not by_flops.note
+
+
+def test_half_blocks_are_cut_by_the_times_of_the_hardware_file():
+    wide = {"num_layers": 12, "d_model": 1024, "d_ff": 4096, "num_heads": 16}
+    model = ModelSpec.preset("small", context_length=1024, vocab_size=150_000, **wide)
+    asked = {"model": model, "ranks": 2, "micro_batches": 4, "batch": 8, "precision": "bf16"}
+    by_flops, by_time = (
+        predict_pipeline(PipelineSpec(**asked, device="cuda", balance=balance), wired())
+        for balance in ("flops", "time")
+    )
+    assert by_time.median("over_ideal") < by_flops.median("over_ideal")
+    assert by_time.note.endswith("parts, by predicted time") and not by_flops.note
+
+
 def test_accumulation_repeats_forward_and_backward_alone():
     once, thrice = (step("dp2", wired(), accumulation=n) for n in (1, 3))
     longer = thrice.median("step_ms") - once.median("step_ms")

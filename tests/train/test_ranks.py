@@ -59,7 +59,7 @@ def train_under(layouts, folder, first_stop):
     for number, layout in enumerate(layouts):
         last = number == len(layouts) - 1
         with contextlib.nullcontext() if last else pytest.raises(KeyError, match="stop here"):
-            train(spec(layout=layout), folder, first_stop + number)
+            train(spec(layout=layout, balance="time"), folder, first_stop + number)
 
 
 def test_a_run_goes_on_under_other_layouts(tmp_path, alone):

@@ -11,6 +11,7 @@ from stepgauge.spec.kinds import completed
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.options import expand
+from stepgauge.spec.plan.stages import PartTimes
 from stepgauge.spec.record import Record
 
 NANO = ModelSpec.preset("nano", num_layers=4, num_heads=4, context_length=16)
@@ -31,6 +32,9 @@ def test_what_follows_from_a_layout():
     assert spec.tokens_per_step == 8 * 3 * 16
     assert spec.stages() == [range(3), range(3, 4)], "the head weighs as much as two blocks"
     assert spec.schedule().num_micro_batches == 2
+    # Measured, it may weigh half a block, and the embedding two.
+    times = PartTimes(embedding=2.0, block=(1.0,), head=0.5)
+    assert asked("pp2 1f1b m2", balance="time").stages(times) == [range(1), range(1, 4)]
     alone = asked("none")
     assert (alone.ranks, alone.stages(), alone.schedule()) == (1, [range(4)], None)
 

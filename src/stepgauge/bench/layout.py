@@ -22,10 +22,11 @@ from stepgauge.measure.timing import time_phases
 from stepgauge.runtime.world import joined_world
 from stepgauge.spec.hardware import peaks
 from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.plan.stages import said
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import batch_for
-from stepgauge.train.layout import build_layout_step, build_user_layout_step
+from stepgauge.train.layout import build_layout_step, build_user_layout_step, stages_of
 from stepgauge.train.precision import unavailable
 from stepgauge.train.rank_share import RankShare
 from stepgauge.train.step import TrainingStep
@@ -48,7 +49,8 @@ def check(spec: LayoutSpec) -> None:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankFigures:
     """What one rank measured: ms of each phase, one value a step; ms of steps without an axis'
-    communication, by the axis; bytes by name; when the actions of a pipeline ran; the optimizer's name.
+    communication, by the axis; bytes by name; when the actions of a pipeline ran; the optimizer's
+    name; the blocks of each stage.
     """
 
     phases: dict[str, list[float]]
@@ -56,6 +58,7 @@ class RankFigures:
     bytes: dict[str, int]
     spans: Spans
     optimizer: str
+    stages: Sequence[range]
 
     @property
     def busy_ms(self) -> float:
@@ -74,7 +77,9 @@ def _measure(spec: LayoutSpec) -> RankFigures:
     world = joined_world()
     assert world is not None, "ranks run in a world"
     device = world.device(spec.device)
-    step, batches = _build(spec, RankShare.of(spec.axes, world.rank), device)
+    is_ours = not isinstance(spec.model, UserModel)
+    stages = stages_of(spec, spec.axes, device) if is_ours else []
+    step, batches = _build(spec, RankShare.of(spec.axes, world.rank), device, stages)
     phases = phases_of(step, batches)
     initial = devices.allocated_memory(device)
     with step.precision.matmul_mode():
@@ -92,11 +97,12 @@ def _measure(spec: LayoutSpec) -> RankFigures:
         bytes=kept,
         spans=named,
         optimizer=step.optimizer_name,
+        stages=stages,
     )
 
 
 def _build(
-    spec: LayoutSpec, place: RankShare, device: torch.device
+    spec: LayoutSpec, place: RankShare, device: torch.device, stages: Sequence[range]
 ) -> tuple[TrainingStep, list[Sequence[Any]]]:
     """This rank's step, and its batches, whose gradients add up. All ranks must call it."""
     if isinstance(spec.model, UserModel):
@@ -104,7 +110,7 @@ def _build(
         every = range(spec.accumulation)
         return built.step, [built.arguments(n * place.ranks + place.rank) for n in every]
     step = build_layout_step(
-        spec, layout=spec.axes, device=device, recording=True, lr=LEARNING_RATE
+        spec, layout=spec.axes, device=device, recording=True, stages=stages, lr=LEARNING_RATE
     )
     return step, _batches(spec, place, device)
 
@@ -172,7 +178,7 @@ def record(spec: LayoutSpec, ranks: list[RankFigures]) -> Record:
         series={"rank_step_ms": medians, **by_rank},
         tables=_spans(ranks),
         environment={**environment(torch.device(spec.device)), "optimizer": ranks[0].optimizer},
-        note=_left_out(spec, ranks[0]),
+        note="; ".join(filter(None, (_cut(spec, ranks[0]), _left_out(spec, ranks[0])))),
     )
 
 
@@ -202,6 +208,11 @@ def _rates(spec: LayoutSpec, step_ms: list[float]) -> dict[str, Sample]:
         of_peak = (flops / spec.ranks / (ms / 1e3) / peak for ms in step_ms)
         rates["mfu"] = Sample.of(of_peak, "fraction of dense peak")
     return rates
+
+
+def _cut(spec: LayoutSpec, rank: RankFigures) -> str:
+    """How the network is cut, where that was found out by measuring."""
+    return f"{said(rank.stages, 'blocks')}, by measured time" if spec.needs_times else ""
 
 
 def _left_out(spec: LayoutSpec, rank: RankFigures) -> str:

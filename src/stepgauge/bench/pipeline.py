@@ -3,7 +3,6 @@ stage takes alone, before it is run.
 """
 
 import dataclasses
-import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepgauge.bench.pipeline_parts import build_stage, counted, mean_loss
+from stepgauge.bench.pipeline_parts import build_stage, counted, mean_loss, part_times
 from stepgauge.bench.pipeline_torch import TorchPipeline
 from stepgauge.bench.ranks import OnRanks, slowest
 from stepgauge.cost.timeline import Durations, simulate
@@ -25,12 +24,15 @@ from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.pipeline_cut import cut
 from stepgauge.spec.plan.pipeline import Channel, Schedule, check, lower
 from stepgauge.spec.plan.pipeline.check import Held
+from stepgauge.spec.plan.stages import TIME, PartTimes, said
 from stepgauge.spec.record import Record, Sample
 from stepgauge.train.build import batch_for
 from stepgauge.train.precision import PRECISIONS, unavailable
 
 PROBED = 4  # micro-batches that a stage is timed over, one after another
 REPEATS = 3
+# What the parts of a network were measured to take, by what that depends on.
+MEASURED: dict[tuple[Any, ...], PartTimes] = {}
 
 
 def checked(spec: PipelineSpec) -> None:
@@ -38,29 +40,32 @@ def checked(spec: PipelineSpec) -> None:
     if reason := unavailable(spec.precision, torch.device(spec.device)):
         raise ValueError(reason)
     check(spec.plan())
-    cut(spec)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankFigures:
-    """What one rank measured: ms of each step, spans of one (action, start, end), bytes by name."""
+    """What one rank measured: ms of each step, spans of one (action, start, end), bytes by name;
+    the parts of each stage.
+    """
 
     steps: list[float]
     spans: list[tuple[str, float, float]]
     bytes: dict[str, int]
+    parts: list[range]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probed:
     """What the stages of one rank take alone: ms by (stage, kind), and of a transfer; bytes that a
     micro-batch of a stage holds, beside those that the rank always has (weights and gradients) and
-    those that an action needs for itself. Without a GPU no bytes are known.
+    those that an action needs for itself; the parts of each stage. Without a GPU no bytes are known.
     """
 
     actions: dict[tuple[int, str], float]
     transfer_ms: float
     host_ms: float
     held: dict[int, Held]
+    parts: list[range]
     base_bytes: int = 0
     within_bytes: int = 0
 
@@ -92,11 +97,15 @@ class PipelineBench:
         self.device = _device(spec)
         tokens, targets, *_ = batch_for(spec.model, spec.batch, spec.seed + 1)
         self.batch = ((tokens.to(self.device),), (targets.to(self.device),))
+        self.parts = cut(spec, self._times() if spec.balance == TIME else None)
         self.pipeline = self._build()
 
     def _build(self) -> Pipeline | TorchPipeline:
         spec, dtype = self.spec, self.precision.parameters
-        make = functools.partial(build_stage, spec, device=self.device, dtype=dtype)
+
+        def make(stage: int) -> nn.Module:
+            return build_stage(spec, self.parts[stage], device=self.device, dtype=dtype)
+
         schedule = self._schedule
         if not spec.is_torchs:
             return Pipeline(
@@ -118,6 +127,21 @@ class PipelineBench:
             device=self.device,
             loss=mean_loss,
         )
+
+    def _times(self) -> PartTimes:
+        """Measured once in a process: a row and its prediction have the same stages."""
+        spec = self.spec
+        micro_batch = spec.batch // spec.micro_batches
+        asked = (spec.model, micro_batch, spec.ranks, spec.precision, spec.compile, spec.device)
+        if asked not in MEASURED:
+            with self.precision.matmul_mode():
+                MEASURED[asked] = part_times(
+                    spec,
+                    device=self.device,
+                    dtype=self.precision.parameters,
+                    context=self._context,
+                )
+        return MEASURED[asked]
 
     def _context(self) -> Any:
         return self.precision.autocasting(self.device)
@@ -144,7 +168,7 @@ class PipelineBench:
         devices.reset_peak_memory(self.device)
         steps = [self.timed_step() for _ in range(self.spec.steps)]
         found = devices.peak_memory(self.device)
-        return RankFigures(steps=steps, spans=self.spans(), bytes=found)
+        return RankFigures(steps=steps, spans=self.spans(), bytes=found, parts=self.parts)
 
     def timed_step(self) -> float:
         """ms from when all ranks are there to when this one has finished."""
@@ -173,6 +197,7 @@ class PipelineBench:
             },
             host_ms=statistics.median(own.host_ms for own in found.values()),
             held={number: own.held for number, own in found.items()},
+            parts=self.parts,
             base_bytes=base,
             within_bytes=max(own.within_bytes for own in found.values()),
             transfer_ms=self.transfer_ms(),
@@ -289,7 +314,8 @@ def measured(spec: PipelineSpec, ranks: list[RankFigures]) -> Record:
         busy = [sum(end - start for _, start, end in rank.spans) for rank in ranks]
         metrics["busy_ms"] = Sample.exact(sum(busy) / len(busy), "ms")
         tables = _spans([rank.spans for rank in ranks])
-    return Record(series=series, metrics=metrics, tables=tables, **_asked(spec))
+    asked = _asked(spec, ranks[0].parts)
+    return Record(series=series, metrics=metrics, tables=tables, **asked)
 
 
 def modelled(spec: PipelineSpec, ranks: list[Probed]) -> Record:
@@ -314,7 +340,8 @@ def modelled(spec: PipelineSpec, ranks: list[Probed]) -> Record:
             for rank, peak in zip(ranks, live, strict=True)
         ]
         metrics["peak_bytes"] = Sample.exact(max(series["rank_peak_bytes"]), "bytes")
-    return Record(metrics=metrics, series=series, tables=_spans(spans), **_asked(spec, "modelled"))
+    asked = _asked(spec, ranks[0].parts, "modelled")
+    return Record(metrics=metrics, series=series, tables=_spans(spans), **asked)
 
 
 def durations(ranks: list[Probed], num_stages: int) -> Durations:
@@ -333,12 +360,14 @@ def _spans(ranks: list[list[tuple[str, float, float]]]) -> dict[str, list[list[A
     return {"spans": [["rank", "action", "start ms", "end ms"], *rows]}
 
 
-def _asked(spec: PipelineSpec, provenance: str = "measured") -> dict[str, Any]:
+def _asked(spec: PipelineSpec, parts: list[range], provenance: str = "measured") -> dict[str, Any]:
+    by_time = f"{said(parts, 'parts')}, by measured time" if spec.balance == TIME else ""
     return {
         "kind": spec.kind,
         "spec": dataclasses.asdict(spec),
         "environment": environment(torch.device(spec.device)),
         "provenance": provenance,
+        "note": by_time,
     }
 
 

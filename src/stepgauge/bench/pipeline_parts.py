@@ -20,7 +20,9 @@ from stepgauge.models.parts import NORMS
 from stepgauge.spec.bert import NUM_TYPES, BertSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
-from stepgauge.spec.pipeline_cut import cut
+from stepgauge.spec.plan.stages import PartTimes
+from stepgauge.train.build import batch_for
+from stepgauge.train.part_times import Context, agreed, forward_and_backward
 
 Make = Callable[[torch.device], nn.Module]
 # Fields of a ModelSpec that parts are built by; others have their defaults.
@@ -169,13 +171,37 @@ def _heavier(spec: PipelineSpec) -> ModelSpec | BertSpec:
     return dataclasses.replace(spec.model, num_layers=layers)
 
 
-def build_stage(
-    spec: PipelineSpec, stage: int, device: torch.device, dtype: torch.dtype
-) -> nn.Module:
-    """One stage of the network, and nothing else of it. The two halves of a block are compiled
-    together where the stage has both.
+def part_times(
+    spec: PipelineSpec, *, device: torch.device, dtype: torch.dtype, context: Context
+) -> PartTimes:
+    """Of the embeddings, of the halves of a block, and of the head. The same on all ranks, which
+    must all call it.
     """
-    numbers, found = cut(spec)[stage], parts(_heavier(spec))
+    batch = spec.batch // spec.micro_batches
+    inputs, targets, *_ = (part.to(device) for part in batch_for(spec.model, batch, spec.seed))
+    first, attention, feed_forward, *_, head = parts(spec.model)
+    found = []
+    for part in (first, attention, feed_forward):
+        module = part.make(device).to(dtype)
+        if spec.compile == "blocks" and part.block >= 0:
+            module.compile()
+        output, ms = forward_and_backward(module, (inputs,), device=device, context=context)
+        inputs = output.detach().requires_grad_()
+        found.append(ms)
+    last = head.make(device).to(dtype)
+    _, ms = forward_and_backward(
+        lambda x_BTD: mean_loss(last(x_BTD), targets), (inputs,), device=device, context=context
+    )
+    return agreed(PartTimes(found[0], (found[1], found[2]), ms))
+
+
+def build_stage(
+    spec: PipelineSpec, numbers: range, device: torch.device, dtype: torch.dtype
+) -> nn.Module:
+    """A stage that has these parts of the network, and nothing else of it. The two halves of a
+    block are compiled together where the stage has both.
+    """
+    found = parts(_heavier(spec))
     groups: list[list[nn.Module]] = []
     before = None
     for number in numbers:

@@ -18,13 +18,14 @@ from stepgauge.cost.outcome import Outcome, exposed_ms, outcome
 from stepgauge.cost.pipeline import span_rows
 from stepgauge.cost.prices import GLOO, NCCL, Prices
 from stepgauge.cost.program import Program, RankStep
-from stepgauge.cost.stages import durations
+from stepgauge.cost.stages import durations, layer_times
 from stepgauge.cost.step import modelled, rates
 from stepgauge.cost.timeline import Timeline, simulate
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.plan.pipeline import Schedule, lower
+from stepgauge.spec.plan.stages import said
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import WorkSpec
 
@@ -75,7 +76,10 @@ def predict_layout(spec: LayoutSpec, machine: Machine, *, coarse: bool = False) 
     record = modelled(spec, machine, metrics, found.rows, parts.memory())
     if found.timeline is None:
         return record
-    return dataclasses.replace(record, tables={**record.tables, "spans": span_rows(found.timeline)})
+    tables = {**record.tables, "spans": span_rows(found.timeline)}
+    cut = said([stage.blocks for stage in parts.stages], "blocks")
+    note = f"{cut}, by predicted time" if spec.needs_times else ""
+    return dataclasses.replace(record, tables=tables, note=note)
 
 
 def _exposed(parts: "LayoutParts", found: Predicted) -> dict[str, float]:
@@ -117,19 +121,17 @@ class LayoutParts:
         if layout.context > 1:
             raise ValueError(f"layout is {spec.layout!r}; context parallel is not predicted yet")
         sharded = WRAPPERS[layout.wrapper].shards("weights") and layout.data > 1
+        prices = Prices(machine, layout, GLOO if spec.group_backend == "gloo" else NCCL)
+        share = NetworkPart(batch=spec.micro_batch, tensor=layout.tensor, gathered=sharded)
+        times = layer_times(StepOperations(work, share), prices) if spec.needs_times else None
         stages = [
-            StepOperations(
-                work,
-                NetworkPart(
-                    batch=spec.micro_batch, tensor=layout.tensor, blocks=blocks, gathered=sharded
-                ),
-            )
-            for blocks in spec.stages()
+            StepOperations(work, dataclasses.replace(share, blocks=blocks))
+            for blocks in spec.stages(times)
         ]
         return cls(
             spec=spec,
             stages=stages,
-            prices=Prices(machine, layout, GLOO if spec.group_backend == "gloo" else NCCL),
+            prices=prices,
             host=launching(work, machine),
             sending=Sending(wrapper=layout.wrapper, ranks=layout.data, bucket_mb=spec.bucket_mb,
                             reduce_dtype=spec.reduce_dtype),

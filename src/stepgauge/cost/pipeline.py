@@ -16,6 +16,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.pipeline_cut import cut
 from stepgauge.spec.plan.pipeline import lower
+from stepgauge.spec.plan.stages import TIME, said
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
 
@@ -29,9 +30,9 @@ def predict_pipeline(spec: PipelineSpec, machine: Machine) -> Record:
     prices = Prices(machine, layout, "nccl" if spec.device.startswith(("cuda", "auto")) else "gloo")
     schedule = lower(spec.plan(), ahead=spec.ahead)
     host = launching(whole.spec, machine)
-    taken = Halves.of(whole).durations(
-        cut(spec), schedule, prices, nbytes=stream_bytes(whole), host=host
-    )
+    halves = Halves.of(whole)
+    parts = cut(spec, halves.times(prices))
+    taken = halves.durations(parts, schedule, prices, nbytes=stream_bytes(whole), host=host)
     timeline = simulate(schedule, taken)
     figures = {
         "step_ms": timeline.step_ms,
@@ -49,7 +50,9 @@ def predict_pipeline(spec: PipelineSpec, machine: Machine) -> Record:
     rows = term_rows({"forward": whole.forward(), "backward": whole.backward()}, prices)
     rows.append(bubble_row(timeline))
     record = modelled(spec, machine, metrics, rows, None)
-    return dataclasses.replace(record, tables={**record.tables, "spans": span_rows(timeline)})
+    tables = {**record.tables, "spans": span_rows(timeline)}
+    note = f"{said(parts, 'parts')}, by predicted time" if spec.balance == TIME else ""
+    return dataclasses.replace(record, tables=tables, note=note)
 
 
 def bubble_row(timeline: Timeline) -> list[object]:

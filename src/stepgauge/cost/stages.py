@@ -17,6 +17,7 @@ from stepgauge.cost.timeline import Durations
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.plan.pipeline import Channel, Schedule
 from stepgauge.spec.plan.pipeline.action import FORWARD, INPUT, WEIGHT
+from stepgauge.spec.plan.stages import PartTimes
 
 ATTENTION, FEED_FORWARD = ("attention",), ("feed_forward",)
 
@@ -47,6 +48,16 @@ def durations(
         transfers=transfers(schedule, prices, nbytes),
         host_ms=sum(launches) / len(launches),
     )
+
+
+def layer_times(whole: StepOperations, prices: Prices) -> PartTimes:
+    """What `cut_blocks` takes."""
+    forward, backward = whole.forward_parts(), reversed(whole.backward_parts())
+    embedding, block, head = (
+        prices.total_us([*there, *back]) / 1e3
+        for there, back in zip(forward, backward, strict=True)
+    )
+    return PartTimes(embedding, (block,), head)
 
 
 def transfers(schedule: Schedule, prices: Prices, nbytes: float) -> dict[Channel, float]:
@@ -104,6 +115,15 @@ class Halves:
             transfers=transfers(schedule, prices, nbytes),
             host_ms=sum(launched) / len(launched) / 1e3,
         )
+
+    def times(self, prices: Prices) -> PartTimes:
+        """What `cut` takes."""
+        last = len(self.forward) - 1
+        ms = [
+            prices.total_us([*self.forward[part], *self.backward[part]]) / 1e3
+            for part in (0, 1, 2, last)
+        ]
+        return PartTimes(ms[0], (ms[1], ms[2]), ms[3])
 
     def _part(self, parts: Sequence[Sequence[Term]], number: int) -> Sequence[Term]:
         """A stage that is overweight has more blocks than the network: parts like the others."""

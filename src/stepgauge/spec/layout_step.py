@@ -10,7 +10,7 @@ from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.layout_rules import check_layout, schedule_of
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import Schedule
-from stepgauge.spec.plan.stages import cut_blocks
+from stepgauge.spec.plan.stages import FLOPS, TIME, PartTimes, cut_blocks
 from stepgauge.spec.step import CHECKPOINTING, WorkSpec
 from stepgauge.spec.user_model import UserModel, settle_user_model
 
@@ -46,6 +46,13 @@ class LayoutSpec:
         "forwards and backwards before the optimizer steps",
         least=1,
         most=1_000_000,
+        label="changed",
+    )
+    balance: str = option(
+        FLOPS,
+        "how blocks are cut into the stages of a pipeline: by their FLOPs and the head's, or by time, "
+        "measured at the start (predictions: the hardware file's)",
+        choices=(FLOPS, TIME),
         label="changed",
     )
     bucket_mb: float = as_in(DataParallelSpec, "bucket_mb")
@@ -93,6 +100,7 @@ class LayoutSpec:
             "bucket_mb": wrapper.buckets,
             "reduce_dtype": wrapper.reduce_dtype,
             "checkpoint_blocks": self.checkpointing != "none",
+            "balance": self.axes.pipeline > 1,
         }
         defaults: dict[str, Any] = {
             f.name: f.default for f in dataclasses.fields(self) if not used.get(f.name, True)
@@ -131,10 +139,21 @@ class LayoutSpec:
         """The order of the pipeline's work, not lowered; None without a pipeline."""
         return schedule_of(self.axes) if self.axes.pipeline > 1 else None
 
-    def stages(self) -> list[range]:
-        """The blocks of each stage of the pipeline; all in one without a pipeline."""
+    @property
+    def needs_times(self) -> bool:
+        """Whether `stages` needs the times of the network's parts."""
+        return self.axes.pipeline > 1 and self.balance == TIME
+
+    def stages(self, times: PartTimes | None = None) -> list[range]:
+        """The blocks of each stage of the pipeline; all in one without a pipeline.
+
+        times  for a spec that needs_times
+        """
+        assert times is not None or not self.needs_times, "whoever runs or predicts it has them"
         schedule = self.schedule()
-        return cut_blocks(self.network, schedule) if schedule else [range(self.network.num_layers)]
+        if schedule is None:
+            return [range(self.network.num_layers)]
+        return cut_blocks(self.network, schedule, times)
 
     @property
     def group_backend(self) -> str:

@@ -12,6 +12,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import SCHEDULES, Schedule, build
 from stepgauge.spec.plan.pipeline.lower import AHEAD, AS_SENT
 from stepgauge.spec.plan.pipeline.schedules import LOOPED, stages_per_rank
+from stepgauge.spec.plan.stages import FLOPS, TIME
 from stepgauge.spec.step import WorkSpec
 
 # torch.distributed.pipelining's own schedules, and ours of the same name.
@@ -25,7 +26,7 @@ OF_TORCH: Mapping[str, str] = {
 }
 # Those that split backward; torch's refuse compiled modules.
 SPLITTING = ("zb-h1", "izb", "zbv", "dualpipev", "v-half", "v-min")
-BALANCES = ("flops", "count")
+BALANCES = (FLOPS, "count", TIME)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,9 @@ class PipelineSpec:
         8, "sequences in all", least=1, most=1_000_000, label=True, named_with="context_length"
     )
     balance: str = option(
-        "flops",
-        "how blocks are cut into stages: by their work and the head's, or by their count",
+        FLOPS,
+        "how blocks are cut into stages: by their FLOPs and the head's, by their count, or by time, "
+        "measured before the row (predictions: the hardware file's)",
         choices=BALANCES,
         label="changed",
     )

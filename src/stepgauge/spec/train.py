@@ -8,6 +8,7 @@ from stepgauge.spec.data_parallel import REDUCE_DTYPES
 from stepgauge.spec.fields import as_in, check, option
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.layout_rules import check_layout
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import BUDGET, WorkSpec, check_budget
 from stepgauge.spec.user_model import UserModel, settle_user_model
@@ -75,6 +76,7 @@ class TrainSpec:
         'how training is spread, by axes: "dp2 zero3 tp2", "pp2 1f1b m4"; in place of the two above',
         label="changed",
     )
+    balance: str = as_in(LayoutSpec, "balance")
     bucket_mb: float = option(
         25.0,
         "MB (10^6 bytes) of gradients at which a bucket is sent; 0: a bucket a gradient",

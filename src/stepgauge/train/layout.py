@@ -27,16 +27,17 @@ from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.plan.stages import cut_blocks
+from stepgauge.spec.plan.stages import TIME, cut_blocks
 from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.train import TrainSpec
-from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import NETWORKS, build_step, decay_groups
+from stepgauge.train.part_times import layer_times
 from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES, precision_on
 from stepgauge.train.step import TrainingStep
 from stepgauge.train.user_model import UserStep, build_user_step
 
 Spec = LayoutSpec | TrainSpec
+Preset = ModelSpec | BertSpec
 FUSED_ATTENTION = PartialAttention(attention.partial_forward, attention.partial_backward)
 FUSED_LOSS = PartialLoss(
     linear_cross_entropy.partial_forward, linear_cross_entropy.partial_backward
@@ -50,10 +51,13 @@ def build_layout_step(
     device: torch.device,
     max_gradient_norm: float | None = None,
     recording: bool = False,
+    stages: Sequence[range] | None = None,
     **settings: Any,
 ) -> TrainingStep:
     """This rank's part of the step that the spec names; `settings` go to the optimizer. All ranks
     must call it.
+
+    stages  the blocks of each, as `stages_of` gives them, which is asked where they are not given
 
     Raises ValueError for a precision that the device or the optimizer does not have, and where the
     ranks have different layouts.
@@ -71,7 +75,7 @@ def build_layout_step(
     groups = functools.partial(decay_groups, weight_decay=settings.pop("weight_decay", 0.01))
     parallel = spread(
         layout,
-        network_of(spec, layout, device),
+        network_of(spec, layout, device, stages or stages_of(spec, layout, device)),
         groups,
         functools.partial(
             build_optimizer, spec.optimizer, master_weights=precision.master_weights, **settings
@@ -116,27 +120,51 @@ def _settings(spec: Spec, layout: Layout) -> Settings:
     )
 
 
-def network_of(spec: Spec, layout: Layout, device: torch.device) -> Network:
-    """The network of a spec in the stages of a layout, weights drawn from the spec's seed."""
-    model, precision = spec.model, PRECISIONS[spec.precision]
-    assert not isinstance(model, UserModel), "whose stages and rules are not known"
-    schedule = schedule_of(layout) if layout.pipeline > 1 else None
-    stages = cut_blocks(model, schedule) if schedule else [range(model.num_layers)]
-    is_bert = isinstance(model, BertSpec)
+def stages_of(spec: Spec, layout: Layout, device: torch.device) -> list[range]:
+    """The blocks of each stage of a layout, the same on all ranks, which must all call it where
+    they are cut by time: that is measured here.
+    """
+    model, precision = spec.network, PRECISIONS[spec.precision]
+    if layout.pipeline == 1:
+        return [range(model.num_layers)]
+    times = None
+    if spec.balance == TIME:
+        with precision.matmul_mode():
+            times = layer_times(
+                model,
+                functools.partial(_build, spec, layout, device),
+                batch=spec.batch // layout.data // layout.microbatches,
+                device=device,
+                context=lambda: precision.autocasting(device),
+            )
+    return cut_blocks(model, schedule_of(layout), times)
 
-    def build(stage: int) -> nn.Module:
-        make, _ = NETWORKS[type(model)]
-        part = make(model, device=device, blocks=stages[stage], seed=spec.seed)
-        part.through_blocks = through_blocks(spec.checkpointing, spec.checkpoint_blocks)
-        if is_bert and schedule and stage == 0:
-            part.register_forward_pre_hook(_types_last)
-        return compiled(part.to(precision.parameters), spec.compile)
+
+def _build(
+    spec: Spec, layout: Layout, device: torch.device, model: Preset, blocks: range
+) -> nn.Module:
+    """A stage, weights drawn from the spec's seed."""
+    make, _ = NETWORKS[type(model)]
+    part = make(model, device=device, blocks=blocks, seed=spec.seed)
+    part.through_blocks = through_blocks(spec.checkpointing, spec.checkpoint_blocks)
+    if isinstance(model, BertSpec) and layout.pipeline > 1 and blocks.start == 0:
+        part.register_forward_pre_hook(_types_last)
+    return compiled(part.to(PRECISIONS[spec.precision].parameters), spec.compile)
+
+
+def network_of(
+    spec: Spec, layout: Layout, device: torch.device, stages: Sequence[range]
+) -> Network:
+    """The network of a spec in the stages of a layout."""
+    model, precision = spec.network, PRECISIONS[spec.precision]
+    schedule = schedule_of(layout) if layout.pipeline > 1 else None
+    is_bert = isinstance(model, BertSpec)
 
     def context() -> contextlib.AbstractContextManager[Any]:
         return precision.autocasting(device)
 
     return Network(
-        build=build,
+        build=lambda stage: _build(spec, layout, device, model, stages[stage]),
         table=lambda stage: table_of(model, stages[stage]),
         schedule=schedule,
         tied=_tied(model, len(stages)),

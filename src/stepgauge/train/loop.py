@@ -35,7 +35,7 @@ FREE_FIELDS = (
         "checkpoint_blocks",
         "memory_gib",
     ),
-    *("data_parallel", "ranks", "layout", "bucket_mb"),
+    *("data_parallel", "ranks", "layout", "balance", "bucket_mb"),
 )
 DRAIN_EVERY = 10  # steps between readings of the loss from the device: each is a wait
 

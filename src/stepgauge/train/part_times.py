@@ -1,0 +1,88 @@
+"""What the parts of a network take on this machine: by it the stages of a pipeline are cut."""
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.stages import PartTimes
+from stepgauge.train.build import batch_for
+
+WARMUP, REPEATS = 2, 5
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def layer_times(
+    model: ModelSpec | BertSpec,
+    build: Callable[[ModelSpec | BertSpec, range], nn.Module],
+    *,
+    batch: int,
+    device: torch.device,
+    context: Context,
+) -> PartTimes:
+    """Of the embedding, a block and the head, from stages of one block each: the first, one in
+    between, and the last. Whole layers: of a tensor axis each rank has as large a part of them all.
+    The same on all ranks, which must all call it.
+
+    build    a stage of a network, by its blocks
+    batch    sequences of a micro-batch
+    context  around every forward, such as autocast
+    """
+    short = dataclasses.replace(model, num_layers=3)
+    tokens, targets, *types = (part.to(device) for part in batch_for(short, batch, seed=0))
+    inputs, found = (tokens, *types), []
+    for layer in range(3):
+        stage = build(short, range(layer, layer + 1))
+        inputs = (*inputs, targets) if layer == 2 else inputs
+        output, ms = forward_and_backward(stage, inputs, device=device, context=context)
+        inputs = (output.detach().requires_grad_(),)
+        found.append(ms)
+    first, block, last = found
+    return agreed(PartTimes(max(0.0, first - block), (block,), max(0.0, last - block)))
+
+
+def forward_and_backward(
+    module: Callable[..., Tensor],
+    inputs: tuple[Tensor, ...],
+    *,
+    device: torch.device,
+    context: Context,
+) -> tuple[Tensor, float]:
+    """What the module gives, and the median ms of a few runs, whose gradients add up as in the step
+    of a pipeline.
+    """
+    times = []
+    for _ in range(WARMUP + REPEATS):
+        _synchronize(device)
+        start = time.perf_counter()
+        with context():
+            output = module(*inputs)
+        output.backward(torch.ones_like(output))
+        _synchronize(device)
+        times.append((time.perf_counter() - start) * 1e3)
+    return output, statistics.median(times[WARMUP:])
+
+
+def agreed(times: PartTimes) -> PartTimes:
+    """The mean over all ranks, the same on each."""
+    given: list[PartTimes] = [times] * dist.get_world_size()
+    dist.all_gather_object(given, times)
+    embeddings, blocks, heads = zip(*given, strict=True)
+    return PartTimes(
+        statistics.fmean(embeddings),
+        tuple(statistics.fmean(of_part) for of_part in zip(*blocks, strict=True)),
+        statistics.fmean(heads),
+    )
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
