@@ -3,6 +3,7 @@ against what is counted by hand.
 """
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -218,7 +219,10 @@ def test_what_has_no_price_is_named(nets):
     ):
         with pytest.raises(ValueError, match=words):
             traced(StepSpec(model=nets(name)), "cpu")
-    with pytest.raises(ValueError, match="the model runs a recurrent layer, which no calibration"):
+    with (
+        warnings.catch_warnings(action="error"),  # of torch, about a cuDNN that is not there
+        pytest.raises(ValueError, match="the model runs a recurrent layer, which no calibration"),
+    ):
         traced(StepSpec(model=nets("recurrent"), device="cuda"), "sm90")
     with pytest.raises(ValueError, match="compile is 'on'; of a user's model eager steps"):
         traced(StepSpec(model=nets("convolutions"), compile="on"), "cpu")

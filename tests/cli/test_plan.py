@@ -1,11 +1,17 @@
 """`plan`: rows for other programs, and what it refuses."""
 
 import json
+import types
 from pathlib import Path
 
 import pytest
+from tests.cpu_machine import wired
 
 from stepgauge.cli import console
+from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.store import RunStore
+from stepgauge.validate import runnable
 
 HARDWARE = Path(__file__).parents[2] / "hardware"
 SMALL = ("--size", "medium", "--context", "1024", "--gpus", "8", "--global-batch", "32")
@@ -42,7 +48,7 @@ def test_tables_fit_80_columns_and_say_once_what_rows_share(monkeypatch, stepgau
     ("arguments", "said"),
     [
         (("--tokens", "many"), "tokens is 'many'; it must be a number such as 300B"),
-        (("--top", "0"), "top is 0; it must be at least 1"),
+        (("--top", "0"), "top is 0 and verify 0; they must be at least 1 and 0"),
         (("--num-experts", "8", "--experts-per-token", "2"), "num_experts is 8, which has no cost"),
         (("--d-model", "17"), "num_heads is 16, which does not divide d_model 17"),
     ],
@@ -55,3 +61,56 @@ def test_what_cannot_be_planned_is_told(stepgauge, arguments, said):
 def test_a_machine_without_operations_or_a_base(stepgauge):
     status, _, err = stepgauge("plan", *SMALL, "--hardware", HARDWARE / "h200-nvlink.json")
     assert status == 2 and "has no operations" in err
+
+
+@pytest.fixture
+def two_cores(tmp_path):
+    path = tmp_path / "two.json"
+    wired(2).write(path)
+    return path
+
+
+NANO = ("--size", "nano", "--context", "16", "--vocab-size", "256", "--device", "cpu")
+
+
+def test_the_best_that_can_be_run_here_are_run_beside_their_predictions(
+    stepgauge, tmp_path, two_cores, monkeypatch
+):
+    monkeypatch.setattr(runnable, "available_cores", lambda: 2)
+    asked = ("plan", *NANO, "--gpus", "2", "--global-batch", "2", "--hardware", two_cores)
+    out = tmp_path / "run"
+    status, text, err = stepgauge(*asked, "--top", "2", "--verify", "1", "--out", out)
+    assert status == 0, err
+    assert "memory of a CPU is not predicted" in text
+    assert "Error of the predicted step over 1 rows" in text
+    modelled, measured = RunStore(out).read().records
+    assert (modelled.provenance, measured.provenance) == ("modelled", "measured")
+    assert modelled.key == measured.key and measured.spec["layout"] in text
+    # more ranks than cores: the plan is shown, and why it cannot be run
+    monkeypatch.setattr(runnable, "available_cores", lambda: 1)
+    status, text, err = stepgauge(*asked, "--verify", "1", "--out", out)
+    assert status == 2 and "What hides" in text
+    assert "has 2 ranks; this machine has 1 cores, one a rank" in err
+
+
+def test_layouts_for_other_machines_are_not_run_here(stepgauge, monkeypatch):
+    asked = (*SMALL, "--hardware", HARDWARE / "dgx-h100.json", "--verify", "1")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    status, out, err = stepgauge("plan", *asked)
+    assert status == 2 and "What hides" in out
+    assert "nothing of the plan can be run here: device 'cuda' is not there" in err
+    spec = LayoutSpec(model=ModelSpec.preset("nano"), layout="none", device="cuda")
+    gpu = types.SimpleNamespace(type="cuda", __str__=lambda self: "cuda")
+    monkeypatch.setattr(runnable.devices, "resolve", lambda name: gpu)
+    monkeypatch.setattr(runnable, "run_isolated", lambda ask, device: 80 * 2**30)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert runnable.why_not_here(spec, 79 * 2**30) == ""
+    assert "needs 81.0 GiB a rank; a GPU of this machine has 80.0" in runnable.why_not_here(
+        spec, 81 * 2**30
+    )
+
+
+def test_a_file_of_another_kind_of_machine(stepgauge):
+    asked = (*NANO, "--gpus", "2", "--global-batch", "2", "--hardware", HARDWARE / "dgx-h100.json")
+    status, _, err = stepgauge("plan", *asked)
+    assert status == 2 and "is of a GPU: choose cuda" in err

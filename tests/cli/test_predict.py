@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.cpu_machine import made_up
 
-from stepgauge.spec.calibration import OperationTable
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.store import RunStore
 
@@ -108,23 +108,6 @@ def test_a_file_that_lacks_what_every_step_does_is_one_sentence(stepgauge, tmp_p
     status, out, err = stepgauge("predict", *NANO, "--hardware", path)
     assert status == 2 and out == ""
     assert "has no 'traffic': run stepgauge calibrate again, without --only" in err
-
-
-def made_up():
-    """A machine on which every operation of a nano step has been timed once."""
-    sizes = {"matmul": "mnk", "rmsnorm": "mn", "attention": "htd", "cross-entropy": "mv"}
-    names = [f"matmul {layout} fp32" for layout in ("nt", "nn", "tn")]
-    for direction in ("forward", "backward"):
-        names += [f"rmsnorm {direction} fp32", f"attention sdpa {direction} fp32"]
-        names.append(f"cross-entropy {direction}")
-    tables = {
-        name: OperationTable(axes, ((64,) * len(axes) + (10.0,),))
-        for name in names
-        for axes in [tuple(sizes[name.split()[0]])]
-    }
-    tables["optimizer adamw fp32"] = OperationTable(("numel",), ((1e6, 100.0),))
-    tables["traffic"] = OperationTable(("bytes",), ((1e6, 10.0), (1e8, 900.0)))
-    return HardwareFile(name="cpu", operations=tables)
 
 
 def test_a_step_is_predicted_before_it_is_measured(stepgauge, tmp_path):

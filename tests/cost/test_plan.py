@@ -11,7 +11,8 @@ import pytest
 from stepgauge.cost import overlap
 from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.machine import Machine
-from stepgauge.cost.planner import device_bytes, memory_limit, overlaps, plan
+from stepgauge.cost.planner import device_bytes, layout_spec, memory_limit, overlaps, plan
+from stepgauge.cost.screen import Screen, candidates
 from stepgauge.spec.hardware import CUDA_CONTEXT, NOT_FOR_TENSORS, HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
@@ -50,6 +51,22 @@ def test_the_context_of_a_process_is_counted_once():
     outside = sum(size for name, size, _ in row.tables["memory"][1:] if "(outside)" in name)
     left = memory_limit(Machine(DGX_H100)) - CUDA_CONTEXT
     assert outside > CUDA_CONTEXT and left == 80 * 2**30 - NOT_FOR_TENSORS
+
+
+def test_the_head_of_a_small_network_counts_for_its_stage():
+    """Its last stage takes several times as long as its blocks: screened without it, pipelines
+    would take the places of what is faster.
+    """
+    model = ModelSpec.preset("nano", vocab_size=100_000, context_length=1024)
+    machine, spec = Machine(DGX_H100), asked(model=model, gpus=2, global_batch=8)
+    row = plan(spec, machine, top=1).rows[0]
+    screen = Screen(spec, machine)
+    for candidate in candidates(spec, 8):
+        if candidate.layout.pipeline == 2 and candidate.layout.schedule == "1f1b":
+            formula = screen.of(candidate).step_us / 1e3
+            simulated = predict_layout(layout_spec(candidate, spec), machine).median("step_ms")
+            assert formula == pytest.approx(simulated, rel=0.35)
+    assert "dp2" in row.spec["layout"]
 
 
 def test_nothing_fits_is_said_with_what_is_missing():

@@ -126,6 +126,13 @@ def test_another_source_or_header_is_another_library(source, tmp_path):
     assert libraries[0] != libraries[1] and all(path.exists() for path in libraries)
 
 
+def test_a_quiet_build_says_nothing(source, compiler, capfd):
+    compiler(f'exec {COMPILER} "$@"')
+    source.write_text("// nothing\n")
+    assert shared_library(source, name="quiet", is_quiet=True).exists()
+    assert capfd.readouterr().err == ""
+
+
 def test_no_compiler_is_said(source, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler -O1")
     with pytest.raises(BuildError, match="no C\\+\\+ compiler: there is no no-such-compiler"):

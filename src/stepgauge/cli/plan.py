@@ -1,18 +1,21 @@
 """`stepgauge plan`: every layout of a training run on a machine, ranked."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import print_table
+from stepgauge.cli.console import Format, print_table, tell
 from stepgauge.cli.options import Values, expand, spec_options
+from stepgauge.cli.rows import Fresh, Out
+from stepgauge.cli.validate import compare
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.planner import (
     Plan,
     candidate_of,
+    device_bytes,
     fastest_by,
     largest_micro_batch,
     longest_context,
@@ -22,10 +25,12 @@ from stepgauge.cost.planner import (
 )
 from stepgauge.report.plan import parts_table, plan_table
 from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.options import options_of, written
 from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.record import Record
+from stepgauge.validate.rows import Asked
 
 
 @spec_options(PlanSpec, ModelSpec, defaults={"size": "small"})
@@ -36,48 +41,92 @@ def command(
         Path, Parameter(help="Hardware file, calibrated or of published peaks; hardware/ has some.")
     ],
     top: Annotated[int, Parameter(help="Layouts that are shown.")] = 10,
-    format: Annotated[
-        Literal["table", "csv", "markdown", "json"], Parameter(help="How the rows are printed.")
-    ] = "table",
+    format: Annotated[Format, Parameter(help="How the rows are printed.")] = "table",
+    verify: Annotated[
+        int, Parameter(help="Layouts that are run here, the best first, beside their predictions.")
+    ] = 0,
+    out: Out = Path("runs/plan"),
+    fresh: Fresh = False,
 ) -> None:
     """Rank every layout of a training run on a machine that you need not have, without torch.
 
     Data, ZeRO, tensor and pipeline axes, their micro-batches and checkpointing are screened by
     closed formula; the best that fit are simulated. Each row is a prediction of what bench layout
-    would measure.
+    would measure; --verify runs the best on this machine and shows how far they are off.
     """
-    if top < 1:
-        raise ValueError(f"top is {top}; it must be at least 1")
+    if top < 1 or verify < 0:
+        raise ValueError(f"top is {top} and verify {verify}; they must be at least 1 and 0")
     (spec,) = expand(PlanSpec, values)
-    machine = Machine(HardwareFile.read(hardware))
-    found = plan(spec, machine, top=top)
+    file = HardwareFile.read(hardware)
+    file.require_kind(spec.device)
+    machine = Machine(file.on_ranks(spec.gpus))
+    found = plan(spec, machine, top=max(top, verify))
+    if not (verify and format == "json"):  # one document
+        _show(spec, found, machine, values, top=top, format=format)
+    if verify:
+        asked = runnable(found.rows, verify)
+        print()
+        compare([Asked(row) for row in asked], hardware, out=out, fresh=fresh, format=format)
+
+
+def _show(
+    spec: PlanSpec, found: Plan, machine: Machine, values: Values, *, top: int, format: Format
+) -> None:
+    """The plan's best layouts, and as tables for eyes what follows from them."""
+    rows = found.rows[:top]
     if format == "json":
-        print(json.dumps([json.loads(row.to_json()) for row in found.rows], indent=1))
+        print(json.dumps([json.loads(row.to_json()) for row in rows], indent=1))
         return
-    table = plan_table(found.rows, _caption(spec, found, machine))
+    table = plan_table(rows, _caption(spec, found, machine))
     if format != "table":
         print(table.to(format), end="")
         return
     print_table(table)
-    print()
-    print_table(parts_table(found.rows))
+    if spec.device != "cpu":
+        print()
+        print_table(parts_table(rows))
     for heading, lines in (
-        ("What hides", (o.sentence for o in overlaps(found.rows[0], machine, spec))),
-        ("Orders of magnitude of a micro-batch", [_magnitudes(found.rows[0], spec)]),
+        ("What hides", (o.sentence for o in overlaps(rows[0], machine, spec))),
+        ("Orders of magnitude of a micro-batch", [_magnitudes(rows[0], spec)]),
         ("What else fits", _answers(spec, found, machine)),
         ("Assumed", _assumptions(machine)),
-        ("Run the first", [command_of(found.rows[0], values)]),
+        ("Run the first", [command_of(rows[0], values)]),
     ):
         print(f"\n{heading}", *(f"  {line}" for line in lines), sep="\n")
 
 
+def runnable(rows: Sequence[Record], count: int) -> list[LayoutSpec]:
+    """The first of the planned layouts that this machine can run; says why it cannot run others.
+
+    Raises ValueError where it can run none.
+    """
+    from stepgauge.validate.runnable import why_not_here
+
+    specs, reasons = [], []
+    for row in rows:
+        spec = LayoutSpec(**{**row.spec, "model": ModelSpec(**row.spec["model"])})
+        if reason := why_not_here(spec, device_bytes(row)):
+            reasons.append(reason)
+            continue
+        specs.append(spec)
+        if len(specs) == count:
+            break
+    if not specs:
+        raise ValueError(f"nothing of the plan can be run here: {reasons[0]}")
+    for reason in reasons:
+        tell(f"not run: {reason}")
+    return specs
+
+
 def _caption(spec: PlanSpec, found: Plan, machine: Machine) -> str:
     every, fitting = found.counted
+    limit = found.limit_bytes / 2**30
+    fit = f", {fitting} fit in {limit:.0f} GiB" if spec.device != "cpu" else ""
     name = machine.hardware.device or machine.hardware.name
     return (
         f"{spec.size}, {spec.model.num_parameters / 1e9:.1f} billion parameters, "
         f"{spec.global_batch} x {spec.model.context_length} tokens a step in {spec.precision} on {spec.gpus} x "
-        f"{name}: {every} layouts, {fitting} fit in {found.limit_bytes / 2**30:.0f} GiB; predicted"
+        f"{name}: {every} layouts{fit}; predicted"
     )
 
 
@@ -87,11 +136,14 @@ def _magnitudes(row: Record, spec: PlanSpec) -> str:
 
 def _answers(spec: PlanSpec, found: Plan, machine: Machine) -> Iterator[str]:
     best = candidate_of(found.rows[0])
-    yield (
-        f"the largest micro-batch of the first layout is "
-        f"{largest_micro_batch(spec, machine, best)}, its longest context "
-        f"{longest_context(spec, machine, best)} (by doubling)"
-    )
+    if spec.device == "cpu":
+        yield "memory of a CPU is not predicted: everything is taken to fit"
+    else:
+        yield (
+            f"the largest micro-batch of the first layout is "
+            f"{largest_micro_batch(spec, machine, best)}, its longest context "
+            f"{longest_context(spec, machine, best)} (by doubling)"
+        )
     for noun, of in (
         ("wrapper", lambda c: c.layout.wrapper),
         ("checkpointing", lambda c: c.checkpointing),
@@ -138,4 +190,5 @@ def command_of(row: Record, values: Values) -> str:
     words += [f"--layout {row.spec['layout']!r}", f"--batch {row.spec['batch']}"]
     for field in ("accumulation", "precision", "compile", "optimizer", "checkpointing"):
         words.append(f"--{field} {row.spec[field]}")
-    return f"stepgauge bench layout {' '.join(words)} --device cuda".replace("'", '"')
+    words.append(f"--device {row.spec['device']}")
+    return f"stepgauge bench layout {' '.join(words)}".replace("'", '"')

@@ -1,5 +1,6 @@
 """`stepgauge validate`: steps predicted, then run, then compared."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -57,25 +58,34 @@ def validate(
     machine are validated. The page of the run has the plot.
     """
     asked = _asked(rows, values, layout)
+    path = hardware or hardware_of(asked[0].spec.device)
+    if path is None:
+        raise ValueError(
+            "there is no hardware file of this device: stepgauge calibrate --ranks 2 makes it"
+        )
+    compare(asked, path, out=out, fresh=fresh, format=format)
 
+
+def compare(
+    asked: Sequence[Asked], hardware: Path, *, out: Path, fresh: bool, format: Format
+) -> None:
+    """Predicts the steps from the hardware file, runs them, prints the errors, writes the page.
+
+    Raises RunFailedError if a step fails.
+    """
     from stepgauge.bench.jobs import job_of
     from stepgauge.bench.ranks import store_for
     from stepgauge.study import pages
     from stepgauge.validate.before import predict_before
     from stepgauge.validate.views import error_table, group_table
 
-    path = hardware or hardware_of(asked[0].spec.device)
-    if path is None:
-        raise ValueError(
-            "there is no hardware file of this device: stepgauge calibrate --ranks 2 makes it"
-        )
     specs = [row.spec for row in asked]
     jobs = [job_of(spec, out) for spec in specs]
     predictions = predict_before(
-        specs, HardwareFile.read(path), store_for(out), fresh=fresh,
+        specs, HardwareFile.read(hardware), store_for(out), fresh=fresh,
         expected=[row.expect for row in asked],
     )  # fmt: skip
-    tell(f"{len(predictions.records)} of {len(specs)} rows predicted from {path}")
+    tell(f"{len(predictions.records)} of {len(specs)} rows predicted from {hardware}")
     for reason, count in predictions.refused.items():
         tell(f"not predicted ({count} of {len(specs)}): {reason}")
     measured = run_jobs(jobs, RunStore(out), fresh=fresh)

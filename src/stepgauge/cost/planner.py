@@ -1,6 +1,7 @@
 """Every layout of a training run, ranked: screened by closed formula, the best simulated."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from stepgauge.cost import overlap
@@ -25,21 +26,21 @@ class Plan:
     """rows       modelled records of the best layouts, fastest first
     counted    layouts that were screened, and of these how many fit
     screened   those that fit, by their time in closed formula
-    limit_bytes  of a device
+    limit_bytes  of a device; infinite on a CPU, whose memory is not predicted
     """
 
     rows: Sequence[Record]
     counted: tuple[int, int]
     screened: Sequence[Screened]
-    limit_bytes: int
+    limit_bytes: float
 
 
 def plan(spec: PlanSpec, machine: Machine, *, top: int = 10) -> Plan:
-    """Raises ValueError for a device of unknown memory, and where nothing fits."""
-    if spec.device == "cpu":
-        raise ValueError("device is 'cpu'; layouts are planned for GPUs: leave --device out")
+    """Raises ValueError for a GPU of unknown memory, and where nothing fits. Memory on a CPU is not
+    predicted: there everything fits.
+    """
     require_priced(_work(spec))
-    limit = memory_limit(machine)
+    limit = memory_limit(machine) if spec.device != "cpu" else math.inf
     screen = Screen(spec, machine)
     every = [screen.of(c) for c in candidates(spec, machine.network.gpus_per_node)]
     if not every:
@@ -82,8 +83,8 @@ def memory_limit(machine: Machine) -> int:
 
 
 def device_bytes(row: Record) -> float:
-    """Of the peak and of what lies outside of torch's count."""
-    return sum(float(nbytes) for _, nbytes, _ in row.tables["memory"][1:])
+    """Of the peak and of what lies outside of torch's count; 0 of a CPU."""
+    return sum(float(nbytes) for _, nbytes, _ in row.tables.get("memory", [])[1:])
 
 
 def layout_spec(candidate: Candidate, spec: PlanSpec) -> LayoutSpec:

@@ -14,7 +14,7 @@ from stepgauge.cost.data_axis import most_owned
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.memory import Memory, stage_memory, step_memory
 from stepgauge.cost.operations import NetworkPart, StepOperations
-from stepgauge.cost.prices import Prices
+from stepgauge.cost.prices import GLOO, NCCL, Prices
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.planning import PlanSpec
@@ -113,16 +113,18 @@ class Screen:
         layout = candidate.layout
         gathered = WRAPPERS[layout.wrapper].shards("weights") and layout.data > 1
         blocks = -(-self.spec.model.num_layers // layout.pipeline)
-        stage = self._shares(
-            candidate.micro_batch, layout.tensor, candidate.checkpointing, gathered, blocks,
-            layout.pipeline > 1,
-        )  # fmt: skip
+        layers, of = self.spec.model.num_layers, (candidate.checkpointing, gathered)
+        stage = self._shares(candidate.micro_batch, layout.tensor, *of, range(blocks))
         prices = self._prices(layout.tensor, layout.data, layout.pipeline)
         forward, backward = self._times(stage, prices)
+        bubble = _bubble(layout.schedule, layout.pipeline, forward, backward)
+        if layout.pipeline > 1:  # the last has the head, which may take longer than blocks
+            last = range(layers - layers // layout.pipeline, layers)
+            end = self._shares(candidate.micro_batch, layout.tensor, *of, last)
+            forward, backward = max((forward, backward), self._times(end, prices), key=sum)
         passes = layout.microbatches * candidate.accumulation
         exposed, slowed = self._data_us(stage, prices, layout, forward, backward, passes)
         update = prices.of(stage.optimizer(self._updated(stage, layout))).us
-        bubble = _bubble(layout.schedule, layout.pipeline, forward, backward)
         memory = (
             stage_memory(stage, layout)
             if layout.pipeline > 1
@@ -141,7 +143,7 @@ class Screen:
         return stage.num_parameters
 
     def _timed(self, stage: StepOperations, prices: Prices) -> tuple[float, float]:
-        """Microseconds of a micro-batch on the fullest rank."""
+        """Microseconds of a micro-batch."""
         return prices.total_us(stage.forward()), prices.total_us(stage.backward())
 
     def _data_us(
@@ -174,18 +176,17 @@ class Screen:
         return over, beside * (1 - 1 / USUAL.kernel)
 
     def _share(
-        self, batch: int, tensor: int, checkpointing: str, gathered: bool, blocks: int, cut: bool
+        self, batch: int, tensor: int, checkpointing: str, gathered: bool, blocks: range
     ) -> StepOperations:
-        """The first stage: it has the embedding and holds the most micro-batches."""
+        """A stage of so many blocks. The first has the embedding and holds the most micro-batches."""
         spec = self.spec
         work = WorkSpec(
             model=spec.model, size=spec.size, batch=batch, precision=spec.precision,
             compile=spec.compile, optimizer=spec.optimizer, checkpointing=checkpointing,
             device=spec.device,
         )  # fmt: skip
-        own = range(blocks) if cut else None
         return StepOperations(
-            work, NetworkPart(batch=batch, tensor=tensor, blocks=own, gathered=gathered)
+            work, NetworkPart(batch=batch, tensor=tensor, blocks=blocks, gathered=gathered)
         )
 
     def _priced(self, tensor: int, data: int, pipeline: int) -> Prices:
@@ -193,7 +194,7 @@ class Screen:
             tensor=tensor, data=data, pipeline=pipeline, wrapper="naive" if data > 1 else "none",
             schedule="1f1b" if pipeline > 1 else "",
         )  # fmt: skip
-        return Prices(self.machine, layout)
+        return Prices(self.machine, layout, GLOO if self.spec.device == "cpu" else NCCL)
 
 
 def _bubble(schedule: str, ranks: int, forward: float, backward: float) -> float:

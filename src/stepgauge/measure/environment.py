@@ -21,11 +21,9 @@ def environment(device: torch.device) -> dict[str, Any]:
     """
     return {
         "device": device_name(device),
-        "device_bytes": _device_bytes(device),
+        "device_bytes": device_memory(device),
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": available_cores(),
         "threads": torch.get_num_threads(),
         "os": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -43,7 +41,15 @@ def device_name(device: torch.device) -> str:
     return _cpu_name() if device.type == "cpu" else device.type
 
 
-def _device_bytes(device: torch.device) -> int:
+def available_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of a GPU for programs; of another device those of the machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

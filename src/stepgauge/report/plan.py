@@ -55,7 +55,7 @@ def _figures(row: Record) -> list[object]:
         row.median("data_exposed_ms"),
         row.median("tensor_exposed_ms"),
         None if bubble is None else 100 * bubble,
-        (row.median("peak_bytes") or 0.0) / GIB,
+        row.metrics["peak_bytes"].median / GIB if "peak_bytes" in row.metrics else None,
     ]
 
 
@@ -74,7 +74,8 @@ def _run(row: Record) -> list[object]:
 def parts_table(rows: Sequence[Record]) -> Table:
     """The peak of each layout by part, in GiB, with what lies outside of torch's count."""
     parts: list[Mapping[str, float]] = [
-        {str(name): float(nbytes) for name, nbytes, _ in row.tables["memory"][1:]} for row in rows
+        {str(name): float(nbytes) for name, nbytes, _ in row.tables.get("memory", [])[1:]}
+        for row in rows
     ]
     names = list(dict.fromkeys(name for each in parts for name in each))
     shown = [

@@ -31,8 +31,10 @@ class BuildError(RuntimeError):
     """Why there is no library, in one sentence."""
 
 
-def shared_library(source: Path, *, name: str, headers: Sequence[Path] = ()) -> Path:
-    """The library, from the cache or compiled now, which is said on stderr.
+def shared_library(
+    source: Path, *, name: str, headers: Sequence[Path] = (), is_quiet: bool = False
+) -> Path:
+    """The library, from the cache or compiled now, which is said on stderr unless `is_quiet`.
 
     Waits for another process that compiles the same. Raises BuildError without a compiler, and
     where compiling fails or did so less than an hour ago.
@@ -46,11 +48,11 @@ def shared_library(source: Path, *, name: str, headers: Sequence[Path] = ()) -> 
     library = folder / f"{name}-{digest}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        _build_once(command, library)
+        _build_once(command, library, is_quiet=is_quiet)
     return library
 
 
-def _build_once(command: Sequence[str], library: Path) -> None:
+def _build_once(command: Sequence[str], library: Path, *, is_quiet: bool) -> None:
     """Compiles unless the library is there once the lock is held.
 
     The locked file keeps the error of a build that failed. Removing it after a build is safe: each
@@ -66,7 +68,8 @@ def _build_once(command: Sequence[str], library: Path) -> None:
         if reason and time.time() - path.stat().st_mtime < RETRY_AFTER_S:
             raise BuildError(f"{reason} (tried again an hour later, or without {path})")
         note.truncate(0)
-        print(f"stepgauge: compiling {library.name}, once", file=sys.stderr, flush=True)
+        if not is_quiet:
+            print(f"stepgauge: compiling {library.name}, once", file=sys.stderr, flush=True)
         try:
             _compile(command, library)
         except BuildError as error:

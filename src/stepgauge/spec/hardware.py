@@ -204,6 +204,17 @@ class HardwareFile:
         except TypeError as error:
             raise ValueError(f"the hardware file {self.name} has no such peaks: {error}") from None
 
+    def require_kind(self, device: str) -> None:
+        """Of a GPU's file no time of a CPU is taken, nor the other way round. Raises ValueError."""
+        if device.startswith("cpu") and self.peaks is not None:
+            raise ValueError(
+                f"device is {device!r}; the hardware file {self.name} is of a GPU: choose cuda"
+            )
+        if device.startswith("cuda") and self.threads:
+            raise ValueError(
+                f"device is {device!r}; the hardware file {self.name} is of a CPU: choose cpu"
+            )
+
     def on_ranks(self, ranks: int) -> Self:
         """The machine as each of so many ranks finds it: where ranks share a CPU, with the
         operations that were timed side by side alone.

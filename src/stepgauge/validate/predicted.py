@@ -19,7 +19,7 @@ def predicted(spec: object, hardware: HardwareFile) -> Record:
     """What the row of the spec is predicted to be on that machine. Raises ValueError for what is not
     modelled or not calibrated, and for the device of another kind of machine.
     """
-    _require_kind(str(getattr(spec, "device", "")), hardware)
+    hardware.require_kind(str(getattr(spec, "device", "")))
     if isinstance(getattr(spec, "model", None), UserModel):
         return _of_user_model(spec, hardware)
     match spec:
@@ -44,15 +44,3 @@ def _of_user_model(spec: object, hardware: HardwareFile) -> Record:
     architecture = "cpu" if spec.device.startswith("cpu") else (peaks and peaks.architecture)
     machine = Machine(hardware.on_ranks(getattr(spec, "ranks", 1)))
     return predict_traced(spec, traced_apart(spec, architecture or "sm90"), machine)
-
-
-def _require_kind(device: str, hardware: HardwareFile) -> None:
-    """Of a GPU's file no time of a CPU is taken, nor the other way round."""
-    if device.startswith("cpu") and hardware.peaks is not None:
-        raise ValueError(
-            f"device is {device!r}; the hardware file {hardware.name} is of a GPU: choose cuda"
-        )
-    if device.startswith("cuda") and hardware.threads:
-        raise ValueError(
-            f"device is {device!r}; the hardware file {hardware.name} is of a CPU: choose cpu"
-        )

@@ -1,0 +1,34 @@
+"""Which layouts this machine can run."""
+
+from stepgauge.bench import layout
+from stepgauge.measure import devices
+from stepgauge.measure.environment import available_cores, device_memory
+from stepgauge.runtime.workers import run_isolated
+from stepgauge.spec.layout_step import LayoutSpec
+
+
+def why_not_here(spec: LayoutSpec, needed_bytes: float) -> str:
+    """Why this machine cannot run the layout, a sentence; "" where it can.
+
+    needed_bytes  that its fullest rank is predicted to need of a GPU
+    """
+    try:
+        device = devices.resolve(spec.device)
+        layout.check(spec)
+    except ValueError as error:
+        return str(error)
+    if device.type == "cpu":
+        cores = available_cores()
+        if spec.ranks > cores:
+            return (
+                f"layout {spec.layout!r} has {spec.ranks} ranks; this machine has {cores} cores, "
+                f"one a rank"
+            )
+        return ""
+    there = run_isolated(device_memory, device)  # apart: asking takes memory of the GPU
+    if needed_bytes > there:
+        return (
+            f"layout {spec.layout!r} needs {needed_bytes / 2**30:.1f} GiB a rank; a GPU of this "
+            f"machine has {there / 2**30:.1f}"
+        )
+    return ""

@@ -1,0 +1,30 @@
+"""Hardware files of a CPU that nobody has."""
+
+import dataclasses
+
+from stepgauge.spec.calibration import OperationTable
+from stepgauge.spec.hardware import HardwareFile
+
+
+def made_up() -> HardwareFile:
+    """A machine on which every operation of a nano step has been timed once."""
+    sizes = {"matmul": "mnk", "rmsnorm": "mn", "attention": "htd", "cross-entropy": "mv"}
+    names = [f"matmul {layout} fp32" for layout in ("nt", "nn", "tn")]
+    for direction in ("forward", "backward"):
+        names += [f"rmsnorm {direction} fp32", f"attention sdpa {direction} fp32"]
+        names.append(f"cross-entropy {direction}")
+    tables = {
+        name: OperationTable(axes, ((64,) * len(axes) + (10.0,),))
+        for name in names
+        for axes in [tuple(sizes[name.split()[0]])]
+    }
+    tables["optimizer adamw fp32"] = OperationTable(("numel",), ((1e6, 100.0),))
+    tables["traffic"] = OperationTable(("bytes",), ((1e6, 10.0), (1e8, 900.0)))
+    return HardwareFile(name="cpu", operations=tables)
+
+
+def wired(cores: int) -> HardwareFile:
+    """The same with so many threads, and wires between its cores."""
+    wire = {"bytes_per_s": 1e9, "latency_us": 100, "efficiency": 1.0, "source": "assumed"}
+    fabric = {"gpus_per_node": cores, "within": wire, "between": wire}
+    return dataclasses.replace(made_up(), threads=cores, other={"fabric": fabric})
