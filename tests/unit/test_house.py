@@ -94,6 +94,14 @@ PRIVATE_NAMES = {
         {"parallel/residual_stream.py"},
         "public functional collectives that the compiler keeps in its graphs",
     ),
+    "torch.ops.aten._scaled_dot_product_cudnn_attention": (
+        {"kernels/attention/cudnn.py"},
+        "a public cuDNN attention that gives and takes the log-sum-exp",
+    ),
+    "torch.ops.aten._scaled_dot_product_cudnn_attention_backward": (
+        {"kernels/attention/cudnn.py"},
+        "a public cuDNN attention that gives and takes the log-sum-exp",
+    ),
     "torch.profiler._ExperimentalConfig": (
         {"measure/profiler.py"},
         "stacks by a public option of the profiler",

@@ -56,7 +56,10 @@ def flash_attention(q, k, v, *, is_causal=False, scale=None, window=0):
     outside of it are neither read nor computed. 0: none. Hopper's kernels in Gluon leave it to the
     portable ones.
 
-    Sums are made in a fixed order, so gradients have the same bits every time.
+    On Hopper cuDNN runs the shapes where it was measured faster (cudnn.py), heads wider than 128
+    among them; STEPGAUGE_CUDNN=0 forces the kernels here. These make their sums in a fixed order, so
+    that gradients have the same bits every time; cuDNN does not, and is left out under
+    `torch.use_deterministic_algorithms(True)`.
 
     Without CUDA (and outside of Triton's interpreter) the plain PyTorch version runs, which takes
     float64 too. Raises ValueError for shapes, types, a scale or a window that it does not take, and

@@ -18,7 +18,7 @@ from stepgauge.kernels.launch.triton_internals import (
     launcher_under_descriptors,
 )
 
-from . import heuristics
+from . import cudnn, heuristics
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -219,6 +219,7 @@ class LaunchKey(NamedTuple):
     do: View | None = None
     window: int = 0
     is_packed: bool = False
+    may_use_cudnn: bool = False
 
     @property
     def is_bounded(self):
@@ -303,7 +304,7 @@ def launch_key(
     return LaunchKey(
         q.get_device() if q.is_cuda else None, dtype, of(q), of(k), of(v), is_causal, scale, matmul_precision(dtype),
         heuristics.overrides(), num_splits, None if o is None else of(o), None if do is None else of(do),
-        window, is_packed,
+        window, is_packed, cudnn.is_allowed(),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from . import bf16x3, extension
+from . import bf16x3, cudnn, extension
 from .backward import dkdv_kernel, dq_kernel
 from .forward import forward_kernel
 from .launching import PlannedLaunch, View, boxes_of, launch_key, on_device, rows_last, stream_of
@@ -110,6 +110,8 @@ def forward(q, k, v, is_causal, scale, window=0, spans=None, *, num_splits=None)
         return o, lse
     seen = {"window": window, "is_packed": spans is not None}
     key = launch_key(q, k, v, is_causal, scale, num_splits, o=o, **seen)
+    if (by_cudnn := cudnn.forward(key, q, k, v)) is not None:
+        return by_cudnn
     step, stream = _plan_forward(key), stream_of(q)
     _run_forward(step, stream, q, k, v, o, lse, *_given(spans))
     if extension.takes(key):
@@ -281,11 +283,13 @@ def backward(do, q, k, v, o, lse, is_causal, scale, window=0, spans=None, *, num
     Seven products in two kernels, and sums in a fixed order: the same bits every time.
     """
     do, q, k, v, o = (rows_last(x) for x in (do, q, k, v, o))
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel() == 0:
-        return dq, dk.zero_(), dv.zero_()
+        return torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     seen = {"window": window, "is_packed": spans is not None}
     key = launch_key(q, k, v, is_causal, scale, num_splits, o=o, do=do, **seen)
+    if (by_cudnn := cudnn.backward(key, do, q, k, v, o, lse)) is not None:
+        return by_cudnn
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     spans, delta = _given(spans), torch.empty_like(lse)
     for_dq = _plan_dq(key, dq.stride()[:3])
     for_dkdv = _plan_dkdv(key, dk.stride()[:3], dv.stride()[:3])
