@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from tests.parallel.graphs import RunAgain
 from tests.parallel.pipelines import batch, mean_loss, network, whole
 from tests.schedules import random_schedule
 from torch import nn
@@ -25,6 +26,8 @@ ON_TWO = [
     *(("1f1b", name) for name in ("transformer checkpointed", "list")),
     ("zb-h1", "transformer checkpointed"),
     ("zb-h1", "transformer compiled"),
+    *(("zbv", f"{name} graphed") for name in ("transformer", "list")),
+    *(("1f1b", f"{name} graphed") for name in ("bert", "list")),
 ]
 ON_FOUR = [("zbv", "transformer"), ("interleaved", "list"), ("v-half", "bert")]
 
@@ -55,11 +58,19 @@ def difference_from_one_process(schedule_name, name):
     """Two steps, the second with two batches, each with clipping; what differs, in words."""
     micro_batches = 8 if schedule_name == "dualpipev" else 4
     schedule = build(schedule_name, ranks=dist.get_world_size(), micro_batches=micro_batches)
+    graphs = RunAgain() if name.endswith("graphed") else None
+    name = name.removesuffix(" graphed")
     modules, ties, share = network(name, schedule.num_stages)
     alone = copy.deepcopy(modules)
     transport = "copies" if name in ("list", "tied") else "messages"
     pipeline = Pipeline(
-        modules, schedule, loss=mean_loss, tied=ties, share=share, transport=transport
+        modules,
+        schedule,
+        loss=mean_loss,
+        tied=ties,
+        share=share,
+        transport=transport,
+        graphs=graphs,
     )
     theirs = list(dict.fromkeys(p for module in alone for p in module.parameters()))
     for number in range(STEPS):

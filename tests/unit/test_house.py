@@ -36,6 +36,10 @@ PRIVATE_NAMES = {
         "a public name of the foreach functions",
     ),
     "torch._foreach_mul_": ({"parallel/whole_norm.py"}, "a public name of the foreach functions"),
+    "torch._foreach_zero_": (
+        {"parallel/pipeline/graphed.py"},
+        "a public name of the foreach functions",
+    ),
     "torch._foreach_norm": (
         {"parallel/shares.py", "parallel/whole_norm.py"},
         "a public name of the foreach functions",

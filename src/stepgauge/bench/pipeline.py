@@ -18,7 +18,7 @@ from stepgauge.bench.ranks import OnRanks, slowest
 from stepgauge.cost.timeline import Durations, simulate
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
-from stepgauge.parallel.pipeline import Pipeline
+from stepgauge.parallel.pipeline import CudaGraphs, Pipeline
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.pipeline_cut import cut
@@ -117,6 +117,7 @@ class PipelineBench:
                 context=self._context,
                 transport=spec.transport,
                 recording=True,
+                graphs=CudaGraphs(self.device) if spec.cuda_graphs else None,
             )
         modules = {stage: make(stage) for stage in schedule.stages(dist.get_rank())}
         return TorchPipeline(
@@ -167,7 +168,7 @@ class PipelineBench:
         """The timed steps. All ranks must call it."""
         devices.reset_peak_memory(self.device)
         steps = [self.timed_step() for _ in range(self.spec.steps)]
-        found = devices.peak_memory(self.device)
+        found = {} if self.spec.cuda_graphs else devices.peak_memory(self.device)
         return RankFigures(steps=steps, spans=self.spans(), bytes=found, parts=self.parts)
 
     def timed_step(self) -> float:
@@ -189,7 +190,7 @@ class PipelineBench:
         """What the stages take alone. All ranks must call it, after a step."""
         pipeline = self.pipeline
         assert isinstance(pipeline, Pipeline), "torch's pipelines cannot be asked"
-        base = devices.allocated_memory(self.device) or 0
+        base = 0 if self.spec.cuda_graphs else self._allocated()
         found = {number: self._stage(pipeline, number) for number in pipeline.modules}
         return Probed(
             actions={
@@ -218,25 +219,26 @@ class PipelineBench:
         in between.
         """
         calls = pipeline.alone(number, *self.batch)
+        probed = min(PROBED, pipeline.room(number) or PROBED)
         ms, issued, levels, within = {}, 0.0, [self._allocated()], 0.0
         for kind, call in calls.items():
             devices.synchronize(self.device)
             if self.device.type == "cuda":  # but the allocator keeps its blocks
                 torch.cuda.reset_peak_memory_stats(self.device)
             start = time.perf_counter()
-            for micro_batch in range(PROBED):
+            for micro_batch in range(probed):
                 call(micro_batch)
             issued += time.perf_counter() - start
             devices.synchronize(self.device)
-            ms[kind] = (time.perf_counter() - start) * 1e3 / PROBED
+            ms[kind] = (time.perf_counter() - start) * 1e3 / probed
             peak = devices.peak_memory(self.device).get("peak_bytes", 0)
             levels.append(self._allocated())
             within = max(within, peak - max(levels[-2:]))
-        held = [max(0.0, level - levels[0]) / PROBED for level in levels[1:]]
+        held = [max(0.0, level - levels[0]) / probed for level in levels[1:]]
         on_host = self.device.type == "cpu"  # there the host is the device
         return _Alone(
             ms=ms,
-            host_ms=0.0 if on_host else issued * 1e3 / PROBED / len(calls),
+            host_ms=0.0 if on_host else issued * 1e3 / probed / len(calls),
             held=Held(held[0], held[1] if len(held) > 2 else 0.0),
             within_bytes=round(within),
         )
@@ -361,13 +363,15 @@ def _spans(ranks: list[list[tuple[str, float, float]]]) -> dict[str, list[list[A
 
 
 def _asked(spec: PipelineSpec, parts: list[range], provenance: str = "measured") -> dict[str, Any]:
-    by_time = f"{said(parts, 'parts')}, by measured time" if spec.balance == TIME else ""
+    notes = [f"{said(parts, 'parts')}, by measured time"] if spec.balance == TIME else []
+    if spec.cuda_graphs:
+        notes.append("peak memory is not known: torch does not count what CUDA graphs keep")
     return {
         "kind": spec.kind,
         "spec": dataclasses.asdict(spec),
         "environment": environment(torch.device(spec.device)),
         "provenance": provenance,
-        "note": by_time,
+        "note": "; ".join(notes),
     }
 
 

@@ -89,6 +89,13 @@ class PipelineSpec:
         flag_value="blocks",
         label="changed",
     )
+    cuda_graphs: bool = option(
+        False,
+        "record forward and backward of each stage once as CUDA graphs, and replay them: for stages "
+        "that the host is too slow for; takes memory for each micro-batch in flight",
+        flag_value=True,
+        label="changed",
+    )
     ahead: int = option(
         AHEAD,
         "computations between the posting of a receive and its reader; -1: posted as it is sent",
@@ -115,6 +122,8 @@ class PipelineSpec:
             )
         if self.is_torchs and self.ours in SPLITTING and self.compile != "off":
             raise ValueError(f"compile is {self.compile!r}; {self.schedule} takes 'off' only")
+        if self.cuda_graphs and self.device.startswith("cpu"):
+            raise ValueError("cuda_graphs needs a GPU; device is 'cpu'")
         if self.num_stages > self.model.num_layers:
             raise ValueError(
                 f"{self.schedule} on {self.ranks} ranks has {self.num_stages} stages; "
@@ -147,6 +156,6 @@ class PipelineSpec:
     def canonical(self) -> Self:
         """With defaults for the options that the schedule does not look at."""
         per_rank = self.per_rank if self.ours in LOOPED else PipelineSpec.per_rank
-        idle = {"ahead", "transport"} if self.is_torchs else set()
+        idle = {"ahead", "transport", "cuda_graphs"} if self.is_torchs else set()
         own = {name: getattr(PipelineSpec, name) for name in idle}
         return dataclasses.replace(self, **{"per_rank": per_rank, **own})

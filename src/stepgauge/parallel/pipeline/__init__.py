@@ -1,10 +1,11 @@
 """Pipeline parallel: any checked schedule of spec/plan/pipeline, run by any modules as stages.
 
 The parts, in the order in which to read them: `split` (backward in two), `stage`, `transfers`,
-`tied`, `pipeline`.
+`tied`, `graphed`, `pipeline`.
 """
 
+from stepgauge.parallel.pipeline.graphed import CudaGraphs
 from stepgauge.parallel.pipeline.pipeline import Pipeline
 from stepgauge.parallel.pipeline.tied import Tie
 
-__all__ = ["Pipeline", "Tie"]
+__all__ = ["CudaGraphs", "Pipeline", "Tie"]

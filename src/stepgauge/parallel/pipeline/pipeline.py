@@ -1,6 +1,7 @@
 """Pipeline parallel training: each rank runs its list of a checked schedule, action by action."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stepgauge.parallel.pipeline.clock import Clock
+from stepgauge.parallel.pipeline.graphed import GraphedStage, Recorder
 from stepgauge.parallel.pipeline.peer_memory import on_one_machine
 from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
 from stepgauge.parallel.pipeline.stage import Meta, Stage
@@ -49,6 +51,7 @@ class Pipeline:
     transport "copies" into the memory of the other ranks, on one machine, or "messages" of the
               process group; "auto": copies between GPUs of one machine
     recording keeps when each action ran: `spans`
+    graphs    records forward and backward of each stage, to be replayed: CudaGraphs(device)
 
     Raises ValueError for another number of stages or ranks than the schedule's.
     """
@@ -68,6 +71,7 @@ class Pipeline:
         ahead: int = AHEAD,
         transport: str = "auto",
         recording: bool = False,
+        graphs: Recorder | None = None,
     ):
         self.schedule = check(
             lower(schedule, ahead=ahead), ranks=dist.get_world_size(group)
@@ -76,20 +80,32 @@ class Pipeline:
         self.modules = _own_modules(stages, self.schedule, self.rank)
         self.device = torch.device(device or _device_of(self.modules.values()))
         self._group, self._share, self._reduce = group, share, reduce
-        last = self.schedule.num_stages - 1
-        self._stages = {
-            number: Stage(
-                module,
-                context=context,
-                splits=self.schedule.splits(number),
-                loss=loss if number == last else None,
-            )
-            for number, module in self.modules.items()
-        }
+        make = functools.partial(self._stage, context=context, loss=loss, graphs=graphs)
+        self._stages = {number: make(number, module) for number, module in self.modules.items()}
         self._transfers = _transfers(transport, self.schedule, group, self.device)
         self._tied = TiedWeights(tied, self.modules, self.schedule, group)
         self._metas: dict[int, list[Meta]] = {}
         self._clock = Clock(self.device) if recording else None
+
+    def _stage(
+        self,
+        number: int,
+        module: nn.Module,
+        *,
+        context: Callable[[], contextlib.AbstractContextManager[Any]],
+        loss: Callable[..., Tensor] | None,
+        graphs: Recorder | None,
+    ) -> Stage | GraphedStage:
+        stage = Stage(
+            module,
+            context=context,
+            splits=self.schedule.splits(number),
+            loss=loss if number == self.schedule.num_stages - 1 else None,
+            recorded=graphs is not None,
+        )
+        if graphs is None:
+            return stage
+        return GraphedStage(stage, graphs, self.schedule.in_flight(number), self.device)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -117,6 +133,8 @@ class Pipeline:
             clock=self._clock,
         )
         self._tied.begin()
+        for stage in self._stages.values():
+            stage.begin()
         if self._clock:
             self._clock.begin()
         for action in self.schedule.ranks[self.rank]:
@@ -127,9 +145,9 @@ class Pipeline:
                 raise
         self._transfers.finish()
         self._tied.finish()
-        for stage in sorted(self._tied.stages & self.modules.keys()):
+        for number in sorted(self._tied.stages & self.modules.keys()):
             if self._reduce is not None:
-                self._reduce(stage, self.modules[stage])
+                self._reduce(number, self.modules[number])
         return step.loss
 
     def _reduce_early(self, stage: int, module: nn.Module) -> None:
@@ -223,6 +241,11 @@ class Pipeline:
             return calls | {"B": lambda k: run.backward(k, back)}
         return calls | {"I": lambda k: run.backward_input(k, back), "W": run.backward_weight}
 
+    def room(self, stage: int) -> int | None:
+        """How many micro-batches `alone` has room for between forward and backward; None: any."""
+        run = self._stages[stage]
+        return run.num_slots if isinstance(run, GraphedStage) else None
+
     def close(self) -> None:
         """Gives the modules back as they were."""
         self._metas = {}
@@ -236,7 +259,7 @@ class Pipeline:
         if self._metas.get(0) == metas:
             return
         self._metas = {0: metas}
-        last = self.schedule.num_stages - 1
+        last, given = self.schedule.num_stages - 1, {}
         for stage in range(last + 1):
             found = None
             if stage in self._stages:
@@ -244,11 +267,14 @@ class Pipeline:
                     meta.empty(self.device).zero_() for meta in metas
                 ]  # fmt: skip
                 answers = on_device(targets, self.device) if stage == last else ()
-                found = self._stages[stage].prepare(metas, example, answers)
+                found = given[stage] = self._stages[stage].prepare(metas, example, answers)
             if stage < last:
                 metas = shared_metas(self.schedule.rank_of, stage, found, self._group)
                 self._metas[stage + 1] = metas
         self._transfers.prepare(_messages(self._metas))
+        for stage, outputs in given.items():
+            answers = on_device(targets, self.device) if stage == last else ()
+            self._stages[stage].record(self._metas[stage], outputs, answers)
 
 
 def _own_modules(stages: Stages, schedule: Schedule, rank: int) -> dict[int, nn.Module]:

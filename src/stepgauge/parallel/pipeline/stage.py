@@ -50,6 +50,8 @@ class Stage:
     splits   whether its backward is run in two parts
     loss     of the last stage: called with its outputs and the targets; without it the module
              takes the targets too
+    recorded whether it is run by a GraphedStage: gradients of weights are asked for and added, for
+             autograd's own accumulation cannot be recorded
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class Stage:
         context: Callable[[], contextlib.AbstractContextManager[Any]],
         splits: bool,
         loss: Callable[..., Tensor] | None = None,
+        recorded: bool = False,
     ):
         self.module, self._context, self.splits, self._loss = module, context, splits, loss
+        self._recorded = recorded
         self._kept: dict[int, Kept] = {}
         self._split: SplitBackward | None = None
 
@@ -86,12 +90,23 @@ class Stage:
             outputs = self._call(example, targets)
         for buffer, before in buffers:
             buffer.copy_(before)
-        if self.splits:
-            self._split = SplitBackward(self.module, watch.splittable)
+        if self.splits or self._recorded:
+            self._split = SplitBackward(self.module, watch.splittable if self.splits else {})
         trains = any(meta.is_trained for meta in inputs) or any(
             parameter.requires_grad for parameter in self.module.parameters()
         )
         return [Meta(o.shape, o.dtype, trains and o.is_floating_point()) for o in outputs]
+
+    def record(
+        self, inputs: Sequence[Meta], outputs: Sequence[Meta], targets: Sequence[Tensor]
+    ) -> None:
+        """Nothing: it runs eagerly. As all three, for GraphedStage."""
+
+    def begin(self) -> None:
+        """Before a step."""
+
+    def finish(self) -> None:
+        """When the gradients of a step are there."""
 
     def close(self) -> None:
         """Gives the module back as it was, and drops what unfinished micro-batches keep."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stepgauge.parallel.pipeline.clock import Clock
+from stepgauge.parallel.pipeline.graphed import GraphedStage
 from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
 from stepgauge.parallel.pipeline.stage import Meta, Stage
 from stepgauge.parallel.pipeline.transfers import Transfers
@@ -27,7 +28,7 @@ class PipelineStep:
     """
 
     schedule: Schedule
-    stages: Mapping[int, Stage]
+    stages: Mapping[int, Stage | GraphedStage]
     metas: Mapping[int, Sequence[Meta]]
     transfers: Transfers | PeerTransfers
     device: torch.device
@@ -56,8 +57,10 @@ class PipelineStep:
             self.transfers.receive(action, self.metas[stage])
         elif kind == "RECV_B":
             self.transfers.receive(action, [m for m in self.metas[stage + 1] if m.is_trained])
-        elif kind == "REDUCE_GRAD" and self.reduce is not None:
-            self.reduce(stage, self.stages[stage].module)
+        elif kind == "REDUCE_GRAD":
+            self.stages[stage].finish()
+            if self.reduce is not None:
+                self.reduce(stage, self.stages[stage].module)
 
     def _compute(self, action: Action) -> None:
         number, kind, micro_batch = action

@@ -142,6 +142,16 @@ class Schedule:
             for action in self.ranks[self.rank_of[stage]]
         )
 
+    def in_flight(self, stage: int) -> int:
+        """The most micro-batches of a stage that are between their F and the end of their backward."""
+        row = [action for action in self.ranks[self.rank_of[stage]] if action.stage == stage]
+        ends = {action.micro_batch: action for action in row if action.kind in (BACKWARD, WEIGHT)}
+        live = most = 0
+        for action in row:
+            live += (action.kind == FORWARD) - (action == ends.get(action.micro_batch))
+            most = max(most, live)
+        return most
+
     def crosses(self, stage: int, other: int) -> bool:
         """Whether both stages exist and are on different ranks."""
         ranks = self.rank_of
