@@ -20,11 +20,11 @@ from pathlib import Path
 
 from stepgauge.bench.kernels import comparison
 from stepgauge.bench.launchers import prepare_for, with_launchers
+from stepgauge.kernels.attention import cudnn
+from stepgauge.kernels.linear_cross_entropy import by_torch
 from stepgauge.spec.kernel import AttentionSpec, KernelSpec, LinearCrossEntropySpec
 
-# What forces our kernels. "default" comes first: what C++ has been told of stays with C++.
-FORCED = {"default": "1", "kernels": "0"}
-SWITCHES = ("STEPGAUGE_CUDNN",)
+FORCED = ("default", "kernels")  # in this order: what C++ has been told of stays with C++
 
 
 def attention(
@@ -39,7 +39,7 @@ def attention(
 
 def loss(tokens: int, width: int, vocabulary: int) -> list[KernelSpec]:
     shape = {"tokens": tokens, "width": width, "vocabulary": vocabulary}
-    return [LinearCrossEntropySpec(**shape, passes="both", peers="eager compile")]
+    return [LinearCrossEntropySpec(**shape, passes="both", peers="ours-compiled eager compile")]
 
 
 SHAPES = [  # the most wanted first
@@ -72,8 +72,8 @@ def rows(trial: bool) -> Iterator[tuple[KernelSpec, str]]:
 
 
 def measured(spec: KernelSpec, forced: str) -> dict:
-    for switch in SWITCHES:
-        os.environ[switch] = FORCED[forced]
+    os.environ[cudnn.OPT_OUT] = "0" if forced == "kernels" else "1"
+    by_torch.IS_ALLOWED = forced != "kernels"
     prepare_for(dataclasses.replace(spec, device="cpu"))
     record = with_launchers(comparison.run(spec))
     return {"forced": forced, **dataclasses.asdict(record)}

@@ -103,7 +103,9 @@ def of_ends(operations: StepOperations) -> Parts:
         "last norm": stream_bytes(operations) + operations.own_tokens * STATISTIC,
         "input of the head": m * d * how.activation,
     }
-    if model.loss == "fused":  # gradients are formed in forward, a chunk of logits at a time
+    if (
+        model.loss == "fused" and not operations.loss_by_torch
+    ):  # gradients are formed in forward, a chunk of logits at a time
         return {**found, "gradient of the head": v * d * how.residual}
     found["log-softmax"] = m * v * how.activation
     if how.activation == 2 and operations.share.tensor == 1:
@@ -120,7 +122,7 @@ def of_loss_backward(operations: StepOperations) -> float:
     if not operations.is_last:
         return 0.0
     m, v = operations.tokens, operations.model.vocab_size // operations.share.tensor
-    if operations.model.loss == "fused":
+    if operations.model.loss == "fused" and not operations.loss_by_torch:
         return min(MOST_LOGITS, m * v * 4)
     if operations.how.is_compiled:  # one pass: a gradient in the logits' own type
         return m * v * operations.how.activation

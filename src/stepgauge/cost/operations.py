@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from stepgauge.cost.fused_loss import fused_backward, fused_forward
 from stepgauge.cost.terms import TRAFFIC, Arithmetic, Term
+from stepgauge.spec.fused_loss import torch_computes
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.tensor import KINDS, Rule
 from stepgauge.spec.plan.tensor_tables import table_of
@@ -312,7 +313,17 @@ class StepOperations:
     @property
     def _fuses_loss(self) -> bool:
         """Ranks that share the vocabulary fuse it by parts, which are priced as parts."""
-        return self.model.loss == "fused" and self.share.tensor == 1
+        is_fused = self.model.loss == "fused" and self.share.tensor == 1
+        return is_fused and not self.loss_by_torch
+
+    @property
+    def loss_by_torch(self) -> bool:
+        """Whether torch computes a fused loss, as the kernels hand small ones over."""
+        if not (self.spec.precision.startswith("bf16") and self.spec.device.startswith("cuda")):
+            return False
+        model, is_compiled = self.model, self.how.is_compiled
+        size = self.tokens, model.d_model, model.vocab_size
+        return self.share.tensor == 1 and torch_computes(*size, compiled=is_compiled)
 
     @property
     def _up(self) -> str:

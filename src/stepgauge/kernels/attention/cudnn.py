@@ -8,7 +8,7 @@ padded with zeros.
 cuDNN adds dq up in any order. `torch.use_deterministic_algorithms(True)`, STEPGAUGE_CUDNN=0 and
 `torch.backends.cuda.enable_cudnn_sdp(False)` leave every shape to the kernels here.
 
-docs/log/2026-11-22-attention-by-cudnn.md has the figures and what was weighed.
+docs/log/2026-11-22-handed-over.md has the figures and what was weighed.
 """
 
 import collections

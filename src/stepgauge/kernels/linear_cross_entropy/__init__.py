@@ -28,6 +28,10 @@ autocast's type. The weight's gradient is summed in fp32 within a chunk of token
 Backward runs once: a second backward through the same loss (retain_graph) raises RuntimeError, and
 so does one with create_graph, since there is no second derivative.
 
+Small ones in bf16 on CUDA are computed by torch's own operators, which are faster there
+(spec/fused_loss.py): these hold the logits. Any option of the fused loop, `max_logits_bytes` for one,
+or STEPGAUGE_LOSS_BY_TORCH=0 keeps the fused kernels.
+
 Legend: N tokens, D model width, V vocabulary, `...` any leading dimensions, none included.
 """
 
@@ -43,7 +47,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from stepgauge.kernels.plain_eager import is_plain_eager
 
-from . import chunked
+from . import by_torch, chunked
 
 __all__ = ["FusedLinearCrossEntropy", "LinearCrossEntropyFunction", "linear_cross_entropy"]
 
@@ -68,6 +72,16 @@ def linear_cross_entropy(
     """
     _check_tensors(hidden, weight_VD, targets)
     _check_options(reduction, softcap, weight_grad_accumulation, max_logits_bytes)
+    compute_dtype = _compute_dtype(hidden, weight_VD)
+    asked = {
+        "z_loss": z_loss,
+        "softcap": softcap,
+        "accumulation": weight_grad_accumulation != "auto",
+        "max_logits_bytes": max_logits_bytes,
+    }
+    if by_torch.takes(hidden, weight_VD, compute_dtype, **asked):
+        how = {"reduction": reduction, "ignore_index": ignore_index}
+        return by_torch.loss(hidden, weight_VD, targets, **how)
     differentiates = torch.is_grad_enabled()
     run = (
         LinearCrossEntropyFunction.apply
@@ -78,7 +92,7 @@ def linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]),
         weight_VD,
         targets.reshape(-1),
-        _compute_dtype(hidden, weight_VD),
+        compute_dtype,
         reduction == "mean",
         ignore_index,
         z_loss,

@@ -9,7 +9,6 @@ Legend: N tokens, D model width, V vocabulary, C tokens of a chunk, P a row of l
 rounded up), R rows of the weight that the matmuls take (P or V).
 """
 
-import functools
 import importlib.util
 import math
 from collections.abc import Sequence
@@ -37,9 +36,7 @@ ROW_MULTIPLE = 64
 CHUNK_MULTIPLE = 128
 
 
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
@@ -48,7 +45,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
 
     Plain too for float64: the kernels compute in fp32.
     """
-    if device.type == "cuda" and dtype != torch.float64 and _has_triton():
+    if device.type == "cuda" and dtype != torch.float64 and HAS_TRITON:
         from . import triton
 
         return triton

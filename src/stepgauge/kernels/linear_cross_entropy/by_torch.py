@@ -1,0 +1,44 @@
+"""Linear + cross-entropy in torch's operators, where spec/fused_loss.py says that they are faster.
+
+Legend: N tokens, D model width, V vocabulary.
+"""
+
+import math
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stepgauge.spec.fused_loss import torch_computes
+
+from . import chunked
+
+# Read once: the compiler sees no environment.
+IS_ALLOWED = os.environ.get("STEPGAUGE_LOSS_BY_TORCH") != "0"
+
+
+def takes(hidden: Tensor, weight_VD: Tensor, dtype: torch.dtype, **options: Any) -> bool:
+    """Whether torch computes it. options: what of the fused loop is asked for, none of it torch's."""
+    if not IS_ALLOWED or any(options.values()) or dtype != torch.bfloat16:
+        return False
+    if hidden.device.type != "cuda" or not chunked.HAS_TRITON:
+        return False
+    V, D = weight_VD.shape
+    is_compiling = torch.compiler.is_compiling()
+    return torch_computes(hidden.numel() // max(1, D), D, V, compiled=is_compiling)
+
+
+def loss(
+    hidden: Tensor, weight_VD: Tensor, targets: Tensor, *, reduction: str, ignore_index: int
+) -> Tensor:
+    """The scalar in fp32; NaN for a target outside the vocabulary, at which torch's would abort."""
+    V, D = weight_VD.shape
+    logits_NV = F.linear(hidden.reshape(-1, D), weight_VD).float()
+    targets_N = targets.reshape(-1).long()
+    is_known_N = targets_N == targets_N.clamp(0, V - 1)
+    known_N = torch.where(is_known_N, targets_N, ignore_index)
+    found = F.cross_entropy(logits_NV, known_N, ignore_index=ignore_index, reduction=reduction)
+    is_right = (is_known_N | (targets_N == ignore_index)).all()
+    return torch.where(is_right, found, math.nan)
