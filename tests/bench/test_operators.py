@@ -2,6 +2,7 @@
 against what is counted by hand.
 """
 
+import dataclasses
 import json
 import warnings
 from pathlib import Path
@@ -9,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from stepgauge.bench.operators import traced
+from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.step import predict
-from stepgauge.cost.traced import predict_traced
+from stepgauge.cost.traced_step import predict_traced
 from stepgauge.runtime.workers import run_isolated
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.user_model import UserModel
@@ -141,7 +144,9 @@ def test_a_presets_operators_cost_what_its_formulas_say(tmp_path):
     """Two ways to one figure: terms written down from the network's shape, and the operators that
     torch dispatches for it, with the memory of their tensors.
     """
-    machine = Machine(HardwareFile.read(HARDWARE / "h100-sxm.json"))
+    machine, dgx = (
+        Machine(HardwareFile.read(HARDWARE / f"{name}.json")) for name in ("h100-sxm", "dgx-h100")
+    )
     model = ModelSpec.preset("medium", num_layers=2)
     spec = StepSpec(model=model, size="medium", precision="bf16", batch=16, device="cuda")
     seen = run_isolated(traced, spec, "sm90")  # another test may have run a backward here
@@ -150,6 +155,20 @@ def test_a_presets_operators_cost_what_its_formulas_say(tmp_path):
         ("backward_ms", 0.05), ("optimizer_ms", 0.01), ("device_ms", 0.04), ("peak_bytes", 0.03)
     ):  # fmt: skip
         assert abs(operators.median(metric) / formula.median(metric) - 1) < within, metric
+    for wrapper in ("bucketed", "zero1", "zero2"):
+        asked = {"model": model, "precision": "bf16", "device": "cuda"}
+        two = DataParallelSpec(**asked, batch=16, ranks=2, wrapper=wrapper)
+        by_rank = predict_traced(two, seen, dgx).median("peak_bytes")
+        assert by_rank == pytest.approx(
+            predict_data_parallel(two, dgx).median("peak_bytes"), rel=0.05
+        )
+        layout = LayoutSpec(**asked, batch=32, layout=f"dp2 {wrapper}")
+        same, rows = (predict_traced(each, seen, dgx) for each in (two, layout))
+        assert rows.median("step_ms") == same.median("step_ms")
+        assert rows.median("data_exposed_ms") == same.median("exposed_ms")
+        twice = predict_traced(dataclasses.replace(layout, accumulation=2), seen, dgx)
+        assert 1.5 < twice.median("step_ms") / rows.median("step_ms") < 2
+        assert twice.median("peak_bytes") >= rows.median("peak_bytes")
     assert 2 <= seen.blocks["forward"] < 4  # two blocks and both ends
     assert sum(term.gradient for term in seen.backward) == model.num_parameters
 

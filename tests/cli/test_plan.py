@@ -114,3 +114,40 @@ def test_a_file_of_another_kind_of_machine(stepgauge):
     asked = (*NANO, "--gpus", "2", "--global-batch", "2", "--hardware", HARDWARE / "dgx-h100.json")
     status, _, err = stepgauge("plan", *asked)
     assert status == 2 and "is of a GPU: choose cuda" in err
+
+
+NET = """
+import torch
+from torch import nn
+def net():
+    layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
+    return layers, (torch.randn(4, 32), torch.zeros(4, dtype=torch.long)), nn.CrossEntropyLoss()
+"""
+
+
+def test_a_users_network_has_its_data_axes_ranked(stepgauge, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(NET)
+    asked = ("plan", "--model", f"{file}:net", "--gpus", "2", "--precision", "bf16")
+    on_gpus = (*asked, "--hardware", HARDWARE / "dgx-h100.json")
+    status, out, err = stepgauge(*on_gpus, "--format", "json", "--global-batch", "4")
+    assert status == 0, err
+    rows = json.loads(out)
+    assert {row["spec"]["layout"] for row in rows} == {"dp2 bucketed", "dp2 zero1", "dp2 zero2"}
+    assert {row["spec"]["accumulation"] for row in rows} == {2}
+    times = [row["metrics"]["step_ms"]["median"] for row in rows]
+    assert times == sorted(times)
+    state = {row["spec"]["layout"]: dict(r[:2] for r in row["tables"]["memory"])["optimizer state"]
+             for row in rows}  # fmt: skip
+    assert state["dp2 bucketed"] > state["dp2 zero1"] >= state["dp2 bucketed"] / 2
+    status, out, err = stepgauge(*on_gpus)
+    assert status == 0, err
+    assert "net of" in out and "2 of its batches a step" in out and "3 fit in 78 GiB" in out
+    assert "bench layout --model" in out and "--batch" not in out
+    for wrong, said in (
+        (("--global-batch", "3"), "global_batch is 3; 2 GPUs cannot share so many batches"),
+        (("--tokens", "1B"), "tokens is '1B'; those of a user's model are not known"),
+        (("--compile", "on"), "compile is 'on'; of a user's model eager steps are predicted"),
+    ):
+        status, _, err = stepgauge(*on_gpus, *wrong)
+        assert status == 2 and said in err

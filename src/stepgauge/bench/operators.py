@@ -3,18 +3,18 @@
 import dataclasses
 import functools
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
 from stepgauge.bench import step as bench_step
 from stepgauge.bench.storage_tracking import predict as predict_memory
 from stepgauge.cost.terms import TRAFFIC, Term
-from stepgauge.cost.traced import Traced, require_traceable
+from stepgauge.cost.traced import Traced, TracedSpec, require_traceable
 from stepgauge.measure.memory.fake_device import NotPredictableError, fake_device
 from stepgauge.measure.memory.recurrent import layers_that_raise
 from stepgauge.measure.operators import OperatorTrace, record_step
 from stepgauge.runtime.load_file import user_line
 from stepgauge.runtime.workers import run_isolated
-from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec, WorkSpec
@@ -43,7 +43,7 @@ class Counted:
         return {**found, "optimizer": len(self.parameters)}
 
 
-def traced_apart(spec: StepSpec | DataParallelSpec, architecture: str) -> Traced:
+def traced_apart(spec: TracedSpec, architecture: str) -> Traced:
     """The same in a process of its own, which leaves no memory on a GPU; once for all layouts of a
     step.
     """
@@ -54,7 +54,7 @@ def traced_apart(spec: StepSpec | DataParallelSpec, architecture: str) -> Traced
     return found
 
 
-def traced(spec: StepSpec | DataParallelSpec, architecture: str) -> Traced:
+def traced(spec: TracedSpec, architecture: str) -> Traced:
     """The step of the spec's UserModel as it would run on a device of the architecture: cpu, sm80 or
     sm90. Raises ValueError for a step that is not predicted, or does what cannot be traced.
     """
@@ -62,7 +62,7 @@ def traced(spec: StepSpec | DataParallelSpec, architecture: str) -> Traced:
     work = _work(spec)
     try:
         found = _counted(work, architecture)
-        peak = 0 if architecture == "cpu" else _peak_bytes(work, architecture)
+        moments = [] if architecture == "cpu" else _moments(work, architecture)
     except ValueError:
         raise
     except Exception as error:  # of the user's own code: the step may run for all that
@@ -74,7 +74,7 @@ def traced(spec: StepSpec | DataParallelSpec, architecture: str) -> Traced:
         update=_as_one(found.terms.get("optimizer", [])),
         parameters=found.parameters,
         blocks=blocks,
-        peak_bytes=peak,
+        moments=moments,
     )
 
 
@@ -100,7 +100,7 @@ def _traced_or_why(work: WorkSpec, architecture: str) -> Traced | str:
         return str(error)
 
 
-def _work(spec: StepSpec | DataParallelSpec) -> WorkSpec:
+def _work(spec: TracedSpec) -> WorkSpec:
     own = {field.name for field in dataclasses.fields(WorkSpec)}
     return WorkSpec(**{name: value for name, value in vars(spec).items() if name in own})
 
@@ -156,9 +156,9 @@ def _in_blocks(found: Counted, spec: WorkSpec, architecture: str) -> dict[str, f
     }
 
 
-def _peak_bytes(spec: WorkSpec, architecture: str) -> int:
-    """0 for a step without its optimizer, whose peak is not tracked."""
+def _moments(spec: WorkSpec, architecture: str) -> list[Mapping[str, int]]:
+    """None of a step without its optimizer, whose memory is not tracked."""
     if spec.phases != "step":
-        return 0
+        return []
     asked = MemorySpec(**{**vars(spec), "predict": architecture})
-    return predict_memory(asked).step.peak.total
+    return [moment.held for moment in predict_memory(asked).step.thinned()]

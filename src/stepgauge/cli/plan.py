@@ -1,7 +1,7 @@
 """`stepgauge plan`: every layout of a training run on a machine, ranked."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +23,7 @@ from stepgauge.cost.planner import (
     plan,
     scales,
 )
+from stepgauge.cost.traced_plan import plan_traced
 from stepgauge.report.plan import parts_table, plan_table
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
@@ -30,6 +31,9 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.options import options_of, written
 from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.record import Record
+from stepgauge.spec.step import StepSpec
+from stepgauge.spec.user_model import UserModel
+from stepgauge.validate.predicted import traced_on
 from stepgauge.validate.rows import Asked
 
 
@@ -50,6 +54,8 @@ def command(
 ) -> None:
     """Rank every layout of a training run on a machine that you need not have, without torch.
 
+    Your own network (--model FILE.py:factory) takes data axes; torch traces it, without a GPU.
+
     Data, ZeRO, tensor and pipeline axes, their micro-batches and checkpointing are screened by
     closed formula; the best that fit are simulated. Each row is a prediction of what bench layout
     would measure; --verify runs the best on this machine and shows how far they are off.
@@ -60,13 +66,24 @@ def command(
     file = HardwareFile.read(hardware)
     file.require_kind(spec.device)
     machine = Machine(file.on_ranks(spec.gpus))
-    found = plan(spec, machine, top=max(top, verify))
+    found = _planned(spec, file, machine, top=max(top, verify))
     if not (verify and format == "json"):  # one document
         _show(spec, found, machine, values, top=top, format=format)
     if verify:
-        asked = runnable(found.rows, verify)
+        asked = runnable(spec, found.rows, verify)
         print()
         compare([Asked(row) for row in asked], hardware, out=out, fresh=fresh, format=format)
+
+
+def _planned(spec: PlanSpec, file: HardwareFile, machine: Machine, *, top: int) -> Plan:
+    """Of a user's network from its traced operators, for which torch is imported."""
+    if not isinstance(spec.model, UserModel):
+        return plan(spec, machine, top=top)
+    step = StepSpec(
+        model=spec.model, precision=spec.precision, compile=spec.compile,
+        optimizer=spec.optimizer, device=spec.device,
+    )  # fmt: skip
+    return plan_traced(spec, traced_on(step, file), machine)
 
 
 def _show(
@@ -85,17 +102,26 @@ def _show(
     if spec.device != "cpu":
         print()
         print_table(parts_table(rows))
-    for heading, lines in (
-        ("What hides", (o.sentence for o in overlaps(rows[0], machine, spec))),
-        ("Orders of magnitude of a micro-batch", [_magnitudes(rows[0], spec)]),
-        ("What else fits", _answers(spec, found, machine)),
-        ("Assumed", _assumptions(machine)),
-        ("Run the first", [command_of(rows[0], values)]),
-    ):
+    for heading, lines in _headed(spec, found, machine, values):
         print(f"\n{heading}", *(f"  {line}" for line in lines), sep="\n")
 
 
-def runnable(rows: Sequence[Record], count: int) -> list[LayoutSpec]:
+def _headed(
+    spec: PlanSpec, found: Plan, machine: Machine, values: Values
+) -> Iterator[tuple[str, Iterable[str]]]:
+    """Headings with their sentences; the shape of a user's network, on which formulas rest, is not
+    known.
+    """
+    best = found.rows[0]
+    if not isinstance(spec.model, UserModel):
+        yield "What hides", (o.sentence for o in overlaps(best, machine, spec))
+        yield "Orders of magnitude of a micro-batch", [_magnitudes(best, spec)]
+        yield "What else fits", _answers(spec, found, machine)
+    yield "Assumed", _assumptions(machine)
+    yield "Run the first", [command_of(best, values)]
+
+
+def runnable(spec: PlanSpec, rows: Sequence[Record], count: int) -> list[LayoutSpec]:
     """The first of the planned layouts that this machine can run; says why it cannot run others.
 
     Raises ValueError where it can run none.
@@ -104,11 +130,11 @@ def runnable(rows: Sequence[Record], count: int) -> list[LayoutSpec]:
 
     specs, reasons = [], []
     for row in rows:
-        spec = LayoutSpec(**{**row.spec, "model": ModelSpec(**row.spec["model"])})
-        if reason := why_not_here(spec, device_bytes(row)):
+        asked = LayoutSpec(**{**row.spec, "model": spec.model})
+        if reason := why_not_here(asked, device_bytes(row)):
             reasons.append(reason)
             continue
-        specs.append(spec)
+        specs.append(asked)
         if len(specs) == count:
             break
     if not specs:
@@ -123,11 +149,14 @@ def _caption(spec: PlanSpec, found: Plan, machine: Machine) -> str:
     limit = found.limit_bytes / 2**30
     fit = f", {fitting} fit in {limit:.0f} GiB" if spec.device != "cpu" else ""
     name = machine.hardware.device or machine.hardware.name
-    return (
-        f"{spec.size}, {spec.model.num_parameters / 1e9:.1f} billion parameters, "
-        f"{spec.global_batch} x {spec.model.context_length} tokens a step in {spec.precision} on {spec.gpus} x "
-        f"{name}: {every} layouts{fit}; predicted"
-    )
+    if isinstance(spec.model, UserModel):
+        what = f"{spec.model.factory} of {spec.model.file}, {spec.global_batch} of its batches"
+    else:
+        what = (
+            f"{spec.size}, {spec.model.num_parameters / 1e9:.1f} billion parameters, "
+            f"{spec.global_batch} x {spec.model.context_length} tokens"
+        )
+    return f"{what} a step in {spec.precision} on {spec.gpus} x {name}: {every} layouts{fit}; predicted"
 
 
 def _magnitudes(row: Record, spec: PlanSpec) -> str:
@@ -185,10 +214,13 @@ def command_of(row: Record, values: Values) -> str:
         for name, (value, *_) in values.items()
         if name in network and name != "hf_config"
     ]
-    name = "hf_config" if "hf_config" in values else "size"
+    name = next((name for name in ("model", "hf_config") if name in values), "size")
+    fields = ["accumulation", "precision", "compile", "optimizer"]
+    if name != "model":  # which brings its batch
+        fields = ["batch", *fields, "checkpointing"]
     words = [f"--{name.replace('_', '-')} {values[name][0]}", *given]
-    words += [f"--layout {row.spec['layout']!r}", f"--batch {row.spec['batch']}"]
-    for field in ("accumulation", "precision", "compile", "optimizer", "checkpointing"):
+    words.append(f"--layout {row.spec['layout']!r}")
+    for field in fields:
         words.append(f"--{field} {row.spec[field]}")
     words.append(f"--device {row.spec['device']}")
     return f"stepgauge bench layout {' '.join(words)}".replace("'", '"')

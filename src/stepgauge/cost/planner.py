@@ -40,7 +40,7 @@ def plan(spec: PlanSpec, machine: Machine, *, top: int = 10) -> Plan:
     predicted: there everything fits.
     """
     require_priced(_work(spec))
-    limit = memory_limit(machine) if spec.device != "cpu" else math.inf
+    limit = limit_of(spec, machine)
     screen = Screen(spec, machine)
     every = [screen.of(c) for c in candidates(spec, machine.network.gpus_per_node)]
     if not every:
@@ -70,6 +70,11 @@ def plan(spec: PlanSpec, machine: Machine, *, top: int = 10) -> Plan:
         )
     rows.sort(key=lambda row: row.median("step_ms") or 0.0)
     return Plan(rows[:top], (len(every), len(fitting)), fitting, limit)
+
+
+def limit_of(spec: PlanSpec, machine: Machine) -> float:
+    """Bytes that a rank may need; of a CPU, whose memory is not predicted, infinite."""
+    return memory_limit(machine) if spec.device != "cpu" else math.inf
 
 
 def memory_limit(machine: Machine) -> int:
@@ -125,7 +130,7 @@ def largest_micro_batch(spec: PlanSpec, machine: Machine, candidate: Candidate) 
 
 def longest_context(spec: PlanSpec, machine: Machine, candidate: Candidate) -> int:
     """The longest context of the candidate's micro-batch that fits, by doubling."""
-    limit, found = memory_limit(machine), spec.model
+    limit, found = memory_limit(machine), spec.network
     while True:
         try:
             longer = dataclasses.replace(found, context_length=2 * found.context_length)
@@ -153,7 +158,7 @@ def candidate_of(row: Record) -> Candidate:
 
 def scales(row: Record, spec: PlanSpec) -> dict[str, float]:
     """Orders of magnitude of a rank's micro-batch in the whole network."""
-    model = spec.model
+    model = spec.network
     return overlap.typical_scales(
         tokens=candidate_of(row).micro_batch * model.context_length,
         width=model.d_model,
@@ -170,7 +175,7 @@ def overlaps(row: Record, machine: Machine, spec: PlanSpec) -> list[overlap.Over
     asked = LayoutSpec(**{**row.spec, "model": spec.model})
     parts = LayoutParts.of(asked, machine)
     stage, layout, prices = parts.stages[0], asked.axes, parts.prices
-    model, how = spec.model, stage.how
+    model, how = spec.network, stage.how
     weights = float(model.block_matrix_parameters)
     computing = prices.total_us(t for t in stage.forward_parts()[1] if not t.axis)
     rate = 2 * stage.tokens * weights / layout.tensor / computing * 1e6

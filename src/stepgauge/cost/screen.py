@@ -45,7 +45,7 @@ class Screened:
 
 def candidates(spec: PlanSpec, gpus_per_node: int) -> Iterator[Candidate]:
     """All that fill the GPUs and divide batch, heads and blocks: a tensor axis within a node."""
-    model = spec.model
+    model = spec.network
     for tensor in _divisors(spec.gpus):
         if tensor > gpus_per_node or model.num_heads % tensor or model.d_ff % tensor:
             continue
@@ -62,7 +62,7 @@ def candidates(spec: PlanSpec, gpus_per_node: int) -> Iterator[Candidate]:
 def _of_axes(spec: PlanSpec, tensor: int, pipeline: int, data: int) -> Iterator[Candidate]:
     rank_batch = spec.global_batch // data
     wrappers = ("bucketed", "zero1", "zero2", "zero3") if data > 1 else ("none",)
-    schedules = [name for name in SCHEDULES if STAGES[name] * pipeline <= spec.model.num_layers]
+    schedules = [name for name in SCHEDULES if STAGES[name] * pipeline <= spec.network.num_layers]
     for wrapper in wrappers:
         for schedule in schedules if pipeline > 1 else ("",):
             if schedule == "zbv" and WRAPPERS[wrapper].shards("gradients"):
@@ -112,8 +112,8 @@ class Screen:
         """Raises ValueError for what the machine does not know."""
         layout = candidate.layout
         gathered = WRAPPERS[layout.wrapper].shards("weights") and layout.data > 1
-        blocks = -(-self.spec.model.num_layers // layout.pipeline)
-        layers, of = self.spec.model.num_layers, (candidate.checkpointing, gathered)
+        blocks = -(-self.spec.network.num_layers // layout.pipeline)
+        layers, of = self.spec.network.num_layers, (candidate.checkpointing, gathered)
         stage = self._shares(candidate.micro_batch, layout.tensor, *of, range(blocks))
         prices = self._prices(layout.tensor, layout.data, layout.pipeline)
         forward, backward = self._times(stage, prices)

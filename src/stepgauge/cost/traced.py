@@ -1,24 +1,18 @@
-"""The step of a network that is known by its traced operators alone, predicted for one device and for
-a data axis: each operator as a term, its gradients complete where autograd completed them.
+"""A network that is known by its traced operators alone: the terms of its step, and how much memory
+it held from moment to moment.
 """
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from stepgauge.cost.data_axis import MODELLED, Sending, data_axis
-from stepgauge.cost.host import Launching, launching
-from stepgauge.cost.ledger import step_rows
-from stepgauge.cost.machine import Machine
-from stepgauge.cost.outcome import Outcome, exposed_ms, outcome, without_communication_ms
-from stepgauge.cost.prices import GLOO, NCCL, Prices
-from stepgauge.cost.program import DATA, LaunchGroup, RankStep
-from stepgauge.cost.step import modelled
+from stepgauge.cost.data_axis import MODELLED
+from stepgauge.cost.program import LaunchGroup, RankStep
 from stepgauge.cost.terms import Arithmetic, Term
 from stepgauge.spec.data_parallel import DataParallelSpec
-from stepgauge.spec.layout import WRAPPERS, Layout, sent_bytes
-from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.step import StepSpec
 
+TracedSpec = StepSpec | DataParallelSpec | LayoutSpec
 GROUP = 8  # operators that the host launches before the device may begin the first of them
 LAYOUTS = "of a user's model one device and data axes up to zero2 are predicted"
 
@@ -31,7 +25,8 @@ class Traced:
     parameters  elements of each that is trained
     blocks      operators of each phase, of the optimizer its tensors, over those of a block of the
                 network that the host's times were calibrated with
-    peak_bytes  of torch's count on one device; 0 where it was not traced
+    moments     bytes by category, from moment to moment of a step on one device, by torch's count;
+                none where memory was not traced
     """
 
     forward: Sequence[Term]
@@ -39,13 +34,13 @@ class Traced:
     update: Term
     parameters: Sequence[int]
     blocks: Mapping[str, float]
-    peak_bytes: int = 0
+    moments: Sequence[Mapping[str, int]] = ()
 
 
 class TracedOperations:
     """What StepOperations is of a preset."""
 
-    def __init__(self, spec: StepSpec | DataParallelSpec, traced: Traced):
+    def __init__(self, spec: TracedSpec, traced: Traced):
         self.spec, self.traced = spec, traced
         self.how = Arithmetic.of(spec.precision, is_compiled=False)
         self.blocks = range(0)  # unknown: all of the network is its ends
@@ -101,72 +96,20 @@ class TracedStep(RankStep):
             yield LaunchGroup(phase, named, host_us)
 
 
-def require_traceable(spec: StepSpec | DataParallelSpec) -> None:
+def require_traceable(spec: TracedSpec) -> None:
     """Raises ValueError for what is not predicted of a user's model, before anything is traced."""
     if spec.compile != "off":
         raise ValueError(
-            f"compile is {spec.compile!r}; of a user's model eager steps are predicted"
+            f"compile is {spec.compile!r}; of a user's model eager steps are predicted: what a "
+            f"compiler makes of its operators is not known before it is compiled"
         )
-    if isinstance(spec, DataParallelSpec) and spec.wrapper not in set(MODELLED) - {"zero3"}:
-        raise ValueError(f"wrapper is {spec.wrapper!r}; {LAYOUTS}")
+    wrapper = wrapper_of(spec)
+    if wrapper not in set(MODELLED) - {"zero3"}:
+        raise ValueError(f"wrapper is {wrapper!r}; {LAYOUTS}")
 
 
-def predict_traced(spec: StepSpec | DataParallelSpec, traced: Traced, machine: Machine) -> Record:
-    """The modelled record of `bench step` or `bench data-parallel`. Raises ValueError for an operator
-    that the hardware file does not have.
-    """
-    require_traceable(spec)
-    operations = TracedOperations(spec, traced)
-    ranks, wrapper = (
-        (spec.ranks, spec.wrapper) if isinstance(spec, DataParallelSpec) else (1, "none")
-    )
-    layout = Layout() if wrapper == "none" else Layout(data=ranks, wrapper=wrapper)
-    backend = getattr(spec, "group_backend", "")
-    prices = Prices(machine, layout, GLOO if backend == "gloo" else NCCL)
-    step = TracedStep(operations, prices, _host(spec, traced, machine))
-    if isinstance(spec, StepSpec):
-        axis = data_axis(Sending(wrapper="none", ranks=1), step)
-        phases = spec.phases
-    else:
-        axis = data_axis(
-            Sending(wrapper=wrapper, ranks=ranks, bucket_mb=spec.bucket_mb,
-                    reduce_dtype=spec.reduce_dtype),
-            step,
-        )  # fmt: skip
-        phases = "step"
-    program = step.program(axis, phases=phases)
-    found = outcome(program, machine.contention)
-    figures = {
-        **{f"{n}_ms": ms for n, ms in found.phases.items() if ranks > 1 or n != "synchronize"},
-        "step_ms": found.step_ms,
-        "device_ms": found.device_ms,
-    }
-    if isinstance(spec, DataParallelSpec):
-        figures |= _communicated(found, without_communication_ms(program, DATA))
-    metrics = {name: Sample.exact(value, "ms") for name, value in figures.items()}
-    if isinstance(spec, DataParallelSpec):
-        nbytes = operations.num_parameters * operations.how.residual
-        sent = sent_bytes(wrapper, gradient_bytes=nbytes, weight_bytes=nbytes, ranks=ranks)
-        metrics["sent_bytes"] = Sample.exact(sent, "bytes")
-    if traced.peak_bytes and not WRAPPERS[wrapper].stage and not spec.device.startswith("cpu"):
-        metrics["peak_bytes"] = Sample.exact(traced.peak_bytes, "bytes")
-    return modelled(spec, machine, metrics, step_rows(operations, prices, found), None)
-
-
-def _communicated(found: Outcome, without: float) -> dict[str, float]:
-    return {
-        "communication_ms": found.communication.get(DATA, 0.0),
-        "without_communication_ms": without,
-        "exposed_ms": exposed_ms(found.step_ms, without),
-    }
-
-
-def _host(
-    spec: StepSpec | DataParallelSpec, traced: Traced, machine: Machine
-) -> dict[str, Launching]:
-    """Each phase's launches as so many blocks of the calibrated network's."""
-    known = launching(spec, machine)  # type: ignore[arg-type]
-    return {
-        phase: Launching(0.0, launch.us(0) + launch.block_us * traced.blocks.get(phase, 0.0))
-        for phase, launch in known.items()
-    }
+def wrapper_of(spec: TracedSpec) -> str:
+    """How the ranks of the data axis are kept equal."""
+    if isinstance(spec, LayoutSpec):
+        return spec.axes.wrapper
+    return spec.wrapper if isinstance(spec, DataParallelSpec) else "none"

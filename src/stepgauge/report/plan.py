@@ -38,16 +38,21 @@ def _empty(rows: Sequence[Sequence[object]], place: int) -> bool:
 def _alike(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, object]:
     """The settings that all rows share."""
     values = {name: [row[columns.index(name)] for row in rows] for name in SETTINGS}
-    return {name: each[0] for name, each in values.items() if len(rows) > 1 and len(set(each)) == 1}
+    return {
+        name: each[0]
+        for name, each in values.items()
+        if len(rows) > 1 and len(set(each)) == 1 and each[0] is not None
+    }
 
 
 def _figures(row: Record) -> list[object]:
+    is_user = row.spec["model"].get("network") == "user"  # which decides these itself
     bubble, spread = row.median("bubble"), row.median("spread")
     return [
         row.spec["layout"],
-        _micro_batch(row),
+        None if is_user else _micro_batch(row),
         row.spec["accumulation"],
-        row.spec["checkpointing"],
+        None if is_user else row.spec["checkpointing"],
         row.median("step_ms"),
         None if spread is None else 100 * spread,
         row.median("mfu"),

@@ -7,7 +7,9 @@ from typing import ClassVar
 from stepgauge.spec.fields import as_in, check, option
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.user_model import UserModel
 
+USUAL_BATCH = 1024
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -15,15 +17,23 @@ UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 class PlanSpec:
     """A training run to be laid out. The sequence length is the model's context_length.
 
+    A user's network brings the batch of a rank: its global batch is a number of those.
+
     Raises ValueError for a number of tokens that is none.
     """
 
     kind: ClassVar[str] = "plan"
 
-    model: ModelSpec
+    model: ModelSpec | UserModel
     size: str = option("custom", "preset that the model spec starts from", label=True)
     gpus: int = option(8, "accelerators in all", least=1, most=100_000)
-    global_batch: int = option(1024, "sequences of a step, of all ranks", least=1, most=10_000_000)
+    global_batch: int = option(
+        0,
+        f"sequences of a step, of all ranks, 0: {USUAL_BATCH}; of your own network, which brings the "
+        "batch of a rank, such batches, 0: one a rank",
+        least=0,
+        most=10_000_000,
+    )
     tokens: str = option("0", "tokens to train on: 300B; 0: no days are given")
     precision: str = as_in(WorkSpec, "precision")
     compile: str = as_in(WorkSpec, "compile")
@@ -32,7 +42,21 @@ class PlanSpec:
 
     def __post_init__(self) -> None:
         check(self)
-        self.num_tokens  # noqa: B018 - raises for a text that is no number
+        usual = USUAL_BATCH
+        if isinstance(self.model, UserModel):
+            usual = self.gpus
+            object.__setattr__(self, "size", self.model.factory)
+            if self.num_tokens:
+                raise ValueError(
+                    f"tokens is {self.tokens!r}; those of a user's model are not known"
+                )
+        object.__setattr__(self, "global_batch", self.global_batch or usual)
+
+    @property
+    def network(self) -> ModelSpec:
+        """The model, where its shape is known: of a user's it is not."""
+        assert isinstance(self.model, ModelSpec)
+        return self.model
 
     @property
     def num_tokens(self) -> float:

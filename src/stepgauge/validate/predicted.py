@@ -5,7 +5,8 @@ from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.pipeline import predict_pipeline
 from stepgauge.cost.step import predict
-from stepgauge.cost.traced import LAYOUTS, predict_traced
+from stepgauge.cost.traced import LAYOUTS, Traced, TracedSpec
+from stepgauge.cost.traced_step import predict_traced
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
@@ -35,12 +36,18 @@ def predicted(spec: object, hardware: HardwareFile) -> Record:
 
 
 def _of_user_model(spec: object, hardware: HardwareFile) -> Record:
-    """From its traced operators, for which torch is imported."""
-    if not isinstance(spec, StepSpec | DataParallelSpec):
+    if not isinstance(spec, TracedSpec):
         raise ValueError(LAYOUTS)
+    machine = Machine(hardware.on_ranks(getattr(spec, "ranks", 1)))
+    return predict_traced(spec, traced_on(spec, hardware), machine)
+
+
+def traced_on(spec: TracedSpec, hardware: HardwareFile) -> Traced:
+    """The operators of a user's step on a device of that kind, for which torch is imported. Raises
+    ValueError for a step that cannot be traced.
+    """
     from stepgauge.bench.operators import traced_apart
 
     peaks = hardware.peaks
     architecture = "cpu" if spec.device.startswith("cpu") else (peaks and peaks.architecture)
-    machine = Machine(hardware.on_ranks(getattr(spec, "ranks", 1)))
-    return predict_traced(spec, traced_apart(spec, architecture or "sm90"), machine)
+    return traced_apart(spec, architecture or "sm90")
