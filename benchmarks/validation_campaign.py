@@ -4,7 +4,8 @@
     python benchmarks/validation_campaign.py OUT --gpus 4 --parts calibrate two_gpus
     python benchmarks/validation_campaign.py OUT --trial                # on a CPU, to try it
 
-Each part goes on where it stopped: run it again after a limit has ended it. OUT then has
+Parts run from the most GPUs to one, rows from the most telling on. Each part goes on where it
+stopped: run it again after a limit has ended it. OUT then has
 hardware.json, the run of each part with its report.html, and summary.json: of each part the errors
 by term. Predictions are on disk before a part's first row is run; what is expected to miss stands
 in the lists of benchmarks/validation/. The targets: mean absolute error of the step 1.8 % and no
@@ -22,7 +23,7 @@ from stepgauge.validate.errors import errors, groups, sentence
 from stepgauge.validate.views import error_table
 
 LISTS = Path(__file__).parent / "validation"
-PARTS = {"one_gpu": 1, "two_gpus": 2, "four_gpus": 4}  # and how many GPUs each needs
+PARTS = {"four_gpus": 4, "two_gpus": 2, "one_gpu": 1}  # in their order; how many GPUs each needs
 
 
 def calibrate(out: Path, gpus: int, trial: bool) -> int:

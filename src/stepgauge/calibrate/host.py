@@ -23,16 +23,23 @@ def names() -> list[str]:
     return [f"host {mode} {precision}" for mode, precision in itertools.product(MODES, PRECISIONS)]
 
 
+def narrow_network(layers: int) -> ModelSpec:
+    return ModelSpec(
+        d_model=64, d_ff=128, num_layers=layers, num_heads=1, context_length=16, vocab_size=256
+    )
+
+
 def measure(name: str, device: torch.device) -> OperationTable:
     """Median microseconds of each phase, for networks of LAYERS blocks."""
     _, mode, precision = name.split()
     rows: list[tuple[float, ...]] = []
     for layers in LAYERS:
-        model = ModelSpec(
-            d_model=64, d_ff=128, num_layers=layers, num_heads=1, context_length=16, vocab_size=256
-        )
         spec = StepSpec(
-            model=model, batch=1, precision=precision, compile=MODES[mode], device=str(device)
+            model=narrow_network(layers),
+            batch=1,
+            precision=precision,
+            compile=MODES[mode],
+            device=str(device),
         )
         step = build_step(spec, lr=1e-4)
         batch = [part.to(device) for part in random_batch(256, 1, 16, 0)]

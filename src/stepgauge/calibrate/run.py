@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from stepgauge.bench.ranks import OnRanks
 from stepgauge.bench.sweep import Job
-from stepgauge.calibrate import host
+from stepgauge.calibrate import host, wrappers
 from stepgauge.calibrate.grids import grid_of
 from stepgauge.calibrate.operations import TimedOperation, operations
 from stepgauge.calibrate.timing import METRICS, Timing, clock_and_power, time_of
@@ -42,6 +42,7 @@ def job(spec: CalibrationSpec) -> Job:
     an unknown operation.
     """
     known = names(torch.device(spec.device))
+    known += wrappers.names() if spec.ranks > 1 else []
     if spec.operation not in known:
         raise ValueError(f"operation is {spec.operation!r}; choose one of {known}")
     return Job(ON_RANKS if spec.ranks > 1 else run, spec, process="calibration")
@@ -63,17 +64,24 @@ class Timed:
 def run(spec: CalibrationSpec) -> Record:
     device = torch.device(spec.device)
     if spec.operation in host.names():
-        table = host.measure(spec.operation, device)
-        timed = Timed(table.axes, list(table.rows), [clock_and_power(device)] * len(table.rows), 0)
+        timed = _timed(host.measure(spec.operation, device), device)
     else:
         timed = _times(spec, device)
     return _record(spec, timed, device)
 
 
+def _timed(table: OperationTable, device: torch.device) -> Timed:
+    """With what the device tells now, once for all rows."""
+    return Timed(table.axes, list(table.rows), [clock_and_power(device)] * len(table.rows), 0)
+
+
 def _on_rank(spec: CalibrationSpec) -> Timed:
     world = joined_world()
     assert world is not None, "ranks run in a world"
-    return _times(spec, world.device(spec.device))
+    device = world.device(spec.device)
+    if spec.operation in wrappers.names():
+        return _timed(wrappers.measure(spec, device), device)
+    return _times(spec, device)
 
 
 def _of_ranks(spec: CalibrationSpec, ranks: list[Timed]) -> Record:
@@ -157,13 +165,17 @@ def _time_of(
 
 
 def with_operations(hardware: HardwareFile, records: Sequence[Record]) -> HardwareFile:
-    """The file with the tables of the records in place of older ones of the same operation."""
+    """The file with the tables of the records in place of older ones of the same operation. What
+    wrappers take of the host stands beside what a single process takes of it.
+    """
     alone = dict(hardware.operations)
     by_ranks = {ranks: dict(tables) for ranks, tables in hardware.by_ranks.items()}
     for record in records:
         ranks = record.spec["ranks"]
-        tables = alone if ranks == 1 else by_ranks.setdefault(ranks, {})
-        tables[record.spec["operation"]] = table_of(record)
+        operation = record.spec["operation"]
+        is_shared = ranks > 1 and operation not in wrappers.names()
+        tables = by_ranks.setdefault(ranks, {}) if is_shared else alone
+        tables[operation] = table_of(record)
     return dataclasses.replace(hardware, operations=alone, by_ranks=by_ranks)
 
 

@@ -16,6 +16,7 @@ from stepgauge.cost.program import (
     RankStep,
 )
 from stepgauge.cost.terms import TRAFFIC, Term
+from stepgauge.cost.wrapper_host import hooks_of
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.plan.buckets import (
     FIRST_BUCKET_MB,
@@ -69,6 +70,10 @@ def parameters_of(step: RankStep, reduce_dtype: str = "own") -> list[Parameter]:
     return found[::-1]
 
 
+def num_gradients(step: RankStep) -> int:
+    return sum(group.gradients for group in step.groups("backward"))
+
+
 def most_owned(operations: Operations, ranks: int) -> int:
     """Elements of the fullest owner: parameters are owned whole (spec/plan/shards.py), so that no
     rank has less than the largest of them.
@@ -84,6 +89,7 @@ class Bucketed(DataParallelCost):
     def __init__(self, sending: Sending, step: RankStep):
         self.sending, self.prices = sending, step.prices
         self._how = step.operations.how
+        self.hooks = hooks_of(step.prices.machine, sending.wrapper, step.operations.spec.device)
         # one graph of the whole network gives all gradients at its end
         is_one_graph = step.operations.spec.compile in ("on", "reduce-overhead")
         self.overlaps = sending.wrapper not in ("naive", "flat") and not is_one_graph
@@ -106,12 +112,16 @@ class Bucketed(DataParallelCost):
         self._missing = [
             sum(len(self.buckets[place].names) for place in launch) for launch in self._launches
         ]
+        self.num_gradients = num_gradients(step)
         self._next = 0
         self._sent: list[int] = []
 
     def owners(self) -> Mapping[str, int] | None:
         """The rank that alone gets a gradient, by its name; None where all do."""
         return None
+
+    def before(self, program: Program, phase: str, group: LaunchGroup) -> None:
+        program.host(f"{group.name} hooks", self.hooks[phase].parameter_us * group.gradients)
 
     def after_term(self, program: Program, name: str, term: Term, place: int) -> None:
         if not term.gradient:
@@ -127,6 +137,16 @@ class Bucketed(DataParallelCost):
     def after_backward(self, program: Program) -> None:
         self._launch_complete(program, program.ends["backward"])
         program.wait(*self._sent)
+        program.host("end of hooks", self.hooks["backward"].once_us)
+        synchronize = self.hooks["synchronize"]
+        program.host("synchronize", synchronize.us(self.num_gradients, len(self.buckets)))
+
+    def update_host_us(self) -> float:
+        return self.hooks["optimizer"].us(self.num_gradients, len(self.buckets))
+
+    def optimizer(self, program: Program, operations: Operations, prices: Prices) -> None:
+        program.host("optimizer of the wrapper", self.update_host_us())
+        super().optimizer(program, operations, prices)
 
     def messages_us(self) -> float:
         """Of all launches one after another."""
@@ -141,7 +161,8 @@ class Bucketed(DataParallelCost):
             operation, nbytes = self.message(buckets)
             us = self.prices.collective(operation, nbytes, "data").us
             name = f"bucket {self._next}"
-            self._sent.append(program.send(name, DATA, us, operation, after=place))
+            called = program.call(name, self.hooks["backward"].message_us * len(buckets))
+            self._sent.append(program.send(name, DATA, us, operation, after=place, called=called))
             self._next += 1
 
     def message(self, buckets: Sequence[Bucket]) -> tuple[str, float]:
@@ -191,7 +212,9 @@ class Owned(Bucketed):
             "all_gather", sent * operations.how.residual / UPDATE_PARTS, "data"
         ).us
         works = []
+        host_us = self.update_host_us() / UPDATE_PARTS
         for part in range(UPDATE_PARTS):
+            program.host(f"optimizer {part}", host_us)
             place = program.compute(f"optimizer {part}", prices.of(term).us, term.operation)
             name = f"broadcast {part}"
             works.append(program.send(name, DATA, us, "all_gather", after=place))
@@ -211,6 +234,8 @@ class FullySharded(DataParallelCost):
         blocks = [f"blocks.{number}" for number in step.operations.blocks]
         self._elements = dict.fromkeys(blocks, step.operations.block_parameters)
         self._ends = step.operations.end_parameters
+        self._hooks = hooks_of(step.prices.machine, sending.wrapper, step.operations.spec.device)
+        self.num_gradients = num_gradients(step)
         self._order = {"forward": blocks, "backward": blocks[::-1]}
         self._gathers: dict[tuple[str, str], int] = {}
         self._reductions: list[tuple[int, int]] = []  # with the elements of each
@@ -219,6 +244,7 @@ class FullySharded(DataParallelCost):
         self._gathers = {}
 
     def before(self, program: Program, phase: str, group: LaunchGroup) -> None:
+        program.host(f"{group.name} hooks", self._hooks_us(phase, group))
         if group.name not in self._elements:
             if phase == "forward" and group.name == "embedding":
                 program.wait(self._gather(program, "ends", self._ends))
@@ -243,8 +269,19 @@ class FullySharded(DataParallelCost):
             self._collect(program)
 
     def optimizer(self, program: Program, operations: Operations, prices: Prices) -> None:
+        units = len(self._elements) + 1
+        program.host("shards", self._hooks["optimizer"].us(self.num_gradients, units))
         term = operations.optimizer(operations.num_parameters / self.sending.ranks)
         program.compute(term.name, prices.of(term).us, term.operation)
+
+    def _hooks_us(self, phase: str, group: LaunchGroup) -> float:
+        """Of a block's unit, and with the group that begins the phase of that of the ends."""
+        hooks = self._hooks[phase]
+        own = hooks.message_us + hooks.parameter_us * group.gradients
+        if group.name in self._elements:
+            return own
+        is_first = group.name == ("embedding" if phase == "forward" else "head")
+        return own + hooks.once_us if is_first else 0.0
 
     def _gather_unit(self, program: Program, phase: str, place: int) -> None:
         units = self._order[phase]

@@ -16,6 +16,7 @@ from stepgauge.cost.outcome import exposed_ms, outcome, without_communication_ms
 from stepgauge.cost.prices import GLOO, NCCL, Prices
 from stepgauge.cost.program import DATA, RankStep
 from stepgauge.cost.step import modelled, rates
+from stepgauge.cost.wrapper_host import unknown_host
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, Layout, sent_bytes
 from stepgauge.spec.record import Record, Sample
@@ -57,7 +58,8 @@ def predict_data_parallel(spec: DataParallelSpec, machine: Machine) -> Record:
     metrics = {name: Sample.exact(v, UNITS.get(name, "ms")) for name, v in figures.items()}
     metrics |= rates(alone, operations.model, machine, found.step_ms, ranks=1, batch=spec.batch)
     rows = step_rows(operations, prices, found)
-    return modelled(spec, machine, metrics, rows, step_memory(operations, layout))
+    note = unknown_host(machine, spec.wrapper, spec.ranks, spec.device)
+    return modelled(spec, machine, metrics, rows, step_memory(operations, layout), note=note)
 
 
 def _alone(spec: DataParallelSpec) -> StepSpec:

@@ -21,6 +21,7 @@ from stepgauge.cost.program import Program, RankStep
 from stepgauge.cost.stages import durations, layer_times
 from stepgauge.cost.step import modelled, rates
 from stepgauge.cost.timeline import Timeline, simulate
+from stepgauge.cost.wrapper_host import unknown_host
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.layout_step import LayoutSpec
@@ -73,7 +74,8 @@ def predict_layout(spec: LayoutSpec, machine: Machine, *, coarse: bool = False) 
         parts.stages[0].spec, parts.stages[0].model, machine, found.step_ms,
         ranks=spec.ranks, batch=spec.batch * spec.accumulation,
     )  # fmt: skip
-    record = modelled(spec, machine, metrics, found.rows, parts.memory())
+    note = unknown_host(machine, spec.axes.wrapper, spec.axes.data, spec.device)
+    record = modelled(spec, machine, metrics, found.rows, parts.memory(), note=note)
     if found.timeline is None:
         return record
     tables = {**record.tables, "spans": span_rows(found.timeline)}

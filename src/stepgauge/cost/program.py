@@ -38,10 +38,17 @@ class Program:
         after, self._before = tuple(self._before), []
         return self.add(StreamWork(name, COMPUTE, us, operation, after))
 
-    def send(self, name: str, stream: str, us: float, operation: str, *, after: int = -1) -> int:
-        """On a communicator, when `after` has ended; -1: what was computed last."""
+    def call(self, name: str, us: float) -> tuple[int, ...]:
+        """What the host does while the device computes what it has: the call of a collective."""
+        return (self.add(StreamWork(name, HOST, us)),) if us > 0 else ()
+
+    def send(
+        self, name: str, stream: str, us: float, operation: str, *, after: int = -1,
+        called: tuple[int, ...] = (),
+    ) -> int:  # fmt: skip
+        """On a communicator, when `after` has ended (-1: what was computed last) and it is `called`."""
         after = after if after >= 0 else self.compute(f"{name} starts", 0.0)
-        return self.add(StreamWork(name, stream, us, operation, (after,)))
+        return self.add(StreamWork(name, stream, us, operation, (after, *called)))
 
     def wait(self, *works: int) -> None:
         """What is computed next waits for these."""
@@ -84,6 +91,11 @@ class LaunchGroup:
     name: str
     terms: Sequence[Term]
     host_us: float
+
+    @property
+    def gradients(self) -> int:
+        """How many parameters get theirs here, where it is of backward."""
+        return sum(1 for term in self.terms if term.gradient)
 
 
 class DataParallelCost:

@@ -54,9 +54,11 @@ def modelled(
     metrics: Mapping[str, Sample],
     rows: list[list[object]],
     memory: Memory | None,
+    *,
+    note: str = "",
 ) -> Record:
-    """The record of what is predicted of a spec, with the rows of its terms and of its memory. On
-    a CPU the peak of tensors is not measured, and not predicted.
+    """The record of what is predicted of a spec, with the rows of its terms and of its memory, and
+    what is missing in it. On a CPU the peak of tensors is not measured, and not predicted.
     """
     tables: dict[str, list[list[object]]] = {"terms": [[*HEADINGS], *rows]}
     if memory is not None and not spec.device.startswith("cpu"):
@@ -69,6 +71,7 @@ def modelled(
         tables=tables,
         environment={"device": machine.hardware.device, "hardware": machine.hardware.name},
         provenance="modelled",
+        note=note,
     )
 
 

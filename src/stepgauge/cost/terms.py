@@ -109,8 +109,12 @@ class Arithmetic:
     def norm(self, name: str, direction: str, kind: str, m: int, d: int) -> Iterator[Term]:
         """A norm of (M, D); compiled, or by our kernel, one pass over memory."""
         r = self.residual
+        vectors = 2 if kind == "layernorm" else 1
+        gradient = vectors * d if direction == "backward" else 0
         if self.is_compiled or kind == "triton":
             reads = 2 * r + self.activation if direction == "backward" else r
-            yield Term(name, TRAFFIC, (m * d * (reads + (r if direction == "backward" else 2)),))
+            nbytes = m * d * (reads + (r if direction == "backward" else 2))
+            yield Term(name, TRAFFIC, (nbytes,), gradient=gradient)
             return
-        yield Term(name, f"{kind} {direction} {'bf16' if r == 2 else 'fp32'}", (m, d))
+        kept = "bf16" if r == 2 else "fp32"
+        yield Term(name, f"{kind} {direction} {kept}", (m, d), gradient=gradient)

@@ -19,6 +19,7 @@ from stepgauge.cost.traced import (
     wrapper_of,
 )
 from stepgauge.cost.traced_memory import traced_memory
+from stepgauge.cost.wrapper_host import unknown_host
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import Layout, sent_bytes
 from stepgauge.spec.layout_step import LayoutSpec
@@ -52,7 +53,8 @@ def predict_traced(spec: TracedSpec, traced: Traced, machine: Machine) -> Record
         metrics["sent_bytes"] = Sample.exact(sent, "bytes")
     memory = traced_memory(operations, layout, accumulates=accumulation > 1)
     rows = step_rows(operations, prices, found, passes=accumulation)
-    return modelled(spec, machine, metrics, rows, memory)
+    note = unknown_host(machine, layout.wrapper, layout.data, spec.device)
+    return modelled(spec, machine, metrics, rows, memory, note=note)
 
 
 def _layout(spec: TracedSpec) -> Layout:

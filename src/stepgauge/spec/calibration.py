@@ -69,6 +69,16 @@ def kernel_class(operation: str) -> str:
     return first if first in KERNEL_CLASSES else "traffic"
 
 
+# Wrappers whose host time is measured on ranks, and the phases of their step by number in the table.
+CALIBRATED_WRAPPERS = ("naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3")
+WRAPPER_PHASES = ("forward", "backward", "synchronize", "optimizer")
+
+
+def wrapper_operation(wrapper: str) -> str:
+    """The name of the table that says what the wrapper takes of the host."""
+    return f"host wrapper {wrapper}"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CalibrationSpec:
     """What `calibrate` measures in one record: an operation in a type, over all shapes."""
@@ -80,9 +90,7 @@ class CalibrationSpec:
     seconds: float = option(
         20.0, "for all shapes; those that are left are left out", least=0.0, most=1e4
     )
-    ranks: int = option(
-        1, "that time it side by side, sharing a CPU", least=1, most=4096, label="changed"
-    )
+    ranks: int = option(1, "that time it side by side", least=1, most=4096, label="changed")
     device: str = option("cpu", "cpu, cuda, cuda:1, mps; auto takes the fastest there is")
 
     def __post_init__(self) -> None:

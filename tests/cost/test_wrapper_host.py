@@ -1,0 +1,109 @@
+"""What wrappers take of the host: read from a calibration's table, and part of a predicted step."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from stepgauge.cost.data_parallel import predict_data_parallel
+from stepgauge.cost.machine import Machine
+from stepgauge.cost.wrapper_host import Hooks, hooks_of
+from stepgauge.spec.calibration import (
+    CALIBRATED_WRAPPERS,
+    WRAPPER_PHASES,
+    OperationTable,
+    wrapper_operation,
+)
+from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.links import Link, Piece
+from stepgauge.spec.model import ModelSpec
+
+ROOT = Path(__file__).parents[2]
+H100 = HardwareFile.read(ROOT / "hardware" / "h100-sxm.json")
+SIZES = {  # parameters and messages of a network of 2 layers, of 10, and of 10 in many messages
+    **dict.fromkeys(("bucketed", "zero1", "zero2"), ((15, 1), (63, 2), (63, 60))),
+    **dict.fromkeys(("naive", "overlapped"), ((15, 15), (63, 63))),
+    "flat": ((15, 1), (63, 1)),
+    "zero3": ((15, 3), (63, 11)),
+}
+BLOCKS, PARAMETERS = 12, 75  # of small
+
+
+def table(wrapper, **phases):
+    """Times that are a plane: of a parameter, of a message, and once."""
+    rows = [
+        (parameters, messages, number, once + each * parameters + every * messages)
+        for number, phase in enumerate(WRAPPER_PHASES)
+        for each, every, once in [phases.get(phase, (0.0, 0.0, 0.0))]
+        for parameters, messages in SIZES[wrapper]
+    ]
+    return OperationTable(("parameters", "messages", "phase"), tuple(rows))
+
+
+def machine(wrapper=None, **phases):
+    """The H100 with links that take no time, and a table of the wrapper's host."""
+    links = [
+        Link(asked={"op": op, "backend": "nccl", "ranks": 2}, pieces=[Piece(0.0, 1e18)],
+             range_bytes=(1, 2**30), fitted={}, held_out={}, measured={})
+        for op in ("all_reduce", "all_gather", "reduce_scatter")
+    ]  # fmt: skip
+    tables = {wrapper_operation(wrapper): table(wrapper, **phases)} if wrapper else {}
+    operations = {**H100.operations, **tables}
+    return Machine(dataclasses.replace(H100, links=links, operations=operations))
+
+
+def predicted(wrapper, on, **changes):
+    """A step that its host bounds: the GPU always waits."""
+    model = ModelSpec.preset("small", context_length=16)
+    asked = {"model": model, "size": "small", "batch": 1, "device": "cuda", "precision": "bf16"}
+    return predict_data_parallel(DataParallelSpec(wrapper=wrapper, **{**asked, **changes}), on)
+
+
+def test_a_plane_is_found_again():
+    for wrapper in CALIBRATED_WRAPPERS:
+        found = hooks_of(machine(wrapper, backward=(0.0, 40.0, 7.0)), wrapper, "cuda")["backward"]
+        if wrapper == "flat":  # whose message is always one
+            assert found.us(75, 1) == pytest.approx(47.0)
+        else:
+            assert found == Hooks(0.0, pytest.approx(40.0), pytest.approx(7.0))
+    both = hooks_of(machine("zero2", backward=(6.0, 40.0, 7.0)), "zero2", "cuda")["backward"]
+    assert both.us(219, 110) == pytest.approx(7.0 + 6.0 * 219 + 40.0 * 110)
+    less = hooks_of(machine("zero3", forward=(0.0, -5.0, 0.0)), "zero3", "cuda")["forward"]
+    assert less == Hooks()  # a host that is quicker under a wrapper is noise
+    assert hooks_of(machine("zero3", forward=(0.0, 5.0, 0.0)), "zero3", "cpu")["forward"] == Hooks()
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "phases", "added_us"),
+    [
+        ("bucketed", {"backward": (10.0, 0.0, 0.0)}, 10.0 * PARAMETERS),
+        ("overlapped", {"backward": (0.0, 50.0, 0.0)}, 50.0 * PARAMETERS),
+        ("naive", {"backward": (0.0, 50.0, 0.0)}, 50.0 * PARAMETERS),
+        ("zero1", {"optimizer": (100.0, 0.0, 20.0)}, 100.0 * PARAMETERS + 20.0),
+        ("zero3", {"forward": (0.0, 300.0, 0.0)}, 300.0 * (BLOCKS + 1)),
+        ("zero3", {"backward": (0.0, 300.0, 0.0)}, 300.0 * (BLOCKS + 1)),
+        ("flat", {"synchronize": (0.0, 0.0, 70.0)}, 70.0),
+    ],
+)
+def test_a_step_that_its_host_bounds_takes_that_much_longer(wrapper, phases, added_us):
+    """Of ZeRO 1 a little less: the GPU updates three of four parts beside the host."""
+    before = predicted(wrapper, machine(wrapper)).median("step_ms")
+    after = predicted(wrapper, machine(wrapper, **phases)).median("step_ms")
+    assert (after - before) * 1e3 == pytest.approx(added_us, rel=0.08)
+
+
+def test_a_gpu_that_has_much_to_do_hides_the_hooks():
+    changes = {"model": ModelSpec.preset("2.7b"), "batch": 16, "size": "2.7b"}
+    free, slow = (
+        predicted("bucketed", machine("bucketed", backward=(each, 0.0, 0.0)), **changes)
+        for each in (0.0, 20.0)
+    )
+    assert slow.median("step_ms") < 1.001 * free.median("step_ms")
+
+
+def test_what_is_not_calibrated_is_said():
+    words = "without what bucketed takes of the host"
+    assert predicted("bucketed", machine()).note.startswith(words)
+    assert not predicted("bucketed", machine("bucketed")).note
+    assert not predicted("none", machine()).note
