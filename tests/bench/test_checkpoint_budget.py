@@ -3,9 +3,12 @@
 import dataclasses
 
 import pytest
+import torch
 
 from stepgauge.bench import memory, step, train
-from stepgauge.bench.checkpoint_budget import GIB, solve
+from stepgauge.bench.checkpoint_budget import GIB, _wrapper_bytes, solve
+from stepgauge.runtime.launch import launch
+from stepgauge.spec.layout import Layout
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
@@ -37,6 +40,52 @@ def test_the_budget_holds_in_every_command(tmp_path):
     trained = train.run(TrainSpec(**shared, steps=1), folder=tmp_path)
     for other in (timed, trained):
         assert other.environment["checkpointing"] == told["checkpointing"]
+
+
+def test_a_compiled_step_is_bounded_by_the_eager_one():
+    """Blocks that are compiled alone are kept or not: selective would look into none of them."""
+    eager = solve(of(0.7)).plan
+    assert eager.selective
+    assert solve(of(0.7, dataclasses.replace(SPEC, compile="on"))).plan == eager
+    alone = solve(of(0.7, dataclasses.replace(SPEC, compile="blocks"))).plan
+    assert alone.blocks and not alone.selective
+
+
+def test_a_wrapper_shards_or_adds():
+    """Of AdamW on two ranks: zero1 has half of 8 bytes a parameter, zero3 less."""
+    step = dataclasses.replace(SPEC, optimizer="adamw", checkpointing="none")
+
+    def more(wrapper):
+        return _wrapper_bytes(step, Layout(data=2, wrapper=wrapper))
+
+    gradients = 4 * SHAPE.num_parameters
+    assert more("bucketed") == 0 <= more("flat") <= gradients
+    assert more("zero3") < more("zero1") < -0.9 * gradients
+    of_sgd = dataclasses.replace(step, optimizer="sgd")
+    assert _wrapper_bytes(of_sgd, Layout(data=2, wrapper="zero1")) == 0
+
+
+def ranks_under_a_budget(fields, folder):
+    """Each wrapper's curve and what its ranks were told."""
+    found = []
+    for wrapper in ("bucketed", "zero3"):
+        spec = TrainSpec(**fields, ranks=2, data_parallel=wrapper)
+        record = train.run(spec, folder=folder / wrapper)
+        found.append((record.series["loss"], record.environment["checkpointing"]))
+    every = [None, None]
+    torch.distributed.all_gather_object(every, found)
+    assert every[0] == every[1]
+    return found
+
+
+def test_ranks_have_one_plan_and_the_curve_of_none(tmp_path):
+    shared = {"model": SHAPE, "batch": 8, "optimizer": "sgd", "steps": 2, "evaluate_windows": 1}
+    alone = train.run(TrainSpec(**shared), folder=tmp_path / "alone").series["loss"]
+    half = of(0.75, dataclasses.replace(SPEC, batch=4)).memory_gib
+    fields = shared | {"checkpointing": "budget", "memory_gib": half}
+    for loss, told in launch(ranks_under_a_budget, fields, tmp_path, ranks=2)[0]:
+        assert not told.endswith("none 4")
+        assert loss == pytest.approx(alone, abs=2e-5)
 
 
 def test_a_budget_that_nothing_holds_says_the_least():

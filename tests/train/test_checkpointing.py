@@ -49,9 +49,14 @@ def test_gradients_of_a_plan_are_those_of_no_checkpointing():
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "mode"), [("nested", "on"), ("selective", "on"), ("selective", "blocks")]
+    ("checkpointing", "mode", "plan"),
+    [
+        ("nested", "on", None),
+        ("selective", "blocks", None),
+        ("budget", "on", RecomputePlan(2, blocks=1, selective=1)),
+    ],
 )
-def test_compiled_gradients_are_those_of_no_checkpointing(checkpointing, mode, monkeypatch):
+def test_compiled_gradients_are_those_of_no_checkpointing(checkpointing, mode, plan, monkeypatch):
     # The compiler's front end decides what is computed again; its kernels are tested elsewhere and
     # take a minute.
     compile = torch.compile
@@ -66,5 +71,5 @@ def test_compiled_gradients_are_those_of_no_checkpointing(checkpointing, mode, m
     chosen = dataclasses.replace(
         small, checkpointing=checkpointing, checkpoint_blocks=2, compile=mode
     )
-    for expected, found in zip(_after_a_step(small), _after_a_step(chosen), strict=True):
+    for expected, found in zip(_after_a_step(small), _after_a_step(chosen, plan), strict=True):
         torch.testing.assert_close(expected, found, rtol=1e-4, atol=1e-5)

@@ -28,6 +28,7 @@ def test_cheapest_is_the_least_time_of_all_that_fit():
     # 40 bytes a microsecond beat 22.5, until they do not suffice
     assert cheapest(4, COSTS, 160) == RecomputePlan(4, selective=4)
     assert str(cheapest(4, COSTS, 161)) == "blocks 1, selective 2, none 1"
+    assert cheapest(4, COSTS, 160, selective=False) == RecomputePlan(4, blocks=2)
 
 
 def test_first_blocks_are_computed_again():
@@ -38,9 +39,8 @@ def test_first_blocks_are_computed_again():
 @pytest.mark.parametrize(
     ("spec", "fields", "words"),
     [
-        (StepSpec, {"compile": "on"}, "solved for eager steps"),
         (StepSpec, {"phases": "forward"}, "that of a step"),
-        (TrainSpec, {"data_parallel": "bucketed", "ranks": 2}, "one process"),
+        (TrainSpec, {"layout": "tp2"}, "solved for data parallel ranks"),
         (DataParallelSpec, {}, "checkpointing is 'budget'; choose one of none, blocks"),
     ],
 )

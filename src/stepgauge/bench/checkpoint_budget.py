@@ -3,20 +3,29 @@
 The step is run on tensors without memory with every block kept, kept by products, and computed
 again: that gives a block's bytes. The cheapest plan that fits by them is run so as well, and what
 it takes too much is added to what must be saved, until a plan's own prediction fits.
+
+Of a compiled step the eager one is predicted, which bounds it: in 17 pairs of rows of
+benchmarks/results/2026-11-21-*-step-*.jsonl and -study.jsonl a compiled step's peak is 0.88 to 0.98 of
+the eager one's. Of a rank, its share's step alone, and what the formulas of cost/memory.py add for its wrapper.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from stepgauge.bench.storage_tracking import predict
+from stepgauge.cost.memory import step_memory
+from stepgauge.cost.operations import NetworkPart, StepOperations
 from stepgauge.measure import devices
 from stepgauge.measure.environment import device_name
 from stepgauge.measure.memory.timeline import by_block
 from stepgauge.spec.hardware import ACCELERATORS, Peaks, peaks
+from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.plan.recompute import BlockCosts, RecomputePlan, cheapest
 from stepgauge.spec.step import WorkSpec
@@ -57,47 +66,90 @@ class Solution:
 
 
 def solve(spec: WorkSpec | TrainSpec) -> Solution:
-    """The solution of the spec's budget, if it has one.
+    """The solution of the spec's budget, if it has one; of several ranks, which must all call it, of
+    each the same.
 
     Raises ValueError for a budget that no plan holds, or that is neither given nor known.
     """
     if spec.checkpointing != "budget":
         return Solution()
-    given = {name: getattr(spec, name) for name in SHARED}
+    layout = spec.axes if isinstance(spec, TrainSpec) else Layout()
+    given = {name: getattr(spec, name) for name in SHARED} | {"batch": spec.batch // layout.data}
     step = MemorySpec(**given, checkpointing="none", predict=getattr(spec, "predict", "no"))
-    budget = _budget_bytes(step)
+    budget = _budget_bytes(step, layout.ranks)
     step = dataclasses.replace(step, memory_gib=0.0)
-    layers, least = step.network.num_layers, _predicted(step).peak_bytes
-    if least <= budget:
-        return Solution(RecomputePlan(layers), budget, least, 0.0)
-    costs, needed = _costs(step), float(least - budget)
+    layers, more = step.network.num_layers, _wrapper_bytes(step, layout)
+
+    def peak(plan: RecomputePlan) -> int:
+        return _predicted(step, plan).peak_bytes + more
+
+    if (whole := peak(RecomputePlan(layers))) <= budget:
+        return Solution(RecomputePlan(layers), budget, whole, 0.0)
+    # selective looks into no block that is compiled alone
+    propose = functools.partial(cheapest, layers, _costs(step), selective=spec.compile != "blocks")
+    plan, found = _first_that_fits(propose, peak, whole, budget)
+    return Solution(plan, budget, found, _costs(step).us(plan) / 1e3)
+
+
+def _first_that_fits(
+    propose: Callable[[float], RecomputePlan],
+    peak: Callable[[RecomputePlan], int],
+    whole: int,
+    budget: int,
+) -> tuple[RecomputePlan, int]:
+    """The plan and its predicted peak, of those that save more and more of `whole`."""
+    needed, least = float(whole - budget), whole
     for trial in range(TRIALS):
-        plan = cheapest(layers, costs, needed if trial + 1 < TRIALS else math.inf)
-        peak = _predicted(step, plan).peak_bytes
-        if peak <= budget:
-            return Solution(plan, budget, peak, costs.us(plan) / 1e3)
-        least = min(least, peak)
-        if plan.blocks == layers:
+        plan = propose(needed if trial + 1 < TRIALS else math.inf)
+        found = peak(plan)
+        if found <= budget:
+            return plan, found
+        least = min(least, found)
+        if plan.blocks == plan.num_layers:
             break
-        needed += peak - budget
+        needed += found - budget
     raise ValueError(
         f"memory_gib is {budget / GIB:.3g}, which no checkpointing holds: the least found is "
         f"{least / GIB:.3g} GiB"
     )
 
 
-def _budget_bytes(spec: MemorySpec) -> int:
+def _budget_bytes(spec: MemorySpec, ranks: int) -> int:
     if spec.memory_gib:
         return int(spec.memory_gib * GIB)
     if spec.predict != "no":
         raise ValueError("memory_gib is 0; --predict needs the GiB that --checkpointing budget has")
     device = torch.device(spec.device)
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = devices.available_host_bytes() if device.type == "cpu" else None
-    if free is None:
-        raise ValueError(f"memory_gib is 0, and what {spec.device} has free is not known")
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        host = devices.available_host_bytes() if device.type == "cpu" else None
+        if host is None:
+            raise ValueError(f"memory_gib is 0, and what {spec.device} has free is not known")
+        free = host // ranks
+    if ranks > 1:  # that all have one plan
+        every = [0] * ranks
+        dist.all_gather_object(every, free)
+        free = min(every)
     return free
+
+
+def _wrapper_bytes(spec: MemorySpec, layout: Layout) -> int:
+    """What a rank of a data axis has at its peak beside what it would have alone; less than 0 where
+    weights, gradients or state are sharded.
+    """
+    if layout.ranks == 1:
+        return 0
+    sharded = WRAPPERS[layout.wrapper].shards("weights")
+
+    def peak(place: Layout, gathered: bool) -> float:
+        part = NetworkPart(batch=spec.batch, gathered=gathered)
+        found = step_memory(StepOperations(spec, part), place)
+        # the formulas' state is AdamW's
+        without = ("optimizer state",) if spec.optimizer == "sgd" else ()
+        return sum(item.bytes for item in found.items if item.name not in without)
+
+    return int(peak(layout, sharded) - peak(Layout(), False))
 
 
 @dataclasses.dataclass(frozen=True)

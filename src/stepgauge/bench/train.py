@@ -20,7 +20,7 @@ from stepgauge.runtime.world import joined_world
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.record import Record, Sample
-from stepgauge.spec.step import BUDGET, WorkSpec
+from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.train import TrainSpec
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import build_step
@@ -128,11 +128,9 @@ def _place(spec: TrainSpec) -> RankShare:
 
 def build_task(spec: TrainSpec, place: RankShare = SINGLE_PROCESS) -> Task:
     """What this process, of a run of one or of its rank, trains. All ranks must call it."""
-    if spec.checkpointing == BUDGET:
-        return _budgeted(spec)
     is_user = isinstance(spec.model, UserModel)
     if place is SINGLE_PROCESS:
-        return user_task(spec) if is_user else text_task(spec)
+        return user_task(spec) if is_user else _text_task(spec, place, build_step)
     # torch's parts of it take a while to load.
     from stepgauge.train.layout import build_layout_step, on_data_axis
 
@@ -143,16 +141,18 @@ def build_task(spec: TrainSpec, place: RankShare = SINGLE_PROCESS) -> Task:
     if is_user:
         return user_task(here, place=place, parallelise=on_data_axis(here, spec.axes))
     build = functools.partial(build_layout_step, layout=spec.axes, device=device)
-    return text_task(here, place=place, build=build)
+    return _text_task(here, place, build)
 
 
-def _budgeted(spec: TrainSpec) -> Task:
-    """With what backward computes again solved for the tokenizer's vocabulary, and told."""
+def _text_task(spec: TrainSpec, place: RankShare, build: Callable[..., TrainingStep]) -> Task:
+    """With what backward computes again, where a budget asks for it, solved for the tokenizer's
+    vocabulary, and told.
+    """
     solutions = []
 
-    def build(full: TrainSpec, **settings: Any) -> TrainingStep:
+    def build_solved(full: TrainSpec, **settings: Any) -> TrainingStep:
         solutions.append(solve(full))
-        return build_step(full, recompute=solutions[-1].plan, **settings)
+        return build(full, recompute=solutions[-1].plan, **settings)
 
-    task = text_task(spec, build=build)
+    task = text_task(spec, place=place, build=build_solved)
     return dataclasses.replace(task, environment={**task.environment, **solutions[-1].told()})

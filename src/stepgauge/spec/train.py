@@ -92,11 +92,6 @@ class TrainSpec:
     def __post_init__(self) -> None:
         check(self)
         check_budget(self)
-        if self.checkpointing == BUDGET and {self.data_parallel, self.layout} != {"none"}:
-            raise ValueError(
-                f"data_parallel is {self.data_parallel!r}; --checkpointing budget is solved for "
-                "one process"
-            )
         if self.checkpointing == BUDGET and self.accumulation > 1:
             raise ValueError(
                 f"accumulation is {self.accumulation}; --checkpointing budget is solved for one "
@@ -144,6 +139,10 @@ class TrainSpec:
 
     def _check_layout(self) -> None:
         wrapper = self.axes.wrapper
+        if self.checkpointing == BUDGET and self.axes.data != self.axes.ranks:
+            raise ValueError(
+                f"layout is {self.layout!r}; --checkpointing budget is solved for data parallel ranks"
+            )
         how = {"device": self.device, "compile": self.compile, "precision": self.precision}
         check_layout(self.axes, self.model, batch=self.batch, reduce_dtype=self.reduce_dtype, **how)
         if self.reduce_dtype != "own" and not WRAPPERS[wrapper].reduce_dtype:

@@ -27,6 +27,7 @@ from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.recompute import RecomputePlan
 from stepgauge.spec.plan.stages import TIME, cut_blocks
 from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.train import TrainSpec
@@ -52,12 +53,14 @@ def build_layout_step(
     max_gradient_norm: float | None = None,
     recording: bool = False,
     stages: Sequence[range] | None = None,
+    recompute: RecomputePlan | None = None,
     **settings: Any,
 ) -> TrainingStep:
     """This rank's part of the step that the spec names; `settings` go to the optimizer. All ranks
     must call it.
 
-    stages  the blocks of each, as `stages_of` gives them, which is asked where they are not given
+    stages     the blocks of each, as `stages_of` gives them, which is asked where they are not given
+    recompute  of a data axis, what backward computes again in place of the spec's checkpointing
 
     Raises ValueError for a precision that the device or the optimizer does not have, and where the
     ranks have different layouts.
@@ -69,6 +72,7 @@ def build_layout_step(
             dataclasses.replace(spec, device=str(device)),
             max_gradient_norm=max_gradient_norm,
             parallelise=on_data_axis(spec, layout),
+            recompute=recompute,
             **settings,
         )
     precision = precision_on(spec.precision, device)

@@ -51,17 +51,19 @@ class BlockCosts:
         )
 
 
-def plans(num_layers: int) -> Iterator[RecomputePlan]:
+def plans(num_layers: int, *, selective: bool = True) -> Iterator[RecomputePlan]:
     for blocks in range(num_layers + 1):
-        for selective in range(num_layers + 1 - blocks):
-            yield RecomputePlan(num_layers, blocks, selective)
+        for kept_in_part in range(num_layers + 1 - blocks if selective else 1):
+            yield RecomputePlan(num_layers, blocks, kept_in_part)
 
 
-def cheapest(num_layers: int, costs: BlockCosts, needed_bytes: float) -> RecomputePlan:
+def cheapest(
+    num_layers: int, costs: BlockCosts, needed_bytes: float, *, selective: bool = True
+) -> RecomputePlan:
     """The plan that takes the least time of those that save so many bytes; if none does, the one
-    that saves the most.
+    that saves the most. `selective`: whether blocks may be kept in part.
     """
-    every = list(plans(num_layers))
+    every = list(plans(num_layers, selective=selective))
     enough = [plan for plan in every if costs.saved_bytes(plan) >= needed_bytes]
     if not enough:
         return max(every, key=costs.saved_bytes)
