@@ -62,8 +62,7 @@ def build_layout_step(
     stages     the blocks of each, as `stages_of` gives them, which is asked where they are not given
     recompute  of a data axis, what backward computes again in place of the spec's checkpointing
 
-    Raises ValueError for a precision that the device or the optimizer does not have, and where the
-    ranks have different layouts.
+    Raises ValueError for a precision that cannot be had, and where ranks have different layouts.
     """
     if layout.context == layout.tensor == layout.pipeline == 1:  # any wrapper, torch's too
         if layout.ranks > 1:
