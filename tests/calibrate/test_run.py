@@ -1,20 +1,26 @@
 """A calibration's rows, and the hardware file that they become."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
 
-from stepgauge.bench.sweep import sweep
+from stepgauge.bench.sweep import MOST_TRIES, Calm, sweep
 from stepgauge.calibrate import contention
 from stepgauge.calibrate.grids import CPU, GPU
 from stepgauge.calibrate.machine import hardware_file, jobs, require_same_machine
 from stepgauge.calibrate.operations import operations
 from stepgauge.calibrate.run import job, names, run, table_of
 from stepgauge.cost.machine import Machine
+from stepgauge.cost.step import modelled
+from stepgauge.measure.others import Reading
+from stepgauge.report.views import TRIES, is_disturbed, remark
 from stepgauge.spec.calibration import CalibrationSpec, ContentionSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.hardware_files import default_path, file_of
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
 
 HERE = torch.device("cpu")
@@ -120,3 +126,53 @@ def test_a_file_of_another_machine_is_not_gone_on_with():
         require_same_machine(file, "NVIDIA H100", 0)
     with pytest.raises(ValueError, match="of 2 threads; here are 1"):
         require_same_machine(file, "AMD EPYC", 1)
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    """cores(1.0, 0.0): of a machine of as many cores as threads, what others have while each record
+    is measured.
+    """
+    threads = torch.get_num_threads()
+
+    def give(*others):
+        ends = [
+            reading
+            for taken in others
+            for reading in (
+                Reading(0.0, 0.0, 0.0, threads),
+                Reading(10.0, 10.0 * (1.0 + taken), 10.0, threads),
+            )
+        ]
+        monkeypatch.setattr("stepgauge.calibrate.run.reading", lambda: ends.pop(0))
+        return ends
+
+    return give
+
+
+def test_an_operation_that_others_disturbed_is_timed_again(cores):
+    left = cores(1.0, 0.0, 1.0)
+    record = Calm().measured(lambda: run(spec("traffic")))
+    assert len(left) == 2 and not is_disturbed(record)  # the second was quiet
+    assert record.environment[TRIES] == 2
+    assert not table_of(record).disturbed
+
+
+def test_what_stays_disturbed_is_said_by_the_row_the_file_and_each_prediction(cores, tmp_path):
+    left = cores(*[1.0] * MOST_TRIES)
+    record = Calm().measured(lambda: run(spec("traffic")))
+    assert not left and remark(record) == (
+        f"disturbed: other work had 1.0 of the cores that it needed, in the last of {MOST_TRIES} "
+        f"measurements too"
+    )
+    path = tmp_path / "box.json"
+    hardware_file([record], HardwareFile(name="box")).write(path)
+    words = "the hardware file box was calibrated beside other work (traffic): calibrate it"
+    assert json.loads(path.read_text())["disturbed"].startswith(words)
+    read = HardwareFile.read(path)
+    assert read.disturbance.startswith(words) and not read.other
+    asked = StepSpec(model=ModelSpec.preset("nano"), size="nano", device="cpu")
+    assert modelled(asked, Machine(read), {}, [], None).note == read.disturbance
+    cores(0.0)
+    quiet = hardware_file([run(spec("traffic"))], read)
+    assert not quiet.disturbance

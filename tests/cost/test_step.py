@@ -235,3 +235,13 @@ def test_a_time_at_the_launch_floor_says_nothing_about_larger_shapes():
     found = made.time("attention sdpa forward fp32", 512, 128, 64)
     of_its_bytes = 4 * 4 * 512 * 128 * 64 / 1e3  # 1 GB in a millisecond
     assert found.us == pytest.approx(of_its_bytes / 1e3, rel=0.05)
+
+
+def test_a_captured_backward_is_the_gpu_s_at_any_size():
+    """Of older files short backward times are left out: they may be the host's."""
+    name = "rmsnorm backward bf16"
+    rows = ((512, 512, 30.0), (512, 4096, 31.0), (8192, 512, 31.0), (8192, 4096, 200.0))
+    for captured, source in ((True, CALIBRATED), (False, EXTRAPOLATED)):
+        operations = {**H100.hardware.operations, name: OperationTable(("m", "n"), rows, captured)}
+        machine = Machine(dataclasses.replace(H100.hardware, operations=operations))
+        assert machine.time(name, 512, 512).source == source

@@ -19,7 +19,7 @@ from stepgauge.bench.launchers import prepare_for, with_launchers
 from stepgauge.bench.ranks import OnRanks, is_first_process
 from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import environment
-from stepgauge.report.views import is_disturbed, with_tries
+from stepgauge.report.views import MISSED_CORES, is_disturbed, with_tries
 from stepgauge.runtime import workers
 from stepgauge.runtime.launch import RankError
 from stepgauge.runtime.load_file import user_line
@@ -125,9 +125,13 @@ class Calm:
 
 
 def _is_worth_another(record: Record) -> bool:
-    """Whether a row was disturbed, by the spread of enough repetitions that followed a warm-up."""
+    """Whether a row was disturbed: by other work on its cores, or by the spread of enough
+    repetitions that followed a warm-up.
+    """
     if not is_disturbed(record) or record.spec.get("warmup") == 0:
         return False
+    if MISSED_CORES in record.metrics:
+        return True
     counts = [sample.n for sample in record.metrics.values() if sample.unit == "ms"]
     return max(counts) >= LEAST_REPETITIONS
 

@@ -23,6 +23,8 @@ from stepgauge.calibrate.operations import TimedOperation, operations
 from stepgauge.calibrate.timing import METRICS, Timing, clock_and_power, time_of
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
+from stepgauge.measure.others import Span, missed_cores, reading
+from stepgauge.report.views import MISSED_CORES, is_disturbed
 from stepgauge.runtime.world import joined_world
 from stepgauge.spec.calibration import CalibrationSpec, OperationTable
 from stepgauge.spec.hardware import HardwareFile
@@ -51,7 +53,8 @@ def job(spec: CalibrationSpec) -> Job:
 @dataclasses.dataclass
 class Timed:
     """The grid's sizes with their microseconds, what the device told at each, how many shapes did
-    not fit in memory or in the time, and how many short ones were timed at the host's pace.
+    not fit in memory or in the time, how many short ones were timed at the host's pace, and what was
+    read of the cores before and after.
     """
 
     axes: tuple[str, ...]
@@ -59,15 +62,24 @@ class Timed:
     told: list[dict[str, float]]
     left_out: int
     at_host_pace: int = 0
+    span: Span | None = None
 
 
 def run(spec: CalibrationSpec) -> Record:
     device = torch.device(spec.device)
+    return _record(spec, [_measured(spec, device)], device)
+
+
+def _measured(spec: CalibrationSpec, device: torch.device) -> Timed:
+    before = reading()
     if spec.operation in host.names():
         timed = _timed(host.measure(spec.operation, device), device)
+    elif spec.operation in wrappers.names():
+        timed = _timed(wrappers.measure(spec, device), device)
     else:
         timed = _times(spec, device)
-    return _record(spec, timed, device)
+    after = reading()
+    return dataclasses.replace(timed, span=(before, after) if before and after else None)
 
 
 def _timed(table: OperationTable, device: torch.device) -> Timed:
@@ -78,45 +90,52 @@ def _timed(table: OperationTable, device: torch.device) -> Timed:
 def _on_rank(spec: CalibrationSpec) -> Timed:
     world = joined_world()
     assert world is not None, "ranks run in a world"
-    device = world.device(spec.device)
-    if spec.operation in wrappers.names():
-        return _timed(wrappers.measure(spec, device), device)
-    return _times(spec, device)
+    return _measured(spec, world.device(spec.device))
 
 
 def _of_ranks(spec: CalibrationSpec, ranks: list[Timed]) -> Record:
+    return _record(spec, ranks, torch.device(spec.device))
+
+
+ON_RANKS = OnRanks(_on_rank, _of_ranks, shared=True)
+
+
+def _record(spec: CalibrationSpec, ranks: Sequence[Timed], device: torch.device) -> Record:
     """Of each shape the mean over ranks."""
     first = ranks[0]
     rows = [
         (*row[:-1], statistics.fmean(timed.rows[place][-1] for timed in ranks))
         for place, row in enumerate(first.rows)
     ]
-    return _record(spec, dataclasses.replace(first, rows=rows), torch.device(spec.device))
-
-
-ON_RANKS = OnRanks(_on_rank, _of_ranks, shared=True)
-
-
-def _record(spec: CalibrationSpec, timed: Timed, device: torch.device) -> Record:
-    units = list(timed.told[0]) if timed.told else []
-    clocks = {METRICS[unit]: Sample.of((told[unit] for told in timed.told), unit) for unit in units}
+    units = list(first.told[0]) if first.told else []
+    clocks = {METRICS[unit]: Sample.of((told[unit] for told in first.told), unit) for unit in units}
     return Record(
         kind=spec.kind,
         spec=dataclasses.asdict(spec),
         metrics={
-            "shapes": Sample.exact(len(timed.rows), ""),
-            "shapes_left_out": Sample.exact(timed.left_out, ""),
-            "shapes_at_host_pace": Sample.exact(timed.at_host_pace, ""),
+            "shapes": Sample.exact(len(rows), ""),
+            "shapes_left_out": Sample.exact(first.left_out, ""),
+            "shapes_at_host_pace": Sample.exact(first.at_host_pace, ""),
             **clocks,
+            **_missed(ranks, device),
         },
         tables={
             "times": [
-                [*timed.axes, "us", *units],
-                *([*row, *told.values()] for row, told in zip(timed.rows, timed.told, strict=True)),
+                [*first.axes, "us", *units],
+                *([*row, *told.values()] for row, told in zip(rows, first.told, strict=True)),
             ]
         },
         environment=environment(device),
     )
+
+
+def _missed(ranks: Sequence[Timed], device: torch.device) -> dict[str, Sample]:
+    """Cores that others took; a GPU's host needs one a rank."""
+    spans = [timed.span for timed in ranks if timed.span is not None]
+    if not spans:
+        return {}
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    return {MISSED_CORES: Sample.exact(missed_cores(spans, threads), "cores")}
 
 
 def _times(spec: CalibrationSpec, device: torch.device) -> Timed:
@@ -183,4 +202,10 @@ def table_of(record: Record) -> OperationTable:
     """The record's sizes and microseconds, without what the device told beside them."""
     head, *rows = record.tables["times"]
     end = head.index("us")
-    return OperationTable(tuple(head[:end]), tuple(tuple(row[: end + 1]) for row in rows))
+    is_on_gpu = record.spec["device"] != "cpu" and not record.spec["operation"].startswith("host")
+    return OperationTable(
+        axes=tuple(head[:end]),
+        rows=tuple(tuple(row[: end + 1]) for row in rows),
+        captured=is_on_gpu and record.median("shapes_at_host_pace") == 0,
+        disturbed=is_disturbed(record),
+    )

@@ -65,6 +65,9 @@ def calibrate(
     before = HardwareFile.read(path) if path.exists() else HardwareFile(name=path.stem)
     require_same_machine(before, name, threads)
     records = run_jobs(asked, RunStore(out), fresh=fresh)
-    hardware_file(records, before).write(path)
+    after = hardware_file(records, before)
+    after.write(path)
     good = sum(record.status == "ok" for record in records)
     tell(f"{good} of {len(records)} rows are in {path}")
+    if after.disturbance:
+        tell(after.disturbance)

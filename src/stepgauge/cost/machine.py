@@ -41,14 +41,18 @@ class Machine:
         does not have.
         """
         if operation not in self._grids:
-            work = WORK[operation.partition(" ")[0]]
-            self._grids[operation] = _Grid(
-                self._known(operation), work, is_launched="backward" in operation
-            )
+            work, table = WORK[operation.partition(" ")[0]], self._known(operation)
+            is_launched = "backward" in operation and not table.captured
+            self._grids[operation] = _Grid(table, work, is_launched=is_launched)
         found = self._here(operation, self._grids[operation].time(sizes))
         if operation.startswith("attention"):
             return self._at_least_its_bytes(operation, sizes, found)
         return found
+
+    @property
+    def disturbance(self) -> str:
+        """Of the file whose operations count."""
+        return self._calibrated.disturbance
 
     def table(self, operation: str) -> OperationTable | None:
         """As calibrated."""
@@ -133,7 +137,7 @@ FLOOR_WORK_RATIO, FLOOR_US_RATIO = 4.0, 1.5
 class _Grid:
     """Rates on a grid of sizes, in which some shapes may be missing.
 
-    is_launched  short times may be the host's: autograd's backward is not replayed as a CUDA graph
+    is_launched  short times may be the host's: older files have backward without CUDA graphs
     """
 
     def __init__(self, table: OperationTable, work: Callable[..., float], *, is_launched: bool):

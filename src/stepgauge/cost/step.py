@@ -71,7 +71,7 @@ def modelled(
         tables=tables,
         environment={"device": machine.hardware.device, "hardware": machine.hardware.name},
         provenance="modelled",
-        note=note,
+        note="; ".join(filter(None, [note, machine.disturbance])),
     )
 
 

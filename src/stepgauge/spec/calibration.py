@@ -12,15 +12,20 @@ from stepgauge.spec.fields import check, option
 class OperationTable:
     """Times of one operation.
 
-    axes  what the sizes of a row are: ("m", "n", "k") of a product
-    rows  sizes, then microseconds
+    axes       what the sizes of a row are: ("m", "n", "k") of a product
+    rows       sizes, then microseconds
+    captured   short calls ran as CUDA graphs, so that no time is the host's
+    disturbed  other work had cores that the measurement needed
     """
 
     axes: tuple[str, ...]
     rows: tuple[tuple[float, ...], ...]
+    captured: bool = False
+    disturbed: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        return {"axes": list(self.axes), "rows": [list(row) for row in self.rows]}
+        said = {name: True for name in ("captured", "disturbed") if getattr(self, name)}
+        return {"axes": list(self.axes), "rows": [list(row) for row in self.rows], **said}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
@@ -31,7 +36,7 @@ class OperationTable:
             raise ValueError(f"not a table of an operation: {error}") from None
         if not rows or any(len(row) != len(axes) + 1 for row in rows):
             raise ValueError(f"not a table of an operation: rows need {len(axes)} sizes and a time")
-        return cls(axes, rows)
+        return cls(axes, rows, bool(value.get("captured")), bool(value.get("disturbed")))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -176,6 +176,7 @@ class HardwareFile:
     @classmethod
     def _from_json(cls, value: dict[str, Any], base: Self | None, *, name: str) -> Self:
         """Raises one of several errors for what is no hardware file."""
+        value.pop("disturbed", None)  # a sentence that follows from the operations
         return cls(
             name=value.pop("name", name),
             device=value.pop("device", ""),
@@ -215,11 +216,31 @@ class HardwareFile:
                 f"device is {device!r}; the hardware file {self.name} is of a CPU: choose cpu"
             )
 
+    @property
+    def disturbance(self) -> str:
+        """What to know of a calibration beside other work, as a sentence; or ""."""
+        alone = [name for name, table in self.operations.items() if table.disturbed]
+        shared = [
+            f"{name} on {ranks} ranks"
+            for ranks, tables in self.by_ranks.items()
+            for name, table in tables.items()
+            if table.disturbed
+        ]
+        found = [*alone, *shared]
+        if not found:
+            return ""
+        others = f" and {len(found) - 1} more" if found[1:] else ""
+        return (
+            f"the hardware file {self.name} was calibrated beside other work ({found[0]}{others}): "
+            f"calibrate it with --fresh on a quiet machine"
+        )
+
     def on_ranks(self, ranks: int) -> Self:
         """The machine as each of so many ranks finds it: where ranks share a CPU, with the
         operations that were timed side by side alone.
         """
-        return dataclasses.replace(self, operations=self.by_ranks.get(ranks, self.operations))
+        operations = self.by_ranks.get(ranks, self.operations)
+        return dataclasses.replace(self, operations=operations, by_ranks={})
 
     def contention_of(self, operation: str, collective: str) -> Contention | None:
         """What the operation, of any class of kernels, and the collective cost each other; None
@@ -256,6 +277,7 @@ class HardwareFile:
             "device": self.device,
             "threads": self.threads,
             **self.other,
+            **({"disturbed": self.disturbance} if self.disturbance else {}),
             "operations": _as_json(self.operations),
             "operations_by_ranks": {str(n): _as_json(own) for n, own in self.by_ranks.items()},
             "contention": [dataclasses.astuple(row) for row in self.contention],
