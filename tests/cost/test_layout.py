@@ -78,6 +78,18 @@ def test_more_bandwidth_is_never_slower(layout, rate, ratio):
     assert fast <= slow * (1 + 1e-9)
 
 
+def test_sharded_stages_are_gathered_once_a_step_and_are_whole_meanwhile():
+    """Whatever the number of micro-batches; the weights count in the peak."""
+    exposed = {}
+    for micro_batches in (2, 8):
+        found = step(f"pp2 1f1b m{micro_batches} dp2 zero3", wired(within=20e9))
+        exposed[micro_batches] = found.median("data_exposed_ms")
+        parts = {row[0]: row[1] for row in found.tables["memory"]}
+        assert parts["unsharded weights"] == pytest.approx(2 * parts["parameters"], rel=0.02)
+    assert 0.75 < exposed[8] / exposed[2] < 1.25, "not four times"
+    assert exposed[2] > 100, "both ways at 20 GB/s"
+
+
 @pytest.mark.parametrize("layout", ["pp2 1f1b m4", "pp4 1f1b m4"])
 def test_stages_are_cut_by_the_times_of_the_hardware_file(layout):
     """Small products are slower than their FLOPs say, so blocks weigh more beside the head."""

@@ -8,8 +8,11 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from stepgauge.parallel.layout import Network, spread
+from stepgauge.parallel.parameter_group import UnshardedGroup
+from stepgauge.parallel.traffic import Reductions
 from stepgauge.parallel.wrappers import Settings
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.bert import BertSpec
@@ -88,8 +91,50 @@ def test_every_axis_beside_every_other_is_one_process(ranks, cases):
 def all_differences(cases):
     torch.set_num_threads(1)
     found = {case: differences(*case) for case in cases}
+    if ("pp2 1f1b m2 dp2 zero3", "tied", "adamw") in cases:
+        found["gathers"] = gathers_of_sharded_stages()
     ranks = dist.get_world_size()
     return found, (of_two_minds(), of_one_name(ranks), rate_after_loading(ranks))
+
+
+def gathers_of_sharded_stages():
+    """Weights of a stage are gathered and its gradients averaged once a step, not once a
+    micro-batch, and what is gathered is what the schedule says.
+    """
+    counted = {}
+    for micro_batches in (2, 4):
+        spec = LayoutSpec(
+            model=NETWORKS["tied"], layout=f"pp2 1f1b m{micro_batches} dp2 zero3", batch=8
+        )
+        step = build(spec, spec.axes)
+        calls = counted[micro_batches] = {"gathers": 0, "means": 0}
+        with counting(calls):
+            train(step, spec, spec.axes, 0)
+        if not all(isinstance(p, DTensor) for p in step.parallel.module.parameters()):
+            return "weights are whole after the step"
+    if counted[2] != counted[4] or not counted[2]["gathers"]:
+        return str(counted)
+    return ""
+
+
+@contextlib.contextmanager
+def counting(calls):
+    """Counts groups of weights that are gathered, and that are averaged."""
+    gather, average = UnshardedGroup.unshard, Reductions.start
+
+    def gathered(self):
+        calls["gathers"] += not self.is_unsharded
+        gather(self)
+
+    def averaged(self, *arguments):
+        calls["means"] += 1
+        average(self, *arguments)
+
+    UnshardedGroup.unshard, Reductions.start = gathered, averaged
+    try:
+        yield
+    finally:
+        UnshardedGroup.unshard, Reductions.start = gather, average
 
 
 def rate_after_loading(ranks):

@@ -240,6 +240,18 @@ class FullySharded(DataParallelCost):
         self._gathers: dict[tuple[str, str], int] = {}
         self._reductions: list[tuple[int, int]] = []  # with the elements of each
 
+    def resident_us(self) -> tuple[float, float]:
+        """Of a stage that is whole for a step (parallel/residency.py): all weights gathered, and all
+        gradients averaged, in the parameters' type.
+        """
+        units = [*self._elements.values(), self._ends]
+        sent = [numel * self._how.residual for numel in units if numel]
+        gather, reduce = (
+            sum(self.prices.collective(operation, nbytes, "data").us for nbytes in sent)
+            for operation in ("all_gather", "reduce_scatter")
+        )
+        return gather, reduce
+
     def begin(self) -> None:
         self._gathers = {}
 

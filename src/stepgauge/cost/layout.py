@@ -8,7 +8,7 @@ backward on, beside what other stages compute, and each rank's optimizer follows
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from stepgauge.cost.data_axis import Bucketed, Sending, data_axis
+from stepgauge.cost.data_axis import Bucketed, FullySharded, Sending, data_axis
 from stepgauge.cost.host import Launching, launching
 from stepgauge.cost.ledger import Rows, pipeline_rows, step_rows
 from stepgauge.cost.machine import Machine
@@ -122,9 +122,11 @@ class LayoutParts:
         layout, work = spec.axes, work_of(spec)
         if layout.context > 1:
             raise ValueError(f"layout is {spec.layout!r}; context parallel is not predicted yet")
+        # a stage of a pipeline is whole for a step, in the parameters' type
         sharded = WRAPPERS[layout.wrapper].shards("weights") and layout.data > 1
+        gathered = sharded and layout.pipeline == 1
         prices = Prices(machine, layout, GLOO if spec.group_backend == "gloo" else NCCL)
-        share = NetworkPart(batch=spec.micro_batch, tensor=layout.tensor, gathered=sharded)
+        share = NetworkPart(batch=spec.micro_batch, tensor=layout.tensor, gathered=gathered)
         times = layer_times(StepOperations(work, share), prices) if spec.needs_times else None
         stages = [
             StepOperations(work, dataclasses.replace(share, blocks=blocks))
@@ -177,27 +179,22 @@ class LayoutParts:
 
     def _in_stages(self, whole: Schedule) -> Predicted:
         plan, left = self._shortened(whole)
-        schedule = lower(plan)
-        taken = durations(self.stages, schedule, self.prices, self.host, self.sending)
+        unshard, sent = zip(*map(self._data_us, range(plan.num_stages)), strict=True)
+        schedule = lower(plan, sharded=plan.rank_of if any(unshard) else ())
+        taken = durations(self.stages, schedule, self.prices, self.host, unshard)
         timeline = simulate(schedule, taken)
-        sent = [self._data_ms(stage) for stage in range(schedule.num_stages)]
         waits, updates = [], []
-        for rank, row in enumerate(timeline.ranks):
-            ends = {span.action.stage: span.end for span in row}
-            arrived = 0.0
-            for stage in sorted(ends, key=ends.__getitem__):
-                arrived = max(arrived, ends[stage]) + sent[stage]
-            computed = max(ends.values())
-            waits.append((computed, max(0.0, arrived - computed)))
+        for rank in range(schedule.num_ranks):
+            waits.append(_waits(timeline, rank, sent))
             updates.append(sum(self._optimizer_ms(stage) for stage in schedule.stages(rank)))
         # Each micro-batch that was left out keeps the busiest rank, or its host, as busy as the rest.
         issued = taken.host_ms * max(len(row) for row in timeline.ranks)
         steady = left * max(*timeline.busy_ms, issued) / plan.num_micro_batches
         last = max(range(len(waits)), key=lambda r: sum(waits[r]) + updates[r])
-        earlier = self.spec.accumulation - 1
-        before = earlier * timeline.step_ms + self.spec.accumulation * steady
-        step_ms = before + sum(waits[last]) + updates[last]
+        each = timeline.step_ms + (waits[last][1] if any(unshard) else 0.0)
         accumulation = self.spec.accumulation
+        before = (accumulation - 1) * each + accumulation * steady
+        step_ms = before + sum(waits[last]) + updates[last]
         phases = {
             "forward_and_backward": before + waits[last][0],
             "synchronize": waits[last][1],
@@ -207,7 +204,7 @@ class LayoutParts:
             step_ms=step_ms,
             phases=phases,
             rows=pipeline_rows(
-                [self.stages[stage] for stage in schedule.stages(last)],
+                [self.stages[n] for n in schedule.stages(last)],
                 self.prices,
                 passes=accumulation * whole.num_micro_batches,
                 phases=phases,
@@ -230,16 +227,31 @@ class LayoutParts:
         fewer = dataclasses.replace(layout, microbatches=layout.microbatches - left)
         return schedule_of(fewer), left
 
-    def _data_ms(self, stage: int) -> float:
-        """Of the gradients of a stage, one bucket after another."""
-        step = self.rank_step(stage)
-        axis = data_axis(self.sending, step)
-        return axis.messages_us() / 1e3 if isinstance(axis, Bucketed) else 0.0
+    def _data_us(self, stage: int) -> tuple[float, float]:
+        """To gather the weights of a stage, where they are sharded, and to send its gradients."""
+        match data_axis(self.sending, self.rank_step(stage)):
+            case FullySharded() as axis:
+                return axis.resident_us()
+            case Bucketed() as axis:
+                return 0.0, axis.messages_us()
+        return 0.0, 0.0
 
     def _optimizer_ms(self, stage: int) -> float:
         step, program = self.rank_step(stage), Program()
         data_axis(self.sending, step).optimizer(program, step.operations, self.prices)
         return outcome(program, self.prices.machine.contention).step_ms
+
+
+def _waits(timeline: Timeline, rank: int, sent_us: Sequence[float]) -> tuple[float, float]:
+    """ms until a rank has computed, and from then until its stages' gradients have arrived: each
+    leaves when its stage has had its last backward, one after the other.
+    """
+    ends = {span.action.stage: span.end for span in timeline.ranks[rank]}
+    arrived = 0.0
+    for stage in sorted(ends, key=ends.__getitem__):
+        arrived = max(arrived, ends[stage]) + sent_us[stage] / 1e3
+    computed = max(ends.values())
+    return computed, max(0.0, arrived - computed)
 
 
 def work_of(spec: LayoutSpec) -> WorkSpec:

@@ -103,7 +103,7 @@ def pipeline_memory(stages: Sequence[StepOperations], layout: Layout, schedule: 
         extra = max(extra, max(of_loss_backward(stages[n]) for n in own))
         buffers = 4 * max(stream_bytes(stages[n]) for n in own)
         parts = {
-            "gradients": base.gradients,
+            **_resident([stages[n] for n in own], base),
             "activations in flight": activations,
             "temporaries": extra,
             "buffers of transfers": buffers,
@@ -121,12 +121,20 @@ def stage_memory(stage: StepOperations, layout: Layout) -> Memory:
     live = min(layout.microbatches, ranks) * factor
     base = _held(stage, layout, accumulates=True)
     parts = {
-        "gradients": base.gradients,
+        **_resident([stage], base),
         "activations in flight": live * keeps.total,
         "temporaries": of_block_backward(stage) + keeps.again,
         "buffers of transfers": 4 * stream_bytes(stage),
     }
     return _memory(base, parts, "rank 0", layout)
+
+
+def _resident(stages: Sequence[StepOperations], base: "_Held") -> dict[str, float]:
+    """Gradients of a rank's stages and, of ZeRO 3, what is whole from UNSHARD to RESHARD."""
+    if not base.unit:
+        return {"gradients": base.gradients}
+    whole = sum(_allocated(stage, stage.how.residual) for stage in stages)
+    return {"gradients": base.gradients + whole, "unsharded weights": whole}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +252,7 @@ def _for_weights(stage: StepOperations) -> float:
 def _memory(base: _Held, parts: Mapping[str, float], moment: str, layout: Layout) -> Memory:
     items = [
         Item("parameters", base.parameters),
-        Item("gathered embedding and head", base.ends),
+        Item("gathered embedding and head", 0.0 if "unsharded weights" in parts else base.ends),
         Item("optimizer state", base.state),
         *(Item(name, nbytes) for name, nbytes in parts.items()),
         Item("workspaces of libraries", WORKSPACES, ASSUMED),

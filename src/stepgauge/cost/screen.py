@@ -111,7 +111,8 @@ class Screen:
     def of(self, candidate: Candidate) -> Screened:
         """Raises ValueError for what the machine does not know."""
         layout = candidate.layout
-        gathered = WRAPPERS[layout.wrapper].shards("weights") and layout.data > 1
+        sharded = WRAPPERS[layout.wrapper].shards("weights") and layout.data > 1
+        gathered = sharded and layout.pipeline == 1  # cost/layout.py
         blocks = -(-self.spec.network.num_layers // layout.pipeline)
         layers, of = self.spec.network.num_layers, (candidate.checkpointing, gathered)
         stage = self._shares(candidate.micro_batch, layout.tensor, *of, range(blocks))
@@ -159,6 +160,10 @@ class Screen:
             nbytes = numel * itemsize / parts
             return parts * prices.collective(operation, nbytes, "data").us
 
+        if layout.wrapper == "zero3" and layout.pipeline > 1:
+            units = len(stage.blocks)
+            whole = [sent(op, how.residual, units) for op in ("all_gather", "reduce_scatter")]
+            return passes / layout.microbatches * sum(whole), 0.0
         if layout.wrapper == "zero3":
             units = len(stage.blocks)
             gather = sent("all_gather", how.activation, units)

@@ -6,17 +6,13 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from stepgauge.cost.activations import stream_bytes
-from stepgauge.cost.data_axis import Sending, data_axis
 from stepgauge.cost.host import Launching
 from stepgauge.cost.operations import StepOperations
-from stepgauge.cost.outcome import outcome
 from stepgauge.cost.prices import Prices
-from stepgauge.cost.program import RankStep
 from stepgauge.cost.terms import Term
 from stepgauge.cost.timeline import Durations
-from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.plan.pipeline import Channel, Schedule
-from stepgauge.spec.plan.pipeline.action import FORWARD, INPUT, WEIGHT
+from stepgauge.spec.plan.pipeline.action import FORWARD, INPUT, UNSHARD, WEIGHT
 from stepgauge.spec.plan.stages import PartTimes
 
 ATTENTION, FEED_FORWARD = ("attention",), ("feed_forward",)
@@ -27,16 +23,18 @@ def durations(
     schedule: Schedule,
     prices: Prices,
     host: Mapping[str, Launching],
-    sending: Sending,
+    unshard_us: Sequence[float],
 ) -> Durations:
-    """Of stages of whole blocks."""
+    """Of stages of whole blocks. `unshard_us`: to gather the weights of each, where it is sharded."""
     actions: dict[tuple[int, str], float] = {}
     for number, stage in enumerate(stages):
         weights = [term for term in stage.backward() if term.weights]
-        forward, backward = _passes(stage, prices, host, sending)
+        forward = prices.total_us(stage.forward()) / 1e3
+        backward = prices.total_us(stage.backward()) / 1e3
         weight = prices.total_us(weights) / 1e3
         actions |= {(number, FORWARD): forward, (number, WEIGHT): weight}
         actions[number, INPUT] = backward - weight
+        actions[number, UNSHARD] = unshard_us[number] / 1e3
     nbytes = max(stream_bytes(stage) for stage in stages)
     launches = [
         host[phase].us(len(stage.blocks)) / 1e3
@@ -65,18 +63,6 @@ def transfers(schedule: Schedule, prices: Prices, nbytes: float) -> dict[Channel
     ms = prices.transfer(nbytes).us / 1e3
     edges = [(a, b) for a in range(schedule.num_stages) for b in (a - 1, a + 1)]
     return {Channel(a, b): ms for a, b in edges}
-
-
-def _passes(
-    stage: StepOperations, prices: Prices, host: Mapping[str, Launching], sending: Sending
-) -> tuple[float, float]:
-    """ms of a forward and a backward of a micro-batch; under ZeRO 3 with what they gather."""
-    if not WRAPPERS[sending.wrapper].shards("weights"):
-        return prices.total_us(stage.forward()) / 1e3, prices.total_us(stage.backward()) / 1e3
-    step = RankStep(stage, prices, dict(host), coarse=True)
-    program = step.program(data_axis(sending, step), phases="backward")
-    found = outcome(program, prices.machine.contention)
-    return found.phases["forward"], found.phases["backward"] + found.phases["synchronize"]
 
 
 @dataclasses.dataclass(frozen=True)

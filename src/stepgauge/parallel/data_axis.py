@@ -42,6 +42,11 @@ class DataAxis:
     def replicas(self) -> list[DataParallel]:
         return [module for module in self.modules.values() if isinstance(module, DataParallel)]
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks have parts of the weights."""
+        return any(isinstance(m, FullyShardedDataParallel) for m in self.modules.values())
+
     def copies(self, gradient: Tensor) -> int:
         """Ranks of the axis that have the same values of a gradient."""
         is_share = isinstance(gradient, DTensor) or self._stage == 2
@@ -82,6 +87,20 @@ class DataAxis:
         finally:
             for part in talking:
                 part.communicates = True
+
+    def unshard(self, stage: int) -> None:
+        """Makes the weights of a stage whole until `reshard`, where they are sharded."""
+        if isinstance(module := self.modules[stage], FullyShardedDataParallel):
+            module.residency.unshard()
+
+    def reduce(self, stage: int) -> None:
+        """Averages the gradients of a stage that is whole."""
+        if isinstance(module := self.modules[stage], FullyShardedDataParallel):
+            module.residency.reduce()
+
+    def reshard(self, stage: int) -> None:
+        if isinstance(module := self.modules[stage], FullyShardedDataParallel):
+            module.residency.reshard()
 
     def begin(self, stage: int) -> None:
         """Sends a stage's gradients, which no backward of this step adds to any more."""

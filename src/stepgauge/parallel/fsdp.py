@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from stepgauge.parallel.parameter_group import ParameterGroup, Place, Sharding, repeated_blocks
 from stepgauge.parallel.replicas import prepare_replicas, registrations, require_known
+from stepgauge.parallel.residency import Residency
 from stepgauge.parallel.traffic import Prefetcher, Reductions
 
 
@@ -36,6 +37,8 @@ class FullyShardedDataParallel(nn.Module):
     Raises DifferentModelsError, on every rank, where the ranks hold different modules; ValueError
     for a parameter without dimensions. Backward raises RuntimeError for create_graph=True, and for
     weights that were written since forward.
+
+    residency  keeps all weights whole over several forwards and backwards
     """
 
     def __init__(
@@ -54,19 +57,23 @@ class FullyShardedDataParallel(nn.Module):
         places = _places_of_parameters(module)
         blocks = [block for block in repeated_blocks(module) if block is not module]
         units = [*dict.fromkeys(blocks), module]
+        groups: list[ParameterGroup] = []
         names = {part: name for name, part in module.named_modules()}
         for unit, of_unit in zip(units, _by_unit(places, units), strict=True):
             if of_unit:
-                ParameterGroup(
-                    names[unit],
-                    unit,
-                    of_unit,
-                    sharding,
-                    compute_dtype,
-                    self._prefetcher,
-                    self._reductions,
-                    is_root=unit is module,
+                groups.append(
+                    ParameterGroup(
+                        names[unit],
+                        unit,
+                        of_unit,
+                        sharding,
+                        compute_dtype,
+                        self._prefetcher,
+                        self._reductions,
+                        is_root=unit is module,
+                    )
                 )
+        self.residency = Residency(groups, self._reductions)
         self._registered = registrations()
 
     def forward(self, *inputs: Any, **named: Any) -> Any:

@@ -80,6 +80,7 @@ class Network:
             self.schedule,
             tied=_names_under_wrappers(self.tied, data),
             reduce=lambda stage, _: data.begin(stage),
+            weights=data if data.is_sharded else None,
             share=self.share,
             group=mesh.get_group("pipeline"),
             device=device,

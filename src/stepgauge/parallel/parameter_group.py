@@ -87,6 +87,7 @@ class ParameterGroup:
         self.prefetcher, self.reductions, self.is_root = prefetcher, reductions, is_root
         self._calls: list[tuple[UnshardedGroup, bool, list[nn.Parameter]]] = []
         self.unsharded: UnshardedGroup | None = None
+        self.stays_whole = False  # its module is whole for longer than a call: residency.py
         self.name = name
         for of_weight in places:
             whole = of_weight[0][0]._parameters[of_weight[0][1]]
@@ -110,13 +111,20 @@ class ParameterGroup:
         return [owner._parameters[name] for (owner, name), *_ in self.places]  # type: ignore[misc]
 
     def unshard(self) -> "UnshardedGroup":
-        unsharded = UnshardedGroup(self, self.parameters)
+        unsharded = UnshardedGroup(self, self.parameters, self.compute_dtype)
         unsharded.unshard()
         return unsharded
+
+    def put(self, weights: Sequence[Tensor]) -> None:
+        """These in the places of the weights."""
+        for of_weight, weight in zip(self.places, weights, strict=True):
+            _put(of_weight, weight)
 
     @torch.compiler.disable
     def before(self, module: nn.Module, inputs: Any) -> Any:
         """Puts whole weights in place of the shards."""
+        if self.stays_whole:
+            return None
         parameters = self.parameters
         # Checkpointing calls the module again in backward, which has its weights already.
         unsharded = self.unsharded
@@ -125,8 +133,7 @@ class ParameterGroup:
         assert unsharded is not None, "it is reused or taken"
         unsharded.wait()
         self._calls.append((unsharded, reused, parameters))
-        for of_weight, whole in zip(self.places, unsharded.use(), strict=True):
-            _put(of_weight, whole)
+        self.put(unsharded.use())
         self.prefetcher.entered(self)
         return unsharded.watched(inputs)
 
@@ -137,8 +144,7 @@ class ParameterGroup:
             return
         unsharded, reused, parameters = self._calls.pop()
         unsharded.require_unwritten()
-        for of_weight, parameter in zip(self.places, parameters, strict=True):
-            _put(of_weight, parameter)
+        self.put(parameters)
         reached = [
             leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad
         ]
@@ -189,8 +195,13 @@ class UnshardedGroup:
     forward and backward.
     """
 
-    def __init__(self, unit: ParameterGroup, parameters: Sequence[nn.Parameter]):
-        self.unit, self.parameters = unit, parameters
+    def __init__(
+        self,
+        unit: ParameterGroup,
+        parameters: Sequence[nn.Parameter],
+        compute_dtype: torch.dtype | None,
+    ):
+        self.unit, self.parameters, self.compute_dtype = unit, parameters, compute_dtype
         self.buffers: list[Tensor] = []
         self._works: list[Any] = []
         self._copies: list[Tensor] = []  # of parts, in the type or length that is sent
@@ -234,7 +245,7 @@ class UnshardedGroup:
         padded, copied, copies = [], [], []
         for parameter in self.parameters:
             part, rows = local(parameter), self.unit.sharding.rows(parameter.shape[0])
-            dtype = sent_dtype(part.dtype, self.unit.compute_dtype)
+            dtype = sent_dtype(part.dtype, self.compute_dtype)
             if part.dtype != dtype or part.shape[0] != rows:
                 copied.append(part)
                 part = part.new_empty(rows, *part.shape[1:], dtype=dtype)

@@ -144,6 +144,17 @@ class Reductions:
                         "incomplete: zero them before the next"
                     )
 
+    def queue(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+        """As `start`, outside of a backward, in the parameters' own type; until `flush`."""
+        if not self.is_running:
+            self._require_zeroed()
+            self.is_running = True
+        self.start(parameters, gradients, None)
+
+    def flush(self) -> None:
+        """Waits for all that was queued; the shards then have their gradients."""
+        self._finish(failed=False)
+
     def start(
         self,
         parameters: Sequence[nn.Parameter],

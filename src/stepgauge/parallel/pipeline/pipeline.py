@@ -14,7 +14,7 @@ from stepgauge.parallel.pipeline.graphed import GraphedStage, Recorder
 from stepgauge.parallel.pipeline.peer_memory import on_one_machine
 from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
 from stepgauge.parallel.pipeline.stage import Meta, Stage
-from stepgauge.parallel.pipeline.step import Batch, PipelineStep, on_device
+from stepgauge.parallel.pipeline.step import Batch, PipelineStep, ShardedWeights, on_device
 from stepgauge.parallel.pipeline.tied import Tie, TiedWeights
 from stepgauge.parallel.pipeline.transfers import Transfers, handed, shared_metas
 from stepgauge.spec.plan.pipeline import Action, Channel, Schedule, ScheduleError, check, lower
@@ -44,6 +44,8 @@ class Pipeline:
               default all count alike
     tied      copies of one weight in several stages
     reduce    called with stage and module when its gradients of a step are there: data parallel
+    weights   of stages that are sharded, as DataAxis has it: whole from a stage's first action of a
+              step to its last, by the schedule's UNSHARD and RESHARD
     group     whose ranks are the pipeline's; None: all. Pipelines beside each other, as in data
               parallel, are made at the same time
     context   around every forward, such as autocast
@@ -65,6 +67,7 @@ class Pipeline:
         share: Share | None = None,
         tied: Sequence[Tie] = (),
         reduce: Callable[[int, nn.Module], None] | None = None,
+        weights: ShardedWeights | None = None,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
@@ -73,9 +76,11 @@ class Pipeline:
         recording: bool = False,
         graphs: Recorder | None = None,
     ):
+        sharded = schedule.rank_of if weights is not None else ()
         self.schedule = check(
-            lower(schedule, ahead=ahead), ranks=dist.get_world_size(group)
+            lower(schedule, ahead=ahead, sharded=sharded), ranks=dist.get_world_size(group)
         ).schedule
+        self._weights = weights
         self.rank = dist.get_rank(group)
         self.modules = _own_modules(stages, self.schedule, self.rank)
         self.device = torch.device(device or _device_of(self.modules.values()))
@@ -130,6 +135,7 @@ class Pipeline:
             targets=answers,
             shares=self._shares(answers) / batches,
             reduce=self._reduce_early,
+            weights=self._weights,
             clock=self._clock,
         )
         self._tied.begin()

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,22 @@ from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
 from stepgauge.parallel.pipeline.stage import Meta, Stage
 from stepgauge.parallel.pipeline.transfers import Transfers
 from stepgauge.spec.plan.pipeline import Action, Schedule
+from stepgauge.spec.plan.pipeline.action import REDUCE, UNSHARD
 
 Batch = Sequence[Tensor]
+
+
+class ShardedWeights(Protocol):
+    """Of the stages of a rank, by their numbers."""
+
+    def unshard(self, stage: int) -> None:
+        """Makes them whole."""
+
+    def reduce(self, stage: int) -> None:
+        """Averages the whole gradients into the shards'."""
+
+    def reshard(self, stage: int) -> None:
+        """Leaves this rank its shards."""
 
 
 @dataclasses.dataclass
@@ -36,6 +51,7 @@ class PipelineStep:
     targets: Sequence[Batch]
     shares: Tensor
     reduce: Callable[[int, nn.Module], None] | None
+    weights: ShardedWeights | None
     clock: Clock | None
     loss: Tensor | None = None
     # What a stage of this rank reads: by stage and micro-batch.
@@ -57,10 +73,20 @@ class PipelineStep:
             self.transfers.receive(action, self.metas[stage])
         elif kind == "RECV_B":
             self.transfers.receive(action, [m for m in self.metas[stage + 1] if m.is_trained])
-        elif kind == "REDUCE_GRAD":
-            self.stages[stage].finish()
+        else:
+            self._of_stage(stage, kind)
+
+    def _of_stage(self, number: int, kind: str) -> None:
+        """Work on a stage's weights and gradients."""
+        if kind == REDUCE:
+            self.stages[number].finish()
+            if self.weights is not None:
+                self.weights.reduce(number)
             if self.reduce is not None:
-                self.reduce(stage, self.stages[stage].module)
+                self.reduce(number, self.stages[number].module)
+        elif self.weights is not None:
+            change = self.weights.unshard if kind == UNSHARD else self.weights.reshard
+            change(number)
 
     def _compute(self, action: Action) -> None:
         number, kind, micro_batch = action

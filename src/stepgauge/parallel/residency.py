@@ -1,0 +1,52 @@
+"""A sharded module that is whole over several forwards and backwards: a stage of a pipeline, whose
+micro-batches would else gather its weights and average its gradients one by one.
+
+While it is whole, its weights are plain tensors in the parameters' type, whose gradients add up as
+those of any module. They become the mean over ranks, in the shards, once.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from stepgauge.parallel.parameter_group import ParameterGroup, UnshardedGroup
+from stepgauge.parallel.traffic import Reductions
+
+
+class Residency:
+    """The groups of a module, from `unshard` to `reshard`. All ranks of the shards must call both."""
+
+    def __init__(self, groups: list[ParameterGroup], reductions: Reductions):
+        self._groups, self._reductions = groups, reductions
+        self._whole: list[tuple[UnshardedGroup, list[nn.Parameter], list[Tensor]]] = []
+
+    def unshard(self) -> None:
+        """Gathers all weights at once, and leaves them in their places."""
+        found = [UnshardedGroup(each, each.parameters, None) for each in self._groups]
+        for group in found:
+            group.unshard()
+        for each, group in zip(self._groups, found, strict=True):
+            group.wait()
+            weights = [
+                buffer[: shard.shape[0]].detach().requires_grad_(shard.requires_grad)
+                for buffer, shard in zip(group.buffers, group.parameters, strict=True)
+            ]
+            self._whole.append((group, list(group.parameters), weights))
+            each.stays_whole = True
+            each.put(weights)
+
+    def reduce(self) -> None:
+        """Averages the whole gradients into the shards' `.grad`."""
+        for _, shards, weights in self._whole:
+            self._reductions.queue(shards, [weight.grad for weight in weights])
+            for weight in weights:
+                weight.grad = None
+        self._reductions.flush()
+
+    @torch.no_grad()
+    def reshard(self) -> None:
+        """Puts the shards back and frees the whole weights."""
+        for each, (group, shards, _) in zip(self._groups, self._whole, strict=True):
+            each.put(shards)
+            each.stays_whole = False
+            group.reshard()
+        self._whole = []
