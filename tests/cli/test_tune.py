@@ -1,6 +1,17 @@
 """`tune`: a small search on this machine, and the file that it leaves."""
 
 import shlex
+from pathlib import Path
+
+from tests.cpu_machine import wired
+
+from stepgauge.cli.tune import _predicted
+from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.step import StepSpec
+from stepgauge.tune.search import rate
+
+H100 = Path(__file__).parents[2] / "hardware" / "h100-sxm.json"
 
 
 def test_the_winner_is_told_and_its_file_asks_for_the_same_row(stepgauge, tmp_path):
@@ -23,6 +34,42 @@ def test_the_winner_is_told_and_its_file_asks_for_the_same_row(stepgauge, tmp_pa
     assert "1 of 1 rows were already in" in err
     status, _, err = stepgauge(*shlex.split(command)[1:], "--out", out)
     assert status == 0 and "1 of 1 rows were already in" in err
+
+
+NET = """
+import torch
+from torch import nn
+def net():
+    return nn.Linear(32, 8), (torch.randn(4, 32), torch.zeros(4, dtype=torch.long)), nn.CrossEntropyLoss()
+"""
+
+
+def test_a_users_network_is_predicted_first_and_what_is_not_predicted_is_measured(
+    stepgauge, tmp_path
+):
+    file, hardware = tmp_path / "mine.py", tmp_path / "cpu.json"
+    file.write_text(NET)
+    wired(1).write(hardware)  # which has no times of bf16
+    status, text, err = stepgauge(
+        "tune", "--model", f"{file}:net", "--precision", "fp32", "bf16", "--compile", "off",
+        "--steps", "1", "--warmup", "1", "--seconds", "0", "--device", "cpu", "--hardware", hardware,
+        "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert status == 0, err
+    assert "predicted" in text and "error" in text
+    assert "1 of 2 candidates were predicted" in err
+    assert "without a prediction: precision bf16, measured on the fastest" in err
+
+
+def test_a_candidate_that_needs_more_memory_than_there_is_is_ranked_last():
+    hardware = HardwareFile.read(H100)
+    model = ModelSpec.preset("2.7b")
+    fits, too_large = (
+        _predicted(hardware, StepSpec(model=model, batch=batch, device="cuda", precision="bf16"))
+        for batch in (4, 64)
+    )
+    assert fits.status == "ok" and rate(fits) > 0
+    assert too_large.status == "oom" and rate(too_large) == 0
 
 
 def test_what_cannot_be_tuned_is_told(stepgauge):

@@ -4,8 +4,10 @@ import dataclasses
 
 import pytest
 
+from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
+from stepgauge.tune import search
 from stepgauge.tune.choices import ON_GPUS, Space, space
 from stepgauge.tune.search import tune
 from stepgauge.tune.told import gain_table, sentence
@@ -70,6 +72,33 @@ def test_with_predictions_the_best_few_are_measured_and_what_they_miss_is_found_
     assert {gain.choice for gain in tuned.gains} == {"compile", "batch"}
 
 
+def test_what_no_prediction_covers_is_measured_on_the_fastest():
+    machine, candidates = Machine(), Space(StepSpec, NANO)
+    tuned = tune(
+        candidates, machine.measure,
+        lambda spec: made(spec, "modelled") if spec.compile == "off" else None, best=1,
+    )  # fmt: skip
+    assert tuned.predicted == 12 and tuned.winner.spec["compile"] == "on"
+    assert tuned.speedup == pytest.approx(4.0 * 1.5 * 1.2)
+    assert tuned.measured_only == [("compile", "on")]
+    assert "without a prediction: compile on, measured on the fastest" in sentence(tuned)
+
+
+def test_of_very_many_the_best_for_each_value_of_the_longest_choice_are_predicted(monkeypatch):
+    monkeypatch.setattr(search, "MOST_PREDICTED", 20)
+    machine, candidates = Machine(), Space(StepSpec, NANO)
+    asked = []
+
+    def predict(spec):
+        asked.append(spec)
+        return made(spec, "modelled")
+
+    tuned = tune(candidates, machine.measure, predict, best=2)
+    assert tuned.winner.spec["batch"] == 16 and tuned.winner.spec["precision"] == "bf16"
+    assert tuned.predicted == 3  # one a batch
+    assert len({(s.batch, s.precision, s.compile, s.checkpointing) for s in asked}) < 24
+
+
 def test_nothing_that_runs_is_an_error():
     candidates = Space(StepSpec, NANO)
     usual = made(candidates.require(candidates.usual))
@@ -83,8 +112,14 @@ def test_what_is_given_counts_more_than_the_devices_candidates():
     assert "precision" not in found.choices and found.choices["batch"] == (2, 32)
     assert found.choices["attention"] == ON_GPUS["attention"] and "wrapper" not in found.values
     over = space({"size": ("small",)}, device="cuda", ranks=4)
-    assert over.usual["wrapper"] == "bucketed" and over.require(over.usual).ranks == 4
+    assert over.usual["layout"] == "dp4 bucketed" and over.require(over.usual).ranks == 4
+    assert {"tp4", "pp4 1f1b m16", "dp2 zero3 tp2"} < set(over.choices["layout"])
+    assert over.choices["batch"] == (16, 32, 64)  # of all ranks
     # its loss scale needs whole gradients: that combination is none
-    assert over.spec({**over.usual, "wrapper": "zero3", "precision": "fp16"}) is None
+    assert over.spec({**over.usual, "layout": "dp4 zero3", "precision": "fp16"}) is None
+    data = space({"size": ("small",), "wrapper": ("zero1", "zero2")}, device="cuda", ranks=4)
+    assert data.kind is DataParallelSpec and "layout" not in data.values
+    given = space({"size": ("small",), "layout": ("tp2", "dp2 bucketed")}, device="cpu")
+    assert given.choices["layout"] == ("tp2", "dp2 bucketed")
     with pytest.raises(ValueError, match="seconds is no option of a step over 4 ranks"):
         space({"seconds": (1.0,)}, device="cuda", ranks=4)

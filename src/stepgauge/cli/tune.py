@@ -1,5 +1,6 @@
 """`stepgauge tune`: the fastest measured configuration of a model on this machine."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,24 +12,25 @@ from stepgauge.cli.beside import Hardware, hardware_of, predict_rows, print_besi
 from stepgauge.cli.console import print_table, tell
 from stepgauge.cli.options import Values, spec_options
 from stepgauge.cli.rows import Device, Fresh, Out, resolve_devices, run_jobs
+from stepgauge.cost.planner import device_bytes
 from stepgauge.spec.data_parallel import DataParallelSpec
-from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.hardware import NOT_FOR_PROGRAMS, HardwareFile
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
-from stepgauge.spec.user_model import UserModel
 from stepgauge.tune.choices import space
 
 CONFIG = "tuned.toml"
 
 
-@spec_options(DataParallelSpec, StepSpec, ModelSpec, sweep=True, without=("device",))
+@spec_options(LayoutSpec, DataParallelSpec, StepSpec, ModelSpec, sweep=True, without=("device",))
 def tune(
     *,
     values: Values,
     ranks: Annotated[
-        int, Parameter(help="Processes, each with a device of its own: tunes the wrapper, too.")
+        int, Parameter(help="Processes, each with a device of its own: tunes the layout, too.")
     ] = 1,
     device: Device = "auto",
     best: Annotated[int, Parameter(help="Candidates that are measured, by prediction.")] = 4,
@@ -37,13 +39,15 @@ def tune(
     fresh: Fresh = False,
 ) -> None:
     """Find the fastest step: precision, compile, kernels, batch, checkpointing, and over ranks the
-    wrapper.
+    layout.
 
     What is given is fixed, or with several values a choice whose first is the usual one; the rest
-    is chosen from what this device can take. Candidates are predicted first, and the best few
-    measured; where nothing can be predicted (a network of your own, no hardware file) one choice
-    after the other is measured. Prints what each choice gains, the winner's command, and writes it
-    as a file for --config.
+    is chosen from what this device can take. Layouts are data, tensor and pipeline axes, and their
+    batch that of all ranks; with --wrapper, and of a network of your own, wrappers of a data axis
+    with the batch of a rank. Candidates are predicted first, and the best few measured; what no
+    prediction covers (a compiled network of your own) is measured on the fastest. Without a hardware
+    file one choice after the other is measured. Prints what each choice gains, the winner's
+    command, and writes it as a file for --config.
     """
     if best < 1 or ranks < 1:
         raise ValueError(f"best is {best} and ranks is {ranks}; both must be at least 1")
@@ -84,12 +88,22 @@ def tune(
 
 
 def _predicted(hardware: HardwareFile | None, spec: Any) -> Record | None:
-    """The prediction, where the machine was calibrated and the step is modelled."""
+    """The prediction, where the machine was calibrated and the step is modelled; of layouts, which
+    are many, a coarse one. Out of memory where the machine has less than it needs.
+    """
     from stepgauge.validate.predicted import predicted
 
-    if hardware is None or isinstance(spec.model, UserModel):
-        return None  # whose eager steps alone are predicted: compiled ones would never be tried
+    if hardware is None:
+        return None
     try:
-        return predicted(spec, hardware)
+        found = predicted(spec, hardware, coarse=True)
     except ValueError:
         return None
+    known = hardware.peaks
+    if (
+        known
+        and known.memory_gb
+        and device_bytes(found) > known.memory_gb * 2**30 - NOT_FOR_PROGRAMS
+    ):
+        return dataclasses.replace(found, status="oom")
+    return found

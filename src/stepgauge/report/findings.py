@@ -34,6 +34,7 @@ MOST = 6
 COMMANDS = {
     "step": "bench step",
     "data-parallel": "bench data-parallel",
+    "layout": "bench layout",
     "profile": "profile step",
     "memory": "profile memory",
     "comm": "bench comm",

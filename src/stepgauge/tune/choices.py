@@ -4,10 +4,13 @@ that are tried on a kind of device, the usual one first.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.layout import Layout
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.options import Values, expand, options_of
 from stepgauge.spec.step import StepSpec
@@ -29,6 +32,8 @@ ON_CPUS: Values = {
     "checkpointing": ("none", "blocks"),
 }
 WRAPPERS = ("bucketed", "zero1", "zero2", "zero3")
+SCHEDULES = ("1f1b", "zbv")
+PER_STAGE = 4  # micro-batches of a pipeline for each of its ranks
 # A user's network brings these itself.
 OF_PRESETS = ("attention", "norm", "batch", "checkpointing")
 
@@ -65,6 +70,11 @@ class Space:
         except ValueError:
             return None
 
+    @property
+    def size(self) -> int:
+        """Combinations, those that cannot be among them."""
+        return math.prod(len(values) for values in self.choices.values())
+
     def all(self) -> list[Chosen]:
         """Every combination of the choices that can be."""
         product = itertools.product(*self.choices.values())
@@ -75,17 +85,51 @@ class Space:
 def space(given: Values, *, device: str, ranks: int = 1) -> Space:
     """The candidates on the device, over so many ranks; what is given counts more than the table.
 
-    Raises ValueError for an option that such steps do not have.
+    Over ranks the layout is a choice, of a network whose layers are not known from outside, or
+    where wrappers are given, the wrapper. Raises ValueError for an option that such steps do not
+    have.
     """
-    kind = DataParallelSpec if ranks > 1 else StepSpec
+    is_user = any(given.get("model", ()))
+    kind: type = StepSpec
+    if "layout" in given or (ranks > 1 and not is_user and "wrapper" not in given):
+        kind = LayoutSpec
+    elif ranks > 1:
+        kind = DataParallelSpec
     known = {**options_of(kind, ModelSpec), "size": None}
     if foreign := [name for name in given if name not in known]:
         raise ValueError(f"{foreign[0]} is no option of a step over {ranks} ranks")
-    is_user = any(given.get("model", ()))
     table = ON_GPUS if device.startswith("cuda") else ON_CPUS
     values = {n: v for n, v in table.items() if not (is_user and n in OF_PRESETS)}
     fixed: Values = {"device": (device,)}
-    if ranks > 1:
+    if kind is DataParallelSpec:
         values["wrapper"] = WRAPPERS
         fixed["ranks"] = (ranks,)
+    if kind is LayoutSpec:  # whose batch is that of all ranks; cut networks are compiled by block
+        values["layout"] = layouts(ranks)
+        values["compile"] = (*values["compile"], "blocks")
+        if "batch" in values:
+            values["batch"] = tuple(ranks * batch for batch in values["batch"])
     return Space(kind, {**values, **given, **fixed})
+
+
+def layouts(ranks: int) -> tuple[str, ...]:
+    """Every way to spread a step over the ranks by data, tensor and pipeline axes, data alone
+    first.
+    """
+    found = []
+    for tensor, pipeline in itertools.product(_divisors(ranks), repeat=2):
+        if ranks % (tensor * pipeline):
+            continue
+        data = ranks // tensor // pipeline
+        for schedule in SCHEDULES if pipeline > 1 else ("",):
+            for wrapper in WRAPPERS if data > 1 else ("none",):
+                microbatches = PER_STAGE * pipeline if pipeline > 1 else 1
+                found.append(Layout(
+                    data=data, wrapper=wrapper, tensor=tensor, pipeline=pipeline,
+                    schedule=schedule, microbatches=microbatches,
+                ))  # fmt: skip
+    return tuple(map(str, found))
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

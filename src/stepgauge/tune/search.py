@@ -1,7 +1,9 @@
 """Which candidates are measured, and what each choice of the winner gained.
 
-Where steps can be predicted, all candidates are, and the best few are measured. Where they cannot,
-one choice after the other is: each of its values with the best of the choices before it.
+Where steps can be predicted, all candidates are, or of very many those on the way down from each
+value of the longest choice, and the best few are measured; values that no prediction covers are
+then measured on the fastest. Where no step can be predicted, one choice after the other is measured:
+each of its values with the best of the choices before it.
 """
 
 import dataclasses
@@ -13,6 +15,8 @@ from stepgauge.tune.choices import Chosen, Space
 
 Measure = Callable[[Sequence[Any]], list[Record]]
 Predict = Callable[[Any], Record | None]
+MOST_PREDICTED = 1500  # candidates; predictions of small steps take milliseconds
+ROUNDS = 2  # through all choices on the way down
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +36,8 @@ class Tuned:
     """The usual step, the fastest that was measured, and what its choices gained.
 
     predicted  how many candidates were predicted; 0: one choice at a time was measured
-    candidates how many there were
+    candidates how many combinations there were
+    measured_only  values that no prediction covers, measured on the fastest
     """
 
     usual: Record
@@ -40,6 +45,7 @@ class Tuned:
     gains: Sequence[Gain]
     predicted: int
     candidates: int
+    measured_only: Sequence[tuple[str, Any]] = ()
 
     @property
     def speedup(self) -> float | None:
@@ -60,18 +66,62 @@ def tune(space: Space, measure: Measure, predict: Predict, *, best: int = 4) -> 
 
     Raises ValueError where no candidate ran.
     """
-    every = space.all()
-    predicted = [(record, chosen) for chosen in every if (record := predict(space.spec(chosen)))]
+    predicted = _predicted(space, predict)
+    unpredicted: list[tuple[str, Any]] = []
     if predicted:
         ranked = sorted(predicted, key=lambda pair: -rate(pair[0]))
         tried = [space.usual, *(chosen for _, chosen in ranked[:best])]
         winner = _fastest(space, tried, measure)
+        unpredicted = _unpredicted(space, winner, predict)
+        for name, value in unpredicted:
+            winner = _fastest(space, [winner, {**winner, name: value}], measure)
     else:
         winner = _one_at_a_time(space, measure)
     usual, fastest = (measure([space.spec(chosen)])[0] for chosen in (space.usual, winner))
     if not rate(fastest):
         raise ValueError(f"no candidate ran: {fastest.note}")
-    return Tuned(usual, fastest, _gains(space, winner, measure), len(predicted), len(every))
+    gains = _gains(space, winner, measure)
+    return Tuned(usual, fastest, gains, len(predicted), space.size, unpredicted)
+
+
+def _predicted(space: Space, predict: Predict) -> list[tuple[Record, Chosen]]:
+    """The candidates that can be predicted: all, or of very many the best for each value of the
+    longest choice, one choice at a time.
+    """
+    known: dict[Any, Record | None] = {}
+
+    def record_of(chosen: Chosen) -> Record | None:
+        spec = space.spec(chosen)
+        if spec is not None and spec not in known:
+            known[spec] = predict(spec)
+        return known.get(spec)
+
+    def rate_of(chosen: Chosen) -> float:
+        record = record_of(chosen)
+        return rate(record) if record else 0.0
+
+    if space.size <= MOST_PREDICTED:
+        tried = space.all()
+    else:
+        longest = max(space.choices, key=lambda name: len(space.choices[name]))
+        rest = [pair for pair in space.choices.items() if pair[0] != longest]
+        tried = []
+        for start in space.choices[longest]:
+            best: Chosen = {**space.usual, longest: start}
+            for name, values in ROUNDS * rest:
+                best = max(({**best, name: value} for value in values), key=rate_of)
+            tried.append(best)
+    return [(record, chosen) for chosen in tried if (record := record_of(chosen))]
+
+
+def _unpredicted(space: Space, winner: Chosen, predict: Predict) -> list[tuple[str, Any]]:
+    """Values that the winner could have, but then could not be predicted."""
+    return [
+        (name, value)
+        for name, values in space.choices.items()
+        for value in values
+        if (spec := space.spec({**winner, name: value})) is not None and predict(spec) is None
+    ]
 
 
 def _fastest(space: Space, tried: Sequence[Chosen], measure: Measure) -> Chosen:

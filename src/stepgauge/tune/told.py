@@ -32,8 +32,10 @@ def sentence(tuned: Tuned) -> str:
     """The winner beside the usual step, and how it was found."""
     unit = "tokens/s" if "tokens_per_s" in tuned.winner.metrics else "steps/s"
     times = f", {tuned.speedup:.2f} times the usual step's" if tuned.speedup else ""
+    also = ", ".join(f"{name} {value}" for name, value in tuned.measured_only)
     how = (
         f"{tuned.predicted} of {tuned.candidates} candidates were predicted, and the best measured"
+        + (f"; without a prediction: {also}, measured on the fastest" if also else "")
         if tuned.predicted
         else f"none of {tuned.candidates} candidates could be predicted: one choice after the other "
         "was measured"

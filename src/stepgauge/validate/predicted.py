@@ -16,9 +16,11 @@ from stepgauge.spec.step import StepSpec
 from stepgauge.spec.user_model import UserModel
 
 
-def predicted(spec: object, hardware: HardwareFile) -> Record:
+def predicted(spec: object, hardware: HardwareFile, *, coarse: bool = False) -> Record:
     """What the row of the spec is predicted to be on that machine. Raises ValueError for what is not
     modelled or not calibrated, and for the device of another kind of machine.
+
+    coarse  near enough to rank layouts by the hundred (cost/layout.py)
     """
     hardware.require_kind(str(getattr(spec, "device", "")))
     if isinstance(getattr(spec, "model", None), UserModel):
@@ -29,7 +31,7 @@ def predicted(spec: object, hardware: HardwareFile) -> Record:
         case DataParallelSpec():
             return predict_data_parallel(spec, Machine(hardware.on_ranks(spec.ranks)))
         case LayoutSpec():
-            return predict_layout(spec, Machine(hardware.on_ranks(spec.ranks)))
+            return predict_layout(spec, Machine(hardware.on_ranks(spec.ranks)), coarse=coarse)
         case PipelineSpec():
             return predict_pipeline(spec, Machine(hardware.on_ranks(spec.ranks)))
     raise ValueError(f"{type(spec).__name__} has no cost model yet")
