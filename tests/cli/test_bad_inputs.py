@@ -163,6 +163,20 @@ def test_a_wrong_value_loads_neither_torch_nor_matplotlib():
     assert done.stdout == f"{[2] * len(wrong)} False False 1 False\n", done.stderr
 
 
+def test_a_wrong_value_loads_its_own_command_alone_and_a_group_s_help_all_of_them():
+    """Half of the time until the sentence went into the other commands of bench."""
+    code = (
+        "import sys; from stepgauge import cli\n"
+        "cli.run(['bench', 'step', '--batch', '0'])\n"
+        "print([name for name in sys.modules if name.startswith('stepgauge.cli.bench.')])\n"
+        "cli.run(['bench', '--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    loaded, shown = done.stdout.split("\n", 1)
+    assert loaded == "['stepgauge.cli.bench.step']", done.stderr
+    assert all(words in shown for words in ("Time one", "Time collectives", "Check, time and"))
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
 def test_an_output_that_is_full_and_one_that_has_no_dashes():
     code = "from stepgauge import cli; cli.main(['model', '--size', 'nano'])"

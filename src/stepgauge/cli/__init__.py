@@ -75,9 +75,7 @@ def run(arguments: Sequence[str]) -> int:
 
     try:
         given, app.config = _config_of(arguments)
-        if not given or given[0].startswith("-"):  # the help of all has each one's first line
-            for name in COMMANDS:
-                app[name]
+        _load_listed(given)
         status = app(given, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
         return status or 0
@@ -106,6 +104,16 @@ def run(arguments: Sequence[str]) -> int:
 def _terminated(number: int, _: object) -> None:
     """Leaves as at an interrupt, so that processes and semaphores do not stay behind."""
     raise SystemExit(128 + number)
+
+
+def _load_listed(arguments: Sequence[str]) -> None:
+    """Loads the commands of a group whose help is asked for: it has the first line of each."""
+    group, rest = app, list(arguments)
+    while rest and not rest[0].startswith("-") and rest[0] in [*group]:
+        group = group[rest.pop(0)]
+    if not rest or rest[0] in ("-h", "--help"):
+        for name in group:
+            group[name]
 
 
 def _config_of(arguments: Sequence[str]) -> tuple[list[str], tuple[Toml, ...]]:

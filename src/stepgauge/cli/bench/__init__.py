@@ -2,25 +2,18 @@
 
 from cyclopts import App
 
-from stepgauge.cli.bench import (
-    broadcast,
-    comm,
-    data_parallel,
-    ddp_vs_fsdp,
-    kernel,
-    layout,
-    op,
-    pipeline,
-    step,
-)
-
+# Each command, and where it stands: a module is loaded when its command is called.
+COMMANDS = {
+    "step": "step:step",
+    "data-parallel": "data_parallel:data_parallel",
+    "ddp-vs-fsdp": "ddp_vs_fsdp:ddp_vs_fsdp",
+    "pipeline": "pipeline:pipeline",
+    "layout": "layout:layout",
+    "kernel": "kernel:app",
+    "op": "op:op",
+    "comm": "comm:comm",
+    "broadcast": "broadcast:broadcast",
+}
 app = App(name="bench", help="Time one thing over every combination of the options given.")
-app.command(step.step)
-app.command(data_parallel.data_parallel)
-app.command(ddp_vs_fsdp.ddp_vs_fsdp)
-app.command(pipeline.pipeline)
-app.command(layout.layout)
-app.command(kernel.app)
-app.command(op.op)
-app.command(comm.comm)
-app.command(broadcast.broadcast)
+for _name, _place in COMMANDS.items():
+    app.command(f"stepgauge.cli.bench.{_place}", name=_name)

@@ -2,11 +2,14 @@
 
 from cyclopts import App
 
-from stepgauge.cli.profile import dtypes, memory, step, trace
-
+# Each command, and where it stands: a module is loaded when its command is called.
+COMMANDS = {
+    "step": "step:step",
+    "trace": "trace:trace",
+    "diff": "trace:diff",
+    "memory": "memory:memory",
+    "dtypes": "dtypes:dtypes",
+}
 app = App(name="profile", help="Show where the time and the memory of a step go.")
-app.command(step.step)
-app.command(trace.trace)
-app.command(trace.diff)
-app.command(memory.memory)
-app.command(dtypes.dtypes)
+for _name, _place in COMMANDS.items():
+    app.command(f"stepgauge.cli.profile.{_place}", name=_name)
