@@ -1,12 +1,15 @@
 """Bad inputs of every option of every command: one sentence, status 2, nothing measured."""
 
 import itertools
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.gpu_trace import GpuTrace
 
 from stepgauge import cli
 from stepgauge.cli import console
@@ -194,6 +197,53 @@ def test_an_output_that_is_full_and_one_that_has_no_dashes():
         [sys.executable, "-c", code], capture_output=True, env=ascii_only, timeout=60
     )
     assert (done.returncode, done.stdout) == (0, b"10 ? 20\n")
+
+
+ALL_COMMANDS = [
+    ["--help"],
+    ["bench", "--help"],
+    ["bench", "step", "--help"],
+    ["model", "--hf-config", "net.json"],
+    ["model", "--size", "nano", "--format", "latex"],
+    ["predict", "--size", "nano", "--hardware", "gpu.json", "--terms"],
+    ["plan", "--size", "nano", "--gpus", "1", "--hardware", "gpu.json"],
+    ["schedule", "show", "1f1b"],
+    ["schedule", "simulate", "1f1b"],
+    ["show", "run"],
+    ["compare", "run", "run"],
+    ["report", "run", "--save-plots", "plots"],
+    ["profile", "trace", "trace.json"],
+    ["completion", "bash"],
+]
+
+
+def test_where_text_is_ascii_files_are_utf_8_and_commands_end_well(tmp_path):
+    """A machine with LC_ALL=C, whose Python takes it at its word."""
+    root = Path(__file__).parents[2]
+    shutil.copy(root / "hardware/h100-sxm.json", tmp_path / "gpu.json")
+    sizes = {"vocab_size": 500, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    config = {"model_type": "gpt2", "_name_or_path": "modèle", **sizes}
+    (tmp_path / "net.json").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
+    (tmp_path / "run").mkdir()
+    shutil.copy(
+        root / "src/stepgauge/study/shipped/norm-layers.jsonl", tmp_path / "run/records.jsonl"
+    )
+    trace = GpuTrace()
+    with trace.range("ProfilerStep#1"), trace.op("aten::mm"):
+        trace.launch("größe_µ", 20)
+    trace.write(tmp_path / "trace.json")
+    locale = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+    literal = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    code = (
+        "import os, sys; from stepgauge import cli\n"
+        "sys.stdout.reconfigure(errors='replace')\n"
+        f"print([cli.run(arguments) for arguments in {ALL_COMMANDS}], file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env={**os.environ, **locale, **literal},
+    )  # fmt: skip
+    assert done.stderr.splitlines()[-1] == str([0] * len(ALL_COMMANDS)), done.stderr
 
 
 FULL_DISK = """

@@ -1,5 +1,10 @@
 """A user's own network in every command that takes one."""
 
+import math
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from stepgauge.spec.store import RunStore
@@ -36,6 +41,26 @@ def file(tmp_path):
     return path
 
 
+SCRIPT = """
+import torch
+from torch import nn
+print("loading")
+data = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(3)]
+class Net(nn.Linear):
+    def forward(self, x):
+        print("forward")
+        return super().forward(x)
+model = Net(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in data:
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+def net():
+    return model, data[0], nn.CrossEntropyLoss()
+"""
+
+
 def rows(folder):
     return RunStore(folder).read().records
 
@@ -55,6 +80,29 @@ def test_a_users_model_is_timed_swept_and_measured_again_when_its_source_changes
     (tmp_path / "blocks.py").write_text("WIDTH = 5")
     assert "already" not in stepgauge(*command)[2]
     assert len(rows(run)) == 3
+
+
+def test_a_script_that_trains_as_it_is_imported_may_print_and_tables_stay_tables(tmp_path):
+    """Without a main guard it trains in each process; a table on standard output is to be read."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    model = ("--model", f"{tmp_path / 'script.py'}:net", "--out", tmp_path / "run")
+    command = [sys.executable, "-m", "stepgauge", "bench", "step", *QUICK, "--seconds", "0", *model]
+    done = subprocess.run([*command, "--format", "csv"], capture_output=True, text=True)
+    assert done.returncode == 0 and "loading" in done.stderr and "forward" in done.stderr
+    head, row = done.stdout.splitlines()
+    assert head.startswith("size,") and row.startswith("net,fp32")
+
+
+def test_the_residual_network_of_the_examples_is_trained(stepgauge, tmp_path):
+    """Its batches are its own, of each step another, and so are those held out and its optimizer."""
+    file = Path(__file__).parents[2] / "examples/resnet.py"
+    command = ("train", "--device", "cpu", "--steps", "4", "--out", tmp_path / "run")
+    status, out, err = stepgauge(*command, "--model", f"{file}:resnet")
+    assert status == 0 and ", held out 2." in out and "77,818 parameters" in out, err
+    (row,) = rows(tmp_path / "run")
+    first, last = row.median("first_loss"), row.median("last_loss")
+    assert first != last and abs(first - math.log(10)) < 0.3 and abs(last - math.log(10)) < 0.3
+    assert row.environment["optimizer"] == "user SGD"
 
 
 def test_failing_user_code_is_named_by_file_and_line(stepgauge, tmp_path, file):

@@ -63,7 +63,7 @@ def clock_and_power(device: torch.device) -> dict[str, float]:
             "W": torch.cuda.power_draw(device) / 1e3,
         }
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
     clocks = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]

@@ -177,7 +177,7 @@ def print_tables(format: Format, tables: Sequence[Table]) -> None:
 def print_errors_only() -> None:
     """From now on only complaints are printed: another process speaks for all."""
     error_console.quiet = True
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
 
 
 @contextlib.contextmanager

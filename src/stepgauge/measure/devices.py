@@ -78,13 +78,13 @@ def available_host_bytes() -> int | None:
     """Memory left to this process by the machine or its control group; None where unknown."""
     limits = []
     try:
-        with open("/proc/meminfo") as lines:
+        with open("/proc/meminfo", encoding="utf-8") as lines:
             limits += [
                 int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")
             ]
         with (
-            open("/sys/fs/cgroup/memory.max") as most,
-            open("/sys/fs/cgroup/memory.current") as current,
+            open("/sys/fs/cgroup/memory.max", encoding="utf-8") as most,
+            open("/sys/fs/cgroup/memory.current", encoding="utf-8") as current,
         ):
             limits += [
                 int(text) - int(current.read()) for text in [most.read().strip()] if text != "max"
@@ -99,7 +99,7 @@ def limit_host_memory() -> None:
     free = available_host_bytes()
     if free is None:
         return
-    with open("/proc/self/statm") as sizes:
+    with open("/proc/self/statm", encoding="utf-8") as sizes:
         data = int(sizes.read().split()[5]) * os.sysconf("SC_PAGE_SIZE")
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (data + int(0.95 * free), hard))

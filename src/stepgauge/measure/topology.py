@@ -158,7 +158,7 @@ def interfaces(sys: Path = SYS) -> list[Interface]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     except OSError:
         return ""
 

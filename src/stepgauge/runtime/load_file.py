@@ -1,5 +1,6 @@
 """A person's own Python file as a module."""
 
+import contextlib
 import importlib.util
 import sys
 import traceback
@@ -12,7 +13,8 @@ def load_file(path: Path) -> types.ModuleType:
     it cannot be, with the line.
 
     It is known by a name of ours, so that a file called json.py takes no other module's place, and
-    meanwhile sys.argv is its own: a file that parses the command line gets none of ours.
+    meanwhile sys.argv is its own: a file that parses the command line gets none of ours. What it
+    prints goes to standard error: standard output has the tables.
     """
     imported = importlib.util.spec_from_file_location(f"own_file_{path.stem}", path.resolve())
     assert imported is not None and imported.loader is not None
@@ -22,7 +24,8 @@ def load_file(path: Path) -> types.ModuleType:
     sys.path.insert(0, str(path.resolve().parent))
     before, sys.argv = sys.argv, [str(path)]
     try:
-        imported.loader.exec_module(module)
+        with contextlib.redirect_stdout(sys.stderr):
+            imported.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[imported.name]
         raise ValueError(

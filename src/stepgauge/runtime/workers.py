@@ -173,6 +173,7 @@ def _answer(pipe: Connection) -> None:
     # Ctrl-C reaches the whole group; the parent ends us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
+    sys.stdout = sys.stderr  # a user's network may print; standard output has the tables
     with contextlib.suppress(EOFError):
         while True:
             function, arguments = pipe.recv()
@@ -219,6 +220,7 @@ class _Group:
 
 def _answer_together(pipe: Connection) -> None:
     """The life of a rank: what rank 0 is told, all call, until it is told to end."""
+    sys.stdout = sys.stderr
     is_first = dist.get_rank() == 0
     while True:
         told = [pipe.recv() if is_first else None]

@@ -159,7 +159,7 @@ class HardwareFile:
         if path in above:
             raise ValueError(f"{path} is its own base")
         try:
-            value = json.loads(path.read_text())
+            value = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ValueError(f"no hardware file at {path}") from None
         except (OSError, ValueError) as error:

@@ -46,7 +46,7 @@ def read_network(file: str | Path, **changes: Any) -> ModelSpec | BertSpec:
     that no spec can say.
     """
     try:
-        given = json.loads(Path(file).read_text())
+        given = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"hf_config is {str(file)!r}: {error.strerror}") from None
     except ValueError:

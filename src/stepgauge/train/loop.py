@@ -212,7 +212,7 @@ def read_curve(path: Path) -> list[LossPoint]:
     if not path.exists():
         return []
     points: list[LossPoint] = []
-    for line in path.read_text(errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             fields = json.loads(line)
             if (

@@ -60,7 +60,7 @@ def write_config(tuned: Tuned, space: Space, path: Path) -> None:
         text = written(field, value)
         lines.append(f"{_flag(field)} = {json.dumps(text) if isinstance(value, str) else text}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _options(tuned: Tuned, space: Space) -> Iterator[tuple[Field, Any]]:

@@ -37,7 +37,7 @@ def read_list(path: Path, given: Values) -> list[Asked]:
     for what is no list, or a row that cannot be.
     """
     try:
-        value = tomllib.loads(path.read_text())
+        value = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read the list {path}: {error}") from None
     if unknown := set(value) - {"usual", "rows"}:
