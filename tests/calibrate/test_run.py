@@ -80,7 +80,7 @@ def test_ranks_give_operations_side_by_side_and_what_they_and_collectives_cost(t
     assert found.on_ranks(2).operations["optimizer adamw fp32"].rows
     assert found.link(op="all_reduce", backend="gloo", ranks=2).time_ms(2**14) > 0
     (row,) = found.contention
-    assert (row.kernels, row.collective) == ("traffic", "all_reduce")
+    assert (row.kernels, row.collective, row.ranks) == ("traffic", "all_reduce", 2)
     assert row.kernel_slowdown >= 1 and row.collective_slowdown >= 1
     alone, together = (records[-1].median(f"kernel{end}_us") for end in ("", "_beside"))
     assert alone > 0 and together > 0

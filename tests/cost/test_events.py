@@ -11,7 +11,7 @@ from stepgauge.cost.events import COMPUTE, HOST, Ran, StreamWork, alone_us, busy
 class Fixed:
     """Every kernel takes 2 times as long beside a collective, which takes 1.5 times."""
 
-    def of(self, operation, collective):
+    def of(self, operation, collective, axis):
         return Slowdown(2.0, 1.5, "assumed")
 
 

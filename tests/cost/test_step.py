@@ -12,10 +12,12 @@ from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.estimate import CALIBRATED, EXTRAPOLATED, INTERPOLATED
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.operations import StepOperations
+from stepgauge.cost.prices import Prices
 from stepgauge.cost.step import predict
 from stepgauge.spec.calibration import Contention, OperationTable
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.layout import Layout
 from stepgauge.spec.links import Link, Piece
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.predictions import steps_beside
@@ -209,6 +211,15 @@ def test_a_machine_s_own_contention_counts():
         step(batch=16, model=two_ranks().model), H100).median("backward_ms"))  # fmt: skip
     assert usual.median("backward_ms") > 1.02 * free.median("backward_ms")
     assert "slower beside collectives" not in str(free.tables["terms"])
+
+
+def test_contention_is_that_of_as_many_ranks():
+    rows = [Contention("matmul", "all_reduce", 1.0 + n / 10, 1.5, n) for n in (2, 8)]
+    hardware = linked(300e9).hardware.with_contention(rows)
+    prices = Prices(Machine(hardware), Layout.parse("dp8 tp2"))
+    beside = [prices.contention.of("matmul nt bf16", "all_reduce", axis).kernel
+              for axis in ("data", "tensor")]  # fmt: skip
+    assert beside == [1.8, 1.2]
 
 
 @pytest.mark.parametrize("wrapper", ["bucketed", "zero1", "zero2", "zero3"])

@@ -34,15 +34,17 @@ def test_a_file_gives_back_what_ranks_and_collectives_cost(tmp_path):
         operations={"traffic": alone, "matmul nt fp32": alone},
         by_ranks={2: {"traffic": shared}},
     ).with_contention([Contention("matmul", "all_reduce", 1.24, 1.1)])
-    written = written.with_contention([Contention("traffic", "all_reduce", 1.6, 1.3)])
+    written = written.with_contention([Contention("traffic", "all_reduce", 1.6, 1.3, 2)])
+    written = written.with_contention([Contention("traffic", "all_reduce", 1.9, 1.5, 8)])
     written.write(tmp_path / "box.json")
     read = HardwareFile.read(tmp_path / "box.json")
     assert read.on_ranks(2).operations["traffic"] == shared
     assert "matmul nt fp32" not in read.on_ranks(2).operations  # another time than alone
     assert read.on_ranks(4).operations == read.operations
-    assert read.contention_of("matmul nt bf16", "all_reduce").kernel_slowdown == 1.24
-    assert read.contention_of("rmsnorm forward fp32", "all_reduce").collective_slowdown == 1.3
-    assert read.contention_of("attention sdpa forward fp32", "all_reduce") is None
+    assert read.contention_of("matmul nt bf16", "all_reduce", 4).kernel_slowdown == 1.24
+    norm = [read.contention_of("rmsnorm forward fp32", "all_reduce", n) for n in (2, 4, 8, 64)]
+    assert [row.collective_slowdown for row in norm] == [1.3, 1.3, 1.5, 1.5]
+    assert read.contention_of("attention sdpa forward fp32", "all_reduce", 2) is None
     with pytest.raises(ValueError, match="not a row of the contention table"):
         Contention.from_json(["matmul", "all_reduce", 1.2])
 

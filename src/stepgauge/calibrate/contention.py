@@ -178,4 +178,5 @@ def row_of(record: Record) -> Contention:
     kernel, collective = (
         max(1.0, record.metrics[name].median) for name in ("kernel_slowdown", "collective_slowdown")
     )
-    return Contention(record.spec["kernels"], record.spec["collective"], kernel, collective)
+    spec = record.spec
+    return Contention(spec["kernels"], spec["collective"], kernel, collective, spec["ranks"])

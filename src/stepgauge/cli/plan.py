@@ -23,6 +23,8 @@ from stepgauge.cost.planner import (
     plan,
     scales,
 )
+from stepgauge.cost.prices import Prices
+from stepgauge.cost.program import DATA
 from stepgauge.cost.traced_plan import plan_traced
 from stepgauge.report.plan import parts_table, plan_table
 from stepgauge.spec.hardware import HardwareFile
@@ -197,7 +199,7 @@ def _assumptions(machine: Machine) -> Iterator[str]:
                 f"{wire.bytes_per_s / 1e9:g} GB/s a GPU and direction {where}, of which "
                 f"{wire.efficiency:.0%} are reached: {wire.source}"
             )
-    slowed = machine.contention.of("matmul", "all_reduce")
+    slowed = Prices(machine).contention.of("matmul", "all_reduce", DATA)
     yield (
         f"computing takes {slowed.kernel:g} times as long beside a collective, the collective "
         f"{slowed.collective:g} times ({slowed.source})"

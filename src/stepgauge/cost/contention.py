@@ -3,6 +3,7 @@ other over its time alone.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 from stepgauge.cost.estimate import ASSUMED, CALIBRATED
 from stepgauge.spec.hardware import HardwareFile
@@ -24,16 +25,19 @@ USUAL = Slowdown(1.37, 1.18, ASSUMED)
 
 
 class ContentionTable:
-    """The contention table of a hardware file; USUAL where it says nothing."""
+    """The contention table of a hardware file; USUAL where it says nothing.
 
-    def __init__(self, hardware: HardwareFile):
-        self._hardware = hardware
-        self._known: dict[tuple[str, str], Slowdown] = {}
+    ranks  of each axis, whose communicator is a stream of that name
+    """
 
-    def of(self, operation: str, collective: str) -> Slowdown:
-        key = operation, collective
+    def __init__(self, hardware: HardwareFile, ranks: Mapping[str, int]):
+        self._hardware, self._ranks = hardware, ranks
+        self._known: dict[tuple[str, str, str], Slowdown] = {}
+
+    def of(self, operation: str, collective: str, axis: str) -> Slowdown:
+        key = operation, collective, axis
         if key not in self._known:
-            row = self._hardware.contention_of(operation, collective)
+            row = self._hardware.contention_of(operation, collective, self._ranks[axis])
             self._known[key] = (
                 Slowdown(row.kernel_slowdown, row.collective_slowdown, CALIBRATED) if row else USUAL
             )
@@ -43,5 +47,5 @@ class ContentionTable:
 class NoContention:
     """Computing and communication that do not meet: by copy engines, or to ask what contention costs."""
 
-    def of(self, operation: str, collective: str) -> Slowdown:
+    def of(self, operation: str, collective: str, axis: str) -> Slowdown:
         return Slowdown(1.0, 1.0, ASSUMED)

@@ -41,7 +41,7 @@ def predict_data_parallel(spec: DataParallelSpec, machine: Machine) -> Record:
         step,
     )  # fmt: skip
     program = step.program(axis)
-    found = outcome(program, machine.contention)
+    found = outcome(program, prices.contention)
     without = without_communication_ms(program, DATA)
     tokens = operations.tokens * spec.ranks
     figures = {

@@ -40,7 +40,7 @@ class Ran(NamedTuple):
 
 
 class Contending(Protocol):
-    def of(self, operation: str, collective: str) -> Slowdown: ...
+    def of(self, operation: str, collective: str, axis: str) -> Slowdown: ...
 
 
 def simulate(works: Sequence[StreamWork], contention: Contending) -> list[Ran]:
@@ -87,7 +87,7 @@ def _paces(
     for stream, place in running.items():
         if stream in (COMPUTE, HOST):
             continue
-        slowed = contention.of(works[computing].operation, works[place].operation)
+        slowed = contention.of(works[computing].operation, works[place].operation, stream)
         pace[computing] = max(pace[computing], slowed.kernel)
         pace[place] = slowed.collective
     return pace

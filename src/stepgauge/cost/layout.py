@@ -175,7 +175,7 @@ class LayoutParts:
     def _outcome(self, passes: int) -> Outcome:
         step = self.rank_step(0)
         program = step.program(data_axis(self.sending, step), passes=passes)
-        return outcome(program, self.prices.machine.contention)
+        return outcome(program, self.prices.contention)
 
     def _in_stages(self, whole: Schedule) -> Predicted:
         plan, left = self._shortened(whole)
@@ -239,7 +239,7 @@ class LayoutParts:
     def _optimizer_ms(self, stage: int) -> float:
         step, program = self.rank_step(stage), Program()
         data_axis(self.sending, step).optimizer(program, step.operations, self.prices)
-        return outcome(program, self.prices.machine.contention).step_ms
+        return outcome(program, self.prices.contention).step_ms
 
 
 def _waits(timeline: Timeline, rank: int, sent_us: Sequence[float]) -> tuple[float, float]:

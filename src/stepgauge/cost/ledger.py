@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from stepgauge.cost.estimate import ASSUMED
 from stepgauge.cost.outcome import Outcome
 from stepgauge.cost.prices import Prices
-from stepgauge.cost.program import Operations
+from stepgauge.cost.program import DATA, Operations
 from stepgauge.cost.step import term_rows
 from stepgauge.cost.terms import TRAFFIC
 
@@ -27,7 +27,7 @@ def step_rows(operations: Operations, prices: Prices, found: Outcome, *, passes:
     rows += _row("backward", "casts of what is sent", TRAFFIC, casts)
     for axis, ms in found.exposed.items():
         rows += _row("exposed", f"{axis} axis", "communication", ms * 1e3)
-    slowed = f"× {prices.machine.contention.of('matmul', 'all_reduce').kernel:g}"
+    slowed = f"× {prices.contention.of('matmul', 'all_reduce', DATA).kernel:g}"
     rows += _row("backward", "slower beside collectives", "contention", found.slowed_ms * 1e3,
                  sizes=slowed)  # fmt: skip
     return rows + _row("step", "waits", "the host's launches", found.step_ms * 1e3 - total_us(rows))

@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from stepgauge.cost.contention import ContentionTable
 from stepgauge.cost.estimate import CALIBRATED, EXTRAPOLATED, INTERPOLATED, TRANSFERRED, Estimate
 from stepgauge.cost.network import Network
 from stepgauge.spec.calibration import OperationTable
@@ -31,7 +30,7 @@ class Machine:
                 f"FILE on that machine"
             )
         self.hardware, self._calibrated = hardware, calibrated
-        self.network, self.contention = Network(hardware), ContentionTable(hardware)
+        self.network = Network(hardware)
         self._grids: dict[str, _Grid] = {}
         is_base = calibrated is hardware.base and calibrated.device != hardware.device
         self._pace = _Pace(calibrated.peaks, hardware.peaks) if is_base else None

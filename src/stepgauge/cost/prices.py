@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+from stepgauge.cost.contention import ContentionTable
 from stepgauge.cost.estimate import ASSUMED, Estimate
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.network import Axis, axes_of
@@ -28,6 +29,9 @@ class Prices:
         self.machine, self.layout, self.backend = machine, layout or Layout(), backend
         self._without = without
         self.axes: Mapping[str, Axis] = axes_of(self.layout, machine.network.gpus_per_node)
+        self.contention = ContentionTable(
+            machine.hardware, {name: axis.ranks for name, axis in self.axes.items()}
+        )
         self._known: dict[tuple[str, tuple[float, ...], str], Estimate] = {}
 
     def of(self, term: Term) -> Estimate:

@@ -32,7 +32,7 @@ def predict(spec: StepSpec, machine: Machine) -> Record:
     operations, prices = StepOperations(spec), Prices(machine)
     host = launching(spec, machine)
     program = RankStep(operations, prices, host).program(DataParallelCost(), phases=spec.phases)
-    found = outcome(program, machine.contention)
+    found = outcome(program, prices.contention)
     phases = operations.phases()
     host_ms = sum(host[phase].us(len(operations.blocks)) for phase in phases) / 1e3
     metrics = {

@@ -42,7 +42,7 @@ def predict_traced(spec: TracedSpec, traced: Traced, machine: Machine) -> Record
         passes=accumulation,
         phases=spec.phases if isinstance(spec, StepSpec) else "step",
     )
-    found = outcome(program, machine.contention)
+    found = outcome(program, prices.contention)
     figures = _figures(spec, found, program)
     metrics = {name: Sample.exact(value, "ms") for name, value in figures.items()}
     if isinstance(spec, DataParallelSpec):

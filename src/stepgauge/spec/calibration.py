@@ -46,20 +46,23 @@ class Contention:
 
     kernels     a name of KERNEL_CLASSES
     collective  as bench comm names it: all_reduce
+    ranks       that it was between; 0: older files do not tell
     """
 
     kernels: str
     collective: str
     kernel_slowdown: float
     collective_slowdown: float
+    ranks: int = 0
 
     @classmethod
     def from_json(cls, row: Sequence[Any]) -> Self:
-        """Raises ValueError for what is no row of four values."""
+        """Raises ValueError for what is no row of four values, or five with the ranks."""
         try:
-            kernels, collective, kernel_slowdown, collective_slowdown = row
+            kernels, collective, kernel_slowdown, collective_slowdown, *ranks = row
+            (between,) = ranks or (0,)
             return cls(str(kernels), str(collective), float(kernel_slowdown),
-                       float(collective_slowdown))  # fmt: skip
+                       float(collective_slowdown), int(between))  # fmt: skip
         except (TypeError, ValueError) as error:
             raise ValueError(f"not a row of the contention table: {error}") from None
 

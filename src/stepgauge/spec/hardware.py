@@ -242,18 +242,18 @@ class HardwareFile:
         operations = self.by_ranks.get(ranks, self.operations)
         return dataclasses.replace(self, operations=operations, by_ranks={})
 
-    def contention_of(self, operation: str, collective: str) -> Contention | None:
-        """What the operation, of any class of kernels, and the collective cost each other; None
-        where it was not measured.
+    def contention_of(self, operation: str, collective: str, ranks: int) -> Contention | None:
+        """What the operation, of any class of kernels, and the collective cost each other, measured
+        between as many ranks as come nearest to these; None where it was not.
         """
-        return next(
-            (row for row in self.contention
-             if (row.kernels, row.collective) == (kernel_class(operation), collective)), None
-        )  # fmt: skip
+        asked = kernel_class(operation), collective
+        rows = [row for row in self.contention if (row.kernels, row.collective) == asked]
+        return min(rows, key=lambda row: abs(row.ranks - ranks), default=None)
 
     def with_contention(self, rows: Sequence[Contention]) -> Self:
-        """The rows in place of those of the same kernels and collective; the others stay."""
-        kept = {(row.kernels, row.collective): row for row in (*self.contention, *rows)}
+        """The rows in place of those of the same kernels, collective and ranks; the others stay."""
+        every = (*self.contention, *rows)
+        kept = {(row.kernels, row.collective, row.ranks): row for row in every}
         return dataclasses.replace(self, contention=list(kept.values()))
 
     def with_links(self, links: Sequence[Link]) -> Self:
