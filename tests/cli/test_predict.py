@@ -82,6 +82,24 @@ def test_a_layout_gives_the_row_of_the_command_that_measures_it(stepgauge, linke
     assert "waits for other stages" in out
 
 
+def test_whether_each_axis_hides_is_told_by_closed_formula(stepgauge):
+    asked = ("predict", "--size", "2.7b", "--precision", "bf16", "--hides", "--hardware",
+             H100.with_name("dgx-h100.json"))  # fmt: skip
+    layouts = ("none", "dp8", "pp2 1f1b m4 dp2 zero3 tp2")
+    status, out, err = stepgauge(*asked, "--batch", "16", "--layout", *layouts)
+    assert status == 0, err
+    for said in (
+        "forward FLOPs", "nothing is sent", "gradients over 8 data ranks, against backward",
+        "weights gathered over 2 ranks, against forward", "weights and gradients over 2 ranks",
+        "activations over 2 tensor ranks, against a block", "between stages of 16 blocks",
+    ):  # fmt: skip
+        assert said in out, said
+    status, _, err = stepgauge(
+        *asked, "--layout", "pp2 1f1b m4", "--phases", "backward", "--precision", "bf16-pure"
+    )
+    assert status == 2 and "--hides takes whole steps of a preset" in err
+
+
 def test_a_file_that_is_not_there(stepgauge, tmp_path):
     status, _, err = stepgauge("predict", "--hardware", tmp_path / "none.json")
     assert status == 2 and "no hardware file at" in err

@@ -11,6 +11,7 @@ from stepgauge.cli.console import Format, print_table, tell
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import Fresh, Out
 from stepgauge.cli.validate import compare
+from stepgauge.cost.hiding import overlaps, scales
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.planner import (
     Plan,
@@ -19,14 +20,12 @@ from stepgauge.cost.planner import (
     fastest_by,
     largest_micro_batch,
     longest_context,
-    overlaps,
     plan,
-    scales,
 )
 from stepgauge.cost.prices import Prices
 from stepgauge.cost.program import DATA
 from stepgauge.cost.traced_plan import plan_traced
-from stepgauge.report.plan import parts_table, plan_table
+from stepgauge.report.plan import magnitudes, parts_table, plan_table
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
@@ -116,8 +115,9 @@ def _headed(
     """
     best = found.rows[0]
     if not isinstance(spec.model, UserModel):
-        yield "What hides", (o.sentence for o in overlaps(best, machine, spec))
-        yield "Orders of magnitude of a micro-batch", [_magnitudes(best, spec)]
+        asked = LayoutSpec(**{**best.spec, "model": spec.model})
+        yield "What hides", (each.sentence for each in overlaps(asked, machine))
+        yield "Orders of magnitude of a micro-batch", [magnitudes(scales(asked))]
         yield "What else fits", _answers(spec, found, machine)
     yield "Assumed", _assumptions(machine)
     yield "Run the first", [command_of(best, values)]
@@ -159,10 +159,6 @@ def _caption(spec: PlanSpec, found: Plan, machine: Machine) -> str:
             f"{spec.global_batch} x {spec.model.context_length} tokens"
         )
     return f"{what} a step in {spec.precision} on {spec.gpus} x {name}: {every} layouts{fit}; predicted"
-
-
-def _magnitudes(row: Record, spec: PlanSpec) -> str:
-    return ", ".join(f"{name} {value:.1e}" for name, value in scales(row, spec).items())
 
 
 def _answers(spec: PlanSpec, found: Plan, machine: Machine) -> Iterator[str]:

@@ -16,6 +16,7 @@ from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.step import StepSpec
+from stepgauge.spec.user_model import UserModel
 from stepgauge.validate.predicted import predicted
 from stepgauge.validate.rows import rank_batch
 
@@ -37,6 +38,12 @@ def predict(
     hardware: Hardware,
     terms: Annotated[
         bool, Parameter(help="Print every term of every row, too.", negative="")
+    ] = False,
+    hides: Annotated[
+        bool,
+        Parameter(
+            help="Print by closed formula whether what each axis sends hides, too.", negative=""
+        ),
     ] = False,
     format: Annotated[Format, Parameter(help="How the rows are printed.")] = "table",
 ) -> None:
@@ -62,6 +69,32 @@ def predict(
             print_in(format, terms_table(record, label))
             if "memory" in record.tables:
                 print_in(format, memory_table(record, label))
+    if hides and format == "table":
+        for spec in specs:
+            _print_what_hides(as_layout(spec), file)
+
+
+def _print_what_hides(spec: LayoutSpec, file: HardwareFile) -> None:
+    from stepgauge.cost.hiding import overlaps, scales
+    from stepgauge.cost.machine import Machine
+    from stepgauge.report.plan import magnitudes
+
+    sentences = [o.sentence for o in overlaps(spec, Machine(file.on_ranks(spec.ranks)))]
+    print(f"\n{spec.layout}, {spec.size}", f"  {magnitudes(scales(spec))}", sep="\n")
+    print(*(f"  {sentence}" for sentence in sentences or ["nothing is sent"]), sep="\n")
+
+
+def as_layout(spec: StepSpec | DataParallelSpec | PipelineSpec | LayoutSpec) -> LayoutSpec:
+    """The same step as bench layout has it. Raises ValueError for one of a user's model, whose shape
+    is not known, and for a pipeline alone.
+    """
+    if isinstance(spec.model, UserModel) or isinstance(spec, PipelineSpec):
+        raise ValueError("--hides takes whole steps of a preset: leave --model and --phases out")
+    if isinstance(spec, LayoutSpec):
+        return spec
+    layout = spec.layout if isinstance(spec, DataParallelSpec) else Layout()
+    alike = {f.name: getattr(spec, f.name) for f in fields(LayoutSpec) if hasattr(spec, f.name)}
+    return LayoutSpec(**{**alike, "layout": str(layout), "batch": spec.batch * layout.data})
 
 
 def specs_of(layout: Layout, values: Values) -> list[Any]:

@@ -13,19 +13,25 @@ FORWARD_FLOPS, BACKWARD_FLOPS = 2, 4  # a weight and token
 
 @dataclasses.dataclass(frozen=True)
 class OverlapRatio:
-    """What travels, over what is computed meanwhile; `depends_on` names what can be changed."""
+    """What travels, over what is computed meanwhile; `depends_on` names what can be changed.
+
+    waits  computing waits for it: it could hide, and does not here
+    """
 
     name: str
     ratio: float
     depends_on: str
+    waits: bool = False
 
     @property
     def hides(self) -> bool:
-        return self.ratio < 1.0
+        return self.ratio < 1.0 and not self.waits
 
     @property
     def sentence(self) -> str:
         how = "hides behind" if self.hides else "does not hide behind"
+        if self.waits:
+            how = "could hide behind, which waits for it"
         return f"{self.name}: {self.ratio:.2f} of what it {how}; it depends on {self.depends_on}."
 
 
@@ -78,7 +84,7 @@ def tensor(
     sent = 4 * _share(ranks) * width * value_bytes / bytes_per_s
     computed = FORWARD_FLOPS * block_weights / ranks / flops_per_s
     name = f"activations over {ranks} tensor ranks, against a block"
-    return OverlapRatio(name, sent / computed, "the width and the ranks alone")
+    return OverlapRatio(name, sent / computed, "the width and the ranks alone", waits=True)
 
 
 def pipeline(

@@ -4,9 +4,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from stepgauge.cost import overlap
 from stepgauge.cost.estimate import spread
-from stepgauge.cost.layout import LayoutParts, predict_layout
+from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.operations import require_priced
 from stepgauge.cost.screen import Candidate, Screen, Screened, candidates
@@ -154,64 +153,6 @@ def candidate_of(row: Record) -> Candidate:
     layout = Layout.parse(row.spec["layout"])
     sequences = row.spec["batch"] // layout.data // layout.microbatches
     return Candidate(layout, sequences, row.spec["accumulation"], row.spec["checkpointing"])
-
-
-def scales(row: Record, spec: PlanSpec) -> dict[str, float]:
-    """Orders of magnitude of a rank's micro-batch in the whole network."""
-    model = spec.network
-    return overlap.typical_scales(
-        tokens=candidate_of(row).micro_batch * model.context_length,
-        width=model.d_model,
-        blocks=model.num_layers,
-        block_weights=model.block_matrix_parameters,
-        vocabulary=model.vocab_size,
-    )
-
-
-def overlaps(row: Record, machine: Machine, spec: PlanSpec) -> list[overlap.OverlapRatio]:
-    """Of the layout of a row: each axis against what could hide it, at the rates that its block
-    and its wires reach.
-    """
-    asked = LayoutSpec(**{**row.spec, "model": spec.model})
-    parts = LayoutParts.of(asked, machine)
-    stage, layout, prices = parts.stages[0], asked.axes, parts.prices
-    model, how = spec.network, stage.how
-    weights = float(model.block_matrix_parameters)
-    computing = prices.total_us(t for t in stage.forward_parts()[1] if not t.axis)
-    rate = 2 * stage.tokens * weights / layout.tensor / computing * 1e6
-    found: list[overlap.OverlapRatio] = []
-
-    def wires(operation: str, nbytes: float, axis: str, sends: int) -> float:
-        us = prices.collective(operation, nbytes, axis).us
-        ranks = prices.axes[axis].ranks
-        return sends * nbytes * (ranks - 1) / ranks / us * 1e6
-
-    if layout.tensor > 1:
-        stream = stage.tokens * model.d_model * how.activation
-        found.append(overlap.tensor(
-            ranks=layout.tensor, width=model.d_model, block_weights=weights,
-            value_bytes=how.activation, flops_per_s=rate,
-            bytes_per_s=wires("all_gather", stream, "tensor", 1),
-        ))  # fmt: skip
-    if layout.data > 1 and layout.wrapper == "zero3":
-        unit = weights / layout.tensor * how.activation
-        found += overlap.sharded(
-            ranks=layout.data, tokens=stage.tokens, weight_bytes=how.activation,
-            flops_per_s=rate, bytes_per_s=wires("all_gather", unit, "data", 1),
-        )  # fmt: skip
-    elif layout.data > 1:
-        found.append(overlap.data_parallel(
-            ranks=layout.data, tokens=stage.tokens, gradient_bytes=how.residual,
-            flops_per_s=rate, bytes_per_s=wires("all_reduce", asked.bucket_mb * 1e6, "data", 2),
-        ))  # fmt: skip
-    if layout.pipeline > 1:
-        piece = stage.own_tokens * model.d_model * how.residual
-        found.append(overlap.pipeline(
-            blocks=len(stage.blocks), width=model.d_model / layout.tensor,
-            block_weights=weights / layout.tensor, value_bytes=how.residual, flops_per_s=rate,
-            bytes_per_s=piece / prices.transfer(piece).us * 1e6,
-        ))  # fmt: skip
-    return found
 
 
 def _work(spec: PlanSpec) -> WorkSpec:

@@ -89,3 +89,8 @@ def parts_table(rows: Sequence[Record]) -> Table:
     ]
     columns = ["#", "layout", *names]
     return Table(columns, shown, names=2, caption="Memory of the fullest rank, GiB")
+
+
+def magnitudes(scales: Mapping[str, float]) -> str:
+    """Orders of magnitude by name, in one line."""
+    return ", ".join(f"{name} {value:.1e}" for name, value in scales.items())
