@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from stepgauge.cost.fused_loss import fused_backward, fused_forward
-from stepgauge.cost.terms import TRAFFIC, Arithmetic, Term
+from stepgauge.cost.terms import PRECISION, TRAFFIC, Arithmetic, Term
 from stepgauge.spec.fused_loss import torch_computes
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.tensor import KINDS, Rule
@@ -53,6 +53,8 @@ def require_priced(spec: WorkSpec) -> ModelSpec:
     model = spec.model
     if spec.compile not in COMPILED:
         raise ValueError(f"compile is {spec.compile!r}; predicted are {', '.join(COMPILED)}")
+    if spec.precision not in PRECISION:
+        raise ValueError(f"precision is {spec.precision!r}; its cost is not calibrated")
     if spec.checkpointing not in RECOMPUTED:
         raise ValueError(f"checkpointing is {spec.checkpointing!r}; its time is not predicted yet")
     if not isinstance(model, ModelSpec):

@@ -30,6 +30,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": _version("triton"),
+        "torchao": _version("torchao"),
         "stepgauge": stepgauge.__version__,
         "commit": _commit(),
     }

@@ -20,6 +20,7 @@ MATMUL_TYPE = {
     "fp16": "fp16",
     "bf16-pure": "bf16",
     "bf16-master": "bf16",
+    "float8": "float8",
 }
 
 

@@ -95,6 +95,11 @@ def check_wrapper(
             f"precision is 'fp16', whose loss scale needs every rank's whole gradients; {name} "
             f"has shares of them: choose bf16"
         )
+    if wrapper.shards("weights") and precision == "float8":
+        raise ValueError(
+            f"precision is 'float8', whose layers need whole weights; {name} has shares of them: "
+            f"choose bf16"
+        )
 
 
 def sent_bytes(name: str, *, gradient_bytes: int, weight_bytes: int, ranks: int) -> float:

@@ -139,10 +139,13 @@ def _check_cut(layout: Layout, model: Network, *, precision: str, compile: str) 
         raise ValueError(
             f"{layout.wrapper} needs a data axis, which {str(layout)!r} has not: add dp2"
         )
-    if precision == "fp16":
+    whole = {
+        "fp16": "loss scale needs every rank's gradients",
+        "float8": "layers need whole weights",
+    }
+    if precision in whole:
         raise ValueError(
-            f"precision is 'fp16', whose loss scale needs every rank's gradients; in "
-            f"{str(layout)!r} choose bf16"
+            f"precision is {precision!r}, whose {whole[precision]}; in {str(layout)!r} choose bf16"
         )
     if compile != "off" and WRAPPERS[layout.wrapper].shards("weights"):
         raise ValueError(

@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from stepgauge.spec.fields import option
-from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.step import FLOAT8, PRECISIONS, WorkSpec
 from stepgauge.spec.user_model import UserModel
 
 # Where a step is predicted for: with the kernels that torch takes on a CPU, an A100 or an H100.
@@ -30,6 +30,11 @@ class MemorySpec(WorkSpec):
         if isinstance(self.model, UserModel) and self.compile != "off":
             raise ValueError(
                 f"compile is {self.compile!r}; a user's model is tracked without compile"
+            )
+        if self.precision == FLOAT8:
+            raise ValueError(
+                f"precision is {FLOAT8!r}; tensors of torchao are not tracked: choose one of "
+                f"{', '.join(PRECISIONS)}"
             )
         if self.phases != "step":
             raise ValueError(f"phases is {self.phases!r}; memory is tracked through a whole step")

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from stepgauge.spec.fields import as_in, check, option
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.step import PRECISIONS, WorkSpec
 from stepgauge.spec.user_model import UserModel
 
 USUAL_BATCH = 1024
@@ -35,7 +35,7 @@ class PlanSpec:
         most=10_000_000,
     )
     tokens: str = option("0", "tokens to train on: 300B; 0: no days are given")
-    precision: str = as_in(WorkSpec, "precision")
+    precision: str = as_in(WorkSpec, "precision", choices=PRECISIONS)
     compile: str = as_in(WorkSpec, "compile")
     optimizer: str = as_in(WorkSpec, "optimizer")
     device: str = option("cuda", "cpu or cuda")

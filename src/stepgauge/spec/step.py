@@ -9,6 +9,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.user_model import UserModel, settle_user_model
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-pure", "bf16-master")
+FLOAT8 = "float8"  # by a package that may be missing: asked for by name, never part of a study
 COMPILE_MODES = ("off", "on", "blocks", "reduce-overhead", "max-autotune")
 OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-loop", "fused", "sgd")
 # What forward does not keep and backward computes again: nothing; blocks; blocks, and within them
@@ -32,8 +33,8 @@ class WorkSpec:
     precision: str = option(
         "fp32",
         "bf16 and fp16 are autocast, fp16 with loss scaling; bf16-pure has bf16 parameters, "
-        "bf16-master fp32 masters of them in the optimizer",
-        choices=PRECISIONS,
+        "bf16-master fp32 masters of them in the optimizer; float8: bf16 with torchao's linear layers",
+        choices=(*PRECISIONS, FLOAT8),
         label=True,
     )
     compile: str = option(

@@ -59,7 +59,7 @@ def build_step(
     precision = precision_on(spec.precision, device)
     torch.manual_seed(spec.seed)
     network, _ = NETWORKS[type(spec.model)]
-    model = network(spec.model, device=device).to(precision.parameters)
+    model = precision.of(network(spec.model, device=device))
     model.through_blocks = (
         functools.partial(by_plan, plan=recompute)
         if recompute

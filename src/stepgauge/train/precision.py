@@ -1,12 +1,18 @@
 """The precisions a step can run in, as data: parameter type, autocast type, matmul mode, loss
-scaling, master weights.
+scaling, master weights, float8.
 """
 
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
+from typing import TypeVar
 
 import torch
+from torch import nn
+
+from stepgauge.train import float8
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,6 +22,13 @@ class Precision:
     tf32: bool = False
     scales_loss: bool = False
     master_weights: bool = False  # in fp32, in the optimizer
+    float8: bool = False  # products of linear layers
+
+    def of(self, module: Module) -> Module:
+        """The module with parameters of this precision, and layers where it has its own."""
+        if self.float8:
+            float8.convert(module)
+        return module.to(self.parameters)
 
     def state_bytes(self, optimizer: str) -> int:
         """Bytes a parameter that an optimizer of that name keeps at least."""
@@ -51,6 +64,7 @@ PRECISIONS: Mapping[str, Precision] = {
     "bf16-master": Precision(
         parameters=torch.bfloat16, autocast=torch.bfloat16, master_weights=True
     ),
+    "float8": Precision(autocast=torch.bfloat16, float8=True),
 }
 
 
@@ -66,7 +80,7 @@ def unavailable(name: str, device: torch.device) -> str | None:
     """Why the precision cannot run on the device, or None."""
     if name == "tf32" and device.type != "cuda":
         return f"tf32 is a mode of CUDA matrix units; {device.type} has none"
-    return None
+    return float8.why_not(device) if name == "float8" else None
 
 
 def precision_on(name: str, device: torch.device) -> Precision:

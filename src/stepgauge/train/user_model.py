@@ -172,7 +172,7 @@ def step_of_parts(
     ours. Raises ValueError as build_user_step does.
     """
     chosen = precision_on(precision, device)
-    module = parts.module.to(device=device, dtype=chosen.parameters)
+    module = chosen.of(parts.module.to(device))
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no parameters that are trained")
     parameters = sum(parameter.numel() for parameter in module.parameters())
