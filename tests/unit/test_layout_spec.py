@@ -66,7 +66,7 @@ def test_layouts_are_rows_with_names_of_their_own():
         ("cp2", {}, "attention is 'sdpa'; cp2 sends keys around a ring of ours: choose triton"),
         ("cp2", {"context_length": 18}, "18 tokens; context parallel over 2 ranks cuts it into 4"),
         ("cp2 tp8", {"context_length": 24, "num_heads": 8}, "tp8 with cp2 does not divide"),
-        ("cp2 pp2 1f1b m2", {}, "cp2 and pp2 do not go together yet"),
+        ("pp2 zbv m4 tp2", {}, "which layers cut as tp2 compute with those of inputs; choose 1f1b"),
         ("tp2", {"num_experts": 2, "experts_per_token": 1}, "experts have no tensor parallel yet"),
         ("tp2", {"precision": "fp16"}, "precision is 'fp16'"),
         ("tp2", {"compile": "on"}, "takes off or blocks"),

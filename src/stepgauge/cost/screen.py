@@ -65,7 +65,7 @@ def _of_axes(spec: PlanSpec, tensor: int, pipeline: int, data: int) -> Iterator[
     schedules = [name for name in SCHEDULES if STAGES[name] * pipeline <= spec.network.num_layers]
     for wrapper in wrappers:
         for schedule in schedules if pipeline > 1 else ("",):
-            if schedule == "zbv" and WRAPPERS[wrapper].shards("gradients"):
+            if schedule == "zbv" and (tensor > 1 or WRAPPERS[wrapper].shards("gradients")):
                 continue
             for micro_batch in _powers(rank_batch):
                 passes = rank_batch // micro_batch

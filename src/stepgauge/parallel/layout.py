@@ -115,10 +115,11 @@ def spread(
     modules = {stage: network.build(stage) for stage in stages}
     pipeline_group = mesh.get_group("pipeline") if network.schedule else None
     require_own_names(modules, network.tied, pipeline_group)
-    context = None
+    context: list[ContextParallel] = []
     if layout.context > 1:
         assert network.cut_sequences is not None, "the network has a way of its own"
-        context = network.cut_sequences(modules[0], context_group(layout, device.type))
+        group = context_group(layout, device.type)
+        context = [network.cut_sequences(module, group) for module in modules.values()]
     tensor = {
         stage: network.cut_layers(stage, module, mesh)
         for stage, module in modules.items()
@@ -138,7 +139,7 @@ class Spread:
 
     network: Network
     data: DataAxis
-    context: ContextParallel | None
+    context: Sequence[ContextParallel]
     tensor: Mapping[int, TensorParallel]
     pipeline: Pipeline | None
     mesh: DeviceMesh
@@ -180,7 +181,7 @@ class Spread:
         if self.data.replicas:
             found["data"] = self.data.without_communication
         if self.context:
-            found["context"] = functools.partial(without_communication, [self.context])
+            found["context"] = functools.partial(without_communication, self.context)
         if self.tensor:
             found["tensor"] = functools.partial(
                 without_communication, [cut.stream for cut in self.tensor.values()]

@@ -101,8 +101,6 @@ def _check_tensor(layout: Layout, model: Network) -> None:
 
 def _check_context(layout: Layout, model: Network) -> None:
     name = f"cp{layout.context}"
-    if layout.pipeline > 1:
-        raise ValueError(f"{name} and pp{layout.pipeline} do not go together yet; choose one")
     if not isinstance(model, ModelSpec):
         raise ValueError(
             f"{name} needs a preset of the Transformer; BERT has no ring attention yet"
@@ -125,6 +123,11 @@ def _check_pipeline(layout: Layout, model: Network) -> None:
         raise ValueError(
             f"{layout.schedule} computes gradients of weights later than those of inputs, and "
             f"{layout.wrapper} takes both at once only; choose 1f1b or zero1"
+        )
+    if splits and layout.tensor > 1:
+        raise ValueError(
+            f"{layout.schedule} fills its bubbles with gradients of weights, which layers cut as "
+            f"tp{layout.tensor} compute with those of inputs; choose 1f1b or interleaved"
         )
 
 

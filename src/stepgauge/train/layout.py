@@ -180,8 +180,9 @@ def network_of(
 
 
 def cut_sequences(module: nn.Module, group: dist.ProcessGroup) -> ContextParallel:
-    """The Transformer, called with whole sequences, computes this rank's tokens, and the mean loss
-    of these. Its attention sends keys around the group.
+    """The Transformer, or a stage of it, called with whole sequences, computes this rank's tokens,
+    and the mean loss of these. Its attention sends keys around the group. Between stages there are
+    this rank's tokens only.
     """
     context = ContextParallel(group, FUSED_ATTENTION)
     for part in module.modules():
@@ -191,9 +192,12 @@ def cut_sequences(module: nn.Module, group: dist.ProcessGroup) -> ContextParalle
     def pieces(
         _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]
     ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        positions_T = context.positions(inputs[0].shape[1], inputs[0].device)
-        own = tuple(whole.index_select(1, positions_T) for whole in inputs)
-        return own, {**named, "positions_T": positions_T}
+        first, *targets = inputs
+        is_cut = module.embedding is None
+        length = first.shape[1] * (dist.get_world_size(group) if is_cut else 1)
+        positions_T = context.positions(length, first.device)
+        own = [whole.index_select(1, positions_T) for whole in (targets if is_cut else inputs)]
+        return (first, *own) if is_cut else tuple(own), {**named, "positions_T": positions_T}
 
     module.register_forward_pre_hook(pieces, with_kwargs=True)
     return context
