@@ -21,7 +21,6 @@ from stepgauge.spec.planning import PlanSpec
 
 ROOT = Path(__file__).parents[2]
 DGX_H100 = HardwareFile.read(ROOT / "hardware" / "dgx-h100.json")
-DGX_A100 = HardwareFile.read(ROOT / "hardware" / "dgx-a100.json")
 MODEL = ModelSpec.preset("10b", context_length=4096)
 
 
@@ -98,42 +97,6 @@ def test_1024_gpus_take_seconds_and_no_torch():
     for words in ("What hides", "dp1024 zero3", "largest micro-batch", "stepgauge bench layout"):
         assert words in done.stdout
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - start < 15
-
-
-# Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using
-# Megatron-LM, table 1: billion parameters, heads, width, blocks, tensor, pipeline, GPUs, sequences,
-# TFLOP/s a GPU on A100s of 80 GB, by the paper's formula, which counts recomputation.
-MEGATRON = (
-    (3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
-    (18.4, 48, 6144, 40, 8, 1, 256, 1024, 135),
-    (39.1, 64, 8192, 48, 8, 2, 512, 1536, 138),
-)
-
-
-@pytest.mark.parametrize("row", MEGATRON, ids=lambda row: f"{row[0]}b")
-def test_published_throughputs_of_megatron(row):
-    """Micro-batches are not in the table: one sequence is assumed. Computing is an H100's, by the
-    ratio of published peaks.
-    """
-    billions, heads, width, layers, tensor, stages, gpus, sequences, published = row
-    model = ModelSpec(
-        vocab_size=51200, context_length=2048, d_model=width, d_ff=4 * width, num_layers=layers,
-        num_heads=heads, feed_forward="gelu", norm="layernorm", positions="learned",
-        tied_head=True, attention_bias="all", feed_forward_bias=True,
-    )  # fmt: skip
-    assert model.num_parameters / 1e9 == pytest.approx(billions, abs=0.06)
-    data = gpus // tensor // stages
-    passes = sequences // data
-    axis = f"pp{stages} 1f1b m{passes}" if stages > 1 else ""
-    spec = LayoutSpec(
-        model=model, layout=f"dp{data} bucketed tp{tensor} {axis}",
-        batch=sequences if axis else data, accumulation=1 if axis else passes,
-        precision="bf16-master", optimizer="fused", checkpointing="blocks", device="cuda",
-    )  # fmt: skip
-    step_ms = predict_layout(spec, Machine(DGX_A100), coarse=True).median("step_ms")
-    block = 1 + 2048 / (6 * width) + 51200 / (16 * layers * width)
-    flops = 96 * sequences * 2048 * layers * width**2 * block
-    assert abs(flops / gpus / step_ms / 1e9 / published - 1) < 0.12
 
 
 def test_overlap_ratios_by_hand():

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepgauge.spec.layout import SCHEDULES, WRAPPERS, Layout, sent_bytes
+from stepgauge.spec.layout_rules import schedule_of
 
 sizes = st.integers(1, 64)
 
@@ -59,7 +60,9 @@ def test_words_come_in_any_order_and_a_data_axis_is_bucketed():
         ("m8", "m8 needs a pipeline"),
         ("dp2 dp4", "gives data twice"),
         ("dp2 zero1 zero2", "gives wrapper twice"),
-        ("xp2", "layout has 'xp2'; choose dpN, cpN, tpN, ppN, mN with a number"),
+        ("pp2 1f1b v3 m4", "v3 needs a schedule of several stages a rank: interleaved or izb"),
+        ("pp2 interleaved v0 m4", "layout has 'v0'; a rank has at least one stage"),
+        ("xp2", "layout has 'xp2'; choose dpN, cpN, tpN, ppN, mN, vN with a number"),
         ("dp", "layout has 'dp'"),
     ],
 )
@@ -83,3 +86,11 @@ def test_one_rank_sends_nothing():
     for name in WRAPPERS:
         assert sent_bytes(name, gradient_bytes=8, weight_bytes=8, ranks=1) == 0
     assert sent_bytes("zero3", gradient_bytes=100, weight_bytes=50, ranks=4) == 0.75 * 200
+
+
+def test_an_interleaved_schedule_has_as_many_stages_a_rank_as_asked():
+    three = Layout.parse("pp2 interleaved v3 m4")
+    assert str(three) == "pp2 interleaved v3 m4" and Layout.parse(str(three)) == three
+    assert schedule_of(three).num_stages == 6
+    assert Layout.parse("pp2 interleaved v2 m4") == Layout.parse("pp2 interleaved m4")
+    assert schedule_of(Layout.parse("pp2 interleaved m4")).num_stages == 4

@@ -117,7 +117,7 @@ def specs_of(layout: Layout, values: Values) -> list[Any]:
         spec = PipelineSpec
         values = {name: value for name, value in values.items() if name != "phases"}
         asked = {"ranks": layout.pipeline, "schedule": layout.schedule,
-                 "micro_batches": layout.microbatches}  # fmt: skip
+                 "micro_batches": layout.microbatches, "per_rank": layout.per_rank or 2}  # fmt: skip
     known = {field.name for each in (spec, ModelSpec) for field in fields(each)}
     if foreign := [n for n in values if n not in known and n not in ("size", "hf_config")]:
         raise ValueError(f"{foreign[0]} is no option of a row of {COMMANDS[spec]}")

@@ -114,10 +114,11 @@ def pipeline_memory(stages: Sequence[StepOperations], layout: Layout, schedule: 
 
 def stage_memory(stage: StepOperations, layout: Layout) -> Memory:
     """The same, of the first rank, by what its schedule holds at once: of 1f1b p micro-batches of a
-    stage, interleaved 1.5 - 1/2p times as many, of zbv as many (docs/pipeline.md).
+    stage, interleaved 1 + (1 - 1/p)/v times as many, of zbv as many (docs/pipeline.md).
     """
     ranks, keeps = layout.pipeline, kept(stage)
-    factor = 1.5 - 0.5 / ranks if layout.schedule == "interleaved" else 1.0
+    per_rank = layout.per_rank or 2
+    factor = 1 + (1 - 1 / ranks) / per_rank if layout.schedule == "interleaved" else 1.0
     live = min(layout.microbatches, ranks) * factor
     base = _held(stage, layout, accumulates=True)
     parts = {

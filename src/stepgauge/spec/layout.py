@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Self
 
+from stepgauge.spec.plan.pipeline.schedules import LOOPED
+
 SHARDED_PARTS = ("optimizer state", "gradients", "weights")
 
 
@@ -119,6 +121,7 @@ class Layout:
     tensor        ranks that share each layer
     pipeline      ranks that hold a run of layers each
     schedule      order of a pipeline's micro-batches; "" without a pipeline
+    per_rank      stages a rank of an interleaved schedule; 0: two
     microbatches  parts of a batch that pass the pipeline one behind the other
 
     Raises ValueError for an axis without ranks, an unknown wrapper, or parts that do not go
@@ -131,6 +134,7 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     schedule: str = ""
+    per_rank: int = 0
     microbatches: int = 1
 
     def __post_init__(self) -> None:
@@ -149,6 +153,12 @@ class Layout:
             )
         if self.schedule and self.pipeline == 1:
             raise ValueError(f"schedule {self.schedule} needs a pipeline: add pp2")
+        if self.per_rank and self.schedule not in LOOPED:
+            raise ValueError(
+                f"v{self.per_rank} needs a schedule of several stages a rank: {' or '.join(LOOPED)}"
+            )
+        if self.per_rank == USUAL_PER_RANK:  # one text for one layout
+            object.__setattr__(self, "per_rank", 0)
         if self.microbatches > 1 and self.pipeline == 1:
             raise ValueError(f"m{self.microbatches} needs a pipeline, such as pp2 1f1b")
 
@@ -184,6 +194,7 @@ class Layout:
         words = [
             f"pp{self.pipeline}" if self.pipeline > 1 else "",
             self.schedule,
+            f"v{self.per_rank}" if self.per_rank else "",
             f"m{self.microbatches}" if self.microbatches > 1 else "",
             f"dp{self.data}" if self.data > 1 else "",
             self.wrapper if self.wrapper != "none" else "",
@@ -210,11 +221,13 @@ class Layout:
         return cls(**given)
 
 
+USUAL_PER_RANK = 2
 AXES: Mapping[str, str] = {
     "dp": "data",
     "cp": "context",
     "tp": "tensor",
     "pp": "pipeline",
+    "v": "per_rank",
     "m": "microbatches",
 }
 SCHEDULES = (
@@ -236,9 +249,11 @@ def _meaning(word: str) -> tuple[str, Any]:
         return "wrapper", word
     if word in SCHEDULES:
         return "schedule", word
-    if (match := re.fullmatch(r"(dp|cp|tp|pp|m)(\d{1,6})", word)) is not None:
+    if word == "v0":
+        raise ValueError("layout has 'v0'; a rank has at least one stage")
+    if (match := re.fullmatch(r"(dp|cp|tp|pp|m|v)(\d{1,6})", word)) is not None:
         return AXES[match[1]], int(match[2])
     raise ValueError(
-        f"layout has {word!r}; choose dpN, cpN, tpN, ppN, mN with a number, a wrapper "
+        f"layout has {word!r}; choose dpN, cpN, tpN, ppN, mN, vN with a number, a wrapper "
         f"({', '.join(WRAPPERS)}) or a schedule ({', '.join(SCHEDULES)})"
     )

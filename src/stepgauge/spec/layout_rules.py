@@ -54,7 +54,10 @@ def schedule_of(layout: Layout) -> Schedule:
     """The order of a pipeline's work, not lowered. Raises ValueError for numbers that the schedule
     does not do.
     """
-    return build(layout.schedule, ranks=layout.pipeline, micro_batches=layout.microbatches)
+    return build(
+        layout.schedule, ranks=layout.pipeline, micro_batches=layout.microbatches,
+        per_rank=layout.per_rank,
+    )  # fmt: skip
 
 
 def _check_user_model(layout: Layout) -> None:
