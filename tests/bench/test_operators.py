@@ -77,6 +77,18 @@ def recurrent():
     return nn.GRU(4, 4), torch.randn(2, 3, 4)
 
 
+def cells(kind):
+    return Called(lambda m, x: m[0](x)[0], kind(4, 4)), torch.randn(2, 4)
+
+
+def gru_cell():
+    return cells(nn.GRUCell)
+
+
+def lstm_cell():
+    return cells(nn.LSTMCell)
+
+
 class Called(nn.Module):
     def __init__(self, function, *layers):
         super().__init__()
@@ -238,11 +250,12 @@ def test_what_has_no_price_is_named(nets):
     ):
         with pytest.raises(ValueError, match=words):
             traced(StepSpec(model=nets(name)), "cpu")
-    with (
-        warnings.catch_warnings(action="error"),  # of torch, about a cuDNN that is not there
-        pytest.raises(ValueError, match="the model runs a recurrent layer, which no calibration"),
-    ):
-        traced(StepSpec(model=nets("recurrent"), device="cuda"), "sm90")
+    for name in ("recurrent", "gru_cell", "lstm_cell"):
+        with (
+            warnings.catch_warnings(action="error"),  # of torch, about a cuDNN that is not there
+            pytest.raises(ValueError, match="the model runs a recurrent layer, which no calib"),
+        ):
+            traced(StepSpec(model=nets(name), device="cuda"), "sm90")
     with pytest.raises(ValueError, match="compile is 'on'; of a user's model eager steps"):
         traced(StepSpec(model=nets("convolutions"), compile="on"), "cpu")
     with pytest.raises(ValueError, match="wrapper is 'zero3'; of a user's model one device"):

@@ -27,7 +27,7 @@ NARROW = ModelSpec(
 )  # as calibrate/host.py
 CAST_BYTES = 2 + 4  # of a value between bf16 and fp32
 # cuDNN runs each in one call, within which no operator is seen.
-RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell")
 
 
 @dataclasses.dataclass(frozen=True)

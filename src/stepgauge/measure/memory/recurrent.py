@@ -31,7 +31,7 @@ def cudnn_recurrent_layers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def layers_that_raise(error: Exception, kinds: Sequence[str]) -> Iterator[None]:
-    """Within, nn.LSTM, nn.GRU or nn.RNN of the kinds (names of torch._VF) raise it."""
+    """Within, recurrent layers of the kinds (names of torch._VF) raise it."""
     with contextlib.ExitStack() as stack:
         for kind in kinds:
             raises = mock.Mock(side_effect=error)
