@@ -12,8 +12,9 @@ from tests.parallel.test_pipeline import differing, update
 from torch import nn
 
 from stepgauge.parallel.pipeline import Pipeline
-from stepgauge.parallel.pipeline.graphed import CudaGraphs, GraphedStage
+from stepgauge.parallel.pipeline.graphed import GraphedStage
 from stepgauge.parallel.pipeline.stage import Meta, Stage
+from stepgauge.parallel.recording import CudaGraphs
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.plan.pipeline import SCHEDULES, build
 

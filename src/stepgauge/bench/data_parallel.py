@@ -13,6 +13,9 @@ from stepgauge.bench.traced import STEPS, Traced, trace_steps
 from stepgauge.measure import devices, footprint
 from stepgauge.measure.environment import environment
 from stepgauge.measure.timing import time_phases
+from stepgauge.parallel.graphed_gradients import recorded
+from stepgauge.parallel.recording import CudaGraphs
+from stepgauge.parallel.training import Parallelise
 from stepgauge.parallel.wrappers import Settings, parallelise
 from stepgauge.runtime.world import joined_world
 from stepgauge.spec.data_parallel import DataParallelSpec
@@ -97,11 +100,14 @@ def build(
         compute_dtype=autocast if WRAPPERS[spec.wrapper].shards("weights") else None,
         reduce_dtype=REDUCE_DTYPES[spec.reduce_dtype],
     )
-    spread = functools.partial(parallelise, spec.wrapper, settings=settings)
+    spread: Parallelise = functools.partial(parallelise, spec.wrapper, settings=settings)
     if isinstance(spec.model, UserModel):
         built = build_user_step(spec, device, parallelise=spread, lr=LEARNING_RATE)
         return built.step, built.arguments(rank), built.num_parameters
     on_device = dataclasses.replace(spec, device=str(device))
+    if spec.cuda_graphs:
+        context = functools.partial(PRECISIONS[spec.precision].autocasting, device)
+        spread = recorded(spread, CudaGraphs(device), context)
     step = build_step(on_device, parallelise=spread, lr=LEARNING_RATE)
     batch = batch_for(spec.model, spec.batch, spec.seed + 1 + rank)
     return step, [part.to(device) for part in batch], spec.model.num_parameters

@@ -29,6 +29,8 @@ def predict_data_parallel(spec: DataParallelSpec, machine: Machine) -> Record:
     """The modelled record. Raises ValueError for what the cost model or the hardware file does not
     know.
     """
+    if spec.cuda_graphs:
+        raise ValueError("cuda_graphs is True; a step that is replayed is not predicted yet")
     alone = _alone(spec)
     sharded = WRAPPERS[spec.wrapper].shards("weights") and spec.ranks > 1
     operations = StepOperations(alone, NetworkPart(batch=spec.batch, gathered=sharded))

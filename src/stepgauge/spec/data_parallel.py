@@ -59,6 +59,13 @@ class DataParallelSpec:
     optimizer: str = as_in(WorkSpec, "optimizer")
     checkpointing: str = as_in(WorkSpec, "checkpointing", choices=CHECKPOINTING)
     checkpoint_blocks: int = as_in(WorkSpec, "checkpoint_blocks")
+    cuda_graphs: bool = option(
+        False,
+        "record forward, backward and the averaging once as one CUDA graph, and replay it: for steps "
+        "that the host is too slow for",
+        flag_value=True,
+        label="changed",
+    )
     warmup: int = option(5, "untimed steps first", least=1, most=100_000)
     steps: int = option(10, "timed steps", least=1, most=1_000_000)
     trace: bool = option(
@@ -84,10 +91,31 @@ class DataParallelSpec:
             precision=self.precision,
             reduce_dtype=self.reduce_dtype,
         )
+        if self.cuda_graphs:
+            self._check_graphs()
         if isinstance(self.model, BertSpec) and self.model.dropout and self.checkpointing != "none":
             raise ValueError(
                 f"dropout is {self.model.dropout}; checkpointing would drop other values as it computes again; choose 0"
             )
+
+    def _check_graphs(self) -> None:
+        """Raises ValueError for what cannot be recorded."""
+        reasons = {
+            f"wrapper is {self.wrapper!r}, whose averaging asks what has arrived": not WRAPPERS[
+                self.wrapper
+            ].recorded,
+            f"device is {self.device!r}, which has none": self.device.startswith("cpu"),
+            "backend is 'gloo', which runs on the host": self.group_backend == "gloo",
+            f"compile is {self.compile!r}, which records itself": self.compile == "reduce-overhead",
+            f"precision is {self.precision!r}, whose loss scale the host reads": self.precision
+            == "fp16",
+            f"reduce_dtype is {self.reduce_dtype!r}, whose copies wait": self.reduce_dtype != "own",
+            "a user's model gives its loss by a function of its own": isinstance(
+                self.model, UserModel
+            ),
+        }
+        for reason in (reason for reason, holds in reasons.items() if holds):
+            raise ValueError(f"cuda_graphs is True; {reason}")
 
     def canonical(self) -> Self:
         """With defaults for the options that the wrapper has no use for: rows that differ in these

@@ -28,6 +28,8 @@ class Wrapper:
     is_torch        torch's own, to compare with
     resumes         its checkpoint can be loaded by another number of ranks
     graphs          takes CUDA graphs, which read weights where they were when they were recorded
+    recorded        its averaging can be recorded with forward and backward as one CUDA graph: it
+                    asks no message whether it has arrived
     """
 
     gradient_sends: int
@@ -38,6 +40,7 @@ class Wrapper:
     is_torch: bool = False
     resumes: bool = True
     graphs: bool = True
+    recorded: bool = False
 
     def shards(self, part: str) -> bool:
         """Whether a rank has only its share of one of SHARDED_PARTS."""
@@ -46,13 +49,18 @@ class Wrapper:
 
 WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
     {
-        "none": Wrapper(gradient_sends=0),
-        "naive": Wrapper(gradient_sends=2, reduce_dtype=True),
+        "none": Wrapper(gradient_sends=0, recorded=True),
+        "naive": Wrapper(gradient_sends=2, reduce_dtype=True, recorded=True),
         "flat": Wrapper(gradient_sends=2, reduce_dtype=True),
-        "overlapped": Wrapper(gradient_sends=2, reduce_dtype=True),
-        "bucketed": Wrapper(gradient_sends=2, buckets=True, reduce_dtype=True),
+        "overlapped": Wrapper(gradient_sends=2, reduce_dtype=True, recorded=True),
+        "bucketed": Wrapper(gradient_sends=2, buckets=True, reduce_dtype=True, recorded=True),
         "zero1": Wrapper(
-            gradient_sends=2, weight_sends=1, stage=1, buckets=True, reduce_dtype=True
+            gradient_sends=2,
+            weight_sends=1,
+            stage=1,
+            buckets=True,
+            reduce_dtype=True,
+            recorded=True,
         ),
         "zero2": Wrapper(
             gradient_sends=1, weight_sends=1, stage=2, buckets=True, reduce_dtype=True

@@ -4,8 +4,7 @@ The parts, in the order in which to read them: `split` (backward in two), `stage
 `tied`, `graphed`, `pipeline`.
 """
 
-from stepgauge.parallel.pipeline.graphed import CudaGraphs
 from stepgauge.parallel.pipeline.pipeline import Pipeline
 from stepgauge.parallel.pipeline.tied import Tie
 
-__all__ = ["CudaGraphs", "Pipeline", "Tie"]
+__all__ = ["Pipeline", "Tie"]

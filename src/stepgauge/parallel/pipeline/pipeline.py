@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stepgauge.parallel.pipeline.clock import Clock
-from stepgauge.parallel.pipeline.graphed import GraphedStage, Recorder
+from stepgauge.parallel.pipeline.graphed import GraphedStage
 from stepgauge.parallel.pipeline.peer_memory import on_one_machine
 from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
 from stepgauge.parallel.pipeline.stage import Meta, Stage
 from stepgauge.parallel.pipeline.step import Batch, PipelineStep, ShardedWeights, on_device
 from stepgauge.parallel.pipeline.tied import Tie, TiedWeights
 from stepgauge.parallel.pipeline.transfers import Transfers, handed, shared_metas
+from stepgauge.parallel.recording import Recorder
 from stepgauge.spec.plan.pipeline import Action, Channel, Schedule, ScheduleError, check, lower
 from stepgauge.spec.plan.pipeline.lower import AHEAD
 

@@ -1,0 +1,133 @@
+"""Data-parallel steps that are recorded and replayed: what is written where on a CPU, two ranks over
+NCCL on GPUs.
+"""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from tests.parallel.graphs import RunAgain
+from torch import nn
+
+from stepgauge.parallel.data_parallel import BucketedDataParallel, NaiveDataParallel
+from stepgauge.parallel.graphed_gradients import GraphedGradients
+from stepgauge.parallel.recording import CudaGraphs
+from stepgauge.runtime.launch import launch
+from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.model import ModelSpec
+
+SHAPE = ModelSpec(vocab_size=64, context_length=16, d_model=32, d_ff=64, num_layers=2, num_heads=2)
+
+
+class Loss(nn.Module):
+    """With a buffer that forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x_BD, y_BD):
+        self.calls += 1
+        return (self.layers(x_BD) - y_BD).square().mean()
+
+
+def batches(rank, device, number=3):
+    draw = torch.Generator().manual_seed(rank)
+    return [[torch.randn(4, 8, generator=draw).to(device) for _ in range(2)] for _ in range(number)]
+
+
+def trained(module, gradients, given):
+    """The weights after a step of SGD for each batch, and the losses."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    losses = []
+    for batch in given:
+        losses.append(gradients(batch).detach().clone())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return torch.cat([p.detach().flatten() for p in module.parameters()]), torch.stack(losses)
+
+
+def eagerly(module):
+    def gradients(batch):
+        loss = module(*batch)
+        loss.backward()
+        return loss
+
+    return gradients
+
+
+def test_replays_train_as_eager_steps_do():
+    module = Loss()
+    alone = copy.deepcopy(module)
+    graphed = GraphedGradients(module, RunAgain())
+    given = batches(0, "cpu")
+    found = trained(module, lambda batch: graphed(batch, 1), given)
+    expected = trained(alone, eagerly(alone), given)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    # the stand-in runs forward again in each replay; warm-ups and recording have left nothing
+    assert module.calls == alone.calls == 3
+
+
+def test_what_was_recorded_must_stay():
+    module, (batch,) = Loss(), batches(0, "cpu", 1)
+    graphed = GraphedGradients(module, RunAgain())
+    graphed(batch, 1)
+    with pytest.raises(RuntimeError, match="set it to None before"):
+        graphed(batch, 1)
+    module.zero_grad(set_to_none=True)
+    with pytest.raises(ValueError, match="2 batches add up"):
+        graphed(batch, 2)
+    with pytest.raises(ValueError, match="the batch has shapes"):
+        graphed([part[:2] for part in batch], 1)
+    module.layers[0].weight.data = module.layers[0].weight.data.clone()
+    with pytest.raises(RuntimeError, match="weights have moved"):
+        graphed(batch, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"wrapper": "flat"}, "whose averaging asks what has arrived"),
+        ({"wrapper": "zero3"}, "whose averaging asks what has arrived"),
+        ({"device": "cpu"}, "device is 'cpu', which has none"),
+        ({"backend": "gloo"}, "runs on the host"),
+        ({"compile": "reduce-overhead"}, "which records itself"),
+        ({"precision": "fp16"}, "whose loss scale the host reads"),
+        ({"reduce_dtype": "bf16"}, "whose copies wait"),
+    ],
+)
+def test_what_cannot_be_recorded_says_so(changes, sentence):
+    fields = {"wrapper": "bucketed", "device": "cuda", "cuda_graphs": True} | changes
+    with pytest.raises(ValueError, match=sentence):
+        DataParallelSpec(model=SHAPE, **fields)
+
+
+def on_ranks():
+    """Largest difference of weights and losses from those of eager steps, by wrapper."""
+    rank = torch.distributed.get_rank()
+    device = torch.device("cuda", rank)
+    found = {}
+    for name, wrap in (
+        ("naive", NaiveDataParallel),
+        ("bucketed", lambda module: BucketedDataParallel(module, 0.0005)),
+    ):
+        module = wrap(Loss().to(device))
+        alone = copy.deepcopy(module)
+        given = batches(rank, device)
+        graphed = GraphedGradients(module, CudaGraphs(device), contextlib.nullcontext)
+        ours = trained(module, lambda batch, run=graphed: run(batch, 1), given)
+        theirs = trained(alone, eagerly(alone), given)
+        found[name] = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
+        del graphed  # before its communicator
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_gpu_replays_over_nccl_are_what_eager_steps_compute():
+    for rank in launch(on_ranks, ranks=2, device="cuda"):
+        assert all(difference <= 1e-5 for difference in rank.values()), rank
