@@ -62,6 +62,14 @@ def train_under(layouts, folder, first_stop):
             train(spec(layout=layout, balance="time"), folder, first_stop + number)
 
 
+def written_by_all_ranks(folder, layout):
+    """No rank has written, or had, as much of the newest checkpoint as all others together."""
+    newest = max((folder / "checkpoints").iterdir())
+    written = [path.stat().st_size for path in newest.glob("*.distcp")]
+    assert len(written) == spec(layout=layout).ranks, layout
+    assert max(written) < 0.75 * sum(written), (layout, written)
+
+
 def test_a_run_goes_on_under_other_layouts(tmp_path, alone):
     stop = 2
     for layouts in LAUNCHES:
@@ -69,6 +77,7 @@ def test_a_run_goes_on_under_other_layouts(tmp_path, alone):
             launch(train_under, layouts, tmp_path, stop, ranks=spec(layout=layouts[0]).ranks)
         stop += len(layouts)
         assert len(read_curve(tmp_path / "curve.jsonl")) == stop - 1, layouts
+        written_by_all_ranks(tmp_path, layouts[-1])
     train(spec(), tmp_path, None)
     curve = read_curve(tmp_path / "curve.jsonl")
     for ours, theirs in zip(curve, alone, strict=True):

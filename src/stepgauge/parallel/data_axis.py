@@ -126,6 +126,10 @@ class DataAxis:
         }
         return found
 
+    def own_optimizer_state(self, names: Mapping[Tensor, str]) -> dict[str, Any]:
+        """What this rank has of it."""
+        return by_name(names, self.optimizer, self.optimizer.state_dict())
+
     def load_optimizer_state(self, names: Mapping[Tensor, str], state: dict[str, Any]) -> None:
         """Takes what `optimizer_state` gives, on every rank."""
         parameters = {name: parameter for parameter, name in names.items()}

@@ -163,6 +163,7 @@ class Spread:
             clip=self._clip,
             without_axis=self._without_axis(),
             state=state.whole,
+            shares=state.share,
             load=state.load,
             mixed=self._mixed if pipeline else None,
             evaluate=self._evaluate if pipeline else None,

@@ -7,8 +7,8 @@ first rank, so that the first rank of all has the whole on its host.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from stepgauge.spec.plan.pipeline import ScheduleError
 
 State = dict[str, Any]
 Change = Callable[[str, Tensor], Tensor]
+Groups = list[dict[str, Any]]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,43 @@ class LayoutState:
         if self.place.get("tensor"):
             return {}
         return self._of_all_stages({"model": model, "optimizer": optimizer})
+
+    def share(self) -> State:
+        """What this rank has of the whole, to be written with what the others have: no rank gathers
+        it. Parts of layers are put together one by one, each for one rank of the tensor axis. All
+        ranks must call it.
+        """
+        model = {
+            name: value.detach()
+            for module in self.data.plain.values()
+            for name, value in module.state_dict().items()
+        }
+        optimizer = self.data.own_optimizer_state(self._names(self.aliases))
+        if self.tensor:
+            states = optimizer["state"]
+            model = self._dealt(model, lambda name: self._whole(name, gathered(model[name])))
+            optimizer["state"] = self._dealt(
+                sorted(states), lambda name: self._whole_state(name, states[name])
+            )
+        if self.pipeline is not None:
+            stages: list[Groups] = [[] for _ in range(self.pipeline.size())]
+            dist.all_gather_object(stages, optimizer["param_groups"], group=self.pipeline)
+            optimizer["param_groups"] = _merged_groups(stages)
+        return {"model": model, "optimizer": optimizer}
+
+    def _dealt(self, names: Iterable[str], whole: Callable[[str], T]) -> dict[str, T]:
+        """Of what the ranks of the tensor axis put together, name by name, this rank's portion."""
+        ranks = next(iter(self.tensor.values())).stream.ranks
+        kept = {}
+        for number, name in enumerate(names):
+            found = whole(name)
+            if number % ranks == self.place["tensor"]:
+                kept[name] = found
+        return kept
+
+    def _whole_state(self, name: str, values: Mapping[str, Any]) -> State:
+        whole = {key: gathered(value) for key, value in values.items()}
+        return self._changed({name: whole}, self._whole)[name]
 
     def load(self, state: State) -> None:
         """Takes what `whole` gives, on every rank."""
@@ -140,11 +179,8 @@ def _on_host(value: Any) -> Any:
 
 
 def _merged(stages: list[State]) -> State:
-    """One state of the stages': groups hold the parameters of all, each once."""
-    groups = [dict(group) for group in stages[0]["optimizer"]["param_groups"]]
-    for place, group in enumerate(groups):
-        every = (n for s in stages for n in s["optimizer"]["param_groups"][place]["params"])
-        group["params"] = list(dict.fromkeys(every))
+    """One state of the stages'."""
+    groups = _merged_groups([stage["optimizer"]["param_groups"] for stage in stages])
     return {
         "model": {name: value for stage in stages for name, value in stage["model"].items()},
         "optimizer": {
@@ -157,6 +193,15 @@ def _merged(stages: list[State]) -> State:
             "param_groups": groups,
         },
     }
+
+
+def _merged_groups(stages: Sequence[Groups]) -> Groups:
+    """Groups of the parameters of all stages, each once."""
+    groups = [dict(group) for group in stages[0]]
+    for place, group in enumerate(groups):
+        every = (name for stage in stages for name in stage[place]["params"])
+        group["params"] = list(dict.fromkeys(every))
+    return groups
 
 
 def require_own_names(

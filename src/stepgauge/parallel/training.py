@@ -34,6 +34,8 @@ class Parallel:
     communicate  communicates once more what a step does; None where that cannot be told apart
     state        the whole model and optimizer, by names, alike for every way of spreading them; on
                  rank 0, and nothing or the same on the others. All ranks must call it
+    shares       the same of this rank alone: sharded tensors, and what it has whole, alike where
+                 other ranks have it too. What all ranks give is `state`. None: rank 0 has it anyway
     load         takes such a state on every rank
     mixed        forward and backward of a batch where a schedule mixes them: called with the batch
                  and how many such make the step. Its mean loss, divided by that number; zero where
@@ -53,6 +55,7 @@ class Parallel:
     )
     communicate: Callable[[], None] | None = None
     state: Callable[[], dict[str, Any]] | None = None
+    shares: Callable[[], dict[str, Any]] | None = None
     load: Callable[[dict[str, Any]], None] | None = None
     mixed: Callable[[Sequence[Any], int], Tensor] | None = None
     evaluate: Callable[[Sequence[Any]], Tensor] | None = None

@@ -105,11 +105,11 @@ def _communicate(wrapped: DataParallel, optimizer: torch.optim.Optimizer) -> Non
         optimizer.broadcast_parameters()
 
 
-def _state_by_name(module: nn.Module, optimizer: ShardedOptimizer) -> dict[str, Any]:
-    return {
-        "model": module.state_dict(),
-        "optimizer": by_name(names_of(module), optimizer, optimizer.gathered_state_dict()),
-    }
+def _state_by_name(
+    module: nn.Module, optimizer: ShardedOptimizer, found: dict[str, Any] | None
+) -> dict[str, Any]:
+    named = by_name(names_of(module), optimizer, found)
+    return {"model": module.state_dict(), "optimizer": named}
 
 
 def _load_by_name(module: nn.Module, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
@@ -140,7 +140,8 @@ def _zero(stage: int) -> Callable[..., Parallel]:
             module, settings.bucket_mb, owners=owners, **settings.of_messages
         )
         state = {
-            "state": lambda: _state_by_name(module, sharded),
+            "state": lambda: _state_by_name(module, sharded, sharded.gathered_state_dict()),
+            "shares": lambda: _state_by_name(module, sharded, sharded.state_dict()),
             "load": lambda state: _load_by_name(module, sharded, state),
             "clip": sharded.clip_gradients,
         }
@@ -162,6 +163,7 @@ def _zero_3(
         no_sync=wrapped.no_sync,
         clip=wrapped.clip_gradients,
         state=lambda: state_of(module, stepping, WHOLE),
+        shares=lambda: state_of(module, stepping),
         load=lambda state: load_state(module, stepping, state, LOADED_WHOLE),
     )
 
@@ -239,6 +241,7 @@ def _torch_fsdp(
         optimizer=stepping,
         no_sync=no_sync,
         state=lambda: state_of(module, stepping, WHOLE),
+        shares=lambda: state_of(module, stepping),
         load=lambda state: load_state(module, stepping, state, LOADED_WHOLE),
     )
 

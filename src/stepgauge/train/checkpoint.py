@@ -6,6 +6,7 @@ manifest, so that a folder that was cut short later (a full disk, a broken copy)
 well.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -42,33 +44,65 @@ class Checkpoints:
         What is newer is damaged, or this step would not have been trained again: it goes too.
         Raises CheckpointError if it cannot be written.
         """
-        final = self.folder / f"step-{step:09d}"
-        partial = final.with_suffix(PARTIAL)
-        try:
+        final, partial = self._paths(step)
+        with self._failing(final, partial):
             shutil.rmtree(partial, ignore_errors=True)
-            self._write(partial, step, state, about)
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-            _force_to_disk(self.folder)
+            with _quiet():
+                state_dict_saver.save(state, checkpoint_id=partial, no_dist=True)
+            self._complete(step, about)
+        self._remove_older(final, keep)
+        return final
+
+    def save_shares(
+        self, step: int, share: dict[str, Any], about: dict[str, Any], *, keep: int
+    ) -> None:
+        """The same of a state of which each rank has its share, which it writes itself, to a folder
+        that all ranks see. All ranks must call it.
+        """
+        final, partial = self._paths(step)
+        is_first = dist.get_rank() == 0
+        with self._failing(final, partial):
+            if is_first:
+                shutil.rmtree(partial, ignore_errors=True)
+            dist.barrier()
+            with _quiet():
+                state_dict_saver.save(share, checkpoint_id=partial)
+            if is_first:
+                self._complete(step, about)
+        if is_first:
+            self._remove_older(final, keep)
+
+    def _paths(self, step: int) -> tuple[Path, Path]:
+        final = self.folder / f"step-{step:09d}"
+        return final, final.with_suffix(PARTIAL)
+
+    @contextlib.contextmanager
+    def _failing(self, final: Path, partial: Path) -> Iterator[None]:
+        try:
+            yield
         except (OSError, RuntimeError, CheckpointException) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(
                 f"cannot write checkpoint {final}: {_first_line(error)}"
             ) from None
+
+    def _complete(self, step: int, about: dict[str, Any]) -> None:
+        """Notes what was written, forces it to disk and gives the folder its name."""
+        final, partial = self._paths(step)
+        files = {path.name: _fingerprint(path) for path in sorted(partial.iterdir())}
+        (partial / MANIFEST).write_text(
+            json.dumps({"step": step, "about": about, "files": files}, indent=1)
+        )
+        for path in [*partial.iterdir(), partial]:
+            _force_to_disk(path)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        _force_to_disk(self.folder)
+
+    def _remove_older(self, final: Path, keep: int) -> None:
         older = [folder for folder in self._folders() if folder.name <= final.name]
         for folder in {*self._folders(), *self.folder.glob(f"*{PARTIAL}")} - set(older[:keep]):
             shutil.rmtree(folder)
-        return final
-
-    def _write(self, folder: Path, step: int, state: dict[str, Any], about: dict[str, Any]) -> None:
-        with _quiet():
-            state_dict_saver.save(state, checkpoint_id=folder, no_dist=True)
-        files = {path.name: _fingerprint(path) for path in sorted(folder.iterdir())}
-        (folder / MANIFEST).write_text(
-            json.dumps({"step": step, "about": about, "files": files}, indent=1)
-        )
-        for path in [*folder.iterdir(), folder]:
-            _force_to_disk(path)
 
     def newest(self) -> Iterator[tuple[int, Path, dict[str, Any]]]:
         """(step, folder, about) of whole checkpoints, newest first; warns of each that is damaged."""

@@ -155,9 +155,14 @@ class Trainer:
     def _save(self, step: int) -> None:
         parallel = self.step.parallel
         assert parallel.state is not None, "whatever can be trained with has a state"
-        state = {**parallel.state(), "scaler": self.step.scaler.state_dict()}
-        if self.place.writes:
-            self.checkpoints.save(step, state, self._about(), keep=self.spec.keep)
+        about, keep, scaler = self._about(), self.spec.keep, self.step.scaler.state_dict()
+        if parallel.shares is not None:
+            share = {**parallel.shares(), "scaler": scaler}
+            self.checkpoints.save_shares(step, share, about, keep=keep)
+        else:
+            state = {**parallel.state(), "scaler": scaler}
+            if self.place.writes:
+                self.checkpoints.save(step, state, about, keep=keep)
         self.place.wait()
 
     def _resume(self) -> int:
