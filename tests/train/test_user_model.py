@@ -79,6 +79,48 @@ def test_bf16_parameters_take_bf16_inputs():
     assert built.step.module.weight.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_network_of_another_type_takes_its_own_inputs(dtype):
+    module, x = nn.Linear(4, 3).to(dtype), torch.ones(2, 4, dtype=dtype)
+    built = step_of_parts(UserParts.of((module, x), "here"), CPU, lr=0.1)
+    assert built.step.forward(*built.arguments(0)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])
+def test_complex_parameters_stay_complex(precision):
+    module = nn.Linear(4, 3)
+    module.filter = nn.Parameter(torch.full((3,), 1j))
+    built = step_of_parts(UserParts.of((module, torch.ones(2, 4)), "here"), CPU, precision=precision, lr=0.1)  # fmt: skip
+    assert torch.equal(built.step.module.filter, torch.full((3,), 1j))
+    loss = built.step.forward(*built.arguments(0))
+    built.step.backward(loss)
+    built.step.update()  # AdamW in one kernel refuses complex parameters
+    assert built.step.module.weight.is_floating_point()
+
+
+def test_an_optimizer_s_function_gets_parameters_and_may_sort_them():
+    def decayed(parameters):
+        matrices = [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1}]
+        return torch.optim.AdamW([*matrices, {"params": [p for p in parameters if p.ndim < 2]}])
+
+    parts = {"module": nn.Linear(4, 3), "batch": torch.ones(2, 4), "optimizer": decayed}
+    optimizer = step_of_parts(UserParts.of(parts, "here"), CPU, lr=0.1).step.optimizer
+    assert [[*group["params"][0].shape] for group in optimizer.param_groups] == [[3, 4], [3]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("batches", [torch.ones(100, 4)], "batches of type list; it must be a function of 0, 1"),
+        ("optimizer", torch.optim.SGD([torch.ones(1)]), "optimizer of type SGD; it must be a func"),
+    ],
+)
+def test_what_must_be_a_function_is_named_by_its_type(name, value, said):
+    with pytest.raises(ValueError, match=said) as error:
+        UserParts.of({"module": nn.Linear(4, 3), "batch": torch.ones(2, 4), name: value}, "here")
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("where", "said"),
     [

@@ -12,7 +12,7 @@ Legend: B batch, H heads, T sequence, D width of a head (attention) or of the mo
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -138,8 +138,17 @@ LOSSES: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "fused": fused_cross_entropy,
 }
 
+
+def adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.AdamW:
+    """torch's in one kernel, which there is for floating-point parameters alone."""
+    given = list(parameters)
+    each = [p for part in given for p in (part["params"] if isinstance(part, dict) else [part])]
+    fused = all(parameter.is_floating_point() for parameter in each)
+    return torch.optim.AdamW(given, fused=fused, **settings)
+
+
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": functools.partial(torch.optim.AdamW, fused=True),
+    "adamw": adamw,
     "adamw-foreach": functools.partial(torch.optim.AdamW, foreach=True),
     "adamw-loop": functools.partial(torch.optim.AdamW, foreach=False, fused=False),
     "fused": FusedAdamW,

@@ -58,6 +58,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inner: torch.optim.Optimizer | None = None
         super().__init__(params, kwargs)
         self._inner = optimizer_cls([self._own(group) for group in self.param_groups], **kwargs)
+        if len(self._inner.param_groups) != len(self.param_groups):
+            raise ValueError(
+                f"{type(self._inner).__name__} made {len(self._inner.param_groups)} groups of "
+                f"{len(self.param_groups)}; a sharded optimizer keeps the groups that it is given"
+            )
         closure = inspect.signature(self._inner.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(

@@ -28,7 +28,8 @@ class Precision:
         """The module with parameters of this precision, and layers where it has its own."""
         if self.float8:
             float8.convert(module)
-        return module.to(self.parameters)
+        # Not Module.to, which makes complex parameters real.
+        return module.bfloat16() if self.parameters == torch.bfloat16 else module.float()
 
     def state_bytes(self, optimizer: str) -> int:
         """Bytes a parameter that an optimizer of that name keeps at least."""

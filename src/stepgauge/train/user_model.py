@@ -16,7 +16,7 @@ first floating-point tensor.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,11 @@ from stepgauge.train.precision import Precision, precision_on
 from stepgauge.train.step import TrainingStep
 
 PARTS = ("module", "batch", "loss", "batches", "held_out", "optimizer")
+FUNCTIONS = {
+    "batches": " of 0, 1, ... that gives the batch of that number",
+    "loss": "",
+    "optimizer": " of the parameters, such as torch.optim.SGD",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +69,10 @@ class UserParts:
         given.setdefault("batches", lambda number: batch)
         for name in ("batches", "loss", "optimizer"):
             if given.get(name) is not None and not callable(given[name]):
-                raise ValueError(f"{where} returned {name} {given[name]!r}; it must be a function")
+                raise ValueError(
+                    f"{where} returned {name} of type {type(given[name]).__name__}; it must be a "
+                    f"function{FUNCTIONS[name]}"
+                )
         if given.get("held_out") is not None and not isinstance(given["held_out"], list):
             raise ValueError(
                 f"{where} returned held_out {type(given['held_out']).__name__}; it must be a list "
@@ -172,14 +180,19 @@ def step_of_parts(
     ours. Raises ValueError as build_user_step does.
     """
     chosen = precision_on(precision, device)
+    own_types = {parameter.dtype for parameter in parts.module.parameters()}
     module = chosen.of(parts.module.to(device))
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no parameters that are trained")
     parameters = sum(parameter.numel() for parameter in module.parameters())
     if parts.optimizer:
         _require_no_other_optimizer(optimizer, chosen)
-    make = parts.optimizer or functools.partial(
-        build_optimizer, optimizer, master_weights=chosen.master_weights, **settings
+    make = (
+        functools.partial(_of_parameters, parts.optimizer)
+        if parts.optimizer
+        else functools.partial(
+            build_optimizer, optimizer, master_weights=chosen.master_weights, **settings
+        )
     )
     grouped = trained_group if parts.optimizer or groups is None else groups
     parallel = parallelise(compiled(module, compile), grouped, make)  # type: ignore[arg-type]
@@ -193,7 +206,7 @@ def step_of_parts(
         parallel=parallel,
         brings_optimizer=parts.optimizer is not None,
     )
-    put = functools.partial(_on_device, device=device, dtype=chosen.parameters)
+    put = functools.partial(_on_device, device=device, dtype=chosen.parameters, own_types=own_types)
     return UserStep(step, lambda batch: (put(batch),), parts.batches, parameters)
 
 
@@ -211,13 +224,23 @@ def trained_group(module: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [p for p in module.parameters() if p.requires_grad]}]
 
 
-def _on_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """The batch's tensors on the device, floating-point ones in the parameters' type."""
+def _of_parameters(make: Callable[..., Any], groups: Iterable[Any]) -> torch.optim.Optimizer:
+    """The user's optimizer, of parameters: a function that sorts them into groups takes no groups."""
+    grouped = [group["params"] if isinstance(group, dict) else [group] for group in groups]
+    return make([parameter for group in grouped for parameter in group])
+
+
+def _on_device(
+    batch: Any, device: torch.device, dtype: torch.dtype, own_types: set[torch.dtype]
+) -> Any:
+    """The batch's tensors on the device. Floating-point ones get the parameters' type where that is
+    not fp32, and where they have a type that the network's had before.
+    """
     batch = dict(batch) if isinstance(batch, Mapping) else batch
 
     def moved(tensor: Tensor) -> Tensor:
-        low = tensor.is_floating_point() and dtype != torch.float32
-        return tensor.to(device, dtype if low else None)
+        follows = dtype != torch.float32 or tensor.dtype in own_types
+        return tensor.to(device, dtype if follows and tensor.is_floating_point() else None)
 
     return tree_map_only(Tensor, moved, batch)
 
