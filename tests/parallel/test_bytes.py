@@ -127,6 +127,7 @@ def count():
         held.append(message)  # as NCCL's watchdog does
         return scatter(self, slice_, message)
 
+    GradientReducer.waits_on_device = lambda *_: True
     GradientReducer.launch = lambda *given, **named: LateWork(reduce(*given, **named))
     GradientReducer.launch_scatter = scatter_and_hold
     return {

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import datetime
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from stepgauge.models.transformer import TransformerLM
 from stepgauge.parallel.flat_gradients import _pack
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
-from stepgauge.parallel.parameter_group import ParameterGroup, UnshardedGroup
+from stepgauge.parallel.parameter_group import ParameterGroup
 from stepgauge.parallel.traffic import Reductions
+from stepgauge.parallel.unsharded_group import UnshardedGroup
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.model import ModelSpec
 
@@ -75,8 +77,15 @@ def test_on_two_ranks(two_ranks, check):
 
 
 def test_ranks_that_call_other_blocks_are_told(two_ranks):
-    words = "rank 0 has called ['', '0', '1', '2'] and rank 1 ['', '1', '0', '2']"
-    assert all(words in rank["order"] for rank in two_ranks)
+    calls = ("0 after [the module]", "1 after [the module]")
+    for rank, found in enumerate(two_ranks):
+        other = 1 - rank
+        words = f"rank 0 calls {calls[0]}, rank 1" if rank == 0 else f"rank 1 calls {calls[1]}"
+        assert words in found["order"] and f"rank {other} {calls[other]}" in found["order"]
+    # One rank leaves out a block in a later forward: it says so, and the other is not left waiting.
+    waiting, leaving = (rank["left out"] for rank in two_ranks)
+    assert "weights of 2 were not gathered" in waiting
+    assert "rank 1 calls 2 after [the module, 0], rank 0 has not left the order" in leaving
 
 
 def test_a_parameter_without_dimensions_is_refused(two_ranks):
@@ -271,6 +280,17 @@ def order():
         return str(error)
 
 
+def left_out():
+    group = dist.new_group(timeout=datetime.timedelta(seconds=4))
+    parallel = FullyShardedDataParallel(Ordered(), group=group)
+    parallel([0, 1, 2])
+    try:
+        parallel([0, 1, 2] if dist.get_rank() == 0 else [0, 2])
+        return "accepted"
+    except RuntimeError as error:
+        return str(error)
+
+
 class Ordered(nn.Sequential):
     def __init__(self):
         super().__init__(*(nn.Linear(4, 4) for _ in range(3)))
@@ -357,5 +377,6 @@ CHECKS = {
     "frees": frees,
     "frees frozen weights": frees_frozen,
     "order": order,
+    "left out": left_out,
     "scalar": scalar,
 }

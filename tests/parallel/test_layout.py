@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from stepgauge.parallel.layout import Network, spread
-from stepgauge.parallel.parameter_group import UnshardedGroup
 from stepgauge.parallel.traffic import Reductions
+from stepgauge.parallel.unsharded_group import UnshardedGroup
 from stepgauge.parallel.wrappers import Settings
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.bert import BertSpec

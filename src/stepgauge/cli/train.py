@@ -1,5 +1,7 @@
 """`stepgauge train`: a real training run, that can be killed and goes on."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -107,10 +109,8 @@ def _train(spec: TrainSpec, out: Path) -> str:
     """Trains with a progress bar, keeps the record, and says in a sentence how it went."""
     from stepgauge.bench import train as bench_train
     from stepgauge.bench.sweep import stamped
-    from stepgauge.measure.devices import out_of_memory_reason
     from stepgauge.report.kernels import launchers_of
-    from stepgauge.train.checkpoint import CheckpointError
-    from stepgauge.train.loop import DivergedError, LossPoint
+    from stepgauge.train.loop import LossPoint
 
     store = RunStore(out)
     unit = "" if isinstance(spec.model, UserModel) else " bits/byte"
@@ -130,22 +130,32 @@ def _train(spec: TrainSpec, out: Path) -> str:
                 else f"going on from step {step}"
             )
 
-        try:
+        with _failing_in_a_sentence():
             record = bench_train.run(spec, folder=out, report=report, resumed=resumed)
-        except (CheckpointError, DivergedError, OSError) as error:
-            raise RunFailedError(str(error)) from None
-        except (RuntimeError, MemoryError) as error:
-            if (reason := out_of_memory_reason(error)) is None:
-                raise
-            raise RunFailedError(
-                f"{reason}; the run goes on from its last checkpoint with the same command"
-            ) from None
         record = stamped(record)
         if {"tokens_per_s", "steps_per_s"} & record.metrics.keys():
             store.append(record)
     for sentence in launchers_of([record]):
         tell(sentence)
     return _told(spec, record, out)
+
+
+@contextlib.contextmanager
+def _failing_in_a_sentence() -> Iterator[None]:
+    from stepgauge.measure.devices import out_of_memory_reason
+    from stepgauge.train.checkpoint import CheckpointError
+    from stepgauge.train.loop import DivergedError
+
+    try:
+        yield
+    except (CheckpointError, DivergedError, OSError) as error:
+        raise RunFailedError(str(error)) from None
+    except (RuntimeError, MemoryError) as error:
+        if (reason := out_of_memory_reason(error)) is None:
+            raise
+        raise RunFailedError(
+            f"{reason}; the run goes on from its last checkpoint with the same command"
+        ) from None
 
 
 def _told(spec: TrainSpec, record: Record, out: Path) -> str:

@@ -55,7 +55,6 @@ def tune(
     asked_for = space(given, device=device, ranks=ranks)
     asked_for.require(asked_for.usual)  # what cannot be is said before torch is loaded
 
-    from stepgauge.bench.jobs import job_of
     from stepgauge.measure.devices import resolve
     from stepgauge.tune import search
     from stepgauge.tune.told import command_line, gain_table, sentence, write_config
@@ -64,27 +63,43 @@ def tune(
     resolve_devices([candidates.require(candidates.usual)])
     path = hardware or hardware_of(str(resolve(device)))
     known = HardwareFile.read(path) if path else None
-    measured: dict[str, Record] = {}
-
-    def measure(specs: Sequence[Any]) -> list[Record]:
-        jobs = [job_of(spec, out) for spec in specs]
-        new = [job for job in jobs if job.asked.key not in measured]
-        if new:
-            asked = [job.spec for job in new]
-            predict_rows(asked, out, hardware=path, no_predict=path is None, fresh=fresh)
-            found = run_jobs(new, RunStore(out), fresh=fresh)
-            measured.update((record.key, record) for record in found)
-        return [measured[job.asked.key] for job in jobs]
-
+    measure = _Measured(out, path, fresh)
     tuned = search.tune(candidates, measure, functools.partial(_predicted, known), best=best)
     modelled = [r for r in RunStore(out).read().latest() if r.provenance == "modelled"]
-    print_beside([r for r in modelled if r.key in measured], list(measured.values()), "table")
+    print_beside(
+        [r for r in modelled if r.key in measure.records], [*measure.records.values()], "table"
+    )
     if tuned.gains:
         print_table(gain_table(tuned))
     tell(sentence(tuned))
     write_config(tuned, candidates, out / CONFIG)
     print(command_line(tuned, candidates))
     tell(f"the same as a file: --config {out / CONFIG}")
+
+
+class _Measured:
+    """Measures specs, each once; the records by their keys."""
+
+    def __init__(self, out: Path, hardware: Path | None, fresh: bool):
+        self._out, self._hardware, self._fresh = out, hardware, fresh
+        self.records: dict[str, Record] = {}
+
+    def __call__(self, specs: Sequence[Any]) -> list[Record]:
+        from stepgauge.bench.jobs import job_of
+
+        jobs = [job_of(spec, self._out) for spec in specs]
+        new = [job for job in jobs if job.asked.key not in self.records]
+        if new:
+            predict_rows(
+                [job.spec for job in new],
+                self._out,
+                hardware=self._hardware,
+                no_predict=self._hardware is None,
+                fresh=self._fresh,
+            )
+            found = run_jobs(new, RunStore(self._out), fresh=self._fresh)
+            self.records.update((record.key, record) for record in found)
+        return [self.records[job.asked.key] for job in jobs]
 
 
 def _predicted(hardware: HardwareFile | None, spec: Any) -> Record | None:

@@ -106,12 +106,10 @@ class Bucketed(DataParallelCost):
         self._launch_of = {
             name: number
             for number, launch in enumerate(self._launches)
-            for place in launch
-            for name in self.buckets[place].names
+            for bucket in launch
+            for name in bucket.names
         }
-        self._missing = [
-            sum(len(self.buckets[place].names) for place in launch) for launch in self._launches
-        ]
+        self._missing = [sum(len(bucket.names) for bucket in launch) for launch in self._launches]
         self.num_gradients = num_gradients(step)
         self._next = 0
         self._sent: list[int] = []
@@ -150,14 +148,12 @@ class Bucketed(DataParallelCost):
 
     def messages_us(self) -> float:
         """Of all launches one after another."""
-        messages = [
-            self.message([self.buckets[index] for index in launch]) for launch in self._launches
-        ]
+        messages = [self.message(launch) for launch in self._launches]
         return sum(self.prices.collective(op, nbytes, "data").us for op, nbytes in messages)
 
     def _launch_complete(self, program: Program, place: int) -> None:
         while self._next < len(self._launches) and not self._missing[self._next]:
-            buckets = [self.buckets[index] for index in self._launches[self._next]]
+            buckets = self._launches[self._next]
             operation, nbytes = self.message(buckets)
             us = self.prices.collective(operation, nbytes, "data").us
             name = f"bucket {self._next}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stepgauge.parallel.parameter_group import Sharding, local, real, release
+from stepgauge.parallel.sharding import Sharding, local, real, release
 
 
 class FlatGradients:

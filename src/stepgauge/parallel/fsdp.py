@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stepgauge.parallel.parameter_group import ParameterGroup, Place, Sharding, repeated_blocks
+from stepgauge.parallel.parameter_group import ParameterGroup, Place, repeated_blocks
 from stepgauge.parallel.replicas import prepare_replicas, registrations, require_known
 from stepgauge.parallel.residency import Residency
+from stepgauge.parallel.sharding import Sharding
 from stepgauge.parallel.traffic import Prefetcher, Reductions
 
 

@@ -6,17 +6,16 @@ autograd knows, whose gradients are averaged into the shards.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from stepgauge.parallel.collectives import all_gather_flat, launch_together
-from stepgauge.parallel.reducer import GradientReducer
+from stepgauge.parallel.sharding import Sharding
+from stepgauge.parallel.unsharded_group import UnshardedGroup
 
 if TYPE_CHECKING:
     from stepgauge.parallel.traffic import Prefetcher, Reductions
@@ -32,34 +31,6 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from repeated_blocks(child)
-
-
-class Sharding(GradientReducer):
-    """The ranks that weights are sharded over."""
-
-    def __init__(self, group: Any = None, device_type: str = "cpu"):
-        super().__init__(group)
-        self.mesh = DeviceMesh.from_group(self.group, device_type)
-
-    def __reduce__(self) -> Any:
-        return Sharding, (None, self.mesh.device_type)
-
-    def shard(self, whole: Tensor) -> DTensor:
-        """This rank's part of a tensor that all ranks have whole."""
-        rows = self.rows(whole.shape[0])
-        first = min(self.rank * rows, whole.shape[0])
-        mine = whole[first : first + rows].contiguous().clone()
-        return self.distributed(mine, whole.shape)
-
-    def distributed(self, mine: Tensor, shape: torch.Size) -> DTensor:
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            mine, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
-        )
-
-    def rows(self, whole: int) -> int:
-        """Rows of a rank's part, padding of the last ranks included."""
-        return -(-whole // self.ranks)
 
 
 class ParameterGroup:
@@ -110,7 +81,7 @@ class ParameterGroup:
         """The sharded weights, outside of forward."""
         return [owner._parameters[name] for (owner, name), *_ in self.places]  # type: ignore[misc]
 
-    def unshard(self) -> "UnshardedGroup":
+    def unshard(self) -> UnshardedGroup:
         unsharded = UnshardedGroup(self, self.parameters, self.compute_dtype)
         unsharded.unshard()
         return unsharded
@@ -181,220 +152,8 @@ def _cut(
             state[prefix + name] = sharding.shard(given.detach().to(parameter.device))
 
 
-def _before_backward(unsharded: "UnshardedGroup", _: Tensor) -> None:
+def _before_backward(unsharded: UnshardedGroup, _: Tensor) -> None:
     unsharded.unit.reductions.begin(unsharded.parameters[0].device)
     unsharded.unit.prefetcher.entered_backward(unsharded)
     unsharded.unshard()
     unsharded.wait()
-
-
-class UnshardedGroup:
-    """The whole weights of a unit for one call of its module and the backward of that call.
-
-    Their memory comes and goes while the tensors stay: autograd saves tensors that are empty between
-    forward and backward.
-    """
-
-    def __init__(
-        self,
-        unit: ParameterGroup,
-        parameters: Sequence[nn.Parameter],
-        compute_dtype: torch.dtype | None,
-    ):
-        self.unit, self.parameters, self.compute_dtype = unit, parameters, compute_dtype
-        self.buffers: list[Tensor] = []
-        self._works: list[Any] = []
-        self._copies: list[Tensor] = []  # of parts, in the type or length that is sent
-        self._views: list[tuple[Tensor, int]] = []
-        self._versions = _versions(parameters)
-        self.is_unsharded = False
-        # what backward has to come to before nobody needs the weights, and what it has come to
-        self._ends, self._ended = 0, 0
-
-    def is_current(self) -> bool:
-        """Whether the weights are here, and the shards still what was gathered."""
-        return self.is_unsharded and _versions(self.parameters) == self._versions
-
-    @torch.no_grad()
-    def unshard(self) -> None:
-        """Starts gathering, unless the weights are there. Raises RuntimeError where they were
-        written since forward.
-        """
-        if self.is_unsharded:
-            return
-        if _versions(self.parameters) != self._versions:
-            raise RuntimeError(
-                "a weight was modified by an inplace operation after forward had used it"
-            )
-        self.is_unsharded = True
-        self.unit.unsharded = self
-        sharding, mine = self.unit.sharding, self._padded()
-        self.buffers = self.buffers or [
-            part.new_empty(part.shape[0] * sharding.ranks, *part.shape[1:]) for part in mine
-        ]
-        launches: list[Callable[[], Any]] = []
-        for buffer, part in zip(self.buffers, mine, strict=True):
-            buffer.untyped_storage().resize_(buffer.nbytes)
-            if part.numel():
-                flat = functools.partial(all_gather_flat, real(buffer), real(part))
-                launches.append(functools.partial(flat, sharding.group, True))
-        self._works = launch_together(launches, group=sharding.group, device=self.buffers[0].device)
-
-    def _padded(self) -> list[Tensor]:
-        """This rank's parts in the type that is sent, all ranks' of a weight equally long."""
-        padded, copied, copies = [], [], []
-        for parameter in self.parameters:
-            part, rows = local(parameter), self.unit.sharding.rows(parameter.shape[0])
-            dtype = sent_dtype(part.dtype, self.compute_dtype)
-            if part.dtype != dtype or part.shape[0] != rows:
-                copied.append(part)
-                part = part.new_empty(rows, *part.shape[1:], dtype=dtype)
-                copies.append(part[: copied[-1].shape[0]])
-            padded.append(part)
-        if copies:
-            torch._foreach_copy_(copies, copied)
-            self._copies = copies
-        return padded
-
-    def wait(self) -> None:
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(
-                "weights were not gathered; all ranks must call the same blocks in the same order, "
-                f"and backward as often: {error}"
-            ) from error
-        for copy in self._copies:
-            release(copy)
-        self._works, self._copies = [], []
-
-    def reshard(self) -> None:
-        self.wait()
-        self.is_unsharded = False
-        if self.unit.unsharded is self:
-            self.unit.unsharded = None
-        for buffer in self.buffers:
-            buffer.untyped_storage().resize_(0)
-
-    def use(self) -> tuple[Tensor, ...]:
-        """The weights, each with its own shape, for a call of the module."""
-        trained = any(p.requires_grad for p in self.parameters) and torch.is_grad_enabled()
-        self._ends = int(trained)
-        anchor = torch.empty(0, requires_grad=trained)
-        wholes = _Use.apply(anchor, self)
-        if not torch.is_inference_mode_enabled():
-            self._views = [(whole, whole._version) for whole in wholes]
-        return wholes
-
-    def watched(self, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """The inputs of a module with frozen weights such that backward tells when it has their
-        gradients; None where that need not be known.
-        """
-        places = [
-            place
-            for place, each in enumerate(inputs)
-            if isinstance(each, Tensor) and each.requires_grad
-        ]
-        frozen = any(not parameter.requires_grad for parameter in self.parameters)
-        if not (places and frozen and torch.is_grad_enabled()):
-            return None
-        self._ends += 1
-        given = _Inputs.apply(self, *(inputs[place] for place in places))
-        by_place = dict(zip(places, given, strict=True))
-        return tuple(by_place.get(place, each) for place, each in enumerate(inputs))
-
-    def end(self) -> None:
-        """One of those who needed the weights in backward has run."""
-        self._ended += 1
-        if self._ended >= self._ends:
-            self._ended = 0
-            self.reshard()
-
-    def require_unwritten(self) -> None:
-        """Raises RuntimeError for a weight that forward itself wrote."""
-        written = any(whole._version != before for whole, before in self._views)
-        self._views = []
-        if written:
-            raise RuntimeError(
-                "a module wrote a weight in its forward; sharded weights are written outside of it"
-            )
-
-
-class _Use(torch.autograd.Function):
-    """Whole weights as autograd knows them; backward averages all their gradients together."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, unsharded: UnshardedGroup) -> tuple[Tensor, ...]:
-        ctx.unsharded = unsharded
-        ctx.set_materialize_grads(False)
-        wholes = tuple(
-            buffer.data[: parameter.shape[0]]
-            for buffer, parameter in zip(unsharded.buffers, unsharded.parameters, strict=True)
-        )
-        frozen = [
-            whole
-            for whole, parameter in zip(wholes, unsharded.parameters, strict=True)
-            if not parameter.requires_grad
-        ]
-        ctx.mark_non_differentiable(*frozen)
-        return wholes
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "backward(create_graph=True) into sharded weights is not averaged; differentiate "
-                "with respect to inputs with torch.autograd.grad"
-            )
-        unsharded = ctx.unsharded
-        unit = unsharded.unit
-        unsharded.end()
-        unit.reductions.start(unsharded.parameters, gradients, unit.compute_dtype)
-        return None, None
-
-
-class _Inputs(torch.autograd.Function):
-    """The inputs of a module with frozen weights, which backward needs until it has the gradients
-    of the inputs.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, unsharded: UnshardedGroup, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.unsharded = unsharded
-        return tuple(each.view_as(each) for each in inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.unsharded.end()
-        return None, *gradients
-
-
-@torch.no_grad()
-def _versions(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """What changes when a shard is written."""
-    return [parameter._version for parameter in parameters]
-
-
-def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor."""
-    assert isinstance(parameter, DTensor), "it is sharded"
-    return parameter.to_local()
-
-
-def sent_dtype(dtype: torch.dtype, compute_dtype: torch.dtype | None) -> torch.dtype:
-    """The type in which weights or gradients of a type travel: integers and complex as they are."""
-    return compute_dtype if compute_dtype and dtype.is_floating_point else dtype
-
-
-def release(tensor: Tensor) -> None:
-    """Gives the memory of a tensor of our own back, once what was sent from it or into it has been
-    waited for. NCCL's works hold their tensors longer, until its watchdog comes round: 9.7 GiB at
-    2.7b on 2 × H200.
-    """
-    tensor.untyped_storage().resize_(0)
-
-
-def real(tensor: Tensor) -> Tensor:
-    flat = tensor.view(-1)
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -7,14 +7,14 @@ mean what they mean in one process: sums of what was computed, here averaged.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
 
-class Backward:
+class Readiness:
     """Gradients of one backward as they arrive, and how many each launch of buckets still misses.
 
     Launches go out in the plan's order, whatever the order of arrival: one that is complete early
@@ -22,38 +22,38 @@ class Backward:
     """
 
     def __init__(self, launches: Sequence[Sequence[nn.Parameter]]):
-        self.launches = launches
         self.arrived: set[nn.Parameter] = set()
-        self.launched = 0
-        self._place = {p: place for place, launch in enumerate(launches) for p in launch}
+        self._launched = 0
+        self._launch_of = {p: number for number, launch in enumerate(launches) for p in launch}
         self._missing = [len(launch) for launch in launches]
+        self._held: nn.Parameter | None = None
 
     def arrive(self, parameter: nn.Parameter) -> None:
         """Raises RuntimeError for a second gradient after the first was sent."""
-        place = self._place.get(parameter)
-        if place is None:  # not trained when backward began
-            return
-        if parameter not in self.arrived:
-            self.arrived.add(parameter)
-            self._missing[place] -= 1
-        elif place < self.launched:
+        if self._launch_of.get(parameter, self._launched) < self._launched:
             raise RuntimeError(
                 f"a gradient of shape {tuple(parameter.shape)} was added to after it was sent, in "
                 f"one backward: checkpoint with use_reentrant=False, or train under no_sync()"
             )
+        self._count(self._held)
+        # Hooks of others run after ours, and may write `.grad`: it counts when the next is there.
+        has_others = len(parameter._post_accumulate_grad_hooks or ()) > 1
+        self._held = parameter if has_others else None
+        self._count(None if has_others else parameter)
 
-    def next_complete(self) -> int | None:
-        """The next launch, if all its gradients are there."""
-        place = self.launched
-        if place == len(self.launches) or self._missing[place]:
-            return None
-        self.launched += 1
-        return place
+    def _count(self, parameter: nn.Parameter | None) -> None:
+        # one that was not trained when backward began is of no launch
+        if parameter in self._launch_of and parameter not in self.arrived:
+            self.arrived.add(parameter)
+            self._missing[self._launch_of[parameter]] -= 1
 
-    def remaining(self) -> Iterable[int]:
-        while self.launched < len(self.launches):
-            self.launched += 1
-            yield self.launched - 1
+    def next_launches(self, *, complete: bool = True) -> Iterator[int]:
+        """The next launches whose gradients are all there; without `complete` all that are left."""
+        while self._launched < len(self._missing) and not (
+            complete and self._missing[self._launched]
+        ):
+            self._launched += 1
+            yield self._launched - 1
 
 
 def at_end_of_backward(call: Callable[[bool], None], device: torch.device) -> None:

@@ -64,6 +64,10 @@ class GradientReducer:
         """
         return self._averages(device)
 
+    def waits_on_device(self, device: torch.device) -> bool:
+        """Whether waiting for a work holds the device up and not the host."""
+        return self._averages(device)
+
     def _averages(self, device: torch.device) -> bool:
         if device.type not in self._is_nccl:
             self._is_nccl[device.type] = self.group._get_backend(device).name() == "nccl"

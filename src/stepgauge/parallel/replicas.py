@@ -68,7 +68,6 @@ def describe_parameter(
         bytes_per_value=itemsize,
         dtype=dtype,
         device=str(parameter.device),
-        trainable=parameter.requires_grad,
     )
 
 

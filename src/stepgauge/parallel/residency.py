@@ -8,8 +8,9 @@ those of any module. They become the mean over ranks, in the shards, once.
 import torch
 from torch import Tensor, nn
 
-from stepgauge.parallel.parameter_group import ParameterGroup, UnshardedGroup
+from stepgauge.parallel.parameter_group import ParameterGroup
 from stepgauge.parallel.traffic import Reductions
+from stepgauge.parallel.unsharded_group import UnshardedGroup
 
 
 class Residency:
@@ -37,7 +38,10 @@ class Residency:
     def reduce(self) -> None:
         """Averages the whole gradients into the shards' `.grad`."""
         for _, shards, weights in self._whole:
-            self._reductions.queue(shards, [weight.grad for weight in weights])
+            pairs = zip(shards, weights, strict=True)
+            trained = {shard: weight.grad for shard, weight in pairs if shard.requires_grad}
+            if trained:
+                self._reductions.queue(trained)
             for weight in weights:
                 weight.grad = None
         self._reductions.flush()

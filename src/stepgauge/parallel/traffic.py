@@ -4,18 +4,20 @@ their way to the shards.
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from stepgauge.parallel.call_order import CallOrder
 from stepgauge.parallel.collectives import launch_together
 from stepgauge.parallel.flat_gradients import FlatGradients
-from stepgauge.parallel.parameter_group import ParameterGroup, Sharding, UnshardedGroup, sent_dtype
+from stepgauge.parallel.parameter_group import ParameterGroup
 from stepgauge.parallel.readiness import at_end_of_backward
+from stepgauge.parallel.sharding import Sharding, sent_dtype
+from stepgauge.parallel.unsharded_group import UnshardedGroup
 from stepgauge.parallel.usage import Usage
 from stepgauge.spec.plan.shards import MOST_IN_FLIGHT
 
@@ -27,6 +29,7 @@ class Prefetcher:
 
     def __init__(self, sharding: Sharding):
         self._sharding = sharding
+        self._order: CallOrder | None = None
         self._is_active = False
         self._expected: list[ParameterGroup] = []
         self._calls: list[ParameterGroup] = []
@@ -48,27 +51,27 @@ class Prefetcher:
         self._is_active, self._calls, self._forward = True, [], []
         try:
             yield
-            if self._calls != self._expected:
-                self._require_one_order()
+            self._require_order(None)
         finally:
             self._is_active, self._expected = False, self._calls
             for unsharded in self._coming.values():
                 unsharded.reshard()
             self._coming = {}
 
-    def _require_one_order(self) -> None:
-        """Raises RuntimeError, on every rank, where ranks gathered different weights together."""
-        everyones: list[list[str]] = [[]] * self._sharding.ranks
-        ours = [unit.name for unit in self._calls]
-        dist.all_gather_object(everyones, ours, group=self._sharding.group)
-        for rank, theirs in enumerate(everyones):
-            if theirs != everyones[0]:
-                raise RuntimeError(
-                    f"rank 0 has called {everyones[0]} and rank {rank} {theirs}; all ranks must call "
-                    f"the same blocks in the same order"
-                )
+    def _require_order(self, unit: ParameterGroup | None) -> None:
+        """Raises RuntimeError where ranks would gather different weights together, or (None) where
+        they have not called as many.
+        """
+        place = len(self._calls)
+        expected = self._expected[place : place + 1] == [unit]
+        if not (expected if unit else place == len(self._expected)):
+            self._order = self._order or CallOrder(self._sharding.group)
+            called = [each.name or "the module" for each in self._calls]
+            self._order.require_same(called, (unit.name or "the module") if unit else "nothing")
 
     def take(self, unit: ParameterGroup) -> UnshardedGroup:
+        if self._is_active:
+            self._require_order(unit)
         unsharded = self._coming.pop(unit, None)
         if unsharded is None or not unsharded.is_current():
             unsharded = unit.unshard()
@@ -144,12 +147,12 @@ class Reductions:
                         "incomplete: zero them before the next"
                     )
 
-    def queue(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+    def queue(self, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
         """As `start`, outside of a backward, in the parameters' own type; until `flush`."""
         if not self.is_running:
             self._require_zeroed()
             self.is_running = True
-        self.start(parameters, gradients, None)
+        self.start(gradients, None)
 
     def flush(self) -> None:
         """Waits for all that was queued; the shards then have their gradients."""
@@ -157,19 +160,17 @@ class Reductions:
 
     def start(
         self,
-        parameters: Sequence[nn.Parameter],
-        gradients: Sequence[Tensor | None],
+        gradients: Mapping[nn.Parameter, Tensor | None],
         compute_dtype: torch.dtype | None,
     ) -> None:
         """Sends the whole gradients of a unit's weights; None counts as zero."""
-        device = parameters[0].device
+        device = next(iter(gradients)).device
         self.begin(device)
         while len(self._in_flight) >= MOST_IN_FLIGHT:
             self._collect()
         alike: dict[torch.dtype, dict[nn.Parameter, Tensor | None]] = {}
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if parameter.requires_grad:
-                alike.setdefault(parameter.dtype, {})[parameter] = gradient
+        for parameter, gradient in gradients.items():
+            alike.setdefault(parameter.dtype, {})[parameter] = gradient
         flats = [
             FlatGradients(of_type, sent_dtype(dtype, compute_dtype), self.sharding)
             for dtype, of_type in alike.items()

@@ -19,7 +19,7 @@ from stepgauge.models.transformer import Attention, compiled
 from stepgauge.parallel.context_parallel import ContextParallel, PartialAttention
 from stepgauge.parallel.layout import Network, require_one_layout, spread
 from stepgauge.parallel.pipeline import Tie
-from stepgauge.parallel.training import Parallelise
+from stepgauge.parallel.training import Parallel, Parallelise
 from stepgauge.parallel.vocabulary_loss import PartialLoss
 from stepgauge.parallel.wrappers import Settings, parallelise
 from stepgauge.spec.bert import BertSpec
@@ -33,7 +33,7 @@ from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.train import TrainSpec
 from stepgauge.train.build import NETWORKS, build_step, decay_groups
 from stepgauge.train.part_times import layer_times
-from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES, precision_on
+from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES, Precision, precision_on
 from stepgauge.train.step import TrainingStep
 from stepgauge.train.user_model import UserStep, build_user_step
 
@@ -56,8 +56,7 @@ def build_layout_step(
     recompute: RecomputePlan | None = None,
     **settings: Any,
 ) -> TrainingStep:
-    """This rank's part of the step that the spec names; `settings` go to the optimizer. All ranks
-    must call it.
+    """This rank's part of the step; `settings` go to the optimizer. All ranks must call it.
 
     stages     the blocks of each, as `stages_of` gives them, which is asked where they are not given
     recompute  of a data axis, what backward computes again in place of the spec's checkpointing
@@ -75,8 +74,32 @@ def build_layout_step(
             **settings,
         )
     precision = precision_on(spec.precision, device)
+    parallel = _spread(
+        spec, layout, device, precision, recording=recording, stages=stages, **settings
+    )
+    return TrainingStep(
+        parallel.module,
+        parallel.optimizer,
+        precision,
+        device,
+        max_gradient_norm=max_gradient_norm,
+        parallel=parallel,
+    )
+
+
+def _spread(
+    spec: Spec,
+    layout: Layout,
+    device: torch.device,
+    precision: Precision,
+    *,
+    recording: bool,
+    stages: Sequence[range] | None,
+    **settings: Any,
+) -> Parallel:
+    """This rank's part of the network, and its optimizer."""
     groups = functools.partial(decay_groups, weight_decay=settings.pop("weight_decay", 0.01))
-    parallel = spread(
+    return spread(
         layout,
         network_of(spec, layout, device, stages or stages_of(spec, layout, device)),
         groups,
@@ -86,14 +109,6 @@ def build_layout_step(
         settings=_settings(spec, layout),
         device=device,
         recording=recording,
-    )
-    return TrainingStep(
-        parallel.module,
-        parallel.optimizer,
-        precision,
-        device,
-        max_gradient_norm=max_gradient_norm,
-        parallel=parallel,
     )
 
 

@@ -3,7 +3,7 @@
 import contextlib
 
 import torch
-from tests.parallel.conformance.networks import Block, Critic, Mixed, Net, Odd
+from tests.parallel.conformance.networks import Block, Critic, Meeting, Mixed, Net, Odd
 from tests.parallel.conformance.training import (
     SGD,
     FailedError,
@@ -471,4 +471,14 @@ def deferred_optimizer_of_one_group(setup):
         if step % 2:
             head.step()
             head.zero_grad()
+    return t.results()
+
+
+def other_parameters_on_a_rank_and_a_collective_in_backward(setup):
+    """Rank 1 leaves out the last layers, whose gradients would come before the collective."""
+    t = Training(setup, Meeting(setup.wrapper != "none"))
+    for step in range(2):
+        t.optimizer.zero_grad()
+        t.backward(step, lambda step, rank: t.loss(step, rank, layers=2 if rank == 1 else 12))
+        t.step()
     return t.results()

@@ -1,6 +1,9 @@
 """Small networks with what is unusual about real ones."""
 
+import datetime
+
 import torch
+import torch.distributed as dist
 from tests.parallel.conformance.training import WIDTH
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -200,3 +203,34 @@ class Critic(nn.Module):
 
     def forward(self, x):
         return self.layers[1](torch.tanh(self.layers[0](x)))
+
+
+class _Meets(torch.autograd.Function):
+    """Changes nothing; its backward needs all ranks of a group."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        dist.all_reduce(torch.zeros(1), group=ctx.group)
+        return gradient, None
+
+
+class Meeting(nn.Module):
+    """Layers, the first so many of which are used; the ranks meet in backward after the first."""
+
+    def __init__(self, meets):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(12)).double()
+        self.group = dist.new_group(timeout=datetime.timedelta(seconds=20)) if meets else None
+
+    def forward(self, x, *, layers):
+        for place, layer in enumerate(self.layers[:layers]):
+            x = torch.tanh(layer(x))
+            if self.group and place == 0:
+                x = _Meets.apply(x, self.group)
+        return x

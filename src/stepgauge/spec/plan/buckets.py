@@ -1,7 +1,7 @@
 """Which gradients travel together: computed once as data, executed by parallel and predicted from."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 MB = 10**6
 # as torch's DistributedDataParallel: communication starts with the first layers of backward
@@ -18,7 +18,6 @@ class Parameter:
     bytes_per_value: int = 4
     dtype: str = "float32"
     device: str = "cpu"
-    trainable: bool = True
 
     @property
     def bytes(self) -> int:
@@ -40,26 +39,21 @@ class Bucket:
         return tuple(parameter.name for parameter in self.parameters)
 
     @property
-    def device(self) -> str:
-        return self.parameters[0].device
-
-    @property
     def bytes(self) -> int:
         return sum(parameter.bytes for parameter in self.parameters)
 
 
 def plan_buckets(
-    order_of_use: Iterable[Parameter],
+    order_of_use: Sequence[Parameter],
     *,
     cap_mb: float | None,
     first_mb: float | None = None,
     owners: Mapping[str, int] | None = None,
 ) -> tuple[Bucket, ...]:
-    """Buckets, the one that is complete first in front, of parameters in order of first use.
+    """Buckets, the one that is complete first in front, of trained parameters in order of use.
 
     Gradients come in reverse order of use and are packed until they reach the cap, apart by dtype,
-    device and owner. Frozen parameters are left out, and a tied one counts where it is used first:
-    its gradient is complete only there.
+    device and owner.
 
     cap_mb    where a bucket is closed, in MB of 10^6 bytes: it is less than twice that. A gradient
               of that size travels alone, since packing would copy it. None is no limit
@@ -68,68 +62,48 @@ def plan_buckets(
 
     Raises ValueError for a negative cap.
     """
-    cap, first = _limits(cap_mb, first_mb)
-    arriving = _arriving(order_of_use)
-    open_groups: dict[tuple[str, str, int | None], list[Parameter]] = {}
-    closed: list[Bucket] = []
-
-    def close(kind: tuple[str, str, int | None]) -> None:
-        closed.append(Bucket(tuple(open_groups.pop(kind)), owner=kind[2]))
-
-    for parameter in arriving:
-        kind = (parameter.dtype, parameter.device, (owners or {}).get(parameter.name))
-        if parameter.bytes >= cap:
-            closed.append(Bucket((parameter,), owner=kind[2]))
-            continue
-        open_groups.setdefault(kind, []).append(parameter)
-        if _bytes(open_groups[kind]) >= (cap if closed else first):
-            close(kind)
-    for kind in list(open_groups):
-        close(kind)
-    arrival = {parameter.name: index for index, parameter in enumerate(arriving)}
-    return tuple(sorted(closed, key=lambda bucket: max(arrival[name] for name in bucket.names)))
-
-
-def _arriving(order_of_use: Iterable[Parameter]) -> list[Parameter]:
-    """Those with a gradient, in the order in which they get it."""
-    by_name: dict[str, Parameter] = {}
-    for parameter in order_of_use:
-        by_name.setdefault(parameter.name, parameter)
-    return [parameter for parameter in reversed(by_name.values()) if parameter.trainable]
-
-
-def _limits(cap_mb: float | None, first_mb: float | None) -> tuple[float, float]:
-    """Bytes at which a bucket is closed, and the first one."""
     for name, value in (("cap_mb", cap_mb), ("first_mb", first_mb)):
         if value is not None and not value >= 0:
             raise ValueError(f"{name} is {value}; it must be at least 0")
     cap = float("inf") if cap_mb is None else cap_mb * MB
-    return cap, cap if first_mb is None else min(cap, first_mb * MB)
+    first = cap if first_mb is None else min(cap, first_mb * MB)
+    open_buckets: dict[tuple[str, str, int | None], Bucket] = {}
+    closed: list[Bucket] = []
+    for parameter in reversed(order_of_use):
+        owner = (owners or {}).get(parameter.name)
+        kind = (parameter.dtype, parameter.device, owner)
+        if parameter.bytes >= cap:
+            closed.append(Bucket((parameter,), owner))
+            continue
+        packed = Bucket((*open_buckets.pop(kind, Bucket(())).parameters, parameter), owner)
+        if packed.bytes >= (cap if closed else first):
+            closed.append(packed)
+        else:
+            open_buckets[kind] = packed
+    arrival = {parameter.name: place for place, parameter in enumerate(reversed(order_of_use))}
+    every = [*closed, *open_buckets.values()]
+    return tuple(sorted(every, key=lambda bucket: arrival[bucket.parameters[-1].name]))
 
 
-def plan_launches(buckets: Sequence[Bucket]) -> tuple[range, ...]:
-    """Which buckets, by their places in the plan, are sent at once: those for all one by one.
+def plan_launches(buckets: Sequence[Bucket]) -> list[Sequence[Bucket]]:
+    """The buckets that are sent at once: those for all ranks one by one.
 
     A bucket for an owner travels towards that rank only. Sent with buckets for the others it leaves
     no direction of the links idle: a launch goes on until it has a bucket for every owner that the
     rest of the plan has one for, or MOST_FOR_AN_OWNER times as many buckets as there are owners. It
     is of one device.
     """
-    launches: list[range] = []
+    launches: list[Sequence[Bucket]] = []
     num_owners, start = len({bucket.owner for bucket in buckets}), 0
     for end in range(1, len(buckets) + 1):
-        first, following = buckets[start], buckets[end : end + 1]
+        launch, rest = buckets[start:end], buckets[end:]
+        devices = {bucket.parameters[0].device for bucket in [*launch, *rest[:1]]}
         if (
-            first.owner is None
-            or any(bucket.device != first.device for bucket in following)
-            or end - start == MOST_FOR_AN_OWNER * num_owners
-            or {bucket.owner for bucket in buckets[end:]}
-            <= {bucket.owner for bucket in buckets[start:end]}
+            launch[0].owner is None
+            or len(devices) > 1
+            or len(launch) == MOST_FOR_AN_OWNER * num_owners
+            or {bucket.owner for bucket in rest} <= {bucket.owner for bucket in launch}
         ):
-            launches.append(range(start, end))
+            launches.append(launch)
             start = end
-    return tuple(launches)
-
-
-def _bytes(parameters: Sequence[Parameter]) -> int:
-    return sum(parameter.bytes for parameter in parameters)
+    return launches

@@ -1,0 +1,233 @@
+"""Whole weights of a module for one call of it and the backward of that call, as autograd knows
+them.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from stepgauge.parallel.collectives import all_gather_flat, launch_together
+from stepgauge.parallel.sharding import local, real, release, sent_dtype
+
+if TYPE_CHECKING:
+    from stepgauge.parallel.parameter_group import ParameterGroup
+
+
+class UnshardedGroup:
+    """The whole weights of a unit for one call of its module and the backward of that call.
+
+    Their memory comes and goes while the tensors stay: autograd saves tensors that are empty between
+    forward and backward.
+    """
+
+    def __init__(
+        self,
+        unit: "ParameterGroup",
+        parameters: Sequence[nn.Parameter],
+        compute_dtype: torch.dtype | None,
+    ):
+        self.unit, self.parameters, self.compute_dtype = unit, parameters, compute_dtype
+        self.buffers: list[Tensor] = []
+        self._works: list[Any] = []
+        self._copies: list[Tensor] = []  # of parts, in the type or length that is sent
+        self._views: list[tuple[Tensor, int]] = []
+        self._versions = _versions(parameters)
+        self.is_unsharded = False
+        # what backward has to come to before nobody needs the weights, and what it has come to
+        self._ends, self._ended = 0, 0
+
+    def is_current(self) -> bool:
+        """Whether the weights are here, and the shards still what was gathered."""
+        return self.is_unsharded and _versions(self.parameters) == self._versions
+
+    @torch.no_grad()
+    def unshard(self) -> None:
+        """Starts gathering, unless the weights are there. Raises RuntimeError where they were
+        written since forward.
+        """
+        if self.is_unsharded:
+            return
+        if _versions(self.parameters) != self._versions:
+            raise RuntimeError(
+                "a weight was modified by an inplace operation after forward had used it"
+            )
+        self.is_unsharded = True
+        self.unit.unsharded = self
+        sharding, mine = self.unit.sharding, self._padded()
+        self.buffers = self.buffers or [
+            part.new_empty(part.shape[0] * sharding.ranks, *part.shape[1:]) for part in mine
+        ]
+        launches: list[Callable[[], Any]] = []
+        for buffer, part in zip(self.buffers, mine, strict=True):
+            buffer.untyped_storage().resize_(buffer.nbytes)
+            if part.numel():
+                flat = functools.partial(all_gather_flat, real(buffer), real(part))
+                launches.append(functools.partial(flat, sharding.group, True))
+        self._works = launch_together(launches, group=sharding.group, device=self.buffers[0].device)
+
+    def _padded(self) -> list[Tensor]:
+        """This rank's parts in the type that is sent, all ranks' of a weight equally long."""
+        padded, copied, copies = [], [], []
+        for parameter in self.parameters:
+            part, rows = local(parameter), self.unit.sharding.rows(parameter.shape[0])
+            dtype = sent_dtype(part.dtype, self.compute_dtype)
+            if part.dtype != dtype or part.shape[0] != rows:
+                copied.append(part)
+                part = part.new_empty(rows, *part.shape[1:], dtype=dtype)
+                copies.append(part[: copied[-1].shape[0]])
+            padded.append(part)
+        if copies:
+            torch._foreach_copy_(copies, copied)
+            self._copies = copies
+        return padded
+
+    def wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"weights of {self.unit.name or 'the module'} were not gathered; all ranks must call "
+                f"the same blocks in the same order, and backward as often: {error}"
+            ) from error
+        for copy in self._copies:
+            release(copy)
+        self._works, self._copies = [], []
+
+    def reshard(self) -> None:
+        self.wait()
+        self.is_unsharded = False
+        if self.unit.unsharded is self:
+            self.unit.unsharded = None
+        for buffer in self.buffers:
+            buffer.untyped_storage().resize_(0)
+
+    def use(self) -> tuple[Tensor, ...]:
+        """The weights, each with its own shape, for a call of the module."""
+        trained = any(p.requires_grad for p in self.parameters) and torch.is_grad_enabled()
+        self._ends = int(trained)
+        # Autograd calls hooks of a weight, with nothing, where its gradient is not ours to return.
+        unhooked = [
+            p for p in self.parameters if not (p._backward_hooks or p._post_accumulate_grad_hooks)
+        ]
+        anchor = torch.empty(0, requires_grad=trained)
+        wholes = _Use.apply(self, unhooked, anchor, *unhooked)
+        if not torch.is_inference_mode_enabled():
+            self._views = [(whole, whole._version) for whole in wholes]
+        return wholes
+
+    def watched(self, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """The inputs of a module with frozen weights such that backward tells when it has their
+        gradients; None where that need not be known.
+        """
+        places = [
+            place
+            for place, each in enumerate(inputs)
+            if isinstance(each, Tensor) and each.requires_grad
+        ]
+        frozen = any(not parameter.requires_grad for parameter in self.parameters)
+        if not (places and frozen and torch.is_grad_enabled()):
+            return None
+        self._ends += 1
+        given = _Inputs.apply(self, *(inputs[place] for place in places))
+        by_place = dict(zip(places, given, strict=True))
+        return tuple(by_place.get(place, each) for place, each in enumerate(inputs))
+
+    def end(self) -> None:
+        """One of those who needed the weights in backward has run."""
+        self._ended += 1
+        if self._ended >= self._ends:
+            self._ended = 0
+            self.reshard()
+
+    def require_unwritten(self) -> None:
+        """Raises RuntimeError for a weight that forward itself wrote."""
+        written = any(whole._version != before for whole, before in self._views)
+        self._views = []
+        if written:
+            raise RuntimeError(
+                "a module wrote a weight in its forward; sharded weights are written outside of it"
+            )
+
+
+class _Use(torch.autograd.Function):
+    """Whole weights as autograd knows them; backward averages all their gradients together.
+
+    Its inputs are the weights, so that `backward(inputs=weights)` comes here, and an anchor for
+    those that are not given.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, unsharded: UnshardedGroup, given: Sequence[nn.Parameter], *_: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.unsharded, ctx.given = unsharded, given
+        ctx.set_materialize_grads(False)
+        wholes = tuple(
+            buffer.data[: parameter.shape[0]]
+            for buffer, parameter in zip(unsharded.buffers, unsharded.parameters, strict=True)
+        )
+        frozen = [
+            whole
+            for whole, parameter in zip(wholes, unsharded.parameters, strict=True)
+            if not parameter.requires_grad
+        ]
+        ctx.mark_non_differentiable(*frozen)
+        return wholes
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True) into sharded weights is not averaged; differentiate "
+                "with respect to inputs with torch.autograd.grad"
+            )
+        unsharded = ctx.unsharded
+        unsharded.end()
+        (anchor, _), *nodes = ctx.next_functions
+        node_of = {p: node for p, (node, _) in zip(ctx.given, nodes, strict=True)}
+        wanted = {
+            parameter: gradient
+            for parameter, gradient in zip(unsharded.parameters, gradients, strict=True)
+            if parameter.requires_grad and _is_wanted(node_of.get(parameter, anchor))
+        }
+        if wanted:
+            unsharded.unit.reductions.start(wanted, unsharded.unit.compute_dtype)
+        return None, None, None, *(None for _ in nodes)
+
+
+def _is_wanted(node: Any) -> bool:
+    """Whether backward goes on to a weight: not to all where it was given `inputs`."""
+    # The way out: a public name of it, which register_multi_grad_hook needs too.
+    try:
+        return node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "torch.autograd.grad gives no gradients of sharded weights; take them from `.grad` after "
+            "backward(inputs=...)"
+        ) from error
+
+
+class _Inputs(torch.autograd.Function):
+    """The inputs of a module with frozen weights, which backward needs until it has the gradients
+    of the inputs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, unsharded: UnshardedGroup, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.unsharded = unsharded
+        return tuple(each.view_as(each) for each in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.unsharded.end()
+        return None, *gradients
+
+
+@torch.no_grad()
+def _versions(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """What changes when a shard is written."""
+    return [parameter._version for parameter in parameters]
