@@ -12,7 +12,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src/stepgauge"
 MOST_LINES_OF_A_FUNCTION, MOST_LINES_OF_A_FILE = 40, 400
-MOST_LONG_FUNCTIONS, LONGEST = 1, 50  # the signature of a kernel; the aim is none
+MOST_LONG_FUNCTIONS, LONGEST = 3, 50  # a few may be longer for a while; the aim is none
 DEVICE_CODE = ("triton.jit", "gluon.jit")
 # File -> what of torch's private parts it needs. Each says there what would make it unnecessary.
 PRIVATE_TORCH = {
