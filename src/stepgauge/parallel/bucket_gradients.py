@@ -50,10 +50,12 @@ class BucketGradients:
         return self.work
 
     def can_be_unpacked_early(self) -> bool:
-        """Whether backward, which goes on, reads nothing that unpacking writes. No rank can lack
-        all gradients of a bucket that is complete here.
+        """Whether that frees memory, and backward, which goes on, reads nothing that it writes. No
+        rank can lack all gradients of a bucket that is complete here.
         """
-        return self.is_complete and all(p.grad is None or is_alone(p.grad) for p in self._copies)
+        frees = bool(self._copies) or self.owner is not None
+        is_read = any(p.grad is not None and not is_alone(p.grad) for p in self._copies)
+        return self.is_complete and frees and not is_read
 
     @torch.no_grad()
     def unpack(self, unused: Container[nn.Parameter] = ()) -> None:
