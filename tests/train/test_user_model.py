@@ -90,7 +90,8 @@ def test_a_network_of_another_type_takes_its_own_inputs(dtype):
 def test_complex_parameters_stay_complex(precision):
     module = nn.Linear(4, 3)
     module.filter = nn.Parameter(torch.full((3,), 1j))
-    built = step_of_parts(UserParts.of((module, torch.ones(2, 4)), "here"), CPU, precision=precision, lr=0.1)  # fmt: skip
+    parts = UserParts.of((module, torch.ones(2, 4)), "here")
+    built = step_of_parts(parts, CPU, precision=precision, lr=0.1)
     assert torch.equal(built.step.module.filter, torch.full((3,), 1j))
     loss = built.step.forward(*built.arguments(0))
     built.step.backward(loss)
