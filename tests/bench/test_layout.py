@@ -1,13 +1,16 @@
 """Rows of bench layout: what they hold, and what a report says of them."""
 
+import dataclasses
 import re
 
 import pytest
 
 from stepgauge.bench import layout as bench
 from stepgauge.bench.sweep import Job, sweep
+from stepgauge.report.layout import layout_answer
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.store import RunStore
 from stepgauge.study.pages import run_page
 
@@ -66,6 +69,28 @@ def test_the_page_draws_them_and_says_which_is_the_quickest(rows, tmp_path):
     assert "Which layout trains fastest" in page
     assert "Step time by axis." in page
     assert "is the quickest: " in page or "All rows were disturbed" in page
+
+
+def test_the_answer_says_why_the_quickest_is():
+    def row(layout, step_ms, **exposed):
+        metrics = {"step_ms": step_ms, **{f"{axis}_exposed_ms": ms for axis, ms in exposed.items()}}
+        samples = {name: Sample.exact(ms, "ms") for name, ms in metrics.items()}
+        asked = dataclasses.asdict(spec(layout, accumulation=1))
+        return Record(kind="layout", spec=asked, metrics=samples)
+
+    rows = [
+        row("none", 20.0),
+        row("dp2 bucketed", 12.0, data=2.0),
+        row("tp2", 16.0, tensor=6.0),
+        row("pp2 1f1b m2", 14.0, pipeline=-1.0),
+    ]
+    said = layout_answer(rows)
+    assert (
+        "'dp2 bucketed' is the quickest: 12.00 ms a step, 1.67 × as fast as one process; " in said
+    )
+    assert "take 2.000 ms of it, 6.000 ms under 'tp2' and 0 ms under 'pp2 1f1b m2'." in said
+    rows[0] = row("none", 10.0)
+    assert "since it sends nothing; sending and waiting take 2.000 ms" in layout_answer(rows)
 
 
 def test_what_the_machine_has_not_is_said_before_ranks_are_started():

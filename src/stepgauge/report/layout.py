@@ -13,6 +13,7 @@ from stepgauge.spec.user_model import UserModel
 
 AXES: Mapping[str, str] = {
     "data": "data: gradients and weights",
+    "context": "context: keys around the ring",
     "tensor": "tensor: the residual stream",
     "pipeline": "pipeline: transfers and bubbles",
 }
@@ -67,8 +68,28 @@ def layout_answer(records: Sequence[Record]) -> str:
         beside = f", {(alone.median('step_ms') or 0.0) / step:.2f} × as fast as one process"
     return (
         f"At size={best.spec['size']} layout {best.spec['layout']!r} is the quickest: "
-        f"{number(step)} ms a step{beside}."
+        f"{number(step)} ms a step{beside}{_why(best, same)}."
     )
+
+
+def _why(best: Record, same: Sequence[Record]) -> str:
+    """What the quickest and the others on several ranks spend beside computing; nothing where that
+    was not measured.
+    """
+    costs = {
+        str(record.spec["layout"]): sum(measured)
+        for record in same
+        if (measured := [ms for axis in AXES if (ms := _exposed(record, axis)) is not None])
+    }
+    own = costs.pop(str(best.spec["layout"]), None)
+    if not costs:
+        return ""
+    others = " and ".join(f"{number(ms)} ms under {name!r}" for name, ms in costs.items())
+    if best.spec["layout"] == "none":
+        return f", since it sends nothing; sending and waiting take {others}"
+    if own is None:
+        return f"; sending and waiting beside computing take {others}"
+    return f"; sending and waiting beside computing take {number(own)} ms of it, {others}"
 
 
 def _work(record: Record) -> dict[str, object]:

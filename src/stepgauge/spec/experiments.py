@@ -17,6 +17,7 @@ EXPERIMENTS = (
     "sharded-state",
     "ddp-vs-fsdp",
     "pipeline",
+    "layout",
     "broadcast",
     "validation",
     "training",
