@@ -180,6 +180,18 @@ def test_a_refusal_of_cudnn_is_asked_for_once(in_pytorch, monkeypatch):
     assert len(asked) == 1
 
 
+def test_the_memory_of_its_backward_is_told(on_hopper):
+    def told(batch, heads, length, width, *bounds):
+        q = torch.empty(batch, heads, length, width, dtype=BF16, device="meta")
+        lse = torch.empty(batch, heads, length, device="meta")
+        return cudnn.backward_bytes([q, q, q, q, q, lse, True, 0.1, *bounds])
+
+    rows = 2 * 8 * 4096
+    assert told(2, 8, 4096, 256) == rows * (4 * 256 + 4)
+    assert told(2, 8, 4096, 192) == rows * (4 * 256 + 4) + 8 * rows * 256 * 2
+    assert told(2, 8, 4096, 128) == told(2, 8, 4096, 256, 512) == 0
+
+
 def test_a_record_names_cudnn(in_pytorch):
     x = torch.zeros(2, 4, 64, 256, dtype=BF16)
     cudnn.forward(key_of(2, 4, 64, 256), x, x, x)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from stepgauge.bench import step as bench_step
+from stepgauge.kernels.attention import cudnn
 from stepgauge.kernels.linear_cross_entropy.chunked import transient_bytes
 from stepgauge.measure.memory.fake_device import fake_device
 from stepgauge.measure.memory.storage_tracker import (
@@ -30,6 +31,9 @@ from stepgauge.train.step import TrainingStep
 FORWARD_ONLY = "forward only"
 KNOWN_WORKSPACES: Mapping[str, Callable[[Any], int]] = {
     "stepgauge::linear_cross_entropy": transient_bytes
+}
+OF_HOPPER: Mapping[str, Callable[[Any], int]] = {
+    "stepgauge::flash_attention_backward": cudnn.backward_bytes
 }
 STEPS = 2  # the optimizer makes its state in the first; the second is like every later one
 Around = Callable[[str, int], contextlib.AbstractContextManager[None]]
@@ -54,7 +58,8 @@ def predict(spec: MemorySpec, *, plan: RecomputePlan | None = None) -> StepMemor
     )
     with fake_device(architecture) as device:
         is_cuda = device.type == "cuda"
-        workspaces = CudaWorkspaces(architecture, KNOWN_WORKSPACES) if is_cuda else None
+        known = {**KNOWN_WORKSPACES, **(OF_HOPPER if architecture == "sm90" else {})}
+        workspaces = CudaWorkspaces(architecture, known) if is_cuda else None
         tracker = StorageTracker(device, workspaces=workspaces)
         with tracker:
             here = dataclasses.replace(spec, device=str(device))

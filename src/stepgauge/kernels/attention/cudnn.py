@@ -24,7 +24,9 @@ ARCH, DTYPES = 90, (torch.bfloat16, torch.float16)
 
 
 class Measured(NamedTuple):
-    """Milliseconds of one pass of batch x heads x length, bf16, causal, in one process."""
+    """Milliseconds of one pass of batch x heads x length, bf16, causal, in one process:
+    benchmarks/results/2026-11-22-h200-handed-over.jsonl and 2026-11-21-h200-kernels-second.jsonl.
+    """
 
     gpu: str
     shape: tuple[int, int, int]
@@ -49,13 +51,13 @@ class Row(NamedTuple):
 # Everything else is faster here or was not measured. With few heads a loop of ours is split over the
 # chip: one head of 16,384 is faster here (0.225 ms, cuDNN 0.393), one of 32,768 is not.
 TABLE = (
-    Row("forward", 129, 256, 256, 512, 16384, (Measured("H100", (2, 8, 4096), 0.40, 0.26),)),
-    Row("backward", 129, 256, 256, 512, 16384, (Measured("H100", (2, 8, 4096), 2.76, 1.12),)),
+    Row("forward", 129, 256, 256, 512, 16384, (Measured("H200", (2, 8, 4096), 0.410, 0.268),)),
+    Row("backward", 129, 256, 256, 512, 16384, (Measured("H200", (2, 8, 4096), 2.76, 1.02),)),
     Row(
         "backward", 128, 128, 128, 8192, 32768,
         (
             Measured("H200", (2, 16, 8192), 2.89, 2.73),
-            Measured("H100", (1, 16, 16384), 5.71, 5.30),
+            Measured("H200", (1, 16, 16384), 5.75, 5.17),
             Measured("H200", (1, 1, 32768), 1.34, 1.18),
         ),
     ),
@@ -63,7 +65,7 @@ TABLE = (
         "backward", 64, 64, 64, 4096, 32768,
         (
             Measured("H200", (2, 32, 8192), 3.70, 3.29),
-            Measured("H100", (1, 16, 16384), 3.70, 3.25),
+            Measured("H200", (1, 16, 16384), 3.67, 3.23),
             Measured("H200", (1, 1, 32768), 0.867, 0.796),
         ),
     ),
@@ -81,22 +83,40 @@ def is_allowed():
 
 def row_of(passes, key):
     """The table's row for the launch, or None."""
-    batch, heads, length, width = key.q.shape
     is_offered = (
         key.may_use_cudnn
         and key.chip.arch == ARCH
-        and key.dtype in DTYPES
         and not (key.is_bounded or key.overrides or key.num_splits)
-        and key.k.shape[2]
-        == length  # where they differ, causal masks have two corners to start from
     )
-    if not is_offered:
+    return row_for(passes, key.dtype, key.q.shape, key.k.shape[2]) if is_offered else None
+
+
+def row_for(passes, dtype, shape, num_keys):
+    """The table's row for queries of that shape without a window, or None."""
+    batch, heads, length, width = shape
+    # where lengths differ, causal masks have two corners to start from
+    if dtype not in DTYPES or num_keys != length:
         return None
     for row in TABLE:
         fits = row.passes == passes and row.narrowest <= width <= row.widest
         if fits and length >= row.least_length and batch * heads * length >= row.least_queries:
             return row
     return None
+
+
+def backward_bytes(arguments):
+    """What cuDNN's backward takes beside its results, of the operator's arguments on Hopper, where
+    it runs them: dq in fp32, a number a row, and copies of narrower heads.
+    """
+    _, q, k, _, _, lse, _, _, *bounds = arguments
+    row = None if any(bounds) else row_for("backward", q.dtype, q.shape, k.shape[2])
+    if row is None or not is_allowed():
+        return 0
+    columns, copies = row.padded_to, 0
+    if columns != q.shape[3]:  # q, do, o and dq; k, v, dk and dv
+        rows = 4 * (q[..., 0].numel() + k[..., 0].numel())
+        copies = rows * columns * q.element_size()
+    return 4 * lse.numel() * (columns + 1) + copies
 
 
 calls: collections.Counter[str] = collections.Counter()  # that cuDNN ran, by pass
@@ -156,7 +176,7 @@ def _forward(key, q, k, v):
 def _backward(key, q, k, v, do, o, lse):
     # cuDNN's plans are kept by the strides of q, k and v alone: those of o and do must follow.
     strides = torch.empty_like(q, device="meta").stride()
-    o, do = _laid_out(o, strides), _laid_out(do, strides)
+    o, do = (_laid_out(x.to(q.dtype), strides) for x in (o, do))
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's seed and offset
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         do, q, k, v, o, lse.unsqueeze(-1), unused, unused, None, None, None,

@@ -104,14 +104,14 @@ def forward(q, k, v, is_causal, scale, window=0, spans=None, *, num_splits=None)
     fp32 (B, H, T_q).
     """
     q, k, v = rows_last(q), rows_last(k), rows_last(v)
+    seen = {"window": window, "is_packed": spans is not None}
+    key = launch_key(q, k, v, is_causal, scale, num_splits, o=torch.empty_like(q), **seen)
+    if (by_cudnn := cudnn.forward(key, q, k, v)) is not None:
+        return by_cudnn
     o = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return o, lse
-    seen = {"window": window, "is_packed": spans is not None}
-    key = launch_key(q, k, v, is_causal, scale, num_splits, o=o, **seen)
-    if (by_cudnn := cudnn.forward(key, q, k, v)) is not None:
-        return by_cudnn
     step, stream = _plan_forward(key), stream_of(q)
     _run_forward(step, stream, q, k, v, o, lse, *_given(spans))
     if extension.takes(key):
