@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+
+from stepgauge.parallel.overlapped import gathered_product, scattered_product
+from stepgauge.spec.plan.tensor import overlaps
 
 # The operators behind torch.distributed._functional_collectives: the compiler keeps them in its
 # graph, where collectives that write into their argument break it.
@@ -21,12 +25,15 @@ class ResidualStream:
     """What ranks exchange where a module begins or ends to be cut.
 
     by_sequence   each rank has a piece x_BQD of the stream, rather than all of x_BTD
+    overlap       collectives that are large enough run beside the product next to them: a stream in
+                  pieces, of a group that `exchange.register` knows
     communicates  False leaves the collectives out, to time the rest; results are then of the right
                   shape and wrong
     """
 
     group: dist.ProcessGroup
     by_sequence: bool = True
+    overlap: bool = False
     communicates: bool = True
 
     @property
@@ -53,6 +60,25 @@ class ResidualStream:
         if not self.communicates:
             return piece_of(y_BTD, self.group)
         return _ReduceScatter.apply(y_BTD, self.group)
+
+    def entering(self, x: Tensor, weight_FD: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The linear layer of what `enter` gives: some of its features on each rank."""
+        if not self._overlaps(x, self.ranks):
+            return F.linear(self.enter(x), weight_FD, bias)
+        y_BTF = gathered_product(x, weight_FD.to(x.dtype), self.group)
+        return y_BTF if bias is None else y_BTF + bias.to(x.dtype)
+
+    def leaving(self, x_BTF: Tensor, weight_DF: Tensor) -> Tensor:
+        """What `leave` gives of a linear layer that has some of its inputs on each rank."""
+        if not self._overlaps(x_BTF, 1, width=weight_DF.shape[0]):
+            return self.leave(F.linear(x_BTF, weight_DF))
+        self._check(x_BTF)
+        return scattered_product(x_BTF, weight_DF.to(x_BTF.dtype), self.group)
+
+    def _overlaps(self, x: Tensor, pieces: int, width: int = 0) -> bool:
+        nbytes = x.shape[0] * x.shape[1] * pieces * (width or x.shape[2]) * x.dtype.itemsize
+        wanted = self.overlap and self.by_sequence and self.communicates
+        return wanted and overlaps(nbytes, self.ranks)
 
     def split(self, x_BTD: Tensor) -> Tensor:
         """The rank's piece of what every rank has whole."""

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stepgauge.parallel.exchange import register
+from stepgauge.parallel.pipeline.peer_memory import on_one_machine
 from stepgauge.parallel.replicas import prepare_replicas
 from stepgauge.parallel.residual_stream import ResidualStream
 from stepgauge.parallel.tensor_layers import (
@@ -115,6 +117,7 @@ def parallelize_tensor(
     *,
     group: dist.ProcessGroup | None = None,
     by_sequence: bool = True,
+    overlap: bool = False,
     partial_loss: PartialLoss | None = None,
 ) -> TensorParallel:
     """Cuts the module's layers in place, as the table says. All ranks of the group must call it.
@@ -127,6 +130,9 @@ def parallelize_tensor(
     by_sequence  norms and the residual stream have a piece of the sequence each, dim 1 of what the
                  first block takes
 
+    overlap      collectives of at least spec.plan.tensor.LEAST_OVERLAPPED_BYTES a piece run beside
+                 the product next to them, over peer memory; ranks of one machine, by_sequence
+
     partial_loss linear + cross-entropy over some of the vocabulary, such as kernels'
                  linear_cross_entropy.partial: the head then holds no logits for its loss
 
@@ -137,7 +143,9 @@ def parallelize_tensor(
     group = group or dist.group.WORLD
     assert group is not None, "tensor parallel runs in a process group"
     prepare_replicas(module, group)
-    stream = ResidualStream(group, by_sequence)
+    stream = ResidualStream(group, by_sequence, overlap)
+    if overlap:
+        _prepare_overlap(stream)
     rules = list(matched(table, [name for name, _ in module.named_modules()]))
     for name, rule in rules:
         _check_layer(name, module.get_submodule(name), rule)
@@ -148,6 +156,14 @@ def parallelize_tensor(
             module.get_submodule(name).partial_loss = partial_loss  # type: ignore[assignment]
     sums = _hook_sums(module, _summed(module, rules, by_sequence), cuts, stream)
     return TensorParallel(module, stream, cuts, sums)
+
+
+def _prepare_overlap(stream: ResidualStream) -> None:
+    if not stream.by_sequence:
+        raise ValueError("overlap is True and by_sequence False; only pieces are overlapped")
+    if not on_one_machine(stream.group):
+        raise ValueError("overlap is True; it needs the ranks of the tensor axis on one machine")
+    register(stream.group)
 
 
 def _hook_sums(

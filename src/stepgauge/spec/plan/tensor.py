@@ -112,6 +112,17 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 )
 
 
+# Where collectives run beside products, those of smaller pieces do not. 4 MiB take 11 µs between GPUs
+# (388 GB/s, docs/log/2026-11-21-collectives.md), as long as a copy, a flag and a wait: predicted,
+# not measured.
+LEAST_OVERLAPPED_BYTES = 4 * 2**20
+
+
+def overlaps(stream_bytes: int, ranks: int) -> bool:
+    """Whether the collectives of a residual stream of so many bytes are large enough."""
+    return stream_bytes // ranks >= LEAST_OVERLAPPED_BYTES
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """A kind of KINDS, and a column's sections; none: the rows are one of single rows."""

@@ -1,0 +1,173 @@
+"""Tensor parallel linear layers one by one: is what runs beside the product right, is it free of
+races, and from how many tokens on does it win? On 2 or 4 GPUs of one machine, about 30 s.
+
+    python benchmarks/overlapped_layers.py
+    python benchmarks/overlapped_layers.py --small  # on a CPU: that it runs and is right
+
+A layer's output and gradients are held against one process in float32, then repeated while ranks
+are held up at random: repetitions must agree. Writes a JSON line a row to
+$OUT/overlapped_layers.jsonl (the folder here where OUT is not set): ms of forward and backward, of
+the slowest rank, with collectives before or after the product and beside it, on one stream of
+products and on two. A hang ends the run after 40 s, with where each rank was.
+"""
+
+import faulthandler
+import json
+import os
+import random
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stepgauge.measure.timing import time_phases
+from stepgauge.parallel import overlapped
+from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tensor
+from stepgauge.runtime.launch import launch
+from stepgauge.spec.plan import tensor as plan
+from stepgauge.spec.plan.tensor import Rule
+
+HANG_S = 40
+# One process in float32 against ranks in the type that is timed. bf16 rounds to 2^-9.
+LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+# A block 4096 wide: rule, inputs, outputs.
+LAYERS = {
+    "qkv": ("column", 4096, 12288),
+    "gate_up": ("column", 4096, 22016),
+    "output": ("row", 4096, 4096),
+    "down": ("row", 11008, 4096),
+}
+FORMS = {"plain": None, "one stream": ("",), "two streams": ("", "compute")}
+
+
+class Layer(nn.Module):
+    """One linear layer that is cut, on input and output as a network has them."""
+
+    def __init__(self, name: str, scale: int, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        self.rule, inputs, outputs = LAYERS[name]
+        with device:
+            torch.manual_seed(0)
+            self.layer = nn.Linear(inputs // scale, outputs // scale, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Run:
+    """A layer under a form, and this rank's part of one input and one upstream gradient."""
+
+    def __init__(self, name: str, form: str, tokens: int, scale: int, device: torch.device):
+        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.alone = Layer(name, scale, device, dtype)
+        own = Layer(name, scale, device, dtype)
+        table = {"layer": Rule(own.rule)}
+        overlapped.LANES = FORMS[form] or ("",)
+        self.parallel: TensorParallel = parallelize_tensor(own, table, overlap=form != "plain")
+        generator = torch.Generator(device).manual_seed(tokens)
+        batch, weight = 1 if scale == 1 else 2, self.alone.layer.weight
+        shape = (batch, tokens, weight.shape[1])
+        self.whole_x = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        shape = (batch, tokens, weight.shape[0])
+        self.whole_dy = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        self.x = self.part(self.whole_x, own.rule == "column").requires_grad_()
+        self.dy = self.part(self.whole_dy, own.rule == "row")
+
+    def part(self, x: Tensor, by_sequence: bool) -> Tensor:
+        """A piece of the sequence, or some features."""
+        return x.chunk(self.ranks, 1 if by_sequence else 2)[self.rank].contiguous()
+
+    def step(self) -> list[Tensor]:
+        """Output, gradient of the input and of the weight."""
+        weight = self.parallel.module.layer.weight
+        self.x.grad = weight.grad = None
+        y = self.parallel.module(self.x)
+        y.backward(self.dy)
+        return [y.detach(), self.x.grad, weight.grad]
+
+    def error(self) -> float:
+        """The largest relative error of `step`, of one process in float32."""
+        x = self.whole_x.float().requires_grad_()
+        layer = self.alone.float()
+        y = layer(x)
+        y.backward(self.whole_dy.float())
+        by_column = self.alone.rule == "column"
+        expected = [
+            self.part(y.detach(), not by_column),
+            self.part(x.grad, by_column),
+            self.parallel.part("layer.weight", layer.layer.weight.grad),
+        ]
+        pairs = zip(self.step(), expected, strict=True)
+        return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+
+    def difference(self, times: int, device: torch.device) -> float:
+        """The largest relative difference of so many repetitions from the first, with ranks held up
+        at random.
+        """
+        first, delays, largest = self.step(), random.Random(self.rank), 0.0
+        for _ in range(times):
+            if device.type == "cuda":
+                torch.cuda._sleep(delays.choice((0, 0, 100_000, 1_000_000)))
+            pairs = zip(self.step(), first, strict=True)
+            largest = max(largest, *(((a - b).norm() / b.norm()).item() for a, b in pairs))
+        return largest
+
+
+def check(scale: int, tokens: int, times: int, device: torch.device) -> list[dict[str, object]]:
+    rows = []
+    for name in LAYERS:
+        for form in FORMS:
+            faulthandler.dump_traceback_later(HANG_S, exit=True)
+            run = Run(name, form, tokens, scale, device)
+            error = run.error()
+            row = {"layer": name, "form": form, "tokens": tokens, "error": error}
+            if form != "plain":
+                row["repetitions_differ_by"] = run.difference(times, device)
+            if max(error, row.get("repetitions_differ_by", 0.0)) > LARGEST_ERROR[run.x.dtype]:
+                raise AssertionError(f"wrong: {row}")
+            rows.append(row)
+    return rows
+
+
+def measure(small: bool) -> list[dict[str, object]]:
+    torch.set_num_threads(1)
+    plan.LEAST_OVERLAPPED_BYTES = 0  # to see from where on it wins
+    device = torch.device("cpu" if small else f"cuda:{torch.cuda.current_device()}")
+    rows = check(64 if small else 1, 16 if small else 2048, 3 if small else 40, device)
+    for tokens in (16,) if small else (512, 1024, 2048, 4096, 8192):
+        for name in LAYERS:
+            for form in FORMS:
+                faulthandler.dump_traceback_later(HANG_S, exit=True)
+                run = Run(name, form, tokens, 64 if small else 1, device)
+                steps = 2 if small else 20
+                own = time_phases({"both": run.step}, device, warmup=3, steps=steps)["step"]
+                rows.append({"layer": name, "form": form, "tokens": tokens, "ms": slowest(own)})
+    faulthandler.cancel_dump_traceback_later()
+    return rows
+
+
+def slowest(own: list[float]) -> float:
+    """The median over steps of the slowest rank's."""
+    all_of_them: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(all_of_them, own)
+    return statistics.median(max(step) for step in zip(*all_of_them, strict=True))
+
+
+def main() -> None:
+    small = "--small" in sys.argv
+    device, most = ("cpu", 2) if small else ("cuda", torch.cuda.device_count())
+    path = Path(os.environ.get("OUT", ".")) / "overlapped_layers.jsonl"
+    with path.open("a") as file:
+        for ranks in [n for n in (2, 4) if n <= most]:
+            for row in launch(measure, small, ranks=ranks, device=device)[0]:
+                row = {"ranks": ranks, "torch": torch.__version__, **row}
+                file.write(json.dumps(row) + "\n")
+                print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

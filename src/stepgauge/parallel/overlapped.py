@@ -1,0 +1,206 @@
+"""Linear layers of a residual stream that is cut by sequence, whose all-gathers and reduce-scatters
+run beside the product before or after them.
+
+- An all-gather before a product: the product of the rank's own rows begins at once, while its piece
+  travels to the others; then those of the rows that arrive.
+- A reduce-scatter after a product: the rows of other ranks come first and travel while the rest is
+  computed. What arrives is summed once, in one pass that a compiler fuses into what follows.
+- Their mirrors in backward; the gradient of the weight covers a reduce-scatter. The input of a
+  column is gathered again there rather than kept.
+
+`exchange` moves the pieces. Operators of their own, since a compiler must not look into them;
+products run on two streams in turn, so that one fills the multiprocessors that the end of another
+leaves idle.
+
+Legend: B batch, T sequence, D width of the stream, F features of this rank, N ranks, Q = T/N.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stepgauge.parallel.exchange import Exchange, Inbox, Outbox, exchange_of, num_ranks, rows_of
+
+LANES = ("", "compute")
+
+
+def gathered_product(x_BQD: Tensor, weight_FD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """y_BTF = x_BTD weightᵀ, of the x_BQD of all ranks. `exchange.register` must know the group."""
+    return _Column.apply(x_BQD, weight_FD, group.group_name)
+
+
+def scattered_product(x_BTF: Tensor, weight_DF: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """y_BQD, this rank's piece of the sum over ranks of x_BTF weightᵀ."""
+    return _Row.apply(x_BTF, weight_DF, group.group_name)
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(x_BQD: Tensor, weight_FD: Tensor, group: str) -> Tensor:
+        return column_forward(x_BQD, weight_FD, group)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x_BQD, weight_FD, ctx.group = inputs
+        ctx.save_for_backward(x_BQD, weight_FD)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x_BQD, weight_FD = ctx.saved_tensors
+        wants = ctx.needs_input_grad[1]
+        parts_NBQD, weight = column_backward(gradient, x_BQD, weight_FD, wants, ctx.group)
+        return parts_NBQD.sum(0), weight if wants else None, None
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(x_BTF: Tensor, weight_DF: Tensor, group: str) -> Tensor:
+        return row_forward(x_BTF, weight_DF, group).sum(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x_BTF, weight_DF, ctx.group = inputs
+        ctx.save_for_backward(x_BTF, weight_DF)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x_BTF, weight_DF = ctx.saved_tensors
+        wants = ctx.needs_input_grad[1]
+        x, weight = row_backward(gradient, x_BTF, weight_DF, wants, ctx.group)
+        return x, weight if wants else None, None
+
+
+@torch.library.custom_op("stepgauge::column_forward", mutates_args=())
+def column_forward(x_BQD: Tensor, weight_FD: Tensor, group: str) -> Tensor:
+    exchange = _exchange_for(x_BQD, group, pieces=True)
+    y_BTF = _whole(x_BQD, exchange.ranks, weight_FD.shape[0])
+    with exchange.sides():
+        inbox = Inbox(exchange, x_BQD)
+        inbox.send(to_own=False)
+        _multiply_gathered(exchange, inbox, x_BQD, weight_FD.t(), y_BTF)
+    return y_BTF
+
+
+@torch.library.custom_op("stepgauge::column_backward", mutates_args=())
+def column_backward(
+    gradient_BTF: Tensor, x_BQD: Tensor, weight_FD: Tensor, wants_weight: bool, group: str
+) -> tuple[Tensor, Tensor]:
+    """The parts of x's gradient that all ranks have, and the gradient of the weight if wanted."""
+    exchange = _exchange_for(x_BQD, group, pieces=True)
+    weight_gradient = weight_FD.new_empty(weight_FD.shape if wants_weight else 0)
+    with exchange.sides():
+        inbox = Inbox(exchange, x_BQD) if wants_weight else None
+        if inbox is not None:
+            inbox.send(to_own=True)
+        outbox = _multiply_scattered(exchange, gradient_BTF, weight_FD)
+        outbox.receive()
+        if inbox is not None:
+            _multiply_rows(gradient_BTF, inbox.whole(), out=weight_gradient)
+    return outbox.parts_NBQD, weight_gradient
+
+
+@torch.library.custom_op("stepgauge::row_forward", mutates_args=())
+def row_forward(x_BTF: Tensor, weight_DF: Tensor, group: str) -> Tensor:
+    """The parts y_NBQD of this rank's piece, one of each rank."""
+    exchange = _exchange_for(x_BTF, group, pieces=False, width=weight_DF.shape[0])
+    with exchange.sides():
+        outbox = _multiply_scattered(exchange, x_BTF, weight_DF.t())
+        outbox.receive()
+    return outbox.parts_NBQD
+
+
+@torch.library.custom_op("stepgauge::row_backward", mutates_args=())
+def row_backward(
+    gradient_BQD: Tensor, x_BTF: Tensor, weight_DF: Tensor, wants_weight: bool, group: str
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and, if wanted, of the weight."""
+    exchange = _exchange_for(gradient_BQD, group, pieces=True)
+    x_gradient = x_BTF.new_empty(x_BTF.shape)
+    weight_gradient = weight_DF.new_empty(weight_DF.shape if wants_weight else 0)
+    with exchange.sides():
+        inbox = Inbox(exchange, gradient_BQD)
+        inbox.send(to_own=wants_weight)
+        _multiply_gathered(exchange, inbox, gradient_BQD, weight_DF, x_gradient)
+        if wants_weight:
+            _multiply_rows(inbox.whole(), x_BTF, out=weight_gradient)
+    return x_gradient, weight_gradient
+
+
+@column_forward.register_fake
+def _(x_BQD: Tensor, weight_FD: Tensor, group: str) -> Tensor:
+    return _whole(x_BQD, num_ranks(group), weight_FD.shape[0])
+
+
+@column_backward.register_fake
+def _(
+    gradient_BTF: Tensor, x_BQD: Tensor, weight_FD: Tensor, wants_weight: bool, group: str
+) -> tuple[Tensor, Tensor]:
+    parts = x_BQD.new_empty((num_ranks(group), *x_BQD.shape))
+    return parts, weight_FD.new_empty(weight_FD.shape if wants_weight else 0)
+
+
+@row_forward.register_fake
+def _(x_BTF: Tensor, weight_DF: Tensor, group: str) -> Tensor:
+    return x_BTF.new_empty(_parts(x_BTF, num_ranks(group), weight_DF.shape[0]))
+
+
+@row_backward.register_fake
+def _(
+    gradient_BQD: Tensor, x_BTF: Tensor, weight_DF: Tensor, wants_weight: bool, group: str
+) -> tuple[Tensor, Tensor]:
+    weight = weight_DF.new_empty(weight_DF.shape if wants_weight else 0)
+    return x_BTF.new_empty(x_BTF.shape), weight
+
+
+def _multiply_gathered(
+    exchange: Exchange, inbox: Inbox, own_BQD: Tensor, matrix: Tensor, out_BTF: Tensor
+) -> None:
+    """out = gathered matrix: the own rows first, then the others' as they arrive."""
+    _multiply(own_BQD, matrix, out=rows_of(out_BTF, exchange.rank, exchange.ranks))
+    for number, rank in enumerate(exchange.senders, 1):
+        with exchange.on(LANES[number % len(LANES)]):
+            piece_BQD = inbox.arrived(rank)
+            _multiply(piece_BQD, matrix, out=rows_of(out_BTF, rank, exchange.ranks))
+
+
+def _multiply_scattered(exchange: Exchange, x_BTF: Tensor, matrix: Tensor) -> Outbox:
+    """x matrix: the others' rows first, each told as soon as it is there, then the own ones."""
+    ranks = exchange.ranks
+    outbox = Outbox(exchange, _parts(x_BTF, ranks, matrix.shape[1]), x_BTF)
+    for number, rank in enumerate(exchange.receivers):
+        lane = LANES[number % len(LANES)]
+        with exchange.on(lane):
+            _multiply(rows_of(x_BTF, rank, ranks), matrix, out=outbox.piece(rank))
+        outbox.tell(rank, lane)
+    with exchange.on(LANES[(ranks - 1) % len(LANES)]):
+        own_BQD = rows_of(x_BTF, exchange.rank, ranks)
+        _multiply(own_BQD, matrix, out=outbox.parts_NBQD[exchange.rank])
+    return outbox
+
+
+def _multiply(rows_BQK: Tensor, matrix_KM: Tensor, *, out: Tensor) -> None:
+    """A batched product: it reads and writes rows of every sequence where they are."""
+    torch.bmm(rows_BQK, matrix_KM.expand(len(rows_BQK), -1, -1), out=out)
+
+
+def _multiply_rows(left_BTK: Tensor, right_BTM: Tensor, *, out: Tensor) -> None:
+    """out_KM, the sum over all tokens."""
+    torch.mm(left_BTK.flatten(0, 1).t(), right_BTM.flatten(0, 1), out=out)
+
+
+def _whole(x_BQD: Tensor, ranks: int, features: int) -> Tensor:
+    batch, length, _ = x_BQD.shape
+    return x_BQD.new_empty((batch, ranks * length, features))
+
+
+def _parts(x_BTF: Tensor, ranks: int, width: int) -> torch.Size:
+    batch, length, _ = x_BTF.shape
+    return torch.Size((ranks, batch, length // ranks, width))
+
+
+def _exchange_for(x: Tensor, group: str, *, pieces: bool, width: int = 0) -> Exchange:
+    """With room for x_BTD of all ranks: x has a piece of it, or all of its rows."""
+    rows = x.shape[0] * x.shape[1] * (num_ranks(group) if pieces else 1)
+    return exchange_of(group, x.device, rows * (width or x.shape[2]) * x.dtype.itemsize)
