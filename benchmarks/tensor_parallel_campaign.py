@@ -1,18 +1,28 @@
 """Tensor parallel, ours beside torch's own, in one run: 8 blocks 4096 wide (feed-forward 11,008, 32
-heads), one sequence of 8192 tokens, bf16 weights, forward and backward, on 1, 2 and 4 GPUs.
+heads), one sequence of 8192 tokens, bf16 weights, forward and backward, on 2 and 4 GPUs.
 
-    python benchmarks/tensor_parallel_campaign.py           # about 4 minutes on 4 GPUs
+    python benchmarks/tensor_parallel_campaign.py           # about 140 s on 2 GPUs
+    python benchmarks/tensor_parallel_campaign.py --only "one GPU" plain overlapped
     python benchmarks/tensor_parallel_campaign.py --small   # on a CPU: that it runs and is right
 
-Writes a JSON line a row to $OUT/tensor_parallel.jsonl (the folder here where OUT is not set): ms of
-the slowest rank, and the throughput of one GPU over that of one GPU alone, compiled. Before it is
-timed, each layout's output and gradient are held against one process's, in float32.
+The ways to run it: each GPU alone with all of it; cut, with collectives before and after products,
+or beside them; torch's tensor parallel and its async one. Before a way is timed, its output and
+gradients are held against one process, in float32 on a small network, then in bf16 on wide blocks
+against one process in float32.
+
+Writes a JSON line a row to $OUT/tensor_parallel.jsonl (the folder here where OUT is not set), as
+soon as it is there: ms of the slowest rank, and the throughput of one GPU over that of one GPU
+alone. A way that hangs is ended after 40 s and named; the others go on. Of the overlapped form the
+trace of a step is in $OUT/tensor_parallel_trace_N.json.gz.
 """
 
+import argparse
+import contextlib
+import dataclasses
+import faulthandler
 import json
 import os
 import statistics
-import sys
 from pathlib import Path
 
 import torch
@@ -33,18 +43,22 @@ from torch.distributed.tensor.parallel import (
 from stepgauge.measure.timing import time_phases
 from stepgauge.models.rotary import rotary_tables, rotate
 from stepgauge.models.transformer import TransformerLM, compiled
-from stepgauge.parallel.tensor_parallel import parallelize_tensor
-from stepgauge.runtime.launch import launch
+from stepgauge.parallel import overlapped
+from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tensor
+from stepgauge.runtime.launch import RankError, launch
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan import tensor as plan
 from stepgauge.spec.plan.tensor_tables import table_of
 
-LARGEST_ERROR = 1e-4  # relative, of float32
+HANG_S = 40
+# Relative, of one process in float32: of blocks in float32, and in bf16, which rounds to 2^-9.
+LARGEST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 SEED = 0
+WAYS = ("one GPU", "plain", "overlapped", "torch", "torch async")
+LANES = {"overlapped": ("", "compute"), "overlapped, one stream": ("",)}
 
 
-def full_spec(small: bool) -> ModelSpec:
-    shape = (64, 96, 4, 32, 2) if small else (4096, 11008, 32, 8192, 8)
-    width, d_ff, heads, length, blocks = shape
+def spec_of(width: int, d_ff: int, heads: int, length: int, blocks: int) -> ModelSpec:
     # One block more at each end, so that the blocks between are a stage without embedding and head.
     return ModelSpec(
         vocab_size=128,
@@ -56,8 +70,26 @@ def full_spec(small: bool) -> ModelSpec:
     )
 
 
+SMALL = spec_of(64, 96, 4, 32, 2)
+WIDE = spec_of(4096, 11008, 32, 2048, 2)
+FULL = spec_of(4096, 11008, 32, 8192, 8)
+
+
 def blocks_of(spec: ModelSpec) -> range:
     return range(1, spec.num_layers - 1)
+
+
+class Norm(nn.Module):
+    """RMSNorm by its formula, which DTensor of torch 2.11 compiles; it failed with nn.RMSNorm."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return (wide * scale).to(x.dtype) * self.weight
 
 
 class TorchBlock(nn.Module):
@@ -66,7 +98,7 @@ class TorchBlock(nn.Module):
     def __init__(self, spec: ModelSpec):
         super().__init__()
         d = spec.d_model
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(d, eps=1e-5), nn.RMSNorm(d, eps=1e-5)
+        self.attention_norm, self.ffn_norm = Norm(d), Norm(d)
         self.attention, self.ffn = TorchAttention(spec), TorchFeedForward(spec)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -118,6 +150,8 @@ class TorchStack(nn.Module):
             pairs |= {block.ffn.w2: ours.feed_forward.down.weight.detach()}
             for layer, weight in pairs.items():
                 layer.weight.data.copy_(weight)
+            block.attention_norm.weight.data.copy_(ours.attention_norm.weight.detach())
+            block.ffn_norm.weight.data.copy_(ours.feed_forward_norm.weight.detach())
         cos, sin = rotary_tables(spec, device)
         self.register_buffer("cos", cos.to(dtype), persistent=False)
         self.register_buffer("sin", sin.to(dtype), persistent=False)
@@ -141,132 +175,204 @@ def torch_plan() -> dict[str, object]:
     return {**gather, **norms, **{name: ColwiseParallel() for name in columns}, **rows}
 
 
-def build(provider: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The blocks on this rank's share of the ranks: x_BTD, of torch's own a piece of it, in."""
-    ours = TransformerLM(spec, device=device, blocks=blocks_of(spec), seed=SEED).to(dtype)
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """The blocks under one of WAYS: a piece x_BQD of the stream in and out, alone all of it."""
+
+    way: str
+    spec: ModelSpec
+    device: torch.device
+    dtype: torch.dtype
+    module: nn.Module
+    cut: TensorParallel | None
+
+    @classmethod
+    def of(cls, way: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> "Network":
+        module, cut = whole_blocks(spec, device, dtype), None
+        if way.startswith("torch"):
+            module = TorchStack(spec, module)
+            mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+            for block in module.blocks:
+                parallelize_module(block, mesh, torch_plan())
+        elif way != "one GPU":
+            table = table_of(spec, blocks_of(spec))
+            cut = parallelize_tensor(module, table, overlap=way == "overlapped")
+        return cls(way, spec, device, dtype, module, cut)
+
+    def part(self, x: Tensor) -> Tensor:
+        if self.way == "one GPU":
+            return x
+        return x.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Of parameters whose names and cuts one process knows: of torch's none, it fuses less."""
+        if self.way.startswith("torch"):
+            return {}
+        return {name: each.grad for name, each in self.module.named_parameters()}
+
+    def error(self) -> float:
+        """The largest relative error of output and gradients, of one process in float32."""
+        generator = torch.Generator(self.device).manual_seed(2)
+        shape = (1 if self.spec is WIDE else 2, self.spec.context_length, self.spec.d_model)
+        whole = torch.randn(shape, generator=generator, device=self.device)
+        upstream = torch.randn(shape, generator=generator, device=self.device)
+        alone = whole_blocks(self.spec, self.device, self.dtype).float()
+        expected_in = whole.to(self.dtype).float().clone().requires_grad_()
+        expected = alone(expected_in)
+        expected.backward(upstream.to(self.dtype).float())
+        x = self.part(whole.to(self.dtype)).requires_grad_()
+        found = self.module(x)
+        found.backward(self.part(upstream.to(self.dtype)))
+        pairs = [(found, self.part(expected)), (x.grad, self.part(expected_in.grad))]
+        for name, gradient in self.gradients().items():
+            whole_gradient = alone.get_parameter(name).grad
+            part = self.cut.part(name, whole_gradient) if self.cut else whole_gradient
+            pairs.append((gradient, part))
+        return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+
+    def step_ms(self, steps: int) -> list[float]:
+        shape = (1, self.spec.context_length, self.spec.d_model)
+        x = self.part(torch.randn(shape, device=self.device, dtype=self.dtype))
+
+        def step() -> None:
+            y = self.module(x)
+            y.backward(torch.ones_like(y))
+            for parameter in self.module.parameters():
+                parameter.grad = None
+
+        step()  # compiles
+        watch()
+        return time_phases({"step": step}, self.device, warmup=3, steps=steps)["step"]
+
+
+def whole_blocks(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> TransformerLM:
+    ours = TransformerLM(spec, device=device, blocks=blocks_of(spec), seed=SEED)
     for parameter in ours.parameters():
         if parameter.ndim == 1:  # gains of one would hide a wrong sum of their gradients
             parameter.data.uniform_(0.5, 1.5, generator=torch.Generator(device).manual_seed(1))
-    ranks = dist.get_world_size()
-    if provider.startswith("ours"):
-        if ranks > 1:
-            parallelize_tensor(ours, table_of(spec, blocks_of(spec)))
-        return ours
-    theirs = TorchStack(spec, ours)
-    for block, other in zip(theirs.blocks, ours.blocks, strict=True):
-        block.attention_norm.weight.data.copy_(other.attention_norm.weight.detach())
-        block.ffn_norm.weight.data.copy_(other.feed_forward_norm.weight.detach())
-    if ranks > 1:
-        mesh = init_device_mesh(device.type, (ranks,))
-        for block in theirs.blocks:
-            parallelize_module(block, mesh, torch_plan())
-    return theirs
+    return ours.to(dtype)
 
 
-def input_of(provider: str, whole: Tensor) -> Tensor:
-    if provider.startswith("ours"):
-        return whole
-    return whole.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
+def watch() -> None:
+    """Ends this process, and with it the run, unless it comes here again in time."""
+    faulthandler.dump_traceback_later(HANG_S, exit=True)
 
 
-def check(provider: str, small: ModelSpec, device: torch.device) -> float:
-    """The largest relative error of output and gradient of the input, against one process."""
-    generator = torch.Generator(device).manual_seed(2)
-    shape = (2, small.context_length, small.d_model)
-    whole = torch.randn(shape, generator=generator, device=device)
-    upstream = torch.randn(shape, generator=generator, device=device)
-    alone = TransformerLM(small, device=device, blocks=blocks_of(small), seed=SEED)
-    for parameter in alone.parameters():
-        if parameter.ndim == 1:
-            parameter.data.uniform_(0.5, 1.5, generator=torch.Generator(device).manual_seed(1))
-    expected_in = whole.clone().requires_grad_()
-    expected = alone(expected_in)
-    expected.backward(upstream)
-    x = input_of(provider, whole).requires_grad_()
-    found = build(provider, small, device, torch.float32)(x)
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    found.backward(upstream.chunk(ranks, 1)[rank])
-    grad = expected_in.grad
-    if not provider.startswith("ours"):
-        grad = grad.chunk(ranks, 1)[rank]
-    pairs = ((found, expected.chunk(ranks, 1)[rank]), (x.grad, grad))
-    return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+def check(way: str, small: bool, device: torch.device) -> dict[str, float]:
+    errors = {}
+    cases = {"float32": (SMALL, torch.float32)}
+    if not small:
+        cases["bf16"] = (WIDE, torch.bfloat16)
+    least, plan.LEAST_OVERLAPPED_BYTES = plan.LEAST_OVERLAPPED_BYTES, 0
+    for name, (spec, dtype) in cases.items():
+        watch()
+        errors[f"error_{name}"] = error = Network.of(way, spec, device, dtype).error()
+        if error > LARGEST_ERROR[dtype]:
+            raise AssertionError(f"{way} is wrong in {name}: relative error {error:.2g}")
+    plan.LEAST_OVERLAPPED_BYTES = 0 if small else least
+    return errors
 
 
-def time_one(provider: str, small: bool) -> list[float]:
-    """ms of forward and backward, one value a step, after the check."""
+def run(way: str, small: bool, folder: str) -> list[dict[str, object]]:
+    """A row a variant, on every rank."""
     device = torch.device("cpu" if small else f"cuda:{torch.cuda.current_device()}")
-    error = check(provider, full_spec(small=True), device)
-    if error > LARGEST_ERROR:
-        raise AssertionError(f"{provider} is wrong: relative error {error:.2g}")
-    spec, dtype = full_spec(small), torch.float32 if small else torch.bfloat16
-    model = build(provider, spec, device, dtype)
-    is_async = "async" in provider
-    if is_async:
+    errors = check(way, small, device)
+    watch()
+    dtype = torch.float32 if small else torch.bfloat16
+    network = Network.of(way, SMALL if small else FULL, device, dtype)
+    if way == "torch async":
         torch._inductor.config._micro_pipeline_tp = True
         enable_symm_mem_for_group(dist.group.WORLD.group_name)
-    if "compiled" in provider:
-        compiled(model, "blocks")
-    shape = (1, spec.context_length, spec.d_model)
-    x = input_of(provider, torch.randn(shape, device=device, dtype=dtype))
-    held: dict[str, Tensor] = {}
-
-    def forward() -> None:
-        held["y"] = model(x)
-
-    def backward() -> None:
-        y = held.pop("y")
-        y.backward(torch.ones_like(y))
-        for parameter in model.parameters():
-            parameter.grad = None
-
-    phases = {"forward": forward, "backward": backward}
-    return time_phases(phases, device, warmup=1 if small else 5, steps=2 if small else 15)["step"]
+    if not small:
+        compiled(network.module, "blocks")
+    rows = []
+    for name, lanes in LANES.items() if way == "overlapped" else {way: ("",)}.items():
+        overlapped.LANES = lanes
+        steps_ms = network.step_ms(2 if small else 15)
+        rows.append({"way": name, **errors, "steps_ms": steps_ms})
+    if way == "overlapped" and not small:
+        overlapped.LANES = LANES[way]
+        trace(network, Path(folder) / f"tensor_parallel_trace_{dist.get_rank()}.json.gz")
+    return rows
 
 
-def measure(providers: list[str], small: bool) -> dict[str, list[float] | str]:
-    """Times by provider; why one failed, where it did on any rank."""
-    found: dict[str, list[float] | str] = {}
-    for provider in providers:
+def trace(network: Network, path: Path) -> None:
+    watch()
+    with torch.profiler.profile() as profile:
+        network.step_ms(1)
+    if dist.get_rank() == 0:
+        profile.export_chrome_trace(str(path))
+
+
+def measure(ways: list[str], small: bool, folder: str) -> None:
+    """Rows of the slowest rank, written by rank 0 as they come; why a way failed on any rank."""
+    torch.set_num_threads(1)
+    for way in ways:
         torch.compiler.reset()
+        rows: list[dict[str, object]] | str
         try:
-            outcome: list[float] | str = time_one(provider, small)
+            rows = run(way, small, folder)
         except Exception as error:  # the other rows are worth having
-            outcome = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        outcomes: list[list[float] | str] = [""] * dist.get_world_size()
-        dist.all_gather_object(outcomes, outcome)
-        failed = [each for each in outcomes if isinstance(each, str)]
-        slowest = [max(step) for step in zip(*outcomes, strict=True)] if not failed else []
-        found[provider] = failed[0] if failed else slowest
+            rows = f"{type(error).__name__}: {str(error)[:1500]}"
+        all_rows: list[list[dict[str, object]] | str] = [""] * dist.get_world_size()
+        dist.all_gather_object(all_rows, rows)
+        failed = [each for each in all_rows if isinstance(each, str)]
+        found = [{"way": way, "failed": failed[0]}] if failed else slowest(all_rows)
+        if dist.get_rank() == 0:
+            for row in found:
+                write(Path(folder), {"ranks": dist.get_world_size(), **row})
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def slowest(all_rows: list[list[dict[str, object]]]) -> list[dict[str, object]]:
+    found = []
+    for same in zip(*all_rows, strict=True):
+        steps_ms = [max(step) for step in zip(*(row["steps_ms"] for row in same), strict=True)]
+        errors = {key: max(row[key] for row in same) for key in same[0] if "error" in key}
+        median = statistics.median(steps_ms)
+        found.append({"way": same[0]["way"], "step_ms": median, **errors, "steps_ms": steps_ms})
     return found
 
 
+def write(folder: Path, row: dict[str, object]) -> None:
+    with (folder / "tensor_parallel.jsonl").open("a") as file:
+        file.write(json.dumps({**row, "torch": torch.__version__}) + "\n")
+
+
+def read(folder: Path) -> list[dict[str, object]]:
+    path = folder / "tensor_parallel.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def main() -> None:
-    small = "--small" in sys.argv
-    device, gpus = ("cpu", 2) if small else ("cuda", torch.cuda.device_count())
-    path = Path(os.environ.get("OUT", ".")) / "tensor_parallel.jsonl"
-    alone = None
-    with path.open("a") as file:
-        for ranks in [n for n in (1, 2, 4) if n <= gpus]:
-            providers = ["ours eager", "torch eager"] if small else ["ours eager", "ours compiled"]
-            if not small:
-                providers += ["torch compiled", *(["torch compiled async"] if ranks > 1 else [])]
-            found = launch(measure, providers, small, ranks=ranks, device=device)[0]
-            for provider, outcome in found.items():
-                row = {"ranks": ranks, "provider": provider, "torch": torch.__version__}
-                if isinstance(outcome, str):
-                    row["failed"] = outcome
-                else:
-                    row |= {"step_ms": statistics.median(outcome), "steps_ms": outcome}
-                    if ranks == 1 and "compiled" in provider:
-                        alone = min(alone or row["step_ms"], row["step_ms"])
-                    if alone:
-                        row["throughput_a_gpu"] = alone / row["step_ms"] / ranks
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-                print({key: value for key, value in row.items() if key != "steps_ms"}, flush=True)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
+    asked = parser.parse_args()
+    folder = Path(os.environ.get("OUT", ".")).resolve()
+    device, most = ("cpu", 2) if asked.small else ("cuda", torch.cuda.device_count())
+    for ranks in [n for n in (2, 4) if n <= most]:
+        before, ways = len(read(folder)), asked.only
+        while ways:
+            with contextlib.suppress(RankError):
+                launch(measure, ways, asked.small, str(folder), ranks=ranks, device=device)
+            done = {row["way"] for row in read(folder)[before:]}
+            ways = [way for way in ways if way not in done]
+            if ways:  # the first of them took a rank with it
+                failed = {"ranks": ranks, "way": ways.pop(0)}
+                write(folder, {**failed, "failed": f"a rank ended, or hung for {HANG_S} s"})
+        show(read(folder)[before:])
+
+
+def show(rows: list[dict[str, object]]) -> None:
+    alone = next((row.get("step_ms") for row in rows if row["way"] == "one GPU"), None)
+    for row in rows:
+        shown = {key: value for key, value in row.items() if key != "steps_ms"}
+        if alone and "step_ms" in row and row["way"] != "one GPU":
+            shown["throughput_a_gpu"] = alone / row["step_ms"] / row["ranks"]
+        print(shown, flush=True)
 
 
 if __name__ == "__main__":
