@@ -43,7 +43,6 @@ from torch.distributed.tensor.parallel import (
 from stepgauge.measure.timing import time_phases
 from stepgauge.models.rotary import rotary_tables, rotate
 from stepgauge.models.transformer import TransformerLM, compiled
-from stepgauge.parallel import overlapped
 from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tensor
 from stepgauge.runtime.launch import RankError, launch
 from stepgauge.spec.model import ModelSpec
@@ -55,7 +54,6 @@ HANG_S = 40
 LARGEST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 SEED = 0
 WAYS = ("one GPU", "plain", "overlapped", "torch", "torch async")
-LANES = {"overlapped": ("", "compute"), "overlapped, one stream": ("",)}
 
 
 def spec_of(width: int, d_ff: int, heads: int, length: int, blocks: int) -> ModelSpec:
@@ -273,8 +271,8 @@ def check(way: str, small: bool, device: torch.device) -> dict[str, float]:
     return errors
 
 
-def run(way: str, small: bool, folder: str) -> list[dict[str, object]]:
-    """A row a variant, on every rank."""
+def run(way: str, small: bool, folder: str) -> dict[str, object]:
+    """A row, on every rank."""
     device = torch.device("cpu" if small else f"cuda:{torch.cuda.current_device()}")
     errors = check(way, small, device)
     watch()
@@ -285,15 +283,10 @@ def run(way: str, small: bool, folder: str) -> list[dict[str, object]]:
         enable_symm_mem_for_group(dist.group.WORLD.group_name)
     if not small:
         compiled(network.module, "blocks")
-    rows = []
-    for name, lanes in LANES.items() if way == "overlapped" else {way: ("",)}.items():
-        overlapped.LANES = lanes
-        steps_ms = network.step_ms(2 if small else 15)
-        rows.append({"way": name, **errors, "steps_ms": steps_ms})
+    row = {"way": way, **errors, "steps_ms": network.step_ms(2 if small else 15)}
     if way == "overlapped" and not small:
-        overlapped.LANES = LANES[way]
         trace(network, Path(folder) / f"tensor_parallel_trace_{dist.get_rank()}.json.gz")
-    return rows
+    return row
 
 
 def trace(network: Network, path: Path) -> None:
@@ -309,31 +302,27 @@ def measure(ways: list[str], small: bool, folder: str) -> None:
     torch.set_num_threads(1)
     for way in ways:
         torch.compiler.reset()
-        rows: list[dict[str, object]] | str
+        row: dict[str, object] | str
         try:
-            rows = run(way, small, folder)
+            row = run(way, small, folder)
         except Exception as error:  # the other rows are worth having
-            rows = f"{type(error).__name__}: {str(error)[:1500]}"
-        all_rows: list[list[dict[str, object]] | str] = [""] * dist.get_world_size()
-        dist.all_gather_object(all_rows, rows)
-        failed = [each for each in all_rows if isinstance(each, str)]
-        found = [{"way": way, "failed": failed[0]}] if failed else slowest(all_rows)
+            row = f"{type(error).__name__}: {str(error)[:1500]}"
+        rows: list[dict[str, object] | str] = [""] * dist.get_world_size()
+        dist.all_gather_object(rows, row)
+        failed = [each for each in rows if isinstance(each, str)]
+        found = {"way": way, "failed": failed[0]} if failed else slowest(rows)
         if dist.get_rank() == 0:
-            for row in found:
-                write(Path(folder), {"ranks": dist.get_world_size(), **row})
+            write(Path(folder), {"ranks": dist.get_world_size(), **found})
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     faulthandler.cancel_dump_traceback_later()
 
 
-def slowest(all_rows: list[list[dict[str, object]]]) -> list[dict[str, object]]:
-    found = []
-    for same in zip(*all_rows, strict=True):
-        steps_ms = [max(step) for step in zip(*(row["steps_ms"] for row in same), strict=True)]
-        errors = {key: max(row[key] for row in same) for key in same[0] if "error" in key}
-        median = statistics.median(steps_ms)
-        found.append({"way": same[0]["way"], "step_ms": median, **errors, "steps_ms": steps_ms})
-    return found
+def slowest(rows: list[dict[str, object]]) -> dict[str, object]:
+    steps_ms = [max(step) for step in zip(*(row["steps_ms"] for row in rows), strict=True)]
+    errors = {key: max(row[key] for row in rows) for key in rows[0] if "error" in key}
+    median = statistics.median(steps_ms)
+    return {"way": rows[0]["way"], "step_ms": median, **errors, "steps_ms": steps_ms}
 
 
 def write(folder: Path, row: dict[str, object]) -> None:

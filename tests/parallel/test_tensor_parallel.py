@@ -12,11 +12,15 @@ from torch.distributed.tensor.debug import CommDebugMode
 from stepgauge.kernels.linear_cross_entropy.partial import partial_backward, partial_forward
 from stepgauge.models.bert import BertForMaskedLM
 from stepgauge.models.transformer import TransformerLM
+from stepgauge.parallel.exchange import exchange_of
+from stepgauge.parallel.overlapped import gathered_product
+from stepgauge.parallel.pipeline.peer_memory import VALUES
 from stepgauge.parallel.tensor_parallel import parallelize_tensor
 from stepgauge.parallel.vocabulary_loss import PartialLoss
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan import tensor as plan
 from stepgauge.spec.plan.tensor import Rule, Section, plan_collectives
 from stepgauge.spec.plan.tensor_tables import table_of
 
@@ -143,14 +147,18 @@ def train(model, clip):
     return torch.tensor(found, dtype=torch.float64)
 
 
-def difference(name, by_sequence, partial_loss=None):
+def difference(name, by_sequence=True, partial_loss=None, overlap=False, prepare=None):
     """The largest difference from one process: of losses and norms, gradients, weights."""
     whole, table = build(name)
     whole_found = train(whole, lambda norm: nn.utils.clip_grad_norm_(whole.parameters(), norm))
     model, _ = build(name)
     if dist.get_rank():  # rank 0's values count
         nn.init.zeros_(next(model.parameters()))
-    parallel = parallelize_tensor(model, table, by_sequence=by_sequence, partial_loss=partial_loss)
+    parallel = parallelize_tensor(
+        model, table, by_sequence=by_sequence, overlap=overlap, partial_loss=partial_loss
+    )
+    if prepare is not None:
+        prepare(parallel.module)
     found = train(parallel.module, parallel.clip_gradients)
     differences = [(found - whole_found).abs().max()]
     cut = 0
@@ -187,6 +195,64 @@ def collectives_differ():
     return ""
 
 
+def overlapped_differences():
+    """The same of collectives beside products: of every kind of network, of compiled blocks, of
+    frozen weights, and of more turns than flags have values.
+    """
+    least, plan.LEAST_OVERLAPPED_BYTES = plan.LEAST_OVERLAPPED_BYTES, 0
+    found = {(name, "overlapped"): difference(name, overlap=True) for name in (*SPECS, "user")}
+    found["compiled"] = difference("default", overlap=True, prepare=compile_blocks)
+    found["frozen"] = difference_when_frozen()
+    found["many turns"] = max(many_turns() for _ in range(2))
+    plan.LEAST_OVERLAPPED_BYTES = least
+    return found
+
+
+def compile_blocks(model):
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+
+
+def difference_when_frozen():
+    """Of the other gradients, where the weights of columns and rows have none."""
+    found = []
+    for overlap in (False, True):
+        model, table = build("default")
+        for each in model.blocks[0].parameters():
+            each.requires_grad_(each.ndim == 1)
+        parallel = parallelize_tensor(model, table, overlap=overlap)
+        parallel.module(*batch(0)).backward()
+        found.append({n: p.grad for n, p in parallel.module.named_parameters()})
+    plain, overlapped = found
+    assert [n for n in plain if plain[n] is None] == [n for n in plain if overlapped[n] is None]
+    return max((plain[n] - overlapped[n]).abs().max().item() for n in plain if plain[n] is not None)
+
+
+def many_turns():
+    """Of the product of ranks' pieces, each turn other ones, in boxes that must grow first."""
+    group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    weight, largest = torch.eye(64, dtype=torch.float64)[: 64 // ranks], 0.0
+    for turn in range(VALUES + 8):
+        x = torch.full((1, 1, 64), turn + rank, dtype=torch.float64)
+        y = gathered_product(x, weight, group)
+        expected = turn + torch.arange(ranks, dtype=torch.float64)
+        largest = max(largest, (y - expected[None, :, None]).abs().max().item())
+    assert exchange_of(group.group_name, x.device, 1)._turns[0] >= VALUES
+    return largest
+
+
+def left_to_the_library():
+    """Collectives that are not beside a product: of the head, of the first and last of the stream."""
+    model, table = build("default")
+    least, plan.LEAST_OVERLAPPED_BYTES = plan.LEAST_OVERLAPPED_BYTES, 0
+    parallel = parallelize_tensor(model, table, overlap=True)
+    with CommDebugMode() as counter:
+        parallel.module(*batch(0)).backward()
+    plan.LEAST_OVERLAPPED_BYTES = least
+    names = {str(operator): count for operator, count in counter.get_comm_counts().items()}
+    return [sum(n for name, n in names.items() if each in name) for each in ("gather", "scatter")]
+
+
 def message_of(call):
     try:
         call()
@@ -209,6 +275,9 @@ def mistakes():
                 model, {"head": Rule("column", (Section(VOCABULARY, unit=VOCABULARY),))}
             )
         ),
+        "whole": message_of(
+            lambda: parallelize_tensor(model, table, by_sequence=False, overlap=True)
+        ),
         "different": message_of(lambda: parallelize_tensor(wrong, {"": Rule("column")})),
     }
 
@@ -222,7 +291,12 @@ def everything():
     }
     for name in ("default", "tied, learned, layernorm, gelu, biases"):
         found[name, "no logits held"] = difference(name, True, PARTIAL_LOSS)
-    others = {"collectives": collectives_differ(), "mistakes": mistakes()}
+    found |= overlapped_differences()
+    others = {
+        "left": left_to_the_library(),
+        "collectives": collectives_differ(),
+        "mistakes": mistakes(),
+    }
     return {**found, "logits": logits_differ()}, others
 
 
@@ -231,10 +305,14 @@ def test_training_equals_that_of_one_process(ranks):
     for found, others in launch(everything, ranks=ranks):
         said = others["mistakes"]
         assert others["collectives"] == ""
+        assert others["left"] == [2, 1]
         for case, largest in found.items():
             assert largest < 1e-10, case
         assert said["odd sequence"].startswith(f"the sequence has 5 tokens, which {ranks} ranks")
         assert said["no module"] == "'nobody' is the name of no module"
         assert said["no linear"] == "norm is a RMSNorm; the rule column cuts nn.Linear"
         assert said["heads"].startswith("head.weight: 1 units of 11 rows cannot be cut into")
+        assert said["whole"] == (
+            "overlap is True and by_sequence False; only pieces are overlapped"
+        )
         assert "the ranks' models differ: parameter or buffer weight" in said["different"]

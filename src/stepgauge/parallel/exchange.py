@@ -11,8 +11,8 @@ Why nothing is overwritten too early, without a word from the reader. Each kind 
 turns that all ranks count alike, turn k has box k mod 2, and in every turn each rank hears from
 each other. Before a rank's box of turn k is written, this rank has heard from that one in turn
 k - 1. That message was sent after the other rank's stream had finished turn k - 2, the last that
-read this box: `sides` makes every stream begin after what the calling stream has done, and makes
-the calling stream wait for all of them at the end. The same holds for flags, so each box has its
+read this box: every stream begins after what the calling stream has done, which waits for all of
+them at the end of a turn (`order`, `sides`). The same holds for flags, so each box has its
 own: a flag that is still waited for is not set again.
 
 Why nobody waits for ever. A rank hands its streams everything that it sends in a turn before the
@@ -27,6 +27,7 @@ Legend: B batch, T sequence, D width, N ranks, Q = T/N.
 """
 
 import contextlib
+import math
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -39,6 +40,7 @@ from stepgauge.parallel.pipeline.peer_memory import ALIGNMENT, PeerMemory, peer_
 
 BOXES = 2  # of each kind: one is read while the next is written
 _INBOX, _OUTBOX = 0, 1
+_SIDES = ("send", "tell", "receive")
 
 
 class Exchange:
@@ -47,67 +49,60 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, box_bytes: int):
         self.rank, self.ranks = group.rank(), group.size()
         self.device, self.box_bytes = device, box_bytes
+        # The other ranks in the order in which this one sends to them: each receives from one at a
+        # time, in the reverse order.
+        self.receivers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
+        self.senders = self.receivers[::-1]
         flags = 2 * BOXES * self.ranks
         self.memory: PeerMemory = peer_memory(2 * BOXES, box_bytes, flags, device, group)
         self._turns = [0, 0]
+        self._views: dict[Any, tuple[Tensor, tuple[Tensor, ...]]] = {}
         self._streams: dict[str, Any] = {}
+        if device.type == "cuda":
+            self._streams = {name: torch.cuda.Stream(device) for name in _SIDES}
+            self._events = {name: torch.cuda.Event() for name in ("", *_SIDES)}
+            self._done = torch.cuda.Event()
+        self.handles = {name: each.cuda_stream for name, each in self._streams.items()}
 
     def turn(self, kind: int) -> tuple[int, int]:
         """The number of the next turn of a kind of boxes, and its box."""
         self._turns[kind] += 1
         return self._turns[kind], BOXES * kind + self._turns[kind] % BOXES
 
-    def view(self, rank: int, box: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        nbytes = shape.numel() * dtype.itemsize
-        return self.memory.box(rank, box)[:nbytes].view(dtype).view(shape)
+    def view(self, box: int, shape: tuple[int, ...], dtype: torch.dtype, dim: int) -> Any:
+        """This rank's box as a tensor, and its N parts along a dim."""
+        key = box, shape, dtype
+        if key not in self._views:
+            nbytes = math.prod(shape) * dtype.itemsize
+            whole = self.memory.box(self.rank, box)[:nbytes].view(dtype).view(shape)
+            self._views[key] = whole, whole.chunk(self.ranks, dim)
+        return self._views[key]
 
-    def tell(self, rank: int, box: int, turn: int) -> None:
-        self.memory.tell(rank, box * self.ranks + self.rank, turn)
+    def tell(self, rank: int, box: int, turn: int, side: str) -> None:
+        self.memory.tell(rank, box * self.ranks + self.rank, turn, self.handles.get(side))
 
-    def wait(self, rank: int, box: int, turn: int) -> None:
-        self.memory.wait(box * self.ranks + rank, turn)
+    def wait(self, rank: int, box: int, turn: int, side: str = "") -> None:
+        self.memory.wait(box * self.ranks + rank, turn, self.handles.get(side))
 
     @contextlib.contextmanager
-    def sides(self) -> Iterator[None]:
-        """Around a use of boxes: other streams begin after the calling one and end before it."""
-        if self.device.type != "cuda":
+    def sides(self, *names: str) -> Iterator[None]:
+        """Around a turn that uses these streams: at its end the calling one waits for them."""
+        if not self._streams:
             yield
             return
-        current = torch.cuda.current_stream(self.device)
-        if not self._streams:
-            names = ("send", "tell", "receive", "compute")
-            self._streams = {name: torch.cuda.Stream(self.device) for name in names}
-            self._done = torch.cuda.Event()
-        current.wait_event(self._done)  # of the last use, on whatever stream it was
-        for stream in self._streams.values():
-            stream.wait_stream(current)
+        self._current = torch.cuda.current_stream(self.device)
+        self._current.wait_event(self._done)  # of the last turn, whichever stream called then
         yield
-        for stream in self._streams.values():
-            current.wait_stream(stream)
-        self._done.record(current)
-
-    def on(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """A stream of `sides`; "" is the calling one."""
-        if self.device.type != "cuda" or not name:
-            return contextlib.nullcontext()
-        return torch.cuda.stream(self._streams[name])
+        for name in names:
+            self.order(name, "")
+        self._done.record(self._current)
 
     def order(self, before: str, after: str) -> None:
         """A stream waits for what another has been given; "" is the calling one."""
-        if self.device.type == "cuda":
-            current = torch.cuda.current_stream(self.device)
-            self._streams.get(after, current).wait_stream(self._streams.get(before, current))
-
-    @property
-    def receivers(self) -> list[int]:
-        """The other ranks, in the order in which this one sends to them: each receives from one at
-        a time. The reverse is the order in which it receives.
-        """
-        return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
-
-    @property
-    def senders(self) -> list[int]:
-        return self.receivers[::-1]
+        if self._streams:
+            event = self._events[before]
+            event.record(self._streams.get(before, self._current))
+            self._streams.get(after, self._current).wait_event(event)
 
 
 class Inbox:
@@ -115,78 +110,77 @@ class Inbox:
 
     def __init__(self, exchange: Exchange, x_BQD: Tensor):
         self._exchange, self._piece = exchange, x_BQD.contiguous()
-        batch, length, width = x_BQD.shape
-        self._shape = torch.Size((batch, exchange.ranks * length, width))
         self._turn, self._box = exchange.turn(_INBOX)
-        self.whole_BTD = self._of(exchange.rank)
-
-    def _of(self, rank: int) -> Tensor:
-        return self._exchange.view(rank, self._box, self._shape, self._piece.dtype)
+        batch, length, width = x_BQD.shape
+        shape = (batch, exchange.ranks * length, width)
+        self._whole, self._rows = exchange.view(self._box, shape, x_BQD.dtype, 1)
 
     def send(self, *, to_own: bool) -> None:
-        """This rank's piece to all others, and to its own box where `whole_BTD` is wanted."""
+        """This rank's piece to all others, and to its own box where `whole` is wanted."""
         exchange = self._exchange
-        with exchange.on("send"):
-            for peer in exchange.receivers:
-                self._copy(self._of(peer))
-                exchange.tell(peer, self._box, self._turn)
-            if to_own:
-                self._copy(self.whole_BTD)
+        exchange.order("", "send")
+        for peer in exchange.receivers:
+            self._copy(peer)
+            exchange.tell(peer, self._box, self._turn, "send")
+        if to_own:
+            self._copy(exchange.rank)
 
-    def _copy(self, target_BTD: Tensor) -> None:
-        # A sequence at a time: rows that are contiguous go by a copy engine.
-        rows_BQD = rows_of(target_BTD, self._exchange.rank, self._exchange.ranks)
-        for target, piece in zip(rows_BQD.unbind(), self._piece.unbind(), strict=True):
-            target.copy_(piece)
+    def _copy(self, rank: int) -> None:
+        """A sequence at a time, whose rows are contiguous in the box."""
+        exchange, memory = self._exchange, self._exchange.memory
+        batch, nbytes = self._piece.shape[0], self._piece.nbytes // self._piece.shape[0]
+        target, source = memory.address(rank, self._box), self._piece.data_ptr()
+        for number in range(batch):
+            place = (number * exchange.ranks + exchange.rank) * nbytes
+            stream = exchange.handles.get("send")
+            memory.copy(target + place, source + number * nbytes, nbytes, stream)
 
     def arrived(self, rank: int) -> Tensor:
-        """Another rank's piece, for which the current stream waits."""
+        """Another rank's piece, for which the calling stream waits."""
         self._exchange.wait(rank, self._box, self._turn)
-        return rows_of(self.whole_BTD, rank, self._exchange.ranks)
+        rows_BQD: Tensor = self._rows[rank]
+        return rows_BQD
 
     def whole(self) -> Tensor:
         """All pieces, sent with `to_own`, for which the calling stream waits."""
         for rank in self._exchange.senders:
             self.arrived(rank)
         self._exchange.order("send", "")
-        return self.whole_BTD
+        whole_BTD: Tensor = self._whole
+        return whole_BTD
 
 
 class Outbox:
     """One turn: a piece for each other rank, and in `parts_NBQD` what all have for this one."""
 
-    def __init__(self, exchange: Exchange, shape_NBQD: torch.Size, like: Tensor):
+    def __init__(self, exchange: Exchange, shape_NBQD: tuple[int, ...], like: Tensor):
         self._exchange = exchange
         self._turn, self._box = exchange.turn(_OUTBOX)
-        self._shape, self._dtype = shape_NBQD, like.dtype
+        self._pieces = exchange.view(self._box, shape_NBQD, like.dtype, 0)[1]
         self.parts_NBQD = like.new_empty(shape_NBQD)
+        exchange.order("", "receive")  # from here on the memory of `parts_NBQD` is free to write
 
     def piece(self, rank: int) -> Tensor:
-        """Where the piece for another rank is to be written."""
-        return self._of(self._exchange.rank)[rank]
+        """Where the piece for a rank is to be written."""
+        if rank == self._exchange.rank:
+            return self.parts_NBQD[rank]
+        piece_BQD: Tensor = self._pieces[rank][0]
+        return piece_BQD
 
-    def _of(self, rank: int) -> Tensor:
-        return self._exchange.view(rank, self._box, self._shape, self._dtype)
-
-    def tell(self, rank: int, stream: str) -> None:
-        """That the piece for a rank is there once the stream has done what it was given."""
-        self._exchange.order(stream, "tell")
-        with self._exchange.on("tell"):
-            self._exchange.tell(rank, self._box, self._turn)
+    def tell(self, rank: int) -> None:
+        """That the piece is there once the calling stream has done what it was given."""
+        self._exchange.order("", "tell")
+        self._exchange.tell(rank, self._box, self._turn, "tell")
 
     def receive(self) -> None:
         """Copies out what the others have for this rank, once they have said so."""
-        exchange = self._exchange
-        with exchange.on("receive"):
-            for rank in exchange.senders:
-                exchange.wait(rank, self._box, self._turn)
-                self.parts_NBQD[rank].copy_(self._of(rank)[exchange.rank])
-
-
-def rows_of(x_BTD: Tensor, rank: int, ranks: int) -> Tensor:
-    """The piece x_BQD of a rank."""
-    length = x_BTD.shape[1] // ranks
-    return x_BTD.narrow(1, rank * length, length)
+        exchange, memory = self._exchange, self._exchange.memory
+        nbytes, target = self.parts_NBQD[0].nbytes, self.parts_NBQD.data_ptr()
+        for rank in exchange.senders:
+            exchange.wait(rank, self._box, self._turn, "receive")
+            source = memory.address(rank, self._box) + exchange.rank * nbytes
+            stream = exchange.handles.get("receive")
+            memory.copy(target + rank * nbytes, source, nbytes, stream)
 
 
 _groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()

@@ -61,12 +61,15 @@ class Network:
     partial_loss: PartialLoss | None = None
     cut_sequences: Callable[[nn.Module, dist.ProcessGroup], ContextParallel] | None = None
 
-    def cut_layers(self, stage: int, module: nn.Module, mesh: DeviceMesh) -> TensorParallel:
+    def cut_layers(
+        self, stage: int, module: nn.Module, mesh: DeviceMesh, *, overlap: bool
+    ) -> TensorParallel:
         """The stage with its layers cut, in place."""
         return parallelize_tensor(
             module,
             self.table(stage),
             group=mesh.get_group("tensor"),
+            overlap=overlap,
             partial_loss=self.partial_loss,
         )
 
@@ -121,7 +124,7 @@ def spread(
         group = context_group(layout, device.type)
         context = [network.cut_sequences(module, group) for module in modules.values()]
     tensor = {
-        stage: network.cut_layers(stage, module, mesh)
+        stage: network.cut_layers(stage, module, mesh, overlap=layout.overlap)
         for stage, module in modules.items()
         if layout.tensor > 1
     }

@@ -8,22 +8,20 @@ run beside the product before or after them.
 - Their mirrors in backward; the gradient of the weight covers a reduce-scatter. The input of a
   column is gathered again there rather than kept.
 
-`exchange` moves the pieces. Operators of their own, since a compiler must not look into them;
-products run on two streams in turn, so that one fills the multiprocessors that the end of another
-leaves idle.
+`exchange` moves the pieces. Operators of their own, since a compiler must not look into them, by
+torch.library's plain functions: its custom_op costs more host time than all that is launched here.
 
 Legend: B batch, T sequence, D width of the stream, F features of this rank, N ranks, Q = T/N.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepgauge.parallel.exchange import Exchange, Inbox, Outbox, exchange_of, num_ranks, rows_of
-
-LANES = ("", "compute")
+from stepgauge.parallel.exchange import Exchange, Inbox, Outbox, exchange_of, num_ranks
 
 
 def gathered_product(x_BQD: Tensor, weight_FD: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -72,54 +70,50 @@ class _Row(torch.autograd.Function):
         return x, weight if wants else None, None
 
 
-@torch.library.custom_op("stepgauge::column_forward", mutates_args=())
-def column_forward(x_BQD: Tensor, weight_FD: Tensor, group: str) -> Tensor:
-    exchange = _exchange_for(x_BQD, group, pieces=True)
-    y_BTF = _whole(x_BQD, exchange.ranks, weight_FD.shape[0])
-    with exchange.sides():
+def _column_forward(x_BQD: Tensor, weight_FD: Tensor, group: str) -> Tensor:
+    """y_BTF."""
+    exchange = _exchange_for(x_BQD, group, x_BQD.shape[2], ranks=num_ranks(group))
+    y_BTF = _fake_column_forward(x_BQD, weight_FD, group)
+    with exchange.sides("send"):
         inbox = Inbox(exchange, x_BQD)
         inbox.send(to_own=False)
         _multiply_gathered(exchange, inbox, x_BQD, weight_FD.t(), y_BTF)
     return y_BTF
 
 
-@torch.library.custom_op("stepgauge::column_backward", mutates_args=())
-def column_backward(
+def _column_backward(
     gradient_BTF: Tensor, x_BQD: Tensor, weight_FD: Tensor, wants_weight: bool, group: str
 ) -> tuple[Tensor, Tensor]:
-    """The parts of x's gradient that all ranks have, and the gradient of the weight if wanted."""
-    exchange = _exchange_for(x_BQD, group, pieces=True)
+    """The parts that all ranks have of x's gradient, and the gradient of the weight if wanted."""
+    exchange = _exchange_for(x_BQD, group, x_BQD.shape[2], ranks=num_ranks(group))
     weight_gradient = weight_FD.new_empty(weight_FD.shape if wants_weight else 0)
-    with exchange.sides():
+    with exchange.sides("send", "tell", "receive"):
         inbox = Inbox(exchange, x_BQD) if wants_weight else None
         if inbox is not None:
             inbox.send(to_own=True)
         outbox = _multiply_scattered(exchange, gradient_BTF, weight_FD)
-        outbox.receive()
         if inbox is not None:
             _multiply_rows(gradient_BTF, inbox.whole(), out=weight_gradient)
     return outbox.parts_NBQD, weight_gradient
 
 
-@torch.library.custom_op("stepgauge::row_forward", mutates_args=())
-def row_forward(x_BTF: Tensor, weight_DF: Tensor, group: str) -> Tensor:
+def _row_forward(x_BTF: Tensor, weight_DF: Tensor, group: str) -> Tensor:
     """The parts y_NBQD of this rank's piece, one of each rank."""
-    exchange = _exchange_for(x_BTF, group, pieces=False, width=weight_DF.shape[0])
-    with exchange.sides():
+    exchange = _exchange_for(x_BTF, group, weight_DF.shape[0])
+    with exchange.sides("tell", "receive"):
         outbox = _multiply_scattered(exchange, x_BTF, weight_DF.t())
-        outbox.receive()
     return outbox.parts_NBQD
 
 
-@torch.library.custom_op("stepgauge::row_backward", mutates_args=())
-def row_backward(
+def _row_backward(
     gradient_BQD: Tensor, x_BTF: Tensor, weight_DF: Tensor, wants_weight: bool, group: str
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and, if wanted, of the weight."""
-    exchange = _exchange_for(gradient_BQD, group, pieces=True)
-    x_gradient = x_BTF.new_empty(x_BTF.shape)
-    weight_gradient = weight_DF.new_empty(weight_DF.shape if wants_weight else 0)
-    with exchange.sides():
+    exchange = _exchange_for(x_BTF, group, weight_DF.shape[0])
+    x_gradient, weight_gradient = _fake_row_backward(
+        gradient_BQD, x_BTF, weight_DF, wants_weight, group
+    )
+    with exchange.sides("send"):
         inbox = Inbox(exchange, gradient_BQD)
         inbox.send(to_own=wants_weight)
         _multiply_gathered(exchange, inbox, gradient_BQD, weight_DF, x_gradient)
@@ -128,55 +122,85 @@ def row_backward(
     return x_gradient, weight_gradient
 
 
-@column_forward.register_fake
-def _(x_BQD: Tensor, weight_FD: Tensor, group: str) -> Tensor:
-    return _whole(x_BQD, num_ranks(group), weight_FD.shape[0])
+def _fake_column_forward(x_BQD: Tensor, weight_FD: Tensor, group: str) -> Tensor:
+    batch, length, _ = x_BQD.shape
+    return x_BQD.new_empty((batch, num_ranks(group) * length, weight_FD.shape[0]))
 
 
-@column_backward.register_fake
-def _(
+def _fake_column_backward(
     gradient_BTF: Tensor, x_BQD: Tensor, weight_FD: Tensor, wants_weight: bool, group: str
 ) -> tuple[Tensor, Tensor]:
     parts = x_BQD.new_empty((num_ranks(group), *x_BQD.shape))
     return parts, weight_FD.new_empty(weight_FD.shape if wants_weight else 0)
 
 
-@row_forward.register_fake
-def _(x_BTF: Tensor, weight_DF: Tensor, group: str) -> Tensor:
+def _fake_row_forward(x_BTF: Tensor, weight_DF: Tensor, group: str) -> Tensor:
     return x_BTF.new_empty(_parts(x_BTF, num_ranks(group), weight_DF.shape[0]))
 
 
-@row_backward.register_fake
-def _(
+def _fake_row_backward(
     gradient_BQD: Tensor, x_BTF: Tensor, weight_DF: Tensor, wants_weight: bool, group: str
 ) -> tuple[Tensor, Tensor]:
     weight = weight_DF.new_empty(weight_DF.shape if wants_weight else 0)
     return x_BTF.new_empty(x_BTF.shape), weight
 
 
+_LIBRARY = torch.library.Library("stepgauge", "FRAGMENT")
+
+
+def _operator(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    _LIBRARY.define(name + schema)
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, run, device)
+    torch.library.register_fake(f"stepgauge::{name}", fake)
+    return getattr(torch.ops.stepgauge, name).default
+
+
+column_forward = _operator(
+    "column_forward",
+    "(Tensor x, Tensor weight, str group) -> Tensor",
+    _column_forward,
+    _fake_column_forward,
+)
+column_backward = _operator(
+    "column_backward",
+    "(Tensor gradient, Tensor x, Tensor weight, bool wants_weight, str group) -> (Tensor, Tensor)",
+    _column_backward,
+    _fake_column_backward,
+)
+row_forward = _operator(
+    "row_forward",
+    "(Tensor x, Tensor weight, str group) -> Tensor",
+    _row_forward,
+    _fake_row_forward,
+)
+row_backward = _operator(
+    "row_backward",
+    "(Tensor gradient, Tensor x, Tensor weight, bool wants_weight, str group) -> (Tensor, Tensor)",
+    _row_backward,
+    _fake_row_backward,
+)
+
+
 def _multiply_gathered(
     exchange: Exchange, inbox: Inbox, own_BQD: Tensor, matrix: Tensor, out_BTF: Tensor
 ) -> None:
     """out = gathered matrix: the own rows first, then the others' as they arrive."""
-    _multiply(own_BQD, matrix, out=rows_of(out_BTF, exchange.rank, exchange.ranks))
-    for number, rank in enumerate(exchange.senders, 1):
-        with exchange.on(LANES[number % len(LANES)]):
-            piece_BQD = inbox.arrived(rank)
-            _multiply(piece_BQD, matrix, out=rows_of(out_BTF, rank, exchange.ranks))
+    rows = out_BTF.chunk(exchange.ranks, 1)
+    _multiply(own_BQD, matrix, out=rows[exchange.rank])
+    for rank in exchange.senders:
+        _multiply(inbox.arrived(rank), matrix, out=rows[rank])
 
 
 def _multiply_scattered(exchange: Exchange, x_BTF: Tensor, matrix: Tensor) -> Outbox:
     """x matrix: the others' rows first, each told as soon as it is there, then the own ones."""
-    ranks = exchange.ranks
-    outbox = Outbox(exchange, _parts(x_BTF, ranks, matrix.shape[1]), x_BTF)
-    for number, rank in enumerate(exchange.receivers):
-        lane = LANES[number % len(LANES)]
-        with exchange.on(lane):
-            _multiply(rows_of(x_BTF, rank, ranks), matrix, out=outbox.piece(rank))
-        outbox.tell(rank, lane)
-    with exchange.on(LANES[(ranks - 1) % len(LANES)]):
-        own_BQD = rows_of(x_BTF, exchange.rank, ranks)
-        _multiply(own_BQD, matrix, out=outbox.parts_NBQD[exchange.rank])
+    outbox = Outbox(exchange, _parts(x_BTF, exchange.ranks, matrix.shape[1]), x_BTF)
+    rows = x_BTF.chunk(exchange.ranks, 1)
+    for rank in exchange.receivers:
+        _multiply(rows[rank], matrix, out=outbox.piece(rank))
+        outbox.tell(rank)
+    _multiply(rows[exchange.rank], matrix, out=outbox.piece(exchange.rank))
+    outbox.receive()
     return outbox
 
 
@@ -190,17 +214,11 @@ def _multiply_rows(left_BTK: Tensor, right_BTM: Tensor, *, out: Tensor) -> None:
     torch.mm(left_BTK.flatten(0, 1).t(), right_BTM.flatten(0, 1), out=out)
 
 
-def _whole(x_BQD: Tensor, ranks: int, features: int) -> Tensor:
-    batch, length, _ = x_BQD.shape
-    return x_BQD.new_empty((batch, ranks * length, features))
-
-
-def _parts(x_BTF: Tensor, ranks: int, width: int) -> torch.Size:
+def _parts(x_BTF: Tensor, ranks: int, width: int) -> tuple[int, ...]:
     batch, length, _ = x_BTF.shape
-    return torch.Size((ranks, batch, length // ranks, width))
+    return ranks, batch, length // ranks, width
 
 
-def _exchange_for(x: Tensor, group: str, *, pieces: bool, width: int = 0) -> Exchange:
-    """With room for x_BTD of all ranks: x has a piece of it, or all of its rows."""
-    rows = x.shape[0] * x.shape[1] * (num_ranks(group) if pieces else 1)
-    return exchange_of(group, x.device, rows * (width or x.shape[2]) * x.dtype.itemsize)
+def _exchange_for(x: Tensor, group: str, width: int, *, ranks: int = 1) -> Exchange:
+    """With room for x_BTD of that width, of which x has all rows, or one of so many pieces."""
+    return exchange_of(group, x.device, x.shape[0] * x.shape[1] * ranks * width * x.dtype.itemsize)

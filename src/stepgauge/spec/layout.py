@@ -2,7 +2,8 @@
 
 A layout has up to four axes. `data` copies or shards the network over ranks with different
 batches, `context` cuts each sequence, `tensor` each layer, and `pipeline` gives each rank a run of
-layers. Its text names what is not the default: "dp2 zero3 tp2", "cp2", "pp4 zbv m8", "none".
+layers. Its text names what is not the default: "dp2 zero3 tp2 overlap", "cp2", "pp4 zbv m8",
+"none".
 """
 
 import dataclasses
@@ -127,6 +128,7 @@ class Layout:
     wrapper       how they, and those of `context`, are kept equal: a name of WRAPPERS
     context       ranks that share each sequence
     tensor        ranks that share each layer
+    overlap       what they send runs beside products, where it is large enough (plan.tensor)
     pipeline      ranks that hold a run of layers each
     schedule      order of a pipeline's micro-batches; "" without a pipeline
     per_rank      stages a rank of an interleaved schedule; 0: two
@@ -140,6 +142,7 @@ class Layout:
     wrapper: str = "none"
     context: int = 1
     tensor: int = 1
+    overlap: bool = False
     pipeline: int = 1
     schedule: str = ""
     per_rank: int = 0
@@ -154,6 +157,8 @@ class Layout:
         if self.replicas > 1 and self.wrapper == "none":
             axis = f"dp{self.data}" if self.data > 1 else f"cp{self.context}"
             raise ValueError(f"{axis} needs a wrapper, one of {', '.join(WRAPPERS)}")
+        if self.overlap and self.tensor == 1:
+            raise ValueError("overlap needs a tensor axis: add tp2")
         if self.pipeline > 1 and not self.schedule:
             raise ValueError(
                 f"pp{self.pipeline} has no schedule: add one of {', '.join(SCHEDULES)}, such as "
@@ -208,6 +213,7 @@ class Layout:
             self.wrapper if self.wrapper != "none" else "",
             f"cp{self.context}" if self.context > 1 else "",
             f"tp{self.tensor}" if self.tensor > 1 else "",
+            OVERLAP if self.overlap else "",
         ]
         return " ".join(word for word in words if word) or "none"
 
@@ -238,6 +244,7 @@ AXES: Mapping[str, str] = {
     "v": "per_rank",
     "m": "microbatches",
 }
+OVERLAP = "overlap"
 SCHEDULES = (
     "gpipe",
     "1f1b",
@@ -255,6 +262,8 @@ def _meaning(word: str) -> tuple[str, Any]:
     """The field of a Layout that a word sets, and its value."""
     if word in WRAPPERS:
         return "wrapper", word
+    if word == OVERLAP:
+        return "overlap", True
     if word in SCHEDULES:
         return "schedule", word
     if word == "v0":
@@ -263,5 +272,5 @@ def _meaning(word: str) -> tuple[str, Any]:
         return AXES[match[1]], int(match[2])
     raise ValueError(
         f"layout has {word!r}; choose dpN, cpN, tpN, ppN, mN, vN with a number, a wrapper "
-        f"({', '.join(WRAPPERS)}) or a schedule ({', '.join(SCHEDULES)})"
+        f"({', '.join(WRAPPERS)}), a schedule ({', '.join(SCHEDULES)}) or {OVERLAP}"
     )

@@ -1,4 +1,5 @@
-"""Boxes on every rank of one machine that all its ranks can write, and flags that say what is there.
+"""Boxes on every rank of one machine that all its ranks can read and write, and flags that say what
+is there.
 
 On GPUs this is torch's symmetric memory. Its own signals are kernels that spin on a multiprocessor,
 and so do NCCL's receives: a matrix product beside one takes a quarter longer. Here a flag is a copy
@@ -12,7 +13,6 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -28,16 +28,20 @@ WAIT_S = 120.0  # on a CPU, as a collective's
 
 
 class PeerMemory(Protocol):
-    """`box(rank, number)` is a box as bytes. `tell` sets a flag of a rank to a value, after what
-    the current stream has copied before; `wait` makes the current stream wait for a flag of this
-    rank.
+    """`box(rank, number)` is a box as bytes, at `address`. `copy` copies bytes between addresses.
+    `tell` sets a flag of a rank to a value, after what the stream has copied before; `wait` makes
+    the stream wait for a flag of this rank. A stream is a handle, None the current one.
     """
 
     def box(self, rank: int, number: int) -> Tensor: ...
 
-    def tell(self, rank: int, flag: int, value: int) -> None: ...
+    def address(self, rank: int, number: int) -> int: ...
 
-    def wait(self, flag: int, value: int) -> None: ...
+    def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None: ...
+
+    def tell(self, rank: int, flag: int, value: int, stream: int | None = None) -> None: ...
+
+    def wait(self, flag: int, value: int, stream: int | None = None) -> None: ...
 
 
 def peer_memory(
@@ -76,34 +80,53 @@ class GpuMemory:
         ranks = range(group.size())
         self._boxes = [handle.get_buffer(rank, (size,), torch.uint8) for rank in ranks]
         self._flags = [handle.get_buffer(rank, (flags,), torch.int32, size // 4) for rank in ranks]
-        self._address = self._flags[dist.get_rank(group)].data_ptr()
-        self._values = torch.arange(VALUES, dtype=torch.int32, device=device).unbind()
-        self._wait_value = _stream_wait_value()
+        self._flag_addresses = [flags.data_ptr() for flags in self._flags]
+        self._own_flags = self._flag_addresses[dist.get_rank(group)]
+        self._values = torch.arange(VALUES, dtype=torch.int32, device=device)
+        self._first_value = self._values.data_ptr()
+        self._driver = Driver()
         torch.cuda.synchronize(device)
         dist.barrier(group)
 
     def box(self, rank: int, number: int) -> Tensor:
         return self._boxes[rank][number * self._box_bytes : (number + 1) * self._box_bytes]
 
-    def tell(self, rank: int, flag: int, value: int) -> None:
-        self._flags[rank][flag].copy_(self._values[value % VALUES])
+    def address(self, rank: int, number: int) -> int:
+        return self._boxes[rank].data_ptr() + number * self._box_bytes
 
-    def wait(self, flag: int, value: int) -> None:
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        self._wait_value(stream, self._address + 4 * flag, value % VALUES)
+    def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None:
+        self._driver.copy(target, source, nbytes, self._handle(stream))
+
+    def tell(self, rank: int, flag: int, value: int, stream: int | None = None) -> None:
+        source = self._first_value + 4 * (value % VALUES)
+        self._driver.copy(self._flag_addresses[rank] + 4 * flag, source, 4, self._handle(stream))
+
+    def wait(self, flag: int, value: int, stream: int | None = None) -> None:
+        self._driver.wait(self._handle(stream), self._own_flags + 4 * flag, value % VALUES)
+
+    def _handle(self, stream: int | None) -> int:
+        return torch.cuda.current_stream(self._device).cuda_stream if stream is None else stream
 
 
-def _stream_wait_value() -> Callable[[int, int, int], None]:
-    """A function (stream, address, value): the stream waits until the 32 bits there are the value."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    wait = driver.cuStreamWaitValue32_v2
-    wait.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+class Driver:
+    """Two functions of the CUDA driver, which torch has not or at more host time: a stream that
+    waits for a value, and a copy between addresses.
+    """
 
-    def wait_value(stream: int, address: int, value: int) -> None:
-        if error := wait(stream, address, value, _WAIT_UNTIL_EQUAL):
+    def __init__(self) -> None:
+        driver = ctypes.CDLL("libcuda.so.1")
+        self._wait, self._copy = driver.cuStreamWaitValue32_v2, driver.cuMemcpyAsync
+        self._wait.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+        self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+
+    def wait(self, stream: int, address: int, value: int) -> None:
+        """The stream waits until the 32 bits there are the value."""
+        if error := self._wait(stream, address, value, _WAIT_UNTIL_EQUAL):
             raise RuntimeError(f"the CUDA driver refuses to wait for a value: error {error}")
 
-    return wait_value
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        if error := self._copy(target, source, nbytes, stream):
+            raise RuntimeError(f"the CUDA driver refuses to copy {nbytes} bytes: error {error}")
 
 
 class SharedMemory:
@@ -141,10 +164,16 @@ class SharedMemory:
     def box(self, rank: int, number: int) -> Tensor:
         return self._boxes[rank][number * self._box_bytes : (number + 1) * self._box_bytes]
 
-    def tell(self, rank: int, flag: int, value: int) -> None:
+    def address(self, rank: int, number: int) -> int:
+        return self._boxes[rank].data_ptr() + number * self._box_bytes
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+    def tell(self, rank: int, flag: int, value: int, stream: int | None = None) -> None:
         self._flags[rank][flag] = value % VALUES
 
-    def wait(self, flag: int, value: int) -> None:
+    def wait(self, flag: int, value: int, stream: int | None = None) -> None:
         end = time.monotonic() + WAIT_S
         while int(self._mine[flag]) != value % VALUES:
             if time.monotonic() > end:
