@@ -50,6 +50,7 @@ from stepgauge.spec.plan import tensor as plan
 from stepgauge.spec.plan.tensor_tables import table_of
 
 HANG_S = 40
+AHEAD = 5  # steps that the host launches before it waits, as in training
 # Relative, of one process in float32: of blocks in float32, and in bf16, which rounds to 2^-9.
 LARGEST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 SEED = 0
@@ -228,7 +229,8 @@ class Network:
             pairs.append((gradient, part))
         return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
 
-    def step_ms(self, steps: int) -> list[float]:
+    def times(self, steps: int) -> dict[str, list[float]]:
+        """ms a step: the host waits for each, and launches AHEAD of them before it waits."""
         shape = (1, self.spec.context_length, self.spec.d_model)
         x = self.part(torch.randn(shape, device=self.device, dtype=self.dtype))
 
@@ -238,9 +240,15 @@ class Network:
             for parameter in self.module.parameters():
                 parameter.grad = None
 
+        def ahead() -> None:
+            for _ in range(AHEAD):
+                step()
+
         step()  # compiles
         watch()
-        return time_phases({"step": step}, self.device, warmup=3, steps=steps)["step"]
+        found = time_phases({"both": step}, self.device, warmup=3, steps=steps)["step"]
+        several = time_phases({"steps": ahead}, self.device, warmup=1, steps=steps // AHEAD + 1)
+        return {"steps_ms": found, "ahead_ms": [ms / AHEAD for ms in several["step"]]}
 
 
 def whole_blocks(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> TransformerLM:
@@ -281,9 +289,12 @@ def run(way: str, small: bool, folder: str) -> dict[str, object]:
     if way == "torch async":
         torch._inductor.config._micro_pipeline_tp = True
         enable_symm_mem_for_group(dist.group.WORLD.group_name)
-    if not small:
+    if not small and way.startswith("torch"):  # DTensor of torch 2.11 fails on symbolic sizes
+        for block in network.module.blocks:
+            block.compile(dynamic=False)
+    elif not small:
         compiled(network.module, "blocks")
-    row = {"way": way, **errors, "steps_ms": network.step_ms(2 if small else 15)}
+    row = {"way": way, **errors, **network.times(2 if small else 15)}
     if way == "overlapped" and not small:
         trace(network, Path(folder) / f"tensor_parallel_trace_{dist.get_rank()}.json.gz")
     return row
@@ -292,7 +303,7 @@ def run(way: str, small: bool, folder: str) -> dict[str, object]:
 def trace(network: Network, path: Path) -> None:
     watch()
     with torch.profiler.profile() as profile:
-        network.step_ms(1)
+        network.times(1)
     if dist.get_rank() == 0:
         profile.export_chrome_trace(str(path))
 
@@ -319,10 +330,12 @@ def measure(ways: list[str], small: bool, folder: str) -> None:
 
 
 def slowest(rows: list[dict[str, object]]) -> dict[str, object]:
-    steps_ms = [max(step) for step in zip(*(row["steps_ms"] for row in rows), strict=True)]
-    errors = {key: max(row[key] for row in rows) for key in rows[0] if "error" in key}
-    median = statistics.median(steps_ms)
-    return {"way": rows[0]["way"], "step_ms": median, **errors, "steps_ms": steps_ms}
+    found: dict[str, object] = {"way": rows[0]["way"]}
+    found |= {key: max(row[key] for row in rows) for key in rows[0] if "error" in key}
+    for name, median in (("steps_ms", "step_ms"), ("ahead_ms", "step_ahead_ms")):
+        of_all = [max(step) for step in zip(*(row[name] for row in rows), strict=True)]
+        found |= {median: statistics.median(of_all), name: of_all}
+    return found
 
 
 def write(folder: Path, row: dict[str, object]) -> None:
@@ -356,11 +369,12 @@ def main() -> None:
 
 
 def show(rows: list[dict[str, object]]) -> None:
-    alone = next((row.get("step_ms") for row in rows if row["way"] == "one GPU"), None)
+    alone = next((row for row in rows if row["way"] == "one GPU"), {})
     for row in rows:
-        shown = {key: value for key, value in row.items() if key != "steps_ms"}
-        if alone and "step_ms" in row and row["way"] != "one GPU":
-            shown["throughput_a_gpu"] = alone / row["step_ms"] / row["ranks"]
+        shown = {key: value for key, value in row.items() if key not in ("steps_ms", "ahead_ms")}
+        for name in ("step_ms", "step_ahead_ms"):
+            if name in alone and name in row and row is not alone:
+                shown[f"throughput_by_{name}"] = alone[name] / row[name] / row["ranks"]
         print(shown, flush=True)
 
 

@@ -90,6 +90,25 @@ def test_sharded_stages_are_gathered_once_a_step_and_are_whole_meanwhile():
     assert exposed[2] > 100, "both ways at 20 GB/s"
 
 
+def test_collectives_beside_products_expose_what_these_do_not_hide():
+    """Over fast wires the latencies alone; over slow ones what is left when the products are done.
+    Small pieces go the plain way, and boxes are memory that the plain way has not.
+    """
+    plain, beside = step("tp2", wired()), step("tp2 overlap", wired())
+    layouts = ("tp2", "tp2 overlap")
+    rows = zip(layouts, (plain, beside), strict=True)
+    exposed = {name: row.median("tensor_exposed_ms") for name, row in rows}
+    assert 0 < exposed["tp2 overlap"] < 0.4 * exposed["tp2"]
+    slow = {name: step(name, wired(5e9)).median("tensor_exposed_ms") for name in layouts}
+    products = plain.median("forward_ms") + plain.median("backward_ms")
+    assert slow["tp2"] - 0.8 * products < slow["tp2 overlap"] < slow["tp2"]
+    short = ModelSpec.preset("2.7b", context_length=64)
+    few = [step(name, wired(), model=short, batch=2).median("step_ms") for name in layouts]
+    assert few[0] == few[1]
+    boxes = [row for row in beside.tables["memory"] if row[0].startswith("boxes")]
+    assert boxes[0][1] == 4 * 16 * 512 * 2560 * 2
+
+
 @pytest.mark.parametrize("layout", ["pp2 1f1b m4", "pp4 1f1b m4"])
 def test_stages_are_cut_by_the_times_of_the_hardware_file(layout):
     """Small products are slower than their FLOPs say, so blocks weigh more beside the head."""

@@ -61,10 +61,11 @@ def of_block(operations: StepOperations) -> Parts:
     m, a, d = operations.tokens, how.activation, model.d_model
     f, width = model.d_ff // n, model.num_heads * model.head_width // n
     heads = operations.share.batch * model.num_heads // n
+    inputs = operations.own_tokens if operations.overlapped else m  # these are gathered again
     found = {
         "norm inputs": 2 * stream_bytes(operations),
         "norm statistics": 2 * operations.own_tokens * STATISTIC,
-        "inputs of column layers": 2 * m * d * a,
+        "inputs of column layers": 2 * inputs * d * a,
         "queries, keys and values": m * operations.qkv_rows * a,
         "attention output": m * width * a,
         "attention statistics": heads * model.context_length * STATISTIC,

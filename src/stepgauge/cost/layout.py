@@ -126,7 +126,12 @@ class LayoutParts:
         sharded = WRAPPERS[layout.wrapper].shards("weights") and layout.data > 1
         gathered = sharded and layout.pipeline == 1
         prices = Prices(machine, layout, GLOO if spec.group_backend == "gloo" else NCCL)
-        share = NetworkPart(batch=spec.micro_batch, tensor=layout.tensor, gathered=gathered)
+        share = NetworkPart(
+            batch=spec.micro_batch,
+            tensor=layout.tensor,
+            overlap=layout.overlap,
+            gathered=gathered,
+        )
         times = layer_times(StepOperations(work, share), prices) if spec.needs_times else None
         stages = [
             StepOperations(work, dataclasses.replace(share, blocks=blocks))

@@ -87,7 +87,7 @@ def step_memory(
     if layout.wrapper == "flat":  # all gradients are copied into one message
         levels["end of backward"]["temporaries"] += found.gradients
     moment = max(levels, key=lambda name: sum(levels[name].values()))
-    return _memory(found, levels[moment], moment, layout)
+    return _memory(found, levels[moment], moment, layout, boxes_of(operations))
 
 
 def pipeline_memory(stages: Sequence[StepOperations], layout: Layout, schedule: Schedule) -> Memory:
@@ -108,7 +108,7 @@ def pipeline_memory(stages: Sequence[StepOperations], layout: Layout, schedule: 
             "temporaries": extra,
             "buffers of transfers": buffers,
         }
-        ranks.append(_memory(base, parts, f"rank {rank}", layout))
+        ranks.append(_memory(base, parts, f"rank {rank}", layout, boxes_of(stages[0])))
     return max(ranks, key=lambda memory: memory.peak_bytes)
 
 
@@ -127,7 +127,7 @@ def stage_memory(stage: StepOperations, layout: Layout) -> Memory:
         "temporaries": of_block_backward(stage) + keeps.again,
         "buffers of transfers": 4 * stream_bytes(stage),
     }
-    return _memory(base, parts, "rank 0", layout)
+    return _memory(base, parts, "rank 0", layout, boxes_of(stage))
 
 
 def _resident(stages: Sequence[StepOperations], base: "_Held") -> dict[str, float]:
@@ -250,7 +250,17 @@ def _for_weights(stage: StepOperations) -> float:
     return min(found, kept(stage).total)
 
 
-def _memory(base: _Held, parts: Mapping[str, float], moment: str, layout: Layout) -> Memory:
+def boxes_of(operations: StepOperations) -> float:
+    """Of the tensor axis, where it sends beside products: two inboxes and two outboxes, which are
+    outside of the caching allocator (parallel/exchange.py).
+    """
+    whole = operations.tokens * operations.model.d_model * operations.how.activation
+    return 4 * whole if operations.overlapped else 0.0
+
+
+def _memory(
+    base: _Held, parts: Mapping[str, float], moment: str, layout: Layout, boxes: float
+) -> Memory:
     items = [
         Item("parameters", base.parameters),
         Item("gathered embedding and head", 0.0 if "unsharded weights" in parts else base.ends),
@@ -259,6 +269,8 @@ def _memory(base: _Held, parts: Mapping[str, float], moment: str, layout: Layout
         Item("workspaces of libraries", WORKSPACES, ASSUMED),
     ]
     outside = [Item("CUDA context", CUDA_CONTEXT, ASSUMED)]
+    if boxes:
+        outside.append(Item("boxes of the tensor axis", boxes))
     if layout.axes:
         outside.append(Item("communicators", COMMUNICATOR * len(layout.axes), ASSUMED))
     return Memory([item for item in items if item.bytes], outside, moment)

@@ -13,11 +13,12 @@ sequence, W width of a head, N ranks of the tensor axis.
 import dataclasses
 from collections.abc import Iterator
 
+from stepgauge.cost.beside import beside_products
 from stepgauge.cost.fused_loss import fused_backward, fused_forward
 from stepgauge.cost.terms import PRECISION, TRAFFIC, Arithmetic, Term
 from stepgauge.spec.fused_loss import torch_computes
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.plan.tensor import KINDS, Rule
+from stepgauge.spec.plan.tensor import KINDS, Rule, overlaps
 from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.step import WorkSpec
 
@@ -38,12 +39,14 @@ class NetworkPart:
 
     batch     sequences of a forward and backward: of a pipeline, of a micro-batch
     tensor    ranks that share each layer
+    overlap   what they send runs beside products
     blocks    of its stage; None: all
     gathered  weights come from the other ranks, in the type that is computed in (ZeRO 3)
     """
 
     batch: int
     tensor: int = 1
+    overlap: bool = False
     blocks: range | None = None
     gathered: bool = False
 
@@ -84,6 +87,8 @@ class StepOperations:
         )
         self.tokens = self.share.batch * self.model.context_length
         self.own_tokens = self.tokens // self.share.tensor  # of the residual stream
+        stream = self.tokens * self.model.d_model * self.how.activation
+        self.overlapped = self.share.overlap and overlaps(stream, self.share.tensor)
         self._table = table_of(self.model, self.blocks) if self.share.tensor > 1 else {}
 
     def phases(self) -> dict[str, list[Term]]:
@@ -197,7 +202,7 @@ class StepOperations:
         d, f, width = model.d_model, model.d_ff // n, model.num_heads * model.head_width // n
         inputs, up = self.qkv_rows, (2 if model.is_gated else 1) * f
         yield from self._norm("attention.norm", "forward", "attention_norm")
-        yield from self._exchange("attention.input", "forward")
+        yield from self._exchange("attention.input", "forward", weight=(inputs, d))
         yield from how.linear_forward("attention.input", m, inputs, d, how.narrowed(own * d))
         if model.qk_norm:
             heads = self.rotated_width // model.head_width
@@ -209,15 +214,15 @@ class StepOperations:
             yield from how.passes("attention.rotation", rotated, eager=7, compiled=2)
         yield self._attention("forward")
         yield from how.linear_forward("attention.output", m, d, width, 0)
-        yield from self._exchange("attention.output", "forward")
+        yield from self._exchange("attention.output", "forward", weight=(d, width))
         yield from how.passes("residual", own * d, eager=2 * r + a, compiled=2 * r + a)
         yield from self._norm("feed_forward.norm", "forward", "feed_forward_norm")
-        yield from self._exchange(self._up, "forward")
+        yield from self._exchange(self._up, "forward", weight=(up, d))
         yield from how.linear_forward("feed_forward.up", m, up, d, how.narrowed(own * d))
         name, gated = self._gate, model.is_gated
         yield from how.passes(name, m * f * a, eager=5 if gated else 2, compiled=3 if gated else 2)
         yield from how.linear_forward("feed_forward.down", m, d, f, 0)
-        yield from self._exchange("feed_forward.down", "forward")
+        yield from self._exchange("feed_forward.down", "forward", weight=(d, f))
         yield from how.passes("residual", own * d, eager=2 * r + a, compiled=0)
 
     def _loss_forward(self, v: int) -> Iterator[Term]:
@@ -268,17 +273,17 @@ class StepOperations:
         d, f, width = model.d_model, model.d_ff // n, model.num_heads * model.head_width // n
         if how.casts and not how.is_compiled:  # the branch's gradient, of both residual sums
             yield Term("residual.cast", "cast fp32 bf16", (own * d,), 2)
-        yield from self._exchange("feed_forward.down", "backward")
+        yield from self._exchange("feed_forward.down", "backward", weight=(d, f))
         yield from how.linear_backward("feed_forward.down", m, d, f, 0)
         gated = model.is_gated
         times = (13, 6) if gated else (3, 4)
         yield from how.passes(self._gate, m * f * a, eager=times[0], compiled=times[1])
         up = (2 if gated else 1) * f
         yield from how.linear_backward("feed_forward.up", m, up, d, how.narrowed(own * d))
-        yield from self._exchange(self._up, "backward")
+        yield from self._exchange(self._up, "backward", weight=(up, d))
         yield from self._norm("feed_forward.norm", "backward", "feed_forward_norm")
         yield from how.passes("residual", own * d * r, eager=3, compiled=0)
-        yield from self._exchange("attention.output", "backward")
+        yield from self._exchange("attention.output", "backward", weight=(d, width))
         yield from how.linear_backward("attention.output", m, d, width, 0)
         yield self._attention("backward")
         if model.positions == "rope":
@@ -295,7 +300,7 @@ class StepOperations:
         )
         if biases := self._biases:  # sums over the tokens
             yield Term("biases", TRAFFIC, (m * biases * a,), weights=True)
-        yield from self._exchange("attention.input", "backward")
+        yield from self._exchange("attention.input", "backward", weight=(self.qkv_rows, d))
         yield from self._norm("attention.norm", "backward", "attention_norm")
         yield from how.passes("residual", own * d * r, eager=3, compiled=0)
 
@@ -376,13 +381,21 @@ class StepOperations:
     def _rule(self, module: str) -> Rule | None:
         return self._table.get(module) or self._table.get(f"blocks.*.{module}")
 
-    def _exchange(self, module: str, phase: str, itemsize: int = 0) -> Iterator[Term]:
-        """The collectives of a module, and the copies that put the sequence first for them."""
+    def _exchange(
+        self, module: str, phase: str, itemsize: int = 0, weight: tuple[int, int] | None = None
+    ) -> Iterator[Term]:
+        """The collectives of a module: beside the products of its weight (outputs, inputs), or with
+        the copies that put the sequence first for them.
+        """
         rule = self._rule(module)
-        kind = KINDS[rule.kind] if rule else None
         nbytes = self.tokens * self.model.d_model * (itemsize or self.how.activation)
-        for operation in getattr(kind, phase) if kind else ():
-            if self.share.batch > 1 and operation != "all-reduce":
-                yield Term(f"{module}.transpose", TRAFFIC, (2 * nbytes,))
+        for operation in getattr(KINDS[rule.kind], phase) if rule else ():
             name = f"{module}.{operation}"
-            yield Term(name, operation.replace("-", "_"), (nbytes,), axis="tensor")
+            term = Term(name, operation.replace("-", "_"), (nbytes,), axis="tensor")
+            if weight and self.overlapped:
+                share = self.tokens, self.share.tensor
+                yield from beside_products(term, phase, weight, *share, self.how)
+            else:
+                if self.share.batch > 1 and operation != "all-reduce":
+                    yield Term(f"{module}.transpose", TRAFFIC, (2 * nbytes,))
+                yield term

@@ -10,6 +10,8 @@ from stepgauge.cost.terms import COLLECTIVES, TRAFFIC, Term
 from stepgauge.spec.layout import Layout
 
 NCCL, GLOO = "nccl", "gloo"
+# Of a collective beside a product: a copy, a flag and a wait before it and after it.
+LEAST_EXPOSED_US = 10.0
 
 
 class Prices:
@@ -32,11 +34,11 @@ class Prices:
         self.contention = ContentionTable(
             machine.hardware, {name: axis.ranks for name, axis in self.axes.items()}
         )
-        self._known: dict[tuple[str, tuple[float, ...], str], Estimate] = {}
+        self._known: dict[tuple[str, tuple[float, ...], str, tuple[Term, ...]], Estimate] = {}
 
     def of(self, term: Term) -> Estimate:
         """Of one run of the term's operation."""
-        key = term.operation, term.sizes, term.axis
+        key = term.operation, term.sizes, term.axis, term.beside
         if key not in self._known:
             self._known[key] = self._found(term)
         return self._known[key]
@@ -45,8 +47,14 @@ class Prices:
         if term.operation == TRAFFIC:
             return self.machine.traffic(*term.sizes)
         if term.operation in COLLECTIVES:
-            return self.collective(term.operation, term.sizes[0], term.axis)
+            found = self.collective(term.operation, term.sizes[0], term.axis)
+            return self._exposed(found, term.beside) if term.beside else found
         return self.machine.time(term.operation, *term.sizes)
+
+    def _exposed(self, collective: Estimate, beside: Iterable[Term]) -> Estimate:
+        """What of a collective that takes any time is left when the products beside it are done."""
+        rest = collective.us - self.total_us(beside)
+        return Estimate(max(rest, LEAST_EXPOSED_US) if collective.us else 0.0, ASSUMED)
 
     def collective(self, operation: str, nbytes: float, axis: str) -> Estimate:
         found = self.axes[axis]

@@ -26,6 +26,7 @@ class Term:
     gradient  elements of a weight's gradient that is complete after it; 0: of none
     weights   it computes a gradient of weights, for which no other stage waits
     axis      of a collective: the axis whose ranks do it together
+    beside    of a collective in pieces: the products that compute meanwhile, and hide it
     """
 
     name: str
@@ -35,6 +36,7 @@ class Term:
     gradient: int = 0
     weights: bool = False
     axis: str = ""
+    beside: tuple["Term", ...] = ()
 
     @property
     def is_product(self) -> bool:

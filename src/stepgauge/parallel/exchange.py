@@ -61,7 +61,7 @@ class Exchange:
         if device.type == "cuda":
             self._streams = {name: torch.cuda.Stream(device) for name in _SIDES}
             self._events = {name: torch.cuda.Event() for name in ("", *_SIDES)}
-            self._done = torch.cuda.Event()
+            self._done, self._ready = torch.cuda.Event(), torch.cuda.Event()
         self.handles = {name: each.cuda_stream for name, each in self._streams.items()}
 
     def turn(self, kind: int) -> tuple[int, int]:
@@ -104,21 +104,33 @@ class Exchange:
             event.record(self._streams.get(before, self._current))
             self._streams.get(after, self._current).wait_event(event)
 
+    def mark(self) -> None:
+        """Where `send` may begin: the host first launches the product that runs meanwhile."""
+        if self._streams:
+            self._ready.record(self._current)
+
+    def begin_sending(self) -> None:
+        if self._streams:
+            self._streams["send"].wait_event(self._ready)
+
 
 class Inbox:
     """One turn: x_BTD of which this rank has x_BQD."""
 
     def __init__(self, exchange: Exchange, x_BQD: Tensor):
         self._exchange, self._piece = exchange, x_BQD.contiguous()
+        exchange.mark()
         self._turn, self._box = exchange.turn(_INBOX)
         batch, length, width = x_BQD.shape
         shape = (batch, exchange.ranks * length, width)
         self._whole, self._rows = exchange.view(self._box, shape, x_BQD.dtype, 1)
 
     def send(self, *, to_own: bool) -> None:
-        """This rank's piece to all others, and to its own box where `whole` is wanted."""
+        """This rank's piece, as it was when this was made, to all others; and to its own box where
+        `whole` is wanted.
+        """
         exchange = self._exchange
-        exchange.order("", "send")
+        exchange.begin_sending()
         for peer in exchange.receivers:
             self._copy(peer)
             exchange.tell(peer, self._box, self._turn, "send")

@@ -76,8 +76,7 @@ def _column_forward(x_BQD: Tensor, weight_FD: Tensor, group: str) -> Tensor:
     y_BTF = _fake_column_forward(x_BQD, weight_FD, group)
     with exchange.sides("send"):
         inbox = Inbox(exchange, x_BQD)
-        inbox.send(to_own=False)
-        _multiply_gathered(exchange, inbox, x_BQD, weight_FD.t(), y_BTF)
+        _multiply_gathered(exchange, inbox, x_BQD, weight_FD.t(), y_BTF, to_own=False)
     return y_BTF
 
 
@@ -115,8 +114,9 @@ def _row_backward(
     )
     with exchange.sides("send"):
         inbox = Inbox(exchange, gradient_BQD)
-        inbox.send(to_own=wants_weight)
-        _multiply_gathered(exchange, inbox, gradient_BQD, weight_DF, x_gradient)
+        _multiply_gathered(
+            exchange, inbox, gradient_BQD, weight_DF, x_gradient, to_own=wants_weight
+        )
         if wants_weight:
             _multiply_rows(inbox.whole(), x_BTF, out=weight_gradient)
     return x_gradient, weight_gradient
@@ -183,25 +183,36 @@ row_backward = _operator(
 
 
 def _multiply_gathered(
-    exchange: Exchange, inbox: Inbox, own_BQD: Tensor, matrix: Tensor, out_BTF: Tensor
+    exchange: Exchange,
+    inbox: Inbox,
+    own_BQD: Tensor,
+    matrix: Tensor,
+    out_BTF: Tensor,
+    *,
+    to_own: bool,
 ) -> None:
     """out = gathered matrix: the own rows first, then the others' as they arrive."""
-    rows = out_BTF.chunk(exchange.ranks, 1)
-    _multiply(own_BQD, matrix, out=rows[exchange.rank])
+    _multiply(own_BQD, matrix, out=rows_of(out_BTF, exchange.rank, exchange.ranks))
+    inbox.send(to_own=to_own)
     for rank in exchange.senders:
-        _multiply(inbox.arrived(rank), matrix, out=rows[rank])
+        _multiply(inbox.arrived(rank), matrix, out=rows_of(out_BTF, rank, exchange.ranks))
 
 
 def _multiply_scattered(exchange: Exchange, x_BTF: Tensor, matrix: Tensor) -> Outbox:
     """x matrix: the others' rows first, each told as soon as it is there, then the own ones."""
     outbox = Outbox(exchange, _parts(x_BTF, exchange.ranks, matrix.shape[1]), x_BTF)
-    rows = x_BTF.chunk(exchange.ranks, 1)
-    for rank in exchange.receivers:
-        _multiply(rows[rank], matrix, out=outbox.piece(rank))
-        outbox.tell(rank)
-    _multiply(rows[exchange.rank], matrix, out=outbox.piece(exchange.rank))
+    for rank in (*exchange.receivers, exchange.rank):
+        _multiply(rows_of(x_BTF, rank, exchange.ranks), matrix, out=outbox.piece(rank))
+        if rank != exchange.rank:
+            outbox.tell(rank)
     outbox.receive()
     return outbox
+
+
+def rows_of(x_BTD: Tensor, rank: int, ranks: int) -> Tensor:
+    """The piece x_BQD of a rank."""
+    length = x_BTD.shape[1] // ranks
+    return x_BTD.narrow(1, rank * length, length)
 
 
 def _multiply(rows_BQK: Tensor, matrix_KM: Tensor, *, out: Tensor) -> None:
