@@ -384,9 +384,7 @@ class StepOperations:
     def _exchange(
         self, module: str, phase: str, itemsize: int = 0, weight: tuple[int, int] | None = None
     ) -> Iterator[Term]:
-        """The collectives of a module: beside the products of its weight (outputs, inputs), or with
-        the copies that put the sequence first for them.
-        """
+        """A module's collectives: beside products, of a weight (outputs, inputs), or with copies."""
         rule = self._rule(module)
         nbytes = self.tokens * self.model.d_model * (itemsize or self.how.activation)
         for operation in getattr(KINDS[rule.kind], phase) if rule else ():

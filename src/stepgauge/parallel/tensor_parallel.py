@@ -129,23 +129,17 @@ def parallelize_tensor(
 
     by_sequence  norms and the residual stream have a piece of the sequence each, dim 1 of what the
                  first block takes
-
-    overlap      collectives of at least spec.plan.tensor.LEAST_OVERLAPPED_BYTES a piece run beside
-                 the product next to them, over peer memory; ranks of one machine, by_sequence
-
+    overlap      large collectives run beside products (parallel.overlapped); on one machine
     partial_loss linear + cross-entropy over some of the vocabulary, such as kernels'
                  linear_cross_entropy.partial: the head then holds no logits for its loss
 
-    Raises ValueError for a name of the table that is no module, for a layer that the rule does not
-    know, and for a weight that cannot be cut; DifferentModelsError where ranks have different
-    networks.
+    Raises ValueError for a name of the table that is no module, a layer that the rule does not know
+    and a weight that cannot be cut; DifferentModelsError where ranks have different networks.
     """
     group = group or dist.group.WORLD
     assert group is not None, "tensor parallel runs in a process group"
     prepare_replicas(module, group)
-    stream = ResidualStream(group, by_sequence, overlap)
-    if overlap:
-        _prepare_overlap(stream)
+    stream = _stream(group, by_sequence, overlap)
     rules = list(matched(table, [name for name, _ in module.named_modules()]))
     for name, rule in rules:
         _check_layer(name, module.get_submodule(name), rule)
@@ -153,17 +147,19 @@ def parallelize_tensor(
     for name, rule in rules:
         APPLY[rule.kind](module, name, rule, stream, cuts)
         if rule.kind == "head":
-            module.get_submodule(name).partial_loss = partial_loss  # type: ignore[assignment]
+            _get(module, name).partial_loss = partial_loss
     sums = _hook_sums(module, _summed(module, rules, by_sequence), cuts, stream)
     return TensorParallel(module, stream, cuts, sums)
 
 
-def _prepare_overlap(stream: ResidualStream) -> None:
-    if not stream.by_sequence:
+def _stream(group: dist.ProcessGroup, by_sequence: bool, overlap: bool) -> ResidualStream:
+    if overlap and not by_sequence:
         raise ValueError("overlap is True and by_sequence False; only pieces are overlapped")
-    if not on_one_machine(stream.group):
+    if overlap and not on_one_machine(group):
         raise ValueError("overlap is True; it needs the ranks of the tensor axis on one machine")
-    register(stream.group)
+    if overlap:
+        register(group)
+    return ResidualStream(group, by_sequence, overlap)
 
 
 def _hook_sums(

@@ -112,10 +112,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 )
 
 
-# Where collectives run beside products, those of smaller pieces do not. 4 MiB take 11 µs between GPUs
-# (388 GB/s, docs/log/2026-11-21-collectives.md), as long as a copy, a flag and a wait: predicted,
-# not measured.
-LEAST_OVERLAPPED_BYTES = 4 * 2**20
+# A piece that a rank sends another, from which on collectives beside products win. Layers 4096 wide
+# on 2 x H200, forward and backward, eager: pieces of 32 MiB take 3 to 7 % less, of 16 MiB the widest
+# takes 4 % less, and smaller ones are bound by the host, which has more to launch
+# (docs/log/2026-11-22-tensor-parallel.md).
+LEAST_OVERLAPPED_BYTES = 16 * 2**20
 
 
 def overlaps(stream_bytes: int, ranks: int) -> bool:
