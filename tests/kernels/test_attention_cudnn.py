@@ -40,7 +40,7 @@ def key_of(batch, heads, length, width, *, keys=None, dtype=BF16, **options):
 def on_hopper(monkeypatch):
     monkeypatch.setenv(cudnn.OPT_OUT, "1")
     monkeypatch.setattr(launching, "device_of", lambda index: H100)
-    monkeypatch.setattr(cudnn, "_refused", {})
+    monkeypatch.setattr(cudnn, "_refusals", {})
     cudnn.calls.clear()
 
 
@@ -174,7 +174,7 @@ def test_a_refusal_of_cudnn_is_asked_for_once(in_pytorch, monkeypatch):
     assert cudnn.forward(key, x, x, x) is None
     assert cudnn.forward(key, x, x, x) is None
     assert len(asked) == 1 and not cudnn.calls
-    monkeypatch.setattr(cudnn, "_refused", {})
+    monkeypatch.setattr(cudnn, "_refusals", {})
     monkeypatch.setattr(cudnn, "can_use_cudnn_attention", lambda params, debug: False)
     assert cudnn.forward(key, x, x, x) is None
     assert len(asked) == 1

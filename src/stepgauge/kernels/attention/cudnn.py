@@ -12,6 +12,7 @@ docs/log/2026-11-22-handed-over.md has the figures and what was weighed.
 """
 
 import collections
+import functools
 import os
 from typing import NamedTuple
 
@@ -120,7 +121,9 @@ def backward_bytes(arguments):
 
 
 calls: collections.Counter[str] = collections.Counter()  # that cuDNN ran, by pass
-_refused: dict[tuple, str] = {}  # launches that torch or cuDNN does not take, and why
+_refusals: dict[
+    tuple, str | None
+] = {}  # by launch, why torch or cuDNN does not take it; None: it does
 
 
 def forward(key, q, k, v):
@@ -134,19 +137,20 @@ def backward(key, do, q, k, v, o, lse):
 
 
 def _tried(passes, key, run, *tensors):
-    row = row_of(passes, key)
-    if row is None or (passes, key) in _refused:
+    row, launch = row_of(passes, key), (passes, key)
+    if row is None or _refusals.get(launch):
         return None
     tensors = [_padded(x, row.padded_to) for x in tensors]
-    if not _torch_takes(passes, key, *tensors[:3]):
-        _refused[passes, key] = "torch does not give this shape to cuDNN"
-        return None
+    if launch not in _refusals:
+        _refusals[launch] = _torchs_refusal(passes, key, *tensors[:3])
+        if _refusals[launch]:
+            return None
     try:
         outputs = run(key, *tensors)
     except RuntimeError as error:  # cuDNN has no plan for it
         if "cudnn" not in str(error).lower():
             raise
-        _refused[passes, key] = str(error)
+        _refusals[launch] = str(error)
         return None
     calls[passes] += 1
     return outputs
@@ -157,13 +161,14 @@ def _padded(x, width):
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
-def _torch_takes(passes, key, q, k, v):
-    """Whether torch's own choice would offer cuDNN the tensors."""
+def _torchs_refusal(passes, key, q, k, v):
+    """Why torch's own choice would not offer cuDNN the tensors, or None."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_(passes == "backward") for x in (q, k, v)]
         is_grouped = q.shape[1] != k.shape[1]
         params = SDPAParams(*leaves, None, 0.0, key.is_causal, is_grouped)
-        return can_use_cudnn_attention(params, False)
+        takes = can_use_cudnn_attention(params, False)
+    return None if takes else "torch does not give this shape to cuDNN"
 
 
 def _forward(key, q, k, v):
@@ -175,7 +180,7 @@ def _forward(key, q, k, v):
 
 def _backward(key, q, k, v, do, o, lse):
     # cuDNN's plans are kept by the strides of q, k and v alone: those of o and do must follow.
-    strides = torch.empty_like(q, device="meta").stride()
+    strides = _strides_like(q.shape, q.stride())
     o, do = (_laid_out(x.to(q.dtype), strides) for x in (o, do))
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's seed and offset
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -187,8 +192,14 @@ def _backward(key, q, k, v, do, o, lse):
 
 def _as_promised(x, view):
     """As wide as the viewed tensor, and as `empty_like` of it lies: what the operators promise."""
-    like = torch.empty_strided(view.shape, view.stride, device="meta")
-    return _laid_out(x[..., : view.shape[3]], torch.empty_like(like).stride())
+    x = x if x.shape[3] == view.shape[3] else x[..., : view.shape[3]]
+    return _laid_out(x, _strides_like(view.shape, view.stride))
+
+
+@functools.lru_cache(maxsize=512)
+def _strides_like(shape, strides):
+    """Of `empty_like` of such a tensor."""
+    return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 
 
 def _laid_out(x, strides):
