@@ -1,4 +1,4 @@
-"""The names of the study's experiments, for the command line's help: study/ itself loads torch."""
+"""The study's experiments in their order, each a file of its name in study/, which loads torch."""
 
 EXPERIMENTS = (
     "step-time",
