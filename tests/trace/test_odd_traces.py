@@ -35,6 +35,18 @@ def is_whole(found, steps=2):
     return True
 
 
+@pytest.mark.parametrize("categories", [("kernel",), ("kernel", "cuda_runtime")])
+def test_kernels_that_all_have_correlation_zero_go_by_when_they_began(events, tmp_path, categories):
+    """Zero stands for no number: they were all given to one launch, or to none and dropped."""
+    for event in events:
+        if event.get("cat") in categories and "correlation" in event["args"]:
+            event["args"]["correlation"] = 0
+    found = analysed(events, tmp_path)
+    assert is_whole(found) and found.steps == 2
+    (note,) = found.notes
+    assert note.startswith("No kernel has its launch in the trace")
+
+
 def test_numbers_written_as_text_are_numbers(events, tmp_path):
     for event in events[1:]:
         event |= {"ts": str(event["ts"]), "dur": str(event["dur"])}

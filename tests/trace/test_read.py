@@ -81,6 +81,19 @@ def test_a_cut_gzip_file_a_binary_file_and_a_missing_one_are_said(tmp_path):
         list(read(tmp_path / "absent"))
 
 
+def test_bytes_after_whole_gzip_data_are_left_out_and_a_wrong_sum_is_not(tmp_path):
+    packed = gzip.compress(json.dumps(OBJECT).encode())
+    path = tmp_path / "trace.gz"
+    path.write_bytes(packed)
+    whole = list(read(path))
+    for trailer in (b"a trailer of a copy", b"\0" * 600, b"\0" * 10 + b"more"):
+        path.write_bytes(packed + trailer)
+        assert list(read(path)) == whole
+    path.write_bytes(packed[:-8] + b"\1\2\3\4" + packed[-4:])
+    with pytest.raises(TraceError, match="is damaged: CRC check failed"):
+        list(read(path))
+
+
 def test_memory_does_not_grow_with_the_file(tmp_path):
     import tracemalloc
 

@@ -136,13 +136,17 @@ class Resolver:
             return
         for calls in self._threads():
             self._note_launches(calls)
+        # Zero is no number where several have it; their kernels go by when they began.
+        if sum(kernel.correlation == 0 for kernel in self.trace.kernels) > 1:
+            self._launches.pop(0, None)
+        is_paired = any(self._launch(kernel) for kernel in self.trace.kernels)
         seen: set[int] = set()
         step = -1
         for kernel in sorted(self.trace.kernels, key=lambda kernel: kernel.start):
             launch = self._launch(kernel)
             if launch is not None:
                 step = self.step_of(launch[0])
-            elif not self._launches:
+            elif not is_paired:
                 step = self.step_of(kernel.start)
             # else: launched before the trace began to record, it counts as what ran before it
             if step >= 0:

@@ -49,7 +49,7 @@ def _of_launches(trace: Trace, works: Sequence[Work]) -> Iterator[str]:
             f"{alone:,} of {len(works):,} kernels and copies have no launch in the trace: each counts "
             "for the step of the one before it and for no phase or range."
         )
-    launches = [call.correlation for call in trace.calls("runtime") if call.correlation is not None]
+    launches = [call.correlation for call in trace.calls("runtime") if call.correlation]
     if twice := len(launches) - len(set(launches)):
         yield (
             f"Launches whose number (correlation) others have too: {twice:,}, as in a file made of "

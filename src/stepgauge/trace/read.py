@@ -133,11 +133,23 @@ def read(path: Path) -> Iterator[tuple[str, Any]]:
         raise TraceError(f"cannot read {path}: {error.strerror or error}") from None
 
 
+class _Gzip(gzip.GzipFile):
+    """Bytes after the packed data are left out, as gzip itself does: some copies have a trailer."""
+
+    def read1(self, size: int = -1) -> bytes:
+        try:
+            return super().read1(size)
+        except gzip.BadGzipFile as error:
+            if self.tell() and str(error).startswith("Not a gzipped file"):
+                return b""
+            raise
+
+
 def _opened(path: Path) -> TextIO:
     with path.open("rb") as start:
         packed = start.read(2) == b"\x1f\x8b"
     # A name of a kernel or range may hold bytes that are no text; they are read as "\ufffd".
-    file = gzip.GzipFile(path) if packed else io.BufferedReader(io.FileIO(path))
+    file = _Gzip(path) if packed else io.BufferedReader(io.FileIO(path))
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace")
 
 
