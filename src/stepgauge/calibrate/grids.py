@@ -18,6 +18,7 @@ class Grid:
     most_uneven   width of a layer over its other width
     heads         times batch, of attention; `most_positions` limits heads times length
     losses_most   logits
+    passes        elementwise work as the network does it (calibrate/passes.py)
     longest_s     of one operation over all its shapes
     """
 
@@ -37,6 +38,7 @@ class Grid:
     optimizers: tuple[str, ...]
     parameters: Shape
     bytes: Shape
+    passes: tuple[str, ...]
     longest_s: float
 
     def products(self, dtype: str) -> list[Shape]:
@@ -89,6 +91,7 @@ GPU = Grid(
     optimizers=("adamw", "fused"),
     parameters=tuple(2**power for power in (20, 22, 24, 26, 28, 29)),
     bytes=tuple(2**power for power in range(14, 31, 2)),
+    passes=("heads", "gate"),
     longest_s=20.0,
 )
 # Of the presets from nano to small, whose steps end soon on a CPU. Our kernels do not run there.
@@ -110,6 +113,7 @@ CPU = Grid(
     optimizers=("adamw",),
     parameters=tuple(2**power for power in (14, 16, 18, 20, 22, 24)),
     bytes=tuple(2**power for power in range(14, 27, 2)),
+    passes=(),
     longest_s=2.0,
 )
 

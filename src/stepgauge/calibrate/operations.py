@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stepgauge.calibrate import passes
 from stepgauge.calibrate.capture import Call
 from stepgauge.calibrate.grids import Grid
 from stepgauge.models.parts import ATTENTIONS, OPTIMIZERS
@@ -67,6 +68,18 @@ def _traffic(nbytes: int, device: torch.device) -> Call:
 
 def _cast(source: torch.dtype, target: torch.dtype, numel: int, device: torch.device) -> Call:
     return rotating(lambda: (torch.randn(numel, device=device).to(source),), lambda x: x.to(target))
+
+
+def _pass(
+    name: str, is_backward: bool, dtype: torch.dtype, m: int, n: int, device: torch.device
+) -> Call:
+    make = functools.partial(passes.operands, name, dtype, m, n, device)
+    return rotating(make, functools.partial(passes.run, name, is_backward))
+
+
+def _residual(numel: int, device: torch.device) -> Call:
+    new = functools.partial(torch.randn, numel, device=device)
+    return rotating(lambda: (new(), new(dtype=torch.bfloat16)), passes.residual)
 
 
 def _norm(
@@ -148,7 +161,10 @@ DIRECTIONS = ("forward", "backward")
 
 def operations(grid: Grid) -> Mapping[str, TimedOperation]:
     """What is calibrated on a kind of device, by name."""
-    return {**_products(grid), **_passes(grid), **_norms(grid), **_attentions(grid), **_ends(grid)}
+    return {
+        **_products(grid), **_passes(grid), **_elementwise(grid), **_norms(grid),
+        **_attentions(grid), **_ends(grid),
+    }  # fmt: skip
 
 
 def _products(grid: Grid) -> dict[str, TimedOperation]:
@@ -168,6 +184,19 @@ def _passes(grid: Grid) -> dict[str, TimedOperation]:
         make = functools.partial(_cast, DTYPES[source], DTYPES[target])
         numbers = [(size // 8,) for size in grid.bytes]
         found[f"cast {source} {target}"] = TimedOperation(("numel",), numbers, make)
+    return found
+
+
+def _elementwise(grid: Grid) -> dict[str, TimedOperation]:
+    """As calibrate/passes.py has it."""
+    found = {}
+    for name, direction, dtype in itertools.product(grid.passes, DIRECTIONS, ("bf16", "fp32")):
+        make = functools.partial(_pass, name, direction == "backward", DTYPES[dtype])
+        shapes = list(itertools.product(grid.few_tokens, grid.few_widths))
+        found[f"{name} {direction} {dtype}"] = TimedOperation(("m", "n"), shapes, make)
+    if grid.passes:
+        numbers = [(size // 8,) for size in grid.bytes]
+        found["residual mixed"] = TimedOperation(("numel",), numbers, _residual)
     return found
 
 

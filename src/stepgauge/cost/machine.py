@@ -125,8 +125,8 @@ def _work_of_attention(heads: float, length: float, width: float) -> float:
 WORK: Mapping[str, Callable[..., float]] = {
     "matmul": _work_of_product,
     "attention": _work_of_attention,
-    **dict.fromkeys(("rmsnorm", "layernorm", "cross-entropy"), lambda m, n: m * n),
-    **dict.fromkeys(("cast", "optimizer", "traffic"), lambda size: size),
+    **dict.fromkeys(("rmsnorm", "layernorm", "cross-entropy", "heads", "gate"), lambda m, n: m * n),
+    **dict.fromkeys(("cast", "optimizer", "traffic", "residual"), lambda size: size),
 }
 
 

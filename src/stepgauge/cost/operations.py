@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from stepgauge.cost.beside import beside_products
+from stepgauge.cost.elementwise import Elementwise
 from stepgauge.cost.fused_loss import fused_backward, fused_forward
 from stepgauge.cost.terms import PRECISION, TRAFFIC, Arithmetic, Term
 from stepgauge.spec.fused_loss import torch_computes
@@ -89,6 +90,9 @@ class StepOperations:
         self.own_tokens = self.tokens // self.share.tensor  # of the residual stream
         stream = self.tokens * self.model.d_model * self.how.activation
         self.overlapped = self.share.overlap and overlaps(stream, self.share.tensor)
+        self._elementwise = Elementwise(
+            self.model, self.how, self.tokens, self.rotated_width, self.qkv_rows / 3
+        )
         self._table = table_of(self.model, self.blocks) if self.share.tensor > 1 else {}
 
     def phases(self) -> dict[str, list[Term]]:
@@ -210,20 +214,18 @@ class StepOperations:
                 "attention.qk_norm", "forward", model.norm, m * heads, model.head_width
             )
         if model.positions == "rope":
-            rotated = m * self.rotated_width * a
-            yield from how.passes("attention.rotation", rotated, eager=7, compiled=2)
+            yield from self._elementwise.rotation()
         yield self._attention("forward")
         yield from how.linear_forward("attention.output", m, d, width, 0)
         yield from self._exchange("attention.output", "forward", weight=(d, width))
-        yield from how.passes("residual", own * d, eager=2 * r + a, compiled=2 * r + a)
+        yield from self._elementwise.residual(own * d, compiled=2 * r + a)
         yield from self._norm("feed_forward.norm", "forward", "feed_forward_norm")
         yield from self._exchange(self._up, "forward", weight=(up, d))
         yield from how.linear_forward("feed_forward.up", m, up, d, how.narrowed(own * d))
-        name, gated = self._gate, model.is_gated
-        yield from how.passes(name, m * f * a, eager=5 if gated else 2, compiled=3 if gated else 2)
+        yield from self._elementwise.gate(self._gate, "forward", f)
         yield from how.linear_forward("feed_forward.down", m, d, f, 0)
         yield from self._exchange("feed_forward.down", "forward", weight=(d, f))
-        yield from how.passes("residual", own * d, eager=2 * r + a, compiled=0)
+        yield from self._elementwise.residual(own * d, compiled=0)
 
     def _loss_forward(self, v: int) -> Iterator[Term]:
         m = self.tokens
@@ -275,10 +277,8 @@ class StepOperations:
             yield Term("residual.cast", "cast fp32 bf16", (own * d,), 2)
         yield from self._exchange("feed_forward.down", "backward", weight=(d, f))
         yield from how.linear_backward("feed_forward.down", m, d, f, 0)
-        gated = model.is_gated
-        times = (13, 6) if gated else (3, 4)
-        yield from how.passes(self._gate, m * f * a, eager=times[0], compiled=times[1])
-        up = (2 if gated else 1) * f
+        yield from self._elementwise.gate(self._gate, "backward", f)
+        up = (2 if model.is_gated else 1) * f
         yield from how.linear_backward("feed_forward.up", m, up, d, how.narrowed(own * d))
         yield from self._exchange(self._up, "backward", weight=(up, d))
         yield from self._norm("feed_forward.norm", "backward", "feed_forward_norm")
@@ -286,15 +286,7 @@ class StepOperations:
         yield from self._exchange("attention.output", "backward", weight=(d, width))
         yield from how.linear_backward("attention.output", m, d, width, 0)
         yield self._attention("backward")
-        if model.positions == "rope":
-            rotated = m * self.rotated_width * a
-            yield from how.passes("attention.rotation", rotated, eager=9, compiled=2)
-        if model.qk_norm:
-            heads = self.rotated_width // model.head_width
-            yield from how.norm(
-                "attention.qk_norm", "backward", model.norm, m * heads, model.head_width
-            )
-        yield from how.passes("attention.split", m * self.qkv_rows / 3 * a, eager=10, compiled=2)
+        yield from self._elementwise.heads_backward()
         yield from how.linear_backward(
             "attention.input", m, self.qkv_rows, d, how.narrowed(own * d)
         )

@@ -34,11 +34,13 @@ class Prices:
         self.contention = ContentionTable(
             machine.hardware, {name: axis.ranks for name, axis in self.axes.items()}
         )
-        self._known: dict[tuple[str, tuple[float, ...], str, tuple[Term, ...]], Estimate] = {}
+        self._known: dict[
+            tuple[str, tuple[float, ...], str, tuple[Term, ...], float], Estimate
+        ] = {}
 
     def of(self, term: Term) -> Estimate:
         """Of one run of the term's operation."""
-        key = term.operation, term.sizes, term.axis, term.beside
+        key = term.operation, term.sizes, term.axis, term.beside, term.nbytes
         if key not in self._known:
             self._known[key] = self._found(term)
         return self._known[key]
@@ -46,6 +48,8 @@ class Prices:
     def _found(self, term: Term) -> Estimate:
         if term.operation == TRAFFIC:
             return self.machine.traffic(*term.sizes)
+        if self.is_plain_pass(term):
+            return self.machine.traffic(term.nbytes)
         if term.operation in COLLECTIVES:
             found = self.collective(term.operation, term.sizes[0], term.axis)
             return self._exposed(found, term.beside) if term.beside else found
@@ -55,6 +59,10 @@ class Prices:
         """What of a collective that takes any time is left when the products beside it are done."""
         rest = collective.us - self.total_us(beside)
         return Estimate(max(rest, LEAST_EXPOSED_US) if collective.us else 0.0, ASSUMED)
+
+    def is_plain_pass(self, term: Term) -> bool:
+        """Whether it is priced by its bytes: the file has no times of the operation."""
+        return term.nbytes > 0 and self.machine.table(term.operation) is None
 
     def collective(self, operation: str, nbytes: float, axis: str) -> Estimate:
         found = self.axes[axis]

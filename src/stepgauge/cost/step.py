@@ -16,7 +16,7 @@ from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.outcome import Outcome, outcome
 from stepgauge.cost.prices import Prices
 from stepgauge.cost.program import DataParallelCost, RankStep
-from stepgauge.cost.terms import Term
+from stepgauge.cost.terms import TRAFFIC, Term
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
@@ -97,8 +97,10 @@ def term_rows(
         [
             phase,
             term.name,
-            term.operation,
-            " × ".join(f"{size:g}" for size in term.sizes),
+            TRAFFIC if prices.is_plain_pass(term) else term.operation,
+            f"{term.nbytes:g}"
+            if prices.is_plain_pass(term)
+            else " × ".join(f"{size:g}" for size in term.sizes),
             term.count * times,
             prices.of(term).us * term.count * times,
             prices.of(term).source,

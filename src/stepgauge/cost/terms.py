@@ -27,6 +27,7 @@ class Term:
     weights   it computes a gradient of weights, for which no other stage waits
     axis      of a collective: the axis whose ranks do it together
     beside    of a collective in pieces: the products that compute meanwhile, and hide it
+    nbytes    that it moves, where a hardware file may have no times of the operation
     """
 
     name: str
@@ -37,6 +38,7 @@ class Term:
     weights: bool = False
     axis: str = ""
     beside: tuple["Term", ...] = ()
+    nbytes: float = 0.0
 
     @property
     def is_product(self) -> bool:
@@ -76,6 +78,13 @@ class Arithmetic:
         times = compiled if self.is_compiled else eager
         if times:
             yield Term(name, TRAFFIC, (nbytes * times,))
+
+    def elementwise(
+        self, name: str, operation: str, sizes: tuple[float, ...], nbytes: float
+    ) -> Term:
+        """Eager work as calibrate/passes.py times it, in the type that products give."""
+        kind = "bf16" if self.activation == 2 else "fp32"
+        return Term(name, f"{operation} {kind}", sizes, nbytes=nbytes)
 
     def cast(self, name: str, operation: str, numel: int, *, weights: bool = False) -> Term:
         """Compiled, one pass over memory like any other."""

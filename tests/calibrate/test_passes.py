@@ -1,0 +1,75 @@
+"""Elementwise work as the network does it, and the predictions that look it up."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepgauge.calibrate import passes
+from stepgauge.calibrate.grids import CPU, GPU
+from stepgauge.calibrate.operations import operations
+from stepgauge.cost.machine import Machine
+from stepgauge.cost.step import predict
+from stepgauge.models.transformer import TransformerLM
+from stepgauge.spec.calibration import OperationTable
+from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.step import StepSpec
+
+HERE = torch.device("cpu")
+H100 = HardwareFile.read(Path(__file__).parents[2] / "hardware" / "h100-sxm.json")
+M, N = 6, 256  # two heads of queries and two of keys
+
+
+@pytest.mark.parametrize("name", list(passes.PASSES))
+def test_both_directions_run_on_the_operands_of_their_grid(name):
+    parts = passes.operands(name, torch.float32, M, N, HERE)
+    forward = passes.run(name, False, *parts)
+    assert all(out.grad_fn is None or out._is_view() for out in forward)  # nothing is kept
+    (gradient,) = passes.run(name, True, *parts)
+    assert gradient.shape == parts[0].shape and gradient.abs().max() > 0
+    assert passes.run(name, True, *parts)  # as often as it is timed
+
+
+def test_heads_are_those_of_the_network():
+    """What attention is called with, from the same product."""
+    spec = ModelSpec(d_model=128, d_ff=256, num_layers=1, num_heads=2, context_length=M,
+                     vocab_size=16)  # fmt: skip
+    model, seen = TransformerLM(spec, device=HERE), []
+    attention = model.blocks[0].attention
+    whole = attention.attend
+    attention.attend = lambda q, k, v: seen.extend((q, k, v)) or whole(q, k, v)
+    products = []
+    attention.input.register_forward_hook(lambda _, __, out: products.append(out))
+    model(torch.zeros(1, M, dtype=torch.long), torch.zeros(1, M, dtype=torch.long))
+    found = passes.PASSES["heads"].call(products[0], model.cos_TR, model.sin_TR)
+    for ours, theirs in zip(found, seen, strict=True):
+        assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+
+
+def test_they_are_timed_on_gpus_alone():
+    assert {"heads backward bf16", "gate forward fp32", "residual mixed"} <= set(operations(GPU))
+    assert not [name for name in operations(CPU) if name.startswith(("heads", "gate", "residual"))]
+
+
+def test_a_prediction_takes_their_times_where_a_file_has_them():
+    spec = StepSpec(model=ModelSpec.preset("2.7b"), size="2.7b", batch=4, precision="bf16",
+                    device="cuda")  # fmt: skip
+    plain = predict(spec, Machine(H100))
+    named = {f"{name} {direction} bf16" for name in ("heads", "gate")
+             for direction in ("forward", "backward")}  # fmt: skip
+    tables = {name: OperationTable(("m", "n"), ((2048, 5120, 1000.0),)) for name in named}
+    tables["residual mixed"] = OperationTable(("numel",), ((2048 * 2560, 1000.0),))
+    file = dataclasses.replace(H100, operations={**H100.operations, **tables})
+    slow = predict(spec, Machine(file))
+
+    def rows(record):
+        head, *rows = record.tables["terms"]
+        return {row[head.index("operation")]: row for row in rows}
+
+    assert named | {"residual mixed"} <= set(rows(slow))
+    assert not named & set(rows(plain)) and "traffic" in rows(plain)
+    assert slow.median("step_ms") > 2 * plain.median("step_ms")
+    compiled = dataclasses.replace(spec, compile="on")
+    assert not named & set(rows(predict(compiled, Machine(file))))
