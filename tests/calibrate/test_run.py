@@ -176,3 +176,16 @@ def test_what_stays_disturbed_is_said_by_the_row_the_file_and_each_prediction(co
     cores(0.0)
     quiet = hardware_file([run(spec("traffic"))], read)
     assert not quiet.disturbance
+
+
+@pytest.mark.parametrize("name", sorted(GPU.attentions))
+def test_attention_is_timed_with_the_causal_mask_that_tables_are_read_for(name):
+    """flash_attention is full where nothing is said: its table held twice the work of a causal one."""
+    shape = (2, 64, 16)
+    operation = operations(GPU)[f"attention {name} forward fp32"]
+    torch.manual_seed(0)
+    o = operation.make(*shape, HERE)()
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, *shape) for _ in range(3))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.allclose(o, expected, atol=1e-5)

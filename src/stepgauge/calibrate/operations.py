@@ -124,7 +124,7 @@ def _attention(
     name: str, is_backward: bool, dtype: torch.dtype, h: int, t: int, d: int, device: torch.device
 ) -> Call:
     """Causal attention of h heads in all, without grouped keys."""
-    attend = ATTENTIONS[name]
+    attend = functools.partial(ATTENTIONS[name], is_causal=True)
 
     def make() -> tuple[Tensor, ...]:
         new = functools.partial(torch.randn, 1, h, t, d, device=device, dtype=dtype)
