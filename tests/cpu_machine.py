@@ -8,10 +8,17 @@ from stepgauge.spec.hardware import HardwareFile
 
 def made_up() -> HardwareFile:
     """A machine on which every operation of a nano step has been timed once."""
-    sizes = {"matmul": "mnk", "rmsnorm": "mn", "attention": "htd", "cross-entropy": "mv"}
+    sizes = {
+        "matmul": "mnk",
+        "rmsnorm": "mn",
+        "layernorm": "mn",
+        "attention": "htd",
+        "cross-entropy": "mv",
+    }
     names = [f"matmul {layout} fp32" for layout in ("nt", "nn", "tn")]
     for direction in ("forward", "backward"):
-        names += [f"rmsnorm {direction} fp32", f"attention sdpa {direction} fp32"]
+        names += [f"{norm} {direction} fp32" for norm in ("rmsnorm", "layernorm")]
+        names += [f"attention sdpa {direction} fp32"]
         names.append(f"cross-entropy {direction}")
     tables = {
         name: OperationTable(axes, ((64,) * len(axes) + (10.0,),))

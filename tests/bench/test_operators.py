@@ -8,19 +8,23 @@ import warnings
 from pathlib import Path
 
 import pytest
+from tests.cpu_machine import wired
 
+from stepgauge.bench import operators
 from stepgauge.bench.operators import traced
 from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.step import predict
 from stepgauge.cost.traced_step import predict_traced
 from stepgauge.runtime.workers import run_isolated
+from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.user_model import UserModel
+from stepgauge.validate.predicted import predicted
 
 HARDWARE = Path(__file__).parents[2] / "hardware"
 NETS = """
@@ -162,11 +166,11 @@ def test_a_presets_operators_cost_what_its_formulas_say(tmp_path):
     model = ModelSpec.preset("medium", num_layers=2)
     spec = StepSpec(model=model, size="medium", precision="bf16", batch=16, device="cuda")
     seen = run_isolated(traced, spec, "sm90")  # another test may have run a backward here
-    formula, operators = predict(spec, machine), predict_traced(spec, seen, machine)
+    formula, by_operators = predict(spec, machine), predict_traced(spec, seen, machine)
     for metric, within in (
         ("backward_ms", 0.05), ("optimizer_ms", 0.01), ("device_ms", 0.04), ("peak_bytes", 0.03)
     ):  # fmt: skip
-        assert abs(operators.median(metric) / formula.median(metric) - 1) < within, metric
+        assert abs(by_operators.median(metric) / formula.median(metric) - 1) < within, metric
     for wrapper in ("bucketed", "zero1", "zero2"):
         asked = {"model": model, "precision": "bf16", "device": "cuda"}
         two = DataParallelSpec(**asked, batch=16, ranks=2, wrapper=wrapper)
@@ -256,9 +260,15 @@ def test_what_has_no_price_is_named(nets):
             pytest.raises(ValueError, match="the model runs a recurrent layer, which no calib"),
         ):
             traced(StepSpec(model=nets(name), device="cuda"), "sm90")
-    with pytest.raises(ValueError, match="compile is 'on'; of a user's model eager steps"):
+    with pytest.raises(
+        ValueError,
+        match="compile is 'on'; of a user's model, BERT, experts and windows eager steps",
+    ):
         traced(StepSpec(model=nets("convolutions"), compile="on"), "cpu")
-    with pytest.raises(ValueError, match="wrapper is 'zero3'; of a user's model one device"):
+    with pytest.raises(
+        ValueError,
+        match="wrapper is 'zero3'; of a user's model, BERT, experts and windows one device",
+    ):
         traced(DataParallelSpec(model=nets("convolutions"), wrapper="zero3"), "cpu")
 
 
@@ -280,4 +290,33 @@ def test_predict_takes_a_user_model_over_a_data_axis(stepgauge, nets):
         total = sum(term[head.index("us")] for term in terms) / 1e3
         assert total == pytest.approx(step, rel=1e-3)
     status, _, err = stepgauge(*asked, "--layout", "tp2")
-    assert status == 2 and "layout is 'tp2'; of a user's model one device and data axes" in err
+    assert (
+        status == 2
+        and "layout is 'tp2'; of a user's model, BERT, experts and windows one device and data axes"
+        in err
+    )
+
+
+def test_presets_without_formulas_are_predicted_by_their_operators(monkeypatch):
+    """Each block's products: of experts those that tokens go to, of a window what SDPA computes."""
+    monkeypatch.setattr(operators, "_in_a_process", operators._traced_or_why)  # a CPU needs none
+    machine = wired(2)
+    dense = ModelSpec.preset("nano", num_layers=1, context_length=64, vocab_size=256)
+    bert = BertSpec.preset("bert-tiny", num_layers=1, context_length=64)
+    windowed, mixed = (
+        predicted(StepSpec(model=model, batch=4), machine)
+        for model in (
+            dataclasses.replace(dense, window=16),
+            dataclasses.replace(dense, num_experts=4, experts_per_token=2),
+        )
+    )
+    assert windowed.median("tokens_per_s") > 0
+    products = [sizes for _, _, name, sizes, *_ in mixed.tables["terms"] if "matmul nt" in name]
+    an_expert = f"{4 * 64 * 2 // 4} × {2 * dense.d_ff} × {dense.d_model}"  # gate and up together
+    assert an_expert in products
+    two = predicted(LayoutSpec(model=bert, layout="dp2 zero1", batch=8), machine)
+    up = (4 * 64, bert.d_ff, bert.d_model)  # of a rank's sequences
+    assert " × ".join(map(str, up)) in {row[3] for row in two.tables["terms"]}
+    assert two.median("tokens_per_s") == pytest.approx(8 * 64 / two.median("step_ms") * 1e3)
+    with pytest.raises(ValueError, match="layout is 'tp2'; of a user's model, BERT, experts"):
+        predicted(LayoutSpec(model=bert, layout="tp2"), machine)

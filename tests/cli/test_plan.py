@@ -147,7 +147,10 @@ def test_a_users_network_has_its_data_axes_ranked(stepgauge, tmp_path):
     for wrong, said in (
         (("--global-batch", "3"), "global_batch is 3; 2 GPUs cannot share so many batches"),
         (("--tokens", "1B"), "tokens is '1B'; those of a user's model are not known"),
-        (("--compile", "on"), "compile is 'on'; of a user's model eager steps are predicted"),
+        (
+            ("--compile", "on"),
+            "compile is 'on'; of a user's model, BERT, experts and windows eager steps are predicted",
+        ),
     ):
         status, _, err = stepgauge(*on_gpus, *wrong)
         assert status == 2 and said in err

@@ -15,6 +15,7 @@ from stepgauge.measure.memory.recurrent import layers_that_raise
 from stepgauge.measure.operators import OperatorTrace, record_step
 from stepgauge.runtime.load_file import user_line
 from stepgauge.runtime.workers import run_isolated
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec, WorkSpec
@@ -55,7 +56,7 @@ def traced_apart(spec: TracedSpec, architecture: str) -> Traced:
 
 
 def traced(spec: TracedSpec, architecture: str) -> Traced:
-    """The step of the spec's UserModel as it would run on a device of the architecture: cpu, sm80 or
+    """The step of the spec as it would run on a device of the architecture: cpu, sm80 or
     sm90. Raises ValueError for a step that is not predicted, or does what cannot be traced.
     """
     require_traceable(spec)
@@ -101,8 +102,12 @@ def _traced_or_why(work: WorkSpec, architecture: str) -> Traced | str:
 
 
 def _work(spec: TracedSpec) -> WorkSpec:
+    """What a rank of the spec computes."""
     own = {field.name for field in dataclasses.fields(WorkSpec)}
-    return WorkSpec(**{name: value for name, value in vars(spec).items() if name in own})
+    values = {name: value for name, value in vars(spec).items() if name in own}
+    if isinstance(spec, LayoutSpec) and not isinstance(spec.model, UserModel):
+        values["batch"] = spec.rank_batch
+    return WorkSpec(**values)
 
 
 def _counted(spec: WorkSpec, architecture: str) -> Counted:

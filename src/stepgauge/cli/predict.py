@@ -6,9 +6,11 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from stepgauge.cli.bench.pipeline import Networks
 from stepgauge.cli.console import Format, print_in, print_records
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cost.traced import LAYOUTS
+from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout import Layout
@@ -28,7 +30,7 @@ Hardware = Annotated[
 @spec_options(
     LayoutSpec,
     StepSpec,
-    ModelSpec,
+    Networks,
     sweep=True,
     defaults={"size": "small", "device": "cuda", "batch": StepSpec.batch},
 )
@@ -107,7 +109,9 @@ def specs_of(layout: Layout, values: Values) -> list[Any]:
             raise ValueError(f"layout is {str(layout)!r}; {LAYOUTS}")
     spec: type = LayoutSpec
     asked: dict[str, Any] = {"layout": str(layout)}
-    if layout.ranks == 1:
+    if set(values.get("size", ())) & set(BertSpec.preset_names()):
+        pass  # which bench layout alone measures
+    elif layout.ranks == 1:
         spec, asked = StepSpec, {}
     elif set(layout.axes) == {"data"}:
         spec, asked = DataParallelSpec, {"ranks": layout.data, "wrapper": layout.wrapper}
@@ -121,7 +125,9 @@ def specs_of(layout: Layout, values: Values) -> list[Any]:
     known = {field.name for each in (spec, ModelSpec) for field in fields(each)}
     if foreign := [n for n in values if n not in known and n not in ("size", "hf_config")]:
         raise ValueError(f"{foreign[0]} is no option of a row of {COMMANDS[spec]}")
-    return expand(spec, {**values, **{name: (value,) for name, value in asked.items()}})
+    return expand(
+        spec, {**values, **{name: (value,) for name, value in asked.items()}}, network=Networks
+    )
 
 
 COMMANDS = {

@@ -12,6 +12,7 @@ from stepgauge.cli.beside import Hardware, hardware_of, predict_rows, print_besi
 from stepgauge.cli.console import print_table, tell
 from stepgauge.cli.options import Values, spec_options
 from stepgauge.cli.rows import Device, Fresh, Out, resolve_devices, run_jobs
+from stepgauge.cost.operations import has_formulas
 from stepgauge.cost.planner import device_bytes
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import NOT_FOR_PROGRAMS, HardwareFile
@@ -20,6 +21,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
+from stepgauge.spec.user_model import UserModel
 from stepgauge.tune.choices import space
 
 CONFIG = "tuned.toml"
@@ -110,6 +112,8 @@ def _predicted(hardware: HardwareFile | None, spec: Any) -> Record | None:
 
     if hardware is None:
         return None
+    if not (has_formulas(spec.model) or isinstance(spec.model, UserModel)):
+        return None  # a trace takes seconds, and a preset has a hundred candidates
     try:
         found = predicted(spec, hardware, coarse=True)
     except ValueError:

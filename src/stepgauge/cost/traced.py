@@ -14,7 +14,8 @@ from stepgauge.spec.step import StepSpec
 
 TracedSpec = StepSpec | DataParallelSpec | LayoutSpec
 GROUP = 8  # operators that the host launches before the device may begin the first of them
-LAYOUTS = "of a user's model one device and data axes up to zero2 are predicted"
+TRACED = "a user's model, BERT, experts and windows"
+LAYOUTS = f"of {TRACED} one device and data axes up to zero2 are predicted"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,12 +98,14 @@ class TracedStep(RankStep):
 
 
 def require_traceable(spec: TracedSpec) -> None:
-    """Raises ValueError for what is not predicted of a user's model, before anything is traced."""
+    """Raises ValueError for what is not predicted by operators, before anything is traced."""
     if spec.compile != "off":
         raise ValueError(
-            f"compile is {spec.compile!r}; of a user's model eager steps are predicted: what a "
-            f"compiler makes of its operators is not known before it is compiled"
+            f"compile is {spec.compile!r}; of {TRACED} eager steps are predicted: what a compiler "
+            f"makes of their operators is not known before it is compiled"
         )
+    if isinstance(spec, LayoutSpec) and set(spec.axes.axes) - {"data"}:
+        raise ValueError(f"layout is {spec.layout!r}; {LAYOUTS}")
     wrapper = wrapper_of(spec)
     if wrapper not in set(MODELLED) - {"zero3"}:
         raise ValueError(f"wrapper is {wrapper!r}; {LAYOUTS}")

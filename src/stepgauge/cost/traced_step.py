@@ -25,6 +25,7 @@ from stepgauge.spec.layout import Layout, sent_bytes
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
+from stepgauge.spec.user_model import UserModel
 
 
 def predict_traced(spec: TracedSpec, traced: Traced, machine: Machine) -> Record:
@@ -51,6 +52,9 @@ def predict_traced(spec: TracedSpec, traced: Traced, machine: Machine) -> Record
             spec.wrapper, gradient_bytes=nbytes, weight_bytes=nbytes, ranks=spec.ranks
         )
         metrics["sent_bytes"] = Sample.exact(sent, "bytes")
+    if not isinstance(spec.model, UserModel):  # of which tokens are not known
+        rate = _tokens(spec) / found.step_ms * 1e3
+        metrics["tokens_per_s"] = Sample.exact(rate, "tokens/s")
     memory = traced_memory(operations, layout, accumulates=accumulation > 1)
     rows = step_rows(operations, prices, found, passes=accumulation)
     note = unknown_host(machine, layout.wrapper, layout.data, spec.device)
@@ -62,6 +66,15 @@ def _layout(spec: TracedSpec) -> Layout:
     if isinstance(spec, LayoutSpec):
         return spec.axes
     return Layout() if wrapper_of(spec) == "none" else spec.layout  # type: ignore[union-attr]
+
+
+def _tokens(spec: TracedSpec) -> int:
+    """Of a step of all ranks."""
+    if isinstance(spec, LayoutSpec):
+        return spec.tokens_per_step
+    ranks = spec.ranks if isinstance(spec, DataParallelSpec) else 1
+    assert not isinstance(spec.model, UserModel)
+    return ranks * spec.batch * spec.model.context_length
 
 
 def _sending(spec: TracedSpec, layout: Layout) -> Sending:

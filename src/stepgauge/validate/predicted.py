@@ -3,9 +3,10 @@
 from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.machine import Machine
+from stepgauge.cost.operations import has_formulas
 from stepgauge.cost.pipeline import predict_pipeline
 from stepgauge.cost.step import predict
-from stepgauge.cost.traced import LAYOUTS, Traced, TracedSpec
+from stepgauge.cost.traced import TRACED, Traced, TracedSpec
 from stepgauge.cost.traced_step import predict_traced
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
@@ -13,7 +14,6 @@ from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
-from stepgauge.spec.user_model import UserModel
 
 
 def predicted(spec: object, hardware: HardwareFile, *, coarse: bool = False) -> Record:
@@ -23,8 +23,8 @@ def predicted(spec: object, hardware: HardwareFile, *, coarse: bool = False) -> 
     coarse  near enough to rank layouts by the hundred (cost/layout.py)
     """
     hardware.require_kind(str(getattr(spec, "device", "")))
-    if isinstance(getattr(spec, "model", None), UserModel):
-        return _of_user_model(spec, hardware)
+    if isinstance(spec, TracedSpec) and not has_formulas(spec.model):
+        return _by_operators(spec, hardware)
     match spec:
         case StepSpec():
             return predict(spec, Machine(hardware))
@@ -37,18 +37,20 @@ def predicted(spec: object, hardware: HardwareFile, *, coarse: bool = False) -> 
     raise ValueError(f"{type(spec).__name__} has no cost model yet")
 
 
-def _of_user_model(spec: object, hardware: HardwareFile) -> Record:
-    if not isinstance(spec, TracedSpec):
-        raise ValueError(LAYOUTS)
+def _by_operators(spec: TracedSpec, hardware: HardwareFile) -> Record:
+    """Of a user's network, and of a preset whose parts have no formulas."""
     machine = Machine(hardware.on_ranks(getattr(spec, "ranks", 1)))
     return predict_traced(spec, traced_on(spec, hardware), machine)
 
 
 def traced_on(spec: TracedSpec, hardware: HardwareFile) -> Traced:
-    """The operators of a user's step on a device of that kind, for which torch is imported. Raises
+    """The operators of a step on a device of that kind, for which torch is imported. Raises
     ValueError for a step that cannot be traced.
     """
-    from stepgauge.bench.operators import traced_apart
+    try:
+        from stepgauge.bench.operators import traced_apart
+    except ModuleNotFoundError as error:
+        raise ValueError(f"steps of {TRACED} are traced, which needs torch: {error}") from None
 
     peaks = hardware.peaks
     architecture = "cpu" if spec.device.startswith("cpu") else (peaks and peaks.architecture)
