@@ -12,8 +12,8 @@ from stepgauge.cli.beside import Hardware, hardware_of, predict_rows, print_besi
 from stepgauge.cli.console import print_table, tell
 from stepgauge.cli.options import Values, spec_options
 from stepgauge.cli.rows import Device, Fresh, Out, resolve_devices, run_jobs
-from stepgauge.cost.operations import has_formulas
 from stepgauge.cost.planner import device_bytes
+from stepgauge.cost.traced import has_formulas
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import NOT_FOR_PROGRAMS, HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec

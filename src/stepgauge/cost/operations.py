@@ -52,19 +52,6 @@ class NetworkPart:
     gathered: bool = False
 
 
-def has_formulas(model: object) -> bool:
-    """Whether the terms of the network are written down here: of other networks the operators are
-    traced.
-    """
-    if not isinstance(model, ModelSpec):
-        return False
-    try:
-        model.require_defaults(PRICED, "")
-    except ValueError:
-        return False
-    return True
-
-
 def require_priced(spec: WorkSpec) -> ModelSpec:
     """The network. Raises ValueError for a step that has parts whose cost is not modelled."""
     model = spec.model

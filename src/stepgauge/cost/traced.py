@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from stepgauge.cost.data_axis import MODELLED
+from stepgauge.cost.operations import PRICED
 from stepgauge.cost.program import LaunchGroup, RankStep
 from stepgauge.cost.terms import Arithmetic, Term
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
 
 TracedSpec = StepSpec | DataParallelSpec | LayoutSpec
@@ -95,6 +97,19 @@ class TracedStep(RankStep):
                 for place, term in enumerate(before[first : first + GROUP], first)
             ]
             yield LaunchGroup(phase, named, host_us)
+
+
+def has_formulas(model: object) -> bool:
+    """Whether the terms of the network are written down (cost/operations.py): of other networks the
+    operators are traced.
+    """
+    if not isinstance(model, ModelSpec):
+        return False
+    try:
+        model.require_defaults(PRICED, "")
+    except ValueError:
+        return False
+    return True
 
 
 def require_traceable(spec: TracedSpec) -> None:
