@@ -66,8 +66,9 @@ def cases():
                 yield (*path, *POSITIONAL.get(path, ()), f"{flag}={text}"), field.name
             if field.metadata["flag_value"] is None:
                 yield (*path, *POSITIONAL.get(path, ()), flag), field.name
-        yield (*path, "--dance"), "Unknown option"
-        yield (*path, "--out="), "out is empty"
+        needed = POSITIONAL.get(path, ())
+        yield (*path, *needed, "--dance"), "Unknown option"
+        yield (*path, *needed, "--out="), "out is empty"
 
 
 def test_every_bad_input_is_one_sentence_and_status_2(stepgauge):
