@@ -192,7 +192,8 @@ def test_an_output_that_is_full_and_one_that_has_no_dashes():
     assert done.stderr == "stepgauge: cannot write the output: No space left on device\n"
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
     code = (
-        "from stepgauge import cli; cli.app = lambda *_, **__: print('10 – 20'); cli.main(['show'])"
+        "from stepgauge import cli; cli._load_listed = list; "
+        "cli.app = lambda *_, **__: print('10 – 20'); cli.main(['show'])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, env=ascii_only, timeout=60
