@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import datetime
+import types
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 from stepgauge.models.transformer import TransformerLM
+from stepgauge.parallel.call_order import CallOrder
 from stepgauge.parallel.flat_gradients import _pack
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
 from stepgauge.parallel.parameter_group import ParameterGroup
@@ -82,10 +84,17 @@ def test_ranks_that_call_other_blocks_are_told(two_ranks):
         other = 1 - rank
         words = f"rank 0 calls {calls[0]}, rank 1" if rank == 0 else f"rank 1 calls {calls[1]}"
         assert words in found["order"] and f"rank {other} {calls[other]}" in found["order"]
-    # One rank leaves out a block in a later forward: it says so, and the other is not left waiting.
-    waiting, leaving = (rank["left out"] for rank in two_ranks)
-    assert "weights of 2 were not gathered" in waiting
-    assert "rank 1 calls 2 after [the module, 0], rank 0 has not left the order" in leaving
+
+
+def test_a_rank_that_alone_leaves_the_order_of_blocks_says_so():
+    store = dist.HashStore()
+    store.set_timeout(datetime.timedelta(seconds=0.2))
+    group = types.SimpleNamespace(
+        group_name="two", get_group_store=lambda: store, rank=lambda: 1, size=lambda: 2
+    )
+    words = r"rank 1 calls 2 after \[0\], rank 0 has not left the order"
+    with pytest.raises(RuntimeError, match=words):
+        CallOrder(group).require_same(["0"], "2")
 
 
 def test_a_parameter_without_dimensions_is_refused(two_ranks):
@@ -280,17 +289,6 @@ def order():
         return str(error)
 
 
-def left_out():
-    group = dist.new_group(timeout=datetime.timedelta(seconds=4))
-    parallel = FullyShardedDataParallel(Ordered(), group=group)
-    parallel([0, 1, 2])
-    try:
-        parallel([0, 1, 2] if dist.get_rank() == 0 else [0, 2])
-        return "accepted"
-    except RuntimeError as error:
-        return str(error)
-
-
 class Ordered(nn.Sequential):
     def __init__(self):
         super().__init__(*(nn.Linear(4, 4) for _ in range(3)))
@@ -377,6 +375,5 @@ CHECKS = {
     "frees": frees,
     "frees frozen weights": frees_frozen,
     "order": order,
-    "left out": left_out,
     "scalar": scalar,
 }

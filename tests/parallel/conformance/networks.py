@@ -226,7 +226,7 @@ class Meeting(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(12)).double()
-        self.group = dist.new_group(timeout=datetime.timedelta(seconds=20)) if meets else None
+        self.group = dist.new_group(timeout=datetime.timedelta(seconds=60)) if meets else None
 
     def forward(self, x, *, layers):
         for place, layer in enumerate(self.layers[:layers]):
