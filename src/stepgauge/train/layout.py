@@ -187,7 +187,7 @@ def network_of(
         schedule=schedule,
         tied=_tied(model, len(stages)),
         cut=_cut_bert if is_bert else lambda batch: (batch[:1], batch[1:]),
-        share=_num_masked if is_bert else None,
+        share=_num_counted,
         context=context,
         cut_sequences=cut_sequences,
         partial_loss=FUSED_LOSS if isinstance(model, ModelSpec) and model.loss == "fused" else None,
@@ -238,5 +238,5 @@ def _types_last(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
     return tokens, None, types
 
 
-def _num_masked(targets_BT: Tensor) -> Tensor:
+def _num_counted(targets_BT: Tensor) -> Tensor:
     return (targets_BT != NOT_MASKED).sum()
