@@ -12,6 +12,7 @@ from stepgauge.bench.sweep import Job
 from stepgauge.calibrate import run as calibration
 from stepgauge.calibrate.machine import hardware_file
 from stepgauge.cost.operations import StepOperations
+from stepgauge.cost.terms import TRAFFIC
 from stepgauge.measure.environment import environment
 from stepgauge.report.page import Block, Text
 from stepgauge.spec.calibration import CalibrationSpec
@@ -77,7 +78,10 @@ def _calibration(machine: Machine, specs: Sequence[Any]) -> list[Job]:
     those of the experiment of that name.
     """
     phases = StepOperations(specs[0]).phases().values()
-    names = dict.fromkeys(term.operation for terms in phases for term in terms)
+    # what is not timed on this kind of device is predicted by its bytes
+    timed = set(calibration.names(torch.device(machine.device)))
+    used = dict.fromkeys([TRAFFIC, *(term.operation for terms in phases for term in terms)])
+    names = [name for name in used if name in timed]
     operations = [
         CalibrationSpec(operation=name, ranks=ranks, seconds=CALIBRATION_S, device=machine.device)
         for ranks in (1, 2)
