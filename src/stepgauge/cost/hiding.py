@@ -54,6 +54,7 @@ def _tensor(stage: StepOperations, prices: Prices, rate: float) -> overlap.Overl
         ranks=stage.share.tensor, width=width, value_bytes=itemsize, flops_per_s=rate,
         block_weights=stage.model.block_matrix_parameters,
         bytes_per_s=_sent_per_s(prices, "all_gather", stream, "tensor"),
+        waits=not stage.overlapped,
     )  # fmt: skip
 
 

@@ -77,14 +77,16 @@ def tensor(
     value_bytes: float,
     flops_per_s: float,
     bytes_per_s: float,
+    waits: bool,
 ) -> OverlapRatio:
     """Two all-gathers and two reduce-scatters of (M, D) a block, against its forward:
-    4 (N-1)/N · M D a / B over 2 M P / (N F). The tokens drop out. Nothing computes beside them.
+    4 (N-1)/N · M D a / B over 2 M P / (N F). The tokens drop out. Unless the layout overlaps them,
+    computing waits.
     """
     sent = 4 * _share(ranks) * width * value_bytes / bytes_per_s
     computed = FORWARD_FLOPS * block_weights / ranks / flops_per_s
     name = f"activations over {ranks} tensor ranks, against a block"
-    return OverlapRatio(name, sent / computed, "the width and the ranks alone", waits=True)
+    return OverlapRatio(name, sent / computed, "the width and the ranks alone", waits)
 
 
 def pipeline(
