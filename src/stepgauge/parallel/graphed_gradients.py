@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepgauge.parallel.recording import WARM_UPS, Recorder
+from stepgauge.parallel.recording import WARM_UPS, Recorder, places
 from stepgauge.parallel.training import Groups, OptimizerClass, Parallel, Parallelise
+from stepgauge.parallel.trial import trial
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -58,19 +59,15 @@ class GraphedGradients:
     def _record(self, batch: Sequence[Tensor]) -> None:
         """Weights, buffers and random state stay as they were."""
         self._batch = [part.clone() for part in batch]
-        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-        devices = {part.device.index for part in batch if part.is_cuda}
-        with torch.random.fork_rng(sorted(devices)):
+        with trial(self.module, self._batch):
             for _ in range(WARM_UPS):
                 self._recorder.warm_up(self._run)
                 self._forget()
             (self._loss, found), self._replay = self._recorder.record(self._run, id(self))
-        for buffer, before in buffers:
-            buffer.copy_(before)
         trained = [p for p in self.module.parameters() if p.grad is not None]
         self._gradients = list(zip(trained, found, strict=True))
         self._forget()
-        self._recorded_at = self._places()
+        self._recorded_at = places(self.module)
 
     def _run(self) -> tuple[Tensor, list[Tensor]]:
         with self._context():
@@ -83,14 +80,11 @@ class GraphedGradients:
         for parameter in self.module.parameters():
             parameter.grad = None
 
-    def _places(self) -> list[tuple[int, bool]]:
-        return [(p.data_ptr(), p.requires_grad) for p in self.module.parameters()]
-
     def _require_as_recorded(self, batch: Sequence[Tensor]) -> None:
         given, recorded = ([tuple(x.shape) for x in each] for each in (batch, self._batch))
         if given != recorded:
             raise ValueError(f"the batch has shapes {given}; the recorded step has {recorded}")
-        if self._places() != self._recorded_at:
+        if places(self.module) != self._recorded_at:
             raise RuntimeError("weights have moved, or were frozen, since their step was recorded")
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 T = TypeVar("T")
 WARM_UPS = 3  # libraries set themselves up, autotuners and compilers run, gradients come into being
@@ -53,3 +54,8 @@ class CudaGraphs:
                 f"it cannot be recorded as CUDA graphs: {reason}; run it without"
             ) from error
         return outputs, graph.replay
+
+
+def places(module: nn.Module) -> list[tuple[int, bool]]:
+    """Where each parameter lies, and whether it is trained: what a recording holds for good."""
+    return [(p.data_ptr(), p.requires_grad) for p in module.parameters()]

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from stepgauge.parallel.pipeline.stage import Meta, Stage
-from stepgauge.parallel.recording import WARM_UPS, Recorder
+from stepgauge.parallel.recording import WARM_UPS, Recorder, places
+from stepgauge.parallel.trial import trial
 from stepgauge.spec.plan.pipeline.action import FORWARD, INPUT, WEIGHT
 
 
@@ -74,8 +75,7 @@ class GraphedStage:
         trained = [meta.is_trained for meta in inputs]
         parameters = list(self.module.parameters())
         gradients = [parameter.grad for parameter in parameters]
-        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-        with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
+        with trial(self.module, [*self._slots[0].inputs, *self._slots[0].targets]):
             for parameter in parameters:
                 parameter.grad = None
             for _ in range(WARM_UPS):
@@ -89,11 +89,9 @@ class GraphedStage:
                 parameter.grad = total
             for slot in self._slots:
                 self._record_slot(slot, trained)
-        for buffer, before in buffers:
-            buffer.copy_(before)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        self._recorded_at = self._places()
+        self._recorded_at = places(self.module)
 
     def _run(self, slot: Slot, trained: Sequence[bool]) -> None:
         self._stage.forward(slot.number, slot.inputs, trained, slot.targets)
@@ -113,9 +111,6 @@ class GraphedStage:
             given[kind], slot.replays[kind] = self._recorder.record(run, (id(self), number))
         slot.outputs, slot.input_gradients = given[FORWARD], given[INPUT]
 
-    def _places(self) -> list[tuple[int, bool]]:
-        return [(p.data_ptr(), p.requires_grad) for p in self.module.parameters()]
-
     # -- a step ----------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -123,7 +118,7 @@ class GraphedStage:
 
         Raises RuntimeError for weights that have moved since, or that are trained or frozen now.
         """
-        if self._places() != self._recorded_at:
+        if places(self.module) != self._recorded_at:
             raise RuntimeError(
                 "weights have moved, or were frozen, since their stage was recorded as CUDA graphs; "
                 "make a new pipeline, or one without graphs"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from stepgauge.parallel.pipeline.split import Factors, SplitBackward, Watch
+from stepgauge.parallel.trial import trial
 
 
 class Meta(NamedTuple):
@@ -78,18 +79,14 @@ class Stage:
         stay as they were.
         """
         self.close()
-        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-        devices = {t.get_device() for t in example if t.is_cuda}
         with (
+            trial(self.module, example),
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
-            torch.random.fork_rng(sorted(devices)),
             Watch(self.module) as watch,
             self._context(),
         ):
             outputs = self._call(example, targets)
-        for buffer, before in buffers:
-            buffer.copy_(before)
         if self.splits or self._recorded:
             self._split = SplitBackward(self.module, watch.splittable if self.splits else {})
         trains = any(meta.is_trained for meta in inputs) or any(
