@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from stepgauge.parallel.data_parallel import BucketedDataParallel, DataParallel
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
-from stepgauge.parallel.tensor_parallel import GradientSum
+from stepgauge.parallel.tensor_parallel import GradientSum, TensorParallel
 from stepgauge.parallel.training import Groups, OptimizerClass, by_index, by_name
 from stepgauge.parallel.wrappers import REPLICATING, Settings
 from stepgauge.parallel.zero import ShardedOptimizer
@@ -147,18 +147,19 @@ def over_data(
     optimizer: OptimizerClass,
     settings: Settings,
     *,
-    sums: Mapping[int, Mapping[str, GradientSum]],
+    tensor: Mapping[int, TensorParallel],
 ) -> DataAxis:
     """The modules under the layout's wrapper, one of ours, over the group of the settings; without
     a data axis as they are.
 
-    sums  of each module, what is done to gradients where it is tensor parallel
+    tensor  how each module is cut; none where there is no such axis
     """
     everything = nn.ModuleList(modules.values())
     number = WRAPPERS[layout.wrapper].stage
     if number in (1, 2):
+        sizes = {p: size for cut in tensor.values() for p, size in cut.whole_sizes()}
         sharded = ShardedOptimizer(
-            groups(everything), optimizer, stage=number, group=settings.group
+            groups(everything), optimizer, stage=number, group=settings.group, sizes=sizes
         )
         wrapped = {
             stage: _bucketed(module, sharded if number == 2 else None, settings)
@@ -166,8 +167,8 @@ def over_data(
         }
         return DataAxis(wrapped, modules, sharded, layout.replicas)
     wrapped = {stage: _wrapped(layout.wrapper, each, settings) for stage, each in modules.items()}
-    for stage, module in modules.items() if number == 3 else ():
-        _hook_shards(module, sums.get(stage, {}))
+    for stage, cut in tensor.items() if number == 3 else ():
+        _hook_shards(modules[stage], cut.sums)
     return DataAxis(wrapped, modules, optimizer(groups(everything)), layout.replicas)
 
 

@@ -130,8 +130,7 @@ def spread(
     }
     if layout.replicas > 1:
         settings = dataclasses.replace(settings, group=mesh.get_group("data"))
-    sums = {stage: cut.sums for stage, cut in tensor.items()}
-    data = over_data(layout, modules, groups, optimizer, settings, sums=sums)
+    data = over_data(layout, modules, groups, optimizer, settings, tensor=tensor)
     pipeline = network.pipeline(data, mesh, device, recording) if network.schedule else None
     return Spread(network, data, context, tensor, pipeline, mesh, device).parallel()
 

@@ -67,6 +67,15 @@ class TensorParallel:
         dist.all_reduce(whole, group=self.stream.group)
         return whole
 
+    def whole_sizes(self) -> Iterator[tuple[nn.Parameter, int]]:
+        """Each parameter with the elements of the whole: the same on all ranks, whatever its cut."""
+        for name, parameter in self.module.named_parameters():
+            elements = parameter.numel()
+            if name in self.cuts:
+                cut, size = self.cuts[name]
+                elements = elements // parameter.shape[cut.dim] * size
+            yield parameter, elements
+
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their norm as a whole is at most this; gives the norm."""
         gradients = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}

@@ -8,6 +8,7 @@ BucketedDataParallel(module, owners=optimizer.owners_of(module)).
 """
 
 import collections
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +34,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     call `step` together. A parameter without a gradient is left as it is.
 
     stage  2: a rank has the gradients of its own parameters only
+    sizes  elements that a parameter counts for in the sharing out, where not its own: of parts of
+           weights, whose owners are to be alike on ranks that have unequal parts
 
     Raises DifferentModelsError, on every rank, where the ranks' parameters differ; `step` raises
     RuntimeError for an optimizer whose groups keep what depends on all parameters.
@@ -45,9 +48,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         *,
         stage: int = 1,
         group: dist.ProcessGroup | None = None,
+        sizes: Mapping[nn.Parameter, int] | None = None,
         **kwargs: Any,
     ):
-        self.stage = stage
+        self.stage, self._sizes = stage, sizes or {}
         self._reducer = GradientReducer(group)  # for its group, which a copy shares
         self.communicates = True  # False leaves the broadcasts out, to time the rest
         self.owners: dict[nn.Parameter, int] = {}
@@ -96,7 +100,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             noun="parameter",
             where="optimizer",
         )
-        owned = plan_owners(plan, ranks=self._reducer.ranks, held=self.elements)
+        counted = [
+            dataclasses.replace(described, numel=self._sizes.get(parameter, described.numel))
+            for described, parameter in zip(plan, added["params"], strict=True)
+        ]
+        owned = plan_owners(counted, ranks=self._reducer.ranks, held=self.elements)
         self.elements = list(owned.elements)
         for owner in range(self._reducer.ranks):
             mine = [
