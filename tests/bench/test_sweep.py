@@ -211,7 +211,7 @@ def test_an_interrupt_during_a_row_ends_it_and_keeps_the_others(tmp_path):
     )
     time.sleep(0.5)
     os.killpg(run.pid, signal.SIGINT)
-    _, err = run.communicate(timeout=30)
+    _, err = run.communicate(timeout=100)
     assert run.returncode == 130
     assert "goes on from there" in err
     assert "Traceback" not in err

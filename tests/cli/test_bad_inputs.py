@@ -242,7 +242,7 @@ def test_where_text_is_ascii_files_are_utf_8_and_commands_end_well(tmp_path):
         f"print([cli.run(arguments) for arguments in {ALL_COMMANDS}], file=sys.stderr)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300,
         env={**os.environ, **locale, **literal},
     )  # fmt: skip
     assert done.stderr.splitlines()[-1] == str([0] * len(ALL_COMMANDS)), done.stderr

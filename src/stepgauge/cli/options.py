@@ -17,6 +17,7 @@ from stepgauge.spec.options import (
     Network,
     Values,
     expand,
+    flag_of,
     is_size,
     options_of,
     parse_bytes,
@@ -102,7 +103,7 @@ def _placeholder(field: Field) -> str:
 
 
 def _names(field: Field) -> tuple[str, ...]:
-    long = f"--{(field.metadata['flag'] or field.name).replace('_', '-')}"
+    long = f"--{flag_of(field)}"
     return (long, f"-{field.metadata['short']}") if field.metadata["short"] else (long,)
 
 

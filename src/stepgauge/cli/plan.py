@@ -29,7 +29,7 @@ from stepgauge.report.plan import magnitudes, parts_table, plan_table
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.options import options_of, written
+from stepgauge.spec.options import flag_of, options_of, written
 from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
@@ -207,8 +207,7 @@ def command_of(row: Record, values: Values) -> str:
     """The command that measures the layout of a row."""
     network = options_of(ModelSpec)
     given = [
-        f"--{(network[name].metadata['flag'] or name).replace('_', '-')} "
-        f"{written(network[name], value)}"
+        f"--{flag_of(network[name])} {written(network[name], value)}"
         for name, (value, *_) in values.items()
         if name in network and name != "hf_config"
     ]

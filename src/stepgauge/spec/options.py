@@ -68,6 +68,11 @@ def device_name(text: str) -> str:
     return text
 
 
+def flag_of(field: Field) -> str:
+    """What the command line calls it, without dashes before it."""
+    return (field.metadata["flag"] or field.name).replace("_", "-")
+
+
 def written(field: Field, value: Any) -> str:
     """A value as a person would type it."""
     if field.type is bool:

@@ -11,7 +11,7 @@ from stepgauge.report.names import describe
 from stepgauge.report.numbers import number
 from stepgauge.report.table import Table
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.options import Field, options_of, written
+from stepgauge.spec.options import Field, flag_of, options_of, written
 from stepgauge.tune.choices import Space
 from stepgauge.tune.search import Tuned, rate
 
@@ -46,7 +46,7 @@ def sentence(tuned: Tuned) -> str:
 def command_line(tuned: Tuned, space: Space) -> str:
     """The command that measures the winner as it was measured, without what is usual there."""
     told = [
-        f"--{_flag(field)} {shlex.quote(written(field, value))}"
+        f"--{flag_of(field)} {shlex.quote(written(field, value))}"
         for field, value in _options(tuned, space)
         if value != field.default or field.name in ("size", "device")
     ]
@@ -58,7 +58,7 @@ def write_config(tuned: Tuned, space: Space, path: Path) -> None:
     lines = [f"# {sentence(tuned)}", f"[{COMMANDS[tuned.winner.kind].replace(' ', '.')}]"]
     for field, value in _options(tuned, space):
         text = written(field, value)
-        lines.append(f"{_flag(field)} = {json.dumps(text) if isinstance(value, str) else text}")
+        lines.append(f"{flag_of(field)} = {json.dumps(text) if isinstance(value, str) else text}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -71,7 +71,3 @@ def _options(tuned: Tuned, space: Space) -> Iterator[tuple[Field, Any]]:
         # of a user's network and a config.json the record has what they contain
         is_file = name in ("model", "hf_config")
         yield known[name], values[0] if is_file else spec.get(name, values[0])
-
-
-def _flag(field: Field) -> str:
-    return (field.metadata["flag"] or field.name).replace("_", "-")
