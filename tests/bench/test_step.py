@@ -10,7 +10,7 @@ from stepgauge.bench.step import check, least_bytes, model_flops, run
 from stepgauge.measure.timing import time_phases
 from stepgauge.spec.hardware import MATMUL_TYPE
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.step import PHASES, PRECISIONS, StepSpec
+from stepgauge.spec.step import FLOAT8, PHASES, PRECISIONS, StepSpec
 from stepgauge.train import precision as train_precision
 
 
@@ -115,7 +115,7 @@ def test_utilisation_is_against_the_peak_of_the_precision(monkeypatch):
     for precision, peak in (("fp32", 67e12), ("bf16", 989.4e12), ("bf16-pure", 989.4e12)):
         record = run(nano(precision=precision, steps=1))
         assert record.median("mfu") == pytest.approx(record.median("tflop_per_s") * 1e12 / peak)
-    assert set(PRECISIONS) == set(MATMUL_TYPE) == set(train_precision.PRECISIONS)
+    assert {*PRECISIONS, FLOAT8} == set(MATMUL_TYPE) == set(train_precision.PRECISIONS)
     assert all(peaks.of(p) for peaks in ACCELERATORS.values() for p in PRECISIONS)
 
 
