@@ -20,6 +20,7 @@ from stepgauge.study import (
     EXPERIMENTS,
     collectives,
     pages,
+    profile,
     published,
     sharded_state,
     step_time,
@@ -218,6 +219,14 @@ def test_published_figures_are_records_with_a_source():
         isinstance(row, Record) and row.provenance == "published" and row.source
         for row in step_time.PUBLISHED
     )
+
+
+def test_a_source_is_told_with_what_is_known_of_it_and_what_is_not():
+    assert str(published.SOURCES["S1"]) == (
+        "write-up of assignment 2, 2024, Stanford course CS336, A100-class GPU (author, title unknown)"
+    )
+    caption = profile.published_table().caption
+    assert all(f"{name}: {published.SOURCES[name]}" in caption for name in ("S1", "S5"))
 
 
 def test_a_section_begins_with_what_is_to_be_known_of_its_figures(record):

@@ -29,10 +29,13 @@ class OverlapRatio:
 
     @property
     def sentence(self) -> str:
-        how = "hides behind" if self.hides else "does not hide behind"
+        verdict = "and can hide" if self.hides else "too much to hide"
         if self.waits:
-            how = "could hide behind, which waits for it"
-        return f"{self.name}: {self.ratio:.2f} of what it {how}; it depends on {self.depends_on}."
+            verdict = "but computing waits for it"
+        return (
+            f"{self.name}: sending takes {self.ratio:.2f} of the time of computing, {verdict}; "
+            f"the ratio depends on {self.depends_on}."
+        )
 
 
 def _share(ranks: int) -> float:

@@ -19,6 +19,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.published import SOURCES
 from stepgauge.study.sizes import OURS, S1, S2, sizes
 
 # What S1 and S5 say of their profiles: (source, figure, value).
@@ -89,12 +90,17 @@ def pictures(records: Sequence[Record], folder: Path) -> Sequence[Block]:
         numeric=frozenset(head[2:]),
         caption="Shares of kernel time, forward against whole step.",
     )
-    theirs = Table(
+    return [table, published_table(), *shown] if rows else []
+
+
+def published_table() -> Table:
+    """What S1 and S5 say of their profiles, and where they are from."""
+    legend = "; ".join(f"{name}: {SOURCES[name]}" for name in ("S1", "S5"))
+    return Table(
         ["source", "figure", "value"],
         list(PUBLISHED),
-        caption="What others published of their profiles (A100, laptop).",
+        caption=f"What others published of their profiles. {legend}.",
     )
-    return [table, theirs, *shown] if rows else []
 
 
 EXPERIMENT = Experiment(

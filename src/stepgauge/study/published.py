@@ -16,26 +16,28 @@ from stepgauge.spec.record import Record, Sample
 class Source:
     """Where a published figure is from. What was not noted when it was read is said to be unknown."""
 
-    title: str
+    what: str
     hardware: str
-    place: str
+    author: str | None = None
+    title: str | None = None
     year: int | None = None
-    author: str = ""
+    place: str | None = None
 
     def __str__(self) -> str:
-        year = str(self.year) if self.year else "year unknown"
-        author = self.author or "author unknown"
-        return f"{self.title} ({author}, {year}, {self.place}; {self.hardware})"
+        where = {name: getattr(self, name) for name in ("author", "title", "year", "place")}
+        known = [str(value) for value in where.values() if value is not None]
+        unknown = ", ".join(name for name, value in where.items() if value is None)
+        return ", ".join([self.what, *known, self.hardware]) + (
+            f" ({unknown} unknown)" if unknown else ""
+        )
 
 
 _CS336 = "Stanford course CS336"
 SOURCES: Mapping[str, Source] = {
-    "S1": Source("Assignment 2, systems: write-up", "A100-class GPU", _CS336, 2024),
-    "S2": Source("Assignment 2, systems: repository", "A100", _CS336, 2025),
-    "S3": Source(
-        "Distributed-training lab report", "8 GPUs, NVLink, 2 NUMA nodes", "place unknown"
-    ),
-    "S5": Source("Benchmarking notes", "laptop GPU of 8 GB", "place unknown"),
+    "S1": Source("write-up of assignment 2", "A100-class GPU", year=2024, place=_CS336),
+    "S2": Source("repository of assignment 2", "A100", year=2025, place=_CS336),
+    "S3": Source("lab report on distributed training", "8 GPUs, NVLink, 2 NUMA nodes"),
+    "S5": Source("benchmarking notes", "laptop GPU of 8 GB"),
 }
 # Batch and context that the source's figures were measured with, where it says so.
 CONDITIONS = {
