@@ -29,11 +29,18 @@ class Readiness:
         self._held: nn.Parameter | None = None
 
     def arrive(self, parameter: nn.Parameter) -> None:
-        """Raises RuntimeError for a second gradient after the first was sent."""
+        """Raises RuntimeError for a second gradient after the first was sent, and where a hook of
+        others took the gradient before it was averaged.
+        """
         if self._launch_of.get(parameter, self._launched) < self._launched:
             raise RuntimeError(
                 f"a gradient of shape {tuple(parameter.shape)} was added to after it was sent, in "
                 f"one backward: checkpoint with use_reentrant=False, or train under no_sync()"
+            )
+        if self._held is not None and self._held.grad is None:
+            raise RuntimeError(
+                f"a hook set the gradient of shape {tuple(self._held.shape)} to None before it was "
+                f"averaged over ranks: let optimizers step after backward"
             )
         self._count(self._held)
         # Hooks of others run after ours, and may write `.grad`: it counts when the next is there.

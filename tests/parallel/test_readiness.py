@@ -1,0 +1,19 @@
+"""Which bucket is complete."""
+
+import pytest
+import torch
+from torch import nn
+
+from stepgauge.parallel.readiness import Readiness
+
+
+def test_a_gradient_that_a_hook_took_before_it_was_averaged_is_refused():
+    """An optimizer inside of backward steps with one rank's gradient, and ranks part."""
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    readiness = Readiness([[first, second]])
+    for parameter in (first, second):
+        parameter.register_post_accumulate_grad_hook(readiness.arrive)
+    first.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    with pytest.raises(RuntimeError, match="let optimizers step after backward"):
+        (first * 2).sum().backward()
+        (second * 2).sum().backward()
