@@ -37,16 +37,19 @@ class Readiness:
                 f"a gradient of shape {tuple(parameter.shape)} was added to after it was sent, in "
                 f"one backward: checkpoint with use_reentrant=False, or train under no_sync()"
             )
-        if self._held is not None and self._held.grad is None:
-            raise RuntimeError(
-                f"a hook set the gradient of shape {tuple(self._held.shape)} to None before it was "
-                f"averaged over ranks: let optimizers step after backward"
-            )
+        self._require_held()
         self._count(self._held)
         # Hooks of others run after ours, and may write `.grad`: it counts when the next is there.
         has_others = len(parameter._post_accumulate_grad_hooks or ()) > 1
         self._held = parameter if has_others else None
         self._count(None if has_others else parameter)
+
+    def _require_held(self) -> None:
+        if self._held is not None and self._held.grad is None:
+            raise RuntimeError(
+                f"a hook set the gradient of shape {tuple(self._held.shape)} to None before it was "
+                f"averaged over ranks: let optimizers step after backward"
+            )
 
     def _count(self, parameter: nn.Parameter | None) -> None:
         # one that was not trained when backward began is of no launch
@@ -55,7 +58,11 @@ class Readiness:
             self._missing[self._launch_of[parameter]] -= 1
 
     def next_launches(self, *, complete: bool = True) -> Iterator[int]:
-        """The next launches whose gradients are all there; without `complete` all that are left."""
+        """The next launches whose gradients are all there; without `complete`, at the end of backward,
+        all that are left. Raises RuntimeError as `arrive` does, for the last gradient.
+        """
+        if not complete:
+            self._require_held()
         while self._launched < len(self._missing) and not (
             complete and self._missing[self._launched]
         ):
