@@ -2,7 +2,7 @@
 # float32 attention on one GPU of compute capability 9.0: benchmarks/kernels/fp32_campaign.sh OUT
 # PARTS="tests rows before heads narrow long tiles" chooses, in that order, all by default.
 # BUDGET=... seconds for all (540 by default).
-# tests: float32 and its backward of bf16 parts against float64, C++ beside Python.
+# tests: float32 and its backward of bf16 parts against float64.
 # rows: fp32 at D 64 and 128, full and causal, 8 heads of 4096, beside plain PyTorch and torch's memory-efficient.
 # before: the backward of these without bf16 parts (STEPGAUGE_BF16X3=0).
 # heads: one head in fp32, where loops are split.
@@ -37,7 +37,7 @@ rows() {  # SECONDS NAME OPTIONS...: rows of one run
 if chosen tests; then
   gpu_tests="python3 -m pytest -m gpu -q -p no:cacheprovider"
   timed 250 $gpu_tests tests/kernels/test_attention_bf16x3.py 2>&1 | tee "$out/tests.txt"
-  timed 250 $gpu_tests tests/kernels/test_attention.py -k "float32 or cpp_equals_python" 2>&1 | tee -a "$out/tests.txt"
+  timed 250 $gpu_tests tests/kernels/test_attention.py -k "float32" 2>&1 | tee -a "$out/tests.txt"
 fi
 chosen rows && rows 120 rows $shape --dtype fp32 --passes forward backward --peers eager efficient
 chosen before && STEPGAUGE_BF16X3=0 rows 60 before $shape --dtype fp32 --passes backward --peers eager

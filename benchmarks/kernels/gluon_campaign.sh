@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Attention in Gluon on one Hopper GPU: benchmarks/kernels/gluon_campaign.sh OUT
 # PARTS="backward forward" chooses, both by default in that order; each takes under 300 s.
-# backward: that it is right, alone and from C++, under torch.compile and without synchronisation; then the anchors
+# backward: that it is right, alone, under torch.compile and without synchronisation; then the anchors
 #   beside all peers, into OUT/backward.
 # forward: the same, and before the anchors it beside the portable forward where it fills little of the chip.
 # Writes OUT/PART/tests.txt and what kernels_campaign.sh writes; OUT/forward/forward_by_tiles.{jsonl,txt}.
@@ -17,7 +17,7 @@ tests() {  # SECONDS OPTIONS...
   timeout -k 5 "$limit" python3 -m pytest -m gpu -q -p no:cacheprovider "$@" 2>&1 | tee -a "$out/tests.txt" | tail -n 15
 }
 in_use() { tests 100 tests/kernels/test_attention.py \
-  -k "cpp_equals_python or compile_and_second_launch or in_cuda_graphs or no_synchronisation or beyond_int32"; }
+  -k "compile_and_second_launch or in_cuda_graphs or no_synchronisation or beyond_int32"; }
 anchors() { PARTS=attention BUDGET=${ANCHORS_BUDGET:-90} WARM=15 benchmarks/kernels_campaign.sh "$out"; }
 
 for part in $parts; do

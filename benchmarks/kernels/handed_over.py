@@ -19,12 +19,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stepgauge.bench.kernels import comparison
-from stepgauge.bench.launchers import prepare_for, with_launchers
+from stepgauge.bench.launchers import start_counting, with_launchers
 from stepgauge.kernels.attention import cudnn
 from stepgauge.kernels.linear_cross_entropy import by_torch
 from stepgauge.spec.kernel import AttentionSpec, KernelSpec, LinearCrossEntropySpec
 
-FORCED = ("default", "kernels")  # in this order: what C++ has been told of stays with C++
+FORCED = ("default", "kernels")
 
 
 def attention(
@@ -74,7 +74,7 @@ def rows(trial: bool) -> Iterator[tuple[KernelSpec, str]]:
 def measured(spec: KernelSpec, forced: str) -> dict:
     os.environ[cudnn.OPT_OUT] = "0" if forced == "kernels" else "1"
     by_torch.IS_ALLOWED = forced != "kernels"
-    prepare_for(dataclasses.replace(spec, device="cpu"))
+    start_counting()
     record = with_launchers(comparison.run(spec))
     return {"forced": forced, **dataclasses.asdict(record)}
 

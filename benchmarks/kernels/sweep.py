@@ -16,7 +16,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import statistics
 import time
 import zlib
@@ -24,8 +23,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
-
-os.environ["STEPGAUGE_EXTENSION"] = "0"  # what C++ has taken over keeps the shape that it was given
 
 import torch
 import triton

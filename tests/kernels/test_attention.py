@@ -1098,58 +1098,6 @@ def test_gpu_in_cuda_graphs(dtype, width):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
-@pytest.mark.parametrize(
-    "shape, precision",  # one head is split; on Hopper the last two forwards are in Gluon
-    [
-        ((2, 12, 512, 64), "fp32"),
-        ((2, 12, 512, 64), "tf32"),
-        ((1, 1, 4096, 64), "fp32"),
-        ((2, 12, 512, 64), "bf16"),
-        ((1, 1, 4096, 64), "bf16"),
-        ((2, 3, 70, 128), "bf16"),
-        ((4, 12, 512, 64), "bf16"),
-        ((4, 16, 1000, 128), "bf16"),
-    ],
-)
-@pytest.mark.usefixtures("matmul_precision")
-def test_gpu_cpp_equals_python(shape, precision, mode, monkeypatch):
-    from stepgauge.kernels.attention import extension
-
-    native = extension.NATIVE
-    assert native.load(), native.problem
-    options = {"device": "cuda", "dtype": torch.bfloat16 if precision == "bf16" else torch.float32}
-    together = torch.randn(shape[0], shape[2], 3, shape[1], shape[3], **options)
-    q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in together.unbind(2))
-    grad = torch.randn(shape[0], shape[2], shape[1], shape[3], **options).transpose(1, 2)
-    torch._dynamo.reset()
-    function = (
-        flash_attention
-        if mode == "eager"
-        else torch.compile(flash_attention, fullgraph=True, dynamic=False)
-    )
-
-    def results():
-        o = function(q, k, v, is_causal=True)
-        return o, *torch.autograd.grad(o, (q, k, v), grad)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(native, "call", None)
-        expected = [results() for _ in range(2)][-1]  # the second offers what the first compiled
-    assert native.problem is None, native.problem
-    asked, (calls, taken) = [], native.module.calls()
-    monkeypatch.setattr(package.operator, "kernels", lambda: asked.append("kernels") or kernels)
-    for _ in range(2):
-        keep = torch.empty_like(q)  # so that addresses are others than before
-        assert all(torch.equal(a, b) for a, b in zip(results(), expected, strict=True))
-        del keep
-    assert asked == []  # neither forward nor backward went through Python
-    passes = 2 if mode == "eager" else 4
-    assert native.module.calls() == (calls + passes, taken + passes)
-
-
-@pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("shape", [(1, 1, 16384, 64), (2, 16, 2048, 128)])  # the first is split
 def test_gpu_no_synchronisation_and_no_square(shape):
     q, k, v, grad_o = make(shape, shape, torch.bfloat16, "cuda")

@@ -3,7 +3,6 @@ be, and right.
 """
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +18,6 @@ from tests.kernels.gluon_here import (  # noqa: E402
 
 from stepgauge.kernels.attention import (  # noqa: E402
     attention,
-    extension,
     flash_attention,
     heuristics,
     hopper_forward,
@@ -28,7 +26,6 @@ from stepgauge.kernels.attention import (  # noqa: E402
     launching,
 )
 from stepgauge.kernels.attention import triton as kernels  # noqa: E402
-from stepgauge.kernels.launch import plain_launch  # noqa: E402
 
 WIDTHS = tuple(hopper_forward.NUM_STAGES)
 NARROWER = (40, 80, 120)  # than a tile
@@ -71,34 +68,6 @@ def test_softmax_runs_beside_the_product(on_hopper, width, tmp_path):
     beside = exponentials_beside_a_product(built(width)[1], tmp_path)
     assert len(beside) == 2 * hopper_ops.CONSUMERS.value  # with and without a mask
     assert min(beside) >= hopper_ops.ROWS.value * hopper_forward.BLOCK_N.value // 128
-
-
-def test_cpp_can_launch_it(on_hopper, monkeypatch):
-    """What Triton compiled is a plain launch of three groups of warps, and each of its arguments is
-    known.
-    """
-    launch, compiled = built(128)
-    assert plain_launch(SimpleNamespace(metadata=compiled.metadata, function=7)) == (
-        7,
-        384,
-        compiled.metadata.shared,
-    )
-    assert compiled.metadata.shared > 48 * 1024
-    launch.binary = SimpleNamespace(src=compiled.src, metadata=compiled.metadata, function=7)
-    monkeypatch.setattr(extension, "descriptor_bytes", bytes)
-    expanded = [bytes(128), *range(4), *range(4)]
-    monkeypatch.setattr(
-        launching.PlannedLaunch, "described", lambda self, position, address: expanded
-    )
-    numbers = tuple((number, 0) for number in range(5))
-    *begin, parameters = extension.step_of(
-        launch, numbers, lambda descriptor, address: descriptor, 4096
-    )
-    assert begin == [7, 384, compiled.metadata.shared, *launch.grid]
-    # descriptors of q, k, v and o
-    assert [parameters[9 * i][:3] for i in range(4)] == [(2, 0, i) for i in range(4)]
-    # lse's address
-    assert parameters[36][:3] == (1, 0, 4) and len(parameters) == 37 + len(launch.scalars)
 
 
 # ---- where it is taken -----------------------------------------------------------------------------------------------
@@ -241,7 +210,6 @@ def test_gpu_is_what_attention_runs_and_differentiates(width, monkeypatch):
         o = flash_attention(q, k, v, is_causal=True)
         return o, *torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
 
-    monkeypatch.setattr(extension.NATIVE, "call", None)
     launched = []
     launch = hopper_launches.forward_launch
     monkeypatch.setattr(

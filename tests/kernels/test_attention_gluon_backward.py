@@ -19,7 +19,6 @@ from tests.kernels.gluon_here import (  # noqa: E402
 
 from stepgauge.kernels.attention import (  # noqa: E402
     attention,
-    extension,
     flash_attention,
     heuristics,
     hopper_dkdv,
@@ -29,7 +28,6 @@ from stepgauge.kernels.attention import (  # noqa: E402
     launching,
 )
 from stepgauge.kernels.attention import triton as kernels  # noqa: E402
-from stepgauge.kernels.launch import plain_launch  # noqa: E402
 
 WIDTHS = tuple(hopper_dkdv.DKDV_STAGES)
 NARROWER = (40, 80, 120)  # than a tile
@@ -93,37 +91,6 @@ def test_exponentials_run_beside_the_product(on_hopper, name, width, tmp_path):
     loops = 2 * hopper_ops.CONSUMERS.value  # with and without a mask
     a_thread = hopper_ops.ROWS.value * hopper_dq.BLOCK.value // 128
     assert exponentials_beside_a_product(built(name, width)[1], tmp_path) == [a_thread] * loops
-
-
-@pytest.mark.parametrize("name, descriptors", [("dq", {0: 0, 1: 1, 2: 2, 3: 3, 7: 7}), ("dkdv", dict(enumerate(
-    [0, 1, 2, 3])) | {6: 6, 7: 7})])  # fmt: skip
-def test_cpp_can_launch_it(on_hopper, name, descriptors, monkeypatch):
-    """What Triton compiled is a plain launch of three groups of warps, and each of its arguments is
-    known.
-    """
-    launch, compiled = built(name, 128)
-    binary = SimpleNamespace(src=compiled.src, metadata=compiled.metadata, function=7)
-    assert (
-        plain_launch(binary) == (7, 384, compiled.metadata.shared)
-        and compiled.metadata.shared > 48 * 1024
-    )
-    launch.binary = binary
-    monkeypatch.setattr(extension, "descriptor_bytes", bytes)
-    monkeypatch.setattr(
-        launching.PlannedLaunch,
-        "described",
-        lambda self, position, address: [bytes(128), *range(8)],
-    )
-    count = 8
-    numbers = tuple((number, 0) for number in range(count))
-    *begin, parameters = extension.step_of(
-        launch, numbers, lambda descriptor, address: descriptor, 4096
-    )
-    assert begin == [7, 384, compiled.metadata.shared, *launch.grid]
-    assert [number for kind, _, number, _, _ in parameters if kind == 2] == list(descriptors)
-    assert [number for kind, _, number, _, _ in parameters if kind == 1] == sorted(
-        set(range(count)) - set(descriptors)
-    )
 
 
 # ---- where it is taken -----------------------------------------------------------------------------------------------
@@ -351,7 +318,6 @@ def test_gpu_views(width, poisoned, of_any_size):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_gpu_is_what_attention_differentiates_by(width, monkeypatch):
     """Beside the portable kernels, after the same forward."""
-    monkeypatch.setattr(extension.NATIVE, "call", None)
     q, k, v, do = make(4, 16, 16, 512, 512, width, BF16)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     o = flash_attention(*leaves, is_causal=True)

@@ -5,18 +5,16 @@ made when Triton is imported) and are compiled ahead of time for three architect
 marked gpu cover every type against float64.
 """
 
-import ctypes
 import re
-import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
 
-from tests.kernels.driver_here import Driver, addresses, needs_compiler  # noqa: E402
 from tests.kernels.triton_here import (  # noqa: E402
     compile_ahead,
     compiled_only,
@@ -34,11 +32,9 @@ from stepgauge.kernels.rms_norm import (  # noqa: E402
     TritonRMSNorm,
     backward_input,
     backward_weight,
-    extension,
     reference,
     rms_norm,
 )
-from stepgauge.runtime.extension import Extension  # noqa: E402
 
 try:
     import triton
@@ -442,295 +438,36 @@ def resources_ahead(launch, known, dtype, arch):
     )
 
 
-# The C++ path: built here, with a Python function in the place of cuLaunchKernel
-
-
-class FakeDriver(Driver):
-    """cuLaunchKernel for CPU tensors of one width in float32: does the kernels' work on the
-    addresses.
-    """
-
-    def __init__(self, module, width, num_programs):
-        super().__init__()
-        self.module, self.width, self.num_programs = module, width, num_programs
-        module.configure(*addresses(self.functions), False)
-
-    def register(self, x, weight, *, residual=False, with_backward=True):
-        reduce_grid = -(-self.width // 32)
-        backward = ((21 + residual, 256, 512), 1, self.num_programs, 1, (31, 128, 64), reduce_grid)
-        forward = (11 + residual, 128, 0, 2)
-        self.module.register(
-            x, weight, x, residual, 4321, forward, backward if with_backward else None
-        )
-
-    def launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):
-        status = self.statuses.pop(0) if self.statuses else 0
-        if status:
-            return status
-        self.launches.append((function, (gx, gy, gz), (bx, by, bz), shared, stream))
-        kernel = {
-            11: self.forward,
-            12: self.forward_residual,
-            21: self.backward,
-            22: self.backward_residual,
-        }
-        kernel.get(function, self.reduce)(gx, parameters)
-        return 0
-
-    def rows(self, parameters, i, num_rows, width=None):
-        """The tensor whose address is parameter i."""
-        width = width or self.width
-        address = ctypes.c_size_t.from_address(parameters[i]).value
-        return torch.frombuffer(
-            (ctypes.c_float * (num_rows * width)).from_address(address), dtype=torch.float32
-        ).view(num_rows, width)
-
-    def forward(self, grid, p, num_tensors=4):
-        num_rows = ctypes.c_int32.from_address(p[num_tensors]).value
-        eps = ctypes.c_float.from_address(p[num_tensors + 1]).value
-        assert grid == -(-num_rows // 2)
-        h = self.rows(p, 0, num_rows)
-        if num_tensors == 6:
-            h = self.rows(p, 4, num_rows).copy_(h + self.rows(p, 1, num_rows))
-        weight, y = self.rows(p, num_tensors // 2 - 1, 1), self.rows(p, num_tensors // 2, num_rows)
-        rstd = torch.rsqrt(h.square().mean(1, keepdim=True) + eps)
-        y.copy_(h * rstd * weight)
-        self.rows(p, num_tensors - 1, num_rows, 1).copy_(rstd)
-
-    def forward_residual(self, grid, p):
-        self.forward(grid, p, num_tensors=6)
-
-    def backward(self, grid, p, has_dsum=False):
-        num_rows = ctypes.c_int32.from_address(p[6 + has_dsum]).value
-        dy, h = self.rows(p, 0, num_rows), self.rows(p, 1, num_rows)
-        weight, rstd = self.rows(p, 2, 1), self.rows(p, 3, num_rows, 1)
-        hhat, g = h * rstd, dy * weight
-        dx = (g - hhat * (g * hhat).mean(1, keepdim=True)) * rstd
-        if has_dsum:
-            dx += self.rows(p, 4, num_rows)
-        self.rows(p, 4 + has_dsum, num_rows).copy_(dx)
-        partial = self.rows(p, 5 + has_dsum, grid)
-        for program in range(grid):
-            partial[program] = (dy * hhat)[program::grid].sum(0)
-
-    def backward_residual(self, grid, p):
-        self.backward(grid, p, has_dsum=True)
-
-    def reduce(self, grid, p):
-        num_programs = ctypes.c_int32.from_address(p[2]).value
-        self.rows(p, 1, 1).copy_(self.rows(p, 0, num_programs).sum(0, keepdim=True))
-
-
-@pytest.fixture(scope="module")
-def cpp(tmp_path_factory):
-    # A copy has plans and addresses of its own: those that GPU tests use stay as they are.
-    return extension.NATIVE.imported(
-        shutil.copy(extension.NATIVE.build(), tmp_path_factory.mktemp("cpp"))
-    )
-
-
-@needs_compiler
-@compiled_only
-def test_cpp_result_gradients_and_launches(cpp):
-    driver = FakeDriver(cpp, 48, num_programs=4)
-    x, weight, dy = inputs((3, 3, 48), torch.float32)
-    driver.register(x, weight)
-    y = cpp.rms_norm(x, weight, 1e-5, None)
-    assert y.shape == x.shape and y.requires_grad
-    # An expanded gradient: what .sum().backward() sends.
-    (y * dy).sum().backward()
-    exact_y, exact_dx, exact_dw = exact_results(x, weight, dy)
-    assert (
-        error(y, exact_y) < 1e-6
-        and error(x.grad, exact_dx) < 1e-6
-        and error(weight.grad, exact_dw) < 1e-6
-    )
-    assert driver.launches == [
-        (11, (5, 1, 1), (128, 1, 1), 0, 1234),
-        (21, (4, 1, 1), (256, 1, 1), 512, 1234),
-        (31, (2, 1, 1), (128, 1, 1), 64, 1234),
-    ]
-    y = cpp.rms_norm(x, weight, 1e-5, None)
-    dx, dw = torch.autograd.grad(y, (x, weight), torch.ones(()).expand(y.shape))
-    _, exact_dx, exact_dw = exact_results(x, weight, torch.ones(y.shape))
-    assert error(dx, exact_dx) < 1e-6 and error(dw, exact_dw) < 1e-6
-    with torch.no_grad():
-        assert not cpp.rms_norm(x, weight, 1e-5, None).requires_grad
-
-
-@needs_compiler
-@compiled_only
-@pytest.mark.parametrize("used", ["both", "y", "sum"])
-def test_cpp_residual(cpp, used):
-    driver = FakeDriver(cpp, 40, num_programs=2)
-    x, weight, dy = inputs((7, 40), torch.float32)
-    residual, _, dsum = inputs((7, 40), torch.float32, seed=1)
-    driver.register(x, weight, residual=True)
-    y, total = cpp.rms_norm(x, weight, 1e-5, residual)
-    assert torch.equal(total, x + residual)
-    dy, dsum = (t * (used in ("both", n)) for t, n in ((dy, "y"), (dsum, "sum")))
-    outputs = {"both": (y, total), "y": (y,), "sum": (total,)}[used]
-    gradients = {"both": (dy, dsum), "y": (dy,), "sum": (dsum,)}[used]
-    torch.autograd.backward(outputs, gradients)
-    exact_y, exact_dh, exact_dw = exact_results(x, weight, dy, dsum, residual)
-    assert error(y, exact_y) < 1e-6
-    assert error(x.grad, exact_dh) < 1e-6 and torch.equal(x.grad, residual.grad)
-    assert (weight.grad.double() - exact_dw).norm() <= 1e-6 * exact_dw.norm()
-
-
-@needs_compiler
-@compiled_only
-def test_cpp_leaves_the_rest_to_python(cpp):
-    from torch.utils.flop_counter import FlopCounterMode
-
-    driver = FakeDriver(cpp, 32, num_programs=2)
-    x, weight, _ = inputs((6, 32), torch.float32)
-    driver.register(x, weight, with_backward=False)
-    plain = x.detach(), weight.detach()
-    assert cpp.rms_norm(*plain, 1e-5, None) is not None
-    assert cpp.rms_norm(x, weight, 1e-5, None) is None  # No backward yet.
-
-    class Subclass(torch.Tensor):
-        pass
-
-    declined = {
-        "unaligned": torch.randn(6 * 32 + 1)[1:].view(6, 32),
-        "strided": torch.randn(32, 6).t(),
-        "another type": plain[0].half(),
-        "no rows": torch.empty(0, 32),
-        "another width": torch.randn(6, 33),
-        "subclass": plain[0].as_subclass(Subclass),
-        "scalar": torch.tensor(1.0),
-    }
-    for name, tensor in declined.items():
-        assert cpp.rms_norm(tensor, plain[1], 1e-5, None) is None, name
-    assert cpp.rms_norm(*plain, 1e-5, torch.randn(6, 16)) is None
-    with FlopCounterMode(display=False):
-        assert cpp.rms_norm(*plain, 1e-5, None) is None
-    seen = []
-    torch.func.vmap(lambda row: seen.append(cpp.rms_norm(row, plain[1], 1e-5, None)) or row)(
-        plain[0]
-    )
-    assert seen == [None]
-    assert len(driver.launches) == 1
-
-
-@needs_compiler
-@compiled_only
-def test_cpp_driver_errors(cpp):
-    driver = FakeDriver(cpp, 24, num_programs=2)
-    x, weight, _ = (t.detach() for t in inputs((4, 24), torch.float32))
-    driver.register(x, weight)
-    driver.statuses = [700]
-    with pytest.raises(RuntimeError, match="700"):
-        cpp.rms_norm(x, weight, 1e-5, None)
-    assert driver.contexts == []
-    # A thread without a context gets the plan's and tries once more.
-    driver.statuses = [201]
-    assert (
-        error(cpp.rms_norm(x, weight, 1e-5, None), reference.forward(x.double(), weight.double()))
-        < 1e-6
-    )
-    assert driver.contexts == [4321]
-
-
-@compiled_only
-@pytest.mark.parametrize(
-    "setting, said", [({"STEPGAUGE_EXTENSION": "0"}, "=0"), ({"CXX": "false"}, "false")]
-)
-def test_without_the_extension_nothing_changes(setting, said, monkeypatch, tmp_path):
-    ours = extension.NATIVE
-    native = Extension(ours.name, ours.source, ours.configure, headers=ours.headers)
-    monkeypatch.setattr(extension, "NATIVE", native)
-    for name, value in {**setting, "XDG_CACHE_HOME": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
-    assert native.load() is False and said in native.problem and native.call is None
-    assert list(tmp_path.rglob("*.so")) == []
-    x, weight, _ = inputs((2, 8), torch.float32)
-    assert rms_norm(x, weight).shape == x.shape
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_what_launches_bound_is_torchs(with_residual, monkeypatch):
+    """Up to the size measured, for tensors of one type, and with torch's second derivative."""
+    x, weight, dy = inputs((4, 32), torch.float32)
+    residual = torch.randn(4, 32, requires_grad=True) if with_residual else None
+    ours = []
+    name = "_RMSNormResidual" if with_residual else "RMSNormTriton"
+    monkeypatch.setattr(package, name, SimpleNamespace(apply=lambda *given: ours.append(given)))
+    monkeypatch.setattr(package, "_kernel_takes", lambda x, weight: True)
+    monkeypatch.setattr(package, "TORCH_BYTES", 4 * 32 * 4)
+    result = rms_norm(x, weight, residual=residual)
+    y, h = result if with_residual else (result, x)
+    assert torch.equal(y, F.rms_norm(h, (32,), weight, 1e-5)) and not ours
+    (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
+    (dw,) = torch.autograd.grad(dx.sum(), weight)
+    assert dw.abs().sum() > 0
+    if with_residual:
+        assert torch.equal(h, x + residual)
+    rms_norm(x, weight.bfloat16(), residual=residual)
+    monkeypatch.setattr(package, "TORCH_BYTES", 4 * 32 * 4 - 1)
+    rms_norm(x, weight, residual=residual)
+    assert len(ours) == 2
 
 
 # On a GPU
 
 
-@pytest.fixture
-def in_cpp(monkeypatch):
-    """The extension, loaded; its list says of each call whether C++ took it."""
-    if not (shutil.which("c++") or shutil.which("g++")):
-        pytest.skip("needs a C++ compiler")
-    assert extension.NATIVE.load(), extension.NATIVE.problem
-    call, taken = extension.NATIVE.call, []
-
-    def counted(*args):
-        result = call(*args)
-        taken.append(result is not None)
-        return result
-
-    monkeypatch.setattr(extension.NATIVE, "call", counted)
-    return taken
-
-
-@pytest.fixture
-def filled_with_nan():
-    """As `poisoned`, for memory that C++ allocates too."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("width", [2560, 32768])
-@pytest.mark.parametrize("with_residual", [False, True])
-@pytest.mark.parametrize(
-    "dtype, weight_dtype",
-    [
-        (torch.float32,) * 2,
-        (torch.float16,) * 2,
-        (torch.bfloat16,) * 2,
-        (torch.bfloat16, torch.float32),
-    ],
-)
-def test_gpu_cpp_is_python_to_the_bit(
-    dtype, weight_dtype, with_residual, width, in_cpp, filled_with_nan, monkeypatch
-):
-    x, weight, dy = inputs((3, 67, width), dtype, weight_dtype=weight_dtype, device="cuda")
-    residual, _, dsum = inputs((3, 67, width), dtype, device="cuda", seed=1)
-
-    def run():
-        if not with_residual:
-            y = rms_norm(x, weight)
-            return (y, *torch.autograd.grad(y, (x, weight), dy))
-        outputs = rms_norm(x, weight, residual=residual)
-        return (*outputs, *torch.autograd.grad(outputs, (x, residual, weight), (dy, dsum)))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(extension.NATIVE, "call", None)
-        expected = run()
-    run()  # C++ learns of the backward at the first forward after it.
-    in_cpp.clear()
-    for _ in range(3):
-        for ours, theirs in zip(run(), expected, strict=True):
-            assert torch.equal(ours, theirs)
-    assert in_cpp == [True] * 3
-
-
-@gpu
-@needs_gpu
-def test_gpu_cpp_refuses_a_second_derivative(in_cpp):
-    x, weight, dy = inputs((16, 256), torch.float32, device="cuda")
-    for _ in range(3):
-        torch.autograd.grad(rms_norm(x, weight), (x, weight), dy)
-    assert in_cpp[-1]
-    (dx,) = torch.autograd.grad(rms_norm(x, weight), x, dy, create_graph=True)
-    assert error(dx, exact_results(x, weight, dy)[1]) < 1e-6
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(dx.sum(), x)
-
-
-@gpu
-@needs_gpu
-def test_gpu_cpp_on_a_side_stream(in_cpp):
+def test_gpu_on_a_side_stream():
     """The launch goes to the current stream: it waits for what that stream does before it."""
     x, weight, _ = inputs((2048, 2560), torch.bfloat16, device="cuda")
     x, weight = x.detach(), weight.detach()
@@ -742,7 +479,7 @@ def test_gpu_cpp_on_a_side_stream(in_cpp):
         late.copy_(x)
         y = rms_norm(late, weight)
     stream.synchronize()
-    assert in_cpp[-1] and torch.equal(y, expected)
+    assert torch.equal(y, expected)
 
 
 @gpu
@@ -818,12 +555,11 @@ def test_gpu_autocast_types_are_the_builtins(dtype, weight_dtype):
     # operations with 2.12; 2.11 gives x's type. The rounding is each one's own, so both are
     # compared with float64 and not with each other.
     x, weight, _ = inputs((4, 64), dtype, weight_dtype=weight_dtype, device="cuda")
-    for _ in range(3):  # In Python, then, if it is there, in C++.
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            ours, theirs = rms_norm(x, weight), F.rms_norm(x, (64,), weight, 1e-5)
-        assert ours.dtype == theirs.dtype
-        assert error(ours, exact_results(x, weight, x)[0]) < TOLERANCE[ours.dtype]
-        ours.sum().backward()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        ours, theirs = rms_norm(x, weight), F.rms_norm(x, (64,), weight, 1e-5)
+    assert ours.dtype == theirs.dtype
+    assert error(ours, exact_results(x, weight, x)[0]) < TOLERANCE[ours.dtype]
+    ours.sum().backward()
 
 
 @gpu
@@ -858,11 +594,7 @@ def test_gpu_compiled_equals_eager():
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("way", ["in Python", "in C++"])
-def test_gpu_captured_in_a_graph_and_no_synchronisation(way, request, monkeypatch):
-    taken = request.getfixturevalue("in_cpp") if way == "in C++" else None
-    if taken is None:
-        monkeypatch.setattr(extension.NATIVE, "call", None)
+def test_gpu_captured_in_a_graph_and_no_synchronisation():
     x, weight, dy = inputs((512, 1024), torch.bfloat16, device="cuda")
     for _ in range(3):
         torch.autograd.grad(rms_norm(x, weight), (x, weight), dy)
@@ -879,7 +611,6 @@ def test_gpu_captured_in_a_graph_and_no_synchronisation(way, request, monkeypatc
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
-    assert taken is None or taken[-2:] == [True, True]
 
 
 @gpu

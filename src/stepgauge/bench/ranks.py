@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stepgauge.bench.launchers import prepare_for, with_launchers
+from stepgauge.bench.launchers import start_counting, with_launchers
 from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import device_name
 from stepgauge.runtime.torchrun import torchrun_numbers
@@ -65,7 +65,7 @@ def slowest(times: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _measure_on_this_rank(run: OnRanks, spec: Any) -> Record:
-    prepare_for(spec)
+    start_counting()
     if spec.device == "cpu":
         limit_host_memory()
     try:

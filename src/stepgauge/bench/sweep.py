@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from stepgauge import bench
-from stepgauge.bench.launchers import prepare_for, with_launchers
+from stepgauge.bench.launchers import start_counting, with_launchers
 from stepgauge.bench.ranks import OnRanks, is_first_process
 from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import environment
@@ -178,7 +178,7 @@ def _run_within_memory(job: Job) -> Record:
     if job.spec.device == "cpu":
         limit_host_memory()
     try:
-        prepare_for(job.spec)
+        start_counting()
         return with_launchers(job.run(job.spec))
     except Exception as error:
         if (reason := out_of_memory_reason(error)) is None:

@@ -12,7 +12,6 @@ import torch
 from stepgauge.bench import memory
 from stepgauge.bench import step as bench_step
 from stepgauge.bench.checkpoint_budget import solve
-from stepgauge.bench.launchers import prepare_for
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.runtime.workers import run_isolated
@@ -49,7 +48,6 @@ def run(
 
     Raises CorpusError, CheckpointError, DivergedError; ValueError of a user's model.
     """
-    prepare_for(spec)
     place = _place(spec)
     task = build_task(spec, place)
     devices.reset_peak_memory(task.step.device)

@@ -1,5 +1,5 @@
 """One folder an operation: reference.py is the oracle, triton.py the kernels, __init__.py the
-public function. `prepare` builds their launches in C++.
+public function.
 """
 
 import importlib
@@ -17,18 +17,6 @@ _HOMES = {
 _FOLDERS = ("adamw", "attention", "linear_cross_entropy", "rms_norm")
 
 
-def prepare() -> bool:
-    """Builds or loads the C++ launches of attention and RMSNorm; call it once, before training.
-
-    They save host time where a step's kernels are short (docs/kernels.md). Without it Python
-    launches. Returns whether C++ serves; `stepgauge.runtime.extension.served` says why not.
-    """
-    from stepgauge.kernels import attention, rms_norm  # noqa: F401 - they register what is built
-    from stepgauge.runtime import extension
-
-    return extension.prepare()
-
-
 def __getattr__(name: str) -> Any:
     if name in _FOLDERS:
         return importlib.import_module(f"{__name__}.{name}")
@@ -38,4 +26,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*_HOMES, *_FOLDERS, "prepare"]
+    return [*_HOMES, *_FOLDERS]

@@ -1,3 +1,1 @@
-"""Processes, ranks, groups, failures, and the C++ that is built where it runs: one way to run on 1
-to N ranks.
-"""
+"""Processes, ranks, groups, failures: one way to run on 1 to N ranks. And C++ built where it runs."""

@@ -31,28 +31,24 @@ class BuildError(RuntimeError):
     """Why there is no library, in one sentence."""
 
 
-def shared_library(
-    source: Path, *, name: str, headers: Sequence[Path] = (), is_quiet: bool = False
-) -> Path:
-    """The library, from the cache or compiled now, which is said on stderr unless `is_quiet`.
+def shared_library(source: Path, *, name: str) -> Path:
+    """The library, from the cache or compiled now.
 
     Waits for another process that compiles the same. Raises BuildError without a compiler, and
     where compiling fails or did so less than an hour ago.
     """
-    command = _command(source, headers)
+    command = _command(source)
     told = "\n".join([*command, torch.__version__, sys.version]).encode()
-    digest = hashlib.sha256(
-        b"".join(path.read_bytes() for path in (source, *headers)) + told
-    ).hexdigest()[:16]
+    digest = hashlib.sha256(source.read_bytes() + told).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stepgauge"
     library = folder / f"{name}-{digest}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        _build_once(command, library, is_quiet=is_quiet)
+        _build_once(command, library)
     return library
 
 
-def _build_once(command: Sequence[str], library: Path, *, is_quiet: bool) -> None:
+def _build_once(command: Sequence[str], library: Path) -> None:
     """Compiles unless the library is there once the lock is held.
 
     The locked file keeps the error of a build that failed. Removing it after a build is safe: each
@@ -68,8 +64,6 @@ def _build_once(command: Sequence[str], library: Path, *, is_quiet: bool) -> Non
         if reason and time.time() - path.stat().st_mtime < RETRY_AFTER_S:
             raise BuildError(f"{reason} (tried again an hour later, or without {path})")
         note.truncate(0)
-        if not is_quiet:
-            print(f"stepgauge: compiling {library.name}, once", file=sys.stderr, flush=True)
         try:
             _compile(command, library)
         except BuildError as error:
@@ -97,24 +91,16 @@ def _compile(command: Sequence[str], library: Path) -> None:
     raise BuildError(f"{command[0]} failed: {done.stderr.strip()[:500]}")
 
 
-def _command(source: Path, headers: Sequence[Path]) -> list[str]:
+def _command(source: Path) -> list[str]:
     root = Path(torch.__file__).parent
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    headers_of_ours = dict.fromkeys(f"-I{header.parent}" for header in headers)
     system = [
         root / "include",
         root / "include/torch/csrc/api/include",
         sysconfig.get_paths()["include"],
     ]
     libraries = [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
-    flags = [
-        "-O2",
-        "-fPIC",
-        "-shared",
-        abi,
-        *headers_of_ours,
-        *(f"-isystem{path}" for path in system),
-    ]
+    flags = ["-O2", "-fPIC", "-shared", abi, *(f"-isystem{path}" for path in system)]
     return [*_compiler(), *flags, str(source), *libraries]
 
 

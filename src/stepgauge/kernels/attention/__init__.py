@@ -70,10 +70,6 @@ def flash_attention(q, k, v, *, is_causal=False, scale=None, window=0):
 
 def attend(q, k, v, is_causal, scale, window=0, spans=None):
     """`flash_attention`, of packed sequences where there are `spans` (visible.spans_of)."""
-    if not torch.compiler.is_compiling() and window == 0 and spans is None:
-        o = operator.in_cpp("attention", q, k, v, is_causal, scale)
-        if o is not None:
-            return o
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(
             f"flash_attention takes (B, H, T, D), not q {tuple(q.shape)}, k {tuple(k.shape)}"

@@ -89,7 +89,7 @@ def schedule_of(key, owned, steps, *, loop_length):
     return TileSchedule(programs, _schedule(key.device, programs, heads, section, tuple(steps)))
 
 
-_kept: dict[tuple, torch.Tensor] = {}  # for good: C++ keeps the address
+_kept: dict[tuple, torch.Tensor] = {}  # for good: launches keep the address
 
 
 def _schedule(*given):

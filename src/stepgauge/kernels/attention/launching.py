@@ -84,7 +84,7 @@ class PlannedLaunch:
         # A tensor among the scalars is the same at every call.
         words = (x.data_ptr() if isinstance(x, torch.Tensor) else x for x in scalars)
         self.tail = (*words, *constants.values())
-        self.launch = self.expand = self.binary = None
+        self.launch = self.expand = None
         self.kept = {}
 
     def __call__(self, stream, *tensors):
@@ -107,7 +107,7 @@ class PlannedLaunch:
             given[position] = self.describe(tensors[position], shape, strides, box)
         compiled = self.kernel[self.grid](*given, *self.scalars, **self.constants, **self.options)
         if self.launch is None and hasattr(compiled, "packed_metadata"):  # not in the interpreter
-            self.launch, self.binary = self._direct(compiled), compiled
+            self.launch = self._direct(compiled)
 
     def _direct(self, compiled):
         """launch(grid, stream, flat arguments)."""
@@ -121,21 +121,11 @@ class PlannedLaunch:
         flat = list(addresses)
         # the last first, so that positions stay true
         for position, view, box in reversed(self.boxes):
-            if self.expand:
-                flat[position : position + 1] = self.described(position, addresses[position])
-            else:
-                flat[position] = Descriptor(Address(addresses[position]), *tma_shape(view), box)
+            made = Descriptor(Address(addresses[position]), *tma_shape(view), box)
+            flat[position : position + 1] = (
+                expanded(made, self.expand[position]) if self.expand else [made]
+            )
         return flat
-
-    def described(self, position, address):
-        """The driver's descriptor of that argument at an address, then its shape and strides.
-        ValueError if unknown.
-        """
-        if not self.expand:
-            raise ValueError(f"this Triton ({triton.__version__}) makes its descriptors itself")
-        view, box = next((view, box) for at, view, box in self.boxes if at == position)
-        descriptor = Descriptor(Address(address), *tma_shape(view), box)
-        return expanded(descriptor, self.expand[position])
 
 
 class View(NamedTuple):

@@ -1,9 +1,8 @@
 """The custom operators of attention: what compilers, fake tensors and FLOP counters see.
 
 Defined on the library itself, with autograd's part as a function of its own: the Python layers of
-torch.library.custom_op and register_autograd cost a call more host time than C++ needs for all of
-it. That takes private names of the dispatcher. The way out: a register_autograd that costs less
-(3.5 µs a call in torch 2.13).
+torch.library.custom_op and register_autograd cost a call 3.5 µs of host time (torch 2.13). That takes
+private names of the dispatcher. The way out: a register_autograd that costs less.
 """
 
 import functools
@@ -11,9 +10,6 @@ import functools
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from stepgauge.kernels.launch import hooks_present
-
-from . import extension, heuristics
 from .reference import NO_SECOND_DERIVATIVE
 from .visible import num_pairs
 
@@ -26,29 +22,12 @@ def kernels():
     return triton
 
 
-def in_cpp(function, *args):
-    """What that function of extension.cpp returns, or None where Python must do it.
-
-    It is not asked where something has changed what it was told to launch: a profiler's hook, tiles
-    of someone's own.
-    """
-    if extension.NATIVE.call is None or heuristics.overrides() or hooks_present():
-        return None
-    return getattr(extension.NATIVE.module, function)(*args)
-
-
 def forward(q, k, v, is_causal, scale, window=0, spans=None):
-    inputs = q, k, v, is_causal, scale
-    is_bounded = window > 0 or spans is not None
-    outputs = None if is_bounded else in_cpp("forward", *inputs)
-    return kernels().forward(*inputs, window, spans) if outputs is None else outputs
+    return kernels().forward(q, k, v, is_causal, scale, window, spans)
 
 
 def backward(grad_o, q, k, v, o, lse, is_causal, scale, window=0, spans=None):
-    inputs = grad_o, q, k, v, o, lse, is_causal, scale
-    is_bounded = window > 0 or spans is not None
-    grads = None if is_bounded else in_cpp("backward", *inputs)
-    return kernels().backward(*inputs, window, spans) if grads is None else grads
+    return kernels().backward(grad_o, q, k, v, o, lse, is_causal, scale, window, spans)
 
 
 class _Differentiable(torch.autograd.Function):

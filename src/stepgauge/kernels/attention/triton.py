@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from . import bf16x3, cudnn, extension
+from . import bf16x3, cudnn
 from .backward import dkdv_kernel, dq_kernel
 from .forward import forward_kernel
 from .launching import PlannedLaunch, View, boxes_of, launch_key, on_device, rows_last, stream_of
@@ -114,8 +114,6 @@ def forward(q, k, v, is_causal, scale, window=0, spans=None, *, num_splits=None)
         return o, lse
     step, stream = _plan_forward(key), stream_of(q)
     _run_forward(step, stream, q, k, v, o, lse, *_given(spans))
-    if extension.takes(key):
-        _offer_forward(key, step, q, k, v, o.numel(), lse.numel())
     return o, lse
 
 
@@ -133,17 +131,6 @@ def _run_forward(step, stream, q, k, v, o, lse, *spans):
     o_parts, lse_parts = parts, parts[step.num_splits * o.numel() :]
     step.main(stream, q, k, v, o_parts, lse_parts)
     step.combine(stream, o_parts, lse_parts, o, lse)
-
-
-def _offer_forward(key, step, q, k, v, num_o, num_lse):
-    """The same launches as numbers: q, k, v, o, lse, then the parts."""
-    main, outs = [(0, 0), (1, 0), (2, 0)], [(3, 0), (4, 0)]
-    scratch, calls = (), ((step.main, (*main, *outs)),)
-    if step.combine is not None:
-        parts = [(5, 0), (5, step.num_splits * num_o)]
-        scratch = (step.num_splits * (num_o + num_lse),)
-        calls = ((step.main, (*main, *parts)), (step.combine, (*parts, *outs)))
-    extension.offer(key, (q, k, v), 5, scratch, calls)
 
 
 # ---- backward, host side -------------------------------------------------------------------------------------------
@@ -298,8 +285,6 @@ def backward(do, q, k, v, o, lse, is_causal, scale, window=0, spans=None, *, num
         cut = bf16x3.cut(key, *whole, o, delta)
     _run_dq(for_dq, *(cut if for_dq.is_bf16x3 else whole), o, lse, delta, dq, *spans)
     _run_dkdv(for_dkdv, *(cut if for_dkdv.is_bf16x3 else whole), lse, delta, dk, dv, *spans)
-    if extension.takes(key):
-        _offer_backward(key, for_dq, for_dkdv, q, k, v, do, o)
     return dq, dk, dv
 
 
@@ -322,35 +307,3 @@ def _run_dkdv(step, q, k, v, do, lse, delta, dk, dv, *spans):
         launch(stream, q, k, v, do, lse, delta, dk_out, dv_out, *spans)
     if step.reduce is not None:
         step.reduce(stream, parts, dk, dv)
-
-
-def _offer_backward(key, for_dq, for_dkdv, q, k, v, do, o):
-    """The same launches as numbers: do, q, k, v, o, lse, delta, dq, dk, dv, then temporaries.
-
-    These are the parts of q, k, v and do if there are any, and the parts of dq and of dk and dv.
-    """
-    do_, q_, k_, v_, o_, lse, delta, dq, dk, dv = [(number, 0) for number in range(10)]
-    whole = cut = (q_, k_, v_, do_)
-    scratch, calls = [], []
-
-    def temporary(num_floats):
-        scratch.append(num_floats)
-        return 9 + len(scratch), 0
-
-    if for_dq.is_bf16x3 or for_dkdv.is_bf16x3:
-        cut = tuple(temporary(x.numel() * 3 // 2) for x in (q, k, v, do))
-        calls.append((bf16x3.cut_launch(key), (*whole, o_, *cut, delta)))
-    parts = dq if for_dq.reduce is None else temporary(for_dq.num_splits * q.numel())
-    operands = cut if for_dq.is_bf16x3 else whole
-    calls += [(launch, (*operands, o_, lse, delta, parts)) for launch in for_dq.mains]
-    if for_dq.reduce is not None:
-        calls.append((for_dq.reduce, (parts, dq, dq)))
-    dk_out, dv_out = dk, dv
-    if for_dkdv.reduce is not None:
-        dk_out = temporary(2 * for_dkdv.num_splits * k.numel())
-        dv_out = (dk_out[0], for_dkdv.num_splits * k.numel())
-    operands = cut if for_dkdv.is_bf16x3 else whole
-    calls += [(launch, (*operands, lse, delta, dk_out, dv_out)) for launch in for_dkdv.mains]
-    if for_dkdv.reduce is not None:
-        calls.append((for_dkdv.reduce, (dk_out, dk, dv)))
-    extension.offer(key, (q, k, v, do, o), 10, tuple(scratch), tuple(calls))

@@ -6,18 +6,15 @@ kernel does. A ``Launch`` does it once: it keeps the compiled kernel for argumen
 one kind and, on a call, only hands addresses to the driver.
 """
 
-import ctypes
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from .triton_internals import hooks_present, launcher_of, plain_launch
+from .triton_internals import hooks_present, launcher_of
 
-__all__ = ["ALIGNMENT_BYTES", "Launch", "hooks_present", "plain_launch", "raw_stream"]
+__all__ = ["ALIGNMENT_BYTES", "Launch", "hooks_present", "raw_stream"]
 
 ALIGNMENT_BYTES = 16
-LAUNCH_H = Path(__file__).with_name("launch.h")  # the same from C++
 # JIT options that are not the kernel's own arguments.
 _OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 
@@ -30,19 +27,18 @@ class Launch:
     another compilation.
     """
 
-    __slots__ = ("_launch", "_tail", "binary", "constants", "kernel", "options")
+    __slots__ = ("_launch", "_tail", "constants", "kernel", "options")
 
     def __init__(self, kernel: Any, **constants: Any):
         self.kernel = kernel
         self.options = {name: constants.pop(name) for name in _OPTIONS if name in constants}
         self.constants = constants
         self._launch: Any = None
-        self.binary: Any = None
 
     def compile(self, *args: Any) -> Any:
         """Compile for arguments like these: tensors (aligned), numbers or None, in order."""
         compiled = self.kernel.warmup(*args, grid=(1,), **self.constants, **self.options)
-        self._launch, self.binary = launcher_of(compiled), compiled
+        self._launch = launcher_of(compiled)
         names = [p.name for p in self.kernel.params if p.is_constexpr]
         self._tail = tuple(self.constants[name] for name in names)
         return compiled
@@ -82,19 +78,3 @@ def raw_stream(device_index: int) -> int:
     # torch.cuda.current_stream makes an object of it first, which costs as much as the launch. The
     # way out: a public function that gives the handle.
     return torch._C._cuda_getCurrentRawStream(device_index)
-
-
-def cuda_addresses(*names: str) -> tuple[int, ...]:
-    """The addresses of functions of the CUDA driver or of libtorch_cuda."""
-    libraries = {
-        True: ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cuda.so")),
-        False: ctypes.CDLL("libcuda.so.1"),
-    }
-    functions = (getattr(libraries[name.startswith("aoti_")], name) for name in names)
-    return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
-
-
-def cuda_context() -> int:
-    context = ctypes.c_void_p()
-    ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(context))
-    return context.value or 0

@@ -5,14 +5,13 @@ alignment and builds copy descriptors anew, 20 to 60 µs of host time a launch; 
 real step take less (triton-lang/triton issue 3619).
 
 What is used, of Triton 3.6 to 3.9: the compiled kernel's C launcher and the order of its arguments;
-of 3.6 alone: the function that builds a copy descriptor, and where the driver's 128 bytes lie in
-the object that it returns. Where anything looks different, the launch goes through Triton's own.
+of 3.6 alone: the function that builds a copy descriptor. Where anything looks different, the launch
+goes through Triton's own.
 
 The way out: a public launcher of a compiled kernel that takes addresses. Then this file goes, and
-`Launch` calls that. Without it: let every `Launch` take `kernel[grid]` and delete the C++ launches.
+`Launch` calls that. Without it: let every `Launch` take `kernel[grid]`.
 """
 
-import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,7 +26,6 @@ except ImportError:  # a Triton without the NVIDIA backend
     nvidia_driver = None
 
 Launcher = Callable[[tuple[int, int, int], int, tuple[Any, ...]], None]
-DESCRIPTOR_BYTES = 128  # CUtensorMap; in Triton 3.6's object it is the second half
 
 
 def hooks_present() -> bool:
@@ -103,25 +101,3 @@ class Descriptor(NamedTuple):
 def expanded(descriptor: Descriptor, meta: Any) -> list[Any]:
     """The driver's descriptor, then its shape and strides: what the launcher underneath takes."""
     return nvidia_driver.make_tensordesc_arg(descriptor, meta)
-
-
-def descriptor_bytes(made: Any) -> bytes:
-    """The driver's bytes in what `expanded` gives first. ValueError if they may lie elsewhere."""
-    if type(made).__basicsize__ != 2 * DESCRIPTOR_BYTES:
-        raise ValueError(f"a descriptor in {type(made).__basicsize__} bytes")
-    return ctypes.string_at(id(made) + DESCRIPTOR_BYTES, DESCRIPTOR_BYTES)
-
-
-def plain_launch(compiled: Any) -> tuple[int, int, int]:
-    """(function, threads, shared bytes); ValueError for what a plain launch cannot express."""
-    data = compiled.metadata
-    plain = (
-        getattr(data, "num_ctas", 1) == 1
-        and not getattr(data, "launch_pdl", False)
-        and not getattr(data, "launch_cooperative_grid", False)
-        and not getattr(data, "global_scratch_size", 0)
-        and not getattr(data, "profile_scratch_size", 0)
-    )
-    if not plain:
-        raise ValueError(f"needs more than a plain launch: {data}")
-    return compiled.function, 32 * data.num_warps, data.shared

@@ -57,7 +57,7 @@ def cuda_without_gpu(architecture: str) -> Iterator[None]:
 def _register_device() -> None:
     """For the rest of the process."""
     try:
-        library = shared_library(SOURCE, name="cuda_without_gpu", is_quiet=True)
+        library = shared_library(SOURCE, name="cuda_without_gpu")
     except BuildError as error:
         raise ValueError(
             f"predicting for CUDA needs a CUDA device, or C++ to do without: {error}"
