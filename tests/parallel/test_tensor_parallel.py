@@ -1,6 +1,7 @@
 """Tensor parallel on two and four ranks against one process, under SGD, in float64."""
 
 import copy
+import functools
 from collections import Counter
 
 import pytest
@@ -194,6 +195,32 @@ def collectives_differ():
     return ""
 
 
+def sums():
+    """All-reduces of a backward that sums norms' gradients together, and where hooks see each; what
+    differs there, in autograd.grad and after a backward into gradients that were there before.
+    """
+    counts, seen, differences = [], {}, []
+    model, table = build("default")
+    norms = [name for name, p in model.named_parameters() if p.ndim == 1]
+    whole = copy.deepcopy(model)
+    whole(*batch(0)).backward()
+    for hooked in (False, True):
+        parallel = parallelize_tensor(copy.deepcopy(model), table)
+        weights = {name: parallel.module.get_parameter(name) for name in norms}
+        for name, weight in weights.items() if hooked else ():
+            weight.register_hook(functools.partial(seen.__setitem__, name))
+        with CommDebugMode() as counter:
+            parallel.module(*batch(0)).backward()
+        counts.append(sum(n for op, n in counter.get_comm_counts().items() if "all_reduce" in str(op)))
+        asked = torch.autograd.grad(parallel.module(*batch(0)), list(weights.values()))
+        parallel.module(*batch(0)).backward()
+        for (name, weight), gradient in zip(weights.items(), asked, strict=True):
+            expected = whole.get_parameter(name).grad
+            differences += [gradient - expected, weight.grad - 2 * expected]
+            differences += [seen[name] - expected] if hooked else []
+    return counts[1] - counts[0], len(norms), max(each.abs().max().item() for each in differences)
+
+
 OVERLAPPED = ("tied, learned, layernorm, gelu, biases", "one key head, wide heads, parallel blocks")
 
 
@@ -300,6 +327,7 @@ def everything():
         "left": left_to_the_library(),
         "collectives": collectives_differ(),
         "mistakes": mistakes(),
+        "sums": sums(),
     }
     return {**found, "logits": logits_differ()}, others
 
@@ -310,6 +338,8 @@ def test_training_equals_that_of_one_process(ranks):
         said = others["mistakes"]
         assert others["collectives"] == ""
         assert others["left"] == [2, 1]
+        more, norms, largest = others["sums"]
+        assert more == norms - 1 == 4 and largest < 1e-10
         for case, largest in found.items():
             assert largest < 1e-10, case
         assert said["odd sequence"].startswith(f"the sequence has 5 tokens, which {ranks} ranks")

@@ -22,7 +22,7 @@ PRIVATE_TORCH = {
     "kernels/plain_eager.py": "whether a dispatch mode or a transform is active",
     "measure/memory/autograd_engine.py": "the node that runs, and references of a storage",
     "parallel/bucket_gradients.py": "references of a storage",
-    "parallel/unsharded_group.py": "which weights a backward was asked for",
+    "parallel/readiness.py": "which weights a backward was asked for",
     "parallel/shares.py": "a tensor's class without its __torch_function__",
 }
 # What else is private in torch, the files that need it, and what would make it unnecessary.

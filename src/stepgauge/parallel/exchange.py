@@ -163,36 +163,52 @@ class Inbox:
 
 
 class Outbox:
-    """One turn: a piece for each other rank, and in `parts_NBQD` what all have for this one."""
+    """One turn: what this rank has for all, x_BTD, of which each takes its rows; and in `parts_NBQD`
+    what all have for this one.
+    """
 
-    def __init__(self, exchange: Exchange, shape_NBQD: tuple[int, ...], like: Tensor):
+    def __init__(self, exchange: Exchange, shape_BTD: tuple[int, int, int], like: Tensor):
+        batch, length, width = shape_BTD
         self._exchange = exchange
         self._turn, self._box = exchange.turn(_OUTBOX)
-        self._pieces = exchange.view(self._box, shape_NBQD, like.dtype, 0)[1]
-        self.parts_NBQD = like.new_empty(shape_NBQD)
+        self.whole, self._rows = exchange.view(self._box, shape_BTD, like.dtype, 1)
+        ranks = exchange.ranks
+        self.parts_NBQD = like.new_empty((ranks, batch, length // ranks, width))
         exchange.order("", "receive")  # from here on the memory of `parts_NBQD` is free to write
 
     def piece(self, rank: int) -> Tensor:
-        """Where the piece for a rank is to be written."""
+        """Where the piece for a rank is to be written, one after the other: the own one is there."""
         if rank == self._exchange.rank:
             return self.parts_NBQD[rank]
-        piece_BQD: Tensor = self._pieces[rank][0]
+        piece_BQD: Tensor = self._rows[rank]
         return piece_BQD
 
-    def tell(self, rank: int) -> None:
-        """That the piece is there once the calling stream has done what it was given."""
+    def tell(self, *ranks: int) -> None:
+        """That the pieces are there once the calling stream has done what it was given."""
         self._exchange.order("", "tell")
-        self._exchange.tell(rank, self._box, self._turn, "tell")
+        for rank in ranks:
+            self._exchange.tell(rank, self._box, self._turn, "tell")
 
     def receive(self) -> None:
         """Copies out what the others have for this rank, once they have said so."""
-        exchange, memory = self._exchange, self._exchange.memory
-        nbytes, target = self.parts_NBQD[0].nbytes, self.parts_NBQD.data_ptr()
-        for rank in exchange.senders:
-            exchange.wait(rank, self._box, self._turn, "receive")
-            source = memory.address(rank, self._box) + exchange.rank * nbytes
-            stream = exchange.handles.get("receive")
-            memory.copy(target + rank * nbytes, source, nbytes, stream)
+        for rank in self._exchange.senders:
+            self._exchange.wait(rank, self._box, self._turn, "receive")
+            self._copy(rank)
+
+    def receive_own(self) -> None:
+        """Copies out of `whole`, once the calling stream has written it."""
+        self._exchange.order("", "receive")
+        self._copy(self._exchange.rank)
+
+    def _copy(self, rank: int) -> None:
+        """A sequence at a time, whose rows are contiguous in the box."""
+        exchange, memory, part_BQD = self._exchange, self._exchange.memory, self.parts_NBQD[rank]
+        batch, nbytes = part_BQD.shape[0], part_BQD.nbytes // part_BQD.shape[0]
+        source, target = memory.address(rank, self._box), part_BQD.data_ptr()
+        stream = exchange.handles.get("receive")
+        for number in range(batch):
+            place = (number * exchange.ranks + exchange.rank) * nbytes
+            memory.copy(target + number * nbytes, source + place, nbytes, stream)
 
 
 _groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()

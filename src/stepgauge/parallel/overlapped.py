@@ -5,8 +5,8 @@ run beside the product before or after them.
   travels to the others; then those of the rows that arrive.
 - A reduce-scatter after a product: the rows of other ranks come first and travel while the rest is
   computed. What arrives is summed once, in one pass that a compiler fuses into what follows.
-- Their mirrors in backward; the gradient of the weight covers a reduce-scatter. The input of a
-  column is gathered again there rather than kept.
+- Their mirrors in backward; the gradient of the weight covers a reduce-scatter, before which the
+  product need not be cut. The input of a column is gathered again there rather than kept.
 
 `exchange` moves the pieces. Operators of their own, since a compiler must not look into them, by
 torch.library's plain functions: its custom_op costs more host time than all that is launched here.
@@ -87,12 +87,18 @@ def _column_backward(
     exchange = _exchange_for(x_BQD, group, x_BQD.shape[2], ranks=num_ranks(group))
     weight_gradient = weight_FD.new_empty(weight_FD.shape if wants_weight else 0)
     with exchange.sides("send", "tell", "receive"):
-        inbox = Inbox(exchange, x_BQD) if wants_weight else None
-        if inbox is not None:
-            inbox.send(to_own=True)
-        outbox = _multiply_scattered(exchange, gradient_BTF, weight_FD)
-        if inbox is not None:
-            _multiply_rows(gradient_BTF, inbox.whole(), out=weight_gradient)
+        if not wants_weight:
+            outbox = _multiply_scattered(exchange, gradient_BTF, weight_FD)
+            return outbox.parts_NBQD, weight_gradient
+        inbox = Inbox(exchange, x_BQD)
+        # In one piece: the gradient of the weight is there to cover what is sent.
+        outbox = Outbox(exchange, _shape(gradient_BTF, weight_FD), x_BQD)
+        torch.mm(gradient_BTF.flatten(0, 1), weight_FD, out=outbox.whole.flatten(0, 1))
+        inbox.send(to_own=True)
+        outbox.tell(*exchange.receivers)
+        outbox.receive_own()
+        outbox.receive()
+        _multiply_rows(gradient_BTF, inbox.whole(), out=weight_gradient)
     return outbox.parts_NBQD, weight_gradient
 
 
@@ -200,7 +206,7 @@ def _multiply_gathered(
 
 def _multiply_scattered(exchange: Exchange, x_BTF: Tensor, matrix: Tensor) -> Outbox:
     """x matrix: the others' rows first, each told as soon as it is there, then the own ones."""
-    outbox = Outbox(exchange, _parts(x_BTF, exchange.ranks, matrix.shape[1]), x_BTF)
+    outbox = Outbox(exchange, _shape(x_BTF, matrix), x_BTF)
     for rank in (*exchange.receivers, exchange.rank):
         _multiply(rows_of(x_BTF, rank, exchange.ranks), matrix, out=outbox.piece(rank))
         if rank != exchange.rank:
@@ -223,6 +229,11 @@ def _multiply(rows_BQK: Tensor, matrix_KM: Tensor, *, out: Tensor) -> None:
 def _multiply_rows(left_BTK: Tensor, right_BTM: Tensor, *, out: Tensor) -> None:
     """out_KM, the sum over all tokens."""
     torch.mm(left_BTK.flatten(0, 1).t(), right_BTM.flatten(0, 1), out=out)
+
+
+def _shape(x_BTK: Tensor, matrix_KM: Tensor) -> tuple[int, int, int]:
+    """Of the product."""
+    return x_BTK.shape[0], x_BTK.shape[1], matrix_KM.shape[1]
 
 
 def _parts(x_BTF: Tensor, ranks: int, width: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ mean what they mean in one process: sums of what was computed, here averaged.
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -76,6 +77,14 @@ def at_end_of_backward(call: Callable[[bool], None], device: torch.device) -> No
     torch's DistributedDataParallel and fully_shard use the same entry, which has no public name.
     """
     Variable._execution_engine.queue_callback(_End(call, device))
+
+
+def goes_on_to(node: Any) -> bool:
+    """Whether the present backward calls a weight's node: not all where it was given `inputs`.
+    Raises RuntimeError in autograd.grad, which keeps what would be added to the weight.
+    """
+    # The way out: a public name of it, which register_multi_grad_hook needs too.
+    return torch._C._will_engine_execute_node(node)
 
 
 class _End:

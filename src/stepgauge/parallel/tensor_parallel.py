@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stepgauge.parallel.exchange import register
+from stepgauge.parallel.gradient_sums import SumsTogether
 from stepgauge.parallel.pipeline.peer_memory import on_one_machine
 from stepgauge.parallel.replicas import prepare_replicas
 from stepgauge.parallel.residual_stream import ResidualStream
@@ -184,7 +185,9 @@ def _hook_sums(
         has_copies = cut and any(section.copies(stream.ranks) > 1 for section in cut.sections)
         if parameter.requires_grad and (has_copies or parameter in whole):
             sums[name] = GradientSum(stream, cut)
-            parameter.register_hook(sums[name])
+            if cut is not None:
+                parameter.register_hook(sums[name])
+    SumsTogether([module.get_parameter(name) for name, each in sums.items() if not each.cut], stream)
     return sums
 
 

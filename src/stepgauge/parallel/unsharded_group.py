@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stepgauge.parallel.collectives import all_gather_flat, launch_together
+from stepgauge.parallel.readiness import goes_on_to
 from stepgauge.parallel.sharding import local, real, release, sent_dtype
 
 if TYPE_CHECKING:
@@ -201,9 +202,8 @@ class _Use(torch.autograd.Function):
 
 def _is_wanted(node: Any) -> bool:
     """Whether backward goes on to a weight: not to all where it was given `inputs`."""
-    # The way out: a public name of it, which register_multi_grad_hook needs too.
     try:
-        return node is not None and torch._C._will_engine_execute_node(node)
+        return node is not None and goes_on_to(node)
     except RuntimeError as error:
         raise RuntimeError(
             "torch.autograd.grad gives no gradients of sharded weights; take them from `.grad` after "
