@@ -2,7 +2,7 @@
 heads), one sequence of 8192 tokens, bf16 weights, forward and backward, on 2 and 4 GPUs.
 
     python benchmarks/tensor_parallel_campaign.py           # about 140 s on 2 GPUs
-    python benchmarks/tensor_parallel_campaign.py --only "one GPU" plain overlapped
+    python benchmarks/tensor_parallel_campaign.py --only "one GPU" overlapped --lengths 4096 2048
     python benchmarks/tensor_parallel_campaign.py --small   # on a CPU: that it runs and is right
 
 The ways to run it: each GPU alone with all of it; cut, with collectives before and after products,
@@ -12,8 +12,9 @@ against one process in float32.
 
 Writes a JSON line a row to $OUT/tensor_parallel.jsonl (the folder here where OUT is not set), as
 soon as it is there: ms of the slowest rank, and the throughput of one GPU over that of one GPU
-alone. A way that hangs is ended after 40 s and named; the others go on. Of the overlapped form the
-trace of a step is in $OUT/tensor_parallel_trace_N.json.gz.
+alone. A way that hangs is ended after 40 s and named; the others go on. Each rank's trace of some
+steps, of one GPU and overlapped, is in $OUT/tensor_parallel_trace_WAY_RANK.json.gz. `--lengths` adds
+plain and overlapped blocks on shorter sequences: where hiding begins to pay.
 """
 
 import argparse
@@ -50,6 +51,7 @@ from stepgauge.spec.plan import tensor as plan
 from stepgauge.spec.plan.tensor_tables import table_of
 
 HANG_S = 40
+STEPS = 25
 AHEAD = 5  # steps that the host launches before it waits, as in training
 # Relative, of one process in float32: of blocks in float32, and in bf16, which rounds to 2^-9.
 LARGEST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -71,7 +73,11 @@ def spec_of(width: int, d_ff: int, heads: int, length: int, blocks: int) -> Mode
 
 SMALL = spec_of(64, 96, 4, 32, 2)
 WIDE = spec_of(4096, 11008, 32, 2048, 2)
-FULL = spec_of(4096, 11008, 32, 8192, 8)
+LENGTH = 8192
+
+
+def full(length: int) -> ModelSpec:
+    return spec_of(4096, 11008, 32, length, 8 if length == LENGTH else 4)
 
 
 def blocks_of(spec: ModelSpec) -> range:
@@ -279,13 +285,15 @@ def check(way: str, small: bool, device: torch.device) -> dict[str, float]:
     return errors
 
 
-def run(way: str, small: bool, folder: str) -> dict[str, object]:
+def run(way: str, length: int, small: bool, folder: str) -> dict[str, object]:
     """A row, on every rank."""
     device = torch.device("cpu" if small else f"cuda:{torch.cuda.current_device()}")
-    errors = check(way, small, device)
+    errors = check(way, small, device) if length == LENGTH else {}
+    if length != LENGTH:
+        plan.LEAST_OVERLAPPED_BYTES = 0
     watch()
     dtype = torch.float32 if small else torch.bfloat16
-    network = Network.of(way, SMALL if small else FULL, device, dtype)
+    network = Network.of(way, SMALL if small else full(length), device, dtype)
     if way == "torch async":
         torch._inductor.config._micro_pipeline_tp = True
         enable_symm_mem_for_group(dist.group.WORLD.group_name)
@@ -294,34 +302,34 @@ def run(way: str, small: bool, folder: str) -> dict[str, object]:
             block.compile(dynamic=False)
     elif not small:
         compiled(network.module, "blocks")
-    row = {"way": way, **errors, **network.times(2 if small else 15)}
-    if way == "overlapped" and not small:
-        trace(network, Path(folder) / f"tensor_parallel_trace_{dist.get_rank()}.json.gz")
+    row = {"way": way, "length": length, **errors, **network.times(2 if small else STEPS)}
+    if way in ("one GPU", "overlapped") and length == LENGTH:
+        name = f"tensor_parallel_trace_{way.replace(' ', '-')}_{dist.get_rank()}.json.gz"
+        trace(network, Path(folder) / name)
     return row
 
 
 def trace(network: Network, path: Path) -> None:
     watch()
     with torch.profiler.profile() as profile:
-        network.times(1)
-    if dist.get_rank() == 0:
-        profile.export_chrome_trace(str(path))
+        network.times(0)
+    profile.export_chrome_trace(str(path))
 
 
-def measure(ways: list[str], small: bool, folder: str) -> None:
+def measure(ways: list[str], length: int, small: bool, folder: str) -> None:
     """Rows of the slowest rank, written by rank 0 as they come; why a way failed on any rank."""
     torch.set_num_threads(1)
     for way in ways:
         torch.compiler.reset()
         row: dict[str, object] | str
         try:
-            row = run(way, small, folder)
+            row = run(way, length, small, folder)
         except Exception as error:  # the other rows are worth having
             row = f"{type(error).__name__}: {str(error)[:1500]}"
         rows: list[dict[str, object] | str] = [""] * dist.get_world_size()
         dist.all_gather_object(rows, row)
         failed = [each for each in rows if isinstance(each, str)]
-        found = {"way": way, "failed": failed[0]} if failed else slowest(rows)
+        found = {"way": way, "length": length, "failed": failed[0]} if failed else slowest(rows)
         if dist.get_rank() == 0:
             write(Path(folder), {"ranks": dist.get_world_size(), **found})
         if torch.cuda.is_available():
@@ -330,7 +338,7 @@ def measure(ways: list[str], small: bool, folder: str) -> None:
 
 
 def slowest(rows: list[dict[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {"way": rows[0]["way"]}
+    found: dict[str, object] = {name: rows[0][name] for name in ("way", "length")}
     found |= {key: max(row[key] for row in rows) for key in rows[0] if "error" in key}
     for name, median in (("steps_ms", "step_ms"), ("ahead_ms", "step_ahead_ms")):
         of_all = [max(step) for step in zip(*(row[name] for row in rows), strict=True)]
@@ -352,20 +360,27 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--lengths", nargs="+", type=int, default=[])
     asked = parser.parse_args()
-    folder = Path(os.environ.get("OUT", ".")).resolve()
     device, most = ("cpu", 2) if asked.small else ("cuda", torch.cuda.device_count())
     for ranks in [n for n in (2, 4) if n <= most]:
-        before, ways = len(read(folder)), asked.only
-        while ways:
-            with contextlib.suppress(RankError):
-                launch(measure, ways, asked.small, str(folder), ranks=ranks, device=device)
-            done = {row["way"] for row in read(folder)[before:]}
-            ways = [way for way in ways if way not in done]
-            if ways:  # the first of them took a rank with it
-                failed = {"ranks": ranks, "way": ways.pop(0)}
-                write(folder, {**failed, "failed": f"a rank ended, or hung for {HANG_S} s"})
-        show(read(folder)[before:])
+        for length in (LENGTH, *asked.lengths):
+            ways = asked.only if length == LENGTH else ["plain", "overlapped"]
+            measure_all(list(ways), length, asked.small, ranks, device)
+
+
+def measure_all(ways: list[str], length: int, small: bool, ranks: int, device: str) -> None:
+    folder = Path(os.environ.get("OUT", ".")).resolve()
+    before = len(read(folder))
+    while ways:
+        with contextlib.suppress(RankError):
+            launch(measure, ways, length, small, str(folder), ranks=ranks, device=device)
+        done = {row["way"] for row in read(folder)[before:]}
+        ways = [way for way in ways if way not in done]
+        if ways:  # the first of them took a rank with it
+            failed = {"ranks": ranks, "way": ways.pop(0), "length": length}
+            write(folder, {**failed, "failed": f"a rank ended, or hung for {HANG_S} s"})
+    show(read(folder)[before:])
 
 
 def show(rows: list[dict[str, object]]) -> None:

@@ -211,7 +211,9 @@ def sums():
             weight.register_hook(functools.partial(seen.__setitem__, name))
         with CommDebugMode() as counter:
             parallel.module(*batch(0)).backward()
-        counts.append(sum(n for op, n in counter.get_comm_counts().items() if "all_reduce" in str(op)))
+        counts.append(
+            sum(n for op, n in counter.get_comm_counts().items() if "all_reduce" in str(op))
+        )
         asked = torch.autograd.grad(parallel.module(*batch(0)), list(weights.values()))
         parallel.module(*batch(0)).backward()
         for (name, weight), gradient in zip(weights.items(), asked, strict=True):

@@ -75,7 +75,7 @@ def _measure(spec: DataParallelSpec) -> RankFigures:
         run_once(phases)  # optimizer state, communicators and libraries come into being
         devices.reset_peak_memory(device)
         times = time_phases(phases, device, warmup=spec.warmup - 1, steps=spec.steps)
-        kept = kept_bytes(step, phases, device, initial)
+        kept = kept_bytes(step, phases, device, initial, has_graphs=spec.cuda_graphs)
         traced = trace_steps(phases, device) if spec.trace else None
         without, communication = _without_and_alone(step, phases, device, spec.steps)
     return RankFigures(
@@ -129,9 +129,11 @@ def kept_bytes(
     phases: dict[str, Callable[[], None]],
     device: torch.device,
     initial: int | None,
+    *,
+    has_graphs: bool = False,
 ) -> dict[str, int]:
     """Metrics in bytes: after building, before and after the update, at the peak; and what the step
-    keeps. Runs a step.
+    keeps. Runs a step. What CUDA graphs keep counts in the peak, and in the rest of it.
     """
     module = step.parallel.module
     for name, phase in phases.items():
@@ -150,6 +152,7 @@ def kept_bytes(
             "after_update_bytes": after,
         }
     if "peak_bytes" in found:
+        found["peak_bytes"] += devices.kept_by_graphs(device) if has_graphs else 0
         found["rest_bytes"] = found["peak_bytes"] - sum(kept.values())
     return kept | found
 

@@ -74,6 +74,20 @@ def allocated_memory(device: torch.device) -> int | None:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
+def kept_by_graphs(device: torch.device) -> int:
+    """Bytes that recorded CUDA graphs keep for what their replays compute, beside tensors that are
+    there between replays: torch counts those alone.
+    """
+    if device.type != "cuda":
+        return 0
+    ours = torch.cuda.current_device() if device.index is None else device.index
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == ours and tuple(segment["segment_pool_id"]) != (0, 0)
+    )
+
+
 def available_host_bytes() -> int | None:
     """Memory left to this process by the machine or its control group; None where unknown."""
     limits = []

@@ -187,7 +187,9 @@ def _hook_sums(
             sums[name] = GradientSum(stream, cut)
             if cut is not None:
                 parameter.register_hook(sums[name])
-    SumsTogether([module.get_parameter(name) for name, each in sums.items() if not each.cut], stream)
+    SumsTogether(
+        [module.get_parameter(name) for name, each in sums.items() if not each.cut], stream
+    )
     return sums
 
 

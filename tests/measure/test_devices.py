@@ -1,0 +1,19 @@
+import torch
+
+from stepgauge.measure import devices
+
+
+def test_what_cuda_graphs_keep_is_their_pools_less_the_tensors_there(monkeypatch):
+    def segment(pool, total, allocated, device=0):
+        sizes = {"total_size": total, "allocated_size": allocated}
+        return {"device": device, "segment_pool_id": pool, **sizes}
+
+    segments = [
+        segment((0, 0), 100, 30),
+        segment((0, 7), 50, 20),
+        segment((3, 0), 40, 0),
+        segment((0, 7), 1000, 0, device=1),
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert devices.kept_by_graphs(torch.device("cuda:0")) == 70
+    assert devices.kept_by_graphs(torch.device("cpu")) == 0
