@@ -33,7 +33,6 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.pipeline_cut import cut
 from stepgauge.spec.plan.pipeline import SCHEDULES, lower, to_text
-from stepgauge.spec.plan.pipeline.lower import AS_SENT
 from stepgauge.train.build import batch_for
 
 TOLERANCE = 2e-3  # of the largest gradient, in fp32 with other orders of summation
@@ -234,7 +233,6 @@ def table(campaign: Campaign, model: ModelSpec, small: bool, common: dict[str, o
     for schedule in ("zb-h1", "v-half", "v-min"):
         campaign.row(spec(schedule, m))
     campaign.row(spec("zbv", m, ahead=0), predicts=False)
-    campaign.row(spec("zbv", m, ahead=AS_SENT), predicts=False)
     campaign.row(spec("zbv", m, transport="messages"), predicts=False)
     campaign.filled(spec("zbv", m))
     for schedule in ("zbv", "1f1b", "torch-1f1b"):

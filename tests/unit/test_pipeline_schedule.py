@@ -23,7 +23,6 @@ from stepgauge.spec.plan.pipeline import (
 )
 from stepgauge.spec.plan.pipeline.balance import balance
 from stepgauge.spec.plan.pipeline.check import Held
-from stepgauge.spec.plan.pipeline.lower import AS_SENT
 from stepgauge.spec.plan.pipeline.text import parse
 
 
@@ -103,13 +102,8 @@ def test_receives_are_posted_as_many_computations_ahead_as_asked():
         "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1 0REDUCE_GRAD",
         "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE_GRAD",
     ]
-    # Rank 1 has sent the gradient of micro-batch 0 at time 4, when rank 0 has had F twice.
-    assert to_text(lower(plain, ahead=AS_SENT)).splitlines() == [
-        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD",
-        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE_GRAD",
-    ]
-    with pytest.raises(ValueError, match="ahead is -2; it must be at least -1"):
-        lower(plain, ahead=-2)
+    with pytest.raises(ValueError, match="ahead is -1; it must be at least 0"):
+        lower(plain, ahead=-1)
     sharded = lower(plain, sharded=[0]).ranks[0]
     assert [str(action) for action in (sharded[0], *sharded[-2:])] == [
         "0UNSHARD",
@@ -182,7 +176,7 @@ def valid_schedules(draw):
 
 
 @settings(max_examples=60, deadline=None)
-@given(valid_schedules(), st.integers(-1, 3))
+@given(valid_schedules(), st.integers(0, 3))
 def test_any_valid_schedule_passes_and_ends(schedule, ahead):
     lowered = check(lower(schedule, ahead=ahead)).schedule
     timeline = simulate(lowered, Durations.of_stages(schedule.num_stages, transfer=0.1))

@@ -10,7 +10,7 @@ from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.fields import as_in, check, option
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import SCHEDULES, Schedule, build
-from stepgauge.spec.plan.pipeline.lower import AHEAD, AS_SENT
+from stepgauge.spec.plan.pipeline.lower import AHEAD
 from stepgauge.spec.plan.pipeline.schedules import LOOPED, stages_per_rank
 from stepgauge.spec.plan.stages import FLOPS, TIME
 from stepgauge.spec.step import WorkSpec
@@ -98,8 +98,8 @@ class PipelineSpec:
     )
     ahead: int = option(
         AHEAD,
-        "computations between the posting of a receive and its reader; -1: posted as it is sent",
-        least=AS_SENT,
+        "computations between the posting of a receive and its reader",
+        least=0,
         most=100,
         label="changed",
     )

@@ -23,10 +23,6 @@ except ImportError:  # pragma: no cover - a Triton without Gluon, or with anothe
     hopper = None
 
 
-def interpreting():
-    return not isinstance(forward_kernel, triton.JITFunction)
-
-
 # ---- forward, host side --------------------------------------------------------------------------------------------
 
 
