@@ -70,22 +70,22 @@ def rms_norm(
     if residual is not None:
         x, residual = _checked_with_residual(x, residual)
     out_dtype = _output_dtype(x)
-    if not _kernel_takes(x, weight) or (is_compiling and x.shape[-1] <= INDUCTOR_WIDTH):
+    is_plain = not _kernel_takes(x, weight) or (is_compiling and x.shape[-1] <= INDUCTOR_WIDTH)
+    if is_plain or (not is_compiling and _is_small(x, weight)):
         h = x if residual is None else x + residual
         # The narrow type's float32 image holds the same values: only the rounding of y changes.
-        y = reference.forward(h.to(out_dtype), weight, eps)
-        return y if residual is None else (y, h)
-    if not is_compiling and _is_small(x, weight):
-        h = x if residual is None else x + residual
-        y = F.rms_norm(h, weight.shape, weight, eps)
+        y = (
+            reference.forward(h.to(out_dtype), weight, eps)
+            if is_plain
+            else F.rms_norm(h, weight.shape, weight, eps)
+        )
         return y if residual is None else (y, h)
     if is_plain_eager(x, weight, *([] if residual is None else [residual])):
         if residual is None:
             return RMSNormTriton.apply(x, weight, eps, out_dtype)
         return _RMSNormResidual.apply(x, residual, weight, eps, out_dtype)
-    if residual is None:
-        return torch.ops.stepgauge.rms_norm(x, weight, eps, out_dtype)[0]
-    return torch.ops.stepgauge.rms_norm_residual(x, residual, weight, eps, out_dtype)[:2]
+    y, total, _ = torch.ops.stepgauge.rms_norm(x, residual, weight, eps, out_dtype)
+    return y if residual is None else (y, total)
 
 
 class RMSNormTriton(torch.autograd.Function):
@@ -98,12 +98,9 @@ class RMSNormTriton(torch.autograd.Function):
     def forward(ctx, x, weight, eps=1e-5, out_dtype=None):
         _require_kernels(x, weight)
         out_dtype = out_dtype or x.dtype
-        if is_plain_eager(x):
-            y, h, rstd = ops.run_forward(x, None, weight, eps, out_dtype)
-        else:
-            y, rstd = torch.ops.stepgauge.rms_norm(x, weight, eps, out_dtype)
-            h = x
-        ctx.save_for_backward(h, weight, rstd)
+        run = ops.run_forward if is_plain_eager(x) else torch.ops.stepgauge.rms_norm
+        y, _, rstd = run(x, None, weight, eps, out_dtype)
+        ctx.save_for_backward(x, weight, rstd)
         return y
 
     @staticmethod

@@ -1,16 +1,15 @@
 """RMSNorm's host side: plans, the cheap eager launch, and the custom operators.
 
-Two ways lead to the same kernels. In plain eager mode ``run_forward`` and ``run_backward`` launch
-compiled kernels by address. Wherever something wants to see the operation (torch.compile, fake
-tensors, a dispatch mode such as FlopCounterMode, a tensor subclass) they call the custom operators
-``stepgauge::rms_norm``, ``rms_norm_residual`` and ``rms_norm_backward``, which Inductor looks into.
+``run_forward`` and ``run_backward`` launch compiled kernels by address: what plain eager calls run.
+Wherever something wants to see the operation (torch.compile, fake tensors, a dispatch mode such as
+FlopCounterMode, a tensor subclass) the same functions are the custom operators
+``stepgauge::rms_norm`` and ``rms_norm_backward``.
 """
 
 import functools
 
 import torch
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
 from torch.utils.flop_counter import register_flop_formula
 
 from stepgauge.kernels.launch import Launch
@@ -131,29 +130,26 @@ def plan_for(h: Tensor, weight: Tensor, other_dtype: torch.dtype, extra: bool) -
 def run_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch forward on real tensors; return y, the stored sum (x itself without residual), rstd."""
+    """y, the sum of x and residual (empty without one), and rstd, one fp32 a row."""
     x, weight = x.contiguous(), weight.contiguous()
     y = torch.empty_like(x, dtype=out_dtype)
+    total = None
     if residual is not None:
-        residual = residual.contiguous()
-        total = torch.empty_like(x)
-    else:
-        total = None
-    width = x.shape[-1]
-    num_rows = x.numel() // width
+        residual, total = residual.contiguous(), torch.empty_like(x)
+    num_rows = x.numel() // x.shape[-1]
     rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     if num_rows:
         plan = plan_for(x, weight, out_dtype, residual is not None)
+        _require_cuda(x)
         args = (x, residual, weight, y, total, rstd)
-        _require_kernels(x)
         plan.forward((plan.forward_grid(num_rows), 1), args, (num_rows, eps))
-    return y, x if total is None else total, rstd
+    return y, x.new_empty(0) if total is None else total, rstd
 
 
 def run_backward(
     dy: Tensor, h: Tensor, weight: Tensor, rstd: Tensor, dsum: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Launch backward on real tensors; return the gradients of h and of the weight."""
+    """The gradients of h and of the weight; dsum is that of the sum where forward gave one."""
     dy, h, weight = dy.contiguous(), h.contiguous(), weight.contiguous()
     num_rows = rstd.numel()
     if not num_rows:
@@ -164,122 +160,58 @@ def run_backward(
     grid = plan.backward_grid(num_rows)
     dx, dw = torch.empty_like(h), torch.empty_like(weight)
     partial = torch.empty((grid, plan.width), dtype=torch.float32, device=h.device)
-    args = (dy, h, weight, rstd, dsum, dx, partial)
-    _require_kernels(h)
-    plan.backward((grid, plan.splits), args, (num_rows,))
+    _require_cuda(h)
+    plan.backward((grid, plan.splits), (dy, h, weight, rstd, dsum, dx, partial), (num_rows,))
     plan.reduce((plan.reduce_grid, 1), (partial, dw), (grid,))
     return dx, dw
 
 
-def _require_kernels(x: Tensor):
-    if not x.is_cuda and hasattr(forward_kernel, "warmup") and not _interpreted(forward_kernel):
+def _require_cuda(x: Tensor):
+    is_interpreted = type(forward_kernel).__name__ == "InterpretedFunction"
+    if not x.is_cuda and not is_interpreted:
         raise ValueError(
             "RMSNormTriton needs CUDA tensors, got a CPU tensor "
             "(rms_norm takes either; TRITON_INTERPRET=1 runs the kernels on the CPU)"
         )
 
 
-def _interpreted(kernel) -> bool:
-    return type(kernel).__name__ == "InterpretedFunction"
+rms_norm_op = torch.library.custom_op("stepgauge::rms_norm", run_forward, mutates_args=())
+rms_norm_backward_op = torch.library.custom_op(
+    "stepgauge::rms_norm_backward", run_backward, mutates_args=()
+)
 
 
-# The custom operators: the same launches, spelled so that torch.compile can follow them.
+@rms_norm_op.register_fake
+def _(x, residual, weight, eps, out_dtype):
+    y = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
+    total = x.new_empty(0) if residual is None else torch.empty_like(y, dtype=x.dtype)
+    return y, total, x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
 
 
-def _wrapped(kernel, launch: Launch, grid: tuple, *args):
-    runner = kernel if _interpreted(kernel) else wrap_triton(kernel)
-    runner[grid](*args, **launch.constants, **launch.options)
-
-
-def _forward_traceable(x, residual, weight, eps, out_dtype):
-    x, weight = x.contiguous(), weight.contiguous()
-    y = torch.empty_like(x, dtype=out_dtype)
-    total = None
-    if residual is not None:
-        residual, total = residual.contiguous(), torch.empty_like(x)
-    num_rows = x.numel() // x.shape[-1]
-    rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-    plan = plan_for(x, weight, out_dtype, residual is not None)
-    args = (x, residual, weight, y, total, rstd, num_rows, eps)
-    grid = (plan.forward_grid(num_rows), 1, 1)
-    if plan.fwd.wide:
-        _wrapped(forward_wide_kernel, plan.forward, grid, *args)
-    else:
-        _wrapped(forward_kernel, plan.forward, grid, *args)
-    return y, total, rstd
-
-
-@triton_op("stepgauge::rms_norm", mutates_args={})
-def rms_norm_op(
-    x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    y, _, rstd = _forward_traceable(x, None, weight, eps, out_dtype)
-    return y, rstd
-
-
-@triton_op("stepgauge::rms_norm_residual", mutates_args={})
-def rms_norm_residual_op(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward_traceable(x, residual, weight, eps, out_dtype)
-
-
-@triton_op("stepgauge::rms_norm_backward", mutates_args={})
-def rms_norm_backward_op(
-    dy: Tensor, h: Tensor, weight: Tensor, rstd: Tensor, dsum: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    dy, h, weight = dy.contiguous(), h.contiguous(), weight.contiguous()
-    if dsum is not None:
-        dsum = dsum.contiguous()
-    num_rows = rstd.numel()
-    plan = plan_for(h, weight, dy.dtype, dsum is not None)
-    # At least one program, so that dw is written when there is no row.
-    grid = max(1, plan.backward_grid(num_rows))
-    dx, dw = torch.empty_like(h), torch.empty_like(weight)
-    partial = torch.empty((grid, plan.width), dtype=torch.float32, device=h.device)
-    args = (dy, h, weight, rstd, dsum, dx, partial, num_rows)
-    if plan.bwd.blocks:
-        _wrapped(backward_wide_kernel, plan.backward, (grid, plan.splits, 1), *args)
-    else:
-        _wrapped(backward_kernel, plan.backward, (grid, 1, 1), *args)
-    _wrapped(reduce_kernel, plan.reduce, (plan.reduce_grid, 1, 1), partial, dw, grid)
-    return dx, dw
+@rms_norm_backward_op.register_fake
+def _(dy, h, weight, rstd, dsum):
+    form = torch.contiguous_format
+    return torch.empty_like(h, memory_format=form), torch.empty_like(weight, memory_format=form)
 
 
 def _setup(ctx, inputs, output):
-    x, weight, _, _ = inputs
-    ctx.save_for_backward(x, weight, output[1])
-
-
-def _backward(ctx, dy, _drstd):
-    x, weight, rstd = ctx.saved_tensors
-    dx, dw = rms_norm_backward_op(dy, x, weight, rstd, None)
-    return dx, dw, None, None
-
-
-def _setup_residual(ctx, inputs, output):
+    x, residual, weight, _, _ = inputs
     _, total, rstd = output
-    ctx.save_for_backward(total, inputs[2], rstd)
+    ctx.has_residual = residual is not None
+    ctx.save_for_backward(total if ctx.has_residual else x, weight, rstd)
 
 
-def _backward_residual(ctx, dy, dsum, _drstd):
-    total, weight, rstd = ctx.saved_tensors
-    dx, dw = rms_norm_backward_op(dy, total, weight, rstd, dsum)
-    return dx, dx, dw, None, None
+def _backward(ctx, dy, dsum, _drstd):
+    h, weight, rstd = ctx.saved_tensors
+    dx, dw = rms_norm_backward_op(dy, h, weight, rstd, dsum if ctx.has_residual else None)
+    return dx, dx if ctx.has_residual else None, dw, None, None
 
 
 rms_norm_op.register_autograd(_backward, setup_context=_setup)
-rms_norm_residual_op.register_autograd(_backward_residual, setup_context=_setup_residual)
 
 
 # torch's counter counts matrix products only; F.rms_norm counts as none, and so does this, so that
 # swapping the norm leaves a model's FLOPs and its MFU as they were.
-@register_flop_formula(
-    [
-        torch.ops.stepgauge.rms_norm,
-        torch.ops.stepgauge.rms_norm_residual,
-        torch.ops.stepgauge.rms_norm_backward,
-    ]
-)
+@register_flop_formula([torch.ops.stepgauge.rms_norm, torch.ops.stepgauge.rms_norm_backward])
 def _no_flops(*args, **kwargs) -> int:
     return 0
