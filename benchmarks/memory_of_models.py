@@ -1,28 +1,36 @@
 """Peak memory of a training step, predicted and measured, of models of other libraries.
 
-    OUT=folder python benchmarks/memory_of_models.py          # all on the GPU, under four minutes
-    python benchmarks/memory_of_models.py llama:bf16          # one row
-    PREDICT=sm90 python benchmarks/memory_of_models.py        # predicted alone, without a GPU
+    python benchmarks/memory_of_models.py OUT                 # all on the GPU, under 150 seconds
+    python benchmarks/memory_of_models.py OUT llama:bf16      # these rows
+    python benchmarks/memory_of_models.py OUT --trial         # predicted for an H100, without a GPU
 
-Wants transformers and torchvision; weights are random, nothing is downloaded. Writes a line of JSON
-a row to $OUT/memory_of_models.jsonl and says at the end which predictions are off by more than 2 %.
+Wants transformers and torchvision; weights are random, nothing is downloaded. Appends a line of JSON
+a row to OUT/memory_of_models.jsonl, leaves out rows that the file has, and says at the end which
+predictions are off by more than 2 %.
 """
 
+import argparse
 import concurrent.futures
+import importlib.metadata
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-AT_ONCE = 4  # processes; each counts its own memory
+AT_ONCE = 6  # processes; each counts its own memory, and their peaks fit into one GPU together
+ROW_SECONDS = 120
 WIDEST_ERROR = 0.02
 PRECISIONS = ("fp32", "bf16")
+LIBRARIES = ("torch", "transformers", "torchvision", "timm", "numpy")
+PREDICTED_FOR = "sm90"
+LARGEST_SHOWN = 12
 Made = tuple[nn.Module, tuple[Any, ...]]
 
 
@@ -96,23 +104,31 @@ def vit() -> Made:
     return of_transformers("ViTForImageClassification", "ViTConfig", batch)
 
 
-class Classified(nn.Module):
-    def __init__(self, name: str):
+class Classifier(nn.Module):
+    def __init__(self, model: nn.Module):
         super().__init__()
-        import torchvision
-
-        self.model = getattr(torchvision.models, name)()
+        self.model = model
 
     def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.model(pixels), labels)
 
 
 def resnet50() -> Made:
-    return Classified("resnet50"), images(16)
+    import torchvision
+
+    return Classifier(torchvision.models.resnet50()), images(16)
 
 
 def convnext() -> Made:
-    return Classified("convnext_tiny"), images(16)
+    import torchvision
+
+    return Classifier(torchvision.models.convnext_tiny()), images(16)
+
+
+def timm_vit() -> Made:
+    import timm
+
+    return Classifier(timm.create_model("vit_base_patch16_224")), images(32)
 
 
 def lstm() -> Made:
@@ -146,56 +162,124 @@ def embedding_bag() -> Made:
     return nn.Sequential(nn.EmbeddingBag(200_000, 128), nn.Linear(128, 1)), (bags,)
 
 
-MODELS: tuple[Callable[[], Made], ...] = (
-    gpt2, llama, llama_tied, mixtral, bert, t5, whisper, vit, resnet50, convnext, lstm, lora,
-    embedding_bag,
+class SparseRows(nn.Module):
+    """An embedding whose gradient has the rows that were used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.out = nn.Embedding(200_000, 128, sparse=True), nn.Linear(128, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.rows(tokens)).mean()
+
+
+def sparse_embedding() -> dict[str, Any]:
+    batch = torch.zeros(4096, 32, dtype=torch.long)
+    return {"module": SparseRows(), "batch": (batch,), "optimizer": torch.optim.SGD}
+
+
+MODELS: tuple[Callable[[], Any], ...] = (
+    gpt2, llama, llama_tied, mixtral, bert, t5, whisper, vit, timm_vit, resnet50, convnext, lstm,
+    lora, embedding_bag, sparse_embedding,
 )  # fmt: skip
 
 
-def measure_row(name: str, precision: str) -> dict[str, Any]:
+def measured_row(name: str, precision: str, *, trial: bool) -> dict[str, Any]:
     """Both records of one row, in this process."""
     from stepgauge.bench.memory import jobs
     from stepgauge.spec.memory import MemorySpec
     from stepgauge.spec.predictions import paired
     from stepgauge.spec.user_model import UserModel
 
-    fields = {"predict": os.environ["PREDICT"]} if "PREDICT" in os.environ else {"device": "cuda"}
+    fields = {"predict": PREDICTED_FOR} if trial else {"device": "cuda"}
     model = UserModel.read(f"{Path(__file__).resolve()}:{name}")
     spec = MemorySpec(model=model, precision=precision, **fields)
+    start = time.perf_counter()
     (row,) = paired([job.run(job.spec) for job in jobs(spec)])
-    found: dict[str, Any] = {"model": name, "precision": precision, "torch": torch.__version__}
+    found: dict[str, Any] = {
+        "model": name,
+        "precision": precision,
+        "versions": {library: _version(library) for library in LIBRARIES},
+        "environment": row.record.environment,
+        "seconds": time.perf_counter() - start,
+    }
     for record in {id(each): each for each in (row.record, row.prediction) if each}.values():
         figures = {metric: sample.median for metric, sample in record.metrics.items()}
         found[record.provenance] = figures | ({"note": record.note} if record.note else {})
-        found[f"{record.provenance} savers"] = record.tables.get("savers", [])[1:6]
-        found[f"{record.provenance} at the peak"] = record.tables.get("at_the_peak", [])[1:6]
+        for table in ("savers", "at_the_peak"):
+            found[f"{record.provenance} {table}"] = record.tables.get(table, [])[:LARGEST_SHOWN]
     return found | {"error": row.error("peak_bytes")}
 
 
-def row_in_a_process(row: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, __file__, row], capture_output=True, text=True)
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        name, precision = row.split(":")
-        return {"model": name, "precision": precision, "failed": done.stderr[-1500:]}
+def _version(library: str) -> str | None:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def row_in_a_process(row: str, *, trial: bool) -> dict[str, Any]:
+    name, precision = row.split(":")
+    command = [sys.executable, __file__, "--alone", row, *(["--trial"] if trial else [])]
+    threads = {"OMP_NUM_THREADS": "2"}  # several processes share the cores
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=ROW_SECONDS, env=os.environ | threads
+        )
+        lines = done.stdout.strip().splitlines()
+        why = done.stderr[-1500:] or f"ended with {done.returncode}"
+    except subprocess.TimeoutExpired:
+        lines, why = [], f"no result within {ROW_SECONDS} s"
+    if not lines or not lines[-1].startswith("{"):
+        return {"model": name, "precision": precision, "failed": why}
     return json.loads(lines[-1])
 
 
+def known_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of an earlier run that have figures."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [row for row in map(json.loads, lines) if "failed" not in row]
+
+
+def is_wrong(row: Mapping[str, Any], *, trial: bool) -> bool:
+    if trial:
+        return "peak_bytes" not in row.get("modelled", {})
+    error = row.get("error")
+    return error is None or abs(error) > WIDEST_ERROR
+
+
 def main() -> int:
-    if len(sys.argv) == 2:
-        print(json.dumps(measure_row(*sys.argv[1].split(":"))))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("out", nargs="?", type=Path, default=Path())
+    parser.add_argument("rows", nargs="*", help="such as llama:bf16; all by default")
+    parser.add_argument("--trial", action="store_true", help="predicted alone, without a GPU")
+    parser.add_argument("--alone", help="one row in this process, printed")
+    asked = parser.parse_args()
+    if asked.alone:
+        print(json.dumps(measured_row(*asked.alone.split(":"), trial=asked.trial)))
         return 0
-    asked = [f"{model.__name__}:{precision}" for model in MODELS for precision in PRECISIONS]
-    out = Path(os.environ.get("OUT", ".")) / "memory_of_models.jsonl"
-    wrong = []
-    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool, out.open("w") as file:
-        for found in pool.map(row_in_a_process, asked):
-            file.write(json.dumps(found) + "\n")
-            file.flush()
-            print(line := summary(found), flush=True)
-            if "failed" in found or abs(found.get("error") or 0.0) > WIDEST_ERROR:
-                wrong.append(line)
-    print(f"{len(wrong)} of {len(asked)} rows are off by more than {WIDEST_ERROR:.0%}, or failed:")
+    names = [f"{model.__name__}:{precision}" for model in MODELS for precision in PRECISIONS]
+    return run_all(asked.rows or names, asked.out / "memory_of_models.jsonl", trial=asked.trial)
+
+
+def run_all(names: Sequence[str], file: Path, *, trial: bool) -> int:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rows = known_rows(file)
+    known = {f"{row['model']}:{row['precision']}" for row in rows}
+    with (
+        concurrent.futures.ThreadPoolExecutor(1 if trial else AT_ONCE) as pool,
+        file.open("a") as written,
+    ):
+        waiting = [
+            pool.submit(row_in_a_process, name, trial=trial) for name in names if name not in known
+        ]
+        for done in concurrent.futures.as_completed(waiting):
+            rows.append(row := done.result())
+            written.write(json.dumps(row) + "\n")
+            written.flush()
+            print(summary(row), flush=True)
+    wrong = [summary(row) for row in rows if is_wrong(row, trial=trial)]
+    print(f"{len(wrong)} of {len(rows)} rows are off by more than {WIDEST_ERROR:.0%}, or failed:")
     print("\n".join(wrong))
     return 1 if wrong else 0
 
@@ -211,7 +295,7 @@ def summary(found: Mapping[str, Any]) -> str:
         for side, figures in sides.items()
     ]  # fmt: skip
     error = f", {found['error']:+.2%}" if found.get("error") is not None else ""
-    return f"{name}: {', '.join(texts)}{error}"
+    return f"{name}: {', '.join(texts)}{error} ({found['seconds']:.0f} s)"
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ if chosen predict; then
   logged timed 420 python3 benchmarks/validation_campaign.py "$out/predict" ${TRIAL:+--trial}
 fi
 if chosen memory; then
-  OUT="$out" logged timed 240 ${TRIAL:+env PREDICT=sm90} python3 benchmarks/memory_of_models.py
+  logged timed 240 python3 benchmarks/memory_of_models.py "$out" ${TRIAL:+--trial}
 fi
 echo "done at $SECONDS s"
 exit 0

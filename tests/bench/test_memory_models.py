@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from stepgauge.bench.memory import measure, predicted
+from stepgauge.measure.memory.attention_backend import AttentionCall, backend
 from stepgauge.report.memory import summary_table
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
@@ -124,6 +126,25 @@ class Attention(nn.Module):
         grouped = self.bias is None
         return F.scaled_dot_product_attention(q, kv, kv, self.bias, enable_gqa=grouped).sum()
 
+class Rows(nn.Module):
+    """An embedding whose gradient is sparse, used twice, and a bag of its rows."""
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(1000, 16, sparse=True)
+        self.bag = nn.EmbeddingBag(1000, 16, mode="sum", sparse=True)
+    def forward(self, x):
+        return (self.rows(x).sum(1) + self.rows(x + 1).sum(1) + self.bag(x)).sum()
+
+class Forces(nn.Sequential):
+    """A gradient taken within forward, which has one of its own."""
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        energy = super().forward(x).sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0].pow(2).sum()
+
+def rows(): return {"module": Rows(), "batch": (torch.ones(8, 4, dtype=torch.long),), "optimizer": torch.optim.SGD}
+def coalesced(): return rows() | {"optimizer": torch.optim.SparseAdam}
+def forces(): return Forces(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 1)), (torch.ones(8, 3),)
 def tied(): return Tied(), (torch.ones(4, 512),)
 def copied():
     layer = nn.TransformerEncoderLayer(64, 2, 128, batch_first=True)
@@ -139,9 +160,13 @@ def lstm(): return nn.LSTM(64, 128, num_layers=2), (torch.ones(100, 8, 64),)
 def own(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(OWN)
-    return lambda name, **fields: dataclasses.replace(
-        SPEC, model=UserModel.read(f"{file}:{name}"), optimizer="sgd", **fields
-    )
+
+    def spec(name, **fields):
+        optimizer = "adamw" if name in ("rows", "coalesced") else "sgd"  # those bring their own
+        model = UserModel.read(f"{file}:{name}")
+        return dataclasses.replace(SPEC, model=model, optimizer=optimizer, **fields)
+
+    return spec
 
 
 def test_two_gradients_of_one_weight_are_added_in_place(own):
@@ -151,8 +176,9 @@ def test_two_gradients_of_one_weight_are_added_in_place(own):
     assert 3 <= record.median("peak_bytes") / (512 * 512 * 4) < 3.5  # the weight, two gradients
 
 
-def test_layers_that_are_copies_of_one_hold_their_weights_once(own):
-    spec = own("copied")
+@pytest.mark.parametrize("name", ["copied", "rows", "forces"])
+def test_copied_layers_sparse_gradients_and_gradients_within_forward_are_predicted(own, name):
+    spec = own(name)
     assert measure(spec).median("peak_bytes") == predicted(spec).median("peak_bytes")
 
 
@@ -160,6 +186,7 @@ def test_layers_that_are_copies_of_one_hold_their_weights_once(own):
     ("name", "note"),
     [
         ("masked", "aten.index.Tensor gives as many elements"),
+        ("coalesced", "aten._coalesce.default gives as many elements"),
         ("lstm", "aten.mkldnn_rnn_layer.default, LSTM on a CPU, keeps a workspace"),
     ],
 )
@@ -175,11 +202,24 @@ def test_an_operator_without_a_rule_is_named_beside_what_was_measured(own, name,
 
 @needs_fake_cuda
 def test_kernels_that_only_a_gpu_has_keep_what_they_keep_there(own):
-    specs = [own(name, predict="sm90", precision="bf16") for name in ("grouped", "biased", "lstm")]
-    grouped, biased, lstm = predictions([dataclasses.asdict(spec) for spec in specs])
+    names = ("grouped", "biased", "lstm", "rows")
+    specs = [own(name, predict="sm90", precision="bf16") for name in names]
+    grouped, biased, lstm, rows = predictions([dataclasses.asdict(spec) for spec in specs])
     scores = 2 * 8 * 512 * 512 * 2
     assert grouped.median("activations_bytes") < scores
     operators = {row[1] for row in biased.tables["savers"][1:]}
     assert "_scaled_dot_product_efficient_attention" in operators  # its bias has a gradient
     # The reserve space: five values a hidden state of each layer, and the output between them; beside it the output.
     assert max(row[-1] for row in lstm.tables["savers"][1:]) == (2 * 5 + 2) * 100 * 8 * 128 * 2
+    assert rows.median("gradients_bytes") > (3 * 32 * 16) * 4  # rows that were used, and no others
+
+
+def test_attention_that_no_backend_takes_is_the_plain_one():
+    """Not torch's own function: it asks the driver, which a torch built for CUDA has not here."""
+    q, kv = torch.randn(2, 8, 5, 16), torch.randn(2, 2, 7, 16)
+    mask = torch.rand(5, 7) < 0.8
+    mask[:, 0] = True
+    call = AttentionCall(q, kv, kv, mask, 0.0, causal=False, scale=None, gqa=True)
+    run = backend(call, "sm90")
+    expected = F.scaled_dot_product_attention(q, kv, kv, mask, enable_gqa=True)
+    torch.testing.assert_close(run(call), expected)

@@ -14,7 +14,6 @@ from stepgauge.bench import step as bench_step
 from stepgauge.bench.checkpoint_budget import Solution, solve
 from stepgauge.bench.storage_tracking import (
     FORWARD_ONLY,
-    STEPS,
     StepMemory,
     predict,
     step_memory,
@@ -24,7 +23,7 @@ from stepgauge.bench.sweep import Job
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.measure.memory import history
-from stepgauge.measure.memory.fake_device import NotPredictableError
+from stepgauge.measure.memory.missing_rules import NotPredictableError
 from stepgauge.measure.memory.storage_tracker import CATEGORIES, StorageTracker
 from stepgauge.measure.memory.timeline import LARGEST, MemoryTimeline, by_block, savers
 from stepgauge.spec.memory import MemorySpec
@@ -93,7 +92,7 @@ def measure(spec: MemorySpec, *, folder: Path | None = None) -> Record:
         devices.require_host_memory(bench_step.least_bytes(spec))
     tracker = StorageTracker(device)
     with tracker if spec.compile == "off" else contextlib.nullcontext():
-        track_step(spec, device, tracker, steps=STEPS, plan=plan)
+        track_step(spec, device, tracker, plan=plan)
     memory = step_memory(tracker, tracker.allocations, caching=False)
     resident = devices.peak_memory(device)
     if spec.compile == "off":
@@ -118,8 +117,8 @@ def _asked(spec: MemorySpec) -> Record:
 def _measured_by_allocator(
     spec: MemorySpec, device: torch.device, folder: Path | None, plan: RecomputePlan | None
 ) -> tuple[MemoryTimeline, dict[str, float]]:
-    """The last step but one runs alone, for its peaks; the last is tracked, for whose bytes they
-    are.
+    """The last tracked step says whose bytes there are; the peaks are those of one more, which runs
+    alone.
 
     Wants a process of its own, as every row has: what an earlier step has left, such as cuBLAS's
     workspaces, would be part of the level that its peaks are counted from.
@@ -130,20 +129,20 @@ def _measured_by_allocator(
     peaks: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def peak_of(name: str, number: int) -> Iterator[None]:
+    def peak_of(name: str) -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats(device)
         yield
-        if number == STEPS or name == FORWARD_ONLY:
-            peaks[f"{_metric(name)}_peak_bytes"] = (
-                torch.cuda.max_memory_allocated(device) - baseline
-            )
+        peaks[f"{_metric(name)}_peak_bytes"] = torch.cuda.max_memory_allocated(device) - baseline
 
     tracking = tracker if spec.compile == "off" else contextlib.nullcontext()
     with history.recording():
-        with tracking:  # one step more than is predicted: the last is tracked
-            track_step(spec, device, tracker, steps=STEPS + 1, around=peak_of, plan=plan)
+        with tracking:
+            one_more = track_step(
+                spec, device, tracker, around_forward_only=peak_of(FORWARD_ONLY), plan=plan
+            )
         devices.synchronize(device)
         found = history.snapshot(device)
+    one_more(peak_of)
     if folder is not None:
         history.save(found, snapshot_path(spec, folder))
     lives = history.joined(history.trace_of(found, device), tracker, first=first)

@@ -10,7 +10,8 @@ from stepgauge.bench import step as bench_step
 from stepgauge.bench.storage_tracking import predict as predict_memory
 from stepgauge.cost.terms import TRAFFIC, Term
 from stepgauge.cost.traced import Traced, TracedSpec, require_traceable
-from stepgauge.measure.memory.fake_device import NotPredictableError, fake_device
+from stepgauge.measure.memory.fake_device import fake_device
+from stepgauge.measure.memory.missing_rules import NotPredictableError
 from stepgauge.measure.memory.recurrent import layers_that_raise
 from stepgauge.measure.operators import OperatorTrace, record_step
 from stepgauge.runtime.load_file import user_line

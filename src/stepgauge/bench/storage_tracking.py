@@ -4,6 +4,7 @@ as a prediction.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ OF_HOPPER: Mapping[str, Callable[[Any], int]] = {
     "stepgauge::flash_attention_backward": cudnn.backward_bytes
 }
 STEPS = 2  # the optimizer makes its state in the first; the second is like every later one
-Around = Callable[[str, int], contextlib.AbstractContextManager[None]]
+Around = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ def predict(spec: MemorySpec, *, plan: RecomputePlan | None = None) -> StepMemor
         tracker = StorageTracker(device, workspaces=workspaces)
         with tracker:
             here = dataclasses.replace(spec, device=str(device))
-            track_step(here, device, tracker, steps=STEPS, plan=plan)
+            track_step(here, device, tracker, plan=plan)
     return step_memory(tracker, tracker.allocations, caching=is_cuda)
 
 
@@ -73,29 +74,31 @@ def _architecture(device: torch.device) -> str:
     return "sm90" if torch.cuda.get_device_capability(device) >= (9, 0) else "sm80"
 
 
-def _nothing(name: str, number: int) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
 def track_step(
     spec: MemorySpec,
     device: torch.device,
     tracker: StorageTracker,
     *,
-    steps: int,
-    around: Around = _nothing,
+    around_forward_only: contextlib.AbstractContextManager[None] | None = None,
     plan: RecomputePlan | None = None,
-) -> None:
-    """Builds the step, runs forward without gradients and then `steps` whole steps, and tells whose
-    is what.
+) -> Callable[[Around], None]:
+    """Builds the step, runs forward without gradients and then whole steps, and tells whose is what.
+    Gives what runs one step more, each phase within a context.
 
     Eager operators are seen by entering the tracker around this; of a compiled step it is told
     what backward keeps.
     """
     with tracker.phase("build"):
         step, batch = bench_step.build(spec, device, recompute=plan)
-    names: dict[Any, str] = {parameter: name for name, parameter in step.module.named_parameters()}
-    for parameter, name in names.items():
+    phases = step.phases(batch, until=spec.phases)
+
+    def one_step(around: Around) -> None:
+        with step.precision.matmul_mode():
+            for name, phase in phases.items():
+                with around(name):
+                    phase()
+
+    for name, parameter in step.module.named_parameters():
         tracker.label([parameter], PARAMETERS, name=name)
     tracker.label([*step.module.buffers(), *tree_leaves(batch)], OTHER)
     watching = (
@@ -103,19 +106,38 @@ def track_step(
         if spec.compile == "off"
         else _told_what_is_kept(spec, step, tracker)
     )
-    with watching, step.precision.matmul_mode():
-        with around(FORWARD_ONLY, 0), tracker.phase(FORWARD_ONLY), torch.no_grad():
-            step.forward(*batch)
-        phases = step.phases(batch, until=spec.phases)
-        for number in range(1, steps + 1):
-            for name, phase in phases.items():
-                with around(name, number), tracker.phase(name):
-                    phase()
-                for parameter, name in names.items():
-                    tracker.label([parameter.grad], GRADIENTS, name=name)
-            for owner, state in step.optimizer.state.items():
-                for key, value in state.items():
-                    tracker.label([value], STATE, name=f"{names.get(owner, '')} {key}")
+    with watching:
+        with around_forward_only or contextlib.nullcontext(), tracker.phase(FORWARD_ONLY):
+            _forward_only(step, batch)
+        for _ in range(STEPS):
+            one_step(functools.partial(_labelled_phase, step, tracker))
+    return one_step
+
+
+@contextlib.contextmanager
+def _labelled_phase(step: TrainingStep, tracker: StorageTracker, name: str) -> Iterator[None]:
+    """A phase after which the tracker is told which storages are gradients and optimizer state."""
+    with tracker.phase(name):
+        yield
+    names: dict[Any, str] = {p: path for path, p in step.module.named_parameters()}
+    for parameter, path in names.items():
+        tracker.label([parameter.grad], GRADIENTS, name=path)
+    for owner, state in step.optimizer.state.items():
+        for key, value in state.items():
+            tracker.label([value], STATE, name=f"{names.get(owner, '')} {key}")
+
+
+def _forward_only(step: TrainingStep, batch: Sequence[Any]) -> None:
+    """Without gradients, unless the network takes gradients itself: forces, a gradient penalty."""
+    with step.precision.matmul_mode():
+        try:
+            with torch.no_grad():
+                step.forward(*batch)
+            return
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+        step.forward(*batch)
 
 
 @contextlib.contextmanager

@@ -64,15 +64,15 @@ def attention_of(architecture: str) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        q, k, v, mask = map(_autocast, (query, key, value, attn_mask))
-        call = AttentionCall(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
-        run = _backend(call, architecture) if query.is_cuda else None
-        if run is None:
+        if not query.is_cuda:
             return original(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
                 enable_gqa=enable_gqa,
             )  # fmt: skip
-        return run(call)
+        q, k, v, mask = map(_autocast, (query, key, value, attn_mask))
+        call = AttentionCall(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+        with torch.autocast("cuda", enabled=False):  # torch's own function casts but its arguments
+            return backend(call, architecture)(call)
 
     return attend
 
@@ -84,8 +84,8 @@ def _autocast(tensor: Any) -> Any:
     return tensor
 
 
-def _backend(call: AttentionCall, architecture: str) -> Callable[[AttentionCall], Tensor] | None:
-    """The first that takes the call; None for the plain one, which writes the scores."""
+def backend(call: AttentionCall, architecture: str) -> Callable[[AttentionCall], Tensor]:
+    """The first that takes the call, at last the plain one, which writes the scores."""
     enabled = torch.backends.cuda
     order = [
         (enabled.flash_sdp_enabled(), _flash_takes, _flash),
@@ -94,8 +94,8 @@ def _backend(call: AttentionCall, architecture: str) -> Callable[[AttentionCall]
     cudnn = (enabled.cudnn_sdp_enabled(), _cudnn_takes, _cudnn)
     order.insert(0 if architecture == "sm90" else 2, cudnn)
     if any(x.ndim != 4 or 0 in x.shape for x in (call.q, call.k, call.v)):
-        return None
-    return next((run for on, takes, run in order if on and takes(call)), None)
+        return _plain
+    return next((run for on, takes, run in order if on and takes(call)), _plain)
 
 
 def _heads_agree(call: AttentionCall, *, grouped: bool) -> bool:
@@ -167,6 +167,13 @@ def _efficient(call: AttentionCall) -> Tensor:
     return aten._scaled_dot_product_efficient_attention(
         call.q, call.k, call.v, mask, call.needs_gradient or call.mask_needs_gradient,
         call.dropout, call.causal, scale=call.scale,
+    )[0]  # fmt: skip
+
+
+def _plain(call: AttentionCall) -> Tensor:
+    return aten._scaled_dot_product_attention_math(
+        call.q, call.k, call.v, _added_mask(call), call.dropout, call.causal, None,
+        scale=call.scale, enable_gqa=call.gqa,
     )[0]  # fmt: skip
 
 

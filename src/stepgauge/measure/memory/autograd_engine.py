@@ -67,7 +67,9 @@ def adds_in_place(func: Any, args: Sequence[Any]) -> bool:
     if func is not aten.add.Tensor or node() is None or torch.is_grad_enabled():
         return False
     old, new = args
-    if not isinstance(new, Tensor) or (old.shape, old.dtype) != (new.shape, new.dtype):
+    if not isinstance(new, Tensor) or not old.layout == new.layout == torch.strided:
+        return False
+    if (old.shape, old.dtype) != (new.shape, new.dtype):
         return False
     dense = old.is_contiguous() or old.nbytes == old.untyped_storage().nbytes()
     return dense and references(old) == held_by_buffer()

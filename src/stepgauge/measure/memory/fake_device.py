@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgauge.measure.memory.attention_backend import attention_of
 from stepgauge.measure.memory.cuda_without_gpu import cuda_without_gpu
+from stepgauge.measure.memory.missing_rules import BY_VALUES, RULES, NotPredictableError
 from stepgauge.measure.memory.recurrent import cudnn_recurrent_layers, layers_that_raise
 from stepgauge.measure.memory.storage_tracker import program_line
 
@@ -39,10 +39,6 @@ LSTM_ON_A_CPU = (
 aten = torch.ops.aten
 
 
-class NotPredictableError(Exception):
-    """The step does what tensors without values cannot; the message is one sentence."""
-
-
 @contextlib.contextmanager
 def fake_device(architecture: str) -> Iterator[torch.device]:
     """Within, tensors made on the device it gives own no memory.
@@ -50,8 +46,9 @@ def fake_device(architecture: str) -> Iterator[torch.device]:
     architecture: cpu, or sm80, sm90 for CUDA. Raises ValueError where there is neither a GPU nor a
     C++ compiler to do without, and NotPredictableError for an operator without a rule.
     """
+    is_imagined = architecture != "cpu" and not torch.cuda.is_available()
     with contextlib.ExitStack() as stack:
-        if architecture != "cpu" and not torch.cuda.is_available():
+        if is_imagined:
             stack.enter_context(cuda_without_gpu(architecture))
             attend = attention_of(architecture)
             stack.enter_context(
@@ -64,7 +61,10 @@ def fake_device(architecture: str) -> Iterator[torch.device]:
             stack.enter_context(layers_that_raise(error, ("lstm",)))
         stack.enter_context(mock.patch("torch.utils.swap_tensors", _take_over))
         stack.enter_context(mock.patch.object(FakeTensorMode, "__deepcopy__", _itself, create=True))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        # Without a rule torch tries an operator on zeros, for which there has to be the device.
+        stack.enter_context(
+            FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=not is_imagined)
+        )
         stack.enter_context(FakeValues())
         yield torch.device("cpu" if architecture == "cpu" else "cuda:0")
 
@@ -107,10 +107,8 @@ class FakeValues(TorchDispatchMode):
             return float(value) if args[0].is_floating_point() else int(value)
         if func is aten.equal.default:
             return True
-        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            return _grouped_product(func, *args, **(kwargs or {}))
         try:
-            result = func(*args, **(kwargs or {}))
+            result = RULES.get(func, func)(*args, **(kwargs or {}))
         except WITHOUT_RULE as error:
             raise NotPredictableError(f"{func} {_why(error)}") from None
         if func.overloadpacket is aten.any:
@@ -128,15 +126,9 @@ class FakeValues(TorchDispatchMode):
             )
 
 
-def _grouped_product(func: Any, a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The product of experts in other types than bf16: CUDA has it, torch's rule refuses it."""
-    low = func(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs)
-    return torch.empty_like(low, dtype=a.dtype)
-
-
 def _why(error: Exception) -> str:
     if isinstance(error, DynamicOutputShapeException):
-        return "gives as many elements as its input's values say"
+        return BY_VALUES
     if isinstance(error, DataDependentOutputException):
         return "gives the host a value that depends on its input's"
     return "has no rule for the shape of its result"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from stepgauge.measure.memory.autograd_engine import (
@@ -168,29 +168,29 @@ class StorageTracker(TorchDispatchMode):
 
     def label(self, tensors: Iterable[Any], category: str, *, name: str = "") -> None:
         """The storages of these tensors are of that category for good; `name` says whose."""
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.device.type == self.device_type:
-                storage = self._storage(tensor)
-                found = self._live.get(storage._cdata)
-                if found is not None:
-                    found[0].category = category
-                    found[0].module = name or found[0].module
-                elif self._events:
-                    self.marks.append(StorageMark(self.now(), storage.data_ptr(), category, name))
-                else:
-                    self._see(tensor, "", name, "", category)
+        for part in self._parts(tensors):
+            storage = part.untyped_storage()
+            found = self._live.get(storage._cdata)
+            if found is not None:
+                found[0].category = category
+                found[0].module = name or found[0].module
+            elif self._events:
+                self.marks.append(StorageMark(self.now(), storage.data_ptr(), category, name))
+            else:
+                self._see(part, "", name, "", category)
 
     def held_for_backward(self, tensor: Tensor, operator: str, module: str, line: str) -> None:
         """Autograd holds the tensor: an activation, unless it is known as something else."""
-        storage = self._storage(tensor)
-        if tensor.device.type != self.device_type or storage._cdata in self._live:
-            return
-        if self._events:
-            self.marks.append(
-                StorageMark(self.now(), storage.data_ptr(), ACTIVATIONS, module, operator, line)
-            )
-        else:
-            self._see(tensor, operator, module, line, ACTIVATIONS)
+        for part in self._parts([tensor]):
+            storage = part.untyped_storage()
+            if storage._cdata in self._live:
+                continue
+            if self._events:
+                self.marks.append(
+                    StorageMark(self.now(), storage.data_ptr(), ACTIVATIONS, module, operator, line)
+                )
+            else:
+                self._see(part, operator, module, line, ACTIVATIONS)
 
     def keep_for_backward(self) -> None:
         """What the forward pass made and still lives is held for backward."""
@@ -220,9 +220,8 @@ class StorageTracker(TorchDispatchMode):
         )
         result = func(*args, **(kwargs or {}))
         name = str(func).removeprefix("aten.").removesuffix(".default")
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.device.type == self.device_type:
-                self._see(tensor, name, module, line)
+        for part in self._parts(tree_leaves(result)):
+            self._see(part, name, module, line)
         for allocation in passing:
             if allocation is not None:
                 self._end(allocation)
@@ -233,7 +232,7 @@ class StorageTracker(TorchDispatchMode):
     def _see(
         self, tensor: Tensor, operator: str, module: str, line: str, category: str = TEMPORARIES
     ) -> None:
-        storage = self._storage(tensor)
+        storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live or not storage.nbytes():
             return
@@ -246,8 +245,11 @@ class StorageTracker(TorchDispatchMode):
         self._within.append(allocation)
         self._live[key] = allocation, weakref.ref(storage, lambda _: self._died(key))
 
-    def _storage(self, tensor: Tensor) -> torch.UntypedStorage:
-        return tensor.untyped_storage()
+    def _parts(self, values: Iterable[Any]) -> Iterator[Tensor]:
+        """Those of the values that are tensors on the device, each as what holds its memory."""
+        for value in values:
+            if isinstance(value, Tensor) and value.device.type == self.device_type:
+                yield from dense_parts(value)
 
     def _died(self, key: int) -> None:
         self._end(self._live.pop(key)[0])
@@ -271,8 +273,8 @@ class StorageTracker(TorchDispatchMode):
         return None if extra.stays else made
 
     def _saved(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type == self.device_type:
-            found = self._live.get(self._storage(tensor)._cdata)
+        for part in self._parts([tensor]):
+            found = self._live.get(part.untyped_storage()._cdata)
             if found is not None and found[0].saver is None:
                 found[0].saver = self._running[-1] if self._running else ""
         return tensor
@@ -296,6 +298,24 @@ class StorageTracker(TorchDispatchMode):
         found = (self._running[-1] if self._running else "", program_line())
         self._made[last_number()] = found
         return found
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold its memory: itself, indices and values of a sparse one, what a wrapper
+    such as a nested tensor wraps.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [part for each in inner for part in dense_parts(each)]
+    if tensor.layout in (torch.strided, torch.jagged):
+        return [tensor]
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []  # of another library, such as oneDNN, which tells no size
 
 
 def program_line() -> str:

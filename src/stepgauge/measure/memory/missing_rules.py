@@ -1,0 +1,76 @@
+"""Shape rules that torch's fake tensors lack, or have wrong, by operator."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+BAG_IS_SPARSE = 9  # argument of _embedding_bag_backward
+BY_VALUES = "gives as many elements as its input's values say"
+
+
+class NotPredictableError(Exception):
+    """The step does what tensors without values cannot; the message is one sentence."""
+
+
+def _grouped_mm(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The product of experts: CUDA has it in other types than bf16, torch's rule refuses them."""
+    low = aten._grouped_mm(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs)
+    return low if a.dtype == torch.bfloat16 else torch.empty_like(low, dtype=a.dtype)
+
+
+def _clone(tensor: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
+    """Of a sparse tensor: torch's rule gives one without elements."""
+    if tensor.layout != torch.sparse_coo:
+        return aten.clone(tensor, memory_format=memory_format)
+    return _sparse(tensor._indices().clone(), tensor._values().clone(), tensor.shape)
+
+
+def _add(a: Tensor, b: Any, **kwargs: Any) -> Tensor:
+    """Of two sparse tensors: the elements of both."""
+    if not isinstance(b, Tensor) or not a.layout == b.layout == torch.sparse_coo:
+        return aten.add(a, b, **kwargs)
+    indices = torch.cat([a._indices(), b._indices()], dim=1)
+    return _sparse(indices, torch.cat([a._values(), b._values()]), a.shape)
+
+
+def _add_in_place(into: Tensor, other: Any, **kwargs: Any) -> Tensor:
+    """In place, of a sparse tensor: a dense one stays as it is, a sparse one grows."""
+    if isinstance(other, Tensor) and other.layout != torch.strided:
+        if into.layout == torch.strided:
+            return into
+        raise NotPredictableError(f"{aten.add_.Tensor} {BY_VALUES}")
+    return aten.add_(into, other, **kwargs)
+
+
+def _embedding_bag_backward(*args: Any) -> Tensor:
+    """The sparse gradient has a row for each index: torch's rule gives none."""
+    if not args[BAG_IS_SPARSE]:
+        return aten._embedding_bag_backward(*args)
+    gradient_BD, indices, num_weights = args[0], args[1], args[6]
+    width = gradient_BD.shape[1]
+    rows = gradient_BD.new_empty(indices.numel(), width)
+    return _sparse(indices.reshape(1, -1), rows, (num_weights, width))
+
+
+def _coalesce(tensor: Tensor) -> Tensor:
+    raise NotPredictableError(f"{aten._coalesce.default} {BY_VALUES}")
+
+
+def _sparse(indices: Tensor, values: Tensor, shape: Any) -> Tensor:
+    return aten._sparse_coo_tensor_with_dims_and_tensors(
+        indices.shape[0], values.ndim - 1, shape, indices, values,
+        dtype=values.dtype, layout=torch.sparse_coo, device=values.device,
+    )  # fmt: skip
+
+
+RULES: Mapping[Any, Callable[..., Tensor]] = {
+    aten._grouped_mm.default: _grouped_mm,
+    aten.clone.default: _clone,
+    aten.add.Tensor: _add,
+    aten.add_.Tensor: _add_in_place,
+    aten._embedding_bag_backward.default: _embedding_bag_backward,
+    aten._coalesce.default: _coalesce,
+}
