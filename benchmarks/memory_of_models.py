@@ -254,7 +254,7 @@ def main() -> int:
     parser.add_argument("rows", nargs="*", help="such as llama:bf16; all by default")
     parser.add_argument("--trial", action="store_true", help="predicted alone, without a GPU")
     parser.add_argument("--alone", help="one row in this process, printed")
-    asked = parser.parse_args()
+    asked = parser.parse_intermixed_args()
     if asked.alone:
         print(json.dumps(measured_row(*asked.alone.split(":"), trial=asked.trial)))
         return 0
