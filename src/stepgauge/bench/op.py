@@ -2,11 +2,10 @@
 roofline.
 """
 
-import contextlib
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,15 +23,15 @@ from stepgauge.spec.record import Record, Sample
 
 NO_REFERENCE = "there is no reference: the result was not checked"
 NOTHING_GIVEN = "it gives no tensor and changes no input: there was nothing to check"
-CHANGES_INPUTS = "it changes its inputs: they are restored before each round of timing"
+CHANGES_INPUTS = "it changes its inputs: they are restored before each call"
 NO_GPU = "0 active drivers"  # how Triton says that it found no GPU
 
 
 def run(spec: OpSpec) -> Record:
     """The record of the function. A wrong result has no time: status failed.
 
-    A function that changes its inputs is checked on inputs that were not changed yet, and they are
-    restored before each round of timing. One that gives no tensor is checked by what it changed.
+    A function that changes its inputs gets them restored before each call, which is not timed. One
+    that gives no tensor is checked by what it changed.
 
     Metrics: ms; reference_ms where there is a reference; error; bytes and flops and what follows
     from them (gb_per_s, tflop_per_s, intensity in FLOP a byte, attainable_tflop_per_s,
@@ -43,26 +42,31 @@ def run(spec: OpSpec) -> Record:
     user = load(spec.file, spec.function, device)
     kept = user.copied_inputs()
     found = _outcome(user.call, user.inputs, kept, device)
-    restore = functools.partial(user.restore, kept) if found.changed else _nothing
+    restore = functools.partial(user.restore, kept)
     restore()
     metrics: dict[str, Sample] = {}
-    notes = [CHANGES_INPUTS] if found.changed else []
+    changed, notes = bool(found.changed), [CHANGES_INPUTS] if found.changed else []
     if not user.reference or not found.given:
         notes.append(NO_REFERENCE if found.given else NOTHING_GIVEN)
     else:
         right = _outcome(user.reference_call, user.inputs, kept, device)
         restore()
+        changed |= bool(right.changed)
         error, limit = _check(user, found.given, right.given, spec.tolerance)
         metrics["error"] = Sample.exact(error, "relative")
         if not error <= limit:
             wrong = f"wrong: relative error {error:.1e} against the reference, at most {limit:.1e} is right"
             return _record(spec, device, metrics, status="failed", note=wrong)
     calls = {"ms": user.call} | ({"reference_ms": user.reference_call} if user.reference else {})
-    times = _times(calls, restore, device, spec.seconds)
+    before = restore if changed else None
+    times, failures = time_interleaved(calls, device, seconds=spec.seconds, before=before)
+    for failure in failures.values():
+        raise failure
+    restore()
     metrics |= {name: Sample.of(values, "ms") for name, values in times.items()}
     metrics |= _roofline(user, found, times["ms"], device)
     restore()
-    launched = launches(user.call, device)
+    launched = launches(user.call, device, before)
     return _record(spec, device, metrics, note="; ".join(notes), launched=launched)
 
 
@@ -98,28 +102,6 @@ def _outcome(call: Callable[[], Any], inputs: Any, kept: Any, device: torch.devi
 
 def _same(new: torch.Tensor, old: torch.Tensor) -> bool:
     return bool(((new == old) | ((new != new) & (old != old))).all())  # NaN is NaN
-
-
-def _nothing() -> None:
-    pass
-
-
-def _times(
-    calls: Mapping[str, Callable[[], Any]],
-    restore: Callable[[], None],
-    device: torch.device,
-    seconds: float,
-) -> dict[str, list[float]]:
-    @contextlib.contextmanager
-    def restored() -> Iterator[None]:
-        restore()
-        yield
-
-    around = dict.fromkeys(calls, restored)
-    times, failures = time_interleaved(calls, device, seconds=seconds, around=around)
-    for failure in failures.values():
-        raise failure
-    return times
 
 
 def _record(

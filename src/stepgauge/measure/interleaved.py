@@ -13,6 +13,7 @@ from stepgauge.measure.devices import synchronize
 
 ROUNDS = 3
 WARMUP_SHARE = 0.25
+L2_BYTES = 256 << 20  # more than any GPU's L2 cache, as do_bench overwrites
 Call = Callable[[], Any]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 _NONE: Mapping[str, Context] = MappingProxyType({})
@@ -25,6 +26,7 @@ def time_interleaved(
     seconds: float,
     rounds: int = ROUNDS,
     around: Mapping[str, Context] = _NONE,
+    before: Call | None = None,
 ) -> tuple[dict[str, list[float]], dict[str, Exception]]:
     """Milliseconds of each call, one value a repeat, and what those that raised have raised.
 
@@ -33,7 +35,7 @@ def time_interleaved(
     triton.testing.do_bench: events around a call, the L2 cache overwritten before it, so that what
     the host takes to launch shows where it is longer than that. Elsewhere it is the host's clock.
     `around` are contexts, entered before a call's turn and left after it. One that raises is out
-    from there on.
+    from there on. `before` runs before each single call and is not timed.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     failures: dict[str, Exception] = {}
@@ -45,7 +47,7 @@ def time_interleaved(
             for name in [name for name in calls if name not in failures]:
                 try:
                     with around.get(name, contextlib.nullcontext)():
-                        times[name] += clock(calls[name], device, seconds / rounds)
+                        times[name] += clock(calls[name], device, seconds / rounds, before)
                 except Exception as error:
                     # a traceback holds the tensors of its frames
                     failures[name] = error.with_traceback(None)
@@ -55,24 +57,57 @@ def time_interleaved(
     return times, failures
 
 
-def _device_times(call: Call, device: torch.device, seconds: float) -> list[float]:
+def _device_times(
+    call: Call, device: torch.device, seconds: float, before: Call | None
+) -> list[float]:
     from triton.testing import do_bench
 
     with torch.cuda.device(device):
+        if before:
+            return _device_times_after(before, call, seconds)
         call()
         return do_bench(
             call, warmup=WARMUP_SHARE * seconds * 1e3, rep=seconds * 1e3, return_mode="all"
         )
 
 
-def _host_times(call: Call, device: torch.device, seconds: float) -> list[float]:
-    call()
-    synchronize(device)
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while not times or time.perf_counter() < end:
+def _device_times_after(before: Call, call: Call, seconds: float) -> list[float]:
+    """As do_bench, which has no place for what must run before each call."""
+    cache = torch.empty(L2_BYTES, dtype=torch.int8, device="cuda")
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def timed() -> float:
+        before()
+        cache.zero_()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    timed()
+    return _repeated(timed, seconds)
+
+
+def _host_times(
+    call: Call, device: torch.device, seconds: float, before: Call | None
+) -> list[float]:
+    def timed() -> float:
+        if before:
+            before()
         start = time.perf_counter()
         call()
         synchronize(device)
-        times.append((time.perf_counter() - start) * 1e3)
+        return (time.perf_counter() - start) * 1e3
+
+    timed()
+    return _repeated(timed, seconds)
+
+
+def _repeated(timed: Callable[[], float], seconds: float) -> list[float]:
+    """The times of calls that begin within so many seconds, of one at least."""
+    end = time.perf_counter() + seconds
+    times = [timed()]
+    while time.perf_counter() < end:
+        times.append(timed())
     return times

@@ -22,20 +22,28 @@ class Launched:
     us: float
 
 
-def launches(call: Callable[[], Any], device: torch.device) -> list[Launched]:
-    """Means over some calls, most time first; on a CPU each operator's own time."""
+def launches(
+    call: Callable[[], Any], device: torch.device, before: Callable[[], Any] | None = None
+) -> list[Launched]:
+    """Means over some calls, most time first; on a CPU each operator's own time.
+
+    With `before`, which prepares a call, of a single call.
+    """
+    num_calls = 1 if before else CALLS
     without_marks()
     on_device = device.type == "cuda"
     call()
+    if before:
+        before()
     synchronize(device)
     with profile(
         activities=[ProfilerActivity.CUDA if on_device else ProfilerActivity.CPU], acc_events=True
     ) as profiled:
-        for _ in range(CALLS):
+        for _ in range(num_calls):
             call()
         synchronize(device)
     found = [
-        Launched(event.key, event.count / CALLS, us / CALLS)
+        Launched(event.key, event.count / num_calls, us / num_calls)
         for event in profiled.key_averages()
         if (us := event.self_device_time_total if on_device else event.self_cpu_time_total) > 0
     ]
