@@ -289,7 +289,9 @@ def test_a_timeline_searches_zooms_and_names_what_is_under_the_pointer(browser, 
     tab.fill(".trace-timeline input", "")
     box = canvas.bounding_box()
     # The first row's second product is at 500 to 900 µs of 900.
-    at = {"x": 150 + (box["width"] - 150) * 700 / 900, "y": 25}
+    at = {"x": 150 + (box["width"] - 150) * 700 / 900, "y": 41}
+    canvas.hover(position=at)
+    assert tab.locator(".tip").inner_text() == "gemm · matmul · 0.4000 ms at 0.5000 ms"
     canvas.click(position=at)
     assert output.inner_text() == "gemm · matmul · 0.4000 ms at 0.5000 ms"
     before = canvas.screenshot()
@@ -297,5 +299,8 @@ def test_a_timeline_searches_zooms_and_names_what_is_under_the_pointer(browser, 
     assert canvas.screenshot() != before
     assert tab.locator("figure:has(.trace-timeline) button.save").count() == 0  # it is no SVG
     canvas.press("0")
-    canvas.click(position={"x": 150 + (box["width"] - 150) * 150 / 900, "y": 45})
+    canvas.click(position={"x": 150 + (box["width"] - 150) * 150 / 900, "y": 61})
     assert output.inner_text() == "Memcpy · copy · 0.1000 ms at 0.1000 ms"
+    tab.fill(".trace-timeline input", "gemm")
+    tab.press(".trace-timeline input", "Enter")
+    assert output.inner_text().startswith("gemm · matmul")

@@ -17,6 +17,8 @@ REAL = {
         ("symm_mem::multimem_all_reduce_", "multimem_all_reduce_kernel<c10::BFloat16, 16>"),
     ],
     "matmul": [
+        ("aiter::fused_moe_", "ck_moe_stage1_kernel<BF16, 128, 128>"),
+        ("", "triton__moe_fused_kernel_0d1d2d3d4d5d"),
         ("", "Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT128x192x64_MI16x16x1_SN"),
         ("", "_matmul_ogs_NNT_bf16xbf16xmxfp4_128x128x128x1_swiglu"),
         ("vllm::moe_forward", "bmm_MxE4m3_MxE2m1MxE4m3_Fp32_t128x16x256u2_s3_et128x16"),
@@ -40,6 +42,7 @@ REAL = {
         ("", "sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_nhwckrsc_nhwc"),
     ],
     "routing": [
+        ("sgl_kernel::moe_fused_gate", "moe_fused_gate_kernel<float, 8>"),
         ("vllm::moe_forward", "moe::dev::routing::routingIndicesHistogramKernel<Params>"),
         ("", "_sum_bitmatrix_rows"),
         ("", "dpsk::ep::cuda::get_dispatch_layout<256, 32, 8>"),
@@ -84,6 +87,7 @@ REAL = {
         ("RopeLoraFlashAttnVarlenFuncBackward", "rotary_kernel"),
         ("", "triton_poi_fused_mul_silu_4"),
         ("aten::scatter", "_scatter_gather_elementwise_kernel<128>"),
+        ("aten::_native_multi_head_attention", "transform_bias_rescale_qkv_kernel<c10::BFloat16, float, true>"),
     ],
     "softmax": [("aten::_softmax", "cunn_SoftMaxForward<4, float>"), ("", "softmax_warp_forward<float>")],
     "reduction": [("aten::sum", "reduce_kernel<128, 4>"), ("aten::max", "reduce_kernel<512, 1>")],

@@ -18,8 +18,11 @@ LONGEST_RANGE = 56
 
 
 def range_name(range: str) -> str:
-    """A range that fits: of a long one the innermost parts."""
-    return range if len(range) <= LONGEST_RANGE else f"…{range[1 - LONGEST_RANGE :]}"
+    """A range that fits: of a long one the innermost parts, whole where the last one fits."""
+    if len(range) <= LONGEST_RANGE:
+        return range
+    start = range.find(".", len(range) - LONGEST_RANGE)
+    return f"…{range[start:]}" if start >= 0 else f"…{range[1 - LONGEST_RANGE :]}"
 
 
 @functools.cache

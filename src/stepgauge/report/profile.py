@@ -25,6 +25,7 @@ OTHER_LIMIT = 0.02  # what no rule could place is named one by one above this sh
 # Above any device's memory and caches, and any device's products: such a rate is no rate.
 MOST_BYTES_PER_S, MOST_FLOP_PER_S = 3e13, 3e16
 ATTENTION_PARTS = ("scores", "softmax", "values")
+_LACKING = {"host": "the host's work", "launch and turnaround": "launch delays and turnaround"}
 
 
 def blocks(found: Analysis, *, with_timeline: bool = True) -> list[Block]:
@@ -64,15 +65,30 @@ def tables(found: Analysis) -> list[Table]:
     return [table for table in shown if table.rows]
 
 
+def answer(found: Analysis) -> str:
+    """Why the step takes as long as it does, as far as two sentences can say it."""
+    step = f"A step takes {number(found.step_us / 1e3)} ms"
+    kinds = _sums(found.cells, lambda cell: cell.kind, _us)
+    if not found.on_device:
+        most = sorted(kinds, key=lambda kind: -kinds[kind])[:3]
+        parts = ", ".join(f"{kind} {number(kinds[kind] / 1e3 / found.steps)} ms" for kind in most)
+        return f"{step} on the host: most of it {parts}."
+    idle = sum(cell.idle_us for cell in found.cells) / found.steps
+    gains = sorted(found.path, key=lambda row: -row.gain_us)[:3]
+    gained = ", ".join(
+        f"{number(row.gain_us / 1e3 / found.steps)} ms without {_LACKING.get(row.what, row.what)}"
+        for row in gains
+        if row.gain_us > 0.01 * found.step_us * found.steps
+    )
+    return (
+        f"{step}: the device works {number((found.step_us - idle) / 1e3)} ms and stands still "
+        f"{number(idle / 1e3)} ms."
+    ) + (f" It would be shorter by {gained}." if gained else "")
+
+
 def sentences(found: Analysis) -> list[str]:
     """What a table does not say by itself."""
     result = list(found.notes)
-    result += [
-        f"{kind.capitalize()}: {forward:.1f} % of the {_noun(found)}' time in a forward, {step:.1f} % in the "
-        "whole step."
-        for kind, forward, step in kinds_shares(found)[:1]
-        if forward and step
-    ]
     if found.lead_in_us > 0 or found.tail_us > 0:
         result.append(
             f"Not in the steps: {number(found.lead_in_us / 1e3)} ms from the host's begin to the device's "

@@ -4,14 +4,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepgauge.report.page import Block, Plot, Section, Text, page
-from stepgauge.report.profile import blocks, collectives_table
+from stepgauge.report.page import Block, Plot, Section, page
+from stepgauge.report.profile import answer, blocks, collectives_table
 from stepgauge.report.profile_ranks import overlap_table, ranks_table, sentences, shared_table
 from stepgauge.report.table import Table
 from stepgauge.report.trace_timeline import trace_timeline
 from stepgauge.spec.analysis import Analysis
 from stepgauge.spec.ranks import AcrossRanks
 from stepgauge.trace.flame import collapsed, speedscope
+from stepgauge.trace.ranks import numbers
 
 ANALYSIS = "analysis.json"
 METHOD = (
@@ -51,16 +52,15 @@ def trace_names(files: Sequence[Path]) -> list[str]:
 
 def ranks_blocks(found: Sequence[Analysis], across: AcrossRanks) -> list[Block]:
     """What several ranks' traces say together, the timeline of all first."""
-    ranks = [place if one.rank is None else one.rank for place, one in enumerate(found)]
     drawn = [
         (f"rank {rank}", one.timeline)
-        for rank, one in zip(ranks, found, strict=True)
+        for rank, one in zip(numbers(found), found, strict=True)
         if one.timeline
     ]
     pictures = (
         [Plot(trace_timeline(drawn), "The last profiled steps of all ranks.")] if drawn else []
     )
-    return [*pictures, *map(Text, sentences(across, found)), *ranks_tables(found, across)]
+    return [*pictures, *ranks_tables(found, across)]
 
 
 def ranks_tables(found: Sequence[Analysis], across: AcrossRanks) -> list[Table]:
@@ -82,24 +82,35 @@ def section(
     title: str, found: Analysis | None, note: str = "", *, with_timeline: bool = True
 ) -> Section:
     """One profile's part of the page."""
-    question = "Where does the time of a step go?"
+    question = "Why does a step take this long?"
     if found is None:
         return Section(title, question, reason=note or "its analysis is not on disk")
-    return Section(title, question, blocks(found, with_timeline=with_timeline), method=METHOD)
+    shown = blocks(found, with_timeline=with_timeline)
+    return Section(title, question, shown, answer(found), METHOD)
 
 
 def write_trace_report(
     found: Mapping[str, Analysis], folder: Path, across: AcrossRanks | None = None
 ) -> Path:
     """One page of all traces, by name; what they say together first."""
-    together = []
-    if across:
-        question = "Which rank makes the others wait, and in what?"
-        together = [Section("All ranks", question, ranks_blocks(list(found.values()), across))]
-    sections = [section(name, one, with_timeline=not across) for name, one in found.items()]
     devices = dict.fromkeys(one.device for one in found.values() if one.device)
     facts = {"Device": ", ".join(devices) or "not in the trace"}
-    return write_page("stepgauge profile trace", [*together, *sections], facts, folder)
+    if not across:
+        sections = [section(name, one) for name, one in found.items()]
+        return write_page("stepgauge profile trace", sections, facts, folder)
+    together = list(found.values())
+    ranks = numbers(together)
+    facts |= {f"Rank {rank}": name for rank, name in zip(ranks, found, strict=True)}
+    question = "Which rank makes the others wait, and in what?"
+    said = " ".join(sentences(across, together))
+    sections = [
+        Section("All ranks", question, ranks_blocks(together, across), said),
+        *(
+            section(f"Rank {rank}", one, with_timeline=False)
+            for rank, one in zip(ranks, together, strict=True)
+        ),
+    ]
+    return write_page("stepgauge profile trace", sections, facts, folder)
 
 
 def write_page(

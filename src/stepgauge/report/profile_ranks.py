@@ -7,6 +7,7 @@ from stepgauge.report.numbers import number
 from stepgauge.report.table import Table
 from stepgauge.spec.analysis import Analysis, Overlap
 from stepgauge.spec.ranks import AcrossRanks
+from stepgauge.trace.ranks import numbers
 
 SHOWN = 20
 
@@ -28,14 +29,13 @@ def overlap_table(found: Iterable[Overlap]) -> Table:
     )
 
 
-def ranks_table(found: Iterable[Analysis], across: AcrossRanks | None = None) -> Table:
+def ranks_table(found: Sequence[Analysis], across: AcrossRanks | None = None) -> Table:
     """One line a rank: its step, how long its device worked and stood still, what communication cost
     it, and how long it waited for others and made them wait.
     """
     waits = {row.rank: row for row in across.stragglers} if across else {}
     rows = []
-    for place, one in enumerate(found):
-        rank = place if one.rank is None else one.rank
+    for rank, one in zip(numbers(found), found, strict=True):
         ms = [
             one.step_us / 1e3,
             sum(cell.busy_us for cell in one.cells) / 1e3 / one.steps if one.on_device else None,

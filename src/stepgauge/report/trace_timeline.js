@@ -1,6 +1,6 @@
 // The timeline of a trace: zoom by wheel or keys, move by dragging, find by name. No library, no network.
 (() => {
-  const ROW = 17, GAP = 3, TOP = 20, LABEL = 150, UNIT = 1e4; // a ms is 1e4 of the data's numbers
+  const ROW = 17, GAP = 3, PHASES = 18, TOP = 36, LABEL = 150, UNIT = 1e4; // a ms is 1e4 of the data's numbers
   const ms = (ticks) => `${(ticks / UNIT).toPrecision(4)} ms`;
 
   function unpacked(numbers) {
@@ -26,6 +26,7 @@
     const data = JSON.parse(box.querySelector("script").textContent);
     const rows = rowsOf(data), canvas = box.querySelector("canvas"), pen = canvas.getContext("2d");
     const find = box.querySelector("input"), said = box.querySelector("output"), probe = box.querySelector("i");
+    const tip = box.querySelector(".tip");
     const length = Math.max(1, ...rows.flatMap((row) => row.pieces.slice(-1).map((p) => p.end + row.rank.shift)));
     let from = 0, to = length, wanted = "", chosen = null, hues = {};
 
@@ -55,10 +56,24 @@
         pen.fillStyle = hues.grid; pen.fillRect(x(t), TOP - 4, 1, high);
         pen.fillStyle = hues.faint; pen.fillText(ms(t), Math.min(x(t) + 3, wide - 60), 8);
       }
-      for (const [title, a, b] of data.ranks[0].marks) {
-        if (!title.startsWith("step") || b < from || a > to) continue;
-        pen.fillStyle = hues.accent; pen.fillRect(Math.max(LABEL, x(a)), TOP - 4, 1.5, high);
+      marks(wide, high);
+    }
+
+    // Steps and phases of the first rank, which may overlap: each from its first kernel to its last.
+    function marks(wide, high) {
+      const { title: rank, shift, marks } = data.ranks[0];
+      const shown = marks.map(([title, a, b]) => ({ title, a: a + shift, b: b + shift })).filter(({ a, b }) => b >= from && a <= to);
+      const phases = shown.filter(({ title }) => !title.startsWith("step"));
+      const left = ({ a }) => Math.max(LABEL, x(a)), right = ({ b }) => Math.min(wide, x(b));
+      pen.fillStyle = hues.grid; pen.globalAlpha = 0.5;
+      for (const one of phases) pen.fillRect(left(one), PHASES, right(one) - left(one), 13);
+      pen.fillStyle = hues.faint; pen.globalAlpha = 1; pen.fillText(rank, 0, PHASES + 7);
+      for (const one of phases) {
+        pen.fillRect(left(one), PHASES, 1, 13);
+        if (right(one) - left(one) > 60) pen.fillText(one.title, left(one) + 4, PHASES + 7);
       }
+      pen.fillStyle = hues.accent;
+      for (const one of shown) if (one.title.startsWith("step") && one.a >= from) pen.fillRect(left(one), PHASES, 1.5, high);
     }
 
     function track(row, top, wide) {
@@ -96,10 +111,28 @@
       return row && { row, piece: row.pieces.find(inside) };
     }
 
-    function tell(hit) {
-      if (!hit || !hit.piece) return;
-      const [name, kind] = hit.row.rank.names[hit.piece.name], many = hit.piece.count > 1 ? ` (${hit.piece.count})` : "";
-      said.textContent = `${name}${many} · ${kind} · ${ms(hit.piece.end - hit.piece.start)} at ${ms(hit.piece.start + hit.row.rank.shift)}`;
+    function told({ row, piece }) {
+      const [name, kind] = row.rank.names[piece.name], many = piece.count > 1 ? ` (${piece.count})` : "";
+      return `${name}${many} · ${kind} · ${ms(piece.end - piece.start)} at ${ms(piece.start + row.rank.shift)}`;
+    }
+
+    function hover(event) {
+      const hit = under(event), at = box.getBoundingClientRect();
+      tip.hidden = !(hit && hit.piece);
+      if (tip.hidden) return;
+      tip.textContent = told(hit);
+      tip.style.left = `${Math.min(event.clientX - at.left, at.width - tip.offsetWidth)}px`;
+      tip.style.top = `${event.clientY - at.top + 16}px`;
+    }
+
+    // The next piece that the search finds, after the one that was chosen, in the middle of the view.
+    function next() {
+      const found = rows.flatMap((row) => row.pieces.filter((p) => matches(...row.rank.names[p.name])).map((piece) => ({ row, piece })));
+      const hit = found[(found.findIndex((one) => one.piece === chosen) + 1) % found.length];
+      if (!wanted || !hit) return;
+      const span = Math.min(to - from, Math.max(length / 50, 4 * (hit.piece.end - hit.piece.start)));
+      const middle = (hit.piece.start + hit.piece.end) / 2 + hit.row.rank.shift;
+      chosen = hit.piece; said.textContent = told(hit); move(middle - span / 2, middle + span / 2);
     }
 
     function search() {
@@ -134,11 +167,11 @@
       canvas.onpointerup = (up) => {
         canvas.onpointermove = hover; canvas.onpointerup = null;
         const hit = under(up);
-        if (!moved && hit) { chosen = hit.piece; tell(hit); draw(); }
+        if (!moved && hit && hit.piece) { chosen = hit.piece; said.textContent = told(hit); draw(); }
       };
     });
-    const hover = (event) => { if (!wanted) tell(under(event)); };
     canvas.onpointermove = hover;
+    canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
     canvas.addEventListener("dblclick", (event) => zoom(0.25, time(event.offsetX)));
     canvas.addEventListener("keydown", (event) => {
       const span = to - from, keys = {
@@ -148,6 +181,7 @@
       if (keys[event.key]) { event.preventDefault(); move(...keys[event.key]); }
     });
     find.addEventListener("input", search);
+    find.addEventListener("keydown", (event) => { if (event.key === "Enter") next(); });
     box.querySelector("button").addEventListener("click", () => move(0, length));
     const again = () => { colours(); draw(); };
     new ResizeObserver(draw).observe(canvas.parentElement);

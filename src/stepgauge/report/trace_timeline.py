@@ -13,7 +13,10 @@ from stepgauge.spec.analysis import KINDS, Timeline
 LONGEST_NAME = 160
 UNIT = 10  # numbers of a timeline to a µs
 STYLE = (
+    ".trace-timeline{position:relative}"
     ".trace-timeline .bar{gap:1rem;flex-wrap:wrap;font-size:.88rem}"
+    ".trace-timeline .tip{position:absolute;z-index:1;max-width:34rem;padding:.15rem .5rem;font-size:.8rem;"
+    "pointer-events:none;overflow-wrap:anywhere;color:var(--ink);background:var(--card);border:1px solid var(--grid)}"
     ".trace-timeline canvas{display:block;width:100%;margin-top:.5rem;touch-action:pan-y;cursor:grab}"
     ".trace-timeline input{font:inherit;color:inherit;background:var(--page);"
     "border:1px solid var(--grid);border-radius:6px;padding:.2rem .5rem}"
@@ -52,7 +55,7 @@ def trace_timeline(ranks: Sequence[tuple[str, Timeline]]) -> str:
         'placeholder="find a kernel or a kind" aria-label="Find in the timeline"> '
         "<button>whole</button></span><output></output></div>"
         '<canvas tabindex="0" aria-label="Timeline: arrows move, plus and minus zoom, 0 shows the whole"></canvas>'
-        f'<div class="key">{_key(used)}</div><i hidden></i>'
+        f'<div class="key">{_key(used)}</div><div class="tip" hidden></div><i hidden></i>'
         f'<script type="application/json">{_embedded(data)}</script></div><script>{script}</script>'
     )
 
@@ -71,7 +74,9 @@ def _key(used: set[str]) -> str:
         hue = f"var(--series-{place + 1})" if place < 11 else f"hsl({place * 67 % 360} 55% 55%)"
         if kind in used:
             shown.append(f'<b style="background:{hue}"></b>{html.escape(kind)}')
-    return "".join(shown) + " · drag moves, double click and +/− zoom, click holds"
+    return "".join(shown) + (
+        " · drag moves; double click, + and −, and after a click the wheel zoom; Enter goes to what is found next"
+    )
 
 
 def _embedded(data: object) -> str:

@@ -33,11 +33,15 @@ class _Call(NamedTuple):
         return sum(us for _, us in self.ranks.values()) / len(self.ranks) - self.transfer
 
 
+def numbers(found: Sequence[Analysis]) -> list[int]:
+    """Each trace's rank; its place where it does not say one, or two say the same."""
+    ranks = [place if one.rank is None else one.rank for place, one in enumerate(found)]
+    return ranks if len(set(ranks)) == len(ranks) else list(range(len(ranks)))
+
+
 def across(found: Sequence[Analysis]) -> AcrossRanks:
-    """Of at least two ranks' analyses. A rank without a number has its place."""
-    by_rank = {place if one.rank is None else one.rank: one for place, one in enumerate(found)}
-    if len(by_rank) < len(found):
-        by_rank = dict(enumerate(found))
+    """Of at least two ranks' analyses."""
+    by_rank = dict(zip(numbers(found), found, strict=True))
     notes: list[str] = []
     calls = list(_matched(by_rank, notes))
     return AcrossRanks(

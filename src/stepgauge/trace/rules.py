@@ -67,12 +67,13 @@ KERNELS = _table(
      r"(^|_)dq_kernel|(^|[_:])mha_|sage_fwd|mla_(decode|fwd|prefill)|paged_attn|Batch(Prefill|Decode)With|pa_decode"),
     ("convolution", r"(?<![a-z])conv(?!ert)|[a-z]Conv(?!ert)|_conv(?!ert)|fprop|dgrad|wgrad(?!ient)|scudnn|winograd|"
      r"implicit_gemm|im2d?2?col|col2im|igemm_(fwd|bwd|wrw)|cudnn::cnn"),
-    ("routing", r"routing|topk_?gating|_topk_(forward|backward)|sum_bitmatrix|moe_?(align|sum|permut|unpermut|sort|"
+    ("routing", r"routing|topk_?gating|moe_fused_gate|_topk_(forward|backward)|sum_bitmatrix|"
+     r"moe_?(align|sum|permut|unpermut|sort|"
      r"gather|finalize|expand)|expandInputRows|dispatch_layout|count_expert|fused_mapping|expand_to_fused|"
      r"reduce_fused_impl|expert_?(histogram|offset|count)|block_bucketize"),
     ("matmul", r"(?<!fb)gemm|gemv|Cijk_|cublas|xmma|nvjet|split_?k|triton_(tem|mm)|(?<![a-z])dot_kernel|"
-     r"(^|_)matmul|(^|_)b?mm_|fused_moe|marlin|scaled_mm|cutlass.*(tensorop|simt|wgmma|Kernel)"),
-    ("elementwise", r"rotary|(^|_)rope(_|$)|swiglu|geglu|_and_mul|act_and_mul|silu"),
+     r"(^|_)matmul|(^|_)b?mm_|fused_moe|moe_(fused|stage)|marlin|scaled_mm|cutlass.*(tensorop|simt|wgmma|Kernel)"),
+    ("elementwise", r"rotary|(^|_)rope(_|$)|rescale_qkv|swiglu|geglu|_and_mul|act_and_mul|silu"),
     ("quantisation", r"quant(?!ile)|cast_to_fp\d|per_(token|channel|block)_cast|cast_back_impl|downcast|to_mxfp"),
     ("softmax", r"soft_?max|triton_.*fused.*_(amax|max)_.*exp"),
     ("optimizer", r"adam|FusedOptimizer|multi_tensor_apply.*(sgd|lamb|adagrad)"),

@@ -64,7 +64,7 @@ def trace(
 
 
 def _print(found: "Sequence[Analysis]", shared: object, format: Format) -> None:
-    from stepgauge.report.profile import tables
+    from stepgauge.report.profile import answer, tables
     from stepgauge.report.profile_page import of_one_rank, ranks_tables
     from stepgauge.report.profile_ranks import sentences
     from stepgauge.spec.ranks import AcrossRanks
@@ -82,6 +82,8 @@ def _print(found: "Sequence[Analysis]", shared: object, format: Format) -> None:
         )
         for sentence in sentences(shared, found):
             tell(sentence)
+    else:
+        tell(answer(found[0]))
     print_tables(format, shown)
 
 
