@@ -19,7 +19,7 @@ from stepgauge.spec.step import StepSpec
 
 HERE = torch.device("cpu")
 H100 = HardwareFile.read(Path(__file__).parents[2] / "hardware" / "h100-sxm.json")
-M, N = 6, 256  # two heads of queries and two of keys
+M, N = 8, 256  # two heads of queries and two of keys
 
 
 @pytest.mark.parametrize("name", list(passes.PASSES))
@@ -27,7 +27,7 @@ def test_both_directions_run_on_the_operands_of_their_grid(name):
     parts = passes.operands(name, torch.float32, M, N, HERE)
     forward = passes.run(name, False, *parts)
     assert all(out.grad_fn is None or out._is_view() for out in forward)  # nothing is kept
-    (gradient,) = passes.run(name, True, *parts)
+    gradient = passes.run(name, True, *parts)[0]
     assert gradient.shape == parts[0].shape and gradient.abs().max() > 0
     assert passes.run(name, True, *parts)  # as often as it is timed
 
@@ -51,6 +51,24 @@ def test_heads_are_those_of_the_network():
 def test_they_are_timed_on_gpus_alone():
     assert {"heads backward bf16", "gate forward fp32", "residual mixed"} <= set(operations(GPU))
     assert not [name for name in operations(CPU) if name.startswith(("heads", "gate", "residual"))]
+    compiled = {f"compiled {name} {direction}" for name in ("heads", "gate", "norm")
+                for direction in ("forward", "backward")}  # fmt: skip
+    assert compiled <= set(operations(GPU))
+
+
+def test_a_compiled_prediction_takes_the_times_of_compiled_passes():
+    spec = StepSpec(model=ModelSpec.preset("2.7b"), size="2.7b", precision="bf16", compile="on",
+                    device="cuda")  # fmt: skip
+    named = [f"compiled {name} {direction}" for name in ("heads", "gate", "norm")
+             for direction in ("forward", "backward")]  # fmt: skip
+    table = OperationTable(("m", "n"), ((4096, 4096, 1000.0),))
+    tables = {**H100.operations, **dict.fromkeys(named, table)}
+    slow = predict(spec, Machine(dataclasses.replace(H100, operations=tables)))
+    us = {row[1]: row[5] / row[4] for row in slow.tables["terms"][1:] if row[0] == "backward"}
+    tokens = 4 * 512
+    assert us["attention.heads"] == pytest.approx(1000 * tokens * 5120 / 4096**2)
+    assert us["feed_forward.norm"] == pytest.approx(1000 * tokens * 2560 / 4096**2)
+    assert us["feed_forward.gate"] == pytest.approx(1000 * tokens * 10240 / 4096**2)
 
 
 def test_a_prediction_takes_their_times_where_a_file_has_them():

@@ -101,8 +101,10 @@ def test_shapes_stay_within_the_grids_limits(grid):
     for dtype in grid.widths:
         shapes = grid.products(dtype)
         assert all(max(n, k) <= grid.most_uneven * min(n, k) for _, n, k in shapes)
-        assert len(shapes) > 20 and max(m * n * k for m, n, k in shapes) <= grid.largest
-    assert max(h * t for h, t, _ in grid.attention_shapes()) <= grid.most_positions
+        assert len(shapes) > 20 and max(m * n * k for m, n, k in shapes) <= grid.largest[dtype]
+    for name in grid.attentions:
+        shapes = grid.attention_shapes(name, "bf16")
+        assert max(h * t for h, t, _ in shapes) <= grid.most_positions
 
 
 def test_the_file_of_a_device_is_found_by_its_name(tmp_path, monkeypatch):
@@ -182,10 +184,10 @@ def test_what_stays_disturbed_is_said_by_the_row_the_file_and_each_prediction(co
 def test_attention_is_timed_with_the_causal_mask_that_tables_are_read_for(name):
     """flash_attention is full where nothing is said: its table held twice the work of a causal one."""
     shape = (2, 64, 16)
-    operation = operations(GPU)[f"attention {name} forward fp32"]
+    operation = operations(GPU)[f"attention {name} forward bf16"]
     torch.manual_seed(0)
     o = operation.make(*shape, HERE)()
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, *shape) for _ in range(3))
+    q, k, v = (torch.randn(1, *shape, dtype=torch.bfloat16) for _ in range(3))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert torch.allclose(o, expected, atol=1e-5)
+    assert torch.allclose(o, expected, atol=2e-2)

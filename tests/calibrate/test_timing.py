@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from stepgauge.calibrate import timing
 from stepgauge.calibrate.capture import captured, on_its_stream
 from stepgauge.calibrate.grids import GPU
 from stepgauge.calibrate.operations import operations
@@ -22,6 +23,39 @@ def test_a_cpu_is_timed_without_a_stream_or_a_graph():
     timing = time_of(lambda: lambda: calls.append(1), torch.device("cpu"), 0.0)
     assert timing.us > 0 and not timing.at_host_pace
     assert len(calls) == 1 + 2 + 3 * 2  # once, to see how many, and three loops of two
+
+
+class Event:
+    """Reads a clock that calls move on."""
+
+    clock = 0.0
+
+    def __init__(self, device, *, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Event.clock
+
+    def elapsed_time(self, later):
+        return (later.at - self.at) / 1e3
+
+
+def test_turns_time_the_operation_and_not_what_runs_between(monkeypatch):
+    monkeypatch.setattr(timing.torch, "Event", Event)
+    ran = []
+
+    def taking(name, us):
+        def call():
+            ran.append(name)
+            Event.clock += us
+
+        return call
+
+    turn = timing.Turn(
+        taking("product", 40.0), 3, timing.OtherWork(taking("pass", 50.0), 50.0), 120.0
+    )
+    assert turn.times(torch.device("cpu"), 2) == pytest.approx([120.0, 120.0])
+    assert ran == ["pass", "pass", "product", "product", "product"] * 2
 
 
 @pytest.mark.parametrize(

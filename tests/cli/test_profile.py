@@ -2,11 +2,13 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 
 from stepgauge.spec.store import RunStore
 
+H100 = Path(__file__).parents[2] / "hardware" / "h100-sxm.json"
 NANO = (
     "--size",
     "nano",
@@ -60,6 +62,10 @@ def test_profile_step_then_its_trace(stepgauge, tmp_path):
     )
     assert status == 0
     assert len(RunStore(run).read().records) == 1  # it was there
+    status, out, err = stepgauge(
+        "profile", "step", *QUICK, "--attention", "eager", "--out", run, "--hardware", H100
+    )
+    assert status == 0 and "not predicted: device is 'cpu'; the hardware file h100-sxm" in err
     assert stepgauge("show", run)[0] == 0
 
 

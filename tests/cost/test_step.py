@@ -53,6 +53,21 @@ def test_a_calibrated_shape_is_looked_up_and_others_say_how_they_were_found():
     assert outside.source == EXTRAPOLATED and outside.us == pytest.approx(2.0)
 
 
+def test_products_run_at_the_pace_of_their_share_of_the_step():
+    """Timed in turns with as long of other work, and alone at a lower clock, some of them."""
+    axes, large = ("m", "n", "k"), (512, 512, 512)
+    tables = {
+        "matmul nt bf16": OperationTable(axes, ((*large, 10.0), (512, 512, 1024, 22.0))),
+        "matmul nt bf16 alone": OperationTable(axes, ((*large, 12.0),)),
+    }
+    half = Machine(HardwareFile(name="made", operations=tables))
+    assert half.time("matmul nt bf16", *large).us == 10.0
+    assert half.at(1.0).time("matmul nt bf16", *large).us == pytest.approx(12.0)
+    assert half.at(0.3).time("matmul nt bf16", *large).us == pytest.approx(9.2)
+    other = half.at(0.75).time("matmul nt bf16", 512, 512, 1024)
+    assert other.us == pytest.approx(22.0 * 1.1)  # slower by as much as the nearest that was timed
+
+
 @given(st.floats(0.1, 10), st.floats(0.1, 10), st.integers(1, 10**9))
 def test_more_bandwidth_is_never_slower(slow_us, ratio, nbytes):
     fast = machine(product_us=1, traffic_us=slow_us * min(ratio, 1 / ratio))

@@ -81,7 +81,7 @@ def test_the_campaigns_rows_can_be_asked_and_predicted():
     both = dataclasses.replace(h100, links=h200.links)  # neither file has all
     lists = {path.stem: read_list(path, {}) for path in sorted(folder.glob("*_gpu*.toml"))}
     rows = [row for part in lists.values() for row in part]
-    assert len(rows) == len({row.spec for row in rows}) == 33
+    assert len(rows) == len({row.spec for row in rows}) == 42
     ranks = {name: {getattr(r.spec, "ranks", 1) for r in part} for name, part in lists.items()}
     assert ranks == {"one_gpu": {1}, "two_gpus": {2}, "four_gpus": {4}}
     assert sum(bool(row.expect) for row in rows) >= 5  # said before any was run

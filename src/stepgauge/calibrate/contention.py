@@ -1,12 +1,15 @@
 """What kernels and collectives cost each other: each is timed alone, and beside the other.
 
-On GPUs collectives run on a stream of their own, as a wrapper's do; on a CPU in a thread, beside
-products on the thread that computes. The one that is timed runs beside the other all the time.
+On GPUs collectives run on a stream of their own, as a wrapper's do, and kernels take turns with
+other work, as in a step: a GPU at its power limit that gives cores to a collective raises the clock
+of those that are left. On a CPU collectives run in a thread, beside products on the thread that
+computes. The one that is timed runs beside the other all the time.
 """
 
 import concurrent.futures
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Sequence
 
@@ -16,8 +19,8 @@ import torch.distributed as dist
 from stepgauge.bench.ranks import OnRanks
 from stepgauge.bench.sweep import Job
 from stepgauge.calibrate.grids import grid_of
-from stepgauge.calibrate.operations import Call, operations
-from stepgauge.calibrate.timing import METRICS, clock_and_power, loop
+from stepgauge.calibrate.operations import PASSES, PRODUCTS, Call, operations, other_work
+from stepgauge.calibrate.timing import METRICS, Turn, clock_and_power, loop
 from stepgauge.measure.collectives import Collective
 from stepgauge.measure.environment import environment
 from stepgauge.runtime.world import joined_world
@@ -39,6 +42,8 @@ KERNELS: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
         "traffic": ("traffic", (2**22,)),
     },
 }
+# What kernels of a class take turns with.
+OTHERS = {"matmul": PASSES, "attention": PASSES, "traffic": PRODUCTS}
 LONGER = 3  # times as long runs what the other is timed beside
 ROUNDS = 3  # alone and beside in turn: other work on the machine then meets both
 
@@ -76,13 +81,15 @@ def measure(spec: ContentionSpec) -> list[Times]:
     )
     calls = kernel, collective.run
     counts = [_count(call, device, spec.milliseconds) for call in calls]
-    beside = _beside_on_gpu if device.type == "cuda" else _beside_on_cpu
+    if other := other_work(OTHERS[spec.kernels], device):
+        turn = Turn(kernel, 1, other, loop(kernel, device, 2))
+        return _rounds_on_gpu(turn, collective.run, device, counts)
     rounds = []
     for _ in range(ROUNDS):
         dist.barrier()
         kernel_us = loop(kernel, device, counts[0])
         collective_us = loop(collective.run, device, counts[1])
-        rounds.append(Times(kernel_us, collective_us, *beside(*calls, device, counts)))
+        rounds.append(Times(kernel_us, collective_us, *_beside_on_cpu(*calls, device, counts)))
     return rounds
 
 
@@ -95,34 +102,38 @@ def _count(call: Call, device: torch.device, milliseconds: float) -> int:
     return min(said)
 
 
-def _beside_on_gpu(
-    kernel: Call, collective: Call, device: torch.device, counts: Sequence[int]
-) -> tuple[float, float]:
-    """Microseconds of a kernel, and of a collective, each while more of the other is queued than
-    can end meanwhile.
-    """
-    computing, sending = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-    streams = {kernel: computing, collective: sending}
-    calls, found = {kernel: counts[0], collective: counts[1]}, []
-    for timed, other in ((kernel, collective), (collective, kernel)):
+def _rounds_on_gpu(
+    turn: Turn, collective: Call, device: torch.device, counts: Sequence[int]
+) -> list[Times]:
+    """Each alone, then while more of the other is queued than can end meanwhile."""
+    rounds, (turns, sends) = [], counts
+    sending = torch.cuda.Stream(device)
+    for _ in range(ROUNDS):
         dist.barrier()
-        torch.cuda.synchronize(device)
-        with torch.cuda.stream(streams[other]):
-            other()
-            running = torch.cuda.Event()
-            running.record()
-            for _ in range(LONGER * calls[other]):
-                other()
-        with torch.cuda.stream(streams[timed]):
-            streams[timed].wait_event(running)
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record()
-            for _ in range(calls[timed]):
-                timed()
-            after.record()
-        torch.cuda.synchronize(device)
-        found.append(before.elapsed_time(after) * 1e3 / calls[timed])
-    return found[0], found[1]
+        kernel_us = statistics.median(turn.times(device, turns))
+        collective_us = loop(collective, device, sends)
+        dist.barrier()
+        with torch.cuda.stream(sending):
+            running = _queued(collective, LONGER * sends)
+        torch.cuda.current_stream(device).wait_event(running)
+        beside_us = statistics.median(turn.times(device, turns))
+        dist.barrier()
+        running = _queued(turn, LONGER * turns)
+        with torch.cuda.stream(sending):
+            sending.wait_event(running)
+            sent_us = loop(collective, device, sends)
+        rounds.append(Times(kernel_us, collective_us, beside_us, sent_us))
+    return rounds
+
+
+def _queued(call: Call, count: int) -> torch.cuda.Event:
+    """The call on this stream, and so many more; the event is after the first."""
+    call()
+    running = torch.cuda.Event()
+    running.record()
+    for _ in range(count):
+        call()
+    return running
 
 
 def _beside_on_cpu(

@@ -17,6 +17,9 @@ from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.record import Record
 
 LINKS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
+BESIDE_BYTES = {"cuda": 2**27, "cpu": 2**25}  # of a message: of a large matrix's gradient
+BESIDE_MS = 20.0
+TIMED_MS = 3.0  # of each shape: ten minutes are enough for all
 SIZES = {"cuda": sizes(2**10, 2**30, 4), "cpu": sizes(2**12, 2**26, 4)}
 
 
@@ -49,8 +52,8 @@ def jobs(device: torch.device, ranks: Sequence[int], only: str = "") -> list[Job
 
 
 def _operation(name: str, device: torch.device, ranks: int = 1) -> CalibrationSpec:
-    seconds = grid_of(device.type).longest_s
-    return CalibrationSpec(operation=name, device=str(device), ranks=ranks, seconds=seconds)
+    return CalibrationSpec(operation=name, device=str(device), ranks=ranks,
+                           seconds=grid_of(device.type).longest_s, milliseconds=TIMED_MS)  # fmt: skip
 
 
 def _is_of_cpu_ranks(name: str) -> bool:
@@ -69,7 +72,8 @@ def _links(device: torch.device, ranks: int) -> list[CommSpec]:
 
 def _contentions(device: torch.device, ranks: int) -> list[ContentionSpec]:
     return [
-        ContentionSpec(kernels=kernels, collective=collective, ranks=ranks, device=str(device))
+        ContentionSpec(kernels=kernels, collective=collective, ranks=ranks, device=str(device),
+                       size_bytes=BESIDE_BYTES[device.type], milliseconds=BESIDE_MS)
         for collective in contention.COLLECTIVES for kernels in KERNEL_CLASSES
     ]  # fmt: skip
 

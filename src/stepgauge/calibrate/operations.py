@@ -17,21 +17,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepgauge.calibrate import passes
-from stepgauge.calibrate.capture import Call
+from stepgauge.calibrate.capture import Call, on_its_stream
 from stepgauge.calibrate.grids import Grid
+from stepgauge.calibrate.timing import OtherWork, loop
 from stepgauge.models.parts import ATTENTIONS, OPTIMIZERS
+from stepgauge.spec.calibration import ALONE
 
+PRODUCTS, PASSES = "products", "passes"  # what an operation takes turns with
+EMBEDDING_ROWS = 1000
 CACHED_BYTES = 128 * 2**20  # more than the L2 of any GPU of today (H100: 50 MB)
 MOST_COPIES = 24
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 
 
 class TimedOperation(NamedTuple):
-    """`make(*sizes, device)` gives a call of one instance of it; `grid` the sizes to time."""
+    """`make(*sizes, device)` gives a call of one instance of it; `grid` the sizes to time. On a GPU
+    it takes turns with `beside`: "products", "passes" over memory, or nothing.
+    """
 
     axes: tuple[str, ...]
     grid: Iterable[tuple[int, ...]]
     make: Callable[..., Call]
+    beside: str = ""
 
 
 def rotating(make: Callable[[], tuple[Tensor, ...]], call: Callable[..., object]) -> Call:
@@ -77,6 +84,12 @@ def _pass(
     return rotating(make, functools.partial(passes.run, name, is_backward))
 
 
+def _compiled_pass(name: str, is_backward: bool, m: int, n: int, device: torch.device) -> Call:
+    """Under autocast: branches in bf16."""
+    make = functools.partial(passes.operands, name, torch.bfloat16, m, n, device, compiled=True)
+    return rotating(make, functools.partial(passes.run, name, is_backward, compiled=True))
+
+
 def _residual(numel: int, device: torch.device) -> Call:
     new = functools.partial(torch.randn, numel, device=device)
     return rotating(lambda: (new(), new(dtype=torch.bfloat16)), passes.residual)
@@ -120,6 +133,21 @@ def _loss(is_backward: bool, m: int, v: int, device: torch.device) -> Call:
     return rotating(make, backward if is_backward else forward)
 
 
+def _embedding_backward(m: int, n: int, device: torch.device) -> Call:
+    """The gradient of so few rows that hardly more than the sum over tokens is left."""
+
+    def make() -> tuple[Tensor, ...]:
+        tokens = torch.randint(EMBEDDING_ROWS, (m,), device=device)
+        return torch.randn(m, n, device=device), tokens
+
+    def backward(grad: Tensor, tokens: Tensor) -> object:
+        return torch.ops.aten.embedding_dense_backward(
+            grad, tokens, EMBEDDING_ROWS, -1, scale_grad_by_freq=False
+        )
+
+    return rotating(make, backward)
+
+
 def _attention(
     name: str, is_backward: bool, dtype: torch.dtype, h: int, t: int, d: int, device: torch.device
 ) -> Call:
@@ -156,6 +184,21 @@ def _optimizer(name: str, dtype: torch.dtype, numel: int, device: torch.device) 
     return OPTIMIZERS[name](parameters, lr=1e-4, **capturable).step
 
 
+@functools.cache
+def other_work(name: str, device: torch.device) -> OtherWork | None:
+    """What operations take turns with: a bf16 product, or a pass over memory. None on a CPU, which
+    holds its clock.
+    """
+    if device.type == "cpu":
+        return None
+    with on_its_stream(device):
+        is_product = name == PRODUCTS
+        product = functools.partial(_matmul, "nt", torch.bfloat16, 4096, 4096, 4096)
+        call = product(device) if is_product else _traffic(2**28, device)
+        call()
+        return OtherWork(call, loop(call, device, 10))
+
+
 DIRECTIONS = ("forward", "backward")
 
 
@@ -168,22 +211,31 @@ def operations(grid: Grid) -> Mapping[str, TimedOperation]:
 
 
 def _products(grid: Grid) -> dict[str, TimedOperation]:
+    """Those in bf16 take turns with passes; some of their shapes are timed alone, too."""
     found = {}
     for dtype, layout in itertools.product(grid.widths, ("nt", "nn", "tn")):
         # Rows of the product are tokens, but for the weight's gradient, which sums over them.
         order = (1, 2, 0) if layout == "tn" else (0, 1, 2)
         shapes = [tuple(shape[i] for i in order) for shape in grid.products(dtype)]
-        make = functools.partial(_matmul, layout, DTYPES[dtype])
-        found[f"matmul {layout} {dtype}"] = TimedOperation(("m", "n", "k"), shapes, make)
+        timed = TimedOperation(
+            ("m", "n", "k"), shapes, functools.partial(_matmul, layout, DTYPES[dtype])
+        )
+        name = f"matmul {layout} {dtype}"
+        found[name] = timed
+        if dtype == "bf16" and grid.takes_turns:
+            found[name] = timed._replace(beside=PASSES)
+            few = [s for s in shapes if set(s) <= {*grid.few_tokens, *grid.few_widths}]
+            found[f"{name} {ALONE}"] = timed._replace(grid=few)
     return found
 
 
 def _passes(grid: Grid) -> dict[str, TimedOperation]:
-    found = {"traffic": TimedOperation(("bytes",), [(size,) for size in grid.bytes], _traffic)}
+    sizes = [(size,) for size in grid.bytes]
+    found = {"traffic": TimedOperation(("bytes",), sizes, _traffic, PRODUCTS)}
     for source, target in (("fp32", "bf16"), ("bf16", "fp32")):
         make = functools.partial(_cast, DTYPES[source], DTYPES[target])
         numbers = [(size // 8,) for size in grid.bytes]
-        found[f"cast {source} {target}"] = TimedOperation(("numel",), numbers, make)
+        found[f"cast {source} {target}"] = TimedOperation(("numel",), numbers, make, PRODUCTS)
     return found
 
 
@@ -193,10 +245,16 @@ def _elementwise(grid: Grid) -> dict[str, TimedOperation]:
     for name, direction, dtype in itertools.product(grid.passes, DIRECTIONS, ("bf16", "fp32")):
         make = functools.partial(_pass, name, direction == "backward", DTYPES[dtype])
         shapes = list(itertools.product(grid.few_tokens, grid.few_widths))
-        found[f"{name} {direction} {dtype}"] = TimedOperation(("m", "n"), shapes, make)
+        beside = PRODUCTS if dtype == "bf16" else ""  # a GPU holds its clock in fp32
+        found[f"{name} {direction} {dtype}"] = TimedOperation(("m", "n"), shapes, make, beside)
     if grid.passes:
         numbers = [(size // 8,) for size in grid.bytes]
-        found["residual mixed"] = TimedOperation(("numel",), numbers, _residual)
+        found["residual mixed"] = TimedOperation(("numel",), numbers, _residual, PRODUCTS)
+    for name, direction in itertools.product(grid.compiled_passes, DIRECTIONS):
+        make = functools.partial(_compiled_pass, name, direction == "backward")
+        found[f"compiled {name} {direction}"] = TimedOperation(
+            ("m", "n"), grid.compiled_shapes, make, PRODUCTS
+        )
     return found
 
 
@@ -207,7 +265,7 @@ def _norms(grid: Grid) -> dict[str, TimedOperation]:
     ):
         make = functools.partial(_norm, name, direction == "backward", DTYPES[dtype])
         shapes = list(itertools.product(grid.few_tokens, grid.few_widths))
-        found[f"{name} {direction} {dtype}"] = TimedOperation(("m", "n"), shapes, make)
+        found[f"{name} {direction} {dtype}"] = TimedOperation(("m", "n"), shapes, make, PRODUCTS)
     return found
 
 
@@ -215,19 +273,25 @@ def _attentions(grid: Grid) -> dict[str, TimedOperation]:
     found = {}
     for name, direction, dtype in itertools.product(grid.attentions, DIRECTIONS, ("bf16", "fp32")):
         make = functools.partial(_attention, name, direction == "backward", DTYPES[dtype])
-        shapes = grid.attention_shapes()
-        found[f"attention {name} {direction} {dtype}"] = TimedOperation(
-            ("h", "t", "d"), shapes, make
-        )
+        beside = PASSES if dtype == "bf16" else ""
+        if shapes := grid.attention_shapes(name, dtype):
+            found[f"attention {name} {direction} {dtype}"] = TimedOperation(
+                ("h", "t", "d"), shapes, make, beside
+            )
     return found
 
 
 def _ends(grid: Grid) -> dict[str, TimedOperation]:
-    """The loss and the optimizer."""
-    found = {}
+    """The embedding's gradient, the loss and the optimizer."""
+    shapes = list(itertools.product(grid.few_tokens, grid.few_widths))
+    found = {
+        "embedding backward": TimedOperation(("m", "n"), shapes, _embedding_backward, PRODUCTS)
+    }
     for direction in DIRECTIONS:
         make = functools.partial(_loss, direction == "backward")
-        found[f"cross-entropy {direction}"] = TimedOperation(("m", "v"), grid.losses(), make)
+        found[f"cross-entropy {direction}"] = TimedOperation(
+            ("m", "v"), grid.losses(), make, PRODUCTS
+        )
     for name, dtype in itertools.product(grid.optimizers, ("fp32", "bf16")):
         make = functools.partial(_optimizer, name, DTYPES[dtype])
         counts = [(number,) for number in grid.parameters]

@@ -1,74 +1,120 @@
 """Elementwise work as the network does it: views, broadcasts and mixed types keep its kernels from
-the rate of a plain pass over memory.
+the rate of a plain pass over memory; and what torch.compile makes of the same work.
 
-Legend: M tokens, N features: of queries and keys, or of the feed-forward layer.
+Legend: B batch, T sequence, M = BT tokens, N features: of queries and keys, of the feed-forward
+layer, of the residual stream; W width of a head.
 """
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stepgauge.bench.kernels.operation import compiled as code_of
 from stepgauge.models.rotary import rotate
 
 HEAD_WIDTH = 64
+BATCH = 4  # views of one sequence have fewer dimensions, and faster kernels
 Parts = tuple[Tensor, ...]
 
 
 class Pass(NamedTuple):
-    """`inputs(m, n, new)` makes what `call` gets, whose first alone takes a gradient; `new` makes a
-    tensor of a shape.
+    """`inputs(m, n, new)` makes what `call` gets, as many tensors as `num_inputs`, whose first
+    `num_leaves` take gradients; `new` makes a tensor of a shape. `compiled` is what a compiled block
+    does in its place, where that is not the same.
     """
 
     inputs: Callable[..., Parts]
     call: Callable[..., Parts]
+    num_inputs: int
+    num_leaves: int = 1
+    compiled: Callable[..., Parts] | None = None
 
 
 def _heads_inputs(m: int, n: int, new: Callable[..., Tensor]) -> Parts:
-    return new(1, m, 3 * n // 2), new(m, HEAD_WIDTH), new(m, HEAD_WIDTH)
+    length = m // BATCH
+    return new(BATCH, length, 3 * n // 2), new(length, HEAD_WIDTH), new(length, HEAD_WIDTH)
 
 
-def _heads(x_BTD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Parts:
+def _heads(x_BTN: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Parts:
     """Queries, keys and values from their one product; queries and keys rotated."""
-    heads_BHTW = x_BTD.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)
+    heads_BHTW = x_BTN.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)
     third = heads_BHTW.shape[1] // 3
     qk_BHTW, v_BHTW = heads_BHTW.split((2 * third, third), dim=1)
-    q_BHTW, k_BHTW = rotate(qk_BHTW, cos_TR, sin_TR).chunk(2, dim=1)
+    q_BHTW, k_BHTW = rotate(qk_BHTW, cos_TW, sin_TW).chunk(2, dim=1)
     return q_BHTW, k_BHTW, v_BHTW
+
+
+def _compiled_heads(x_BTN: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Parts:
+    """Compiled, attention is given copies of queries and keys."""
+    q_BHTW, k_BHTW, v_BHTW = _heads(x_BTN, cos_TW, sin_TW)
+    return q_BHTW.contiguous(), k_BHTW.contiguous(), v_BHTW
 
 
 def _gate_inputs(m: int, n: int, new: Callable[..., Tensor]) -> Parts:
     return (new(m, 2 * n),)
 
 
-def _gate(x_TF: Tensor) -> Parts:
-    gate_TF, up_TF = x_TF.chunk(2, dim=-1)
-    return (F.silu(gate_TF) * up_TF,)
+def _gate(x_MN: Tensor) -> Parts:
+    gate_MN, up_MN = x_MN.chunk(2, dim=-1)
+    return (F.silu(gate_MN) * up_MN,)
 
 
-PASSES = {"heads": Pass(_heads_inputs, _heads), "gate": Pass(_gate_inputs, _gate)}
+def _norm_inputs(m: int, n: int, new: Callable[..., Tensor]) -> Parts:
+    return new(m, n, dtype=torch.float32), new(m, n), new(n, dtype=torch.float32)
 
 
-def operands(name: str, dtype: torch.dtype, m: int, n: int, device: torch.device) -> Parts:
+def _norm(x_MN: Tensor, branch_MN: Tensor, weight_N: Tensor) -> Parts:
+    """The residual sum and its norm, in the type that products take."""
+    sum_MN = x_MN + branch_MN
+    return sum_MN, F.rms_norm(sum_MN, weight_N.shape, weight_N, eps=1e-5).to(branch_MN.dtype)
+
+
+PASSES = {
+    "heads": Pass(_heads_inputs, _heads, 3, compiled=_compiled_heads),
+    "gate": Pass(_gate_inputs, _gate, 1),
+    "norm": Pass(_norm_inputs, _norm, 3, num_leaves=3),
+}
+
+
+def operands(
+    name: str, dtype: torch.dtype, m: int, n: int, device: torch.device, *, compiled: bool = False
+) -> Parts:
     """What `run` gets: the inputs, what comes out, and its gradients."""
-    new = functools.partial(torch.randn, device=device, dtype=dtype)
-    first, *others = PASSES[name].inputs(m, n, new)
-    first.requires_grad_()
-    given = PASSES[name].call(first, *others)
-    return (first, *others, *given, *(torch.randn_like(each) for each in given))
+    work = PASSES[name]
+    inputs = work.inputs(m, n, functools.partial(_new, dtype, device))
+    for leaf in inputs[: work.num_leaves]:
+        leaf.requires_grad_()
+    given = _call(name, compiled=compiled)(*inputs)
+    return (*inputs, *given, *(torch.randn_like(each) for each in given))
 
 
-def run(name: str, is_backward: bool, *parts: Tensor) -> object:
-    inputs = 3 if name == "heads" else 1
-    count = (len(parts) - inputs) // 2
-    given, gradients = parts[inputs : inputs + count], parts[inputs + count :]
+def _new(
+    usual: torch.dtype, device: torch.device, *shape: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    return torch.randn(*shape, device=device, dtype=dtype or usual)
+
+
+@functools.cache
+def _call(name: str, *, compiled: bool) -> Callable[..., Any]:
+    if not compiled:
+        return PASSES[name].call
+    return code_of(PASSES[name].compiled or PASSES[name].call)
+
+
+def run(name: str, is_backward: bool, *parts: Tensor, compiled: bool = False) -> object:
+    """A compiled forward keeps what backward needs, as in a step: without, it would be other code."""
+    work = PASSES[name]
+    count = (len(parts) - work.num_inputs) // 2
+    inputs, given = parts[: work.num_inputs], parts[work.num_inputs :][:count]
     if is_backward:
-        return torch.autograd.grad(given, parts[0], gradients, retain_graph=True)
-    with torch.no_grad():
-        return PASSES[name].call(*parts[:inputs])
+        gradients = parts[work.num_inputs + count :]
+        return torch.autograd.grad(given, inputs[: work.num_leaves], gradients, retain_graph=True)
+    with torch.set_grad_enabled(compiled):
+        return _call(name, compiled=compiled)(*inputs)
 
 
 def residual(x: Tensor, y: Tensor) -> Tensor:

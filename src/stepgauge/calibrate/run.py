@@ -19,7 +19,7 @@ from stepgauge.bench.ranks import OnRanks
 from stepgauge.bench.sweep import Job
 from stepgauge.calibrate import host, wrappers
 from stepgauge.calibrate.grids import grid_of
-from stepgauge.calibrate.operations import TimedOperation, operations
+from stepgauge.calibrate.operations import TimedOperation, operations, other_work
 from stepgauge.calibrate.timing import METRICS, Timing, clock_and_power, time_of
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
@@ -176,7 +176,8 @@ def _time_of(
     """None for a shape that does not fit in memory."""
     try:
         make = functools.partial(operation.make, *sizes, device)
-        return time_of(make, device, spec.milliseconds)
+        beside = other_work(operation.beside, device) if operation.beside else None
+        return time_of(make, device, spec.milliseconds, beside)
     except (RuntimeError, MemoryError) as error:
         if devices.out_of_memory_reason(error) is None or spec.ranks > 1:
             raise

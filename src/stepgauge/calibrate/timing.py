@@ -1,5 +1,11 @@
-"""How long one call of an operation takes while calls follow one another without a pause."""
+"""How long one call of an operation takes while the device never rests: among calls of its own kind,
+or in turns with other work, as in a step.
 
+A GPU at its power limit lowers its clock. Products alone run slower than in a step, where passes
+over memory between them draw less; passes alone run faster than between products.
+"""
+
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -12,6 +18,10 @@ from stepgauge.calibrate.capture import Call, captured, on_its_stream
 from stepgauge.measure import devices
 
 LOOPS = 3
+TURN_US = (
+    500.0  # of the operation, then as long of the other work: products of a block last so long
+)
+LEAST_TURNS = 4
 SHORT_US = 500.0  # shorter calls may be launched slower than they run
 MOST_CALLS = 200
 METRICS = {"MHz": "clock_mhz", "W": "power_w"}  # what a device tells, as records name it
@@ -24,19 +34,90 @@ class Timing(NamedTuple):
     at_host_pace: bool = False
 
 
-def time_of(make: Callable[[], Call], device: torch.device, milliseconds: float) -> Timing:
-    """Median over loops of the mean of a loop's calls, a loop of so many milliseconds."""
+class OtherWork(NamedTuple):
+    """What an operation takes turns with, and microseconds of one call of it."""
+
+    call: Call
+    us: float
+
+
+def time_of(
+    make: Callable[[], Call],
+    device: torch.device,
+    milliseconds: float,
+    beside: OtherWork | None = None,
+) -> Timing:
+    """Median over loops of the mean of a loop's calls, a loop of so many milliseconds; or over turns
+    with the other work, which together last as long as all loops.
+    """
     with on_its_stream(device):
         call = make()
         call()
         once = loop(call, device, 2)
-        count = max(2, min(MOST_CALLS, round(milliseconds * 1e3 / max(once, 1e-3))))
         is_short = device.type == "cuda" and once < SHORT_US
+        if beside:
+            return _in_turns(call, once, device, milliseconds, beside, is_short=is_short)
+        count = max(2, min(MOST_CALLS, round(milliseconds * 1e3 / max(once, 1e-3))))
         replay = captured(call, count, device) if is_short else None
         if replay is not None:
             return Timing(statistics.median(loop(replay, device, 2) for _ in range(LOOPS)) / count)
         us = statistics.median(loop(call, device, count) for _ in range(LOOPS))
         return Timing(us, at_host_pace=is_short)
+
+
+def _in_turns(
+    call: Call, once: float, device: torch.device, milliseconds: float, beside: OtherWork,
+    *, is_short: bool,
+) -> Timing:  # fmt: skip
+    count = _calls(once)
+    replay = captured(call, count, device) if is_short else None
+    if replay is not None:
+        once = loop(replay, device, 2) / count
+        if _calls(once) > 2 * count:  # the host was so much slower
+            count = _calls(once)
+            replay = captured(call, count, device)
+    turn = Turn(replay or call, 1 if replay else count, beside, count * once)
+    rounds = max(LEAST_TURNS, round(LOOPS * milliseconds * 1e3 / (2 * turn.us)))
+    us = statistics.median(turn.times(device, rounds)) / count
+    return Timing(us, at_host_pace=is_short and replay is None)
+
+
+def _calls(once: float) -> int:
+    """Of a turn."""
+    return max(1, min(MOST_CALLS, round(TURN_US / max(once, 1e-3))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """So many calls, which take `us`, and the other work for as long."""
+
+    call: Call
+    count: int
+    other: OtherWork
+    us: float
+
+    def __call__(self) -> None:
+        self.between()
+        for _ in range(self.count):
+            self.call()
+
+    def between(self) -> None:
+        for _ in range(max(1, round(self.us / self.other.us))):
+            self.other.call()
+
+    def times(self, device: torch.device, rounds: int) -> list[float]:
+        """Microseconds of the calls in each of so many turns, on a GPU."""
+        found = []
+        for _ in range(rounds):
+            before, after = (torch.Event(device, enable_timing=True) for _ in range(2))
+            self.between()
+            before.record()
+            for _ in range(self.count):
+                self.call()
+            after.record()
+            found.append((before, after))
+        devices.synchronize(device)
+        return [before.elapsed_time(after) * 1e3 for before, after in found]
 
 
 def loop(call: Call, device: torch.device, count: int) -> float:

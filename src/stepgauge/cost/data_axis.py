@@ -199,14 +199,13 @@ class Owned(Bucketed):
         return plan_owners(self.parameters, ranks=self.sending.ranks).owners
 
     def optimizer(self, program: Program, operations: Operations, prices: Prices) -> None:
-        """In parts: while one is broadcast, the next is updated. Broadcasts of all owners together
-        are an all-gather, as far as the fullest owner's wire allows.
+        """In parts: while one is broadcast, the next is updated. What a rank does not own comes
+        through its wire, and what the fullest owner has leaves by one.
         """
         term = operations.optimizer(self.own / UPDATE_PARTS)
-        sent = max(operations.num_parameters, _through_one(self.own, self.sending.ranks))
-        us = prices.collective(
-            "all_gather", sent * operations.how.residual / UPDATE_PARTS, "data"
-        ).us
+        ranks = self.sending.ranks
+        sent = max(operations.num_parameters * (ranks - 1) / ranks, self.own)
+        us = prices.broadcasts(sent * operations.how.residual / UPDATE_PARTS, "data").us
         works = []
         host_us = self.update_host_us() / UPDATE_PARTS
         for part in range(UPDATE_PARTS):

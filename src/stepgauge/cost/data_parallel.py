@@ -35,7 +35,7 @@ def predict_data_parallel(spec: DataParallelSpec, machine: Machine) -> Record:
     sharded = WRAPPERS[spec.wrapper].shards("weights") and spec.ranks > 1
     operations = StepOperations(alone, NetworkPart(batch=spec.batch, gathered=sharded))
     layout = Layout() if spec.wrapper == "none" else spec.layout  # each rank alone
-    prices = Prices(machine, layout, _backend(spec))
+    prices = Prices(machine, layout, _backend(spec)).paced_by(operations)
     step = RankStep(operations, prices, launching(alone, machine))
     axis = data_axis(
         Sending(wrapper=spec.wrapper, ranks=spec.ranks, bucket_mb=spec.bucket_mb,

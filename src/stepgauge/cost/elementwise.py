@@ -1,5 +1,5 @@
-"""Elementwise work of a block: eager as calibrate/passes.py times it, where a hardware file has that;
-compiled, and of parts that it does not time, by the bytes that it moves.
+"""Elementwise work of a block as calibrate/passes.py times it, where a hardware file has that; of
+parts that it does not time by the bytes that it moves.
 
 Legend: M tokens, F features of the feed-forward layer.
 """
@@ -7,7 +7,7 @@ Legend: M tokens, F features of the feed-forward layer.
 import dataclasses
 from collections.abc import Iterator
 
-from stepgauge.cost.terms import Arithmetic, Term
+from stepgauge.cost.terms import TRAFFIC, Arithmetic, Term
 from stepgauge.spec.model import ModelSpec
 
 
@@ -26,26 +26,27 @@ class Elementwise:
 
     @property
     def _has_usual_heads(self) -> bool:
-        """Eager ones as they are timed: as many keys as queries, all of each rotated."""
+        """As they are timed: as many keys as queries, all of each rotated."""
         model = self.model
         is_usual = model.positions == "rope" and model.rope_fraction == 1 and not model.qk_norm
-        return is_usual and model.kv_heads == model.num_heads and not self.how.is_compiled
+        return is_usual and model.kv_heads == model.num_heads
 
     def rotation(self) -> Iterator[Term]:
-        nbytes = self.m * self.rotated * self.how.activation
+        nbytes, sizes = self.m * self.rotated * self.how.activation, (self.m, self.rotated)
+        times = 2 if self.how.is_compiled else 7
         if self._has_usual_heads:
-            sizes = (self.m, self.rotated)
-            yield self.how.elementwise("attention.rotation", "heads forward", sizes, 7 * nbytes)
+            yield self.how.timed_pass("attention.rotation", "heads forward", sizes, nbytes * times)
         else:
-            yield from self.how.passes("attention.rotation", nbytes, eager=7, compiled=2)
+            yield Term("attention.rotation", TRAFFIC, (nbytes * times,))
 
     def heads_backward(self) -> Iterator[Term]:
         """Of the rotation, of norms of queries and keys, and of the split into three."""
         how, model, a = self.how, self.model, self.how.activation
         rotated, values = self.m * self.rotated * a, self.m * self.values * a
         if self._has_usual_heads:
-            sizes, nbytes = (self.m, self.rotated), 9 * rotated + 10 * values
-            yield how.elementwise("attention.heads", "heads backward", sizes, nbytes)
+            nbytes = 2 * (rotated + values) if how.is_compiled else 9 * rotated + 10 * values
+            sizes = (self.m, self.rotated)
+            yield how.timed_pass("attention.heads", "heads backward", sizes, nbytes)
             return
         if model.positions == "rope":
             yield from how.passes("attention.rotation", rotated, eager=9, compiled=2)
@@ -62,16 +63,24 @@ class Elementwise:
             (True, "backward"): (13, 6),
             (False, "backward"): (3, 4),
         }[self.model.is_gated, direction]
-        nbytes = self.m * f * self.how.activation
-        if self.model.feed_forward == "swiglu" and not self.how.is_compiled:
-            yield self.how.elementwise(name, f"gate {direction}", (self.m, f), nbytes * eager)
-        else:
+        nbytes, sizes = self.m * f * self.how.activation, (self.m, f)
+        if self.model.feed_forward != "swiglu":
             yield from self.how.passes(name, nbytes, eager=eager, compiled=compiled)
+        elif (
+            direction == "backward" and self.how.is_compiled
+        ):  # which also gives down its input again
+            yield self.how.timed_pass(name, "gate backward", sizes, nbytes * (compiled - 1))
+            yield Term(f"{name}.again", TRAFFIC, (nbytes,))
+        else:
+            times = compiled if self.how.is_compiled else eager
+            yield self.how.timed_pass(name, f"gate {direction}", sizes, nbytes * times)
 
-    def residual(self, numel: int, *, compiled: float) -> Iterator[Term]:
-        """The sum of the residual stream and a branch: of two types under autocast."""
+    def residual(self, numel: int) -> Iterator[Term]:
+        """The sum of the residual stream and a branch: of two types under autocast. Compiled, it is
+        part of the norm that follows.
+        """
         nbytes = numel * (2 * self.how.residual + self.how.activation)
         if self.how.casts and self.how.activation == 2 and not self.how.is_compiled:
             yield Term("residual", "residual mixed", (numel,), nbytes=nbytes)
         else:
-            yield from self.how.passes("residual", 1, eager=nbytes, compiled=numel * compiled)
+            yield from self.how.passes("residual", nbytes, eager=1, compiled=0)

@@ -27,7 +27,8 @@ def launching(spec: WorkSpec, machine: Machine) -> dict[str, Launching]:
     if spec.device.startswith("cpu"):
         return {phase: Launching() for phase in HOST_PHASES}
     mode = "eager" if spec.compile == "off" else "compiled"
-    precision = "bf16" if spec.precision in ("bf16", "fp16") else "fp32"
+    casts = spec.precision in ("bf16", "fp16") or mode == "compiled"
+    precision = "bf16" if casts else "fp32"
     table = machine.table(f"host {mode} {precision}")
     if table is None:
         raise ValueError(f"the hardware file {machine.hardware.name} has no host times")

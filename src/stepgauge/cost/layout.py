@@ -125,14 +125,16 @@ class LayoutParts:
         # a stage of a pipeline is whole for a step, in the parameters' type
         sharded = WRAPPERS[layout.wrapper].shards("weights") and layout.data > 1
         gathered = sharded and layout.pipeline == 1
-        prices = Prices(machine, layout, GLOO if spec.group_backend == "gloo" else NCCL)
         share = NetworkPart(
             batch=spec.micro_batch,
             tensor=layout.tensor,
             overlap=layout.overlap,
             gathered=gathered,
         )
-        times = layer_times(StepOperations(work, share), prices) if spec.needs_times else None
+        whole = StepOperations(work, share)
+        backend = GLOO if spec.group_backend == "gloo" else NCCL
+        prices = Prices(machine, layout, backend).paced_by(whole)
+        times = layer_times(whole, prices) if spec.needs_times else None
         stages = [
             StepOperations(work, dataclasses.replace(share, blocks=blocks))
             for blocks in spec.stages(times)

@@ -13,40 +13,69 @@ from collections.abc import Callable, Mapping, Sequence
 
 from stepgauge.cost.estimate import CALIBRATED, EXTRAPOLATED, INTERPOLATED, TRANSFERRED, Estimate
 from stepgauge.cost.network import Network
-from stepgauge.spec.calibration import OperationTable
+from stepgauge.spec.calibration import ALONE, OperationTable
 from stepgauge.spec.hardware import HardwareFile, Peaks
+
+# Of the time of a step: what products take where they were timed in turns with passes over memory.
+HALF = 0.5
 
 
 class Machine:
     """A hardware file as a table of times: its own, or those of its base by the ratio of published
     peaks. Raises ValueError where neither has a calibration.
+
+    products  their share of the time of the step that is priced. A GPU at its power limit runs
+              them the faster, the more of the step draws less
     """
 
-    def __init__(self, hardware: HardwareFile):
+    def __init__(self, hardware: HardwareFile, *, products: float = HALF):
         calibrated = hardware if hardware.operations else hardware.base
         if calibrated is None or not calibrated.operations:
             raise ValueError(
                 f"the hardware file {hardware.name} has no operations: run stepgauge calibrate "
                 f"FILE on that machine"
             )
-        self.hardware, self._calibrated = hardware, calibrated
+        self.hardware, self._calibrated, self._products = hardware, calibrated, products
         self.network = Network(hardware)
         self._grids: dict[str, _Grid] = {}
         is_base = calibrated is hardware.base and calibrated.device != hardware.device
         self._pace = _Pace(calibrated.peaks, hardware.peaks) if is_base else None
 
+    def at(self, products: float) -> "Machine":
+        """The same where products have that share of the time."""
+        other = Machine(self.hardware, products=products)
+        other._grids = self._grids
+        return other
+
     def time(self, operation: str, *sizes: float) -> Estimate:
         """The operation at the sizes of its table's axes. Raises ValueError for one that the file
         does not have.
         """
-        if operation not in self._grids:
-            work, table = WORK[operation.partition(" ")[0]], self._known(operation)
-            is_launched = "backward" in operation and not table.captured
-            self._grids[operation] = _Grid(table, work, is_launched=is_launched)
-        found = self._here(operation, self._grids[operation].time(sizes))
+        found = self._here(operation, self._grid(operation, self._known(operation)).time(sizes))
         if operation.startswith("attention"):
             return self._at_least_its_bytes(operation, sizes, found)
-        return found
+        alone = self.table(f"{operation} {ALONE}")
+        return self._at_its_pace(operation, sizes, found, alone) if alone else found
+
+    def _at_its_pace(
+        self, operation: str, sizes: Sequence[float], found: Estimate, alone: OperationTable
+    ) -> Estimate:
+        """A product was timed in turns with passes over memory, and some shapes alone, too: their
+        share lies between, and the time on the line through both.
+        """
+        of_both = self._grid(f"{operation} {ALONE} too", self._known(operation).at(alone))
+        alone_us = self._grid(f"{operation} {ALONE}", alone).time(sizes).us
+        longer = alone_us / of_both.time(sizes).us - 1
+        return Estimate(
+            found.us * (1 + longer * (self._products - HALF) / (1 - HALF)), found.source
+        )
+
+    def _grid(self, name: str, table: OperationTable) -> "_Grid":
+        if name not in self._grids:
+            is_launched = "backward" in name and not table.captured
+            work = WORK[name.partition(" ")[0]]
+            self._grids[name] = _Grid(table, work, is_launched=is_launched)
+        return self._grids[name]
 
     @property
     def disturbance(self) -> str:
@@ -125,7 +154,10 @@ def _work_of_attention(heads: float, length: float, width: float) -> float:
 WORK: Mapping[str, Callable[..., float]] = {
     "matmul": _work_of_product,
     "attention": _work_of_attention,
-    **dict.fromkeys(("rmsnorm", "layernorm", "cross-entropy", "heads", "gate"), lambda m, n: m * n),
+    **dict.fromkeys(
+        ("rmsnorm", "layernorm", "cross-entropy", "heads", "gate", "compiled", "embedding"),
+        lambda m, n: m * n,
+    ),
     **dict.fromkeys(("cast", "optimizer", "traffic", "residual"), lambda size: size),
 }
 

@@ -56,6 +56,10 @@ class Network:
         """Without a fabric all ranks are on one node: links say of how many."""
         return self.fabric.gpus_per_node if self.fabric else 2**30
 
+    def is_measured(self, operation: str, axis: Axis, *, backend: str = "nccl") -> bool:
+        link = self._hardware.link(op=operation, backend=backend, ranks=axis.ranks)
+        return link is not None and axis.nodes == 1
+
     def collective(
         self, operation: str, nbytes: float, axis: Axis, *, backend: str = "nccl"
     ) -> Estimate:

@@ -202,7 +202,7 @@ class StepOperations:
 
     def _block_forward(self) -> Iterator[Term]:
         model, how, n = self.model, self.how, self.share.tensor
-        m, own, a, r = self.tokens, self.own_tokens, how.activation, how.residual
+        m, own = self.tokens, self.own_tokens
         d, f, width = model.d_model, model.d_ff // n, model.num_heads * model.head_width // n
         inputs, up = self.qkv_rows, (2 if model.is_gated else 1) * f
         yield from self._norm("attention.norm", "forward", "attention_norm")
@@ -218,14 +218,14 @@ class StepOperations:
         yield self._attention("forward")
         yield from how.linear_forward("attention.output", m, d, width, 0)
         yield from self._exchange("attention.output", "forward", weight=(d, width))
-        yield from self._elementwise.residual(own * d, compiled=2 * r + a)
+        yield from self._elementwise.residual(own * d)
         yield from self._norm("feed_forward.norm", "forward", "feed_forward_norm")
         yield from self._exchange(self._up, "forward", weight=(up, d))
         yield from how.linear_forward("feed_forward.up", m, up, d, how.narrowed(own * d))
         yield from self._elementwise.gate(self._gate, "forward", f)
         yield from how.linear_forward("feed_forward.down", m, d, f, 0)
         yield from self._exchange("feed_forward.down", "forward", weight=(d, f))
-        yield from self._elementwise.residual(own * d, compiled=0)
+        yield from self._elementwise.residual(own * d)
 
     def _loss_forward(self, v: int) -> Iterator[Term]:
         m = self.tokens
@@ -262,12 +262,17 @@ class StepOperations:
         yield from self._norm("head.norm", "backward", "norm")
 
     def _embedding_backward(self) -> Iterator[Term]:
-        weights = self.model.vocab_size * self.model.d_model // self.share.tensor
-        nbytes = (
-            weights * self.how.residual + self.tokens * self.model.d_model * 2 * self.how.residual
-        )
-        yield from self._exchange("blocks.0", "backward", self.how.residual)
-        yield Term("embedding", TRAFFIC, (nbytes,), gradient=weights, weights=True)
+        """The gradient cleared, and the tokens' sums added to it."""
+        d, r = self.model.d_model, self.how.residual
+        weights = self.model.vocab_size * d // self.share.tensor
+        yield from self._exchange("blocks.0", "backward", r)
+        yield Term("embedding.clear", TRAFFIC, (weights * r,), weights=True)
+        added = 2 * self.tokens * d * r
+        if self.how.is_compiled:
+            yield Term("embedding", TRAFFIC, (added,), gradient=weights, weights=True)
+        else:
+            yield Term("embedding", "embedding backward", (self.tokens, d), gradient=weights,
+                       weights=True, nbytes=added)  # fmt: skip
 
     def _block_backward(self) -> Iterator[Term]:
         model, how, n = self.model, self.how, self.share.tensor

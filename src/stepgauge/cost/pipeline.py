@@ -27,7 +27,8 @@ def predict_pipeline(spec: PipelineSpec, machine: Machine) -> Record:
     """
     whole = _whole(spec)
     layout = Layout(pipeline=spec.ranks, schedule=spec.ours if spec.ranks > 1 else "")
-    prices = Prices(machine, layout, "nccl" if spec.device.startswith(("cuda", "auto")) else "gloo")
+    backend = "nccl" if spec.device.startswith(("cuda", "auto")) else "gloo"
+    prices = Prices(machine, layout, backend).paced_by(whole)
     schedule = lower(spec.plan(), ahead=spec.ahead)
     host = launching(whole.spec, machine)
     halves = Halves.of(whole)

@@ -1,6 +1,7 @@
 """What a term takes on a machine, under a layout."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
 
 from stepgauge.cost.contention import ContentionTable
 from stepgauge.cost.estimate import ASSUMED, Estimate
@@ -12,6 +13,13 @@ from stepgauge.spec.layout import Layout
 NCCL, GLOO = "nccl", "gloo"
 # Of a collective beside a product: a copy, a flag and a wait before it and after it.
 LEAST_EXPOSED_US = 10.0
+
+
+class Computing(Protocol):
+    """What a rank computes."""
+
+    def forward(self) -> Iterator[Term]: ...
+    def backward(self) -> Iterator[Term]: ...
 
 
 class Prices:
@@ -37,6 +45,14 @@ class Prices:
         self._known: dict[
             tuple[str, tuple[float, ...], str, tuple[Term, ...], float], Estimate
         ] = {}
+
+    def paced_by(self, operations: "Computing") -> "Prices":
+        """The same where products have that share of the time which they have in the network."""
+        terms = [t for t in (*operations.forward(), *operations.backward()) if not t.axis]
+        products = [term for term in terms if term.is_product]
+        share = self.total_us(products) / (self.total_us(terms) or 1.0)
+        machine = self.machine.at(share)
+        return Prices(machine, self.layout, self.backend, without=self._without)
 
     def of(self, term: Term) -> Estimate:
         """Of one run of the term's operation."""
@@ -69,6 +85,13 @@ class Prices:
         if axis == self._without:
             return Estimate(0.0, ASSUMED)
         return self.machine.network.collective(operation, nbytes, found, backend=self.backend)
+
+    def broadcasts(self, nbytes: float, axis: str) -> Estimate:
+        """Of all ranks together, each of what it owns; so many bytes go through the busiest wire."""
+        found = self.axes[axis]
+        if self.machine.network.is_measured("broadcast", found, backend=self.backend):
+            return self.collective("broadcast", nbytes, axis)
+        return self.collective("all_gather", nbytes * found.ranks / (found.ranks - 1), axis)
 
     def without(self, axis: str) -> "Prices":
         """The same with nothing sent on an axis."""

@@ -29,7 +29,8 @@ def predict(spec: StepSpec, machine: Machine) -> Record:
     """The modelled record of the step, its terms in a table. Raises ValueError for a step that the
     cost model or the hardware file does not know.
     """
-    operations, prices = StepOperations(spec), Prices(machine)
+    operations = StepOperations(spec)
+    prices = Prices(machine).paced_by(operations)
     host = launching(spec, machine)
     program = RankStep(operations, prices, host).program(DataParallelCost(), phases=spec.phases)
     found = outcome(program, prices.contention)

@@ -79,10 +79,15 @@ class Arithmetic:
         if times:
             yield Term(name, TRAFFIC, (nbytes * times,))
 
-    def elementwise(
+    def timed_pass(
         self, name: str, operation: str, sizes: tuple[float, ...], nbytes: float
     ) -> Term:
-        """Eager work as calibrate/passes.py times it, in the type that products give."""
+        """Work as calibrate/passes.py times it, in the type that products give; compiled, as under
+        autocast.
+        """
+        if self.is_compiled:
+            return Term(name, f"compiled {operation}" if self.casts else TRAFFIC,
+                        sizes if self.casts else (nbytes,), nbytes=nbytes)  # fmt: skip
         kind = "bf16" if self.activation == 2 else "fp32"
         return Term(name, f"{operation} {kind}", sizes, nbytes=nbytes)
 
@@ -118,14 +123,19 @@ class Arithmetic:
             yield Term(f"{name}.cast_input_gradient", "cast bf16 fp32", (narrowed,))
 
     def norm(self, name: str, direction: str, kind: str, m: int, d: int) -> Iterator[Term]:
-        """A norm of (M, D); compiled, or by our kernel, one pass over memory."""
-        r = self.residual
+        """A norm of (M, D); by our kernel one pass over memory; compiled one with the residual sum
+        before it.
+        """
+        r, a = self.residual, self.activation
         vectors = 2 if kind == "layernorm" else 1
         gradient = vectors * d if direction == "backward" else 0
-        if self.is_compiled or kind == "triton":
-            reads = 2 * r + self.activation if direction == "backward" else r
-            nbytes = m * d * (reads + (r if direction == "backward" else 2))
+        nbytes: float = m * d * (3 * r + a if direction == "backward" else r + 2)
+        if kind == "triton":
             yield Term(name, TRAFFIC, (nbytes,), gradient=gradient)
-            return
-        kept = "bf16" if r == 2 else "fp32"
-        yield Term(name, f"{kind} {direction} {kept}", (m, d), gradient=gradient)
+        elif self.is_compiled:
+            nbytes += m * d * (r + a / 2) * (direction == "forward")
+            term = self.timed_pass(name, f"norm {direction}", (m, d), nbytes)
+            yield dataclasses.replace(term, gradient=gradient)
+        else:
+            kept = "bf16" if r == 2 else "fp32"
+            yield Term(name, f"{kind} {direction} {kept}", (m, d), gradient=gradient)

@@ -35,7 +35,7 @@ def predict_traced(spec: TracedSpec, traced: Traced, machine: Machine) -> Record
     require_traceable(spec)
     layout, operations = _layout(spec), TracedOperations(spec, traced)
     backend = GLOO if getattr(spec, "group_backend", "") == "gloo" else NCCL
-    prices = Prices(machine, layout, backend)
+    prices = Prices(machine, layout, backend).paced_by(operations)
     step = TracedStep(operations, prices, _host(spec, traced, machine))
     accumulation = spec.accumulation if isinstance(spec, LayoutSpec) else 1
     program = step.program(

@@ -7,6 +7,9 @@ from typing import Any, ClassVar, Self
 from stepgauge.spec.comm import OPS
 from stepgauge.spec.fields import check, option
 
+# Ends the name of a product's second table: of calls that nothing else ran between.
+ALONE = "alone"
+
 
 @dataclasses.dataclass(frozen=True)
 class OperationTable:
@@ -22,6 +25,11 @@ class OperationTable:
     rows: tuple[tuple[float, ...], ...]
     captured: bool = False
     disturbed: bool = False
+
+    def at(self, other: "OperationTable") -> "OperationTable":
+        """The rows of sizes that the other has, too."""
+        sizes = {row[:-1] for row in other.rows}
+        return dataclasses.replace(self, rows=tuple(r for r in self.rows if r[:-1] in sizes))
 
     def to_json(self) -> dict[str, Any]:
         said = {name: True for name in ("captured", "disturbed") if getattr(self, name)}

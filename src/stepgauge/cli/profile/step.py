@@ -3,6 +3,7 @@
 import functools
 from pathlib import Path
 
+from stepgauge.cli.beside import Hardware, hardware_of
 from stepgauge.cli.console import print_records, print_table, tell
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import (
@@ -17,6 +18,7 @@ from stepgauge.cli.rows import (
 from stepgauge.report.names import labels
 from stepgauge.report.profile import phases_table, tables
 from stepgauge.spec.analysis import Analysis
+from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record
@@ -29,6 +31,7 @@ def step(
     values: Values,
     out: Out = Path("runs/profile-step"),
     fresh: Fresh = False,
+    hardware: Hardware = None,
     format: RowFormat = "table",
 ) -> None:
     """Profile a training step: kernels by kind, phase and part of the model, idle time, flame
@@ -37,7 +40,8 @@ def step(
     The step is timed by the stopwatch first, then recorded by torch.profiler, and both stand side
     by side. Each row leaves a folder with its Chrome trace (opens in Perfetto), speedscope JSON,
     collapsed stacks and analysis. All rows of the run are in its report.html. Every option takes
-    several values, and their product is profiled.
+    several values, and their product is profiled. Where this device has a hardware file, the terms
+    of the predicted step stand beside the kernels.
     """
     specs = resolve_devices(distinct(expand(ProfileSpec, values)))
 
@@ -57,8 +61,11 @@ def step(
         )
         tell(f"report: {report}")
         found = [(record, profile.read(record, out)) for record in records]
-        for name, (record, analysis) in zip(labels(records), found, strict=True):
+        path = hardware or hardware_of(specs[0].device)
+        for name, spec, (record, analysis) in zip(labels(records), specs, found, strict=True):
             _print(name, record, analysis, brief=len(found) > 1)
+            if path and analysis:
+                _print_predicted(spec, path, analysis)
     else:
         print_records(records, format)
     require_success(records)
@@ -70,3 +77,17 @@ def _print(name: str, record: Record, found: Analysis | None, *, brief: bool) ->
         for table in [phases_table(found)] if brief else tables(found):
             print()
             print_table(table)
+
+
+def _print_predicted(spec: ProfileSpec, hardware: Path, found: Analysis) -> None:
+    """The terms of the step beside its kernels, or why it is not predicted."""
+    from stepgauge.validate.kernels import kernels_beside
+    from stepgauge.validate.predicted import predicted
+
+    try:
+        prediction = predicted(spec, HardwareFile.read(hardware))
+    except ValueError as error:
+        tell(f"not predicted: {error}")
+        return
+    print()
+    print_table(kernels_beside(prediction, found))

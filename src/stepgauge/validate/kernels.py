@@ -1,0 +1,115 @@
+"""The terms of a predicted step beside the kernels that a trace shows for them."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from stepgauge.report.kernel_names import shortened
+from stepgauge.report.table import Table
+from stepgauge.spec.analysis import Analysis, Cell
+from stepgauge.spec.calibration import kernel_class
+from stepgauge.spec.record import Record
+from stepgauge.trace.names import readable
+
+# The range of the module that runs a term, where it is not the term's own name.
+RANGES = {
+    "attention.norm": "attention_norm",
+    "feed_forward.norm": "feed_forward_norm",
+    "head.norm": "norm",
+    "attention.heads": "attention",
+    "attention.rotation": "attention",
+    "feed_forward.up": "feed_forward.gate_up",
+    "feed_forward.gate": "feed_forward",
+    "feed_forward.gelu": "feed_forward",
+    "residual": "",
+    "biases": "",
+}
+WAITS = "waits"  # the device stands still
+KINDS = {"matmul": "matmul", "attention": "attention"}  # of cells, as kernel_class names them
+
+
+@dataclasses.dataclass
+class Part:
+    """Milliseconds a step of a part of the network in one phase, of one class of kernels.
+
+    kernels  that the trace has for it: launches a step, and milliseconds by name
+    """
+
+    phase: str
+    part: str
+    kind: str
+    predicted_ms: float = 0.0
+    measured_ms: float = 0.0
+    launches: float = 0.0
+    kernels: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def longest(self) -> str:
+        return max(self.kernels, key=lambda name: self.kernels[name], default="")
+
+
+def parts_beside(prediction: Record, found: Analysis) -> list[Part]:
+    """Each part's terms and kernels. A trace without ranges, as of a compiled step, has them by phase
+    and class alone.
+    """
+    has_ranges = any(cell.range.startswith("blocks") for cell in found.cells)
+    parts: dict[tuple[str, str, str], Part] = {}
+
+    def of(phase: str, part: str, kind: str) -> Part:
+        part = part if has_ranges and phase != "optimizer" and kind != WAITS else ""
+        return parts.setdefault((phase, part, kind), Part(phase, part, kind))
+
+    _, *rows = prediction.tables["terms"]
+    for phase, term, operation, *_, us, _source in rows:
+        kind = WAITS if term == "host" else kernel_class(operation)
+        of(phase, range_of(term), kind).predicted_ms += us / 1e3
+    for cell in _on_device(found.cells):
+        own = of(cell.phase, _without_number(cell.range), KINDS.get(cell.kind, "traffic"))
+        own.measured_ms += cell.us / 1e3 / found.steps
+        own.launches += cell.calls / found.steps
+        name = readable(cell.name)
+        own.kernels[name] = own.kernels.get(name, 0.0) + cell.us
+    for idle in found.idle:
+        if idle.phase:
+            of(idle.phase, "", WAITS).measured_ms += idle.us / 1e3 / found.steps
+    return sorted(parts.values(), key=lambda each: -abs(each.predicted_ms - each.measured_ms))
+
+
+def range_of(term: str) -> str:
+    """Of the module that runs the term, without the block's number."""
+    term = term.removeprefix("recomputed.")
+    for name, module in RANGES.items():
+        if term == name or term.startswith(f"{name}."):
+            return module
+    names = term.split(".")
+    has_layer = names[0] in ("attention", "feed_forward") and len(names) > 1
+    return ".".join(names[:2]) if has_layer else names[0]
+
+
+def _without_number(place: str) -> str:
+    place = place.removeprefix("blocks.*").removeprefix(".")
+    return "attention" if place == "attention.rotation" else place
+
+
+def _on_device(cells: Iterable[Cell]) -> Iterable[Cell]:
+    return (cell for cell in cells if cell.phase and cell.calls and cell.kind != "host")
+
+
+def kernels_beside(prediction: Record, found: Analysis) -> Table:
+    """A row a part, the most wrong first; their differences add up to that of the step."""
+    parts = parts_beside(prediction, found)
+    predicted, measured = (
+        sum(getattr(part, name) for part in parts) for name in ("predicted_ms", "measured_ms")
+    )
+    rows = [
+        [part.phase, part.part, part.kind, part.predicted_ms, part.measured_ms,
+         part.predicted_ms - part.measured_ms, (part.predicted_ms - part.measured_ms) / measured,
+         part.launches, shortened(part.longest, 48)]
+        for part in parts
+    ]  # fmt: skip
+    columns = ["phase", "part", "kernels", "predicted ms", "traced ms", "difference", "of the step",
+               "calls a step", "longest kernel"]  # fmt: skip
+    caption = (
+        f"What was predicted from {prediction.environment['hardware']} beside the kernels of the "
+        f"trace: {predicted:.1f} ms for {measured:.1f}, {predicted / measured - 1:+.1%}."
+    )
+    return Table(columns, rows, names=3, formats={"of the step": "+.1%"}, caption=caption)

@@ -1,0 +1,64 @@
+"""The terms of a predicted step beside the kernels of its trace."""
+
+from pathlib import Path
+
+import pytest
+
+from stepgauge.cost.machine import Machine
+from stepgauge.cost.step import predict
+from stepgauge.spec.analysis import Analysis, Cell, Idle
+from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.step import StepSpec
+from stepgauge.validate.kernels import kernels_beside, parts_beside
+
+H100 = HardwareFile.read(Path(__file__).parents[2] / "hardware" / "h100-sxm.json")
+STEP = StepSpec(model=ModelSpec.preset("medium"), size="medium", precision="bf16", device="cuda")
+
+
+def cell(phase, place, kind, us, name="kernel", calls=2):
+    return Cell(name=name, kind=kind, rule="", phase=phase, range=place, calls=calls, us=us,
+                busy_us=us, idle_us=0, flops=0, bytes=0)  # fmt: skip
+
+
+def trace(*cells):
+    return Analysis(source="", on_device=True, steps=2, cells=list(cells),
+                    idle=[Idle(reason="", phase="forward", gaps=1, us=500.0)])  # fmt: skip
+
+
+def test_parts_have_their_terms_and_kernels_and_add_up():
+    found = trace(
+        cell("forward", "blocks.*.feed_forward.gate_up", "matmul", 8000.0, "nvjet"),
+        cell("forward", "blocks.*.feed_forward.gate_up", "copy", 1000.0),
+        cell("forward", "blocks.*.attention.rotation", "elementwise", 600.0),
+        cell("backward", "blocks.*.attention", "attention", 4000.0),
+        cell("optimizer", "", "optimizer", 3000.0),
+        cell("", "", "host", 9e9),  # no kernel of a step
+    )
+    prediction = predict(STEP, Machine(H100))
+    parts = {(p.phase, p.part, p.kind): p for p in parts_beside(prediction, found)}
+    product = parts["forward", "feed_forward.gate_up", "matmul"]
+    assert product.measured_ms == 4.0 and product.launches == 1 and product.longest == "nvjet"
+    terms = {(row[0], row[1]): row[5] / 1e3 for row in prediction.tables["terms"][1:]}
+    assert product.predicted_ms == pytest.approx(terms["forward", "feed_forward.up"])
+    assert parts["forward", "attention", "traffic"].measured_ms == 0.3
+    assert parts["forward", "attention", "traffic"].predicted_ms > 0
+    assert parts["backward", "attention", "attention"].predicted_ms > 0
+    assert parts["forward", "", "waits"].measured_ms == 0.25
+    predicted, measured = (sum(getattr(p, name) for p in parts.values())
+                           for name in ("predicted_ms", "measured_ms"))  # fmt: skip
+    assert predicted == pytest.approx(prediction.median("step_ms"))
+    assert measured == pytest.approx((8000 + 1000 + 600 + 4000 + 3000 + 500) / 2e3)
+    table = kernels_beside(prediction, found)
+    differences = [abs(row[5]) for row in table.rows]
+    assert (
+        differences == sorted(differences, reverse=True) and "beside the kernels" in table.caption
+    )
+
+
+def test_a_compiled_step_has_no_ranges_and_its_classes_stand_as_wholes():
+    found = trace(cell("forward", "", "matmul", 8000.0), cell("forward", "", "elementwise", 2000.0))
+    parts = parts_beside(predict(STEP, Machine(H100)), found)
+    forward = {p.kind: p for p in parts if p.phase == "forward"}
+    assert {p.part for p in parts} == {""} and len(forward) >= 3
+    assert forward["matmul"].measured_ms == 4.0 and forward["traffic"].measured_ms == 1.0
