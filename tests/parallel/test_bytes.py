@@ -10,7 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from stepgauge.parallel.owned_gradients import OwnerDataParallel
 from stepgauge.parallel.reducer import GradientReducer
+from stepgauge.parallel.sharding import Sharding
 from stepgauge.parallel.wrappers import Settings, parallelise
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.layout import sent_bytes
@@ -115,21 +117,27 @@ class LateWork:
         return False
 
 
+def late(launch):
+    return lambda *given: LateWork(launch(*given))
+
+
 @pytest.fixture(scope="module")
 def counted():
     return launch(count, ranks=RANKS)
 
 
 def count():
-    held, reduce, scatter = [], GradientReducer.launch, GradientReducer.launch_scatter
+    held, scatter = [], Sharding.launch_scatter
 
     def scatter_and_hold(self, slice_, message):
         held.append(message)  # as NCCL's watchdog does
         return scatter(self, slice_, message)
 
-    GradientReducer.waits_on_device = lambda *_: True
-    GradientReducer.launch = lambda *given, **named: LateWork(reduce(*given, **named))
-    GradientReducer.launch_scatter = scatter_and_hold
+    OwnerDataParallel.device_may_wait = lambda *_: True
+    for name in ("launch", "launch_to"):
+        launched = getattr(GradientReducer, name)
+        setattr(GradientReducer, name, late(launched))
+    Sharding.launch_scatter = scatter_and_hold
     return {
         **{wrapper: count_a_step(wrapper) for wrapper in WRAPPERS},
         "waits": count_waits_of_begin(),

@@ -26,21 +26,12 @@ from stepgauge.parallel.data_parallel import (
 from stepgauge.parallel.replicas import DifferentModelsError
 from stepgauge.runtime.launch import launch
 
-
-def in_lists(module):
-    """As over NCCL, where the gradients of a bucket are sent at once as they lie."""
-    wrapped = BucketedDataParallel(module, bucket_mb=0.0005)
-    wrapped.reducer.takes_lists = lambda device: True
-    return wrapped
-
-
 WRAPPERS = {
     "naive": NaiveDataParallel,
     "flat": FlatDataParallel,
     "overlapped": OverlappedDataParallel,
     "bucketed": lambda module: BucketedDataParallel(module, bucket_mb=0.0005),
     "one bucket": lambda module: BucketedDataParallel(module, bucket_mb=1000),
-    "in lists": in_lists,
 }
 NETWORKS = ("toy", "transformer", "bert")
 OPTIMIZERS = ("sgd", "adamw")
@@ -54,7 +45,9 @@ def test_gradients_that_others_share_are_sent_as_copies(count):
     sent = [nn.Parameter(torch.zeros(2, 3)) for _ in range(count)]
     for parameter, row in zip(sent, shared, strict=False):
         parameter.grad = row.view(2, 3)
-    message = BucketGradients(sent, {*sent}, types.SimpleNamespace(rank=0), packs=count > 1)
+    message = BucketGradients(
+        sent, {*sent}, types.SimpleNamespace(rank=0), dtype=torch.float32, packs=count > 1
+    )
     for tensor in message.tensors:
         tensor.zero_()
     assert shared.eq(1).all()

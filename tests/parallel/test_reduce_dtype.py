@@ -10,23 +10,17 @@ from stepgauge.parallel.data_parallel import (
     FlatDataParallel,
     NaiveDataParallel,
 )
+from stepgauge.parallel.owned_gradients import OwnerDataParallel
 from stepgauge.runtime.launch import launch
 
 DTYPES = (torch.bfloat16, torch.float16)
-
-
-def in_lists(module, **settings):
-    wrapped = BucketedDataParallel(module, **settings)
-    wrapped.reducer.takes_lists = lambda device: True
-    return wrapped
 
 
 WRAPPERS = {
     "naive": NaiveDataParallel,
     "flat": FlatDataParallel,
     "bucketed": BucketedDataParallel,
-    "lists": in_lists,
-    "owners": lambda module, **settings: BucketedDataParallel(
+    "owners": lambda module, **settings: OwnerDataParallel(
         module, owners={name: 0 for name, _ in module.named_parameters()}, **settings
     ),
 }

@@ -11,6 +11,7 @@ from tests.parallel.test_data_parallel import CLIP, loss_of, mlp
 from torch import nn
 
 from stepgauge.parallel.data_parallel import BucketedDataParallel
+from stepgauge.parallel.owned_gradients import OwnerDataParallel
 from stepgauge.parallel.replicas import DifferentModelsError
 from stepgauge.parallel.zero import ShardedOptimizer
 from stepgauge.runtime.launch import launch
@@ -79,9 +80,8 @@ def difference_from_one_process(stage, network, optimizer, every):
     sharded = ShardedOptimizer(
         [p for p in module.parameters() if p.requires_grad], build, stage=stage, **settings
     )
-    parallel = BucketedDataParallel(
-        module, 0.001, owners=sharded.owners_of(module) if stage == 2 else None
-    )
+    owners = {"owners": sharded.owners_of(module)} if stage == 2 else {}
+    parallel = (OwnerDataParallel if owners else BucketedDataParallel)(module, 0.001, **owners)
     for step in range(STEPS):
         sharded.zero_grad()
         for micro in range(MICRO_BATCHES):

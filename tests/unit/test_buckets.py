@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepgauge.spec.plan.buckets import MB, Bucket, Parameter, plan_buckets, plan_launches
-from stepgauge.spec.plan.shards import plan_owners
+from stepgauge.spec.plan.buckets import MB, Bucket, Parameter, plan_buckets
+from stepgauge.spec.plan.shards import plan_launches, plan_owners
 
 parameters = st.lists(
     st.builds(

@@ -22,7 +22,7 @@ PRIVATE_TORCH = {
     "kernels/plain_eager.py": "whether a dispatch mode or a transform is active",
     "measure/memory/autograd_engine.py": "the node that runs, and references of a storage",
     "parallel/bucket_gradients.py": "references of a storage",
-    "parallel/readiness.py": "which weights a backward was asked for",
+    "parallel/present_backward.py": "which weights a backward was asked for",
     "parallel/shares.py": "a tensor's class without its __torch_function__",
 }
 # What else is private in torch, the files that need it, and what would make it unnecessary.
@@ -59,7 +59,7 @@ PRIVATE_NAMES = {
         "a public name of FakeTensor and FunctionalTensor",
     ),
     "torch.autograd.Variable._execution_engine": (
-        {"parallel/readiness.py"},
+        {"parallel/present_backward.py"},
         "a public callback at the end of a backward",
     ),
     "torch.autograd._get_sequence_nr": (
@@ -94,6 +94,10 @@ PRIVATE_NAMES = {
     "torch.distributed.distributed_c10d._get_default_group": (
         {"parallel/reducer.py"},
         "dist.group.WORLD, once its type is no longer an optional one",
+    ),
+    "torch.distributed.distributed_c10d._world": (
+        {"parallel/collectives.py"},
+        "a public list of a process's groups",
     ),
     "torch.ops._c10d_functional": (
         {"parallel/residual_stream.py"},

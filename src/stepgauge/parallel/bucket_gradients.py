@@ -7,10 +7,10 @@ cast to another type, or missing here, is sent as a copy, and its mean written i
 from collections.abc import Container, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepgauge.parallel.reducer import Done, GradientReducer, Launched
-from stepgauge.parallel.shares import as_share
+from stepgauge.parallel.reducer import GradientReducer
 
 
 class BucketGradients:
@@ -18,9 +18,8 @@ class BucketGradients:
 
     own     parameters whose `.grad` backward has added to on this rank. The `.grad` of another is
             taken to be alike on all ranks that have it, and stays; a missing one counts as zero
-    dtype   what is sent; None: the gradients' own
+    dtype   what is sent
     packs   whether the gradients are copied behind each other
-    owner   the rank that alone gets the mean; the others have none of it afterwards
     """
 
     def __init__(
@@ -29,101 +28,69 @@ class BucketGradients:
         own: Container[nn.Parameter],
         reducer: GradientReducer,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype,
         packs: bool = False,
-        owner: int | None = None,
     ):
-        self.parameters, self.owner = parameters, owner
-        self.is_complete = all(parameter in own for parameter in parameters)
-        self.work: Launched = Done()
-        self._own, self._reducer, self._dtype = own, reducer, dtype or parameters[0].dtype
+        self.parameters, self.reducer = parameters, reducer
+        self.work: dist.Work | None = None
+        self.own, self._dtype = own, dtype
         # parameters whose mean is not in `.grad` but here
-        self._copies: dict[nn.Parameter, Tensor] = {}
-        self.tensors = self._packed() if packs else [self._contribution(p) for p in parameters]
+        self.copies: dict[nn.Parameter, Tensor] = {}
+        if packs:
+            counts = [parameter.numel() for parameter in parameters]
+            flat = parameters[0].new_empty(sum(counts), dtype=dtype)
+            for parameter, part in zip(parameters, flat.split(counts), strict=True):
+                self._place(parameter, part.view(parameter.shape))
+        self.tensors = [flat] if packs else [self._place(parameter) for parameter in parameters]
 
-    def send(self) -> Launched:
-        self.work = (
-            self._reducer.launch_list(self.tensors)
-            if len(self.tensors) > 1
-            else self._reducer.launch(self.tensors[0], owner=self.owner)
-        )
-        return self.work
+    def send(self) -> None:
+        self.work = self.reducer.launch(self.tensors)
 
-    def can_be_unpacked_early(self) -> bool:
-        """Whether that frees memory, and backward, which goes on, reads nothing that it writes. No
-        rank can lack all gradients of a bucket that is complete here.
-        """
-        frees = bool(self._copies) or self.owner is not None
-        is_read = any(p.grad is not None and not is_alone(p.grad) for p in self._copies)
-        return self.is_complete and frees and not is_read
+    def wait(self) -> None:
+        """Until what is computed next sees the means; on a GPU the host goes on."""
+        if self.work is not None:
+            self.work.wait()
 
-    @torch.no_grad()
     def unpack(self, unused: Container[nn.Parameter] = ()) -> None:
-        """Waits, and gives each parameter its mean.
-
-        unused  parameters that no rank had a gradient of: they stay as they are
-        """
-        self.work.wait()
+        """Waits, and gives each parameter its mean. Those that no rank used stay as they are."""
+        self.wait()
         for parameter in self.parameters:
-            if parameter in unused:
-                continue
-            if self.owner not in (None, self._reducer.rank):
-                parameter.grad = None
-                continue
-            mean = self._copies.get(parameter)
-            if parameter.grad is None:
-                assert mean is not None, "a gradient that is not there was sent as a copy"
-                parameter.grad = mean.to(parameter.dtype, copy=True)
-            elif mean is not None:
-                parameter.grad.copy_(mean)
-            if self.owner is not None:
-                parameter.grad = as_share(parameter.grad)
+            if parameter not in unused:
+                self.give_mean(parameter)
 
-    def _contribution(self, parameter: nn.Parameter) -> Tensor:
-        """`.grad` itself where it can be averaged in place, else a copy of it."""
-        gradient = parameter.grad
-        if self._is_in_place(parameter):
-            assert gradient is not None, "it is in place"
-            return gradient
-        copied = torch.empty_like(
-            parameter, dtype=self._dtype, memory_format=torch.contiguous_format
-        )
-        self._copies[parameter] = self._fill(copied.detach(), parameter)
-        return self._copies[parameter]
-
-    def _packed(self) -> list[Tensor]:
-        counts = [parameter.numel() for parameter in self.parameters]
-        flat = self.parameters[0].new_empty(sum(counts), dtype=self._dtype)
-        for parameter, part in zip(self.parameters, flat.split(counts), strict=True):
-            in_place = self._is_in_place(parameter)
-            part = self._fill(part.view(parameter.shape), parameter)
-            if in_place:  # and so it is seen only through `.grad`, which moves here
-                parameter.grad.data = part  # type: ignore[union-attr]
-            else:
-                self._copies[parameter] = part
-        return [flat]
-
-    def _fill(self, part: Tensor, parameter: nn.Parameter) -> Tensor:
+    def give_mean(self, parameter: nn.Parameter) -> None:
+        mean = self.copies.get(parameter)
         if parameter.grad is None:
-            return part.zero_()
-        part.copy_(parameter.grad)
-        # A mean that the owner alone has is not alike on all ranks: it counts for all of them.
-        counts_for_all = self.owner is not None and parameter not in self._own
-        return part.mul_(self._reducer.ranks) if counts_for_all else part
+            assert mean is not None, "a gradient that is not there was sent as a copy"
+            parameter.grad = mean.to(parameter.dtype, copy=True)
+        elif mean is not None:
+            parameter.grad.copy_(mean)
 
-    def _is_in_place(self, parameter: nn.Parameter) -> bool:
+    def _place(self, parameter: nn.Parameter, part: Tensor | None = None) -> Tensor:
+        """What is sent of a gradient: a part of a flat message, `.grad` itself where it can be
+        averaged in place, or a copy.
+        """
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:
-            raise ValueError(
-                f"a gradient of shape {tuple(parameter.shape)} is sparse; only dense ones are "
-                f"averaged"
-            )
-        return (
-            gradient is not None
-            and parameter in self._own
-            and gradient.dtype == self._dtype
-            and is_alone(gradient)
-        )
+            shape = tuple(parameter.shape)
+            raise ValueError(f"a gradient of shape {shape} is sparse; only dense ones are averaged")
+        if gradient is not None and not (
+            parameter in self.own and gradient.dtype == self._dtype and is_alone(gradient)
+        ):
+            gradient = None
+        if gradient is not None and part is None:
+            return gradient
+        part = parameter.new_empty(parameter.shape, dtype=self._dtype) if part is None else part
+        self.fill(part, parameter)
+        if gradient is not None:
+            gradient.data = part  # it is seen only through `.grad`
+        else:
+            self.copies[parameter] = part
+        return part
+
+    def fill(self, part: Tensor, parameter: nn.Parameter) -> Tensor:
+        """What this rank adds to the mean, written into the part."""
+        return part.zero_() if parameter.grad is None else part.copy_(parameter.grad)
 
 
 def is_alone(gradient: Tensor) -> bool:

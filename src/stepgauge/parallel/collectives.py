@@ -48,11 +48,8 @@ def all_reduce_list(
     """The same of several tensors of one type and device: over NCCL one launch, and nothing is
     packed.
     """
-    if messages[0].is_complex():  # which this collective, unlike that of one tensor, does not take
-        messages = [torch.view_as_real(message) for message in messages]
-    return group.allreduce_coalesced(
-        list(messages), _options_of(operation, dist.AllreduceCoalescedOptions)
-    )
+    options = _options_of(operation, dist.AllreduceCoalescedOptions)
+    return group.allreduce_coalesced(list(messages), options)
 
 
 @functools.cache
@@ -76,6 +73,19 @@ def launch_together(
         given = [launch() for launch in launches]
     # Without any where the launches went another way than NCCL's.
     return together.works * len(launches) or given
+
+
+def is_only_group(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether no other group of this process has NCCL on the device.
+
+    The way out: a public list of a process's groups.
+    """
+    return not any(
+        torch.device(device.type) in other._device_types
+        and other._get_backend(device).name() == "nccl"
+        for other in dist.distributed_c10d._world.pg_map
+        if other is not group
+    )
 
 
 # Beside the default group there is now: what was made in it is gone with it.

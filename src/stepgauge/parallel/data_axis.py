@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from stepgauge.parallel.data_parallel import BucketedDataParallel, DataParallel
+from stepgauge.parallel.data_parallel import DataParallel
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
 from stepgauge.parallel.tensor_parallel import GradientSum, TensorParallel
 from stepgauge.parallel.training import Groups, OptimizerClass, by_index, by_name
-from stepgauge.parallel.wrappers import REPLICATING, Settings
+from stepgauge.parallel.wrappers import REPLICATING, Settings, bucketed
 from stepgauge.parallel.zero import ShardedOptimizer
 from stepgauge.spec.layout import WRAPPERS, Layout
 
@@ -161,8 +161,8 @@ def over_data(
         sharded = ShardedOptimizer(
             groups(everything), optimizer, stage=number, group=settings.group, sizes=sizes
         )
-        wrapped = {
-            stage: _bucketed(module, sharded if number == 2 else None, settings)
+        wrapped: dict[int, nn.Module] = {
+            stage: bucketed(module, settings, sharded.owners_of(module) if number == 2 else None)
             for stage, module in modules.items()
         }
         return DataAxis(wrapped, modules, sharded, layout.replicas)
@@ -170,11 +170,6 @@ def over_data(
     for stage, cut in tensor.items() if number == 3 else ():
         _hook_shards(modules[stage], cut.sums)
     return DataAxis(wrapped, modules, optimizer(groups(everything)), layout.replicas)
-
-
-def _bucketed(module: nn.Module, owning: ShardedOptimizer | None, settings: Settings) -> nn.Module:
-    owners = owning.owners_of(module) if owning else None
-    return BucketedDataParallel(module, settings.bucket_mb, owners=owners, **settings.of_messages)
 
 
 def _wrapped(wrapper: str, module: nn.Module, settings: Settings) -> nn.Module:

@@ -113,7 +113,7 @@ class FullyShardedDataParallel(nn.Module):
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
 def _places_of_parameters(module: nn.Module) -> dict[str, list[Place]]:

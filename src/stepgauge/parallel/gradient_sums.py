@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from stepgauge.parallel.readiness import at_end_of_backward, goes_on_to
+from stepgauge.parallel.present_backward import at_end_of_backward, goes_on_to
 from stepgauge.parallel.residual_stream import ResidualStream
 
 

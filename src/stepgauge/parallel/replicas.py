@@ -54,21 +54,22 @@ def require_known(module: nn.Module, known: Container[nn.Parameter]) -> None:
 def describe_parameter(
     name: str, parameter: Tensor, reduce_dtype: torch.dtype | None = None
 ) -> Parameter:
-    dtype, itemsize = str(parameter.dtype).removeprefix("torch."), parameter.element_size()
-    if (
-        reduce_dtype is not None
-        and parameter.is_floating_point()
-        and reduce_dtype.itemsize < itemsize
-    ):
-        # Apart from parameters that have this type themselves.
-        dtype, itemsize = f"{dtype} in {reduce_dtype}", reduce_dtype.itemsize
+    own, sent = parameter.dtype, reduced_dtype(parameter, reduce_dtype)
+    dtype = str(own).removeprefix("torch.")
     return Parameter(
         name=name,
         numel=parameter.numel(),
-        bytes_per_value=itemsize,
-        dtype=dtype,
+        bytes_per_value=sent.itemsize,
+        # What is narrowed is apart from parameters that have this type themselves.
+        dtype=dtype if sent == own else f"{dtype} in {sent}",
         device=str(parameter.device),
     )
+
+
+def reduced_dtype(parameter: Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    """The type that its gradient is averaged in: a narrower floating one, or its own."""
+    narrows = reduce_dtype is not None and reduce_dtype.itemsize < parameter.element_size()
+    return reduce_dtype if narrows and parameter.is_floating_point() else parameter.dtype  # type: ignore[return-value]
 
 
 def prepare_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:

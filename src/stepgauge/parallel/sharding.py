@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from stepgauge.parallel.collectives import reduce_scatter_flat
 from stepgauge.parallel.reducer import GradientReducer
 
 
@@ -19,6 +20,13 @@ class Sharding(GradientReducer):
 
     def __reduce__(self) -> Any:
         return Sharding, (None, self.mesh.device_type)
+
+    def launch_scatter(self, slice_: Tensor, message: Tensor) -> Any:
+        """The work of a reduce-scatter of the mean into this rank's slice, which uses the message
+        up.
+        """
+        operation = self.begin_mean([message])
+        return reduce_scatter_flat(slice_, message, group=self.group, op=operation, async_op=True)
 
     def shard(self, whole: Tensor) -> DTensor:
         """This rank's part of a tensor that all ranks have whole."""

@@ -15,7 +15,7 @@ from stepgauge.parallel.call_order import CallOrder
 from stepgauge.parallel.collectives import launch_together
 from stepgauge.parallel.flat_gradients import FlatGradients
 from stepgauge.parallel.parameter_group import ParameterGroup
-from stepgauge.parallel.readiness import at_end_of_backward
+from stepgauge.parallel.present_backward import at_end_of_backward
 from stepgauge.parallel.sharding import Sharding, sent_dtype
 from stepgauge.parallel.unsharded_group import UnshardedGroup
 from stepgauge.parallel.usage import Usage
@@ -126,13 +126,22 @@ class Reductions:
         self._usage: Usage | None = None
         # gradients, by their versions, when a backward failed
         self._incomplete: list[tuple[Tensor, int]] = []
+        # what this backward gathers, and frees at its end where it has not come to the weights
+        self._whole: list[UnshardedGroup] = []
+        self._keeps_whole = False
 
     def begin(self, device: torch.device) -> None:
         """To be called in a backward, before anything of it."""
         if not self.is_running:
             self._require_zeroed()
             self.is_running = True
+            # the graph that create_graph makes reads them
+            self._keeps_whole = torch.is_grad_enabled()
             at_end_of_backward(self._finish, device)
+
+    def gathers(self, unsharded: UnshardedGroup) -> None:
+        if self.is_running and not self._keeps_whole:
+            self._whole.append(unsharded)
 
     def _require_zeroed(self) -> None:
         """Raises RuntimeError for gradients of a backward that failed: those of the unit in which
@@ -204,6 +213,9 @@ class Reductions:
         try:
             while self._in_flight:
                 self._collect()
+            for unsharded in self._whole:
+                if unsharded.is_unsharded:
+                    unsharded.reshard()
             if failed:  # elsewhere it may not have: ranks cannot ask each other
                 given = [p.grad for p in self.parameters if p.grad is not None]
                 self._incomplete = [(gradient, gradient._version) for gradient in given]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stepgauge.parallel.collectives import all_gather_flat, launch_together
-from stepgauge.parallel.readiness import goes_on_to
+from stepgauge.parallel.present_backward import goes_on_to
 from stepgauge.parallel.sharding import local, real, release, sent_dtype
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class UnshardedGroup:
             )
         self.is_unsharded = True
         self.unit.unsharded = self
+        self.unit.reductions.gathers(self)
         sharding, mine = self.unit.sharding, self._padded()
         self.buffers = self.buffers or [
             part.new_empty(part.shape[0] * sharding.ranks, *part.shape[1:]) for part in mine
@@ -100,7 +101,7 @@ class UnshardedGroup:
 
     def reshard(self) -> None:
         self.wait()
-        self.is_unsharded = False
+        self.is_unsharded, self._ended = False, 0
         if self.unit.unsharded is self:
             self.unit.unsharded = None
         for buffer in self.buffers:
@@ -141,7 +142,6 @@ class UnshardedGroup:
         """One of those who needed the weights in backward has run."""
         self._ended += 1
         if self._ended >= self._ends:
-            self._ended = 0
             self.reshard()
 
     def require_unwritten(self) -> None:

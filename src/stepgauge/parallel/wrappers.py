@@ -24,9 +24,9 @@ from stepgauge.parallel.data_parallel import (
     FlatDataParallel,
     NaiveDataParallel,
     OverlappedDataParallel,
-    Sending,
 )
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
+from stepgauge.parallel.owned_gradients import OwnerDataParallel
 from stepgauge.parallel.parameter_group import repeated_blocks
 from stepgauge.parallel.replicas import prepare_replicas
 from stepgauge.parallel.training import (
@@ -61,7 +61,7 @@ class Settings:
     reduce_dtype: torch.dtype | None = None
 
     @property
-    def of_messages(self) -> Sending:
+    def of_messages(self) -> dict[str, Any]:
         return {"group": self.group, "reduce_dtype": self.reduce_dtype}
 
 
@@ -70,8 +70,17 @@ REPLICATING: Mapping[str, Callable[[nn.Module, Settings], DataParallel]] = {
     "naive": lambda module, s: NaiveDataParallel(module, **s.of_messages),
     "flat": lambda module, s: FlatDataParallel(module, **s.of_messages),
     "overlapped": lambda module, s: OverlappedDataParallel(module, **s.of_messages),
-    "bucketed": lambda module, s: BucketedDataParallel(module, s.bucket_mb, **s.of_messages),
+    "bucketed": lambda module, s: bucketed(module, s),
 }
+
+
+def bucketed(
+    module: nn.Module, settings: Settings, owners: Mapping[str, int] | None = None
+) -> DataParallel:
+    """Gradients in buckets, averaged on all ranks, or at their owners alone."""
+    if owners is None:
+        return BucketedDataParallel(module, settings.bucket_mb, **settings.of_messages)
+    return OwnerDataParallel(module, settings.bucket_mb, owners=owners, **settings.of_messages)
 
 
 def _ours(wrap: Callable[..., DataParallel]) -> Callable[..., Parallel]:
@@ -135,10 +144,7 @@ def _zero(stage: int) -> Callable[..., Parallel]:
         module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings
     ) -> Parallel:
         sharded = ShardedOptimizer(groups(module), optimizer, stage=stage, group=settings.group)
-        owners = sharded.owners_of(module) if stage == 2 else None
-        wrapped = BucketedDataParallel(
-            module, settings.bucket_mb, owners=owners, **settings.of_messages
-        )
+        wrapped = bucketed(module, settings, sharded.owners_of(module) if stage == 2 else None)
         state = {
             "state": lambda: _state_by_name(module, sharded, sharded.gathered_state_dict()),
             "shares": lambda: _state_by_name(module, sharded, sharded.state_dict()),

@@ -4,7 +4,7 @@ alone stage 2.
 Rajbhandari et al. 2020, ZeRO. Each parameter has an owner (spec/plan/shards.py) that keeps its
 state, updates it and broadcasts it; optimizers that look at whole tensors see whole tensors. Stage
 2 is the same optimizer with gradients that are reduced to the owner and freed elsewhere:
-BucketedDataParallel(module, owners=optimizer.owners_of(module)).
+OwnerDataParallel(module, owners=optimizer.owners_of(module)).
 """
 
 import collections

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 MB = 10**6
 # as torch's DistributedDataParallel: communication starts with the first layers of backward
 FIRST_BUCKET_MB = 1.0
-MOST_FOR_AN_OWNER = 4  # buckets of a launch, so that none waits for long
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,27 +82,3 @@ def plan_buckets(
     arrival = {parameter.name: place for place, parameter in enumerate(reversed(order_of_use))}
     every = [*closed, *open_buckets.values()]
     return tuple(sorted(every, key=lambda bucket: arrival[bucket.parameters[-1].name]))
-
-
-def plan_launches(buckets: Sequence[Bucket]) -> list[Sequence[Bucket]]:
-    """The buckets that are sent at once: those for all ranks one by one.
-
-    A bucket for an owner travels towards that rank only. Sent with buckets for the others it leaves
-    no direction of the links idle: a launch goes on until it has a bucket for every owner that the
-    rest of the plan has one for, or MOST_FOR_AN_OWNER times as many buckets as there are owners. It
-    is of one device.
-    """
-    launches: list[Sequence[Bucket]] = []
-    num_owners, start = len({bucket.owner for bucket in buckets}), 0
-    for end in range(1, len(buckets) + 1):
-        launch, rest = buckets[start:end], buckets[end:]
-        devices = {bucket.parameters[0].device for bucket in [*launch, *rest[:1]]}
-        if (
-            launch[0].owner is None
-            or len(devices) > 1
-            or len(launch) == MOST_FOR_AN_OWNER * num_owners
-            or {bucket.owner for bucket in rest} <= {bucket.owner for bucket in launch}
-        ):
-            launches.append(launch)
-            start = end
-    return launches

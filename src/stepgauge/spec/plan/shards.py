@@ -5,10 +5,11 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from stepgauge.spec.plan.buckets import Parameter
+from stepgauge.spec.plan.buckets import Bucket, Parameter
 
 # Of an optimizer step under ZeRO 1 and 2: while one part is broadcast, the next is updated.
 UPDATE_PARTS = 4
+MOST_FOR_AN_OWNER = 4  # buckets of a launch in ZeRO 2, so that none waits for long
 # Of ZeRO 3, units whose gradients are on their way, as flat messages: more only takes memory.
 MOST_IN_FLIGHT = 2
 
@@ -71,3 +72,27 @@ def _in_turns(
         of_size[parameter.numel, owner] -= 1
         received[owner] += parameter.numel
     return owners
+
+
+def plan_launches(buckets: Sequence[Bucket]) -> list[Sequence[Bucket]]:
+    """The buckets that are sent at once: those for all ranks one by one.
+
+    A bucket for an owner travels towards that rank only. Sent with buckets for the others it leaves
+    no direction of the links idle: a launch goes on until it has a bucket for every owner that the
+    rest of the plan has one for, or MOST_FOR_AN_OWNER times as many buckets as there are owners. It
+    is of one device.
+    """
+    launches: list[Sequence[Bucket]] = []
+    num_owners, start = len({bucket.owner for bucket in buckets}), 0
+    for end in range(1, len(buckets) + 1):
+        launch, rest = buckets[start:end], buckets[end:]
+        devices = {bucket.parameters[0].device for bucket in [*launch, *rest[:1]]}
+        if (
+            launch[0].owner is None
+            or len(devices) > 1
+            or len(launch) == MOST_FOR_AN_OWNER * num_owners
+            or {bucket.owner for bucket in rest} <= {bucket.owner for bucket in launch}
+        ):
+            launches.append(launch)
+            start = end
+    return launches
