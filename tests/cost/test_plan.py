@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepgauge.cost import overlap
+from stepgauge.cost import overlap_ratios
 from stepgauge.cost.hiding import overlaps
 from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.machine import Machine
@@ -109,30 +109,32 @@ def test_1024_gpus_are_planned_without_torch():
 
 def test_overlap_ratios_by_hand():
     """1000 tokens at 4 PFLOP/s are 1 ns of backward a weight; 2 · 1/2 · 4 bytes at 8 GB/s half."""
-    data = overlap.data_parallel(
+    data = overlap_ratios.data_parallel(
         ranks=2, tokens=1000, gradient_bytes=4, flops_per_s=4e12, bytes_per_s=8e9
     )
     assert data.ratio == pytest.approx(0.5 / 1.0)
     assert "sending takes 0.50 of the time of computing, and can hide" in data.sentence
-    forward, backward = overlap.sharded(
+    forward, backward = overlap_ratios.sharded(
         ranks=2, tokens=1000, weight_bytes=2, flops_per_s=4e12, bytes_per_s=1e9
     )
     assert forward.ratio == backward.ratio == pytest.approx(1e-9 / 0.5e-9)
     assert not forward.hides and "too much to hide" in forward.sentence
     given = {"value_bytes": 2, "flops_per_s": 1e12, "bytes_per_s": 1e11}
     one, twice = (
-        overlap.tensor(ranks=4, width=w, block_weights=12 * w**2, waits=True, **given).ratio
+        overlap_ratios.tensor(ranks=4, width=w, block_weights=12 * w**2, waits=True, **given).ratio
         for w in (1024, 2048)
     )
     assert one == pytest.approx(2 * twice)  # the wider, the shorter beside its block
-    waits = overlap.tensor(ranks=4, width=8192, block_weights=12 * 8192**2, waits=True, **given)
+    waits = overlap_ratios.tensor(
+        ranks=4, width=8192, block_weights=12 * 8192**2, waits=True, **given
+    )
     assert waits.ratio < 1 and not waits.hides and "computing waits for it" in waits.sentence
     shallow, deep = (
-        overlap.pipeline(blocks=n, width=1024, block_weights=12 * 1024**2, **given).ratio
+        overlap_ratios.pipeline(blocks=n, width=1024, block_weights=12 * 1024**2, **given).ratio
         for n in (1, 4)
     )
     assert shallow == pytest.approx(4 * deep)
-    scales = overlap.typical_scales(
+    scales = overlap_ratios.typical_scales(
         tokens=8, width=4, blocks=2, block_weights=12 * 16, vocabulary=10
     )
     assert scales["forward FLOPs"] == 2 * 8 * (2 * 192 + 40)

@@ -29,7 +29,7 @@ from stepgauge.report.plan import magnitudes, parts_table, plan_table
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.options import flag_of, options_of, written
+from stepgauge.spec.options import command_line, options_of
 from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
@@ -205,19 +205,11 @@ def _assumptions(machine: Machine) -> Iterator[str]:
 
 def command_of(row: Record, values: Values) -> str:
     """The command that measures the layout of a row."""
-    network = options_of(ModelSpec)
-    given = [
-        f"--{flag_of(network[name])} {written(network[name], value)}"
-        for name, (value, *_) in values.items()
-        if name in network and name != "hf_config"
-    ]
-    name = next((name for name in ("model", "hf_config") if name in values), "size")
-    fields = ["accumulation", "precision", "compile", "optimizer"]
-    if name != "model":  # which brings its batch
-        fields = ["batch", *fields, "checkpointing"]
-    words = [f"--{name.replace('_', '-')} {values[name][0]}", *given]
-    words.append(f"--layout {row.spec['layout']!r}")
-    for field in fields:
-        words.append(f"--{field} {row.spec[field]}")
-    words.append(f"--device {row.spec['device']}")
-    return f"stepgauge bench layout {' '.join(words)}".replace("'", '"')
+    known = options_of(LayoutSpec, ModelSpec)
+    network = next((name for name in ("model", "hf_config") if name in values), "size")
+    chosen = [network, *(n for n in values if n in options_of(ModelSpec) and n != "hf_config")]
+    fields = ["layout", "accumulation", "precision", "compile", "optimizer", "device"]
+    if network != "model":  # which brings its batch
+        fields += ["batch", "checkpointing"]
+    told = [(known[name], values[name][0]) for name in chosen]
+    return command_line("bench layout", [*told, *((known[n], row.spec[n]) for n in fields)])

@@ -1,6 +1,6 @@
-"""The closed formulas of cost/overlap.py at the rates that a layout's block and its wires reach."""
+"""The formulas of cost/overlap_ratios.py at the rates that a layout's block and its wires reach."""
 
-from stepgauge.cost import overlap
+from stepgauge.cost import overlap_ratios
 from stepgauge.cost.layout import LayoutParts
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.operations import StepOperations, require_priced
@@ -11,7 +11,7 @@ from stepgauge.spec.layout_step import LayoutSpec
 def scales(spec: LayoutSpec) -> dict[str, float]:
     """Orders of magnitude of a rank's micro-batch in the whole network."""
     model = require_priced(spec)  # type: ignore[arg-type]
-    return overlap.typical_scales(
+    return overlap_ratios.typical_scales(
         tokens=spec.micro_batch * model.context_length,
         width=model.d_model,
         blocks=model.num_layers,
@@ -20,7 +20,7 @@ def scales(spec: LayoutSpec) -> dict[str, float]:
     )
 
 
-def overlaps(spec: LayoutSpec, machine: Machine) -> list[overlap.OverlapRatio]:
+def overlaps(spec: LayoutSpec, machine: Machine) -> list[overlap_ratios.OverlapRatio]:
     """Each axis of the layout against what could hide it. Raises ValueError for what is not
     modelled.
     """
@@ -29,7 +29,7 @@ def overlaps(spec: LayoutSpec, machine: Machine) -> list[overlap.OverlapRatio]:
     computing = prices.total_us(term for term in stage.forward_parts()[1] if not term.axis)
     weights = stage.model.block_matrix_parameters / spec.axes.tensor
     rate = 2 * stage.tokens * weights / computing * 1e6
-    found: list[overlap.OverlapRatio] = []
+    found: list[overlap_ratios.OverlapRatio] = []
     if spec.axes.tensor > 1:
         found.append(_tensor(stage, prices, rate))
     if spec.axes.data > 1:
@@ -47,10 +47,10 @@ def _sent_per_s(
     return sends * nbytes * (ranks - 1) / ranks / us * 1e6
 
 
-def _tensor(stage: StepOperations, prices: Prices, rate: float) -> overlap.OverlapRatio:
+def _tensor(stage: StepOperations, prices: Prices, rate: float) -> overlap_ratios.OverlapRatio:
     width, itemsize = stage.model.d_model, stage.how.activation
     stream = stage.tokens * width * itemsize
-    return overlap.tensor(
+    return overlap_ratios.tensor(
         ranks=stage.share.tensor, width=width, value_bytes=itemsize, flops_per_s=rate,
         block_weights=stage.model.block_matrix_parameters,
         bytes_per_s=_sent_per_s(prices, "all_gather", stream, "tensor"),
@@ -60,27 +60,27 @@ def _tensor(stage: StepOperations, prices: Prices, rate: float) -> overlap.Overl
 
 def _data(
     spec: LayoutSpec, stage: StepOperations, prices: Prices, rate: float
-) -> list[overlap.OverlapRatio]:
+) -> list[overlap_ratios.OverlapRatio]:
     """Of ZeRO 3 both directions, else gradients in buckets."""
     ranks = spec.axes.data
     if spec.axes.wrapper == "zero3":
         itemsize = stage.how.activation
         unit = stage.model.block_matrix_parameters / stage.share.tensor * itemsize
-        return list(overlap.sharded(
+        return list(overlap_ratios.sharded(
             ranks=ranks, tokens=stage.tokens, weight_bytes=itemsize, flops_per_s=rate,
             bytes_per_s=_sent_per_s(prices, "all_gather", unit, "data"),
         ))  # fmt: skip
     bucket = spec.bucket_mb * 1e6
-    return [overlap.data_parallel(
+    return [overlap_ratios.data_parallel(
         ranks=ranks, tokens=stage.tokens, gradient_bytes=stage.how.residual, flops_per_s=rate,
         bytes_per_s=_sent_per_s(prices, "all_reduce", bucket, "data", sends=2),
     )]  # fmt: skip
 
 
-def _pipeline(stage: StepOperations, prices: Prices, rate: float) -> overlap.OverlapRatio:
+def _pipeline(stage: StepOperations, prices: Prices, rate: float) -> overlap_ratios.OverlapRatio:
     model, itemsize, tensor = stage.model, stage.how.residual, stage.share.tensor
     piece = stage.own_tokens * model.d_model * itemsize
-    return overlap.pipeline(
+    return overlap_ratios.pipeline(
         blocks=len(stage.blocks), width=model.d_model / tensor, value_bytes=itemsize,
         block_weights=model.block_matrix_parameters / tensor, flops_per_s=rate,
         bytes_per_s=piece / prices.transfer(piece).us * 1e6,

@@ -5,7 +5,8 @@ specs.
 import dataclasses
 import itertools
 import re
-from collections.abc import Collection, Mapping
+import shlex
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from stepgauge.spec.bert import BertSpec
@@ -78,6 +79,12 @@ def written(field: Field, value: Any) -> str:
     if field.type is bool:
         return str(value).lower()
     return format_bytes(value) if is_size(field) else str(value)
+
+
+def command_line(command: str, chosen: Iterable[tuple[Field, Any]]) -> str:
+    """A command of stepgauge with values of its options, as a person would type it."""
+    told = (f"--{flag_of(field)} {shlex.quote(written(field, value))}" for field, value in chosen)
+    return " ".join(["stepgauge", command, *told])
 
 
 def parse_bytes(text: str, name: str) -> int:

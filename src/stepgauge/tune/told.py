@@ -1,7 +1,6 @@
 """The winner as a table of gains, a command line and a configuration file."""
 
 import json
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from stepgauge.report.findings import COMMANDS
 from stepgauge.report.names import describe
 from stepgauge.report.numbers import number
 from stepgauge.report.table import Table
+from stepgauge.spec import options
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.options import Field, flag_of, options_of, written
 from stepgauge.tune.choices import Space
@@ -45,12 +45,12 @@ def sentence(tuned: Tuned) -> str:
 
 def command_line(tuned: Tuned, space: Space) -> str:
     """The command that measures the winner as it was measured, without what is usual there."""
-    told = [
-        f"--{flag_of(field)} {shlex.quote(written(field, value))}"
+    told = (
+        (field, value)
         for field, value in _options(tuned, space)
         if value != field.default or field.name in ("size", "device")
-    ]
-    return " ".join(["stepgauge", COMMANDS[tuned.winner.kind], *told])
+    )
+    return options.command_line(COMMANDS[tuned.winner.kind], told)
 
 
 def write_config(tuned: Tuned, space: Space, path: Path) -> None:
