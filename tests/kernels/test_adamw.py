@@ -20,7 +20,6 @@ from tests.kernels.triton_here import (  # noqa: E402
     needs_gpu,
     needs_triton,
     resources_of,
-    run_interpreted,
 )
 
 from stepgauge.kernels import adamw as package  # noqa: E402
@@ -330,12 +329,6 @@ def test_imports_and_works_without_triton():
 
 
 # The kernel in the interpreter
-
-
-@needs_triton
-@compiled_only
-def test_kernel_in_the_interpreter():
-    run_interpreted(__file__, least=9)
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from tests.kernels.triton_here import (  # noqa: E402
     interpreted_only,
     needs_gpu,
     resources_of,
-    run_interpreted,
 )
 
 from stepgauge.kernels.attention import bf16x3, heuristics, launching, tile_ops  # noqa: E402
@@ -106,11 +105,6 @@ def test_one_head_is_split_and_a_full_chip_is_not(kernel, width, is_causal):
 
 
 # ---- in the interpreter ----------------------------------------------------------------------------------------------
-
-
-@compiled_only
-def test_bf16x3_in_the_interpreter():
-    run_interpreted(__file__, least=10)
 
 
 @interpreted_only

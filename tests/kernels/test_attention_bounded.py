@@ -15,7 +15,6 @@ from tests.kernels.triton_here import (  # noqa: E402
     needs_gpu,
     needs_triton,
     resources_of,
-    run_interpreted,
 )
 
 from stepgauge.kernels.attention import (  # noqa: E402
@@ -136,12 +135,6 @@ def test_flops_of_what_is_seen():
 
 
 # ---- the kernels -----------------------------------------------------------------------------------------------------
-
-
-@needs_triton
-@compiled_only
-def test_kernels_in_the_interpreter():
-    run_interpreted(__file__, least=7)
 
 
 def run_kernels(q, k, v, grad_o, is_causal, window, spans):

@@ -11,7 +11,6 @@ from tests.kernels.triton_here import (  # noqa: E402
     needs_gpu,
     needs_triton,
     resources_of,
-    run_interpreted,
 )
 from torch.nn import functional as F  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -96,12 +95,6 @@ def test_refuses_two_types():
     hidden, weight, targets, _ = made(torch.float32)
     with pytest.raises(ValueError, match="expected one type"):
         partial_forward(hidden, weight.double(), targets)
-
-
-@needs_triton
-@compiled_only
-def test_kernels_in_the_interpreter():
-    run_interpreted(__file__, least=1)
 
 
 @needs_triton

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -18,34 +17,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs the package triton")
 compiled_only = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 interpreted_only = pytest.mark.skipif(
-    not INTERPRETED, reason="run_interpreted runs it with TRITON_INTERPRET=1"
+    not INTERPRETED, reason="test_interpreter.py runs it with TRITON_INTERPRET=1"
 )
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or INTERPRETED, reason="needs a CUDA GPU"
 )
-
-
-def run_interpreted(file, *, least):
-    """The tests of the file whose names begin with test_interp_ pass where they can run; there are
-    at least so many.
-    """
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-o",
-        "addopts=",
-        "-p",
-        "no:cacheprovider",
-        file,
-        "-k",
-        "interp_",
-    ]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
-    passed = int(re.search(r"(\d+) passed", result.stdout)[1])
-    assert passed >= least and "skipped" not in result.stdout.splitlines()[-1], result.stdout
 
 
 def compile_ahead(kernel, arch, signature, constants, *, aligned, options):
