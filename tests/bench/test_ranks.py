@@ -10,7 +10,6 @@ import sys
 import time
 from typing import ClassVar
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -77,23 +76,20 @@ def test_rows_in_processes_of_their_own_or_shared(tmp_path):
     assert first.created
 
 
-@pytest.mark.parametrize(
-    ("does", "status", "words"),
-    [
-        ("raise", "failed", "rank 1 of 2: RuntimeError: first line"),
-        ("killed", "failed", "rank 1 of 2 was ended by SIGKILL"),
-        ("host oom", "oom", "memory ran out at 65536.00 GiB more"),
-    ],
-)
-def test_a_rank_that_fails_ends_its_row_soon_and_the_sweep_goes_on(tmp_path, does, status, words):
+def test_a_rank_that_fails_ends_its_row_soon_and_the_sweep_goes_on(tmp_path):
     store = RunStore(tmp_path)
     start = time.monotonic()
-    rows = outcomes(store, "before", does, "after", run=SHARED)
-    assert time.monotonic() - start < TIMEOUT_S
-    assert [row.record.status for row in rows] == ["ok", status, "ok"]
-    assert rows[1].record.note == words
-    assert [r.status for r in store.read().records] == ["ok", status, "ok"]
-    assert (tmp_path / FAILURES).exists() == (status == "failed")
+    rows = outcomes(store, "before", "raise", "killed", "host oom", "after", run=SHARED)
+    assert time.monotonic() - start < 3 * TIMEOUT_S
+    statuses = ["ok", "failed", "failed", "oom", "ok"]
+    assert [row.record.status for row in rows] == statuses
+    assert [row.record.note for row in rows[1:4]] == [
+        "rank 1 of 2: RuntimeError: first line",
+        "rank 1 of 2 was ended by SIGKILL",
+        "memory ran out at 65536.00 GiB more",
+    ]
+    assert [r.status for r in store.read().records] == statuses
+    assert (tmp_path / FAILURES).read_text().count("RuntimeError: first line") >= 1
 
 
 def test_the_same_sweep_goes_on_where_it_stopped(tmp_path):
@@ -137,10 +133,11 @@ def torchrun(tmp_path, *does, ranks=2):
     )
 
 
-def test_under_torchrun_a_rank_that_fails_alone_costs_its_row_and_no_other(tmp_path):
+def test_under_torchrun_a_rank_that_fails_alone_costs_its_row_and_a_death_ends_all(tmp_path):
+    """The sweep then goes on where it stopped: all ranks walk the jobs, and one writes."""
     start = time.monotonic()
-    run = torchrun(tmp_path, "a", "raise", "b", "host oom", "c")
-    assert run.returncode == 0, run.stderr
+    died = torchrun(tmp_path, "a", "raise", "b", "host oom", "c", "killed", "d")
+    assert died.returncode != 0
     assert time.monotonic() - start < TIMEOUT_S
     records = RunStore(tmp_path / "run").read().records
     assert [(r.spec["does"], r.status) for r in records] == [
@@ -149,21 +146,10 @@ def test_under_torchrun_a_rank_that_fails_alone_costs_its_row_and_no_other(tmp_p
     assert records[1].note == "rank 1 of 2: RuntimeError: first line"
     assert records[3].note == "memory ran out at 65536.00 GiB more"
     assert (tmp_path / "run" / FAILURES).read_text().count("in measure") == 1
-    said = sorted(line.split()[1] for line in run.stdout.splitlines())
+    said = sorted(line.split()[1] for line in died.stdout.splitlines())
     assert said == ["failed"] * 2 + ["ok"] * 6 + ["oom"] * 2
-
-
-def test_under_torchrun_all_ranks_walk_the_jobs_one_writes_and_a_death_ends_all_and_keeps_the_rows(
-    tmp_path,
-):
-    start = time.monotonic()
-    died = torchrun(tmp_path, "a", "killed", "b")
-    assert died.returncode != 0
-    assert time.monotonic() - start < TIMEOUT_S
-    assert [r.spec["does"] for r in RunStore(tmp_path / "run").read().records] == ["a"]
-    again = torchrun(tmp_path, "a", "b")
+    again = torchrun(tmp_path, "a", "d")
     assert again.returncode == 0, again.stderr
     assert sorted(again.stdout.split()) == ["False"] * 2 + ["True"] * 2 + ["ok"] * 4
-    records = RunStore(tmp_path / "run").read().records
-    assert [r.spec["does"] for r in records] == ["a", "b"]
-    assert records[1].metrics["row_ms"].mean == 2.5
+    last = RunStore(tmp_path / "run").read().records[-1]
+    assert last.spec["does"] == "d" and last.metrics["row_ms"].mean == 2.5

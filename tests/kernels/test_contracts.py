@@ -2,6 +2,9 @@
 does not take are refused on every device.
 """
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -125,3 +128,38 @@ def test_attention_on_the_cpu_follows_autocast():
     torch.testing.assert_close(ours, torchs, atol=0.02, rtol=0.02)
     ours.sum().backward()
     assert q.grad.dtype == torch.float32
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
+
+import torch
+from stepgauge.kernels.adamw import FusedAdamW
+from stepgauge.kernels.attention import FlashAttentionTriton, flash_attention
+from stepgauge.kernels.rms_norm import RMSNormTriton, rms_norm
+
+x = torch.randn(1, 2, 20, 16)
+expected = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+torch.testing.assert_close(flash_attention(x, x, x, is_causal=True), expected)
+assert rms_norm(x, torch.ones(16)).shape == x.shape
+for function, inputs in ((FlashAttentionTriton, (x, x, x)), (RMSNormTriton, (x, torch.ones(16)))):
+    try:
+        function.apply(*inputs)
+    except ValueError as error:
+        assert "triton" in str(error)
+    else:
+        raise SystemExit(f"{function} raised no ValueError")
+parameter = torch.nn.Parameter(torch.ones(3))
+parameter.grad = torch.ones(3)
+FusedAdamW([parameter], lr=0.5).step()
+assert (parameter < 0.6).all()
+"""
+
+
+def test_without_triton_the_public_functions_run():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", WITHOUT_TRITON], check=True, env=environment)
