@@ -13,8 +13,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from stepgauge.kernels.linear_cross_entropy.partial import partial_backward, partial_forward
 from stepgauge.models.bert import BertForMaskedLM
 from stepgauge.models.transformer import TransformerLM
+from stepgauge.parallel import peer_memory
 from stepgauge.parallel.overlapped import gathered_product
-from stepgauge.parallel.pipeline import peer_memory
 from stepgauge.parallel.tensor_parallel import parallelize_tensor
 from stepgauge.parallel.vocabulary_loss import PartialLoss
 from stepgauge.runtime.launch import launch

@@ -72,7 +72,7 @@ PRIVATE_NAMES = {
     ),
     "torch.cuda.memory._snapshot": ({"measure/memory/history.py"}, "none needed: documented so"),
     "torch.distributed._symmetric_memory": (
-        {"parallel/pipeline/peer_memory.py"},
+        {"parallel/peer_memory.py"},
         "a public name of symmetric memory",
     ),
     "torch.distributed.checkpoint.default_planner._EmptyStateDictLoadPlanner": (

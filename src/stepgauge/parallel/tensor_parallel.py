@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from stepgauge.parallel.exchange import register
 from stepgauge.parallel.gradient_sums import SumsTogether
-from stepgauge.parallel.pipeline.peer_memory import on_one_machine
+from stepgauge.parallel.peer_memory import on_one_machine
 from stepgauge.parallel.replicas import prepare_replicas
 from stepgauge.parallel.residual_stream import ResidualStream
 from stepgauge.parallel.tensor_layers import (

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stepgauge.parallel.peer_memory import on_one_machine
 from stepgauge.parallel.pipeline.clock import Clock
 from stepgauge.parallel.pipeline.graphed import GraphedStage
-from stepgauge.parallel.pipeline.peer_memory import on_one_machine
 from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
 from stepgauge.parallel.pipeline.stage import Meta, Stage
 from stepgauge.parallel.pipeline.step import Batch, PipelineStep, ShardedWeights, on_device
@@ -139,11 +139,7 @@ class Pipeline:
             weights=self._weights,
             clock=self._clock,
         )
-        self._tied.begin()
-        for stage in self._stages.values():
-            stage.begin()
-        if self._clock:
-            self._clock.begin()
+        self._begin()
         for action in self.schedule.ranks[self.rank]:
             try:
                 step.act(action)
@@ -156,6 +152,13 @@ class Pipeline:
             if self._reduce is not None:
                 self._reduce(number, self.modules[number])
         return step.loss
+
+    def _begin(self) -> None:
+        self._tied.begin()
+        for stage in self._stages.values():
+            stage.begin()
+        if self._clock:
+            self._clock.begin()
 
     def _reduce_early(self, stage: int, module: nn.Module) -> None:
         """While other stages still compute, unless the stage waits for copies of its weights."""
