@@ -56,6 +56,18 @@ def test_tensor_collectives_beside_products_are_not_said_to_be_waited_for():
     assert waits == [True, False, True]  # pieces of the last are too small
 
 
+def test_candidates_hide_what_a_tensor_axis_sends_where_it_is_large():
+    found = {
+        (candidate.micro_batch, candidate.layout.overlap)
+        for candidate in candidates(asked(gpus=2, global_batch=4), 8)
+        if candidate.layout.tensor == 2
+    }
+    # a piece is half of micro_batch x 4096 tokens x 4608 x 2 bytes: 18 MiB, and 16 is enough
+    assert MODEL.d_model == 4608 and found == {(1, True), (2, True), (4, True)}
+    small = asked(model=ModelSpec.preset("nano"), gpus=2, global_batch=4)
+    assert not any(c.layout.overlap for c in candidates(small, 8))
+
+
 def test_the_context_of_a_process_is_counted_once():
     """An H100 of 80 GB has 79.2 GiB for programs; tensors have what their context leaves."""
     row = plan(asked(), Machine(DGX_H100), top=1).rows[0]

@@ -113,7 +113,7 @@ def test_what_is_given_counts_more_than_the_devices_candidates():
     assert found.choices["attention"] == ON_GPUS["attention"] and "wrapper" not in found.values
     over = space({"size": ("small",)}, device="cuda", ranks=4)
     assert over.usual["layout"] == "dp4 bucketed" and over.require(over.usual).ranks == 4
-    assert {"tp4", "pp4 1f1b m16", "dp2 zero3 tp2"} < set(over.choices["layout"])
+    assert {"tp4", "tp4 overlap", "pp4 1f1b m16", "dp2 zero3 tp2"} < set(over.choices["layout"])
     assert over.choices["batch"] == (16, 32, 64)  # of all ranks
     # its loss scale needs whole gradients: that combination is none
     assert over.spec({**over.usual, "layout": "dp4 zero3", "precision": "fp16"}) is None

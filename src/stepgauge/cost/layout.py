@@ -122,6 +122,8 @@ class LayoutParts:
         layout, work = spec.axes, work_of(spec)
         if layout.context > 1:
             raise ValueError(f"layout is {spec.layout!r}; context parallel is not predicted yet")
+        if layout.torch_tensor:
+            raise ValueError(f"layout is {spec.layout!r}; torch's tensor parallel is not predicted")
         # a stage of a pipeline is whole for a step, in the parameters' type
         sharded = WRAPPERS[layout.wrapper].shards("weights") and layout.data > 1
         gathered = sharded and layout.pipeline == 1

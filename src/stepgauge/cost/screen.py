@@ -15,8 +15,10 @@ from stepgauge.cost.machine import Machine
 from stepgauge.cost.memory import Memory, stage_memory, step_memory
 from stepgauge.cost.operations import NetworkPart, StepOperations
 from stepgauge.cost.prices import GLOO, NCCL, Prices
+from stepgauge.cost.terms import Arithmetic
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, Layout
+from stepgauge.spec.plan.tensor import overlaps
 from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.step import WorkSpec
 
@@ -74,9 +76,17 @@ def _of_axes(spec: PlanSpec, tensor: int, pipeline: int, data: int) -> Iterator[
                 layout = Layout(
                     data=data, wrapper=wrapper, tensor=tensor, pipeline=pipeline,
                     schedule=schedule, microbatches=passes if pipeline > 1 else 1,
+                    overlap=_hides(spec, micro_batch, tensor),
                 )  # fmt: skip
                 for kept in CHECKPOINTING:
                     yield Candidate(layout, micro_batch, 1 if pipeline > 1 else passes, kept)
+
+
+def _hides(spec: PlanSpec, micro_batch: int, tensor: int) -> bool:
+    """Whether what the tensor axis sends runs beside products: on GPUs, where it is large enough."""
+    itemsize = Arithmetic.of(spec.precision, is_compiled=spec.compile != "off").activation
+    stream = micro_batch * spec.network.context_length * spec.network.d_model * itemsize
+    return tensor > 1 and spec.device != "cpu" and overlaps(stream, tensor)
 
 
 def _runs(schedule: str, pipeline: int, micro_batches: int) -> bool:
@@ -115,13 +125,14 @@ class Screen:
         gathered = sharded and layout.pipeline == 1  # cost/layout.py
         blocks = -(-self.spec.network.num_layers // layout.pipeline)
         layers, of = self.spec.network.num_layers, (candidate.checkpointing, gathered)
-        stage = self._shares(candidate.micro_batch, layout.tensor, *of, range(blocks))
+        cut = candidate.micro_batch, layout.tensor, layout.overlap
+        stage = self._shares(*cut, *of, range(blocks))
         prices = self._prices(layout.tensor, layout.data, layout.pipeline)
         forward, backward = self._times(stage, prices)
         bubble = _bubble(layout.schedule, layout.pipeline, forward, backward)
         if layout.pipeline > 1:  # the last has the head, which may take longer than blocks
             last = range(layers - layers // layout.pipeline, layers)
-            end = self._shares(candidate.micro_batch, layout.tensor, *of, last)
+            end = self._shares(*cut, *of, last)
             forward, backward = max((forward, backward), self._times(end, prices), key=sum)
         passes = layout.microbatches * candidate.accumulation
         exposed, slowed = self._data_us(stage, prices, layout, forward, backward, passes)
@@ -181,7 +192,13 @@ class Screen:
         return over, beside * (1 - 1 / USUAL.kernel)
 
     def _share(
-        self, batch: int, tensor: int, checkpointing: str, gathered: bool, blocks: range
+        self,
+        batch: int,
+        tensor: int,
+        overlap: bool,
+        checkpointing: str,
+        gathered: bool,
+        blocks: range,
     ) -> StepOperations:
         """A stage of so many blocks. The first has the embedding and holds the most micro-batches."""
         spec = self.spec
@@ -191,7 +208,10 @@ class Screen:
             device=spec.device,
         )  # fmt: skip
         return StepOperations(
-            work, NetworkPart(batch=batch, tensor=tensor, blocks=blocks, gathered=gathered)
+            work,
+            NetworkPart(
+                batch=batch, tensor=tensor, blocks=blocks, gathered=gathered, overlap=overlap
+            ),
         )
 
     def _priced(self, tensor: int, data: int, pipeline: int) -> Prices:

@@ -41,8 +41,8 @@ class ContextParallel:
 
     communicates  False: each rank computes as much on its own keys alone, to see what sending costs
 
-    A mean over a rank's tokens, averaged over ranks, is the mean over all only where every rank
-    counts as many: targets that do not count (-100) would be weighted by rank.
+    Ranks' means over their tokens are weighed by how many count (CountedMean): targets of -100 lie
+    on some ranks more than on others.
     """
 
     group: dist.ProcessGroup

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from stepgauge.parallel.context_parallel import ContextParallel
+from stepgauge.parallel.counted_mean import Count, CountedMean, weighted
 from stepgauge.parallel.data_axis import DataAxis, over_data
 from stepgauge.parallel.layout_state import LayoutState, require_own_names
 from stepgauge.parallel.pipeline import Pipeline, Tie
-from stepgauge.parallel.pipeline.pipeline import Share
 from stepgauge.parallel.residual_stream import ResidualStream
 from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tensor
 from stepgauge.parallel.training import Groups, OptimizerClass, Parallel
@@ -44,7 +44,7 @@ class Network:
     tied      weights that stand in two stages
     cut       splits a batch into the tensors that the first stage takes, and those that the last
               one takes after its inputs
-    share     of the latter, what their batch counts in a mean; None: all alike
+    count     of the latter, how many their batch's mean is over; None: all alike
     context   around every forward of a pipeline, such as autocast
     partial_loss  under tensor parallel, as parallelize_tensor takes it
     cut_sequences  makes a stage that is called with whole sequences compute this rank's tokens, and
@@ -56,7 +56,7 @@ class Network:
     schedule: Schedule | None = None
     tied: Sequence[Tie] = ()
     cut: Callable[[Batch], tuple[Batch, Batch]] = lambda batch: (batch[:1], batch[1:])
-    share: Share | None = None
+    count: Count | None = None
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     partial_loss: PartialLoss | None = None
     cut_sequences: Callable[[nn.Module, dist.ProcessGroup], ContextParallel] | None = None
@@ -73,8 +73,22 @@ class Network:
             partial_loss=self.partial_loss,
         )
 
+    def mean(
+        self, context: Sequence[ContextParallel], group: dist.ProcessGroup | None
+    ) -> CountedMean | None:
+        """Over what counts on this rank, of whole sequences its tokens, and on those of the group."""
+        count = self.count
+        if count is None or not context:
+            return count and CountedMean(count, group)
+        return CountedMean(lambda *targets: count(*map(context[0].piece, targets)), group)
+
     def pipeline(
-        self, data: DataAxis, mesh: DeviceMesh, device: torch.device, recording: bool
+        self,
+        data: DataAxis,
+        mean: CountedMean | None,
+        mesh: DeviceMesh,
+        device: torch.device,
+        recording: bool,
     ) -> Pipeline:
         """This rank's stages, whose gradients leave on the data axis when they are there."""
         assert self.schedule is not None, "a pipeline has a schedule"
@@ -84,7 +98,7 @@ class Network:
             tied=_names_under_wrappers(self.tied, data),
             reduce=lambda stage, _: data.begin(stage),
             weights=data if data.is_sharded else None,
-            share=self.share,
+            share=mean,
             group=mesh.get_group("pipeline"),
             device=device,
             context=self.context,
@@ -130,9 +144,10 @@ def spread(
     }
     if layout.replicas > 1:
         settings = dataclasses.replace(settings, group=mesh.get_group("data"))
+    mean = network.mean(context, settings.group if layout.replicas > 1 else None)
     data = over_data(layout, modules, groups, optimizer, settings, tensor=tensor)
-    pipeline = network.pipeline(data, mesh, device, recording) if network.schedule else None
-    return Spread(network, data, context, tensor, pipeline, mesh, device).parallel()
+    pipeline = network.pipeline(data, mean, mesh, device, recording) if network.schedule else None
+    return Spread(network, data, context, tensor, mean, pipeline, mesh, device).parallel()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +158,7 @@ class Spread:
     data: DataAxis
     context: Sequence[ContextParallel]
     tensor: Mapping[int, TensorParallel]
+    mean: CountedMean | None
     pipeline: Pipeline | None
     mesh: DeviceMesh
     device: torch.device
@@ -167,6 +183,7 @@ class Spread:
             state=state.whole,
             shares=state.share,
             load=state.load,
+            weight=self._weight if self.mean and self.mean.group else None,
             mixed=self._mixed if pipeline else None,
             evaluate=self._evaluate if pipeline else None,
             spans=(lambda: pipeline.spans) if pipeline else None,
@@ -228,7 +245,14 @@ class Spread:
     def _evaluate(self, batch: Batch) -> Tensor:
         assert self.pipeline is not None, "there are stages"
         loss = self.pipeline.evaluate(*self.network.cut(batch))
-        return self._zero() if loss is None else loss
+        weight = None if self.mean is None else self._weight(batch)
+        if loss is None:
+            return self._zero()
+        return loss if weight is None else weighted(loss, weight)
+
+    def _weight(self, batch: Batch) -> Tensor:
+        assert self.mean is not None, "parts count"
+        return self.mean.weights([self.network.cut(batch)[1]], self.device)[0]
 
     def _zero(self) -> Tensor:
         return torch.zeros((), device=self.device)

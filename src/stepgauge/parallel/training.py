@@ -37,6 +37,9 @@ class Parallel:
     shares       the same of this rank alone: sharded tensors, and what it has whole, alike where
                  other ranks have it too. What all ranks give is `state`. None: rank 0 has it anyway
     load         takes such a state on every rank
+    weight       of a batch, what its mean on this rank weighs in the mean of the ranks' means: 1
+                 where all ranks have as many tokens that count. All ranks must call it, with their
+                 batches. None: 1
     mixed        forward and backward of a batch where a schedule mixes them: called with the batch
                  and how many such make the step. Its mean loss, divided by that number; zero where
                  another rank has it. None: `module` gives the loss
@@ -57,6 +60,7 @@ class Parallel:
     state: Callable[[], dict[str, Any]] | None = None
     shares: Callable[[], dict[str, Any]] | None = None
     load: Callable[[dict[str, Any]], None] | None = None
+    weight: Callable[[Sequence[Any]], Tensor] | None = None
     mixed: Callable[[Sequence[Any], int], Tensor] | None = None
     evaluate: Callable[[Sequence[Any]], Tensor] | None = None
     spans: Callable[[], Sequence[tuple[Any, float, float]]] | None = None

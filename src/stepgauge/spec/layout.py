@@ -129,6 +129,7 @@ class Layout:
     context       ranks that share each sequence
     tensor        ranks that share each layer
     overlap       what they send runs beside products, where it is large enough (plan.tensor)
+    torch_tensor  torch's own tensor parallel in place of ours, to compare with: of TORCH_TENSOR
     pipeline      ranks that hold a run of layers each
     schedule      order of a pipeline's micro-batches; "" without a pipeline
     per_rank      stages a rank of an interleaved schedule; 0: two
@@ -143,6 +144,7 @@ class Layout:
     context: int = 1
     tensor: int = 1
     overlap: bool = False
+    torch_tensor: str = ""
     pipeline: int = 1
     schedule: str = ""
     per_rank: int = 0
@@ -159,6 +161,11 @@ class Layout:
             raise ValueError(f"{axis} needs a wrapper, one of {', '.join(WRAPPERS)}")
         if self.overlap and self.tensor == 1:
             raise ValueError("overlap needs a tensor axis: add tp2")
+        if self.torch_tensor and (self.ranks != self.tensor or self.tensor == 1 or self.overlap):
+            raise ValueError(
+                f"{self.torch_tensor} is torch's own tensor parallel, and has no other axis and no "
+                f"{OVERLAP}: choose 'tp2 {self.torch_tensor}'"
+            )
         if self.pipeline > 1 and not self.schedule:
             raise ValueError(
                 f"pp{self.pipeline} has no schedule: add one of {', '.join(SCHEDULES)}, such as "
@@ -214,6 +221,7 @@ class Layout:
             f"cp{self.context}" if self.context > 1 else "",
             f"tp{self.tensor}" if self.tensor > 1 else "",
             OVERLAP if self.overlap else "",
+            self.torch_tensor,
         ]
         return " ".join(word for word in words if word) or "none"
 
@@ -245,6 +253,7 @@ AXES: Mapping[str, str] = {
     "m": "microbatches",
 }
 OVERLAP = "overlap"
+TORCH_TENSOR = ("torch-tp", "torch-async-tp")
 SCHEDULES = (
     "gpipe",
     "1f1b",
@@ -264,6 +273,8 @@ def _meaning(word: str) -> tuple[str, Any]:
         return "wrapper", word
     if word == OVERLAP:
         return "overlap", True
+    if word in TORCH_TENSOR:
+        return "torch_tensor", word
     if word in SCHEDULES:
         return "schedule", word
     if word == "v0":
@@ -272,5 +283,6 @@ def _meaning(word: str) -> tuple[str, Any]:
         return AXES[match[1]], int(match[2])
     raise ValueError(
         f"layout has {word!r}; choose dpN, cpN, tpN, ppN, mN, vN with a number, a wrapper "
-        f"({', '.join(WRAPPERS)}), a schedule ({', '.join(SCHEDULES)}) or {OVERLAP}"
+        f"({', '.join(WRAPPERS)}), a schedule ({', '.join(SCHEDULES)}), {OVERLAP} or torch's "
+        f"tensor parallel ({', '.join(TORCH_TENSOR)})"
     )

@@ -92,6 +92,8 @@ def _check_tensor(layout: Layout, model: Network) -> None:
         )
     if model.vocab_size < degree:
         raise ValueError(f"vocab_size is {model.vocab_size}; {name} needs a row a rank")
+    if layout.torch_tensor:
+        _check_torch_tensor(layout, model)
     sections = {
         (pattern, section) for pattern, rule in table_of(model).items() for section in rule.sections
     }
@@ -100,6 +102,28 @@ def _check_tensor(layout: Layout, model: Network) -> None:
             section.copies(degree)
         except ValueError as error:
             raise ValueError(f"{name} does not fit {pattern}: {error}") from None
+
+
+TORCH_NORMS = ("rmsnorm", "rmsnorm-eager", "layernorm")
+
+
+def _check_torch_tensor(layout: Layout, model: Network) -> None:
+    """What torch's tensor parallel does of our networks."""
+    name, degree = layout.torch_tensor, layout.tensor
+    if not isinstance(model, ModelSpec):
+        raise ValueError(f"{name} needs a preset of the Transformer; BERT's loss is not cut there")
+    fields = {"tied_head": (False,), "qk_norm": (False,), "positions": ("rope", "none")}
+    fields |= {"loss": ("cross-entropy",), "norm": TORCH_NORMS, "scaled_embedding": (False,)}
+    for field, known in fields.items():
+        if (value := getattr(model, field)) not in known:
+            raise ValueError(
+                f"{field} is {value!r}, which {name} does not cut; choose {known[0]!r}"
+            )
+    if model.vocab_size % degree or model.kv_heads % degree:
+        raise ValueError(
+            f"vocab_size is {model.vocab_size} and num_kv_heads {model.kv_heads}; {name} cuts them "
+            f"into {degree} equal parts: choose multiples"
+        )
 
 
 def _check_context(layout: Layout, model: Network) -> None:

@@ -131,6 +131,11 @@ class TrainSpec:
                 f"ranks is {self.ranks}; --data-parallel or --layout says how they train: choose "
                 f"one of {', '.join(TRAINING_WRAPPERS[1:])}"
             )
+        if self.axes.torch_tensor:
+            raise ValueError(
+                f"layout is {self.layout!r}; {self.axes.torch_tensor} is there to compare with, in "
+                f"bench layout: choose 'tp{self.axes.tensor}'"
+            )
         if self.axes.wrapper not in TRAINING_WRAPPERS:
             raise ValueError(
                 f"layout is {self.layout!r}, and {self.axes.wrapper} has no checkpoint that other "

@@ -17,8 +17,10 @@ from stepgauge.models.checkpointing import through_blocks
 from stepgauge.models.parts import build_optimizer
 from stepgauge.models.transformer import Attention, compiled
 from stepgauge.parallel.context_parallel import ContextParallel, PartialAttention
-from stepgauge.parallel.layout import Network, require_one_layout, spread
+from stepgauge.parallel.counted_mean import CountedMean
+from stepgauge.parallel.layout import Network, mesh_of, require_one_layout, spread
 from stepgauge.parallel.pipeline import Tie
+from stepgauge.parallel.torch_tensor_parallel import parallelize_by_torch
 from stepgauge.parallel.training import Parallel, Parallelise
 from stepgauge.parallel.vocabulary_loss import PartialLoss
 from stepgauge.parallel.wrappers import Settings, parallelise
@@ -31,6 +33,7 @@ from stepgauge.spec.plan.recompute import RecomputePlan
 from stepgauge.spec.plan.stages import TIME, cut_blocks
 from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.train import TrainSpec
+from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import NETWORKS, build_step, decay_groups
 from stepgauge.train.part_times import layer_times
 from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES, Precision, precision_on
@@ -74,9 +77,12 @@ def build_layout_step(
             **settings,
         )
     precision = precision_on(spec.precision, device)
-    parallel = _spread(
-        spec, layout, device, precision, recording=recording, stages=stages, **settings
-    )
+    if layout.torch_tensor:
+        parallel = _by_torch(spec, layout, device, precision, **settings)
+    else:
+        parallel = _spread(
+            spec, layout, device, precision, recording=recording, stages=stages, **settings
+        )
     return TrainingStep(
         parallel.module,
         parallel.optimizer,
@@ -85,6 +91,24 @@ def build_layout_step(
         max_gradient_norm=max_gradient_norm,
         parallel=parallel,
     )
+
+
+def _by_torch(
+    spec: Spec, layout: Layout, device: torch.device, precision: Precision, **settings: Any
+) -> Parallel:
+    """The network under torch's own tensor parallel, and its optimizer."""
+    model = spec.network
+    module = _build(spec, layout, device, model, range(model.num_layers))
+    mesh, is_async = mesh_of(layout, device.type), layout.torch_tensor == "torch-async-tp"
+    parallelize_by_torch(module, table_of(model), mesh["tensor"], is_async=is_async)
+    weight_decay = settings.pop("weight_decay", 0.01)
+    optimizer = build_optimizer(
+        spec.optimizer,
+        decay_groups(module, weight_decay=weight_decay),
+        master_weights=precision.master_weights,
+        **settings,
+    )
+    return Parallel(module=module, optimizer=optimizer)
 
 
 def _spread(
@@ -126,7 +150,18 @@ def build_user_layout_step(
 
 def on_data_axis(spec: Spec, layout: Layout) -> Parallelise:
     """The wrapper of a layout that has a data axis alone."""
-    return functools.partial(parallelise, layout.wrapper, settings=_settings(spec, layout))
+    spread = functools.partial(parallelise, layout.wrapper, settings=_settings(spec, layout))
+    if layout.data == 1 or isinstance(spec.model, UserModel):
+        return spread
+    mean = CountedMean(_num_counted, dist.group.WORLD)
+
+    def weight(batch: Sequence[Any]) -> Tensor:
+        return mean.weights([batch[1:2]], batch[1].device)[0]
+
+    def counted(*arguments: Any) -> Parallel:
+        return dataclasses.replace(spread(*arguments), weight=weight)
+
+    return counted
 
 
 def _settings(spec: Spec, layout: Layout) -> Settings:
@@ -165,6 +200,10 @@ def _build(
     make, _ = NETWORKS[type(model)]
     part = make(model, device=device, blocks=blocks, seed=spec.seed)
     part.through_blocks = through_blocks(spec.checkpointing, spec.checkpoint_blocks)
+    if layout.torch_tensor and spec.compile == "blocks":
+        for block in part.blocks:
+            block.compile(dynamic=False)  # DTensor of torch 2.11 fails on symbolic sizes
+        return part.to(PRECISIONS[spec.precision].parameters)
     if isinstance(model, BertSpec) and layout.pipeline > 1 and blocks.start == 0:
         part.register_forward_pre_hook(_types_last)
     return compiled(part.to(PRECISIONS[spec.precision].parameters), spec.compile)
@@ -187,7 +226,7 @@ def network_of(
         schedule=schedule,
         tied=_tied(model, len(stages)),
         cut=_cut_bert if is_bert else lambda batch: (batch[:1], batch[1:]),
-        share=_num_counted,
+        count=_num_counted,
         context=context,
         cut_sequences=cut_sequences,
         partial_loss=FUSED_LOSS if isinstance(model, ModelSpec) and model.loss == "fused" else None,

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepgauge.parallel.counted_mean import weighted
 from stepgauge.parallel.training import Parallel
 from stepgauge.train.precision import Precision
 
@@ -104,8 +105,10 @@ class TrainingStep:
 
     def forward(self, *batch: Any) -> Tensor:
         """The loss of the batch: of ours tokens_BT and targets_BT."""
+        weight = None if self.parallel.weight is None else self.parallel.weight(batch)
         with self.precision.autocasting(self.device):
-            return self.compute_loss(*batch)
+            loss = self.compute_loss(*batch)
+        return loss if weight is None else weighted(loss, weight)
 
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()

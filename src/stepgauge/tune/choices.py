@@ -105,16 +105,18 @@ def space(given: Values, *, device: str, ranks: int = 1) -> Space:
         values["wrapper"] = WRAPPERS
         fixed["ranks"] = (ranks,)
     if kind is LayoutSpec:  # whose batch is that of all ranks; cut networks are compiled by block
-        values["layout"] = layouts(ranks)
+        values["layout"] = layouts(ranks, hides=device.startswith("cuda"))
         values["compile"] = (*values["compile"], "blocks")
         if "batch" in values:
             values["batch"] = tuple(ranks * batch for batch in values["batch"])
     return Space(kind, {**values, **given, **fixed})
 
 
-def layouts(ranks: int) -> tuple[str, ...]:
+def layouts(ranks: int, *, hides: bool = False) -> tuple[str, ...]:
     """Every way to spread a step over the ranks by data, tensor and pipeline axes, data alone
     first.
+
+    hides  what a tensor axis sends may run beside products
     """
     found = []
     for tensor, pipeline in itertools.product(_divisors(ranks), repeat=2):
@@ -124,10 +126,11 @@ def layouts(ranks: int) -> tuple[str, ...]:
         for schedule in SCHEDULES if pipeline > 1 else ("",):
             for wrapper in WRAPPERS if data > 1 else ("none",):
                 microbatches = PER_STAGE * pipeline if pipeline > 1 else 1
-                found.append(Layout(
-                    data=data, wrapper=wrapper, tensor=tensor, pipeline=pipeline,
-                    schedule=schedule, microbatches=microbatches,
-                ))  # fmt: skip
+                for overlap in (False, True)[: 1 + (hides and tensor > 1)]:
+                    found.append(Layout(
+                        data=data, wrapper=wrapper, tensor=tensor, pipeline=pipeline,
+                        schedule=schedule, microbatches=microbatches, overlap=overlap,
+                    ))  # fmt: skip
     return tuple(map(str, found))
 
 

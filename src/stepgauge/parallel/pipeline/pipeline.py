@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stepgauge.parallel.counted_mean import Count, CountedMean
 from stepgauge.parallel.peer_memory import on_one_machine
 from stepgauge.parallel.pipeline.clock import Clock
 from stepgauge.parallel.pipeline.graphed import GraphedStage
@@ -26,8 +27,6 @@ TRANSPORTS: Mapping[str, type[Transfers] | type[PeerTransfers]] = {
     "copies": PeerTransfers,
 }
 Stages = Callable[[int], nn.Module] | Sequence[nn.Module]
-# What a loss counts: how much of the whole batch's mean a micro-batch with these targets is.
-Share = Callable[..., float | Tensor]
 
 
 class Pipeline:
@@ -42,7 +41,7 @@ class Pipeline:
     loss      of the last stage's outputs and the targets: the mean over a micro-batch. None: the
               last stage takes the targets after its inputs, and gives the loss
     share     of targets: what its micro-batch counts in the mean, such as a number of tokens. By
-              default all count alike
+              default all count alike. A CountedMean counts those of other ranks too
     tied      copies of one weight in several stages
     reduce    called with stage and module when its gradients of a step are there: data parallel
     weights   of stages that are sharded, as DataAxis has it: whole from a stage's first action of a
@@ -65,7 +64,7 @@ class Pipeline:
         schedule: Schedule,
         *,
         loss: Callable[..., Tensor] | None = None,
-        share: Share | None = None,
+        share: Count | CountedMean | None = None,
         tied: Sequence[Tie] = (),
         reduce: Callable[[int, nn.Module], None] | None = None,
         weights: ShardedWeights | None = None,
@@ -85,7 +84,8 @@ class Pipeline:
         self.rank = dist.get_rank(group)
         self.modules = _own_modules(stages, self.schedule, self.rank)
         self.device = torch.device(device or _device_of(self.modules.values()))
-        self._group, self._share, self._reduce = group, share, reduce
+        self._group, self._reduce = group, reduce
+        self._mean = CountedMean(share) if callable(share) else share
         make = functools.partial(self._stage, context=context, loss=loss, graphs=graphs)
         self._stages = {number: make(number, module) for number, module in self.modules.items()}
         self._transfers = _transfers(transport, self.schedule, group, self.device)
@@ -181,11 +181,9 @@ class Pipeline:
 
     def _shares(self, targets: Sequence[Batch]) -> Tensor:
         """Of each micro-batch, its part of the whole batch's mean."""
-        if self._share is None:
+        if self._mean is None:
             return torch.full((len(targets),), 1.0 / len(targets), device=self.device)
-        counts = torch.stack([torch.as_tensor(self._share(*some)) for some in targets])
-        counts = counts.to(self.device, torch.float32)
-        return counts / counts.sum()
+        return self._mean.weights(targets, self.device)
 
     def clip(self, max_norm: float) -> Tensor:
         """Scales all gradients by the norm of the whole pipeline's; gives the norm before."""

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from stepgauge.parallel.counted_mean import weighted
 from stepgauge.parallel.pipeline.clock import Clock
 from stepgauge.parallel.pipeline.graphed import GraphedStage
 from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
@@ -120,7 +121,8 @@ class PipelineStep:
         (loss,) = outputs
         share = self.shares[micro_batch]
         self._gradients[number, micro_batch] = [share.to(loss.dtype)]
-        self.loss = loss * share if self.loss is None else self.loss + loss * share
+        loss = weighted(loss, share)
+        self.loss = loss if self.loss is None else self.loss + loss
 
     def _incoming(self, number: int, micro_batch: int) -> Sequence[Tensor | None]:
         """The gradients of a stage's outputs, by position."""

@@ -1,0 +1,41 @@
+"""A mean over all that counts, of ranks and micro-batches that have unequal parts of it: targets of
+-100 count on none.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Count = Callable[..., float | Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class CountedMean:
+    """What means of parts weigh in the mean over ranks.
+
+    count  of a part's targets, how many are in its mean on this rank
+    group  the ranks whose gradients are averaged; None: this process alone
+    """
+
+    count: Count
+    group: dist.ProcessGroup | None = None
+
+    def weights(self, parts: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
+        """Of this rank's parts, by the targets of each: the weighted sum of their means, averaged
+        over ranks, is the mean over all. Every rank of the group must call it.
+        """
+        counts = torch.stack([torch.as_tensor(self.count(*targets)) for targets in parts])
+        counts = counts.to(device, torch.float32)
+        if self.group is None:
+            return counts / counts.sum()
+        total = counts.sum()
+        dist.all_reduce(total, group=self.group)
+        return counts * (self.group.size() / total)
+
+
+def weighted(loss: Tensor, weight: Tensor) -> Tensor:
+    """The mean over no tokens is NaN, and counts as nothing."""
+    return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))

@@ -1,0 +1,99 @@
+"""torch's own tensor parallel by the same tables, to compare with: parallelize_module with column
+and row parallel layers, SequenceParallel norms and loss_parallel; async TP where a compiler may put
+collectives and products together.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from stepgauge.parallel.data_axis import gathered
+from stepgauge.spec.plan.tensor import Rule, Table, matched
+
+STREAM = Shard(1)  # the residual stream, cut by sequence
+
+
+def parallelize_by_torch(
+    module: nn.Module, table: Table, mesh: DeviceMesh, *, is_async: bool = False
+) -> None:
+    """Cuts the module's layers in place, as the table says; its parameters are DTensors then, of
+    rank 0's values. All ranks of the mesh must call it.
+
+    A fused column's sections are cut each: its rows are put in the order of ranks first. A head's
+    parent gives its loss without whole logits.
+
+    is_async  a compiler overlaps collectives with products in this process from here on
+
+    Raises ValueError for sections that the ranks do not divide.
+    """
+    rules = list(matched(table, [name for name, _ in module.named_modules()]))
+    for name, rule in rules:
+        if rule.sections:
+            _order_by_rank(module.get_submodule(name), rule, mesh)
+    parallelize_module(module, mesh, {name: _style(rule) for name, rule in rules})
+    for name, rule in rules:
+        if rule.kind == "head":
+            _lose_in_parts(module.get_submodule(name.rpartition(".")[0]), name)
+    if is_async:
+        # The way out: a public option of torch.compile for it.
+        torch._inductor.config._micro_pipeline_tp = True
+
+
+def _style(rule: Rule) -> ParallelStyle:
+    return STYLES[rule.kind]
+
+
+STYLES: Mapping[str, ParallelStyle] = {
+    "column": ColwiseParallel(input_layouts=STREAM),
+    "row": RowwiseParallel(output_layouts=STREAM),
+    "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+    "split": PrepareModuleInput(
+        input_layouts=(Replicate(), None),
+        desired_input_layouts=(STREAM, None),
+        use_local_output=True,
+    ),
+    "sequence": SequenceParallel(use_local_output=True),
+    "head": ColwiseParallel(input_layouts=STREAM, use_local_output=False),
+}
+
+
+@torch.no_grad()
+def _order_by_rank(layer: Any, rule: Rule, mesh: DeviceMesh) -> None:
+    """Rows of a fused layer, so that equal parts are each rank's part of every section."""
+    ranks = mesh.size()
+    if copied := [section for section in rule.sections if section.copies(ranks) > 1]:
+        raise ValueError(f"{copied[0].rows} rows are on several of {ranks} ranks; torch cuts them")
+    for parameter in layer.parameters(recurse=False):
+        cut = rule.cut_of("weight", len(parameter))
+        assert cut is not None, "sections are rows"
+        slices = [part for rank in range(ranks) for part in cut.parts(len(parameter), rank, ranks)]
+        parameter.copy_(torch.cat([parameter[part] for part in slices]))
+    layer.sections = tuple(section.rows // ranks for section in rule.sections)
+
+
+def _lose_in_parts(parent: Any, head: str) -> None:
+    """The mean loss of logits that each rank has some of. Its backward must know as well, so that
+    torch's operators for it stay in this process.
+    """
+    loss_parallel().__enter__()
+    layer = parent.get_submodule(head.rpartition(".")[2])
+
+    def compute_loss(x_BQD: Tensor, _: Tensor, targets_BT: Tensor) -> Tensor:
+        logits_BTV = layer(x_BQD)
+        return gathered(F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten()))
+
+    parent.compute_loss = compute_loss
