@@ -14,7 +14,6 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
@@ -44,7 +43,8 @@ def parallelize_by_torch(
     for name, rule in rules:
         if rule.sections:
             _order_by_rank(module.get_submodule(name), rule, mesh)
-    parallelize_module(module, mesh, {name: _style(rule) for name, rule in rules})
+    plan = {name: STYLES[rule.kind] for name, rule in rules if rule.kind in STYLES}
+    parallelize_module(module, mesh, plan)
     for name, rule in rules:
         if rule.kind == "head":
             _lose_in_parts(module.get_submodule(name.rpartition(".")[0]), name)
@@ -53,19 +53,11 @@ def parallelize_by_torch(
         torch._inductor.config._micro_pipeline_tp = True
 
 
-def _style(rule: Rule) -> ParallelStyle:
-    return STYLES[rule.kind]
-
-
+# The embedding gives a piece of the stream, so that nobody has to split it.
 STYLES: Mapping[str, ParallelStyle] = {
     "column": ColwiseParallel(input_layouts=STREAM),
     "row": RowwiseParallel(output_layouts=STREAM),
-    "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-    "split": PrepareModuleInput(
-        input_layouts=(Replicate(), None),
-        desired_input_layouts=(STREAM, None),
-        use_local_output=True,
-    ),
+    "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=STREAM),
     "sequence": SequenceParallel(use_local_output=True),
     "head": ColwiseParallel(input_layouts=STREAM, use_local_output=False),
 }
