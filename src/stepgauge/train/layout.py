@@ -77,12 +77,9 @@ def build_layout_step(
             **settings,
         )
     precision = precision_on(spec.precision, device)
-    if layout.torch_tensor:
-        parallel = _by_torch(spec, layout, device, precision, **settings)
-    else:
-        parallel = _spread(
-            spec, layout, device, precision, recording=recording, stages=stages, **settings
-        )
+    parallel = _spread(
+        spec, layout, device, precision, recording=recording, stages=stages, **settings
+    )
     return TrainingStep(
         parallel.module,
         parallel.optimizer,
@@ -122,6 +119,8 @@ def _spread(
     **settings: Any,
 ) -> Parallel:
     """This rank's part of the network, and its optimizer."""
+    if layout.torch_tensor:
+        return _by_torch(spec, layout, device, precision, **settings)
     groups = functools.partial(decay_groups, weight_decay=settings.pop("weight_decay", 0.01))
     return spread(
         layout,
