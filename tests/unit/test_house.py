@@ -17,7 +17,6 @@ DEVICE_CODE = ("triton.jit", "gluon.jit")
 # File -> what of torch's private parts it needs. Each says there what would make it unnecessary.
 PRIVATE_TORCH = {
     "calibrate/capture.py": "the end of a capture that failed, in the allocator",
-    "kernels/attention/operator.py": "an autograd formula without Python's layers of torch.library",
     "kernels/launch/__init__.py": "the handle of the current stream without an object around it",
     "kernels/plain_eager.py": "whether a dispatch mode or a transform is active",
     "measure/memory/autograd_engine.py": "the node that runs, and references of a storage",

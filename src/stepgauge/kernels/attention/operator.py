@@ -1,9 +1,4 @@
-"""The custom operators of attention: what compilers, fake tensors and FLOP counters see.
-
-Defined on the library itself, with autograd's part as a function of its own: the Python layers of
-torch.library.custom_op and register_autograd cost a call 3.5 µs of host time (torch 2.13). That takes
-private names of the dispatcher. The way out: a register_autograd that costs less.
-"""
+"""The custom operators of attention: what compilers, fake tensors and FLOP counters see."""
 
 import functools
 
@@ -30,92 +25,55 @@ def backward(grad_o, q, k, v, o, lse, is_causal, scale, window=0, spans=None):
     return kernels().backward(grad_o, q, k, v, o, lse, is_causal, scale, window, spans)
 
 
-class _Differentiable(torch.autograd.Function):
-    """The operator's autograd formula."""
-
-    @staticmethod
-    def forward(ctx, keys, *inputs):
-        q, k, v, ctx.is_causal, ctx.scale, ctx.window, spans = inputs
-        o, lse = _below_autograd(keys, *inputs)
-        ctx.save_for_backward(q, k, v, o, lse, *(() if spans is None else (spans,)))
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)  # no zeros for lse
-        return o, lse
-
-    @staticmethod
-    def backward(ctx, grad_o, grad_lse):
-        if grad_o is None:
-            return (None,) * 8
-        q, k, v, o, lse, *rest = ctx.saved_tensors
-        spans = rest[0] if rest else None
-        options = ctx.is_causal, ctx.scale, ctx.window, spans
-        run = torch.ops.stepgauge.flash_attention_backward
-        return None, *run(grad_o, q, k, v, o, lse, *options), *(None,) * len(options)
-
-
-def _with_autograd(keys, q, k, v, is_causal, scale, window=0, spans=None):
-    """The operator as autograd comes by, also where it has nothing to do: in a compiled graph."""
-    options = is_causal, scale, window, spans
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Differentiable.apply(keys, q, k, v, *options)
-    return _below_autograd(keys, q, k, v, *options)
-
-
-class _BackwardOnce(torch.autograd.Function):
-    """The backward operator under autograd, that is with create_graph."""
-
-    @staticmethod
-    def forward(ctx, keys, *inputs):
-        keys = keys & torch._C._after_autograd_keyset
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.stepgauge.flash_attention_backward.default.redispatch(keys, *inputs)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError(NO_SECOND_DERIVATIVE)
-
-
-_NOTHING_BUT_A_DEVICE = [
-    torch._C.DispatchKeySet(key) for key in (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU)
-]
-
-
-def _below_autograd(keys, *inputs):
-    keys = keys & torch._C._after_autograd_keyset
-    # what the dispatcher would do next, without another round through it
-    if keys in _NOTHING_BUT_A_DEVICE:
-        return forward(*inputs)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.stepgauge.flash_attention.default.redispatch(keys, *inputs)
-
-
-_LIBRARY = torch.library.Library("stepgauge", "FRAGMENT")
 # What is returned depends on the order of an input's dimensions alone: Inductor need not copy views
 # into their strides.
-_LAYOUT = (torch.Tag.needs_fixed_stride_order,)
-_LIBRARY.define(
-    "flash_attention(Tensor q, Tensor k, Tensor v, bool is_causal, float scale,"
-    " int window=0, Tensor? spans=None) -> (Tensor o, Tensor lse)",
-    tags=_LAYOUT,
+_DECLARED = {"mutates_args": (), "tags": (torch.Tag.needs_fixed_stride_order,)}
+_OPTIONS = "bool is_causal, float scale, int window=0, Tensor? spans=None"
+_forward_op = torch.library.custom_op(
+    "stepgauge::flash_attention",
+    forward,
+    schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
+    **_DECLARED,
 )
-_LIBRARY.define(
-    "flash_attention_backward(Tensor grad_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, bool is_causal,"
-    " float scale, int window=0, Tensor? spans=None) -> (Tensor, Tensor, Tensor)",
-    tags=_LAYOUT,
+_backward_op = torch.library.custom_op(
+    "stepgauge::flash_attention_backward",
+    backward,
+    schema="(Tensor grad_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    **_DECLARED,
 )
-for _key in ("CUDA", "CPU"):
-    _LIBRARY.impl("flash_attention", forward, _key)
-    _LIBRARY.impl("flash_attention_backward", backward, _key)
-_LIBRARY.impl("flash_attention", _with_autograd, "Autograd", with_keyset=True)
-_LIBRARY.impl("flash_attention_backward", _BackwardOnce.apply, "Autograd", with_keyset=True)
 
 
-@torch.library.register_fake("stepgauge::flash_attention")
+def _setup(ctx, inputs, output):
+    q, k, v, ctx.is_causal, ctx.scale, ctx.window, spans = inputs
+    o, lse = output
+    ctx.save_for_backward(q, k, v, o, lse, *(() if spans is None else (spans,)))
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)  # no zeros for lse
+
+
+def _differentiate(ctx, grad_o, grad_lse):
+    if grad_o is None:
+        return (None,) * 7
+    q, k, v, o, lse, *spans = ctx.saved_tensors
+    options = ctx.is_causal, ctx.scale, ctx.window, *(spans or (None,))
+    return *_backward_op(grad_o, q, k, v, o, lse, *options), *(None,) * len(options)
+
+
+def _refuse(ctx, *grads):
+    raise RuntimeError(NO_SECOND_DERIVATIVE)
+
+
+_forward_op.register_autograd(_differentiate, setup_context=_setup)
+_backward_op.register_autograd(_refuse)
+
+
+@_forward_op.register_fake
 def _(q, k, v, is_causal, scale, window=0, spans=None):
     return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.register_fake("stepgauge::flash_attention_backward")
+@_backward_op.register_fake
 def _(grad_o, q, k, v, o, lse, is_causal, scale, window=0, spans=None):
     return _like(q), _like(k), _like(v)
 

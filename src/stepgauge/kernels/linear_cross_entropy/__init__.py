@@ -82,26 +82,18 @@ def linear_cross_entropy(
     if by_torch.takes(hidden, weight_VD, compute_dtype, **asked):
         how = {"reduction": reduction, "ignore_index": ignore_index}
         return by_torch.loss(hidden, weight_VD, targets, **how)
-    differentiates = torch.is_grad_enabled()
-    run = (
-        LinearCrossEntropyFunction.apply
-        if is_plain_eager(hidden, weight_VD, targets)
-        else _OPERATOR
-    )
-    return run(
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight_VD,
-        targets.reshape(-1),
-        compute_dtype,
-        reduction == "mean",
-        ignore_index,
-        z_loss,
-        softcap,
-        weight_grad_accumulation,
-        max_logits_bytes or 0,
-        differentiates and hidden.requires_grad,
-        differentiates and weight_VD.requires_grad,
-    )[0]
+    loss = reduction == "mean", ignore_index, z_loss, softcap
+    memory = weight_grad_accumulation, max_logits_bytes or 0
+    return _by_chunks(hidden, weight_VD, targets, compute_dtype, *loss, *memory)
+
+
+def _by_chunks(hidden: Tensor, weight_VD: Tensor, targets: Tensor, *options: Any) -> Tensor:
+    """The fused loop, with the operator's options but for which gradients are needed."""
+    is_plain = is_plain_eager(hidden, weight_VD, targets)
+    needed = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight_VD)]
+    hidden_ND = hidden.reshape(-1, hidden.shape[-1])
+    run = LinearCrossEntropyFunction.apply if is_plain else _OPERATOR
+    return run(hidden_ND, weight_VD, targets.reshape(-1), *options, *needed)[0]
 
 
 class FusedLinearCrossEntropy(nn.Module):
