@@ -184,6 +184,21 @@ def test_why_the_device_stood_still(trace, tmp_path):
     assert gaps[SYNCHRONISED] == pytest.approx(32)
 
 
+@pytest.mark.parametrize(
+    ("call", "waits"),
+    [("hipMemcpyWithStream", True), ("cudaFree", True), ("urQueueFinish", True),
+     ("cudaMemcpyAsync", False), ("cudaStreamWaitEvent", False)],
+)  # fmt: skip
+def test_calls_in_which_the_host_waits_for_the_device(trace, tmp_path, call, waits):
+    with trace.range("ProfilerStep#0"):
+        trace.launch("void gemm_a()", 50)
+        with trace.call(call, "cuda_runtime"):
+            trace.now += 100
+        trace.launch("void gemm_b()", 50)
+    (row,) = analyse(trace.write(tmp_path / "t.json")).idle
+    assert row.reason == (SYNCHRONISED if waits else HOST_BOUND)
+
+
 @pytest.mark.parametrize("recorded", [False, True])
 def test_idle_time_until_a_phase_ends_on_the_host_is_that_phases(trace, tmp_path, recorded):
     with trace.range("ProfilerStep#0"):

@@ -47,6 +47,16 @@ def test_kernels_that_all_have_correlation_zero_go_by_when_they_began(events, tm
     assert note.startswith("No kernel has its launch in the trace")
 
 
+@pytest.mark.parametrize("category", ["xpu_driver", "privateuse1_driver", "hpu_op"])
+def test_launches_are_launches_by_whatever_driver(events, tmp_path, category):
+    for event in events:
+        if event.get("cat") == "cuda_runtime":
+            event["cat"] = category
+    found = analysed(events, tmp_path)
+    assert is_whole(found) and found.notes == []
+    assert found.phases_us["forward"] == [150, 152]
+
+
 def test_numbers_written_as_text_are_numbers(events, tmp_path):
     for event in events[1:]:
         event |= {"ts": str(event["ts"]), "dur": str(event["dur"])}

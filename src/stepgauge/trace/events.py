@@ -4,6 +4,7 @@ of the device.
 
 import dataclasses
 import functools
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -24,7 +25,10 @@ _CATEGORIES = {
     "cuda_driver": "runtime",
     "runtime": "runtime",
     "xpu_runtime": "runtime",
+    "xpu_driver": "runtime",
+    "hpu_op": "runtime",
     "privateuse1_runtime": "runtime",
+    "privateuse1_driver": "runtime",
     "kernel": "kernel",
     "gpu_memcpy": "copy",
     "gpu_memset": "copy",
@@ -39,7 +43,11 @@ _ASIDE = {
     "cuda_sync",
     "cuda_event",
     "cuda_profiler_range",
+    "xpu_sync",
+    "xpu_scope_profiler",
+    "gpu_pm_counter",
     "mtia_runtime",
+    "mtia_counters",
     "external_correlation",
     "cpu_instant_event",
     "collective_comm",
@@ -47,6 +55,8 @@ _ASIDE = {
 # Processes of Ascend's traces that are not a device either.
 _HOST_PROCESSES = {"CANN", "Python", "Overlap Analysis", "Spans", "Traces"}
 STEP = "ProfilerStep#"
+# Calls in which the host waits for the device, of CUDA, HIP and XPU; a copy named so and a free do.
+_WAITS = re.compile(r"Synchronize|(Memcpy|MemcpyWithStream|Free|QueueFinish|EventWait)$")
 
 
 class Shapes(NamedTuple):
@@ -140,6 +150,10 @@ class Trace:
         """The calls of a category, thread by thread."""
         for thread in self.threads.values():
             yield from (call for call in thread if call.category == category)
+
+    def waits(self) -> Iterator[Call]:
+        """The calls in which the host waits for the device."""
+        return (call for call in self.calls("runtime") if _WAITS.search(call.name))
 
 
 @without_collector()

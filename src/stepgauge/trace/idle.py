@@ -92,9 +92,7 @@ class _Marks:
 
     def __init__(self, trace: Trace):
         self.trace = trace
-        self.waits = merged(
-            (c.start, c.end) for c in trace.calls("runtime") if "Synchronize" in c.name
-        )
+        self.waits = merged((call.start, call.end) for call in trace.waits())
         phases = sorted(
             (call for call in trace.calls("annotation") if call.name in PHASES),
             key=lambda call: call.start,

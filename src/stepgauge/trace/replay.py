@@ -67,9 +67,7 @@ class Replay:
         launches = {work.launched for work in self.works if work.launched}
         least = min((start for start, _ in launches), default=first.start)
         waits = [
-            (call.start, call.end)
-            for call in trace.calls("runtime")
-            if "Synchronize" in call.name and least <= call.start <= last.end
+            (call.start, call.end) for call in trace.waits() if least <= call.start <= last.end
         ]
         events = [_Event(start, end) for start, end in sorted({*launches, *waits})]
         number = {(event.start, event.end): index for index, event in enumerate(events)}
