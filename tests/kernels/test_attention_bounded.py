@@ -47,24 +47,29 @@ def made(heads, kv_heads, t_q, t_k, dtype=torch.float32, device="cpu", width=16)
     return [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
 
 
-def spans_here(ends, length, device="cpu"):
-    return None if ends is None else spans_of(torch.tensor((0, *ends), device=device), length)
+def packed(ends, device="cpu"):
+    return None if ends is None else torch.tensor((0, *ends), device=device, dtype=torch.int32)
 
 
-def expected_of(q, k, v, grad_o, is_causal, window, spans):
+def seen_by(t_q, t_k, is_causal, window, cu_seqlens):
+    spans = None if cu_seqlens is None else spans_of(cu_seqlens, t_q)
+    return visible(torch.arange(t_q), torch.arange(t_k), is_causal, window, spans)
+
+
+def expected_of(q, k, v, grad_o, is_causal, window, cu_seqlens):
     """(o, lse, dq, dk, dv) in float64 by the oracle."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     group = q.shape[1] // k.shape[1]
     wide = [leaves[0], *(x.repeat_interleave(group, 1) for x in leaves[1:])]
-    o, lse = attention(*wide, is_causal=is_causal, window=window, spans=spans)
+    o, lse = attention(*wide, is_causal=is_causal, window=window, cu_seqlens=cu_seqlens)
     return [o.detach(), lse.detach(), *torch.autograd.grad(o, leaves, grad_o.double())]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_oracle_sees_what_the_words_say(case):
     *_, t_q, t_k, window, ends, is_causal = case
-    spans = spans_here(ends, t_q)
-    seen = visible(torch.arange(t_q), torch.arange(t_k), is_causal, window, spans)
+    cu_seqlens = packed(ends)
+    seen = seen_by(t_q, t_k, is_causal, window, cu_seqlens)
     sequence = [sum(i >= end for end in ends or ()) for i in range(max(t_q, t_k))]
     for i in range(t_q):
         for j in range(t_k):
@@ -72,24 +77,23 @@ def test_oracle_sees_what_the_words_say(case):
             after = is_causal and j > i
             assert seen[i, j] == (near and not after and sequence[i] == sequence[j])
     if window:
-        assert num_pairs(t_q, t_k, is_causal, window, spans) == seen.sum()
+        assert num_pairs(t_q, t_k, is_causal, window, cu_seqlens) == seen.sum()
 
 
 def test_plain_pytorch_equals_the_oracle():
     for heads, kv_heads, t_q, t_k, window, ends, is_causal in (CASES[1], *CASES[4:]):
         q, k, v, grad_o = made(heads, kv_heads, 4 * t_q, 4 * t_k, torch.float64)
-        spans = spans_here(ends, 4 * t_q)
+        cu_seqlens = packed(ends)
         leaves = [x.requires_grad_() for x in (q, k, v)]
         if ends is None:
             o = flash_attention(*leaves, is_causal=is_causal, window=4 * window)
         else:
-            cu_seqlens = torch.tensor((0, *ends))
-            packed = (x[0].transpose(0, 1) for x in leaves)
+            in_a_row = (x[0].transpose(0, 1) for x in leaves)
             o = flash_attention_varlen(
-                *packed, cu_seqlens, is_causal=is_causal, window=4 * window
+                *in_a_row, cu_seqlens, is_causal=is_causal, window=4 * window
             ).transpose(0, 1)[None]
         got = o, *torch.autograd.grad(o, leaves, grad_o)
-        wanted = expected_of(q, k, v, grad_o, is_causal, 4 * window, spans)
+        wanted = expected_of(q, k, v, grad_o, is_causal, 4 * window, cu_seqlens)
         for value, want in zip(got, (wanted[0], *wanted[2:]), strict=True):
             torch.testing.assert_close(value, want, rtol=1e-10, atol=1e-12)
 
@@ -137,10 +141,10 @@ def test_flops_of_what_is_seen():
 # ---- the kernels -----------------------------------------------------------------------------------------------------
 
 
-def run_kernels(q, k, v, grad_o, is_causal, window, spans):
+def run_kernels(q, k, v, grad_o, is_causal, window, cu_seqlens):
     scale = q.shape[-1] ** -0.5
-    o, lse = kernels.forward(q, k, v, is_causal, scale, window, spans)
-    grads = kernels.backward(grad_o, q, k, v, o, lse, is_causal, scale, window, spans)
+    o, lse = kernels.forward(q, k, v, is_causal, scale, window, cu_seqlens)
+    grads = kernels.backward(grad_o, q, k, v, o, lse, is_causal, scale, window, cu_seqlens)
     return o, lse, *grads
 
 
@@ -164,15 +168,15 @@ def test_interp_equals_float64_and_visits_no_other_tile(interpreter, poisoned, c
         InterpreterBuilder, "create_dot", lambda *args: products.append(1) or create_dot(*args)
     )
     heads, kv_heads, t_q, t_k, window, ends, is_causal = case
-    spans = spans_here(ends, t_q)
+    cu_seqlens = packed(ends)
     tensors = made(heads, kv_heads, t_q, t_k)
     block_q, block_k = (16, 32) if is_causal else (32, 16)
     tiles = heuristics.Tiles(block_q, block_k, 4, 1)
-    expected = expected_of(*tensors, is_causal, window, spans)
-    seen = visible(torch.arange(t_q), torch.arange(t_k), is_causal, window, spans)
+    expected = expected_of(*tensors, is_causal, window, cu_seqlens)
+    seen = seen_by(t_q, t_k, is_causal, window, cu_seqlens)
     num_tiles = visited_tiles(seen, block_q, block_k)
     with heuristics.override_tiles(**dict.fromkeys(("forward", "dq", "dkdv"), tiles)):
-        got = run_kernels(*tensors, is_causal, window, spans)
+        got = run_kernels(*tensors, is_causal, window, cu_seqlens)
     # scores and values; of the backward dq's three and dkdv's four
     assert len(products) == 9 * heads * num_tiles
     for value, want in zip(got, expected, strict=True):
@@ -184,16 +188,16 @@ def test_interp_equals_float64_and_visits_no_other_tile(interpreter, poisoned, c
 def test_interp_operator_compiles_and_checks(interpreter):
     q, k, v, grad_o = made(2, 1, 24, 24)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    spans = spans_here((8, 15), 24)
+    cu_seqlens = packed((8, 15))
     operator = torch.ops.stepgauge.flash_attention.default
-    torch.library.opcheck(operator, (*leaves, True, 0.25, 8, spans))
+    torch.library.opcheck(operator, (*leaves, True, 0.25, 8, cu_seqlens))
     lengths = torch.tensor([0, 8, 15])
-    packed = [x[0].transpose(0, 1).detach().requires_grad_() for x in (q, k, v)]
+    in_a_row = [x[0].transpose(0, 1).detach().requires_grad_() for x in (q, k, v)]
     for function, given, grad in (
         (lambda *x: flash_attention(*x, is_causal=True, window=8), leaves, grad_o),
         (
             lambda *x: flash_attention_varlen(*x, lengths, window=8),
-            packed,
+            in_a_row,
             grad_o[0].transpose(0, 1),
         ),
     ):
@@ -232,8 +236,10 @@ def test_a_window_costs_no_register_where_there_is_none(name):
 @pytest.mark.parametrize("window, ends", [(0, (700, 701, 1500)), (256, None), (100, (900,))])
 def test_gpu_equals_float64(window, ends, dtype, limit, poisoned):
     tensors = made(4, 2, 1777, 1777, dtype, "cuda", 64)
-    spans = spans_here(ends, 1777, "cuda")
+    cu_seqlens = packed(ends, "cuda")
     for is_causal in (True, False):
-        got = run_kernels(*tensors, is_causal, window, spans)
-        for value, want in zip(got, expected_of(*tensors, is_causal, window, spans), strict=True):
+        got = run_kernels(*tensors, is_causal, window, cu_seqlens)
+        for value, want in zip(
+            got, expected_of(*tensors, is_causal, window, cu_seqlens), strict=True
+        ):
             assert relative(value, want, 1e-2) < limit

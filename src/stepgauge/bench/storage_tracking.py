@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from stepgauge.bench import step as bench_step
-from stepgauge.kernels.attention import cudnn
+from stepgauge.kernels.attention import libraries
 from stepgauge.kernels.linear_cross_entropy.chunked import transient_bytes
 from stepgauge.measure.memory.fake_device import fake_device
 from stepgauge.measure.memory.storage_tracker import (
@@ -34,7 +34,7 @@ KNOWN_WORKSPACES: Mapping[str, Callable[[Any], int]] = {
     "stepgauge::linear_cross_entropy": transient_bytes
 }
 OF_HOPPER: Mapping[str, Callable[[Any], int]] = {
-    "stepgauge::flash_attention_backward": cudnn.backward_bytes
+    "stepgauge::flash_attention_backward": libraries.backward_bytes
 }
 STEPS = 2  # the optimizer makes its state in the first; the second is like every later one
 Around = Callable[[str], contextlib.AbstractContextManager[None]]

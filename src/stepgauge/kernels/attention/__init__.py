@@ -56,10 +56,10 @@ def flash_attention(q, k, v, *, is_causal=False, scale=None, window=0):
     outside of it are neither read nor computed. 0: none. Hopper's kernels in Gluon leave it to the
     portable ones.
 
-    On Hopper cuDNN runs the shapes where it was measured faster (cudnn.py), heads wider than 128
-    among them; STEPGAUGE_CUDNN=0 forces the kernels here. These make their sums in a fixed order, so
-    that gradients have the same bits every time; cuDNN does not, and is left out under
-    `torch.use_deterministic_algorithms(True)`.
+    On Hopper FlashAttention-4, where it is installed, and cuDNN run the shapes where they were measured
+    faster (libraries.py); STEPGAUGE_FA4=0 and STEPGAUGE_CUDNN=0 leave them out. The kernels here make
+    their sums in a fixed order, so that gradients have the same bits every time; libraries do not, and
+    are left out under `torch.use_deterministic_algorithms(True)`.
 
     Without CUDA (and outside of Triton's interpreter) the plain PyTorch version runs, which takes
     float64 too. Raises ValueError for shapes, types, a scale or a window that it does not take, and
@@ -68,25 +68,25 @@ def flash_attention(q, k, v, *, is_causal=False, scale=None, window=0):
     return attend(q, k, v, is_causal, scale, window)
 
 
-def attend(q, k, v, is_causal, scale, window=0, spans=None):
-    """`flash_attention`, of packed sequences where there are `spans` (visible.spans_of)."""
+def attend(q, k, v, is_causal, scale, window=0, cu_seqlens=None):
+    """`flash_attention`, of packed sequences where there are `cu_seqlens` (packed.py)."""
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(
             f"flash_attention takes (B, H, T, D), not q {tuple(q.shape)}, k {tuple(k.shape)}"
         )
     check_window(q.shape[2], k.shape[2], window)
     if not _has_kernels(q.device):
-        return _in_plain_pytorch(q, k, v, is_causal, _check(q, k, v, scale), window, spans)
+        return _in_plain_pytorch(q, k, v, is_causal, _check(q, k, v, scale), window, cu_seqlens)
     if not is_plain_eager(q):
         scale = _check(q, k, v, scale)
         q, k, v = _autocast(q, k, v)
         _check_types(q, k, v, _DTYPES)
-        inputs = q, k, v, is_causal, scale, window, spans
+        inputs = q, k, v, is_causal, scale, window, cu_seqlens
         return torch.ops.stepgauge.flash_attention(*inputs)[0]
-    return FlashAttentionTriton.apply(q, k, v, is_causal, scale, window, spans)
+    return FlashAttentionTriton.apply(q, k, v, is_causal, scale, window, cu_seqlens)
 
 
-def _in_plain_pytorch(q, k, v, is_causal, scale, window, spans):
+def _in_plain_pytorch(q, k, v, is_causal, scale, window, cu_seqlens):
     """FlashAttention-2 in PyTorch, with float64 as well; autocast has cast q, k and v by then."""
     device = q.device.type
     q, k, v = _autocast(q, k, v)
@@ -95,9 +95,9 @@ def _in_plain_pytorch(q, k, v, is_causal, scale, window, spans):
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     if device == "meta" or not torch.is_autocast_enabled(device):
-        return FlashAttentionReference.apply(q, k, v, is_causal, scale, window, spans)
+        return FlashAttentionReference.apply(q, k, v, is_causal, scale, window, cu_seqlens)
     with torch.autocast(device, enabled=False):
-        return FlashAttentionReference.apply(q, k, v, is_causal, scale, window, spans)
+        return FlashAttentionReference.apply(q, k, v, is_causal, scale, window, cu_seqlens)
 
 
 class FlashAttentionTriton(torch.autograd.Function):
@@ -111,7 +111,7 @@ class FlashAttentionTriton(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal=False, scale=None, window=0, spans=None):
+    def forward(ctx, q, k, v, is_causal=False, scale=None, window=0, cu_seqlens=None):
         scale = _check(q, k, v, scale)
         check_window(q.shape[-2], k.shape[-2], window)
         q, k, v = _autocast(q, k, v)
@@ -122,24 +122,24 @@ class FlashAttentionTriton(torch.autograd.Function):
             )
         inputs = _four_dims(q), _four_dims(k), _four_dims(v), is_causal, scale
         if is_plain_eager(q):
-            o, lse = operator.kernels().forward(*inputs, window, spans)
+            o, lse = operator.kernels().forward(*inputs, window, cu_seqlens)
         else:
-            o, lse = torch.ops.stepgauge.flash_attention(*inputs, window, spans)
+            o, lse = torch.ops.stepgauge.flash_attention(*inputs, window, cu_seqlens)
         if q.ndim != 4:
             o, lse = o.view(q.shape), lse.view(q.shape[:-1])
-        ctx.save_for_backward(q, k, v, o, lse, *(() if spans is None else (spans,)))
+        ctx.save_for_backward(q, k, v, o, lse, *(() if cu_seqlens is None else (cu_seqlens,)))
         ctx.is_causal, ctx.scale, ctx.window = is_causal, scale, window
         return o
 
     @staticmethod
     def backward(ctx, grad_o):
         q, k, v, o, lse, *rest = ctx.saved_tensors
-        spans = rest[0] if rest else None
+        cu_seqlens = rest[0] if rest else None
         # With create_graph the operator is called: it refuses a second derivative.
         by_operator = torch.is_grad_enabled() or not is_plain_eager(q)
         run = torch.ops.stepgauge.flash_attention_backward if by_operator else operator.backward
         tensors = [_four_dims(x) for x in (grad_o, q, k, v, o)]
-        options = ctx.is_causal, ctx.scale, ctx.window, spans
+        options = ctx.is_causal, ctx.scale, ctx.window, cu_seqlens
         nothing = (None,) * len(options)
         if q.ndim == 4:
             return *run(*tensors, lse, *options), *nothing

@@ -18,7 +18,7 @@ from stepgauge.kernels.launch.triton_internals import (
     launcher_under_descriptors,
 )
 
-from . import cudnn, heuristics
+from . import heuristics, libraries
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -209,7 +209,7 @@ class LaunchKey(NamedTuple):
     do: View | None = None
     window: int = 0
     is_packed: bool = False
-    may_use_cudnn: bool = False
+    libraries: tuple = ()  # that may take what the table gives them
 
     @property
     def is_bounded(self):
@@ -294,7 +294,7 @@ def launch_key(
     return LaunchKey(
         q.get_device() if q.is_cuda else None, dtype, of(q), of(k), of(v), is_causal, scale, matmul_precision(dtype),
         heuristics.overrides(), num_splits, None if o is None else of(o), None if do is None else of(do),
-        window, is_packed, cudnn.is_allowed(),
+        window, is_packed, libraries.allowed(),
     )  # fmt: skip
 
 

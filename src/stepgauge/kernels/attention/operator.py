@@ -17,18 +17,18 @@ def kernels():
     return triton
 
 
-def forward(q, k, v, is_causal, scale, window=0, spans=None):
-    return kernels().forward(q, k, v, is_causal, scale, window, spans)
+def forward(q, k, v, is_causal, scale, window=0, cu_seqlens=None):
+    return kernels().forward(q, k, v, is_causal, scale, window, cu_seqlens)
 
 
-def backward(grad_o, q, k, v, o, lse, is_causal, scale, window=0, spans=None):
-    return kernels().backward(grad_o, q, k, v, o, lse, is_causal, scale, window, spans)
+def backward(grad_o, q, k, v, o, lse, is_causal, scale, window=0, cu_seqlens=None):
+    return kernels().backward(grad_o, q, k, v, o, lse, is_causal, scale, window, cu_seqlens)
 
 
 # What is returned depends on the order of an input's dimensions alone: Inductor need not copy views
 # into their strides.
 _DECLARED = {"mutates_args": (), "tags": (torch.Tag.needs_fixed_stride_order,)}
-_OPTIONS = "bool is_causal, float scale, int window=0, Tensor? spans=None"
+_OPTIONS = "bool is_causal, float scale, int window=0, Tensor? cu_seqlens=None"
 _forward_op = torch.library.custom_op(
     "stepgauge::flash_attention",
     forward,
@@ -45,9 +45,9 @@ _backward_op = torch.library.custom_op(
 
 
 def _setup(ctx, inputs, output):
-    q, k, v, ctx.is_causal, ctx.scale, ctx.window, spans = inputs
+    q, k, v, ctx.is_causal, ctx.scale, ctx.window, cu_seqlens = inputs
     o, lse = output
-    ctx.save_for_backward(q, k, v, o, lse, *(() if spans is None else (spans,)))
+    ctx.save_for_backward(q, k, v, o, lse, *(() if cu_seqlens is None else (cu_seqlens,)))
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)  # no zeros for lse
 
@@ -55,8 +55,8 @@ def _setup(ctx, inputs, output):
 def _differentiate(ctx, grad_o, grad_lse):
     if grad_o is None:
         return (None,) * 7
-    q, k, v, o, lse, *spans = ctx.saved_tensors
-    options = ctx.is_causal, ctx.scale, ctx.window, *(spans or (None,))
+    q, k, v, o, lse, *cu_seqlens = ctx.saved_tensors
+    options = ctx.is_causal, ctx.scale, ctx.window, *(cu_seqlens or (None,))
     return *_backward_op(grad_o, q, k, v, o, lse, *options), *(None,) * len(options)
 
 
@@ -69,12 +69,12 @@ _backward_op.register_autograd(_refuse)
 
 
 @_forward_op.register_fake
-def _(q, k, v, is_causal, scale, window=0, spans=None):
+def _(q, k, v, is_causal, scale, window=0, cu_seqlens=None):
     return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @_backward_op.register_fake
-def _(grad_o, q, k, v, o, lse, is_causal, scale, window=0, spans=None):
+def _(grad_o, q, k, v, o, lse, is_causal, scale, window=0, cu_seqlens=None):
     return _like(q), _like(k), _like(v)
 
 
@@ -85,8 +85,8 @@ def _like(x):
 # Counted as torch counts its own attention, so that swapping one for the other leaves a model's
 # count alone: every score, also when causal, two products forward and five backward (the second of
 # the scores among them). Of a window and of packed sequences, the scores within.
-def _flops_of_scores(q, k, is_causal, scale, window=0, spans=None):
-    pairs = num_pairs(q.shape[2], k.shape[2], is_causal, window, spans)
+def _flops_of_scores(q, k, is_causal, scale, window=0, cu_seqlens=None):
+    pairs = num_pairs(q.shape[2], k.shape[2], is_causal, window, cu_seqlens)
     return 2 * q.numel() // max(1, q.shape[2]) * pairs
 
 

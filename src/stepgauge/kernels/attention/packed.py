@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from . import attend
-from .visible import spans_of
 
 
 def flash_attention_varlen(
@@ -38,8 +37,7 @@ def flash_attention_varlen(
         )
     _check_cu_seqlens(cu_seqlens, q)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    spans = spans_of(cu_seqlens, q.shape[2])
-    o = attend(q, k, v, is_causal, scale, window, spans)
+    o = attend(q, k, v, is_causal, scale, window, cu_seqlens.int())
     return o[0].transpose(0, 1)
 
 

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from .visible import visible
+from .visible import spans_of, visible
 
 NO_SECOND_DERIVATIVE = (
     "flash_attention has no second derivative: "
@@ -17,20 +17,21 @@ NO_SECOND_DERIVATIVE = (
 _TILE = 128
 
 
-def attention(q, k, v, *, is_causal=False, scale=None, window=0, spans=None):
+def attention(q, k, v, *, is_causal=False, scale=None, window=0, cu_seqlens=None):
     """The oracle: `o = softmax(scale q k^T) v` with every score held, and the log-sum-exp of each
     row.
 
     Shapes: q (..., T_q, D), k and v (..., T_k, D); returns o (..., T_q, D) and lse (..., T_q).
     `scale` is 1/sqrt(D) if None. Causal: query i sees key j when i >= j, both counted from the
-    first (torch's `is_causal`). With a window i sees j when |i - j| < window as well; with `spans`
-    (2, T), only where both tokens' sequences begin at one place. Computes in the inputs' type: pass
+    first (torch's `is_causal`). With a window i sees j when |i - j| < window as well; with
+    `cu_seqlens` (flash_attention_varlen's), only keys of its own sequence. Computes in the inputs' type: pass
     float64 for a reference value.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = scale * (q @ k.transpose(-1, -2))
     rows, cols = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
-    scores = scores.masked_fill(~visible(rows, cols, is_causal, window, spans), -math.inf)
+    seen = visible(rows, cols, is_causal, window, _spans(cu_seqlens, q))
+    scores = scores.masked_fill(~seen, -math.inf)
     return scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)
 
 
@@ -38,25 +39,25 @@ class FlashAttentionReference(torch.autograd.Function):
     """FlashAttention-2 (Dao 2023, algorithms 1 and 2) in plain PyTorch, on any device: no matrix of
     T_q x T_k is held.
 
-    `.apply(q, k, v, is_causal=False, scale=None, window=0, spans=None)` with q (..., T_q, D), k and v
+    `.apply(q, k, v, is_causal=False, scale=None, window=0, cu_seqlens=None)` with q (..., T_q, D), k and v
     (..., T_k, D), the same leading dimensions; returns o (..., T_q, D). Saves q, k, v, o and the log-sum-exp (...,
     T_q), which is fp32 unless the inputs are float64. Causal: query i sees key j when i >= j, both
     counted from the first. Raises ValueError for shapes that do not fit.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal=False, scale=None, window=0, spans=None):
+    def forward(ctx, q, k, v, is_causal=False, scale=None, window=0, cu_seqlens=None):
         check_shapes(q, k, v)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        o, lse = forward(q, k, v, is_causal, scale, window, spans)
-        ctx.save_for_backward(q, k, v, o, lse, *(() if spans is None else (spans,)))
+        o, lse = forward(q, k, v, is_causal, scale, window, cu_seqlens)
+        ctx.save_for_backward(q, k, v, o, lse, *(() if cu_seqlens is None else (cu_seqlens,)))
         ctx.options = is_causal, scale, window
         return o
 
     @staticmethod
     def backward(ctx, grad_o):
-        q, k, v, o, lse, *spans = ctx.saved_tensors
-        grads = _ReferenceBackward.apply(grad_o, q, k, v, o, lse, *ctx.options, *spans)
+        q, k, v, o, lse, *packed = ctx.saved_tensors
+        grads = _ReferenceBackward.apply(grad_o, q, k, v, o, lse, *ctx.options, *packed)
         return *grads, None, None, None, None
 
 
@@ -72,23 +73,23 @@ class _ReferenceBackward(torch.autograd.Function):
         raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
-def forward(q, k, v, is_causal, scale, window=0, spans=None):
+def forward(q, k, v, is_causal, scale, window=0, cu_seqlens=None):
     """o and the log-sum-exp (..., T_q), tile by tile."""
     o = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=_sum_dtype(q), device=q.device)
-    seen = is_causal, window, spans
+    seen = is_causal, window, _spans(cu_seqlens, q)
     for rows in _tiles(q.shape[-2]):
         o[..., rows, :], lse[..., rows] = _forward_tile(q, k, v, rows, scale, seen)
     return o, lse
 
 
-def backward(grad_o, q, k, v, o, lse, is_causal, scale, window=0, spans=None):
+def backward(grad_o, q, k, v, o, lse, is_causal, scale, window=0, cu_seqlens=None):
     """(dq, dk, dv) of these keys. o and lse may be those of more keys."""
     sums = _sum_dtype(q)
     dq, dk, dv = (torch.zeros(x.shape, dtype=sums, device=x.device) for x in (q, k, v))
     # rowsum(P * dP) = rowsum(o * grad_o): no pass over the keys is needed for it.
     delta = (o.to(sums) * grad_o.to(sums)).sum(dim=-1)
-    seen = is_causal, window, spans
+    seen = is_causal, window, _spans(cu_seqlens, q)
     for rows in _tiles(q.shape[-2]):
         q_tile, grad_tile = q[..., rows, :].to(sums), grad_o[..., rows, :].to(sums)
         for cols in _visible_tiles(k.shape[-2], rows, is_causal, window):
@@ -132,6 +133,10 @@ def _scores(q_tile, k_tile, rows, cols, scale, seen):
         row, col = (torch.arange(x.start, x.stop, device=scores.device) for x in (rows, cols))
         scores = scores.masked_fill(~visible(row, col, *seen), -math.inf)
     return scores
+
+
+def _spans(cu_seqlens, q):
+    return None if cu_seqlens is None else spans_of(cu_seqlens, q.shape[-2])
 
 
 def _tiles(length):

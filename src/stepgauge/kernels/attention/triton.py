@@ -11,11 +11,12 @@ from typing import NamedTuple
 import torch
 import triton
 
-from . import bf16x3, cudnn
+from . import bf16x3, libraries
 from .backward import dkdv_kernel, dq_kernel
 from .forward import forward_kernel
 from .launching import PlannedLaunch, View, boxes_of, launch_key, on_device, rows_last, stream_of
 from .split import combine_kernel, sum_parts_kernel
+from .visible import spans_of
 
 try:
     from . import hopper_launches as hopper
@@ -95,26 +96,27 @@ def _part_sizes(key):
 
 
 @on_device
-def forward(q, k, v, is_causal, scale, window=0, spans=None, *, num_splits=None):
+def forward(q, k, v, is_causal, scale, window=0, cu_seqlens=None, *, num_splits=None):
     """o and the log-sum-exp of q (B, H, T_q, D) and k, v (B, K, T_k, D), H a multiple of K. lse is
     fp32 (B, H, T_q).
     """
     q, k, v = rows_last(q), rows_last(k), rows_last(v)
-    seen = {"window": window, "is_packed": spans is not None}
+    seen = {"window": window, "is_packed": cu_seqlens is not None}
     key = launch_key(q, k, v, is_causal, scale, num_splits, o=torch.empty_like(q), **seen)
-    if (by_cudnn := cudnn.forward(key, q, k, v)) is not None:
-        return by_cudnn
+    if (by_library := libraries.forward(key, q, k, v, cu_seqlens)) is not None:
+        return by_library
     o = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return o, lse
     step, stream = _plan_forward(key), stream_of(q)
-    _run_forward(step, stream, q, k, v, o, lse, *_given(spans))
+    _run_forward(step, stream, q, k, v, o, lse, *_spans(cu_seqlens, q))
     return o, lse
 
 
-def _given(spans):
-    return () if spans is None else (spans,)
+def _spans(cu_seqlens, q):
+    """What kernels read of packed sequences."""
+    return () if cu_seqlens is None else (spans_of(cu_seqlens, q.shape[2]),)
 
 
 def _run_forward(step, stream, q, k, v, o, lse, *spans):
@@ -260,7 +262,7 @@ def _dkdv_launch(key, tiles, num_splits, chunk, steps):
 
 
 @on_device
-def backward(do, q, k, v, o, lse, is_causal, scale, window=0, spans=None, *, num_splits=None):
+def backward(do, q, k, v, o, lse, is_causal, scale, window=0, cu_seqlens=None, *, num_splits=None):
     """(dq, dk, dv) of `forward`, each in its input's type and order of dimensions.
 
     Seven products in two kernels, and sums in a fixed order: the same bits every time.
@@ -268,12 +270,12 @@ def backward(do, q, k, v, o, lse, is_causal, scale, window=0, spans=None, *, num
     do, q, k, v, o = (rows_last(x) for x in (do, q, k, v, o))
     if q.numel() == 0:
         return torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    seen = {"window": window, "is_packed": spans is not None}
+    seen = {"window": window, "is_packed": cu_seqlens is not None}
     key = launch_key(q, k, v, is_causal, scale, num_splits, o=o, do=do, **seen)
-    if (by_cudnn := cudnn.backward(key, do, q, k, v, o, lse)) is not None:
-        return by_cudnn
+    if (by_library := libraries.backward(key, do, q, k, v, o, lse, cu_seqlens)) is not None:
+        return by_library
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    spans, delta = _given(spans), torch.empty_like(lse)
+    spans, delta = _spans(cu_seqlens, q), torch.empty_like(lse)
     for_dq = _plan_dq(key, dq.stride()[:3])
     for_dkdv = _plan_dkdv(key, dk.stride()[:3], dv.stride()[:3])
     whole = cut = q, k, v, do

@@ -20,13 +20,13 @@ def visible(rows, cols, is_causal, window=0, spans=None) -> Tensor:
     return seen
 
 
-def num_pairs(num_queries: int, num_keys: int, is_causal, window=0, spans=None) -> int:
+def num_pairs(num_queries: int, num_keys: int, is_causal, window=0, cu_seqlens=None) -> int:
     """Pairs of a query and a key whose score is computed. As torch counts: all, also under a causal
-    mask; of a window and of packed sequences those within. Of `spans` without values, all.
+    mask; of a window and of packed sequences those within. Of `cu_seqlens` without values, all.
     """
     begins, ends = torch.zeros(num_queries, dtype=torch.long), torch.tensor(num_keys)
-    if type(spans) is Tensor and not spans.is_meta:
-        begins, ends = spans.long().cpu()
+    if type(cu_seqlens) is Tensor and not cu_seqlens.is_meta:
+        begins, ends = spans_of(cu_seqlens.cpu(), num_queries).long()
     if not window:
         return int((ends - begins).sum())
     queries = torch.arange(num_queries)

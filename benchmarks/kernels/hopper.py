@@ -1,0 +1,376 @@
+"""Attention on one Hopper GPU, a pass at a time: the kernels here beside FlashAttention-4 and cuDNN.
+
+    PYTHONPATH=src python benchmarks/kernels/hopper.py OUT [--grid] [--budget 60] [--trial]
+    PYTHONPATH=src python benchmarks/kernels/hopper.py OUT --compile I N
+
+The table of kernels/attention/libraries.py is written from it. Without --grid the shapes of issue 19, with
+forward and backward together, as users call them, and FlashAttention-4's deterministic backward. With it
+widths of 64 to 256, 512 to 65,536 tokens, causal and full, groups, windows, packed sequences.
+
+Each result is held against float64 on one head, or against our kernels where a query does not see all keys;
+a wrong one has no time. Appends to OUT/attention.jsonl, a line a shape, and prints the table. What the
+budget does not hold is named, with status 1. --trial takes tiny shapes on the CPU.
+
+--compile calls every N-th shape once, from the I-th on, for N processes that fill Triton's cache and, with
+FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1, FlashAttention-4's.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+IS_TRIAL = "--trial" in sys.argv
+if IS_TRIAL:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+
+from stepgauge.bench.kernels import comparison  # noqa: E402
+from stepgauge.bench.kernels.attention import exact_results  # noqa: E402
+from stepgauge.bench.kernels.operation import DTYPES  # noqa: E402
+from stepgauge.kernels.attention import (  # noqa: E402
+    flash_attention,
+    flash_attention_4,
+    heuristics,
+    libraries,
+)
+from stepgauge.kernels.attention import triton as kernels  # noqa: E402
+from stepgauge.measure.accuracy import largest_error, tolerance  # noqa: E402
+from stepgauge.measure.environment import environment  # noqa: E402
+from stepgauge.measure.interleaved import time_interleaved  # noqa: E402
+
+DEVICE = torch.device("cpu" if IS_TRIAL else "cuda")
+SECONDS = 0.0 if IS_TRIAL else 0.03  # of each pass by each
+PASSES = ("forward", "backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    batch: int
+    heads: int
+    length: int
+    width: int
+    causal: bool = True
+    kv_heads: int = 0  # 0: as many as heads
+    window: int = 0
+    sequences: int = 0  # packed, of equal lengths
+    dtype: str = "bf16"
+
+    @property
+    def forward_flops(self) -> float:
+        """As bench counts: half of all pairs if causal; of windows and packed sequences those seen."""
+        length = self.length // self.sequences if self.sequences else self.length
+        pairs = length * length * (self.sequences or 1)
+        pairs = pairs / 2 if self.causal else pairs
+        if self.window:
+            pairs = min(pairs, self.length * self.window * (1 if self.causal else 2))
+        return 4 * self.batch * self.heads * pairs * self.width
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}/{self.kv_heads}" if self.kv_heads else str(self.heads)
+        rest = "" if self.causal else " full"
+        rest += f" window {self.window}" if self.window else ""
+        rest += f" {self.sequences} packed" if self.sequences else ""
+        rest += "" if self.dtype == "bf16" else f" {self.dtype}"
+        return f"{self.batch} x {heads} x {self.length} x {self.width}{rest}"
+
+
+ROWS = [
+    Shape(1, 16, 16384, 64),
+    Shape(1, 16, 16384, 128),
+    Shape(2, 32, 8192, 128, kv_heads=8),
+    Shape(1, 20, 3001, 96),
+    Shape(2, 8, 4096, 256),
+    Shape(2, 16, 8192, 128, dtype="fp16"),
+    Shape(1, 32, 32768, 128),
+]
+HEADS = {64: 32, 96: 20, 128: 16, 256: 8}  # 2048 wide, of 16,384 tokens
+GRID = [
+    Shape(1, 16, 32768, 128, window=4096),
+    Shape(1, 16, 32768, 128, sequences=16),
+    Shape(1, 16, 32768, 64, window=4096),
+    Shape(1, 16, 32768, 64, sequences=16),
+    Shape(2, 8, 4096, 160),
+    *(
+        Shape(16384 // length, HEADS[width], length, width)
+        for width in (64, 128, 96, 256)
+        for length in (4096, 8192, 2048, 1024, 512)
+    ),
+    Shape(1, 16, 32768, 64),
+    *(Shape(1, heads, 16384, width) for width in (64, 128) for heads in (1, 2, 4)),
+    Shape(4, 12, 512, 64),
+    Shape(4, 32, 512, 80),
+    *(Shape(16384 // n, HEADS[d], n, d, causal=False) for d in (64, 128, 96, 256) for n in (8192, 2048, 512)),
+    Shape(4, 32, 4096, 64, kv_heads=8),
+    Shape(8, 32, 2048, 128, kv_heads=8),
+    Shape(4, 16, 8192, 128, window=1024),
+    Shape(1, 1, 32768, 64),
+    Shape(1, 1, 65536, 128),
+]  # fmt: skip
+TRIAL = [Shape(1, 2, 32, 16, kv_heads=1, dtype="fp16"), Shape(1, 1, 32, 16, window=8, dtype="fp16")]
+
+
+def everything(library: str) -> tuple[libraries.Row, ...]:
+    """A table in which the library runs whatever it takes."""
+    return tuple(
+        libraries.Row(library, passes, 1, 256, 1, 1, (), seen)
+        for passes in PASSES
+        for seen in ("all", "window", "packed")
+    )
+
+
+@contextlib.contextmanager
+def run_by(*table: libraries.Row, portable: bool = False) -> Iterator[None]:
+    """Attention by that table; by the portable kernels alone, in place of those in Gluon."""
+    before, libraries.TABLE = libraries.TABLE, table
+    try:
+        with contextlib.ExitStack() as stack:
+            if portable:  # a chosen tile, of a kernel that nothing here launches, leaves Gluon out
+                tiles = heuristics.Tiles(32, 32, 4, 1)
+                stack.enter_context(heuristics.override_tiles(none=tiles))
+            yield
+    finally:
+        libraries.TABLE = before
+
+
+WAYS = {
+    "ours": run_by,
+    "portable": functools.partial(run_by, portable=True),
+    **{name: functools.partial(run_by, *everything(name)) for name in libraries.LIBRARIES},
+}
+
+
+def ways_of(shape: Shape) -> list[str]:
+    """The portable kernels only beside those in Gluon, where short sequences or widths decide."""
+    has_gluon = (
+        shape.width <= 128 and shape.length <= 8192 and not (shape.window or shape.sequences)
+    )
+    return [name for name in WAYS if name != "portable" or has_gluon]
+
+
+class Case:
+    """One shape's tensors and, by each way that takes it, its results and their error."""
+
+    def __init__(self, shape: Shape):
+        self.shape, dtype = shape, DTYPES[shape.dtype]
+        random = torch.Generator(DEVICE).manual_seed(0)
+        query = shape.batch, shape.heads, shape.length, shape.width
+        key = shape.batch, shape.kv_heads or shape.heads, shape.length, shape.width
+        self.q, self.do, self.k, self.v = (
+            torch.randn(size, device=DEVICE, dtype=dtype, generator=random)
+            for size in (query, query, key, key)
+        )
+        ends = torch.arange(shape.sequences + 1, device=DEVICE, dtype=torch.int32)
+        self.seen = (
+            shape.window,
+            ends * (shape.length // shape.sequences) if shape.sequences else None,
+        )
+        self.scale = shape.width**-0.5
+        self.errors: dict[str, float] = {}
+        self.notes: dict[str, str] = {}
+        self.kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # o and lse
+        self.limit = tolerance(dtype, max(shape.length, shape.width))
+
+    def check(self) -> None:
+        """Each way's first call, and whether it is right."""
+        is_seen_whole = not (self.shape.window or self.shape.sequences)
+        judge = self._exact() if is_seen_whole else []
+        for name in ways_of(self.shape):
+            results = self.first_call(name)
+            if not results:
+                continue
+            judge = judge or self._one_head(results[0], *results[2:])
+            self._hold(name, judge, results)
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return kernels.forward(self.q, self.k, self.v, self.shape.causal, self.scale, *self.seen)
+
+    def backward(self, o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return kernels.backward(
+            self.do, self.q, self.k, self.v, o, lse, self.shape.causal, self.scale, *self.seen
+        )
+
+    def _one_head(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """The last key head's, and its queries', of the last sequence."""
+        group = self.q.shape[1] // self.k.shape[1]
+        return [x[-1:, -group:] if x.shape[1] == self.q.shape[1] else x[-1:, -1:] for x in tensors]
+
+    def _exact(self) -> list[torch.Tensor]:
+        q, do, k, v = self._one_head(self.q, self.do, self.k, self.v)
+        group = q.shape[1]
+        wide = (x.expand(-1, group, -1, -1) for x in (k, v))
+        o, dq, dk, dv = exact_results(q, *wide, do, is_causal=self.shape.causal)
+        return [o, dq, dk.sum(1, keepdim=True), dv.sum(1, keepdim=True)]
+
+    def first_call(self, name: str) -> tuple[torch.Tensor, ...]:
+        """(o, lse, dq, dk, dv); nothing where it is not taken."""
+        libraries.calls.clear()
+        try:
+            with WAYS[name]():
+                o, lse = self.forward()
+                grads = self.backward(o, lse)
+        except Exception as error:
+            self.notes[name] = f"failed: {type(error).__name__} {error}"[:300]
+            return ()
+        ran = {library for _, library in libraries.calls}
+        if name in libraries.LIBRARIES and (ran != {name} or len(libraries.calls) < 2):
+            self.notes[name] = "not taken"
+            return ()
+        return o, lse, *grads
+
+    def _hold(
+        self, name: str, judge: list[torch.Tensor], results: tuple[torch.Tensor, ...]
+    ) -> None:
+        o, lse, *grads = results
+        errors = [largest_error(judge, self._one_head(o, *grads))]
+        if "ours" in self.kept:
+            errors.append(float((lse - self.kept["ours"][1]).abs().max()))
+        self.errors[name] = max(errors)
+        if self.errors[name] < self.limit:
+            self.kept[name] = o, lse
+        else:
+            self.notes[name] = f"wrong by {self.errors[name]:.1e}"
+
+    def times(self) -> dict[str, dict[str, list[float]]]:
+        calls: dict[str, dict[str, Callable]] = {
+            "forward": dict.fromkeys(self.kept, self.forward),
+            "backward": {name: functools.partial(self.backward, *kept) for name, kept in self.kept.items()},
+        }  # fmt: skip
+        if self.shape in ROWS and "fa4" in self.kept:
+            calls["backward"]["fa4 deterministic"] = self._deterministic()
+        return {passes: _timed(each, WAYS) for passes, each in calls.items()}
+
+    def _deterministic(self) -> Callable:
+        o, lse = self.kept["fa4"]
+        tensors = [x.transpose(1, 2) for x in (self.q, self.k, self.v, o, self.do)]
+        return functools.partial(
+            flash_attention_4._interface()._flash_attn_bwd, *tensors, lse,
+            softmax_scale=self.scale, causal=self.shape.causal, deterministic=True,
+        )  # fmt: skip
+
+    def both(self, times: dict[str, dict[str, list[float]]]) -> dict[str, list[float]]:
+        """Forward and backward as users call them: each pass by the way that was fastest, and peers."""
+        best = {
+            passes: min((n for n in each if n in self.kept), key=lambda name: statistics.median(each[name]))
+            for passes, each in times.items()
+        }  # fmt: skip
+        chosen = [
+            row._replace(passes=passes)
+            for passes, name in best.items()
+            if name in libraries.LIBRARIES
+            for row in everything(name)[:1]
+        ]
+        q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
+
+        def fa4(q, k, v):
+            across = (x.transpose(1, 2) for x in (q, k, v))
+            function = flash_attention_4._interface().flash_attn_func
+            return function(*across, causal=self.shape.causal)[0].transpose(1, 2)
+
+        def sdpa(q, k, v):
+            grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.shape.causal, **grouped)
+
+        ours = functools.partial(flash_attention, is_causal=self.shape.causal)
+        functions = {"chosen": ours, "ours": ours, "cudnn itself": sdpa}
+        if "fa4" in self.kept:
+            functions["fa4 itself"] = fa4
+        around = {
+            "chosen": functools.partial(run_by, *chosen),
+            "ours": run_by,
+            "cudnn itself": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+        }
+        calls = {
+            name: functools.partial(
+                lambda run: torch.autograd.grad(run(q, k, v), (q, k, v), self.do), function
+            )
+            for name, function in functions.items()
+        }
+        self.notes["chosen"] = ", ".join(f"{passes} {name}" for passes, name in best.items())
+        return _timed(calls, around)
+
+
+def _timed(calls: dict[str, Callable], around: dict[str, Callable]) -> dict[str, list[float]]:
+    present = {name: around[name] for name in calls if name in around}
+    times, failures = time_interleaved(calls, DEVICE, seconds=SECONDS, around=present)
+    for name, error in failures.items():
+        print(f"  {name}: {type(error).__name__} {error}"[:300], flush=True)
+    return {name: values for name, values in times.items() if name not in failures and values}
+
+
+def measured(shape: Shape) -> dict:
+    case = Case(shape)
+    case.check()
+    times = case.times()
+    if shape in (*ROWS, TRIAL[0]):
+        times["both"] = case.both(times)
+    return {
+        "shape": dataclasses.asdict(shape),
+        "forward_flops": shape.forward_flops,
+        "ms": {passes: {n: statistics.median(t) for n, t in each.items()} for passes, each in times.items()},
+        "fastest_ms": {passes: {n: min(t) for n, t in each.items()} for passes, each in times.items()},
+        "errors": case.errors,
+        "notes": case.notes,
+    }  # fmt: skip
+
+
+def told(row: dict) -> str:
+    lines = [
+        str(Shape(**row["shape"])) + "".join(f"; {n} {note}" for n, note in row["notes"].items())
+    ]
+    for passes, each in row["ms"].items():
+        factor = {"forward": 1.0, "backward": 2.5, "both": 3.5}[passes]
+        rates = {name: row["forward_flops"] * factor / ms / 1e9 for name, ms in each.items()}
+        best = min(each, key=each.get) if each else ""
+        figures = (
+            f"{'*' if n == best else ''}{n} {ms:.4g} ({rates[n]:.0f})" for n, ms in each.items()
+        )
+        lines.append(f"    {passes:8} {'  '.join(figures)}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--grid", action="store_true", help="the grid in place of the issue's rows")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds for all")
+    parser.add_argument("--trial", action="store_true", help="tiny shapes on the CPU")
+    parser.add_argument("--compile", nargs=2, type=int, metavar=("I", "N"))
+    options = parser.parse_args()
+    if options.compile:
+        first, step = options.compile
+        for shape in (TRIAL if IS_TRIAL else [*ROWS, *GRID])[first::step]:
+            case = Case(shape)
+            for name in ways_of(shape):
+                case.first_call(name)
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + options.budget
+    versions = comparison._versions(comparison.PEER_PACKAGES)
+    rows = options.out / "attention.jsonl"
+    with rows.open("a") as file:
+        file.write(json.dumps({"environment": environment(DEVICE), "peers": versions}) + "\n")
+    shapes = TRIAL if IS_TRIAL else GRID if options.grid else ROWS
+    for number, shape in enumerate(shapes):
+        if time.monotonic() > end:
+            print("no time for", "; ".join(map(str, shapes[number:])))
+            return 1
+        row = measured(shape)
+        with rows.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(told(row), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
