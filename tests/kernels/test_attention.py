@@ -652,11 +652,11 @@ def test_inductor_hands_views_over_as_they_lie(monkeypatch):
     """
     from torch._inductor.utils import run_and_get_code
 
-    def forward(q, k, v, is_causal, scale, window, spans):
+    def forward(q, k, v, is_causal, scale, window, cu_seqlens):
         o, lse = attention(q, k, v, is_causal=is_causal, scale=scale)
         return torch.empty_like(q).copy_(o), lse
 
-    def backward(grad_o, q, k, v, o, lse, is_causal, scale, window, spans):
+    def backward(grad_o, q, k, v, o, lse, is_causal, scale, window, cu_seqlens):
         return tuple(torch.empty_like(x).copy_(grad_o) for x in (q, k, v))
 
     def model(x):

@@ -62,10 +62,10 @@ OPERATIONS = {
 def kernels(monkeypatch):
     """The path of the kernels on a CPU, with the oracle in the kernels' place."""
 
-    def forward(q, k, v, is_causal, scale, window, spans):
+    def forward(q, k, v, is_causal, scale, window, cu_seqlens):
         return attention(q, k, v, is_causal=is_causal, scale=scale)
 
-    def backward(grad, q, k, v, o, lse, is_causal, scale, window, spans):
+    def backward(grad, q, k, v, o, lse, is_causal, scale, window, cu_seqlens):
         return reference._ReferenceBackward.forward(None, grad, q, k, v, o, lse, is_causal, scale)
 
     stub = SimpleNamespace(forward=forward, backward=backward)
