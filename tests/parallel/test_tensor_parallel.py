@@ -235,7 +235,7 @@ def overlapped_differences():
     if dist.get_world_size() == 2:  # slow, and the same for four
         found["compiled"] = difference("default", overlap=True, prepare=compile_blocks)
     found["frozen"] = difference_when_frozen()
-    found["many turns"] = many_turns()
+    found["many turns"], found["many shapes"] = many_turns(), of_many_shapes()
     plan.LEAST_OVERLAPPED_BYTES = least
     return found
 
@@ -271,6 +271,26 @@ def many_turns():
         expected = turn + torch.arange(ranks, dtype=torch.float64)
         largest = max(largest, (y - expected[None, :, None]).abs().max().item())
     peer_memory.VALUES = values
+    return largest
+
+
+def of_many_shapes():
+    """Of products of pieces whose batch and length change: boxes grow, and are too large afterwards."""
+    group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    generator, largest = torch.Generator().manual_seed(3), 0.0
+    for batch_size, length in ((1, 1), (3, 5), (2, 1), (1, 9), (3, 3), (1, 1)):
+        shape = batch_size, ranks * length, 12
+        whole = torch.randn(shape, generator=generator, dtype=torch.float64)
+        weight = torch.randn(7, 12, generator=generator, dtype=torch.float64, requires_grad=True)
+        own = whole.chunk(ranks, 1)[rank].clone().requires_grad_()
+        expected_in = whole.clone().requires_grad_()
+        expected = expected_in @ weight.detach().t()
+        expected.square().sum().backward()
+        y = gathered_product(own, weight, group)
+        y.square().sum().div(ranks).backward()
+        pairs = [(y, expected), (own.grad, expected_in.grad.chunk(ranks, 1)[rank])]
+        pairs.append((weight.grad, 2 * expected.flatten(0, 1).t() @ whole.flatten(0, 1) / ranks))
+        largest = max([largest, *((a - b).abs().max().item() for a, b in pairs)])
     return largest
 
 

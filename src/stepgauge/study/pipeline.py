@@ -26,7 +26,12 @@ def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
     """Each row after its prediction. The published points are run three times, by seed."""
     if machine.is_gpu:
         ranks = [n for n in RANKS if n <= machine.gpus]
-        specs = [_spec(machine, ranks=n, micro_batches=m) for n in ranks for m in CHUNKS]
+        specs = [
+            _spec(machine, ranks=n, micro_batches=m, cuda_graphs=graphs)
+            for n in ranks
+            for m in CHUNKS
+            for graphs in (False, True)
+        ]
         most = {"ranks": max(ranks, default=2)}
         specs += [_spec(machine, schedule="torch-1f1b", micro_batches=m, **most) for m in CHUNKS]
         specs += [_spec(machine, ranks=n, seed=seed) for n in ranks for seed in SEEDS[1:]]
@@ -74,7 +79,10 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
         drawn = lines(
             curves, x="micro-batches", y="samples/s", dots=tuple(curves), scales={"x": short}
         )
-        caption = "Few micro-batches leave a bubble, many cost the host time for each."
+        caption = (
+            "Few micro-batches leave a bubble, many cost the host time for each, which a CUDA graph a "
+            "stage and action spares."
+        )
         shown.append(Plot(drawn, caption))
     for record in measured:
         if record.spec["overweight"]:
@@ -88,7 +96,8 @@ def _by_chunks(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
     for record in records:
         spec, rate = record.spec, record.median("samples_per_s")
         if rate and not spec["overweight"]:
-            name = f"{spec['schedule']}, {spec['ranks']} ranks"
+            graphs = ", CUDA graphs" if spec.get("cuda_graphs") else ""
+            name = f"{spec['schedule']}{graphs}, {spec['ranks']} ranks"
             found.setdefault(name, {}).setdefault(spec["micro_batches"], rate)
     return {name: sorted(points.items()) for name, points in found.items()}
 
@@ -135,6 +144,7 @@ def _beside(records: Sequence[Record]) -> Table:
             for r in records
             if (r.spec["ranks"], r.spec["micro_batches"], r.spec["size"]) == (ranks, 4, "bert-base")
             and r.spec["schedule"] == "1f1b"
+            and not r.spec.get("cuda_graphs")
         ]
         rates = [r.median("samples_per_s") or 0.0 for r in ours]
         peaks = [peak for r in ours if (peak := r.median("peak_bytes"))]
