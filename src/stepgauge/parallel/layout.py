@@ -183,6 +183,7 @@ class Spread:
             state=state.whole,
             shares=state.share,
             load=state.load,
+            loads_by_name=True,
             weight=self._weight if self.mean and self.mean.group else None,
             mixed=self._mixed if pipeline else None,
             evaluate=self._evaluate if pipeline else None,

@@ -98,17 +98,20 @@ class LayoutState:
         return self._changed({name: whole}, self._whole)[name]
 
     def load(self, state: State) -> None:
-        """Takes what `whole` gives, on every rank."""
-        model = state["model"]
+        """Takes what `whole` gives, on every rank. Asks for this rank's names alone, each once."""
+        model, shapes = state["model"], {}
         for module in self.data.plain.values():
             own = {}
             for name in module.state_dict():
-                given = model[name] if name in model else model[self.aliases[name]]
-                own[name] = self._part(name, given)
+                stored = name if name in model else self.aliases[name]
+                given = model[stored]
+                own[name], shapes[self.aliases.get(name, name)] = (
+                    self._part(name, given),
+                    given.shape,
+                )
             module.load_state_dict(own)
         names = self._names(self.aliases)
         found = state["optimizer"]
-        shapes = {name: model[name].shape for name in names.values() if name in model}
         states = {}
         for name in names.values():
             if name in found["state"]:

@@ -37,6 +37,8 @@ class Parallel:
     shares       the same of this rank alone: sharded tensors, and what it has whole, alike where
                  other ranks have it too. What all ranks give is `state`. None: rank 0 has it anyway
     load         takes such a state on every rank
+    loads_by_name  `load` asks for model and optimizer state by name, and for this rank's names alone:
+                 they may be read then
     weight       of a batch, what its mean on this rank weighs in the mean of the ranks' means: 1
                  where all ranks have as many tokens that count. All ranks must call it, with their
                  batches. None: 1
@@ -60,6 +62,7 @@ class Parallel:
     state: Callable[[], dict[str, Any]] | None = None
     shares: Callable[[], dict[str, Any]] | None = None
     load: Callable[[dict[str, Any]], None] | None = None
+    loads_by_name: bool = False
     weight: Callable[[Sequence[Any]], Tensor] | None = None
     mixed: Callable[[Sequence[Any], int], Tensor] | None = None
     evaluate: Callable[[Sequence[Any]], Tensor] | None = None

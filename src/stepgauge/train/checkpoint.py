@@ -13,7 +13,7 @@ import os
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,16 +121,55 @@ class Checkpoints:
 
     def load(self, folder: Path) -> dict[str, Any]:
         """The state of a checkpoint, its tensors on the host."""
-        state: dict[str, Any] = {}
-        with _quiet():
-            state_dict_loader._load_state_dict(
-                state, FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True
-            )
+        return _read(FileSystemReader(folder))
+
+    def open(self, folder: Path) -> dict[str, Any]:
+        """The same, but that model and optimizer state are read name by name, when they are asked
+        for: a rank that needs some of it reads no more, and holds one value at a time.
+        """
+        reader = FileSystemReader(folder)
+        state = _read(reader, {"optimizer.param_groups", "scaler"})
+        state["model"] = StoredValues(reader, ("model",))
+        state["optimizer"]["state"] = StoredValues(reader, ("optimizer", "state"))
         return state
 
     def _folders(self) -> list[Path]:
         """Newest first."""
         return sorted((p for p in self.folder.glob("step-*") if p.suffix != PARTIAL), reverse=True)
+
+
+class StoredValues(Mapping[str, Any]):
+    """What stands under a path in a checkpoint, by name; each access reads it."""
+
+    def __init__(self, reader: FileSystemReader, path: tuple[str, ...]):
+        self._reader, self._path = reader, path
+        stored = reader.read_metadata().planner_data.values()
+        found = (each[len(path)] for each in stored if each[: len(path)] == path)
+        self._names = list(dict.fromkeys(found))
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        value = _read(self._reader, {".".join((*self._path, name))})
+        for key in (*self._path, name):
+            value = value[key]
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _read(reader: FileSystemReader, keys: set[str] | None = None) -> Any:
+    """A checkpoint, or what stands under some dotted paths of it."""
+    state: dict[str, Any] = {}
+    with _quiet():
+        state_dict_loader._load_state_dict(
+            state, reader, planner=_EmptyStateDictLoadPlanner(keys=keys), no_dist=True
+        )
+    return state
 
 
 def require_same(about: dict[str, Any], wanted: dict[str, Any], folder: Path) -> None:

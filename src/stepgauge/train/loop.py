@@ -187,10 +187,12 @@ class Trainer:
                     stacklevel=2,
                 )
                 continue
-            state = self.checkpoints.load(folder)
+            parallel, checkpoints = self.step.parallel, self.checkpoints
+            read = checkpoints.open if parallel.loads_by_name else checkpoints.load
+            state = read(folder)
             state["optimizer"].setdefault("state", {})  # empty parts are not stored
-            assert self.step.parallel.load is not None, "whatever can be trained with takes a state"
-            self.step.parallel.load(state)
+            assert parallel.load is not None, "whatever can be trained with takes a state"
+            parallel.load(state)
             self.step.scaler.load_state_dict(state.get("scaler", {}))
             return step
         return 0
