@@ -24,8 +24,8 @@ loss() {  # SECONDS NAME OPTIONS...
 }
 short="--tokens 2048 --width 2560 --vocabulary 10000"
 long="--tokens 16384 --width 4096 --vocabulary 128256"
-processes=14 size=small scale=1
-[ "${TRIAL:-}" ] && { short="--tokens 16 --width 16 --vocabulary 64"; long=$short; processes=2 size=nano scale=10; }
+processes=14 size=small
+[ "${TRIAL:-}" ] && { short="--tokens 16 --width 16 --vocabulary 64"; long=$short; processes=2 size=nano; }
 
 if chosen checks; then
   for ((i = 0; i < processes; i++)); do
