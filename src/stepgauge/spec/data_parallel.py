@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from stepgauge.spec.bert import BertSpec
-from stepgauge.spec.fields import as_in, check, option
+from stepgauge.spec.fields import as_in, check, option, with_defaults
 from stepgauge.spec.layout import WRAPPERS, Layout, check_wrapper
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import CHECKPOINTING, WorkSpec
@@ -16,8 +16,29 @@ REDUCE_DTYPES = ("own", "bf16", "fp16")
 BACKENDS: Mapping[str, str] = MappingProxyType({"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"})
 
 
+class OnBackend:
+    """What a spec with the fields `backend` and `device` says of its process group."""
+
+    backend: str
+    device: str
+
+    def check_backend(self) -> None:
+        """Raises ValueError for NCCL on CPUs."""
+        if self.backend == "nccl" and not self.device.startswith(("cuda", "auto")):
+            raise ValueError(
+                f"backend is 'nccl', which moves GPU tensors only; device is {self.device!r}"
+            )
+
+    @property
+    def group_backend(self) -> str:
+        """As torch.distributed names it."""
+        if self.backend != "auto":
+            return BACKENDS[self.backend]
+        return BACKENDS["nccl" if self.device.startswith("cuda") else "gloo"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataParallelSpec:
+class DataParallelSpec(OnBackend):
     """One row of `bench data-parallel`. The sequence length is the model's context_length."""
 
     kind: ClassVar[str] = "data-parallel"
@@ -80,10 +101,7 @@ class DataParallelSpec:
         check(self)
         if isinstance(self.model, UserModel):
             settle_user_model(self)
-        if self.backend == "nccl" and not self.device.startswith(("cuda", "auto")):
-            raise ValueError(
-                f"backend is 'nccl', which moves GPU tensors only; device is {self.device!r}"
-            )
+        self.check_backend()
         check_wrapper(
             self.wrapper,
             device=self.device,
@@ -123,18 +141,8 @@ class DataParallelSpec:
         """
         wrapper = WRAPPERS[self.wrapper]
         used = {"bucket_mb": wrapper.buckets, "reduce_dtype": wrapper.reduce_dtype}
-        defaults: dict[str, Any] = {
-            f.name: f.default for f in dataclasses.fields(self) if not used.get(f.name, True)
-        }
-        return dataclasses.replace(self, **defaults)
+        return with_defaults(self, used)
 
     @property
     def layout(self) -> Layout:
         return Layout(data=self.ranks, wrapper=self.wrapper)
-
-    @property
-    def group_backend(self) -> str:
-        """As torch.distributed names it."""
-        if self.backend != "auto":
-            return BACKENDS[self.backend]
-        return BACKENDS["nccl" if self.device.startswith("cuda") else "gloo"]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 Preset = TypeVar("Preset")
+Spec = TypeVar("Spec")
 
 
 def option(
@@ -66,6 +67,13 @@ def by_size(size: str, sizes: Mapping[str, Preset]) -> Preset:
         return sizes[size.lower()]
     except KeyError:
         raise ValueError(f"size is {size!r}; choose one of {', '.join(sizes)}") from None
+
+
+def with_defaults(spec: Spec, used: Mapping[str, bool]) -> Spec:
+    """The spec with the default of each field that it has no use for; what is not named is used."""
+    fields = dataclasses.fields(spec)  # type: ignore[arg-type]
+    unused = {field.name: field.default for field in fields if not used.get(field.name, True)}
+    return dataclasses.replace(spec, **unused)  # type: ignore[type-var]
 
 
 def naming_fields(field: "dataclasses.Field[Any]") -> tuple[str, ...]:

@@ -37,6 +37,11 @@ def points(kind: str, name: str) -> list[Point]:
     return GRIDS[kind][name]
 
 
+def _rows(names: str, *values: tuple[Any, ...]) -> list[Point]:
+    """Points of these fields, a tuple each."""
+    return [dict(zip(names.split(), each, strict=True)) for each in values]
+
+
 def _each(shapes: Iterable[Point], **values: Iterable[Any]) -> list[Point]:
     return [{**shape, **rest} for shape in shapes for rest in product(**values)]
 
@@ -45,23 +50,21 @@ FORWARD_BACKWARD = ("forward", "backward")
 # The most wanted first. A peer that is compiled for each shape costs 5 to 30 s before it is timed:
 # compiled eager code and those that no shape was ever fastest with stand in the first row alone.
 RMS_NORM_ANCHORS = [
-    {
-        "rows": 2048,
-        "width": 2560,
-        "dtype": "bf16",
-        "passes": "both",
-        "peers": "eager torch compile liger quack",
-    },
+    *_rows(
+        "rows width dtype passes peers",
+        (2048, 2560, "bf16", "both", "eager torch compile liger quack"),
+    ),
     *_each(
-        [
-            {"rows": 50_000, "width": 4096, "dtype": "bf16"},
-            {"rows": 16384, "width": 16384, "dtype": "fp32"},
-            {"rows": 50_000, "width": 1024, "dtype": "bf16"},
-            {"rows": 16384, "width": 16384, "dtype": "bf16"},
-            {"rows": 50_000, "width": 4096, "dtype": "fp32"},
-            {"rows": 50_000, "width": 1024, "dtype": "fp32"},
-            {"rows": 50_000, "width": 8192, "dtype": "fp32"},
-        ],
+        _rows(
+            "rows width dtype",
+            (50_000, 4096, "bf16"),
+            (16384, 16384, "fp32"),
+            (50_000, 1024, "bf16"),
+            (16384, 16384, "bf16"),
+            (50_000, 4096, "fp32"),
+            (50_000, 1024, "fp32"),
+            (50_000, 8192, "fp32"),
+        ),
         passes=FORWARD_BACKWARD,
         peers=("torch liger quack",),
     ),
@@ -79,31 +82,21 @@ NORM_LAYERS = product(
 _MAIN_PEERS = "fa2 cudnn"
 ATTENTION_ANCHORS = [
     *_each(
-        [
-            {
-                "batch": 16_384 // length,
-                "heads": 2048 // width,
-                "sequence": length,
-                "width": width,
-                "causal": causal,
-            }
-            for length in (16_384, 2048, 8192, 512)
-            for width in (128, 64)
-            for causal in ((True, False) if length == 16_384 else (True,))
-        ],
+        _rows(
+            "batch heads sequence width causal",
+            *(
+                (16_384 // length, 2048 // width, length, width, causal)
+                for length in (16_384, 2048, 8192, 512)
+                for width in (128, 64)
+                for causal in ((True, False) if length == 16_384 else (True,))
+            ),
+        ),
         dtype=("bf16",),
         peers=(_MAIN_PEERS,),
         passes=FORWARD_BACKWARD,
     ),
     # One sequence of 16 heads.
-    *product(
-        batch=(1,),
-        heads=(16,),
-        sequence=(16_384,),
-        width=(64,),
-        peers=(_MAIN_PEERS,),
-        passes=("both",),
-    ),
+    *_rows("batch heads sequence width peers passes", (1, 16, 16_384, 64, _MAIN_PEERS, "both")),
 ]
 ATTENTION_BATCH = product(
     batch=(8,),
@@ -127,19 +120,18 @@ ATTENTION_HEADS = product(
 )
 
 LINEAR_CROSS_ENTROPY_ANCHORS = _each(
-    [
-        {"tokens": 2048, "width": 2560, "vocabulary": 10_000},
-        {"tokens": 16_384, "width": 4096, "vocabulary": 128_256},
-        {"tokens": 16_384, "width": 2048, "vocabulary": 50_257},
-        {"tokens": 8192, "width": 4096, "vocabulary": 32_000},
-    ],
+    _rows(
+        "tokens width vocabulary",
+        (2048, 2560, 10_000),
+        (16_384, 4096, 128_256),
+        (16_384, 2048, 50_257),
+        (8192, 4096, 32_000),
+    ),
     dtype=("bf16",),
     peers=("eager compile liger",),
     passes=("both",),
 )
-ADAMW_ANCHORS = _each(
-    [{"layers": 24, "width": 1280}, {"layers": 12, "width": 768}], dtype=("fp32", "bf16")
-)
+ADAMW_ANCHORS = _each(_rows("layers width", (24, 1280), (12, 768)), dtype=("fp32", "bf16"))
 
 GRIDS: Mapping[str, Mapping[str, list[Point]]] = {
     "rms-norm": {"anchors": RMS_NORM_ANCHORS, "norm-layers": NORM_LAYERS},

@@ -1,11 +1,11 @@
 """A training step under a layout as it is asked for: network, axes, batch and how it is timed."""
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from stepgauge.spec.bert import BertSpec
-from stepgauge.spec.data_parallel import BACKENDS, DataParallelSpec
-from stepgauge.spec.fields import as_in, check, option
+from stepgauge.spec.data_parallel import DataParallelSpec, OnBackend
+from stepgauge.spec.fields import as_in, check, option, with_defaults
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.layout_rules import check_layout, schedule_of
 from stepgauge.spec.model import ModelSpec
@@ -16,7 +16,7 @@ from stepgauge.spec.user_model import UserModel, settle_user_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayoutSpec:
+class LayoutSpec(OnBackend):
     """What `bench layout` runs for one row. The sequence length is the model's context_length; the
     batch is that of all ranks, so that layouts of one batch do the same step; of a user's model each
     data rank has one.
@@ -79,10 +79,7 @@ class LayoutSpec:
             settle_user_model(self)
         # one text for one layout, whatever the order of its words
         object.__setattr__(self, "layout", str(Layout.parse(self.layout)))
-        if self.backend == "nccl" and not self.device.startswith(("cuda", "auto")):
-            raise ValueError(
-                f"backend is 'nccl', which moves GPU tensors only; device is {self.device!r}"
-            )
+        self.check_backend()
         check_layout(
             self.axes,
             self.model,
@@ -102,10 +99,7 @@ class LayoutSpec:
             "checkpoint_blocks": self.checkpointing != "none",
             "balance": self.axes.pipeline > 1,
         }
-        defaults: dict[str, Any] = {
-            f.name: f.default for f in dataclasses.fields(self) if not used.get(f.name, True)
-        }
-        return dataclasses.replace(self, **defaults)
+        return with_defaults(self, used)
 
     @property
     def network(self) -> ModelSpec | BertSpec:
@@ -154,10 +148,3 @@ class LayoutSpec:
         if schedule is None:
             return [range(self.network.num_layers)]
         return cut_blocks(self.network, schedule, times)
-
-    @property
-    def group_backend(self) -> str:
-        """As torch.distributed names it."""
-        if self.backend != "auto":
-            return BACKENDS[self.backend]
-        return BACKENDS["nccl" if self.device.startswith("cuda") else "gloo"]

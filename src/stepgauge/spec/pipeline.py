@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Self
 
 from stepgauge.spec.bert import BertSpec
-from stepgauge.spec.fields import as_in, check, option
+from stepgauge.spec.fields import as_in, check, option, with_defaults
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import SCHEDULES, Schedule, build
 from stepgauge.spec.plan.pipeline.lower import AHEAD
@@ -155,7 +155,5 @@ class PipelineSpec:
 
     def canonical(self) -> Self:
         """With defaults for the options that the schedule does not look at."""
-        per_rank = self.per_rank if self.ours in LOOPED else PipelineSpec.per_rank
-        idle = {"ahead", "transport", "cuda_graphs"} if self.is_torchs else set()
-        own = {name: getattr(PipelineSpec, name) for name in idle}
-        return dataclasses.replace(self, **{"per_rank": per_rank, **own})
+        own = dict.fromkeys(("ahead", "transport", "cuda_graphs"), not self.is_torchs)
+        return with_defaults(self, {"per_rank": self.ours in LOOPED, **own})

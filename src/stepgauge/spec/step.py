@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, ClassVar, Self
 
 from stepgauge.spec.bert import BertSpec
-from stepgauge.spec.fields import check, option
+from stepgauge.spec.fields import check, option, with_defaults
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.user_model import UserModel, settle_user_model
 
@@ -90,14 +90,12 @@ class WorkSpec:
         """With defaults for the options that the step has no use for: blocks without checkpointing,
         an optimizer that never steps.
         """
-        unused: dict[str, Any] = {}
-        if self.checkpointing in ("none", BUDGET):
-            unused["checkpoint_blocks"] = WorkSpec.checkpoint_blocks
-        if self.checkpointing != BUDGET:
-            unused["memory_gib"] = WorkSpec.memory_gib
-        if self.phases != "step":
-            unused["optimizer"] = WorkSpec.optimizer
-        return dataclasses.replace(self, **unused)
+        used = {
+            "checkpoint_blocks": self.checkpointing not in ("none", BUDGET),
+            "memory_gib": self.checkpointing == BUDGET,
+            "optimizer": self.phases == "step",
+        }
+        return with_defaults(self, used)
 
     @property
     def network(self) -> ModelSpec | BertSpec:

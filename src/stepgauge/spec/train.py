@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from stepgauge.spec.data_parallel import REDUCE_DTYPES
+from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.fields import as_in, check, option
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.layout_rules import check_layout
@@ -77,15 +77,8 @@ class TrainSpec:
         label="changed",
     )
     balance: str = as_in(LayoutSpec, "balance")
-    bucket_mb: float = option(
-        25.0,
-        "MB (10^6 bytes) of gradients at which a bucket is sent; 0: a bucket a gradient",
-        least=0.0,
-        most=1e6,
-    )
-    reduce_dtype: str = option(
-        "own", "type that gradients are averaged in; own: the parameters'", choices=REDUCE_DTYPES
-    )
+    bucket_mb: float = as_in(DataParallelSpec, "bucket_mb")
+    reduce_dtype: str = as_in(DataParallelSpec, "reduce_dtype")
     device: str = option("cpu", "as in bench step; of several ranks cuda is each one's own")
     seed: int = option(0, "of weights and batches", least=0, most=2**63 - 1)
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .operator import _tables, fused_adamw_, kernel_takes, launch, op_options
+from .operator import _tables, kernel_takes, launch, op_options
 from .reference import adamw_, state_dtype
 
-__all__ = ["FusedAdamW", "adamw_", "fused_adamw_"]
+__all__ = ["FusedAdamW", "adamw_"]
 
 _STATE = ("exp_avg", "exp_avg_sq", "master_param")  # at least float32, in the parameter's shape
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)

@@ -1,4 +1,7 @@
-"""The operator stepgauge::adamw_ and its launch: AdamW on lists of tensors."""
+"""The operator stepgauge::adamw_ and its launch: AdamW on lists of tensors of one device and type.
+
+``masters`` is empty, or holds a float32 master weight for each parameter.
+"""
 
 from collections.abc import Sequence
 
@@ -13,34 +16,6 @@ except ImportError:  # No Triton: the reference computes.
     _tables = None
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def fused_adamw_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    *,
-    lr: float | Tensor,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
-    maximize: bool = False,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    masters: Sequence[Tensor] = (),
-) -> None:
-    """Update lists of tensors of one device and type in place: the operator stepgauge::adamw_.
-
-    ``masters``: none, or a float32 master weight for each parameter.
-    """
-    options = {
-        "lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay,
-        "maximize": maximize, "grad_scale": grad_scale, "found_inf": found_inf,
-    }  # fmt: skip
-    lists = [list(row) for row in (params, grads, exp_avgs, exp_avg_sqs, steps, masters)]
-    torch.ops.stepgauge.adamw_(*lists, **op_options(options))
 
 
 @torch.library.custom_op(
