@@ -199,6 +199,9 @@ def everything(library, **options):
 
 @pytest.fixture
 def in_pytorch(on_hopper, monkeypatch):
+    import torch.distributed.tensor
+    import torch.distributed.tensor._ops
+
     monkeypatch.setattr(cudnn, "can_use_cudnn_attention", lambda params, debug: True)
     for name, function in [
         ("_scaled_dot_product_cudnn_attention", forward_in_pytorch),
