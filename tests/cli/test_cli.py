@@ -204,7 +204,7 @@ TRAIN = (
 )
 
 
-def test_train_tells_how_the_loss_went(stepgauge, tmp_path):
+def test_train_tells_how_the_loss_went_and_goes_on_from_its_end(stepgauge, tmp_path):
     asked = ("--evaluate-every", "6", "--attention", "triton", "--out", tmp_path)
     status, out, err = stepgauge(*TRAIN, *asked)
     assert status == 0
@@ -214,6 +214,13 @@ def test_train_tells_how_the_loss_went(stepgauge, tmp_path):
     assert err.count("bits/byte") == 2
     (record,) = rows(tmp_path)
     assert record.series["step"] == list(range(1, 13))
+    # a run at its end is not recorded twice, and its checkpoint is of no other model
+    status, _, err = stepgauge(*TRAIN, *asked)
+    assert status == 0 and "the run is at its end, step 12" in err
+    status, _, err = stepgauge(*TRAIN, *asked, "--d-ff", "64")
+    assert status == 1
+    assert "is of another run: d_ff 256 there, 64 here" in one_sentence(err)
+    assert len(rows(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(
@@ -232,13 +239,6 @@ def test_a_bad_corpus_is_one_sentence(stepgauge, tmp_path, content, words):
     status, _, err = stepgauge(*TRAIN, "--corpus", path, "--out", tmp_path / "run")
     assert status == 2
     assert words in one_sentence(err)
-
-
-def test_a_checkpoint_of_another_model(stepgauge, tmp_path):
-    assert stepgauge(*TRAIN, "--out", tmp_path)[0] == 0
-    status, _, err = stepgauge(*TRAIN, "--d-ff", "64", "--out", tmp_path)
-    assert status == 1
-    assert "is of another run: d_ff 256 there, 64 here" in one_sentence(err)
 
 
 def test_sigterm_leaves_as_an_interrupt_does():
@@ -326,14 +326,6 @@ def test_a_run_is_measured_by_one_process_at_a_time(stepgauge, tmp_path):
         status, _, err = stepgauge("bench", "step", *QUICK, "--out", tmp_path)
     assert status == 1
     assert "is in use by another process" in one_sentence(err)
-
-
-def test_a_finished_training_run_is_not_recorded_twice(stepgauge, tmp_path):
-    for expected in ("held-out", "the run is at its end, step 12"):
-        status, _, err = stepgauge(*TRAIN, "--out", tmp_path)
-        assert status == 0
-        assert expected in err
-    assert len(rows(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(
