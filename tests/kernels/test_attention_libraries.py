@@ -199,6 +199,7 @@ def everything(library, **options):
 
 @pytest.fixture
 def in_pytorch(on_hopper, monkeypatch):
+    # a first call imports it, and it wants torch's own operators
     import torch.distributed.tensor
     import torch.distributed.tensor._ops
 
