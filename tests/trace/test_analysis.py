@@ -6,8 +6,9 @@ import pytest
 
 from stepgauge.spec.analysis import Analysis
 from stepgauge.trace import flops
-from stepgauge.trace.analysis import analyse, thinned
+from stepgauge.trace.analysis import analyse
 from stepgauge.trace.events import Shapes, load
+from stepgauge.trace.flame import thinned
 from stepgauge.trace.idle import DEPENDENCY, HOST_BOUND, SYNCHRONISED, TURNAROUND
 from stepgauge.trace.names import repeated
 from stepgauge.trace.overlap import overlap, required_overlap

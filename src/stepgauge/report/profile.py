@@ -254,27 +254,6 @@ def kinds_table(found: Analysis) -> Table:
     return Table(head, rows, numeric=frozenset(head[1:]), caption=caption, formats=formats)
 
 
-def kinds_shares(found: Analysis) -> list[tuple[str, float, float]]:
-    """(figure, % of a forward, % of the step) of matmul, softmax, norm, and all norm layers."""
-    chosen: dict[str, Callable[[Cell], bool]] = {
-        "matmul": lambda cell: cell.kind == "matmul",
-        "attention, fused": lambda cell: cell.kind == "attention",
-        "softmax": lambda cell: cell.kind == "softmax",
-        "norm layers, by range": lambda cell: "norm" in cell.range,
-        "optimizer": lambda cell: cell.kind == "optimizer",
-    }
-    forward = [cell for cell in found.cells if cell.phase == "forward"]
-
-    def share(cells: Sequence[Cell], wanted: Callable[[Cell], bool]) -> float:
-        in_all = sum(map(_us, cells))
-        return 100 * sum(_us(cell) for cell in cells if wanted(cell)) / in_all if in_all else 0.0
-
-    return [
-        (name, share(forward, wanted), share(found.cells, wanted))
-        for name, wanted in chosen.items()
-    ]
-
-
 def top_table(found: Analysis) -> Table:
     """The one with most time in each phase."""
     sums = _sums(found.cells, lambda c: (c.phase, c.name), _us)

@@ -3,7 +3,7 @@
 from stepgauge.report.kernel_names import range_name
 from stepgauge.report.table import Table
 from stepgauge.spec.analysis import Analysis
-from stepgauge.spec.comm import OPS
+from stepgauge.trace.collectives import bus_bytes_per_s
 
 SHOWN = 16
 
@@ -65,10 +65,7 @@ def collectives_table(found: Analysis) -> Table:
     rows = []
     for row in found.collectives[:SHOWN]:
         calls = len(row.calls_us)
-        factor = (
-            OPS[row.name].factor(row.group_size) if row.name in OPS and row.group_size > 1 else 0.0
-        )
-        busbw = row.bytes * factor * calls / row.us / 1e3 if row.us else 0.0
+        busbw = bus_bytes_per_s(row, row.us / calls) / 1e9
         rows.append([row.name, range_name(row.range), row.dtype, row.group_size or None, row.bytes or None,
                      calls / found.steps, row.us / 1e3 / found.steps, row.us / calls, busbw or None])  # fmt: skip
     head = [

@@ -11,7 +11,6 @@ class SharedCollective:
     it, `waiting_us` what the others spent beyond that, the mean over all ranks. Both are of all
     calls. No clocks are compared.
 
-    traced      how many of the group's ranks have a trace here
     bus_bytes_per_s  of the transfer alone, as nccl-tests derives it; 0 where size or group is unknown
     last, last_calls  the rank that made the others wait longest, and in how many calls it came last
     """
@@ -19,7 +18,6 @@ class SharedCollective:
     name: str
     range: str
     group_size: int
-    traced: int
     dtype: str
     bytes: int
     calls: int

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ from stepgauge.bench.sweep import Job
 from stepgauge.report.names import describe
 from stepgauge.report.page import Block, Text
 from stepgauge.report.profile import blocks as profile_blocks
-from stepgauge.report.profile import kinds_shares
 from stepgauge.report.profile_page import METHOD
 from stepgauge.report.table import Table
 from stepgauge.report.views import record_table
+from stepgauge.spec.analysis import Analysis, Cell
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record
@@ -91,6 +91,27 @@ def pictures(records: Sequence[Record], folder: Path) -> Sequence[Block]:
         caption="Shares of kernel time, forward against whole step.",
     )
     return [table, published_table(), *shown] if rows else []
+
+
+def kinds_shares(found: Analysis) -> list[tuple[str, float, float]]:
+    """(figure, % of a forward, % of the step) of matmul, softmax, norm, and all norm layers."""
+    chosen: dict[str, Callable[[Cell], bool]] = {
+        "matmul": lambda cell: cell.kind == "matmul",
+        "attention, fused": lambda cell: cell.kind == "attention",
+        "softmax": lambda cell: cell.kind == "softmax",
+        "norm layers, by range": lambda cell: "norm" in cell.range,
+        "optimizer": lambda cell: cell.kind == "optimizer",
+    }
+    forward = [cell for cell in found.cells if cell.phase == "forward"]
+
+    def share(cells: Sequence[Cell], wanted: Callable[[Cell], bool]) -> float:
+        in_all = sum(cell.us for cell in cells)
+        return 100 * sum(cell.us for cell in cells if wanted(cell)) / in_all if in_all else 0.0
+
+    return [
+        (name, share(forward, wanted), share(found.cells, wanted))
+        for name, wanted in chosen.items()
+    ]
 
 
 def published_table() -> Table:

@@ -21,11 +21,6 @@ from stepgauge.trace.read import TraceError
 from stepgauge.trace.replay import Replay
 from stepgauge.trace.timeline import timeline
 
-# of the whole: what takes less, together with its like, is left out of the flame graph
-SMALLEST = 1e-4
-# of a rank's flame graph, a few more a part: eight ranks make a page of under 3 MB
-MOST_CHARACTERS = 200_000
-
 
 def analyse(path: Path, *later: Path, kinds: Kinds | None = None) -> Analysis:
     """Raises TraceError where nothing was profiled, or for no trace; `later` as of `load`."""
@@ -59,7 +54,7 @@ def analysis(trace: Trace, kinds: Kinds | None = None) -> Analysis:
         overlap=overlap(trace, works),
         collectives=collectives(works) if trace.on_device else [],
         timeline=timeline(trace, works),
-        flame=thinned(flame.tree(resolver.paths, tally.paths)),
+        flame=flame.thinned(flame.tree(resolver.paths, tally.paths)),
         notes=notes(trace, works),
     )
     return _with_device(found, trace, works, moments) if trace.on_device else found
@@ -181,42 +176,3 @@ class _Tally:
                     )
                 )
         return sorted(rows, key=lambda row: -row.us)
-
-
-def thinned(tree: flame.Tree) -> flame.Tree:
-    """The tree without parts that no screen shows; their time goes to their parents.
-
-    Equal parts of repeated blocks count together: each alone is small in a model of many blocks.
-    """
-    together: dict[tuple[str, ...], float] = defaultdict(float)
-
-    def add(node: flame.Tree, path: tuple[str, ...]) -> float:
-        us: float = node[1] + sum(add(child, (*path, repeated(child[0]))) for child in node[2])
-        together[path] += us
-        return us
-
-    def kept(node: flame.Tree, path: tuple[str, ...]) -> flame.Tree:
-        us, children = node[1], []
-        for child in node[2]:
-            place = (*path, repeated(child[0]))
-            if together[place] >= least:
-                children.append(kept(child, place))
-            else:
-                us += _size(child)
-        return [node[0], round(us, 3), children]
-
-    least = SMALLEST * add(tree, ())
-    found = kept(tree, ())
-    while _characters(found) > MOST_CHARACTERS:
-        least *= 3
-        found = kept(tree, ())
-    return found
-
-
-def _characters(tree: flame.Tree) -> int:
-    return 20 + len(tree[0]) + sum(map(_characters, tree[2]))
-
-
-def _size(tree: flame.Tree) -> float:
-    size: float = tree[1] + sum(map(_size, tree[2]))
-    return size

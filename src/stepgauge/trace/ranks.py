@@ -95,7 +95,6 @@ def _shared(calls: Sequence[_Call]) -> list[SharedCollective]:
                 name=name,
                 range=part,
                 group_size=row.group_size or len(same[0].ranks),
-                traced=len(same[0].ranks),
                 dtype=dtype,
                 bytes=num_bytes,
                 calls=len(same),
