@@ -22,7 +22,7 @@ def range_name(range: str) -> str:
     if len(range) <= LONGEST_RANGE:
         return range
     start = range.find(".", len(range) - LONGEST_RANGE)
-    return f"…{range[start:]}" if start >= 0 else f"…{range[1 - LONGEST_RANGE :]}"
+    return f"…{range[start + 1 :]}" if start >= 0 else f"…{range[1 - LONGEST_RANGE :]}"
 
 
 @functools.cache
