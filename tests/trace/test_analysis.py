@@ -316,6 +316,9 @@ def test_what_has_nothing_to_analyse_is_said(trace, tmp_path):
     path.write_text('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}')
     with pytest.raises(TraceError, match="an event has no name or time"):
         analyse(path)
+    path.write_text('[{"ph": "X", "pid": "CPU functions", "name": "aten::mm", "ts": 1, "dur": 2}]')
+    with pytest.raises(TraceError, match=r"only events of no category; .* since PyTorch 1\.8"):
+        analyse(path)
     path.write_text(
         '{"traceEvents": [{"ph": "X", "cat": "browser", "name": "paint", "ts": 1, "dur": 2}]}'
     )

@@ -215,7 +215,10 @@ class _Foreign:
 
 def _only(trace: Trace) -> str:
     if trace.unknown:
-        return f", only events of {', '.join(trace.unknown)}"
+        old = "; torch.profiler has written categories (cat) since PyTorch 1.8"
+        return (
+            f", only events of {', '.join(trace.unknown)}{old * ('no category' in trace.unknown)}"
+        )
     if trace.letters["B"]:
         return (
             f": {trace.letters['B']:,} calls are pairs of begin and end (ph B and E), not whole (X)"
