@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from stepgauge.report.profile import answer
 from stepgauge.trace import timeline
 from stepgauge.trace.analysis import analyse
 from stepgauge.trace.read import TraceError
@@ -190,6 +191,15 @@ def test_events_of_a_process_without_a_name_are_said_by_category(events, tmp_pat
     found = analysed([*events, strange, strange | {"cat": None}], tmp_path)
     assert is_whole(found)
     assert "(1 of category 'npu_kernel', 1 of category 'none')" in found.notes[0]
+
+
+def test_a_device_whose_kernels_were_not_recorded_is_said(events, tmp_path):
+    host = [event for event in events if event.get("cat") != "kernel"]
+    document = {"deviceProperties": [{"name": "Some GPU"}], "traceEvents": host}
+    (tmp_path / "t.json").write_text(json.dumps(document))
+    found = analyse(tmp_path / "t.json")
+    assert found.notes[0].startswith("The trace was taken beside a device (Some GPU)")
+    assert answer(found).startswith("A step takes ") and " on the host: " in answer(found)
 
 
 def test_a_graph_is_one_launch_of_many_kernels(gpu_trace, tmp_path):

@@ -25,6 +25,7 @@ OTHER_LIMIT = 0.02  # what no rule could place is named one by one above this sh
 # Above any device's memory and caches, and any device's products: such a rate is no rate.
 MOST_BYTES_PER_S, MOST_FLOP_PER_S = 3e13, 3e16
 ATTENTION_PARTS = ("scores", "softmax", "values")
+_SPELLED = {"host": "Python, views and autograd"}
 _LACKING = {"host": "the host's work", "launch and turnaround": "launch delays and turnaround"}
 
 
@@ -71,8 +72,11 @@ def answer(found: Analysis) -> str:
     kinds = _sums(found.cells, lambda cell: cell.kind, _us)
     if not found.on_device:
         most = sorted(kinds, key=lambda kind: -kinds[kind])[:3]
-        parts = ", ".join(f"{kind} {number(kinds[kind] / 1e3 / found.steps)} ms" for kind in most)
-        return f"{step} on the host: most of it {parts}."
+        parts = ", ".join(
+            f"{number(kinds[kind] / 1e3 / found.steps)} ms in {_SPELLED.get(kind, kind)}"
+            for kind in most
+        )
+        return f"{step} on the host: {parts}."
     idle = sum(cell.idle_us for cell in found.cells) / found.steps
     gains = sorted(found.path, key=lambda row: -row.gain_us)[:3]
     gained = ", ".join(

@@ -21,6 +21,11 @@ def _of_events(trace: Trace) -> Iterator[str]:
             f"The trace has events of devices that are not understood here ({devices}): they are left "
             f"out{said}."
         )
+    elif trace.device and not trace.on_device:
+        yield (
+            f"The trace was taken beside a device ({trace.device}) and has no kernels of it: the figures "
+            "are of the host's operations, which may only launch its work. Record ProfilerActivity.CUDA too."
+        )
     if trace.letters["B"]:
         yield (
             f"Calls written as pairs of begin and end (ph B and E): {trace.letters['B']:,}. They are "
