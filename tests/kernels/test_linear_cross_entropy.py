@@ -1,19 +1,10 @@
 """Linear + cross-entropy against float64: the oracle, the plain path, the kernels interpreted,
 built and on a GPU.
-
-Run as a script with `interpret` or `build`, the file makes the two checks that want a process of
-their own, since Triton decides when it is imported whether it interprets.
 """
-
-import importlib
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from tests.kernels.triton_here import compile_ahead, compiled_only, interpreted_only, needs_triton
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -33,7 +24,6 @@ OPTIONS = [
     {"softcap": 4.0},
     {"softcap": 4.0, "z_loss": 0.02, "reduction": "sum", "ignore_index": 7},
 ]
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
 def gpu(test):
@@ -499,92 +489,76 @@ def test_mistakes_are_named(change, message):
 # The Triton kernels: interpreted, and built without a GPU
 
 
-def _run_this_file(check, **environment):
-    source = str(Path(package.__file__).parents[3])
-    environment = {**os.environ, "PYTHONPATH": source, **environment}
-    done = subprocess.run(
-        [sys.executable, __file__, check], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+STREAM = {
+    "BLOCK_V": 64,
+    "VEC": 4,
+    "STAGES": 1,
+    "REVERSE": True,
+    "KEEP": "evict_last",
+    "num_warps": 4,
+}
+HOLD = {"BLOCK_V": 256, "num_warps": 4}
+
+
+@pytest.fixture
+def on_kernels(monkeypatch, interpreter, poisoned):
+    from stepgauge.kernels.linear_cross_entropy import triton as kernels
+
+    monkeypatch.setattr(chunked, "kernels_for", lambda device, dtype: kernels)
+    return kernels
 
 
 @needs_triton
-def test_kernels_interpreted():
-    assert "12 cases" in _run_this_file("interpret", TRITON_INTERPRET="1")
+@interpreted_only
+@pytest.mark.parametrize("launch", [STREAM, HOLD], ids=["streamed", "held"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_interp_kernels_equal_float64(dtype, launch, on_kernels, monkeypatch):
+    chosen = {"BLOCK_D": 16, **launch}
+    monkeypatch.setattr(on_kernels, "row_launch", lambda *_, **__: chosen)
+    first = 0 if (launch is STREAM) == (dtype == torch.float32) else 1
+    for options in OPTIONS[first::2]:
+        ignored = options.get("ignore_index", -100)
+        hidden, weight, targets = inputs(12, 17, 150, dtype, ignored=ignored)
+        weight = weight.mT.contiguous().mT
+        memory = {"max_logits_bytes": 5 * 192 * dtype.itemsize}
+        given = linear_cross_entropy, hidden, weight, targets
+        actual = results(*given, grad=2.0, **memory, **options)
+        loss, *gradients = expected(hidden, weight, targets, **options)
+        assert_close(actual, [loss, *(2 * gradient for gradient in gradients)], TOLERANCES[dtype])
 
 
 @needs_triton
-def test_kernels_build_for_every_architecture():
-    assert "23 kernels" in _run_this_file("build", TRITON_INTERPRET="0")
-
-
-def check_in_interpreter():
-    # Run as a script, this file has its own folder on the path.
-    importlib.import_module("conftest").mend_interpreter()
-    kernels = importlib.import_module("stepgauge.kernels.linear_cross_entropy.triton")
-    stream = {
-        "BLOCK_V": 64,
-        "VEC": 4,
-        "STAGES": 1,
-        "REVERSE": True,
-        "KEEP": "evict_last",
-        "num_warps": 4,
-    }
-    hold = {"BLOCK_V": 256, "num_warps": 4}
-    chunked.kernels_for = lambda device, dtype: kernels
-    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
-    cases = 0
-    for dtype in (torch.float32, torch.float16):
-        for options in OPTIONS:
-            chosen = {"BLOCK_D": 16, **(hold if cases % 2 else stream)}
-            kernels.row_launch = lambda *_, chosen=chosen, **__: chosen
-            hidden, weight, targets = inputs(
-                12, 17, 150, dtype, ignored=options.get("ignore_index", -100)
-            )
-            weight = weight.mT.contiguous().mT
-            max_logits_bytes = 5 * 192 * dtype.itemsize
-            actual = results(
-                linear_cross_entropy,
-                hidden,
-                weight,
-                targets,
-                grad=2.0,
-                max_logits_bytes=max_logits_bytes,
-                **options,
-            )
-            loss, *gradients = expected(hidden, weight, targets, **options)
-            assert_close(
-                actual, [loss, *(2 * gradient for gradient in gradients)], TOLERANCES[dtype]
-            )
-            cases += 1
+@interpreted_only
+def test_interp_confident_rows_and_a_target_outside(on_kernels):
     hidden, weight, targets = confident_inputs(8, 64, 100, torch.float32, 24)
-    assert_close(
-        results(linear_cross_entropy, hidden, weight, targets),
-        expected(hidden, weight, targets),
-        1e-5,
-    )
+    actual = results(linear_cross_entropy, hidden, weight, targets)
+    assert_close(actual, expected(hidden, weight, targets), 1e-5)
     hidden, weight, targets = inputs(4, 3, 5)
     targets[2] = 5
     assert linear_cross_entropy(hidden, weight, targets).isnan()
-    print(f"{cases + 2} cases")
 
 
-def check_builds():
-    kernels = importlib.import_module("stepgauge.kernels.linear_cross_entropy.triton")
-    built = 0
-    for architecture in (80, 90, 100):
-        for dtype in ("bf16", "fp16", "fp32"):
-            build_rows(kernels, architecture, dtype, row_length=128256)
-            build_rows(kernels, architecture, dtype, row_length=10048)
-            built += 2
-    build_rows(kernels, 90, "bf16", row_length=10048, HAS_SOFTCAP=True)
-    build_rows(kernels, 90, "bf16", row_length=128256, HAS_SOFTCAP=True)
-    build_rows(kernels, 90, "bf16", row_length=4096, WRITE_GRADIENT=False)
+@needs_triton
+@compiled_only
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_rows_build_for_every_architecture(architecture):
+    for dtype in ("bf16", "fp16", "fp32"):
+        for row_length in (128256, 10048):
+            build_rows(architecture, dtype, row_length=row_length)
+
+
+@needs_triton
+@compiled_only
+def test_other_kernels_build():
+    from stepgauge.kernels.linear_cross_entropy import triton as kernels
+
+    build_rows(90, "bf16", row_length=10048, HAS_SOFTCAP=True)
+    build_rows(90, "bf16", row_length=128256, HAS_SOFTCAP=True)
+    build_rows(90, "bf16", row_length=4096, WRITE_GRADIENT=False)
+    how = {"aligned": (), "options": {"num_warps": 8}}
     count = {"targets_ptr": "*i64", "scale_ptr": "*fp32", "N": "i32"}
-    build(
-        kernels.loss_scale_kernel, 90, count, {"ignore_index": -100, "BLOCK_N": 4096}, num_warps=8
-    )
+    constants = {"ignore_index": -100, "BLOCK_N": 4096}
+    assert compile_ahead(kernels.loss_scale_kernel, 90, count, constants, **how).asm["cubin"]
     multiply = {
         "x_ptr": "*bf16",
         "y_ptr": "*fp32",
@@ -592,11 +566,12 @@ def check_builds():
         "num_x": "i32",
         "num_y": "i64",
     }
-    build(kernels.multiply_kernel, 90, multiply, {"BLOCK": 4096}, num_warps=8)
-    print(f"{built + 5} kernels")
+    assert compile_ahead(kernels.multiply_kernel, 90, multiply, {"BLOCK": 4096}, **how).asm["cubin"]
 
 
-def build_rows(kernels, architecture, dtype, *, row_length, **flags):
+def build_rows(architecture, dtype, *, row_length, **flags):
+    from stepgauge.kernels.linear_cross_entropy import triton as kernels
+
     pointers = dict.fromkeys(("logits_ptr", "hidden_ptr", "weight_ptr"), f"*{dtype}")
     pointers |= {"targets_ptr": "*i64", "scale_ptr": "*fp32", "losses_ptr": "*fp32"}
     sizes = dict.fromkeys(("V", "P_units", "D", "hidden_units", "weight_units"), "i32")
@@ -616,31 +591,14 @@ def build_rows(kernels, architecture, dtype, *, row_length, **flags):
     signature = pointers | sizes | {"z_loss": "fp32", "softcap": "fp32"}
     is_held = "VEC" not in launch
     function = kernels.held_gradient_kernel if is_held else kernels.streamed_gradient_kernel
-    kernel = build(
+    kernel = compile_ahead(
         function, architecture, signature, constants | launch,
-        aligned=("logits_ptr", "hidden_ptr", "weight_ptr"), **options,
+        aligned=("logits_ptr", "hidden_ptr", "weight_ptr"), options=options,
     )  # fmt: skip
     # Rows are read and written 16 bytes a thread, which a mask or a stride that Triton cannot
     # divide by 8 would undo.
     assert "L2::cache_hint.v4.b32" in kernel.asm["ptx"]
     assert ("st.global.v4.b32" in kernel.asm["ptx"]) == constants["WRITE_GRADIENT"]
-    return kernel
-
-
-def build(function, architecture, signature, constants, *, aligned=(), **options):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = function.arg_names
-    source = ASTSource(
-        fn=function,
-        signature={name: signature.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    target = GPUTarget("cuda", architecture, 32)
-    return triton.compile(source, target=target, options=options)
 
 
 # On a GPU
@@ -798,7 +756,3 @@ def test_gpu_more_than_2_31_weights():
         wide.grad[:, -8:].double() / 2,
     ]
     assert_close(actual, wanted, TOLERANCES[torch.bfloat16])
-
-
-if __name__ == "__main__":
-    {"interpret": check_in_interpreter, "build": check_builds}[sys.argv[1]]()
