@@ -10,18 +10,26 @@ from stepgauge.spec.calibration import kernel_class
 from stepgauge.spec.record import Record
 from stepgauge.trace.names import readable
 
-# The range of the module that runs a term, where it is not the term's own name.
-RANGES = {
-    "attention.norm": "attention_norm",
-    "feed_forward.norm": "feed_forward_norm",
-    "head.norm": "norm",
+STREAM = "norms and residual sums"  # of gradients autograd makes the sums as it leaves a norm
+# The part of a term, where it is not the term's own name.
+PARTS = {
+    "attention.norm": STREAM,
+    "feed_forward.norm": STREAM,
+    "head.norm": STREAM,
+    "residual": STREAM,
     "attention.heads": "attention",
     "attention.rotation": "attention",
     "feed_forward.up": "feed_forward.gate_up",
     "feed_forward.gate": "feed_forward",
     "feed_forward.gelu": "feed_forward",
-    "residual": "",
-    "biases": "",
+}
+# The part of a range of the trace, without the block.
+RANGES = {
+    "": STREAM,
+    "attention_norm": STREAM,
+    "feed_forward_norm": STREAM,
+    "norm": STREAM,
+    "attention.rotation": "attention",
 }
 WAITS = "waits"  # the device stands still
 KINDS = {"matmul": "matmul", "attention": "attention"}  # of cells, as kernel_class names them
@@ -61,9 +69,10 @@ def parts_beside(prediction: Record, found: Analysis) -> list[Part]:
     _, *rows = prediction.tables["terms"]
     for phase, term, operation, *_, us, _source in rows:
         kind = WAITS if term == "host" else kernel_class(operation)
-        of(phase, range_of(term), kind).predicted_ms += us / 1e3
+        of(phase, part_of(term), kind).predicted_ms += us / 1e3
     for cell in _on_device(found.cells):
-        own = of(cell.phase, _without_number(cell.range), KINDS.get(cell.kind, "traffic"))
+        place = cell.range.removeprefix("blocks.*").removeprefix(".")
+        own = of(cell.phase, RANGES.get(place, place), KINDS.get(cell.kind, "traffic"))
         own.measured_ms += cell.us / 1e3 / found.steps
         own.launches += cell.calls / found.steps
         name = readable(cell.name)
@@ -74,20 +83,15 @@ def parts_beside(prediction: Record, found: Analysis) -> list[Part]:
     return sorted(parts.values(), key=lambda each: -abs(each.predicted_ms - each.measured_ms))
 
 
-def range_of(term: str) -> str:
-    """Of the module that runs the term, without the block's number."""
+def part_of(term: str) -> str:
+    """The module that runs the term, without the block's number."""
     term = term.removeprefix("recomputed.")
-    for name, module in RANGES.items():
+    for name, part in PARTS.items():
         if term == name or term.startswith(f"{name}."):
-            return module
+            return part
     names = term.split(".")
     has_layer = names[0] in ("attention", "feed_forward") and len(names) > 1
     return ".".join(names[:2]) if has_layer else names[0]
-
-
-def _without_number(place: str) -> str:
-    place = place.removeprefix("blocks.*").removeprefix(".")
-    return "attention" if place == "attention.rotation" else place
 
 
 def _on_device(cells: Iterable[Cell]) -> Iterable[Cell]:
