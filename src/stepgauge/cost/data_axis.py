@@ -28,7 +28,9 @@ from stepgauge.spec.plan.shards import (
 )
 
 BYTES: Mapping[str, int] = {"own": 0, "bf16": 2, "fp16": 2}
-MODELLED = ("none", "naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3")
+TORCH_DDP = ("torch-ddp", "torch-ddp-views")
+MODELLED = ("none", "naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3",
+            *TORCH_DDP)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,12 @@ def data_axis(sending: Sending, step: RankStep) -> DataParallelCost:
         return DataParallelCost()
     if sending.wrapper == "zero3":
         return FullySharded(sending, step)
+    if sending.wrapper in TORCH_DDP:
+        if sending.reduce_dtype != "own":
+            raise ValueError(
+                f"reduce_dtype is {sending.reduce_dtype!r}; of {sending.wrapper} only own is predicted"
+            )
+        return TorchDdp(sending, step)
     return Owned(sending, step) if WRAPPERS[sending.wrapper].stage else Bucketed(sending, step)
 
 
@@ -101,6 +109,7 @@ class Bucketed(DataParallelCost):
             cap_mb=caps.get(wrapper, sending.bucket_mb),
             first_mb=None if wrapper in caps else FIRST_BUCKET_MB,
             owners=self.owners(),
+            alone=wrapper not in TORCH_DDP,
         )
         self._launches = plan_launches(self.buckets)
         self._launch_of = {
@@ -180,6 +189,27 @@ def _through_one(nbytes: float, ranks: int) -> float:
     rank.
     """
     return nbytes * ranks / (ranks - 1)
+
+
+class TorchDdp(Bucketed):
+    """torch's DistributedDataParallel: each gradient is copied into its bucket, and without views of
+    buckets as gradients back out of it when all have arrived. What it takes of the host is not
+    known: it runs in C++.
+    """
+
+    def after_term(self, program: Program, name: str, term: Term, place: int) -> None:
+        if term.gradient:
+            place = self._copy(program, f"{name} into its bucket", term.gradient)
+        super().after_term(program, name, term, place)
+
+    def after_backward(self, program: Program) -> None:
+        super().after_backward(program)
+        if self.sending.wrapper == "torch-ddp":
+            self._copy(program, "gradients out of buckets", sum(p.numel for p in self.parameters))
+
+    def _copy(self, program: Program, name: str, numel: float) -> int:
+        copy = Term(name, TRAFFIC, (2 * numel * self._how.residual,))
+        return program.compute(copy.name, self.prices.of(copy).us, TRAFFIC)
 
 
 class Owned(Bucketed):

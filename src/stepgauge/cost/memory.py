@@ -18,7 +18,7 @@ from stepgauge.cost.activations import (
     stream_bytes,
 )
 from stepgauge.cost.allocator import LARGEST_SMALL, LEAST_OWN_SEGMENT, SEGMENT_ROUNDING, round_up
-from stepgauge.cost.data_axis import most_owned
+from stepgauge.cost.data_axis import TORCH_DDP, most_owned
 from stepgauge.cost.operations import StepOperations
 from stepgauge.spec.hardware import CUDA_CONTEXT
 from stepgauge.spec.layout import WRAPPERS, Layout
@@ -86,6 +86,8 @@ def step_memory(
     levels = _levels(operations, found, keeps, before)
     if layout.wrapper == "flat":  # all gradients are copied into one message
         levels["end of backward"]["temporaries"] += found.gradients
+    if layout.wrapper in TORCH_DDP:  # which keeps a place for all gradients beside them
+        levels = {name: {**parts, "buckets": found.gradients} for name, parts in levels.items()}
     moment = max(levels, key=lambda name: sum(levels[name].values()))
     return _memory(found, levels[moment], moment, layout, boxes_of(operations))
 

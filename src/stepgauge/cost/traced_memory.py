@@ -2,7 +2,7 @@
 parts that a rank has its share of only.
 """
 
-from stepgauge.cost.data_axis import most_owned
+from stepgauge.cost.data_axis import TORCH_DDP, most_owned
 from stepgauge.cost.memory import ASSUMED, COMMUNICATOR, Item, Memory
 from stepgauge.cost.traced import TracedOperations
 from stepgauge.spec.hardware import CUDA_CONTEXT
@@ -36,6 +36,8 @@ def traced_memory(
         key=lambda held: sum(held.values()),
     )
     items = [Item(name, nbytes, "traced") for name, nbytes in fullest.items() if nbytes]
+    if layout.wrapper in TORCH_DDP:
+        items.append(Item("buckets", gradients, "traced"))
     outside = [Item("CUDA context", CUDA_CONTEXT, ASSUMED)]
     if layout.axes:
         outside.append(Item("communicators", COMMUNICATOR, ASSUMED))

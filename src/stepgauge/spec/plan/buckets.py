@@ -48,6 +48,7 @@ def plan_buckets(
     cap_mb: float | None,
     first_mb: float | None = None,
     owners: Mapping[str, int] | None = None,
+    alone: bool = True,
 ) -> tuple[Bucket, ...]:
     """Buckets, the one that is complete first in front, of trained parameters in order of use.
 
@@ -58,6 +59,7 @@ def plan_buckets(
               of that size travels alone, since packing would copy it. None is no limit
     first_mb  where the first is closed, so that communication starts early
     owners    the rank that the gradient of a name is for; one without a rank is for all
+    alone     a gradient as large as the cap is its own bucket; False: it closes the open one
 
     Raises ValueError for a negative cap.
     """
@@ -71,7 +73,7 @@ def plan_buckets(
     for parameter in reversed(order_of_use):
         owner = (owners or {}).get(parameter.name)
         kind = (parameter.dtype, parameter.device, owner)
-        if parameter.bytes >= cap:
+        if alone and parameter.bytes >= cap:
             closed.append(Bucket((parameter,), owner))
             continue
         packed = Bucket((*open_buckets.pop(kind, Bucket(())).parameters, parameter), owner)
