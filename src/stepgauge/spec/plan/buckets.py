@@ -50,10 +50,8 @@ def plan_buckets(
     owners: Mapping[str, int] | None = None,
     alone: bool = True,
 ) -> tuple[Bucket, ...]:
-    """Buckets, the one that is complete first in front, of trained parameters in order of use.
-
-    Gradients come in reverse order of use and are packed until they reach the cap, apart by dtype,
-    device and owner.
+    """Buckets, the one that is complete first in front, of trained parameters in order of use, whose
+    gradients come in reverse and are packed until they reach the cap, apart by dtype, device, owner.
 
     cap_mb    where a bucket is closed, in MB of 10^6 bytes: it is less than twice that. A gradient
               of that size travels alone, since packing would copy it. None is no limit
