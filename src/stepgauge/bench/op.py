@@ -32,7 +32,6 @@ def run(spec: OpSpec) -> Record:
 
     A function that changes its inputs gets them restored before each call, which is not timed. One
     that gives no tensor is checked by what it changed.
-
     Metrics: ms; reference_ms where there is a reference; error; bytes and flops and what follows
     from them (gb_per_s, tflop_per_s, intensity in FLOP a byte, attainable_tflop_per_s,
     fraction_of_roofline); the ceilings copy_gb_per_s and matmul_tflop_per_s of the same process.
