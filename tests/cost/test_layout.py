@@ -133,12 +133,13 @@ def test_half_blocks_are_cut_by_the_times_of_the_hardware_file():
     assert by_time.note.endswith("parts, by predicted time") and not by_flops.note
 
 
-def test_accumulation_repeats_forward_and_backward_alone():
+def test_accumulation_repeats_forward_and_backward_and_adds_gradients():
     once, thrice = (step("dp2", wired(), accumulation=n) for n in (1, 3))
     longer = thrice.median("step_ms") - once.median("step_ms")
     both = step("none", wired(), batch=8)
     passes = 2 * (both.median("forward_ms") + both.median("backward_ms"))
-    assert longer == pytest.approx(passes, rel=0.01)  # the host is ahead after the first
+    added = 2 * wired().traffic(12 * MODEL.num_parameters).us / 1e3
+    assert longer == pytest.approx(passes + added, rel=0.01)  # the host is ahead after the first
 
 
 def test_sharded_weights_are_gathered_in_each_pass():
@@ -193,3 +194,19 @@ def test_pipelines_measured_on_four_gpus(schedule):
     assert abs(found.median("step_ms") / record.median("step_ms") - 1) < 0.10
     over = record.median("step_ms") / ideal
     assert abs(found.median("over_ideal") / over - 1) < 0.05
+
+
+def test_gradients_of_later_passes_are_added_to_those_of_earlier_ones():
+    """Of four passes three read two gradients and write one, of every parameter in fp32."""
+    machine = wired()
+
+    def added(layout, **changes):
+        rows = step(layout, machine, **changes).tables["terms"][1:]
+        return [(float(row[3]) * row[4]) for row in rows if row[1] == "gradients.add"]
+
+    assert not added("none") and not added("dp2 zero3", accumulation=2)
+    assert sum(added("none", accumulation=4)) == pytest.approx(
+        3 * 12 * MODEL.num_parameters, rel=1e-3
+    )
+    of_a_stage = sum(added("pp2 1f1b m4"))
+    assert of_a_stage == pytest.approx(3 * 12 * MODEL.num_parameters / 2, rel=0.02)

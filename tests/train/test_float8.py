@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from stepgauge.bench import step as bench_step
-from stepgauge.cost.operations import require_priced
+from stepgauge.cost.priced import require_priced
 from stepgauge.models.fused_linear import FusedLinear
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout_step import LayoutSpec

@@ -34,7 +34,7 @@ KERNELS: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
     "cuda": {
         "matmul": ("matmul nt bf16", (4096, 4096, 4096)),
         "attention": ("attention sdpa forward bf16", (32, 2048, 128)),
-        "traffic": ("traffic", (2**28,)),
+        "traffic": ("gate backward bf16", (4096, 8192)),
     },
     "cpu": {
         "matmul": ("matmul nt fp32", (512, 256, 1024)),

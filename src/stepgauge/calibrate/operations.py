@@ -25,6 +25,7 @@ from stepgauge.spec.calibration import ALONE
 
 PRODUCTS, PASSES = "products", "passes"  # what an operation takes turns with
 EMBEDDING_ROWS = 1000
+STRIDED_WIDTH = 2048
 CACHED_BYTES = 128 * 2**20  # more than the L2 of any GPU of today (H100: 50 MB)
 MOST_COPIES = 24
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
@@ -75,6 +76,13 @@ def _traffic(nbytes: int, device: torch.device) -> Call:
 
 def _cast(source: torch.dtype, target: torch.dtype, numel: int, device: torch.device) -> Call:
     return rotating(lambda: (torch.randn(numel, device=device).to(source),), lambda x: x.to(target))
+
+
+def _strided(numel: int, device: torch.device) -> Call:
+    """A copy that puts one of two outer dimensions before the other: rows stay whole."""
+    rows = max(2, numel // STRIDED_WIDTH) // 2
+    new = functools.partial(torch.randn, 2, rows, min(numel, STRIDED_WIDTH), device=device)
+    return rotating(lambda: (new(dtype=torch.bfloat16),), lambda x: x.transpose(0, 1).contiguous())
 
 
 def _pass(
@@ -250,6 +258,7 @@ def _elementwise(grid: Grid) -> dict[str, TimedOperation]:
     if grid.passes:
         numbers = [(size // 8,) for size in grid.bytes]
         found["residual mixed"] = TimedOperation(("numel",), numbers, _residual, PRODUCTS)
+        found["strided copy bf16"] = TimedOperation(("numel",), numbers, _strided, PRODUCTS)
     for name, direction in itertools.product(grid.compiled_passes, DIRECTIONS):
         make = functools.partial(_compiled_pass, name, direction == "backward")
         found[f"compiled {name} {direction}"] = TimedOperation(

@@ -3,7 +3,7 @@
 import dataclasses
 
 from stepgauge.cost.machine import Machine
-from stepgauge.cost.operations import RECOMPUTED
+from stepgauge.cost.priced import RECOMPUTED
 from stepgauge.spec.step import WorkSpec
 
 HOST_PHASES = ("forward", "backward", "optimizer")

@@ -132,6 +132,7 @@ class LayoutParts:
             tensor=layout.tensor,
             overlap=layout.overlap,
             gathered=gathered,
+            passes=spec.accumulation * (layout.microbatches if layout.pipeline > 1 else 1),
         )
         whole = StepOperations(work, share)
         backend = GLOO if spec.group_backend == "gloo" else NCCL

@@ -158,7 +158,7 @@ WORK: Mapping[str, Callable[..., float]] = {
         ("rmsnorm", "layernorm", "cross-entropy", "heads", "gate", "compiled", "embedding"),
         lambda m, n: m * n,
     ),
-    **dict.fromkeys(("cast", "optimizer", "traffic", "residual"), lambda size: size),
+    **dict.fromkeys(("cast", "optimizer", "traffic", "residual", "strided"), lambda size: size),
 }
 
 

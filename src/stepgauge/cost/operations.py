@@ -16,22 +16,12 @@ from collections.abc import Iterator
 from stepgauge.cost.beside import beside_products
 from stepgauge.cost.elementwise import Elementwise
 from stepgauge.cost.fused_loss import fused_backward, fused_forward
-from stepgauge.cost.terms import PRECISION, TRAFFIC, Arithmetic, Term
+from stepgauge.cost.priced import RECOMPUTED, require_priced
+from stepgauge.cost.terms import TRAFFIC, Arithmetic, Term
 from stepgauge.spec.fused_loss import torch_computes
-from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.tensor import KINDS, Rule, overlaps
 from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.step import WorkSpec
-
-# Fields of a ModelSpec beside its shape that the terms know, or that cost nothing.
-PRICED = (
-    "feed_forward norm norm_epsilon positions rope_base rope_fraction rope_scaling tied_head "
-    "attention loss num_kv_heads head_dim qk_norm attention_bias feed_forward_bias block "
-    "scaled_embedding"
-)
-NORMS = ("rmsnorm", "layernorm", "triton")
-COMPILED = ("off", "on", "blocks", "reduce-overhead")
-RECOMPUTED = {"none": 0, "blocks": 1, "selective": 1, "nested": 2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +33,7 @@ class NetworkPart:
     overlap   what they send runs beside products
     blocks    of its stage; None: all
     gathered  weights come from the other ranks, in the type that is computed in (ZeRO 3)
+    passes    forwards and backwards of a step, whose gradients are added up
     """
 
     batch: int
@@ -50,25 +41,7 @@ class NetworkPart:
     overlap: bool = False
     blocks: range | None = None
     gathered: bool = False
-
-
-def require_priced(spec: WorkSpec) -> ModelSpec:
-    """The network. Raises ValueError for a step that has parts whose cost is not modelled."""
-    model = spec.model
-    if spec.compile not in COMPILED:
-        raise ValueError(f"compile is {spec.compile!r}; predicted are {', '.join(COMPILED)}")
-    if spec.precision not in PRECISION:
-        raise ValueError(f"precision is {spec.precision!r}; its cost is not calibrated")
-    if spec.checkpointing not in RECOMPUTED:
-        raise ValueError(f"checkpointing is {spec.checkpointing!r}; its time is not predicted yet")
-    if not isinstance(model, ModelSpec):
-        raise ValueError("a user's own model has no cost model yet; only presets are predicted")
-    model.require_defaults(PRICED, "has no cost model yet")
-    if model.norm not in NORMS:
-        raise ValueError(f"norm is {model.norm!r}; its cost is not calibrated")
-    if model.attention not in ("sdpa", "triton"):
-        raise ValueError(f"attention is {model.attention!r}; its cost is not calibrated")
-    return model
+    passes: int = 1
 
 
 class StepOperations:
@@ -133,7 +106,9 @@ class StepOperations:
         """
         before = list(self._head_backward()) if self.is_last else []
         after = list(self._embedding_backward()) if self.is_first else []
-        return before, [*self._recomputed(), *self._block_backward()], after
+        block = [*self._recomputed(), *self._block_backward(), *self._added(self.block_parameters)]
+        (after if self.is_first else before).extend(self._added(self.end_parameters))
+        return before, block, after
 
     def optimizer(self, numel: float) -> Term:
         """Of so many parameters."""
@@ -312,6 +287,15 @@ class StepOperations:
             if self.how.activation == 2:
                 yield Term("loss.cast", "cast fp32 bf16", (m * v,))
 
+    def _added(self, numel: int) -> Iterator[Term]:
+        """Gradients of so many parameters to those of earlier passes: what one pass has of it on
+        average. ZeRO 3 adds shares alone.
+        """
+        passes = self.share.passes
+        if passes > 1 and numel and not self.share.gathered:
+            nbytes = 3 * self.how.residual * numel * (passes - 1) / passes
+            yield Term("gradients.add", TRAFFIC, (nbytes / 2,), 2, weights=True)
+
     # Both
 
     @property
@@ -392,5 +376,12 @@ class StepOperations:
                 yield from beside_products(term, phase, weight, *share, self.how)
             else:
                 if self.share.batch > 1 and operation != "all-reduce":
-                    yield Term(f"{module}.transpose", TRAFFIC, (2 * nbytes,))
+                    yield self._transposed(module, nbytes)
                 yield term
+
+    def _transposed(self, module: str, nbytes: int) -> Term:
+        """Ranks exchange whole positions of all sequences: the piece is copied to that order, and the
+        whole from it (parallel/residual_stream.py).
+        """
+        copied = nbytes * (1 + 1 / self.share.tensor)
+        return Term(f"{module}.transpose", "strided copy bf16", (copied / 2,), nbytes=2 * copied)

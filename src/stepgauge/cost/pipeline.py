@@ -80,4 +80,4 @@ def _whole(spec: PipelineSpec) -> StepOperations:
     own = {field.name for field in dataclasses.fields(StepSpec)}
     values = {k: v for k, v in vars(spec).items() if k in own and k not in ("warmup", "steps")}
     work = StepSpec(**{**values, "batch": spec.batch // spec.micro_batches, "phases": "backward"})
-    return StepOperations(work, NetworkPart(batch=work.batch))
+    return StepOperations(work, NetworkPart(batch=work.batch, passes=spec.micro_batches))

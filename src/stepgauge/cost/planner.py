@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from stepgauge.cost.estimate import spread
 from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.machine import Machine
-from stepgauge.cost.operations import require_priced
+from stepgauge.cost.priced import require_priced
 from stepgauge.cost.screen import Candidate, Screen, Screened, candidates
 from stepgauge.spec.hardware import NOT_FOR_PROGRAMS
 from stepgauge.spec.layout import Layout

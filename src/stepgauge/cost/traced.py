@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from stepgauge.cost.data_axis import MODELLED
-from stepgauge.cost.operations import PRICED
+from stepgauge.cost.priced import PRICED
 from stepgauge.cost.program import LaunchGroup, RankStep
 from stepgauge.cost.terms import Arithmetic, Term
 from stepgauge.spec.data_parallel import DataParallelSpec
