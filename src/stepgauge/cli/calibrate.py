@@ -42,7 +42,7 @@ def calibrate(
 
     Products, attention, norms, memory traffic, optimizers and the host's launches, each over a
     grid of shapes, at the clocks that the device holds under load; with --ranks collectives, too.
-    Some 5 minutes on a GPU, 2 on a CPU. Rows are on disk one by one, and the same command goes on
+    Some 3 minutes on a GPU, 2 on a CPU. Rows are on disk one by one, and the same command goes on
     where it stopped. From then on bench commands on this device show what was predicted beside what
     they measure.
     """

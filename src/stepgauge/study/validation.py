@@ -41,7 +41,7 @@ BATCH, CONTEXT = 4, 96  # of no other experiment: each row is predicted before i
 
 def needs(machine: Machine) -> str | None:
     if machine.is_gpu and file_of(machine.name, 0) is None:
-        return "no hardware file of this device: stepgauge calibrate makes one in 5 minutes"
+        return "no hardware file of this device: stepgauge calibrate makes one in 3 minutes"
     return None
 
 
