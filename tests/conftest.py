@@ -5,7 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
+settings.register_profile("any machine", deadline=None)  # a busy one takes longer for an example
+settings.load_profile("any machine")
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ["XDG_DATA_HOME"] = os.devnull  # hardware files of the person who runs the tests
 REPOSITORY = Path(__file__).parents[1]
