@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.parallel.graphs import RunAgain
 from torch.distributed.tensor import DTensor
 
 from stepgauge.models.bert import NOT_MASKED
@@ -24,6 +25,7 @@ from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan import tensor as plan
+from stepgauge.train import layout as train_layout
 from stepgauge.train.build import batch_for
 from stepgauge.train.checkpoint import Checkpoints
 from stepgauge.train.layout import build_layout_step
@@ -106,6 +108,11 @@ def all_differences(cases):
     if ("pp2 1f1b m2 dp2 zero3", "tied", "adamw") in cases:
         found["gathers"] = gathers_of_sharded_stages()
         found["uneven"] = unwritten_where_parts_are_uneven()
+        train_layout.CudaGraphs = lambda device: RunAgain()
+        for layout in ("pp2 1f1b m2 dp2 bucketed", "pp2 1f1b m4 dp2 zero1"):
+            found["recorded", layout] = differences(
+                layout, "tied", "sgd", device="cuda", cuda_graphs=True
+            )
     ranks = dist.get_world_size()
     if ranks == 2:
         found["torch's"] = of_torchs_tensor_parallel()
@@ -209,12 +216,18 @@ def of_two_minds():
     return "nothing"
 
 
-def differences(layout, network, optimizer):
+def differences(layout, network, optimizer, **more):
     """What differs from one process, in words, on rank 0."""
     spec = LayoutSpec(
-        model=NETWORKS[network], layout=layout, batch=8, accumulation=BATCHES, optimizer=optimizer
+        model=NETWORKS[network],
+        layout=layout,
+        batch=8,
+        accumulation=BATCHES,
+        optimizer=optimizer,
+        **more,
     )
-    ours, alone = (build(spec, axes) for axes in (spec.axes, Layout()))
+    ours = build(spec, spec.axes)
+    alone = build(dataclasses.replace(spec, cuda_graphs=False), Layout())
     told = []
     for number in range(STEPS):
         loss, norm = train(ours, spec, spec.axes, number)

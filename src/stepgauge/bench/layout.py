@@ -87,7 +87,7 @@ def _measure(spec: LayoutSpec) -> RankFigures:
         devices.reset_peak_memory(device)
         times = time_phases(phases, device, warmup=spec.warmup - 1, steps=spec.steps)
         spans = step.parallel.spans() if step.parallel.spans else []
-        kept = kept_bytes(step, phases, device, initial)
+        kept = kept_bytes(step, phases, device, initial, has_graphs=spec.cuda_graphs)
         # Last: ranks that do not talk have different weights afterwards.
         without_axis = _without_axes(step, phases, device, spec.steps)
     named = [(str(action), start, end) for action, start, end in spans]

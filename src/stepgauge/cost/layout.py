@@ -122,6 +122,8 @@ class LayoutParts:
         layout, work = spec.axes, work_of(spec)
         if layout.context > 1:
             raise ValueError(f"layout is {spec.layout!r}; context parallel is not predicted yet")
+        if spec.cuda_graphs:
+            raise ValueError("cuda_graphs is True; stages that are replayed are not predicted yet")
         if layout.torch_tensor:
             raise ValueError(f"layout is {spec.layout!r}; torch's tensor parallel is not predicted")
         # a stage of a pipeline is whole for a step, in the parameters' type

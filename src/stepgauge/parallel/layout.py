@@ -19,6 +19,7 @@ from stepgauge.parallel.counted_mean import Count, CountedMean, weighted
 from stepgauge.parallel.data_axis import DataAxis, over_data
 from stepgauge.parallel.layout_state import LayoutState, require_own_names
 from stepgauge.parallel.pipeline import Pipeline, Tie
+from stepgauge.parallel.recording import Recorder
 from stepgauge.parallel.residual_stream import ResidualStream
 from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tensor
 from stepgauge.parallel.training import Groups, OptimizerClass, Parallel
@@ -46,6 +47,7 @@ class Network:
               one takes after its inputs
     count     of the latter, how many their batch's mean is over; None: all alike
     context   around every forward of a pipeline, such as autocast
+    graphs    records the stages of a pipeline, as Pipeline has it
     partial_loss  under tensor parallel, as parallelize_tensor takes it
     cut_sequences  makes a stage that is called with whole sequences compute this rank's tokens, and
               attend over the group's
@@ -58,6 +60,7 @@ class Network:
     cut: Callable[[Batch], tuple[Batch, Batch]] = lambda batch: (batch[:1], batch[1:])
     count: Count | None = None
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    graphs: Recorder | None = None
     partial_loss: PartialLoss | None = None
     cut_sequences: Callable[[nn.Module, dist.ProcessGroup], ContextParallel] | None = None
 
@@ -103,6 +106,7 @@ class Network:
             device=device,
             context=self.context,
             recording=recording,
+            graphs=self.graphs,
         )
 
 

@@ -50,6 +50,22 @@ def check_layout(
         _check_cut(layout, model, precision=precision, compile=compile)
 
 
+def check_recorded(layout: Layout, *, device: str) -> None:
+    """Raises ValueError where stages cannot be recorded as CUDA graphs."""
+    if device.startswith("cpu"):
+        raise ValueError("cuda_graphs needs a GPU; device is 'cpu'")
+    if layout.pipeline == 1 or layout.tensor > 1 or layout.context > 1:
+        raise ValueError(
+            f"cuda_graphs records the stages of a pipeline with a data axis or none; layout is "
+            f"{str(layout)!r}: choose one such as 'pp2 1f1b m4 dp2'"
+        )
+    if WRAPPERS[layout.wrapper].shards("gradients"):
+        raise ValueError(
+            f"cuda_graphs needs weights and gradients that stay in one place; {layout.wrapper} frees "
+            f"them: choose zero1"
+        )
+
+
 def schedule_of(layout: Layout) -> Schedule:
     """The order of a pipeline's work, not lowered. Raises ValueError for numbers that the schedule
     does not do.

@@ -7,7 +7,7 @@ from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec, OnBackend
 from stepgauge.spec.fields import as_in, check, option, with_defaults
 from stepgauge.spec.layout import WRAPPERS, Layout
-from stepgauge.spec.layout_rules import check_layout, schedule_of
+from stepgauge.spec.layout_rules import check_layout, check_recorded, schedule_of
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import Schedule
 from stepgauge.spec.plan.stages import FLOPS, TIME, PartTimes, cut_blocks
@@ -68,6 +68,12 @@ class LayoutSpec(OnBackend):
         choices=CHECKPOINTING,
     )
     checkpoint_blocks: int = as_in(WorkSpec, "checkpoint_blocks")
+    cuda_graphs: bool = option(
+        False,
+        "record forward and backward of each stage of a pipeline once as CUDA graphs, and replay them",
+        flag_value=True,
+        label="changed",
+    )
     warmup: int = option(5, "untimed steps first", least=1, most=100_000)
     steps: int = option(10, "timed steps", least=1, most=1_000_000)
     device: str = option("cpu", "cpu or cuda: each rank takes the GPU of its own number")
@@ -89,6 +95,8 @@ class LayoutSpec(OnBackend):
             compile=self.compile,
             reduce_dtype=self.reduce_dtype,
         )
+        if self.cuda_graphs:
+            check_recorded(self.axes, device=self.device)
 
     def canonical(self) -> Self:
         """With defaults for the options that the layout has no use for."""

@@ -20,6 +20,7 @@ from stepgauge.parallel.context_parallel import ContextParallel, PartialAttentio
 from stepgauge.parallel.counted_mean import CountedMean
 from stepgauge.parallel.layout import Network, mesh_of, require_one_layout, spread
 from stepgauge.parallel.pipeline import Tie
+from stepgauge.parallel.recording import CudaGraphs
 from stepgauge.parallel.torch_tensor_parallel import parallelize_by_torch
 from stepgauge.parallel.training import Parallel, Parallelise
 from stepgauge.parallel.vocabulary_loss import PartialLoss
@@ -227,6 +228,7 @@ def network_of(
         cut=_cut_bert if is_bert else lambda batch: (batch[:1], batch[1:]),
         count=_num_counted,
         context=context,
+        graphs=CudaGraphs(device) if isinstance(spec, LayoutSpec) and spec.cuda_graphs else None,
         cut_sequences=cut_sequences,
         partial_loss=FUSED_LOSS if isinstance(model, ModelSpec) and model.loss == "fused" else None,
     )
