@@ -13,7 +13,8 @@ from stepgauge.study.experiment import Machine
 from stepgauge.validate.before import BEFORE
 
 CPU = Machine(device="cpu", name="Test CPU", bytes=24 * 2**30, has_compiler=True)
-AXES = {"matmul": "mnk", "rmsnorm": "mn", "attention": "htd", "cross-entropy": "mv"}
+AXES = {"matmul": "mnk", "rmsnorm": "mn", "attention": "htd", "cross-entropy": "mv",
+        "embedding": "mn"}  # fmt: skip
 
 
 def timed(spec):
