@@ -82,7 +82,9 @@ def test_traces_of_one_name_keep_their_own_folders(stepgauge, tmp_path, gpu_trac
         for folder in ("first", "second")
     )
     report = (tmp_path / "out" / "report.html").read_text()
-    assert all(f"<h2>{folder}/trace</h2>" in report for folder in ("first", "second"))
+    for rank, folder in enumerate(("first", "second")):
+        assert f"<dt>Rank {rank}</dt><dd>{folder}/trace</dd>" in report
+        assert f"<h2>Rank {rank}</h2>" in report
     status, _, err = stepgauge("profile", "trace", files[0], files[0])
     assert status == 2
     assert "give each trace once" in sentence(err)
