@@ -93,5 +93,6 @@ def hopper_driver(monkeypatch):
 def no_library(monkeypatch):
     """These are the tests of the kernels here; those of what libraries run allow it."""
     monkeypatch.setenv("STEPGAUGE_CUDNN", "0")
+    monkeypatch.setenv("STEPGAUGE_FA4", "0")
     monkeypatch.setattr("stepgauge.kernels.linear_cross_entropy.by_torch.IS_ALLOWED", False)
     monkeypatch.setattr("stepgauge.kernels.rms_norm.TORCH_BYTES", 0)

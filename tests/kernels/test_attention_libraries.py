@@ -67,12 +67,13 @@ def taken(key):
 @pytest.mark.parametrize(
     "shape, with_fa4, without",
     [
-        ((2, 8, 4096, 256), "cudnn cudnn", "cudnn cudnn"),
+        ((2, 8, 4096, 256), "fa4 cudnn", "cudnn cudnn"),
         ((2, 8, 4096, 160), "cudnn cudnn", "cudnn cudnn"),
         ((1, 1, 4096, 256), "ours ours", "ours ours"),  # too few queries to fill the chip
         ((1, 16, 16384, 128), "ours fa4", "ours cudnn"),
         ((1, 16, 4096, 128), "ours ours", "ours ours"),
         ((1, 16, 16384, 64), "fa4 fa4", "ours cudnn"),
+        ((1, 8, 8192, 64), "ours cudnn", "ours cudnn"),  # too short for FlashAttention-4's host
         ((1, 1, 16384, 64), "ours ours", "ours ours"),  # ours splits the loop of one head
         ((4, 16, 512, 64), "ours ours", "ours ours"),
     ],
@@ -102,6 +103,9 @@ def test_what_libraries_do_not_compute_is_ours(on_hopper, monkeypatch):
 
 
 def test_the_ways_to_keep_ours(on_hopper, monkeypatch):
+    assert taken(key_of(1, 16, 16384, 64)) == "fa4 fa4"
+    monkeypatch.setenv(flash_attention_4.OPT_OUT, "0")
+    assert taken(key_of(1, 16, 16384, 64)) == "ours cudnn"
     shape = 2, 8, 4096, 256
     deterministic = "are_deterministic_algorithms_enabled"
     for switch, off, on in [
@@ -115,8 +119,6 @@ def test_the_ways_to_keep_ours(on_hopper, monkeypatch):
         finally:
             switch(on)
         assert taken(key_of(*shape)) == "cudnn cudnn"
-    monkeypatch.setenv(flash_attention_4.OPT_OUT, "0")
-    assert taken(key_of(1, 16, 16384, 64)) == "ours cudnn"
 
 
 def test_a_package_that_is_not_there_is_not_installed(monkeypatch):
@@ -339,6 +341,8 @@ def test_torchs_operators_take_the_arguments(width):
 @pytest.fixture(params=LIBRARIES)
 def library(request, monkeypatch):
     """The library, which runs all that it can, if it is installed."""
+    for each in libraries.LIBRARIES.values():
+        monkeypatch.setenv(each.OPT_OUT, "1")
     if not libraries.LIBRARIES[request.param].is_allowed():
         pytest.skip(f"{request.param} is not installed")
     monkeypatch.setattr(libraries, "TABLE", everything(request.param))
@@ -394,7 +398,8 @@ def test_gpu_what_a_query_sees_by_fa4(on_hopper_with_fa4, monkeypatch, window, e
 
 
 @pytest.fixture
-def on_hopper_with_fa4():
+def on_hopper_with_fa4(monkeypatch):
+    monkeypatch.setenv(flash_attention_4.OPT_OUT, "1")
     if not flash_attention_4.is_allowed():
         pytest.skip("flash-attn-4 is not installed")
     libraries.calls.clear()

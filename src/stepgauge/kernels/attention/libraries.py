@@ -50,13 +50,24 @@ class Row(NamedTuple):
     seen: str = "all"
 
 
-# Everything else is faster here or was not measured. With few heads a loop of ours is split over the
-# chip: one head of 16,384 is faster here (0.225 ms, cuDNN 0.393), one of 32,768 is not. cuDNN's rows:
-# benchmarks/results/2026-11-22-h200-handed-over.jsonl and 2026-11-21-h200-kernels-second.jsonl.
+# Everything else is faster here or was not measured. FlashAttention-4's rows are of 0.5 ms and more, for a
+# pass of it takes the host about 0.4 ms (20 heads of 3001 x 96: 0.36 ms here, 0.77 by it, of which the GPU
+# works 0.31), but where a backward of 1 ms hides it. With few heads a loop of ours is split over the
+# chip: one head of 16,384 is faster here (0.225 ms, cuDNN 0.393), one of 32,768 is not. Records in
+# benchmarks/results: 2026-11-23-h100-attention-libraries of FlashAttention-4, 2026-11-22-h200-handed-over
+# and 2026-11-21-h200-kernels-second of cuDNN.
 TABLE = (
-    Row("fa4", "forward", 64, 64, 4096, 32768, (Measured("H100", (1, 16, 16384), 1.21, 1.04),)),
-    Row("fa4", "backward", 64, 64, 4096, 32768, (Measured("H100", (1, 16, 16384), 3.70, 2.70),)),
-    Row("fa4", "backward", 128, 128, 8192, 32768, (Measured("H100", (1, 16, 16384), 5.71, 4.58),)),
+    Row("fa4", "forward", 64, 64, 8192, 262_144, (Measured("H100", (1, 16, 16384), 1.207, 0.998),)),
+    Row("fa4", "forward", 256, 256, 4096, 65_536, (Measured("H100", (2, 8, 4096), 0.404, 0.207),)),
+    Row("fa4", "backward", 64, 64, 8192, 262_144, (Measured("H100", (1, 16, 16384), 3.64, 2.51),)),
+    Row(
+        "fa4", "backward", 128, 128, 8192, 262_144,
+        (
+            Measured("H100", (1, 16, 16384), 5.42, 4.36),
+            Measured("H100", (2, 16, 8192), 2.87, 2.49),  # fp16
+            Measured("H100", (2, 32, 8192), 5.80, 4.89),  # 8 key heads
+        ),
+    ),
     Row("cudnn", "forward", 129, 256, 512, 16384, (Measured("H200", (2, 8, 4096), 0.410, 0.268),)),
     Row("cudnn", "backward", 129, 256, 512, 16384, (Measured("H200", (2, 8, 4096), 2.76, 1.02),)),
     Row(
