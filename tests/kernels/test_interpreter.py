@@ -27,4 +27,4 @@ def test_kernels_in_the_interpreter():
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=880)
     assert result.returncode == 0, result.stdout + result.stderr
     passed = int(re.search(r"(\d+) passed", result.stdout)[1])
-    assert passed >= 80 and "skipped" not in result.stdout.splitlines()[-1], result.stdout
+    assert passed >= 70 and "skipped" not in result.stdout.splitlines()[-1], result.stdout
