@@ -129,7 +129,8 @@ def backward_bytes(arguments):
     """What the library that runs the backward takes beside its results, of the operator's arguments
     on Hopper.
     """
-    _, q, k, _, _, _, _, _, window, cu_seqlens = (*arguments, 0, None)[:10]
+    _, q, k, *_ = arguments
+    window, cu_seqlens = [*arguments[8:], *(0, None)[len(arguments) - 8 :]]
     seen, present = _seen(window, cu_seqlens is not None), allowed()
     rows = rows_for("backward", q.dtype, q.shape, k.shape[2], seen)
     taken = [LIBRARIES[row.library] for row in rows if row.library in present]
