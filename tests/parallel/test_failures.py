@@ -2,6 +2,9 @@
 process. STEPGAUGE_FAILURES=1 tries every phase, wrapper and way to fail.
 """
 
+import contextlib
+import functools
+import inspect
 import itertools
 import multiprocessing
 import os
@@ -15,6 +18,7 @@ from torch import nn
 
 from stepgauge.parallel.wrappers import Settings, parallelise
 from stepgauge.runtime.launch import RankError, launch
+from stepgauge.train.checkpoint import Checkpoints
 
 PHASES = ("wrap", "forward", "backward", "clip", "step", "save")
 WRAPPERS = ("naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3")
@@ -23,9 +27,10 @@ WORDS = {
     "killed": "rank 1 of 2 was ended by SIGKILL",
     "exits with 0": "rank 1 of 2 ended with status 0 before it returned",
 }
+EVERYTHING = bool(os.environ.get("STEPGAUGE_FAILURES"))
 CASES = (
     [*itertools.product(WRAPPERS, PHASES, WORDS)]
-    if os.environ.get("STEPGAUGE_FAILURES")
+    if EVERYTHING
     else [
         ("bucketed", "backward", "raises"),
         ("zero1", "save", "killed"),
@@ -38,24 +43,70 @@ CASES = (
 
 @pytest.mark.parametrize(("wrapper", "phase", "how"), CASES)
 def test_a_rank_that_fails_within_a_wrapper(wrapper, phase, how, tmp_path):
-    before, failed_at = set(multiprocessing.active_children()), tmp_path / "failed_at"
-    with pytest.raises(RankError) as raised:
+    failed_at = tmp_path / "failed_at"
+    with ending_soon(WORDS[how], failed_at):
         launch(train, wrapper, phase, how, failed_at, ranks=2)
-    assert str(raised.value) == WORDS[how]
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "rank"),
+    [*itertools.product(("zero1", "zero2", "zero3"), (0, 1))] if EVERYTHING else [("zero2", 1)],
+)
+def test_a_rank_that_is_killed_while_it_saves_its_share(wrapper, rank, tmp_path):
+    """The checkpoint before is whole, and the next is written over what is left of this one."""
+    failed_at, checkpoints = tmp_path / "failed_at", Checkpoints(tmp_path / "checkpoints")
+    with ending_soon(f"rank {rank} of 2 was ended by SIGKILL", failed_at):
+        launch(save_twice, wrapper, rank, failed_at, checkpoints, ranks=2)
+    ((step, folder, about),) = checkpoints.newest()
+    assert (step, about) == (1, {"wrapper": wrapper})
+    assert checkpoints.load(folder)["model"]["0.weight"].shape == (64, 64)
+    checkpoints.save(2, {"weight": torch.ones(2)}, {}, keep=1)
+    assert [each.name for each in checkpoints.folder.iterdir()] == ["step-000000002"]
+
+
+@contextlib.contextmanager
+def ending_soon(words, failed_at):
+    """What is launched in it raises these words within 30 s of the failure, and leaves no process."""
+    before = set(multiprocessing.active_children())
+    with pytest.raises(RankError) as raised:
+        yield
+    assert str(raised.value) == words
     assert time.time() - float(failed_at.read_text()) < 30
     assert not set(multiprocessing.active_children()) - before
+
+
+def save_twice(wrapper, failing, failed_at, checkpoints):
+    """The second time a rank is killed between the parts of its share."""
+    parallel = spread(wrapper)
+    parallel.module(torch.ones(1, 64)).sum().backward()
+    parallel.optimizer.step()
+    share = parallel.shares()
+    checkpoints.save_shares(1, share, {"wrapper": wrapper}, keep=1)
+    if dist.get_rank() == failing:
+        share["last"] = KilledWhenWritten(failed_at)
+    checkpoints.save_shares(2, share, {"wrapper": wrapper}, keep=1)
+
+
+class KilledWhenWritten:
+    def __init__(self, failed_at):
+        self.failed_at, self.process = failed_at, os.getpid()
+
+    def __reduce__(self):
+        is_written = any(frame.function == "write_data" for frame in inspect.stack(0))
+        if is_written and os.getpid() == self.process:
+            Failing("write", "killed", self.failed_at).fail()
+        return KilledWhenWritten, (self.failed_at,)
 
 
 def train(wrapper, phase, how, failed_at):
     """Rank 1 fails in one phase; the other goes on until it needs it."""
     fails = Failing(phase, how, failed_at)
     fails.at("wrap")
-    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    groups = lambda module: [{"params": list(module.parameters())}]  # noqa: E731
-    settings = Settings(bucket_mb=0.01)
-    parallel = parallelise(wrapper, module, groups, torch.optim.SGD, settings=settings)
+    parallel = spread(wrapper)
     # In backward the gradients of the third and fourth layer are on their way by then.
-    module[1].register_forward_hook(lambda _, inputs, output: fails.within_layer(output))
+    parallel.module.module[1].register_forward_hook(
+        lambda _, inputs, output: fails.within_layer(output)
+    )
     for _ in range(3):
         parallel.module(torch.ones(1, 64)).sum().backward()
         fails.at("clip")
@@ -68,13 +119,22 @@ def train(wrapper, phase, how, failed_at):
     dist.barrier()
 
 
+def spread(wrapper):
+    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    groups = lambda module: [{"params": list(module.parameters())}]  # noqa: E731
+    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    return parallelise(wrapper, module, groups, sgd, settings=Settings(bucket_mb=0.01))
+
+
 class Failing:
     def __init__(self, phase, how, failed_at):
         self.phase, self.how, self.failed_at = phase, how, failed_at
 
     def at(self, phase):
-        if phase != self.phase or dist.get_rank() != 1:
-            return
+        if phase == self.phase and dist.get_rank() == 1:
+            self.fail()
+
+    def fail(self):
         self.failed_at.write_text(str(time.time()))
         match self.how:
             case "raises":
