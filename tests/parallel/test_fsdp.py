@@ -393,6 +393,14 @@ def require_none_is_whole(parallel):
     assert not kept, kept
 
 
+def two_groups():
+    """What is computed of sharded weights goes over the group that they are sharded over."""
+    for _ in range(2):
+        group = dist.new_group()
+        norm = FullyShardedDataParallel(Toy(), group=group).module.last.weight.norm()
+        assert norm.device_mesh.get_group() is group, norm.device_mesh
+
+
 def nothing_to_shard():
     x = torch.ones(2, requires_grad=True)
     parallel = FullyShardedDataParallel(nn.ReLU())
@@ -404,6 +412,7 @@ def nothing_to_shard():
 CHECKS = {
     "part of a backward": frees_after_part_of_a_backward,
     "no parameters": nothing_to_shard,
+    "two groups of the same ranks": two_groups,
     "types": only_floating_types_are_cast,
     "small": small,
     "prefetch": prefetch,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from stepgauge.parallel.bucket_gradients import BucketGradients, is_alone
 from stepgauge.parallel.collectives import is_only_group, launch_together
 from stepgauge.parallel.data_parallel import BucketedDataParallel, weakly
+from stepgauge.parallel.readiness import Readiness
 from stepgauge.parallel.replicas import reduced_dtype
 from stepgauge.parallel.shares import as_plain, as_share
 from stepgauge.spec.plan.shards import plan_launches
@@ -67,16 +68,25 @@ class OwnerDataParallel(BucketedDataParallel):
             hooks.append(parameter.register_hook(lambda _: expect(parameter_of())))
         return hooks
 
+    def _begin(self, device: torch.device | None = None) -> Readiness:
+        """Raises RuntimeError, on all ranks at once, for gradients that none but an owner can have:
+        before anything is sent that another would wait for.
+        """
+        if device is not None and self._readiness is None:
+            rank = self.reducer.rank
+            for parameter, name in self._names.items():
+                is_ours = parameter in self._local or self.owners.get(name, rank) == rank
+                if parameter.grad is not None and not is_ours:
+                    raise RuntimeError(
+                        f"{name} has a gradient on rank {rank} that backward did not put there; rank "
+                        f"{self.owners[name]} owns it"
+                    )
+        return super()._begin(device)
+
     def _expect(self, parameter: nn.Parameter) -> None:
         """Before backward adds to a mean that its owner alone has: it counts for all ranks then."""
         if parameter.grad is None or parameter in self._local or not parameter.requires_grad:
             return
-        rank, owner = self.reducer.rank, self.owners[self._names[parameter]]
-        if owner != rank:
-            raise RuntimeError(
-                f"{self._names[parameter]} has a gradient on rank {rank} that backward did not put "
-                f"there; rank {owner} owns it"
-            )
         if not self._synchronises:
             raise RuntimeError(
                 "gradients that are averaged at their owners take no backward under no_sync(); set "

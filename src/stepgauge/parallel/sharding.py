@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -16,7 +17,10 @@ class Sharding(GradientReducer):
 
     def __init__(self, group: Any = None, device_type: str = "cpu"):
         super().__init__(group)
-        self.mesh = DeviceMesh.from_group(self.group, device_type)
+        # DTensor's caches take meshes of the same ranks and names for one, and would compute on the
+        # first group of these ranks.
+        names = None if self.group is dist.group.WORLD else (self.group.group_name,)
+        self.mesh = DeviceMesh.from_group(self.group, device_type, mesh_dim_names=names)
 
     def __reduce__(self) -> Any:
         return Sharding, (None, self.mesh.device_type)

@@ -39,6 +39,10 @@ CONSEQUENCE_S = 3.0
 # multiprocessing hands each process at most 256 descriptors, torch's launcher two a rank.
 MOST_STARTED = 100
 _LOOPBACK = ("lo", "lo0")
+# Ranks fork from a server that has imported these: alone, each takes seconds to.
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    [__name__, "torch.distributed.fsdp", "torch.distributed.nn.functional"]
+)
 
 
 class RankError(Exception):
