@@ -29,6 +29,7 @@ from stepgauge.parallel.fsdp import FullyShardedDataParallel
 from stepgauge.parallel.owned_gradients import OwnerDataParallel
 from stepgauge.parallel.parameter_group import repeated_blocks
 from stepgauge.parallel.replicas import prepare_replicas
+from stepgauge.parallel.sharding import Sharding
 from stepgauge.parallel.training import (
     Groups,
     OptimizerClass,
@@ -229,9 +230,11 @@ def _torch_fsdp(
     prepare_replicas(module, settings.group)
     dtype = settings.compute_dtype
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    device = next((p.device.type for p in module.parameters()), "cpu")
+    mesh = Sharding(settings.group, device).mesh
     for block in repeated_blocks(module):
-        fully_shard(block, mp_policy=policy)
-    fully_shard(module, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
 
     @contextlib.contextmanager
     def no_sync() -> Any:
