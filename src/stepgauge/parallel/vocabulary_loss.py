@@ -70,10 +70,11 @@ class _FusedCrossEntropy(torch.autograd.Function):
         )
         lse_N = highest_N + sum_N.log()
         counts_N = (targets_N != IGNORED).to(lse_N.dtype)
-        weights_N = counts_N / counts_N.sum()
+        # of no tokens the mean is NaN and its gradient nothing, as torch's own
+        weights_N = counts_N / counts_N.sum().clamp(min=1)
         ctx.save_for_backward(hidden_ND, weight_VD, rows_N, lse_N, own_target_N, weights_N)
         ctx.partial_loss = partial_loss
-        return ((lse_N - target_N) * weights_N).sum()
+        return ((lse_N - target_N) * counts_N).sum() / counts_N.sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -119,10 +120,11 @@ class _CrossEntropy(torch.autograd.Function):
         exp_NV = shifted_NV.exp()
         sum_N, target_N = over_ranks(torch.stack((exp_NV.sum(-1), target_N)), group)
         counts_N = (targets_N != IGNORED).to(wide.dtype)
-        share = 1.0 / counts_N.sum()
+        # of no tokens the mean is NaN and its gradient nothing, as torch's own
+        weights_N = counts_N / counts_N.sum().clamp(min=1)
         probabilities_NV = (exp_NV / sum_N[:, None]).to(logits_NV.dtype)
-        ctx.save_for_backward(probabilities_NV, rows_N, is_here_N, counts_N * share)
-        return ((sum_N.log() - target_N) * counts_N).sum() * share
+        ctx.save_for_backward(probabilities_NV, rows_N, is_here_N, weights_N)
+        return ((sum_N.log() - target_N) * counts_N).sum() / counts_N.sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
