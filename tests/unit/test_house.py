@@ -48,10 +48,7 @@ PRIVATE_NAMES = {
         {"bench/kernels/operation.py", "measure/memory/compiled.py"},
         "donated buffers and the partitioner as options of torch.compile",
     ),
-    "torch._inductor": (
-        {"measure/memory/compiled.py", "parallel/torch_tensor_parallel.py"},
-        "the partitioner, and async tensor parallel, as options of compile",
-    ),
+    "torch._inductor": ({"measure/memory/compiled.py"}, "the partitioner as an option of compile"),
     "torch._subclasses": (
         {
             "kernels/linear_cross_entropy/__init__.py",

@@ -1,6 +1,5 @@
 """torch's own tensor parallel by the same tables, to compare with: parallelize_module with column
-and row parallel layers, SequenceParallel norms and loss_parallel; async TP where a compiler may put
-collectives and products together.
+and row parallel layers, SequenceParallel norms and loss_parallel.
 """
 
 from collections.abc import Mapping
@@ -26,16 +25,12 @@ from stepgauge.spec.plan.tensor import Rule, Table, matched
 STREAM = Shard(1)  # the residual stream, cut by sequence
 
 
-def parallelize_by_torch(
-    module: nn.Module, table: Table, mesh: DeviceMesh, *, is_async: bool = False
-) -> None:
+def parallelize_by_torch(module: nn.Module, table: Table, mesh: DeviceMesh) -> None:
     """Cuts the module's layers in place, as the table says; its parameters are DTensors then, of
     rank 0's values. All ranks of the mesh must call it.
 
     A fused column's sections are cut each: its rows are put in the order of ranks first. A head's
     parent gives its loss without whole logits.
-
-    is_async  a compiler overlaps collectives with products in this process from here on
 
     Raises ValueError for sections that the ranks do not divide.
     """
@@ -48,9 +43,6 @@ def parallelize_by_torch(
     for name, rule in rules:
         if rule.kind == "head":
             _lose_in_parts(module.get_submodule(name.rpartition(".")[0]), name)
-    if is_async:
-        # The way out: a public option of torch.compile for it.
-        torch._inductor.config._micro_pipeline_tp = True
 
 
 # The embedding gives a piece of the stream, so that nobody has to split it.

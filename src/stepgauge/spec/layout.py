@@ -253,7 +253,7 @@ AXES: Mapping[str, str] = {
     "m": "microbatches",
 }
 OVERLAP = "overlap"
-TORCH_TENSOR = ("torch-tp", "torch-async-tp")
+TORCH_TENSOR = ("torch-tp",)
 SCHEDULES = (
     "gpipe",
     "1f1b",

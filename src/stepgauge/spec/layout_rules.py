@@ -40,6 +40,11 @@ def check_layout(
         _check_user_model(layout)
         return
     _check_batch(layout, batch)
+    if layout.torch_tensor and compile != "off":
+        raise ValueError(
+            f"compile is {compile!r}; the backward of compiled blocks fails under "
+            f"{layout.torch_tensor} (torch 2.13): choose off"
+        )
     if layout.tensor > 1:
         _check_tensor(layout, model)
     if layout.pipeline > 1:

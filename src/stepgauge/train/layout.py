@@ -97,8 +97,7 @@ def _by_torch(
     """The network under torch's own tensor parallel, and its optimizer."""
     model = spec.network
     module = _build(spec, layout, device, model, range(model.num_layers))
-    mesh, is_async = mesh_of(layout, device.type), layout.torch_tensor == "torch-async-tp"
-    parallelize_by_torch(module, table_of(model), mesh["tensor"], is_async=is_async)
+    parallelize_by_torch(module, table_of(model), mesh_of(layout, device.type)["tensor"])
     weight_decay = settings.pop("weight_decay", 0.01)
     optimizer = build_optimizer(
         spec.optimizer,
@@ -200,10 +199,6 @@ def _build(
     make, _ = NETWORKS[type(model)]
     part = make(model, device=device, blocks=blocks, seed=spec.seed)
     part.through_blocks = through_blocks(spec.checkpointing, spec.checkpoint_blocks)
-    if layout.torch_tensor and spec.compile == "blocks":
-        for block in part.blocks:
-            block.compile(dynamic=False)  # DTensor of torch 2.11 fails on symbolic sizes
-        return part.to(PRECISIONS[spec.precision].parameters)
     if isinstance(model, BertSpec) and layout.pipeline > 1 and blocks.start == 0:
         part.register_forward_pre_hook(_types_last)
     return compiled(part.to(PRECISIONS[spec.precision].parameters), spec.compile)
