@@ -28,7 +28,7 @@ def rows(tmp_path_factory):
     store = RunStore(tmp_path_factory.mktemp("rows"))
     records = {
         o.job.spec: o.record
-        for o in sweep([Job(bench.JOB, each) for each in specs.values()], store)
+        for o in sweep([Job(bench.ON_RANKS, each) for each in specs.values()], store)
     }
     return {name: records[each] for name, each in specs.items()}
 

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from stepgauge.bench import layout as bench
+from stepgauge.bench.ranks import require_ranks
 from stepgauge.bench.sweep import Job, sweep
 from stepgauge.report.layout import layout_answer
 from stepgauge.spec.layout_step import LayoutSpec
@@ -32,7 +33,7 @@ def rows(tmp_path_factory):
         for each in LAYOUTS
     ]
     store = RunStore(tmp_path_factory.mktemp("rows"))
-    done = sweep([Job(bench.JOB, each) for each in specs], store)
+    done = sweep([Job(bench.ON_RANKS, each) for each in specs], store)
     return {outcome.job.spec.layout: outcome.record for outcome in done}
 
 
@@ -94,5 +95,5 @@ def test_the_answer_says_why_the_quickest_is():
 
 
 def test_what_the_machine_has_not_is_said_before_ranks_are_started():
-    with pytest.raises(ValueError, match="has 2 ranks; this machine has"):
-        bench.check(spec("tp2", device="cuda"))
+    with pytest.raises(ValueError, match="ranks is 2; this machine has"):
+        require_ranks(spec("tp2", device="cuda"))

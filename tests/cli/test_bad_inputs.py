@@ -177,7 +177,7 @@ def test_a_wrong_value_loads_its_own_command_alone_and_a_group_s_help_all_of_the
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     loaded, shown = done.stdout.split("\n", 1)
-    assert loaded == "['stepgauge.cli.bench.step']", done.stderr
+    assert loaded == "['stepgauge.cli.bench.steps']", done.stderr
     assert all(words in shown for words in ("Time one", "Time collectives", "Check, time and"))
 
 

@@ -80,8 +80,8 @@ def test_a_sweep_measures_each_row_and_goes_on(stepgauge, tmp_path):
 
 def test_compile_alone_means_on(stepgauge, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("stepgauge.bench.jobs.job_of", lambda spec, folder: asked.append(spec))
-    monkeypatch.setattr("stepgauge.cli.bench.step.run_jobs", lambda jobs, store, fresh: [])
+    monkeypatch.setattr("stepgauge.cli.rows.checked_jobs", lambda specs, out: asked.extend(specs))
+    monkeypatch.setattr("stepgauge.cli.rows.run_jobs", lambda jobs, out, fresh: [])
     stepgauge("bench", "step", *QUICK, "--compile", "--out", tmp_path)
     stepgauge("bench", "step", *QUICK, "--compile", "off", "blocks", "--out", tmp_path)
     assert [spec.compile for spec in asked] == ["on", "off", "blocks"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stepgauge.bench.comm import RUN, WrongResultError, measure, record
+from stepgauge.bench.comm import ON_RANKS, WrongResultError, measure, record
 from stepgauge.bench.sweep import Job, sweep
 from stepgauge.measure.collectives import Collective, time_collective
 from stepgauge.runtime.launch import launch
@@ -74,7 +74,9 @@ def test_ranks_time_as_many_batches_and_blocking_times_single_operations():
 
 def test_a_row_has_the_columns_of_nccl_tests(tmp_path):
     jobs = [
-        Job(RUN, spec) for spec in specs(3) if spec.op in ("all_reduce", "all_gather", "barrier")
+        Job(ON_RANKS, spec)
+        for spec in specs(3)
+        if spec.op in ("all_reduce", "all_gather", "barrier")
     ]
     rows = [row.record for row in sweep(jobs, RunStore(tmp_path))]
     assert {row.status for row in rows} == {"ok"}
@@ -139,7 +141,9 @@ def test_sizes_of_a_range():
 
 def test_a_size_beyond_memory_is_a_row_that_says_so(tmp_path):
     asked = [CommSpec(size_bytes=size, **QUICK) for size in (400, 1 << 40, 800)]
-    rows = [row.record for row in sweep([Job(RUN, spec) for spec in asked], RunStore(tmp_path))]
+    rows = [
+        row.record for row in sweep([Job(ON_RANKS, spec) for spec in asked], RunStore(tmp_path))
+    ]
     assert [row.status for row in rows] == ["ok", "oom", "ok"]
     assert "GiB of memory" in rows[1].note
 
@@ -172,5 +176,7 @@ def test_collectives_of_gpu_tensors(tmp_path, backend):
         asked.append(
             CommSpec(backend=backend, device="cuda", timing="graph", size_bytes=4096, **QUICK)
         )
-    rows = [row.record for row in sweep([Job(RUN, spec) for spec in asked], RunStore(tmp_path))]
+    rows = [
+        row.record for row in sweep([Job(ON_RANKS, spec) for spec in asked], RunStore(tmp_path))
+    ]
     assert [(row.status, row.note) for row in rows] == [("ok", "")] * len(rows)

@@ -55,7 +55,7 @@ def test_a_step_is_timed_in_one_way_so_that_it_has_one_figure(machine, tmp_path)
 def test_a_gpu_is_filled_and_not_overfilled():
     assert sizes(H100) == ["small", "medium", "large", "xl", "2.7b"]
     assert sizes(LAPTOP) == ["small", "medium"]
-    largest = step_time.jobs(LAPTOP, None)[-1].spec.size
+    largest = step_time.specs(LAPTOP, None)[-1].size
     assert largest == "large"  # the first that does not fit is a row that says so
 
 
@@ -196,7 +196,7 @@ def test_what_a_gpu_gave_is_shipped_and_answers():
 
 
 def test_published_rows_stand_beside_the_nearest_of_ours(tmp_path):
-    jobs = step_time.jobs(H100, tmp_path)
+    jobs = step_time.EXPERIMENT.jobs(H100, tmp_path)
     ours = [measured(job, 10.0, H100) for job in jobs if job.spec.size == "small"]
     table = published.beside(ours, step_time.PUBLISHED, ("forward_ms",))
     rows = {(row[0], row[-1]): dict(zip(table.columns, row, strict=True)) for row in table.rows}

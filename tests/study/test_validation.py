@@ -31,7 +31,7 @@ def timed(spec):
 
 
 def test_a_row_is_predicted_from_the_runs_calibration_and_found_again(tmp_path):
-    jobs = validation.jobs(CPU, tmp_path)
+    jobs = validation.EXPERIMENT.jobs(CPU, tmp_path)
     store = RunStore(tmp_path)
     store.prepare()
     for job in jobs:

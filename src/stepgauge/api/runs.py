@@ -22,14 +22,14 @@ def run(spec: Any, *, folder: str | Path | None = None, fresh: bool = False) -> 
     What fails or does not fit is a record that says so. Raises ValueError for a spec that cannot be
     run, StoreError where the folder cannot be written.
     """
-    from stepgauge.bench.jobs import job_of
+    from stepgauge.bench.jobs import checked_jobs
     from stepgauge.bench.sweep import sweep
 
     specs = spec if isinstance(spec, Sequence) else [spec]
     place = Path(folder or tempfile.mkdtemp(prefix="stepgauge-run-"))
     store = RunStore(place)
     with store.held(), without_main():
-        outcomes = sweep([job_of(each, place) for each in specs], store, fresh=fresh)
+        outcomes = sweep(checked_jobs(specs, place), store, fresh=fresh)
         return Run([outcome.record for outcome in outcomes])
 
 

@@ -85,6 +85,4 @@ def record(spec: BroadcastSpec, times_ms: list[float], alone: Rates) -> Record:
         "host_copy_gb_per_s": Sample.exact(alone.host_copy / 1e9, "GB/s"),
         "wrong": Sample.exact(0, "elements"),
     }
-    return Record(
-        kind=spec.kind, spec=dataclasses.asdict(spec), metrics=metrics, series={"time_ms": times_ms}
-    )
+    return Record.of(spec, metrics=metrics, series={"time_ms": times_ms})

@@ -1,4 +1,4 @@
-"""A CommSpec measured on its ranks: `RUN` gives its record."""
+"""A CommSpec measured on its ranks: `ON_RANKS` gives its record."""
 
 import dataclasses
 
@@ -79,9 +79,8 @@ def record(spec: CommSpec, ranks: list[RankTimes]) -> Record:
         metrics["sent_bytes"] = Sample.of([rank.sent_bytes for rank in ranks], "bytes")
     metrics["batch"] = Sample.exact(ranks[0].operations, "operations")
     medians = [Sample.of(rank, "ms").median for rank in times]
-    return Record(
-        kind=spec.kind,
-        spec=dataclasses.asdict(spec),
+    return Record.of(
+        spec,
         metrics=metrics,
         series={"time_ms": slowest(times), "rank_median_ms": medians},
         environment={"library": ranks[0].library},
@@ -92,4 +91,4 @@ def _p99(values: list[float]) -> float:
     return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
 
 
-RUN = OnRanks(measure, record, shared=True)
+ON_RANKS = OnRanks(measure, record, shared=True)

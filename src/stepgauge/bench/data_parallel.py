@@ -1,18 +1,25 @@
-"""A DataParallelSpec run on ranks and timed: `JOB` makes its record of what all ranks gave."""
+"""A DataParallelSpec run on ranks and timed: `ON_RANKS` makes its record of what all ranks gave."""
 
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from stepgauge.bench.rank_figures import (
+    RankFigures,
+    kept_bytes,
+    record_of_ranks,
+    slowest_step,
+    time_steps,
+)
 from stepgauge.bench.ranks import OnRanks, slowest
+from stepgauge.bench.step import LEARNING_RATE
 from stepgauge.bench.traced import STEPS, Traced, trace_steps
-from stepgauge.measure import devices, footprint
-from stepgauge.measure.environment import environment
-from stepgauge.measure.timing import time_phases
+from stepgauge.measure import devices
+from stepgauge.measure.timing import Phases, time_phases
 from stepgauge.parallel.graphed_gradients import recorded
 from stepgauge.parallel.recording import CudaGraphs
 from stepgauge.parallel.training import Parallelise
@@ -23,48 +30,26 @@ from stepgauge.spec.layout import WRAPPERS, sent_bytes
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import batch_for, build_step
-from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES, unavailable
+from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES
 from stepgauge.train.step import TrainingStep
 from stepgauge.train.user_model import build_user_step
 
-LEARNING_RATE = 1e-4  # as bench step
-
-
-def check(spec: DataParallelSpec) -> None:
-    """Raises ValueError for what the spec asks but the machine has not, before ranks are started."""
-    reason = unavailable(spec.precision, torch.device(spec.device))
-    if reason:
-        raise ValueError(reason)
-    gpus = torch.cuda.device_count()
-    if spec.device.startswith("cuda") and joined_world() is None and spec.ranks > gpus:
-        raise ValueError(f"ranks is {spec.ranks}; this machine has {gpus} GPUs, one a rank")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RankFigures:
-    """What one rank measured. Times in ms, one value a step; bytes by name; parameters of the whole
-    network; the optimizer's name.
+class Figures(RankFigures):
+    """Also ms of the step with communication off, and of communication alone, where they can be had;
+    the buckets; traced steps; parameters of the whole network.
     """
 
-    phases: dict[str, list[float]]
     without_communication: list[float]
     communication: list[float]
-    bytes: dict[str, int]
     plan: dict[str, int]
     traced: Traced | None
     parameters: int
-    optimizer: str
 
 
-def measure(spec: DataParallelSpec) -> RankFigures:
+def measure(spec: DataParallelSpec) -> Figures:
     """Runs on every rank. Raises what torch raises: out of memory, mostly."""
-    try:
-        return _measure(spec)
-    finally:
-        devices.free_unused_memory(torch.device(spec.device))
-
-
-def _measure(spec: DataParallelSpec) -> RankFigures:
     world = joined_world()
     assert world is not None, "ranks run in a world"
     device = world.device(spec.device)
@@ -72,21 +57,19 @@ def _measure(spec: DataParallelSpec) -> RankFigures:
     initial = devices.allocated_memory(device)
     phases = step.phases(batch, synchronize=True)
     with step.precision.matmul_mode():
-        run_once(phases)  # optimizer state, communicators and libraries come into being
-        devices.reset_peak_memory(device)
-        times = time_phases(phases, device, warmup=spec.warmup - 1, steps=spec.steps)
+        times = time_steps(spec, phases, device)
         kept = kept_bytes(step, phases, device, initial, has_graphs=spec.cuda_graphs)
         traced = trace_steps(phases, device) if spec.trace else None
         without, communication = _without_and_alone(step, phases, device, spec.steps)
-    return RankFigures(
+    return Figures(
         phases=times,
+        bytes=kept,
+        optimizer=step.optimizer_name,
         without_communication=without,
         communication=communication,
-        bytes=kept,
         plan=_plan(step),
         traced=traced,
         parameters=parameters,
-        optimizer=step.optimizer_name,
     )
 
 
@@ -113,52 +96,14 @@ def build(
     return step, [part.to(device) for part in batch], spec.model.num_parameters
 
 
-def run_once(phases: dict[str, Callable[[], None]]) -> None:
-    for phase in phases.values():
-        phase()
-
-
 def _plan(step: TrainingStep) -> dict[str, int]:
     """Number of buckets and bytes of the last one, where there is a plan that we know."""
     buckets = getattr(step.parallel.module, "buckets", ())
     return {"buckets": len(buckets), "tail_bytes": buckets[-1].bytes} if buckets else {}
 
 
-def kept_bytes(
-    step: TrainingStep,
-    phases: dict[str, Callable[[], None]],
-    device: torch.device,
-    initial: int | None,
-    *,
-    has_graphs: bool = False,
-) -> dict[str, int]:
-    """Metrics in bytes: after building, before and after the update, at the peak; and what the step
-    keeps. Runs a step. What CUDA graphs keep counts in the peak, and in the rest of it.
-    """
-    module = step.parallel.module
-    for name, phase in phases.items():
-        if name != "optimizer":
-            phase()
-    kept = {"gradient_bytes": footprint.gradient_bytes(module)}
-    before_update = devices.allocated_memory(device)
-    phases["optimizer"]()
-    kept["parameter_bytes"] = footprint.parameter_bytes(module)
-    kept["optimizer_bytes"] = footprint.state_bytes(step.optimizer)
-    after, found = devices.allocated_memory(device), devices.peak_memory(device)
-    if initial is not None and before_update is not None and after is not None:
-        found |= {
-            "initial_bytes": initial,
-            "before_update_bytes": before_update,
-            "after_update_bytes": after,
-        }
-    if "peak_bytes" in found:
-        found["peak_bytes"] += devices.kept_by_graphs(device) if has_graphs else 0
-        found["rest_bytes"] = found["peak_bytes"] - sum(kept.values())
-    return kept | found
-
-
 def _without_and_alone(
-    step: TrainingStep, phases: dict[str, Callable[[], None]], device: torch.device, steps: int
+    step: TrainingStep, phases: Phases, device: torch.device, steps: int
 ) -> tuple[list[float], list[float]]:
     """ms of the same step with communication off, and of its communication alone; empty where that
     cannot be had.
@@ -180,51 +125,32 @@ def _without_and_alone(
     return without, alone
 
 
-def record(spec: DataParallelSpec, ranks: list[RankFigures]) -> Record:
-    """One record of all ranks' figures: of each step the slowest rank, of bytes the most."""
-    phases = {name: slowest([rank.phases[name] for rank in ranks]) for name in ranks[0].phases}
-    metrics = {f"{name}_ms": Sample.of(values, "ms") for name, values in phases.items()}
+def record(spec: DataParallelSpec, ranks: list[Figures]) -> Record:
+    rates = {}
     if not isinstance(spec.model, UserModel):  # of which tokens are not known
         tokens = spec.batch * spec.model.context_length * spec.ranks
-        rates = (tokens / ms * 1e3 for ms in phases["step"])
-        metrics["tokens_per_s"] = Sample.of(rates, "tokens/s")
-    medians = [statistics.median(rank.phases["step"]) for rank in ranks]
-    metrics["rank_spread_ms"] = Sample.exact(max(medians) - min(medians), "ms")
-    metrics |= _communication(spec, ranks, metrics["step_ms"].median)
-    for name in ranks[0].bytes:
-        metrics[name] = Sample.exact(max(rank.bytes[name] for rank in ranks), "bytes")
+        per_s = (tokens / ms * 1e3 for ms in slowest_step(ranks))
+        rates["tokens_per_s"] = Sample.of(per_s, "tokens/s")
     traced = [rank.traced for rank in ranks if rank.traced]
-    return Record(
-        kind=spec.kind,
-        spec=dataclasses.asdict(spec),
-        metrics=metrics,
-        series={
-            "rank_step_ms": medians,
-            **{
-                f"rank_{name}": [float(rank.bytes[name]) for rank in ranks]
-                for name in ranks[0].bytes
-            },
-            **(traced[0].tracks if traced else {}),
-        },
-        environment={**environment(torch.device(spec.device)), "optimizer": ranks[0].optimizer},
+    return record_of_ranks(
+        spec,
+        ranks,
+        rates=rates,
+        figures=_communication(spec, ranks),
+        series=traced[0].tracks if traced else {},
     )
 
 
-def _communication(
-    spec: DataParallelSpec, ranks: list[RankFigures], step_ms: float
-) -> dict[str, Sample]:
+def _communication(spec: DataParallelSpec, ranks: list[Figures]) -> dict[str, Sample]:
     metrics: dict[str, Sample] = {}
     if ranks[0].communication:
-        metrics["communication_ms"] = Sample.of(
-            slowest([rank.communication for rank in ranks]), "ms"
-        )
+        alone = slowest([rank.communication for rank in ranks])
+        metrics["communication_ms"] = Sample.of(alone, "ms")
     if ranks[0].without_communication:
-        metrics["without_communication_ms"] = Sample.of(
-            slowest([rank.without_communication for rank in ranks]), "ms"
-        )
-        metrics["exposed_ms"] = Sample.exact(
-            step_ms - metrics["without_communication_ms"].median, "ms"
-        )
+        without = slowest([rank.without_communication for rank in ranks])
+        exposed = statistics.median(slowest_step(ranks)) - statistics.median(without)
+        metrics["without_communication_ms"] = Sample.of(without, "ms")
+        metrics["exposed_ms"] = Sample.exact(exposed, "ms")
     if traced := [rank.traced for rank in ranks if rank.traced]:
         metrics |= _overlap(traced)
     sent = _sent_bytes(spec, ranks[0].parameters)
@@ -262,4 +188,4 @@ def _sent_bytes(spec: DataParallelSpec, values: int) -> float:
     )
 
 
-JOB = OnRanks(measure=measure, record=record, shared=True)
+ON_RANKS = OnRanks(measure=measure, record=record, shared=True)

@@ -2,8 +2,6 @@
 records.
 """
 
-import dataclasses
-
 import torch
 
 from stepgauge.bench import step as bench_step
@@ -20,9 +18,8 @@ def run(spec: DtypesSpec) -> Record:
     """
     bench_step.check(spec)
     rows = [[found.what, found.path, found.module, found.dtype] for found in _probed(spec)]
-    return Record(
-        kind=spec.kind,
-        spec=dataclasses.asdict(spec),
+    return Record.of(
+        spec,
         tables={"dtypes": [["what", "where", "module", "type"], *rows]},
         environment=environment(torch.device(spec.device)),
     )
@@ -45,9 +42,8 @@ def _probed(spec: DtypesSpec) -> list[Found]:
 def run_accumulation(spec: AccumulationSpec) -> Record:
     """Table "sums": what a thousand times 0.01 add up to, by the types of terms and sum."""
     device = torch.device(spec.device)
-    return Record(
-        kind=spec.kind,
-        spec=dataclasses.asdict(spec),
+    return Record.of(
+        spec,
         tables={
             "sums": [
                 ["1000 × 0.01", "sum"],

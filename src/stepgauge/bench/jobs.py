@@ -1,51 +1,91 @@
-"""Which function measures a spec: the one table that commands and Python callers share."""
+"""Which functions check and measure a spec: the one table that commands, the study and Python
+callers share.
+"""
 
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from stepgauge.bench import broadcast, comm, data_parallel, layout, memory, op, profile, step
+from stepgauge.bench import (
+    broadcast,
+    comm,
+    data_parallel,
+    dtypes,
+    layout,
+    memory,
+    op,
+    pipeline,
+    profile,
+    step,
+)
 from stepgauge.bench.kernels import comparison
+from stepgauge.bench.ranks import require_ranks
 from stepgauge.bench.sweep import Job
 from stepgauge.spec.broadcast import BroadcastSpec
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.dtypes import AccumulationSpec, DtypesSpec
 from stepgauge.spec.kernel import KernelSpec
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.op import OpSpec
+from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.profile import ProfileSpec
-from stepgauge.spec.step import StepSpec
+from stepgauge.spec.step import StepSpec, WorkSpec
 
 
-def job_of(spec: Any, folder: Path) -> Job:
-    """The job of a spec; what it writes beside its record goes to the run's folder.
+def check(spec: Any) -> None:
+    """Raises ValueError for what the spec asks together but cannot have, before anything is built."""
+    match spec:
+        case MemorySpec():
+            memory.check(spec)
+        case PipelineSpec():
+            pipeline.check(spec)
+        case DataParallelSpec() | LayoutSpec():
+            require_ranks(spec)
+        case KernelSpec():
+            comparison.check(spec)
+        case WorkSpec():
+            step.check(spec)
 
-    Raises ValueError for what the spec asks together but cannot have, or what is no such spec.
+
+def jobs_of(spec: Any, folder: Path) -> list[Job]:
+    """The jobs that measure a spec, after those that predict it from the machine as it is; what
+    they write beside their records goes to the folder. Raises ValueError for what is no such spec.
     """
     match spec:
         case ProfileSpec():
-            profile.check(spec)
-            return Job(functools.partial(profile.run, folder=folder), spec)
+            return [Job(functools.partial(profile.run, folder=folder), spec)]
         case StepSpec():
-            step.check(spec)
-            return Job(step.run, spec)
+            return [Job(step.run, spec)]
         case MemorySpec():
-            memory.check(spec)
-            return memory.jobs(spec, folder=folder)[-1]  # the prediction only where that is all
+            return memory.jobs(spec, folder=folder)
+        case DtypesSpec():
+            return [Job(dtypes.run, spec)]
+        case AccumulationSpec():
+            return [Job(dtypes.run_accumulation, spec)]
         case DataParallelSpec():
-            data_parallel.check(spec)
-            return Job(data_parallel.JOB, spec)
+            return [Job(data_parallel.ON_RANKS, spec)]
         case LayoutSpec():
-            layout.check(spec)
-            return Job(layout.JOB, spec)
+            return [Job(layout.ON_RANKS, spec)]
+        case PipelineSpec():
+            return pipeline.jobs(spec)
         case KernelSpec():
-            comparison.check(spec)
-            return Job(comparison.run, spec, process=spec.kind)
+            return [Job(comparison.run, spec, process=spec.kind)]
         case CommSpec():
-            return Job(comm.RUN, spec)
+            return [Job(comm.ON_RANKS, spec)]
         case BroadcastSpec():
-            return broadcast.job(spec)
+            return [broadcast.job(spec)]
         case OpSpec():
-            return Job(op.run, spec)
+            return [Job(op.run, spec)]
     raise ValueError(f"{type(spec).__name__} is no spec that can be measured")
+
+
+def checked_jobs(specs: Iterable[Any], folder: Path) -> list[Job]:
+    """The jobs of all specs. Raises ValueError as `check` and `jobs_of` do."""
+    found = []
+    for spec in specs:
+        check(spec)
+        found += jobs_of(spec, folder)
+    return found

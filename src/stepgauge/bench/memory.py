@@ -53,7 +53,7 @@ def jobs(spec: MemorySpec, *, folder: Path | None = None) -> list[Job]:
 
     Compiled code is measured only; a spec that names a device to predict for is predicted only.
     """
-    process = Record(kind=spec.kind, spec=dataclasses.asdict(spec)).key
+    process = Record.of(spec).key
     measuring = Job(functools.partial(measure, folder=folder), spec, process)
     predicting = Job(predicted, spec, process, provenance="modelled")
     if spec.predict != "no":
@@ -107,9 +107,8 @@ def _with_solution(asked: Record, solution: Solution) -> Record:
 
 
 def _asked(spec: MemorySpec) -> Record:
-    return Record(
-        kind=spec.kind,
-        spec=dataclasses.asdict(spec),
+    return Record.of(
+        spec,
         environment=environment(torch.device(spec.device)),
     )
 
@@ -158,9 +157,7 @@ def _measured_by_allocator(
 
 def snapshot_path(spec: MemorySpec, folder: Path) -> Path:
     """Where the allocator's snapshot of a row lies."""
-    digest = hashlib.sha256(
-        Record(kind=spec.kind, spec=dataclasses.asdict(spec)).key.encode()
-    ).hexdigest()[:8]
+    digest = hashlib.sha256(Record.of(spec).key.encode()).hexdigest()[:8]
     place = folder / "snapshots"
     place.mkdir(parents=True, exist_ok=True)
     length = getattr(spec.model, "context_length", "")  # a user's model may have none

@@ -112,9 +112,8 @@ def _record(
     status: str = "ok",
     note: str = "",
 ) -> Record:
-    return Record(
-        kind=spec.kind,
-        spec=dataclasses.asdict(spec),
+    return Record.of(
+        spec,
         metrics=metrics,
         series={each.name: [each.calls, each.us] for each in launched},
         environment=environment(device),

@@ -1,5 +1,5 @@
-"""A PipelineSpec run on ranks: `JOB` measures its step, `PREDICTION` simulates it from what each
-stage takes alone, before it is run.
+"""A PipelineSpec run on ranks: `jobs` gives what simulates its step, from what each stage takes
+alone, and then what measures it.
 """
 
 import dataclasses
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from stepgauge.bench.pipeline_parts import build_stage, counted, mean_loss, part_times
 from stepgauge.bench.pipeline_torch import TorchPipeline
-from stepgauge.bench.ranks import OnRanks, slowest
+from stepgauge.bench.ranks import OnRanks, require_ranks, slowest
+from stepgauge.bench.sweep import Job
 from stepgauge.cost.timeline import Durations, simulate
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
@@ -23,24 +24,24 @@ from stepgauge.parallel.recording import CudaGraphs
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.pipeline_cut import cut
-from stepgauge.spec.plan.pipeline import Channel, Schedule, check, lower
+from stepgauge.spec.plan.pipeline import Channel, Schedule, lower
+from stepgauge.spec.plan.pipeline import check as require_runnable
 from stepgauge.spec.plan.pipeline.check import Held
 from stepgauge.spec.plan.stages import TIME, PartTimes, said
 from stepgauge.spec.record import Record, Sample
 from stepgauge.train.build import batch_for
-from stepgauge.train.precision import PRECISIONS, unavailable
+from stepgauge.train.precision import PRECISIONS
 
 PROBED = 4  # micro-batches that a stage is timed over, one after another
 REPEATS = 3
 # What the parts of a network were measured to take, by what that depends on.
-MEASURED: dict[tuple[Any, ...], PartTimes] = {}
+PART_TIMES: dict[tuple[Any, ...], PartTimes] = {}
 
 
-def checked(spec: PipelineSpec) -> None:
-    """Raises ValueError for what the spec asks but the machine has not, before ranks are started."""
-    if reason := unavailable(spec.precision, torch.device(spec.device)):
-        raise ValueError(reason)
-    check(spec.plan())
+def check(spec: PipelineSpec) -> None:
+    """Raises ValueError for what the machine has not, and for a schedule that cannot run."""
+    require_ranks(spec)
+    require_runnable(spec.plan())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,15 +136,15 @@ class PipelineBench:
         spec = self.spec
         micro_batch = spec.batch // spec.micro_batches
         asked = (spec.model, micro_batch, spec.ranks, spec.precision, spec.compile, spec.device)
-        if asked not in MEASURED:
+        if asked not in PART_TIMES:
             with self.precision.matmul_mode():
-                MEASURED[asked] = part_times(
+                PART_TIMES[asked] = part_times(
                     spec,
                     device=self.device,
                     dtype=self.precision.parameters,
                     context=self._context,
                 )
-        return MEASURED[asked]
+        return PART_TIMES[asked]
 
     def _context(self) -> Any:
         return self.precision.autocasting(self.device)
@@ -323,7 +324,7 @@ def measured(spec: PipelineSpec, ranks: list[RankFigures]) -> Record:
         metrics["busy_ms"] = Sample.exact(sum(busy) / len(busy), "ms")
         tables = _spans([rank.spans for rank in ranks])
     asked = _asked(spec, ranks[0].parts)
-    return Record(series=series, metrics=metrics, tables=tables, **asked)
+    return Record.of(spec, series=series, metrics=metrics, tables=tables, **asked)
 
 
 def modelled(spec: PipelineSpec, ranks: list[Probed]) -> Record:
@@ -342,14 +343,14 @@ def modelled(spec: PipelineSpec, ranks: list[Probed]) -> Record:
     series: dict[str, list[float]] = {}
     if any(rank.base_bytes for rank in ranks):
         held = {stage: own for rank in ranks for stage, own in rank.held.items()}
-        live = check(schedule, held=held).peak
+        live = require_runnable(schedule, held=held).peak
         series["rank_peak_bytes"] = [
             rank.base_bytes + peak + rank.within_bytes
             for rank, peak in zip(ranks, live, strict=True)
         ]
         metrics["peak_bytes"] = Sample.exact(max(series["rank_peak_bytes"]), "bytes")
     asked = _asked(spec, ranks[0].parts, "modelled")
-    return Record(metrics=metrics, series=series, tables=_spans(spans), **asked)
+    return Record.of(spec, metrics=metrics, series=series, tables=_spans(spans), **asked)
 
 
 def durations(ranks: list[Probed], num_stages: int) -> Durations:
@@ -370,13 +371,16 @@ def _spans(ranks: list[list[tuple[str, float, float]]]) -> dict[str, list[list[A
 
 def _asked(spec: PipelineSpec, parts: list[range], provenance: str = "measured") -> dict[str, Any]:
     return {
-        "kind": spec.kind,
-        "spec": dataclasses.asdict(spec),
         "environment": environment(torch.device(spec.device)),
         "provenance": provenance,
         "note": f"{said(parts, 'parts')}, by measured time" if spec.balance == TIME else "",
     }
 
 
-JOB = OnRanks(measure=measure, record=measured, shared=True)
-PREDICTION = OnRanks(measure=probe, record=modelled, shared=True)
+MEASURED = OnRanks(measure=measure, record=measured, shared=True)
+PREDICTED = OnRanks(measure=probe, record=modelled, shared=True)
+
+
+def jobs(spec: PipelineSpec) -> list[Job]:
+    """The prediction, on disk before the row that it is of is run."""
+    return [Job(PREDICTED, spec, provenance="modelled"), Job(MEASURED, spec)]

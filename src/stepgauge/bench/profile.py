@@ -38,20 +38,15 @@ def folder_of(record: Record, run: Path) -> Path:
     return run / "profiles" / "-".join(named)
 
 
-def check(spec: ProfileSpec) -> None:
-    """Raises ValueError for what the spec asks together but cannot have, before anything is built."""
-    bench_step.check(spec)
-
-
 def run(spec: ProfileSpec, *, folder: Path) -> Record:
     """Times the step, profiles it, analyses the trace. Raises what torch raises: out of memory,
     mostly.
     """
-    check(spec)
+    bench_step.check(spec)
     device = torch.device(spec.device)
     if device.type == "cpu":
         devices.require_host_memory(bench_step.least_bytes(spec))
-    asked = Record(kind=spec.kind, spec=dataclasses.asdict(spec))
+    asked = Record.of(spec)
     place = folder_of(asked, folder)
     precision = PRECISIONS[spec.precision]
     found, stopwatch, costs, optimizer = _profiled(spec, device, place)

@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 
 from stepgauge.bench.launchers import start_counting, with_launchers
-from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
+from stepgauge.measure.devices import free_unused_memory, limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import device_name
 from stepgauge.runtime.torchrun import torchrun_numbers
 from stepgauge.runtime.world import KEPT_GROUP, TIMEOUT_S, World, joined_world
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import Contents, RunStore, StoreError
+from stepgauge.train.precision import unavailable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,15 @@ class OnRanks:
         }
 
 
+def require_ranks(spec: Any) -> None:
+    """Raises ValueError for what the spec asks but the machine has not, before ranks are started."""
+    if reason := unavailable(spec.precision, torch.device(spec.device)):
+        raise ValueError(reason)
+    gpus = torch.cuda.device_count()
+    if spec.device.startswith("cuda") and joined_world() is None and spec.ranks > gpus:
+        raise ValueError(f"ranks is {spec.ranks}; this machine has {gpus} GPUs, one a rank")
+
+
 def slowest(times: Sequence[Sequence[float]]) -> list[float]:
     """Of each repetition, the rank that took longest: the job goes on when the last has finished.
 
@@ -75,6 +85,8 @@ def _measure_on_this_rank(run: OnRanks, spec: Any) -> Record:
         if reason is None:
             raise
         raise MemoryError(reason) from error
+    finally:
+        free_unused_memory(torch.device(spec.device))
     given: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(given, (value, platform.node(), _device_name(spec.device)))
     values, hosts, devices = (list(part) for part in zip(*given, strict=True))

@@ -60,17 +60,9 @@ def run(spec: StepSpec) -> Record:
         times = time_phases(
             phases, device, warmup=spec.warmup, steps=spec.steps, seconds=spec.seconds
         )
-    return Record(
-        kind=spec.kind,
-        spec=dataclasses.asdict(spec),
-        metrics=_metrics(spec, times, device, compile_s),
-        environment={
-            **environment(device),
-            "optimizer": step.optimizer_name,
-            **solution.told(),
-        },
-        note=solution.note,
-    )
+    where = {**environment(device), "optimizer": step.optimizer_name, **solution.told()}
+    metrics = _metrics(spec, times, device, compile_s)
+    return Record.of(spec, metrics=metrics, environment=where, note=solution.note)
 
 
 def build(
@@ -112,7 +104,8 @@ def _metrics(
 ) -> dict[str, Sample]:
     metrics = {f"{name}_ms": Sample.of(values, "ms") for name, values in times.items()}
     if not isinstance(spec.model, UserModel):  # of which tokens and FLOPs are not known
-        metrics |= _rates(spec, times["step"], device)
+        tokens = spec.batch * spec.network.context_length
+        metrics |= rates(spec, times["step"], tokens=tokens, flops=model_flops(spec))
     metrics |= {
         name: Sample.exact(value, "bytes") for name, value in devices.peak_memory(device).items()
     }
@@ -123,17 +116,17 @@ def _metrics(
     return metrics
 
 
-def _rates(spec: StepSpec, step_ms: list[float], device: torch.device) -> dict[str, Sample]:
-    flops, tokens = model_flops(spec), spec.batch * spec.network.context_length
-    rates = {
+def rates(spec: Any, step_ms: Sequence[float], *, tokens: int, flops: float) -> dict[str, Sample]:
+    """Tokens and FLOPs of a step of the device by the second, and the share of its peak."""
+    found = {
         "tokens_per_s": Sample.of((tokens / ms * 1e3 for ms in step_ms), "tokens/s"),
         "tflop_per_s": Sample.of((flops / ms / 1e9 for ms in step_ms), "TFLOP/s"),
     }
-    known = peaks(device_name(device))
+    known = peaks(device_name(torch.device(spec.device)))
     if peak := known.of(spec.precision) if known else None:
         of_peak = (flops / (ms / 1e3) / peak for ms in step_ms)
-        rates["mfu"] = Sample.of(of_peak, "fraction of dense peak")
-    return rates
+        found["mfu"] = Sample.of(of_peak, "fraction of dense peak")
+    return found
 
 
 def model_flops(spec: StepSpec) -> int:

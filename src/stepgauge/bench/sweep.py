@@ -54,9 +54,7 @@ class Job:
     @property
     def asked(self) -> Record:
         """The record as far as it is known before the run."""
-        return Record(
-            kind=self.spec.kind, spec=dataclasses.asdict(self.spec), provenance=self.provenance
-        )
+        return Record.of(self.spec, provenance=self.provenance)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,10 +59,8 @@ def run(
         metrics |= _rates(task, trained, seconds)
     peaks = devices.peak_memory(task.step.device)
     metrics |= {name: Sample.exact(value, "bytes") for name, value in peaks.items()}
-    return Record(
-        kind=spec.kind,
-        # as asked, so that asking again finds the record: what the corpus made of it is beside
-        spec=dataclasses.asdict(spec),
+    return Record.of(
+        spec,
         metrics=metrics,
         series=series,
         environment={**environment(torch.device(spec.device)), **task.environment},

@@ -39,7 +39,7 @@ def jobs(device: torch.device, ranks: Sequence[int], only: str = "") -> list[Job
         if device.type == "cpu":
             found += [(f"{name} ranks", run.job(_operation(name, device, number)))
                       for name in known if _is_of_cpu_ranks(name)]  # fmt: skip
-        found += [(f"links {spec.op}", Job(comm.RUN, spec)) for spec in _links(device, number)]
+        found += [(f"links {spec.op}", Job(comm.ON_RANKS, spec)) for spec in _links(device, number)]
         found += [(f"contention {spec.kernels} {spec.collective}", contention.job(spec))
                   for spec in _contentions(device, number)]  # fmt: skip
     if ranks and device.type == "cuda":

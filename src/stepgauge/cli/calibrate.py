@@ -9,7 +9,6 @@ from stepgauge.cli.console import tell
 from stepgauge.cli.rows import Device, Fresh, Out, run_jobs
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.hardware_files import default_path
-from stepgauge.spec.store import RunStore
 
 Ranks = Annotated[
     tuple[int, ...],
@@ -64,7 +63,7 @@ def calibrate(
     path = hardware or default_path(name)
     before = HardwareFile.read(path) if path.exists() else HardwareFile(name=path.stem)
     require_same_machine(before, name, threads)
-    records = run_jobs(asked, RunStore(out), fresh=fresh)
+    records = run_jobs(asked, out, fresh=fresh)
     after = hardware_file(records, before)
     after.write(path)
     good = sum(record.status == "ok" for record in records)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from stepgauge.cli.console import Format, print_tables, tell
+from stepgauge.cli.console import Format, print_tables, tell, write
 from stepgauge.cli.records import Run, read
 from stepgauge.spec.explain import names_of
 from stepgauge.spec.hardware import HardwareFile
@@ -39,8 +39,7 @@ def explain(
     for explained in found:
         print_explained(explained)
     if report is not None:
-        report.write_text(explained_page(found), encoding="utf-8")
-        tell(f"pictures: {report}")
+        write(explained_page(found), report, "pictures")
 
 
 @app.command
@@ -75,6 +74,5 @@ def fit(
         known.with_links(found).write(hardware)
         tell(f"{len(found)} links written to {hardware}")
     if report is not None:
-        report.write_text(comm_page(records), encoding="utf-8")
-        tell(f"plots: {report}")
+        write(comm_page(records), report, "plots")
     print_tables(format, [fit_table(found), prediction_table(found, records)])

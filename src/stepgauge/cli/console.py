@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.cells import cell_len
@@ -64,6 +65,12 @@ def warn(message: str) -> None:
 
 def tell(message: str) -> None:
     error_console.print(message, markup=False, soft_wrap=True)
+
+
+def write(text: str, path: Path, what: str) -> None:
+    """Writes a file, and tells the user what is where."""
+    path.write_text(text, encoding="utf-8")
+    tell(f"{what}: {path}")
 
 
 def print_table(table: Table) -> None:

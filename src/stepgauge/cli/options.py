@@ -25,7 +25,30 @@ from stepgauge.spec.options import (
     written,
 )
 
-__all__ = ["Values", "expand", "parse_bytes", "spec_options"]  # what commands need of it
+__all__ = [
+    "Networks",
+    "Values",
+    "expand",
+    "parse_bytes",
+    "spec_options",
+]  # what commands need of it
+
+
+class Networks(ModelSpec):
+    """Our Transformers and BERT, by the names of all presets."""
+
+    @staticmethod
+    def preset_names() -> tuple[str, ...]:
+        return (*ModelSpec.preset_names(), *BertSpec.preset_names())
+
+    @classmethod
+    def preset(cls, size: str, **changes: Any) -> Any:
+        """Raises ValueError for an unknown name, and for a field that the network does not have."""
+        network = BertSpec if size in BertSpec.preset_names() else ModelSpec
+        known = {field.name for field in dataclasses.fields(network)}
+        for name in changes.keys() - known:
+            raise ValueError(f"{name} is {changes[name]!r}; {size} has no such choice")
+        return network.preset(size, **changes)
 
 
 def spec_options(

@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from stepgauge.cli.bench.pipeline import Networks
 from stepgauge.cli.console import Format, print_in, print_records
-from stepgauge.cli.options import Values, expand, spec_options
+from stepgauge.cli.options import Networks, Values, expand, spec_options
 from stepgauge.cost.traced import LAYOUTS
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec

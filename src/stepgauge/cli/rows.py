@@ -4,13 +4,13 @@ verdict at the end.
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter, Token
 
-from stepgauge.cli.console import Format, progress, summary, tell, warn
+from stepgauge.cli.console import Format, print_records, progress, summary, tell, warn
 from stepgauge.cli.options import Values
 from stepgauge.spec.options import device_name
 from stepgauge.spec.user_model import UserModel
@@ -18,7 +18,6 @@ from stepgauge.spec.user_model import UserModel
 if TYPE_CHECKING:
     from stepgauge.bench.sweep import Job
     from stepgauge.spec.record import Record
-    from stepgauge.spec.store import RunStore
 
 
 def named_folder(type_: Any, tokens: Sequence[Token]) -> Path:
@@ -69,21 +68,24 @@ def resolve_devices(specs: Any) -> list[Any]:
     found = [dataclasses.replace(spec, device=str(resolve(spec.device))) for spec in specs]
     models = (getattr(spec, "model", None) for spec in found)
     for model in dict.fromkeys(model for model in models if isinstance(model, UserModel)):
-        _try_user_model(model)
+        from stepgauge.train.user_model import problem_of
+
+        require_usable(model.file, problem_of, model)
     return found
 
 
-def _try_user_model(model: UserModel) -> None:
-    """Imports the file in a process of its own, for it may take a device, exit or crash."""
+def require_usable(file: object, problem: Callable[..., str | None], *arguments: Any) -> None:
+    """Raises ValueError for a user's file that has a problem or cannot be imported: tried in a
+    process of its own, for it may take a device, exit or crash.
+    """
     import stepgauge.bench.sweep  # noqa: F401 - names what the server of processes preloads
     from stepgauge.runtime.launch import RankError
     from stepgauge.runtime.workers import run_isolated
-    from stepgauge.train.user_model import problem_of
 
     try:
-        lacks = run_isolated(problem_of, model)
+        lacks = run_isolated(problem, *arguments)
     except RankError as error:
-        lacks = f"{model.file} cannot be imported: {error}"
+        lacks = f"{file} cannot be imported: {error}"
     if lacks:
         raise ValueError(lacks)
 
@@ -126,41 +128,50 @@ def of_torchrun(values: Values) -> Values:
     return {"ranks": (world.size,), **values, "nodes": (world.nodes,)}
 
 
-def run_jobs(jobs: Sequence["Job"], store: "RunStore", *, fresh: bool) -> list["Record"]:
-    """Sweeps with a progress bar and a line a row; returns all records, those of earlier runs too."""
+def checked_jobs(specs: Sequence[Any], out: Path) -> list["Job"]:
+    """What measures the specs. Raises ValueError for what one asks together but cannot have."""
+    from stepgauge.bench import jobs
+
+    return jobs.checked_jobs(specs, out)
+
+
+def measure_and_print(specs: Sequence[Any], out: Path, *, fresh: bool, format: Format) -> None:
+    """Raises RunFailedError where a row failed, after all are printed."""
+    records = run_jobs(checked_jobs(specs, out), out, fresh=fresh)
+    print_records(records, format)
+    require_success(records)
+
+
+def run_jobs(jobs: Sequence["Job"], out: Path, *, fresh: bool) -> list["Record"]:
+    """Sweeps with a progress bar and a line a row, each job once; returns all records, those of
+    earlier runs too.
+    """
     from stepgauge.bench.ranks import store_for
     from stepgauge.bench.sweep import sweep
     from stepgauge.report.names import labels
     from stepgauge.runtime.world import GroupError
 
-    store = store_for(store.folder)
-    records, reused = [], 0
+    store = store_for(out)
+    jobs = list({job.asked.identity: job for job in jobs}.values())
     asked = [job.asked for job in jobs]
-    names = {
-        (record.key, record.provenance): label
-        for record, label in zip(asked, labels(asked), strict=True)
-    }
-
-    def name_of(job: "Job") -> str:
-        return names[job.asked.key, job.provenance]
-
+    names = dict(zip((each.identity for each in asked), labels(asked), strict=True))
+    records, reused = [], 0
     try:
         with store.held(), progress(len(jobs), "rows") as (bar, task):
+
+            def starting(job: "Job") -> None:
+                bar.update(task, description=names[job.asked.identity])
+
             for problem in store.read().problems:
                 warn(problem)
-            for outcome in sweep(
-                jobs,
-                store,
-                fresh=fresh,
-                starting=lambda job: bar.update(task, description=name_of(job)),
-            ):
+            for outcome in sweep(jobs, store, fresh=fresh, starting=starting):
                 records.append(outcome.record)
                 reused += outcome.was_there
                 bar.advance(task)
-                # require_success says it
-                alone_and_failed = len(jobs) == 1 and outcome.record.status == "failed"
-                if not outcome.was_there and not alone_and_failed:
-                    tell(summary(outcome.record, name_of(outcome.job)))
+                # where it is all there is, require_success says it
+                is_told_later = len(jobs) == 1 and outcome.record.status == "failed"
+                if not outcome.was_there and not is_told_later:
+                    tell(summary(outcome.record, names[outcome.job.asked.identity]))
     except GroupError as error:
         raise RunFailedError(str(error)) from error
     _tell_of_all(records, store.folder, reused)

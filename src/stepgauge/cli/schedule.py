@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 from rich.text import Text
 
-from stepgauge.cli.console import Output, print_in, print_table, tell
+from stepgauge.cli import console
+from stepgauge.cli.console import Output, print_in, print_table
 from stepgauge.cost.fill import fill_bubbles
 from stepgauge.cost.timeline import Durations, Timeline, simulate
 from stepgauge.report.pipeline import drawing, rank_table, tracks
@@ -123,12 +124,10 @@ def simulate_(
     found = check(schedule)
     timeline = simulate(found.schedule, durations)
     if write is not None:
-        write.write_text(to_text(schedule), encoding="utf-8")
-        tell(f"schedule: {write}")
+        console.write(to_text(schedule), write, "schedule")
     _print_timeline(timeline, found, format)
     if report is not None:
-        report.write_text(tracks({found.schedule.name: timeline}), encoding="utf-8")
-        tell(f"picture: {report}")
+        console.write(tracks({found.schedule.name: timeline}), report, "picture")
 
 
 def _print_timeline(timeline: Timeline, found: Checked, format: Form) -> None:
@@ -174,14 +173,14 @@ def _numbers(text: str) -> list[float]:
 
 
 def _draw(timeline: Timeline, found: Checked) -> None:
-    console = Output(highlight=False)
-    width = (console.width if console.is_terminal else PLAIN_WIDTH) - 8
+    output = Output(highlight=False)
+    width = (output.width if output.is_terminal else PLAIN_WIDTH) - 8
     for rank, bars in enumerate(drawing(timeline, width)):
         line = Text(f"rank {rank}".ljust(8))
         for text, kind in bars:
-            line.append(text, COLOURS.get(kind, "") if console.is_terminal else "")
-        console.print(line, soft_wrap=True)
-    console.print()
+            line.append(text, COLOURS.get(kind, "") if output.is_terminal else "")
+        output.print(line, soft_wrap=True)
+    output.print()
     print_table(rank_table(timeline, found))
 
 

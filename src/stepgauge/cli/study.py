@@ -50,7 +50,7 @@ def study(
     for experiment in experiments:
         if reason := experiment.needs(machine):
             tell(f"{experiment.name} is left out: {reason}")
-    records = run_jobs(run.plan(machine, out, experiments), store, fresh=fresh)
+    records = run_jobs(run.plan(machine, out, experiments), out, fresh=fresh)
     page = pages.page_of(out, store.read().latest())
     save(page, save_plots)
     print(f"report: {pages.write(page, out / 'report.html')}")

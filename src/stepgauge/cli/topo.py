@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 from rich.tree import Tree
 
-from stepgauge.cli.console import Output, print_table, tell
+from stepgauge.cli.console import Output, print_table, write
 from stepgauge.report.topology import gpu_table, interface_table, link_of, node_table, topology_page
 from stepgauge.spec.topology import Topology
 
@@ -33,8 +33,7 @@ def topo(
     else:
         _print(found)
     if report is not None:
-        report.write_text(topology_page(found), encoding="utf-8")
-        tell(f"picture: {report}")
+        write(topology_page(found), report, "picture")
 
 
 def _print(found: Topology) -> None:

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from stepgauge.cli.beside import Hardware, hardware_of, predict_rows, print_beside
 from stepgauge.cli.console import print_table, tell
 from stepgauge.cli.options import Values, spec_options
-from stepgauge.cli.rows import Device, Fresh, Out, resolve_devices, run_jobs
+from stepgauge.cli.rows import Device, Fresh, Out, checked_jobs, resolve_devices, run_jobs
 from stepgauge.cost.planner import device_bytes
 from stepgauge.cost.traced import has_formulas
 from stepgauge.spec.data_parallel import DataParallelSpec
@@ -87,9 +87,7 @@ class _Measured:
         self.records: dict[str, Record] = {}
 
     def __call__(self, specs: Sequence[Any]) -> list[Record]:
-        from stepgauge.bench.jobs import job_of
-
-        jobs = [job_of(spec, self._out) for spec in specs]
+        jobs = checked_jobs(specs, self._out)
         new = [job for job in jobs if job.asked.key not in self.records]
         if new:
             predict_rows(
@@ -99,7 +97,7 @@ class _Measured:
                 no_predict=self._hardware is None,
                 fresh=self._fresh,
             )
-            found = run_jobs(new, RunStore(self._out), fresh=self._fresh)
+            found = run_jobs(new, self._out, fresh=self._fresh)
             self.records.update((record.key, record) for record in found)
         return [self.records[job.asked.key] for job in jobs]
 

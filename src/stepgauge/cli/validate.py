@@ -73,14 +73,14 @@ def compare(
 
     Raises RunFailedError if a step fails.
     """
-    from stepgauge.bench.jobs import job_of
+    from stepgauge.bench.jobs import checked_jobs
     from stepgauge.bench.ranks import store_for
     from stepgauge.study import pages
     from stepgauge.validate.before import predict_before
     from stepgauge.validate.views import error_table, group_table
 
     specs = [row.spec for row in asked]
-    jobs = [job_of(spec, out) for spec in specs]
+    jobs = checked_jobs(specs, out)
     predictions = predict_before(
         specs, HardwareFile.read(hardware), store_for(out), fresh=fresh,
         expected=[row.expect for row in asked],
@@ -88,7 +88,7 @@ def compare(
     tell(f"{len(predictions.records)} of {len(specs)} rows predicted from {hardware}")
     for reason, count in predictions.refused.items():
         tell(f"not predicted ({count} of {len(specs)}): {reason}")
-    measured = run_jobs(jobs, RunStore(out), fresh=fresh)
+    measured = run_jobs(jobs, out, fresh=fresh)
     records = [*predictions.records, *measured]
     if predictions.records:
         tell_of_other_devices(predictions.records, measured)

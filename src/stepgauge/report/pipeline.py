@@ -56,6 +56,13 @@ def timeline_of(record: Record) -> Timeline | None:
     return Timeline(tuple(tuple(rows[rank]) for rank in sorted(rows)))
 
 
+def timelines_of(record: Record, records: Sequence[Record]) -> dict[str, Timeline]:
+    """The step as it was predicted and as it ran, those that are among the records."""
+    same = {other.provenance: timeline_of(other) for other in records if other.key == record.key}
+    named = {"predicted": same.get("modelled"), "measured": same.get("measured")}
+    return {name: timeline for name, timeline in named.items() if timeline}
+
+
 def rank_table(timeline: Timeline, checked: Checked) -> Table:
     """What each rank computes, waits and holds. `held` is in micro-batches of a stage."""
     rows = [

@@ -44,6 +44,12 @@ class Table:
     names: int | None = None
     formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    @classmethod
+    def from_rows(cls, rows: Sequence[Mapping[str, Any]], **fields: Any) -> "Table":
+        """Of rows by column, in the order in which columns first come; what a row lacks is None."""
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        return cls(columns, [[row.get(column) for column in columns] for row in rows], **fields)
+
     def is_numeric(self, column: str) -> bool:
         if self.numeric is not None:
             return column in self.numeric

@@ -90,6 +90,11 @@ class Record:
         if self.status not in STATUSES:
             raise ValueError(f"status is {self.status!r}; choose one of {', '.join(STATUSES)}")
 
+    @classmethod
+    def of(cls, spec: Any, **fields: Any) -> Self:
+        """The record of a spec, a dataclass with a `kind`."""
+        return cls(kind=spec.kind, spec=dataclasses.asdict(spec), **fields)
+
     @property
     def key(self) -> str:
         """Equal for two records of the same thing asked: what pairs a prediction with its

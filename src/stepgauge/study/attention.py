@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepgauge.bench.sweep import Job
 from stepgauge.report.kernel_plots import kernel_plots
 from stepgauge.report.kernels import kernel_table
 from stepgauge.report.page import Block
 from stepgauge.spec.grids import ATTENTION_BATCH, ATTENTION_HEADS
+from stepgauge.spec.kernel import KernelSpec
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.kernels import beside_published, kernel_jobs, needs_gpu
+from stepgauge.study.kernels import beside_published, kernel_specs, needs_gpu
 
 # Forward and backward, ms: torch beside the source's own kernel.
 _S2 = {
@@ -32,8 +32,8 @@ PUBLISHED = {
 }
 
 
-def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
-    return kernel_jobs(machine, "attention", [*ATTENTION_HEADS, *ATTENTION_BATCH])
+def specs(machine: Machine, folder: Path) -> Sequence[KernelSpec]:
+    return kernel_specs(machine, "attention", [*ATTENTION_HEADS, *ATTENTION_BATCH])
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
@@ -54,7 +54,7 @@ EXPERIMENT = Experiment(
         "FLOPs: 4 B H T² D in the forward, half of that if causal, 2.5 times the forward in the "
         "backward. A row says which implementation ran out of memory."
     ),
-    jobs=jobs,
+    specs=specs,
     blocks=blocks,
     needs=needs_gpu,
 )

@@ -3,27 +3,24 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepgauge.bench.broadcast import job
-from stepgauge.bench.sweep import Job
 from stepgauge.report.broadcast import broadcast_blocks
 from stepgauge.report.page import Block
 from stepgauge.report.table import Table
 from stepgauge.spec.broadcast import BLOCKLESS, SCHEDULES, BroadcastSpec
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.published import SOURCES
+from stepgauge.study.published import beside_table
 
 _MIB = 1 << 20
 # Seconds on 8 GPUs; the tensor's size is not stated, so ratios to the naive way are what compares.
 _S3 = {"naive": 1.357, "pinned": 0.372, "staged": 0.075}
 
 
-def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+def specs(machine: Machine, folder: Path) -> Sequence[BroadcastSpec]:
     if not machine.is_gpu:
-        rows = [BroadcastSpec(schedule=s, size_bytes=8 * _MIB, block_bytes=_MIB) for s in SCHEDULES]
-        return [job(spec) for spec in rows]
+        return [BroadcastSpec(schedule=s, size_bytes=8 * _MIB, block_bytes=_MIB) for s in SCHEDULES]
     return [
-        job(BroadcastSpec(schedule=s, block_bytes=block, gpus=machine.gpus, device="cuda"))
+        BroadcastSpec(schedule=s, block_bytes=block, gpus=machine.gpus, device="cuda")
         for s in SCHEDULES
         for block in ((32 * _MIB,) if s in BLOCKLESS else (8 * _MIB, 32 * _MIB))
     ]
@@ -34,32 +31,24 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
 
 
 def _beside(records: Sequence[Record]) -> Table:
-    good = [record for record in records if record.status == "ok"]
     best: dict[str, float] = {}
-    for record in good:
-        time = record.metrics["time_ms"].median
-        best[record.spec["schedule"]] = min(time, best.get(record.spec["schedule"], time))
+    for record in (record for record in records if record.status == "ok"):
+        time, schedule = record.metrics["time_ms"].median, record.spec["schedule"]
+        best[schedule] = min(time, best.get(schedule, time))
     rows = [
-        [
-            schedule,
-            1e3 * seconds,
-            _S3["naive"] / seconds,
-            best.get(schedule),
-            best["naive"] / best[schedule] if {schedule, "naive"} <= set(best) else None,
-            "S3",
-        ]
+        {
+            "schedule": schedule,
+            "published ms": 1e3 * seconds,
+            "published, × naive": _S3["naive"] / seconds,
+            "here ms": best.get(schedule),
+            "here, × naive": best["naive"] / best[schedule]
+            if best.keys() >= {schedule, "naive"}
+            else None,
+            "source": "S3",
+        }
         for schedule, seconds in _S3.items()
     ]
-    head = [
-        "schedule",
-        "published ms",
-        "published, × naive",
-        "here ms",
-        "here, × naive",
-        "source",
-    ]
-    caption = f"Beside published figures. S3: {SOURCES['S3']}; its tensor's size is not stated."
-    return Table(head, rows, numeric=frozenset(head[1:5]), caption=caption)
+    return beside_table(rows, here="here ms", note="S3's tensor's size is not stated")
 
 
 EXPERIMENT = Experiment(
@@ -72,7 +61,7 @@ EXPERIMENT = Experiment(
         "move to the end of the last, 16 repeats. The links alone are measured in the same run; the bound is what the "
         "busiest link needs for the bytes that the schedule gives it. Every byte is compared on every GPU."
     ),
-    jobs=jobs,
+    specs=specs,
     blocks=blocks,
     on_cpu="devices are processes of one CPU here, and links are copies through its memory",
 )

@@ -3,31 +3,18 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepgauge.bench.comm import RUN
-from stepgauge.bench.sweep import Job
 from stepgauge.report.comm import comm_blocks
 from stepgauge.report.page import Block
 from stepgauge.report.table import Table
 from stepgauge.report.views import plotted
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.record import Record
-from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.published import SOURCES
+from stepgauge.study.experiment import Experiment, Machine, needs_two_gpus
+from stepgauge.study.published import beside_table
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv")
 _MIB = 1 << 20
-_GPU_SIZES = (
-    _MIB // 2,
-    _MIB,
-    2 * _MIB,
-    10 * _MIB,
-    25 * _MIB,
-    50 * _MIB,
-    100 * _MIB,
-    250 * _MIB,
-    500 * _MIB,
-    1 << 30,
-)
+_GPU_SIZES = tuple(round(mib * _MIB) for mib in (0.5, 1, 2, 10, 25, 50, 100, 250, 500, 1024))
 _CPU_SIZES = (_MIB // 16, _MIB // 4, _MIB // 2, _MIB, 4 * _MIB, 10 * _MIB)
 _RANKS = (2, 4, 6, 8)
 
@@ -40,23 +27,19 @@ _S2: dict[tuple[str, int], dict[int, float]] = {
 }
 
 
-def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+def specs(machine: Machine, folder: Path) -> Sequence[CommSpec]:
     if not machine.is_gpu:
-        rows = [
-            CommSpec(op=op, size_bytes=size, seconds=0.1, warmup=2)
-            for op in _OPS
+        rows = [(op, "library") for op in _OPS] + [("all_reduce", "ring")]
+        return [
+            CommSpec(op=op, algorithm=algorithm, size_bytes=size, seconds=0.1, warmup=2)
+            for op, algorithm in rows
             for size in _CPU_SIZES
         ]
-        rows += [
-            CommSpec(algorithm="ring", size_bytes=size, seconds=0.1, warmup=2)
-            for size in _CPU_SIZES
-        ]
-        return [Job(RUN, spec) for spec in rows]
     found = []
     for ranks in (n for n in _RANKS if n <= machine.gpus):
         found += [_gpu_row("nccl", op, size, ranks) for op in _OPS for size in _GPU_SIZES]
         found += [_gpu_row("gloo", "all_reduce", size, ranks) for size in _GPU_SIZES[:7]]
-    return [Job(RUN, spec) for spec in found]
+    return found
 
 
 def _gpu_row(backend: str, op: str, size: int, ranks: int) -> CommSpec:
@@ -82,44 +65,22 @@ def _beside(records: Sequence[Record]) -> Table:
             spec = CommSpec(
                 backend=backend, ranks=ranks, device="cuda", size_bytes=megabytes * 10**6
             )
-            published = [megabytes * 10**6, ms, spec.bytes / ms / 1e6 * spec.factor]
-            rows.append([backend, ranks, *published, *_nearest(ours, spec.bytes), "S2"])
-    head = [
-        "backend",
-        "ranks",
-        "published size B",
-        "published ms",
-        "published busbw GB/s",
-        "here size B",
-        "here ms",
-        "here busbw GB/s",
-    ]
-    caption = f"All-reduce beside published figures. S2: {SOURCES['S2']}."
-    return Table(
-        [*head, "source"],
-        rows,
-        numeric=frozenset(head[1:]),
-        caption=caption,
-        folded=not any(r[5] for r in rows),
-    )
+            rows.append({
+                "backend": backend, "ranks": ranks, "published size B": megabytes * 10**6,
+                "published ms": ms, "published busbw GB/s": spec.bytes / ms / 1e6 * spec.factor,
+                **_nearest(ours, spec.bytes), "source": "S2",
+            })  # fmt: skip
+    return beside_table(rows, here="here ms", note="All-reduce")
 
 
-def _nearest(ours: Sequence[Record], size: int) -> list[float | None]:
-    """Size, ms and busbw of the row whose size is within a tenth; nothing where there is none."""
-    near = [record for record in ours if abs(record.spec["size_bytes"] / size - 1) < 0.1]
-    if not near:
-        return [None] * 3
-    found = near[0]
-    figures = (plotted(found, name) for name in ("time_ms", "busbw_gb_per_s"))
-    return [found.spec["size_bytes"], *figures]
-
-
-def needs(machine: Machine) -> str | None:
-    return (
-        "between GPUs there must be two; this machine has one"
-        if machine.is_gpu and machine.gpus < 2
-        else None
-    )
+def _nearest(ours: Sequence[Record], size: int) -> dict[str, float | None]:
+    """The row whose size is within a tenth."""
+    near = [record for record in ours if abs(record.spec["size_bytes"] / size - 1) < 0.1][:1]
+    figures = {"here ms": "time_ms", "here busbw GB/s": "busbw_gb_per_s"}
+    found: dict[str, float | None] = {"here size B": near[0].spec["size_bytes"] if near else None}
+    return found | {
+        name: plotted(near[0], metric) if near else None for name, metric in figures.items()
+    }
 
 
 EXPERIMENT = Experiment(
@@ -132,8 +93,8 @@ EXPERIMENT = Experiment(
         "is one value, the slowest rank's counts, the median is shown. Bus bandwidth as nccl-tests defines it. A third "
         "of the sizes is held out of the fit."
     ),
-    jobs=jobs,
+    specs=specs,
     blocks=blocks,
-    needs=needs,
+    needs=needs_two_gpus,
     on_cpu="Gloo between two processes of one CPU: it says nothing of links between GPUs",
 )

@@ -3,36 +3,27 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepgauge.bench.sweep import Job
 from stepgauge.report.answers import choice_answer
-from stepgauge.report.figure import grouped_bars
 from stepgauge.report.findings import pairs
 from stepgauge.report.names import flatten
 from stepgauge.report.numbers import number
-from stepgauge.report.page import Block, Plot
-from stepgauge.report.views import plotted, record_table
+from stepgauge.report.page import Block
+from stepgauge.report.step_plots import step_bars
+from stepgauge.report.views import record_table
 from stepgauge.spec.record import Record
+from stepgauge.spec.step import StepSpec
 from stepgauge.study.experiment import Experiment, Machine
 from stepgauge.study.published import beside, published
-from stepgauge.study.sizes import S1, sizes, step_job
+from stepgauge.study.sizes import S1, sizes, step_spec
 
+MODES = {"off": "eager", "on": "compiled"}
 # (forward, whole step), ms
 _FIGURES: dict[str, dict[str, tuple[float, float]]] = {
-    "off": {
-        "small": (17, 51),
-        "medium": (45.7, 137),
-        "large": (94.2, 309),
-        "xl": (185, 609),
-        "2.7b": (257, 892),
-    },
-    "on": {
-        "small": (6.7, 40),
-        "medium": (16.0, 109),
-        "large": (56.6, 263),
-        "xl": (134, 525),
-        "2.7b": (192, 819),
-    },
-}
+    "off": {"small": (17, 51), "medium": (45.7, 137), "large": (94.2, 309), "xl": (185, 609),
+            "2.7b": (257, 892)},
+    "on": {"small": (6.7, 40), "medium": (16.0, 109), "large": (56.6, 263), "xl": (134, 525),
+           "2.7b": (192, 819)},
+}  # fmt: skip
 PUBLISHED = [
     published(
         "S1", spec={"size": size, "precision": "fp32", "compile": mode}, forward=forward, step=step
@@ -50,33 +41,24 @@ def needs(machine: Machine) -> str | None:
     )
 
 
-def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+def specs(machine: Machine, folder: Path) -> Sequence[StepSpec]:
     if not machine.is_gpu:
-        return [step_job(machine, "tiny", compile=mode) for mode in ("off", "on")]
+        return [step_spec(machine, "tiny", compile=mode) for mode in MODES]
     fit = sizes(machine)
     ends = list(dict.fromkeys((fit[0], fit[-1])))
-    ours = [step_job(machine, s, precision="bf16", compile=m) for s in ends for m in ("off", "on")]
-    return ours + [step_job(machine, s, load=S1, compile=m) for s in fit[:2] for m in ("off", "on")]
+    ours = [step_spec(machine, s, precision="bf16", compile=m) for s in ends for m in MODES]
+    return ours + [step_spec(machine, s, load=S1, compile=m) for s in fit[:2] for m in MODES]
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
-    times = {
-        (_row(record), record.spec["compile"]): plotted(record, "step_ms") for record in records
-    }
-    names = list(dict.fromkeys(name for name, _ in times))
-    groups = {
-        text: [times.get((n, mode)) for n in names]
-        for mode, text in (("off", "eager"), ("on", "compiled"))
-    }
-    svg = grouped_bars(names, groups, unit="ms a step (median)")
-    shown: list[Block] = [
-        Plot(
-            svg,
-            "The same step, eager and compiled. Compile time is not in it; the table gives it apart.",
-        ),
+    caption = (
+        "The same step, eager and compiled. Compile time is not in it; the table gives it apart."
+    )
+    return [
+        step_bars(records, caption, row=_row, bar=lambda record: MODES[record.spec["compile"]]),
         record_table(records),
+        beside(records, PUBLISHED, ("forward_ms", "step_ms")),
     ]
-    return [*shown, beside(records, PUBLISHED, ("forward_ms", "step_ms"))]
 
 
 def answer(records: Sequence[Record]) -> str:
@@ -106,7 +88,7 @@ EXPERIMENT = Experiment(
         "The model and its loss are compiled as one; the optimizer is torch's fused one in both. compile s is the "
         "first step's time less an ordinary step's, with whatever compiler cache the machine has."
     ),
-    jobs=jobs,
+    specs=specs,
     blocks=blocks,
     answer=answer,
     needs=needs,

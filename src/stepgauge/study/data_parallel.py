@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from stepgauge.bench.data_parallel import JOB
-from stepgauge.bench.sweep import Job
-from stepgauge.report.figure import grouped_bars, lines
+from stepgauge.report.figure import lines
 from stepgauge.report.numbers import number, whole
 from stepgauge.report.page import Block, Plot, Text
+from stepgauge.report.step_plots import step_bars
 from stepgauge.report.table import Table
 from stepgauge.report.tracks import overlap_tracks
 from stepgauge.report.views import plotted, record_table
@@ -19,8 +18,8 @@ from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
-from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.published import SOURCES
+from stepgauge.study.experiment import Experiment, Machine, needs_two_gpus
+from stepgauge.study.published import beside_table
 from stepgauge.study.sizes import S1, sizes
 
 USUAL_BUCKET_MB = DataParallelSpec.bucket_mb
@@ -32,56 +31,37 @@ DRAWN = ("none", "naive", "bucketed", "bucketed bf16", "zero3", "torch-ddp")
 
 # S1, 2 GPUs: (total s, of it all-reduce s) of a step, naive and overlapped per parameter.
 _S1: dict[str, dict[str, tuple[float, float]]] = {
-    "naive": {
-        "small": (0.076, 0.024),
-        "medium": (0.173, 0.072),
-        "large": (0.341, 0.155),
-        "xl": (0.633, 0.309),
-        "2.7b": (0.956, 0.506),
-    },
-    "overlapped": {
-        "small": (0.066, 0.0003),
-        "medium": (0.139, 0.0006),
-        "large": (0.270, 0.001),
-        "xl": (0.519, 0.001),
-        "2.7b": (0.793, 0.001),
-    },
-}
+    "naive": {"small": (0.076, 0.024), "medium": (0.173, 0.072), "large": (0.341, 0.155),
+              "xl": (0.633, 0.309), "2.7b": (0.956, 0.506)},
+    "overlapped": {"small": (0.066, 0.0003), "medium": (0.139, 0.0006), "large": (0.270, 0.001),
+                   "xl": (0.519, 0.001), "2.7b": (0.793, 0.001)},
+}  # fmt: skip
 
 
-def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+def specs(machine: Machine, folder: Path) -> Sequence[DataParallelSpec]:
     shown = [size for size in sizes(machine) if size != "10b"] if machine.is_gpu else ["tiny"]
     wrappers = [
         name for name, wrapper in WRAPPERS.items() if machine.is_gpu or not wrapper.is_torch
     ]
     rows = [_spec(machine, s, wrapper=w, trace=w in TRACED) for s in shown for w in wrappers]
-    narrow = [_spec(machine, size, wrapper="bucketed", reduce_dtype="bf16") for size in shown]
-    sweep = [
-        _spec(machine, shown[-1], bucket_mb=mb)
-        for mb in (BUCKETS_MB if machine.is_gpu else CPU_BUCKETS_MB)
-    ]
-    return [Job(JOB, spec) for spec in dict.fromkeys([*rows, *narrow, *sweep])]
+    rows += [_spec(machine, size, wrapper="bucketed", reduce_dtype="bf16") for size in shown]
+    buckets = BUCKETS_MB if machine.is_gpu else CPU_BUCKETS_MB
+    rows += [_spec(machine, shown[-1], bucket_mb=mb) for mb in buckets]
+    return list(dict.fromkeys(rows))
 
 
 def _spec(machine: Machine, size: str, **fields: Any) -> DataParallelSpec:
     batch, context = S1 if machine.is_gpu else (2, 64)
     model = ModelSpec.preset(size, context_length=context)
     counts = {"warmup": 5, "steps": 10} if machine.is_gpu else {"warmup": 2, "steps": 4}
-    spec = DataParallelSpec(
-        **{
-            **counts,
-            "model": model,
-            "size": size,
-            "batch": batch,
-            "device": "cuda" if machine.is_gpu else "cpu",
-            **fields,
-        }
-    )
-    return spec.canonical()
-
-
-def needs(machine: Machine) -> str | None:
-    return "needs two GPUs" if machine.is_gpu and machine.gpus < 2 else None
+    asked = {
+        **counts,
+        "model": model,
+        "size": size,
+        "batch": batch,
+        "device": "cuda" if machine.is_gpu else "cpu",
+    }
+    return DataParallelSpec(**{**asked, **fields}).canonical()
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
@@ -91,34 +71,24 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
 def plots(records: Sequence[Record]) -> list[Block]:
     """Steps by wrapper, traced steps, the table and the bucket sweep."""
     good = [record for record in records if record.status == "ok"]
-    names = list(dict.fromkeys(str(record.spec["size"]) for record in good))
-    steps = {(record.spec["size"], _bar(record)): plotted(record, "step_ms") for record in good}
-    bars = {
-        name: [steps.get((n, name)) for n in names]
-        for name in DRAWN
-        if any(bar == name for _, bar in steps)
-    }
-    svg = grouped_bars(names, bars, unit="ms a step (median, slowest rank)")
-    shown: list[Block] = [
-        Plot(
-            svg,
-            "Step by wrapper; bf16: gradients are averaged in bf16. The table has all wrappers.",
-        )
-    ]
+    caption = "Step by wrapper; bf16: gradients are averaged in bf16. The table has all wrappers."
+    unit = "ms a step (median, slowest rank)"
+    shown: list[Block] = [step_bars(good, caption, row=_size, bar=_bar, bars=DRAWN, unit=unit)]
     traced = [(str(r.spec["wrapper"]), r) for r in good if r.series.get("communication_start_ms")]
-    last = [(wrapper, record) for wrapper, record in traced if record.spec["size"] == names[-1]]
+    last = [(wrapper, record) for wrapper, record in traced if _size(record) == _size(good[-1])]
     if last:
-        caption = f"A traced step of {names[-1]}: communication beside computation, one wrapper above the other."
+        caption = f"A traced step of {_size(good[-1])}: communication beside computation, one wrapper above the other."
         shown.append(Plot(overlap_tracks(last), caption))
     return [*shown, record_table(records), *overhead_blocks(good)]
 
 
+def _size(record: Record) -> str:
+    return str(record.spec["size"])
+
+
 def _bar(record: Record) -> str:
     """The wrapper, with what of its sending is not as usual."""
-    usual = {
-        "bucket_mb": USUAL_BUCKET_MB,
-        "reduce_dtype": "own",
-    }
+    usual = {"bucket_mb": USUAL_BUCKET_MB, "reduce_dtype": "own"}
     unusual = [
         str(record.spec[name])
         for name, value in usual.items()
@@ -223,17 +193,11 @@ def overhead_blocks(records: Sequence[Record]) -> list[Block]:
     quickest = megabytes[int(np.argmin(measured))]
     total = rows[0].metrics["gradient_bytes"].median
     curves = {"measured": (megabytes, measured), "model": (megabytes, predicted)}
-    table = Table(
-        ["bucket MB", "buckets", "last bucket MB", "measured ms", "model ms"],
-        [
-            [mb, whole(n), tail / 1e6, ms, fit]
-            for mb, n, tail, ms, fit in zip(
-                megabytes, buckets, tails, measured, predicted, strict=True
-            )
-        ],
-        formats={"bucket MB": "g"},
-        caption="Bucket sweep and the fitted model.",
-    )
+    columns = ("bucket MB", "buckets", "last bucket MB", "measured ms", "model ms")
+    megabytes_last = [tail / 1e6 for tail in tails]
+    cells = zip(megabytes, map(whole, buckets), megabytes_last, measured, predicted, strict=True)
+    caption = "Bucket sweep and the fitted model."
+    table = Table(columns, list(cells), formats={"bucket MB": "g"}, caption=caption)
     return [
         Plot(
             lines(curves, x="bucket MB", y="ms a step", dots=("measured",)), "Step by bucket size."
@@ -248,26 +212,21 @@ def _beside(records: Sequence[Record]) -> Table:
     rows = []
     for wrapper, of_sizes in _S1.items():
         for size, (total, communication) in of_sizes.items():
-            ours = next(
-                (r for r in records if (r.spec["wrapper"], r.spec["size"]) == (wrapper, size)), None
-            )
-            here = [plotted(ours, name) if ours else None for name in ("step_ms", "exposed_ms")]
-            rows.append([wrapper, size, *here, total * 1e3, communication * 1e3, "S1"])
-    head = [
-        "wrapper",
-        "size",
-        "here ms",
-        "here exposed ms",
-        "published ms",
-        "published all-reduce ms",
-        "source",
-    ]
-    return Table(
-        head,
-        rows,
-        numeric=frozenset(head[2:6]),
-        caption=f"Beside published figures. S1: {SOURCES['S1']}, 2 GPUs.",
-        folded=not any(row[2] for row in rows),
+            ours = row_of(records, wrapper, size)
+            rows.append({
+                "wrapper": wrapper, "size": size,
+                "here ms": plotted(ours, "step_ms") if ours else None,
+                "here exposed ms": plotted(ours, "exposed_ms") if ours else None,
+                "published ms": total * 1e3, "published all-reduce ms": communication * 1e3,
+                "source": "S1",
+            })  # fmt: skip
+    return beside_table(rows, here="here ms", note="S1 has 2 GPUs")
+
+
+def row_of(records: Sequence[Record], wrapper: str, size: str) -> Record | None:
+    """The first row of the wrapper and size."""
+    return next(
+        (r for r in records if (r.spec["wrapper"], r.spec["size"]) == (wrapper, size)), None
     )
 
 
@@ -280,8 +239,8 @@ EXPERIMENT = Experiment(
         "with the collectives left out; the overlap ratio is the time in which a traced step both communicates and "
         "computes over the time in which it communicates. Sent bytes are those of ring algorithms, not measured."
     ),
-    jobs=jobs,
+    specs=specs,
     blocks=blocks,
-    needs=needs,
+    needs=needs_two_gpus,
     on_cpu="two processes of one CPU, not two GPUs: they share its cores and copy through memory",
 )

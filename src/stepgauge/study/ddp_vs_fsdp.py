@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepgauge.bench.data_parallel import JOB
-from stepgauge.bench.sweep import Job
 from stepgauge.report.ddp_vs_fsdp import aggregated, comparison_table, gap_table
 from stepgauge.report.page import Block
 from stepgauge.report.table import Table
@@ -13,8 +11,8 @@ from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.ddp_vs_fsdp import COMPARED, GLOBAL_BATCHES, SEEDS, GlobalBatch
 from stepgauge.spec.record import Record
-from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.published import SOURCES
+from stepgauge.study.experiment import Experiment, Machine, needs_two_gpus
+from stepgauge.study.published import beside_table
 
 MOST_RANKS = 4  # as S3
 # S3, 4 GPUs: global batch -> (samples/s, peak GB), by what replicates and what shards.
@@ -24,39 +22,34 @@ _S3: dict[str, dict[int, tuple[float, float]]] = {
 }
 
 
-def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+def specs(machine: Machine, folder: Path) -> Sequence[DataParallelSpec]:
     ranks = min(machine.gpus, MOST_RANKS) if machine.is_gpu else 2
     batches = [batch for batch in GLOBAL_BATCHES if batch % ranks == 0] if machine.is_gpu else [4]
     return [
-        Job(JOB, _spec(machine, w, ranks, b, seed))
-        for b in batches
-        for w in COMPARED
+        _spec(machine, wrapper, ranks, batch, seed)
+        for batch in batches
+        for wrapper in COMPARED
         for seed in SEEDS
     ]
 
 
 def _spec(machine: Machine, wrapper: str, ranks: int, batch: int, seed: int) -> DataParallelSpec:
-    size, device = ("bert-base", "cuda") if machine.is_gpu else ("bert-tiny", "cpu")
-    fields: dict[str, Any] = (
+    on_gpu = {"device": "cuda", "warmup": 5, "steps": 10}
+    on_cpu = {"device": "cpu", "warmup": 1, "steps": 3}
+    counts: dict[str, Any] = on_gpu if machine.is_gpu else on_cpu
+    shape = (
         {"context_length": 512} if machine.is_gpu else {"context_length": 64, "vocab_size": 1000}
     )
-    counts: dict[str, Any] = (
-        {"warmup": 5, "steps": 10} if machine.is_gpu else {"warmup": 1, "steps": 3}
-    )
+    size = "bert-base" if machine.is_gpu else "bert-tiny"
     return DataParallelSpec(
-        model=BertSpec.preset(size, **fields),
+        model=BertSpec.preset(size, **shape),
         size=size,
         wrapper=wrapper,
         ranks=ranks,
         batch=GlobalBatch(global_batch=batch).of_rank(ranks),
         seed=seed,
-        device=device,
         **counts,
     ).canonical()
-
-
-def needs(machine: Machine) -> str | None:
-    return "needs two GPUs" if machine.is_gpu and machine.gpus < 2 else None
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
@@ -79,34 +72,20 @@ def answer(records: Sequence[Record]) -> str:
 
 def _beside(rows: Sequence[dict[str, Any]]) -> Table:
     """S3's figures beside those measured here of the same wrapper and global batch."""
-    base = {
-        (row["wrapper"], row["global_batch"]): row for row in rows if row["size"] == "bert-base"
-    }
-    cells = []
+    base = {(r["wrapper"], r["global_batch"]): r for r in rows if r["size"] == "bert-base"}
+    shown = []
     for wrapper, of_batches in _S3.items():
         for batch, (rate, gigabytes) in of_batches.items():
             ours = base.get((wrapper, batch), {})
             peak = ours.get("peak_bytes", {}).get("mean")
-            here = [ours.get("samples_per_s", {}).get("mean"), peak and peak / 1e9]
-            cells.append([wrapper, batch, ours.get("ranks"), *here, rate, gigabytes, "S3"])
-    numbers = [
-        "global batch",
-        "here ranks",
-        "here samples/s",
-        "here peak GB",
-        "published samples/s",
-        "published peak GB",
-    ]
-    caption = (
-        f"Beside published figures. S3: {SOURCES['S3']}, 4 used; sequence and precision not stated."
-    )
-    return Table(
-        ["wrapper", *numbers, "source"],
-        cells,
-        numeric=frozenset(numbers),
-        caption=caption,
-        folded=not base,
-    )
+            shown.append({
+                "wrapper": wrapper, "global batch": batch, "here ranks": ours.get("ranks"),
+                "here samples/s": ours.get("samples_per_s", {}).get("mean"),
+                "here peak GB": peak and peak / 1e9, "published samples/s": rate,
+                "published peak GB": gigabytes, "source": "S3",
+            })  # fmt: skip
+    note = "S3 used 4 of its GPUs; its sequence and precision are not stated"
+    return beside_table(shown, here="here samples/s", note=note)
 
 
 EXPERIMENT = Experiment(
@@ -119,9 +98,9 @@ EXPERIMENT = Experiment(
         "between a replicating and a sharding wrapper is taken apart into parameters, gradients, optimizer state and "
         "the rest."
     ),
-    jobs=jobs,
+    specs=specs,
     blocks=blocks,
     answer=answer,
-    needs=needs,
+    needs=needs_two_gpus,
     on_cpu="two processes of one CPU train a tiny BERT: figures of neither GPUs nor BERT-base",
 )

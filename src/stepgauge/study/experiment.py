@@ -4,7 +4,9 @@ import dataclasses
 import importlib.resources
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from stepgauge.bench.jobs import jobs_of
 from stepgauge.bench.sweep import Job
 from stepgauge.report.answers import answer
 from stepgauge.report.page import Block
@@ -34,7 +36,7 @@ class Experiment:
     title     of its section
     question  that its section answers, one sentence
     method    how the figures come about
-    jobs      what it runs on a machine, in a folder of the run
+    specs     what it measures on a machine, in a folder of the run: specs, or jobs of its own
     blocks    what its section shows of its own records
     answer    one or two sentences that its records answer the question with
     pictures  what it shows of files that lie beside the records, in the folder of the run
@@ -46,12 +48,23 @@ class Experiment:
     title: str
     question: str
     method: str
-    jobs: Callable[[Machine, Path], Sequence[Job]]
+    specs: Callable[[Machine, Path], Sequence[Any]]
     blocks: Callable[[Sequence[Record]], Sequence[Block]]
     answer: Callable[[Sequence[Record]], str] = answer
     pictures: Callable[[Sequence[Record], Path], Sequence[Block]] = lambda records, folder: ()
     needs: Callable[[Machine], str | None] = lambda machine: None
     on_cpu: str = ""
+
+    def jobs(self, machine: Machine, folder: Path) -> list[Job]:
+        """What measures it on the machine."""
+        asked = self.specs(machine, folder)
+        own = [[each] if isinstance(each, Job) else jobs_of(each, folder) for each in asked]
+        return [job for jobs in own for job in jobs]
+
+
+def needs_two_gpus(machine: Machine) -> str | None:
+    """Of ranks: on a machine without GPUs they are processes."""
+    return "needs two GPUs" if machine.is_gpu and machine.gpus < 2 else None
 
 
 def shipped(name: str) -> list[Record]:

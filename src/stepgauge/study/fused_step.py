@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepgauge.bench.step import run
-from stepgauge.bench.sweep import Job
-from stepgauge.report.figure import grouped_bars
 from stepgauge.report.names import flatten
 from stepgauge.report.numbers import number
-from stepgauge.report.page import Block, Plot
+from stepgauge.report.page import Block
+from stepgauge.report.step_plots import step_bars
 from stepgauge.report.table import Table
 from stepgauge.report.views import plotted, record_table
 from stepgauge.spec.model import ModelSpec
@@ -22,10 +20,10 @@ from stepgauge.study.sizes import step_spec
 OUR_PARTS = {"norm": "triton", "attention": "triton", "loss": "fused"}
 
 
-def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+def specs(machine: Machine, folder: Path) -> Sequence[StepSpec]:
     modes = ("off", "on") if machine.has_compiler else ("off",)
     return [
-        Job(run, _spec(machine, size, ours=ours, precision="bf16", compile=mode))
+        _spec(machine, size, ours=ours, precision="bf16", compile=mode)
         for size in ("small", "2.7b")
         for mode in modes
         for ours in (False, True)
@@ -41,31 +39,27 @@ def _spec(machine: Machine, size: str, *, ours: bool, **fields: Any) -> StepSpec
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
-    rows = {(record.spec["size"], _name(record)): plotted(record, "step_ms") for record in records}
-    sizes = list(dict.fromkeys(size for size, _ in rows))
-    names = list(dict.fromkeys(name for _, name in rows))
-    svg = grouped_bars(
-        sizes,
-        {name: [rows.get((s, name)) for s in sizes] for name in names},
-        unit="ms a step (median)",
-    )
-    table = []
+    rows = {(_size(record), _name(record)): plotted(record, "step_ms") for record in records}
+    shown = []
     for (size, name), ms in rows.items():
         stock = [t for (s, n), t in rows.items() if s == size and n.startswith("stock") and t]
-        ratio = min(stock) / ms if stock and ms else None
-        table.append([size, name, ms, ratio])
-    head = ["size", "parts", "step ms", "best stock over it"]
+        over = min(stock) / ms if stock and ms else None
+        shown.append({"size": size, "parts": name, "step ms": ms, "best stock over it": over})
     caption = "The best stock run's time divided by the row's: above 1 is faster than stock can be."
     return [
-        Plot(svg, "The step with torch's parts and with ours."),
-        Table(head, table, caption=caption, formats={head[3]: ".3f"}),
+        step_bars(records, "The step with torch's parts and with ours.", row=_size, bar=_name),
+        Table.from_rows(shown, caption=caption, formats={"best stock over it": ".3f"}),
         record_table(records),
     ]
 
 
+def _size(record: Record) -> str:
+    return str(record.spec["size"])
+
+
 def answer(records: Sequence[Record]) -> str:
     """Our step beside the best stock one, by size."""
-    times = {(str(r.spec["size"]), _name(r)): r.median("step_ms") for r in records}
+    times = {(_size(r), _name(r)): r.median("step_ms") for r in records}
     told = []
     for size in dict.fromkeys(size for size, _ in times):
         stock, ours = (
@@ -92,7 +86,7 @@ EXPERIMENT = Experiment(
     title="The step on fused parts",
     question="Is the whole step faster with our norm, attention, loss and optimizer than the best that torch gives?",
     method="The rows differ in the four parts and in torch.compile alone; each runs in a process of its own.",
-    jobs=jobs,
+    specs=specs,
     blocks=blocks,
     answer=answer,
     needs=needs_gpu,

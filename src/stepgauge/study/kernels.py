@@ -5,25 +5,23 @@ figures beside ours.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from stepgauge.bench.kernels import OPERATIONS, comparison
-from stepgauge.bench.sweep import Job
 from stepgauge.report.kernel_plots import kernel_bars
 from stepgauge.report.kernels import kernel_table
 from stepgauge.report.table import Table
 from stepgauge.report.views import plotted
 from stepgauge.spec.grids import Point
+from stepgauge.spec.kernel import KERNELS, KernelSpec
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.published import SOURCES
+from stepgauge.study.published import beside_table
 
 SECONDS = 0.05  # of timing for each implementation: a grid has many rows
 
 
-def kernel_jobs(machine: Machine, kind: str, points: Iterable[Point]) -> list[Job]:
-    """One row a point, all of an operation in one process."""
-    spec = OPERATIONS[kind].spec
-    rows = [spec(**{"seconds": SECONDS, **point, "device": machine.device}) for point in points]
-    return [Job(comparison.run, row, process=kind) for row in rows]
+def kernel_specs(machine: Machine, kind: str, points: Iterable[Point]) -> list[KernelSpec]:
+    """One row a point."""
+    rows = ({"seconds": SECONDS, **point, "device": machine.device} for point in points)
+    return [KERNELS[kind](**row) for row in rows]
 
 
 def needs_gpu(machine: Machine) -> str | None:
@@ -34,7 +32,7 @@ def needs_gpu(machine: Machine) -> str | None:
 def kernel_experiment(kind: str, points: Iterable[Point], **told: Any) -> Experiment:
     """An operation beside its peers; `told` is what the experiment says of itself."""
     return Experiment(
-        jobs=lambda machine, folder: kernel_jobs(machine, kind, points),
+        specs=lambda machine, folder: kernel_specs(machine, kind, points),
         blocks=lambda records: [*kernel_bars(records), kernel_table(records)],
         needs=needs_gpu,
         **told,
@@ -48,15 +46,14 @@ def beside_published(
     rows = []
     for wanted, published in figures.items():
         same = [r for r in records if all(r.spec.get(name) == value for name, value in wanted)]
-        for name, theirs in published.items():
-            here = plotted(same[0], f"{name}_ms") if same else None
-            rows.append([" ".join(f"{k}={v}" for k, v in wanted), name, here, float(theirs)])
-    head = ["row", "implementation", "here ms", "published ms"]
-    caption = f"Beside {source}: {SOURCES[source]}."
-    return Table(
-        head,
-        rows,
-        numeric=frozenset(head[2:]),
-        caption=caption,
-        folded=not any(here for *_, here, _ in rows),
-    )
+        rows += [
+            {
+                "row": " ".join(f"{k}={v}" for k, v in wanted),
+                "implementation": name,
+                "here ms": plotted(same[0], f"{name}_ms") if same else None,
+                "published ms": float(theirs),
+                "source": source,
+            }
+            for name, theirs in published.items()
+        ]
+    return beside_table(rows, here="here ms", note="Hardware differs")

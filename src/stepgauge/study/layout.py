@@ -3,20 +3,18 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepgauge.bench.layout import JOB
-from stepgauge.bench.sweep import Job
 from stepgauge.report.layout import layout_answer, layout_blocks
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
-from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.experiment import Experiment, Machine, needs_two_gpus
 
 ON_TWO = ("none", "dp2 bucketed", "dp2 zero3", "tp2", "pp2 1f1b m4")
 ON_FOUR = ("dp4 bucketed", "dp4 zero3", "tp4", "pp4 1f1b m8", "dp2 zero1 tp2", "pp2 1f1b m8 tp2")
 
 
-def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+def specs(machine: Machine, folder: Path) -> Sequence[LayoutSpec]:
     layouts = ON_TWO + (ON_FOUR if machine.gpus >= 4 else ()) if machine.is_gpu else ON_TWO
-    return [Job(JOB, _spec(machine, layout)) for layout in layouts]
+    return [_spec(machine, layout) for layout in layouts]
 
 
 def _spec(machine: Machine, layout: str) -> LayoutSpec:
@@ -31,10 +29,6 @@ def _spec(machine: Machine, layout: str) -> LayoutSpec:
     ).canonical()  # fmt: skip
 
 
-def needs(machine: Machine) -> str | None:
-    return "needs two GPUs" if machine.is_gpu and machine.gpus < 2 else None
-
-
 EXPERIMENT = Experiment(
     name="layout",
     title="Layouts",
@@ -44,9 +38,9 @@ EXPERIMENT = Experiment(
         "the slowest rank. What an axis costs is the step less the same step without its "
         "communication; of a pipeline, forward and backward less what its busiest rank computes."
     ),
-    jobs=jobs,
+    specs=specs,
     blocks=layout_blocks,
     answer=layout_answer,
-    needs=needs,
+    needs=needs_two_gpus,
     on_cpu="ranks are processes that share one CPU: two have no more cores than one",
 )

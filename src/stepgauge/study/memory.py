@@ -1,27 +1,27 @@
 """E4: who holds memory, and what activation checkpointing gives back for how much time."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from stepgauge.bench import memory
-from stepgauge.bench.sweep import Job
 from stepgauge.report.checkpointing import choice_of, memory_against_time
 from stepgauge.report.memory import memory_blocks
 from stepgauge.report.names import flatten
-from stepgauge.report.numbers import number
+from stepgauge.report.numbers import scaled
 from stepgauge.report.page import Block
 from stepgauge.report.table import Table
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.predictions import paired
-from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.study.experiment import Experiment, Machine
 from stepgauge.study.fused_step import OUR_PARTS
-from stepgauge.study.published import SOURCES, published
-from stepgauge.study.sizes import S1, S2, sizes, step_job
+from stepgauge.study.published import beside_table, load_of
+from stepgauge.study.sizes import S1, S2, sizes, step_spec
 
 # (forward only, whole step), fp32 and bf16, GB as the source prints them
 _FIGURES: dict[str, dict[str, tuple[float, float]]] = {
@@ -35,39 +35,37 @@ CHOICES = (("none", 1), ("blocks", 1), ("blocks", 2), ("nested", 2), ("selective
 BEYOND = (("10b", 512), ("2.7b", 2048))
 
 
-def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
-    precisions = ("fp32", "bf16")
-    load = S1 if machine.is_gpu else S2
-    chosen = "small" if machine.is_gpu else "mini"
+def specs(machine: Machine, folder: Path) -> Sequence[Any]:
+    """Memory by size, and of one size by checkpointing, which is timed too."""
+    load, chosen = (S1, "small") if machine.is_gpu else (S2, "mini")
+    spec = functools.partial(_spec, machine)
     choices: list[dict[str, Any]] = [
         {"checkpointing": name, "checkpoint_blocks": k} for name, k in CHOICES
     ]
-    rows = [_jobs(machine, size, load, precision=p) for size in sizes(machine) for p in precisions]
-    # none is among the sizes
-    rows += [_jobs(machine, chosen, load, **choice) for choice in choices[1:]]
-    rows.append(_jobs(machine, chosen, load, parts=OUR_PARTS, optimizer="fused"))
+    rows = [spec(size, load, precision=p) for size in sizes(machine) for p in ("fp32", "bf16")]
+    rows += [spec(chosen, load, **choice) for choice in choices[1:]]  # none is among the sizes
+    rows.append(spec(chosen, load, parts=OUR_PARTS, optimizer="fused"))
     if machine.has_compiler:
-        rows.append(_jobs(machine, chosen, load, compile="on"))
-    timed = [step_job(machine, chosen, load=load, **choice) for choice in choices]
+        rows.append(spec(chosen, load, compile="on"))
     if machine.is_gpu or machine.has_compiler:
         rows += [
-            _jobs(machine, size, (4, length), precision="bf16", predict="sm90")
-            for size, length in BEYOND
+            spec(size, (4, length), precision="bf16", predict="sm90") for size, length in BEYOND
         ]
-    return [*(job for row in rows for job in row), *timed]
+    timed = [step_spec(machine, chosen, load=load, **choice) for choice in choices]
+    # without the run's folder, to which snapshots of the allocator would go
+    return [*(job for row in rows for job in memory.jobs(row)), *timed]
 
 
-def _jobs(
+def _spec(
     machine: Machine,
     size: str,
     load: tuple[int, int],
     *,
     parts: Mapping[str, str] = NO_PARTS,
     **fields: Any,
-) -> list[Job]:
+) -> MemorySpec:
     model = ModelSpec.preset(size, context_length=load[1], **parts)
-    spec = MemorySpec(model=model, size=size, batch=load[0], device=machine.device, **fields)
-    return memory.jobs(spec)
+    return MemorySpec(model=model, size=size, batch=load[0], device=machine.device, **fields)
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
@@ -103,21 +101,10 @@ def _is_stock(record: Record) -> bool:
     return spec["compile"] == "off" and spec["norm"] != OUR_PARTS["norm"]
 
 
-def published_records() -> list[Record]:
-    """S1's peaks. Its GB are taken as 10⁹ bytes, which it does not say."""
-    found = []
-    for precision, rows in _FIGURES.items():
-        for size, (alone, whole) in rows.items():
-            record = published("S1", spec={"size": size, "precision": precision, "compile": "off"})
-            peaks = {"forward_only_peak_bytes": alone * GB, "peak_bytes": whole * GB}
-            metrics = {name: Sample.exact(value, "bytes") for name, value in peaks.items()}
-            found.append(Record(kind=MemorySpec.kind, spec=record.spec, metrics=metrics, provenance="published",
-                                source="S1"))  # fmt: skip
-    return found
-
-
 def beside_published(records: Sequence[Record]) -> Table:
-    """Published peaks beside ours of the same size and precision, in GiB."""
+    """S1's peaks beside ours of the same size and precision. Its GB are taken as 10⁹ bytes, which
+    it does not say.
+    """
     ours = {
         (spec["size"], spec["precision"]): record
         for record in records
@@ -125,28 +112,25 @@ def beside_published(records: Sequence[Record]) -> Table:
         and record.status == "ok"
         and _is_stock(record)
     }
+    metrics = {"forward only": "forward_only_peak_bytes", "whole step": "peak_bytes"}
     rows = []
-    for their in published_records():
-        own = ours.get((their.spec["size"], their.spec["precision"]))
-        load = (
-            f"{flatten(own.spec)['batch']} × {flatten(own.spec)['context_length']}"
-            if own
-            else "not run here"
-        )
-        for metric in ("forward_only_peak_bytes", "peak_bytes"):
-            figures = [own.median(metric) if own else None, their.median(metric)]
-            what = "forward only" if metric.startswith("forward") else "whole step"
-            rows.append([str(their.spec["size"]), str(their.spec["precision"]), load, what,
-                         *(number(figure, "bytes") for figure in figures)])  # fmt: skip
-    caption = f"Beside published peaks. S1, 16 × 128: {SOURCES['S1']}. Ours has SwiGLU, so more parameters."
-    head = ["size", "precision", "batch × context", "what", "ours GiB", "published GiB"]
-    return Table(
-        head,
-        rows,
-        numeric=frozenset(head[-2:]),
-        caption=caption,
-        folded=not any(row[-2] for row in rows),
-    )
+    for precision, of_sizes in _FIGURES.items():
+        for size, peaks in of_sizes.items():
+            own = ours.get((size, precision))
+            rows += [
+                {
+                    "size": size,
+                    "precision": precision,
+                    "batch × context": load_of(own),
+                    "what": what,
+                    "ours GiB": scaled(own.median(metric), "bytes") if own else None,
+                    "published GiB": scaled(gigabytes * GB, "bytes"),
+                    "source": "S1",
+                }
+                for (what, metric), gigabytes in zip(metrics.items(), peaks, strict=True)
+            ]
+    note = "S1's peaks are of 16 × 128. Ours has SwiGLU, so more parameters"
+    return beside_table(rows, here="ours GiB", note=note)
 
 
 EXPERIMENT = Experiment(
@@ -162,6 +146,6 @@ EXPERIMENT = Experiment(
         "the first thing that runs, without gradients or optimizer state. What compiled code keeps is what autograd's "
         "node holds, and where it was made is known from torch.compile's partitioner."
     ),
-    jobs=jobs,
+    specs=specs,
     blocks=blocks,
 )

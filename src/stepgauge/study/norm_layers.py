@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepgauge.bench.sweep import Job
 from stepgauge.report.kernel_plots import kernel_plots
 from stepgauge.report.kernels import kernel_table
 from stepgauge.report.page import Block
 from stepgauge.spec.grids import NORM_LAYERS
+from stepgauge.spec.kernel import KernelSpec
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.kernels import beside_published, kernel_jobs, needs_gpu
+from stepgauge.study.kernels import beside_published, kernel_specs, needs_gpu
 
 WIDTHS = (1024, 2048, 4096, 8192)
 # Seconds for 1000 passes are ms a pass.
@@ -37,8 +37,8 @@ PUBLISHED = {
 }
 
 
-def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
-    return kernel_jobs(machine, "rms-norm", NORM_LAYERS)
+def specs(machine: Machine, folder: Path) -> Sequence[KernelSpec]:
+    return kernel_specs(machine, "rms-norm", NORM_LAYERS)
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
@@ -54,7 +54,7 @@ EXPERIMENT = Experiment(
         "All implementations of a row run in one process, each checked against float64 first, then timed in turns "
         "over several rounds. Bytes count two tensors of the input's size in the forward, five in both passes."
     ),
-    jobs=jobs,
+    specs=specs,
     blocks=blocks,
     needs=needs_gpu,
 )

@@ -11,16 +11,16 @@ from stepgauge.report.broadcast import broadcast_blocks
 from stepgauge.report.comm import comm_blocks
 from stepgauge.report.compare import RunDifferences, difference_table
 from stepgauge.report.dtypes import EXPLANATION, accumulation_table, dtype_table
-from stepgauge.report.figure import stacked_bars
 from stepgauge.report.kernel_plots import kernel_bars
 from stepgauge.report.kernels import kernel_table
 from stepgauge.report.layout import layout_blocks
 from stepgauge.report.memory import memory_blocks
 from stepgauge.report.names import flatten, labels
 from stepgauge.report.numbers import heading, number
-from stepgauge.report.page import Block, Elsewhere, Headline, Page, Plot, Section, Text
+from stepgauge.report.page import Block, Elsewhere, Headline, Page, Section, Text
 from stepgauge.report.profile import blocks as profile_blocks
-from stepgauge.report.views import DISTURBED, is_disturbed, plotted, record_table
+from stepgauge.report.step_plots import phase_bars
+from stepgauge.report.views import DISTURBED, is_disturbed, record_table
 from stepgauge.report.where import measured_where
 from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.hardware import peaks
@@ -189,14 +189,7 @@ def _steps(records: Sequence[Record]) -> Sequence[Block]:
     shown = [record for record in records if record.status == "ok"][:MOST_BARS]
     if not shown:
         return _rows(records)
-    phases = ("forward", "backward", "optimizer")
-    svg = stacked_bars(
-        labels(shown),
-        {phase: [record.median(f"{phase}_ms") for record in shown] for phase in phases},
-        totals=[plotted(record, "step_ms") for record in shown],
-        unit="ms a step (medians)",
-    )
-    return [Plot(svg, "Step time by phase."), record_table(records)]
+    return [phase_bars(shown, labels(shown), "Step time by phase."), record_table(records)]
 
 
 def _trainings(records: Sequence[Record]) -> Sequence[Block]:

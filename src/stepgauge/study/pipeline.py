@@ -4,66 +4,51 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepgauge.bench.pipeline import JOB, PREDICTION
-from stepgauge.bench.sweep import Job
 from stepgauge.report.figure import lines, short
 from stepgauge.report.numbers import number
 from stepgauge.report.page import Block, Plot
-from stepgauge.report.pipeline import pipeline_table, timeline_of, tracks
+from stepgauge.report.pipeline import pipeline_table, timelines_of, tracks
 from stepgauge.report.table import Table
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.record import Record
-from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.published import SOURCES
+from stepgauge.study.experiment import Experiment, Machine, needs_two_gpus
+from stepgauge.study.published import beside_table
 
 RANKS, CHUNKS, SEEDS = (2, 3, 4), (4, 8, 16, 32, 64), (0, 1, 2)
 # S3, batch 64 in 4 micro-batches: ranks -> (samples/s, peak GB).
 _S3 = {3: (12.37, 8.7), 4: (9.23, 6.3)}
 
 
-def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
-    """Each row after its prediction. The published points are run three times, by seed."""
-    if machine.is_gpu:
-        ranks = [n for n in RANKS if n <= machine.gpus]
-        specs = [
-            _spec(machine, ranks=n, micro_batches=m, cuda_graphs=graphs)
-            for n in ranks
-            for m in CHUNKS
-            for graphs in (False, True)
-        ]
-        most = {"ranks": max(ranks, default=2)}
-        specs += [_spec(machine, schedule="torch-1f1b", micro_batches=m, **most) for m in CHUNKS]
-        specs += [_spec(machine, ranks=n, seed=seed) for n in ranks for seed in SEEDS[1:]]
-        specs += [_spec(machine, schedule=s, micro_batches=16, **most) for s in ("zb-h1", "gpipe")]
-        specs.append(_spec(machine, overweight=3, micro_batches=16, **most))
-    else:
-        specs = [_spec(machine, micro_batches=m) for m in (2, 4)]
-        specs += [_spec(machine, schedule="torch-1f1b"), _spec(machine, overweight=2)]
-    return [
-        job
-        for spec in specs
-        for job in (Job(PREDICTION, spec, provenance="modelled"), Job(JOB, spec))
+def specs(machine: Machine, folder: Path) -> Sequence[PipelineSpec]:
+    """The published points are run three times, by seed."""
+    if not machine.is_gpu:
+        rows = [_spec(machine, micro_batches=m) for m in (2, 4)]
+        return [*rows, _spec(machine, schedule="torch-1f1b"), _spec(machine, overweight=2)]
+    ranks = [n for n in RANKS if n <= machine.gpus]
+    most = {"ranks": max(ranks, default=2)}
+    rows = [
+        _spec(machine, ranks=n, micro_batches=m, cuda_graphs=graphs)
+        for n in ranks
+        for m in CHUNKS
+        for graphs in (False, True)
     ]
+    rows += [_spec(machine, schedule="torch-1f1b", micro_batches=m, **most) for m in CHUNKS]
+    rows += [_spec(machine, ranks=n, seed=seed) for n in ranks for seed in SEEDS[1:]]
+    rows += [_spec(machine, schedule=s, micro_batches=16, **most) for s in ("zb-h1", "gpipe")]
+    return [*rows, _spec(machine, overweight=3, micro_batches=16, **most)]
 
 
 def _spec(machine: Machine, **fields: Any) -> PipelineSpec:
-    size, device = ("bert-base", "cuda") if machine.is_gpu else ("bert-tiny", "cpu")
-    shape: dict[str, Any] = (
+    on_gpu = {"device": "cuda", "warmup": 3, "steps": 10, "batch": 64}
+    on_cpu = {"device": "cpu", "warmup": 1, "steps": 3, "batch": 8}
+    counts: dict[str, Any] = on_gpu if machine.is_gpu else on_cpu
+    shape = (
         {"context_length": 128} if machine.is_gpu else {"context_length": 32, "vocab_size": 1000}
     )
-    counts: dict[str, Any] = (
-        {"warmup": 3, "steps": 10, "batch": 64}
-        if machine.is_gpu
-        else {"warmup": 1, "steps": 3, "batch": 8}
-    )
-    model = BertSpec.preset(size, **shape)
+    size = "bert-base" if machine.is_gpu else "bert-tiny"
     asked = {"micro_batches": 4, "ranks": 2, **counts, **fields}
-    return PipelineSpec(model=model, size=size, device=device, **asked)
-
-
-def needs(machine: Machine) -> str | None:
-    return "needs two GPUs" if machine.is_gpu and machine.gpus < 2 else None
+    return PipelineSpec(model=BertSpec.preset(size, **shape), size=size, **asked)
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
@@ -104,11 +89,9 @@ def _by_chunks(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
 
 def _picture(record: Record, records: Sequence[Record]) -> list[Block]:
     """The step as it was predicted, above the step as it ran."""
-    same = {other.provenance: timeline_of(other) for other in records if other.key == record.key}
-    named = {"predicted": same.get("modelled"), "measured": same.get("measured")}
-    lines_ = {name: timeline for name, timeline in named.items() if timeline}
     caption = "The second stage has more blocks than its share: the others wait for it."
-    return [Plot(tracks(lines_), caption)] if lines_ else []
+    found = timelines_of(record, records)
+    return [Plot(tracks(found), caption)] if found else []
 
 
 def answer(records: Sequence[Record]) -> str:
@@ -148,12 +131,12 @@ def _beside(records: Sequence[Record]) -> Table:
         ]
         rates = [r.median("samples_per_s") or 0.0 for r in ours]
         peaks = [peak for r in ours if (peak := r.median("peak_bytes"))]
-        here = [sum(rates) / len(rates) if rates else None, max(peaks) / 1e9 if peaks else None]
-        rows.append([ranks, *here, rate, gigabytes, "S3"])
-    head = ["ranks", "here samples/s", "here peak GB", "published samples/s", "published peak GB"]
-    caption = f"Beside published figures, 4 micro-batches. S3: {SOURCES['S3']}."
-    folded = not any(row[1] for row in rows)
-    return Table([*head, "source"], rows, numeric=frozenset(head), caption=caption, folded=folded)
+        rows.append({
+            "ranks": ranks, "here samples/s": sum(rates) / len(rates) if rates else None,
+            "here peak GB": max(peaks) / 1e9 if peaks else None, "published samples/s": rate,
+            "published peak GB": gigabytes, "source": "S3",
+        })  # fmt: skip
+    return beside_table(rows, here="here samples/s", note="4 micro-batches")
 
 
 EXPERIMENT = Experiment(
@@ -165,9 +148,9 @@ EXPERIMENT = Experiment(
         "the others; of each step the slowest rank counts. Before a row runs, each stage is timed "
         "alone and the schedule is simulated from that. torch is torch.distributed.pipelining."
     ),
-    jobs=jobs,
+    specs=specs,
     blocks=blocks,
     answer=answer,
-    needs=needs,
+    needs=needs_two_gpus,
     on_cpu="ranks are processes that share one CPU, so that a bubble is another rank's work",
 )

@@ -1,25 +1,23 @@
 """E3: what each precision gains, which types a step then has, and what a sum's type loses."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepgauge.bench import dtypes
-from stepgauge.bench.sweep import Job
 from stepgauge.report.answers import choice_answer
 from stepgauge.report.dtypes import EXPLANATION, accumulation_table, dtype_table
-from stepgauge.report.figure import grouped_bars
 from stepgauge.report.names import flatten
-from stepgauge.report.page import Block, Plot, Text
-from stepgauge.report.views import plotted, record_table
+from stepgauge.report.page import Block, Text
+from stepgauge.report.step_plots import step_bars
+from stepgauge.report.views import record_table
 from stepgauge.spec.dtypes import AccumulationSpec, DtypesSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import PRECISIONS, StepSpec
 from stepgauge.study.experiment import Experiment, Machine
 from stepgauge.study.published import beside, published
-from stepgauge.study.sizes import S1, sizes, step_job
+from stepgauge.study.sizes import S1, sizes, step_spec
 
 # Forward and backward together, ms: S1's "total".
 _FIGURES: dict[str, dict[str, float]] = {
@@ -33,27 +31,26 @@ PUBLISHED = [
 ]
 
 
-def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
-    types = DtypesSpec(
-        model=ModelSpec.preset("nano"), size="nano", precision="bf16", device=machine.device
-    )
-    sums = AccumulationSpec(device=machine.device)
-    return [*_timed(machine), Job(dtypes.run, types), Job(dtypes.run_accumulation, sums)]
+def specs(machine: Machine, folder: Path) -> Sequence[Any]:
+    model = ModelSpec.preset("nano")
+    types = DtypesSpec(model=model, size="nano", precision="bf16", device=machine.device)
+    return [*_timed(machine), types, AccumulationSpec(device=machine.device)]
 
 
-def _timed(machine: Machine) -> Sequence[Job]:
+def _timed(machine: Machine) -> list[StepSpec]:
     if not machine.is_gpu:
-        return [_job(machine, "nano", p) for p in PRECISIONS if p != "tf32"]
-    ours = [_job(machine, size, p) for size in sizes(machine) for p in PRECISIONS]
-    return ours + [
-        step_job(machine, s, precision=p, load=S1) for s in sizes(machine) for p in ("fp32", "bf16")
+        return [_spec(machine, "nano", p) for p in PRECISIONS if p != "tf32"]
+    rows = [_spec(machine, size, p) for size in sizes(machine) for p in PRECISIONS]
+    both = ("fp32", "bf16")
+    return rows + [
+        step_spec(machine, s, precision=p, load=S1) for s in sizes(machine) for p in both
     ]
 
 
-def _job(machine: Machine, size: str, precision: str) -> Job:
+def _spec(machine: Machine, size: str, precision: str) -> StepSpec:
     """Only our optimizer keeps master weights."""
-    optimizer: dict[str, Any] = {"optimizer": "fused"} if precision == "bf16-master" else {}
-    return step_job(machine, size, precision=precision, **optimizer)
+    optimizer = "fused" if precision == "bf16-master" else "adamw"
+    return step_spec(machine, size, precision=precision, optimizer=optimizer)
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
@@ -67,17 +64,18 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
 def _times(records: Sequence[Record]) -> list[Block]:
     first = flatten(records[0].spec)
     same = [r for r in records if flatten(r.spec)["context_length"] == first["context_length"]]
-    names = list(dict.fromkeys(str(record.spec["size"]) for record in same))
-    times = {(r.spec["size"], r.spec["precision"]): plotted(r, "step_ms") for r in same}
-    used = [p for p in PRECISIONS if any(precision == p for _, precision in times)]
-    svg = grouped_bars(
-        names, {p: [times.get((n, p)) for n in names] for p in used}, unit="ms a step (median)"
-    )
     caption = (
         f"Step time by precision, batch × context {first['batch']} × {first['context_length']}."
     )
-    shown: list[Block] = [Plot(svg, caption), record_table(records)]
-    return [*shown, beside([_with_total(record) for record in records], PUBLISHED, ("total_ms",))]
+    return [
+        step_bars(same, caption, row=_field("size"), bar=_field("precision"), bars=PRECISIONS),
+        record_table(records),
+        beside([_with_total(record) for record in records], PUBLISHED, ("total_ms",)),
+    ]
+
+
+def _field(name: str) -> Callable[[Record], str]:
+    return lambda record: str(record.spec[name])
 
 
 def _with_total(record: Record) -> Record:
@@ -103,7 +101,7 @@ EXPERIMENT = Experiment(
         "against the dense peak of the arithmetic that the precision's products run in. A published total is forward "
         "plus backward."
     ),
-    jobs=jobs,
+    specs=specs,
     blocks=blocks,
     answer=lambda records: choice_answer(
         [record for record in records if record.kind == StepSpec.kind], "precision"

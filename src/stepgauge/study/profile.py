@@ -1,12 +1,12 @@
 """E2: where the time of a step goes, by kind of work, phase and part of the model."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from stepgauge.bench import profile
+from stepgauge.bench.jobs import jobs_of
 from stepgauge.bench.sweep import Job
 from stepgauge.report.names import describe
 from stepgauge.report.page import Block, Text
@@ -32,31 +32,24 @@ PUBLISHED = (
 )
 
 
-def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+def specs(machine: Machine, folder: Path) -> Sequence[Job]:
+    return [job for spec in _specs(machine) for job in jobs_of(spec, folder / "profile")]
+
+
+def _specs(machine: Machine) -> list[ProfileSpec]:
     if not machine.is_gpu:
-        return [_job(machine, folder, "tiny", load=S2, attention="eager")]
+        return [_spec(machine, "tiny", S2, warmup=2, steps=5, seconds=0.5)]
     fit = sizes(machine)
-    ends = list(dict.fromkeys((fit[0], fit[-1])))
-    rows = [_job(machine, folder, size, load=S1, attention="eager") for size in ends]
-    return [*rows, _job(machine, folder, ends[-1], load=OURS, attention="sdpa", precision="bf16")]
+    rows = [_spec(machine, size, S1) for size in dict.fromkeys((fit[0], fit[-1]))]
+    return [*rows, _spec(machine, fit[-1], OURS, attention="sdpa", precision="bf16")]
 
 
-def _job(
-    machine: Machine,
-    folder: Path,
-    size: str,
-    *,
-    load: tuple[int, int],
-    attention: str,
-    precision: str = "fp32",
-) -> Job:
+def _spec(
+    machine: Machine, size: str, load: tuple[int, int], *, attention: str = "eager", **fields: Any
+) -> ProfileSpec:
     batch, context = load
     model = ModelSpec.preset(size, context_length=context, attention=attention)
-    counts: dict[str, Any] = {} if machine.is_gpu else {"warmup": 2, "steps": 5, "seconds": 0.5}
-    spec = ProfileSpec(
-        model=model, size=size, batch=batch, precision=precision, device=machine.device, **counts
-    )
-    return Job(functools.partial(profile.run, folder=folder / "profile"), spec)
+    return ProfileSpec(model=model, size=size, batch=batch, device=machine.device, **fields)
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
@@ -84,12 +77,7 @@ def pictures(records: Sequence[Record], folder: Path) -> Sequence[Block]:
         rows += [[name, *cells] for cells in kinds_shares(found)]
         shown += [Text(f"{name}:"), *profile_blocks(found)]
     head = ["row", "figure", "forward %", "whole step %"]
-    table = Table(
-        head,
-        rows,
-        numeric=frozenset(head[2:]),
-        caption="Shares of kernel time, forward against whole step.",
-    )
+    table = Table(head, rows, caption="Shares of kernel time, forward against whole step.")
     return [table, published_table(), *shown] if rows else []
 
 
@@ -117,11 +105,8 @@ def kinds_shares(found: Analysis) -> list[tuple[str, float, float]]:
 def published_table() -> Table:
     """What S1 and S5 say of their profiles, and where they are from."""
     legend = "; ".join(f"{name}: {SOURCES[name]}" for name in ("S1", "S5"))
-    return Table(
-        ["source", "figure", "value"],
-        list(PUBLISHED),
-        caption=f"What others published of their profiles. {legend}.",
-    )
+    caption = f"What others published of their profiles. {legend}."
+    return Table(["source", "figure", "value"], PUBLISHED, caption=caption)
 
 
 EXPERIMENT = Experiment(
@@ -129,7 +114,7 @@ EXPERIMENT = Experiment(
     title="Where the time goes",
     question="Which kernels, phases and parts of the model take the time of a step, and why does the device wait?",
     method=METHOD,
-    jobs=jobs,
+    specs=specs,
     blocks=blocks,
     pictures=pictures,
 )

@@ -70,36 +70,37 @@ def beside(records: Sequence[Record], theirs: Iterable[Record], figures: Sequenc
     rows = []
     for their in theirs:
         ours = _nearest(records, their.spec)
-        what = [str(their.spec[n]) for n in ("size", "precision", "compile")]
-        load = _load(flatten(ours.spec)) if ours else "not run here"
-        for figure in figures:
-            if figure in their.metrics:
-                cells = [
-                    figure.removesuffix("_ms"),
-                    plotted(ours, figure) if ours else None,
-                    their.median(figure),
-                ]
-                rows.append([*what, load, *cells, _load(their.spec), their.source])
-    sources = dict.fromkeys(str(row[-1]) for row in rows)
+        what = {name: str(their.spec[name]) for name in ("size", "precision", "compile")}
+        rows += [
+            {
+                **what,
+                "batch × context": load_of(ours),
+                "phase": figure.removesuffix("_ms"),
+                "here ms": plotted(ours, figure) if ours else None,
+                "published ms": their.median(figure),
+                "published batch × context": _load(their.spec),
+                "source": their.source,
+            }
+            for figure in figures
+            if figure in their.metrics
+        ]
+    note = "The networks may differ in detail; this one has SwiGLU"
+    return beside_table(rows, here="here ms", note=note)
+
+
+def beside_table(rows: Sequence[Mapping[str, Any]], *, here: str, note: str) -> Table:
+    """Published figures, each row with its source, beside those in the column `here`; shown only
+    when opened where nothing was measured here.
+    """
+    sources = dict.fromkeys(str(row["source"]) for row in rows)
     legend = "; ".join(f"{source}: {SOURCES[source]}" for source in sources)
-    head = [
-        "size",
-        "precision",
-        "compile",
-        "batch × context",
-        "phase",
-        "here ms",
-        "published ms",
-        "published batch × context",
-        "source",
-    ]
-    return Table(
-        head,
-        rows,
-        numeric=frozenset(("here ms", "published ms")),
-        caption=f"Beside published figures. {legend}. The networks may differ in detail; this one has SwiGLU.",
-        folded=not any(row[5] for row in rows),
-    )
+    caption = f"Beside published figures. {legend}. {note}."
+    return Table.from_rows(rows, caption=caption, folded=not any(row[here] for row in rows))
+
+
+def load_of(ours: Record | None) -> str:
+    """Batch and context of a row of ours."""
+    return _load(flatten(ours.spec)) if ours else "not run here"
 
 
 def _load(spec: Mapping[str, Any]) -> str:

@@ -3,22 +3,26 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepgauge.bench.sweep import Job
 from stepgauge.report.figure import stacked_bars
 from stepgauge.report.findings import is_comparable
-from stepgauge.report.numbers import scaled
 from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
 from stepgauge.report.views import plotted
+from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.record import Record
 from stepgauge.study import data_parallel
-from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.published import SOURCES
+from stepgauge.study.data_parallel import row_of
+from stepgauge.study.experiment import Experiment, Machine, needs_two_gpus
+from stepgauge.study.published import beside_table
 
 PLAIN = "bucketed"
 WRAPPERS = (PLAIN, "zero1", "torch-zero1", "zero2", "zero3", "torch-fsdp")
 PARTS = ("parameter", "gradient", "optimizer", "rest")
-MOMENTS = ("initial", "before_update", "after_update", "peak")
+# of the table, in GiB
+COLUMNS = {
+    **{name: f"{name.replace('_', ' ')} GiB" for name in ("initial", "before_update", "after_update", "peak")},
+    "parameter": "parameters GiB", "gradient": "gradients GiB", "optimizer": "optimizer GiB", "rest": "rest GiB",
+}  # fmt: skip
 
 # S1, 2 ranks: seconds a step with the optimizer's state sharded and plain.
 _S1: tuple[tuple[str, str, float, float], ...] = (
@@ -28,16 +32,11 @@ _S1: tuple[tuple[str, str, float, float], ...] = (
 )
 
 
-def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+def specs(machine: Machine, folder: Path) -> Sequence[DataParallelSpec]:
     """Those of data parallel training: what both ask is measured once."""
-    return [job for job in data_parallel.jobs(machine, folder) if _is_usual(job.asked)]
-
-
-def _is_usual(record: Record) -> bool:
-    return (
-        record.spec["wrapper"] in WRAPPERS
-        and record.spec["bucket_mb"] == data_parallel.USUAL_BUCKET_MB
-    )
+    asked = data_parallel.specs(machine, folder)
+    usual = [spec for spec in asked if spec.bucket_mb == data_parallel.USUAL_BUCKET_MB]
+    return [spec for spec in usual if spec.wrapper in WRAPPERS]
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
@@ -53,7 +52,7 @@ def answer(records: Sequence[Record]) -> str:
         return ""
     told = []
     for stage in ("zero1", "zero2", "zero3"):
-        sharded = _of(good, stage, str(plain.spec["size"]))
+        sharded = row_of(good, stage, str(plain.spec["size"]))
         if sharded:
             time = (sharded.median("step_ms") or 0.0) / (plain.median("step_ms") or 1.0)
             kept = _kept(sharded) / _kept(plain)
@@ -97,23 +96,19 @@ def _memory(records: Sequence[Record]) -> Table:
     """Each moment and each part, and of the state how far the fullest rank is from an even share."""
     rows = []
     for record in records:
-        plain = _of(records, PLAIN, record.spec["size"])
+        plain = row_of(records, PLAIN, record.spec["size"])
         whole, state = (r.median("optimizer_bytes") if r else None for r in (plain, record))
         ranks = record.spec["ranks"] if record.spec["wrapper"] != PLAIN else 1
         over = 100 * (state * ranks / whole - 1) if whole and state else None
-        figures = [scaled(record.median(f"{name}_bytes"), "bytes") for name in (*MOMENTS, *PARTS)]
-        names = [str(record.spec["size"]), str(record.spec["wrapper"])]
-        rows.append([*names, plotted(record, "step_ms"), *figures, over])
-    moments = [f"{name.replace('_', ' ')} GiB" for name in MOMENTS]
-    parts = ["parameters GiB", "gradients GiB", "optimizer GiB", "rest GiB"]
-    numbers = ["step ms", *moments, *parts, "state over an even share %"]
-    return Table(
-        ["size", "wrapper", *numbers],
-        rows,
-        numeric=frozenset(numbers),
-        caption="Memory of the fullest rank.",
-        formats={numbers[-1]: "+.2f"},
-    )
+        rows.append({
+            "size": record.spec["size"],
+            "wrapper": record.spec["wrapper"],
+            "step ms": plotted(record, "step_ms"),
+            **{text: _gib(record, name) for name, text in COLUMNS.items()},
+            "state over an even share %": over,
+        })  # fmt: skip
+    formats = {"state over an even share %": "+.2f"}
+    return Table.from_rows(rows, caption="Memory of the fullest rank.", formats=formats)
 
 
 def _beside(records: Sequence[Record]) -> Table:
@@ -121,35 +116,18 @@ def _beside(records: Sequence[Record]) -> Table:
     rows = []
     for size, where, sharded_s, plain_s in _S1:
         here = [
-            _of(records, wrapper, size) if where.startswith("1") else None
+            row_of(records, wrapper, size) if where.startswith("1") else None
             for wrapper in ("zero1", PLAIN)
         ]
         sharded, plain = (plotted(record, "step_ms") if record else None for record in here)
-        ratio = sharded / plain if sharded and plain else None
-        published = [1e3 * sharded_s, 1e3 * plain_s, sharded_s / plain_s]
-        rows.append([size, where, sharded, plain, ratio, *published, "S1"])
-    numbers = [
-        "here sharded ms",
-        "here plain ms",
-        "here ratio",
-        "published sharded ms",
-        "published plain ms",
-        "published ratio",
-    ]
-    caption = f"Beside published figures. S1: {SOURCES['S1']}. Here: zero1 and {PLAIN}."
-    return Table(
-        ["size", "ranks", *numbers, "source"],
-        rows,
-        numeric=frozenset(numbers),
-        caption=caption,
-        folded=not any(row[2] for row in rows),
-    )
-
-
-def _of(records: Sequence[Record], wrapper: str, size: str) -> Record | None:
-    return next(
-        (r for r in records if (r.spec["wrapper"], r.spec["size"]) == (wrapper, size)), None
-    )
+        rows.append({
+            "size": size, "ranks": where,
+            "here sharded ms": sharded, "here plain ms": plain,
+            "here ratio": sharded / plain if sharded and plain else None,
+            "published sharded ms": 1e3 * sharded_s, "published plain ms": 1e3 * plain_s,
+            "published ratio": sharded_s / plain_s, "source": "S1",
+        })  # fmt: skip
+    return beside_table(rows, here="here sharded ms", note=f"Here: zero1 and {PLAIN}")
 
 
 EXPERIMENT = Experiment(
@@ -161,9 +139,9 @@ EXPERIMENT = Experiment(
         "before and after the update, and at the peak, taken apart into parameters, gradients before the update, "
         "optimizer state and the rest. An even share is the plain wrapper's state over the ranks."
     ),
-    jobs=jobs,
+    specs=specs,
     blocks=blocks,
     answer=answer,
-    needs=data_parallel.needs,
+    needs=needs_two_gpus,
     on_cpu="two processes of one CPU, not two GPUs: bytes are right, times are not a GPU's",
 )

@@ -4,8 +4,7 @@ that end soon.
 
 from typing import Any
 
-from stepgauge.bench.step import least_bytes, run
-from stepgauge.bench.sweep import Job
+from stepgauge.bench.step import least_bytes
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
 from stepgauge.study.experiment import Machine
@@ -31,18 +30,11 @@ def step_spec(
     counts = (
         {"warmup": 5, "steps": 10} if machine.is_gpu else {"warmup": 2, "steps": 5, "seconds": 0.5}
     )
-    model = ModelSpec.preset(size, context_length=context)
-    return StepSpec(
-        **{
-            **counts,
-            "model": model,
-            "size": size,
-            "batch": batch,
-            "device": machine.device,
-            **fields,
-        }
-    )
-
-
-def step_job(machine: Machine, size: str, **fields: Any) -> Job:
-    return Job(run, step_spec(machine, size, **fields))
+    asked = {
+        **counts,
+        "model": ModelSpec.preset(size, context_length=context),
+        "size": size,
+        "batch": batch,
+        "device": machine.device,
+    }
+    return StepSpec(**{**asked, **fields})

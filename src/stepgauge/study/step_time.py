@@ -3,28 +3,23 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepgauge.bench.sweep import Job
-from stepgauge.report.figure import stacked_bars
 from stepgauge.report.names import flatten
-from stepgauge.report.page import Block, Plot
-from stepgauge.report.views import plotted, record_table
+from stepgauge.report.page import Block
+from stepgauge.report.step_plots import phase_bars
+from stepgauge.report.views import record_table
 from stepgauge.spec.record import Record
+from stepgauge.spec.step import StepSpec
 from stepgauge.study.experiment import Experiment, Machine
 from stepgauge.study.published import CONDITIONS, beside, published
-from stepgauge.study.sizes import GPU_SIZES, OURS, S1, S2, sizes, step_job
+from stepgauge.study.sizes import GPU_SIZES, OURS, S1, S2, sizes, step_spec
 
 # Forward and backward of fp32, in ms.
 _FIGURES: dict[str, dict[str, tuple[float, float]]] = {
-    "S1": {
-        "small": (18.8, 34.0),
-        "medium": (45, 85),
-        "large": (96, 191),
-        "xl": (185, 359),
-        "2.7b": (257, 534),
-    },
+    "S1": {"small": (18.8, 34.0), "medium": (45, 85), "large": (96, 191), "xl": (185, 359),
+           "2.7b": (257, 534)},
     "S2": {"small": (12.9, 23.2), "medium": (31.9, 71.4), "large": (66.2, 143.5)},
     "S5": {"small": (31.5, 67), "medium": (97.7, 202)},
-}
+}  # fmt: skip
 PUBLISHED = [
     published(
         source,
@@ -37,16 +32,14 @@ PUBLISHED = [
 ]
 
 
-def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+def specs(machine: Machine, folder: Path) -> Sequence[StepSpec]:
     loads = (OURS, S1, S2) if machine.is_gpu else (S2,)
     shown = sizes(machine)
-    jobs = [step_job(machine, size, load=load) for load in loads for size in shown]
-    beyond = (
-        [step_job(machine, GPU_SIZES[len(shown)])]
-        if machine.is_gpu and len(shown) < len(GPU_SIZES)
-        else []
-    )
-    return jobs + beyond  # the first size that does not fit is a row that says so
+    rows = [step_spec(machine, size, load=load) for load in loads for size in shown]
+    if machine.is_gpu and len(shown) < len(GPU_SIZES):
+        # the first size that does not fit is a row that says so
+        rows.append(step_spec(machine, GPU_SIZES[len(shown)]))
+    return rows
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
@@ -55,19 +48,9 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     for load in dict.fromkeys(map(_load, records)):
         rows = [record for record in records if _load(record) == load]
         names = [str(record.spec["size"]) for record in rows]
-        phases = {
-            p: [record.median(f"{p}_ms") for record in rows]
-            for p in ("forward", "backward", "optimizer")
-        }
-        svg = stacked_bars(
-            names,
-            phases,
-            totals=[plotted(record, "step_ms") for record in rows],
-            unit="ms a step (medians)",
-            points=_published_totals(load, names),
-            most=most,
-        )
-        shown.append(Plot(svg, f"Step time by size and phase, fp32, batch × context {load}."))
+        caption = f"Step time by size and phase, fp32, batch × context {load}."
+        points = _published_totals(load, names)
+        shown.append(phase_bars(rows, names, caption, points=points, most=most))
     shown.append(record_table(records))
     return [*shown, beside(records, PUBLISHED, ("forward_ms", "backward_ms"))]
 
@@ -99,6 +82,6 @@ EXPERIMENT = Experiment(
         "boundaries on the device's queue and the host waits once at the end of a step; on a CPU the clock is "
         "perf_counter. Forward includes the loss. Figures are medians, with p10 and p90."
     ),
-    jobs=jobs,
+    specs=specs,
     blocks=blocks,
 )

@@ -18,7 +18,7 @@ from stepgauge.spec.train import TrainSpec
 from stepgauge.study.experiment import Experiment, Machine
 
 
-def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+def specs(machine: Machine, folder: Path) -> Sequence[Job]:
     if machine.is_gpu:
         size, context = "small", 512
         spec = TrainSpec(
@@ -72,6 +72,6 @@ EXPERIMENT = Experiment(
         "seed and the step, so that a run that was killed goes on along the same curve. The held-out loss is the mean "
         "over fixed windows, in bits a byte: nats over ln 2 and over the bytes a token stands for."
     ),
-    jobs=jobs,
+    specs=specs,
     blocks=blocks,
 )

@@ -1,5 +1,6 @@
 """E14: steps predicted from a calibration of this machine, then run."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +8,6 @@ from typing import Any
 
 import torch
 
-from stepgauge.bench.jobs import job_of
 from stepgauge.bench.sweep import Job
 from stepgauge.calibrate import run as calibration
 from stepgauge.calibrate.machine import hardware_file
@@ -45,14 +45,14 @@ def needs(machine: Machine) -> str | None:
     return None
 
 
-def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+def specs(machine: Machine, folder: Path) -> Sequence[Any]:
     """A calibration of what the steps need, predictions, and the steps."""
-    specs = _specs(machine)
+    rows = _specs(machine)
     predict = functools.partial(predict_row, folder=folder)
     return [
-        *([] if machine.is_gpu else _calibration(machine, specs)),
-        *(Job(predict, spec, process="prediction", provenance="modelled") for spec in specs),
-        *(job_of(spec, folder) for spec in specs),
+        *([] if machine.is_gpu else _calibration(machine, rows)),
+        *(Job(predict, spec, process="prediction", provenance="modelled") for spec in rows),
+        *rows,
     ]
 
 
@@ -73,7 +73,7 @@ def _specs(machine: Machine) -> list[Any]:
     return [*alone, *(spec.canonical() for spec in ranks)]
 
 
-def _calibration(machine: Machine, specs: Sequence[Any]) -> list[Job]:
+def _calibration(machine: Machine, specs: Sequence[Any]) -> list[Any]:
     """The operations of the steps, alone and on two ranks side by side, and collectives, which are
     those of the experiment of that name.
     """
@@ -87,8 +87,8 @@ def _calibration(machine: Machine, specs: Sequence[Any]) -> list[Job]:
         for ranks in (1, 2)
         for name in names
     ]
-    measured = collectives.jobs(machine, Path())
-    links = [job for job in measured if job.spec.op in LINKS and job.spec.algorithm == "library"]
+    asked = collectives.specs(machine, Path())
+    links = [spec for spec in asked if spec.op in LINKS and spec.algorithm == "library"]
     return [*map(calibration.job, operations), *links]
 
 
@@ -101,16 +101,7 @@ def predict_row(spec: Any, folder: Path) -> Record:
     hardware = HardwareFile.read(known) if known else HardwareFile(name="study")
     if spec.device == "cpu":
         hardware = hardware_file(RunStore(folder).read().latest(), HardwareFile(name="study"))
-    record = predicted(spec, hardware)
-    return Record(
-        kind=record.kind,
-        spec=record.spec,
-        metrics=record.metrics,
-        tables=record.tables,
-        environment=where,
-        provenance="modelled",
-        note=BEFORE,
-    )
+    return dataclasses.replace(predicted(spec, hardware), environment=where, note=BEFORE)
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
@@ -122,7 +113,7 @@ EXPERIMENT = Experiment(
     title="Predicted and measured",
     question=views.QUESTION,
     method=f"{views.METHOD} {ON_CPU}",
-    jobs=jobs,
+    specs=specs,
     blocks=blocks,
     answer=sentence,
     needs=needs,

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepgauge.bench.sweep import Job
 from stepgauge.report.figure import grouped_bars
 from stepgauge.report.names import describe
 from stepgauge.report.numbers import number
@@ -11,9 +10,10 @@ from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
 from stepgauge.report.views import record_table
 from stepgauge.spec.record import Record
+from stepgauge.spec.step import StepSpec
 from stepgauge.study.experiment import Experiment, Machine
 from stepgauge.study.published import SOURCES
-from stepgauge.study.sizes import step_job
+from stepgauge.study.sizes import step_spec
 
 WARM_UPS = (0, 1, 2, 5)
 # S1's small: forward 84 ms without warm-up, 19 with one step; S2's small: 29 ± 52 against 12.9 ±
@@ -26,9 +26,9 @@ _FIGURES: list[tuple[str, int, float, float | None]] = [
 ]
 
 
-def jobs(machine: Machine, folder: Path) -> Sequence[Job]:
+def specs(machine: Machine, folder: Path) -> Sequence[StepSpec]:
     size = "small" if machine.is_gpu else "tiny"
-    return [step_job(machine, size, warmup=warmup, seconds=0.0) for warmup in WARM_UPS]
+    return [step_spec(machine, size, warmup=warmup, seconds=0.0) for warmup in WARM_UPS]
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
@@ -43,24 +43,14 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
         unit="ms a forward",
     )
     ours = [
-        [
-            record.spec["warmup"],
-            s.mean,
-            s.std,
-            s.median,
-            "this machine",
-        ]
-        for record, s in zip(good, forward, strict=True)
+        [r.spec["warmup"], s.mean, s.std, s.median, "this machine"]
+        for r, s in zip(good, forward, strict=True)
     ]
     theirs = [[warmup, mean, std, None, source] for source, warmup, mean, std in _FIGURES]
     head = ["warm-up steps", "forward ms mean", "std", "median", "source"]
     sources = "; ".join(f"{name}: {SOURCES[name]}" for name in ("S1", "S2"))
-    table = Table(
-        head,
-        ours + theirs,
-        names=1,
-        caption=f"Beside published figures of small. {sources}.",
-    )
+    caption = f"Beside published figures of small. {sources}."
+    table = Table(head, ours + theirs, names=1, caption=caption)
     counts = " to ".join(
         str(n) for n in sorted({min(s.n for s in forward), max(s.n for s in forward)})
     )
@@ -91,7 +81,7 @@ EXPERIMENT = Experiment(
         "The same row with 0, 1, 2 and 5 untimed steps first, each in a fresh process, so that no earlier row has "
         "loaded kernels, chosen algorithms or grown the memory pool."
     ),
-    jobs=jobs,
+    specs=specs,
     blocks=blocks,
     answer=answer,
 )

@@ -1,6 +1,6 @@
 """Which layouts this machine can run."""
 
-from stepgauge.bench import layout
+from stepgauge.bench.ranks import require_ranks
 from stepgauge.measure import devices
 from stepgauge.measure.environment import available_cores, device_memory
 from stepgauge.runtime.workers import run_isolated
@@ -14,7 +14,7 @@ def why_not_here(spec: LayoutSpec, needed_bytes: float) -> str:
     """
     try:
         device = devices.resolve(spec.device)
-        layout.check(spec)
+        require_ranks(spec)
     except ValueError as error:
         return str(error)
     if device.type == "cpu":

@@ -111,9 +111,8 @@ class ShapeComparison:
         timed = {name: values for name, values in times.items() if providers[name].runs}
         metrics = self._speeds(spec, timed) | memory | _errors(providers.values())
         status, note = _verdict(providers.values())
-        return Record(
-            kind=spec.kind,
-            spec=dataclasses.asdict(spec),
+        return Record.of(
+            spec,
             metrics=metrics,
             status=status,
             note=note,

@@ -4,11 +4,11 @@ from cyclopts import App
 
 # Each command, and where it stands: a module is loaded when its command is called.
 COMMANDS = {
-    "step": "step:step",
-    "data-parallel": "data_parallel:data_parallel",
+    "step": "steps:step",
+    "data-parallel": "steps:data_parallel",
     "ddp-vs-fsdp": "ddp_vs_fsdp:ddp_vs_fsdp",
     "pipeline": "pipeline:pipeline",
-    "layout": "layout:layout",
+    "layout": "steps:layout",
     "kernel": "kernel:app",
     "op": "op:op",
     "comm": "comm:comm",

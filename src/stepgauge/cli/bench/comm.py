@@ -5,19 +5,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import print_records
+from stepgauge.cli import rows
 from stepgauge.cli.options import Values, expand, parse_bytes, spec_options
-from stepgauge.cli.rows import (
-    Fresh,
-    Out,
-    RowFormat,
-    of_torchrun,
-    require_success,
-    resolve_devices,
-    run_jobs,
-)
 from stepgauge.spec.comm import CommSpec, sizes
-from stepgauge.spec.store import RunStore
 
 FACTOR = 2.0
 
@@ -40,9 +30,9 @@ def comm(
         float | None,
         Parameter(name=("--factor", "-f"), help="From one size of the range to the next. [2]"),
     ] = None,
-    out: Out = Path("runs/bench-comm"),
-    fresh: Fresh = False,
-    format: RowFormat = "table",
+    out: rows.Out = Path("runs/bench-comm"),
+    fresh: rows.Fresh = False,
+    format: rows.RowFormat = "table",
 ) -> None:
     """Time collectives in the columns of nccl-tests, with every element checked.
 
@@ -52,12 +42,7 @@ def comm(
     """
     specs = _specs(values, _range(begin, end, factor))
 
-    from stepgauge.bench.comm import RUN
-    from stepgauge.bench.sweep import Job
-
-    records = run_jobs([Job(RUN, spec) for spec in specs], RunStore(out), fresh=fresh)
-    print_records(records, format)
-    require_success(records)
+    rows.measure_and_print(specs, out, fresh=fresh, format=format)
 
 
 def _specs(values: Values, ranged: tuple[int, ...]) -> list[CommSpec]:
@@ -72,7 +57,7 @@ def _specs(values: Values, ranged: tuple[int, ...]) -> list[CommSpec]:
     (first_device, *_) = values["device"]
     values.setdefault("backend", ("gloo" if resolve(str(first_device)).type == "cpu" else "nccl",))
     named = {**values, "device": tuple(str(resolve(str(name))) for name in values["device"])}
-    specs = resolve_devices(expand(CommSpec, of_torchrun(named)))
+    specs = rows.resolve_devices(expand(CommSpec, rows.of_torchrun(named)))
     specs = list(dict.fromkeys(spec.canonical() for spec in specs))
     # The ranks of one number are started once if the rows that they measure follow one another.
     return sorted(specs, key=lambda spec: (spec.device, spec.ranks))

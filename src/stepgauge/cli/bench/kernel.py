@@ -7,13 +7,12 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from stepgauge.cli import rows
 from stepgauge.cli.console import print_records, tell
 from stepgauge.cli.options import Values, expand, spec_options
-from stepgauge.cli.rows import Fresh, Out, RowFormat, require_success, resolve_devices, run_jobs
 from stepgauge.report.kernels import outcomes_of
 from stepgauge.spec.grids import names_of, points
 from stepgauge.spec.kernel import AUTO, KERNELS, KernelSpec
-from stepgauge.spec.store import RunStore
 
 app = App(
     name="kernel",
@@ -43,11 +42,13 @@ def expand_grid(spec: type[KernelSpec], grid: str, values: Values) -> list[Kerne
 
     The passes of one shape follow one another, since they share what was set up for it.
     """
-    rows: dict[KernelSpec, list[KernelSpec]] = {}
+    shapes: dict[KernelSpec, list[KernelSpec]] = {}
     for point in points(spec.kind, grid):
         for row in expand(spec, {name: (value,) for name, value in point.items()} | values):
-            rows.setdefault(dataclasses.replace(row, passes=spec.passes_offered[0]), []).append(row)
-    return [row for shape in rows.values() for row in dict.fromkeys(shape)]
+            shapes.setdefault(dataclasses.replace(row, passes=spec.passes_offered[0]), []).append(
+                row
+            )
+    return [row for shape in shapes.values() for row in dict.fromkeys(shape)]
 
 
 def _command(spec: type[KernelSpec]) -> Callable[..., None]:
@@ -61,29 +62,19 @@ def _command(spec: type[KernelSpec]) -> Callable[..., None]:
             ),
         ] = "default",
         peers: Peers = (),
-        out: Out = Path("runs/bench-kernel"),
-        fresh: Fresh = False,
-        format: RowFormat = "table",
+        out: rows.Out = Path("runs/bench-kernel"),
+        fresh: rows.Fresh = False,
+        format: rows.RowFormat = "table",
     ) -> None:
         names = [name for text in peers for name in text.split(",") if name]
         if names:
             values["peers"] = (AUTO if AUTO in names else " ".join(names),)
-        specs = resolve_devices(expand_grid(spec, grid, values))
-
-        from stepgauge.bench.kernels import comparison
-        from stepgauge.bench.sweep import Job
-
-        for row in specs:
-            comparison.check(row)
-        records = run_jobs(
-            [Job(comparison.run, row, process=spec.kind) for row in specs],
-            RunStore(out),
-            fresh=fresh,
-        )
+        specs = rows.resolve_devices(expand_grid(spec, grid, values))
+        records = rows.run_jobs(rows.checked_jobs(specs, out), out, fresh=fresh)
         print_records(records, format)
         for sentence in outcomes_of(records):
             tell(sentence)
-        require_success(records)
+        rows.require_success(records)
 
     first, _, rest = (spec.__doc__ or "").partition("\n")
     kernel.__doc__ = f"{first}\n{rest}\n{HOW}"

@@ -6,17 +6,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import print_records, print_table, tell
+from stepgauge.cli import rows
+from stepgauge.cli.console import print_records, print_table, write
 from stepgauge.cli.options import Values, expand, spec_options
-from stepgauge.cli.rows import (
-    Fresh,
-    Out,
-    RowFormat,
-    distinct,
-    require_success,
-    resolve_devices,
-    run_jobs,
-)
 from stepgauge.report.checkpointing import best_checkpoint_tables
 from stepgauge.report.memory import kept_tables, memory_page, memory_tables, summary_table
 from stepgauge.spec.memory import MemorySpec
@@ -36,9 +28,9 @@ from stepgauge.spec.store import RunStore
 def memory(
     *,
     values: Values,
-    out: Out = Path("runs/profile-memory"),
-    fresh: Fresh = False,
-    format: RowFormat = "table",
+    out: rows.Out = Path("runs/profile-memory"),
+    fresh: rows.Fresh = False,
+    format: rows.RowFormat = "table",
     details: Annotated[
         bool,
         Parameter(help="Tables of each row; a single row has them anyway.", negative=""),
@@ -52,26 +44,18 @@ def memory(
     is measured; blocks to compute again together vary only rows with checkpointing. The run's
     folder gets records, report.html and, on CUDA, the allocator's snapshots for PyTorch's viewer.
     """
-    specs = resolve_devices(distinct(expand(MemorySpec, values)))
-
-    from stepgauge.bench import memory as bench_memory
-
-    for spec in specs:
-        bench_memory.check(spec)
-    jobs = [job for spec in specs for job in bench_memory.jobs(spec, folder=out)]
-    records = run_jobs(jobs, RunStore(out), fresh=fresh)
+    specs = rows.resolve_devices(rows.distinct(expand(MemorySpec, values)))
+    records = rows.run_jobs(rows.checked_jobs(specs, out), out, fresh=fresh)
     everything = [
         record for record in RunStore(out).read().latest() if record.kind == MemorySpec.kind
     ]
     # before anything is printed: a reader such as head may end the program
-    report = out / "report.html"
-    report.write_text(memory_page(everything), encoding="utf-8")
-    tell(f"timelines and all tables: {report}")
+    write(memory_page(everything), out / "report.html", "timelines and all tables")
     if format == "table":
         _print_tables(records, details)
     else:
         print_records(records, format)
-    require_success([row.record for row in paired(records)])
+    rows.require_success([row.record for row in paired(records)])
 
 
 def _print_tables(records: Sequence[Record], details: bool) -> None:

@@ -1,20 +1,11 @@
 """`stepgauge profile step`."""
 
-import functools
 from pathlib import Path
 
+from stepgauge.cli import rows
 from stepgauge.cli.beside import Hardware, hardware_of
 from stepgauge.cli.console import print_records, print_table, tell
 from stepgauge.cli.options import Values, expand, spec_options
-from stepgauge.cli.rows import (
-    Fresh,
-    Out,
-    RowFormat,
-    distinct,
-    require_success,
-    resolve_devices,
-    run_jobs,
-)
 from stepgauge.report.names import labels
 from stepgauge.report.profile import phases_table, tables
 from stepgauge.spec.analysis import Analysis
@@ -29,10 +20,10 @@ from stepgauge.spec.store import RunStore
 def step(
     *,
     values: Values,
-    out: Out = Path("runs/profile-step"),
-    fresh: Fresh = False,
+    out: rows.Out = Path("runs/profile-step"),
+    fresh: rows.Fresh = False,
     hardware: Hardware = None,
-    format: RowFormat = "table",
+    format: rows.RowFormat = "table",
 ) -> None:
     """Profile a training step: kernels by kind, phase and part of the model, idle time, flame
     graph.
@@ -43,23 +34,18 @@ def step(
     several values, and their product is profiled. Where this device has a hardware file, the terms
     of the predicted step stand beside the kernels.
     """
-    specs = resolve_devices(distinct(expand(ProfileSpec, values)))
+    specs = rows.resolve_devices(rows.distinct(expand(ProfileSpec, values)))
+    specs = list(dict.fromkeys(specs))
+    records = rows.run_jobs(rows.checked_jobs(specs, out), out, fresh=fresh)
 
     from stepgauge.bench import profile
-    from stepgauge.bench.sweep import Job
 
-    for spec in specs:
-        profile.check(spec)
-    run = functools.partial(profile.run, folder=out)
-    records = run_jobs([Job(run, spec) for spec in specs], RunStore(out), fresh=fresh)
     if format == "table":
         everything = [
             record for record in RunStore(out).read().latest() if record.kind == ProfileSpec.kind
         ]
-        report = profile.write_report(
-            [(record, profile.read(record, out)) for record in everything], out
-        )
-        tell(f"report: {report}")
+        found = [(record, profile.read(record, out)) for record in everything]
+        tell(f"report: {profile.write_report(found, out)}")
         found = [(record, profile.read(record, out)) for record in records]
         path = hardware or hardware_of(specs[0].device)
         for name, spec, (record, analysis) in zip(labels(records), specs, found, strict=True):
@@ -68,7 +54,7 @@ def step(
                 _print_predicted(spec, path, analysis)
     else:
         print_records(records, format)
-    require_success(records)
+    rows.require_success(records)
 
 
 def _print(name: str, record: Record, found: Analysis | None, *, brief: bool) -> None:

@@ -1,0 +1,107 @@
+"""What each rank measures of a training step, and the record that all ranks' figures make."""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from stepgauge.bench.ranks import slowest
+from stepgauge.measure import devices, footprint
+from stepgauge.measure.environment import environment
+from stepgauge.measure.timing import Phases, time_phases
+from stepgauge.spec.record import Record, Sample
+from stepgauge.train.step import TrainingStep
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """ms of each phase, one value a step; bytes by name; the optimizer's name."""
+
+    phases: dict[str, list[float]]
+    bytes: dict[str, int]
+    optimizer: str
+
+
+def time_steps(spec: Any, phases: Phases, device: torch.device) -> dict[str, list[float]]:
+    """ms of each phase after the spec's warm-up, whose first step makes optimizer state,
+    communicators and libraries; from there on peak memory counts.
+    """
+    for phase in phases.values():
+        phase()
+    devices.reset_peak_memory(device)
+    return time_phases(phases, device, warmup=spec.warmup - 1, steps=spec.steps)
+
+
+def kept_bytes(
+    step: TrainingStep,
+    phases: Phases,
+    device: torch.device,
+    initial: int | None,
+    *,
+    has_graphs: bool = False,
+) -> dict[str, int]:
+    """Metrics in bytes: after building, before and after the update, at the peak; and what the step
+    keeps. Runs a step. What CUDA graphs keep counts in the peak, and in the rest of it.
+    """
+    module = step.parallel.module
+    for name, phase in phases.items():
+        if name != "optimizer":
+            phase()
+    kept = {"gradient_bytes": footprint.gradient_bytes(module)}
+    before_update = devices.allocated_memory(device)
+    phases["optimizer"]()
+    kept["parameter_bytes"] = footprint.parameter_bytes(module)
+    kept["optimizer_bytes"] = footprint.state_bytes(step.optimizer)
+    after, found = devices.allocated_memory(device), devices.peak_memory(device)
+    if initial is not None and before_update is not None and after is not None:
+        found |= {
+            "initial_bytes": initial,
+            "before_update_bytes": before_update,
+            "after_update_bytes": after,
+        }
+    if "peak_bytes" in found:
+        found["peak_bytes"] += devices.kept_by_graphs(device) if has_graphs else 0
+        found["rest_bytes"] = found["peak_bytes"] - sum(kept.values())
+    return kept | found
+
+
+def slowest_step(ranks: Sequence[RankFigures], phase: str = "step") -> list[float]:
+    """ms of each step, or of a phase, on the rank that took longest."""
+    return slowest([rank.phases[phase] for rank in ranks])
+
+
+def record_of_ranks(
+    spec: Any,
+    ranks: Sequence[RankFigures],
+    *,
+    rates: Mapping[str, Sample],
+    figures: Mapping[str, Sample],
+    series: Mapping[str, list[float]],
+    **fields: Any,
+) -> Record:
+    """One record of all ranks: of each step the slowest, of bytes the most. `rates` and `figures` are
+    the metrics that follow the phases, `fields` those of the record.
+    """
+    first = ranks[0]
+    medians = [statistics.median(rank.phases["step"]) for rank in ranks]
+    by_rank = {name: [float(rank.bytes[name]) for rank in ranks] for name in first.bytes}
+    phases = {f"{name}_ms": Sample.of(slowest_step(ranks, name), "ms") for name in first.phases}
+    return Record.of(
+        spec,
+        metrics={
+            **phases,
+            **rates,
+            "rank_spread_ms": Sample.exact(max(medians) - min(medians), "ms"),
+            **figures,
+            **{name: Sample.exact(max(values), "bytes") for name, values in by_rank.items()},
+        },
+        series={
+            "rank_step_ms": medians,
+            **{f"rank_{name}": values for name, values in by_rank.items()},
+            **series,
+        },
+        environment={**environment(torch.device(spec.device)), "optimizer": first.optimizer},
+        **fields,
+    )

@@ -1,0 +1,50 @@
+"""Bars of measured steps: by phase, and by two choices."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from stepgauge.report.figure import Series, grouped_bars, stacked_bars
+from stepgauge.report.page import Plot
+from stepgauge.report.views import plotted
+from stepgauge.spec.record import Record
+
+PHASES = ("forward", "backward", "optimizer")
+
+
+def phase_bars(
+    records: Sequence[Record],
+    names: Sequence[str],
+    caption: str,
+    *,
+    points: Series | None = None,
+    most: float | None = None,
+) -> Plot:
+    """A bar a record, made of its phases; `points` and `most` as those of stacked_bars."""
+    phases = {phase: [record.median(f"{phase}_ms") for record in records] for phase in PHASES}
+    totals = [plotted(record, "step_ms") for record in records]
+    unit = "ms a step (medians)"
+    return Plot(
+        stacked_bars(names, phases, totals=totals, unit=unit, points=points, most=most), caption
+    )
+
+
+def step_bars(
+    records: Sequence[Record],
+    caption: str,
+    *,
+    row: Callable[[Record], str],
+    bar: Callable[[Record], str],
+    bars: Iterable[str] = (),
+    unit: str = "ms a step (median)",
+) -> Plot:
+    """A cluster of bars for each name that `row` gives, one for each that `bar` gives; `bars` are
+    those that are drawn and their order, where it is not that of the records.
+    """
+    steps = {(row(record), bar(record)): plotted(record, "step_ms") for record in records}
+    names = list(dict.fromkeys(name for name, _ in steps))
+    known = dict.fromkeys(group for _, group in steps)
+    groups = {
+        group: [steps.get((name, group)) for name in names]
+        for group in (bars or known)
+        if group in known
+    }
+    return Plot(grouped_bars(names, groups, unit=unit), caption)
