@@ -1,7 +1,7 @@
 """What to change first: rows that differ in one choice alone, ranked by the milliseconds it saves."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stepgauge.report.names import declared_fields, flatten, labels, naming
@@ -29,6 +29,7 @@ CAUTIONS = {
     "fp16": "Needs loss scaling: compare the loss.",
 }
 GRAPHS = "reduce-overhead"
+NEXT = "`stepgauge report runs/bench-step` then ranks it."
 LEAST_IDLE = 0.1  # of a step: less is not worth a finding
 MOST = 6
 COMMANDS = {
@@ -67,9 +68,11 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What to change, what that saves a step, and the command that does it."""
+    """What to change, what that saves a step, and the command that does it; of what is still to be
+    measured no milliseconds.
+    """
 
-    saved_ms: float
+    saved_ms: float | None
     title: str
     text: str
     command: str
@@ -79,18 +82,27 @@ def _ms(record: Record) -> float:
     return record.metrics["step_ms"].median
 
 
-def is_comparable(record: Record) -> bool:
-    """Whether the time of a step is what its options say, measured without disturbance."""
+def is_timed(record: Record) -> bool:
+    """Whether there is a time of a step, and it is what its options say."""
     step = record.metrics.get("step_ms")
     if record.status != "ok" or record.provenance != "measured" or not step or not step.median:
         return False
-    return not fallbacks(record) and not is_disturbed(record)
+    return not fallbacks(record)
+
+
+def is_comparable(record: Record) -> bool:
+    """Whether it was measured without disturbance, too."""
+    return is_timed(record) and not is_disturbed(record)
 
 
 def pairs(records: Sequence[Record], choice: Mapping[str, Any]) -> list[Pair]:
     """Each row with another value of the choice, beside the one with the usual value."""
+    return _pairs(filter(is_comparable, records), choice)
+
+
+def _pairs(records: Iterable[Record], choice: Mapping[str, Any]) -> list[Pair]:
     groups: dict[tuple[Any, ...], list[Record]] = {}
-    for record in filter(is_comparable, records):
+    for record in records:
         spec = flatten(record.spec)
         if any(spec.get(name) == value for name, value in OTHER_WORK.items()):
             continue
@@ -115,13 +127,56 @@ def _pair(before: Record, after: Record, fields: Sequence[str]) -> Pair:
 
 def findings(records: Sequence[Record]) -> list[Finding]:
     """The change of each choice that saves most, and idle time; by milliseconds, most first."""
-    steps = [record for record in records if record.kind == "step" or _is_of_gpus(record)]
-    by_choice = [pairs(steps, choice) for choice in CHOICES]
+    by_choice = [pairs(_steps(records), choice) for choice in CHOICES]
     # A row that another choice has made slower is no fair start for a change.
     slowed = {id(pair.after) for found in by_choice for pair in found if pair.saved_ms < 0}
     best = [_best([p for p in found if id(p.before) not in slowed]) for found in by_choice]
     found = [finding for finding in [*best, _idle(records)] if finding]
-    return sorted(found, key=lambda finding: -finding.saved_ms)[:MOST]
+    return sorted(found, key=lambda finding: -(finding.saved_ms or 0.0))[:MOST]
+
+
+def to_measure(records: Sequence[Record]) -> list[Finding]:
+    """Where nothing can be ranked, what to measure for it: the rows again that other work disturbed
+    and that differ most, else the longest step with what no row has tried. At most one.
+    """
+    timed = [record for record in _steps(records) if is_timed(record) and record.kind == "step"]
+    disturbed = [record for record in timed if is_disturbed(record)]
+    seen = [pair for choice in CHOICES for pair in _pairs(timed, choice) if pair.saved_ms > 0]
+    seen = [pair for pair in seen if pair.before in disturbed or pair.after in disturbed]
+    if seen:
+        return [_again(max(seen, key=lambda pair: pair.saved_ms), len(disturbed), len(timed))]
+    untried = {"precision": "bf16", "compile": "on"}
+    for name, value in untried.items():
+        usual = [record for record in timed if record.spec.get(name) != value]
+        if usual and len(usual) == len(timed):
+            longest = max(usual, key=_ms)
+            values = f"{longest.spec[name]} {value}"
+            text = (
+                f"No two undisturbed rows differ in one choice alone by more than their spread. "
+                f"The command measures such a pair; {NEXT}"
+            )
+            asked = command(longest, **{name: values})
+            return [Finding(None, f"To measure: {name}={value}", text, asked)]
+    return []
+
+
+def _again(pair: Pair, disturbed: int, timed: int) -> Finding:
+    before, after = _ms(pair.before), _ms(pair.after)
+    changed = [each.partition("=") for each in pair.change.split()]
+    usual = flatten(pair.before.spec)
+    values = {name: f"{usual.get(name)} {value}" for name, _, value in changed}
+    text = (
+        f"Other work disturbed {disturbed} of {timed} steps, so that no change can be ranked. The "
+        f"most that one seemed to save: {number(before)} ms a step with {pair.instead_of}, "
+        f"{number(after)} ms with {pair.change} ({_where(pair.before, pair.change)}). The command "
+        f"measures this again, when nothing else runs; {NEXT}"
+    )
+    title = f"To measure again: {pair.change}"
+    return Finding(None, title, text, command(pair.before, **values) + " --fresh")
+
+
+def _steps(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record.kind == "step" or _is_of_gpus(record)]
 
 
 def _is_of_gpus(record: Record) -> bool:

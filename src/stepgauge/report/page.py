@@ -130,18 +130,22 @@ def _link(section: Section) -> str:
 def _findings(findings: Sequence[Finding]) -> str:
     """What to change first, the most milliseconds first, each with its command."""
     if not findings:
-        text = (
-            "No two undisturbed rows differ in one choice alone (precision, compile, kernels, "
-            "wrapper) by more than their spread. Measure such a pair: its gain then stands here."
-        )
+        text = "No choice that was measured saves more than its spread: nothing to change here."
         return f'<section id="findings"><h2>What to change first</h2><p>{text}</p></section>'
-    items = "".join(
-        f"<li><b>−{html.escape(number(f.saved_ms))} ms a step: {html.escape(f.title)}</b>"
-        f'<p>{html.escape(f.text)}</p><div class="command"><code>{html.escape(f.command)}</code>'
-        f'<button data-copy="{html.escape(f.command)}">copy</button></div></li>'
-        for f in findings
-    )
+    items = "".join(map(_finding, findings))
     return f'<section id="findings"><h2>What to change first</h2><ol>{items}</ol></section>'
+
+
+def _finding(finding: Finding) -> str:
+    saved = (
+        "" if finding.saved_ms is None else f"−{html.escape(number(finding.saved_ms))} ms a step: "
+    )
+    command = html.escape(finding.command)
+    return (
+        f"<li><b>{saved}{html.escape(finding.title)}</b><p>{html.escape(finding.text)}</p>"
+        f'<div class="command"><code>{command}</code>'
+        f'<button data-copy="{command}">copy</button></div></li>'
+    )
 
 
 def _section(section: Section) -> str:

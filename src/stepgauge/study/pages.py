@@ -61,7 +61,7 @@ def study_page(records: Sequence[Record], machine: Machine, folder: Path) -> Pag
         sections=[_experiment(experiment, machine, folder, here) for experiment in EXPERIMENTS],
         facts=_facts(here),
         headlines=_headlines(here),
-        findings=findings.findings(here),
+        findings=findings.findings(here) or findings.to_measure(here),
     )
 
 
@@ -136,7 +136,7 @@ def run_page(records: Sequence[Record], folder: Path) -> Page:
     if validated(records):
         sections.insert(0, predictions_section(records))
     timed = any("step_ms" in record.metrics for record in shown)
-    found = findings.findings(shown) if timed else None
+    found = (findings.findings(shown) or findings.to_measure(shown)) if timed else None
     name = folder.resolve().name
     return Page(title=f"stepgauge: {name}", sections=sections, facts=_facts(shown), findings=found)
 
