@@ -6,7 +6,7 @@ from stepgauge.report.figure import grouped_bars, short_bytes
 from stepgauge.report.numbers import number
 from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
-from stepgauge.report.views import remark
+from stepgauge.report.views import remarked
 from stepgauge.spec.broadcast import BLOCKLESS
 from stepgauge.spec.record import Record
 
@@ -28,28 +28,20 @@ def broadcast_table(records: Sequence[Record], *, statistics: Sequence[str] = ()
     rows = []
     for record in records:
         spec, time = record.spec, record.metrics.get("time_ms")
-        times = [time.mean, time.std, time.median] if time else [None] * 3
-        figures = [record.median(metric) for metric in _COLUMNS.values()]
-        rows.append([spec["schedule"], _block(record), spec["gpus"], spec["size_bytes"],
-                     *times, *figures, remark(record)])  # fmt: skip
-    head = [
-        "schedule",
-        "block",
-        "devices",
-        "size B",
-        "mean ms",
-        "std ms",
-        "median ms",
-        *_COLUMNS,
-        "remark",
-    ]
-    if not any(row[-1] for row in rows):
-        head, rows = head[:-1], [row[:-1] for row in rows]
+        rows.append({
+            "schedule": spec["schedule"], "block": _block(record), "devices": spec["gpus"],
+            "size B": spec["size_bytes"],
+            "mean ms": time.mean if time else None,
+            "std ms": time.std if time else None,
+            "median ms": time.median if time else None,
+            **{text: record.median(metric) for text, metric in _COLUMNS.items()},
+            **remarked(record, records),
+        })  # fmt: skip
     caption = (
         "GB/s to each: the tensor's bytes over the time until every device has all of it. The links "
         "were measured alone, in the same run."
     )
-    return Table(head, rows, caption=caption, names=head.index("size B") + 1)
+    return Table.from_rows(rows, caption=caption, names=4)
 
 
 def _block(record: Record) -> str:

@@ -76,22 +76,25 @@ def best_checkpoint_tables(records: Sequence[Record]) -> list[Table]:
         for row in sorted(group, key=lambda row: choice_of(row.shown)):
             choice, k = choice_of(row.shown)
             by_formula = choice in ("blocks", "nested")
-            figures = [sizes.kept(layers, k, choice) if by_formula else None]
             measured = row.shown.provenance == "measured"
-            figures.append(row.shown.median("peak_bytes") if measured else None)
-            figures.append(row.prediction.median("peak_bytes") if row.prediction else None)
-            remark = "least by formula" if by_formula and k == sizes.best(layers, choice) else ""
-            part = str(k) if choice != "none" else ""
-            rows.append([choice, part, *map(unit.of, figures), remark])
-        sized = [f"{what} {unit.text}" for what in ("kept by formula", "peak", "predicted")]
-        columns = ["checkpointing", "blocks a part", *sized, "remark"]
+            figures = {
+                "kept by formula": sizes.kept(layers, k, choice) if by_formula else None,
+                "peak": row.shown.median("peak_bytes") if measured else None,
+                "predicted": row.prediction.median("peak_bytes") if row.prediction else None,
+            }
+            rows.append({
+                "checkpointing": choice,
+                "blocks a part": k if choice != "none" else None,
+                **{f"{name} {unit.text}": unit.value(size) for name, size in figures.items()},
+                "remark": "least by formula" if by_formula and k == sizes.best(layers, choice) else "",
+            })  # fmt: skip
         best = {choice: sizes.best(layers, choice) for choice in ("blocks", "nested")}
         caption = (
             f"{name}: a block keeps {unit.of(sizes.inside)} {unit.text}, its input "
             f"{unit.of(sizes.boundary)} {unit.text}; of {layers} blocks the formula takes parts of {best['blocks']}, "
             f"nested of {best['nested']}"
         )
-        tables.append(Table(columns, rows, numeric=frozenset(columns[1:5]), caption=caption))
+        tables.append(Table.from_rows(rows, caption=caption))
     return tables
 
 

@@ -9,7 +9,7 @@ from stepgauge.report.figure import SERIES, lines, short, short_bytes
 from stepgauge.report.numbers import whole
 from stepgauge.report.page import Block, Plot, Section, page
 from stepgauge.report.table import Table
-from stepgauge.report.views import plotted, remark
+from stepgauge.report.views import plotted, remarked
 from stepgauge.report.where import measured_where
 from stepgauge.spec.comm import IN_PLACE, OPS, ROOT, CommSpec
 from stepgauge.spec.links import Link
@@ -31,31 +31,29 @@ def comm_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> 
     rows = []
     for record in records:
         spec, time = asked(record), record.metrics.get("time_ms")
-        reduces = OPS[spec.op].reduces
-        figures = (
-            [None] * 4
-            if time is None
-            else [time.median, time.p10, time.p90, record.median("p99_ms")]
-        )
-        rows.append([
-            spec.op, _over(spec), spec.ranks, spec.timing,
-            spec.bytes, _us(figures[0]), record.median("busbw_gb_per_s"),
-            record.median("algbw_gb_per_s"), *(_us(ms) for ms in figures[1:]),
-            spec.count // (spec.ranks if OPS[spec.op].split else 1), spec.dtype, "sum" if reduces else "none",
-            ROOT if spec.op in ROOTED else -1, "in" if spec.op in IN_PLACE else "out",
-            spec.factor, _wrong(record), remark(record),
-        ])  # fmt: skip
-    head = ["op", "over", "ranks", "timing", "size B", "time µs", "busbw GB/s", "algbw GB/s", "p10 µs",
-            "p90 µs", "p99 µs", "count", "type", "redop", "root", "place", "factor", "wrong", "remark"]  # fmt: skip
-    if not any(row[-1] for row in rows):
-        head, rows = head[:-1], [row[:-1] for row in rows]
+        rows.append({
+            "op": spec.op, "over": _over(spec), "ranks": spec.ranks, "timing": spec.timing,
+            "size B": spec.bytes,
+            "time µs": _us(time.median if time else None),
+            "busbw GB/s": record.median("busbw_gb_per_s"),
+            "algbw GB/s": record.median("algbw_gb_per_s"),
+            "p10 µs": _us(time.p10 if time else None),
+            "p90 µs": _us(time.p90 if time else None),
+            "p99 µs": _us(record.median("p99_ms")),
+            "count": spec.count // (spec.ranks if OPS[spec.op].split else 1),
+            "type": spec.dtype,
+            "redop": "sum" if OPS[spec.op].reduces else "none",
+            "root": ROOT if spec.op in ROOTED else -1,
+            "place": "in" if spec.op in IN_PLACE else "out",
+            "factor": spec.factor,
+            "wrong": _wrong(record),
+            **remarked(record, records),
+        })  # fmt: skip
     caption = (
         "busbw = algbw × factor; percentiles are of batches. As nccl-tests prints them: count is a rank's part where "
         "the operation is split, root is -1 where there is none; place: whether the result lies where the input was."
     )
-    return Table(
-        head, rows, caption=caption, names=head.index("size B") + 1, formats={"factor": ".4g"}
-    )
+    return Table.from_rows(rows, caption=caption, names=5, formats={"factor": ".4g"})
 
 
 def _us(ms: float | None) -> float | None:
@@ -121,33 +119,19 @@ def fit_table(fitted: Sequence[Link]) -> Table:
         errors = [found.held_out_error(0, MEGABYTE), found.held_out_error(MEGABYTE)]
         start = found.range_bytes[0]
         for index, piece in enumerate(found.pieces):
-            held_out = [_percent(error) if index == 0 else None for error in errors]
+            below, above = errors if index == 0 else (None, None)
             to = piece.to_bytes or found.range_bytes[1]
-            figures = [piece.alpha_ms * 1e3, _rate(piece.bytes_per_s)]
-            told = _fit_remark(piece.alpha_ms, found.held_out if index == 0 else ())
-            rows.append([spec.op, _how(spec), spec.ranks, start, to, *figures, *held_out, told])
+            rows.append({
+                "op": spec.op, "over": _how(spec), "ranks": spec.ranks, "from B": start, "to B": to,
+                "α µs": piece.alpha_ms * 1e3, "1/β GB/s": _rate(piece.bytes_per_s),
+                "held out < 1 MiB %": below and 100 * below,
+                "held out ≥ 1 MiB %": above and 100 * above,
+                "remark": _fit_remark(piece.alpha_ms, found.held_out if index == 0 else ()),
+            })  # fmt: skip
             start = to
-    head = [
-        "op",
-        "over",
-        "ranks",
-        "from B",
-        "to B",
-        "α µs",
-        "1/β GB/s",
-        "held out < 1 MiB %",
-        "held out ≥ 1 MiB %",
-        "remark",
-    ]
     caption = "time = α + β·bytes; the error is the median over sizes held out of the fit; blank: none was."
-    return Table(
-        head,
-        rows,
-        numeric=frozenset(head[2:-1]),
-        caption=caption,
-        names=head.index("to B") + 1,
-        formats=dict.fromkeys(head[-3:-1], ".2f"),
-    )
+    formats = {"held out < 1 MiB %": ".2f", "held out ≥ 1 MiB %": ".2f"}
+    return Table.from_rows(rows, caption=caption, names=5, formats=formats)
 
 
 def _fit_remark(alpha_ms: float, held_out: Iterable[int]) -> str:
@@ -169,10 +153,6 @@ def _rate(bytes_per_s: float) -> float | str:
     return "flat" if bytes_per_s > 1e14 else bytes_per_s / 1e9
 
 
-def _percent(error: float | None) -> float | None:
-    return None if error is None else 100 * error
-
-
 def prediction_table(fitted: Sequence[Link], records: Sequence[Record]) -> Table:
     """Each measured size beside what the fit says, and whether the fit has seen it."""
     rows = []
@@ -180,14 +160,15 @@ def prediction_table(fitted: Sequence[Link], records: Sequence[Record]) -> Table
         for record in sorted(_own(found, records), key=lambda r: asked(r).bytes):
             spec = asked(record)
             measured, predicted = record.metrics["time_ms"].median, found.time_ms(spec.bytes)
-            seen = "held out" if spec.bytes in found.held_out else "fitted"
-            figures = [measured * 1e3, predicted * 1e3, 100 * (predicted / measured - 1)]
-            rows.append([spec.op, _how(spec), spec.ranks, spec.bytes, *figures, seen])
-    head = ["op", "over", "ranks", "size B", "measured µs", "predicted µs", "error %", "size was"]
-    names = head.index("size B") + 1
-    return Table(
-        head, rows, caption="Predicted beside measured.", names=names, formats={"error %": "+.2f"}
-    )
+            rows.append({
+                "op": spec.op, "over": _how(spec), "ranks": spec.ranks, "size B": spec.bytes,
+                "measured µs": measured * 1e3,
+                "predicted µs": predicted * 1e3,
+                "error %": 100 * (predicted / measured - 1),
+                "size was": "held out" if spec.bytes in found.held_out else "fitted",
+            })  # fmt: skip
+    caption = "Predicted beside measured."
+    return Table.from_rows(rows, caption=caption, names=4, formats={"error %": "+.2f"})
 
 
 def _own(found: Link, records: Sequence[Record]) -> list[Record]:

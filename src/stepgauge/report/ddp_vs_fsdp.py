@@ -13,7 +13,12 @@ from stepgauge.spec.ddp_vs_fsdp import PAIRS
 from stepgauge.spec.record import Record
 
 KEPT = ("parameter", "gradient", "optimizer")
-PARTS = (*KEPT, "rest")
+PARTS = {
+    "parameter": "parameters",
+    "gradient": "gradients",
+    "optimizer": "optimizer",
+    "rest": "rest",
+}
 _NAMES = ("size", "wrapper", "ranks", "context_length", "precision")
 
 
@@ -60,29 +65,28 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The objects of `aggregated` as a table, mean and standard deviation side by side."""
-    figures = (
-        ("samples_per_s", "samples/s", ""),
-        ("step_ms", "step ms", ""),
-        ("peak_bytes", "peak GiB", "bytes"),
-    )
-    cells = [
-        [
-            *(row[name] for name in ("size", "wrapper", "precision", "ranks", "global_batch")),
-            len(row["seeds"]),
-            *(
-                scaled(row.get(name, {}).get(part), unit)
-                for name, _, unit in figures
+    figures = {
+        "samples/s": ("samples_per_s", ""),
+        "step ms": ("step_ms", ""),
+        "peak GiB": ("peak_bytes", "bytes"),
+    }
+    shown = [
+        {
+            **{name: row[name] for name in ("size", "wrapper", "precision", "ranks")},
+            "global batch": row["global_batch"],
+            "seeds": len(row["seeds"]),
+            **{
+                f"{text} {part}": scaled(row.get(name, {}).get(part), unit)
+                for text, (name, unit) in figures.items()
                 for part in ("mean", "std")
-            ),
-        ]
+            },
+        }
         for row in rows
     ]
-    heads = [f"{text} {part}" for _, text, _ in figures for part in ("mean", "std")]
-    columns = ["size", "wrapper", "precision", "ranks", "global batch", "seeds", *heads]
     caption = (
         "Throughput and step over seeds, peak memory over ranks and seeds; std is that of a sample."
     )
-    return Table(columns, cells, numeric=frozenset(columns[3:]), caption=caption)
+    return Table.from_rows(shown, caption=caption, names=3)
 
 
 def gap_table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -99,26 +103,25 @@ def gap_table(rows: Sequence[dict[str, Any]]) -> Table:
                 if "peak_bytes" in row
                 else None
             )
-            names = [f"{part}_bytes" for part in PARTS]
-            by_part = [row[name] - other[name] if name in row else None for name in names]
             freed = (row["ranks"] - 1) / row["ranks"] * sum(row[f"{part}_bytes"] for part in KEPT)
-            gib = [scaled(value, "bytes") for value in (gap, freed, *by_part)]
-            cells.append([f"{replicated} less {sharded}", row["ranks"], row["global_batch"], *gib])
-    figures = [
-        "peak GiB",
-        "expected GiB",
-        "parameters GiB",
-        "gradients GiB",
-        "optimizer GiB",
-        "rest GiB",
-    ]
-    columns = ["wrappers", "ranks", "global batch", *figures]
+            names = {text: f"{part}_bytes" for part, text in PARTS.items()}
+            by_part = {
+                text: row[name] - other[name] if name in row else None
+                for text, name in names.items()
+            }
+            sizes = {"peak": gap, "expected": freed, **by_part}
+            cells.append({
+                "wrappers": f"{replicated} less {sharded}",
+                "ranks": row["ranks"],
+                "global batch": row["global_batch"],
+                **{f"{name} GiB": scaled(size, "bytes") for name, size in sizes.items()},
+            })  # fmt: skip
     caption = (
         "Memory that sharding saves on a rank. Expected: (N−1)/N of parameters, gradients and "
         "optimizer state; the rest is activations, which both have, and what a wrapper keeps for communication. On a "
         "CPU peaks are those of processes and not of tensors: they and the rest are left out."
     )
-    return Table(columns, cells, numeric=frozenset(columns[1:]), caption=caption)
+    return Table.from_rows(cells, caption=caption, names=1)
 
 
 def _load(row: dict[str, Any]) -> tuple[Any, ...]:

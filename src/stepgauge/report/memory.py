@@ -123,20 +123,11 @@ def memory_tables(record: Record) -> list[Table]:
     tables = [
         phases_table(record),
         _table(record, "at_the_peak", LARGEST_SHOWN, f"{name}: the largest at the peak"),
-        _table(
-            record,
-            "savers",
-            SAVERS_SHOWN,
-            f"{name}: what is kept for backward, all blocks together",
-        ),
+        _table(record, "savers", SAVERS_SHOWN, f"{name}: what is kept for backward, all blocks together"),
         blocks_table(record),
         derived_table(record),
-    ]
+    ]  # fmt: skip
     return [table for table in tables if table.rows]
-
-
-def _rows(count: int) -> str:
-    return "1 row" if count == 1 else f"{count} rows"
 
 
 def _largest(record: Record, which: str, most: int) -> tuple[list[str], list[list[Any]]]:
@@ -153,10 +144,8 @@ def _largest(record: Record, which: str, most: int) -> tuple[list[str], list[lis
 def _table(record: Record, which: str, most: int, caption: str) -> Table:
     head, rows = _largest(record, which, most)
     unit = _unit([record])
-    shown = [[*map(str, row[:-1]), unit.of(row[-1])] for row in rows]
-    return Table(
-        [*head[:-1], unit.text], shown, numeric=frozenset((unit.text, "tensors")), caption=caption
-    )
+    shown = [[*row[:-1], unit.value(row[-1])] for row in rows]
+    return Table([*head[:-1], unit.text], shown, caption=caption)
 
 
 def kept_tables(records: Sequence[Record], *, largest: bool = True) -> list[Table]:
@@ -176,32 +165,33 @@ def _kept_tables(found: Sequence[Record]) -> tuple[Table, Table]:
     sizes, savers = [], []
     for name, record in zip(rows, found, strict=True):
         whole = record.median("saved_for_backward_bytes") or 0.0
-        sizes.append([name, unit.of(bytes_a_block(record)), unit.of(whole)])
+        of_block = unit.value(bytes_a_block(record))
+        sizes.append(
+            {"row": name, f"a block {unit.text}": of_block, f"all {unit.text}": unit.value(whole)}
+        )
         for module, operator, line, tensors, size in _largest(record, "savers", SAVERS_SHOWN)[1]:
-            share = f"{100 * size / whole:.1f}" if whole else ""
-            savers.append([name, unit.of(size), share, str(tensors), operator, module, line])
+            savers.append({
+                "row": name, unit.text: unit.value(size), "of all %": 100 * size / whole if whole else None,
+                "tensors": tensors, "made by": operator, "kept by": module, "line": line,
+            })  # fmt: skip
             name = ""  # once for the five
-    head = ["row", f"a block {unit.text}", f"all {unit.text}"]
-    kept = Table(head, sizes, numeric=frozenset(head[1:]),
-                 caption=f"{common}: kept for backward, by a block and in all")  # fmt: skip
-    head = ["row", unit.text, "of all %", "tensors", "made by", "kept by", "line"]
-    largest = Table(head, savers, numeric=frozenset(head[1:4]),
-                    caption=f"{common}: the five that keep most for backward, all blocks together")  # fmt: skip
-    return kept, largest
+    kept = f"{common}: kept for backward, by a block and in all"
+    most = f"{common}: the five that keep most for backward, all blocks together"
+    return Table.from_rows(sizes, caption=kept), Table.from_rows(
+        savers, caption=most, formats={"of all %": ".1f"}
+    )
 
 
 def phases_table(record: Record) -> Table:
     """The peak of forward alone without gradients, and of each phase of the step."""
     peaks = {phase: record.median(f"{phase.replace(' ', '_')}_peak_bytes") for phase in PHASES}
     unit = _unit([record])
-    rows = [[phase, unit.of(peak)] for phase, peak in peaks.items() if peak is not None]
-    caption = f"{describe(record)}: peak of each phase"
-    return Table(
-        ["phase", f"peak {unit.text}"],
-        rows,
-        numeric=frozenset((f"peak {unit.text}",)),
-        caption=caption,
-    )
+    rows = [
+        {"phase": phase, f"peak {unit.text}": unit.value(peak)}
+        for phase, peak in peaks.items()
+        if peak is not None
+    ]
+    return Table.from_rows(rows, caption=f"{describe(record)}: peak of each phase")
 
 
 def blocks_table(record: Record) -> Table:
@@ -215,16 +205,11 @@ def blocks_table(record: Record) -> Table:
             merged.append((name, name, size))
     unit = _unit([record])
     shown = [
-        [a if a == b else f"{a} to {b.rpartition('.')[2]}", unit.of(size)] for a, b, size in merged
+        {"part": a if a == b else f"{a} to {b.rpartition('.')[2]}", unit.text: unit.value(size)}
+        for a, b, size in merged
     ]
     caption = f"{describe(record)}: kept for backward, each"
-    return Table(
-        ["part", unit.text],
-        shown,
-        numeric=frozenset((unit.text,)),
-        caption=caption,
-        folded=len(shown) > 8,
-    )
+    return Table.from_rows(shown, caption=caption, folded=len(shown) > 8)
 
 
 def derived_table(record: Record) -> Table:
@@ -238,19 +223,13 @@ def derived_table(record: Record) -> Table:
     stream, scores = batch * length * width * 4, batch * heads * length**2 * 4
     unit = _unit([record])
     rows = [
-        ["residual stream, fp32", f"{batch} × {length} × {width} × 4 B", unit.of(stream)],
-        [
-            "one layer's full score matrices, fp32",
-            f"{batch} × {heads} × {length}² × 4 B",
-            unit.of(scores),
-        ],
-    ]
+        ["residual stream, fp32", f"{batch} × {length} × {width} × 4 B", unit.value(stream)],
+        ["one layer's full score matrices, fp32", f"{batch} × {heads} × {length}² × 4 B", unit.value(scores)],
+    ]  # fmt: skip
     caption = (
         f"{describe(record)}: sizes by formula (fused attention never holds the score matrices)"
     )
-    return Table(
-        ["tensor", "size", unit.text], rows, numeric=frozenset((unit.text,)), caption=caption
-    )
+    return Table(["tensor", "size", unit.text], rows, caption=caption)
 
 
 def timeline(
@@ -318,9 +297,8 @@ def memory_blocks(
     errors = [error for row in rows if (error := peak_error(row)) is not None]
     if errors:
         largest = 100 * max(map(abs, errors))
-        shown.append(
-            Text(f"Largest error of the predicted peak: {largest:.2f} % over {_rows(len(errors))}.")
-        )
+        rows_ = "1 row" if len(errors) == 1 else f"{len(errors)} rows"
+        shown.append(Text(f"Largest error of the predicted peak: {largest:.2f} % over {rows_}."))
     elif any(row.error("peak_bytes") is not None for row in rows):
         shown.append(Text(SAME_COUNT))
     drawn = [row.shown for row in rows] if drawn is None else drawn

@@ -37,16 +37,11 @@ def figures_table(record: Record) -> Table:
         scale = _SCALES.get(name, 1.0)
         median = sample.median * scale
         spread = Range(sample.p10 * scale, sample.p90 * scale) if sample.n > 1 else None
-        rows.append([_NAMES.get(name) or heading(name, sample.unit), median, spread])
-    caption = f"{title(record)} on {record.environment.get('device', '')}" + (
-        f"; {record.note}" if record.note else ""
-    )
-    return Table(
-        ["figure", "median", "p10–p90"],
-        rows,
-        numeric=frozenset(("median", "p10–p90")),
-        caption=caption,
-    )
+        name = _NAMES.get(name) or heading(name, sample.unit)
+        rows.append({"figure": name, "median": median, "p10–p90": spread})
+    note = f"; {record.note}" if record.note else ""
+    caption = f"{title(record)} on {record.environment.get('device', '')}{note}"
+    return Table.from_rows(rows, caption=caption)
 
 
 def launched_table(record: Record) -> Table:

@@ -13,33 +13,29 @@ LEGEND = (
 
 
 def gpu_table(found: Topology) -> Table:
-    names = [f"GPU {gpu.index}" for gpu in found.gpus]
-    body = []
-    for gpu in found.gpus:
-        rate = gpu.nvlink_bytes_per_s / 1e9 if gpu.nvlink_bytes_per_s else None
-        others = [
-            "·" if gpu.index == j else link_of(found, gpu.index, j) for j in range(len(found.gpus))
-        ]
-        body.append([f"GPU {gpu.index}", gpu.name, gpu.memory_bytes / 2**30, *others, gpu.nvlinks,
-                     rate, gpu.pci_address, gpu.pcie, gpu.numa_node, gpu.affinity])  # fmt: skip
-    head = [
-        "",
-        "name",
-        "GiB",
-        *names,
-        "NVLinks",
-        "NVLink GB/s per direction",
-        "PCI",
-        "PCIe",
-        "NUMA",
-        "cores beside",
+    rows = [
+        {
+            "": f"GPU {gpu.index}",
+            "name": gpu.name,
+            "GiB": gpu.memory_bytes / 2**30,
+            **{
+                f"GPU {other.index}": link_of(found, gpu.index, other.index)
+                if other is not gpu
+                else "·"
+                for other in found.gpus
+            },
+            "NVLinks": gpu.nvlinks,
+            "NVLink GB/s per direction": gpu.nvlink_bytes_per_s / 1e9
+            if gpu.nvlink_bytes_per_s
+            else None,
+            "PCI": gpu.pci_address,
+            "PCIe": gpu.pcie,
+            "NUMA": gpu.numa_node,
+            "cores beside": gpu.affinity,
+        }
+        for gpu in found.gpus
     ]
-    return Table(
-        head,
-        body,
-        numeric=frozenset(("GiB", "NVLinks", "NVLink GB/s per direction", "NUMA")),
-        caption=LEGEND,
-    )
+    return Table.from_rows(rows, caption=LEGEND, names=2)
 
 
 def link_of(found: Topology, i: int, j: int) -> str:
@@ -47,27 +43,26 @@ def link_of(found: Topology, i: int, j: int) -> str:
 
 
 def node_table(found: Topology) -> Table:
-    body = [[node.index, node.cores, node.memory_bytes / 2**30] for node in found.numa_nodes]
-    return Table(
-        ["NUMA node", "cores", "GiB"],
-        body,
-        numeric=frozenset(("NUMA node", "GiB")),
-        caption="Memory.",
-    )
+    rows = [
+        {"NUMA node": node.index, "cores": node.cores, "GiB": node.memory_bytes / 2**30}
+        for node in found.numa_nodes
+    ]
+    return Table.from_rows(rows, caption="Memory.")
 
 
 def interface_table(found: Topology) -> Table:
-    body = [
-        [
-            interface.name,
-            "up" if interface.is_up else "down",
-            whole(interface.bytes_per_s * 8 / 1e9) if interface.bytes_per_s else "not stated",
-            interface.numa_node,
-        ]
+    rows = [
+        {
+            "interface": interface.name,
+            "state": "up" if interface.is_up else "down",
+            "Gbit/s": whole(interface.bytes_per_s * 8 / 1e9)
+            if interface.bytes_per_s
+            else "not stated",
+            "NUMA": interface.numa_node,
+        }
         for interface in found.interfaces
     ]
-    head = ["interface", "state", "Gbit/s", "NUMA"]
-    return Table(head, body, numeric=frozenset(("Gbit/s", "NUMA")), caption="Network.")
+    return Table.from_rows(rows, caption="Network.", numeric=frozenset(("Gbit/s", "NUMA")))
 
 
 def picture(found: Topology) -> str:

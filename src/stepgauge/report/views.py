@@ -121,6 +121,11 @@ def remark(record: Record) -> str:
     return "; ".join([*filter(None, [record.note]), *own, *fallbacks(record), *disturbed])
 
 
+def remarked(record: Record, records: Sequence[Record]) -> dict[str, str]:
+    """The remark as a cell of a row, where any of the records has one."""
+    return {"remark": remark(record)} if any(map(remark, records)) else {}
+
+
 def _disturbance(record: Record) -> str:
     tries = record.environment.get(TRIES, 1)
     every = f", in the last of {tries} measurements too" if tries > 1 else ""
