@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cyclopts import App, CoercionError, CycloptsError, MissingArgumentError
+from cyclopts import App, CoercionError, CycloptsError, MissingArgumentError, Parameter
 from cyclopts.config import Toml
 
 import stepgauge
@@ -46,6 +46,8 @@ app = App(
     """,
     version=stepgauge.__version__,
     help_format="markdown",
+    # flags have no opposites, and options of several values take them one after another
+    default_parameter=Parameter(negative="", consume_multiple=True),
     suppress_keyboard_interrupt=False,
 )
 for _name, _place in COMMANDS.items():

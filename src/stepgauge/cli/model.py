@@ -17,9 +17,7 @@ from stepgauge.spec.step import StepSpec
 def model(
     *,
     values: Values,
-    size: Annotated[
-        tuple[str, ...], Parameter(consume_multiple=True, negative="", help="Presets. [all]")
-    ] = tuple(SIZES),
+    size: Annotated[tuple[str, ...], Parameter(help="Presets. [all]")] = tuple(SIZES),
     batch: Annotated[int, Parameter(help="Sequences in a batch.")] = 4,
     format: Annotated[Format, Parameter(help="What to print.")] = "table",
 ) -> None:

@@ -103,7 +103,6 @@ def _option(field: Field, sweep: bool, usual: tuple[Any, ...] | None, network: N
         metavar=_placeholder(field) + ("..." if sweep else ""),
         consume_multiple=sweep or (0, 1),
         converter=lambda _, tokens: _convert(field, tokens, sweep),
-        negative="",
         show_default=False,
     )
     return Annotated[tuple[str, ...], parameter]

@@ -37,14 +37,10 @@ def predict(
     *,
     values: Values,
     hardware: Hardware,
-    terms: Annotated[
-        bool, Parameter(help="Print every term of every row, too.", negative="")
-    ] = False,
+    terms: Annotated[bool, Parameter(help="Print every term of every row, too.")] = False,
     hides: Annotated[
         bool,
-        Parameter(
-            help="Print by closed formula whether what each axis sends hides, too.", negative=""
-        ),
+        Parameter(help="Print by closed formula whether what each axis sends hides, too."),
     ] = False,
     format: Annotated[Format, Parameter(help="How the rows are printed.")] = "table",
 ) -> None:

@@ -31,8 +31,6 @@ def show(
     statistics: Annotated[
         tuple[str, ...],
         Parameter(
-            consume_multiple=True,
-            negative="",
             show_default=False,
             help=f"Of each timing: {', '.join(STATISTICS)}. [median, and the step's range]",
         ),
@@ -61,8 +59,6 @@ def compare(
     ignoring: Annotated[
         tuple[str, ...],
         Parameter(
-            consume_multiple=True,
-            negative="",
             show_default=False,
             help="Spec fields that may differ within a pair.",
         ),

@@ -49,7 +49,7 @@ Device = Annotated[
 ]
 Fresh = Annotated[
     bool,
-    Parameter(help="Measure again what the run already holds.", negative="", show_default=False),
+    Parameter(help="Measure again what the run already holds.", show_default=False),
 ]
 RowFormat = Annotated[Format, Parameter(help="How the rows are printed at the end.")]
 

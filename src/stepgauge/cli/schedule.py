@@ -57,9 +57,7 @@ def show(
     ranks: Ranks = 0,
     micro_batches: MicroBatches = 0,
     per_rank: PerRank = 0,
-    lowered: Annotated[
-        bool, Parameter(help="With sends, receives and reductions.", negative="")
-    ] = False,
+    lowered: Annotated[bool, Parameter(help="With sends, receives and reductions.")] = False,
     format: Form = "text",
 ) -> None:
     """Print a schedule: a line a rank, of actions such as 0F3."""
@@ -107,9 +105,7 @@ def simulate_(
     stage_weights: Annotated[
         str, Parameter(help="How long each stage takes, such as 1,1,1,1.1. [1 each]")
     ] = "",
-    fill: Annotated[
-        bool, Parameter(help="Place each W anew, where its rank would wait.", negative="")
-    ] = False,
+    fill: Annotated[bool, Parameter(help="Place each W anew, where its rank would wait.")] = False,
     write: Annotated[Path | None, Parameter(help="The schedule as text, too.")] = None,
     report: Annotated[Path | None, Parameter(help="An SVG of it, too.")] = None,
     format: Form = "text",

@@ -18,8 +18,6 @@ def study(
     only: Annotated[
         tuple[str, ...] | None,
         Parameter(
-            consume_multiple=True,
-            negative="",
             help=f"Experiments: {', '.join(EXPERIMENTS)}. [all]",
             show_default=False,
         ),

@@ -55,11 +55,16 @@ _STYLE: Any = {
     "xtick.minor.size": 0,
     "ytick.minor.size": 0,
     "legend.frameon": False,
+    "legend.borderaxespad": 0,
+    "legend.handlelength": 1.2,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4.5,
     "svg.hashsalt": "stepgauge",  # equal input gives equal bytes
 }
 
 # ends of a scale further apart than this get labels at powers of ten only
 MOST_LABELLED_BETWEEN = 3e3
+DASHED = (0, (4, 3))
 LATE = 0.85  # of a scale: a name further right would leave the plot
 # of a legend's entry: its key with gaps, a letter on average
 LEGEND_KEY_INCHES, LETTER_INCHES = 0.6, 0.065
@@ -77,9 +82,10 @@ def canvas(width: float, height: float) -> Iterator[tuple["Axes", list[str]]]:
     # Loading it takes most of a second, which a command that draws nothing should not wait for.
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.rcsetup import cycler
 
     output: list[str] = []
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context({**_STYLE, "axes.prop_cycle": cycler(color=SERIES)}):
         figure = Figure(figsize=(width, height))
         yield figure.add_subplot(), output
         text = io.StringIO()
@@ -96,16 +102,12 @@ def _themed(svg: str) -> str:
     # A path's tenth of a point is finer than a screen.
     svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), svg)
     svg = re.sub(r"\s*\n\s*", " ", svg)
+    # the page decides how large it is
     svg = re.sub(
-        r'(<svg[^>]*?) width="[^"]*" height="[^"]*"|(<svg[^>]*?) height="[^"]*"',
-        r"\1\2",
-        svg,
-        count=1,
+        r"<svg[^>]*>", lambda tag: re.sub(r' (width|height)="[^"]*"', "", tag[0]), svg, count=1
     )
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    return re.sub(r"font: ([\d.]+px)[^\"';]*", r"font: \1 var(--sans)", svg).replace(
-        "'DejaVu Sans'", "var(--sans)"
-    )
+    svg = re.sub(r"font: ([\d.]+px)[^\"';]*", r"font: \1 var(--sans)", svg)
+    return svg.replace("'DejaVu Sans'", "var(--sans)")
 
 
 def described(svg: str, text: str) -> str:
@@ -145,12 +147,13 @@ def stacked_bars(
     The total of medians is not the median of totals, so it is given. `points` marks other totals
     (published ones) on the same rows. `most` ends the scale: plots beside each other share one.
     """
+    _require_few(parts)
     with canvas(7.2, 0.9 + 0.42 * len(labels)) as (axes, output):
         rows = range(len(labels))
         start = [0.0] * len(labels)
-        for (name, values), colour in _coloured(parts):
+        for name, values in parts.items():
             lengths = [value or 0.0 for value in values]
-            axes.barh(rows, lengths, left=start, color=colour, height=0.62, label=name)
+            axes.barh(rows, lengths, left=start, height=0.62, label=name)
             start = [a + b for a, b in zip(start, lengths, strict=True)]
         reach = 0.12 * (most or max(start, default=0.0))
         for row, (end, total) in enumerate(zip(start, totals, strict=True)):
@@ -158,7 +161,8 @@ def stacked_bars(
             # Behind a mark that would cover it.
             after = [value for value in near if end <= 1.03 * value and value - end < reach]
             text = short(total) if total else "did not run"
-            _label(axes, max([end, *after]), row, text, INK if total else FAINT)
+            place, colour = (max([end, *after]), row), INK if total else FAINT
+            _note(axes, text, place, (4, 0), va="center", color=colour, fontsize=8.5)
         _mark(axes, points)
         _finish_rows(axes, labels, unit, most)
     return described(output[0], _in_words(labels, {**parts, "in all": totals}, unit))
@@ -168,16 +172,14 @@ def grouped_bars(
     labels: Sequence[str], groups: Series, *, unit: str, most: float | None = None
 ) -> str:
     """A cluster of horizontal bars a label, one bar a group."""
+    _require_few(groups)
     height = 0.8 / max(1, len(groups))
     with canvas(7.2, 0.9 + len(labels) * (0.2 + 0.24 * len(groups))) as (axes, output):
-        for index, ((name, values), colour) in enumerate(_coloured(groups)):
+        for index, (name, values) in enumerate(groups.items()):
             rows = [row - 0.4 + height * (index + 0.5) for row in range(len(labels))]
-            axes.barh(
-                rows, [v or 0.0 for v in values], height=height * 0.9, color=colour, label=name
-            )
-            for row, value in zip(rows, values, strict=True):
-                if value:
-                    _label(axes, value, row, short(value), INK)
+            bars = axes.barh(rows, [v or 0.0 for v in values], height=height * 0.9, label=name)
+            told = [short(value) if value else "" for value in values]
+            axes.bar_label(bars, told, padding=4, color=INK, fontsize=8.5)
         _finish_rows(axes, labels, unit, most)
     return described(output[0], _in_words(labels, groups, unit))
 
@@ -200,33 +202,23 @@ def lines(
     writes their numbers (`short`, `short_bytes`); `level` is a limit across the plot and its name;
     `ends` are those of the y axis: plots beside each other share them. A Doubtful point has a †.
     """
+    _require_few(curves)
     with canvas(7.2, height) as (axes, output):
-        for (name, curve), colour in _coloured(curves):
-            _draw_curve(axes, name, curve, colour, dotted=name in dots, joined=joined)
+        for name, curve in curves.items():
+            marker = "o" if name in dots else ""
+            axes.plot(*curve, marker, linestyle="-" if joined or not marker else "", label=name)
+            for at, value in zip(*curve, strict=True):
+                if isinstance(value, Doubtful):
+                    _note(axes, "†", (at, value), (3, 3), color=INK)
         if level:
-            axes.axhline(
-                level[1], color=FAINT, linestyle=(0, (4, 3)), linewidth=1.2, label=level[0]
-            )
+            axes.axhline(level[1], color=FAINT, linestyle=DASHED, linewidth=1.2, label=level[0])
         _logarithmic(axes, scales)
         if ends:
             axes.set_ylim(*ends)
-        axes.set_xlabel(x)
-        axes.set_ylabel(y)
+        axes.set(xlabel=x, ylabel=y)
         axes.margins(x=0.02)
         _legend(axes)
     return described(output[0], _curves_in_words(curves, x, y))
-
-
-def _draw_curve(
-    axes: "Axes", name: str, curve: Curve, colour: str, *, dotted: bool, joined: bool
-) -> None:
-    marked: dict[str, Any] = {"marker": "o", "markersize": 4.5} if dotted else {"linewidth": 1.4}
-    if dotted and not joined:
-        marked["linestyle"] = "none"
-    axes.plot(*curve, color=colour, label=name, **marked)
-    for at, value in zip(*curve, strict=True):
-        if isinstance(value, Doubtful):
-            axes.annotate("†", (at, value), (3, 3), textcoords="offset points", color=INK)
 
 
 def areas(
@@ -242,20 +234,20 @@ def areas(
     """Stacked steps over x. `marks` are named places on x, `level` is a named height; the scale
     reaches `most` at least: plots beside each other share it.
     """
+    _require_few(layers)
     with canvas(7.2, 3.4) as (axes, output):
-        named = _coloured(layers)
-        colours = [colour for _, colour in named]
         heights = [[value or 0.0 for value in values] for values in layers.values()]
-        axes.stackplot(x, heights, colors=colours, labels=list(layers), step="post", linewidth=0)
+        axes.stackplot(x, heights, labels=list(layers), step="post", linewidth=0)
         top = max(map(sum, zip(*heights, strict=True)), default=1.0)
         end = max(top, most, level[1] if level else 0.0) * 1.18
         for name, place in marks.items():
-            _draw_mark(axes, name, (place, end * 0.93), is_late=place > LATE * x[-1])
+            axes.axvline(place, color=FAINT, linewidth=0.8)
+            # on the left of the line where the right has no room
+            side, offset = ("right", -3) if place > LATE * x[-1] else ("left", 3)
+            _note(axes, name, (place, end * 0.93), (offset, 0), ha=side, color=FAINT, fontsize=8.5)
         if level is not None:
-            axes.axhline(level[1], color=INK, linewidth=1.0, linestyle=(0, (4, 3)), label=level[0])
-        axes.set_ylim(0, end)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(unit)
+            axes.axhline(level[1], color=INK, linewidth=1.0, linestyle=DASHED, label=level[0])
+        axes.set(ylim=(0, end), xlabel=x_label, ylabel=unit)
         axes.margins(x=0)
         _legend(axes)
     sums = [sum(each) for each in zip(*heights, strict=True)]
@@ -266,14 +258,6 @@ def areas(
     return described(output[0], f"{unit} over {x_label}; the highest is {short(top)}: {parts}.")
 
 
-def _draw_mark(axes: "Axes", name: str, place: tuple[float, float], *, is_late: bool) -> None:
-    """A line across the plot, its name beside it: on the left where the right has no room."""
-    axes.axvline(place[0], color=FAINT, linewidth=0.8)
-    side, offset = ("right", (-3, 0)) if is_late else ("left", (3, 0))
-    text: Any = {"ha": side, "color": FAINT, "fontsize": 8.5}
-    axes.annotate(name, place, offset, textcoords="offset points", **text)
-
-
 def roofline(
     points: Mapping[str, tuple[float, float]], *, bandwidth_gb_per_s: float, peak_tflop_per_s: float
 ) -> str:
@@ -281,26 +265,14 @@ def roofline(
     ridge = peak_tflop_per_s / bandwidth_gb_per_s * 1e3
     intensities = [intensity for intensity, _ in points.values()]
     ends = min(*intensities, ridge) / 4, max(*intensities, ridge) * 4
+    _require_few(points)
+    roof = [min(peak_tflop_per_s, bandwidth_gb_per_s * x / 1e3) for x in (ends[0], ridge, ends[1])]
     with canvas(7.2, 3.6) as (axes, output):
-        roof = [
-            min(peak_tflop_per_s, bandwidth_gb_per_s * x / 1e3) for x in (ends[0], ridge, ends[1])
-        ]
-        axes.plot(
-            [ends[0], ridge, ends[1]], roof, color=FAINT, linewidth=1.4, label="measured roof"
-        )
-        for (name, (intensity, rate)), colour in _coloured(points):
-            axes.plot(
-                [intensity],
-                [rate],
-                color=colour,
-                marker="o",
-                markersize=7,
-                linestyle="none",
-                label=name,
-            )
+        for name, (intensity, rate) in points.items():
+            axes.plot([intensity], [rate], "o", markersize=7, label=name)
+        axes.plot([ends[0], ridge, ends[1]], roof, color=FAINT, label="measured roof")
         _logarithmic(axes, {"x": short, "y": short})
-        axes.set_xlabel("FLOP a byte")
-        axes.set_ylabel("TFLOP/s")
+        axes.set(xlabel="FLOP a byte", ylabel="TFLOP/s")
         _legend(axes)
     told = [f"{n}: {short(y)} TFLOP/s at {short(x)} FLOP a byte" for n, (x, y) in points.items()]
     limits = f"{short(peak_tflop_per_s)} TFLOP/s and {short(bandwidth_gb_per_s)} GB/s"
@@ -323,23 +295,17 @@ def _logarithmic(axes: "Axes", scales: Scales) -> None:
         )
 
 
-def _coloured(series: Mapping[str, Any]) -> list[tuple[tuple[str, Any], str]]:
-    """Each series with its colour. Raises ValueError for more series than an eye tells apart."""
+def _require_few(series: Mapping[str, Any]) -> None:
+    """Raises ValueError for more series than an eye tells apart."""
     if len(series) > len(SERIES):
         raise ValueError(f"{len(series)} series in one plot; it can show {len(SERIES)}")
-    return list(zip(series.items(), SERIES, strict=False))
 
 
-def _label(axes: "Axes", x: float, row: float, text: str, colour: str) -> None:
-    axes.annotate(
-        text,
-        (x, row),
-        xytext=(4, 0),
-        textcoords="offset points",
-        va="center",
-        color=colour,
-        fontsize=8.5,
-    )
+def _note(
+    axes: "Axes", text: str, at: tuple[float, float], offset: tuple[float, float], **style: Any
+) -> None:
+    """A text beside a place, so many points from it."""
+    axes.annotate(text, at, offset, textcoords="offset points", **style)
 
 
 def _mark(axes: "Axes", points: Series | None) -> None:
@@ -369,13 +335,7 @@ def _legend(axes: "Axes") -> None:
     if len(names) > 1:
         inches = LEGEND_KEY_INCHES + LETTER_INCHES * max(map(len, names))
         columns = max(1, int(axes.get_window_extent().width / axes.figure.dpi / inches))
-        axes.legend(
-            loc="lower left",
-            bbox_to_anchor=(0, 1.0),
-            ncols=columns,
-            borderaxespad=0,
-            handlelength=1.2,
-        )
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns)
 
 
 def short(value: float) -> str:

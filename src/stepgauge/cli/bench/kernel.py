@@ -22,8 +22,6 @@ app = App(
 Peers = Annotated[
     tuple[str, ...],
     Parameter(
-        consume_multiple=True,
-        negative="",
         help="Names, or auto: all that are installed.",
         show_default=False,
     ),

@@ -21,7 +21,7 @@ def pipeline(
     fresh: rows.Fresh = False,
     format: rows.RowFormat = "table",
     pictures: Annotated[
-        bool, Parameter(help="An SVG a row in the folder: predicted above measured.", negative="")
+        bool, Parameter(help="An SVG a row in the folder: predicted above measured.")
     ] = False,
 ) -> None:
     """Time pipeline parallel forward and backward, each row beside its own simulation.

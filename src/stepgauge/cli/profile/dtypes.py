@@ -13,9 +13,7 @@ from stepgauge.spec.dtypes import DtypesSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.store import RunStore
 
-Each = Annotated[
-    bool, Parameter(help="Every block by itself, rather than equal ones as one row.", negative="")
-]
+Each = Annotated[bool, Parameter(help="Every block by itself, rather than equal ones as one row.")]
 
 Keep = Annotated[
     Path | None,

@@ -33,7 +33,7 @@ def memory(
     format: rows.RowFormat = "table",
     details: Annotated[
         bool,
-        Parameter(help="Tables of each row; a single row has them anyway.", negative=""),
+        Parameter(help="Tables of each row; a single row has them anyway."),
     ] = False,
 ) -> None:
     """Show who holds memory when in a training step, and predict it.

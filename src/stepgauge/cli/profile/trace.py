@@ -29,7 +29,6 @@ def trace(
         bool,
         Parameter(
             help="Only the overlap of communication and computing; fails if there is none.",
-            negative="",
         ),
     ] = False,
     rules: Rules = None,
