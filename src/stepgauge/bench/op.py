@@ -24,6 +24,7 @@ from stepgauge.spec.record import Record, Sample
 NO_REFERENCE = "there is no reference: the result was not checked"
 NOTHING_GIVEN = "it gives no tensor and changes no input: there was nothing to check"
 CHANGES_INPUTS = "it changes its inputs: they are restored before each call"
+WRONG = "wrong: relative error {:.1e} against the reference, at most {:.1e} is right"
 NO_GPU = "0 active drivers"  # how Triton says that it found no GPU
 
 
@@ -54,16 +55,15 @@ def run(spec: OpSpec) -> Record:
         error, limit = _check(user, found.given, right.given, spec.tolerance)
         metrics["error"] = Sample.exact(error, "relative")
         if not error <= limit:
-            wrong = f"wrong: relative error {error:.1e} against the reference, at most {limit:.1e} is right"
-            return _record(spec, device, metrics, status="failed", note=wrong)
+            return _record(spec, device, metrics, status="failed", note=WRONG.format(error, limit))
     calls = {"ms": user.call} | ({"reference_ms": user.reference_call} if user.reference else {})
     before = restore if changed else None
     times, failures = time_interleaved(calls, device, seconds=spec.seconds, before=before)
-    for failure in failures.values():
-        raise failure
+    if failures:
+        raise next(iter(failures.values()))
     restore()
-    metrics |= {name: Sample.of(values, "ms") for name, values in times.items()}
-    metrics |= _roofline(user, found, times["ms"], device)
+    timed = {name: Sample.of(values, "ms") for name, values in times.items()}
+    metrics |= timed | _roofline(user, found, times["ms"], device)
     restore()
     launched = launches(user.call, device, before)
     return _record(spec, device, metrics, note="; ".join(notes), launched=launched)
