@@ -206,7 +206,8 @@ def lines(
     with canvas(7.2, height) as (axes, output):
         for name, curve in curves.items():
             marker = "o" if name in dots else ""
-            axes.plot(*curve, marker, linestyle="-" if joined or not marker else "", label=name)
+            line = "-" if joined or not marker else ""
+            axes.plot(*curve, marker=marker, linestyle=line, label=name)
             for at, value in zip(*curve, strict=True):
                 if isinstance(value, Doubtful):
                     _note(axes, "†", (at, value), (3, 3), color=INK)

@@ -29,7 +29,7 @@ CAUTIONS = {
     "fp16": "Needs loss scaling: compare the loss.",
 }
 GRAPHS = "reduce-overhead"
-NEXT = "`stepgauge report runs/bench-step` then ranks it."
+NEXT = "stepgauge report runs/bench-step then ranks them."
 LEAST_IDLE = 0.1  # of a step: less is not worth a finding
 MOST = 6
 COMMANDS = {
@@ -141,7 +141,7 @@ def to_measure(records: Sequence[Record]) -> list[Finding]:
     """
     timed = [record for record in _steps(records) if is_timed(record) and record.kind == "step"]
     disturbed = [record for record in timed if is_disturbed(record)]
-    seen = [pair for choice in CHOICES for pair in _pairs(timed, choice) if pair.saved_ms > 0]
+    seen = [pair for choice in CHOICES for pair in _pairs(timed, choice)]
     seen = [pair for pair in seen if pair.before in disturbed or pair.after in disturbed]
     if seen:
         return [_again(max(seen, key=lambda pair: pair.saved_ms), len(disturbed), len(timed))]
@@ -153,7 +153,7 @@ def to_measure(records: Sequence[Record]) -> list[Finding]:
             values = f"{longest.spec[name]} {value}"
             text = (
                 f"No two undisturbed rows differ in one choice alone by more than their spread. "
-                f"The command measures such a pair; {NEXT}"
+                f"The command measures such a pair, and {NEXT}"
             )
             asked = command(longest, **{name: values})
             return [Finding(None, f"To measure: {name}={value}", text, asked)]
@@ -167,9 +167,9 @@ def _again(pair: Pair, disturbed: int, timed: int) -> Finding:
     values = {name: f"{usual.get(name)} {value}" for name, _, value in changed}
     text = (
         f"Other work disturbed {disturbed} of {timed} steps, so that no change can be ranked. The "
-        f"most that one seemed to save: {number(before)} ms a step with {pair.instead_of}, "
-        f"{number(after)} ms with {pair.change} ({_where(pair.before, pair.change)}). The command "
-        f"measures this again, when nothing else runs; {NEXT}"
+        f"most promising one took {number(after)} ms a step with {pair.change} and {number(before)} "
+        f"ms with {pair.instead_of} ({_where(pair.before, pair.change)}). Run the command when "
+        f"nothing else runs: it measures both again, and {NEXT}"
     )
     title = f"To measure again: {pair.change}"
     return Finding(None, title, text, command(pair.before, **values) + " --fresh")
