@@ -5,20 +5,19 @@ that axis' collectives. A pipeline cannot be run without its transfers: its part
 backward less what the busiest rank computes, so transfers and bubbles together.
 """
 
-import contextlib
 import dataclasses
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stepgauge.bench.rank_figures import (
     RankFigures,
     kept_bytes,
     record_of_ranks,
     slowest_step,
+    spans_table,
     time_steps,
 )
 from stepgauge.bench.ranks import OnRanks, slowest
@@ -90,14 +89,9 @@ def _build(
     step = build_layout_step(
         spec, layout=spec.axes, device=device, recording=True, stages=stages, lr=LEARNING_RATE
     )
-    return step, _batches(spec, place, device)
-
-
-def _batches(spec: LayoutSpec, place: RankShare, device: torch.device) -> list[Sequence[Tensor]]:
-    """This rank's rows of each batch whose gradients add up."""
     seeds = (spec.seed + 1 + number for number in range(spec.accumulation))
     batches = (batch_for(spec.network, spec.batch, seed) for seed in seeds)
-    return [[part.to(device) for part in place.shares(batch)] for batch in batches]
+    return step, [[part.to(device) for part in place.shares(batch)] for batch in batches]
 
 
 def phases_of(step: TrainingStep, batches: Sequence[Sequence[Any]]) -> Phases:
@@ -108,10 +102,7 @@ def phases_of(step: TrainingStep, batches: Sequence[Sequence[Any]]) -> Phases:
         return step.phases(batches[0], synchronize=True)
 
     def forward_and_backward() -> None:
-        for number, batch in enumerate(batches, start=1):
-            last = number == len(batches)
-            with contextlib.nullcontext() if last else step.parallel.no_sync():
-                step.gradients(batch, batches=len(batches))
+        step.accumulate(batches, count=len(batches))
 
     return {
         "forward_and_backward": forward_and_backward,
@@ -144,8 +135,8 @@ def record(spec: LayoutSpec, ranks: list[Figures]) -> Record:
         rates={} if isinstance(spec.model, UserModel) else _rates(spec, slowest_step(ranks)),
         figures={f"{name}_ms": Sample.exact(ms, "ms") for name, ms in exposed},
         series={},
-        tables=_spans(ranks),
-        note="; ".join(filter(None, (_cut(spec, ranks[0]), _left_out(spec, ranks[0])))),
+        tables=spans_table([rank.spans for rank in ranks]),
+        note=_note(spec, ranks[0]),
     )
 
 
@@ -170,21 +161,17 @@ def _rates(spec: LayoutSpec, step_ms: list[float]) -> dict[str, Sample]:
     return rates(spec, step_ms, tokens=spec.tokens_per_step, flops=flops / spec.ranks)
 
 
-def _cut(spec: LayoutSpec, rank: Figures) -> str:
-    """How the network is cut, where that was found out by measuring."""
-    return f"{said(rank.stages, 'blocks')}, by measured time" if spec.needs_times else ""
-
-
-def _left_out(spec: LayoutSpec, rank: Figures) -> str:
-    """Why an axis has no exposed time."""
-    if spec.axes.replicas == 1 or "data" in rank.without_axis:
-        return ""
-    return f"data exposed is not measured: {spec.axes.wrapper} cannot compute without its communication"
-
-
-def _spans(ranks: list[Figures]) -> dict[str, list[list[Any]]]:
-    rows = [[number, *span] for number, rank in enumerate(ranks) for span in rank.spans]
-    return {"spans": [["rank", "action", "start ms", "end ms"], *rows]} if rows else {}
+def _note(spec: LayoutSpec, rank: Figures) -> str:
+    """How the network is cut, where that was found out by measuring, and why the data axis has no
+    exposed time.
+    """
+    told = [f"{said(rank.stages, 'blocks')}, by measured time"] if spec.needs_times else []
+    if spec.axes.replicas > 1 and "data" not in rank.without_axis:
+        wrapper = spec.axes.wrapper
+        told.append(
+            f"data exposed is not measured: {wrapper} cannot compute without its communication"
+        )
+    return "; ".join(told)
 
 
 ON_RANKS = OnRanks(measure=measure, record=record, shared=True)

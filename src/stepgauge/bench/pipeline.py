@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from stepgauge.bench.pipeline_parts import build_stage, counted, mean_loss, part_times
 from stepgauge.bench.pipeline_torch import TorchPipeline
+from stepgauge.bench.rank_figures import spans_table
 from stepgauge.bench.ranks import OnRanks, require_ranks, slowest
 from stepgauge.bench.sweep import Job
 from stepgauge.cost.timeline import Durations, simulate
@@ -322,7 +323,7 @@ def measured(spec: PipelineSpec, ranks: list[RankFigures]) -> Record:
     if all(rank.spans for rank in ranks):
         busy = [sum(end - start for _, start, end in rank.spans) for rank in ranks]
         metrics["busy_ms"] = Sample.exact(sum(busy) / len(busy), "ms")
-        tables = _spans([rank.spans for rank in ranks])
+        tables = spans_table([rank.spans for rank in ranks])
     asked = _asked(spec, ranks[0].parts)
     return Record.of(spec, series=series, metrics=metrics, tables=tables, **asked)
 
@@ -350,7 +351,7 @@ def modelled(spec: PipelineSpec, ranks: list[Probed]) -> Record:
         ]
         metrics["peak_bytes"] = Sample.exact(max(series["rank_peak_bytes"]), "bytes")
     asked = _asked(spec, ranks[0].parts, "modelled")
-    return Record.of(spec, metrics=metrics, series=series, tables=_spans(spans), **asked)
+    return Record.of(spec, metrics=metrics, series=series, tables=spans_table(spans), **asked)
 
 
 def durations(ranks: list[Probed], num_stages: int) -> Durations:
@@ -362,11 +363,6 @@ def durations(ranks: list[Probed], num_stages: int) -> Durations:
         transfers={Channel(a, b): transfer for a, b in edges},
         host_ms=max(rank.host_ms for rank in ranks),
     )
-
-
-def _spans(ranks: list[list[tuple[str, float, float]]]) -> dict[str, list[list[Any]]]:
-    rows = [[rank, *span] for rank, row in enumerate(ranks) for span in row]
-    return {"spans": [["rank", "action", "start ms", "end ms"], *rows]}
 
 
 def _asked(spec: PipelineSpec, parts: list[range], provenance: str = "measured") -> dict[str, Any]:

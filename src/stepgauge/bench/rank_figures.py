@@ -72,6 +72,12 @@ def slowest_step(ranks: Sequence[RankFigures], phase: str = "step") -> list[floa
     return slowest([rank.phases[phase] for rank in ranks])
 
 
+def spans_table(ranks: Sequence[Sequence[tuple[str, float, float]]]) -> dict[str, list[list[Any]]]:
+    """The record's table of when each rank's actions ran: (action, start, end) by rank."""
+    rows = [[number, *span] for number, spans in enumerate(ranks) for span in spans]
+    return {"spans": [["rank", "action", "start ms", "end ms"], *rows]} if rows else {}
+
+
 def record_of_ranks(
     spec: Any,
     ranks: Sequence[RankFigures],

@@ -4,14 +4,16 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
+from rich.rule import Rule
 
-from stepgauge.cli.console import Format, print_tables, tell, write
+from stepgauge.cli.console import Format, Output, print_table, print_tables, tell, write
 from stepgauge.cli.records import Run, read
-from stepgauge.spec.explain import names_of
+from stepgauge.spec.explain import Explained, names_of
 from stepgauge.spec.hardware import HardwareFile
 
 app = App(name="comm", help="Explain collectives, and fit what bench comm measured.")
 
+MOST_ARROWS = 8  # that are drawn; more are a table
 WritePage = Annotated[Path | None, Parameter(help="An HTML file with the pictures, too.")]
 
 
@@ -32,14 +34,33 @@ def explain(
     names_of(op, ranks=ranks)  # said before torch is loaded
 
     from stepgauge.bench.explain import explain as run_explained
-    from stepgauge.cli.explained import print_explained
     from stepgauge.report.explained import explained_page
 
     found = run_explained(op, ranks=ranks)
     for explained in found:
-        print_explained(explained)
+        _print(explained)
     if report is not None:
         write(explained_page(found), report, "pictures")
+
+
+def _print(explained: Explained) -> None:
+    from stepgauge.report.explained import rank_table, step_table, traffic_table
+
+    console = Output(highlight=False)
+    console.print(Rule(explained.op.replace("_", "-"), align="left"))
+    print_table(rank_table(explained))
+    console.print()
+    if explained.steps:
+        print_table(step_table(explained))
+    elif len(explained.arrows) <= MOST_ARROWS:
+        for each in explained.arrows:
+            arrow = f"──[bold]{each.what}[/bold]──▶"
+            console.print(f"  rank {each.source} {arrow} rank {each.target}")
+    else:
+        print_table(traffic_table(explained))
+    if explained.remark:
+        console.print(explained.remark)
+    console.print()
 
 
 @app.command

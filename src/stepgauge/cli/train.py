@@ -93,14 +93,11 @@ def _reason(error: "RankError", spec: TrainSpec) -> str:
 
 def _train_on_rank(spec: TrainSpec, out: Path) -> str:
     """On every rank; rank 0 shows the progress and keeps the record."""
+    from stepgauge.bench import train as bench_train
     from stepgauge.bench.ranks import is_first_process
 
-    return _train(spec, out) if is_first_process() else _train_quietly(spec, out)
-
-
-def _train_quietly(spec: TrainSpec, out: Path) -> str:
-    from stepgauge.bench import train as bench_train
-
+    if is_first_process():
+        return _train(spec, out)
     bench_train.run(spec, folder=out)
     return ""
 

@@ -155,7 +155,7 @@ QUESTIONS = {
 
 def _kind(records: Sequence[Record], folder: Path) -> Section:
     kind = records[0].kind
-    draw = _BLOCKS.get(kind, _kernels if kind in KERNELS else _rows)
+    draw = _BLOCKS.get(kind, lambda records: [record_table(records)])
     blocks = [
         *_of_processes(records),
         *reservations(records),
@@ -176,32 +176,11 @@ def _of_processes(records: Sequence[Record]) -> list[Text]:
     )
 
 
-def _rows(records: Sequence[Record]) -> Sequence[Block]:
-    return [record_table(records)]
-
-
-def _kernels(records: Sequence[Record]) -> Sequence[Block]:
-    return [*kernel_bars(records), kernel_table(records)]
-
-
 def _steps(records: Sequence[Record]) -> Sequence[Block]:
     """Bars of the phases, and the table."""
     shown = [record for record in records if record.status == "ok"][:MOST_BARS]
-    if not shown:
-        return _rows(records)
-    return [phase_bars(shown, labels(shown), "Step time by phase."), record_table(records)]
-
-
-def _trainings(records: Sequence[Record]) -> Sequence[Block]:
-    return [block for record in records for block in training.blocks([record])]
-
-
-def _dtypes(records: Sequence[Record]) -> Sequence[Block]:
-    return [dtype_table(record) for record in records if "dtypes" in record.tables]
-
-
-def _sums(records: Sequence[Record]) -> Sequence[Block]:
-    return [*map(accumulation_table, records), Text(EXPLANATION)]
+    bars = [phase_bars(shown, labels(shown), "Step time by phase.")] if shown else []
+    return [*bars, record_table(records)]
 
 
 def _pictures(records: Sequence[Record], folder: Path) -> Sequence[Block]:
@@ -217,14 +196,15 @@ def _pictures(records: Sequence[Record], folder: Path) -> Sequence[Block]:
 
 _BLOCKS: Mapping[str, Callable[[Sequence[Record]], Sequence[Block]]] = {
     "step": _steps,
-    "train": _trainings,
+    "train": lambda records: [block for each in records for block in training.blocks([each])],
     "memory": memory_blocks,
     "comm": comm_blocks,
     "broadcast": broadcast_blocks,
     "data-parallel": data_parallel.plots,
     "layout": layout_blocks,
-    "dtypes": _dtypes,
-    "accumulation": _sums,
+    "dtypes": lambda records: [dtype_table(each) for each in records if "dtypes" in each.tables],
+    "accumulation": lambda records: [*map(accumulation_table, records), Text(EXPLANATION)],
+    **dict.fromkeys(KERNELS, lambda records: [*kernel_bars(records), kernel_table(records)]),
 }
 
 

@@ -1,6 +1,5 @@
 """Trains, and goes on where a killed run stopped."""
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -23,20 +22,9 @@ from stepgauge.train.task import Task
 CURVE_FILE = "curve.jsonl"
 # What a run may change when it goes on: the curve does not depend on it.
 FREE_FIELDS = (
-    *(
-        "model",
-        "size",
-        "corpus",
-        "device",
-        "keep",
-        "checkpoint_every",
-        "compile",
-        "checkpointing",
-        "checkpoint_blocks",
-        "memory_gib",
-    ),
-    *("data_parallel", "ranks", "layout", "balance", "bucket_mb"),
-)
+    "model", "size", "corpus", "device", "keep", "checkpoint_every", "compile", "checkpointing",
+    "checkpoint_blocks", "memory_gib", "data_parallel", "ranks", "layout", "balance", "bucket_mb",
+)  # fmt: skip
 DRAIN_EVERY = 10  # steps between readings of the loss from the device: each is a wait
 
 
@@ -118,13 +106,10 @@ class Trainer:
         for group, highest in zip(groups, self.highest_rates, strict=True):
             if highest is not None:
                 group["lr"] = self.spec.learning_rate_at(number, highest=highest)
-        total = torch.zeros((), device=self.step.device)
-        for index, micro in enumerate(self.task.micro_batches(number)):
-            last = index == self.spec.accumulation - 1
-            with contextlib.nullcontext() if last else self.step.parallel.no_sync():
-                total += self.step.gradients(micro, batches=self.spec.accumulation)
+        micro_batches = self.task.micro_batches(number)
+        loss = self.step.accumulate(micro_batches, count=self.spec.accumulation)
         self.step.update()
-        return total
+        return loss
 
     def _held_out(self) -> float | None:
         return self.task.evaluate() if self.task.evaluate else None

@@ -1,6 +1,7 @@
 """One training step, in its three phases. What `bench step` times is what `train` trains with."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -95,6 +96,14 @@ class TrainingStep:
         loss = self.forward(*batch) / batches
         self.backward(loss)
         return loss.detach()
+
+    def accumulate(self, batches: Iterable[Sequence[Any]], *, count: int) -> Tensor:
+        """Forward and backward of so many batches whose gradients add up; their mean loss."""
+        total = torch.zeros((), device=self.device)
+        for number, batch in enumerate(batches, start=1):
+            with contextlib.nullcontext() if number == count else self.parallel.no_sync():
+                total += self.gradients(batch, batches=count)
+        return total
 
     @torch.no_grad()
     def evaluate(self, batch: Sequence[Any]) -> Tensor:

@@ -23,16 +23,8 @@ Keep = Annotated[
 ]
 
 # What changes no type that is shown.
-WITHOUT = (
-    "compile",
-    "optimizer",
-    "checkpointing",
-    "checkpoint_blocks",
-    "memory_gib",
-    "phases",
-    "data",
-    "seed",
-)
+WITHOUT = ("compile", "optimizer", "checkpointing", "checkpoint_blocks", "memory_gib", "phases",
+           "data", "seed")  # fmt: skip
 
 
 @spec_options(
