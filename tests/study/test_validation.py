@@ -13,18 +13,8 @@ from stepgauge.study.experiment import Machine
 from stepgauge.validate.before import BEFORE
 
 CPU = Machine(device="cpu", name="Test CPU", bytes=24 * 2**30, has_compiler=True)
-<<<<<<< HEAD
 AXES = {"matmul": "mnk", "rmsnorm": "mn", "attention": "htd", "cross-entropy": "mv",
         "embedding": "mn"}  # fmt: skip
-=======
-AXES = {
-    "matmul": "mnk",
-    "rmsnorm": "mn",
-    "attention": "htd",
-    "cross-entropy": "mv",
-    "embedding": "mv",
-}
->>>>>>> 1c7b249 (The page names a command wherever rows were disturbed, whatever they seemed to say)
 
 
 def timed(spec):
