@@ -1,7 +1,7 @@
-"""What autograd's engine is doing when an operator runs.
+"""What autograd's engine is doing when an operator runs, and what its nodes hold.
 
 The only file here that asks autograd's private parts. The way out: a public name of the node that
-is running, and of how many references a tensor has.
+is running, of what a node has saved, and of how many references a tensor has.
 """
 
 import functools
@@ -30,6 +30,24 @@ def last_number() -> int:
     return torch.autograd._get_sequence_nr() - 1
 
 
+def held_tensors(node: Any) -> list[Tensor]:
+    """What a node keeps for backward: a Python function's saved tensors in order, or a C++ one's
+    fields.
+    """
+    saved = getattr(node, "saved_tensors", None)
+    if saved is not None:
+        # Compiled code keeps apart those whose version needs no check.
+        values = [*saved, *getattr(node, "_tensors_no_vc_check", ())]
+    else:
+        values = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def storage_number(tensor: Tensor) -> int:
+    """Equal of tensors that share a storage, which need not have an address."""
+    return tensor.untyped_storage()._cdata
+
+
 @functools.cache
 def held_by_buffer() -> tuple[int, int]:
     """`references` of a gradient that only the engine's buffer holds, found by having two added.
@@ -54,8 +72,7 @@ def held_by_buffer() -> tuple[int, int]:
 
 def references(tensor: Any) -> tuple[int, int]:
     """To the tensor and to its storage, as a dispatch mode sees them."""
-    storage = tensor.untyped_storage()
-    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)
+    return tensor._use_count(), torch._C._storage_Use_Count(storage_number(tensor))
 
 
 def adds_in_place(func: Any, args: Sequence[Any]) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+from stepgauge.measure.memory.autograd_engine import forward_number, held_tensors
 from stepgauge.measure.memory.storage_tracker import is_own, short_path
 
 Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -70,7 +71,7 @@ class KeptByGraphs(CustomPartitionerFn):
         A graph that runs several times is a part a time: graph.0, graph.1, ... in the order of the
         forward pass.
         """
-        nodes = [(node, tensors) for node in _nodes(loss) if (tensors := _held(node))]
+        nodes = [(node, tensors) for node in _nodes(loss) if (tensors := held_tensors(node))]
         signatures = [_signature(tensors) for _, tensors in nodes]
         runs = collections.Counter(signatures)
         number: collections.Counter[Signature] = collections.Counter()
@@ -106,18 +107,7 @@ def _nodes(loss: Tensor) -> list[Any]:
         if node is not None and node not in found:
             found.add(node)
             waiting += [before for before, _ in node.next_functions]
-    return sorted(found, key=lambda node: node._sequence_nr())
-
-
-def _held(node: Any) -> list[Tensor]:
-    """What a node holds: a Python function's saved tensors in order, or a C++ one's fields."""
-    saved = getattr(node, "saved_tensors", None)
-    if saved is not None:
-        # Compiled code keeps apart those whose version needs no check.
-        values = [*saved, *getattr(node, "_tensors_no_vc_check", ())]
-    else:
-        values = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-    return [value for value in values if isinstance(value, Tensor)]
+    return sorted(found, key=forward_number)
 
 
 def _origin(node: fx.Node) -> Origin:

@@ -25,6 +25,7 @@ from stepgauge.measure.memory.autograd_engine import (
     forward_number,
     held_by_buffer,
     last_number,
+    storage_number,
 )
 from stepgauge.measure.memory.autograd_engine import node as autograd_node
 
@@ -169,25 +170,23 @@ class StorageTracker(TorchDispatchMode):
     def label(self, tensors: Iterable[Any], category: str, *, name: str = "") -> None:
         """The storages of these tensors are of that category for good; `name` says whose."""
         for part in self._parts(tensors):
-            storage = part.untyped_storage()
-            found = self._live.get(storage._cdata)
+            found = self._live.get(storage_number(part))
             if found is not None:
                 found[0].category = category
                 found[0].module = name or found[0].module
             elif self._events:
-                self.marks.append(StorageMark(self.now(), storage.data_ptr(), category, name))
+                self.marks.append(StorageMark(self.now(), _address(part), category, name))
             else:
                 self._see(part, "", name, "", category)
 
     def held_for_backward(self, tensor: Tensor, operator: str, module: str, line: str) -> None:
         """Autograd holds the tensor: an activation, unless it is known as something else."""
         for part in self._parts([tensor]):
-            storage = part.untyped_storage()
-            if storage._cdata in self._live:
+            if storage_number(part) in self._live:
                 continue
             if self._events:
                 self.marks.append(
-                    StorageMark(self.now(), storage.data_ptr(), ACTIVATIONS, module, operator, line)
+                    StorageMark(self.now(), _address(part), ACTIVATIONS, module, operator, line)
                 )
             else:
                 self._see(part, operator, module, line, ACTIVATIONS)
@@ -232,11 +231,10 @@ class StorageTracker(TorchDispatchMode):
     def _see(
         self, tensor: Tensor, operator: str, module: str, line: str, category: str = TEMPORARIES
     ) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+        storage, key = tensor.untyped_storage(), storage_number(tensor)
         if key in self._live or not storage.nbytes():
             return
-        address = storage.data_ptr() if self._events else 0
+        address = _address(tensor) if self._events else 0
         allocation = self._begin(
             Allocation(
                 storage.nbytes(), 0, self._phase, operator, module, line, category, address=address
@@ -274,7 +272,7 @@ class StorageTracker(TorchDispatchMode):
 
     def _saved(self, tensor: Tensor) -> Tensor:
         for part in self._parts([tensor]):
-            found = self._live.get(part.untyped_storage()._cdata)
+            found = self._live.get(storage_number(part))
             if found is not None and found[0].saver is None:
                 found[0].saver = self._running[-1] if self._running else ""
         return tensor
@@ -298,6 +296,10 @@ class StorageTracker(TorchDispatchMode):
         found = (self._running[-1] if self._running else "", program_line())
         self._made[last_number()] = found
         return found
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
