@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -65,7 +66,8 @@ def fake_device(architecture: str) -> Iterator[torch.device]:
         stack.enter_context(
             FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=not is_imagined)
         )
-        stack.enter_context(FakeValues())
+        values = stack.enter_context(FakeValues())
+        stack.enter_context(values.explaining())
         yield torch.device("cpu" if architecture == "cpu" else "cuda:0")
 
 
@@ -88,8 +90,9 @@ def _itself(mode: FakeTensorMode, memo: Any) -> FakeTensorMode:
 class FakeValues(TorchDispatchMode):
     """Answers the host's question for a value, and says which operator cannot do without.
 
-    `any` of something is false (nothing is infinite, nothing has to be drawn again), loss scaling
-    finds no infinity, and every other value is one.
+    A value that torch has kept (of a small tensor written out in Python, on a CPU) is known. `any`
+    of something is false (nothing is infinite, nothing has to be drawn again), loss scaling finds no
+    infinity, and every other value is one.
     """
 
     def __init__(self) -> None:
@@ -101,7 +104,7 @@ class FakeValues(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._false.add(args[1].untyped_storage())
-        if func is aten._local_scalar_dense.default:
+        if func is aten._local_scalar_dense.default and _constant(args[0]) is None:
             self._require_progress()
             value = args[0].untyped_storage() not in self._false
             return float(value) if args[0].is_floating_point() else int(value)
@@ -115,6 +118,21 @@ class FakeValues(TorchDispatchMode):
             self._false.add(result.untyped_storage())
         return result
 
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """An error that follows an answered question may be the answer's: it names the line."""
+        try:
+            yield
+        except NotPredictableError:
+            raise
+        except Exception as error:
+            if not self._line:
+                raise
+            raise NotPredictableError(
+                f"{self._line} asks for a value, which a prediction does not have; then came "
+                f"{type(error).__name__}: {_first_line(error)}"
+            ) from error
+
     def _require_progress(self) -> None:
         """Raises NotPredictableError where a line asks without end: a loop waits for an answer."""
         line = program_line()
@@ -124,6 +142,15 @@ class FakeValues(TorchDispatchMode):
             raise NotPredictableError(
                 f"{line} asks for values of tensors without end, and a prediction has none"
             )
+
+
+def _constant(tensor: Tensor) -> Tensor | None:
+    """The values that torch has kept of a tensor without memory."""
+    return getattr(tensor, "constant", None)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "no message")
 
 
 def _why(error: Exception) -> str:
