@@ -90,3 +90,15 @@ def adds_in_place(func: Any, args: Sequence[Any]) -> bool:
         return False
     dense = old.is_contiguous() or old.nbytes == old.untyped_storage().nbytes()
     return dense and references(old) == held_by_buffer()
+
+
+def takes_sparse(func: Any, args: Sequence[Any]) -> bool:
+    """Whether this copy is the engine's own, of a sparse gradient that becomes a weight's `.grad`.
+
+    Without a dispatch mode the engine takes the gradient itself (torch/csrc/autograd/functions/
+    accumulate_grad.h); a mode's references to its parts let it copy.
+    """
+    running = node()
+    if func is not aten.clone.default or args[0].layout != torch.sparse_coo or running is None:
+        return False
+    return running.name().endswith("AccumulateGrad") and args[0]._values().is_contiguous()

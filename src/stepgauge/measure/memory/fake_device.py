@@ -6,6 +6,7 @@ its rules: which attention (attention_backend.py).
 """
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -38,6 +39,10 @@ LSTM_ON_A_CPU = (
     "aten.mkldnn_rnn_layer.default, LSTM on a CPU, keeps a workspace whose size only oneDNN knows"
 )
 aten = torch.ops.aten
+COMPARISONS = {
+    aten.lt: operator.lt, aten.le: operator.le, aten.gt: operator.gt, aten.ge: operator.ge,
+    aten.eq: operator.eq, aten.ne: operator.ne,
+}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -92,7 +97,7 @@ class FakeValues(TorchDispatchMode):
 
     A value that torch has kept (of a small tensor written out in Python, on a CPU) is known. `any`
     of something is false (nothing is infinite, nothing has to be drawn again), loss scaling finds no
-    infinity, and every other value is one.
+    infinity, and every other value is one, also where it is compared.
     """
 
     def __init__(self) -> None:
@@ -114,9 +119,18 @@ class FakeValues(TorchDispatchMode):
             result = RULES.get(func, func)(*args, **(kwargs or {}))
         except WITHOUT_RULE as error:
             raise NotPredictableError(f"{func} {_why(error)}") from None
-        if func.overloadpacket is aten.any:
+        if func.overloadpacket is aten.any or self._is_false(func, args):
             self._false.add(result.untyped_storage())
         return result
+
+    def _is_false(self, func: Any, args: Any) -> bool:
+        """Whether ones do not compare so, or are said of something false to be all true."""
+        if func.overloadpacket is aten.all:
+            return args[0].untyped_storage() in self._false
+        compare = COMPARISONS.get(func.overloadpacket)
+        return compare is not None and not compare(
+            *(1 if isinstance(value, Tensor) else value for value in args[:2])
+        )
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:

@@ -46,10 +46,9 @@ def _layers(kind: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         packed = isinstance(third, Tensor | tuple | list) and isinstance(rest[0], tuple | list)
         # packed: data, batch sizes, states, weights, ...; else: data, states, weights, ...
         states, weights, options = (third, rest[0], rest[1:]) if packed else (second, third, rest)
-        batch_first = not packed and options[5]
         states = list(states) if isinstance(states, tuple | list) else [states]
         inputs = [_autocast(each) for each in (x, *states, *weights)]
-        given = kind, options[1], 2 if options[4] else 1, batch_first, len(states)
+        given = kind, options[1], 2 if options[4] else 1, options[3], len(states)
         return _Recurrent.apply(*given, *inputs)
 
     return run
@@ -73,7 +72,7 @@ class _Recurrent(torch.autograd.Function):
         kind: str,
         num_layers: int,
         directions: int,
-        batch_first: bool,
+        training: bool,
         num_states: int,
         x: Tensor,
         *rest: Tensor,
@@ -83,7 +82,8 @@ class _Recurrent(torch.autograd.Function):
         output = x.new_empty((*x.shape[:-1], width * directions))
         rows = output.numel() // output.shape[-1]
         inside = num_layers * RESERVED[kind] * hidden + (num_layers - 1) * width
-        kept = [x.new_empty(rows * directions * inside)] if any(ctx.needs_input_grad) else []
+        reserves = training or any(ctx.needs_input_grad)  # in training without gradients too
+        kept = [x.new_empty(rows * directions * inside)] if reserves else []
         ctx.num_states = num_states
         ctx.save_for_backward(x, output, *states, *weights, *kept)
         return (output, *(torch.empty_like(state) for state in states))

@@ -26,6 +26,7 @@ from stepgauge.measure.memory.autograd_engine import (
     held_by_buffer,
     last_number,
     storage_number,
+    takes_sparse,
 )
 from stepgauge.measure.memory.autograd_engine import node as autograd_node
 
@@ -206,6 +207,8 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if adds_in_place(func, args):
             return args[0].add_(args[1])
+        if takes_sparse(func, args):
+            return args[0]
         in_backward = autograd_node() is not None
         module, line = self._origin(in_backward)
         start = self.now()

@@ -41,8 +41,9 @@ class MemoryTimeline:
         return max(self.moments, key=lambda moment: moment.total)
 
     def peak_of(self, phase: Phase) -> int:
+        """Of the phase, with what was held when it began."""
         return max(
-            (m.total for m in self.moments if phase.start <= m.event <= phase.end), default=0
+            (m.total for m in self.moments if phase.start - 1 <= m.event <= phase.end), default=0
         )
 
     def holders(self, event: int) -> list[tuple[str, str, str, str, str, int, int]]:

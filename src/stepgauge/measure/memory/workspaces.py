@@ -3,7 +3,7 @@ show it.
 
 Sources are torch's own: aten/src/ATen/cuda/CublasHandlePool.cpp for the workspace of a cuBLAS
 handle, one for the thread of the forward pass and one for autograd's; the backward kernels of
-attention for theirs.
+attention and of embeddings for theirs.
 """
 
 import math
@@ -17,6 +17,8 @@ from stepgauge.measure.memory.storage_tracker import Workspace
 
 # Bytes of a cuBLAS workspace by compute capability (CublasHandlePool.cpp, getChosenWorkspaceSize).
 CUBLAS_BYTES: Mapping[str, int] = {"sm80": 4096 * 2 * 1024 + 16 * 8 * 1024, "sm90": 4096 * 8 * 1024}
+UNSORTED_INDICES = 3072  # of an embedding: fewer are added one by one
+BAG_OF_MAXIMA = 2  # the mode of an embedding bag
 aten = torch.ops.aten
 PRODUCTS = frozenset(
     (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.mv.default)
@@ -28,7 +30,7 @@ class CudaWorkspaces:
 
     def __init__(self, architecture: str, known: Mapping[str, Callable[[Any], int]] | None = None):
         self.workspace_bytes = CUBLAS_BYTES[architecture]
-        self.known = {**ATTENTION, **(known or {})}
+        self.known = {**KNOWN, **(known or {})}
         self._have_workspace: set[bool] = set()
 
     def __call__(self, func: Any, args: Any, in_backward: bool) -> Iterable[Workspace]:
@@ -68,8 +70,32 @@ def _cudnn_backward(args: Any) -> int:
     return args[1].numel() * 4 + _rows(args[1]) * 4
 
 
-ATTENTION: Mapping[str, Callable[[Any], int]] = {
+def _embedding_rows(num_indices: int, num_weights: int, width: int) -> int:
+    """Sums of parts of ten indices each before they are added, in fp32, and seven lists of indices
+    for sorting (EmbeddingBackwardKernel.cu).
+    """
+    parts = num_indices // 10 + min(num_indices, num_weights)
+    return parts * -(-width // 32) * 32 * 4 + 7 * num_indices * 8
+
+
+def _embedding_backward(args: Any) -> int:
+    gradient, indices, num_weights = args[:3]
+    if indices.numel() <= UNSORTED_INDICES:
+        return 0
+    return _embedding_rows(indices.numel(), num_weights, gradient.shape[-1])
+
+
+def _embedding_bag_backward(args: Any) -> int:
+    gradient_BD, indices, num_weights, mode, is_sparse = *args[:2], args[6], args[8], args[9]
+    if is_sparse or mode == BAG_OF_MAXIMA:
+        return 0
+    return _embedding_rows(indices.numel(), num_weights, gradient_BD.shape[-1])
+
+
+KNOWN: Mapping[str, Callable[[Any], int]] = {
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "aten::_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
+    "aten::embedding_dense_backward": _embedding_backward,
+    "aten::_embedding_bag_backward": _embedding_bag_backward,
 }
