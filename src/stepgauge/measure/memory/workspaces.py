@@ -86,7 +86,8 @@ def _embedding_backward(args: Any) -> int:
 
 
 def _embedding_bag_backward(args: Any) -> int:
-    gradient_BD, indices, num_weights, mode, is_sparse = *args[:2], args[6], args[8], args[9]
+    gradient_BD, indices = args[:2]
+    num_weights, mode, is_sparse = args[6], args[8], args[9]
     if is_sparse or mode == BAG_OF_MAXIMA:
         return 0
     return _embedding_rows(indices.numel(), num_weights, gradient_BD.shape[-1])
