@@ -1,6 +1,7 @@
 """Runs every behaviour under every wrapper, in one launch of ranks, and says what each cell is.
 
-`python -m tests.parallel.conformance.table` prints the table of docs/data-parallel.md.
+`python -m tests.parallel.conformance.table WORDS...` prints the cells of behaviours, rooms and
+wrappers of these names, or of all.
 """
 
 import datetime
@@ -16,15 +17,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from tests.parallel.conformance import gradients, modules, optimizers, weights
-from tests.parallel.conformance.training import WRAPPERS, Setup
+from tests.parallel.conformance.training import OURS, WRAPPERS, Setup
 
 from stepgauge.runtime.launch import launch
 
 TIMEOUT = datetime.timedelta(seconds=60)
-# Cells in which one rank refuses and the others wait for it, until they are timed out.
-REFUSED_BY_ONE_RANK = {("gradients in a buffer of the user", "zero2")}
-SHORT_TIMEOUT = datetime.timedelta(seconds=20)
 RIGHT, REFUSED, WRONG, IDLE = "right", "refused", "wrong", "not asked"
+
+# what a rank says that waits for another which has refused
+WAITS = ("timed out", "Timed out", "timeout", "Connection closed")
 
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 # torch's DDP copies and pickles wrappers of the default group only.
@@ -41,6 +42,35 @@ BEHAVIOURS = {
     for name, function in inspect.getmembers(room, inspect.isfunction)
     if function.__module__ == room.__name__ and not name.startswith(("_", "fails"))
 }
+ZERO = ("zero1", "zero2")
+# Cells of ours that raise, and a part of the sentence.
+REFUSALS = {
+    ("backward with create graph", OURS): "create_graph=True",
+    ("a parameter replaced after wrapping", OURS): "wrap the module again",
+    ("sparse gradients", OURS): "is sparse; only dense ones are averaged",
+    ("lbfgs", ZERO): "LBFGS looks at all parameters together",
+    ("lbfgs", ("zero3",)): "Cannot flatten unevenly sharded tensor",
+    # what a rank has of the gradients in stage 2 is its share
+    ("clip grad norm of torch", ("zero2",)): "clip with the wrapper's clip_gradients()",
+    ("gradients in a buffer of the user", ("zero2",)): "has a gradient on rank",
+    ("no sync after a synchronised backward", ("zero2",)): "take no backward under no_sync()",
+    ("loss scaling", ("zero2",)): "GradScaler looks at this rank's share",
+    # parameters in stage 3 are DTensors
+    ("autograd grad of weights", ("zero3",)): "gives no gradients of sharded weights",
+    ("other parameters on a rank and a collective in backward", ("zero3",)): "all ranks must call",
+    ("gradients in a buffer of the user", ("zero3",)): "mixed torch.Tensor and DTensor",
+    ("a scalar parameter", ("zero3",)): "scale has no dimensions",
+    ("adafactor", ("zero3",)): "in-place operations that require placement changes",
+    ("a backward that fails and counts", ("zero3",)): "zero them before the next",
+}
+
+
+def refusal(name: str, wrapper: str) -> str | None:
+    """What a cell of ours says that raises, in part; None for one that does not."""
+    for (refused, wrappers), sentence in REFUSALS.items():
+        if refused == name and wrapper in wrappers:
+            return sentence
+    return None
 
 
 def run(names: list[str], wrappers: list[str]) -> dict[tuple[str, str], tuple[str, str]]:
@@ -53,13 +83,12 @@ def run(names: list[str], wrappers: list[str]) -> dict[tuple[str, str], tuple[st
     for name in names:
         expected = _of_one_process(name)
         for wrapper in wrappers:
-            if (name, wrapper) in REFUSED_BY_ONE_RANK:
-                group = dist.new_group(timeout=SHORT_TIMEOUT)
-            found: list = [None] * dist.get_world_size()
+            found, start = [("", "")] * dist.get_world_size(), time.monotonic()
             dist.all_gather_object(found, _cell(name, wrapper, expected, group), group=talk)
             cells[name, wrapper] = _over_ranks(found)
             if dist.get_rank() == 0 and os.environ.get("CONFORMANCE_LOG"):
-                print(wrapper, name, *cells[name, wrapper], sep=" | ", flush=True)
+                seconds = f"{time.monotonic() - start:.1f} s"
+                print(seconds, wrapper, name, *cells[name, wrapper], sep=" | ", flush=True)
             if cells[name, wrapper][0] not in (RIGHT, IDLE):
                 gc.collect()
                 group = dist.new_group(timeout=TIMEOUT)  # ranks may have parted in the middle
@@ -112,8 +141,7 @@ def _over_ranks(found: list[tuple[str, str]]) -> tuple[str, str]:
     for kind in (WRONG, REFUSED, IDLE):
         of_kind = [cell for cell in found if cell[0] == kind]
         if of_kind:
-            waits = ("timed out", "Timed out", "Connection closed", "timeout")
-            return min(of_kind, key=lambda cell: any(word in cell[1] for word in waits))
+            return min(of_kind, key=lambda cell: any(word in cell[1] for word in WAITS))
     return RIGHT, ""
 
 
@@ -129,15 +157,9 @@ def main() -> None:
     wrappers = [w for w in WRAPPERS if w in sys.argv[1:]] or list(WRAPPERS)
     start = time.monotonic()
     cells = launch(run, names, wrappers, ranks=2)[0]
-    print("| behaviour |", " | ".join(wrappers), "|")
-    print("| --- |", " | ".join(":-:" for _ in wrappers), "|")
-    for name in names:
-        row = [cells[name, wrapper][0] for wrapper in wrappers]
-        print(f"| {name} |", " | ".join(row), "|")
     for (name, wrapper), (kind, words) in cells.items():
-        if kind not in (RIGHT, IDLE):
-            print(f"{wrapper:12} {name}: {kind}: {words[:150]}", file=sys.stderr)
-    print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
+        print(f"{wrapper:12} {name}: {kind} {words[:150]}")
+    print(f"{time.monotonic() - start:.0f} s")
 
 
 if __name__ == "__main__":
