@@ -3,7 +3,7 @@
 # PARTS="rows losses" chooses, within BUDGET=... seconds (240 by default). TRIAL=1 tries it all on a CPU, small.
 #   checks   side by side: GPU tests of the libraries, a float8 step, a checkpointing budget of a compiled step;
 #            and what the other parts compile, into caches
-#   rows     attention at the shapes of issue 19 beside FlashAttention-4 and cuDNN
+#   rows     attention at seven shapes of training beside FlashAttention-4 and cuDNN
 #   losses   linear + cross-entropy by our choice, our loop compiled, torch.compile and eager
 #   grid     attention over widths and lengths
 # Writes OUT/{attention.jsonl,log.txt,checks-*.txt} and runs under OUT.

@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/kernels/hopper.py OUT [--grid] [--budget 60] [--trial]
     PYTHONPATH=src python benchmarks/kernels/hopper.py OUT --compile I N
 
-The table of kernels/attention/libraries.py is written from it. Without --grid the shapes of issue 19, with
+The table of kernels/attention/libraries.py is written from it. Without --grid seven shapes of training, with
 forward and backward together, as users call them, and FlashAttention-4's deterministic backward. With it
 widths of 64 to 256, 512 to 65,536 tokens, causal and full, groups, windows, packed sequences.
 

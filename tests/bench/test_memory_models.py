@@ -235,6 +235,7 @@ def test_kernels_that_only_a_gpu_has_keep_what_they_keep_there(own):
     assert "_scaled_dot_product_efficient_attention" in operators  # its bias has a gradient
     # The reserve space: five values a hidden state of each layer, and the output between them; beside it the output.
     assert max(row[-1] for row in lstm.tables["savers"][1:]) == (2 * 5 + 2) * 100 * 8 * 128 * 2
+    assert "aten._cudnn_rnn.default, LSTM" in lstm.note and not rows.note
     assert rows.median("gradients_bytes") > (3 * 32 * 16) * 4  # rows that were used, and no others
 
 

@@ -73,7 +73,8 @@ def predicted(spec: MemorySpec) -> Record:
         asked = _with_solution(asked, solution)
     except NotPredictableError as error:
         return dataclasses.replace(asked, status="failed", note=str(error))
-    return _record(asked, found.step, _figures(found))
+    note = "; ".join(filter(None, (asked.note, *found.left_out)))
+    return _record(asked, found.step, _figures(found), note=note)
 
 
 def measure(spec: MemorySpec, *, folder: Path | None = None) -> Record:

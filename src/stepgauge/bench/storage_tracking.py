@@ -42,12 +42,13 @@ Around = Callable[[str], contextlib.AbstractContextManager[None]]
 
 @dataclasses.dataclass(frozen=True)
 class StepMemory:
-    """One run under a tracker: the timeline of its last step, and the peak of the forward pass
-    without gradients.
+    """One run under a tracker: the timeline of its last step, the peak of the forward pass without
+    gradients, and sentences on what a prediction has left out.
     """
 
     step: MemoryTimeline
     forward_only_bytes: int
+    left_out: tuple[str, ...] = ()
 
 
 def predict(spec: MemorySpec, *, plan: RecomputePlan | None = None) -> StepMemory:
@@ -57,7 +58,8 @@ def predict(spec: MemorySpec, *, plan: RecomputePlan | None = None) -> StepMemor
     architecture = (
         spec.predict if spec.predict != "no" else _architecture(torch.device(spec.device))
     )
-    with fake_device(architecture) as device:
+    left_out: list[str] = []
+    with fake_device(architecture, left_out) as device:
         is_cuda = device.type == "cuda"
         known = {**KNOWN_WORKSPACES, **(OF_HOPPER if architecture == "sm90" else {})}
         workspaces = CudaWorkspaces(architecture, known) if is_cuda else None
@@ -65,7 +67,8 @@ def predict(spec: MemorySpec, *, plan: RecomputePlan | None = None) -> StepMemor
         with tracker:
             here = dataclasses.replace(spec, device=str(device))
             track_step(here, device, tracker, plan=plan)
-    return step_memory(tracker, tracker.allocations, caching=is_cuda)
+    memory = step_memory(tracker, tracker.allocations, caching=is_cuda)
+    return dataclasses.replace(memory, left_out=tuple(left_out))
 
 
 def _architecture(device: torch.device) -> str:

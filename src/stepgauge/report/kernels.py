@@ -85,7 +85,9 @@ def _time(record: Record, name: str) -> float | str | None:
 
 
 def launchers_of(records: Sequence[Record]) -> list[str]:
-    """One sentence an operation that could have been launched from C++ and was not, with why."""
+    """One sentence an operation: which library ran it, or why plain PyTorch did. Older runs say "C++"
+    of our own kernels.
+    """
     paths = [path for record in records for path in record.environment.get("native", {}).items()]
     return [f"{name} ran in {path}" for name, path in dict.fromkeys(paths) if path != "C++"]
 

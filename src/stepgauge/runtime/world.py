@@ -94,6 +94,7 @@ def process_group(
             timeout=timeout,
             device_id=bound,
         )
+        _wait_until_all_joined(store, world)
     except (dist.DistError, RuntimeError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(error).partition("\n")[0]
@@ -105,6 +106,12 @@ def process_group(
     finally:
         if dist.is_initialized():  # not when it was aborted
             dist.destroy_process_group()
+
+
+def _wait_until_all_joined(store: dist.Store, world: World) -> None:
+    """Gloo connects pair by pair: a rank that ends at once would leave others still connecting."""
+    store.set(f"joined {world.rank}", "")
+    store.wait([f"joined {rank}" for rank in range(world.size)])
 
 
 class KeptGroup:

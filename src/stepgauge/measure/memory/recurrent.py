@@ -16,15 +16,21 @@ from torch import Tensor
 # between layers. They follow from the 736 and 864 MB that cuDNN asks for in pytorch issue 2895: four
 # layers of 320 fed with 123 features, 25,000 time steps in all.
 RESERVED = {"lstm": 5, "gru": 6}
+# 20 % of the peak of one LSTM on an H100 (benchmarks/results/2026-11-23-h100-memory-of-models.jsonl).
+WITHOUT_WORKSPACE = (
+    "too low: without the workspace of aten._cudnn_rnn.default, {kind}, whose size only cuDNN knows"
+)
 
 
 @contextlib.contextmanager
-def cudnn_recurrent_layers() -> Iterator[None]:
-    """Within, nn.LSTM and nn.GRU on CUDA hold what they hold with cuDNN."""
+def cudnn_recurrent_layers(left_out: list[str]) -> Iterator[None]:
+    """Within, nn.LSTM and nn.GRU on CUDA hold what they hold with cuDNN, but for its workspace:
+    `left_out` says so as soon as one is called.
+    """
     with contextlib.ExitStack() as stack:
         for kind in RESERVED:
             plain = getattr(torch._VF, kind)
-            layers = _layers(kind, plain)
+            layers = _layers(kind, plain, left_out)
             stack.enter_context(mock.patch.object(torch._VF, kind, layers, create=True))
         yield
 
@@ -39,11 +45,15 @@ def layers_that_raise(error: Exception, kinds: Sequence[str]) -> Iterator[None]:
         yield
 
 
-def _layers(kind: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+def _layers(kind: str, plain: Callable[..., Any], left_out: list[str]) -> Callable[..., Any]:
+    told = WITHOUT_WORKSPACE.format(kind=kind.upper())
+
     def run(x: Tensor, second: Any, third: Any, *rest: Any) -> Any:
         if not x.is_cuda or not torch.backends.cudnn.enabled:
             return plain(x, second, third, *rest)
         packed = isinstance(third, Tensor | tuple | list) and isinstance(rest[0], tuple | list)
+        if told not in left_out:
+            left_out.append(told)
         # packed: data, batch sizes, states, weights, ...; else: data, states, weights, ...
         states, weights, options = (third, rest[0], rest[1:]) if packed else (second, third, rest)
         states = list(states) if isinstance(states, tuple | list) else [states]
