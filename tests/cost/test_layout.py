@@ -210,3 +210,18 @@ def test_gradients_of_later_passes_are_added_to_those_of_earlier_ones():
     )
     of_a_stage = sum(added("pp2 1f1b m4"))
     assert of_a_stage == pytest.approx(3 * 12 * MODEL.num_parameters / 2, rel=0.02)
+
+
+def test_tensor_parallel_rows_of_several_sequences():
+    """Their exchanges are between strided copies, and their loss is fullest in its forward."""
+    machine = Machine(HardwareFile.read(ROOT / "hardware" / "h200-sxm.json"))
+    lines = (ROOT / "benchmarks/results/2026-11-23-h200-validation.jsonl").read_text().splitlines()
+    rows = [row for row in map(Record.from_json, lines) if row.spec.get("layout") == "tp2"]
+    measured = [row for row in rows if row.provenance == "measured"]
+    assert len(measured) == 3
+    for row in measured:
+        own = {k: v for k, v in row.spec.items() if k in LayoutSpec.__dataclass_fields__}
+        spec = LayoutSpec(**{**own, "model": ModelSpec(**row.spec["model"])})
+        found = predict_layout(spec, machine)
+        for metric, most in {"step_ms": 0.025, "forward_ms": 0.02, "peak_bytes": 0.002}.items():
+            assert found.median(metric) == pytest.approx(row.median(metric), rel=most), metric

@@ -74,6 +74,15 @@ def test_compiled_steps_graphs_and_the_fused_loss():
         assert abs(found / row.median("peak_bytes") - 1) < 0.05, row.spec
 
 
+def test_a_compiled_loss_holds_the_narrow_logits_alone():
+    rows = records("2026-11-23-h200-validation.jsonl", "step")
+    compiled = [row for row in rows if row.spec["compile"] == "on"]
+    assert len(compiled) == 3
+    for row in compiled:
+        found = step_memory(StepOperations(work(row)), Layout()).peak_bytes
+        assert found == pytest.approx(row.median("peak_bytes"), rel=0.004), row.spec
+
+
 def operations(**share):
     model = ModelSpec.preset("medium", context_length=1024)
     spec = WorkSpec(model=model, precision="bf16", device="cuda", batch=share.get("batch", 4))

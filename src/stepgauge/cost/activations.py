@@ -108,26 +108,38 @@ def of_ends(operations: StepOperations) -> Parts:
         model.loss == "fused" and not operations.loss_by_torch
     ):  # gradients are formed in forward, a chunk of logits at a time
         return {**found, "gradient of the head": v * d * how.residual}
-    found["log-softmax"] = m * v * how.activation
-    if how.activation == 2 and operations.share.tensor == 1:
+    found["log-softmax"] = m * v * how.activation  # compiled, the logits themselves
+    is_eager_and_whole = not operations.compiles_loss and operations.share.tensor == 1
+    if how.activation == 2 and is_eager_and_whole:
         found["logits in fp32"] = m * v * 4
     if how.casts_weights:
         found["narrow copy of the head"] = v * d * how.activation
     return found
 
 
-def of_loss_backward(operations: StepOperations) -> float:
-    """Gradients of the logits beside what is kept, while the loss's backward runs; of the fused
-    loss its chunk of logits.
+def of_loss(operations: StepOperations) -> float:
+    """Beside what is kept, when the loss holds most: gradients of the logits in its backward, of
+    the fused loss its chunk of logits, and of a loss by parts of the vocabulary its forward.
     """
     if not operations.is_last:
         return 0.0
     m, v = operations.tokens, operations.model.vocab_size // operations.share.tensor
+    is_narrow = operations.how.activation == 2
     if operations.model.loss == "fused" and not operations.loss_by_torch:
         return min(MOST_LOGITS, m * v * 4)
-    if operations.how.is_compiled:  # one pass: a gradient in the logits' own type
-        return m * v * operations.how.activation
-    return m * v * (4 if operations.how.activation == 2 else 8)
+    if operations.compiles_loss:  # the gradient is written over the logits
+        return 0.0
+    if operations.share.tensor > 1:
+        return m * v * (18 if is_narrow else 12) + _held_by_the_head(operations)
+    return m * v * (4 if is_narrow else 8)
+
+
+def _held_by_the_head(operations: StepOperations) -> float:
+    """The last norm's output, and of several sequences what was gathered, before it is copied to
+    their order: names in the frames of parallel/tensor_layers.py.
+    """
+    gathered = operations.tokens * operations.model.d_model * operations.how.activation
+    return stream_bytes(operations) + (gathered if operations.share.batch > 1 else 0)
 
 
 def of_block_backward(operations: StepOperations) -> float:

@@ -14,7 +14,7 @@ from stepgauge.cost.activations import (
     kept,
     narrow_copies,
     of_block_backward,
-    of_loss_backward,
+    of_loss,
     stream_bytes,
 )
 from stepgauge.cost.allocator import LARGEST_SMALL, LEAST_OWN_SEGMENT, SEGMENT_ROUNDING, round_up
@@ -102,7 +102,7 @@ def pipeline_memory(stages: Sequence[StepOperations], layout: Layout, schedule: 
         own = schedule.stages(rank)
         base = _sum([_held(stages[n], layout, accumulates=True) for n in own])
         extra = max(of_block_backward(stages[n]) + keeps[n].again for n in own)
-        extra = max(extra, max(of_loss_backward(stages[n]) for n in own))
+        extra = max(extra, max(of_loss(stages[n]) for n in own))
         buffers = 4 * max(stream_bytes(stages[n]) for n in own)
         parts = {
             **_resident([stages[n] for n in own], base),
@@ -226,7 +226,7 @@ def _levels(
         }
 
     levels = {
-        "loss": level(0.0, keeps.total, of_loss_backward(operations)),
+        "loss": level(0.0, keeps.total, of_loss(operations)),
         "first block of backward": level(head, keeps.blocks, inside + first_units),
         "last block of backward": level(
             head + (layers - together) * one, last, inside + last_units
@@ -234,7 +234,9 @@ def _levels(
         "end of backward": level(gradients, 0.0, stream_bytes(operations) + last_units),
     }
     if operations.spec.checkpointing != "none":
-        copies = layers * narrow_copies(operations) + of_loss_backward(operations) / 2
+        # a loss by parts holds most in forward; another has narrow logits, half of their gradients
+        part = 1.0 if operations.share.tensor > 1 else 0.5
+        copies = layers * narrow_copies(operations) + part * of_loss(operations)
         levels["end of forward"] = level(0.0, keeps.total, copies)
     return levels
 

@@ -305,6 +305,11 @@ class StepOperations:
         return is_fused and not self.loss_by_torch
 
     @property
+    def compiles_loss(self) -> bool:
+        """Whether the loss is in the graph that is compiled."""
+        return self.spec.compile not in ("off", "blocks")
+
+    @property
     def loss_by_torch(self) -> bool:
         """Whether torch computes a fused loss, as the kernels hand small ones over."""
         if not (self.spec.precision.startswith("bf16") and self.spec.device.startswith("cuda")):
@@ -375,13 +380,16 @@ class StepOperations:
                 share = self.tokens, self.share.tensor
                 yield from beside_products(term, phase, weight, *share, self.how)
             else:
-                if self.share.batch > 1 and operation != "all-reduce":
-                    yield self._transposed(module, nbytes)
+                yield from self._transposed(module, operation)
                 yield term
 
-    def _transposed(self, module: str, nbytes: int) -> Term:
-        """Ranks exchange whole positions of all sequences: the piece is copied to that order, and the
-        whole from it (parallel/residual_stream.py).
+    def _transposed(self, module: str, operation: str) -> Iterator[Term]:
+        """Ranks exchange whole positions of all sequences: what is sent is copied to that order,
+        and a product copies what was gathered from it (parallel/residual_stream.py).
         """
-        copied = nbytes * (1 + 1 / self.share.tensor)
-        return Term(f"{module}.transpose", "strided copy bf16", (copied / 2,), nbytes=2 * copied)
+        if self.share.batch == 1:
+            return
+        whole, piece = self.tokens * self.model.d_model, self.own_tokens * self.model.d_model
+        copied = {"all-gather": (piece, whole), "reduce-scatter": (whole,)}
+        for numel in copied.get(operation, ()):
+            yield self.how.strided_copy(f"{module}.transpose", numel)

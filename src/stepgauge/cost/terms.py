@@ -16,6 +16,10 @@ PRECISION: dict[str, tuple[str, int, int]] = {
     "bf16-pure": ("bf16", 2, 2),
     "bf16-master": ("bf16", 2, 2),
 }
+# A strided copy takes as long for a value as a plain pass does for so many bytes, whatever its type:
+# 297 to 352 G values/s in six kernels of three steps on an H200, where plain passes run at 3.9 TB/s
+# (docs/log/2026-11-23-predictions.md).
+STRIDED_BYTES = 12
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
 
@@ -27,7 +31,8 @@ class Term:
     weights   it computes a gradient of weights, for which no other stage waits
     axis      of a collective: the axis whose ranks do it together
     beside    of a collective in pieces: the products that compute meanwhile, and hide it
-    nbytes    that it moves, where a hardware file may have no times of the operation
+    nbytes    of a plain pass that takes as long, where a hardware file may have no times of the
+              operation
     """
 
     name: str
@@ -97,6 +102,12 @@ class Arithmetic:
             nbytes = numel * (self.activation + self.residual)
             return Term(name, TRAFFIC, (nbytes,), weights=weights)
         return Term(name, operation, (numel,), weights=weights)
+
+    def strided_copy(self, name: str, numel: int) -> Term:
+        """Compiled, one pass over memory like any other."""
+        if self.is_compiled:
+            return Term(name, TRAFFIC, (2 * self.activation * numel,))
+        return Term(name, "strided copy bf16", (numel,), nbytes=STRIDED_BYTES * numel)
 
     def narrowed(self, numel: int) -> int:
         """Values that autocast narrows before a product; compiled, the norm writes them narrow."""
