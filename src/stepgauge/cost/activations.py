@@ -74,14 +74,14 @@ def of_block(operations: StepOperations) -> Parts:
     }
     if model.positions == "rope":
         found["rotated queries and keys"] = m * operations.rotated_width * a
-    if how.casts_weights:
+    if how.casts:
         found["narrow copies of weights"] = narrow_copies(operations)
     return found
 
 
 def narrow_copies(operations: StepOperations) -> float:
     """What autocast makes of a block's weights, and keeps until forward has ended."""
-    casts = operations.how.casts_weights
+    casts = operations.how.casts
     return sum(operations.block_matrices) * operations.how.activation if casts else 0.0
 
 
@@ -112,7 +112,7 @@ def of_ends(operations: StepOperations) -> Parts:
     is_eager_and_whole = not operations.compiles_loss and operations.share.tensor == 1
     if how.activation == 2 and is_eager_and_whole:
         found["logits in fp32"] = m * v * 4
-    if how.casts_weights:
+    if how.casts:
         found["narrow copy of the head"] = v * d * how.activation
     return found
 

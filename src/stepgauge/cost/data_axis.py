@@ -15,7 +15,7 @@ from stepgauge.cost.program import (
     Program,
     RankStep,
 )
-from stepgauge.cost.terms import TRAFFIC, Term
+from stepgauge.cost.terms import TRAFFIC, Term, strided_copy
 from stepgauge.cost.wrapper_host import hooks_of
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.plan.buckets import FIRST_BUCKET_MB, Bucket, Parameter, plan_buckets
@@ -62,7 +62,7 @@ def data_axis(sending: Sending, step: RankStep) -> DataParallelCost:
 
 def parameters_of(step: RankStep, reduce_dtype: str = "own") -> list[Parameter]:
     """Those of the rank, in the order of their first use."""
-    itemsize = BYTES[reduce_dtype] or step.operations.how.residual
+    itemsize = BYTES[reduce_dtype] or step.operations.how.weight
     found = []
     for group in step.groups("backward"):
         if step.coarse:
@@ -208,7 +208,7 @@ class TorchDdp(Bucketed):
             self._copy(program, "gradients out of buckets", sum(p.numel for p in self.parameters))
 
     def _copy(self, program: Program, name: str, numel: float) -> int:
-        copy = Term(name, TRAFFIC, (2 * numel * self._how.residual,))
+        copy = Term(name, TRAFFIC, (2 * numel * self._how.weight,))
         return program.compute(copy.name, self.prices.of(copy).us, TRAFFIC)
 
 
@@ -235,7 +235,7 @@ class Owned(Bucketed):
         term = operations.optimizer(self.own / UPDATE_PARTS)
         ranks = self.sending.ranks
         sent = max(operations.num_parameters * (ranks - 1) / ranks, self.own)
-        us = prices.broadcasts(sent * operations.how.residual / UPDATE_PARTS, "data").us
+        us = prices.broadcasts(sent * operations.how.weight / UPDATE_PARTS, "data").us
         works = []
         host_us = self.update_host_us() / UPDATE_PARTS
         for part in range(UPDATE_PARTS):
@@ -270,7 +270,7 @@ class FullySharded(DataParallelCost):
         gradients averaged, in the parameters' type.
         """
         units = [*self._elements.values(), self._ends]
-        sent = [numel * self._how.residual for numel in units if numel]
+        sent = [numel * self._how.weight for numel in units if numel]
         gather, reduce = (
             sum(self.prices.collective(operation, nbytes, "data").us for nbytes in sent)
             for operation in ("all_gather", "reduce_scatter")
@@ -330,13 +330,13 @@ class FullySharded(DataParallelCost):
 
     def _gather(self, program: Program, name: str, numel: int) -> int:
         """The rank's slice in the type that is computed in, from all ranks."""
-        if self._how.casts:
+        if self._how.activation < self._how.weight:
             self._cast(program, f"{name} narrowed", numel)
         us = self.prices.collective("all_gather", numel * self._how.activation, "data").us
         return program.send(f"gather {name}", DATA, us, "all_gather")
 
     def _reduce(self, program: Program, name: str, numel: int) -> None:
-        packed = Term("gradients packed", TRAFFIC, (2 * numel * self._how.activation,))
+        packed = strided_copy("gradients packed", numel)  # to the rows of the ranks
         program.compute(packed.name, self.prices.of(packed).us, TRAFFIC)
         us = self.prices.collective("reduce_scatter", numel * self._how.activation, "data").us
         sent = program.send(f"reduce {name}", DATA, us, "reduce_scatter")
@@ -345,9 +345,9 @@ class FullySharded(DataParallelCost):
     def _collect(self, program: Program) -> None:
         sent, numel = self._reductions.pop(0)
         program.wait(sent)
-        if self._how.casts:
+        if self._how.activation < self._how.weight:
             self._cast(program, "gradients widened", numel)
 
     def _cast(self, program: Program, name: str, numel: int) -> None:
-        nbytes = numel / self.sending.ranks * (self._how.activation + self._how.residual)
+        nbytes = numel / self.sending.ranks * (self._how.activation + self._how.weight)
         program.compute(name, self.prices.of(Term(name, TRAFFIC, (nbytes,))).us, TRAFFIC)

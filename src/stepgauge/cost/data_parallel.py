@@ -77,7 +77,7 @@ def _backend(spec: DataParallelSpec) -> str:
 
 def _sent_bytes(spec: DataParallelSpec, operations: StepOperations) -> float:
     how = operations.how
-    travelling = how.activation if WRAPPERS[spec.wrapper].shards("weights") else how.residual
+    travelling = how.activation if WRAPPERS[spec.wrapper].shards("weights") else how.weight
     narrowed = {"own": travelling}.get(spec.reduce_dtype, 2)
     numel = operations.model.num_parameters
     return sent_bytes(

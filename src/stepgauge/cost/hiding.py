@@ -73,7 +73,7 @@ def _data(
         ))  # fmt: skip
     bucket = spec.bucket_mb * 1e6
     return [overlap_ratios.data_parallel(
-        ranks=ranks, tokens=stage.tokens, gradient_bytes=stage.how.residual, flops_per_s=rate,
+        ranks=ranks, tokens=stage.tokens, gradient_bytes=stage.how.weight, flops_per_s=rate,
         bytes_per_s=_sent_per_s(prices, "all_reduce", bucket, "data", sends=2),
     )]  # fmt: skip
 

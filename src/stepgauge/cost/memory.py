@@ -136,7 +136,7 @@ def _resident(stages: Sequence[StepOperations], base: "_Held") -> dict[str, floa
     """Gradients of a rank's stages and, of ZeRO 3, what is whole from UNSHARD to RESHARD."""
     if not base.unit:
         return {"gradients": base.gradients}
-    whole = sum(_allocated(stage, stage.how.residual) for stage in stages)
+    whole = sum(_allocated(stage, stage.how.weight) for stage in stages)
     return {"gradients": base.gradients + whole, "unsharded weights": whole}
 
 
@@ -173,10 +173,10 @@ def _held(operations: StepOperations, layout: Layout, *, accumulates: bool) -> _
     unit = operations.block_parameters * how.activation
     ends = operations.end_parameters * how.activation
     return _Held(
-        parameters=of("weights", how.residual),
+        parameters=of("weights", how.weight),
         ends=ends if sharded else 0.0,
         state=2 * of("optimizer state", state / 2),
-        gradients=of("gradients", how.residual),
+        gradients=of("gradients", how.weight),
         unit=unit if sharded else 0.0,
     )
 

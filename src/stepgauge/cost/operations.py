@@ -17,7 +17,7 @@ from stepgauge.cost.beside import beside_products
 from stepgauge.cost.elementwise import Elementwise
 from stepgauge.cost.fused_loss import fused_backward, fused_forward
 from stepgauge.cost.priced import RECOMPUTED, require_priced
-from stepgauge.cost.terms import TRAFFIC, Arithmetic, Term
+from stepgauge.cost.terms import TRAFFIC, Arithmetic, Term, strided_copy
 from stepgauge.spec.fused_loss import torch_computes
 from stepgauge.spec.plan.tensor import KINDS, Rule, overlaps
 from stepgauge.spec.plan.tensor_tables import table_of
@@ -116,7 +116,7 @@ class StepOperations:
             raise ValueError(f"optimizer is {self.spec.optimizer!r}; its cost is not calibrated")
         if self.spec.precision == "bf16-master":  # read g, master, m, v; write the last three and p
             return Term("optimizer", TRAFFIC, (28 * numel,))
-        kind = "bf16" if self.how.residual == 2 else "fp32"
+        kind = "bf16" if self.how.weight == 2 else "fp32"
         return Term("optimizer", f"optimizer {self.spec.optimizer} {kind}", (numel,))
 
     @property
@@ -293,7 +293,7 @@ class StepOperations:
         """
         passes = self.share.passes
         if passes > 1 and numel and not self.share.gathered:
-            nbytes = 3 * self.how.residual * numel * (passes - 1) / passes
+            nbytes = 3 * self.how.weight * numel * (passes - 1) / passes
             yield Term("gradients.add", TRAFFIC, (nbytes / 2,), 2, weights=True)
 
     # Both
@@ -361,7 +361,7 @@ class StepOperations:
         yield from self.how.norm(name, direction, self.model.norm, self.own_tokens, d)
         rule = self._rule(module)
         if direction == "backward" and rule and KINDS[rule.kind].sums:
-            nbytes = parameters * self.how.residual
+            nbytes = parameters * self.how.weight
             yield Term(f"{name}.sum", "all_reduce", (nbytes,), axis="tensor")
 
     def _rule(self, module: str) -> Rule | None:
@@ -392,4 +392,6 @@ class StepOperations:
         whole, piece = self.tokens * self.model.d_model, self.own_tokens * self.model.d_model
         copied = {"all-gather": (piece, whole), "reduce-scatter": (whole,)}
         for numel in copied.get(operation, ()):
-            yield self.how.strided_copy(f"{module}.transpose", numel)
+            copy = strided_copy(f"{module}.transpose", numel)
+            plain = Term(copy.name, TRAFFIC, (2 * self.how.activation * numel,))
+            yield plain if self.how.is_compiled else copy

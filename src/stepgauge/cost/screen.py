@@ -173,7 +173,7 @@ class Screen:
 
         if layout.wrapper == "zero3" and layout.pipeline > 1:
             units = len(stage.blocks)
-            whole = [sent(op, how.residual, units) for op in ("all_gather", "reduce_scatter")]
+            whole = [sent(op, how.weight, units) for op in ("all_gather", "reduce_scatter")]
             return passes / layout.microbatches * sum(whole), 0.0
         if layout.wrapper == "zero3":
             units = len(stage.blocks)
@@ -182,13 +182,13 @@ class Screen:
             over = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
             beside = min(gather, forward) + min(gather + reduce, backward)
             return passes * over, passes * beside * (1 - 1 / USUAL.kernel)
-        buckets = max(1, round(numel * how.residual / (DataParallelSpec.bucket_mb * 1e6)))
+        buckets = max(1, round(numel * how.weight / (DataParallelSpec.bucket_mb * 1e6)))
         operation = "reduce_scatter" if layout.wrapper == "zero2" else "all_reduce"
-        gradients = sent(operation, how.residual, buckets)
+        gradients = sent(operation, how.weight, buckets)
         hidden = backward * (buckets - 1) / buckets if layout.pipeline == 1 else 0.0
         over, beside = max(0.0, gradients - hidden), min(gradients, hidden)
         if WRAPPERS[layout.wrapper].shards("optimizer state"):
-            over += sent("all_gather", how.residual, 4)
+            over += sent("all_gather", how.weight, 4)
         return over, beside * (1 - 1 / USUAL.kernel)
 
     def _share(

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 
 TRAFFIC = "traffic"
-# Arithmetic of products, bytes of an activation, and bytes of the residual stream and weights.
+# Arithmetic of products, bytes of an activation, and bytes of a weight.
 PRECISION: dict[str, tuple[str, int, int]] = {
     "fp32": ("fp32", 4, 4),
     "tf32": ("tf32", 4, 4),
@@ -51,31 +51,37 @@ class Term:
         return self.operation.startswith(("matmul", "attention"))
 
 
+def strided_copy(name: str, numel: int) -> Term:
+    return Term(name, "strided copy bf16", (numel,), nbytes=STRIDED_BYTES * numel)
+
+
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
     """How a precision computes, and whether elementwise neighbours are one pass over memory.
 
-    type           of products, as calibration names it
-    activation     bytes of a value that a product gives
-    residual       bytes of a value of the residual stream and of a weight
-    casts_weights  autocast: each product reads a narrow copy of its weight, made for it
+    type        of products, as calibration names it
+    activation  bytes of a value that a product gives
+    residual    bytes of a value of the residual stream, and of a weight that is computed with
+    weight      bytes of a weight where it is kept, and of its gradient
     """
 
     type: str
     activation: int
     residual: int
-    casts_weights: bool
+    weight: int
     is_compiled: bool
 
     @classmethod
     def of(cls, precision: str, *, is_compiled: bool, gathered: bool = False) -> "Arithmetic":
-        """`gathered` weights come narrow from the other ranks (ZeRO 3)."""
-        kind, activation, residual = PRECISION[precision]
-        casts = activation < residual
-        return cls(kind, activation, residual, casts and not gathered, is_compiled)
+        """`gathered` weights come narrow from the other ranks (ZeRO 3), the embedding's with them,
+        and so the residual stream is narrow.
+        """
+        kind, activation, weight = PRECISION[precision]
+        return cls(kind, activation, activation if gathered else weight, weight, is_compiled)
 
     @property
     def casts(self) -> bool:
+        """Autocast: each product reads a narrow copy of its weight, made for it."""
         return self.activation < self.residual
 
     def passes(self, name: str, nbytes: float, *, eager: float, compiled: float) -> Iterator[Term]:
@@ -103,19 +109,13 @@ class Arithmetic:
             return Term(name, TRAFFIC, (nbytes,), weights=weights)
         return Term(name, operation, (numel,), weights=weights)
 
-    def strided_copy(self, name: str, numel: int) -> Term:
-        """Compiled, one pass over memory like any other."""
-        if self.is_compiled:
-            return Term(name, TRAFFIC, (2 * self.activation * numel,))
-        return Term(name, "strided copy bf16", (numel,), nbytes=STRIDED_BYTES * numel)
-
     def narrowed(self, numel: int) -> int:
         """Values that autocast narrows before a product; compiled, the norm writes them narrow."""
         return numel if self.casts and not self.is_compiled else 0
 
     def linear_forward(self, name: str, m: int, n: int, k: int, narrowed: int) -> Iterator[Term]:
         """(M, K) times a weight (N, K)."""
-        if self.casts_weights:
+        if self.casts:
             yield self.cast(f"{name}.cast_weight", "cast fp32 bf16", n * k)
         if narrowed:
             yield Term(f"{name}.cast_input", "cast fp32 bf16", (narrowed,))
@@ -124,7 +124,7 @@ class Arithmetic:
     def linear_backward(self, name: str, m: int, n: int, k: int, narrowed: int) -> Iterator[Term]:
         yield Term(f"{name}.input_gradient", f"matmul nn {self.type}", (m, k, n))
         product = f"matmul tn {self.type}"
-        if not self.casts_weights:
+        if not self.casts:
             yield Term(f"{name}.weight_gradient", product, (n, k, m), 1, n * k, True)
         else:
             yield Term(f"{name}.weight_gradient", product, (n, k, m), weights=True)

@@ -47,7 +47,7 @@ def predict_traced(spec: TracedSpec, traced: Traced, machine: Machine) -> Record
     figures = _figures(spec, found, program)
     metrics = {name: Sample.exact(value, "ms") for name, value in figures.items()}
     if isinstance(spec, DataParallelSpec):
-        nbytes = operations.num_parameters * operations.how.residual
+        nbytes = operations.num_parameters * operations.how.weight
         sent = sent_bytes(
             spec.wrapper, gradient_bytes=nbytes, weight_bytes=nbytes, ranks=spec.ranks
         )
