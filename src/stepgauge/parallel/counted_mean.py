@@ -25,15 +25,17 @@ class CountedMean:
 
     def weights(self, parts: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
         """Of this rank's parts, by the targets of each: the weighted sum of their means, averaged
-        over ranks, is the mean over all. Every rank of the group must call it.
+        over ranks, is the mean over all. Zeros where nothing counts at all. Every rank of the group
+        must call it.
         """
         counts = torch.stack([torch.as_tensor(self.count(*targets)) for targets in parts])
         counts = counts.to(device, torch.float32)
-        if self.group is None:
-            return counts / counts.sum()
-        total = counts.sum()
-        dist.all_reduce(total, group=self.group)
-        return counts * (self.group.size() / total)
+        ranks, total = 1, counts.sum()
+        if self.group is not None:
+            ranks = self.group.size()
+            dist.all_reduce(total, group=self.group)
+        # Not NaN for no targets: the loss passes its weight to backward, where NaN reaches weights.
+        return counts * torch.where(total > 0, ranks / total, 0.0)
 
 
 def weighted(loss: Tensor, weight: Tensor) -> Tensor:
