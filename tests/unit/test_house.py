@@ -139,6 +139,57 @@ PRIVATE_NAMES = {
     ),
 }
 
+# Private members of torch's objects, by name: which files ask for them, and the way out.
+HOOKS = "a public question whether a tensor has hooks"
+PRIVATE_MEMBERS = {
+    "_backward_hooks": (
+        {"parallel/gradient_sums.py", "parallel/traffic.py", "parallel/unsharded_group.py"},
+        HOOKS,
+    ),
+    "_post_accumulate_grad_hooks": (
+        {
+            "parallel/gradient_sums.py",
+            "parallel/readiness.py",
+            "parallel/traffic.py",
+            "parallel/unsharded_group.py",
+        },
+        HOOKS,
+    ),
+    "_cdata": (
+        {
+            "measure/memory/autograd_engine.py",
+            "measure/operators.py",
+            "parallel/bucket_gradients.py",
+        },
+        "a public number of a storage that has no address",
+    ),
+    "_device_types": ({"parallel/collectives.py"}, "a public list of a group's backends"),
+    "_flat_weights": ({"parallel/parameter_group.py"}, "an RNN that reads its own parameters"),
+    "_flat_weights_names": (
+        {"parallel/parameter_group.py"},
+        "an RNN that reads its own parameters",
+    ),
+    "_get_backend": (
+        {"parallel/collectives.py", "parallel/reducer.py"},
+        "a public name of a group's backend on a device",
+    ),
+    "_indices": (
+        {"measure/memory/missing_rules.py", "measure/memory/storage_tracker.py"},
+        "indices of a sparse tensor that is not coalesced",
+    ),
+    "_schema": (
+        {"measure/memory/workspaces.py", "measure/operators.py"},
+        "a public schema of an operator",
+    ),
+    "_sequence_nr": (
+        {"measure/memory/autograd_engine.py"},
+        "a public number of a forward operation",
+    ),
+    "_use_count": ({"measure/memory/autograd_engine.py"}, "a public count of a tensor's users"),
+}
+# Private members of others: the standard library's, and FlashAttention-4's own functions.
+NOT_OF_TORCH = {"_exit", "_getframe", "_replace", "_flash_attn_fwd", "_flash_attn_bwd"}
+
 
 def sources(*endings):
     return [path for path in sorted(SOURCE.rglob("*")) if path.suffix in endings]
@@ -249,6 +300,34 @@ def test_other_private_parts_of_torch_stand_in_the_files_that_are_named():
                 unnamed.append(f"{name(path)} uses {private}")
     assert not unnamed
     assert not unused
+
+
+def own_names():
+    """Everything that this package gives a name."""
+    found = set()
+    for path in sources(".py"):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+                found |= {node.attr} if isinstance(node.ctx, ast.Store) else set()
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+    return found
+
+
+def test_private_members_of_torchs_objects_are_asked_for_in_the_files_that_are_named():
+    """Names that this package defines as well are not seen."""
+    of_modules = {private.rpartition(".")[2] for private in PRIVATE_NAMES}  # another test has these
+    known, found = own_names() | NOT_OF_TORCH | of_modules, {}
+    for path in sources(".py"):
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.Attribute) or not re.match("_[a-zA-Z]", node.attr):
+                continue
+            of_module = re.match(r"(torch|dist|aten)\b", ast.unparse(node.value))
+            if node.attr not in known and not of_module:
+                found.setdefault(node.attr, set()).add(name(path))
+    assert found == {member: files for member, (files, _) in PRIVATE_MEMBERS.items()}
 
 
 def names_in(module):
