@@ -18,9 +18,8 @@ from stepgauge.calibrate.capture import Call, captured, on_its_stream
 from stepgauge.measure import devices
 
 LOOPS = 3
-TURN_US = (
-    500.0  # of the operation, then as long of the other work: products of a block last so long
-)
+# Of the operation, then as long of the other work: products of a block last so long.
+TURN_US = 500.0
 LEAST_TURNS = 4
 SHORT_US = 500.0  # shorter calls may be launched slower than they run
 MOST_CALLS = 200

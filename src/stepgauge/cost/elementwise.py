@@ -66,9 +66,8 @@ class Elementwise:
         nbytes, sizes = self.m * f * self.how.activation, (self.m, f)
         if self.model.feed_forward != "swiglu":
             yield from self.how.passes(name, nbytes, eager=eager, compiled=compiled)
-        elif (
-            direction == "backward" and self.how.is_compiled
-        ):  # which also gives down its input again
+        elif direction == "backward" and self.how.is_compiled:
+            # It also computes the input of the down projection again.
             yield self.how.timed_pass(name, "gate backward", sizes, nbytes * (compiled - 1))
             yield Term(f"{name}.again", TRAFFIC, (nbytes,))
         else:

@@ -69,8 +69,8 @@ class OwnerDataParallel(BucketedDataParallel):
         return hooks
 
     def _begin(self, device: torch.device | None = None) -> Readiness:
-        """Raises RuntimeError, on all ranks at once, for gradients that none but an owner can have:
-        before anything is sent that another would wait for.
+        """Raises RuntimeError for a gradient that none but its owner can have, before anything is
+        sent: on all ranks at once, if each lacks some. A rank that owns all would wait for the others.
         """
         if device is not None and self._readiness is None:
             rank = self.reducer.rank

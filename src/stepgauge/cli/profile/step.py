@@ -70,6 +70,9 @@ def _print_predicted(spec: ProfileSpec, hardware: Path, found: Analysis) -> None
     from stepgauge.validate.kernels import kernels_beside
     from stepgauge.validate.predicted import predicted
 
+    if spec.device.startswith("cuda") and not found.on_device:
+        tell("no prediction beside the kernels: the trace has none of the GPU's")
+        return
     try:
         prediction = predicted(spec, HardwareFile.read(hardware))
     except ValueError as error:

@@ -43,9 +43,8 @@ def _interface():
     return interface
 
 
-_found: dict[
-    tuple, str | None
-] = {}  # by what it compiles apart, why it does not run; None: it does
+# By what it compiles separately: why it does not run, or None where it does.
+_found: dict[tuple, str | None] = {}
 
 
 def refusal(passes, key, cu_seqlens, q, *others):

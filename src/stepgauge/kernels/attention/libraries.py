@@ -36,8 +36,10 @@ class Measured(NamedTuple):
 
 class Row(NamedTuple):
     """A pass that a library runs: of heads `narrowest` to `widest`, of at least `least_length`
-    queries and keys, and `least_queries` in all heads and sequences. `seen`: by a query, beside the causal mask; "all"
-    keys, those of a "window", or those of its "packed" sequence (with a window or without).
+    queries and keys, and `least_queries` in all heads and sequences. `seen` is what a query sees
+    beside the causal mask: "all" keys, those of a "window", or those of its "packed" sequence (with
+    a window or without). No row of TABLE has a window or packed sequences, which no library was
+    faster at; tests and benchmarks have such rows.
     """
 
     library: str
@@ -50,12 +52,12 @@ class Row(NamedTuple):
     seen: str = "all"
 
 
-# Everything else is faster here or was not measured. FlashAttention-4's rows are of 0.5 ms and more, for a
-# pass of it takes the host about 0.4 ms (20 heads of 3001 x 96: 0.36 ms here, 0.77 by it, of which the GPU
-# works 0.31), but where a backward of 1 ms hides it. With few heads a loop of ours is split over the
-# chip: one head of 16,384 is faster here (0.225 ms, cuDNN 0.393), one of 32,768 is not. Records in
-# benchmarks/results: 2026-11-23-h100-attention-libraries of FlashAttention-4, 2026-11-22-h200-handed-over
-# and 2026-11-21-h200-kernels-second of cuDNN.
+# Everything else is faster here or was not measured. FlashAttention-4's rows are of 0.5 ms and more,
+# for a pass of it takes the host about 0.4 ms (20 heads of 3001 x 96: 0.36 ms here, 0.77 by it, of
+# which the GPU works 0.31), but where a backward of 1 ms hides it. With few heads a loop of ours is
+# split over the chip: one head of 16,384 is faster here (0.225 ms, cuDNN 0.393), one of 32,768 is
+# not. Records in benchmarks/results: 2026-11-23-h100-attention-libraries of FlashAttention-4,
+# 2026-11-22-h200-handed-over and 2026-11-21-h200-kernels-second of cuDNN.
 TABLE = (
     Row("fa4", "forward", 64, 64, 8192, 262_144, (Measured("H100", (1, 16, 16384), 1.207, 0.998),)),
     Row("fa4", "forward", 256, 256, 4096, 65_536, (Measured("H100", (2, 8, 4096), 0.404, 0.207),)),

@@ -205,7 +205,7 @@ class StorageTracker(TorchDispatchMode):
     # ---- what is seen ------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if adds_in_place(func, args):
+        if not kwargs and adds_in_place(func, args):  # the engine's own addition has no alpha
             return args[0].add_(args[1])
         if takes_sparse(func, args):
             return args[0]
