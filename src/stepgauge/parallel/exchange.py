@@ -177,7 +177,9 @@ class Outbox:
         exchange.order("", "receive")  # from here on the memory of `parts_NBQD` is free to write
 
     def piece(self, rank: int) -> Tensor:
-        """Where the piece for a rank is to be written, one after the other: the own one is there."""
+        """Where the product for a rank is to be written, if products are made piece by piece; this
+        rank's own goes straight into `parts_NBQD`.
+        """
         if rank == self._exchange.rank:
             return self.parts_NBQD[rank]
         piece_BQD: Tensor = self._rows[rank]
