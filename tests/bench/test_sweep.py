@@ -223,8 +223,8 @@ def test_an_interrupt_while_the_server_of_processes_starts_is_told_once(tmp_path
         "import pathlib, sys, time\npathlib.Path('begun').touch()\ntime.sleep(1)"
     )
     code = (
-        "from stepgauge.runtime import workers\n"
-        "workers.preload('slow_server')\n"
+        "from stepgauge.runtime import launch, workers\n"
+        "launch.preload('slow_server')\n"
         "if __name__ == '__main__':\n"
         "    try:\n"
         "        workers.run_isolated(int)\n"

@@ -62,3 +62,9 @@ def test_a_compiled_step_has_no_ranges_and_its_classes_stand_as_wholes():
     forward = {p.kind: p for p in parts if p.phase == "forward"}
     assert {p.part for p in parts} == {""} and len(forward) >= 3
     assert forward["matmul"].measured_ms == 4.0 and forward["traffic"].measured_ms == 1.0
+
+
+def test_a_trace_without_kernels_is_refused():
+    empty = Analysis(source="", on_device=True, steps=2, cells=[], idle=[])
+    with pytest.raises(ValueError, match="the trace has no kernels"):
+        kernels_beside(predict(STEP, Machine(H100)), empty)

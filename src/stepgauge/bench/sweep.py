@@ -20,17 +20,14 @@ from stepgauge.bench.ranks import OnRanks, is_first_process
 from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import environment
 from stepgauge.report.views import MISSED_CORES, is_disturbed, with_tries
-from stepgauge.runtime import workers
-from stepgauge.runtime.launch import RankError
+from stepgauge.runtime.launch import RankError, preload
 from stepgauge.runtime.load_file import user_line
 from stepgauge.runtime.workers import Workers, run_isolated
 from stepgauge.spec.fallbacks import with_fallbacks
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 
-workers.preload(
-    *(f"{bench.__name__}.{module.name}" for module in pkgutil.iter_modules(bench.__path__))
-)
+preload(*(f"{bench.__name__}.{module.name}" for module in pkgutil.iter_modules(bench.__path__)))
 FAILURES = "failures.log"
 MOST_TRIES = 3  # of a row that was disturbed
 MOST_HOPELESS = 3  # rows that stay disturbed in all of them: the machine is busy

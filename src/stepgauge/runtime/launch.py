@@ -39,10 +39,18 @@ CONSEQUENCE_S = 3.0
 # multiprocessing hands each process at most 256 descriptors, torch's launcher two a rank.
 MOST_STARTED = 100
 _LOOPBACK = ("lo", "lo0")
-# Ranks fork from a server that has imported these: alone, each takes seconds to.
-multiprocessing.get_context("forkserver").set_forkserver_preload(
-    [__name__, "torch.distributed.fsdp", "torch.distributed.nn.functional"]
-)
+_PRELOADED: list[str] = []
+
+
+def preload(*modules: str) -> None:
+    """Names modules that the server imports before it forks ranks, each of which would take seconds
+    to; only before the first rank.
+    """
+    _PRELOADED.extend(modules)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+
+
+preload(__name__, "torch.distributed.fsdp", "torch.distributed.nn.functional")
 
 
 class RankError(Exception):

@@ -25,11 +25,6 @@ from stepgauge.runtime.world import KEPT_GROUP, TIMEOUT_S, World, default_backen
 Function = Callable[..., Any]
 
 
-def preload(*modules: str) -> None:
-    """Names the modules that the server imports before it forks; only before the first one."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
-
-
 def run_isolated(function: Function, *arguments: Any) -> Any:
     """function(*arguments) in a fresh process. Both must be picklable. Raises RankError."""
     with Workers() as workers:

@@ -99,11 +99,15 @@ def _on_device(cells: Iterable[Cell]) -> Iterable[Cell]:
 
 
 def kernels_beside(prediction: Record, found: Analysis) -> Table:
-    """A row a part, the most wrong first; their differences add up to that of the step."""
+    """A row a part, the most wrong first; their differences add up to that of the step. Raises
+    ValueError for a trace without kernels.
+    """
     parts = parts_beside(prediction, found)
     predicted, measured = (
         sum(getattr(part, name) for part in parts) for name in ("predicted_ms", "measured_ms")
     )
+    if not measured:
+        raise ValueError("the trace has no kernels to set beside what was predicted")
     rows = [
         [part.phase, part.part, part.kind, part.predicted_ms, part.measured_ms,
          part.predicted_ms - part.measured_ms, (part.predicted_ms - part.measured_ms) / measured,
