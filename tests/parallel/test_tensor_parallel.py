@@ -260,6 +260,37 @@ def difference_when_frozen():
     return max((plain[n] - overlapped[n]).abs().max().item() for n in plain if plain[n] is not None)
 
 
+def unfrozen(model):
+    for each in model.parameters():
+        each.requires_grad_(True)
+    return model
+
+
+def assigned(model):
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    return model
+
+
+def differences_of_other_parameters():
+    """Gradients of parameters that were frozen, or others, when the layers were cut."""
+    found = {}
+    for name in ("two key heads, qk-norm, qkv biases", "user"):
+        for change in (unfrozen, assigned, copy.deepcopy):
+            whole, table = build(name)
+            model, _ = build(name)
+            for each in model.parameters() if change is unfrozen else ():
+                each.requires_grad_(False)
+            parallel = parallelize_tensor(model, table)
+            changed = change(parallel.module)
+            whole(*batch(0)).backward()
+            changed(*batch(0)).backward()
+            found[name, change.__name__] = max(
+                (p.grad - parallel.part(n, whole.get_parameter(n).grad)).abs().max().item()
+                for n, p in changed.named_parameters()
+            )
+    return found
+
+
 def many_turns():
     """Of products of pieces that are others in each turn, while flags take the same values again."""
     group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
@@ -309,7 +340,7 @@ def left_to_the_library():
 def message_of(call):
     try:
         call()
-    except ValueError as error:
+    except (ValueError, IndexError) as error:
         return str(error)
     return "nothing was raised"
 
@@ -319,6 +350,9 @@ def mistakes():
     model, table = build("default")
     parallel = parallelize_tensor(copy.deepcopy(model), table)
     wrong = nn.Linear(2 + dist.get_rank(), 2)
+    fused = parallelize_tensor(copy.deepcopy(model), table, partial_loss=PARTIAL_LOSS)
+    tokens, targets = batch(0)
+    beyond = torch.full_like(tokens, VOCABULARY)
     return {
         "odd sequence": message_of(lambda: parallel.module(torch.zeros(1, 5, dtype=torch.int64))),
         "no module": message_of(lambda: parallelize_tensor(model, {"nobody": Rule("row")})),
@@ -331,6 +365,9 @@ def mistakes():
         "whole": message_of(
             lambda: parallelize_tensor(model, table, by_sequence=False, overlap=True)
         ),
+        "token": message_of(lambda: parallel.module(beyond, targets)),
+        "target": message_of(lambda: parallel.module(tokens, beyond)),
+        "fused target": message_of(lambda: fused.module(tokens, torch.full_like(tokens, -1))),
         "different": message_of(lambda: parallelize_tensor(wrong, {"": Rule("column")})),
     }
 
@@ -344,7 +381,7 @@ def everything():
     }
     for name in ("default", "tied, learned, layernorm, gelu, biases"):
         found[name, "no logits held"] = difference(name, True, PARTIAL_LOSS)
-    found |= overlapped_differences()
+    found |= overlapped_differences() | differences_of_other_parameters()
     others = {
         "left": left_to_the_library(),
         "collectives": collectives_differ(),
@@ -371,4 +408,7 @@ def test_training_equals_that_of_one_process(ranks):
         assert said["whole"] == (
             "overlap is True and by_sequence False; only pieces are overlapped"
         )
+        assert said["token"] == "a token is not in the vocabulary of 11 words: 11"
+        assert said["target"] == "a target is not in the vocabulary of 11 words: 11"
+        assert said["fused target"] == "a target is not in the vocabulary of 11 words: -1"
         assert "the ranks' models differ: parameter or buffer weight" in said["different"]

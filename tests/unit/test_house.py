@@ -27,6 +27,7 @@ PRIVATE_TORCH = {
 # What else is private in torch, the files that need it, and what would make it unnecessary.
 PRIVATE_NAMES = {
     "torch._VF": ({"measure/memory/recurrent.py"}, "fake kernels for cuDNN's LSTM and GRU"),
+    "torch._assert_async": ({"parallel/vocabulary_loss.py"}, "a public assertion on a device"),
     "torch._foreach_add_": (
         {"parallel/pipeline/split.py"},
         "a public name of the foreach functions",

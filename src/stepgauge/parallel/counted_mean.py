@@ -25,8 +25,8 @@ class CountedMean:
 
     def weights(self, parts: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
         """Of this rank's parts, by the targets of each: the weighted sum of their means, averaged
-        over ranks, is the mean over all. Zeros where nothing counts at all. Every rank of the group
-        must call it.
+        over ranks, is the mean over all. NaN where nothing counts at all, as that mean is. Every
+        rank of the group must call it.
         """
         counts = torch.stack([torch.as_tensor(self.count(*targets)) for targets in parts])
         counts = counts.to(device, torch.float32)
@@ -34,10 +34,16 @@ class CountedMean:
         if self.group is not None:
             ranks = self.group.size()
             dist.all_reduce(total, group=self.group)
-        # Not NaN for no targets: the loss passes its weight to backward, where NaN reaches weights.
-        return counts * torch.where(total > 0, ranks / total, 0.0)
+        return counts * (ranks / total)
 
 
 def weighted(loss: Tensor, weight: Tensor) -> Tensor:
-    """The mean over no tokens is NaN, and counts as nothing."""
-    return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
+    """The mean over no tokens is NaN, and counts as nothing beside others. Where nothing counts at
+    all it stays NaN, and its gradient is zero.
+    """
+    return torch.where(weight > 0, loss * gradient_of(weight), (weight * 0).to(loss.dtype))
+
+
+def gradient_of(weight: Tensor) -> Tensor:
+    """Of the weighted loss: not NaN where the weight is, since a loss hands it on to weights."""
+    return weight.nan_to_num()

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from stepgauge.parallel.data_parallel import DataParallel
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
+from stepgauge.parallel.replicas import taking_hooks
 from stepgauge.parallel.tensor_parallel import GradientSum, TensorParallel
 from stepgauge.parallel.training import Groups, OptimizerClass, by_index, by_name
 from stepgauge.parallel.wrappers import REPLICATING, Settings, bucketed
@@ -168,6 +169,7 @@ def over_data(
         return DataAxis(wrapped, modules, sharded, layout.replicas)
     wrapped = {stage: _wrapped(layout.wrapper, each, settings) for stage, each in modules.items()}
     for stage, cut in tensor.items() if number == 3 else ():
+        cut.hooking.remove()
         _hook_shards(modules[stage], cut.sums)
     return DataAxis(wrapped, modules, optimizer(groups(everything)), layout.replicas)
 
@@ -184,7 +186,8 @@ def _hook_shards(module: nn.Module, sums: Mapping[str, GradientSum]) -> None:
     """Gives the hooks of the parameters that were whole to those that are sharded now."""
     for name, parameter in module.named_parameters():
         if name in sums:
-            parameter.register_hook(_on_shard(sums[name]))
+            with taking_hooks(parameter):
+                parameter.register_hook(_on_shard(sums[name]))
 
 
 def _on_shard(sum_: GradientSum) -> Callable[[DTensor], DTensor]:

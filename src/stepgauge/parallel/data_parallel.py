@@ -26,6 +26,7 @@ from stepgauge.parallel.replicas import (
     reduced_dtype,
     registrations,
     require_known,
+    taking_hooks,
 )
 from stepgauge.parallel.usage import Usage
 from stepgauge.spec.plan.buckets import FIRST_BUCKET_MB, plan_buckets
@@ -138,10 +139,8 @@ class DataParallel(nn.Module):
 
     def _hooked(self) -> Iterator[Any]:
         for parameter in self._names:
-            trained = parameter.requires_grad
-            parameter.requires_grad_(True)  # what is frozen takes no hook, and may be trained later
-            yield from self._hooks_of(parameter)
-            parameter.requires_grad_(trained)
+            with taking_hooks(parameter):
+                yield from self._hooks_of(parameter)
 
     def _hooks_of(self, parameter: nn.Parameter) -> list[Any]:
         return [parameter.register_post_accumulate_grad_hook(weakly(self._arrive))]

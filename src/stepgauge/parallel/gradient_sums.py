@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from stepgauge.parallel.present_backward import at_end_of_backward, goes_on_to
+from stepgauge.parallel.replicas import taking_hooks
 from stepgauge.parallel.residual_stream import ResidualStream
 
 
@@ -27,7 +28,8 @@ class SumsTogether:
         self._waiting: dict[int, tuple[Tensor, Tensor] | None] = {}
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         for number, parameter in enumerate(parameters):
-            parameter.register_hook(functools.partial(self._arrive, number))
+            with taking_hooks(parameter):
+                parameter.register_hook(functools.partial(self._arrive, number))
 
     def _parameter(self, number: int) -> nn.Parameter:
         parameter = self._parameters[number]()

@@ -36,6 +36,9 @@ class ResidualStream:
     overlap: bool = False
     communicates: bool = True
 
+    def __deepcopy__(self, _: Any) -> "ResidualStream":
+        return dataclasses.replace(self)  # a copy talks to the same ranks
+
     @property
     def ranks(self) -> int:
         return self.group.size()

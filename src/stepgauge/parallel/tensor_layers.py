@@ -12,6 +12,7 @@ from stepgauge.parallel.residual_stream import ResidualStream
 from stepgauge.parallel.vocabulary_loss import (
     PartialLoss,
     fused_vocabulary_parallel_cross_entropy,
+    require_in_vocabulary,
     vocabulary_parallel_cross_entropy,
 )
 
@@ -49,11 +50,15 @@ class RowParallelLinear(nn.Module):
 class VocabularyParallelEmbedding(nn.Module):
     """Some rows of an embedding; the output is whole on every rank."""
 
-    def __init__(self, layer: nn.Embedding, stream: ResidualStream, first_row: int):
+    def __init__(
+        self, layer: nn.Embedding, stream: ResidualStream, first_row: int, vocab_size: int
+    ):
         super().__init__()
-        self.weight, self.stream, self.first_row = layer.weight, stream, first_row
+        self.weight, self.stream = layer.weight, stream
+        self.first_row, self.vocab_size = first_row, vocab_size
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
+        require_in_vocabulary(tokens_BT, self.vocab_size, noun="token")
         rows_BT = tokens_BT - self.first_row
         elsewhere_BT = (rows_BT < 0) | (rows_BT >= self.weight.shape[0])
         x_BTD = F.embedding(rows_BT.masked_fill(elsewhere_BT, 0), self.weight)
@@ -89,12 +94,17 @@ class VocabularyParallelHead(nn.Module):
                 as_computed(weight_VD),
                 targets_BT,
                 first_row=self.first_row,
+                vocab_size=self.vocab_size,
                 stream=self.stream,
                 partial_loss=self.partial_loss,
             )
         logits = F.linear(whole, weight_VD, bias_V)
         return vocabulary_parallel_cross_entropy(
-            logits, targets_BT, first_row=self.first_row, stream=self.stream
+            logits,
+            targets_BT,
+            first_row=self.first_row,
+            vocab_size=self.vocab_size,
+            stream=self.stream,
         )
 
 

@@ -10,17 +10,19 @@ every rank has is the gradient.
 """
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from stepgauge.parallel.exchange import register
 from stepgauge.parallel.gradient_sums import SumsTogether
 from stepgauge.parallel.peer_memory import on_one_machine
-from stepgauge.parallel.replicas import prepare_replicas
+from stepgauge.parallel.replicas import prepare_replicas, registrations, taking_hooks
 from stepgauge.parallel.residual_stream import ResidualStream
 from stepgauge.parallel.tensor_layers import (
     ColumnParallelLinear,
@@ -40,13 +42,16 @@ class TensorParallel:
     cuts  the parameters that are, by name, with the size that they have whole along the dim of
           their cut
     sums  how the gradients are summed over ranks of which each finds a part, by name. Hooks of the
-          parameters do it; whoever puts other parameters in their place gives them the hooks
+          parameters do it
+    hooking  gives the hooks to parameters that forward finds in their place. Whoever puts
+          parameters there that need other hooks removes it
     """
 
     module: nn.Module
     stream: ResidualStream
     cuts: Mapping[str, tuple[Cut, int]]
     sums: Mapping[str, "GradientSum"]
+    hooking: RemovableHandle
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a parameter, or of what belongs to one, that is given whole."""
@@ -158,8 +163,10 @@ def parallelize_tensor(
         APPLY[rule.kind](module, name, rule, stream, cuts)
         if rule.kind == "head":
             _get(module, name).partial_loss = partial_loss
-    sums = _hook_sums(module, _summed(module, rules, by_sequence), cuts, stream)
-    return TensorParallel(module, stream, cuts, sums)
+    sums = _sums(module, _summed(module, rules, by_sequence), cuts, stream)
+    hooking = Hooking(sums, stream)
+    hooking(module)
+    return TensorParallel(module, stream, cuts, sums, module.register_forward_pre_hook(hooking))
 
 
 def _stream(group: dist.ProcessGroup, by_sequence: bool, overlap: bool) -> ResidualStream:
@@ -172,25 +179,48 @@ def _stream(group: dist.ProcessGroup, by_sequence: bool, overlap: bool) -> Resid
     return ResidualStream(group, by_sequence, overlap)
 
 
-def _hook_sums(
+def _sums(
     module: nn.Module,
     summed: list[nn.Parameter],
     cuts: Mapping[str, tuple[Cut, int]],
     stream: ResidualStream,
 ) -> dict[str, GradientSum]:
-    """Sums gradients of which each rank finds a part, and rows that several ranks have."""
+    """Of gradients of which each rank finds a part, and of rows that several ranks have."""
     whole, sums = dict.fromkeys(summed), {}
     for name, parameter in module.named_parameters():
         cut = cuts[name][0] if name in cuts else None
         has_copies = cut and any(section.copies(stream.ranks) > 1 for section in cut.sections)
-        if parameter.requires_grad and (has_copies or parameter in whole):
+        if parameter.is_floating_point() and (has_copies or parameter in whole):
             sums[name] = GradientSum(stream, cut)
-            if cut is not None:
-                parameter.register_hook(sums[name])
-    SumsTogether(
-        [module.get_parameter(name) for name, each in sums.items() if not each.cut], stream
-    )
     return sums
+
+
+class Hooking:
+    """Hooks that sum gradients, of the parameters that a module has when it is called: a deep copy
+    and `load_state_dict(assign=True)` leave others in their place. Before forward; all ranks alike.
+    """
+
+    def __init__(self, sums: Mapping[str, GradientSum], stream: ResidualStream):
+        self._sums, self._stream = sums, stream
+        self._looked = (0, 0)  # at which module, after how many registrations
+        self._hooked: dict[str, weakref.ref[nn.Parameter]] = {}
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling() or self._looked == (id(module), registrations()):
+            return
+        together = []
+        for name, each in self._sums.items():
+            parameter = module.get_parameter(name)
+            if name in self._hooked and self._hooked[name]() is parameter:
+                continue
+            self._hooked[name] = weakref.ref(parameter)
+            if each.cut is None:
+                together.append(parameter)
+                continue
+            with taking_hooks(parameter):
+                parameter.register_hook(each)
+        SumsTogether(together, self._stream)
+        self._looked = id(module), registrations()
 
 
 def _cut_parameters(
@@ -280,7 +310,7 @@ def _summed(
         kind = KINDS[rule.kind]
         if kind.sums and (by_sequence or rule.kind == "heads"):
             own = module.get_submodule(name).named_parameters()
-            found += [p for key, p in own if key not in kind.cuts and p.requires_grad]
+            found += [p for key, p in own if key not in kind.cuts]
     return list(dict.fromkeys(found))
 
 
@@ -301,8 +331,9 @@ def _row(module: nn.Module, name: str, rule: Rule, stream: ResidualStream, cuts:
 def _embedding(
     module: nn.Module, name: str, rule: Rule, stream: ResidualStream, cuts: Cuts
 ) -> None:
-    first = _first_row(name, stream, cuts)
-    module.set_submodule(name, VocabularyParallelEmbedding(_get(module, name), stream, first))
+    first, size = _first_row(name, stream, cuts), cuts[f"{name}.weight"][1]
+    embedding = VocabularyParallelEmbedding(_get(module, name), stream, first, size)
+    module.set_submodule(name, embedding)
 
 
 def _head(module: nn.Module, name: str, rule: Rule, stream: ResidualStream, cuts: Cuts) -> None:

@@ -36,12 +36,14 @@ def fused_vocabulary_parallel_cross_entropy(
     targets: Tensor,
     *,
     first_row: int,
+    vocab_size: int,
     stream: ResidualStream,
     partial_loss: PartialLoss,
 ) -> Tensor:
     """As vocabulary_parallel_cross_entropy of hidden weight^T, with no logits held: two numbers a
     token travel and are remembered. The gradient of hidden is this rank's share.
     """
+    require_in_vocabulary(targets, vocab_size, noun="target", ignored=IGNORED)
     loss: Tensor = _FusedCrossEntropy.apply(
         hidden.flatten(0, -2), weight_VD, targets.flatten(), first_row, stream.heard, partial_loss
     )
@@ -83,6 +85,22 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return *ctx.partial_loss.backward(*saved, gradient * weights_N), *(None,) * 4
 
 
+def require_in_vocabulary(
+    words: Tensor, vocab_size: int, *, noun: str, ignored: int | None = None
+) -> None:
+    """Raises IndexError for words that no rank has. On a GPU, which nobody waits for, and under
+    torch.compile a later call raises what torch._assert_async does.
+    """
+    is_word = (words >= 0) & (words < vocab_size)
+    if ignored is not None:
+        is_word = is_word | (words == ignored)
+    message = f"a {noun} is not in the vocabulary of {vocab_size} words"
+    if words.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(is_word.all(), message)
+    elif not is_word.all():
+        raise IndexError(f"{message}: {words[~is_word][0]}")
+
+
 def _rows_here(targets_N: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:
     """The targets as rows of this rank, and which of them it has."""
     rows_N = targets_N - first_row
@@ -90,11 +108,12 @@ def _rows_here(targets_N: Tensor, first_row: int, num_rows: int) -> tuple[Tensor
 
 
 def vocabulary_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, *, first_row: int, stream: ResidualStream
+    logits: Tensor, targets: Tensor, *, first_row: int, vocab_size: int, stream: ResidualStream
 ) -> Tensor:
     """Mean cross-entropy in nats of logits (..., some of V), of which this rank has those from
     first_row on, against targets (...). Tokens whose target is -100 do not count.
     """
+    require_in_vocabulary(targets, vocab_size, noun="target", ignored=IGNORED)
     loss: Tensor = _CrossEntropy.apply(
         logits.flatten(0, -2), targets.flatten(), first_row, stream.heard
     )

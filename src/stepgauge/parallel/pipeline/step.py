@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from stepgauge.parallel.counted_mean import weighted
+from stepgauge.parallel.counted_mean import gradient_of, weighted
 from stepgauge.parallel.pipeline.clock import Clock
 from stepgauge.parallel.pipeline.graphed import GraphedStage
 from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
@@ -120,7 +120,7 @@ class PipelineStep:
             return
         (loss,) = outputs
         share = self.shares[micro_batch]
-        self._gradients[number, micro_batch] = [share.to(loss.dtype)]
+        self._gradients[number, micro_batch] = [gradient_of(share).to(loss.dtype)]
         loss = weighted(loss, share)
         self.loss = loss if self.loss is None else self.loss + loss
 
