@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import datetime
 import types
 
@@ -409,7 +410,63 @@ def nothing_to_shard():
     assert parallel.clip_gradients(1.0) == 0
 
 
+@dataclasses.dataclass
+class Output:
+    out: torch.Tensor
+
+
+class Exit(nn.Module):
+    """Returns an object, and keeps a loss that backward comes to before it comes to the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.exit = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        out = self.layer(x.out).tanh()
+        self.loss = self.exit(out).square().mean()
+        return Output(out)
+
+
+def kept_losses():
+    """Losses that blocks keep beside their outputs, which are objects, have right gradients."""
+
+    class Exits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Exit() for _ in range(3))
+
+        def forward(self, x):
+            x = Output(x)
+            for block in self.blocks:
+                x = block(x)
+            return Output(x.out.square().mean() + sum(block.loss for block in self.blocks))
+
+    torch.manual_seed(0)
+    alone = Exits()
+    parallel = FullyShardedDataParallel(copy.deepcopy(alone))
+    for _ in range(2):
+        for model in (alone, parallel):
+            model.zero_grad()
+            model(torch.ones(2, 4)).out.backward()
+        for name, parameter in alone.named_parameters():
+            given = parallel.module.get_parameter(name).grad.full_tensor()
+            assert torch.allclose(given, parameter.grad, atol=1e-6), name
+
+
+def refusals():
+    """What sharded weights cannot do is said in one sentence."""
+    with pytest.raises(ValueError, match=r"^0 has max_norm"):
+        FullyShardedDataParallel(nn.Sequential(nn.Embedding(3, 4, max_norm=1.0)))
+    late = nn.Linear(4, 4)
+    late.forward = lambda x: (torch.ones(4) @ late.weight for _ in range(2))
+    with pytest.raises(RuntimeError, match=r"^0 returns a generator"):
+        FullyShardedDataParallel(nn.Sequential(late))(torch.ones(4))
+
+
 CHECKS = {
+    "kept losses": kept_losses,
+    "refusals": refusals,
     "part of a backward": frees_after_part_of_a_backward,
     "no parameters": nothing_to_shard,
     "two groups of the same ranks": two_groups,

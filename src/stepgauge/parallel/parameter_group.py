@@ -116,10 +116,13 @@ class ParameterGroup:
         unsharded, reused, parameters = self._calls.pop()
         unsharded.require_unwritten()
         self.put(parameters)
-        reached = [
-            leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
-        for tensor in reached:
+        if isinstance(output, Iterator):
+            raise RuntimeError(
+                f"{self.name or 'the module'} returns a {type(output).__name__}, which computes after "
+                "its forward, when its weights are sharded again; return a list"
+            )
+        reached = [each for each in _tensors_of(output) if each.requires_grad]
+        for tensor in [*reached, *_kept_by(module)] if torch.is_grad_enabled() else reached:
             tensor.register_hook(functools.partial(_before_backward, unsharded))
         recomputed = self.reductions.is_running  # checkpointing's tensors are needed at once
         kept = self.is_root and torch.is_grad_enabled() and reached
@@ -127,6 +130,28 @@ class ParameterGroup:
             unsharded.reshard()
         if reached:
             self.prefetcher.left(unsharded)
+
+
+def _tensors_of(output: Any) -> Iterator[Tensor]:
+    """Those in containers, and in objects of no known kind as far as their attributes."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
+            held = tree_leaves(list(vars(leaf).values()))
+            yield from (each for each in held if isinstance(each, Tensor))
+
+
+def _kept_by(module: nn.Module) -> Iterator[Tensor]:
+    """What a module computed and has as an attribute, as a loss of its own: backward may come to it
+    before it comes to the output.
+    """
+    for part in module.modules():
+        for value in vars(part).values():
+            if type(value) in (Tensor, list, tuple):  # isinstance of a Tensor is ten times slower
+                for each in (value,) if isinstance(value, Tensor) else value:
+                    if isinstance(each, Tensor) and each.grad_fn is not None:
+                        yield each
 
 
 def _put(of_weight: Sequence[Place], tensor: Tensor) -> None:
