@@ -76,6 +76,24 @@ def test_memory_is_predicted_of_a_module_and_of_a_function_alike():
     assert "modelled" in repr(measured)
 
 
+class Noisy(nn.Linear):
+    """Holds what is neither a parameter nor a buffer: a generator."""
+
+    def __init__(self):
+        super().__init__(64, 64)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x):
+        drawn = torch.rand(64, generator=self.generator) * torch.tensor([2.0] * 64)
+        return (super().forward(x) * drawn).sum()
+
+
+def test_what_a_module_had_before_is_not_counted_and_what_else_it_holds_is_copied():
+    result = sg.profile_memory(Noisy(), torch.ones(4, 64), optimizer="sgd", **QUICK)
+    assert result["parameters_bytes"] == 4 * (64 * 64 + 64)
+    assert result["peak_bytes"] == result.prediction.median("peak_bytes")
+
+
 def test_a_profile_leaves_its_trace_and_shows_its_tables(tmp_path):
     result = sg.profile_step(net(), batch(), loss=nn.CrossEntropyLoss(), active=1,
                              folder=tmp_path, **QUICK)  # fmt: skip

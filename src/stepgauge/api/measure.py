@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stepgauge.api.processes import without_main
 from stepgauge.api.show import Result
@@ -35,6 +35,7 @@ from stepgauge.train.user_model import in_memory
 
 Model = nn.Module | Callable[[], Any]
 Optimizer = str | Callable[..., torch.optim.Optimizer]
+HAS_MEMORY = (Tensor, torch.Generator)
 
 
 def time_step(
@@ -198,8 +199,8 @@ def _factory_of(
         if _has_memory():
             parts = {"module": copy.deepcopy(module), "batch": batch}
         else:
-            tensors = [*module.parameters(), *module.buffers()]
-            memo: dict[int, Any] = {id(tensor): _like(tensor) for tensor in tensors}
+            held = (leaf for part in module.modules() for leaf in tree_leaves(vars(part)))
+            memo = {id(leaf): _like(leaf) for leaf in held if isinstance(leaf, HAS_MEMORY)}
             empty = tree_map_only(Tensor, _like, _plain(batch))
             parts = {"module": copy.deepcopy(module, memo), "batch": empty}
         return {**parts, "loss": loss, "optimizer": optimizer}
@@ -215,7 +216,11 @@ def _plain(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
-def _like(tensor: Tensor) -> Tensor:
-    """A tensor of that size on the default device, a parameter of a parameter."""
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+def _like(value: Any) -> Any:
+    """A tensor of that size on the default device, a parameter of a parameter. A generator stays the
+    same: without memory nothing is drawn from it.
+    """
+    if isinstance(value, torch.Generator):
+        return value
+    empty = torch.empty(value.shape, dtype=value.dtype)
+    return nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty

@@ -59,6 +59,20 @@ def _coalesce(tensor: Tensor) -> Tensor:
     raise NotPredictableError(f"{aten._coalesce.default} {BY_VALUES}")
 
 
+def _reduced(loss: Any) -> Callable[..., Tensor]:
+    """Of a loss that torch computes element by element in its result, which then shrinks to the mean
+    or sum in storage of the old size, on every device (aten/src/ATen/native/Loss.cpp, cuda/Loss.cu).
+    """
+
+    def rule(output: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        value = loss(output, target, *args, **kwargs)
+        shape = torch.broadcast_shapes(output.shape, target.shape)
+        each = value.new_empty(shape)
+        return each.as_strided((), ()) if value.ndim == 0 < each.numel() else value
+
+    return rule
+
+
 def _sparse(indices: Tensor, values: Tensor, shape: Any) -> Tensor:
     return aten._sparse_coo_tensor_with_dims_and_tensors(
         indices.shape[0], values.ndim - 1, shape, indices, values,
@@ -73,4 +87,13 @@ RULES: Mapping[Any, Callable[..., Tensor]] = {
     aten.add_.Tensor: _add_in_place,
     aten._embedding_bag_backward.default: _embedding_bag_backward,
     aten._coalesce.default: _coalesce,
+    **{
+        loss.default: _reduced(loss.default)
+        for loss in (
+            aten.mse_loss,
+            aten.smooth_l1_loss,
+            aten.binary_cross_entropy,
+            aten.soft_margin_loss,
+        )
+    },
 }

@@ -220,16 +220,32 @@ class StorageTracker(TorchDispatchMode):
             if self._workspaces
             else []
         )
+        there = self._storages_before(func, (args, kwargs))
         result = func(*args, **(kwargs or {}))
         name = str(func).removeprefix("aten.").removesuffix(".default")
         for part in self._parts(tree_leaves(result)):
-            self._see(part, name, module, line)
+            if storage_number(part) not in there:
+                self._see(part, name, module, line)
         for allocation in passing:
             if allocation is not None:
                 self._end(allocation)
         if self._events and (end := self.now()) > start:
             self.windows.append(Window(start, end, name, module, line))
         return result
+
+    def _storages_before(self, func: Any, arguments: Any) -> set[int]:
+        """Of the operator's inputs, those that have memory: an output on one of them is no birth.
+
+        Empty where the allocator tells of births, and of lift_fresh, which is how a tensor of Python
+        values is first seen.
+        """
+        if self._events or func is torch.ops.aten.lift_fresh.default:
+            return set()
+        return {
+            storage_number(part)
+            for part in self._parts(tree_leaves(arguments))
+            if part.untyped_storage().nbytes()
+        }
 
     def _see(
         self, tensor: Tensor, operator: str, module: str, line: str, category: str = TEMPORARIES
