@@ -1,12 +1,13 @@
 """What devices hold, and what a hardware file keeps."""
 
+import dataclasses
 import json
 
 import pytest
 
 from stepgauge.spec.calibration import Contention, OperationTable
 from stepgauge.spec.fabric import Fabric
-from stepgauge.spec.hardware import NOT_FOR_TENSORS, HardwareFile, fits
+from stepgauge.spec.hardware import ACCELERATORS, NOT_FOR_TENSORS, HardwareFile, fits
 
 GIB = 2**30
 
@@ -56,13 +57,24 @@ def test_a_file_gives_back_what_ranks_and_collectives_cost(tmp_path):
         ({"operations": [1]}, "is damaged"),
         ({"peaks": {"flops": {}}}, "has no such peaks: .*missing"),
         ({"peaks": "x"}, "has no such peaks"),
+        (
+            {"peaks": dataclasses.asdict(ACCELERATORS["NVIDIA H200"]) | {"flops": {"bf16": -1}}},
+            "above 0",
+        ),
+        ({"device": ["a"]}, "device is"),
+        (
+            {"operations": {"traffic": {"axes": ["bytes"], "rows": [[1, 0.0]]}}},
+            "traffic takes 0.0 µs",
+        ),
         ({"base": "box.json"}, "is its own base"),
+        ({"base": "../{folder}/box.json"}, "is its own base"),
         ({"base": 3}, "no hardware file at"),
     ],
 )
 def test_a_damaged_file_is_one_sentence(tmp_path, changed, said):
     path = tmp_path / "box.json"
-    path.write_text(json.dumps({"schema": 1, "name": "box", **changed}))
+    text = json.dumps({"schema": 1, "name": "box", **changed})
+    path.write_text(text.replace("{folder}", tmp_path.name))
     with pytest.raises(ValueError, match=said):
         assert (
             HardwareFile.read(path).peaks is None

@@ -4,12 +4,13 @@ files.
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from stepgauge.spec.calibration import Contention, OperationTable, kernel_class
+from stepgauge.spec.calibration import Contention, OperationTable, kernel_class, wrapper_operation
 from stepgauge.spec.links import Link
 
 # Arithmetic a precision's matrix products run in, as the keys of Peaks.
@@ -157,7 +158,7 @@ class HardwareFile:
     @classmethod
     def _read(cls, path: Path, above: tuple[Path, ...]) -> Self:
         """The file, which `above` name as their base."""
-        if path in above:
+        if path.resolve() in above:
             raise ValueError(f"{path} is its own base")
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
@@ -168,7 +169,7 @@ class HardwareFile:
         if not isinstance(value, dict) or value.pop("schema", None) != HARDWARE_SCHEMA:
             raise ValueError(f"{path} is no hardware file of schema {HARDWARE_SCHEMA}")
         name = value.get("base")
-        base = cls._read(path.parent / str(name), (*above, path)) if name else None
+        base = cls._read(path.parent / str(name), (*above, path.resolve())) if name else None
         try:
             return cls._from_json(value, base, name=path.stem)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -178,9 +179,11 @@ class HardwareFile:
     def _from_json(cls, value: dict[str, Any], base: Self | None, *, name: str) -> Self:
         """Raises one of several errors for what is no hardware file."""
         value.pop("disturbed", None)  # a sentence that follows from the operations
+        if not isinstance(device := value.pop("device", ""), str):
+            raise ValueError(f"device is {device!r}; it is a name")
         return cls(
             name=value.pop("name", name),
-            device=value.pop("device", ""),
+            device=device,
             threads=value.pop("threads", 0),
             links=[Link.from_json(link) for link in value.pop("links", [])],
             operations=_tables(value.pop("operations", {})),
@@ -202,9 +205,12 @@ class HardwareFile:
         if not given:
             return peaks(self.device)
         try:
-            return Peaks(**given)
-        except TypeError as error:
+            found = Peaks(**given)
+            if not all(rate > 0 for rate in (*found.flops.values(), found.memory_bytes_per_s)):
+                raise ValueError("a rate is not above 0")
+        except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"the hardware file {self.name} has no such peaks: {error}") from None
+        return found
 
     def require_kind(self, device: str) -> None:
         """Of a GPU's file no time of a CPU is taken, nor the other way round. Raises ValueError."""
@@ -290,7 +296,13 @@ class HardwareFile:
 
 
 def _tables(value: Mapping[str, Any]) -> dict[str, OperationTable]:
-    return {name: OperationTable.from_json(table) for name, table in value.items()}
+    """Raises ValueError for a time that cannot be; what a wrapper adds to the host's may be negative."""
+    tables = {name: OperationTable.from_json(table) for name, table in value.items()}
+    for name, table in tables.items():
+        bad = [row for row in table.rows if not 0 < row[-1] < math.inf]
+        if bad and not name.startswith(wrapper_operation("")):
+            raise ValueError(f"{name} takes {bad[0][-1]} µs at {bad[0][:-1]}")
+    return tables
 
 
 def _as_json(tables: Mapping[str, OperationTable]) -> dict[str, Any]:
