@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from tests.processes import alive, wait_for
 
-from stepgauge.runtime.launch import RankError, launch
+from stepgauge.runtime.launch import RankError, _is_consequence, launch
 from stepgauge.runtime.world import check_interfaces, joined_world
 
 
@@ -250,3 +250,15 @@ def test_a_parent_that_ends_leaves_no_rank_behind(tmp_path):
     for parent in parents.values():
         parent.wait(timeout=90)
     assert wait_for(lambda: not any(alive(int(file.read_text())) for file in files))
+
+
+def test_what_is_raised_while_a_peer_does_not_answer_is_its_consequence():
+    """Such a rank lets the launcher see the other's end first: else a checkpoint that could not be
+    written would stand for the rank that died.
+    """
+    with pytest.raises(ValueError, match="cannot write") as raised:
+        try:
+            raise RuntimeError("Connection closed by peer")
+        except RuntimeError:
+            raise ValueError("cannot write") from None
+    assert _is_consequence(raised.value) and not _is_consequence(ValueError("cannot write"))

@@ -273,12 +273,17 @@ def _rank(
         raise
 
 
-def _is_consequence(error: Exception) -> bool:
-    """Whether a rank fails because its peers do not answer."""
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether a rank fails because its peers do not answer, or raises this while it handles that:
+    a checkpoint that cannot be written, for one.
+    """
+    if error is None:
+        return False
     words = ("connection", "timed out", "timeout", "socket", "peer")
-    return isinstance(error, dist.DistError | RuntimeError | EOFError) and any(
+    is_unanswered = isinstance(error, dist.DistError | RuntimeError | EOFError) and any(
         w in str(error).lower() for w in words
     )
+    return is_unanswered or _is_consequence(error.__context__)
 
 
 def _rank_error(rank: int, failure: ProcessFailure, ranks: int) -> RankError:
