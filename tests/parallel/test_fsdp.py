@@ -454,6 +454,26 @@ def kept_losses():
             assert torch.allclose(given, parameter.grad, atol=1e-6), name
 
 
+def losses_kept_elsewhere():
+    """Backward comes to such a loss before the block's weights are there: it raises and reads none."""
+    losses = []
+
+    class Elsewhere(Exit):
+        def forward(self, x):
+            out = super().forward(x)
+            losses.append(vars(self).pop("loss"))
+            return out
+
+    blocks = [Elsewhere() for _ in range(3)]
+    parallel = FullyShardedDataParallel(nn.Sequential(*blocks))
+    for _ in range(2):
+        losses.clear()
+        output = parallel(Output(torch.ones(2, 4))).out.square().mean()
+        with pytest.raises(RuntimeError, match="modified"):
+            (output + sum(losses)).backward()
+        parallel.zero_grad()
+
+
 def refusals():
     """What sharded weights cannot do is said in one sentence."""
     with pytest.raises(ValueError, match=r"^0 has max_norm"):
@@ -466,6 +486,7 @@ def refusals():
 
 CHECKS = {
     "kept losses": kept_losses,
+    "losses kept elsewhere": losses_kept_elsewhere,
     "refusals": refusals,
     "part of a backward": frees_after_part_of_a_backward,
     "no parameters": nothing_to_shard,

@@ -22,6 +22,7 @@ PRIVATE_TORCH = {
     "measure/memory/autograd_engine.py": "the node that runs, and references of a storage",
     "parallel/bucket_gradients.py": "references of a storage",
     "parallel/present_backward.py": "which weights a backward was asked for",
+    "parallel/unsharded_group.py": "a version for weights that are not there, as torch's fully_shard",
     "parallel/shares.py": "a tensor's class without its __torch_function__",
 }
 # What else is private in torch, the files that need it, and what would make it unnecessary.

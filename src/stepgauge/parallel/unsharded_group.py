@@ -21,7 +21,8 @@ class UnshardedGroup:
     """The whole weights of a unit for one call of its module and the backward of that call.
 
     Their memory comes and goes while the tensors stay: autograd saves tensors that are empty between
-    forward and backward.
+    forward and backward. Until they are there again they have another version than autograd saved,
+    so that a backward which comes to them too early raises, and does not read what is half gathered.
     """
 
     def __init__(
@@ -35,6 +36,8 @@ class UnshardedGroup:
         self._works: list[Any] = []
         self._copies: list[Tensor] = []  # of parts, in the type or length that is sent
         self._views: list[tuple[Tensor, int]] = []
+        self._given: list[Tensor] = []  # of each weight and call, one with its version
+        self._are_away = False
         self._versions = _versions(parameters)
         self.is_unsharded = False
         # what backward has to come to before nobody needs the weights, and what it has come to
@@ -98,14 +101,34 @@ class UnshardedGroup:
         for copy in self._copies:
             release(copy)
         self._works, self._copies = [], []
+        self._mark(away=False)
 
     def reshard(self) -> None:
         self.wait()
         self.is_unsharded, self._ended = False, 0
         if self.unit.unsharded is self:
             self.unit.unsharded = None
+        self._mark(away=True)
         for buffer in self.buffers:
             buffer.untyped_storage().resize_(0)
+
+    def _mark(self, *, away: bool) -> None:
+        """Raises the versions of weights that are not there, and sets them back."""
+        if away != self._are_away:
+            self._are_away, change = away, 1 if away else -1
+            versions = tuple(each._version + change for each in self._given)
+            # As torch's fully_shard does; the way out: a public name of it.
+            torch._C._autograd._unsafe_set_version_counter(tuple(self._given), versions)
+
+    def give(self) -> tuple[Tensor, ...]:
+        """The weights, each with its own shape."""
+        wholes = [buffer.data for buffer in self.buffers]
+        if not torch.is_inference_mode_enabled():
+            self._given += wholes
+        return tuple(
+            whole[: parameter.shape[0]]
+            for whole, parameter in zip(wholes, self.parameters, strict=True)
+        )
 
     def use(self) -> tuple[Tensor, ...]:
         """The weights, each with its own shape, for a call of the module."""
@@ -116,7 +139,7 @@ class UnshardedGroup:
             p for p in self.parameters if not (p._backward_hooks or p._post_accumulate_grad_hooks)
         ]
         anchor = torch.empty(0, requires_grad=trained)
-        wholes = _Use.apply(self, unhooked, anchor, *unhooked)
+        wholes = ShardedWeights.apply(self, unhooked, anchor, *unhooked)
         if not torch.is_inference_mode_enabled():
             self._views = [(whole, whole._version) for whole in wholes]
         return wholes
@@ -154,8 +177,9 @@ class UnshardedGroup:
             )
 
 
-class _Use(torch.autograd.Function):
-    """Whole weights as autograd knows them; backward averages all their gradients together.
+class ShardedWeights(torch.autograd.Function):
+    """Whole weights as autograd knows them, and names them in its errors; backward averages all
+    their gradients together.
 
     Its inputs are the weights, so that `backward(inputs=weights)` comes here, and an anchor for
     those that are not given.
@@ -167,10 +191,7 @@ class _Use(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.unsharded, ctx.given = unsharded, given
         ctx.set_materialize_grads(False)
-        wholes = tuple(
-            buffer.data[: parameter.shape[0]]
-            for buffer, parameter in zip(unsharded.buffers, unsharded.parameters, strict=True)
-        )
+        wholes = unsharded.give()
         frozen = [
             whole
             for whole, parameter in zip(wholes, unsharded.parameters, strict=True)
