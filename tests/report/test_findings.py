@@ -53,10 +53,13 @@ def test_where_all_was_disturbed_a_command_measures_it_again(record):
     assert findings(rows) == []
     (finding,) = to_measure(rows)
     assert finding.saved_ms is None and finding.title == "To measure again: precision=bf16"
-    assert "Other work disturbed 3 of 3 steps" in finding.text
+    assert "other work disturbed 3 of 3 steps" in finding.text
     assert finding.command == (
         "stepgauge bench step --size small --batch 4 --context 512 --precision fp32 bf16 --fresh"
     )
+    slower = record("small", step=[300.0, 600.0], precision="bf16")  # whatever disturbed it
+    (other,) = to_measure([rows[0], slower, rows[2]])
+    assert other.title == "To measure again: compile=on"
     (pair,) = to_measure(rows[:1])
     assert pair.title == "To measure: precision=bf16"
     for each in (finding, pair):

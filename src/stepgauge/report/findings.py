@@ -136,13 +136,15 @@ def findings(records: Sequence[Record]) -> list[Finding]:
 
 
 def to_measure(records: Sequence[Record]) -> list[Finding]:
-    """Where nothing can be ranked, what to measure for it: the rows again that other work disturbed
-    and that differ most, else the longest step with what no row has tried. At most one.
+    """Where nothing can be ranked, what to measure for it: again, of the rows that other work
+    disturbed, those of the change that may save most; else the longest step with what no row has
+    tried. At most one.
     """
     timed = [record for record in _steps(records) if is_timed(record) and record.kind == "step"]
     disturbed = [record for record in timed if is_disturbed(record)]
     seen = [pair for choice in CHOICES for pair in _pairs(timed, choice)]
     seen = [pair for pair in seen if pair.before in disturbed or pair.after in disturbed]
+    seen = [pair for pair in seen if pair.saved_ms > 0 or not pair.exceeds_spread]
     if seen:
         return [_again(max(seen, key=lambda pair: pair.saved_ms), len(disturbed), len(timed))]
     untried = {"precision": "bf16", "compile": "on"}
@@ -166,10 +168,10 @@ def _again(pair: Pair, disturbed: int, timed: int) -> Finding:
     usual = flatten(pair.before.spec)
     values = {name: f"{usual.get(name)} {value}" for name, _, value in changed}
     text = (
-        f"Other work disturbed {disturbed} of {timed} steps, so that no change can be ranked. The "
-        f"most promising one took {number(after)} ms a step with {pair.change} and {number(before)} "
-        f"ms with {pair.instead_of} ({_where(pair.before, pair.change)}). Run the command when "
-        f"nothing else runs: it measures both again, and {NEXT}"
+        f"No change saves more than its spread, and other work disturbed {disturbed} of {timed} "
+        f"steps. Of those the most promising took {number(after)} ms with {pair.change} and "
+        f"{number(before)} ms with {pair.instead_of} ({_where(pair.before, pair.change)}). Run the "
+        f"command when nothing else runs: it measures both again, and {NEXT}"
     )
     title = f"To measure again: {pair.change}"
     return Finding(None, title, text, command(pair.before, **values) + " --fresh")

@@ -1,5 +1,6 @@
 """Views of an Analysis: one table a question, the timeline and the flame graph."""
 
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -149,7 +150,7 @@ def phases_table(found: Analysis) -> Table:
     for phase in [*found.phases_us, "step"]:
         mine = [cell for cell in found.cells if phase in ("step", cell.phase)]
         trace = sum(_values(found, phase)) / found.steps / 1e3
-        alone, watched = found.stopwatch_ms.get(phase), _watched(found, phase)
+        alone, watched = found.stopwatch_ms.get(phase), _watched(found, phase, statistics.median)
         cost = 100 * (watched / alone - 1) if alone and watched else None
         busy, idle = (
             sum(getattr(cell, name) for cell in mine) / found.steps
@@ -163,7 +164,7 @@ def phases_table(found: Analysis) -> Table:
     device_head = ["busy ms", "idle ms"] if found.on_device else []
     head = ["phase", *watch_head, "trace ms", *device_head, f"{_noun(found)} a step"]
     stopwatch = (
-        "stopwatch without the profiler (median) and with it, and the trace"
+        "stopwatch without the profiler and with it (medians), and the trace"
         if was_timed
         else "the trace"
     )
@@ -172,14 +173,15 @@ def phases_table(found: Analysis) -> Table:
     return Table(head, rows, numeric=frozenset(head[1:]), caption=caption, formats=formats)
 
 
-def _watched(found: Analysis, phase: str) -> float | None:
-    """Mean milliseconds of the phase, or of the whole step, by the stopwatch in the profiled steps."""
-    wanted = (
-        list(found.watched_ms)
-        if phase == "step"
-        else [name for name in found.watched_ms if name == phase]
-    )
-    return sum(sum(found.watched_ms[name]) for name in wanted) / found.steps if wanted else None
+def _watched(
+    found: Analysis, phase: str, statistic: Callable[[Sequence[float]], float]
+) -> float | None:
+    """Milliseconds of the phase, or of the whole step, by the stopwatch in the profiled steps."""
+    if phase != "step":
+        values: Sequence[float] = found.watched_ms.get(phase, [])
+    else:
+        values = [sum(step) for step in zip(*found.watched_ms.values(), strict=True)]
+    return statistic(values) if values else None
 
 
 def _values(found: Analysis, phase: str) -> Sequence[float]:
@@ -226,8 +228,11 @@ def stopwatch_table(found: Analysis) -> Table:
     trace.append(sum(trace))
     rows: list[list[Any]] = [["trace, with its lead-in", *trace]]
     for label, watch in (
-        ("stopwatch, same steps", [_watched(found, phase) for phase in [*timed, "step"]]),
-        ("stopwatch, unprofiled", [found.stopwatch_ms.get(phase) for phase in [*timed, "step"]]),
+        ("stopwatch, same steps", [_watched(found, p, statistics.fmean) for p in [*timed, "step"]]),
+        (
+            "stopwatch, unprofiled (median)",
+            [found.stopwatch_ms.get(phase) for phase in [*timed, "step"]],
+        ),
     ):
         if any(watch):
             off = [100 * (t / w - 1) if w else None for t, w in zip(trace, watch, strict=True)]
@@ -253,7 +258,10 @@ def kinds_table(found: Analysis) -> Table:
         rows.append(cells)
     head = ["kind", *(f"{phase or 'rest'} {unit}" for phase in phases for unit in ("ms", "%"))]
     noun = _noun(found)
-    caption = f"Kinds of work: time of the {noun} a step, and its share of all {noun} of the phase."
+    caption = (
+        f"Kinds of work: time of the {noun} a step, and its share of all {noun} of the phase. What "
+        "autograd computes by plain operators, such as backward of an eager norm, is of their kinds."
+    )
     formats = {column: ".1f" for column in head if column.endswith("%")}
     return Table(head, rows, numeric=frozenset(head[1:]), caption=caption, formats=formats)
 

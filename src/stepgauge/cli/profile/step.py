@@ -8,6 +8,7 @@ from stepgauge.cli.console import print_records, print_table, tell
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.report.names import labels
 from stepgauge.report.profile import phases_table, tables
+from stepgauge.report.views import remark
 from stepgauge.spec.analysis import Analysis
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.model import ModelSpec
@@ -60,6 +61,8 @@ def step(
 def _print(name: str, record: Record, found: Analysis | None, *, brief: bool) -> None:
     print(f"\n{name}" + ("" if found else f": {record.status.upper()}, {record.note}"))
     if found:
+        if said := remark(record):
+            print(f"\n{said}")
         for table in [phases_table(found)] if brief else tables(found):
             print()
             print_table(table)

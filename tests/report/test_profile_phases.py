@@ -1,0 +1,22 @@
+"""The stopwatch without and with the profiler are compared by the same statistic."""
+
+import pytest
+
+from stepgauge.report.profile import phases_table, stopwatch_table
+from stepgauge.spec.analysis import Analysis
+
+
+def test_what_the_profiler_costs_is_of_medians_and_the_trace_is_held_against_means():
+    found = Analysis(
+        source="trace.json",
+        steps=3,
+        phases_us={"forward": [1e3, 1e3, 9e3], "backward": [2e3, 2e3, 2e3]},
+        stopwatch_ms={"forward": 1.0, "backward": 2.0, "step": 3.0},
+        watched_ms={"forward": [1.1, 1.1, 9.1], "backward": [2.0, 2.0, 2.0]},
+    )
+    table = phases_table(found)
+    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    assert rows["forward"]["profiler costs %"] == pytest.approx(10.0)
+    assert rows["step"]["stopwatch profiled ms"] == pytest.approx(3.1)
+    same = {row[0]: row for row in stopwatch_table(found).rows}["stopwatch, same steps"]
+    assert same[-1] == pytest.approx((3.1 + 3.1 + 11.1) / 3)
