@@ -26,6 +26,13 @@ def once_reference(x): once(x)
 def wrong(x): x.fill_(3)
 def wrong_reference(x): return x * 2
 
+sums = torch.zeros(1000)
+def adds_up(x): return sums.add_(x).clone()
+def adds_up_reference(x): return x * 1
+
+def expanded(x): return x[:1].sum() + 1
+def expanded_inputs(device): return (torch.ones(1, device=device).expand(1000),)
+
 def nothing(x): x.sum()
 def nothing_reference(x): x.sum()
 
@@ -55,10 +62,20 @@ def test_what_it_changes_is_compared_with_what_the_reference_gives(measured):
     assert record.status == "failed" and record.note.startswith("wrong: relative error")
 
 
+def test_a_function_that_is_right_in_its_first_call_alone_is_wrong(measured):
+    record = measured("adds_up")
+    assert record.status == "failed" and "ms" not in record.metrics
+    assert record.note.startswith("right in its first call, then wrong: relative error")
+
+
 def test_a_function_that_leaves_nothing_behind_is_timed(measured):
     record = measured("nothing")
     assert record.status == "ok" and record.median("ms") > 0
     assert "nothing to check" in record.note
+
+
+def test_expanded_inputs_that_nobody_changes_are_left_alone(measured):
+    assert measured("expanded").status == "ok"
 
 
 def test_a_triton_kernel_without_a_gpu_is_told_in_a_sentence(measured):
