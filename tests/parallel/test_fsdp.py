@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from stepgauge.models.transformer import TransformerLM
 from stepgauge.parallel.call_order import CallOrder
+from stepgauge.parallel.data_parallel import BucketedDataParallel
 from stepgauge.parallel.flat_gradients import _pack
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
 from stepgauge.parallel.parameter_group import ParameterGroup
@@ -478,6 +479,8 @@ def refusals():
     """What sharded weights cannot do is said in one sentence."""
     with pytest.raises(ValueError, match=r"^0 has max_norm"):
         FullyShardedDataParallel(nn.Sequential(nn.Embedding(3, 4, max_norm=1.0)))
+    with pytest.raises(ValueError, match=r"^the module has max_norm"):
+        BucketedDataParallel(nn.Embedding(3, 4, max_norm=1.0))
     late = nn.Linear(4, 4)
     late.forward = lambda x: (torch.ones(4) @ late.weight for _ in range(2))
     with pytest.raises(RuntimeError, match=r"^0 returns a generator"):

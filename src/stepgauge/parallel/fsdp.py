@@ -118,18 +118,14 @@ def _device_of(module: nn.Module) -> torch.device:
 
 def _places_of_parameters(module: nn.Module) -> dict[str, list[Place]]:
     """Of each whole parameter, under its first name, the modules and attributes where it is:
-    several if it is tied. Raises ValueError for one without dimensions or that
-    forward writes.
+    several if it is tied. Raises ValueError for one without dimensions.
     """
     whole = {p: name for name, p in module.named_parameters() if not isinstance(p, DTensor)}
     places: dict[str, list[Place]] = {name: [] for name in whole.values()}
     for parameter, name in whole.items():
         if parameter.ndim == 0:
             raise ValueError(f"{name} has no dimensions; ZeRO 3 shards the first one of each")
-    for path, owner in module.named_modules():
-        embeds = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
-        if embeds and owner.max_norm is not None:
-            raise ValueError(f"{path} has max_norm, which writes weights in forward; ZeRO 3 cannot")
+    for owner in module.modules():
         for attribute, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             if parameter in whole:
                 places[whole[parameter]].append((owner, attribute))

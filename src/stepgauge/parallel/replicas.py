@@ -86,8 +86,10 @@ def prepare_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) 
     """Checks that all ranks hold the same network, and gives parameters and buffers rank 0's
     values.
 
-    Raises DifferentModelsError, on every rank, where a name, shape, type or requires_grad differs.
+    Raises DifferentModelsError, on every rank, where a name, shape, type or requires_grad differs;
+    ValueError for an embedding whose forward writes its weight.
     """
+    _require_read_only(module)
     require_same(
         {name: _shape_of(tensor) for name, tensor in _state(module)},
         group,
@@ -101,6 +103,16 @@ def prepare_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) 
         ]
         for work in works:
             work.wait()
+
+
+def _require_read_only(module: nn.Module) -> None:
+    """No forward may write weights: each rank's writes rows of its own batch alone."""
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise ValueError(
+                f"{path or 'the module'} has max_norm, which writes in forward the rows of one "
+                "rank's batch, so that weights differ by rank; scale them after the step instead"
+            )
 
 
 def require_same(
