@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from stepgauge.calibrate import timing
-from stepgauge.calibrate.capture import captured, on_its_stream
 from stepgauge.calibrate.grids import GPU
 from stepgauge.calibrate.operations import operations
 from stepgauge.calibrate.timing import time_of
+from stepgauge.runtime.recording import on_its_stream, repeated
 from stepgauge.spec.calibration import CalibrationSpec
 from stepgauge.spec.fallbacks import ours_asked
 from stepgauge.spec.record import Record
@@ -99,7 +99,7 @@ def test_after_a_capture_that_failed_all_goes_on_as_before():
         assert torch.randn(1000, device=device).std() > 0.5
     with on_its_stream(device):
         x, count = torch.zeros(1, device=device), 3
-        replay = captured(lambda: x.add_(1), count, device)
+        replay = repeated(lambda: x.add_(1), count, device)
         assert replay is not None
         replay()
         assert x.item() == count

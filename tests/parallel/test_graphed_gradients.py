@@ -12,8 +12,8 @@ from torch import nn
 
 from stepgauge.parallel.data_parallel import BucketedDataParallel, NaiveDataParallel
 from stepgauge.parallel.graphed_gradients import GraphedGradients
-from stepgauge.parallel.recording import CudaGraphs
 from stepgauge.runtime.launch import launch
+from stepgauge.runtime.recording import CudaGraphs
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.model import ModelSpec
 

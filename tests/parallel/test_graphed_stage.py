@@ -14,8 +14,8 @@ from torch import nn
 from stepgauge.parallel.pipeline import Pipeline
 from stepgauge.parallel.pipeline.graphed import GraphedStage
 from stepgauge.parallel.pipeline.stage import Meta, Stage
-from stepgauge.parallel.recording import CudaGraphs
 from stepgauge.runtime.launch import launch
+from stepgauge.runtime.recording import CudaGraphs
 from stepgauge.spec.plan.pipeline import SCHEDULES, build
 
 WIDE = Meta(torch.Size([3, 4]), torch.float32, True)

@@ -16,7 +16,7 @@ MOST_LONG_FUNCTIONS, LONGEST = 3, 50  # a few may be longer for a while; the aim
 DEVICE_CODE = ("triton.jit", "gluon.jit")
 # File -> what of torch's private parts it needs. Each says there what would make it unnecessary.
 PRIVATE_TORCH = {
-    "calibrate/capture.py": "the end of a capture that failed, in the allocator",
+    "runtime/recording.py": "the end of a capture that failed, in the allocator",
     "kernels/launch/__init__.py": "the handle of the current stream without an object around it",
     "kernels/plain_eager.py": "whether a dispatch mode or a transform is active",
     "measure/memory/autograd_engine.py": "the node that runs, and references of a storage",

@@ -21,9 +21,9 @@ from stepgauge.bench.traced import STEPS, Traced, trace_steps
 from stepgauge.measure import devices
 from stepgauge.measure.timing import Phases, time_phases
 from stepgauge.parallel.graphed_gradients import recorded
-from stepgauge.parallel.recording import CudaGraphs
 from stepgauge.parallel.training import Parallelise
 from stepgauge.parallel.wrappers import Settings, parallelise
+from stepgauge.runtime.recording import CudaGraphs
 from stepgauge.runtime.world import joined_world
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, sent_bytes

@@ -21,7 +21,7 @@ from stepgauge.cost.timeline import Durations, simulate
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.parallel.pipeline import Pipeline
-from stepgauge.parallel.recording import CudaGraphs
+from stepgauge.runtime.recording import CudaGraphs
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.pipeline_cut import cut

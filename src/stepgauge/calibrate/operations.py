@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepgauge.calibrate import passes
-from stepgauge.calibrate.capture import Call, on_its_stream
 from stepgauge.calibrate.grids import Grid
 from stepgauge.calibrate.timing import OtherWork, loop
 from stepgauge.models.parts import ATTENTIONS, OPTIMIZERS
+from stepgauge.runtime.recording import Call, on_its_stream
 from stepgauge.spec.calibration import ALONE
 
 PRODUCTS, PASSES = "products", "passes"  # what an operation takes turns with

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from stepgauge.calibrate.capture import Call, captured, on_its_stream
 from stepgauge.measure import devices
+from stepgauge.runtime.recording import Call, on_its_stream, repeated
 
 LOOPS = 3
 # Of the operation, then as long of the other work: products of a block last so long.
@@ -57,7 +57,7 @@ def time_of(
         if beside:
             return _in_turns(call, once, device, milliseconds, beside, is_short=is_short)
         count = max(2, min(MOST_CALLS, round(milliseconds * 1e3 / max(once, 1e-3))))
-        replay = captured(call, count, device) if is_short else None
+        replay = repeated(call, count, device) if is_short else None
         if replay is not None:
             return Timing(statistics.median(loop(replay, device, 2) for _ in range(LOOPS)) / count)
         us = statistics.median(loop(call, device, count) for _ in range(LOOPS))
@@ -69,12 +69,12 @@ def _in_turns(
     *, is_short: bool,
 ) -> Timing:  # fmt: skip
     count = _calls(once)
-    replay = captured(call, count, device) if is_short else None
+    replay = repeated(call, count, device) if is_short else None
     if replay is not None:
         once = loop(replay, device, 2) / count
         if _calls(once) > 2 * count:  # the host was so much slower
             count = _calls(once)
-            replay = captured(call, count, device)
+            replay = repeated(call, count, device)
     turn = Turn(replay or call, 1 if replay else count, beside, count * once)
     rounds = max(LEAST_TURNS, round(LOOPS * milliseconds * 1e3 / (2 * turn.us)))
     us = statistics.median(turn.times(device, rounds)) / count

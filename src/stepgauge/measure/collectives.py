@@ -12,6 +12,7 @@ from torch import Tensor
 from stepgauge.measure.devices import synchronize
 from stepgauge.parallel.collectives import all_gather_flat, group_of, reduce_scatter_flat
 from stepgauge.parallel.ring import Ring
+from stepgauge.runtime.recording import record
 from stepgauge.spec.comm import IN_PLACE, ROOT, CommSpec
 
 # of the test pattern: a prime, so that no chunk of usual size can stand in for another
@@ -229,12 +230,11 @@ def _blocking(run: Callable[[], object], operations: int, device: torch.device) 
 
 
 def _time_graph(collective: Collective, operations: int, batches: int) -> list[float]:
-    graph = torch.cuda.CUDAGraph()
-    synchronize(collective.device)
-    # Other threads, NCCL's watchdog among them, may go on calling CUDA meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    def several() -> None:
         for _ in range(operations):
             collective.run()
-    times = [_batch(graph.replay, 1, collective.device) / operations for _ in range(batches)]
-    del graph  # before the communicator that it holds
+
+    _, replay = record(several, collective.device)
+    times = [_batch(replay, 1, collective.device) / operations for _ in range(batches)]
+    del replay  # before the communicator that its graph holds
     return times

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepgauge.parallel.recording import WARM_UPS, Recorder, places
 from stepgauge.parallel.training import Groups, OptimizerClass, Parallel, Parallelise
 from stepgauge.parallel.trial import trial
+from stepgauge.runtime.recording import WARM_UPS, Call, Recorder, places
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -35,7 +35,7 @@ class GraphedGradients:
         self, module: nn.Module, recorder: Recorder, context: Context = contextlib.nullcontext
     ):
         self.module, self._recorder, self._context = module, recorder, context
-        self._replay: Callable[[], None] | None = None
+        self._replay: Call | None = None
         self._batch: list[Tensor] = []
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._loss = torch.zeros(())

@@ -19,13 +19,13 @@ from stepgauge.parallel.counted_mean import Count, CountedMean, weighted
 from stepgauge.parallel.data_axis import DataAxis, over_data
 from stepgauge.parallel.layout_state import LayoutState, require_own_names
 from stepgauge.parallel.pipeline import Pipeline, Tie
-from stepgauge.parallel.recording import Recorder
 from stepgauge.parallel.residual_stream import ResidualStream
 from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tensor
 from stepgauge.parallel.training import Groups, OptimizerClass, Parallel
 from stepgauge.parallel.vocabulary_loss import PartialLoss
 from stepgauge.parallel.whole_norm import clip_whole_norm
 from stepgauge.parallel.wrappers import Settings
+from stepgauge.runtime.recording import Recorder
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.plan.pipeline import Schedule
 from stepgauge.spec.plan.tensor import Table

@@ -20,11 +20,11 @@ from stepgauge.parallel.context_parallel import ContextParallel, PartialAttentio
 from stepgauge.parallel.counted_mean import CountedMean
 from stepgauge.parallel.layout import Network, mesh_of, require_one_layout, spread
 from stepgauge.parallel.pipeline import Tie
-from stepgauge.parallel.recording import CudaGraphs
 from stepgauge.parallel.torch_tensor_parallel import parallelize_by_torch
 from stepgauge.parallel.training import Parallel, Parallelise
 from stepgauge.parallel.vocabulary_loss import PartialLoss
 from stepgauge.parallel.wrappers import Settings, parallelise
+from stepgauge.runtime.recording import CudaGraphs
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.layout_rules import schedule_of

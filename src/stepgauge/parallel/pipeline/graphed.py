@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from stepgauge.parallel.pipeline.stage import Meta, Stage
-from stepgauge.parallel.recording import WARM_UPS, Recorder, places
 from stepgauge.parallel.trial import trial
+from stepgauge.runtime.recording import WARM_UPS, Call, Recorder, places
 from stepgauge.spec.plan.pipeline.action import FORWARD, INPUT, WEIGHT
 
 
@@ -34,7 +34,7 @@ class Slot:
     gradients: list[Tensor | None]
     outputs: tuple[Tensor, ...] = ()
     input_gradients: dict[int, Tensor | None] = dataclasses.field(default_factory=dict)
-    replays: dict[str, Callable[[], None]] = dataclasses.field(default_factory=dict)
+    replays: dict[str, Call] = dataclasses.field(default_factory=dict)
 
 
 class GraphedStage:

@@ -18,7 +18,7 @@ from stepgauge.parallel.pipeline.stage import Meta, Stage
 from stepgauge.parallel.pipeline.step import Batch, PipelineStep, ShardedWeights, on_device
 from stepgauge.parallel.pipeline.tied import Tie, TiedWeights
 from stepgauge.parallel.pipeline.transfers import Transfers, handed, shared_metas
-from stepgauge.parallel.recording import Recorder
+from stepgauge.runtime.recording import Recorder
 from stepgauge.spec.plan.pipeline import Action, Channel, Schedule, ScheduleError, check, lower
 from stepgauge.spec.plan.pipeline.lower import AHEAD
 
