@@ -33,7 +33,7 @@ BF16 = torch.bfloat16
 LIBRARIES = list(libraries.LIBRARIES)
 
 
-def key_of(batch, heads, length, width, *, keys=None, dtype=BF16, **options):
+def key_of(batch, heads, length, width, *, keys=None, dtype=BF16, is_causal=True, **options):
     q, k = (
         launching.View(
             (batch, heads, rows, width), (heads * rows * width, rows * width, width, 1), 0
@@ -41,7 +41,7 @@ def key_of(batch, heads, length, width, *, keys=None, dtype=BF16, **options):
         for rows in (length, keys or length)
     )
     return launching.LaunchKey(
-        0, dtype, q, k, k, is_causal=True, scale=0.1, precision="ieee", overrides=(), num_splits=None,
+        0, dtype, q, k, k, is_causal=is_causal, scale=0.1, precision="ieee", overrides=(), num_splits=None,
         libraries=libraries.allowed(), **options,
     )  # fmt: skip
 
@@ -96,6 +96,8 @@ def test_what_libraries_do_not_compute_is_ours(on_hopper, monkeypatch):
     shape = 1, 16, 16384, 64
     assert taken(key_of(*shape, dtype=torch.float32)) == "ours ours"
     assert taken(key_of(*shape, keys=16383)) == "ours ours"  # another corner of the mask
+    assert taken(key_of(*shape, keys=32768, is_causal=False)) == "fa4 fa4"
+    assert taken(key_of(*shape, keys=4096, is_causal=False)) == "ours cudnn"
     assert taken(key_of(*shape, is_packed=True)) == "ours ours"
     assert "cudnn" not in taken(key_of(*shape, window=128))
     monkeypatch.setattr(launching, "device_of", lambda index: H100._replace(arch=80))

@@ -11,7 +11,7 @@ Legend: B batch, H query heads, K key heads, T tokens of a rank, D head width.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -95,8 +95,8 @@ class ContextParallel:
         """o_BHTD of the rank's queries over the keys of all ranks. Every rank must call it, with as
         many tokens.
 
-        Sends (N-1) · (k + v) bytes in forward, and in backward that and N times their gradients,
-        which travel in fp32.
+        Sends (N-1) · (k + v) bytes in forward, and in backward as many and N-1 times their
+        gradients, which travel in fp32 where they are sums.
         """
         scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
         o: Tensor = _RingAttention.apply(q_BHTD, k_BKTD, v_BKTD, self, is_causal, scale)
@@ -129,28 +129,27 @@ class _RingAttention(torch.autograd.Function):
 def _ring_forward(
     q: Tensor, kv: Tensor, context: ContextParallel, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """o in q's type, and lse; the sums of parts are kept in fp32 or wider."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    o = torch.zeros(q.shape, dtype=wide, device=q.device)
-    lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
-    for meeting in plan_ring(context.rank, context.ranks, is_causal=is_causal):
-        is_last = meeting.source == (context.rank + 1) % context.ranks
-        arriving = None if is_last else _Arriving(kv, context)
-        rows, columns = _halves(meeting, q, kv)
-        k, v = kv[..., columns, :]
+    """o in q's type, and lse; sums of parts are kept in fp32 or wider."""
+    meetings = plan_ring(context.rank, context.ranks, is_causal=is_causal)
+    wide = torch.promote_types(q.dtype, torch.float32) if len(meetings) > 1 else q.dtype
+    o, lse = q, q  # until the first meeting, of all queries with their own rank's keys
+    for meeting, (k, v) in zip(meetings, _around(kv, context), strict=True):
+        rows, columns = _halves(meeting, q, k)
+        keys = (x[..., columns, :] for x in (k, v))
         part_o, part_lse = context.attention.forward(
-            q[..., rows, :], k, v, meeting.is_causal, scale
+            q[..., rows, :], *keys, meeting.is_causal, scale
         )
-        _add_part(o[..., rows, :], lse[..., rows], part_o, part_lse)
-        kv = kv if arriving is None else arriving.wait()
+        if meeting.source == context.rank:
+            o, lse = part_o.to(wide), part_lse
+        else:
+            _add_part(o[..., rows, :], lse[..., rows], part_o, part_lse)
     return o.to(q.dtype), lse
 
 
 def _add_part(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor) -> None:
     """Attention over more keys, in place: each part counts by its share of the sum of exponents."""
     total = torch.logaddexp(lse, part_lse)
-    o.mul_((lse - total).exp()[..., None])
-    o.add_(part_o * (part_lse - total).exp()[..., None])
+    o.mul_((lse - total).exp()[..., None]).addcmul_(part_o, (part_lse - total).exp()[..., None])
     lse.copy_(total)
 
 
@@ -164,38 +163,46 @@ def _ring_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """dq, and dk with dv in fp32 or wider. Gradients of keys travel behind these, and home."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-    returning: _Arriving | None = None
-    for meeting in plan_ring(context.rank, context.ranks, is_causal=is_causal):
-        is_last = meeting.source == (context.rank + 1) % context.ranks
-        arriving = None if is_last else _Arriving(kv, context)
-        rows, columns = _halves(meeting, q, kv)
-        k, v = kv[..., columns, :]
-        parts = (x[..., rows, :].contiguous() for x in (grad_o, q))
-        dq_part, dk, dv = context.attention.backward(
-            *parts,
-            k.contiguous(),
-            v.contiguous(),
-            o[..., rows, :].contiguous(),
-            lse[..., rows].contiguous(),
-            meeting.is_causal,
-            scale,
+    """dq, and dk with dv. A rank keeps what its own queries say about its keys; what the others say
+    travels behind these, and home. Sums of more than two parts are in fp32 or wider: that of two is
+    rounded once in any case.
+    """
+    meetings = plan_ring(context.rank, context.ranks, is_causal=is_causal)
+    wide = torch.promote_types(q.dtype, torch.float32) if len(meetings) > 2 else q.dtype
+    dq = own_dkv = q  # until the first meeting, of all queries with their own rank's keys
+    returning = None
+    for meeting, (k, v) in zip(meetings, _around(kv, context), strict=True):
+        rows, columns = _halves(meeting, q, k)
+        queries = [x[..., rows, :] for x in (grad_o, q)]
+        keys = [x[..., columns, :] for x in (k, v)]
+        totals = o[..., rows, :], lse[..., rows].contiguous()
+        dq_part, *parts = context.attention.backward(
+            *queries, *keys, *totals, meeting.is_causal, scale
         )
+        if meeting.source == context.rank:
+            dq, own_dkv = dq_part.to(wide), torch.stack(parts)
+            continue
         dq[..., rows, :] += dq_part
-        dkv = torch.zeros(kv.shape, dtype=wide, device=kv.device)
-        if returning is not None:
-            dkv = returning.wait()
-        dkv[..., columns, :] += torch.stack((dk, dv))
+        dkv = torch.zeros_like(kv) if returning is None else returning.wait().to(wide)
+        for total, part in zip(dkv, parts, strict=True):
+            total[..., columns, :] += part
         returning = _Arriving(dkv, context)
-        kv = kv if arriving is None else arriving.wait()
-    assert returning is not None, "a ring has a step"
-    return dq.to(q.dtype), returning.wait()
+    return dq.to(q.dtype), own_dkv if returning is None else returning.wait().add_(own_dkv)
 
 
-def _halves(meeting: Meeting, q: Tensor, kv: Tensor) -> tuple[slice, slice]:
-    return half(meeting.queries, q.shape[-2]), half(meeting.keys, kv.shape[-2])
+def _around(kv: Tensor, context: ContextParallel) -> Iterator[Tensor]:
+    """The keys and values of each rank, the own ones first: the next travel while the caller
+    computes.
+    """
+    for _ in range(context.ranks - 1):
+        arriving = _Arriving(kv, context)
+        yield kv
+        kv = arriving.wait()
+    yield kv
+
+
+def _halves(meeting: Meeting, q: Tensor, k: Tensor) -> tuple[slice, slice]:
+    return half(meeting.queries, q.shape[-2]), half(meeting.keys, k.shape[-2])
 
 
 class _Arriving:
@@ -204,7 +211,7 @@ class _Arriving:
     def __init__(self, tensor: Tensor, context: ContextParallel):
         self._sent = self._received = tensor.contiguous()
         self._works: list[dist.Work] = []
-        if context.ranks == 1 or not context.communicates:
+        if not context.communicates:
             return
         self._received = torch.empty_like(self._sent)
         following, previous = (

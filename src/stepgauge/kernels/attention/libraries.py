@@ -103,7 +103,7 @@ def rows_of(passes, key):
     if key.chip.arch != ARCH or key.overrides or key.num_splits or not key.libraries:
         return []
     seen = _seen(key.window, key.is_packed)
-    rows = rows_for(passes, key.dtype, key.q.shape, key.k.shape[2], seen)
+    rows = rows_for(passes, key.dtype, key.q.shape, key.k.shape[2], key.is_causal, seen)
     return [row for row in rows if row.library in key.libraries]
 
 
@@ -111,18 +111,18 @@ def _seen(window, is_packed):
     return "packed" if is_packed else "window" if window else "all"
 
 
-def rows_for(passes, dtype, shape, num_keys, seen="all"):
+def rows_for(passes, dtype, shape, num_keys, is_causal, seen="all"):
     """The table's rows for queries of that shape."""
     batch, heads, length, width = shape
     # where lengths differ, causal masks have two corners to start from
-    if dtype not in DTYPES or num_keys != length:
+    if dtype not in DTYPES or (is_causal and num_keys != length):
         return []
     return [
         row
         for row in TABLE
         if (row.passes, row.seen) == (passes, seen)
         and row.narrowest <= width <= row.widest
-        and length >= row.least_length
+        and min(length, num_keys) >= row.least_length
         and batch * heads * length >= row.least_queries
     ]
 
@@ -131,10 +131,10 @@ def backward_bytes(arguments):
     """What the library that runs the backward takes beside its results, of the operator's arguments
     on Hopper.
     """
-    _, q, k, *_ = arguments
+    _, q, k, _, _, _, is_causal, *_ = arguments
     window, cu_seqlens = [*arguments[8:], *(0, None)[len(arguments) - 8 :]]
     seen, present = _seen(window, cu_seqlens is not None), allowed()
-    rows = rows_for("backward", q.dtype, q.shape, k.shape[2], seen)
+    rows = rows_for("backward", q.dtype, q.shape, k.shape[2], is_causal, seen)
     taken = [LIBRARIES[row.library] for row in rows if row.library in present]
     return taken[0].backward_bytes(q, k) if taken else 0
 
