@@ -2,18 +2,22 @@
 
     python benchmarks/validation_campaign.py OUT --gpus 4               # everything, 20 minutes
     python benchmarks/validation_campaign.py OUT --gpus 4 --parts calibrate two_gpus
+    python benchmarks/validation_campaign.py OUT --gpus 2 --parts calibrate traces fresh_two_gpus \\
+        fresh_one_gpu,fresh_other_gpu                                   # side by side, a GPU each
     python benchmarks/validation_campaign.py OUT --trial                # on a CPU, to try it
 
-Parts run from the most GPUs to one, rows from the most telling on. Each part goes on where it
-stopped: run it again after a limit has ended it. OUT then has
-hardware.json, the run of each part with its report.html, and summary.json: of each part the errors
-by term. Predictions are on disk before a part's first row is run; what is expected to miss stands
-in the lists of benchmarks/validation/. The targets: mean absolute error of the step 1.8 % and no
+Parts are the lists of benchmarks/validation/, the calibration, and traces of two layouts
+(kernels_beside_collectives.py). Each part goes on where it stopped: run it again after a limit has
+ended it. OUT then has hardware.json, the run of each part with its report.html, and summary.json: of
+each part the errors by term. Predictions are on disk before a part's first row is run; what is
+expected to miss stands in the lists. The targets: mean absolute error of the step 1.8 % and no
 row above 5, of the peak 0.5 % and 1.5, the fastest of a group ranked first in 95 % of the groups.
 """
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,8 +26,8 @@ from stepgauge.spec.store import RunStore
 from stepgauge.validate.errors import errors, groups, sentence
 from stepgauge.validate.views import error_table
 
-LISTS = Path(__file__).parent / "validation"
-PARTS = {"four_gpus": 4, "two_gpus": 2, "one_gpu": 1}  # in their order; how many GPUs each needs
+HERE = Path(__file__).parent
+USUAL = {"four_gpus": 4, "two_gpus": 2, "one_gpu": 1}  # in their order; how many GPUs each needs
 
 
 def calibrate(out: Path, gpus: int, trial: bool) -> int:
@@ -36,18 +40,41 @@ def calibrate(out: Path, gpus: int, trial: bool) -> int:
 
 def validate(out: Path, part: str) -> int:
     return cli.run([
-        "validate", str(LISTS / f"{part}.toml"), "--hardware", str(out / "hardware.json"),
-        "--out", str(out / part),
+        "validate", str(HERE / "validation" / f"{part}.toml"),
+        "--hardware", str(out / "hardware.json"), "--out", str(out / part),
     ])  # fmt: skip
 
 
-def summarise(out: Path, parts: list[str]) -> None:
+def side_by_side(out: Path, parts: list[str]) -> int:
+    """Each part in a process of its own, which sees one GPU."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(out), "--parts", part],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)},
+        )
+        for gpu, part in enumerate(parts)
+    ]
+    return max([process.wait() for process in started])
+
+
+def run_part(out: Path, part: str, gpus: int, trial: bool) -> int:
+    if part == "calibrate":
+        return calibrate(out, gpus, trial)
+    if part == "traces":
+        options = ["--trial"] if trial else []
+        script = str(HERE / "kernels_beside_collectives.py")
+        return subprocess.call([sys.executable, script, str(out / "traces"), *options])
+    names = part.split(",")
+    return side_by_side(out, names) if len(names) > 1 else validate(out, part)
+
+
+def summarise(out: Path) -> None:
     """The errors of each part that has run, and of all."""
     every, told = [], {}
-    for part in parts:
-        if (out / part).is_dir():
-            records = RunStore(out / part).read().latest()
-            told[part] = {
+    for path in sorted((HERE / "validation").glob("*.toml")):
+        if (out / path.stem).is_dir():
+            records = RunStore(out / path.stem).read().latest()
+            told[path.stem] = {
                 "rows": json.loads(error_table(records).to("json")),
                 "groups": [group.rank for group in groups(errors(records))],
             }
@@ -60,20 +87,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--parts", nargs="+", choices=["calibrate", *PARTS])
+    parser.add_argument("--parts", nargs="+")
     parser.add_argument("--trial", action="store_true", help="on two processes of a CPU")
     asked = parser.parse_args()
-    lists = ["trial"] if asked.trial else [n for n, least in PARTS.items() if least <= asked.gpus]
+    lists = ["trial"] if asked.trial else [n for n, least in USUAL.items() if least <= asked.gpus]
     parts = asked.parts or ["calibrate", *lists]
-    failed = []
-    for part in parts:
-        status = (
-            calibrate(asked.out, asked.gpus, asked.trial)
-            if part == "calibrate"
-            else validate(asked.out, part)
-        )
-        failed += [part] if status else []
-    summarise(asked.out, lists)
+    failed = [part for part in parts if run_part(asked.out, part, asked.gpus, asked.trial)]
+    summarise(asked.out)
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 

@@ -1,9 +1,9 @@
 """A list of steps and layouts to validate: a TOML file, or options with several layouts.
 
-In a file each [[rows]] table has options of bench step by their names, and `layout`; a value that
-is a list is a row for each, and [usual] holds what all rows share. `batch` is that of all ranks, so
-that layouts of one batch do the same step. `expect` says beforehand what the row is expected to
-miss, and why.
+In a file each [[rows]] table has options of bench step or bench layout by their names, and `layout`;
+a value that is a list is a row for each, and [usual] holds what all rows share. `batch` is that of
+all ranks, so that layouts of one batch do the same step. `expect` says beforehand what the row is
+expected to miss, and why.
 """
 
 import dataclasses
@@ -20,8 +20,14 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.options import Values, expand, options_of, read
 from stepgauge.spec.step import StepSpec
 
-OPTIONS = options_of(StepSpec, ModelSpec)
 BESIDE = ("layout", "expect")
+# Of the commands that run a row; what `layout` says is no option.
+OPTIONS = {
+    name: option
+    for spec in (LayoutSpec, DataParallelSpec, StepSpec)
+    for name, option in options_of(spec, ModelSpec).items()
+    if name not in ("layout", "wrapper", "ranks", "trace")
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,150 @@
+"""How long each kernel of a step takes beside collectives, and without: traces of layouts of two GPUs.
+
+    python benchmarks/kernels_beside_collectives.py OUT           # 2.7b, 8 x 512 a rank, 30 s
+    python benchmarks/kernels_beside_collectives.py OUT --trial   # on a CPU, to try it
+
+Two steps of each layout are profiled, then two without its communication. OUT/beside.jsonl has a line
+for each layout, rank, and kernel: calls and mean us beside a collective (for nine tenths of its
+time), partly beside one, and alone. OUT/timeline.jsonl has when the collectives of the last step
+ran, and the gaps of computing, in us from the step's first kernel.
+"""
+
+import argparse
+import contextlib
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from stepgauge.bench.layout import phases_of
+from stepgauge.bench.step import LEARNING_RATE
+from stepgauge.bench.traced import _align_hosts
+from stepgauge.measure.profiler import ProfilerSchedule, profile_phases
+from stepgauge.measure.timing import Phases, time_phases
+from stepgauge.runtime.launch import launch
+from stepgauge.runtime.world import joined_world
+from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.trace.attribution import Resolver, Work
+from stepgauge.trace.events import load
+from stepgauge.trace.intervals import Intervals, intersection, merged, total
+from stepgauge.train.build import batch_for
+from stepgauge.train.layout import build_layout_step, stages_of
+from stepgauge.train.rank_share import RankShare
+
+LAYOUTS = ("dp2 bucketed", "tp2")
+STEPS = 2
+SHORTEST_GAP_US = 3.0
+
+
+def spec_of(layout: str, *, trial: bool) -> LayoutSpec:
+    size, length = ("nano", 64) if trial else ("2.7b", 512)
+    return LayoutSpec(
+        model=ModelSpec.preset(size, context_length=length),
+        size=size,
+        layout=layout,
+        batch=16,
+        precision="fp32" if trial else "bf16",
+        device="cpu" if trial else "cuda",
+    )
+
+
+def traced(layout: str, trial: bool) -> list[tuple[str, list[Work], list[float]]]:
+    """On each rank: what ran in profiled steps with and without communication, and ms of steps."""
+    spec, world = spec_of(layout, trial=trial), joined_world()
+    assert world is not None
+    device, place = world.device(spec.device), RankShare.of(spec.axes, world.rank)
+    step = build_layout_step(
+        spec,
+        layout=spec.axes,
+        device=device,
+        recording=False,
+        stages=stages_of(spec, spec.axes, device),
+        lr=LEARNING_RATE,
+    )
+    batch = [part.to(device) for part in place.shares(batch_for(spec.network, spec.batch, 1))]
+    phases, parallel = phases_of(step, [batch]), step.parallel
+    without = parallel.without_communication or parallel.without_axis["tensor"]
+    found = []
+    with step.precision.matmul_mode():
+        for how, context in (("communicating", contextlib.nullcontext), ("without", without)):
+            with context():
+                times = time_phases(phases, device, warmup=4, steps=6)["step"]
+                found.append((how, profiled(phases, device), times))
+    return found
+
+
+def profiled(phases: Phases, device) -> list[Work]:
+    with tempfile.TemporaryDirectory() as folder:
+        paths, _ = profile_phases(
+            {"align": _align_hosts, **phases},
+            device,
+            Path(folder),
+            schedule=ProfilerSchedule(wait=0, warmup=1, active=STEPS),
+            kernels_alone=True,
+        )
+        return list(Resolver(load(*paths)).work())
+
+
+def kernels(works: Sequence[Work]) -> list[dict[str, object]]:
+    """A row a kernel: how often and how long beside collectives, partly beside, and alone."""
+    sending = merged((w.start, w.end) for w in works if w.kind == "communication")
+    found: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for work in works:
+        length = max(work.end - work.start, 1e-3)
+        share = total(intersection([(work.start, work.end)], sending)) / length
+        where = "beside" if share > 0.9 else "alone" if share < 0.1 else "partly"
+        where = "alone" if work.kind == "communication" else where
+        found[work.name[:120], work.kind][where].append(length)
+    return [
+        {"kernel": name, "kind": kind}
+        | {f"{where}_calls": len(us) for where, us in places.items()}
+        | {f"{where}_us": round(sum(us) / len(us), 2) for where, us in places.items()}
+        for (name, kind), places in found.items()
+    ]
+
+
+def timeline(works: Sequence[Work]) -> dict[str, Intervals]:
+    """Of the last step: its collectives, and the gaps of computing."""
+    last = [work for work in works if work.step == max(w.step for w in works)]
+    begin = min(work.start for work in last)
+    busy = merged(
+        (w.start - begin, w.end - begin) for w in last if w.kind not in ("communication", "host")
+    )
+    gaps = zip((end for _, end in busy), (start for start, _ in busy[1:]), strict=False)
+    return {
+        "collectives": [
+            (round(w.start - begin, 1), round(w.end - begin, 1))
+            for w in last
+            if w.kind == "communication"
+        ],
+        "gaps": [(round(a, 1), round(b, 1)) for a, b in gaps if b - a > SHORTEST_GAP_US],
+        "end": [(0.0, round(busy[-1][1], 1))],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--trial", action="store_true", help="on two processes of a CPU")
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    with (
+        (asked.out / "beside.jsonl").open("w") as rows,
+        (asked.out / "timeline.jsonl").open("w") as lines,
+    ):
+        for layout in LAYOUTS:
+            device = "cpu" if asked.trial else "cuda"
+            ranks = launch(traced, layout, asked.trial, ranks=2, device=device)
+            for rank, found in enumerate(ranks):
+                for how, works, step_ms in found:
+                    head = {"layout": layout, "rank": rank, "how": how}
+                    for row in kernels(works):
+                        rows.write(json.dumps(head | row) + "\n")
+                    lines.write(json.dumps(head | {"step_ms": step_ms} | timeline(works)) + "\n")
+            print(layout, [[how, *times] for how, _, times in ranks[0]])
+
+
+if __name__ == "__main__":
+    main()
