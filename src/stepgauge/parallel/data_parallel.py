@@ -17,11 +17,13 @@ from torch import Tensor, nn
 
 from stepgauge.parallel.bucket_gradients import BucketGradients
 from stepgauge.parallel.collectives import Group
+from stepgauge.parallel.copy_reducer import CopyReducer
 from stepgauge.parallel.present_backward import at_end_of_backward
 from stepgauge.parallel.readiness import Readiness
 from stepgauge.parallel.reducer import GradientReducer
 from stepgauge.parallel.replicas import (
     describe_parameter,
+    device_of,
     prepare_replicas,
     reduced_dtype,
     registrations,
@@ -40,6 +42,7 @@ class DataParallel(nn.Module):
     parameters. Buffers are broadcast once, at the start.
 
     reduce_dtype  floating type that gradients of wider ones travel and are averaged in
+    copies        average by copy engines, where all ranks are on one machine
 
     Raises DifferentModelsError, on every rank, where the ranks hold different modules; ValueError
     for a reduce_dtype that is not floating. Backward raises RuntimeError for create_graph=True, and
@@ -56,13 +59,19 @@ class DataParallel(nn.Module):
     owners: Mapping[str, int] | None = None  # ranks, by names, that alone get a mean: ZeRO 2
 
     def __init__(
-        self, module: nn.Module, *, group: Group = None, reduce_dtype: torch.dtype | None = None
+        self,
+        module: nn.Module,
+        *,
+        group: Group = None,
+        reduce_dtype: torch.dtype | None = None,
+        copies: bool = False,
     ):
         super().__init__()
         if reduce_dtype is not None and not reduce_dtype.is_floating_point:
             raise ValueError(f"reduce_dtype is {reduce_dtype}; it must be a floating type")
         prepare_replicas(module, group)
-        self.module, self.reducer = module, GradientReducer(group)
+        self.module, self.copies = module, copies
+        self.reducer = CopyReducer(group, device_of(module)) if copies else GradientReducer(group)
         self.reduce_dtype = reduce_dtype
         # False leaves the collectives out and keeps all else, to time the rest
         self.communicates = True
@@ -201,7 +210,8 @@ class DataParallel(nn.Module):
     def _gradients_of(self, number: int) -> Any:
         parameters = self._launches[number]
         dtype = reduced_dtype(parameters[0], self.reduce_dtype)
-        return BucketGradients(parameters, self._local, self.reducer, dtype=dtype, packs=self.packs)
+        packs = self.packs or (self.copies and len(parameters) > 1)
+        return BucketGradients(parameters, self._local, self.reducer, dtype=dtype, packs=packs)
 
 
 def weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:

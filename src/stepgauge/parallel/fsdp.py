@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stepgauge.parallel.parameter_group import ParameterGroup, Place, repeated_blocks
-from stepgauge.parallel.replicas import prepare_replicas, registrations, require_known
+from stepgauge.parallel.replicas import device_of, prepare_replicas, registrations, require_known
 from stepgauge.parallel.residency import Residency
 from stepgauge.parallel.sharding import Sharding
 from stepgauge.parallel.traffic import Prefetcher, Reductions
@@ -53,7 +53,7 @@ class FullyShardedDataParallel(nn.Module):
         prepare_replicas(module, group)
         self.compute_dtype = compute_dtype
         self.module = module
-        sharding = Sharding(group, _device_of(module).type)
+        sharding = Sharding(group, device_of(module).type)
         self._prefetcher, self._reductions = Prefetcher(sharding), Reductions(sharding)
         places = _places_of_parameters(module)
         blocks = [block for block in repeated_blocks(module) if block is not module]
@@ -110,10 +110,6 @@ class FullyShardedDataParallel(nn.Module):
         """
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
 def _places_of_parameters(module: nn.Module) -> dict[str, list[Place]]:

@@ -61,6 +61,10 @@ def taking_hooks(parameter: Tensor) -> Iterator[None]:
     parameter.requires_grad_(trained)
 
 
+def device_of(module: nn.Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
 def describe_parameter(
     name: str, parameter: Tensor, reduce_dtype: torch.dtype | None = None
 ) -> Parameter:
