@@ -35,7 +35,8 @@ def table(rows=2, **more):
 
 
 @pytest.mark.parametrize("width", [30, 44, 80])
-def test_a_table_that_is_too_wide_comes_in_parts_that_fit_and_name_their_rows(terminal, width):
+def test_all_columns_come_in_parts_that_fit_and_name_their_rows(terminal, width, monkeypatch):
+    monkeypatch.setattr(console, "every_column", True)
     printed = terminal(width)
     console.print_table(table())
     lines = printed()
@@ -45,6 +46,17 @@ def test_a_table_that_is_too_wide_comes_in_parts_that_fit_and_name_their_rows(te
     rows = [[line.split() for line in part.splitlines()[-2:]] for part in parts]
     assert all(part[0][0] == "row0" and part[1][0] == "row1" for part in rows)
     assert [figure for part in rows for figure in part[1][1:]] == list(table().rows[1][1:])
+
+
+def test_a_narrow_terminal_shows_what_fits_with_the_remark_and_names_the_rest(terminal):
+    printed = terminal(80)
+    remarked = table()
+    rows = [[*row, "out of memory"] for row in remarked.rows]
+    console.print_table(Table([*remarked.columns, "remark"], rows, frozenset(FIGURES)))
+    text = "\n".join(printed())
+    assert max(map(len, text.splitlines())) <= 80 and text.count("row0") == 1
+    assert text.count("out of memory") == 2 and "1,000.5" in text
+    assert text.endswith("--columns all shows: figure 6 ms, figure 7 ms")
 
 
 def test_in_a_file_a_table_is_whole(monkeypatch, capsys):
@@ -66,7 +78,8 @@ def test_a_remark_wraps_and_figures_do_not(terminal):
     assert lines[-2].startswith("row0   1.5") and lines[-1].startswith("            device")
 
 
-def test_long_names_fold_to_half_of_the_width_and_nothing_is_cut(terminal):
+def test_long_names_fold_to_half_of_the_width_and_nothing_is_cut(terminal, monkeypatch):
+    monkeypatch.setattr(console, "every_column", True)
     printed = terminal(40)
     names = ["blocks.0.feed_forward.gate_up.weight", "blocks.11.attention.output.weight"]
     console.print_table(
@@ -78,7 +91,8 @@ def test_long_names_fold_to_half_of_the_width_and_nothing_is_cut(terminal):
     assert all(name in columns for name in names)
 
 
-def test_figures_that_name_rows_are_in_each_part(terminal):
+def test_figures_that_name_rows_are_in_each_part(terminal, monkeypatch):
+    monkeypatch.setattr(console, "every_column", True)
     printed = terminal(40)
     cells = [["all_reduce", str(size), *["1,234.5"] * len(FIGURES)] for size in (512, 1024)]
     console.print_table(
@@ -89,7 +103,8 @@ def test_figures_that_name_rows_are_in_each_part(terminal):
 
 
 @pytest.mark.parametrize("width", [9, 12, 16, 20])
-def test_no_figure_is_cut_in_a_narrow_terminal(terminal, width):
+def test_no_figure_is_cut_in_a_narrow_terminal(terminal, width, monkeypatch):
+    monkeypatch.setattr(console, "every_column", True)
     printed = terminal(width)
     cells = [["row0", "123,456.7 – 234,567.8", "absent because of it"]]
     console.print_table(Table(["name", "step ms", "dot"], cells, frozenset(["step ms", "dot"])))

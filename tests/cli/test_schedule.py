@@ -83,7 +83,7 @@ def test_check_says_what_is_held(stepgauge):
         (("check", "izb", "--microbatches", "9"), "micro_batches is 9"),
         (("check", "{file}", "--ranks", "3"), "ranks is 3; {file} is for 2"),
         (("check", "{file}"), "the schedule cannot end: "),
-        (("simulate", "1f1b", "--stage-weights", "1,2"), "weights has 2 values; there are 4"),
+        (("simulate", "1f1b", "--stage-weights", "1,2"), "stage_weights has 2 values; there are 4"),
         (("simulate", "1f1b", "--stage-weights", "1,x"), "stage_weights is '1,x'"),
         (("simulate", "1f1b", "--forward", "-1"), "forward is -1.0; accepted are numbers of at"),
         (("simulate", "1f1b", "--transfer", "nan"), "transfer is nan; accepted are numbers of at"),

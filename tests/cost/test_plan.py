@@ -43,6 +43,10 @@ def test_rows_fit_are_ranked_and_fill_the_gpus():
         assert row.median("gpu_hours") == pytest.approx(hours * 16)
     best = LayoutSpec(**{**found.rows[0].spec, "model": MODEL})
     assert all(o.ratio > 0 for o in overlaps(best, machine))
+    for of_word in found.fastest.values():  # simulated like the rows, so never better than the best
+        assert next(iter(of_word.values())) == found.rows[0]
+        steps = [row.median("step_ms") for row in of_word.values()]
+        assert len(steps) > 1 and steps == sorted(steps)
 
 
 def test_tensor_collectives_beside_products_are_not_said_to_be_waited_for():

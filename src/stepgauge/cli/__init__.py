@@ -11,7 +11,7 @@ from cyclopts import App, CoercionError, CycloptsError, MissingArgumentError, Pa
 from cyclopts.config import Toml
 
 import stepgauge
-from stepgauge.cli.console import complain, print_errors_only
+from stepgauge.cli.console import complain, print_errors_only, show_every_column
 from stepgauge.cli.rows import RunFailedError
 from stepgauge.runtime.torchrun import torchrun_numbers
 
@@ -37,17 +37,25 @@ COMMANDS = {
     "completion": "completion:completion",
 }
 NUMBERS: Mapping[type | None, str] = {int: "a whole number", float: "a number"}
+
+
+def shown_default(value: object) -> str | None:
+    """A default as the help shows it; nothing of one that stands for "not given"."""
+    return str(value) if value or isinstance(value, float) else None
+
+
 app = App(
     name="stepgauge",
     help="""Measure a Transformer training step, explain it, make it faster, and train with it.
 
     --config FILE.toml gives any command's options by their names, [bench.step] those of bench step;
-    what the command line says counts more.
+    what the command line says counts more. --columns all prints all of a table that is wider than
+    the terminal.
     """,
     version=stepgauge.__version__,
     help_format="markdown",
     # flags have no opposites, and options of several values take them one after another
-    default_parameter=Parameter(negative="", consume_multiple=True),
+    default_parameter=Parameter(negative="", consume_multiple=True, show_default=shown_default),
     suppress_keyboard_interrupt=False,
 )
 for _name, _place in COMMANDS.items():
@@ -76,7 +84,12 @@ def run(arguments: Sequence[str]) -> int:
     from stepgauge.spec.store import StoreError
 
     try:
-        given, app.config = _config_of(arguments)
+        given, every = _without_option(arguments, "columns", "all")
+        if every == "all":
+            show_every_column()
+        elif every is not None:
+            raise ValueError(f"columns is {every!r}; the only choice is all")
+        given, app.config = _config_of(given)
         _load_listed(given)
         status = app(given, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
@@ -118,18 +131,29 @@ def _load_listed(arguments: Sequence[str]) -> None:
             group[name]
 
 
+def _without_option(
+    arguments: Sequence[str], name: str, values: str
+) -> tuple[list[str], str | None]:
+    """The arguments without an option that every command takes, and its value, which `values`
+    names. Raises ValueError for an option without one.
+    """
+    given = list(arguments)
+    if f"--{name}" not in given:
+        return given, None
+    place = given.index(f"--{name}")
+    if place + 1 == len(given):
+        raise ValueError(f"{name} needs a value: {values}")
+    return given[:place] + given[place + 2 :], given[place + 1]
+
+
 def _config_of(arguments: Sequence[str]) -> tuple[list[str], tuple[Toml, ...]]:
     """The arguments without --config FILE, and the file. Raises ValueError where there is none."""
-    given = list(arguments)
-    if "--config" not in given:
+    given, file = _without_option(arguments, "config", "a TOML file")
+    if file is None:
         return given, ()
-    place = given.index("--config")
-    if place + 1 == len(given):
-        raise ValueError("config needs a value: a TOML file")
-    path = Path(given[place + 1])
-    if not path.is_file():
-        raise ValueError(f"config is {str(path)!r}; there is no such file")
-    return given[:place] + given[place + 2 :], (Toml(path, search_parents=False),)
+    if not Path(file).is_file():
+        raise ValueError(f"config is {file!r}; there is no such file")
+    return given, (Toml(Path(file), search_parents=False),)
 
 
 def _of_file(error: OSError) -> str:

@@ -20,7 +20,7 @@ Hardware = Annotated[
         converter=existing_hardware,
     ),
 ]
-NoPredict = Annotated[bool, Parameter(help="Predict nothing.", show_default=False)]
+NoPredict = Annotated[bool, Parameter(help="Predict nothing.")]
 
 
 def predict_rows(

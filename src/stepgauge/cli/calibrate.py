@@ -13,7 +13,6 @@ from stepgauge.spec.hardware_files import default_path
 Ranks = Annotated[
     tuple[int, ...],
     Parameter(
-        show_default=False,
         help="Also collectives between so many ranks, and what they and kernels cost each other: "
         "2, or 2 4 8.",
     ),

@@ -48,6 +48,7 @@ class Output(Console):
         raise  # the error that is being handled where this is called
 
 
+every_column = False
 error_console = Console(stderr=True, highlight=False, emoji=False)
 
 
@@ -73,18 +74,29 @@ def write(text: str, path: Path, what: str) -> None:
     tell(f"{what}: {path}")
 
 
+def show_every_column() -> None:
+    """From now on tables that are wider than the terminal come whole, in parts."""
+    global every_column
+    every_column = True
+
+
 def print_table(table: Table) -> None:
-    """A table for the eyes. In a terminal that is narrower it comes in parts below each other."""
+    """A table for the eyes. In a terminal that is narrower those columns that fit, the first ones and
+    the remark, and a line on the rest.
+    """
     console = Output(highlight=False)
     if table.caption:  # not the table's title, which would wrap at the width of a narrow one
         whole = not console.is_terminal  # another program reads it as one line
         console.print(table.caption, style="table.title", markup=False, soft_wrap=whole)
     shown = table.for_eyes()
     parts = _parts(shown, console.width) if console.is_terminal else []
-    for place, part in enumerate(parts or [shown]):
+    for place, part in enumerate((parts if every_column else parts[:1]) or [shown]):
         if place:
             console.print()
         _draw(part, console.width if parts else NO_BOUND)
+    if len(parts) > 1 and not every_column:
+        rest = [name for name in shown.columns if name not in parts[0].columns]
+        console.print(f"--columns all shows: {', '.join(rest)}", style="dim", markup=False)
 
 
 def _parts(table: Table, width: int) -> list[Table]:
@@ -100,11 +112,12 @@ def _parts(table: Table, width: int) -> list[Table]:
     if sum(widths[:first]) > width or named + max(widths[first:], default=0) - GAP > width:
         return []
     parts: list[list[int]] = [[]]
-    for place in range(first, len(widths)):
+    remark_first = sorted(range(first, len(widths)), key=lambda n: table.columns[n] != "remark")
+    for place in remark_first:
         if parts[-1] and named + sum(widths[other] for other in (*parts[-1], place)) - GAP > width:
             parts.append([])
         parts[-1].append(place)
-    return [table.of([*table.naming(), *part]) for part in parts]
+    return [table.of([*table.naming(), *sorted(part)]) for part in parts]
 
 
 def _width(table: Table, place: int) -> int:

@@ -12,6 +12,12 @@ from stepgauge.spec.hf_config import HfConfig
 from stepgauge.spec.model import FLOP_CONVENTION, SIZES, ModelSpec
 from stepgauge.spec.step import StepSpec
 
+OF_PRESETS = (
+    "Presets have the published widths and depths. Their names count a feed-forward of two matrices; "
+    "ours, SwiGLU, has three: 2.7b is 3.4 billion parameters and 10b 12.8, with --feed-forward gelu "
+    "2.6 and 10.0."
+)
+
 
 @spec_options(ModelSpec, HfConfig, sweep=True)
 def model(
@@ -41,6 +47,6 @@ def model(
     table = Table([*head, *figures_head], rows, numeric=frozenset([*head[1:], *figures_head]))
     if format == "table":
         print_table(table)
-        print(f"\nBatch {batch}. {FLOP_CONVENTION}.")
+        print(f"\nBatch {batch}. {FLOP_CONVENTION}.\n{OF_PRESETS}")
     else:
         print(table.to(format), end="")

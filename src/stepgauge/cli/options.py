@@ -112,6 +112,7 @@ def _help(field: Field, usual: tuple[Any, ...] | None, network: Network) -> str:
     sizes = network.preset_names() if field.name == "size" else None
     choices = field.metadata["choices"] or sizes
     text = field.metadata["help"] + (f" ({', '.join(choices)})" if choices else "")
+    text += "; stepgauge model has their parameters" if field.name == "size" else ""
     values = " ".join(written(field, value) for value in usual or (field.default,))
     shown = "preset" if field.name in SHAPE else values
     return f"{text} [{shown}]" if shown else text

@@ -17,7 +17,6 @@ from stepgauge.cost.planner import (
     Plan,
     candidate_of,
     device_bytes,
-    fastest_by,
     largest_micro_batch,
     longest_context,
     plan,
@@ -25,6 +24,7 @@ from stepgauge.cost.planner import (
 from stepgauge.cost.prices import Prices
 from stepgauge.cost.program import DATA
 from stepgauge.cost.traced_plan import plan_traced
+from stepgauge.report.numbers import number
 from stepgauge.report.plan import magnitudes, parts_table, plan_table
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
@@ -116,11 +116,28 @@ def _headed(
     best = found.rows[0]
     if not isinstance(spec.model, UserModel):
         asked = LayoutSpec(**{**best.spec, "model": spec.model})
-        yield "What hides", (each.sentence for each in overlaps(asked, machine))
+        hides = [each.sentence for each in overlaps(asked, machine)]
+        yield "What hides, by formula", [*hides, *_exposed(best)]
         yield "Orders of magnitude of a micro-batch", [magnitudes(scales(asked))]
         yield "What else fits", _answers(spec, found, machine)
     yield "Assumed", _assumptions(machine)
     yield "Run the first", [command_of(best, values)]
+
+
+def _exposed(row: Record) -> Iterator[str]:
+    """What formulas leave out: how much of the simulated step sending takes all the same."""
+    axes = (metric.removesuffix("_exposed_ms") for metric in row.metrics)
+    step = row.metrics["step_ms"].median
+    told = [
+        f"{axis} {number(ms)} ms ({ms / step:.0%})"
+        for axis in axes
+        if (ms := row.median(f"{axis}_exposed_ms"))
+    ]
+    if told:
+        yield (
+            f"simulated, {' and '.join(told)} of its step are exposed: what has nothing to run "
+            "beside, such as the first gather and the last sum, and kernels that sending slows"
+        )
 
 
 def runnable(spec: PlanSpec, rows: Sequence[Record], count: int) -> list[LayoutSpec]:
@@ -171,14 +188,10 @@ def _answers(spec: PlanSpec, found: Plan, machine: Machine) -> Iterator[str]:
             f"{largest_micro_batch(spec, machine, best)}, its longest context "
             f"{longest_context(spec, machine, best)} (by doubling)"
         )
-    for noun, of in (
-        ("wrapper", lambda c: c.layout.wrapper),
-        ("checkpointing", lambda c: c.checkpointing),
-    ):
-        fastest = fastest_by(found.screened, of)
-        words = (f"{name} {one.step_us / 1e3:.0f} ms ({one.candidate.layout})"
-                 for name, one in fastest.items())  # fmt: skip
-        yield f"fastest by {noun}, by formula: {'; '.join(words)}"
+    for noun, fastest in found.fastest.items():
+        words = (f"{name} {number(row.median('step_ms'))} ms ({row.spec['layout']})"
+                 for name, row in fastest.items())  # fmt: skip
+        yield f"fastest by {noun}: {'; '.join(words)}"
 
 
 def _assumptions(machine: Machine) -> Iterator[str]:

@@ -31,7 +31,6 @@ def show(
     statistics: Annotated[
         tuple[str, ...],
         Parameter(
-            show_default=False,
             help=f"Of each timing: {', '.join(STATISTICS)}. [median, and the step's range]",
         ),
     ] = (),
@@ -59,7 +58,6 @@ def compare(
     ignoring: Annotated[
         tuple[str, ...],
         Parameter(
-            show_default=False,
             help="Spec fields that may differ within a pair.",
         ),
     ] = (),

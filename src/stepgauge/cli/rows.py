@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter, Token
 
-from stepgauge.cli.console import Format, print_records, progress, summary, tell, warn
+from stepgauge.cli.console import (
+    Format,
+    error_console,
+    print_records,
+    progress,
+    summary,
+    tell,
+    warn,
+)
 from stepgauge.cli.options import Values
+from stepgauge.spec.hardware import HOW_TO_HAVE_ONE
 from stepgauge.spec.options import device_name
 from stepgauge.spec.user_model import UserModel
 
@@ -36,7 +45,7 @@ def existing_hardware(type_: Any, tokens: Sequence[Token]) -> Path:
     """Raises ValueError where there is no such file, before anything is loaded or measured."""
     path = Path(tokens[0].value)
     if not path.is_file():
-        raise ValueError(f"no hardware file at {path}")
+        raise ValueError(f"no hardware file at {path}: {HOW_TO_HAVE_ONE}")
     return path
 
 
@@ -49,7 +58,7 @@ Device = Annotated[
 ]
 Fresh = Annotated[
     bool,
-    Parameter(help="Measure again what the run already holds.", show_default=False),
+    Parameter(help="Measure again what the run already holds."),
 ]
 RowFormat = Annotated[Format, Parameter(help="How the rows are printed at the end.")]
 
@@ -156,6 +165,8 @@ def run_jobs(jobs: Sequence["Job"], out: Path, *, fresh: bool) -> list["Record"]
     asked = [job.asked for job in jobs]
     names = dict(zip((each.identity for each in asked), labels(asked), strict=True))
     records, reused = [], 0
+    if len(jobs) > 1 and not error_console.is_terminal:  # where no bar shows that it works
+        tell(f"{len(jobs)} rows; each is told here when it is there, the table comes at the end")
     try:
         with store.held(), progress(len(jobs), "rows") as (bar, task):
 

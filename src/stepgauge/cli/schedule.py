@@ -35,9 +35,16 @@ Which = Annotated[
         help=f"One of {', '.join(SCHEDULES)}, or a file that show wrote, text, JSON or torch's CSV."
     ),
 ]
-Ranks = Annotated[int, Parameter(help="Ranks; a file must be for as many. [4, or the file's]")]
+Ranks = Annotated[
+    int,
+    Parameter(help="Ranks; a file must be for as many. [4, or the file's]"),
+]
 MicroBatches = Annotated[
-    int, Parameter(name="--microbatches", help="Micro-batches of a step. [8, or the file's]")
+    int,
+    Parameter(
+        name="--microbatches",
+        help="Micro-batches of a step. [8, or the file's]",
+    ),
 ]
 PerRank = Annotated[int, Parameter(help="Stages a rank of interleaved schedules. [2]")]
 COLOURS = {
@@ -103,7 +110,8 @@ def simulate_(
     transfer: Annotated[float, Parameter(help="ms of a transfer.")] = 0.0,
     host: Annotated[float, Parameter(help="ms that the host needs to issue an action.")] = 0.0,
     stage_weights: Annotated[
-        str, Parameter(help="How long each stage takes, such as 1,1,1,1.1. [1 each]")
+        str,
+        Parameter(help="How long each stage takes, such as 1,1,1,1.1. [1 each]"),
     ] = "",
     fill: Annotated[bool, Parameter(help="Place each W anew, where its rank would wait.")] = False,
     write: Annotated[Path | None, Parameter(help="The schedule as text, too.")] = None,
@@ -113,9 +121,8 @@ def simulate_(
     """Draw when everything runs, with the bubble of each rank."""
     schedule = load(which, ranks, micro_batches, per_rank)
     times = {"forward": forward, "input": input, "weight": weight, "transfer": transfer}
-    durations = Durations.of_stages(
-        schedule.num_stages, **times, host_ms=host, weights=_numbers(stage_weights)
-    )
+    weights = _stage_weights(stage_weights, schedule.num_stages)
+    durations = Durations.of_stages(schedule.num_stages, **times, host_ms=host, weights=weights)
     schedule = fill_bubbles(schedule, durations) if fill else schedule
     found = check(schedule)
     timeline = simulate(found.schedule, durations)
@@ -159,13 +166,16 @@ def load(which: str, ranks: int, micro_batches: int, per_rank: int) -> Schedule:
     return schedule
 
 
-def _numbers(text: str) -> list[float]:
+def _stage_weights(text: str, stages: int) -> list[float]:
     try:
-        return [float(part) for part in text.split(",") if part]
+        weights = [float(part) for part in text.split(",") if part]
     except ValueError:
         raise ValueError(
             f"stage_weights is {text!r}; it must be numbers such as 1,1,1,1.1"
         ) from None
+    if len(weights) not in (0, stages):
+        raise ValueError(f"stage_weights has {len(weights)} values; there are {stages} stages")
+    return weights
 
 
 def _draw(timeline: Timeline, found: Checked) -> None:

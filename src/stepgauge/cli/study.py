@@ -19,7 +19,6 @@ def study(
         tuple[str, ...] | None,
         Parameter(
             help=f"Experiments: {', '.join(EXPERIMENTS)}. [all]",
-            show_default=False,
         ),
     ] = None,
     device: Device = "auto",

@@ -35,7 +35,6 @@ def validate(
     layout: Annotated[
         tuple[str, ...],
         Parameter(
-            show_default=False,
             help='How each step is spread: none "dp2 zero1" "tp2". The batch is that of all ranks.',
         ),
     ] = (),

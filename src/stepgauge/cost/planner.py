@@ -1,8 +1,9 @@
 """Every layout of a training run, ranked: screened by closed formula, the best simulated."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from stepgauge.cost.estimate import spread
 from stepgauge.cost.layout import predict_layout
@@ -23,14 +24,14 @@ DAY_S = 86_400.0
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """rows       modelled records of the best layouts, fastest first
+    fastest    the fastest of each wrapper and of each checkpointing, by its name
     counted    layouts that were screened, and of these how many fit
-    screened   those that fit, by their time in closed formula
     limit_bytes  of a device; infinite on a CPU, whose memory is not predicted
     """
 
     rows: Sequence[Record]
+    fastest: Mapping[str, Mapping[str, Record]]
     counted: tuple[int, int]
-    screened: Sequence[Screened]
     limit_bytes: float
 
 
@@ -67,8 +68,13 @@ def plan(spec: PlanSpec, machine: Machine, *, top: int = 10) -> Plan:
             f"none of the {len(fitting)} layouts that fit can be run with compile {spec.compile!r}, "
             f"precision {spec.precision!r} and this network; choose others"
         )
-    rows.sort(key=lambda row: row.median("step_ms") or 0.0)
-    return Plan(rows[:top], (len(every), len(fitting)), fitting, limit)
+    rows.sort(key=_step_ms)
+    simulate = functools.partial(_simulated, spec=spec, machine=machine)
+    fastest = {
+        "wrapper": _fastest_by(lambda c: c.layout.wrapper, rows, fitting, simulate),
+        "checkpointing": _fastest_by(lambda c: c.checkpointing, rows, fitting, simulate),
+    }
+    return Plan(rows[:top], fastest, (len(every), len(fitting)), limit)
 
 
 def limit_of(spec: PlanSpec, machine: Machine) -> float:
@@ -141,12 +147,27 @@ def longest_context(spec: PlanSpec, machine: Machine, candidate: Candidate) -> i
         found = longer
 
 
-def fastest_by(screened: Sequence[Screened], of: Callable[[Candidate], str]) -> dict[str, Screened]:
-    """The fastest of those that fit for each word that `of` gives."""
-    found: dict[str, Screened] = {}
-    for one in screened:  # the fastest come first
-        found.setdefault(of(one.candidate), one)
-    return found
+def _fastest_by(
+    word: Callable[[Candidate], str],
+    rows: Sequence[Record],
+    screened: Sequence[Screened],
+    simulate: Callable[[Candidate], Record | None],
+) -> dict[str, Record]:
+    """The fastest for each word of a candidate: of the simulated rows, where these have none the
+    simulation of the one that formulas call the fastest. The fastest word comes first.
+    """
+    found: dict[str, Record] = {}
+    for row in rows:
+        found.setdefault(word(candidate_of(row)), row)
+    for one in screened:
+        name = word(one.candidate)
+        if name not in found and (row := simulate(one.candidate)) is not None:
+            found[name] = row
+    return dict(sorted(found.items(), key=lambda item: _step_ms(item[1])))
+
+
+def _step_ms(row: Record) -> float:
+    return row.metrics["step_ms"].median
 
 
 def candidate_of(row: Record) -> Candidate:

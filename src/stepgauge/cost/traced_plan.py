@@ -35,7 +35,7 @@ def plan_traced(spec: PlanSpec, traced: Traced, machine: Machine) -> Plan:
             f"{limit / 2**30:.1f}; give the model a smaller batch"
         )
     fitting.sort(key=lambda row: row.metrics["step_ms"].median)
-    return Plan(fitting, (len(rows), len(fitting)), (), limit)
+    return Plan(fitting, {}, (len(rows), len(fitting)), limit)
 
 
 def _simulated(wrapper: str, spec: PlanSpec, traced: Traced, machine: Machine) -> Record:

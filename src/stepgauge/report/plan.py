@@ -43,16 +43,16 @@ def _cells(place: int, row: Record) -> dict[str, Any]:
         "step ms": row.median("step_ms"),
         "± %": _percent(row.median("spread")),
         "MFU": row.median("mfu"),
-        "tokens/s": row.median("tokens_per_s"),
-        "data exposed ms": row.median("data_exposed_ms"),
-        "tensor exposed ms": row.median("tensor_exposed_ms"),
-        "bubble %": _percent(row.median("bubble")),
         "peak GiB": None if peak is None else peak / GIB,
         **(
             {"days": row.median("days"), "GPU-hours": row.median("gpu_hours")}
             if "days" in row.metrics
             else {}
         ),
+        "data exposed ms": row.median("data_exposed_ms"),
+        "tensor exposed ms": row.median("tensor_exposed_ms"),
+        "bubble %": _percent(row.median("bubble")),
+        "tokens/s": row.median("tokens_per_s"),
     }
 
 
@@ -67,6 +67,7 @@ def parts_table(rows: Sequence[Record]) -> Table:
         for row in rows
     ]
     names = list(dict.fromkeys(name for each in parts for name in each))
+    names.sort(key=lambda name: -max(each.get(name, 0.0) for each in parts))
     shown = [
         [place, row.spec["layout"], *(each[name] / GIB if name in each else None for name in names)]
         for place, (row, each) in enumerate(zip(rows, parts, strict=True), start=1)

@@ -20,6 +20,7 @@ TRIES = "measurements"  # of an environment: how often a disturbed row was measu
 FIRST = (
     *("step_ms", "time_ms", "exposed_ms"),
     *("data_exposed_ms", "tensor_exposed_ms", "pipeline_exposed_ms", "tokens_per_s"),
+    *("mfu", "peak_bytes"),
 )  # figures that people look for
 NOT_MEASURABLE = "not measurable here"  # a difference of two steps that came out below zero
 

@@ -122,6 +122,7 @@ def fits(needed: float, architecture: str) -> str:
 
 
 HARDWARE_SCHEMA = 1
+HOW_TO_HAVE_ONE = "stepgauge calibrate FILE makes one of this machine, and hardware/ has others"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,7 +164,7 @@ class HardwareFile:
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise ValueError(f"no hardware file at {path}") from None
+            raise ValueError(f"no hardware file at {path}: {HOW_TO_HAVE_ONE}") from None
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read the hardware file {path}: {error}") from None
         if not isinstance(value, dict) or value.pop("schema", None) != HARDWARE_SCHEMA:

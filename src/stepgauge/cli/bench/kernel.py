@@ -23,7 +23,6 @@ Peers = Annotated[
     tuple[str, ...],
     Parameter(
         help="Names, or auto: all that are installed.",
-        show_default=False,
     ),
 ]
 

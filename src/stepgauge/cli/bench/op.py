@@ -15,7 +15,7 @@ from stepgauge.spec.op import OpSpec, read_target
 
 Target = Annotated[
     str,
-    Parameter(help="FILE.py:function, or FILE.cu with its inputs in FILE.py.", show_default=False),
+    Parameter(help="FILE.py:function, or FILE.cu with its inputs in FILE.py."),
 ]
 
 
