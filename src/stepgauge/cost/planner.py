@@ -161,8 +161,8 @@ def _fastest_by(
         found.setdefault(word(candidate_of(row)), row)
     for one in screened:
         name = word(one.candidate)
-        if name not in found and (row := simulate(one.candidate)) is not None:
-            found[name] = row
+        if name not in found and (simulated := simulate(one.candidate)) is not None:
+            found[name] = simulated
     return dict(sorted(found.items(), key=lambda item: _step_ms(item[1])))
 
 
