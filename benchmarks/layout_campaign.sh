@@ -1,58 +1,55 @@
 #!/usr/bin/env bash
-# Layouts on GPUs of one host, each beside its prediction: benchmarks/layout_campaign.sh OUT
-# PARTS="tests two" chooses; by default all, most important first, within BUDGET=... seconds (540 by default). Four ranks
-# and more are left out where there are fewer GPUs. TRIAL=1 runs everything on small shapes of a CPU.
-#   tests      tests/parallel that need GPUs
-#   calibrate  the hardware file that predicts the rows
-#   two        each axis alone on two GPUs, of one batch
-#   context    one long sequence on one GPU, and cut over two
-#   tensor     tensor parallel beside torch's own, plain and asynchronous
-#   four       pairs of axes on four GPUs
-#   eight      an 8 B network under every layout of four GPUs that holds it
-# Writes OUT/{records.jsonl,tables.txt,log.txt,hardware.json,tests.txt,tensor_parallel.jsonl,report.html}.
+# Layouts on the GPUs of one host, two or four: benchmarks/layout_campaign.sh OUT
+# PARTS="context tensor" chooses; by default all, most important first, within BUDGET=... seconds (540 by default).
+# TRIAL=1 runs everything on small shapes of a CPU.
+#   context      one long sequence on one GPU, and cut over all
+#   tensor       tensor parallel beside torch's own, plain and asynchronous, with each GPU's clock
+#   sharded      ZeRO 3 beside torch's fully_shard
+#   pipeline     schedules beside torch's, each after its simulated step; with CUDA graphs; eager
+#   llama        an 8 B network under every layout that may hold it
+#   pairs        two axes at once; four GPUs
+#   connections  overlapped tensor parallel where each stream has a hardware queue of its own
+#   calibrate    a hardware file, for `stepgauge validate` of the rows
+#   tests        tests/parallel that need GPUs
+# Writes OUT/{records.jsonl,rows.txt,log.txt,tensor_parallel.jsonl,connections/,hardware.json,tests.txt,report.html}.
 set -uo pipefail
-known="tests calibrate two context tensor four eight"
+known="context tensor sharded pipeline llama pairs connections calibrate tests"
 . "$(dirname "$0")/parts.sh"
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
-device=cuda network=(--size 2.7b --context 2048 --batch 8) long=(--size 2.7b --context 32768 --batch 1)
-large=(--d-model 4096 --d-ff 14336 --num-layers 32 --num-heads 32 --num-kv-heads 8 --vocab-size 128256
-       --context 4096 --batch 8)
-common=(--precision bf16 --attention triton --steps 10)
-if [ "${TRIAL:-}" ]; then
-  device=cpu gpus=2 network=(--size nano --num-layers 4 --context 32 --batch 8) large=("${network[@]}")
-  long=(--size nano --context 128 --batch 1) common=(--attention triton --steps 2)
-fi
-hardware=()
+device=cuda small=()
+[ "${TRIAL:-}" ] && device=cpu small=(--small)
 
-layouts() {  # NAME SECONDS OPTIONS...: rows of bench layout
-  local name=$1 limit=$2; shift 2
-  chosen "$name" || return 0
-  [ -e "$out/hardware.json" ] && hardware=(--hardware "$out/hardware.json")
-  timed "$limit" python3 -m stepgauge bench layout --device "$device" "${common[@]}" "${hardware[@]}" "$@" \
-    --out "$work/layouts" >>"$out/tables.txt" 2> >(tee -a "$out/log.txt" >&2)
-  cp "$work/layouts/records.jsonl" "$out/" 2>/dev/null
+rows() {  # SECONDS PART
+  chosen "$2" || return 0
+  timed $(($1 + 20)) python3 benchmarks/layout_rows.py "$work/rows" --parts "$2" --seconds "$1" "${small[@]}" \
+    > >(tee -a "$out/rows.txt") 2>>"$out/log.txt"
+  cp "$work/rows/"{records.jsonl,failures.log} "$out/" 2>/dev/null
 }
 
-if chosen tests; then timed 200 python3 -m pytest -m gpu -q -p no:cacheprovider tests/parallel 2>&1 | tee "$out/tests.txt"; fi
+tensor() {  # SECONDS FOLDER OPTIONS...
+  local limit=$1 folder=$2; shift 2
+  mkdir -p "$folder"
+  OUT="$folder" timed "$limit" python3 benchmarks/tensor_parallel_campaign.py "${small[@]}" "$@" \
+    > >(tee -a "$out/rows.txt") 2>>"$out/log.txt"
+}
+
+rows 90 context
+if chosen tensor; then tensor 150 "$out" --only "one GPU" overlapped "torch async" plain torch; fi
+rows 90 sharded
+rows 200 pipeline
+rows 240 llama
+rows 150 pairs
+if chosen connections; then
+  CUDA_DEVICE_MAX_CONNECTIONS=32 tensor 60 "$out/connections" --only "one GPU" overlapped
+fi
 if chosen calibrate; then
   timed 240 python3 -m stepgauge calibrate "$out/hardware.json" --device "$device" --ranks 2 --out "$work/calibration" \
-    >>"$out/tables.txt" 2> >(tee -a "$out/log.txt" >&2)
+    >>"$out/rows.txt" 2>>"$out/log.txt"
 fi
-layouts two 200 "${network[@]}" --layout none "dp2 bucketed" "dp2 zero1" "dp2 zero2" "dp2 zero3" tp2 \
-  "pp2 1f1b m8" "pp2 zbv m8"
-layouts context 90 "${long[@]}" --layout none cp2
-if chosen tensor; then
-  OUT="$out" timed 120 python3 benchmarks/tensor_parallel_campaign.py ${TRIAL:+--small}
-fi
-if [ "$gpus" -ge 4 ]; then
-  layouts four 240 "${network[@]}" --layout "dp2 zero3 tp2" "dp4 zero3" tp4 "pp4 zbv m8" "dp2 zero1 pp2 zbv m4" \
-    "tp2 pp2 1f1b m8"
-  layouts eight 240 "${large[@]}" --layout "dp4 zero3" "dp2 zero3 tp2" tp4 "pp2 1f1b m8 tp2" "pp4 1f1b m8"
-fi
-[ -e "$work/layouts/records.jsonl" ] && python3 -m stepgauge report "$work/layouts" >/dev/null \
-  && cp "$work/layouts/report.html" "$out/"
+if chosen tests; then timed 200 python3 -m pytest -m gpu -q -p no:cacheprovider tests/parallel 2>&1 | tee "$out/tests.txt"; fi
+[ -e "$work/rows/records.jsonl" ] && timeout 60 python3 -m stepgauge report "$work/rows" >/dev/null \
+  && cp "$work/rows/report.html" "$out/"
 echo "done at $SECONDS s"
 exit 0

@@ -2,7 +2,7 @@
 heads), one sequence of 8192 tokens, bf16 weights, forward and backward, on 2 and 4 GPUs.
 
     python benchmarks/tensor_parallel_campaign.py           # about 140 s on 2 GPUs
-    python benchmarks/tensor_parallel_campaign.py --only "one GPU" overlapped --lengths 4096 2048
+    python benchmarks/tensor_parallel_campaign.py --only "one GPU" overlapped --lengths 4096 2048 --traces
     python benchmarks/tensor_parallel_campaign.py --small   # on a CPU: that it runs and is right
 
 The ways to run it: each GPU alone with all of it; cut, with collectives before and after products,
@@ -12,9 +12,10 @@ against one process in float32.
 
 Writes a JSON line a row to $OUT/tensor_parallel.jsonl (the folder here where OUT is not set), as
 soon as it is there: ms of the slowest rank, and the throughput of one GPU over that of one GPU
-alone. A way that hangs is ended after 40 s and named; the others go on. Each rank's trace of some
-steps, of one GPU and overlapped, is in $OUT/tensor_parallel_trace_WAY_RANK.json.gz. `--lengths` adds
-plain and overlapped blocks on shorter sequences: where hiding begins to pay.
+alone; each with the GPUs' mean clock and power meanwhile, of the GPU with the lower clock. A way
+that hangs is ended after 40 s and named; the others go on. `--lengths` adds plain and overlapped
+blocks on shorter sequences: where hiding begins to pay. `--traces`: each rank's trace of some steps,
+of one GPU and overlapped, in $OUT/tensor_parallel_trace_WAY_RANK.json.gz.
 """
 
 import argparse
@@ -24,7 +25,9 @@ import faulthandler
 import json
 import os
 import statistics
+import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +44,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from stepgauge.calibrate.timing import clock_and_power
 from stepgauge.measure.timing import time_phases
 from stepgauge.models.rotary import rotary_tables, rotate
 from stepgauge.models.transformer import TransformerLM, compiled
@@ -235,8 +239,10 @@ class Network:
             pairs.append((gradient, part))
         return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
 
-    def times(self, steps: int) -> dict[str, list[float]]:
-        """ms a step: the host waits for each, and launches AHEAD of them before it waits."""
+    def times(self, steps: int) -> dict[str, Any]:
+        """ms a step: the host waits for each, and launches AHEAD of them before it waits; and what
+        the GPU's clock and power were.
+        """
         shape = (1, self.spec.context_length, self.spec.d_model)
         x = self.part(torch.randn(shape, device=self.device, dtype=self.dtype))
 
@@ -252,9 +258,36 @@ class Network:
 
         step()  # compiles
         watch()
-        found = time_phases({"both": step}, self.device, warmup=3, steps=steps)["step"]
-        several = time_phases({"steps": ahead}, self.device, warmup=1, steps=steps // AHEAD + 1)
-        return {"steps_ms": found, "ahead_ms": [ms / AHEAD for ms in several["step"]]}
+        with Watched(self.device) as by_step:
+            found = time_phases({"both": step}, self.device, warmup=3, steps=steps)["step"]
+        with Watched(self.device) as in_a_row:
+            several = time_phases({"steps": ahead}, self.device, warmup=1, steps=steps // AHEAD + 1)
+        times = {"steps_ms": found, "ahead_ms": [ms / AHEAD for ms in several["step"]]}
+        return {**times, "steps_clock": by_step.means(), "ahead_clock": in_a_row.means()}
+
+
+class Watched(threading.Thread):
+    """Reads the device's clock and power every 20 ms while it is entered."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(daemon=True)
+        self._device, self._ended, self._seen = device, threading.Event(), []
+
+    def run(self) -> None:
+        while not self._ended.wait(0.02):
+            self._seen.append(clock_and_power(self._device))
+
+    def __enter__(self) -> "Watched":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.join()
+
+    def means(self) -> dict[str, float]:
+        names = self._seen[0] if self._seen else {}
+        return {name: statistics.fmean(seen[name] for seen in self._seen) for name in names}
 
 
 def whole_blocks(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> TransformerLM:
@@ -285,7 +318,7 @@ def check(way: str, small: bool, device: torch.device) -> dict[str, float]:
     return errors
 
 
-def run(way: str, length: int, small: bool, folder: str) -> dict[str, object]:
+def run(way: str, length: int, small: bool, traces: bool, folder: str) -> dict[str, object]:
     """A row, on every rank."""
     device = torch.device("cpu" if small else f"cuda:{torch.cuda.current_device()}")
     errors = check(way, small, device) if length == LENGTH else {}
@@ -303,7 +336,7 @@ def run(way: str, length: int, small: bool, folder: str) -> dict[str, object]:
     elif not small:
         compiled(network.module, "blocks")
     row = {"way": way, "length": length, **errors, **network.times(2 if small else STEPS)}
-    if way in ("one GPU", "overlapped") and length == LENGTH:
+    if traces and way in ("one GPU", "overlapped") and length == LENGTH:
         name = f"tensor_parallel_trace_{way.replace(' ', '-')}_{dist.get_rank()}.json.gz"
         trace(network, Path(folder) / name)
     return row
@@ -316,14 +349,14 @@ def trace(network: Network, path: Path) -> None:
     profile.export_chrome_trace(str(path))
 
 
-def measure(ways: list[str], length: int, small: bool, folder: str) -> None:
+def measure(ways: list[str], length: int, small: bool, traces: bool, folder: str) -> None:
     """Rows of the slowest rank, written by rank 0 as they come; why a way failed on any rank."""
     torch.set_num_threads(1)
     for way in ways:
         torch.compiler.reset()
         row: dict[str, object] | str
         try:
-            row = run(way, length, small, folder)
+            row = run(way, length, small, traces, folder)
         except Exception as error:  # the other rows are worth having
             row = f"{type(error).__name__}: {str(error)[:1500]}"
         rows: list[dict[str, object] | str] = [""] * dist.get_world_size()
@@ -342,6 +375,8 @@ def slowest(rows: list[dict[str, object]]) -> dict[str, object]:
     found |= {key: max(row[key] for row in rows) for key in rows[0] if "error" in key}
     for name, median in (("steps_ms", "step_ms"), ("ahead_ms", "step_ahead_ms")):
         of_all = [max(step) for step in zip(*(row[name] for row in rows), strict=True)]
+        clock = name.replace("_ms", "_clock")
+        found[clock] = min((row[clock] for row in rows), key=lambda seen: seen.get("MHz", 0.0))
         found |= {median: statistics.median(of_all), name: of_all}
     return found
 
@@ -361,24 +396,25 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--lengths", nargs="+", type=int, default=[])
+    parser.add_argument("--traces", action="store_true")
     asked = parser.parse_args()
     device, most = ("cpu", 2) if asked.small else ("cuda", torch.cuda.device_count())
     for ranks in [n for n in (2, 4) if n <= most]:
         for length in (LENGTH, *asked.lengths):
             ways = asked.only if length == LENGTH else ["plain", "overlapped"]
-            measure_all(list(ways), length, asked.small, ranks, device)
+            measure_all(list(ways), (length, asked.small, asked.traces), ranks, device)
 
 
-def measure_all(ways: list[str], length: int, small: bool, ranks: int, device: str) -> None:
+def measure_all(ways: list[str], how: tuple[int, bool, bool], ranks: int, device: str) -> None:
     folder = Path(os.environ.get("OUT", ".")).resolve()
     before = len(read(folder))
     while ways:
         with contextlib.suppress(RankError):
-            launch(measure, ways, length, small, str(folder), ranks=ranks, device=device)
+            launch(measure, ways, *how, str(folder), ranks=ranks, device=device)
         done = {row["way"] for row in read(folder)[before:]}
         ways = [way for way in ways if way not in done]
         if ways:  # the first of them took a rank with it
-            failed = {"ranks": ranks, "way": ways.pop(0), "length": length}
+            failed = {"ranks": ranks, "way": ways.pop(0), "length": how[0]}
             write(folder, {**failed, "failed": f"a rank ended, or hung for {HANG_S} s"})
     show(read(folder)[before:])
 

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
+from stepgauge.bench import ranks
 from stepgauge.bench.ranks import OnRanks, slowest
 from stepgauge.bench.sweep import FAILURES, Job, sweep
 from stepgauge.runtime.world import TIMEOUT_S  # of a collective that waits for a rank in vain
@@ -153,3 +155,16 @@ def test_under_torchrun_a_rank_that_fails_alone_costs_its_row_and_a_death_ends_a
     assert sorted(again.stdout.split()) == ["False"] * 2 + ["True"] * 2 + ["ok"] * 4
     last = RunStore(tmp_path / "run").read().records[-1]
     assert last.spec["does"] == "d" and last.metrics["row_ms"].mean == 2.5
+
+
+def test_what_was_compiled_for_another_network_or_batch_is_forgotten(monkeypatch):
+    resets = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    monkeypatch.setattr(ranks, "_compiled", [])
+    rows = [("blocks", 4), ("blocks", 4), ("off", 8), ("blocks", 4), ("blocks", 8), ("blocks", 4)]
+    counts = []
+    for compile, batch in rows:
+        row = types.SimpleNamespace(model="small", batch=batch, compile=compile)
+        ranks._forget_other_networks(row)
+        counts.append(len(resets))
+    assert counts == [0, 0, 0, 0, 1, 2]

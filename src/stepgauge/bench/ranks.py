@@ -78,6 +78,7 @@ def _measure_on_this_rank(run: OnRanks, spec: Any) -> Record:
     start_counting()
     if spec.device == "cpu":
         limit_host_memory()
+    _forget_other_networks(spec)
     try:
         value = run.measure(spec)
     except Exception as error:
@@ -96,6 +97,23 @@ def _measure_on_this_rank(run: OnRanks, spec: Any) -> Record:
     assert record is not None
     where = {"hosts": hosts, "devices": devices, "threads_per_rank": torch.get_num_threads()}
     return dataclasses.replace(record, environment={**record.environment, **where})
+
+
+_compiled: list[Any] = []  # the network and batch that this process compiled for last
+
+
+def _forget_other_networks(spec: Any) -> None:
+    """Rows of one process share what is compiled for one network and batch. Another size than the
+    last row's would be taken for one that changes from call to call, and compiled slower.
+    """
+    asked = [
+        getattr(spec, name, None) for name in ("model", "batch", "rank_batch", "micro_batches")
+    ]
+    if getattr(spec, "compile", "off") == "off" or asked == _compiled:
+        return
+    if _compiled:
+        torch.compiler.reset()
+    _compiled[:] = asked
 
 
 def _device_name(device: str) -> str:
