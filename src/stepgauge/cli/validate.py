@@ -17,6 +17,8 @@ from stepgauge.cli.rows import (
     resolve_devices,
     run_jobs,
 )
+from stepgauge.cost.traced import has_formulas
+from stepgauge.spec.blocks import blocks_of
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
@@ -45,6 +47,14 @@ def validate(
         ),
     ] = None,
     out: Out = Path("runs/validate"),
+    blocks: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            help="First time a few blocks of each network at the shapes of its rows: two seconds "
+            "each, compiled ones a minute. The hardware file with them is in the run.",
+        ),
+    ] = False,
     fresh: Fresh = False,
     format: Annotated[Format, Parameter(help="How the errors are printed.")] = "table",
 ) -> None:
@@ -60,7 +70,22 @@ def validate(
         raise ValueError(
             "there is no hardware file of this device: stepgauge calibrate --ranks 2 makes it"
         )
+    if blocks:
+        path = with_timed_blocks(asked, path, out, fresh=fresh)
     compare(asked, path, out=out, fresh=fresh, format=format)
+
+
+def with_timed_blocks(asked: Sequence[Asked], hardware: Path, out: Path, *, fresh: bool) -> Path:
+    """The hardware file with the blocks of the rows' networks, in the run; these are timed now."""
+    from stepgauge.calibrate import blocks
+
+    specs = [row.spec for row in asked if has_formulas(row.spec.model)]
+    found = dict.fromkeys(filter(None, map(blocks_of, specs)))
+    records = run_jobs([blocks.job(spec) for spec in found], out / "blocks", fresh=fresh)
+    path = out / "hardware.json"
+    blocks.with_blocks(HardwareFile.read(hardware), records).write(path)
+    tell(f"blocks of {len(found)} networks are in {path}")
+    return path
 
 
 def compare(

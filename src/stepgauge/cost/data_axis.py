@@ -240,7 +240,7 @@ class Owned(Bucketed):
         host_us = self.update_host_us() / UPDATE_PARTS
         for part in range(UPDATE_PARTS):
             program.host(f"optimizer {part}", host_us)
-            place = program.compute(f"optimizer {part}", prices.of(term).us, term.operation)
+            place = program.compute(f"optimizer {part}", prices.us(term), term.operation)
             name = f"broadcast {part}"
             works.append(program.send(name, DATA, us, "all_gather", after=place))
         program.wait(*works)
@@ -309,7 +309,7 @@ class FullySharded(DataParallelCost):
         units = len(self._elements) + 1
         program.host("shards", self._hooks["optimizer"].us(self.num_gradients, units))
         term = operations.optimizer(operations.num_parameters / self.sending.ranks)
-        program.compute(term.name, prices.of(term).us, term.operation)
+        program.compute(term.name, prices.us(term), term.operation)
 
     def _hooks_us(self, phase: str, group: LaunchGroup) -> float:
         """Of a block's unit, and with the group that begins the phase of that of the ends."""

@@ -16,6 +16,7 @@ from stepgauge.cost.outcome import exposed_ms, outcome, without_communication_ms
 from stepgauge.cost.prices import GLOO, NCCL, Prices
 from stepgauge.cost.program import DATA, RankStep
 from stepgauge.cost.step import modelled, rates
+from stepgauge.cost.timed_blocks import as_timed
 from stepgauge.cost.wrapper_host import unknown_host
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, Layout, sent_bytes
@@ -33,9 +34,10 @@ def predict_data_parallel(spec: DataParallelSpec, machine: Machine) -> Record:
         raise ValueError("cuda_graphs is True; a step that is replayed is not predicted yet")
     alone = _alone(spec)
     sharded = WRAPPERS[spec.wrapper].shards("weights") and spec.ranks > 1
-    operations = StepOperations(alone, NetworkPart(batch=spec.batch, gathered=sharded))
+    priced = StepOperations(alone, NetworkPart(batch=spec.batch, gathered=sharded))
     layout = Layout() if spec.wrapper == "none" else spec.layout  # each rank alone
-    prices = Prices(machine, layout, _backend(spec)).paced_by(operations)
+    prices = Prices(machine, layout, _backend(spec)).paced_by(priced)
+    operations = as_timed(priced, prices)
     step = RankStep(operations, prices, launching(alone, machine))
     axis = data_axis(
         Sending(wrapper=spec.wrapper, ranks=spec.ranks, bucket_mb=spec.bucket_mb,

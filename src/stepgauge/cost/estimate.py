@@ -5,13 +5,15 @@ import dataclasses
 from stepgauge.spec.record import Record
 
 # looked up at that very shape; between measured shapes; outside of them, at the nearest one's rate;
-# of another device, by the ratio of published peaks; by a formula, or from another machine
-CALIBRATED, INTERPOLATED, EXTRAPOLATED, TRANSFERRED, ASSUMED = (
+# of another device, by the ratio of published peaks; by a formula, or from another machine; its
+# share of a block that was timed whole
+CALIBRATED, INTERPOLATED, EXTRAPOLATED, TRANSFERRED, ASSUMED, TIMED_WHOLE = (
     "calibrated",
     "interpolated",
     "extrapolated",
     "transferred",
     "assumed",
+    "timed whole",
 )
 
 
@@ -25,7 +27,10 @@ class Estimate:
 
 # The fraction by which a time of each source may be off: steps of calibrated and interpolated
 # shapes were within 3 and 5 % (docs/predict.md); the others are assumed.
-SPREAD = {CALIBRATED: 0.03, INTERPOLATED: 0.05, EXTRAPOLATED: 0.15, TRANSFERRED: 0.2, ASSUMED: 0.3}
+SPREAD = {
+    CALIBRATED: 0.03, INTERPOLATED: 0.05, EXTRAPOLATED: 0.15, TRANSFERRED: 0.2, ASSUMED: 0.3,
+    TIMED_WHOLE: 0.03,
+}  # fmt: skip
 
 
 def spread(record: Record) -> float:

@@ -4,6 +4,7 @@ import dataclasses
 
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.priced import RECOMPUTED
+from stepgauge.cost.timed_blocks import timed_blocks
 from stepgauge.spec.step import WorkSpec
 
 HOST_PHASES = ("forward", "backward", "optimizer")
@@ -29,6 +30,11 @@ def launching(spec: WorkSpec, machine: Machine) -> dict[str, Launching]:
     mode = "eager" if spec.compile == "off" else "compiled"
     casts = spec.precision in ("bf16", "fp16") or mode == "compiled"
     precision = "bf16" if casts else "fp32"
+    if timed := timed_blocks(spec, machine):
+        return {
+            phase: Launching(timed.block_us(phase, "host"), timed.outside_us(phase, "host"))
+            for phase in HOST_PHASES
+        }
     table = machine.table(f"host {mode} {precision}")
     if table is None:
         raise ValueError(f"the hardware file {machine.hardware.name} has no host times")

@@ -20,6 +20,7 @@ from stepgauge.cost.prices import GLOO, NCCL, Prices
 from stepgauge.cost.program import Program, RankStep
 from stepgauge.cost.stages import durations, layer_times
 from stepgauge.cost.step import modelled, rates
+from stepgauge.cost.timed_blocks import as_timed
 from stepgauge.cost.timeline import Timeline, simulate
 from stepgauge.cost.wrapper_host import unknown_host
 from stepgauge.spec.layout import WRAPPERS
@@ -139,9 +140,9 @@ class LayoutParts:
         whole = StepOperations(work, share)
         backend = GLOO if spec.group_backend == "gloo" else NCCL
         prices = Prices(machine, layout, backend).paced_by(whole)
-        times = layer_times(whole, prices) if spec.needs_times else None
+        times = layer_times(as_timed(whole, prices), prices) if spec.needs_times else None
         stages = [
-            StepOperations(work, dataclasses.replace(share, blocks=blocks))
+            as_timed(StepOperations(work, dataclasses.replace(share, blocks=blocks)), prices)
             for blocks in spec.stages(times)
         ]
         return cls(

@@ -11,7 +11,8 @@ sequence, W width of a head, N ranks of the tensor axis.
 """
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 
 from stepgauge.cost.beside import beside_products
 from stepgauge.cost.elementwise import Elementwise
@@ -67,6 +68,7 @@ class StepOperations:
             self.model, self.how, self.tokens, self.rotated_width, self.qkv_rows / 3
         )
         self._table = table_of(self.model, self.blocks) if self.share.tensor > 1 else {}
+        self.paces: Mapping[tuple[str, bool], float] = {}  # by phase, of blocks and of the rest
 
     def phases(self) -> dict[str, list[Term]]:
         """What the spec's phases run, in order."""
@@ -96,28 +98,42 @@ class StepOperations:
 
     def forward_parts(self) -> tuple[list[Term], list[Term], list[Term]]:
         """Of the embedding, of one block, of the head; none where the stage has not got it."""
-        before = list(self._embedding_forward()) if self.is_first else []
-        after = list(self._head_forward()) if self.is_last else []
-        return before, list(self._block_forward()), after
+        before = self._embedding_forward() if self.is_first else ()
+        after = self._head_forward() if self.is_last else ()
+        return self._at_pace("forward", before, self._block_forward(), after)
 
     def backward_parts(self) -> tuple[list[Term], list[Term], list[Term]]:
         """Of the head, of one block, of the embedding. What checkpointing computes again stands
         before its block's backward.
         """
-        before = list(self._head_backward()) if self.is_last else []
-        after = list(self._embedding_backward()) if self.is_first else []
-        block = [*self._recomputed(), *self._block_backward(), *self._added(self.block_parameters)]
+        first = self._head_backward() if self.is_last else ()
+        last = self._embedding_backward() if self.is_first else ()
+        parts = first, itertools.chain(self._recomputed(), self._block_backward()), last
+        before, block, after = self._at_pace("backward", *parts)
+        block += self._added(self.block_parameters)
         (after if self.is_first else before).extend(self._added(self.end_parameters))
         return before, block, after
+
+    def _at_pace(
+        self, phase: str, before: Iterable[Term], block: Iterable[Term], after: Iterable[Term]
+    ) -> tuple[list[Term], list[Term], list[Term]]:
+        """The terms, at the pace of blocks and of the rest where these were timed whole."""
+
+        def paced(terms: Iterable[Term], pace: float) -> list[Term]:
+            return [dataclasses.replace(t, pace=pace) for t in terms] if pace != 1 else [*terms]
+
+        ends, inside = (self.paces.get((phase, is_block), 1.0) for is_block in (False, True))
+        return paced(before, ends), paced(block, inside), paced(after, ends)
 
     def optimizer(self, numel: float) -> Term:
         """Of so many parameters."""
         if self.spec.optimizer not in ("adamw", "fused"):
             raise ValueError(f"optimizer is {self.spec.optimizer!r}; its cost is not calibrated")
+        pace = self.paces.get(("optimizer", False), 1.0)
         if self.spec.precision == "bf16-master":  # read g, master, m, v; write the last three and p
-            return Term("optimizer", TRAFFIC, (28 * numel,))
+            return Term("optimizer", TRAFFIC, (28 * numel,), pace=pace)
         kind = "bf16" if self.how.weight == 2 else "fp32"
-        return Term("optimizer", f"optimizer {self.spec.optimizer} {kind}", (numel,))
+        return Term("optimizer", f"optimizer {self.spec.optimizer} {kind}", (numel,), pace=pace)
 
     @property
     def num_parameters(self) -> int:

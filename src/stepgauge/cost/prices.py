@@ -55,7 +55,7 @@ class Prices:
         return Prices(machine, self.layout, self.backend, without=self._without)
 
     def of(self, term: Term) -> Estimate:
-        """Of one run of the term's operation."""
+        """Of one run of the term's operation, at no pace but its own."""
         key = term.operation, term.sizes, term.axis, term.beside, term.nbytes
         if key not in self._known:
             self._known[key] = self._found(term)
@@ -102,5 +102,9 @@ class Prices:
         axis = self.axes["pipeline"]
         return self.machine.network.transfer(nbytes, axis, backend=self.backend)
 
+    def us(self, term: Term) -> float:
+        """Of all its runs, at its pace."""
+        return term.count * term.pace * self.of(term).us
+
     def total_us(self, terms: Iterable[Term]) -> float:
-        return sum(term.count * self.of(term).us for term in terms)
+        return sum(map(self.us, terms))

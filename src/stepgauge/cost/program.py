@@ -123,7 +123,7 @@ class DataParallelCost:
 
     def optimizer(self, program: Program, operations: Operations, prices: Prices) -> None:
         term = operations.optimizer(operations.num_parameters)
-        program.compute(term.name, prices.of(term).us, term.operation)
+        program.compute(term.name, prices.us(term), term.operation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +194,7 @@ class RankStep:
             return
         computed: list[tuple[str, Term]] = []
         for term in group.terms:
-            name, us = f"{group.name}.{term.name}", term.count * self.prices.of(term).us
+            name, us = f"{group.name}.{term.name}", self.prices.us(term)
             if term.axis:
                 program.wait(program.send(name, term.axis, us, term.operation))
                 continue

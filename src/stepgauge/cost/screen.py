@@ -136,7 +136,7 @@ class Screen:
             forward, backward = max((forward, backward), self._times(end, prices), key=sum)
         passes = layout.microbatches * candidate.accumulation
         exposed, slowed = self._data_us(stage, prices, layout, forward, backward, passes)
-        update = prices.of(stage.optimizer(self._updated(stage, layout))).us
+        update = prices.us(stage.optimizer(self._updated(stage, layout)))
         memory = (
             stage_memory(stage, layout)
             if layout.pipeline > 1

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from stepgauge.cost.estimate import ASSUMED
+from stepgauge.cost.estimate import ASSUMED, TIMED_WHOLE
 from stepgauge.cost.host import launching
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.memory import Memory, step_memory
@@ -17,6 +17,7 @@ from stepgauge.cost.outcome import Outcome, outcome
 from stepgauge.cost.prices import Prices
 from stepgauge.cost.program import DataParallelCost, RankStep
 from stepgauge.cost.terms import TRAFFIC, Term
+from stepgauge.cost.timed_blocks import as_timed
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
@@ -29,8 +30,9 @@ def predict(spec: StepSpec, machine: Machine) -> Record:
     """The modelled record of the step, its terms in a table. Raises ValueError for a step that the
     cost model or the hardware file does not know.
     """
-    operations = StepOperations(spec)
-    prices = Prices(machine).paced_by(operations)
+    priced = StepOperations(spec)
+    prices = Prices(machine).paced_by(priced)
+    operations = as_timed(priced, prices)
     host = launching(spec, machine)
     program = RankStep(operations, prices, host).program(DataParallelCost(), phases=spec.phases)
     found = outcome(program, prices.contention)
@@ -103,8 +105,8 @@ def term_rows(
             if prices.is_plain_pass(term)
             else " × ".join(f"{size:g}" for size in term.sizes),
             term.count * times,
-            prices.of(term).us * term.count * times,
-            prices.of(term).source,
+            prices.us(term) * times,
+            prices.of(term).source if term.pace == 1.0 else TIMED_WHOLE,
         ]
         for phase, terms in phases.items()
         for term in terms

@@ -33,6 +33,7 @@ class Term:
     beside    of a collective in pieces: the products that compute meanwhile, and hide it
     nbytes    of a plain pass that takes as long, where a hardware file may have no times of the
               operation
+    pace      where its block was timed whole: that time over the sum of the block's terms
     """
 
     name: str
@@ -44,6 +45,7 @@ class Term:
     axis: str = ""
     beside: tuple["Term", ...] = ()
     nbytes: float = 0.0
+    pace: float = 1.0
 
     @property
     def is_product(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.blocks import BlocksSpec
 from stepgauge.spec.broadcast import BroadcastSpec
 from stepgauge.spec.calibration import CalibrationSpec, ContentionSpec
 from stepgauge.spec.comm import CommSpec
@@ -36,6 +37,7 @@ SPECS: Mapping[str, type] = {
         DataParallelSpec,
         LayoutSpec,
         BroadcastSpec,
+        BlocksSpec,
         CalibrationSpec,
         ContentionSpec,
         PipelineSpec,

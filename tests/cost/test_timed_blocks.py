@@ -1,0 +1,86 @@
+"""Steps that are predicted from a few of their blocks, timed whole."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from stepgauge.spec.blocks import AXES, CLOCKS, LAYERS, PHASES, blocks_of, operation_of
+from stepgauge.spec.calibration import OperationTable
+from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.step import StepSpec
+from stepgauge.validate.predicted import predicted
+
+FILE = Path(__file__).parents[2] / "hardware" / "h200-sxm.json"
+MODEL = ModelSpec.preset("medium", context_length=512)
+STEP = StepSpec(model=MODEL, size="medium", batch=4, precision="bf16", device="cuda")
+# Microseconds of each phase of a block and of what is outside of blocks, by clock.
+DEVICE = {"forward": (900.0, 300.0), "backward": (2000.0, 700.0), "optimizer": (100.0, 50.0)}
+HOST = {"forward": (400.0, 100.0), "backward": (500.0, 100.0), "optimizer": (40.0, 20.0)}
+
+
+def machine(spec: StepSpec, device=DEVICE, host=HOST) -> HardwareFile:
+    rows = [
+        (layers, PHASES.index(phase), CLOCKS.index(clock), outside + layers * block)
+        for layers in LAYERS
+        for clock, times in (("host", host), ("device", device))
+        for phase, (block, outside) in times.items()
+    ]
+    file = HardwareFile.read(FILE)
+    tables = {**file.operations, operation_of(spec): OperationTable(AXES, tuple(rows))}
+    return dataclasses.replace(file, operations=tables)
+
+
+def at_depth(times, layers: int) -> float:
+    return sum(outside + layers * block for block, outside in times.values()) / 1e3
+
+
+def test_a_step_is_so_many_blocks_and_what_is_outside_of_them():
+    found = predicted(STEP, machine(STEP))
+    assert found.median("step_ms") == pytest.approx(at_depth(DEVICE, 24), rel=0.01)
+    head, *rows = found.tables["terms"]
+    products = [row for row in rows if row[head.index("operation")].startswith("matmul")]
+    assert {row[head.index("source")] for row in products} == {"timed whole"}
+    deeper = dataclasses.replace(STEP, model=dataclasses.replace(MODEL, num_layers=48))
+    longer = predicted(deeper, machine(STEP)).median("step_ms") - found.median("step_ms")
+    assert longer == pytest.approx(24 * 3000 / 1e3, rel=0.01)
+
+
+def test_a_step_that_the_host_bounds_takes_what_the_host_took():
+    host = {phase: (4 * block, 4 * outside) for phase, (block, outside) in DEVICE.items()}
+    found = predicted(STEP, machine(STEP, device=host, host=host))
+    assert found.median("step_ms") == pytest.approx(at_depth(host, 24), rel=0.03)
+    assert found.median("device_ms") < at_depth(host, 24) / 2
+
+
+def test_ranks_compute_the_same_blocks():
+    rank = DataParallelSpec(model=MODEL, size="medium", wrapper="bucketed", ranks=2, batch=4,
+                            precision="bf16", device="cuda")  # fmt: skip
+    assert blocks_of(rank) == blocks_of(STEP)
+    found = predicted(rank, machine(STEP))
+    alone = at_depth(DEVICE, 24)
+    assert found.median("without_communication_ms") == pytest.approx(alone, rel=0.03)
+
+
+def test_stages_of_a_pipeline_compute_them_by_micro_batch():
+    layout = LayoutSpec(model=MODEL, size="medium", layout="pp2 1f1b m4", batch=16,
+                        precision="bf16", device="cuda")  # fmt: skip
+    assert blocks_of(layout) == blocks_of(STEP)
+    busiest = predicted(layout, machine(STEP)).median("busiest_rank_ms")
+    fixed = predicted(layout, machine(STEP, device={**DEVICE, "forward": (450.0, 300.0)}))
+    shorter = busiest - fixed.median("busiest_rank_ms")
+    assert shorter == pytest.approx(4 * 12 * 0.45, rel=0.05)
+
+
+def test_what_ranks_share_and_what_is_hardly_deeper_is_not_timed_whole():
+    shared = LayoutSpec(model=MODEL, layout="tp2", batch=4, device="cuda")
+    assert blocks_of(shared) is None
+    shallow = dataclasses.replace(STEP, model=dataclasses.replace(MODEL, num_layers=5))
+    assert blocks_of(shallow) is None
+    assert blocks_of(dataclasses.replace(STEP, phases="forward")) is None
+    other = dataclasses.replace(STEP, batch=3)
+    same = predicted(other, HardwareFile.read(FILE)).median("step_ms")
+    assert predicted(other, machine(STEP)).median("step_ms") == same
