@@ -17,9 +17,10 @@ from typing import Any
 
 from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.machine import Machine
-from stepgauge.cost.operations import NetworkPart, StepOperations
+from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.pipeline import predict_pipeline
 from stepgauge.cost.prices import Prices
+from stepgauge.cost.share import NetworkPart
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout import Layout

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from stepgauge.bench.storage_tracking import predict
 from stepgauge.cost.memory import step_memory
-from stepgauge.cost.operations import NetworkPart, StepOperations
+from stepgauge.cost.operations import StepOperations
+from stepgauge.cost.share import NetworkPart
 from stepgauge.measure import devices
 from stepgauge.measure.environment import device_name
 from stepgauge.measure.memory.timeline import by_block

@@ -11,10 +11,11 @@ from stepgauge.cost.host import launching
 from stepgauge.cost.ledger import step_rows
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.memory import step_memory
-from stepgauge.cost.operations import NetworkPart, StepOperations
+from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.outcome import exposed_ms, outcome, without_communication_ms
 from stepgauge.cost.prices import GLOO, NCCL, Prices
 from stepgauge.cost.program import DATA, RankStep
+from stepgauge.cost.share import NetworkPart
 from stepgauge.cost.step import modelled, rates
 from stepgauge.cost.timed_blocks import as_timed
 from stepgauge.cost.wrapper_host import unknown_host

@@ -13,11 +13,12 @@ from stepgauge.cost.host import Launching, launching
 from stepgauge.cost.ledger import Rows, pipeline_rows, step_rows
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.memory import Memory, pipeline_memory, step_memory
-from stepgauge.cost.operations import NetworkPart, StepOperations
+from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.outcome import Outcome, exposed_ms, outcome
 from stepgauge.cost.pipeline import span_rows
 from stepgauge.cost.prices import GLOO, NCCL, Prices
 from stepgauge.cost.program import Program, RankStep
+from stepgauge.cost.share import NetworkPart
 from stepgauge.cost.stages import durations, layer_times
 from stepgauge.cost.step import modelled, rates
 from stepgauge.cost.timed_blocks import as_timed

@@ -18,6 +18,7 @@ from stepgauge.cost.beside import beside_products
 from stepgauge.cost.elementwise import Elementwise
 from stepgauge.cost.fused_loss import fused_backward, fused_forward
 from stepgauge.cost.priced import RECOMPUTED, require_priced
+from stepgauge.cost.share import NetworkPart, ShareSizes
 from stepgauge.cost.terms import TRAFFIC, Arithmetic, Term, strided_copy
 from stepgauge.spec.fused_loss import torch_computes
 from stepgauge.spec.plan.tensor import KINDS, Rule, overlaps
@@ -25,43 +26,18 @@ from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.step import WorkSpec
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NetworkPart:
-    """What of a network a rank runs at once.
-
-    batch     sequences of a forward and backward: of a pipeline, of a micro-batch
-    tensor    ranks that share each layer
-    overlap   what they send runs beside products
-    blocks    of its stage; None: all
-    gathered  weights come from the other ranks, in the type that is computed in (ZeRO 3)
-    passes    forwards and backwards of a step, whose gradients are added up
-    """
-
-    batch: int
-    tensor: int = 1
-    overlap: bool = False
-    blocks: range | None = None
-    gathered: bool = False
-    passes: int = 1
-
-
-class StepOperations:
+class StepOperations(ShareSizes):
     """The terms of forward, backward and optimizer of a rank's share. Raises ValueError for a step
     that has parts whose cost is not modelled.
     """
 
     def __init__(self, spec: WorkSpec, share: NetworkPart | None = None):
-        self.spec, self.model = spec, require_priced(spec)
-        self.share = share or NetworkPart(batch=spec.batch)
-        self.blocks = self.share.blocks or range(self.model.num_layers)
-        self.is_first = self.blocks.start == 0
-        self.is_last = self.blocks.stop == self.model.num_layers
+        self.spec = spec
+        super().__init__(require_priced(spec), share or NetworkPart(batch=spec.batch))
         is_compiled = spec.compile != "off"
         self.how = Arithmetic.of(
             spec.precision, is_compiled=is_compiled, gathered=self.share.gathered
         )
-        self.tokens = self.share.batch * self.model.context_length
-        self.own_tokens = self.tokens // self.share.tensor  # of the residual stream
         stream = self.tokens * self.model.d_model * self.how.activation
         self.overlapped = self.share.overlap and overlaps(stream, self.share.tensor)
         self._elementwise = Elementwise(
@@ -134,42 +110,6 @@ class StepOperations:
             return Term("optimizer", TRAFFIC, (28 * numel,), pace=pace)
         kind = "bf16" if self.how.weight == 2 else "fp32"
         return Term("optimizer", f"optimizer {self.spec.optimizer} {kind}", (numel,), pace=pace)
-
-    @property
-    def num_parameters(self) -> int:
-        """Those that the rank computes with."""
-        return len(self.blocks) * self.block_parameters + self.end_parameters
-
-    @property
-    def block_parameters(self) -> int:
-        return sum(self.block_matrices) + self.model.block_vector_parameters
-
-    @property
-    def block_matrices(self) -> list[int]:
-        """Elements of a block's weights: inputs and output of attention, up (and gate), down."""
-        model, n = self.model, self.share.tensor
-        d, f = model.d_model, model.d_ff // n
-        width = model.num_heads * model.head_width // n
-        return [self.qkv_rows * d, width * d, (2 if model.is_gated else 1) * f * d, f * d]
-
-    @property
-    def end_parameters(self) -> int:
-        """Of embeddings, last norm and head, as far as the stage has them."""
-        return sum(self.end_matrices) + (self._norm_parameters if self.is_last else 0)
-
-    @property
-    def end_matrices(self) -> list[int]:
-        model, whole = self.model, self.model.vocab_size * self.model.d_model
-        found = [whole // self.share.tensor] if self.is_first else []
-        if self.is_first and model.positions == "learned":
-            found.append((model.num_positions or model.context_length) * model.d_model)
-        if self.is_last and not (model.tied_head and self.is_first):
-            found.append(whole // self.share.tensor)
-        return found
-
-    @property
-    def _norm_parameters(self) -> int:
-        return (2 if self.model.norm == "layernorm" else 1) * self.model.d_model
 
     # Forward
 
@@ -286,7 +226,7 @@ class StepOperations:
         yield from how.linear_backward(
             "attention.input", m, self.qkv_rows, d, how.narrowed(own * d)
         )
-        if biases := self._biases:  # sums over the tokens
+        if biases := self.biases:  # sums over the tokens
             yield Term("biases", TRAFFIC, (m * biases * a,), weights=True)
         yield from self._exchange("attention.input", "backward", weight=(self.qkv_rows, d))
         yield from self._norm("attention.norm", "backward", "attention_norm")
@@ -342,29 +282,6 @@ class StepOperations:
     def _gate(self) -> str:
         return "feed_forward.gate" if self.model.is_gated else "feed_forward.gelu"
 
-    @property
-    def qkv_rows(self) -> int:
-        """Of this rank; key heads that several ranks read are on each."""
-        queries, keys, values = self.model.qkv_sections
-        least = self.model.head_width
-        return queries // self.share.tensor + max(2 * least, (keys + values) // self.share.tensor)
-
-    @property
-    def _biases(self) -> int:
-        """Values a token that are summed into the gradients of a block's biases."""
-        model, n = self.model, self.share.tensor
-        found = self.qkv_rows if model.attention_bias != "none" else 0
-        found += model.d_model if model.attention_bias == "all" else 0
-        if model.feed_forward_bias:
-            found += (2 if model.is_gated else 1) * model.d_ff // n + model.d_model
-        return found
-
-    @property
-    def rotated_width(self) -> int:
-        """Of queries and keys together."""
-        queries, keys, _ = self.model.qkv_sections
-        return (queries + keys) // self.share.tensor
-
     def _attention(self, direction: str) -> Term:
         model = self.model
         kind = "bf16" if self.how.activation == 2 else "fp32"
@@ -373,7 +290,7 @@ class StepOperations:
         return Term("attention", f"attention {model.attention} {direction} {kind}", sizes)
 
     def _norm(self, name: str, direction: str, module: str) -> Iterator[Term]:
-        d, parameters = self.model.d_model, self._norm_parameters
+        d, parameters = self.model.d_model, self.norm_parameters
         yield from self.how.norm(name, direction, self.model.norm, self.own_tokens, d)
         rule = self._rule(module)
         if direction == "backward" and rule and KINDS[rule.kind].sums:

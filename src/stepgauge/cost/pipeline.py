@@ -6,8 +6,9 @@ from stepgauge.cost.activations import stream_bytes
 from stepgauge.cost.estimate import ASSUMED
 from stepgauge.cost.host import launching
 from stepgauge.cost.machine import Machine
-from stepgauge.cost.operations import NetworkPart, StepOperations
+from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.prices import Prices
+from stepgauge.cost.share import NetworkPart
 from stepgauge.cost.stages import Halves
 from stepgauge.cost.step import modelled, term_rows
 from stepgauge.cost.timeline import Timeline, simulate

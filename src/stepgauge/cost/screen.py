@@ -13,8 +13,9 @@ from stepgauge.cost.contention import USUAL
 from stepgauge.cost.data_axis import most_owned
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.memory import Memory, stage_memory, step_memory
-from stepgauge.cost.operations import NetworkPart, StepOperations
+from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.prices import GLOO, NCCL, Prices
+from stepgauge.cost.share import NetworkPart
 from stepgauge.cost.terms import Arithmetic
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, Layout

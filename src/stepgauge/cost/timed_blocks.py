@@ -9,8 +9,9 @@ import copy
 from collections.abc import Mapping
 
 from stepgauge.cost.machine import Machine
-from stepgauge.cost.operations import NetworkPart, StepOperations
+from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.prices import Prices
+from stepgauge.cost.share import NetworkPart
 from stepgauge.spec.blocks import LAYERS, TimedBlocks, operation_of
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import WorkSpec
