@@ -53,6 +53,7 @@ def test_gradients_of_a_plan_are_those_of_no_checkpointing():
     [
         ("nested", "on", None),
         ("selective", "blocks", None),
+        ("feed-forward", "blocks", None),
         ("budget", "on", RecomputePlan(2, blocks=1, selective=1)),
     ],
 )

@@ -150,6 +150,10 @@ def test_the_command_under_torchrun(tmp_path, alone):
             "CUDA graphs need weights that stay in one place; zero3 gathers and frees them",
         ),
         (
+            {"data_parallel": "zero3", "checkpointing": "feed-forward"},
+            "zero3 has them for autograd and compiled code alone: choose --compile blocks",
+        ),
+        (
             {"data_parallel": "zero2", "precision": "fp16"},
             "precision is 'fp16', whose loss scale needs",
         ),

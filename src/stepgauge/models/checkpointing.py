@@ -1,7 +1,8 @@
 """Activation checkpointing: backward computes again what forward then need not keep (Chen et al.
 2016).
 
-Legend: B batch, T sequence, D model width. A block is called as block(x_BTD, rotation).
+Legend: B batch, T sequence, D model width. A block is called as block(x_BTD, rotation), and as
+block(x_BTD, rotation, True) where it is to compute its own feed-forward layer again.
 """
 
 import functools
@@ -76,6 +77,45 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
     )
 
 
+class _UntilAttentionEnds:
+    """A policy that keeps a block's costly results up to the product that follows attention."""
+
+    def __init__(self) -> None:
+        # forward and its second time ask separately
+        self.passed = {False: 0, True: 0}  # since attention, itself included
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        costly, again = operator in _costly(), context.is_recompute
+        if costly and (self.passed[again] or "attention" in operator.name()):
+            self.passed[again] += 1
+        kept = costly and self.passed[again] <= 2
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _until_attention_ends() -> Any:  # a function of a module, which is what compilers take
+    return create_selective_checkpoint_contexts(_UntilAttentionEnds())
+
+
+def keeping_attention(compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """compute(*inputs) of one block: backward computes its feed-forward layer again, norms and
+    rotation too, but neither attention nor its projections.
+    """
+    return checkpoint(
+        compute,
+        *inputs,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=_until_attention_ends,
+    )
+
+
+def feed_forward_again(blocks: Blocks, x_BTD: Tensor, rotation: Any) -> Tensor:
+    """Within each block, so that a block compiled alone keeps what it is to keep."""
+    for block in blocks:
+        x_BTD = block(x_BTD, rotation, True)
+    return x_BTD
+
+
 def by_plan(blocks: Blocks, x_BTD: Tensor, rotation: Any, *, plan: RecomputePlan) -> Tensor:
     """Each block as the plan says."""
     for layer, block in enumerate(blocks):
@@ -92,6 +132,8 @@ def through_blocks(checkpointing: str, size: int) -> Through:
     """
     if checkpointing == "none":
         return in_order
+    if checkpointing == "feed-forward":
+        return feed_forward_again
     if checkpointing == "selective":
         contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
         return functools.partial(in_parts, size=size, through=in_order, context_fn=contexts)

@@ -108,6 +108,7 @@ class DataParallelSpec(OnBackend):
             compile=self.compile,
             precision=self.precision,
             reduce_dtype=self.reduce_dtype,
+            checkpointing=self.checkpointing,
         )
         if self.cuda_graphs:
             self._check_graphs()

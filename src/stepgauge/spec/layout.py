@@ -86,7 +86,7 @@ WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
 
 
 def check_wrapper(
-    name: str, *, device: str, compile: str, precision: str, reduce_dtype: str
+    name: str, *, device: str, compile: str, precision: str, reduce_dtype: str, checkpointing: str
 ) -> None:
     """Raises ValueError for what the wrapper cannot do."""
     wrapper = WRAPPERS[name]
@@ -100,6 +100,11 @@ def check_wrapper(
         raise ValueError(
             f"compile is {compile!r}, whose CUDA graphs need weights that stay in one place; {name} "
             f"gathers and frees them: choose 'blocks'"
+        )
+    if name == "zero3" and checkpointing == "feed-forward" and compile == "off":
+        raise ValueError(
+            f"checkpointing is {checkpointing!r}, which looks for a block's weights in backward, when "
+            f"{name} has them for autograd and compiled code alone: choose --compile blocks"
         )
     if wrapper.shards("gradients") and precision == "fp16":
         raise ValueError(

@@ -24,6 +24,7 @@ def check_layout(
     precision: str,
     compile: str,
     reduce_dtype: str,
+    checkpointing: str,
 ) -> None:
     """Raises ValueError, a sentence, for what does not go together.
 
@@ -35,6 +36,7 @@ def check_layout(
         compile=compile,
         precision=precision,
         reduce_dtype=reduce_dtype,
+        checkpointing=checkpointing,
     )
     if isinstance(model, UserModel):
         _check_user_model(layout)

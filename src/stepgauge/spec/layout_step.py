@@ -64,7 +64,8 @@ class LayoutSpec(OnBackend):
     checkpointing: str = as_in(
         WorkSpec,
         "checkpointing",
-        "what backward computes again; selective keeps products and attention",
+        "what backward computes again; selective keeps products and attention, feed-forward attention "
+        "with its products",
         choices=CHECKPOINTING,
     )
     checkpoint_blocks: int = as_in(WorkSpec, "checkpoint_blocks")
@@ -94,6 +95,7 @@ class LayoutSpec(OnBackend):
             precision=self.precision,
             compile=self.compile,
             reduce_dtype=self.reduce_dtype,
+            checkpointing=self.checkpointing,
         )
         if self.cuda_graphs:
             check_recorded(self.axes, device=self.device)

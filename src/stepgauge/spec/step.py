@@ -13,8 +13,8 @@ FLOAT8 = "float8"  # by a package that may be missing: asked for by name, never 
 COMPILE_MODES = ("off", "on", "blocks", "reduce-overhead", "max-autotune")
 OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-loop", "fused", "sgd")
 # What forward does not keep and backward computes again: nothing; blocks; blocks, and within them
-# each block; all but the results of matrix products and attention.
-CHECKPOINTING = ("none", "blocks", "nested", "selective")
+# each block; all but the results of matrix products and attention; all but attention and its products.
+CHECKPOINTING = ("none", "blocks", "nested", "selective", "feed-forward")
 # Of one process also what of these fits into memory, block by block: spec.plan.recompute.
 BUDGET = "budget"
 # What a timed step contains: no-grad forward; forward and backward; both and the optimizer.
@@ -49,8 +49,8 @@ class WorkSpec:
     )
     checkpointing: str = option(
         "none",
-        "what backward computes again; selective keeps products and attention; budget: the "
-        "least, block by block, that fits into --memory-gib",
+        "what backward computes again; selective keeps products and attention, feed-forward attention "
+        "with its products; budget: the least, block by block, that fits into --memory-gib",
         choices=(*CHECKPOINTING, BUDGET),
         label="changed",
         named_with="checkpoint_blocks",

@@ -141,8 +141,8 @@ class TrainSpec:
             raise ValueError(
                 f"layout is {self.layout!r}; --checkpointing budget is solved for data parallel ranks"
             )
-        how = {"device": self.device, "compile": self.compile, "precision": self.precision}
-        check_layout(self.axes, self.model, batch=self.batch, reduce_dtype=self.reduce_dtype, **how)
+        names = ("batch", "device", "compile", "precision", "reduce_dtype", "checkpointing")
+        check_layout(self.axes, self.model, **{name: getattr(self, name) for name in names})
         if self.reduce_dtype != "own" and not WRAPPERS[wrapper].reduce_dtype:
             takers = [name for name in TRAINING_WRAPPERS if WRAPPERS[name].reduce_dtype]
             raise ValueError(
