@@ -3,7 +3,7 @@
 # PARTS="rows losses" chooses, within BUDGET=... seconds (240 by default). TRIAL=1 tries it all on a CPU, small.
 #   checks   side by side: GPU tests of the libraries, a float8 step, a checkpointing budget of a compiled step;
 #            and what the other parts compile, into caches
-#   rows     attention at seven shapes of training beside FlashAttention-4 and cuDNN
+#   rows     attention at nine shapes of training beside FlashAttention-4 and cuDNN
 #   losses   linear + cross-entropy by our choice, our loop compiled, torch.compile and eager
 #   grid     attention over widths and lengths
 # Writes OUT/{attention.jsonl,log.txt,checks-*.txt} and runs under OUT.
@@ -41,11 +41,11 @@ if chosen checks; then
   logged tail -n 15 "$out"/checks-[flbt]*.txt
 fi
 if chosen rows; then
-  logged timed 40 python3 "$attention" "$out" --budget 35 ${TRIAL:+--trial}
+  logged timed 60 python3 "$attention" "$out" --budget 50 ${TRIAL:+--trial}
 fi
 if chosen losses; then
+  logged loss 45 losses-long $long --seconds 0.3
   logged loss 25 losses-short $short --seconds 0.3
-  logged loss 35 losses-long $long --seconds 0.3
 fi
 if chosen grid; then
   logged timed 100 python3 "$attention" "$out" --grid --budget $((BUDGET - SECONDS - 8)) ${TRIAL:+--trial}
