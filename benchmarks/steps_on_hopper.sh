@@ -17,14 +17,14 @@ export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 PYTORCH_CUDA_ALLOC_CONF=expandab
 rows() {  # SECONDS COMMAND OPTIONS...: rows of bench, each command in a folder of its own
   local limit=$1 folder; shift
   folder=$(mktemp -d)
-  timed "$limit" python3 -m stepgauge bench "$@" --device "$device" --no-predict --out "$folder" \
+  timed "$((limit * patience))" python3 -m stepgauge bench "$@" --device "$device" --no-predict --out "$folder" \
     >>"$out/tables.txt" 2> >(tee -a "$out/log.txt" >&2)
   cat "$folder/records.jsonl" >>"$out/records.jsonl" 2>/dev/null
   cat "$folder/failures.log" >>"$out/failures.txt" 2>/dev/null
   rm -rf "$folder"
 }
 
-device=cuda stock=sdpa-cudnn times="--warmup 3 --steps 10 --seconds 0"
+device=cuda patience=1 stock=sdpa-cudnn times="--warmup 3 --steps 10 --seconds 0"
 short="--size 2.7b --batch 4 --context 512" xl="--size xl --batch 8 --context 2048"
 narrow="--d-model 4096 --d-ff 14336 --num-layers 12 --num-heads 32 --num-kv-heads 8 --batch 16 --context 2048"
 wide="--d-model 8192 --d-ff 28672 --num-layers 4 --num-heads 64 --num-kv-heads 8 --batch 16 --context 2048"
@@ -32,7 +32,7 @@ long="--d-model 4096 --d-ff 11008 --num-layers 34 --num-heads 32 --vocab-size 15
 few="--warmup 2 --steps 3"
 if [ "${TRIAL:-}" ]; then
   small="--d-model 64 --d-ff 128 --num-layers 2 --num-heads 2 --batch 2 --context 32"
-  device=cpu stock=sdpa times="--warmup 1 --steps 1 --seconds 0" few="--warmup 1 --steps 1"
+  device=cpu patience=4 BUDGET=3000 stock=sdpa times="--warmup 1 --steps 1 --seconds 0" few="--warmup 1 --steps 1"
   short=$small xl=$small narrow=$small wide=$small long=$small
 fi
 torchs="--precision bf16 --optimizer adamw --attention $stock --loss cross-entropy"
