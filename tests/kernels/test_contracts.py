@@ -19,7 +19,7 @@ from stepgauge.kernels.attention import (
     reference,
 )
 from stepgauge.kernels.linear_cross_entropy import linear_cross_entropy
-from stepgauge.kernels.rms_norm import RMSNormReference, rms_norm
+from stepgauge.kernels.rms_norm import rms_norm
 
 TARGETS = torch.tensor([1, 0, 5, 3])
 
@@ -43,11 +43,6 @@ OPERATIONS = {
     "rms_norm": (
         lambda x: rms_norm(x, x[0].detach() + 1),
         lambda x: F.rms_norm(x, (8,), x[0].detach() + 1, 1e-5),
-        (4, 8),
-    ),
-    "RMSNormReference": (
-        lambda x: RMSNormReference.apply(x, x[0].sin()),
-        lambda x: F.rms_norm(x, (8,), x[0].sin(), 1e-5),
         (4, 8),
     ),
     "linear_cross_entropy": (
@@ -111,10 +106,6 @@ def test_types_are_refused_on_the_cpu(dtype):
     for x, weight in ((q, torch.ones(8)), (torch.ones(4, 8), q[0, 0, 0])):
         with pytest.raises(ValueError, match=str(dtype)):
             rms_norm(x, weight)
-        with pytest.raises(ValueError, match=str(dtype)):
-            RMSNormReference.apply(x, weight)
-    with pytest.raises(ValueError, match=str(dtype)):
-        rms_norm(torch.ones(4, 8), torch.ones(8), residual=q[0, 0].expand(4, 8))
     with pytest.raises(ValueError, match=str(dtype)):
         linear_cross_entropy(q[0, 0], q[0, 0], TARGETS)
 

@@ -24,7 +24,6 @@ from tests.kernels.triton_here import (  # noqa: E402
 
 from stepgauge.kernels import rms_norm as package  # noqa: E402
 from stepgauge.kernels.rms_norm import (  # noqa: E402
-    RMSNormReference,
     RMSNormTriton,
     TritonRMSNorm,
     backward_input,
@@ -50,20 +49,12 @@ def error(value, exact):
     return ((value.double().to(exact.device) - exact).norm() / exact.norm()).item()
 
 
-def exact_results(x, weight, dy, dsum=None, residual=None):
+def exact_results(x, weight, dy):
     """Output and gradients in float64 on the CPU, by autograd of the equation."""
-    h = x.detach().double().cpu()
-    if residual is not None:
-        # The kernel normalises the sum as it is stored.
-        h = (x.detach() + residual.detach()).double().cpu()
-    h.requires_grad_()
-    w = weight.detach().double().cpu().requires_grad_()
-    y = w * h / torch.sqrt((h * h).mean(-1, keepdim=True) + 1e-5)
-    total = (y * dy.double().cpu()).sum()
-    if dsum is not None:
-        total = total + (h * dsum.double().cpu()).sum()
-    total.backward()
-    return y.detach(), h.grad, w.grad
+    x, w = (tensor.detach().double().cpu().requires_grad_() for tensor in (x, weight))
+    y = w * x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5)
+    (y * dy.double().cpu()).sum().backward()
+    return y.detach(), x.grad, w.grad
 
 
 def inputs(shape, dtype, *, weight_dtype=None, device="cpu", seed=0):
@@ -94,17 +85,6 @@ def test_gradients_written_out_equal_autograd():
     assert error(backward_weight(dy, x, weight), exact_dw) < 1e-13
 
 
-def test_reference_function_passes_gradcheck():
-    x, weight, _ = inputs((2, 3, 7), torch.float64)
-    assert torch.autograd.gradcheck(RMSNormReference.apply, (x, weight))
-
-
-def test_reference_equals_the_builtin():
-    x, weight, _ = inputs((4, 33), torch.float32)
-    builtin = F.rms_norm(x, (33,), weight, 1e-5)
-    assert error(RMSNormReference.apply(x, weight), builtin) < 1e-6
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(7,), (0, 4), (2, 3, 17)])
 def test_public_function_on_the_cpu(dtype, shape):
@@ -118,18 +98,6 @@ def test_public_function_on_the_cpu(dtype, shape):
         assert error(weight.grad, exact_dw) < TOLERANCE[dtype]
     else:
         assert weight.grad.abs().sum() == 0
-
-
-def test_residual_returns_the_sum_and_both_gradients():
-    x, weight, dy = inputs((4, 12), torch.float32)
-    residual = inputs((4, 12), torch.float32, seed=1)[0]
-    y, total = rms_norm(x, weight, residual=residual)
-    assert torch.equal(total, x + residual)
-    (y * dy + total).sum().backward()
-    _, exact_dh, exact_dw = exact_results(x, weight, dy, torch.ones_like(dy), residual)
-    for gradient in (x.grad, residual.grad):
-        assert error(gradient, exact_dh) < 1e-6
-    assert error(weight.grad, exact_dw) < 1e-6
 
 
 def test_module_exchanges_state_with_the_builtin():
@@ -149,11 +117,6 @@ def test_module_exchanges_state_with_the_builtin():
 def test_shapes_that_do_not_fit_are_named(x_shape, weight_shape):
     with pytest.raises(ValueError, match=re.escape(str(weight_shape))):
         rms_norm(torch.ones(x_shape), torch.ones(weight_shape))
-
-
-def test_residual_of_another_shape_is_refused():
-    with pytest.raises(ValueError, match="residual"):
-        rms_norm(torch.ones(2, 3), torch.ones(3), residual=torch.ones(3))
 
 
 # The kernels in the interpreter
@@ -206,21 +169,6 @@ def test_interp_no_rows(interpreter):
 
 @needs_triton
 @interpreted_only
-@pytest.mark.parametrize("width", [24, 33000])
-def test_interp_residual(width, interpreter, poisoned, few_reducers):
-    x, weight, dy = inputs((3, width), torch.float16)
-    residual, _, dsum = inputs((3, width), torch.float16, seed=1)
-    y, total = package._RMSNormResidual.apply(x, residual, weight, 1e-5, x.dtype)
-    torch.autograd.backward([y, total], [dy, dsum])
-    exact_y, exact_dh, exact_dw = exact_results(x, weight, dy, dsum, residual)
-    assert torch.equal(total, x + residual)
-    assert error(y, exact_y) < 1e-3 and error(weight.grad, exact_dw) < 1e-3
-    for gradient in (x.grad, residual.grad):
-        assert error(gradient, exact_dh) < 1e-3
-
-
-@needs_triton
-@interpreted_only
 def test_interp_output_type_of_autocast(interpreter, poisoned):
     x, weight, _ = inputs((3, 40), torch.float16)
     y = RMSNormTriton.apply(x, weight, 1e-5, torch.float32)
@@ -251,21 +199,16 @@ def test_interp_every_backward_shape(rows, fold, blocks, interpreter, poisoned, 
 
 @needs_triton
 @interpreted_only
-@pytest.mark.parametrize("with_residual", [False, True])
-def test_interp_operators_pass_torchs_own_checks(with_residual, interpreter):
+def test_interp_operators_pass_torchs_own_checks(interpreter):
     x, weight, dy = inputs((3, 24), torch.float32)
-    residual = torch.randn(3, 24, requires_grad=True) if with_residual else None
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     forward = torch.ops.stepgauge.rms_norm.default
-    torch.library.opcheck(forward, (x, residual, weight, 1e-5, torch.float32), test_utils=checks)
-    y, total, rstd = forward(x, residual, weight, 1e-5, torch.float32)
-    outputs = (y, total) if with_residual else (y,)
-    torch.autograd.backward(outputs, [dy] * len(outputs))
-    dsum = dy if with_residual else None
-    exact = exact_results(x, weight, dy, dsum, residual)
-    assert error(x.grad, exact[1]) < 1e-6 and error(weight.grad, exact[2]) < 1e-6
-    h = (total if with_residual else x).detach()
-    given = dy, h, weight.detach(), rstd.detach(), dsum
+    torch.library.opcheck(forward, (x, weight, 1e-5, torch.float32), test_utils=checks)
+    y, rstd = forward(x, weight, 1e-5, torch.float32)
+    y.backward(dy)
+    _, exact_dx, exact_dw = exact_results(x, weight, dy)
+    assert error(x.grad, exact_dx) < 1e-6 and error(weight.grad, exact_dw) < 1e-6
+    given = dy, x.detach(), weight.detach(), rstd.detach()
     torch.library.opcheck(torch.ops.stepgauge.rms_norm_backward.default, given, test_utils=checks)
 
 
@@ -286,18 +229,17 @@ def test_one_graph_under_torch_compile(hopper_driver):
         graphs.append(graph_module)
         return graph_module
 
-    def block(x, weight, residual):
-        y, total, _ = torch.ops.stepgauge.rms_norm(x, residual, weight, 1e-5, x.dtype)
-        return y + RMSNormTriton.apply(total, weight)
+    def block(x, weight):
+        y, _ = torch.ops.stepgauge.rms_norm(x, weight, 1e-5, x.dtype)
+        return y + RMSNormTriton.apply(y, weight)
 
     torch._dynamo.reset()
     backend = aot_autograd(
         fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
     )
     with FakeTensorMode():
-        x, residual = (torch.empty(8, 64, requires_grad=True) for _ in range(2))
-        weight = torch.empty(64, requires_grad=True)
-        torch.compile(block, backend=backend, fullgraph=True)(x, weight, residual).sum().backward()
+        x, weight = (torch.empty(shape, requires_grad=True) for shape in ((8, 64), (64,)))
+        torch.compile(block, backend=backend, fullgraph=True)(x, weight).sum().backward()
     counts = [sum("stepgauge.rms_norm" in str(n.target) for n in g.graph.nodes) for g in graphs]
     assert counts == [2, 2]
 
@@ -411,19 +353,13 @@ def test_tiles_in_flight_fit_shared_memory():
 
     config = backward_config(16384, 4)
     # Three tensors of 64 KiB fit an H100's 227 KiB once, an A100's 163 KiB not at all.
-    assert config.fitted(4, has_dsum=False, shared_bytes=227 * 1024).stages == 2
-    assert config.fitted(4, has_dsum=True, shared_bytes=227 * 1024).stages == 1
-    assert config.fitted(4, has_dsum=False, shared_bytes=163 * 1024).stages == 1
+    assert config.fitted(4, shared_bytes=227 * 1024).stages == 2
+    assert config.fitted(4, shared_bytes=163 * 1024).stages == 1
 
 
 def resources_ahead(launch, known, dtype, arch):
     """Registers and stack of a launch, compiled as the JIT would."""
-    unused = {"residual_ptr", "sum_ptr", "dsum_ptr"}
-    names = [
-        name
-        for name in launch.kernel.arg_names
-        if name not in launch.constants and name not in unused
-    ]
+    names = [name for name in launch.kernel.arg_names if name not in launch.constants]
     signature = {
         name: "i32" if name.startswith("num_") else known.get(name, "*" + dtype) for name in names
     }
@@ -440,27 +376,22 @@ def resources_ahead(launch, known, dtype, arch):
     )
 
 
-@pytest.mark.parametrize("with_residual", [False, True])
-def test_what_launches_bound_is_torchs(with_residual, monkeypatch):
+def test_what_launches_bound_is_torchs(monkeypatch):
     """Up to the size measured, for tensors of one type, and with torch's second derivative."""
     x, weight, dy = inputs((4, 32), torch.float32)
-    residual = torch.randn(4, 32, requires_grad=True) if with_residual else None
     ours = []
-    name = "_RMSNormResidual" if with_residual else "RMSNormTriton"
-    monkeypatch.setattr(package, name, SimpleNamespace(apply=lambda *given: ours.append(given)))
+    record = SimpleNamespace(apply=lambda *given: ours.append(given))
+    monkeypatch.setattr(package, "RMSNormTriton", record)
     monkeypatch.setattr(package, "_kernel_takes", lambda x, weight: True)
     monkeypatch.setattr(package, "TORCH_BYTES", 4 * 32 * 4)
-    result = rms_norm(x, weight, residual=residual)
-    y, h = result if with_residual else (result, x)
-    assert torch.equal(y, F.rms_norm(h, (32,), weight, 1e-5)) and not ours
+    y = rms_norm(x, weight)
+    assert torch.equal(y, F.rms_norm(x, (32,), weight, 1e-5)) and not ours
     (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
     (dw,) = torch.autograd.grad(dx.sum(), weight)
     assert dw.abs().sum() > 0
-    if with_residual:
-        assert torch.equal(h, x + residual)
-    rms_norm(x, weight.bfloat16(), residual=residual)
+    rms_norm(x, weight.bfloat16())
     monkeypatch.setattr(package, "TORCH_BYTES", 4 * 32 * 4 - 1)
-    rms_norm(x, weight, residual=residual)
+    rms_norm(x, weight)
     assert len(ours) == 2
 
 
@@ -533,23 +464,6 @@ def test_gpu_unaligned_and_non_contiguous(poisoned):
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [2560, 32768])
-def test_gpu_residual(dtype, width, poisoned):
-    x, weight, dy = inputs((50, width), dtype, device="cuda")
-    residual, _, dsum = inputs((50, width), dtype, device="cuda", seed=1)
-    y, total = rms_norm(x, weight, residual=residual)
-    torch.autograd.backward([y, total], [dy, dsum])
-    exact_y, exact_dh, exact_dw = exact_results(x, weight, dy, dsum, residual)
-    assert torch.equal(total, x + residual)
-    assert error(y, exact_y) < TOLERANCE[dtype]
-    assert error(weight.grad, exact_dw) < TOLERANCE[dtype]
-    for gradient in (x.grad, residual.grad):
-        assert error(gradient, exact_dh) < TOLERANCE[dtype]
-
-
-@gpu
-@needs_gpu
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gpu_autocast_types_are_the_builtins(dtype, weight_dtype):
@@ -576,13 +490,11 @@ def test_gpu_gradient_is_the_same_every_time():
 @gpu
 @needs_gpu
 def test_gpu_compiled_equals_eager():
-    def block(x, weight, residual):
-        y, total = rms_norm(x, weight, residual=residual)
-        return rms_norm(y * 2, weight) + total
+    def block(x, weight):
+        return rms_norm(rms_norm(x, weight) * 2, weight) + x
 
     torch._dynamo.reset()
-    tensors = [*inputs((64, 2560), torch.bfloat16, device="cuda")[:2]]
-    tensors.append(inputs((64, 2560), torch.bfloat16, device="cuda", seed=1)[0])
+    tensors = inputs((64, 2560), torch.bfloat16, device="cuda")[:2]
     eager = block(*tensors)
     compiled = torch.compile(block, fullgraph=True)(*tensors)
     dy = torch.randn_like(eager)
@@ -627,12 +539,12 @@ def test_gpu_beyond_2_31_elements():
     dy = torch.empty_like(x).normal_()
     from stepgauge.kernels.rms_norm import ops
 
-    y, _, rstd = ops.run_forward(x, None, weight, 1e-5, x.dtype)
+    y, rstd = ops.run_forward(x, weight, 1e-5, x.dtype)
     last = slice(rows - 4, rows)
     exact = reference.forward(x[last].double(), weight.double())
     assert error(y[last], exact) < TOLERANCE[torch.bfloat16]
     del y
-    dx, _ = ops.run_backward(dy, x, weight, rstd, None)
+    dx, _ = ops.run_backward(dy, x, weight, rstd)
     exact = backward_input(dy[last].double(), x[last].double(), weight.double())
     assert error(dx[last], exact) < TOLERANCE[torch.bfloat16]
     assert not dx[:: rows // 100].isnan().any()

@@ -37,8 +37,6 @@ class NormLaunches:
         num_sms: int,
         shared_bytes: int = 227 * 1024,
         *,
-        has_residual: bool = False,
-        has_dsum: bool = False,
         forward: "kernels.ForwardConfig | None" = None,
         backward: "kernels.BackwardConfig | None" = None,
     ):
@@ -46,12 +44,12 @@ class NormLaunches:
         self.width = width
         self.fwd = forward or kernels.forward_config(width, itemsize)
         self.bwd = (backward or kernels.backward_config(width, itemsize)).fitted(
-            itemsize, has_dsum=has_dsum, shared_bytes=shared_bytes
+            itemsize, shared_bytes=shared_bytes
         )
         self.max_programs = num_sms * self.bwd.programs_per_sm
         self.splits = 1
-        self.forward = self._forward_launch(has_residual)
-        self.backward = self._backward_launch(has_dsum, itemsize)
+        self.forward = self._forward_launch()
+        self.backward = self._backward_launch(itemsize)
         self.reduce_grid = _ceil_div(width, kernels.REDUCE_BLOCK)
         self.reduce = Launch(
             reduce_kernel,
@@ -61,31 +59,29 @@ class NormLaunches:
             num_warps=kernels.REDUCE_WARPS,
         )
 
-    def _forward_launch(self, has_residual: bool) -> Launch:
+    def _forward_launch(self) -> Launch:
         c = self.fwd
         if c.wide:
             return Launch(
-                forward_wide_kernel, WIDTH=self.width, BLOCK=c.block, HAS_RESIDUAL=has_residual,
-                num_warps=c.num_warps,
-            )  # fmt: skip
+                forward_wide_kernel, WIDTH=self.width, BLOCK=c.block, num_warps=c.num_warps
+            )
         return Launch(
-            forward_kernel, WIDTH=self.width, BLOCK=c.block, ROWS=c.rows,
-            HAS_RESIDUAL=has_residual, num_warps=c.num_warps,
-        )  # fmt: skip
+            forward_kernel, WIDTH=self.width, BLOCK=c.block, ROWS=c.rows, num_warps=c.num_warps
+        )
 
-    def _backward_launch(self, has_dsum: bool, itemsize: int) -> Launch:
+    def _backward_launch(self, itemsize: int) -> Launch:
         c = self.bwd
         if c.blocks:
             self.splits = _ceil_div(self.width, c.block * c.blocks)
             self.max_programs = max(1, self.max_programs // self.splits)
             return Launch(
                 backward_wide_kernel, WIDTH=self.width, BLOCK=c.block, BLOCKS=c.blocks,
-                HAS_DSUM=has_dsum, num_warps=c.num_warps,
+                num_warps=c.num_warps,
             )  # fmt: skip
         return Launch(
             backward_kernel, WIDTH=self.width, BLOCK=c.block, ROWS=c.rows,
-            FOLD=c.fold(itemsize), KEEP_WEIGHT=c.keep_weight, STREAM=c.stream, HAS_DSUM=has_dsum,
-            STAGES=c.stages, num_warps=c.num_warps,
+            FOLD=c.fold(itemsize), KEEP_WEIGHT=c.keep_weight, STREAM=c.stream, STAGES=c.stages,
+            num_warps=c.num_warps,
         )  # fmt: skip
 
     def forward_grid(self, num_rows: int) -> int:
@@ -113,55 +109,45 @@ def limits(device: torch.device) -> tuple[int, int]:
 _PLANS: dict = {}
 
 
-def plan_for(h: Tensor, weight: Tensor, other_dtype: torch.dtype, extra: bool) -> NormLaunches:
-    """The plan for a tensor like h. ``extra``: residual in forward, its gradient in backward."""
-    # One plan holds launches for one set of types; forward's output type or the gradient's type
-    # is `other_dtype`, so that forward and backward of one call usually share a plan.
+def plan_for(x: Tensor, weight: Tensor, other_dtype: torch.dtype) -> NormLaunches:
+    """The plan for a tensor like x; forward's output, or the gradient, is of `other_dtype`."""
+    # A Launch holds one set of types, so they are in the key.
     # int: a width that torch.compile took for dynamic becomes a constant of its graph.
-    width = int(h.shape[-1])
-    key = (h.device, h.dtype, weight.dtype, other_dtype, width, extra)
+    width = int(x.shape[-1])
+    key = (x.device, x.dtype, weight.dtype, other_dtype, width)
     plan = _PLANS.get(key)
     if plan is None:
-        plan = NormLaunches(width, h.dtype, *limits(h.device), has_residual=extra, has_dsum=extra)
-        _PLANS[key] = plan
+        plan = _PLANS[key] = NormLaunches(width, x.dtype, *limits(x.device))
     return plan
 
 
 def run_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the sum of x and residual (empty without one), and rstd, one fp32 a row."""
+    x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """y, and rstd, one fp32 a row."""
     x, weight = x.contiguous(), weight.contiguous()
     y = torch.empty_like(x, dtype=out_dtype)
-    total = None
-    if residual is not None:
-        residual, total = residual.contiguous(), torch.empty_like(x)
     num_rows = x.numel() // x.shape[-1]
     rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     if num_rows:
-        plan = plan_for(x, weight, out_dtype, residual is not None)
+        plan = plan_for(x, weight, out_dtype)
         _require_cuda(x)
-        args = (x, residual, weight, y, total, rstd)
-        plan.forward((plan.forward_grid(num_rows), 1), args, (num_rows, eps))
-    return y, x.new_empty(0) if total is None else total, rstd
+        plan.forward((plan.forward_grid(num_rows), 1), (x, weight, y, rstd), (num_rows, eps))
+    return y, rstd
 
 
-def run_backward(
-    dy: Tensor, h: Tensor, weight: Tensor, rstd: Tensor, dsum: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The gradients of h and of the weight; dsum is that of the sum where forward gave one."""
-    dy, h, weight = dy.contiguous(), h.contiguous(), weight.contiguous()
+def run_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the weight."""
+    dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     num_rows = rstd.numel()
     if not num_rows:
-        return torch.empty_like(h), torch.zeros_like(weight)
-    if dsum is not None:
-        dsum = dsum.contiguous()
-    plan = plan_for(h, weight, dy.dtype, dsum is not None)
+        return torch.empty_like(x), torch.zeros_like(weight)
+    plan = plan_for(x, weight, dy.dtype)
     grid = plan.backward_grid(num_rows)
-    dx, dw = torch.empty_like(h), torch.empty_like(weight)
-    partial = torch.empty((grid, plan.width), dtype=torch.float32, device=h.device)
-    _require_cuda(h)
-    plan.backward((grid, plan.splits), (dy, h, weight, rstd, dsum, dx, partial), (num_rows,))
+    dx, dw = torch.empty_like(x), torch.empty_like(weight)
+    partial = torch.empty((grid, plan.width), dtype=torch.float32, device=x.device)
+    _require_cuda(x)
+    plan.backward((grid, plan.splits), (dy, x, weight, rstd, dx, partial), (num_rows,))
     plan.reduce((plan.reduce_grid, 1), (partial, dw), (grid,))
     return dx, dw
 
@@ -182,29 +168,24 @@ rms_norm_backward_op = torch.library.custom_op(
 
 
 @rms_norm_op.register_fake
-def _(x, residual, weight, eps, out_dtype):
+def _(x, weight, eps, out_dtype):
     y = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
-    total = x.new_empty(0) if residual is None else torch.empty_like(y, dtype=x.dtype)
-    return y, total, x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+    return y, x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
 
 
 @rms_norm_backward_op.register_fake
-def _(dy, h, weight, rstd, dsum):
+def _(dy, x, weight, rstd):
     form = torch.contiguous_format
-    return torch.empty_like(h, memory_format=form), torch.empty_like(weight, memory_format=form)
+    return torch.empty_like(x, memory_format=form), torch.empty_like(weight, memory_format=form)
 
 
 def _setup(ctx, inputs, output):
-    x, residual, weight, _, _ = inputs
-    _, total, rstd = output
-    ctx.has_residual = residual is not None
-    ctx.save_for_backward(total if ctx.has_residual else x, weight, rstd)
+    x, weight, _, _ = inputs
+    ctx.save_for_backward(x, weight, output[1])
 
 
-def _backward(ctx, dy, dsum, _drstd):
-    h, weight, rstd = ctx.saved_tensors
-    dx, dw = rms_norm_backward_op(dy, h, weight, rstd, dsum if ctx.has_residual else None)
-    return dx, dx if ctx.has_residual else None, dw, None, None
+def _backward(ctx, dy, _drstd):
+    return (*rms_norm_backward_op(dy, *ctx.saved_tensors), None, None)
 
 
 rms_norm_op.register_autograd(_backward, setup_context=_setup)

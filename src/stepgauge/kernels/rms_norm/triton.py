@@ -17,73 +17,54 @@ MAX_WIDTH = 65536
 
 @triton.jit(do_not_specialize=["num_rows"])
 def forward_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, rstd_ptr, num_rows, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    x_ptr, weight_ptr, y_ptr, rstd_ptr, num_rows, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """y = w * h / sqrt(mean(h^2) + eps) for ROWS rows, each held whole; h = x (+ residual)."""
+    """y = w * x / sqrt(mean(x^2) + eps) for ROWS rows, each held whole."""
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col_D = tl.arange(0, BLOCK)
     in_row_D = col_D < WIDTH
     # int64 only in the row's start: num_rows * WIDTH may pass 2^31, a column may not.
     offset_RD = (row_R * WIDTH)[:, None] + col_D[None, :]
     mask_RD = (row_R < num_rows)[:, None] & in_row_D[None, :]
-    h_RD = tl.load(x_ptr + offset_RD, mask=mask_RD, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        h_RD += tl.load(residual_ptr + offset_RD, mask=mask_RD, other=0.0).to(tl.float32)
-        # Normalise what is stored, so that backward, which reads the stored sum, agrees with it.
-        rounded_RD = h_RD.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + offset_RD, rounded_RD, mask=mask_RD)
-        h_RD = rounded_RD.to(tl.float32)
+    x_RD = tl.load(x_ptr + offset_RD, mask=mask_RD, other=0.0).to(tl.float32)
     weight_D = tl.load(weight_ptr + col_D, mask=in_row_D, other=0.0).to(tl.float32)
-    rstd_R = tl.rsqrt(tl.sum(h_RD * h_RD, axis=1) / WIDTH + eps)
+    rstd_R = tl.rsqrt(tl.sum(x_RD * x_RD, axis=1) / WIDTH + eps)
     tl.store(rstd_ptr + row_R, rstd_R, mask=row_R < num_rows)
-    y_RD = h_RD * rstd_R[:, None] * weight_D[None, :]
+    y_RD = x_RD * rstd_R[:, None] * weight_D[None, :]
     tl.store(y_ptr + offset_RD, y_RD.to(y_ptr.dtype.element_ty), mask=mask_RD)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def forward_wide_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, rstd_ptr, num_rows, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    x_ptr, weight_ptr, y_ptr, rstd_ptr, num_rows, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same for one row that does not fit in registers: the second read of it comes from L2."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * WIDTH
     y_ptr += row * WIDTH
-    if HAS_RESIDUAL:
-        residual_ptr += row * WIDTH
-        sum_ptr += row * WIDTH
     square_D = tl.zeros([BLOCK], tl.float32)
     for start in range(0, WIDTH, BLOCK):
         col_D = start + tl.arange(0, BLOCK)
         mask_D = col_D < WIDTH
-        h_D = tl.load(x_ptr + col_D, mask=mask_D, other=0.0).to(tl.float32)
-        if HAS_RESIDUAL:
-            h_D += tl.load(residual_ptr + col_D, mask=mask_D, other=0.0).to(tl.float32)
-            rounded_D = h_D.to(sum_ptr.dtype.element_ty)
-            tl.store(sum_ptr + col_D, rounded_D, mask=mask_D)
-            h_D = rounded_D.to(tl.float32)
-        square_D += h_D * h_D
+        x_D = tl.load(x_ptr + col_D, mask=mask_D, other=0.0).to(tl.float32)
+        square_D += x_D * x_D
     rstd = tl.rsqrt(tl.sum(square_D) / WIDTH + eps)
     tl.store(rstd_ptr + row, rstd)
     for start in range(0, WIDTH, BLOCK):
         col_D = start + tl.arange(0, BLOCK)
         mask_D = col_D < WIDTH
-        # With a residual, add again rather than read back the sum: a thread's own store is not
-        # ordered before another thread's load without a barrier.
-        h_D = tl.load(x_ptr + col_D, mask=mask_D, other=0.0).to(tl.float32)
-        if HAS_RESIDUAL:
-            h_D += tl.load(residual_ptr + col_D, mask=mask_D, other=0.0).to(tl.float32)
-            h_D = h_D.to(sum_ptr.dtype.element_ty).to(tl.float32)
+        x_D = tl.load(x_ptr + col_D, mask=mask_D, other=0.0).to(tl.float32)
         weight_D = tl.load(weight_ptr + col_D, mask=mask_D, other=0.0).to(tl.float32)
-        tl.store(y_ptr + col_D, (h_D * rstd * weight_D).to(y_ptr.dtype.element_ty), mask=mask_D)
+        tl.store(y_ptr + col_D, (x_D * rstd * weight_D).to(y_ptr.dtype.element_ty), mask=mask_D)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def backward_kernel(
-    dy_ptr, h_ptr, weight_ptr, rstd_ptr, dsum_ptr, dx_ptr, partial_ptr, num_rows,
+    dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, num_rows,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr,
-    KEEP_WEIGHT: tl.constexpr, STREAM: tl.constexpr, HAS_DSUM: tl.constexpr, STAGES: tl.constexpr,
+    KEEP_WEIGHT: tl.constexpr, STREAM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Both gradients in one pass: dx a tile of rows at a time, dw summed in registers over tiles.
 
@@ -110,21 +91,19 @@ def backward_kernel(
         mask_RD = (row_R < num_rows)[:, None] & in_row_D[None, :]
         dy_RD = tl.load(dy_ptr + offset_RD, mask=mask_RD, other=0.0, eviction_policy=EVICTION)
         dy_RD = dy_RD.to(tl.float32)
-        h_RD = tl.load(h_ptr + offset_RD, mask=mask_RD, other=0.0, eviction_policy=EVICTION)
-        h_RD = h_RD.to(tl.float32)
+        x_RD = tl.load(x_ptr + offset_RD, mask=mask_RD, other=0.0, eviction_policy=EVICTION)
+        x_RD = x_RD.to(tl.float32)
         rstd_R = tl.load(rstd_ptr + row_R, mask=row_R < num_rows, other=0.0)
-        hhat_RD = h_RD * rstd_R[:, None]
+        xhat_RD = x_RD * rstd_R[:, None]
         if FOLD:
-            dw_XD += tl.sum(dy_RD * hhat_RD, axis=0)[None, :]
+            dw_XD += tl.sum(dy_RD * xhat_RD, axis=0)[None, :]
         else:
-            dw_XD += dy_RD * hhat_RD
+            dw_XD += dy_RD * xhat_RD
         if not KEEP_WEIGHT:
             weight_D = tl.load(weight_ptr + col_D, mask=in_row_D, other=0.0).to(tl.float32)
         g_RD = dy_RD * weight_D[None, :]
-        mean_R = tl.sum(g_RD * hhat_RD, axis=1) / WIDTH
-        dx_RD = (g_RD - hhat_RD * mean_R[:, None]) * rstd_R[:, None]
-        if HAS_DSUM:
-            dx_RD += tl.load(dsum_ptr + offset_RD, mask=mask_RD, other=0.0).to(tl.float32)
+        mean_R = tl.sum(g_RD * xhat_RD, axis=1) / WIDTH
+        dx_RD = (g_RD - xhat_RD * mean_R[:, None]) * rstd_R[:, None]
         dx_RD = dx_RD.to(dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + offset_RD, dx_RD, mask=mask_RD, eviction_policy=EVICTION)
     dw_D = tl.sum(dw_XD, axis=0)
@@ -133,8 +112,8 @@ def backward_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def backward_wide_kernel(
-    dy_ptr, h_ptr, weight_ptr, rstd_ptr, dsum_ptr, dx_ptr, partial_ptr, num_rows,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HAS_DSUM: tl.constexpr,
+    dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, num_rows,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Both gradients of rows too wide for registers; program (p, s) owns BLOCKS blocks of columns.
 
@@ -155,23 +134,20 @@ def backward_wide_kernel(
             col_D = start + tl.arange(0, BLOCK)
             mask_D = col_D < WIDTH
             dy_D = tl.load(dy_ptr + row_start + col_D, mask=mask_D, other=0.0).to(tl.float32)
-            h_D = tl.load(h_ptr + row_start + col_D, mask=mask_D, other=0.0).to(tl.float32)
+            x_D = tl.load(x_ptr + row_start + col_D, mask=mask_D, other=0.0).to(tl.float32)
             weight_D = tl.load(weight_ptr + col_D, mask=mask_D, other=0.0).to(tl.float32)
-            product_D += dy_D * weight_D * h_D
+            product_D += dy_D * weight_D * x_D
         mean = tl.sum(product_D) * rstd / WIDTH
         dw_next = ()
         for b in tl.static_range(BLOCKS):
             col_D = first_col + b * BLOCK + tl.arange(0, BLOCK)
             mask_D = col_D < WIDTH
             dy_D = tl.load(dy_ptr + row_start + col_D, mask=mask_D, other=0.0).to(tl.float32)
-            h_D = tl.load(h_ptr + row_start + col_D, mask=mask_D, other=0.0).to(tl.float32)
+            x_D = tl.load(x_ptr + row_start + col_D, mask=mask_D, other=0.0).to(tl.float32)
             weight_D = tl.load(weight_ptr + col_D, mask=mask_D, other=0.0).to(tl.float32)
-            hhat_D = h_D * rstd
-            dw_next = dw_next + (dw[b] + dy_D * hhat_D,)  # noqa: RUF005
-            dx_D = (dy_D * weight_D - hhat_D * mean) * rstd
-            if HAS_DSUM:
-                dsum_D = tl.load(dsum_ptr + row_start + col_D, mask=mask_D, other=0.0)
-                dx_D += dsum_D.to(tl.float32)
+            xhat_D = x_D * rstd
+            dw_next = dw_next + (dw[b] + dy_D * xhat_D,)  # noqa: RUF005
+            dx_D = (dy_D * weight_D - xhat_D * mean) * rstd
             dx_ptrs = dx_ptr + row_start + col_D
             tl.store(dx_ptrs, dx_D.to(dx_ptr.dtype.element_ty), mask=mask_D)
         dw = dw_next
@@ -229,9 +205,9 @@ class BackwardConfig:
         # rows of the tile fall to the same thread.
         return self.num_warps * 32 * (16 // itemsize) <= self.block
 
-    def fitted(self, itemsize: int, *, has_dsum: bool, shared_bytes: int) -> "BackwardConfig":
+    def fitted(self, itemsize: int, *, shared_bytes: int) -> "BackwardConfig":
         """Keep only as many tiles in flight as shared memory holds."""
-        tensors = 2 + (not self.keep_weight) + has_dsum
+        tensors = 2 + (not self.keep_weight)
         tile_bytes = tensors * self.rows * self.block * itemsize
         # The tile being worked on is in registers. 2 KiB are left for sums between warps.
         in_flight = max(0, shared_bytes - 2048) // tile_bytes
