@@ -36,6 +36,7 @@ def test_an_opened_checkpoint_reads_what_is_asked_for(tmp_path, monkeypatch):
     with pytest.raises(KeyError, match=r"blocks\.2"):
         opened["model"]["blocks.2"]
     read.clear()
+    assert "blocks.0.weight" in opened["model"] and not read
     assert torch.equal(opened["model"]["blocks.0.weight"], state["model"]["blocks.0.weight"])
     assert read == ["model.blocks.0.weight"]
     found = opened["optimizer"]["state"]["blocks.1.weight"]

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
@@ -127,7 +128,7 @@ class Checkpoints:
         """The same, but that model and optimizer state are read name by name, when they are asked
         for: a rank that needs some of it reads no more, and holds one value at a time.
         """
-        reader = FileSystemReader(folder)
+        reader = _Reader(folder)
         state = _read(reader, {"optimizer.param_groups", "scaler"})
         state["model"] = StoredValues(reader, ("model",))
         state["optimizer"]["state"] = StoredValues(reader, ("optimizer", "state"))
@@ -136,6 +137,17 @@ class Checkpoints:
     def _folders(self) -> list[Path]:
         """Newest first."""
         return sorted((p for p in self.folder.glob("step-*") if p.suffix != PARTIAL), reverse=True)
+
+
+class _Reader(FileSystemReader):
+    """Reads the list of what is stored once, not again for each name."""
+
+    stored: Metadata | None = None
+
+    def read_metadata(self, *arguments: Any, **settings: Any) -> Metadata:
+        if self.stored is None:
+            self.stored = super().read_metadata(*arguments, **settings)
+        return self.stored
 
 
 class StoredValues(Mapping[str, Any]):
@@ -154,6 +166,9 @@ class StoredValues(Mapping[str, Any]):
         for key in (*self._path, name):
             value = value[key]
         return value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
