@@ -551,7 +551,7 @@ INTERPRETER_CASES = [
     (1, 1, 33, 140, 16, True, None, (32, 32)),  # keys that no query sees: their gradients are zero
     (4, 2, 50, 70, 32, True, None, (32, 32)),
     (4, 1, 40, 40, 16, False, None, (32, 32)),
-    (1, 1, 100, 70, 16, True, 3, (16, 16)),
+    (1, 1, 60, 40, 16, True, 3, (16, 16)),
     (1, 1, 33, 140, 16, True, 2, (16, 16)),
     (1, 1, 40, 100, 16, False, 3, (32, 32)),
     (2, 1, 100, 70, 16, True, 2, (64, 32)),
@@ -668,7 +668,10 @@ def test_inductor_hands_views_over_as_they_lie(monkeypatch):
     )
     monkeypatch.setattr(package, "_has_kernels", lambda device: True)
     x = torch.randn(2, 32, 192, requires_grad=True)
-    with torch._inductor.config.patch(force_disable_caches=True):
+    # what is compiled is read, not run: a compiler of C++ would take most of a minute
+    nothing = lambda self, *given: lambda *arguments: None  # noqa: E731
+    monkeypatch.setattr("torch._inductor.async_compile.AsyncCompile.cpp_pybinding", nothing)
+    with torch._inductor.config.patch({"force_disable_caches": True, "cpp.simdlen": 1}):
         y, codes = run_and_get_code(lambda: torch.compile(model)(x))
         _, more = run_and_get_code(lambda: y.sum().backward())
     code = "".join(codes + more)
@@ -685,22 +688,20 @@ def test_inductor_hands_views_over_as_they_lie(monkeypatch):
 @needs_triton
 @interpreted_only
 def test_interp_operator_compiles_and_checks(interpreter):
-    q, k, v, grad_o = make((2, 2, 40, 16), (2, 1, 40, 16))
+    """test_attention_bounded.py compiles the function too."""
+    q, k, v, grad_o = make((1, 2, 20, 16), (1, 1, 20, 16))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     operator = torch.ops.stepgauge.flash_attention.default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for given in (leaves, (q.transpose(1, 2).contiguous().transpose(1, 2), k, v)):
-        torch.library.opcheck(operator, (*given, True, 0.25), test_utils=checks)
+    strided = q.transpose(1, 2).contiguous().transpose(1, 2)
+    torch.library.opcheck(operator, (strided, k, v, True, 0.25), test_utils=checks)
     eager = flash_attention(*leaves, is_causal=True)
     expected = torch.autograd.grad(eager, leaves, grad_o)
-    for function in (
-        lambda q, k, v: flash_attention(q, k, v, is_causal=True),
-        lambda q, k, v: FlashAttentionTriton.apply(q, k, v, True),
-    ):
-        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves)
-        assert torch.equal(compiled, eager)
-        for a, b in zip(torch.autograd.grad(compiled, leaves, grad_o), expected, strict=True):
-            assert torch.equal(a, b)
+    function = lambda q, k, v: FlashAttentionTriton.apply(q, k, v, True)  # noqa: E731
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves)
+    assert torch.equal(compiled, eager)
+    for a, b in zip(torch.autograd.grad(compiled, leaves, grad_o), expected, strict=True):
+        assert torch.equal(a, b)
 
 
 @needs_triton

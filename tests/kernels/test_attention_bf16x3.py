@@ -122,9 +122,7 @@ def test_interp_parts_sum_to_the_number(interpreter, poisoned):
 
 
 @interpreted_only
-@pytest.mark.parametrize(
-    "case", [INTERPRETER_CASES[i] for i in (1, 4, 5, 7, 9, 10, 11, 13)], ids=str
-)
+@pytest.mark.parametrize("case", [INTERPRETER_CASES[i] for i in (1, 4, 5, 9, 11, 13)], ids=str)
 def test_interp_backward_equals_float64(interpreter, poisoned, case, monkeypatch):
     heads, kv_heads, t_q, t_k, d, is_causal, splits, (block_q, block_k) = case
     q, k, v, grad_o = make(
@@ -147,7 +145,7 @@ def test_interp_backward_equals_float64(interpreter, poisoned, case, monkeypatch
 
 @interpreted_only
 def test_interp_dk_and_dv_apart_are_dk_and_dv_together(interpreter, poisoned, monkeypatch):
-    q, k, v, grad_o = make((1, 2, 70, 16), (1, 1, 90, 16))
+    q, k, v, grad_o = make((1, 2, 40, 16), (1, 1, 50, 16))
     monkeypatch.setattr(bf16x3, "takes", lambda key: True)
     tiles = heuristics.Tiles(16, 32, 4, 1)
     with heuristics.override_tiles(dkdv_bf16x3=tiles):

@@ -52,9 +52,13 @@ def built(width, dtype=torch.bfloat16, is_causal=True):
     return launch, build(launch, q, k, k, q, torch.empty(q.shape[:3]))
 
 
-@pytest.mark.parametrize("width", (*WIDTHS, 80))
 @pytest.mark.parametrize(
-    "dtype, is_causal", [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)]
+    "width, dtype, is_causal",
+    [
+        *((width, torch.bfloat16, True) for width in (*WIDTHS, 80)),
+        (128, torch.bfloat16, False),
+        (64, torch.float16, False),
+    ],
 )
 def test_builds_without_spills_in_a_loop(on_hopper, width, dtype, is_causal, tmp_path):
     assert_no_spills_in_a_loop(built(width, dtype, is_causal)[1], tmp_path)

@@ -330,7 +330,7 @@ def test_every_kernel_compiles_without_spills(arch):
 
     reduced = set()
     for width, dtype in specialisations():
-        if arch != 90 and width not in (2560, 16384, 65536):
+        if arch != 90 and (width, dtype) not in ((2560, "bf16"), (16384, "fp32"), (65536, "fp32")):
             continue  # One of each kernel is enough to prove that it builds.
         # sm_80's compiler spills six to eight registers in the widest float32 row.
         allowed = 32 if arch == 80 and width == 65536 else 0
