@@ -34,9 +34,10 @@ WRAPPERS = {
     "one bucket": lambda module: BucketedDataParallel(module, bucket_mb=1000),
 }
 NETWORKS = ("toy", "transformer", "bert")
-OPTIMIZERS = ("sgd", "adamw")
 CLIP = 0.5
-CASES = [*itertools.product(WRAPPERS, NETWORKS, OPTIMIZERS)]
+# Of the optimizers it is gradients that they see; AdamW hides their scale.
+CASES = [*itertools.product(WRAPPERS, NETWORKS, ("sgd",)), ("bucketed", "bert", "adamw")]
+ON_FOUR = [("flat", "bert", "sgd"), ("bucketed", "transformer", "adamw")]
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -62,7 +63,7 @@ def test_training_equals_that_of_one_process(two_ranks):
 
 
 def test_four_ranks_too():
-    for rank in launch(parity, CASES[-4:], ranks=4):
+    for rank in launch(parity, ON_FOUR, ranks=4):
         assert all(difference < 1e-12 for difference in rank.values()), rank
 
 

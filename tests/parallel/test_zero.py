@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
@@ -20,9 +21,10 @@ SETTINGS = {"sgd": (torch.optim.SGD, {"lr": 0.3}), "adamw": (torch.optim.AdamW, 
 CASES = [
     (stage, network, optimizer, every)
     for stage in (1, 2)
-    for network in ("toy", "transformer", "bert")
-    for optimizer in SETTINGS
-    for every in (False, True)
+    for network, optimizer, every in (
+        *itertools.product(("toy", "transformer", "bert"), ("sgd",), (False, True)),
+        ("toy", "adamw", False),
+    )
 ]
 
 

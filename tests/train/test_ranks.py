@@ -125,7 +125,7 @@ def test_the_command_under_torchrun(tmp_path, alone):
         [*command, "train", *options, "--num-layers", "4", "--data-parallel", "bucketed"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         env=environment,
     )
     assert run.returncode == 0, run.stderr[-3000:]

@@ -2,9 +2,8 @@
 
 import pytest
 
-from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.plan.tensor import Collective, Cut, Rule, Section, matched, plan_collectives
+from stepgauge.spec.plan.tensor import Cut, Rule, Section, matched
 from stepgauge.spec.plan.tensor_tables import table_of
 
 
@@ -50,32 +49,6 @@ def test_patterns_stand_for_one_part_of_a_name():
         list(matched({"b.*": Rule("row")}, names))
     with pytest.raises(ValueError, match="kind is 'rows'; choose one of column, row"):
         Rule("rows")
-
-
-@pytest.mark.parametrize("spec", [ModelSpec(num_layers=3), BertSpec(num_layers=3)])
-def test_collectives_of_a_step(spec):
-    embedding = "tokens" if isinstance(spec, BertSpec) else "embedding"
-    table = table_of(spec)
-    modules = [pattern.replace("*", str(n)) for n in range(3) for pattern in table]
-    found = plan_collectives(table, list(dict.fromkeys(modules)), stream_bytes=100, loss_bytes=8)
-    count = {
-        (phase, operation): sum((c.phase, c.operation) == (phase, operation) for c in found)
-        for phase in ("forward", "backward")
-        for operation in ("all-gather", "reduce-scatter", "all-reduce")
-    }
-    # Two a block each way; the head gathers, and the first block's piece goes back.
-    assert count == {
-        ("forward", "all-gather"): 7,
-        ("forward", "reduce-scatter"): 6,
-        ("forward", "all-reduce"): 2,
-        ("backward", "all-gather"): 7,
-        ("backward", "reduce-scatter"): 7,
-        ("backward", "all-reduce"): 0,
-    }
-    assert Collective(embedding, "all-reduce", "forward", 100) in found
-    assert Collective("head", "all-reduce", "forward", 24) in found
-    assert Collective("head", "all-gather", "forward", 100).sent_bytes(4) == 75
-    assert Collective(embedding, "all-reduce", "forward", 100).sent_bytes(4) == 150
 
 
 def test_a_stage_has_the_rules_of_its_modules():

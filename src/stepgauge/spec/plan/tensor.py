@@ -9,7 +9,7 @@ Legend: B batch, T sequence, D model width, N ranks.
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 
@@ -162,37 +162,3 @@ def matched(table: Table, names: Iterable[str]) -> Iterator[tuple[str, Rule]]:
                 yield name, table[pattern]
     if unused:
         raise ValueError(f"{min(unused)!r} is the name of no module")
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One collective of a step: which, for which module, in which phase, and the bytes of the whole
-    tensor, of which a rank sends (N-1)/N, and of an all-reduce twice that.
-    """
-
-    module: str
-    operation: str
-    phase: str
-    bytes: int
-
-    def sent_bytes(self, ranks: int) -> float:
-        return (2 if self.operation == "all-reduce" else 1) * self.bytes * (ranks - 1) / ranks
-
-
-def plan_collectives(
-    table: Table, modules: Sequence[str], *, stream_bytes: int, loss_bytes: int = 0
-) -> list[Collective]:
-    """The collectives of one forward and backward on a residual stream that is cut by sequence, in
-    the order of the modules' names; sums of small gradients left out.
-
-    stream_bytes  of one (B, T, D) tensor
-    loss_bytes    of one value a token, of which the loss all-reduces three
-    """
-    found = []
-    for name, rule in matched(table, modules):
-        kind = KINDS[rule.kind]
-        found += [Collective(name, op, "forward", stream_bytes) for op in kind.forward]
-        found += [Collective(name, op, "backward", stream_bytes) for op in kind.backward]
-        if rule.kind == "head" and loss_bytes:
-            found.append(Collective(name, "all-reduce", "forward", 3 * loss_bytes))
-    return found
