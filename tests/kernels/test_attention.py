@@ -758,59 +758,26 @@ def test_descriptors_say_all_that_tritons_do():
 
 @needs_triton
 @compiled_only
-def test_direct_launch_gives_the_arguments_that_triton_gives(monkeypatch):
-    """Against Triton's own launcher, with the compiled part of it replaced: the same call,
-    descriptors built once.
-    """
-    from types import SimpleNamespace
-
-    import triton
-    from triton.backends.nvidia import driver
-
-    if not triton.__version__.startswith("3.6."):
-        pytest.skip(
-            f"Triton {triton.__version__} launches in a way that the kernels leave to it; checked with 3.6"
-        )
-    calls, built = [], []
-
-    def describe(given, meta):
-        built.append(given.base.data_ptr())
-        return [(given.base.data_ptr(), given.padding, meta), *given.shape, *given.strides]
-
-    monkeypatch.setattr(driver, "make_tensordesc_arg", describe)
-    run = driver.CudaLauncher.__new__(driver.CudaLauncher)
-    signature = {
-        0: "tensordesc<bf16[1,1,64,64]>",
-        1: "tensordesc<bf16[1,1,32,64]>",
-        2: "*bf16",
-        3: "i32",
-    }
-    run.launch = driver.wrap_handle_tensordesc(
-        lambda *args: calls.append(args), signature, ["first", "second"]
+def test_direct_launch_gives_the_arguments_that_triton_gives():
+    """The compiled launcher takes addresses, and in the place of a descriptor what it reads of one."""
+    calls = []
+    compiled = SimpleNamespace(
+        run=lambda *given: calls.append(given), function="function", packed_metadata="packed"
     )
-    run.num_ctas, run.launch_cooperative_grid, run.launch_pdl = 1, False, False
-    run.global_scratch_size = run.profile_scratch_size = 0
-    run.global_scratch_align = run.profile_scratch_align = 1
-
     q, k, o = (torch.zeros(2, 3, t, 64, dtype=torch.bfloat16) for t in (70, 1, 70))
     views = (launching.View.of(q), 64), (launching.View.of(k), 32)
     boxes = launching.boxes_of(heuristics.Tiles(64, 32, 4, 2, True), 64, *views)
     launch = launching.PlannedLaunch(None, (5, 6, 1), (7,), {"IS_CAUSAL": True}, boxes=boxes)
-    launch.launch = launch._direct(
-        SimpleNamespace(run=run, function="function", packed_metadata="packed")
-    )
-    for _ in range(2):
-        launch("stream", q, k, o)
-    assert built == [k.data_ptr(), q.data_ptr()]  # not again in the second launch
-    sides = zip(boxes, (q, k), strict=True)
-    whole = [
-        launching.TensorDescriptor(x, *launching.tma_shape(view), box)
-        for (_, view, box), x in sides
-    ]
-    run(5, 6, 1, "stream", "function", "packed", None, None, None, *whole, o.data_ptr(), 7, True)
-    assert calls[0] == calls[1] == calls[2]
-    launch("stream", q, k.clone(), o)
-    assert calls[3][:13] == calls[0][:13] and calls[3] != calls[0]
+    launch.launch = triton_internals.launcher_of(compiled)
+    launch("stream", q, k, o)
+    fixed, (first, second, *rest) = calls[0][:9], calls[0][9:]
+    assert fixed == (5, 6, 1, "stream", "function", "packed", None, None, None)
+    assert rest == [o.data_ptr(), 7, True]
+    for found, (_, view, box), x in zip((first, second), boxes, (q, k), strict=True):
+        whole = launching.TensorDescriptor(x, *launching.tma_shape(view), box)
+        assert found.base.data_ptr() == x.data_ptr()
+        for word in ("shape", "strides", "block_shape", "padding"):
+            assert getattr(found, word) == getattr(whole, word)
 
 
 # ---- the kernels compiled ahead of time ------------------------------------------------------------------------------

@@ -10,13 +10,7 @@ import torch
 import triton
 
 from stepgauge.kernels.launch import hooks_present, raw_stream
-from stepgauge.kernels.launch.triton_internals import (
-    Address,
-    Descriptor,
-    expanded,
-    launcher_of,
-    launcher_under_descriptors,
-)
+from stepgauge.kernels.launch.triton_internals import Address, Descriptor, launcher_of
 
 from . import heuristics, libraries
 
@@ -52,12 +46,9 @@ class PlannedLaunch:
     The first call goes through Triton's own launcher, which compiles. That launcher spends 20 us
     and more of host time a call on types, alignments and copy descriptors that the plan's key fixes
     already, so later calls hand the driver addresses. `boxes`: for each argument that the kernel
-    reads by descriptor, its position, view and box. A descriptor is a function of the address and
-    of these alone, so the flat arguments of the last few addresses are kept. `describe` makes the
-    descriptor that Triton's own launcher takes of (tensor, shape, strides, box).
+    reads by descriptor, its position, view and box. `describe` makes the descriptor that Triton's
+    own launcher takes of (tensor, shape, strides, box).
     """
-
-    _KEPT = 256
 
     def __init__(
         self,
@@ -78,54 +69,32 @@ class PlannedLaunch:
             boxes,
         )
         self.describe = describe
+        self.described = [(position, *tma_shape(view), box) for position, view, box in boxes]
         self.options = options or {"num_warps": 4}
         if tiles is not None:
             self.options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
         # A tensor among the scalars is the same at every call.
         words = (x.data_ptr() if isinstance(x, torch.Tensor) else x for x in scalars)
         self.tail = (*words, *constants.values())
-        self.launch = self.expand = None
-        self.kept = {}
+        self.launch = None
 
     def __call__(self, stream, *tensors):
         # a profiler that hooks launches sees them in Triton's launcher only
         if self.launch is None or hooks_present():
             self._by_triton(tensors)
             return
-        addresses = tuple([x.data_ptr() for x in tensors])
-        flat = self.kept.get(addresses)
-        if flat is None:
-            if len(self.kept) >= self._KEPT:
-                self.kept.clear()
-            flat = self.kept[addresses] = (*self._arguments(addresses), *self.tail)
-        self.launch(self.grid, stream, flat)
+        given = [x.data_ptr() for x in tensors]
+        for position, shape, strides, box in self.described:
+            given[position] = Descriptor(Address(given[position]), shape, strides, box)
+        self.launch(self.grid, stream, (*given, *self.tail))
 
     def _by_triton(self, tensors):
         given = list(tensors)
-        for position, view, box in self.boxes:
-            shape, strides = tma_shape(view)
+        for position, shape, strides, box in self.described:
             given[position] = self.describe(tensors[position], shape, strides, box)
         compiled = self.kernel[self.grid](*given, *self.scalars, **self.constants, **self.options)
         if self.launch is None and hasattr(compiled, "packed_metadata"):  # not in the interpreter
-            self.launch = self._direct(compiled)
-
-    def _direct(self, compiled):
-        """launch(grid, stream, flat arguments)."""
-        found = launcher_under_descriptors(compiled) if self.boxes else None
-        if found is None:
-            return launcher_of(compiled)
-        launch, self.expand = found
-        return launch
-
-    def _arguments(self, addresses):
-        flat = list(addresses)
-        # the last first, so that positions stay true
-        for position, view, box in reversed(self.boxes):
-            made = Descriptor(Address(addresses[position]), *tma_shape(view), box)
-            flat[position : position + 1] = (
-                expanded(made, self.expand[position]) if self.expand else [made]
-            )
-        return flat
+            self.launch = launcher_of(compiled)
 
 
 class View(NamedTuple):
