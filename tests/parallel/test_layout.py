@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tests.parallel.graphs import RunAgain
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from stepgauge.models.bert import NOT_MASKED
 from stepgauge.parallel.layout import Network, spread
@@ -144,7 +146,17 @@ def of_torchs_tensor_parallel():
                 told += differing(name, gradient, expected)
         theirs.update()
         alone.update()
+        told += of_whole_logits()
     return told
+
+
+def of_whole_logits():
+    """torch's operators for logits in parts, which refuse whole ones, are gone after backward."""
+    mesh = init_device_mesh("cpu", (2,))
+    logits = distribute_tensor(torch.zeros(1, 4, requires_grad=True), mesh, [Replicate()])
+    loss = F.cross_entropy(logits, distribute_tensor(torch.tensor([1]), mesh, [Replicate()]))
+    loss.backward()
+    return differing("whole logits", loss.full_tensor(), torch.tensor(4.0).log())
 
 
 def gathers_of_sharded_stages():

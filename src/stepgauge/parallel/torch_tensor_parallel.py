@@ -2,6 +2,7 @@
 and row parallel layers, SequenceParallel norms and loss_parallel.
 """
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,7 +43,7 @@ def parallelize_by_torch(module: nn.Module, table: Table, mesh: DeviceMesh) -> N
     parallelize_module(module, mesh, plan)
     for name, rule in rules:
         if rule.kind == "head":
-            _lose_in_parts(module.get_submodule(name.rpartition(".")[0]), name)
+            _use_loss_parallel(module.get_submodule(name.rpartition(".")[0]), name)
 
 
 # The embedding gives a piece of the stream, so that nobody has to split it.
@@ -69,15 +70,20 @@ def _order_by_rank(layer: Any, rule: Rule, mesh: DeviceMesh) -> None:
     layer.sections = tuple(section.rows // ranks for section in rule.sections)
 
 
-def _lose_in_parts(parent: Any, head: str) -> None:
-    """The mean loss of logits that each rank has some of. Its backward must know as well, so that
-    torch's operators for it stay in this process.
+def _use_loss_parallel(parent: Any, head: str) -> None:
+    """The mean loss of logits that each rank has some of. torch's operators for it are there in
+    forward, and in backward from the loss to the logits, and nowhere else.
     """
-    loss_parallel().__enter__()
     layer = parent.get_submodule(head.rpartition(".")[2])
 
     def compute_loss(x_BQD: Tensor, _: Tensor, targets_BT: Tensor) -> Tensor:
         logits_BTV = layer(x_BQD)
-        return gathered(F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten()))
+        with loss_parallel():
+            loss = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+        if loss.requires_grad:
+            backward = contextlib.ExitStack()
+            loss.register_hook(lambda _: backward.enter_context(loss_parallel()))
+            logits_BTV.register_hook(lambda _: backward.close())
+        return gathered(loss)
 
     parent.compute_loss = compute_loss

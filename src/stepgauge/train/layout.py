@@ -18,7 +18,9 @@ from stepgauge.models.parts import build_optimizer
 from stepgauge.models.transformer import Attention, compiled
 from stepgauge.parallel.context_parallel import ContextParallel, PartialAttention
 from stepgauge.parallel.counted_mean import CountedMean
+from stepgauge.parallel.data_axis import DataAxis
 from stepgauge.parallel.layout import Network, mesh_of, require_one_layout, spread
+from stepgauge.parallel.layout_state import LayoutState
 from stepgauge.parallel.pipeline import Tie
 from stepgauge.parallel.torch_tensor_parallel import parallelize_by_torch
 from stepgauge.parallel.training import Parallel, Parallelise
@@ -43,6 +45,7 @@ from stepgauge.train.user_model import UserStep, build_user_step
 
 Spec = LayoutSpec | TrainSpec
 Preset = ModelSpec | BertSpec
+COMPILED = "_orig_mod."  # what names of a module that torch.compile wraps begin with
 FUSED_ATTENTION = PartialAttention(attention.partial_forward, attention.partial_backward)
 FUSED_LOSS = PartialLoss(
     linear_cross_entropy.partial_forward, linear_cross_entropy.partial_backward
@@ -157,10 +160,27 @@ def on_data_axis(spec: Spec, layout: Layout) -> Parallelise:
     def weight(batch: Sequence[Any]) -> Tensor:
         return mean.weights([batch[1:2]], batch[1].device)[0]
 
-    def counted(*arguments: Any) -> Parallel:
-        return dataclasses.replace(spread(*arguments), weight=weight)
+    def counted(module: nn.Module, *others: Any) -> Parallel:
+        found = dataclasses.replace(spread(module, *others), weight=weight)
+        if WRAPPERS[layout.wrapper].is_torch:
+            return found
+        load = layout_state_of(module, found, layout).load
+        return dataclasses.replace(found, load=load, loads_by_name=True)
 
     return counted
+
+
+def layout_state_of(module: nn.Module, parallel: Parallel, layout: Layout) -> LayoutState:
+    """Of a whole network, by its names without torch.compile's."""
+    compiled = (name for name in module.state_dict() if COMPILED in name)
+    return LayoutState(
+        data=DataAxis({0: parallel.module}, {0: module}, parallel.optimizer, layout.replicas),
+        tensor={},
+        place={},
+        pipeline=None,
+        aliases={name: name.replace(COMPILED, "") for name in compiled},
+        device=next(module.parameters()).device,
+    )
 
 
 def _settings(spec: Spec, layout: Layout) -> Settings:
