@@ -9,6 +9,7 @@ from stepgauge.bench import memory, step, train
 from stepgauge.bench.checkpoint_budget import GIB, _wrapper_bytes, solve
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.layout import Layout
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
@@ -21,7 +22,7 @@ SPEC = MemorySpec(model=SHAPE, batch=8, optimizer="sgd", checkpointing="budget")
 def of(share, spec=SPEC):
     """The spec with that share of what no checkpointing takes."""
     whole = solve(dataclasses.replace(spec, memory_gib=100.0))
-    assert str(whole.plan) == "blocks 0, selective 0, none 4"
+    assert str(whole.plan) == "blocks 0, feed-forward 0, selective 0, none 4"
     return dataclasses.replace(spec, memory_gib=share * whole.peak_bytes / GIB)
 
 
@@ -42,13 +43,20 @@ def test_the_budget_holds_in_every_command(tmp_path):
         assert other.environment["checkpointing"] == told["checkpointing"]
 
 
-def test_a_compiled_step_is_bounded_by_the_eager_one():
-    """Blocks that are compiled alone are kept or not: selective would look into none of them."""
+@pytest.mark.parametrize("compile", ["on", "blocks"])
+def test_a_compiled_step_is_bounded_by_the_eager_one(compile):
     eager = solve(of(0.7)).plan
     assert eager.selective
-    assert solve(of(0.7, dataclasses.replace(SPEC, compile="on"))).plan == eager
-    alone = solve(of(0.7, dataclasses.replace(SPEC, compile="blocks"))).plan
-    assert alone.blocks and not alone.selective
+    assert solve(of(0.7, dataclasses.replace(SPEC, compile=compile))).plan == eager
+
+
+def test_a_layout_has_the_plan_of_a_rank():
+    fields = {"model": SHAPE, "batch": 16, "layout": "dp2 zero1", "checkpointing": "budget"}
+    spec = of(0.7)
+    assert (
+        solve(LayoutSpec(**fields, optimizer="sgd", memory_gib=spec.memory_gib)).plan
+        == solve(spec).plan
+    )
 
 
 def test_a_wrapper_shards_or_adds():

@@ -42,8 +42,8 @@ def test_gradients_are_those_of_no_checkpointing(checkpointing, size, precision)
 
 def test_gradients_of_a_plan_are_those_of_no_checkpointing():
     expected = _after_a_step(SPEC)
-    for blocks, selective in ((1, 2), (4, 0), (0, 1)):
-        found = _after_a_step(SPEC, RecomputePlan(4, blocks, selective))
+    for counts in ((1, 1, 2), (4, 0, 0), (0, 1, 0)):
+        found = _after_a_step(SPEC, RecomputePlan(4, *counts))
         for one, other in zip(expected, found, strict=True):
             assert torch.equal(one, other)
 

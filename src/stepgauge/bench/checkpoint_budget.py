@@ -1,8 +1,9 @@
 """--checkpointing budget: what backward computes again, solved from the memory that there is.
 
-The step is run on tensors without memory with every block kept, kept by products, and computed
-again: that gives a block's bytes. The cheapest plan that fits by them is run so as well, and what
-it takes too much is added to what must be saved, until a plan's own prediction fits.
+The step is run on tensors without memory with every block kept, kept in the parts that there are
+names for, and computed again: that gives a block's bytes. The cheapest plan that fits by them is run
+so as well, and what it takes too much is added to what must be saved, until a plan's own prediction
+fits.
 
 Of a compiled step the eager one is predicted, which bounds it: in 17 pairs of rows of
 benchmarks/results/2026-11-21-*-step-*.jsonl and -study.jsonl a compiled step's peak is 0.88 to 0.98 of
@@ -12,7 +13,7 @@ the eager one's. Of a rank, its share's step alone, and what the formulas of cos
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ from stepgauge.measure.environment import device_name
 from stepgauge.measure.memory.timeline import by_block
 from stepgauge.spec.hardware import ACCELERATORS, Peaks, peaks
 from stepgauge.spec.layout import WRAPPERS, Layout
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.memory import MemorySpec
-from stepgauge.spec.plan.recompute import BlockCosts, RecomputePlan, cheapest
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.recompute import AGAIN, BlockCosts, RecomputePlan, cheapest
 from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.train import TrainSpec
 
@@ -66,7 +69,7 @@ class Solution:
         }
 
 
-def solve(spec: WorkSpec | TrainSpec) -> Solution:
+def solve(spec: WorkSpec | TrainSpec | LayoutSpec) -> Solution:
     """The solution of the spec's budget, if it has one; of several ranks, which must all call it, of
     each the same.
 
@@ -74,7 +77,7 @@ def solve(spec: WorkSpec | TrainSpec) -> Solution:
     """
     if spec.checkpointing != "budget":
         return Solution()
-    layout = spec.axes if isinstance(spec, TrainSpec) else Layout()
+    layout = Layout() if isinstance(spec, WorkSpec) else spec.axes
     given = {name: getattr(spec, name) for name in SHARED} | {"batch": spec.batch // layout.data}
     step = MemorySpec(**given, checkpointing="none", predict=getattr(spec, "predict", "no"))
     budget = _budget_bytes(step, layout.ranks)
@@ -86,14 +89,16 @@ def solve(spec: WorkSpec | TrainSpec) -> Solution:
 
     if (whole := peak(RecomputePlan(layers))) <= budget:
         return Solution(RecomputePlan(layers), budget, whole, 0.0)
-    # selective looks into no block that is compiled alone
-    propose = functools.partial(cheapest, layers, _costs(step), selective=spec.compile != "blocks")
-    plan, found = _first_that_fits(propose, peak, whole, budget)
-    return Solution(plan, budget, found, _costs(step).us(plan) / 1e3)
+    # a block that is not compiled cannot look for its weights in zero3's backward
+    within = layout.wrapper != "zero3" or spec.compile != "off"
+    costs = _costs(step, [name for name in AGAIN if within or name != "feed-forward"])
+    plan, found = _first_that_fits(layers, costs, peak, whole, budget)
+    return Solution(plan, budget, found, costs.us(plan) / 1e3)
 
 
 def _first_that_fits(
-    propose: Callable[[float], RecomputePlan],
+    layers: int,
+    costs: BlockCosts,
     peak: Callable[[RecomputePlan], int],
     whole: int,
     budget: int,
@@ -101,14 +106,14 @@ def _first_that_fits(
     """The plan and its predicted peak, of those that save more and more of `whole`."""
     needed, least = float(whole - budget), whole
     for trial in range(TRIALS):
-        plan = propose(needed if trial + 1 < TRIALS else math.inf)
+        plan = cheapest(layers, costs, needed if trial + 1 < TRIALS else math.inf)
         found = peak(plan)
         if found <= budget:
             return plan, found
         least = min(least, found)
         if plan.blocks == plan.num_layers:
             break
-        needed += found - budget
+        needed = costs.saved_bytes(plan) + found - budget
     raise ValueError(
         f"memory_gib is {budget / GIB:.3g}, which no checkpointing holds: the least found is "
         f"{least / GIB:.3g} GiB"
@@ -172,28 +177,26 @@ def _predicted(spec: MemorySpec, plan: RecomputePlan | None = None) -> Predicted
     return PredictedMemory(peak, of_blocks / spec.network.num_layers)
 
 
-def _costs(spec: MemorySpec) -> BlockCosts:
+def _costs(spec: MemorySpec, ways: Sequence[str]) -> BlockCosts:
     network, layers = spec.network, spec.network.num_layers
+    few = dataclasses.replace(network, num_layers=min(8, layers))  # one is like the next
     kept = {
-        name: _predicted(dataclasses.replace(spec, checkpointing=name)).block_bytes
-        for name in ("none", "selective", "blocks")
+        name: _predicted(dataclasses.replace(spec, model=few, checkpointing=name)).block_bytes
+        for name in ("none", *ways)
     }
     rates = _rates(spec)
     sequence = network.context_length
     flops = network.forward_flops(batch=spec.batch, sequence=sequence)
     head = 2 * spec.batch * sequence * network.vocab_size * network.d_model
-    products_us = (flops - head) / layers / (rates.of(spec.precision) or 1.0) * 1e6
+    widths = 2 if isinstance(network, ModelSpec) and network.is_gated else 1
+    up = 2 * spec.batch * sequence * network.d_model * widths * network.d_ff
+    products = {"blocks": (flops - head) / layers, "feed-forward": up}
 
-    def passes_us(name: str) -> float:  # what is not kept is written again, and as much read
-        return 2 * (kept["none"] - kept[name]) / rates.memory_bytes_per_s * 1e6
+    def again_us(name: str) -> float:  # what is not kept is written again, and as much read
+        passes = 2 * (kept["none"] - kept[name]) / rates.memory_bytes_per_s
+        return 1e6 * (passes + products.get(name, 0) / (rates.of(spec.precision) or 1.0))
 
-    return BlockCosts(
-        none_bytes=kept["none"],
-        selective_bytes=kept["selective"],
-        blocks_bytes=kept["blocks"],
-        selective_us=passes_us("selective"),
-        blocks_us=products_us + passes_us("blocks"),
-    )
+    return BlockCosts(kept_bytes=kept, again_us={name: again_us(name) for name in kept})
 
 
 def _rates(spec: MemorySpec) -> Peaks:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from stepgauge.bench.checkpoint_budget import Solution, solve
 from stepgauge.bench.rank_figures import (
     RankFigures,
     kept_bytes,
@@ -26,6 +27,7 @@ from stepgauge.measure import devices
 from stepgauge.measure.timing import Phases, time_phases
 from stepgauge.runtime.world import joined_world
 from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.plan.recompute import RecomputePlan
 from stepgauge.spec.plan.stages import said
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.user_model import UserModel
@@ -40,12 +42,13 @@ Spans = list[tuple[str, float, float]]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figures(RankFigures):
     """Also ms of steps without an axis' communication, by the axis; when the actions of a pipeline
-    ran; the blocks of each stage.
+    ran; the blocks of each stage; what a checkpointing budget came to.
     """
 
     without_axis: dict[str, list[float]]
     spans: Spans
     stages: Sequence[range]
+    solution: Solution
 
     @property
     def busy_ms(self) -> float:
@@ -59,7 +62,9 @@ def measure(spec: LayoutSpec) -> Figures:
     device = world.device(spec.device)
     is_ours = not isinstance(spec.model, UserModel)
     stages = stages_of(spec, spec.axes, device) if is_ours else []
-    step, batches = _build(spec, RankShare.of(spec.axes, world.rank), device, stages)
+    solution = solve(dataclasses.replace(spec, device=str(device)))
+    place = RankShare.of(spec.axes, world.rank)
+    step, batches = _build(spec, place, device, stages, solution.plan)
     phases = phases_of(step, batches)
     initial = devices.allocated_memory(device)
     with step.precision.matmul_mode():
@@ -75,11 +80,16 @@ def measure(spec: LayoutSpec) -> Figures:
         without_axis=without_axis,
         spans=[(str(action), start, end) for action, start, end in spans],
         stages=stages,
+        solution=solution,
     )
 
 
 def _build(
-    spec: LayoutSpec, place: RankShare, device: torch.device, stages: Sequence[range]
+    spec: LayoutSpec,
+    place: RankShare,
+    device: torch.device,
+    stages: Sequence[range],
+    recompute: RecomputePlan | None,
 ) -> tuple[TrainingStep, list[Sequence[Any]]]:
     """This rank's step, and its batches, whose gradients add up. All ranks must call it."""
     if isinstance(spec.model, UserModel):
@@ -87,7 +97,13 @@ def _build(
         every = range(spec.accumulation)
         return built.step, [built.arguments(n * place.ranks + place.rank) for n in every]
     step = build_layout_step(
-        spec, layout=spec.axes, device=device, recording=True, stages=stages, lr=LEARNING_RATE
+        spec,
+        layout=spec.axes,
+        device=device,
+        recording=True,
+        stages=stages,
+        recompute=recompute,
+        lr=LEARNING_RATE,
     )
     seeds = (spec.seed + 1 + number for number in range(spec.accumulation))
     batches = (batch_for(spec.network, spec.batch, seed) for seed in seeds)
@@ -129,7 +145,7 @@ def _without_axes(
 def record(spec: LayoutSpec, ranks: list[Figures]) -> Record:
     """One record of all ranks' figures: of each step the slowest rank, of bytes the most."""
     exposed = _exposed(spec, ranks).items()
-    return record_of_ranks(
+    found = record_of_ranks(
         spec,
         ranks,
         rates={} if isinstance(spec.model, UserModel) else _rates(spec, slowest_step(ranks)),
@@ -138,6 +154,8 @@ def record(spec: LayoutSpec, ranks: list[Figures]) -> Record:
         tables=spans_table([rank.spans for rank in ranks]),
         note=_note(spec, ranks[0]),
     )
+    told = ranks[0].solution.told()
+    return dataclasses.replace(found, environment={**found.environment, **told})
 
 
 def _exposed(spec: LayoutSpec, ranks: list[Figures]) -> dict[str, float]:
@@ -162,10 +180,11 @@ def _rates(spec: LayoutSpec, step_ms: list[float]) -> dict[str, Sample]:
 
 
 def _note(spec: LayoutSpec, rank: Figures) -> str:
-    """How the network is cut, where that was found out by measuring, and why the data axis has no
-    exposed time.
+    """How the network is cut, where that was found out by measuring, what a budget came to, and why
+    the data axis has no exposed time.
     """
     told = [f"{said(rank.stages, 'blocks')}, by measured time"] if spec.needs_times else []
+    told += filter(None, [rank.solution.note])
     if spec.axes.replicas > 1 and "data" not in rank.without_axis:
         wrapper = spec.axes.wrapper
         told.append(

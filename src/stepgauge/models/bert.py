@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepgauge.models.checkpointing import Through, in_order, keeping_attention
+from stepgauge.models.checkpointing import Through, in_order, keeping
 from stepgauge.models.drawing import draw_normal
 from stepgauge.models.fused_linear import FusedLinear
 from stepgauge.spec.bert import NUM_TYPES, BertSpec
@@ -147,10 +147,10 @@ class Block(nn.Module):
         self.feed_forward_norm = _norm(spec, device)
         self.dropout = nn.Dropout(spec.dropout)
 
-    def forward(self, x_BTD: Tensor, _: None = None, feed_forward_again: bool = False) -> Tensor:
-        if feed_forward_again:
-            return keeping_attention(self._compute, x_BTD)
-        return self._compute(x_BTD)
+    def forward(self, x_BTD: Tensor, _: None = None, checkpointing: str = "none") -> Tensor:
+        if checkpointing == "none":
+            return self._compute(x_BTD)
+        return keeping(checkpointing, self._compute, x_BTD)
 
     def _compute(self, x_BTD: Tensor) -> Tensor:
         x_BTD = self.attention_norm(x_BTD + self.dropout(self.attention(x_BTD)))

@@ -2,7 +2,7 @@
 2016).
 
 Legend: B batch, T sequence, D model width. A block is called as block(x_BTD, rotation), and as
-block(x_BTD, rotation, True) where it is to compute its own feed-forward layer again.
+block(x_BTD, rotation, checkpointing) where it is to checkpoint itself by a name of KEPT.
 """
 
 import functools
@@ -71,10 +71,9 @@ def _costly() -> frozenset[Any]:
     )
 
 
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return (
-        CheckpointPolicy.MUST_SAVE if operator in _costly() else CheckpointPolicy.PREFER_RECOMPUTE
-    )
+def _is_costly(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = operator in _costly()
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _UntilAttentionEnds:
@@ -92,51 +91,60 @@ class _UntilAttentionEnds:
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _until_attention_ends() -> Any:  # a function of a module, which is what compilers take
+# Functions of a module, which is what compilers take.
+def _costly_results() -> Any:
+    return create_selective_checkpoint_contexts(_is_costly)
+
+
+def _until_attention_ends() -> Any:
     return create_selective_checkpoint_contexts(_UntilAttentionEnds())
 
 
-def keeping_attention(compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """compute(*inputs) of one block: backward computes its feed-forward layer again, norms and
-    rotation too, but neither attention nor its projections.
-    """
+KEPT = {"selective": _costly_results, "feed-forward": _until_attention_ends}
+
+
+def keeping(checkpointing: str, compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """compute(*inputs) of one block, of which that checkpointing keeps only what KEPT says."""
     return checkpoint(
         compute,
         *inputs,
         use_reentrant=False,
         preserve_rng_state=False,
-        context_fn=_until_attention_ends,
+        context_fn=KEPT[checkpointing],
     )
 
 
-def feed_forward_again(blocks: Blocks, x_BTD: Tensor, rotation: Any) -> Tensor:
-    """Within each block, so that a block compiled alone keeps what it is to keep."""
+def within_blocks(blocks: Blocks, x_BTD: Tensor, rotation: Any, *, checkpointing: str) -> Tensor:
+    """Each block checkpoints itself: also where it is compiled alone, and nobody else sees what is
+    in it.
+    """
     for block in blocks:
-        x_BTD = block(x_BTD, rotation, True)
+        x_BTD = block(x_BTD, rotation, checkpointing)
     return x_BTD
 
 
-def by_plan(blocks: Blocks, x_BTD: Tensor, rotation: Any, *, plan: RecomputePlan) -> Tensor:
+def by_plan(
+    blocks: Blocks, x_BTD: Tensor, rotation: Any, *, plan: RecomputePlan, alone: bool
+) -> Tensor:
     """Each block as the plan says."""
     for layer, block in enumerate(blocks):
-        x_BTD = through_blocks(plan.of(layer), 1)([block], x_BTD, rotation)
+        x_BTD = through_blocks(plan.of(layer), 1, alone=alone)([block], x_BTD, rotation)
     return x_BTD
 
 
-def through_blocks(checkpointing: str, size: int) -> Through:
+def through_blocks(checkpointing: str, size: int, *, alone: bool) -> Through:
     """How the model goes through its blocks, by a name of CHECKPOINTING; `size` blocks are computed
-    again together.
+    again together. `alone`: each block is compiled by itself.
 
     nested computes them again one by one: of the part only the blocks' inputs are held, for a third
     forward.
     """
     if checkpointing == "none":
         return in_order
-    if checkpointing == "feed-forward":
-        return feed_forward_again
+    if checkpointing == "feed-forward" or (checkpointing == "selective" and alone):
+        return functools.partial(within_blocks, checkpointing=checkpointing)
     if checkpointing == "selective":
-        contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
-        return functools.partial(in_parts, size=size, through=in_order, context_fn=contexts)
+        return functools.partial(in_parts, size=size, through=in_order, context_fn=_costly_results)
     inner = (
         functools.partial(in_parts, size=1, through=in_order)
         if checkpointing == "nested"

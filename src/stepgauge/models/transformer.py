@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from stepgauge.models.checkpointing import Through, in_order, keeping_attention
+from stepgauge.models.checkpointing import Through, in_order, keeping
 from stepgauge.models.drawing import draw_normal
 from stepgauge.models.feed_forward import build_feed_forward
 from stepgauge.models.fused_linear import FusedLinear
@@ -135,12 +135,10 @@ class Block(nn.Module):
         self.feed_forward_norm = _norm(spec, spec.d_model, device)
         self.feed_forward = build_feed_forward(spec, device)
 
-    def forward(
-        self, x_BTD: Tensor, rotation: Rotation, feed_forward_again: bool = False
-    ) -> Tensor:
-        if feed_forward_again:
-            return keeping_attention(self._compute, x_BTD, rotation)
-        return self._compute(x_BTD, rotation)
+    def forward(self, x_BTD: Tensor, rotation: Rotation, checkpointing: str = "none") -> Tensor:
+        if checkpointing == "none":
+            return self._compute(x_BTD, rotation)
+        return keeping(checkpointing, self._compute, x_BTD, rotation)
 
     def _compute(self, x_BTD: Tensor, rotation: Rotation) -> Tensor:
         if self.order == "post-norm":

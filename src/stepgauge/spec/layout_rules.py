@@ -10,6 +10,7 @@ from stepgauge.spec.plan.pipeline import Schedule, build
 from stepgauge.spec.plan.stages import cut_blocks
 from stepgauge.spec.plan.tensor import Section
 from stepgauge.spec.plan.tensor_tables import table_of
+from stepgauge.spec.step import BUDGET
 from stepgauge.spec.user_model import UserModel
 
 Network = ModelSpec | BertSpec
@@ -41,6 +42,10 @@ def check_layout(
     if isinstance(model, UserModel):
         _check_user_model(layout)
         return
+    if checkpointing == BUDGET and layout.data != layout.ranks:
+        raise ValueError(
+            f"layout is {str(layout)!r}; --checkpointing budget is solved for data parallel ranks"
+        )
     _check_batch(layout, batch)
     if layout.torch_tensor and compile != "off":
         raise ValueError(

@@ -11,7 +11,7 @@ from stepgauge.spec.layout_rules import check_layout, check_recorded, schedule_o
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import Schedule
 from stepgauge.spec.plan.stages import FLOPS, TIME, PartTimes, cut_blocks
-from stepgauge.spec.step import CHECKPOINTING, WorkSpec
+from stepgauge.spec.step import BUDGET, CHECKPOINTING, WorkSpec
 from stepgauge.spec.user_model import UserModel, settle_user_model
 
 
@@ -66,9 +66,10 @@ class LayoutSpec(OnBackend):
         "checkpointing",
         "what backward computes again; selective keeps products and attention, feed-forward attention "
         "with its products",
-        choices=CHECKPOINTING,
+        choices=(*CHECKPOINTING, BUDGET),
     )
     checkpoint_blocks: int = as_in(WorkSpec, "checkpoint_blocks")
+    memory_gib: float = as_in(WorkSpec, "memory_gib")
     cuda_graphs: bool = option(
         False,
         "record forward and backward of each stage of a pipeline once as CUDA graphs, and replay them",
@@ -106,7 +107,8 @@ class LayoutSpec(OnBackend):
         used = {
             "bucket_mb": wrapper.buckets,
             "reduce_dtype": wrapper.reduce_dtype,
-            "checkpoint_blocks": self.checkpointing != "none",
+            "checkpoint_blocks": self.checkpointing not in ("none", BUDGET),
+            "memory_gib": self.checkpointing == BUDGET,
             "balance": self.axes.pipeline > 1,
         }
         return with_defaults(self, used)

@@ -137,10 +137,6 @@ class TrainSpec:
 
     def _check_layout(self) -> None:
         wrapper = self.axes.wrapper
-        if self.checkpointing == BUDGET and self.axes.data != self.axes.ranks:
-            raise ValueError(
-                f"layout is {self.layout!r}; --checkpointing budget is solved for data parallel ranks"
-            )
         names = ("batch", "device", "compile", "precision", "reduce_dtype", "checkpointing")
         check_layout(self.axes, self.model, **{name: getattr(self, name) for name in names})
         if self.reduce_dtype != "own" and not WRAPPERS[wrapper].reduce_dtype:

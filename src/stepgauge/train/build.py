@@ -60,10 +60,11 @@ def build_step(
     torch.manual_seed(spec.seed)
     network, _ = NETWORKS[type(spec.model)]
     model = precision.of(network(spec.model, device=device))
+    alone = spec.compile == "blocks"
     model.through_blocks = (
-        functools.partial(by_plan, plan=recompute)
+        functools.partial(by_plan, plan=recompute, alone=alone)
         if recompute
-        else through_blocks(spec.checkpointing, spec.checkpoint_blocks)
+        else through_blocks(spec.checkpointing, spec.checkpoint_blocks, alone=alone)
     )
     groups = functools.partial(decay_groups, weight_decay=settings.pop("weight_decay", 0.01))
     optimizer = functools.partial(

@@ -218,7 +218,9 @@ def _build(
     """A stage, weights drawn from the spec's seed."""
     make, _ = NETWORKS[type(model)]
     part = make(model, device=device, blocks=blocks, seed=spec.seed)
-    part.through_blocks = through_blocks(spec.checkpointing, spec.checkpoint_blocks)
+    part.through_blocks = through_blocks(
+        spec.checkpointing, spec.checkpoint_blocks, alone=spec.compile == "blocks"
+    )
     if isinstance(model, BertSpec) and layout.pipeline > 1 and blocks.start == 0:
         part.register_forward_pre_hook(_types_last)
     return compiled(part.to(PRECISIONS[spec.precision].parameters), spec.compile)
