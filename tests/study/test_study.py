@@ -8,6 +8,7 @@ import pytest
 from stepgauge.report.memory import SAME_COUNT, memory_blocks
 from stepgauge.report.names import labels
 from stepgauge.report.page import Text
+from stepgauge.report.table import objects
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.experiments import EXPERIMENTS as NAMES
 from stepgauge.spec.kernel import KERNELS
@@ -18,7 +19,6 @@ from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
 from stepgauge.study import (
     EXPERIMENTS,
-    collectives,
     pages,
     profile,
     published,
@@ -148,7 +148,7 @@ def test_the_report_has_a_section_an_experiment(machine, tmp_path):
     for experiment in EXPERIMENTS:
         assert experiment.title in text
     assert text.count("<svg") >= 6
-    assert f"S1: {published.SOURCES['S1']}" in text
+    assert published.legend(["S1"]) in text
     assert "OOM: device memory ran out &lt;at&gt; 2 GiB more" in text
     assert machine.name in text
     assert len(text) < 1.5 * 2**20
@@ -198,32 +198,42 @@ def test_what_a_gpu_gave_is_shipped_and_answers():
 def test_published_rows_stand_beside_the_nearest_of_ours(tmp_path):
     jobs = step_time.EXPERIMENT.jobs(H100, tmp_path)
     ours = [measured(job, 10.0, H100) for job in jobs if job.spec.size == "small"]
-    table = published.beside(ours, step_time.PUBLISHED, ("forward_ms",))
-    rows = {(row[0], row[-1]): dict(zip(table.columns, row, strict=True)) for row in table.rows}
-    small = rows["small", "S1"]
-    assert (small["batch × context"], small["here ms"], small["published ms"]) == (
-        "16 × 128",
-        10.0,
-        18.8,
-    )
-    assert rows["small", "S2"]["batch × context"] == "4 × 128"
-    assert rows["2.7b", "S1"]["batch × context"] == "not run here"
-    assert rows["2.7b", "S1"]["published ms"] == 257
+    rows = objects(published.beside("step-time", ours))
+    found = {(row["row"], row["figure"], row["source"]): row for row in rows}
+    small = found["size=small batch=16 context_length=128", "forward ms", "S1"]
+    assert (small["here at"], small["here"], small["published"]) == ("16 × 128", 10.0, 18.8)
+    other = found["size=small batch=4 context_length=128", "backward ms", "S2"]
+    assert (other["here at"], other["published"]) == ("4 × 128", 23.2)
+    alone = found["size=2.7b batch=16 context_length=128", "forward ms", "S1"]
+    assert (alone["here at"], alone["here"], alone["published"]) == ("not run here", None, 257)
 
 
-def test_published_figures_are_records_with_a_source():
-    assert all(
-        isinstance(row, Record) and row.provenance == "published" and row.source
-        for row in step_time.PUBLISHED
-    )
+def test_published_figures_are_records_of_known_experiments_and_sources():
+    rows = published._file()["rows"]
+    assert {row["experiment"] for row in rows} <= set(NAMES)
+    for experiment in {row["experiment"] for row in rows}:
+        for record in published.published(experiment):
+            assert record.provenance == "published" and published.legend([record.source])
+
+
+def test_published_sizes_of_messages_stand_beside_powers_of_two():
+    def row(device, ms, size):
+        spec = CommSpec(size_bytes=size, device=device)
+        metrics = {"time_ms": Sample.of([ms], "ms")}
+        return Record(kind="comm", spec=dataclasses.asdict(spec), metrics=metrics)
+
+    ours = [row("cuda", 9.0, 2**20), row("cpu", 7.0, 2**20), row("cpu", 70.0, 10 * 2**20)]
+    gloo = [row for row in objects(published.beside("collectives", ours)) if "gloo" in row["row"]]
+    times = [row["here"] for row in gloo if row["figure"] == "time ms"]
+    assert times == [7.0, 70.0, None, None]  # tensors of the host alone, and by their size
 
 
 def test_a_source_is_told_with_what_is_known_of_it_and_what_is_not():
-    assert str(published.SOURCES["S1"]) == (
-        "write-up of assignment 2, 2024, Stanford course CS336, A100-class GPU (author, title unknown)"
+    assert published.legend(["S1", "S1"]) == (
+        "S1: write-up of assignment 2, 2024, Stanford course CS336, A100-class GPU "
+        "(author, title unknown)"
     )
-    caption = profile.published_table().caption
-    assert all(f"{name}: {published.SOURCES[name]}" in caption for name in ("S1", "S5"))
+    assert published.legend(["S1", "S5"]) in profile.published_table().caption
 
 
 def test_a_section_begins_with_what_is_to_be_known_of_its_figures(record):
@@ -251,20 +261,6 @@ def test_the_study_runs_here(stepgauge, tmp_path, monkeypatch):
     text = (tmp_path / "report.html").read_text()
     assert "not measured in this run" in text
     assert "warm-up 1" in text and "Without warm-up the mean of" in text
-
-
-def test_published_gloo_stands_beside_tensors_of_the_host():
-    def row(device, ms):
-        spec = CommSpec(size_bytes=1_000_000, device=device)
-        return Record(
-            kind="comm", spec=dataclasses.asdict(spec), metrics={"time_ms": Sample.of([ms], "ms")}
-        )
-
-    *_, beside = collectives.blocks([row("cuda", 9.0), row("cpu", 7.0)])
-    ours = [
-        line[beside.columns.index("here ms")] for line in beside.rows if line[:2] == ["gloo", 2]
-    ]
-    assert ours == [7.0, None, None, None]
 
 
 def sharded(**gib):

@@ -10,26 +10,8 @@ from stepgauge.spec.grids import ATTENTION_BATCH, ATTENTION_HEADS
 from stepgauge.spec.kernel import KernelSpec
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.kernels import beside_published, kernel_specs, needs_gpu
-
-# Forward and backward, ms: torch beside the source's own kernel.
-_S2 = {
-    ("bf16", 64, 4096): {"eager": 2.28, "ours": 1.18},
-    ("bf16", 64, 16_384): {"eager": 31.5, "ours": 14.8},
-    ("bf16", 64, 32_768): {"eager": 125.0, "ours": 58.4},
-    ("bf16", 64, 65_536): {"ours": 233.0},
-    ("fp32", 128, 16_384): {"eager": 66.6, "ours": 53.2},
-}
-PUBLISHED = {
-    (
-        ("batch", 1),
-        ("dtype", dtype),
-        ("width", width),
-        ("sequence", length),
-        ("passes", "both"),
-    ): times
-    for (dtype, width, length), times in _S2.items()
-}
+from stepgauge.study.kernels import kernel_specs, needs_gpu
+from stepgauge.study.published import beside
 
 
 def specs(machine: Machine, folder: Path) -> Sequence[KernelSpec]:
@@ -39,7 +21,7 @@ def specs(machine: Machine, folder: Path) -> Sequence[KernelSpec]:
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
     plotted = [record for record in records if record.spec["width"] == 64]
     plots = kernel_plots(plotted, "sequence", by=("batch", "dtype", "passes"))
-    return [*plots, kernel_table(records), beside_published(records, "S2", PUBLISHED)]
+    return [*plots, kernel_table(records), beside("attention", records)]
 
 
 EXPERIMENT = Experiment(

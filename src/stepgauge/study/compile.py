@@ -13,24 +13,10 @@ from stepgauge.report.views import record_table
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.published import beside, published
+from stepgauge.study.published import SWIGLU, beside
 from stepgauge.study.sizes import S1, sizes, step_spec
 
 MODES = {"off": "eager", "on": "compiled"}
-# (forward, whole step), ms
-_FIGURES: dict[str, dict[str, tuple[float, float]]] = {
-    "off": {"small": (17, 51), "medium": (45.7, 137), "large": (94.2, 309), "xl": (185, 609),
-            "2.7b": (257, 892)},
-    "on": {"small": (6.7, 40), "medium": (16.0, 109), "large": (56.6, 263), "xl": (134, 525),
-           "2.7b": (192, 819)},
-}  # fmt: skip
-PUBLISHED = [
-    published(
-        "S1", spec={"size": size, "precision": "fp32", "compile": mode}, forward=forward, step=step
-    )
-    for mode, rows in _FIGURES.items()
-    for size, (forward, step) in rows.items()
-]
 
 
 def needs(machine: Machine) -> str | None:
@@ -57,7 +43,7 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     return [
         step_bars(records, caption, row=_row, bar=lambda record: MODES[record.spec["compile"]]),
         record_table(records),
-        beside(records, PUBLISHED, ("forward_ms", "step_ms")),
+        beside("compile", records, SWIGLU),
     ]
 
 

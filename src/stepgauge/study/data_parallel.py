@@ -19,7 +19,7 @@ from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine, needs_two_gpus
-from stepgauge.study.published import beside_table
+from stepgauge.study.published import beside
 from stepgauge.study.sizes import S1, sizes
 
 USUAL_BUCKET_MB = DataParallelSpec.bucket_mb
@@ -28,14 +28,6 @@ CPU_BUCKETS_MB = (0.05, 0.2, 0.5, 1.0, 5.0)
 TRACED = ("naive", "overlapped")
 # as many as a plot shows
 DRAWN = ("none", "naive", "bucketed", "bucketed bf16", "zero3", "torch-ddp")
-
-# S1, 2 GPUs: (total s, of it all-reduce s) of a step, naive and overlapped per parameter.
-_S1: dict[str, dict[str, tuple[float, float]]] = {
-    "naive": {"small": (0.076, 0.024), "medium": (0.173, 0.072), "large": (0.341, 0.155),
-              "xl": (0.633, 0.309), "2.7b": (0.956, 0.506)},
-    "overlapped": {"small": (0.066, 0.0003), "medium": (0.139, 0.0006), "large": (0.270, 0.001),
-                   "xl": (0.519, 0.001), "2.7b": (0.793, 0.001)},
-}  # fmt: skip
 
 
 def specs(machine: Machine, folder: Path) -> Sequence[DataParallelSpec]:
@@ -65,7 +57,7 @@ def _spec(machine: Machine, size: str, **fields: Any) -> DataParallelSpec:
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
-    return [*plots(records), _beside([record for record in records if record.status == "ok"])]
+    return [*plots(records), beside("data-parallel", records, "S1 has 2 GPUs")]
 
 
 def plots(records: Sequence[Record]) -> list[Block]:
@@ -205,22 +197,6 @@ def overhead_blocks(records: Sequence[Record]) -> list[Block]:
         Text(model.sentence(total, quickest)),
         table,
     ]
-
-
-def _beside(records: Sequence[Record]) -> Table:
-    """S1's steps beside those measured here of the same wrapper and size."""
-    rows = []
-    for wrapper, of_sizes in _S1.items():
-        for size, (total, communication) in of_sizes.items():
-            ours = row_of(records, wrapper, size)
-            rows.append({
-                "wrapper": wrapper, "size": size,
-                "here ms": plotted(ours, "step_ms") if ours else None,
-                "here exposed ms": plotted(ours, "exposed_ms") if ours else None,
-                "published ms": total * 1e3, "published all-reduce ms": communication * 1e3,
-                "source": "S1",
-            })  # fmt: skip
-    return beside_table(rows, here="here ms", note="S1 has 2 GPUs")
 
 
 def row_of(records: Sequence[Record], wrapper: str, size: str) -> Record | None:

@@ -1,19 +1,13 @@
-"""What experiments on single operations share: rows of a grid on this machine, and published
-figures beside ours.
-"""
+"""What experiments on single operations share: rows of a grid on this machine."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from stepgauge.report.kernel_plots import kernel_bars
 from stepgauge.report.kernels import kernel_table
-from stepgauge.report.table import Table
-from stepgauge.report.views import plotted
 from stepgauge.spec.grids import Point
 from stepgauge.spec.kernel import KERNELS, KernelSpec
-from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.published import beside_table
 
 SECONDS = 0.05  # of timing for each implementation: a grid has many rows
 
@@ -37,23 +31,3 @@ def kernel_experiment(kind: str, points: Iterable[Point], **told: Any) -> Experi
         needs=needs_gpu,
         **told,
     )
-
-
-def beside_published(
-    records: Sequence[Record], source: str, figures: Mapping[Any, Mapping[str, float]]
-) -> Table:
-    """Published ms by (name, value) pairs of the spec, each beside ours; hardware differs."""
-    rows = []
-    for wanted, published in figures.items():
-        same = [r for r in records if all(r.spec.get(name) == value for name, value in wanted)]
-        rows += [
-            {
-                "row": " ".join(f"{k}={v}" for k, v in wanted),
-                "implementation": name,
-                "here ms": plotted(same[0], f"{name}_ms") if same else None,
-                "published ms": float(theirs),
-                "source": source,
-            }
-            for name, theirs in published.items()
-        ]
-    return beside_table(rows, here="here ms", note="Hardware differs")

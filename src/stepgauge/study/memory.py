@@ -10,9 +10,7 @@ from stepgauge.bench import memory
 from stepgauge.report.checkpointing import choice_of, memory_against_time
 from stepgauge.report.memory import memory_blocks
 from stepgauge.report.names import flatten
-from stepgauge.report.numbers import scaled
 from stepgauge.report.page import Block
-from stepgauge.report.table import Table
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.predictions import paired
@@ -20,16 +18,12 @@ from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.study.experiment import Experiment, Machine
 from stepgauge.study.fused_step import OUR_PARTS
-from stepgauge.study.published import beside_table, load_of
+from stepgauge.study.published import beside
 from stepgauge.study.sizes import S1, S2, sizes, step_spec
 
-# (forward only, whole step), fp32 and bf16, GB as the source prints them
-_FIGURES: dict[str, dict[str, tuple[float, float]]] = {
-    "fp32": {"small": (0.56, 3.95), "medium": (1.49, 10.55), "large": (3.23, 21.22), "xl": (6.42, 38.63),
-             "2.7b": (10.77, 51.91)},
-    "bf16": {"2.7b": (15.65, 50.04)},
-}  # fmt: skip
-GB = 10**9
+PUBLISHED_AT = (
+    "S1's GB are taken as 10⁹ bytes, which it does not say. Ours has SwiGLU, so more parameters"
+)
 NO_PARTS: Mapping[str, str] = MappingProxyType({})
 CHOICES = (("none", 1), ("blocks", 1), ("blocks", 2), ("nested", 2), ("selective", 1))
 BEYOND = (("10b", 512), ("2.7b", 2048))
@@ -88,7 +82,7 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     }
     if points:
         shown.append(memory_against_time(points))
-    return [*shown, beside_published(measured)]
+    return [*shown, beside("memory", measured, PUBLISHED_AT)]
 
 
 def _words(checkpointing: str, blocks_a_part: int) -> str:
@@ -99,38 +93,6 @@ def _is_stock(record: Record) -> bool:
     """Whether nothing but its checkpointing may set the row apart."""
     spec = flatten(record.spec)
     return spec["compile"] == "off" and spec["norm"] != OUR_PARTS["norm"]
-
-
-def beside_published(records: Sequence[Record]) -> Table:
-    """S1's peaks beside ours of the same size and precision. Its GB are taken as 10⁹ bytes, which
-    it does not say.
-    """
-    ours = {
-        (spec["size"], spec["precision"]): record
-        for record in records
-        if (spec := flatten(record.spec))["checkpointing"] == "none"
-        and record.status == "ok"
-        and _is_stock(record)
-    }
-    metrics = {"forward only": "forward_only_peak_bytes", "whole step": "peak_bytes"}
-    rows = []
-    for precision, of_sizes in _FIGURES.items():
-        for size, peaks in of_sizes.items():
-            own = ours.get((size, precision))
-            rows += [
-                {
-                    "size": size,
-                    "precision": precision,
-                    "batch × context": load_of(own),
-                    "what": what,
-                    "ours GiB": scaled(own.median(metric), "bytes") if own else None,
-                    "published GiB": scaled(gigabytes * GB, "bytes"),
-                    "source": "S1",
-                }
-                for (what, metric), gigabytes in zip(metrics.items(), peaks, strict=True)
-            ]
-    note = "S1's peaks are of 16 × 128. Ours has SwiGLU, so more parameters"
-    return beside_table(rows, here="ours GiB", note=note)
 
 
 EXPERIMENT = Experiment(

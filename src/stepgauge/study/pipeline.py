@@ -8,16 +8,13 @@ from stepgauge.report.figure import lines, short
 from stepgauge.report.numbers import number
 from stepgauge.report.page import Block, Plot
 from stepgauge.report.pipeline import pipeline_table, timelines_of, tracks
-from stepgauge.report.table import Table
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine, needs_two_gpus
-from stepgauge.study.published import beside_table
+from stepgauge.study.published import beside
 
 RANKS, CHUNKS, SEEDS = (2, 3, 4), (4, 8, 16, 32, 64), (0, 1, 2)
-# S3, batch 64 in 4 micro-batches: ranks -> (samples/s, peak GB).
-_S3 = {3: (12.37, 8.7), 4: (9.23, 6.3)}
 
 
 def specs(machine: Machine, folder: Path) -> Sequence[PipelineSpec]:
@@ -72,7 +69,7 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     for record in measured:
         if record.spec["overweight"]:
             shown += _picture(record, good)
-    return [*shown, pipeline_table(records), _beside(measured)]
+    return [*shown, pipeline_table(records), beside("pipeline", measured, "4 micro-batches")]
 
 
 def _by_chunks(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
@@ -116,27 +113,6 @@ def answer(records: Sequence[Record]) -> str:
     if errors:
         said += f" The simulator is off by {100 * errors[len(errors) // 2]:.0f} % at the median."
     return said
-
-
-def _beside(records: Sequence[Record]) -> Table:
-    """S3's figures beside those measured here with as many ranks and micro-batches."""
-    rows = []
-    for ranks, (rate, gigabytes) in _S3.items():
-        ours = [
-            r
-            for r in records
-            if (r.spec["ranks"], r.spec["micro_batches"], r.spec["size"]) == (ranks, 4, "bert-base")
-            and r.spec["schedule"] == "1f1b"
-            and not r.spec.get("cuda_graphs")
-        ]
-        rates = [r.median("samples_per_s") or 0.0 for r in ours]
-        peaks = [peak for r in ours if (peak := r.median("peak_bytes"))]
-        rows.append({
-            "ranks": ranks, "here samples/s": sum(rates) / len(rates) if rates else None,
-            "here peak GB": max(peaks) / 1e9 if peaks else None, "published samples/s": rate,
-            "published peak GB": gigabytes, "source": "S3",
-        })  # fmt: skip
-    return beside_table(rows, here="here samples/s", note="4 micro-batches")
 
 
 EXPERIMENT = Experiment(

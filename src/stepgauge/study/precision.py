@@ -16,19 +16,8 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import PRECISIONS, StepSpec
 from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.published import beside, published
+from stepgauge.study.published import SWIGLU, beside
 from stepgauge.study.sizes import S1, sizes, step_spec
-
-# Forward and backward together, ms: S1's "total".
-_FIGURES: dict[str, dict[str, float]] = {
-    "fp32": {"small": 53, "medium": 131, "large": 287, "xl": 545, "2.7b": 791},
-    "bf16": {"small": 34, "medium": 69, "large": 122, "xl": 192, "2.7b": 194},
-}
-PUBLISHED = [
-    published("S1", spec={"size": size, "precision": precision, "compile": "off"}, total=total)
-    for precision, rows in _FIGURES.items()
-    for size, total in rows.items()
-]
 
 
 def specs(machine: Machine, folder: Path) -> Sequence[Any]:
@@ -70,7 +59,7 @@ def _times(records: Sequence[Record]) -> list[Block]:
     return [
         step_bars(same, caption, row=_field("size"), bar=_field("precision"), bars=PRECISIONS),
         record_table(records),
-        beside([_with_total(record) for record in records], PUBLISHED, ("total_ms",)),
+        beside("precision", [_with_total(record) for record in records], SWIGLU),
     ]
 
 

@@ -19,7 +19,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.published import SOURCES
+from stepgauge.study.published import legend
 from stepgauge.study.sizes import OURS, S1, S2, sizes
 
 # What S1 and S5 say of their profiles: (source, figure, value).
@@ -104,8 +104,7 @@ def kinds_shares(found: Analysis) -> list[tuple[str, float, float]]:
 
 def published_table() -> Table:
     """What S1 and S5 say of their profiles, and where they are from."""
-    legend = "; ".join(f"{name}: {SOURCES[name]}" for name in ("S1", "S5"))
-    caption = f"What others published of their profiles. {legend}."
+    caption = f"What others published of their profiles. {legend(('S1', 'S5'))}."
     return Table(["source", "figure", "value"], PUBLISHED, caption=caption)
 
 

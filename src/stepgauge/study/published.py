@@ -1,118 +1,108 @@
-"""Figures that others published, as records, so that they stand in the same tables and plots as
-ours.
+"""Figures that others published, from published.json, as records beside ours.
+
+A row of the file names its experiment and source, the fields of our spec that it was measured with,
+as far as the source says them, and its figures by the names of our metrics.
 """
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import importlib.resources
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stepgauge.report.names import flatten
+from stepgauge.report.names import differing, flatten
+from stepgauge.report.numbers import heading, scaled
 from stepgauge.report.table import Table
 from stepgauge.report.views import plotted
 from stepgauge.spec.record import Record, Sample
 
+UNITS = {"bytes": "bytes", "per_s": "", "ms": "ms"}  # by how a metric's name ends
+SWIGLU = "The networks may differ in detail; this one has SwiGLU"
+LOAD = ("batch", "context_length")
+NEAR = 0.1  # sizes of messages that are compared: 10^6 bytes with 2^20
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """Where a published figure is from. What was not noted when it was read is said to be unknown."""
 
-    what: str
-    hardware: str
-    author: str | None = None
-    title: str | None = None
-    year: int | None = None
-    place: str | None = None
+@functools.cache
+def _file() -> Any:
+    file = importlib.resources.files(__package__) / "published.json"
+    return json.loads(file.read_text(encoding="utf-8"))
 
-    def __str__(self) -> str:
-        where = {name: getattr(self, name) for name in ("author", "title", "year", "place")}
-        known = [str(value) for value in where.values() if value is not None]
-        unknown = ", ".join(name for name, value in where.items() if value is None)
-        return ", ".join([self.what, *known, self.hardware]) + (
-            f" ({unknown} unknown)" if unknown else ""
+
+def legend(sources: Sequence[str]) -> str:
+    """What each source is; what was not noted when it was read is said to be unknown."""
+    return "; ".join(f"{name}: {_file()['sources'][name]}" for name in dict.fromkeys(sources))
+
+
+def published(experiment: str) -> list[Record]:
+    """The published rows of an experiment."""
+    return [
+        Record(
+            kind="step",
+            spec=row["spec"],
+            metrics={n: Sample.exact(float(v), _unit(n)) for n, v in row["figures"].items()},
+            provenance="published",
+            source=row["source"],
         )
+        for row in _file()["rows"]
+        if row["experiment"] == experiment
+    ]
 
 
-_CS336 = "Stanford course CS336"
-SOURCES: Mapping[str, Source] = {
-    "S1": Source("write-up of assignment 2", "A100-class GPU", year=2024, place=_CS336),
-    "S2": Source("repository of assignment 2", "A100", year=2025, place=_CS336),
-    "S3": Source("lab report on distributed training", "8 GPUs, NVLink, 2 NUMA nodes"),
-    "S5": Source("benchmarking notes", "laptop GPU of 8 GB"),
-}
-# Batch and context that the source's figures were measured with, where it says so.
-CONDITIONS = {
-    "S1": {"batch": 16, "context_length": 128},
-    "S2": {"batch": 4, "context_length": 128},
-    "S5": {},
-}
+def _unit(metric: str) -> str:
+    return next(unit for end, unit in UNITS.items() if metric.endswith(end))
 
 
-def published(source: str, *, spec: dict[str, Any], **milliseconds: float) -> Record:
-    """A record of a source: `forward=18.8` becomes forward_ms."""
-    return Record(
-        kind="step",
-        spec={**CONDITIONS[source], **spec},
-        metrics={
-            f"{name}_ms": Sample.exact(float(value), "ms") for name, value in milliseconds.items()
-        },
-        provenance="published",
-        source=source,
-    )
-
-
-def beside(records: Sequence[Record], theirs: Iterable[Record], figures: Sequence[str]) -> Table:
-    """Each published row beside the one measured here of the same size, precision and compile; batch and context
-    where there is one.
+def beside(experiment: str, records: Sequence[Record], note: str = "Hardware differs") -> Table:
+    """Each published figure beside that of the nearest row measured here; alone where there is none.
 
     Hardware and networks differ in detail, so that the table gives both figures and no verdict.
-    Rows that were not run here give the published figure alone.
     """
-    rows = []
-    for their in theirs:
-        ours = _nearest(records, their.spec)
-        what = {name: str(their.spec[name]) for name in ("size", "precision", "compile")}
-        rows += [
-            {
-                **what,
-                "batch × context": load_of(ours),
-                "phase": figure.removesuffix("_ms"),
-                "here ms": plotted(ours, figure) if ours else None,
-                "published ms": their.median(figure),
-                "published batch × context": _load(their.spec),
-                "source": their.source,
-            }
-            for figure in figures
-            if figure in their.metrics
-        ]
-    note = "The networks may differ in detail; this one has SwiGLU"
-    return beside_table(rows, here="here ms", note=note)
+    theirs = published(experiment)
+    fields = differing(theirs)
+    rows = [
+        {
+            "row": " ".join(f"{n}={their.spec[n]}" for n in fields if n in their.spec),
+            "figure": heading(metric, sample.unit),
+            "here": scaled(plotted(ours, metric), sample.unit) if ours else None,
+            "here at": _load(ours),
+            "published": scaled(sample.median, sample.unit),
+            "published at": _load(their),
+            "source": their.source,
+        }
+        for their in theirs
+        for ours in [nearest(records, their.spec)]
+        for metric, sample in their.metrics.items()
+    ]
+    return beside_table(rows, here="here", note=note)
 
 
 def beside_table(rows: Sequence[Mapping[str, Any]], *, here: str, note: str) -> Table:
     """Published figures, each row with its source, beside those in the column `here`; shown only
     when opened where nothing was measured here.
     """
-    sources = dict.fromkeys(str(row["source"]) for row in rows)
-    legend = "; ".join(f"{source}: {SOURCES[source]}" for source in sources)
-    caption = f"Beside published figures. {legend}. {note}."
+    caption = f"Beside published figures. {legend([row['source'] for row in rows])}. {note}."
     return Table.from_rows(rows, caption=caption, folded=not any(row[here] for row in rows))
 
 
-def load_of(ours: Record | None) -> str:
-    """Batch and context of a row of ours."""
-    return _load(flatten(ours.spec)) if ours else "not run here"
+def _load(record: Record | None) -> str:
+    """Batch and context of a row."""
+    if record is None:
+        return "not run here"
+    spec = flatten(record.spec)
+    return " × ".join(str(spec[name]) for name in LOAD if name in spec)
 
 
-def _load(spec: Mapping[str, Any]) -> str:
-    return f"{spec['batch']} × {spec['context_length']}" if "batch" in spec else "not stated"
-
-
-def _nearest(records: Sequence[Record], wanted: Mapping[str, Any]) -> Record | None:
+def nearest(records: Sequence[Record], wanted: Mapping[str, Any]) -> Record | None:
     """The row here with all that the published one states, else with all but batch and context."""
-    good = [record for record in records if record.status == "ok"]
-    for names in (list(wanted), [n for n in wanted if n not in ("batch", "context_length")]):
-        for record in good:
-            spec = flatten(record.spec)
-            if all(spec.get(name) == wanted[name] for name in names):
+    good = [(flatten(r.spec), r) for r in records if r.status == "ok"]
+    for names in (list(wanted), [name for name in wanted if name not in LOAD]):
+        for spec, record in good:
+            if all(_alike(name, spec.get(name), wanted[name]) for name in names):
                 return record
     return None
+
+
+def _alike(name: str, ours: Any, theirs: Any) -> bool:
+    if name == "size_bytes":
+        return abs((ours or 0) / theirs - 1) < NEAR
+    return bool(ours == theirs)

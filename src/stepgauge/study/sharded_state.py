@@ -13,7 +13,7 @@ from stepgauge.spec.record import Record
 from stepgauge.study import data_parallel
 from stepgauge.study.data_parallel import row_of
 from stepgauge.study.experiment import Experiment, Machine, needs_two_gpus
-from stepgauge.study.published import beside_table
+from stepgauge.study.published import beside
 
 PLAIN = "bucketed"
 WRAPPERS = (PLAIN, "zero1", "torch-zero1", "zero2", "zero3", "torch-fsdp")
@@ -23,13 +23,6 @@ COLUMNS = {
     **{name: f"{name.replace('_', ' ')} GiB" for name in ("initial", "before_update", "after_update", "peak")},
     "parameter": "parameters GiB", "gradient": "gradients GiB", "optimizer": "optimizer GiB", "rest": "rest GiB",
 }  # fmt: skip
-
-# S1, 2 ranks: seconds a step with the optimizer's state sharded and plain.
-_S1: tuple[tuple[str, str, float, float], ...] = (
-    ("small", "1 × 2 GPUs", 0.071, 0.077),
-    ("2.7b", "1 × 2 GPUs", 0.468, 0.488),
-    ("2.7b", "2 × 1 GPU", 1.181, 0.810),
-)
 
 
 def specs(machine: Machine, folder: Path) -> Sequence[DataParallelSpec]:
@@ -41,7 +34,11 @@ def specs(machine: Machine, folder: Path) -> Sequence[DataParallelSpec]:
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
     good = [record for record in records if record.status == "ok"]
-    return [*_picture(good), _memory(good), _beside(good)]
+    return [
+        *_picture(good),
+        _memory(good),
+        beside("sharded-state", good, "S1's sharded optimizer stands at zero1"),
+    ]
 
 
 def answer(records: Sequence[Record]) -> str:
@@ -109,25 +106,6 @@ def _memory(records: Sequence[Record]) -> Table:
         })  # fmt: skip
     formats = {"state over an even share %": "+.2f"}
     return Table.from_rows(rows, caption="Memory of the fullest rank.", formats=formats)
-
-
-def _beside(records: Sequence[Record]) -> Table:
-    """S1's steps beside those measured here on as many nodes; its sharded optimizer is zero1."""
-    rows = []
-    for size, where, sharded_s, plain_s in _S1:
-        here = [
-            row_of(records, wrapper, size) if where.startswith("1") else None
-            for wrapper in ("zero1", PLAIN)
-        ]
-        sharded, plain = (plotted(record, "step_ms") if record else None for record in here)
-        rows.append({
-            "size": size, "ranks": where,
-            "here sharded ms": sharded, "here plain ms": plain,
-            "here ratio": sharded / plain if sharded and plain else None,
-            "published sharded ms": 1e3 * sharded_s, "published plain ms": 1e3 * plain_s,
-            "published ratio": sharded_s / plain_s, "source": "S1",
-        })  # fmt: skip
-    return beside_table(rows, here="here sharded ms", note=f"Here: zero1 and {PLAIN}")
 
 
 EXPERIMENT = Experiment(

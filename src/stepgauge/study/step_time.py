@@ -10,26 +10,10 @@ from stepgauge.report.views import record_table
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.published import CONDITIONS, beside, published
+from stepgauge.study.published import SWIGLU, beside, published
 from stepgauge.study.sizes import GPU_SIZES, OURS, S1, S2, sizes, step_spec
 
-# Forward and backward of fp32, in ms.
-_FIGURES: dict[str, dict[str, tuple[float, float]]] = {
-    "S1": {"small": (18.8, 34.0), "medium": (45, 85), "large": (96, 191), "xl": (185, 359),
-           "2.7b": (257, 534)},
-    "S2": {"small": (12.9, 23.2), "medium": (31.9, 71.4), "large": (66.2, 143.5)},
-    "S5": {"small": (31.5, 67), "medium": (97.7, 202)},
-}  # fmt: skip
-PUBLISHED = [
-    published(
-        source,
-        spec={"size": size, "precision": "fp32", "compile": "off"},
-        forward=forward,
-        backward=backward,
-    )
-    for source, rows in _FIGURES.items()
-    for size, (forward, backward) in rows.items()
-]
+EXPERIMENT_NAME = "step-time"
 
 
 def specs(machine: Machine, folder: Path) -> Sequence[StepSpec]:
@@ -52,19 +36,19 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
         points = _published_totals(load, names)
         shown.append(phase_bars(rows, names, caption, points=points, most=most))
     shown.append(record_table(records))
-    return [*shown, beside(records, PUBLISHED, ("forward_ms", "backward_ms"))]
+    return [*shown, beside(EXPERIMENT_NAME, records, SWIGLU)]
 
 
 def _published_totals(load: str, names: Sequence[str]) -> dict[str, list[float | None]]:
     """Forward and backward of the sources that were measured at this load."""
-    totals = {
-        source: {name: sum(times) for name, times in rows.items()}
-        for source, rows in _FIGURES.items()
-        if " × ".join(map(str, CONDITIONS[source].values())) == load
-    }
+    totals: dict[str, dict[str, float]] = {}
+    for row in published(EXPERIMENT_NAME):
+        if "batch" in row.spec and _load(row) == load:
+            both = sum(sample.median for sample in row.metrics.values())
+            totals.setdefault(row.source, {})[row.spec["size"]] = both
     return {
-        f"{source} forward + backward": [rows.get(n) for n in names]
-        for source, rows in totals.items()
+        f"{source} forward + backward": [sizes.get(name) for name in names]
+        for source, sizes in totals.items()
     }
 
 
@@ -74,7 +58,7 @@ def _load(record: Record) -> str:
 
 
 EXPERIMENT = Experiment(
-    name="step-time",
+    name=EXPERIMENT_NAME,
     title="Step time",
     question="What do forward, backward and optimizer take, and how does that grow with the model?",
     method=(

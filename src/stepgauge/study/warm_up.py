@@ -12,7 +12,7 @@ from stepgauge.report.views import record_table
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.published import SOURCES
+from stepgauge.study.published import legend
 from stepgauge.study.sizes import step_spec
 
 WARM_UPS = (0, 1, 2, 5)
@@ -48,8 +48,7 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     ]
     theirs = [[warmup, mean, std, None, source] for source, warmup, mean, std in _FIGURES]
     head = ["warm-up steps", "forward ms mean", "std", "median", "source"]
-    sources = "; ".join(f"{name}: {SOURCES[name]}" for name in ("S1", "S2"))
-    caption = f"Beside published figures of small. {sources}."
+    caption = f"Beside published figures of small. {legend(('S1', 'S2'))}."
     table = Table(head, ours + theirs, names=1, caption=caption)
     counts = " to ".join(
         str(n) for n in sorted({min(s.n for s in forward), max(s.n for s in forward)})
