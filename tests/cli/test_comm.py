@@ -1,5 +1,6 @@
 """The commands around collectives, as a person uses them."""
 
+import csv
 import json
 
 import pytest
@@ -92,9 +93,8 @@ def test_a_fit_needs_sizes(stepgauge, tmp_path):
     assert "no collective at three sizes" in err
 
 
-def test_explain_shows_what_real_processes_have(stepgauge, tmp_path):
-    page = tmp_path / "page.html"
-    status, out, err = stepgauge("comm", "explain", "--ranks", "3", "--report", page)
+def test_explain_shows_what_real_processes_have(stepgauge):
+    status, out, err = stepgauge("comm", "explain", "--ranks", "3")
     assert status == 0, err
     words = " ".join(out.split())
     assert "rank 0 0 1 2 30 33 36" in words  # all-reduce: before and after
@@ -108,7 +108,6 @@ def test_explain_shows_what_real_processes_have(stepgauge, tmp_path):
         if line.startswith("rank")
     ][:3]
     assert float(waits[0]) > float(waits[1]) > 30
-    assert page.read_text().count("<svg") >= 11
 
 
 @pytest.mark.parametrize(
@@ -145,9 +144,10 @@ def test_bench_broadcast(stepgauge, tmp_path):
     )
     status, out, err = stepgauge("bench", "broadcast", *asked, "--out", tmp_path, "--format", "csv")
     assert status == 0, err
-    # Without blocks one row, with blocks one a size.
-    assert len(out.splitlines()) == 1 + 2 + 2 * 4
-    assert "staged,256 KiB,2,1048576," in out
+    rows = list(csv.DictReader(out.splitlines()))
+    assert len(rows) == 2 + 2 * 4  # without blocks one row, with blocks one a size
+    assert ("staged", "262144") in [(row["schedule"], row["block bytes"]) for row in rows]
+    assert all(float(row["GB/s"]) > 0 and row["of the bound"] for row in rows)
 
 
 def test_topo(stepgauge, tmp_path):

@@ -14,7 +14,6 @@ from stepgauge.spec.hardware import HardwareFile
 app = App(name="comm", help="Explain collectives, and fit what bench comm measured.")
 
 MOST_ARROWS = 8  # that are drawn; more are a table
-WritePage = Annotated[Path | None, Parameter(help="An HTML file with the pictures, too.")]
 
 
 @app.command
@@ -25,7 +24,6 @@ def explain(
     /,
     *,
     ranks: Annotated[int, Parameter(help="Processes that take part.")] = 4,
-    report: WritePage = None,
 ) -> None:
     """Show what a collective does, on small tensors between real processes.
 
@@ -34,13 +32,9 @@ def explain(
     names_of(op, ranks=ranks)  # said before torch is loaded
 
     from stepgauge.bench.explain import explain as run_explained
-    from stepgauge.report.explained import explained_page
 
-    found = run_explained(op, ranks=ranks)
-    for explained in found:
+    for explained in run_explained(op, ranks=ranks):
         _print(explained)
-    if report is not None:
-        write(explained_page(found), report, "pictures")
 
 
 def _print(explained: Explained) -> None:
@@ -72,7 +66,7 @@ def fit(
         Path | None,
         Parameter(help="Hardware file that the fits are written to; made if it is not there."),
     ] = None,
-    report: WritePage = None,
+    report: Annotated[Path | None, Parameter(help="An HTML file with the plots, too.")] = None,
     format: Annotated[Format, Parameter(help="What to print.")] = "table",
 ) -> None:
     """Fit time = α + β·bytes to a run of bench comm, and try it on sizes that it has not seen.

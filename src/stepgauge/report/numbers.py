@@ -27,6 +27,8 @@ _NAMES = {
     "busbw_gb_per_s": "busbw GB/s",
     "gb_per_s": "GB/s",
     "mfu": "MFU %",
+    "of_bound": "of the bound",
+    "of_host_link": "of one host link",
     "tflop_per_s": "TFLOP/s",
     "samples_per_s": "samples/s",
     "tokens_per_s": "tokens/s",

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from stepgauge.cost.timeline import Span, Timeline
 from stepgauge.report.figure import FAINT, INK, SERIES, canvas
 from stepgauge.report.table import Table
-from stepgauge.report.views import record_table
 from stepgauge.spec.plan.pipeline.action import BACKWARD, FORWARD, INPUT, WEIGHT
 from stepgauge.spec.plan.pipeline.check import Checked
 from stepgauge.spec.plan.pipeline.text import parse
@@ -85,13 +84,6 @@ def rank_table(timeline: Timeline, checked: Checked) -> Table:
         f"{timeline.over_ideal:.3f} of ideal"
     )
     return Table(head, rows, names=1, caption=caption)
-
-
-def pipeline_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> Table:
-    """A row a measured record, with the step that was simulated before it ran and their difference;
-    a prediction that nothing was measured for is a row of its own.
-    """
-    return record_table(records, statistics=statistics, first=["schedule"])
 
 
 def tracks(timelines: Mapping[str, Timeline], *, unit: str = "ms") -> str:

@@ -7,7 +7,8 @@ from typing import Any
 from stepgauge.report.figure import lines, short
 from stepgauge.report.numbers import number
 from stepgauge.report.page import Block, Plot
-from stepgauge.report.pipeline import pipeline_table, timelines_of, tracks
+from stepgauge.report.pipeline import timelines_of, tracks
+from stepgauge.report.views import record_table
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.record import Record
@@ -69,7 +70,11 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     for record in measured:
         if record.spec["overweight"]:
             shown += _picture(record, good)
-    return [*shown, pipeline_table(records), beside("pipeline", measured, "4 micro-batches")]
+    return [
+        *shown,
+        record_table(records, first=["schedule"]),
+        beside("pipeline", measured, "4 micro-batches"),
+    ]
 
 
 def _by_chunks(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:

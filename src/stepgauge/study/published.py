@@ -89,7 +89,7 @@ def _load(record: Record | None) -> str:
     if record is None:
         return "not run here"
     spec = flatten(record.spec)
-    return " × ".join(str(spec[name]) for name in LOAD if name in spec)
+    return " × ".join(str(spec[name]) for name in LOAD) if spec.keys() >= set(LOAD) else ""
 
 
 def nearest(records: Sequence[Record], wanted: Mapping[str, Any]) -> Record | None:
