@@ -1,11 +1,11 @@
 """Views of an Analysis: one table a question, the timeline and the flame graph."""
 
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stepgauge.report.kernel_names import range_name, shortened
+from stepgauge.report.cells import Sum, short_name, sums_by, total
+from stepgauge.report.kernel_names import range_name
 from stepgauge.report.numbers import cut_to, number, whole
 from stepgauge.report.page import Block, Flame, Plot, Text
 from stepgauge.report.profile_device import (
@@ -18,9 +18,9 @@ from stepgauge.report.profile_device import (
 from stepgauge.report.profile_ranks import overlap_table
 from stepgauge.report.table import Table
 from stepgauge.report.trace_timeline import trace_timeline
-from stepgauge.spec.analysis import Analysis, Cell
+from stepgauge.spec.analysis import Analysis
 
-LONGEST_NAME, LONGEST_SHAPES = 72, 48
+LONGEST_SHAPES = 48
 SHOWN_KERNELS, SHOWN_OPERATIONS = 20, 16
 OTHER_LIMIT = 0.02  # what no rule could place is named one by one above this share
 # Above any device's memory and caches, and any device's products: such a rate is no rate.
@@ -69,25 +69,22 @@ def tables(found: Analysis) -> list[Table]:
 
 def answer(found: Analysis) -> str:
     """Why the step takes as long as it does, as far as two sentences can say it."""
-    step = f"A step takes {number(found.step_us / 1e3)} ms"
-    kinds = _sums(found.cells, lambda cell: cell.kind, _us)
+    step = f"A step takes {_ms(found.step_us)} ms"
     if not found.on_device:
-        most = sorted(kinds, key=lambda kind: -kinds[kind])[:3]
         parts = ", ".join(
-            f"{number(kinds[kind] / 1e3 / found.steps)} ms in {_SPELLED.get(kind, kind)}"
-            for kind in most
+            f"{_ms(each.us)} ms in {_SPELLED.get(kind, kind)}"
+            for (kind,), each in list(sums_by(found, "kind").items())[:3]
         )
         return f"{step} on the host: {parts}."
-    idle = sum(cell.idle_us for cell in found.cells) / found.steps
+    idle = total(found.cells, found.steps).idle_us
     gains = sorted(found.path, key=lambda row: -row.gain_us)[:3]
     gained = ", ".join(
-        f"{number(row.gain_us / 1e3 / found.steps)} ms without {_LACKING.get(row.what, row.what)}"
+        f"{_ms(row.gain_us / found.steps)} ms without {_LACKING.get(row.what, row.what)}"
         for row in gains
         if row.gain_us > 0.01 * found.step_us * found.steps
     )
     return (
-        f"{step}: the device works {number((found.step_us - idle) / 1e3)} ms and stands still "
-        f"{number(idle / 1e3)} ms."
+        f"{step}: the device works {_ms(found.step_us - idle)} ms and stands still {_ms(idle)} ms."
     ) + (f" It would be shorter by {gained}." if gained else "")
 
 
@@ -96,8 +93,8 @@ def sentences(found: Analysis) -> list[str]:
     result = list(found.notes)
     if found.lead_in_us > 0 or found.tail_us > 0:
         result.append(
-            f"Not in the steps: {number(found.lead_in_us / 1e3)} ms from the host's begin to the device's "
-            f"first work, {number(found.tail_us / 1e3)} ms from its last work to the host's end."
+            f"Not in the steps: {_ms(found.lead_in_us)} ms from the host's begin to the device's "
+            f"first work, {_ms(found.tail_us)} ms from its last work to the host's end."
         )
     idle = max(found.idle, key=lambda row: row.us, default=None)
     if idle is not None:
@@ -110,8 +107,8 @@ def sentences(found: Analysis) -> list[str]:
     if matmul and softmax:
         ratio = softmax / matmul
         result.append(
-            f"In attention, forward: softmax {number(softmax / found.steps)} µs a step, the two matrix products "
-            f"{number(matmul / found.steps)} µs; softmax takes {number(ratio)} times as long with a small part of "
+            f"In attention, forward: softmax {number(softmax)} µs a step, the two matrix products "
+            f"{number(matmul)} µs; softmax takes {number(ratio)} times as long with a small part of "
             "the FLOPs (table below)."
         )
     return result + _unplaced(found)
@@ -119,15 +116,14 @@ def sentences(found: Analysis) -> list[str]:
 
 def _unplaced(found: Analysis) -> list[str]:
     """The names that no rule knows, where they matter."""
-    whole_us = sum(cell.us for cell in found.cells)
-    sums = _sums((cell for cell in found.cells if cell.kind == "other"), lambda c: c.name, _us)
-    share = sum(sums.values()) / whole_us if whole_us else 0.0
+    whole_us = total(found.cells, found.steps).us
+    names = {name: each.us for (kind, name), each in sums_by(found, "kind", "name").items()
+             if kind == "other"}  # fmt: skip
+    share = sum(names.values()) / whole_us if whole_us else 0.0
     if share <= OTHER_LIMIT:
         return []
-    names = sorted(sums, key=lambda name: -sums[name])
     shown = ", ".join(
-        f"{shortened(name, LONGEST_NAME)} ({100 * sums[name] / whole_us:.1f} %)"
-        for name in names[:8]
+        f"{short_name(name)} ({100 * us / whole_us:.1f} %)" for name, us in list(names.items())[:8]
     )
     return [
         f"No rule placed {100 * share:.1f} % of the time ({len(names)} names); --rules FILE can: {shown}."
@@ -135,8 +131,10 @@ def _unplaced(found: Analysis) -> list[str]:
 
 
 def _attention_us(found: Analysis, parts: Sequence[str]) -> float:
+    """Of a forward, in a step."""
     wanted = tuple(f".{part}" for part in parts)
-    return sum(c.us for c in found.cells if c.phase == "forward" and c.range.endswith(wanted))
+    cells = (c for c in found.cells if c.phase == "forward" and c.range.endswith(wanted))
+    return total(cells, found.steps).us
 
 
 def phases_table(found: Analysis) -> Table:
@@ -145,32 +143,29 @@ def phases_table(found: Analysis) -> Table:
 
     A trace that another program wrote comes without the stopwatch.
     """
+    sums = {phase: each for (phase,), each in sums_by(found, "phase").items()}
+    sums["step"] = total(found.cells, found.steps)
     rows = []
-    was_timed = bool(found.stopwatch_ms)
     for phase in [*found.phases_us, "step"]:
-        mine = [cell for cell in found.cells if phase in ("step", cell.phase)]
-        trace = sum(_values(found, phase)) / found.steps / 1e3
         alone, watched = found.stopwatch_ms.get(phase), _watched(found, phase, statistics.median)
-        cost = 100 * (watched / alone - 1) if alone and watched else None
-        busy, idle = (
-            sum(getattr(cell, name) for cell in mine) / found.steps
-            for name in ("busy_us", "idle_us")
-        )
-        timed: list[Any] = [alone, watched, cost] if was_timed else []
-        device = [busy / 1e3, idle / 1e3] if found.on_device else []
-        calls = whole(sum(cell.calls for cell in mine) / found.steps)
-        rows.append([phase or "rest", *timed, trace, *device, calls])
-    watch_head = ["stopwatch ms", "stopwatch profiled ms", "profiler costs %"] if was_timed else []
-    device_head = ["busy ms", "idle ms"] if found.on_device else []
-    head = ["phase", *watch_head, "trace ms", *device_head, f"{_noun(found)} a step"]
-    stopwatch = (
-        "stopwatch without the profiler and with it (medians), and the trace"
-        if was_timed
-        else "the trace"
+        timed = {
+            "stopwatch ms": alone,
+            "stopwatch profiled ms": watched,
+            "profiler costs %": 100 * (watched / alone - 1) if alone and watched else None,
+        }
+        own = sums.get(phase, Sum())
+        rows.append({
+            "phase": phase or "rest",
+            **(timed if found.stopwatch_ms else {}),
+            "trace ms": sum(_values(found, phase)) / found.steps / 1e3,
+            **({"busy ms": own.busy_us / 1e3, "idle ms": own.idle_us / 1e3} if found.on_device else {}),
+            f"{_noun(found)} a step": whole(own.calls),
+        })  # fmt: skip
+    stopwatch = "stopwatch without the profiler and with it (medians), and the trace"
+    caption = (
+        f"Phases: {stopwatch if found.stopwatch_ms else 'the trace'} (means of {found.steps})."
     )
-    caption = f"Phases: {stopwatch} (means of {found.steps})."
-    formats = {"profiler costs %": "+.1f"}
-    return Table(head, rows, numeric=frozenset(head[1:]), caption=caption, formats=formats)
+    return Table.from_rows(rows, caption=caption, formats={"profiler costs %": "+.1f"})
 
 
 def _watched(
@@ -192,27 +187,24 @@ def _values(found: Analysis, phase: str) -> Sequence[float]:
 
 def ranges_table(found: Analysis) -> Table:
     """Each part of the model in each phase, idle time before its kernels included."""
-    phases = list(found.phases_us)
-    sums = _sums(found.cells, lambda c: (c.range, c.phase), lambda c: c.busy_us + c.idle_us)
-    names = list(dict.fromkeys(cell.range for cell in found.cells))
-    totals = {name: sum(sums.get((name, phase), 0.0) for phase in phases) for name in names}
-    in_all = sum(totals.values()) or 1.0
+    by_range: dict[str, dict[str, float]] = {}
+    for (name, phase), each in sums_by(found, "range", "phase").items():
+        by_range.setdefault(name, {})[phase] = each.busy_us + each.idle_us
+    in_all = {phase: sum(row.get(phase, 0.0) for row in by_range.values())
+              for phase in found.phases_us}  # fmt: skip
+    whole_us = sum(in_all.values()) or 1.0
 
-    def row(label: str, values: Sequence[float], total: float) -> list[Any]:
-        return [label, *(us / 1e3 / found.steps for us in values), total / 1e3 / found.steps]
+    def row(label: str, by_phase: Mapping[str, float]) -> dict[str, Any]:
+        us = sum(by_phase.get(phase, 0.0) for phase in found.phases_us)
+        phases = {f"{p or 'rest'} ms": by_phase.get(p, 0.0) / 1e3 for p in found.phases_us}
+        return {"range": label, **phases, "step ms": us / 1e3, "share %": 100 * us / whole_us}
 
-    rows = [
-        [*row(range_name(name) or "outside of all", [sums.get((name, p), 0.0) for p in phases], totals[name]),
-         100 * totals[name] / in_all]
-        for name in sorted(names, key=lambda n: -totals[n])
-    ]  # fmt: skip
-    by_phase = [sum(sums.get((name, phase), 0.0) for name in names) for phase in phases]
-    rows.append([*row("sum of ranges", by_phase, in_all), 100.0])
-    head = ["range", *(f"{phase or 'rest'} ms" for phase in phases), "step ms", "share %"]
+    rows = [row(range_name(name) or "outside of all", each) for name, each in by_range.items()]
+    rows.sort(key=lambda each: -each["step ms"])
     idle = ", the device's idle time before its kernels included" if found.on_device else ""
     caption = f"Ranges: time a step{idle}; equal parts of repeated blocks together."
-    formats = {"share %": ".1f"}
-    return Table(head, rows, numeric=frozenset(head[1:]), caption=caption, formats=formats)
+    rows.append(row("sum of ranges", in_all))
+    return Table.from_rows(rows, caption=caption, formats={"share %": ".1f"})
 
 
 def stopwatch_table(found: Analysis) -> Table:
@@ -243,79 +235,64 @@ def stopwatch_table(found: Analysis) -> Table:
 
 def kinds_table(found: Analysis) -> Table:
     """Share of each kind, in a forward and in the whole step."""
-    phases = [*found.phases_us, "step"]
-    sums = _sums(found.cells, lambda c: (c.kind, c.phase), _us)
-    for (kind, _), us in list(sums.items()):
-        sums[kind, "step"] = sums.get((kind, "step"), 0.0) + us
-    totals = {phase: sum(us for (_, p), us in sums.items() if p == phase) for phase in phases}
-    kinds = [kind for kind in {cell.kind for cell in found.cells} if sums[kind, "step"] > 0]
+    by_phase = {phase: each.us for (phase,), each in sums_by(found, "phase").items()}
+    by_phase["step"] = sum(by_phase.values())
+    parts = {key: each.us for key, each in sums_by(found, "kind", "phase").items()}
     rows = []
-    for kind in sorted(kinds, key=lambda kind: -sums[kind, "step"]):
-        cells: list[Any] = [kind]
-        for phase in phases:
-            us = sums.get((kind, phase), 0.0)
-            cells += [us / 1e3 / found.steps, 100 * us / totals[phase] if totals[phase] else None]
-        rows.append(cells)
-    head = ["kind", *(f"{phase or 'rest'} {unit}" for phase in phases for unit in ("ms", "%"))]
+    for (kind,), whole_step in sums_by(found, "kind").items():
+        if not whole_step.us:
+            continue
+        row: dict[str, Any] = {"kind": kind}
+        for phase in [*found.phases_us, "step"]:
+            us = whole_step.us if phase == "step" else parts.get((kind, phase), 0.0)
+            in_all, name = by_phase.get(phase, 0.0), phase or "rest"
+            row |= {f"{name} ms": us / 1e3, f"{name} %": 100 * us / in_all if in_all else None}
+        rows.append(row)
     noun = _noun(found)
     caption = (
         f"Kinds of work: time of the {noun} a step, and its share of all {noun} of the phase. What "
         "autograd computes by plain operators, such as backward of an eager norm, is of their kinds."
     )
-    formats = {column: ".1f" for column in head if column.endswith("%")}
-    return Table(head, rows, numeric=frozenset(head[1:]), caption=caption, formats=formats)
+    formats = {f"{phase or 'rest'} %": ".1f" for phase in [*found.phases_us, "step"]}
+    return Table.from_rows(rows, caption=caption, formats=formats)
 
 
 def top_table(found: Analysis) -> Table:
     """The one with most time in each phase."""
-    sums = _sums(found.cells, lambda c: (c.phase, c.name), _us)
-    calls = _sums(found.cells, lambda c: (c.phase, c.name), lambda c: c.calls)
-    kinds = {(cell.phase, cell.name): cell.kind for cell in found.cells}
+    sums = sums_by(found, "phase", "name", "kind")
     rows = []
     for phase in found.phases_us:
-        mine = {key: us for key, us in sums.items() if key[0] == phase and us > 0}
+        mine = [(key, each) for key, each in sums.items() if key[0] == phase and each.us > 0]
         if not mine:
             continue
-        key = max(mine, key=lambda k: mine[k])
-        times = [mine[key] / 1e3 / found.steps, 100 * mine[key] / sum(mine.values())]
-        rows.append([phase or "rest", shortened(key[1], LONGEST_NAME), kinds[key],
-                     whole(calls[key] / found.steps), *times])  # fmt: skip
-    head = ["phase", _noun(found)[:-1], "kind", "calls a step", "ms a step", "share of phase %"]
+        (_, name, kind), most = mine[0]
+        rows.append({
+            "phase": phase or "rest", _noun(found)[:-1]: short_name(name), "kind": kind,
+            "calls a step": whole(most.calls), "ms a step": most.us / 1e3,
+            "share of phase %": 100 * most.us / sum(each.us for _, each in mine),
+        })  # fmt: skip
     caption = f"The {_noun(found)[:-1]} with most time in each phase."
-    formats = {"share of phase %": ".1f"}
-    return Table(head, rows, numeric=frozenset(head[3:]), caption=caption, formats=formats)
+    return Table.from_rows(rows, caption=caption, formats={"share of phase %": ".1f"})
 
 
 def kernels_table(found: Analysis, shown: int = SHOWN_KERNELS) -> Table:
     """Those with most time, with their kind and the rule that placed them."""
-    key = ("name", "kind", "phase", "rule")
-    sums = _sums(found.cells, lambda c: tuple(getattr(c, name) for name in key), _us)
-    calls = _sums(found.cells, lambda c: tuple(getattr(c, name) for name in key), lambda c: c.calls)
-    in_all = sum(sums.values()) or 1.0
-    rows, covered = [], 0.0
-    for (name, kind, phase, rule), us in sorted(sums.items(), key=lambda item: -item[1])[:shown]:
-        if us <= 0:
-            break
-        covered += us
-        number_of = calls[name, kind, phase, rule]
-        mean = us / number_of if number_of else None
-        figures = [whole(number_of / found.steps), us / 1e3 / found.steps, mean, 100 * us / in_all]
-        rows.append([shortened(name, LONGEST_NAME), kind, phase or "rest", *figures, rule])
-    head = [
-        _noun(found)[:-1],
-        "kind",
-        "phase",
-        "calls a step",
-        "ms a step",
-        "mean µs",
-        "share %",
-        "rule",
-    ]
-    caption = f"{_noun(found).capitalize()} with most time, {len(rows)} of {len(sums)}: {100 * covered / in_all:.0f} %."
-    formats = {"share %": ".1f"}
-    return Table(
-        head, rows, numeric=frozenset(head[3:7]), caption=caption, names=3, formats=formats
-    )
+    sums = sums_by(found, "name", "kind", "phase", "rule")
+    most = [(key, each) for key, each in list(sums.items())[:shown] if each.us > 0]
+    in_all = sum(each.us for each in sums.values()) or 1.0
+    noun = _noun(found)
+    rows = [
+        {
+            noun[:-1]: short_name(name), "kind": kind, "phase": phase or "rest",
+            "calls a step": whole(each.calls), "ms a step": each.us / 1e3,
+            "mean µs": each.us / each.calls if each.calls else None,
+            "share %": 100 * each.us / in_all, "rule": rule,
+        }
+        for (name, kind, phase, rule), each in most
+    ]  # fmt: skip
+    covered = 100 * sum(each.us for _, each in most) / in_all
+    caption = f"{noun.capitalize()} with most time, {len(rows)} of {len(sums)}: {covered:.0f} %."
+    return Table.from_rows(rows, caption=caption, names=3, formats={"share %": ".1f"})
 
 
 def attention_table(found: Analysis) -> Table:
@@ -323,16 +300,16 @@ def attention_table(found: Analysis) -> Table:
     rows = []
     for part in ATTENTION_PARTS:
         for phase in found.phases_us:
-            mine = [c for c in found.cells if c.range.endswith(f".{part}") and c.phase == phase]
-            us, flops, bytes_ = (
-                sum(getattr(c, n) for c in mine) / found.steps for n in ("us", "flops", "bytes")
-            )
-            if us:
-                rates = [flops / us / 1e6 or None, bytes_ / us / 1e3 or None]
-                rows.append([part, phase, us, flops / 1e9 or None, *rates])
-    head = ["part of attention", "phase", "µs a step", "GFLOP a step", "TFLOP/s", "GB/s"]
-    caption = "Softmax against the matrix products of attention."
-    return Table(head, rows, numeric=frozenset(head[2:]), caption=caption)
+            mine = (c for c in found.cells if c.range.endswith(f".{part}") and c.phase == phase)
+            each = total(mine, found.steps)
+            if each.us:
+                rows.append({
+                    "part of attention": part, "phase": phase, "µs a step": each.us,
+                    "GFLOP a step": each.flops / 1e9 or None,
+                    "TFLOP/s": each.flops / each.us / 1e6 or None,
+                    "GB/s": each.bytes / each.us / 1e3 or None,
+                })  # fmt: skip
+    return Table.from_rows(rows, caption="Softmax against the matrix products of attention.")
 
 
 def operations_table(found: Analysis, shown: int = SHOWN_OPERATIONS) -> Table:
@@ -351,13 +328,13 @@ def operations_table(found: Analysis, shown: int = SHOWN_OPERATIONS) -> Table:
             value / seconds if seconds and value / seconds < most else 0.0
             for value, most in ((row.flops, MOST_FLOP_PER_S), (row.bytes, MOST_BYTES_PER_S))
         )
-        rows.append([
-            row.operation, row.kind, cut_to(row.shapes, LONGEST_SHAPES), row.dtype.removeprefix("c10::"),
-            whole(row.calls / found.steps), row.us / 1e3 / found.steps, seconds * 1e6, flop_per_s / 1e12 or None,
-            bytes_per_s / 1e9 or None, row.flops / row.bytes or None, share,
-        ])  # fmt: skip
-    head = ["operation", "kind", "shapes", "type", "calls a step", "ms a step", "mean µs", "TFLOP/s", "GB/s",
-            "FLOP/byte", "of roofline %"]  # fmt: skip
+        rows.append({
+            "operation": row.operation, "kind": row.kind, "shapes": cut_to(row.shapes, LONGEST_SHAPES),
+            "type": row.dtype.removeprefix("c10::"), "calls a step": whole(row.calls / found.steps),
+            "ms a step": row.us / 1e3 / found.steps, "mean µs": seconds * 1e6,
+            "TFLOP/s": flop_per_s / 1e12 or None, "GB/s": bytes_per_s / 1e9 or None,
+            "FLOP/byte": row.flops / row.bytes or None, "of roofline %": share,
+        })  # fmt: skip
     limits = (
         f" Measured ceilings: {number(roof.flop_per_s / 1e12)} TFLOP/s, {number(roof.bytes_per_s / 1e9)} GB/s "
         f"({roof.condition})."
@@ -365,21 +342,12 @@ def operations_table(found: Analysis, shown: int = SHOWN_OPERATIONS) -> Table:
         else ""
     )
     caption = f"Operations with shapes against the roofline, those with most time; bytes are the least.{limits}"
-    return Table(head, rows, numeric=frozenset(head[4:]), caption=caption, names=4)
+    return Table.from_rows(rows, caption=caption, names=4)
 
 
-def _sums(
-    cells: Iterable[Cell], key: Callable[[Cell], object], value: Callable[[Cell], float]
-) -> dict[Any, float]:
-    result: dict[Any, float] = defaultdict(float)
-    for cell in cells:
-        result[key(cell)] += value(cell)
-    return result
+def _ms(us: float) -> str:
+    return number(us / 1e3)
 
 
 def _noun(found: Analysis) -> str:
     return "kernels" if found.on_device else "operations"
-
-
-def _us(cell: Cell) -> float:
-    return cell.us

@@ -1,15 +1,14 @@
 """Two analyses beside each other: what grew, by phase, kind, range and kernel."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from stepgauge.report.kernel_names import shortened
+from stepgauge.report.cells import Sum, short_name, sums_by
 from stepgauge.report.numbers import number
 from stepgauge.report.table import Table
-from stepgauge.spec.analysis import Analysis, Cell
+from stepgauge.spec.analysis import Analysis
 
 SHOWN = 16
-LONGEST_NAME = 72
 
 
 def difference_tables(before: Analysis, after: Analysis) -> list[Table]:
@@ -21,11 +20,9 @@ def difference_tables(before: Analysis, after: Analysis) -> list[Table]:
     idle = [_idle(one) for one in (before, after)]
     tables = [
         _table("phase", phases[0], phases[1], "Phases of A and B, on the device's time line."),
-        _of_cells(before, after, "kind", lambda cell: cell.kind, "Kinds of work"),
-        _of_cells(before, after, "range", lambda cell: cell.range or "outside of all", "Ranges"),
-        _of_cells(
-            before, after, "kernel", lambda cell: shortened(cell.name, LONGEST_NAME), "Kernels"
-        ),
+        _of_cells(before, after, "kind", "kind", "Kinds of work"),
+        _of_cells(before, after, "range", "range", "Ranges"),
+        _of_cells(before, after, "kernel", "name", "Kernels"),
         _table("why the device stood still", idle[0], idle[1], "Idle time of A and B."),
     ]
     return [table for table in tables if table.rows]
@@ -34,8 +31,11 @@ def difference_tables(before: Analysis, after: Analysis) -> list[Table]:
 def sentence(before: Analysis, after: Analysis) -> str:
     """By how much the step changed, and in what most."""
     grown = (after.step_us - before.step_us) / 1e3
-    kinds = [_sums(one, lambda cell: cell.kind) for one in (before, after)]
-    changes = {k: kinds[1].get(k, 0.0) - kinds[0].get(k, 0.0) for k in {*kinds[0], *kinds[1]}}
+    kinds = [sums_by(one, "kind") for one in (before, after)]
+    changes = {
+        kind: (kinds[1].get((kind,), Sum()).us - kinds[0].get((kind,), Sum()).us) / 1e3
+        for (kind,) in {*kinds[0], *kinds[1]}
+    }
     idle = sum(_idle(after).values()) - sum(_idle(before).values())
     changes["idle time"] = idle
     most = max(changes, key=lambda kind: changes[kind] * (1 if grown >= 0 else -1))
@@ -53,24 +53,18 @@ def _idle(one: Analysis) -> dict[str, float]:
     return sums
 
 
-def _sums(one: Analysis, key: Callable[[Cell], str]) -> dict[str, float]:
-    sums: dict[str, float] = defaultdict(float)
-    for cell in one.cells:
-        sums[key(cell)] += cell.us / 1e3 / one.steps
-    return sums
-
-
-def _of_cells(
-    before: Analysis, after: Analysis, what: str, key: Callable[[Cell], str], title: str
-) -> Table:
-    calls = []
-    for one in (before, after):
-        counted: dict[str, float] = defaultdict(float)
-        for cell in one.cells:
-            counted[key(cell)] += cell.calls / one.steps
-        calls.append(counted)
+def _of_cells(before: Analysis, after: Analysis, what: str, field: str, title: str) -> Table:
+    sums = [
+        {
+            short_name(value) or "outside of all": each
+            for (value,), each in sums_by(one, field).items()
+        }
+        for one in (before, after)
+    ]
+    ms = [{name: each.us / 1e3 for name, each in one.items()} for one in sums]
+    calls = [{name: each.calls for name, each in one.items()} for one in sums]
     caption = f"{title}: ms a step in A and B, those that changed most."
-    return _table(what, _sums(before, key), _sums(after, key), caption, calls)
+    return _table(what, ms[0], ms[1], caption, calls)
 
 
 def _table(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from stepgauge.report.cells import total
 from stepgauge.report.kernel_names import range_name
 from stepgauge.report.numbers import number
 from stepgauge.report.table import Table
@@ -15,18 +16,21 @@ SHOWN = 20
 def overlap_table(found: Iterable[Overlap]) -> Table:
     """Communication hidden behind computing, a row a rank."""
     rows = [
-        [o.rank, *(us / 1e3 / o.steps for us in (o.communication_us, o.computation_us, o.hidden_us, o.exposed_us)),
-         o.ratio]
+        {
+            "rank": o.rank,
+            "communication ms": o.communication_us / 1e3 / o.steps,
+            "computation ms": o.computation_us / 1e3 / o.steps,
+            "hidden ms": o.hidden_us / 1e3 / o.steps,
+            "exposed ms": o.exposed_us / 1e3 / o.steps,
+            "overlap": o.ratio,
+        }
         for o in found
-    ]  # fmt: skip
-    head = ["rank", "communication ms", "computation ms", "hidden ms", "exposed ms", "overlap"]
+    ]
     caption = (
         "Overlap a step: time in which a rank both communicates and computes, over its time "
         "communicating."
     )
-    return Table(
-        head, rows, numeric=frozenset(head), caption=caption, names=1, formats={"overlap": ".4f"}
-    )
+    return Table.from_rows(rows, caption=caption, names=1, formats={"overlap": ".4f"})
 
 
 def ranks_table(found: Sequence[Analysis], across: AcrossRanks | None = None) -> Table:
@@ -36,28 +40,24 @@ def ranks_table(found: Sequence[Analysis], across: AcrossRanks | None = None) ->
     waits = {row.rank: row for row in across.stragglers} if across else {}
     rows = []
     for rank, one in zip(numbers(found), found, strict=True):
-        ms = [
-            one.step_us / 1e3,
-            sum(cell.busy_us for cell in one.cells) / 1e3 / one.steps if one.on_device else None,
-            sum(cell.idle_us for cell in one.cells) / 1e3 / one.steps if one.on_device else None,
-        ]
-        o, row = one.overlap, waits.get(rank)
-        shared = (
-            [o.communication_us / 1e3 / o.steps, o.ratio, o.exposed_us / 1e3 / o.steps]
-            if o
-            else [None] * 3
-        )
-        waited = (
-            [row.waited_us / 1e3, row.made_wait_us / 1e3, row.calls_last] if row else [None] * 3
-        )
-        rows.append([rank, *ms, *shared, *(waited if waits else [])])
-    head = ["rank", "step ms", "busy ms", "idle ms", "communication ms", "overlap", "exposed ms"]
-    if waits:
-        head += ["waited ms", "made others wait ms", "times last"]
+        whole, o, row = total(one.cells, one.steps), one.overlap, waits.get(rank)
+        rows.append({
+            "rank": rank,
+            "step ms": one.step_us / 1e3,
+            "busy ms": whole.busy_us / 1e3 if one.on_device else None,
+            "idle ms": whole.idle_us / 1e3 if one.on_device else None,
+            "communication ms": o.communication_us / 1e3 / o.steps if o else None,
+            "overlap": o.ratio if o else None,
+            "exposed ms": o.exposed_us / 1e3 / o.steps if o else None,
+        })  # fmt: skip
+        if waits:
+            rows[-1] |= {
+                "waited ms": row.waited_us / 1e3 if row else None,
+                "made others wait ms": row.made_wait_us / 1e3 if row else None,
+                "times last": row.calls_last if row else None,
+            }
     caption = "Ranks: means of a step; exposed is communication that no computing hides."
-    return Table(
-        head, rows, numeric=frozenset(head), caption=caption, names=1, formats={"overlap": ".4f"}
-    )
+    return Table.from_rows(rows, caption=caption, names=1, formats={"overlap": ".4f"})
 
 
 def shared_table(across: AcrossRanks, steps: int) -> Table:
