@@ -48,7 +48,7 @@ def _beside(records: Sequence[Record]) -> Table:
         }
         for schedule, seconds in _S3.items()
     ]
-    return beside_table(rows, here="here ms", note="S3's tensor's size is not stated")
+    return beside_table(rows, note="S3's tensor's size is not stated")
 
 
 EXPERIMENT = Experiment(

@@ -85,7 +85,7 @@ def _beside(rows: Sequence[dict[str, Any]]) -> Table:
                 "published peak GB": gigabytes, "source": "S3",
             })  # fmt: skip
     note = "S3 used 4 of its GPUs; its sequence and precision are not stated"
-    return beside_table(shown, here="here samples/s", note=note)
+    return beside_table(shown, note=note)
 
 
 EXPERIMENT = Experiment(

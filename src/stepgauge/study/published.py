@@ -53,35 +53,34 @@ def _unit(metric: str) -> str:
 
 
 def beside(experiment: str, records: Sequence[Record], note: str = "Hardware differs") -> Table:
-    """Each published figure beside that of the nearest row measured here; alone where there is none.
+    """Each published row beside the nearest one measured here; alone where there is none.
 
     Hardware and networks differ in detail, so that the table gives both figures and no verdict.
     """
     theirs = published(experiment)
-    fields = differing(theirs)
-    rows = [
-        {
-            "row": " ".join(f"{n}={their.spec[n]}" for n in fields if n in their.spec),
-            "figure": heading(metric, sample.unit),
-            "here": scaled(plotted(ours, metric), sample.unit) if ours else None,
-            "here at": _load(ours),
-            "published": scaled(sample.median, sample.unit),
-            "published at": _load(their),
-            "source": their.source,
+    fields = [name for name in differing(theirs) if name not in LOAD]
+    rows = []
+    for their in theirs:
+        ours = nearest(records, their.spec)
+        row: dict[str, Any] = {
+            "row": " ".join(f"{n}={their.spec[n]}" for n in fields if n in their.spec)
         }
-        for their in theirs
-        for ours in [nearest(records, their.spec)]
-        for metric, sample in their.metrics.items()
-    ]
-    return beside_table(rows, here="here", note=note)
+        for metric, sample in their.metrics.items():
+            name, here = heading(metric, sample.unit), plotted(ours, metric) if ours else None
+            row |= {f"here {name}": scaled(here, sample.unit)}
+            row |= {f"published {name}": scaled(sample.median, sample.unit)}
+        at = {"batch × context here": _load(ours), "published batch × context": _load(their)}
+        rows.append(row | (at if set(LOAD) <= their.spec.keys() else {}) | {"source": their.source})
+    return beside_table(rows, note=note)
 
 
-def beside_table(rows: Sequence[Mapping[str, Any]], *, here: str, note: str) -> Table:
-    """Published figures, each row with its source, beside those in the column `here`; shown only
+def beside_table(rows: Sequence[Mapping[str, Any]], *, note: str) -> Table:
+    """Published figures, each row with its source, beside those in the columns "here ..."; shown only
     when opened where nothing was measured here.
     """
     caption = f"Beside published figures. {legend([row['source'] for row in rows])}. {note}."
-    return Table.from_rows(rows, caption=caption, folded=not any(row[here] for row in rows))
+    measured = any(row[name] for row in rows for name in row if name.startswith("here"))
+    return Table.from_rows(rows, caption=caption, names=1, folded=not measured)
 
 
 def _load(record: Record | None) -> str:
