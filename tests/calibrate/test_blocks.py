@@ -1,5 +1,6 @@
 """Few blocks of a network, timed whole."""
 
+from stepgauge.calibrate import blocks as calibrated
 from stepgauge.calibrate.blocks import run, with_blocks
 from stepgauge.spec.blocks import LAYERS, PHASES, BlocksSpec, TimedBlocks, blocks_of, operation_of
 from stepgauge.spec.hardware import HardwareFile
@@ -10,7 +11,9 @@ from stepgauge.spec.step import StepSpec
 MODEL = ModelSpec(d_model=32, d_ff=64, num_heads=2, vocab_size=64, context_length=16, num_layers=9)
 
 
-def test_blocks_are_timed_and_stand_in_the_file_under_the_steps_name(tmp_path):
+def test_blocks_are_timed_and_stand_in_the_file_under_the_steps_name(tmp_path, monkeypatch):
+    for name, few in (("WARMUP", 1), ("STEPS", 1), ("SECONDS", 0)):
+        monkeypatch.setattr(calibrated, name, few)
     asked = StepSpec(model=MODEL, batch=2, checkpointing="blocks")
     blocks = blocks_of(asked)
     record = Record.from_json(run(blocks).to_json())
