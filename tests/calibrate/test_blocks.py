@@ -4,6 +4,7 @@ from stepgauge.calibrate import blocks as calibrated
 from stepgauge.calibrate.blocks import run, with_blocks
 from stepgauge.spec.blocks import LAYERS, PHASES, BlocksSpec, TimedBlocks, blocks_of, operation_of
 from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
@@ -12,14 +13,14 @@ MODEL = ModelSpec(d_model=32, d_ff=64, num_heads=2, vocab_size=64, context_lengt
 
 
 def test_blocks_are_timed_and_stand_in_the_file_under_the_steps_name(tmp_path, monkeypatch):
-    for name, few in (("WARMUP", 1), ("STEPS", 1), ("SECONDS", 0)):
+    for name, few in (("WARMUP", 1), ("STEPS", 1)):
         monkeypatch.setattr(calibrated, name, few)
     asked = StepSpec(model=MODEL, batch=2, checkpointing="blocks")
     blocks = blocks_of(asked)
     record = Record.from_json(run(blocks).to_json())
     with_blocks(HardwareFile(name="here"), [record]).write(tmp_path / "here.json")
     file = HardwareFile.read(tmp_path / "here.json")
-    table = file.operations[operation_of(asked)]
+    table = file.operations[operation_of(asked, Layout())]
     assert {row[0] for row in table.rows} == set(LAYERS) and all(row[-1] > 0 for row in table.rows)
     timed = TimedBlocks(table)
     for phase in PHASES:
@@ -27,4 +28,4 @@ def test_blocks_are_timed_and_stand_in_the_file_under_the_steps_name(tmp_path, m
         assert few >= timed.outside_us(phase, "device") >= 0
     assert isinstance(blocks, BlocksSpec) and blocks.model.num_layers == max(LAYERS)
     other = StepSpec(model=MODEL, batch=2)
-    assert operation_of(other) not in file.operations
+    assert operation_of(other, Layout()) not in file.operations

@@ -9,6 +9,7 @@ from stepgauge.spec.blocks import AXES, CLOCKS, LAYERS, PHASES, blocks_of, opera
 from stepgauge.spec.calibration import OperationTable
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
@@ -22,7 +23,7 @@ DEVICE = {"forward": (900.0, 300.0), "backward": (2000.0, 700.0), "optimizer": (
 HOST = {"forward": (400.0, 100.0), "backward": (500.0, 100.0), "optimizer": (40.0, 20.0)}
 
 
-def machine(spec: StepSpec, device=DEVICE, host=HOST) -> HardwareFile:
+def machine(device=DEVICE, host=HOST, layout="none", spec=STEP) -> HardwareFile:
     rows = [
         (layers, PHASES.index(phase), CLOCKS.index(clock), outside + layers * block)
         for layers in LAYERS
@@ -30,7 +31,10 @@ def machine(spec: StepSpec, device=DEVICE, host=HOST) -> HardwareFile:
         for phase, (block, outside) in times.items()
     ]
     file = HardwareFile.read(FILE)
-    tables = {**file.operations, operation_of(spec): OperationTable(AXES, tuple(rows))}
+    tables = {
+        **file.operations,
+        operation_of(spec, Layout.parse(layout)): OperationTable(AXES, tuple(rows)),
+    }
     return dataclasses.replace(file, operations=tables)
 
 
@@ -39,19 +43,19 @@ def at_depth(times, layers: int) -> float:
 
 
 def test_a_step_is_so_many_blocks_and_what_is_outside_of_them():
-    found = predicted(STEP, machine(STEP))
+    found = predicted(STEP, machine())
     assert found.median("step_ms") == pytest.approx(at_depth(DEVICE, 24), rel=0.01)
     head, *rows = found.tables["terms"]
     products = [row for row in rows if row[head.index("operation")].startswith("matmul")]
     assert {row[head.index("source")] for row in products} == {"timed whole"}
     deeper = dataclasses.replace(STEP, model=dataclasses.replace(MODEL, num_layers=48))
-    longer = predicted(deeper, machine(STEP)).median("step_ms") - found.median("step_ms")
+    longer = predicted(deeper, machine()).median("step_ms") - found.median("step_ms")
     assert longer == pytest.approx(24 * 3000 / 1e3, rel=0.01)
 
 
 def test_a_step_that_the_host_bounds_takes_what_the_host_took():
     host = {phase: (4 * block, 4 * outside) for phase, (block, outside) in DEVICE.items()}
-    found = predicted(STEP, machine(STEP, device=host, host=host))
+    found = predicted(STEP, machine(device=host, host=host))
     assert found.median("step_ms") == pytest.approx(at_depth(host, 24), rel=0.03)
     assert found.median("device_ms") < at_depth(host, 24) / 2
 
@@ -59,8 +63,9 @@ def test_a_step_that_the_host_bounds_takes_what_the_host_took():
 def test_ranks_compute_the_same_blocks():
     rank = DataParallelSpec(model=MODEL, size="medium", wrapper="bucketed", ranks=2, batch=4,
                             precision="bf16", device="cuda")  # fmt: skip
-    assert blocks_of(rank) == blocks_of(STEP)
-    found = predicted(rank, machine(STEP))
+    assert blocks_of(rank) == dataclasses.replace(blocks_of(STEP), ranks=2)
+    assert blocks_of(rank) == blocks_of(dataclasses.replace(rank, wrapper="zero2"))
+    found = predicted(rank, machine(layout="dp2 bucketed"))
     alone = at_depth(DEVICE, 24)
     assert found.median("without_communication_ms") == pytest.approx(alone, rel=0.03)
 
@@ -68,19 +73,41 @@ def test_ranks_compute_the_same_blocks():
 def test_stages_of_a_pipeline_compute_them_by_micro_batch():
     layout = LayoutSpec(model=MODEL, size="medium", layout="pp2 1f1b m4", batch=16,
                         precision="bf16", device="cuda")  # fmt: skip
-    assert blocks_of(layout) == blocks_of(STEP)
-    busiest = predicted(layout, machine(STEP)).median("busiest_rank_ms")
-    fixed = predicted(layout, machine(STEP, device={**DEVICE, "forward": (450.0, 300.0)}))
+    assert blocks_of(layout) == dataclasses.replace(blocks_of(STEP), ranks=2)
+    cut = layout.layout
+    busiest = predicted(layout, machine(layout=cut)).median("busiest_rank_ms")
+    faster = {**DEVICE, "forward": (450.0, 300.0)}
+    fixed = predicted(layout, machine(layout=cut, device=faster))
     shorter = busiest - fixed.median("busiest_rank_ms")
     assert shorter == pytest.approx(4 * 12 * 0.45, rel=0.05)
 
 
-def test_what_ranks_share_and_what_is_hardly_deeper_is_not_timed_whole():
-    shared = LayoutSpec(model=MODEL, layout="tp2", batch=4, device="cuda")
-    assert blocks_of(shared) is None
+def test_layers_that_ranks_share_are_timed_with_what_they_send():
+    layout = LayoutSpec(model=MODEL, size="medium", layout="tp2", batch=4, precision="bf16",
+                        device="cuda")  # fmt: skip
+    assert (blocks_of(layout).cut, blocks_of(layout).ranks) == ("tp2", 2)
+    found = predicted(layout, machine(layout="tp2"))
+    assert found.median("step_ms") == pytest.approx(at_depth(DEVICE, 24), rel=0.02)
+    assert 0 < found.median("tensor_exposed_ms") < 0.5 * found.median("step_ms")
+
+
+def test_weights_that_ranks_send_are_launched_as_the_host_did_there():
+    """Its hooks are in the host's time, and no hooks of another network are added."""
+    rank = DataParallelSpec(model=MODEL, size="medium", wrapper="zero3", ranks=2, batch=4,
+                            precision="bf16", device="cuda")  # fmt: skip
+    assert (blocks_of(rank).cut, blocks_of(rank).ranks) == ("dp2 zero3", 2)
+    slow = {**HOST, "forward": (5000.0, 100.0)}
+    found = predicted(rank, machine(layout="dp2 zero3", host=slow))
+    assert found.median("forward_ms") == pytest.approx(24 * 5.0 + 0.1, rel=0.02)
+
+
+def test_sequences_that_ranks_share_and_what_is_hardly_deeper_is_not_timed_whole():
+    triton = dataclasses.replace(MODEL, attention="triton")
+    sequences = LayoutSpec(model=triton, layout="cp2 bucketed", batch=4, device="cuda")
+    assert blocks_of(sequences) is None
     shallow = dataclasses.replace(STEP, model=dataclasses.replace(MODEL, num_layers=5))
     assert blocks_of(shallow) is None
     assert blocks_of(dataclasses.replace(STEP, phases="forward")) is None
     other = dataclasses.replace(STEP, batch=3)
     same = predicted(other, HardwareFile.read(FILE)).median("step_ms")
-    assert predicted(other, machine(STEP)).median("step_ms") == same
+    assert predicted(other, machine()).median("step_ms") == same

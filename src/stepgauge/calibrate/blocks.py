@@ -1,46 +1,71 @@
-"""Few blocks of a network, timed whole: a BlocksSpec run, and the table that its record becomes."""
+"""Few blocks of a network, timed whole: a BlocksSpec run on its ranks, and the table that its record
+becomes.
+"""
 
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
-from stepgauge.bench.step import LEARNING_RATE, make_batch
+from stepgauge.bench.ranks import OnRanks
+from stepgauge.bench.step import LEARNING_RATE
 from stepgauge.bench.sweep import Job
 from stepgauge.measure.devices import free_unused_memory
 from stepgauge.measure.environment import environment
-from stepgauge.measure.timing import time_phases
-from stepgauge.spec.blocks import AXES, CLOCKS, LAYERS, PHASES, BlocksSpec, TimedBlocks
+from stepgauge.measure.timing import Phases, time_phases
+from stepgauge.runtime.world import joined_world
+from stepgauge.spec.blocks import (
+    AXES,
+    CLOCKS,
+    LAYERS,
+    PHASES,
+    WORK_FIELDS,
+    BlocksSpec,
+    TimedBlocks,
+)
 from stepgauge.spec.calibration import OperationTable
 from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.layout import Layout
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
-from stepgauge.train.build import build_step
+from stepgauge.train.build import batch_for, build_step
+from stepgauge.train.layout import build_layout_step
+from stepgauge.train.step import TrainingStep
 
 WARMUP, STEPS = 4, 12
 NOTHING_MS = 1e-6  # on a CPU, which launches nothing
-SECONDS = 0.3  # at least, of each number of layers: the clock is then that of a step
+Times = Mapping[tuple[int, str, str], float]  # milliseconds by layers, phase and clock
 
 
 def job(spec: BlocksSpec) -> Job:
-    return Job(run, spec, process=spec.kind)
+    if spec.ranks == 1:
+        return Job(run, spec, process=spec.kind)
+    return Job(ON_RANKS, spec)
 
 
 def run(spec: BlocksSpec) -> Record:
-    """Times the step with each number of LAYERS."""
-    device, rows = torch.device(spec.device), []
-    for layers in LAYERS:
-        clocks = _times(spec, layers, device)
-        rows += [
-            [layers, PHASES.index(phase), CLOCKS.index(clock), clocks[clock][phase] * 1e3]
-            for phase in PHASES
-            for clock in CLOCKS
-        ]
-        torch.compiler.reset()
-        free_unused_memory(device)
-    blocks = TimedBlocks(OperationTable(AXES, tuple(map(tuple, rows))))
+    return record(spec, [_times(spec, torch.device(spec.device))])
+
+
+def measure(spec: BlocksSpec) -> Times:
+    """Runs on every rank."""
+    world = joined_world()
+    assert world is not None, "ranks run in a world"
+    return _times(spec, world.device(spec.device))
+
+
+def record(spec: BlocksSpec, ranks: Sequence[Times]) -> Record:
+    """Of each time the slowest rank's."""
+    rows = tuple(
+        (layers, PHASES.index(phase), CLOCKS.index(clock), 1e3 * max(t[key] for t in ranks))
+        for key in ranks[0]
+        for layers, phase, clock in [key]
+    )
+    blocks = TimedBlocks(OperationTable(AXES, rows))
     return Record(
         kind=spec.kind,
         spec=dataclasses.asdict(spec),
@@ -49,38 +74,62 @@ def run(spec: BlocksSpec) -> Record:
             for phase in PHASES
             for clock in CLOCKS
         },
-        tables={"times": [[*AXES, "us"], *rows]},
-        environment=environment(device),
+        tables={"times": [[*AXES, "us"], *map(list, rows)]},
+        environment=environment(torch.device(spec.device)),
     )
 
 
-def _times(spec: BlocksSpec, layers: int, device: torch.device) -> dict[str, dict[str, float]]:
-    """Median milliseconds by clock and phase. Few layers' launches fit into the device's queue, so
-    that a phase's call returns when the host is through.
+ON_RANKS = OnRanks(measure, record, shared=True)
+
+
+def _times(spec: BlocksSpec, device: torch.device) -> Times:
+    """Medians. Few layers' launches fit into the device's queue, so that a phase's call returns when
+    the host is through.
     """
+    found = {}
+    for layers in LAYERS:
+        step, phases = _build(spec, layers, device)
+        host: dict[str, list[float]] = {name: [] for name in phases}
+        watched = {name: _watched(call, host[name]) for name, call in phases.items()}
+        if dist.is_initialized():
+            dist.barrier()
+        with step.precision.matmul_mode():
+            taken = time_phases(watched, device, warmup=WARMUP, steps=STEPS)
+        for phase in PHASES:
+            launched = statistics.median(host[phase][WARMUP:])
+            found[layers, phase, "host"] = NOTHING_MS if device.type == "cpu" else launched
+            found[layers, phase, "device"] = statistics.median(taken[phase])
+        del step, phases, watched
+        torch.compiler.reset()
+        free_unused_memory(device)
+    return found
+
+
+def _watched(phase: Callable[[], None], times: list[float]) -> Callable[[], None]:
+    def call() -> None:
+        begin = time.perf_counter()
+        phase()
+        times.append((time.perf_counter() - begin) * 1e3)
+
+    return call
+
+
+def _build(spec: BlocksSpec, layers: int, device: torch.device) -> tuple[TrainingStep, Phases]:
+    """A step with so many blocks: of ranks that share them this rank's part, else each rank's own."""
     model = dataclasses.replace(spec.network, num_layers=layers)
-    step = build_step(dataclasses.replace(spec, model=model), lr=LEARNING_RATE)
-    phases = step.phases(make_batch(spec, device))
-    host: dict[str, list[float]] = {name: [] for name in phases}
-
-    def watched(name: str) -> Callable[[], None]:
-        def call() -> None:
-            begin = time.perf_counter()
-            phases[name]()
-            host[name].append((time.perf_counter() - begin) * 1e3)
-
-        return call
-
-    with step.precision.matmul_mode():
-        own = time_phases(
-            {name: watched(name) for name in phases}, device,
-            warmup=WARMUP, steps=STEPS, seconds=SECONDS,
+    if spec.cut == "none":
+        alone = dataclasses.replace(spec, model=model, device=str(device))
+        step = build_step(alone, lr=LEARNING_RATE)
+    else:
+        how = {name: getattr(spec, name) for name in WORK_FIELDS}
+        asked = LayoutSpec(model=model, layout=spec.cut, device=spec.device,
+                           batch=spec.batch * Layout.parse(spec.cut).data, **how)  # fmt: skip
+        step = build_layout_step(
+            asked, layout=asked.axes, device=device, recording=False,
+            stages=[range(layers)], lr=LEARNING_RATE,
         )  # fmt: skip
-    launched = {name: statistics.median(times[WARMUP:]) for name, times in host.items()}
-    return {
-        "host": dict.fromkeys(phases, NOTHING_MS) if device.type == "cpu" else launched,
-        "device": {name: statistics.median(own[name]) for name in phases},
-    }
+    batch = batch_for(model, spec.batch, spec.seed)
+    return step, step.phases([part.to(device) for part in batch])
 
 
 def with_blocks(hardware: HardwareFile, records: Sequence[Record]) -> HardwareFile:

@@ -39,7 +39,7 @@ def predict_data_parallel(spec: DataParallelSpec, machine: Machine) -> Record:
     layout = Layout() if spec.wrapper == "none" else spec.layout  # each rank alone
     prices = Prices(machine, layout, _backend(spec)).paced_by(priced)
     operations = as_timed(priced, prices)
-    step = RankStep(operations, prices, launching(alone, machine))
+    step = RankStep(operations, prices, launching(alone, machine, layout))
     axis = data_axis(
         Sending(wrapper=spec.wrapper, ranks=spec.ranks, bucket_mb=spec.bucket_mb,
                 reduce_dtype=spec.reduce_dtype),

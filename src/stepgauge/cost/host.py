@@ -5,6 +5,7 @@ import dataclasses
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.priced import RECOMPUTED
 from stepgauge.cost.timed_blocks import timed_blocks
+from stepgauge.spec.layout import Layout
 from stepgauge.spec.step import WorkSpec
 
 HOST_PHASES = ("forward", "backward", "optimizer")
@@ -21,7 +22,9 @@ class Launching:
         return max(0.0, self.outside_us + self.block_us * blocks)
 
 
-def launching(spec: WorkSpec, machine: Machine) -> dict[str, Launching]:
+def launching(
+    spec: WorkSpec, machine: Machine, layout: Layout | None = None
+) -> dict[str, Launching]:
     """By phase; nothing on a CPU, where the host is the device, and nothing for a forward and
     backward that are CUDA graphs. Raises ValueError for a machine whose host was not timed.
     """
@@ -30,7 +33,7 @@ def launching(spec: WorkSpec, machine: Machine) -> dict[str, Launching]:
     mode = "eager" if spec.compile == "off" else "compiled"
     casts = spec.precision in ("bf16", "fp16") or mode == "compiled"
     precision = "bf16" if casts else "fp32"
-    if timed := timed_blocks(spec, machine):
+    if timed := timed_blocks(spec, machine, layout or Layout()):
         return {
             phase: Launching(timed.block_us(phase, "host"), timed.outside_us(phase, "host"))
             for phase in HOST_PHASES

@@ -150,7 +150,7 @@ class LayoutParts:
             spec=spec,
             stages=stages,
             prices=prices,
-            host=launching(work, machine),
+            host=launching(work, machine, layout),
             sending=Sending(wrapper=layout.wrapper, ranks=layout.data, bucket_mb=spec.bucket_mb,
                             reduce_dtype=spec.reduce_dtype),
             schedule=spec.schedule(),

@@ -6,13 +6,14 @@ adds to its blocks (other ranks, more passes, stages that wait) is predicted as 
 """
 
 import copy
+import dataclasses
 from collections.abc import Mapping
 
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.prices import Prices
-from stepgauge.cost.share import NetworkPart
 from stepgauge.spec.blocks import LAYERS, TimedBlocks, operation_of
+from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import WorkSpec
 
@@ -20,24 +21,29 @@ from stepgauge.spec.step import WorkSpec
 BOUND_BY_DEVICE = 1.05
 
 
-def timed_blocks(work: WorkSpec, machine: Machine) -> TimedBlocks | None:
+def timed_blocks(work: WorkSpec, machine: Machine, layout: Layout) -> TimedBlocks | None:
     """Those of the machine itself: another one's pace is not this one's. They are of whole steps."""
     if not isinstance(work.model, ModelSpec) or getattr(work, "phases", "step") == "forward":
         return None
-    table = machine.hardware.operations.get(operation_of(work))
+    table = machine.hardware.operations.get(operation_of(work, layout))
     return TimedBlocks(table) if table else None
 
 
 def as_timed(operations: StepOperations, prices: Prices) -> StepOperations:
-    """The operations at the pace of blocks that were timed; as they are where none were, and where
-    ranks share a block's work or send its weights.
+    """The operations at the pace of blocks that were timed; as they are where none were. Blocks that
+    wait for weights (ZeRO 3) say what the host takes and what the update takes, not how long they
+    compute.
     """
-    share, found = operations.share, timed_blocks(operations.spec, prices.machine)
-    if found is None or share.tensor > 1 or share.gathered:
+    share = operations.share
+    found = timed_blocks(operations.spec, prices.machine, prices.layout)
+    if found is None:
         return operations
-    whole = StepOperations(operations.spec, NetworkPart(batch=share.batch))
+    one = dataclasses.replace(share, blocks=None, passes=1)
+    whole = StepOperations(operations.spec, one)
     paced = copy.copy(operations)
-    paced.paces = _paces(whole, prices, found)
+    paced.paces = {("optimizer", False): _update_pace(whole, prices, found)}
+    if not share.gathered:
+        paced.paces |= _paces(whole, prices, found)
     return paced
 
 
@@ -50,21 +56,24 @@ def _paces(
         ("forward", whole.forward_parts()),
         ("backward", whole.backward_parts()),
     ):
-        paces[phase, True] = _pace(
-            found.block_us(phase, "device"), found.block_us(phase, "host"), prices.total_us(block)
-        )
-        paces[phase, False] = _pace(
-            found.outside_us(phase, "device"),
-            found.outside_us(phase, "host"),
-            prices.total_us([*first, *last]),
-        )
+        for is_block, terms, us in (
+            (True, block, found.block_us),
+            (False, [*first, *last], found.outside_us),
+        ):
+            priced = prices.total_us(terms)
+            paces[phase, is_block] = _pace(us(phase, "device"), us(phase, "host"), priced)
+    return paces
+
+
+def _update_pace(whole: StepOperations, prices: Prices, found: TimedBlocks) -> float:
+    """Of a rank's part of the parameters."""
     device, host = (
         found.outside_us("optimizer", clock) + LAYERS[-1] * found.block_us("optimizer", clock)
         for clock in ("device", "host")
     )
-    update = whole.optimizer(whole.end_parameters + LAYERS[-1] * whole.block_parameters)
-    paces["optimizer", False] = _pace(device, host, prices.total_us([update]))
-    return paces
+    numel = whole.end_parameters + LAYERS[-1] * whole.block_parameters
+    update = whole.optimizer(numel / (prices.layout.data if whole.share.gathered else 1))
+    return _pace(device, host, prices.total_us([update]))
 
 
 def _pace(device_us: float, host_us: float, priced_us: float) -> float:

@@ -6,7 +6,10 @@ import dataclasses
 from typing import Any, ClassVar
 
 from stepgauge.spec.calibration import OperationTable
-from stepgauge.spec.layout import Layout
+from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.fields import option
+from stepgauge.spec.layout import WRAPPERS, Layout
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import BUDGET, WorkSpec
 
@@ -20,17 +23,38 @@ WORK_FIELDS = ("precision", "compile", "optimizer", "checkpointing", "checkpoint
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlocksSpec(WorkSpec):
-    """What `validate --blocks` measures in one record: a step with each number of LAYERS."""
+    """What `validate --blocks` measures in one record: a step with each number of LAYERS, on ranks
+    side by side. `batch` is that of a data rank.
+    """
 
     kind: ClassVar[str] = "blocks"
 
+    cut: str = option(
+        "none", "what of a layout is inside of a block: tp2, or dp2 zero3", label=True
+    )
+    ranks: int = option(1, "that time it side by side", least=1, most=100_000, label=True)
+
     @property
     def operation(self) -> str:
-        return operation_of(self)
+        return _operation(self, self.cut, self.ranks)
 
 
-def operation_of(work: WorkSpec) -> str:
-    """The name of the table that has the blocks of a step."""
+def inside_of_blocks(layout: Layout) -> Layout:
+    """What of the layout a block has to do with: layers that ranks share, and weights that they
+    send (a stage of a pipeline has them for a step).
+    """
+    sends = WRAPPERS[layout.wrapper].shards("weights") and layout.pipeline == 1
+    data = (layout.data, layout.wrapper) if sends else (1, "none")
+    return Layout(data=data[0], wrapper=data[1], tensor=layout.tensor, overlap=layout.overlap)
+
+
+def operation_of(work: WorkSpec, layout: Layout) -> str:
+    """The name of the table that has the blocks of a step under the layout."""
+    inside = inside_of_blocks(layout)
+    return _operation(work, str(inside), inside.ranks if inside.ranks > 1 else layout.ranks)
+
+
+def _operation(work: WorkSpec, cut: str, ranks: int) -> str:
     model = work.network
     changed = {
         field.name: getattr(model, field.name)
@@ -38,25 +62,35 @@ def operation_of(work: WorkSpec) -> str:
         if field.name != "num_layers" and getattr(model, field.name) != field.default
     }
     how = {name: getattr(work, name) for name in WORK_FIELDS}
-    named = {"batch": work.batch, **how, **changed}
+    named = {"cut": cut, "ranks": ranks, "batch": work.batch, **how, **changed}
     return " ".join(["blocks", *(f"{name}={value}" for name, value in named.items())])
 
 
 def blocks_of(spec: Any) -> BlocksSpec | None:
-    """The blocks of a step as one rank computes them: the same for all ways of data parallel
-    training and for the stages of a pipeline. None where ranks share a layer or a sequence, for
-    networks that are hardly deeper, and for those without a known shape.
+    """The blocks of a step as its ranks compute them: the same for the ways of data parallel
+    training that leave weights whole, and for the stages of a pipeline. None where ranks share a
+    sequence, for networks that are hardly deeper, and for those without a known shape.
     """
-    model, layout = spec.model, getattr(spec, "axes", Layout())
+    model, layout = spec.model, _layout_of(spec)
     if not isinstance(model, ModelSpec) or model.num_layers <= max(LAYERS):
         return None
-    is_whole = layout.tensor == layout.context == 1
-    if not is_whole or getattr(spec, "phases", "step") != "step" or spec.checkpointing == BUDGET:
+    is_step = getattr(spec, "phases", "step") == "step" and spec.checkpointing != BUDGET
+    if not is_step or layout.context > 1 or layout.torch_tensor:
         return None
     how = {name: getattr(spec, name) for name in WORK_FIELDS}
-    batch = getattr(spec, "micro_batch", spec.batch)
-    return BlocksSpec(model=dataclasses.replace(model, num_layers=max(LAYERS)), size=spec.size,
-                      batch=batch, device=spec.device, **how)  # fmt: skip
+    batch = spec.micro_batch if isinstance(spec, LayoutSpec) else spec.batch
+    few = dataclasses.replace(model, num_layers=max(LAYERS))
+    inside = inside_of_blocks(layout)
+    return BlocksSpec(model=few, size=spec.size, batch=batch, device=spec.device, cut=str(inside),
+                      ranks=inside.ranks if inside.ranks > 1 else layout.ranks, **how)  # fmt: skip
+
+
+def _layout_of(spec: Any) -> Layout:
+    """Without a wrapper each rank is alone."""
+    if isinstance(spec, LayoutSpec):
+        return spec.axes
+    is_spread = isinstance(spec, DataParallelSpec) and spec.wrapper != "none"
+    return spec.layout if is_spread else Layout()
 
 
 @dataclasses.dataclass(frozen=True)
