@@ -11,7 +11,7 @@ from stepgauge.cost.events import COMPUTE, HOST, Ran, StreamWork, alone_us, busy
 class Fixed:
     """Every kernel takes 2 times as long beside a collective, which takes 1.5 times."""
 
-    def of(self, operation, collective, axis):
+    def of(self, operation, collective, axis, us=math.inf):
         return Slowdown(2.0, 1.5, "assumed")
 
 
@@ -37,16 +37,36 @@ def test_streams_run_in_order_and_wait_for_what_they_read():
 def test_contention_is_a_rate_over_what_overlaps():
     """A collective of 6 us beside computing of 10 takes 9, in which 4.5 us of it are done."""
     works = [
-        StreamWork("kernel", COMPUTE, 10.0, "matmul"),
+        StreamWork("kernel", COMPUTE, 10.0, "traffic"),
         StreamWork("bucket", "data", 6.0, "all_reduce"),
     ]
     assert ends(works, Fixed()) == [14.5, 9.0]
     # the kernel ends first: 4 us beside, then the collective's rest alone
     works = [
-        StreamWork("kernel", COMPUTE, 2.0, "matmul"),
+        StreamWork("kernel", COMPUTE, 2.0, "traffic"),
         StreamWork("bucket", "data", 6.0, "all_reduce"),
     ]
     assert ends(works, Fixed()) == [4.0, pytest.approx(4.0 + 6.0 - 4.0 / 1.5)]
+
+
+def test_a_product_waits_for_the_collective_beside_which_it_was_launched():
+    """While that runs, and for no longer than it loses beside collectives all along."""
+
+    def product_beside(collective_us, product_us=10.0):
+        works = [
+            StreamWork("bucket", "data", collective_us, "all_reduce"),
+            StreamWork("product", COMPUTE, product_us, "matmul nn bf16"),
+        ]
+        return ends(works, Fixed())
+
+    assert product_beside(2.0) == [3.0, 13.0]
+    assert product_beside(60.0, 10.0)[1] == 20.0
+    first = [
+        StreamWork("product", COMPUTE, 10.0, "matmul nn bf16"),
+        StreamWork("before", HOST, 4.0),
+        StreamWork("bucket", "data", 2.0, "all_reduce", (1,)),
+    ]
+    assert ends(first, Fixed()) == [10.0, 4.0, 7.0], "it had all multiprocessors when it began"
 
 
 def test_what_is_exposed_is_what_runs_beside_no_computing():

@@ -33,17 +33,19 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 KERNELS: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
     "cuda": {
         "matmul": ("matmul nt bf16", (4096, 4096, 4096)),
+        "short-matmul": ("matmul tn bf16", (2560, 2560, 4096)),
         "attention": ("attention sdpa forward bf16", (32, 2048, 128)),
         "traffic": ("gate backward bf16", (4096, 8192)),
     },
     "cpu": {
         "matmul": ("matmul nt fp32", (512, 256, 1024)),
+        "short-matmul": ("matmul nt fp32", (64, 256, 256)),
         "attention": ("attention sdpa forward fp32", (16, 256, 64)),
         "traffic": ("traffic", (2**22,)),
     },
 }
 # What kernels of a class take turns with.
-OTHERS = {"matmul": PASSES, "attention": PASSES, "traffic": PRODUCTS}
+OTHERS = {"matmul": PASSES, "short-matmul": PASSES, "attention": PASSES, "traffic": PRODUCTS}
 LONGER = 3  # times as long runs what the other is timed beside
 ROUNDS = 3  # alone and beside in turn: other work on the machine then meets both
 

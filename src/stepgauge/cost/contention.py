@@ -3,9 +3,11 @@ other over its time alone.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from stepgauge.cost.estimate import ASSUMED, CALIBRATED
+from stepgauge.spec.calibration import kernel_class
 from stepgauge.spec.hardware import HardwareFile
 
 
@@ -34,10 +36,10 @@ class ContentionTable:
         self._hardware, self._ranks = hardware, ranks
         self._known: dict[tuple[str, str, str], Slowdown] = {}
 
-    def of(self, operation: str, collective: str, axis: str) -> Slowdown:
-        key = operation, collective, axis
+    def of(self, operation: str, collective: str, axis: str, us: float = math.inf) -> Slowdown:
+        key = kernel_class(operation, us), collective, axis
         if key not in self._known:
-            row = self._hardware.contention_of(operation, collective, self._ranks[axis])
+            row = self._hardware.contention_of(operation, collective, self._ranks[axis], us)
             self._known[key] = (
                 Slowdown(row.kernel_slowdown, row.collective_slowdown, CALIBRATED) if row else USUAL
             )
@@ -47,5 +49,5 @@ class ContentionTable:
 class NoContention:
     """Computing and communication that do not meet: by copy engines, or to ask what contention costs."""
 
-    def of(self, operation: str, collective: str, axis: str) -> Slowdown:
+    def of(self, operation: str, collective: str, axis: str, us: float = math.inf) -> Slowdown:
         return Slowdown(1.0, 1.0, ASSUMED)

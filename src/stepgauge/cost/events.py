@@ -2,7 +2,10 @@
 runs beside one another slows one another down.
 
 Contention is a rate: while a collective runs, computing goes on at 1 / kernel of its pace and the
-collective at 1 / collective of its own, and only for as long as both run.
+collective at 1 / collective of its own, and only for as long as both run. Of a product it is a
+stall: its tiles are dealt to the multiprocessors when it is launched, and those of the ones that
+the collective has wait for it, for at most as long as the product loses beside collectives all
+along. One that began before the collective has them all.
 """
 
 import collections
@@ -40,7 +43,7 @@ class Ran(NamedTuple):
 
 
 class Contending(Protocol):
-    def of(self, operation: str, collective: str, axis: str) -> Slowdown: ...
+    def of(self, operation: str, collective: str, axis: str, us: float = ...) -> Slowdown: ...
 
 
 def simulate(works: Sequence[StreamWork], contention: Contending) -> list[Ran]:
@@ -52,6 +55,7 @@ def simulate(works: Sequence[StreamWork], contention: Contending) -> list[Ran]:
     ends: list[float | None] = [None] * len(works)
     left = [work.us for work in works]
     running: dict[str, int] = {}
+    stalls: dict[int, float] = {}  # microseconds that a product may still wait for a collective
     now = 0.0
     while queues or running:
         for stream in [s for s in queues if s not in running]:
@@ -66,14 +70,33 @@ def simulate(works: Sequence[StreamWork], contention: Contending) -> list[Ran]:
             stuck = min(queue[0] for queue in queues.values())
             raise ValueError(f"{works[stuck].name} waits for what never ends")
         pace = _paces(works, running, contention)
-        step = min(left[place] * pace[place] for place in running.values())
+        stalled = _stalled(works, running, pace, stalls)
+        step = min([left[p] * pace[p] for p in running.values() if p != stalled]
+                   + ([stalls[stalled]] if stalled is not None else []))  # fmt: skip
         now += step
+        if stalled is not None:
+            stalls[stalled] -= step
         for stream, place in list(running.items()):
-            left[place] -= step / pace[place]
+            left[place] -= step / pace[place] if place != stalled else 0.0
             if left[place] <= TINY:
                 ends[place] = now
                 del running[stream]
     return [Ran(work, starts[p], ends[p] or 0.0) for p, work in enumerate(works)]
+
+
+def _stalled(
+    works: Sequence[StreamWork],
+    running: dict[str, int],
+    pace: dict[int, float],
+    stalls: dict[int, float],
+) -> int | None:
+    """The product that waits for a collective now; of any product the pace becomes its own."""
+    place = running.get(COMPUTE)
+    if place is None or not works[place].operation.startswith("matmul"):
+        return None
+    slowed, pace[place] = pace[place], 1.0
+    stalls.setdefault(place, (slowed - 1.0) * works[place].us)  # 0 where it is alone when it begins
+    return place if slowed > 1.0 and stalls[place] > TINY else None
 
 
 def _paces(
@@ -87,7 +110,8 @@ def _paces(
     for stream, place in running.items():
         if stream in (COMPUTE, HOST):
             continue
-        slowed = contention.of(works[computing].operation, works[place].operation, stream)
+        kernel = works[computing]
+        slowed = contention.of(kernel.operation, works[place].operation, stream, kernel.us)
         pace[computing] = max(pace[computing], slowed.kernel)
         pace[place] = slowed.collective
     return pace

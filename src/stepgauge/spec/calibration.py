@@ -1,6 +1,7 @@
 """What a calibration measures: single operations over a grid of shapes, as tables of times."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -75,13 +76,21 @@ class Contention:
             raise ValueError(f"not a row of the contention table: {error}") from None
 
 
-# Kernels that contend alike: products, attention, and all that only passes over memory.
-KERNEL_CLASSES = ("matmul", "attention", "traffic")
+# Kernels that contend alike: products, of which short ones have few waves of tiles and lose a whole
+# wave to the multiprocessors that a collective takes; attention; all that only passes over memory.
+KERNEL_CLASSES = ("matmul", "short-matmul", "attention", "traffic")
+# Beside an all-reduce on 2 x H200 products of 93 us took 1.6 and 1.9 times as long, longer ones
+# 1.1 to 1.4 times (docs/log/2026-11-23-fresh-rows.md).
+SHORT_PRODUCT_US = 150.0
 
 
-def kernel_class(operation: str) -> str:
-    """ "matmul nt bf16" is of class "matmul", "rmsnorm forward fp32" of "traffic"."""
+def kernel_class(operation: str, us: float = math.inf) -> str:
+    """Of one that takes so long: "matmul nt bf16" is of class "matmul", "rmsnorm forward fp32" of
+    "traffic".
+    """
     first = operation.partition(" ")[0]
+    if first == "matmul" and us < SHORT_PRODUCT_US:
+        return "short-matmul"
     return first if first in KERNEL_CLASSES else "traffic"
 
 

@@ -250,12 +250,17 @@ class HardwareFile:
         operations = self.by_ranks.get(ranks, self.operations)
         return dataclasses.replace(self, operations=operations, by_ranks={})
 
-    def contention_of(self, operation: str, collective: str, ranks: int) -> Contention | None:
-        """What the operation, of any class of kernels, and the collective cost each other, measured
-        between as many ranks as come nearest to these; None where it was not.
+    def contention_of(
+        self, operation: str, collective: str, ranks: int, us: float = math.inf
+    ) -> Contention | None:
+        """What an operation that takes so long and the collective cost each other, measured between
+        as many ranks as come nearest to these; None where it was not. Older files do not tell short
+        products from others.
         """
-        asked = kernel_class(operation), collective
-        rows = [row for row in self.contention if (row.kernels, row.collective) == asked]
+        beside = [row for row in self.contention if row.collective == collective]
+        rows: list[Contention] = []
+        for kernels in (kernel_class(operation, us), kernel_class(operation)):
+            rows = rows or [row for row in beside if row.kernels == kernels]
         return min(rows, key=lambda row: abs(row.ranks - ranks), default=None)
 
     def with_contention(self, rows: Sequence[Contention]) -> Self:
