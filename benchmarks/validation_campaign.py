@@ -4,10 +4,14 @@
     python benchmarks/validation_campaign.py OUT --gpus 4 --parts calibrate two_gpus
     python benchmarks/validation_campaign.py OUT --gpus 2 --parts calibrate traces fresh_two_gpus \\
         fresh_one_gpu,fresh_other_gpu                                   # side by side, a GPU each
+    python benchmarks/validation_campaign.py OUT --gpus 2 --from hardware/h200-sxm.json --blocks \\
+        --parts contention links blocks_two_gpus blocks_one_gpu,blocks_other_gpu
     python benchmarks/validation_campaign.py OUT --trial                # on a CPU, to try it
 
-Parts are the lists of benchmarks/validation/, the calibration, and traces of two layouts
-(kernels_beside_collectives.py). Each part goes on where it stopped: run it again after a limit has
+Parts are the lists of benchmarks/validation/; the calibration, or of it what changes from machine
+to machine (contention, links, host), beside a file that is there; and traces of two layouts
+(kernels_beside_collectives.py). With --blocks a few blocks of each network are timed before a list
+is predicted. Each part goes on where it stopped: run it again after a limit has
 ended it. OUT then has hardware.json, the run of each part with its report.html, and summary.json: of
 each part the errors by term. Predictions are on disk before a part's first row is run; what is
 expected to miss stands in the lists. The targets: mean absolute error of the step 1.8 % and no
@@ -17,6 +21,7 @@ row above 5, of the peak 0.5 % and 1.5, the fastest of a group ranked first in 9
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,26 +35,30 @@ HERE = Path(__file__).parent
 USUAL = {"four_gpus": 4, "two_gpus": 2, "one_gpu": 1}  # in their order; how many GPUs each needs
 
 
-def calibrate(out: Path, gpus: int, trial: bool) -> int:
+CALIBRATED = {"calibrate": "", "contention": "contention", "links": "links", "host": "host"}
+
+
+def calibrate(out: Path, gpus: int, trial: bool, only: str) -> int:
     ranks = ["2"] if trial else [str(number) for number in (2, 4) if number <= gpus]
     return cli.run([
         "calibrate", str(out / "hardware.json"), "--out", str(out / "calibration"),
         "--device", "cpu" if trial else "cuda", *(["--ranks", *ranks] if ranks else []),
+        "--only", only,
     ])  # fmt: skip
 
 
-def validate(out: Path, part: str) -> int:
+def validate(out: Path, part: str, options: list[str]) -> int:
     return cli.run([
         "validate", str(HERE / "validation" / f"{part}.toml"),
-        "--hardware", str(out / "hardware.json"), "--out", str(out / part),
+        "--hardware", str(out / "hardware.json"), "--out", str(out / part), *options,
     ])  # fmt: skip
 
 
-def side_by_side(out: Path, parts: list[str]) -> int:
+def side_by_side(out: Path, parts: list[str], options: list[str]) -> int:
     """Each part in a process of its own, which sees one GPU."""
     started = [
         subprocess.Popen(
-            [sys.executable, __file__, str(out), "--parts", part],
+            [sys.executable, __file__, str(out), "--parts", part, *options],
             env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)},
         )
         for gpu, part in enumerate(parts)
@@ -57,15 +66,17 @@ def side_by_side(out: Path, parts: list[str]) -> int:
     return max([process.wait() for process in started])
 
 
-def run_part(out: Path, part: str, gpus: int, trial: bool) -> int:
-    if part == "calibrate":
-        return calibrate(out, gpus, trial)
+def run_part(out: Path, part: str, gpus: int, trial: bool, options: list[str]) -> int:
+    if part in CALIBRATED:
+        return calibrate(out, gpus, trial, CALIBRATED[part])
     if part == "traces":
         options = ["--trial"] if trial else []
         script = str(HERE / "kernels_beside_collectives.py")
         return subprocess.call([sys.executable, script, str(out / "traces"), *options])
     names = part.split(",")
-    return side_by_side(out, names) if len(names) > 1 else validate(out, part)
+    if len(names) > 1:
+        return side_by_side(out, names, options)
+    return validate(out, part, options)
 
 
 def summarise(out: Path) -> None:
@@ -88,11 +99,18 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--parts", nargs="+")
+    parser.add_argument("--from", dest="base", type=Path, help="a hardware file to begin with")
+    parser.add_argument("--blocks", action="store_true", help="time a few blocks of each network")
     parser.add_argument("--trial", action="store_true", help="on two processes of a CPU")
     asked = parser.parse_args()
     lists = ["trial"] if asked.trial else [n for n, least in USUAL.items() if least <= asked.gpus]
     parts = asked.parts or ["calibrate", *lists]
-    failed = [part for part in parts if run_part(asked.out, part, asked.gpus, asked.trial)]
+    here = asked.out / "hardware.json"
+    if asked.base and not here.exists():
+        asked.out.mkdir(parents=True, exist_ok=True)
+        shutil.copy(asked.base, here)
+    options = ["--blocks"] if asked.blocks else []
+    failed = [p for p in parts if run_part(asked.out, p, asked.gpus, asked.trial, options)]
     summarise(asked.out)
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 

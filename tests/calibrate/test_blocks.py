@@ -16,7 +16,7 @@ def test_blocks_are_timed_and_stand_in_the_file_under_the_steps_name(tmp_path, m
     for name, few in (("WARMUP", 1), ("STEPS", 1)):
         monkeypatch.setattr(calibrated, name, few)
     asked = StepSpec(model=MODEL, batch=2, checkpointing="blocks")
-    blocks = blocks_of(asked)
+    (blocks,) = blocks_of(asked)
     record = Record.from_json(run(blocks).to_json())
     with_blocks(HardwareFile(name="here"), [record]).write(tmp_path / "here.json")
     file = HardwareFile.read(tmp_path / "here.json")

@@ -63,7 +63,7 @@ def test_a_step_that_the_host_bounds_takes_what_the_host_took():
 def test_ranks_compute_the_same_blocks():
     rank = DataParallelSpec(model=MODEL, size="medium", wrapper="bucketed", ranks=2, batch=4,
                             precision="bf16", device="cuda")  # fmt: skip
-    assert blocks_of(rank) == dataclasses.replace(blocks_of(STEP), ranks=2)
+    assert blocks_of(rank) == [dataclasses.replace(blocks_of(STEP)[0], ranks=2)]
     assert blocks_of(rank) == blocks_of(dataclasses.replace(rank, wrapper="zero2"))
     found = predicted(rank, machine(layout="dp2 bucketed"))
     alone = at_depth(DEVICE, 24)
@@ -73,7 +73,7 @@ def test_ranks_compute_the_same_blocks():
 def test_stages_of_a_pipeline_compute_them_by_micro_batch():
     layout = LayoutSpec(model=MODEL, size="medium", layout="pp2 1f1b m4", batch=16,
                         precision="bf16", device="cuda")  # fmt: skip
-    assert blocks_of(layout) == dataclasses.replace(blocks_of(STEP), ranks=2)
+    assert blocks_of(layout) == [dataclasses.replace(blocks_of(STEP)[0], ranks=2)]
     cut = layout.layout
     busiest = predicted(layout, machine(layout=cut)).median("busiest_rank_ms")
     faster = {**DEVICE, "forward": (450.0, 300.0)}
@@ -85,7 +85,7 @@ def test_stages_of_a_pipeline_compute_them_by_micro_batch():
 def test_layers_that_ranks_share_are_timed_with_what_they_send():
     layout = LayoutSpec(model=MODEL, size="medium", layout="tp2", batch=4, precision="bf16",
                         device="cuda")  # fmt: skip
-    assert (blocks_of(layout).cut, blocks_of(layout).ranks) == ("tp2", 2)
+    assert [(few.cut, few.ranks) for few in blocks_of(layout)] == [("tp2", 2)]
     found = predicted(layout, machine(layout="tp2"))
     assert found.median("step_ms") == pytest.approx(at_depth(DEVICE, 24), rel=0.02)
     assert 0 < found.median("tensor_exposed_ms") < 0.5 * found.median("step_ms")
@@ -95,7 +95,7 @@ def test_weights_that_ranks_send_are_launched_as_the_host_did_there():
     """Its hooks are in the host's time, and no hooks of another network are added."""
     rank = DataParallelSpec(model=MODEL, size="medium", wrapper="zero3", ranks=2, batch=4,
                             precision="bf16", device="cuda")  # fmt: skip
-    assert (blocks_of(rank).cut, blocks_of(rank).ranks) == ("dp2 zero3", 2)
+    assert [few.cut for few in blocks_of(rank)] == ["dp2 zero3", "none"]
     slow = {**HOST, "forward": (5000.0, 100.0)}
     found = predicted(rank, machine(layout="dp2 zero3", host=slow))
     assert found.median("forward_ms") == pytest.approx(24 * 5.0 + 0.1, rel=0.02)
@@ -104,10 +104,10 @@ def test_weights_that_ranks_send_are_launched_as_the_host_did_there():
 def test_sequences_that_ranks_share_and_what_is_hardly_deeper_is_not_timed_whole():
     triton = dataclasses.replace(MODEL, attention="triton")
     sequences = LayoutSpec(model=triton, layout="cp2 bucketed", batch=4, device="cuda")
-    assert blocks_of(sequences) is None
+    assert blocks_of(sequences) == []
     shallow = dataclasses.replace(STEP, model=dataclasses.replace(MODEL, num_layers=5))
-    assert blocks_of(shallow) is None
-    assert blocks_of(dataclasses.replace(STEP, phases="forward")) is None
+    assert blocks_of(shallow) == []
+    assert blocks_of(dataclasses.replace(STEP, phases="forward")) == []
     other = dataclasses.replace(STEP, batch=3)
     same = predicted(other, HardwareFile.read(FILE)).median("step_ms")
     assert predicted(other, machine()).median("step_ms") == same

@@ -80,7 +80,7 @@ def with_timed_blocks(asked: Sequence[Asked], hardware: Path, out: Path, *, fres
     from stepgauge.calibrate import blocks
 
     specs = [row.spec for row in asked if has_formulas(row.spec.model)]
-    found = dict.fromkeys(filter(None, map(blocks_of, specs)))
+    found = dict.fromkeys(few for spec in specs for few in blocks_of(spec))
     records = run_jobs([blocks.job(spec) for spec in found], out / "blocks", fresh=fresh)
     path = out / "hardware.json"
     blocks.with_blocks(HardwareFile.read(hardware), records).write(path)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.prices import Prices
-from stepgauge.spec.blocks import LAYERS, TimedBlocks, operation_of
+from stepgauge.spec.blocks import LAYERS, TimedBlocks, operation_of, whole_weights
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import WorkSpec
@@ -31,8 +31,8 @@ def timed_blocks(work: WorkSpec, machine: Machine, layout: Layout) -> TimedBlock
 
 def as_timed(operations: StepOperations, prices: Prices) -> StepOperations:
     """The operations at the pace of blocks that were timed; as they are where none were. Blocks that
-    wait for weights (ZeRO 3) say what the host takes and what the update takes, not how long they
-    compute.
+    wait for weights (ZeRO 3) say what the host takes and what the update takes; how long they
+    compute, blocks say whose weights are there.
     """
     share = operations.share
     found = timed_blocks(operations.spec, prices.machine, prices.layout)
@@ -42,8 +42,10 @@ def as_timed(operations: StepOperations, prices: Prices) -> StepOperations:
     whole = StepOperations(operations.spec, one)
     paced = copy.copy(operations)
     paced.paces = {("optimizer", False): _update_pace(whole, prices, found)}
-    if not share.gathered:
-        paced.paces |= _paces(whole, prices, found)
+    there = whole_weights(prices.layout)
+    if computed := timed_blocks(operations.spec, prices.machine, there):
+        has_weights = dataclasses.replace(one, gathered=False)
+        paced.paces |= _paces(StepOperations(operations.spec, has_weights), prices, computed)
     return paced
 
 

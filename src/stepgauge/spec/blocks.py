@@ -66,23 +66,33 @@ def _operation(work: WorkSpec, cut: str, ranks: int) -> str:
     return " ".join(["blocks", *(f"{name}={value}" for name, value in named.items())])
 
 
-def blocks_of(spec: Any) -> BlocksSpec | None:
+def whole_weights(layout: Layout) -> Layout:
+    """The layout with weights that each rank has."""
+    is_whole = not WRAPPERS[layout.wrapper].shards("weights")
+    return layout if is_whole else dataclasses.replace(layout, wrapper="bucketed")
+
+
+def blocks_of(spec: Any) -> list[BlocksSpec]:
     """The blocks of a step as its ranks compute them: the same for the ways of data parallel
-    training that leave weights whole, and for the stages of a pipeline. None where ranks share a
-    sequence, for networks that are hardly deeper, and for those without a known shape.
+    training that leave weights whole, and for the stages of a pipeline. Those that send their
+    weights also with weights that are there. None where ranks share a sequence, for networks that
+    are hardly deeper, and for those without a known shape.
     """
     model, layout = spec.model, _layout_of(spec)
     if not isinstance(model, ModelSpec) or model.num_layers <= max(LAYERS):
-        return None
+        return []
     is_step = getattr(spec, "phases", "step") == "step" and spec.checkpointing != BUDGET
     if not is_step or layout.context > 1 or layout.torch_tensor:
-        return None
+        return []
     how = {name: getattr(spec, name) for name in WORK_FIELDS}
     batch = spec.micro_batch if isinstance(spec, LayoutSpec) else spec.batch
     few = dataclasses.replace(model, num_layers=max(LAYERS))
-    inside = inside_of_blocks(layout)
-    return BlocksSpec(model=few, size=spec.size, batch=batch, device=spec.device, cut=str(inside),
-                      ranks=inside.ranks if inside.ranks > 1 else layout.ranks, **how)  # fmt: skip
+    asked = [
+        BlocksSpec(model=few, size=spec.size, batch=batch, device=spec.device, cut=str(inside),
+                   ranks=inside.ranks if inside.ranks > 1 else layout.ranks, **how)
+        for inside in map(inside_of_blocks, (layout, whole_weights(layout)))
+    ]  # fmt: skip
+    return list(dict.fromkeys(asked))
 
 
 def _layout_of(spec: Any) -> Layout:
