@@ -11,7 +11,7 @@ the part's row on one GPU, and of pipelines the step that was simulated before. 
   context   one sequence of 32,768 tokens on one GPU, and cut over all
   sharded   8192 tokens a GPU, 16 blocks: ZeRO 3 beside torch's fully_shard
   pipeline  16 blocks, one sequence of 4096 a micro-batch, forward and backward: schedules beside
-            torch's of the same name, with CUDA graphs, eager
+            torch's of the same name, with CUDA graphs, eager; BERT-base in 64 micro-batches
   llama     Llama 3 of 8 B parameters under each layout that may hold it
   pairs     8192 tokens a sequence, 16 blocks: two axes at once; on four GPUs
 """
@@ -27,6 +27,7 @@ import torch
 
 from stepgauge.bench.jobs import checked_jobs
 from stepgauge.bench.sweep import Job, sweep
+from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.hf_config import read_network
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
@@ -85,7 +86,7 @@ class Rows:
             asked = {**self.common, "micro_batches": m, "batch": m, "ranks": n, **changes}
             if self.small:
                 asked["cuda_graphs"] = False
-            return PipelineSpec(model=model, schedule=schedule, **asked)
+            return PipelineSpec(schedule=schedule, **{"model": model, **asked})
 
         yield row("1f1b", ranks=1)
         for schedule in ("zbv", "1f1b", "torch-1f1b", "interleaved", "torch-interleaved", "v-half"):
@@ -95,6 +96,8 @@ class Rows:
         yield row("1f1b", ranks=1, compile="off")
         for schedule in ("zbv", "torch-zbv", "1f1b", "v-min"):
             yield row(schedule, compile="off")
+        bert = {"model": BertSpec.preset("bert-tiny" if self.small else "bert-base"), "batch": 64}
+        yield row("1f1b", compile="off", micro_batches=64, **bert)
 
     def llama(self) -> Iterator[Any]:
         n, model = self.gpus, read_network(LLAMA, context_length=4096, attention="triton")

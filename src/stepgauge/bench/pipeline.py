@@ -34,7 +34,8 @@ from stepgauge.train.build import batch_for
 from stepgauge.train.precision import PRECISIONS
 
 PROBED = 4  # micro-batches that a stage is timed over, one after another
-REPEATS = 3
+REPEATS, MOST_REPEATS = 3, 20
+PROBED_S = 0.4  # in 0.1 s the host's time for a computation was off by 20 %, either way
 # What the parts of a network were measured to take, by what that depends on.
 PART_TIMES: dict[tuple[Any, ...], PartTimes] = {}
 
@@ -201,7 +202,7 @@ class PipelineBench:
             actions={
                 (number, kind): ms for number, own in found.items() for kind, ms in own.ms.items()
             },
-            host_ms=statistics.median(own.host_ms for own in found.values()),
+            host_ms=statistics.fmean(own.host_ms for own in found.values()),
             held={number: own.held for number, own in found.items()},
             parts=self.parts,
             base_bytes=base,
@@ -210,13 +211,18 @@ class PipelineBench:
         )
 
     def _stage(self, pipeline: Pipeline, number: int) -> "_Alone":
-        """Medians of a few rounds after a first one."""
-        rounds = [self._round(pipeline, number) for _ in range(REPEATS + 1)][1:]
+        """Of a few rounds after a first one: the medians of the device, and the mean of the host,
+        whose slow moments add up in a step too.
+        """
+        self._round(pipeline, number)
+        rounds, end = [], time.perf_counter() + (PROBED_S if self.device.type == "cuda" else 0.0)
+        while len(rounds) < REPEATS or (time.perf_counter() < end and len(rounds) < MOST_REPEATS):
+            rounds.append(self._round(pipeline, number))
         last = rounds[-1]
         return dataclasses.replace(
             last,
             ms={kind: statistics.median(one.ms[kind] for one in rounds) for kind in last.ms},
-            host_ms=statistics.median(one.host_ms for one in rounds),
+            host_ms=statistics.fmean(one.host_ms for one in rounds),
         )
 
     def _round(self, pipeline: Pipeline, number: int) -> "_Alone":
