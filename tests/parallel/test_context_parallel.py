@@ -46,11 +46,16 @@ def test_every_pair_of_tokens_meets_once(ranks):
 
 
 def on_ranks(_):
-    context = ContextParallel(dist.group.WORLD, ATTENTION)
-    for is_causal in (True, False):
-        for kv_heads in (4, 2):
-            compare_attention(context, is_causal, kv_heads, torch.float64, 1e-12)
-    compare_attention(context, True, 4, torch.bfloat16, 2e-2)
+    for copies in (False, True):
+        context = ContextParallel(dist.group.WORLD, ATTENTION, copies=copies)
+        for is_causal in (True, False):
+            for kv_heads in (2, 1) if copies else (4, 2):
+                compare_attention(context, is_causal, kv_heads, torch.float64, 1e-12)
+        compare_attention(context, True, 4, torch.bfloat16, 2e-2)
+        context.communicates = False
+        q = torch.randn(1, 2, 4, 8, requires_grad=True)
+        context.attend(q, q, q).sum().backward()  # nobody is waited for
+        context.communicates = True
     for positions in ("rope", "learned"):
         compare_step(context, positions)
     with pytest.raises(ValueError, match="33 tokens; context parallel over"):
@@ -58,10 +63,10 @@ def on_ranks(_):
     return context.rank
 
 
-def compare_attention(context, is_causal, kv_heads, dtype, tolerance):
+def compare_attention(context, is_causal, kv_heads, dtype, tolerance, *, length=32, width=8):
     torch.manual_seed(0)
     q, k, v, grad = (
-        torch.randn(2, heads, 32, 8, dtype=torch.float64).to(dtype)
+        torch.randn(2, heads, length, width, dtype=torch.float64).to(dtype)
         for heads in (4, kv_heads, kv_heads, 4)
     )
     pieces = [context.piece(x, dim=2).requires_grad_() for x in (q, k, v)]
@@ -107,3 +112,23 @@ def compare_step(context, positions):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_ring_equals_one_process(ranks):
     assert launch(on_ranks, None, ranks=ranks) == list(range(ranks))
+
+
+@pytest.mark.gpu
+def test_a_ring_equals_one_process_on_gpus():
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs; this machine has {torch.cuda.device_count()}")
+    assert launch(on_gpus, None, ranks=2, device="cuda") == [0, 1]
+
+
+def on_gpus(_):
+    """Attention again and again, while one rank or the other comes late."""
+    torch.set_default_device(torch.device("cuda", torch.cuda.current_device()))
+    for copies in (False, True):
+        context = ContextParallel(dist.group.WORLD, ATTENTION, copies=copies)
+        for number in range(6):
+            if context.rank == number % 2:
+                torch.cuda._sleep(20_000_000)
+            sizes = {"length": 512, "width": 64}
+            compare_attention(context, number % 3 > 0, 2, torch.bfloat16, 4e-2, **sizes)
+    return context.rank

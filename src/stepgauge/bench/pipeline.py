@@ -215,7 +215,8 @@ class PipelineBench:
         whose slow moments add up in a step too.
         """
         self._round(pipeline, number)
-        rounds, end = [], time.perf_counter() + (PROBED_S if self.device.type == "cuda" else 0.0)
+        rounds: list[_Alone] = []
+        end = time.perf_counter() + (PROBED_S if self.device.type == "cuda" else 0.0)
         while len(rounds) < REPEATS or (time.perf_counter() < end and len(rounds) < MOST_REPEATS):
             rounds.append(self._round(pipeline, number))
         last = rounds[-1]

@@ -10,14 +10,18 @@ those of data parallel are.
 Legend: B batch, H query heads, K key heads, T tokens of a rank, D head width.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepgauge.parallel.exchange import register
+from stepgauge.parallel.key_travel import Staying, Travel, travel_of
+from stepgauge.parallel.peer_memory import on_one_machine
 from stepgauge.spec.plan.context import Meeting, chunks_of, half, plan_ring, positions_of
 
 
@@ -39,6 +43,7 @@ class PartialAttention:
 class ContextParallel:
     """The ranks of a group, each with its tokens of a sequence.
 
+    copies        copy engines move what is sent, between ranks of one machine; None: where they can
     communicates  False: each rank computes as much on its own keys alone, to see what sending costs
 
     Ranks' means over their tokens are weighed by how many count (CountedMean): targets of -100 lie
@@ -47,8 +52,15 @@ class ContextParallel:
 
     group: dist.ProcessGroup
     attention: PartialAttention
+    copies: bool | None = None
     communicates: bool = True
     _positions: dict[tuple[int, str], Tensor] = dataclasses.field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.copies is None:
+            self.copies = on_one_machine(self.group)
+        if self.copies:
+            register(self.group)
 
     @property
     def rank(self) -> int:
@@ -82,6 +94,16 @@ class ContextParallel:
             chunks[first], chunks[second] = found.chunk(2, dim)
         return torch.cat(chunks, dim)
 
+    @contextlib.contextmanager
+    def travel(self, k: Tensor, v: Tensor) -> Iterator[Travel]:
+        """Of the rank's keys and values, to the other ranks. All ranks must begin it."""
+        kv = torch.stack((k, v)) if self.ranks > 1 else k[None]
+        if self.ranks == 1 or not self.communicates:
+            yield Staying(kv, self.ranks)
+            return
+        with travel_of(kv, self.group, copies=bool(self.copies)) as travel:
+            yield travel
+
     @torch.compiler.disable
     def attend(
         self,
@@ -95,8 +117,9 @@ class ContextParallel:
         """o_BHTD of the rank's queries over the keys of all ranks. Every rank must call it, with as
         many tokens.
 
-        Sends (N-1) · (k + v) bytes in forward, and in backward as many and N-1 times their
-        gradients, which travel in fp32 where they are sums.
+        Sends (N-1) · (k + v) bytes in forward, and in backward as many and as much of their
+        gradients; in messages, sums of these travel in fp32. Copies need boxes of 4N · (k + v)
+        bytes on each rank, once.
         """
         scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
         o: Tensor = _RingAttention.apply(q_BHTD, k_BKTD, v_BKTD, self, is_causal, scale)
@@ -111,7 +134,8 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: ContextParallel, *how: Any
     ) -> Tensor:
         is_causal, scale = how
-        o, lse = _ring_forward(q, torch.stack((k, v)), context, is_causal, scale)
+        with context.travel(k, v) as travel:
+            o, lse = _ring_forward(q, k, v, travel, context, is_causal, scale)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.context, ctx.is_causal, ctx.scale = context, is_causal, scale
         return o
@@ -120,29 +144,33 @@ class _RingAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
-        dq, (dk, dv) = _ring_backward(
-            grad_o, q, torch.stack((k, v)), o, lse, ctx.context, ctx.is_causal, ctx.scale
-        )
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        how = ctx.context, ctx.is_causal, ctx.scale
+        with ctx.context.travel(k, v) as travel:
+            gradients = RingBackward(grad_o, q, k, v, o, lse, *how).gradients(travel)
+        return *gradients, None, None, None
 
 
 def _ring_forward(
-    q: Tensor, kv: Tensor, context: ContextParallel, is_causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    travel: Travel,
+    context: ContextParallel,
+    is_causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """o in q's type, and lse; sums of parts are kept in fp32 or wider."""
-    meetings = plan_ring(context.rank, context.ranks, is_causal=is_causal)
-    wide = torch.promote_types(q.dtype, torch.float32) if len(meetings) > 1 else q.dtype
-    o, lse = q, q  # until the first meeting, of all queries with their own rank's keys
-    for meeting, (k, v) in zip(meetings, _around(kv, context), strict=True):
+    own, *others = plan_ring(context.rank, context.ranks, is_causal=is_causal)
+    o, lse = context.attention.forward(q, k, v, own.is_causal, scale)
+    if others:
+        o = o.to(torch.promote_types(q.dtype, torch.float32))
+    for meeting, kv in zip(others, travel.keys(), strict=True):
         rows, columns = _halves(meeting, q, k)
-        keys = (x[..., columns, :] for x in (k, v))
+        keys = (x[..., columns, :] for x in kv)
         part_o, part_lse = context.attention.forward(
             q[..., rows, :], *keys, meeting.is_causal, scale
         )
-        if meeting.source == context.rank:
-            o, lse = part_o.to(wide), part_lse
-        else:
-            _add_part(o[..., rows, :], lse[..., rows], part_o, part_lse)
+        _add_part(o[..., rows, :], lse[..., rows], part_o, part_lse)
     return o.to(q.dtype), lse
 
 
@@ -153,79 +181,72 @@ def _add_part(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor) -> None:
     lse.copy_(total)
 
 
-def _ring_backward(
-    grad_o: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    context: ContextParallel,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """dq, and dk with dv. A rank keeps what its own queries say about its keys; what the others say
-    travels behind these, and home. Sums of more than two parts are in fp32 or wider: that of two is
-    rounded once in any case.
+@dataclasses.dataclass(frozen=True)
+class RingBackward:
+    """Gradients of q, and of the rank's keys: the own queries' share, and what the others give.
+
+    The rank meets its own keys with the first half of the heads while the others' keys arrive, and
+    with the second half while gradients go home. Sums of more than two parts are in fp32 or wider;
+    that of two is rounded once in any case.
     """
-    meetings = plan_ring(context.rank, context.ranks, is_causal=is_causal)
-    wide = torch.promote_types(q.dtype, torch.float32) if len(meetings) > 2 else q.dtype
-    dq = own_dkv = q  # until the first meeting, of all queries with their own rank's keys
-    returning = None
-    for meeting, (k, v) in zip(meetings, _around(kv, context), strict=True):
-        rows, columns = _halves(meeting, q, k)
-        queries = [x[..., rows, :] for x in (grad_o, q)]
-        keys = [x[..., columns, :] for x in (k, v)]
-        totals = o[..., rows, :], lse[..., rows].contiguous()
-        dq_part, *parts = context.attention.backward(
-            *queries, *keys, *totals, meeting.is_causal, scale
+
+    grad_o: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    lse: Tensor
+    context: ContextParallel
+    is_causal: bool
+    scale: float
+
+    def gradients(self, travel: Travel) -> list[Tensor]:
+        context, given = self.context, (self.q, self.k, self.v)
+        own, *others = plan_ring(context.rank, context.ranks, is_causal=self.is_causal)
+        wide = torch.promote_types(self.q.dtype, torch.float32) if len(others) > 1 else None
+        found = [torch.empty_like(x, dtype=wide) for x in given]
+        first, second = self._halves_of_heads() if others else (slice(None), slice(0))
+        self._meet_own(own, first, found)
+        shares = []
+        for meeting, kv in zip(others, travel.keys(), strict=True):
+            rows, columns = _halves(meeting, self.q, self.k)
+            dq, *parts = self._meet(meeting, rows, *(x[..., columns, :] for x in kv))
+            travel.give(meeting.source, parts, columns)
+            shares.append((rows, dq))
+        self._meet_own(own, second, found)
+        for rows, dq in shares:
+            found[0][..., rows, :] += dq
+        for dkv in travel.home() if others else ():
+            for total, part in zip(found[1:], dkv, strict=True):
+                total += part
+        return [x.to(like.dtype) for x, like in zip(found, given, strict=True)]
+
+    def _halves_of_heads(self) -> tuple[slice, slice]:
+        """Of the key heads."""
+        middle = -(-self.k.shape[1] // 2)
+        return slice(middle), slice(middle, None)
+
+    def _meet_own(self, meeting: Meeting, heads: slice, found: Sequence[Tensor]) -> None:
+        """Writes the gradients of these key heads and of the query heads that read them."""
+        begin, end, _ = heads.indices(self.k.shape[1])
+        if begin == end:
+            return
+        group = self.q.shape[1] // self.k.shape[1]
+        queries = slice(begin * group, end * group)
+        keys = self.k[:, heads], self.v[:, heads]
+        parts = self._meet(meeting, slice(None), *keys, queries)
+        for total, part, own in zip(found, parts, (queries, heads, heads), strict=True):
+            total[:, own] = part
+
+    def _meet(
+        self, meeting: Meeting, rows: slice, k: Tensor, v: Tensor, heads: slice = slice(None)
+    ) -> tuple[Tensor, ...]:
+        grad_o, q, o = (x[:, heads, rows] for x in (self.grad_o, self.q, self.o))
+        lse = self.lse[:, heads, rows].contiguous()
+        return self.context.attention.backward(
+            grad_o, q, k, v, o, lse, meeting.is_causal, self.scale
         )
-        if meeting.source == context.rank:
-            dq, own_dkv = dq_part.to(wide), torch.stack(parts)
-            continue
-        dq[..., rows, :] += dq_part
-        dkv = torch.zeros_like(kv) if returning is None else returning.wait().to(wide)
-        for total, part in zip(dkv, parts, strict=True):
-            total[..., columns, :] += part
-        returning = _Arriving(dkv, context)
-    return dq.to(q.dtype), own_dkv if returning is None else returning.wait().add_(own_dkv)
-
-
-def _around(kv: Tensor, context: ContextParallel) -> Iterator[Tensor]:
-    """The keys and values of each rank, the own ones first: the next travel while the caller
-    computes.
-    """
-    for _ in range(context.ranks - 1):
-        arriving = _Arriving(kv, context)
-        yield kv
-        kv = arriving.wait()
-    yield kv
 
 
 def _halves(meeting: Meeting, q: Tensor, k: Tensor) -> tuple[slice, slice]:
     return half(meeting.queries, q.shape[-2]), half(meeting.keys, k.shape[-2])
-
-
-class _Arriving:
-    """A tensor on its way to the next rank, and the one that comes from the rank before."""
-
-    def __init__(self, tensor: Tensor, context: ContextParallel):
-        self._sent = self._received = tensor.contiguous()
-        self._works: list[dist.Work] = []
-        if not context.communicates:
-            return
-        self._received = torch.empty_like(self._sent)
-        following, previous = (
-            dist.get_global_rank(context.group, (context.rank + step) % context.ranks)
-            for step in (1, -1)
-        )
-        self._works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, self._sent, following, context.group),
-                dist.P2POp(dist.irecv, self._received, previous, context.group),
-            ]
-        )
-
-    def wait(self) -> Tensor:
-        for work in self._works:
-            work.wait()
-        return self._received
