@@ -7,6 +7,8 @@ import pytest
 from stepgauge.report.answers import answer, choice_answer
 from stepgauge.report.findings import command, findings, pairs, to_measure
 from stepgauge.report.views import NOT_MEASURABLE, record_table
+from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
 
 
@@ -116,3 +118,9 @@ def test_exposed_time_below_zero_is_no_figure():
     metrics = {"step_ms": Sample.exact(5.0, "ms"), "exposed_ms": Sample.exact(-0.2, "ms")}
     table = record_table([Record(kind="data-parallel", spec={"wrapper": "flat"}, metrics=metrics)])
     assert table.rows[0][table.columns.index("exposed ms")] == NOT_MEASURABLE
+
+
+def test_a_value_of_several_words_is_quoted():
+    spec = LayoutSpec(model=ModelSpec.preset("nano"), size="nano", layout="dp2 zero1", batch=4)
+    assert "--layout 'dp2 zero1' --batch 4" in command(Record.of(spec))
+    assert "--precision fp32 bf16" in command(Record.of(spec), precision="fp32 bf16")

@@ -9,6 +9,7 @@ from typing import Any, overload
 
 from stepgauge.report.kinds import table_of
 from stepgauge.report.names import flatten
+from stepgauge.report.page import html_table
 from stepgauge.report.table import Table, objects
 from stepgauge.spec.record import Record
 
@@ -20,27 +21,14 @@ class Shown:
         raise NotImplementedError
 
     def _repr_html_(self) -> str:
-        return "".join(_html(table.for_eyes()) for table in self.tables())
+        return "".join(
+            f"<p>{html.escape(table.caption)}</p>{html_table(table)}" for table in self.tables()
+        )
 
     def _repr_markdown_(self) -> str:
         return "\n".join(table.to("markdown") for table in self.tables())
 
     __repr__ = _repr_markdown_
-
-
-def _html(table: Table) -> str:
-    def row(tag: str, cells: Sequence[str]) -> str:
-        sides = ("right" if table.is_numeric(column) else "left" for column in table.columns)
-        cell = '<{0} style="text-align:{1}">{2}</{0}>'
-        return "".join(
-            cell.format(tag, side, html.escape(text))
-            for side, text in zip(sides, cells, strict=True)
-        )
-
-    body = "".join(f"<tr>{row('td', cells)}</tr>" for cells in table.rows)
-    caption = f"<caption>{html.escape(table.caption)}</caption>" if table.caption else ""
-    head = f"<thead><tr>{row('th', table.columns)}</tr></thead>"
-    return f"<table>{caption}{head}<tbody>{body}</tbody></table>"
 
 
 @dataclasses.dataclass(repr=False)

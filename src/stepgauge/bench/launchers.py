@@ -1,17 +1,30 @@
-"""What launched this package's kernels in a run, named in its record: a library, where it ran a pass
-of attention.
+"""A row's function run in this process, within its memory, and what launched this package's kernels
+meanwhile: a library, where it ran a pass of attention.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 from stepgauge.kernels.attention import libraries
+from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
 from stepgauge.spec.fallbacks import NATIVE
 from stepgauge.spec.record import Record
 
 
-def start_counting() -> None:
-    """What `with_launchers` names is what ran from here on."""
-    libraries.calls.clear()
+def run_here(run: Callable[[Any], Any], spec: Any) -> Any:
+    """What the function gives of the spec. Raises MemoryError, with the reason, where memory ran
+    out.
+    """
+    libraries.calls.clear()  # what `with_launchers` names is what ran from here on
+    if spec.device == "cpu":
+        limit_host_memory()
+    try:
+        return run(spec)
+    except Exception as error:
+        if (reason := out_of_memory_reason(error)) is None:
+            raise
+        raise MemoryError(reason) from error
 
 
 def with_launchers(record: Record) -> Record:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stepgauge.bench.launchers import start_counting, with_launchers
-from stepgauge.measure.devices import free_unused_memory, limit_host_memory, out_of_memory_reason
+from stepgauge.bench.launchers import run_here, with_launchers
+from stepgauge.measure.devices import free_unused_memory
 from stepgauge.measure.environment import device_name
 from stepgauge.runtime.torchrun import torchrun_numbers
 from stepgauge.runtime.world import KEPT_GROUP, TIMEOUT_S, World, joined_world
@@ -75,17 +75,9 @@ def slowest(times: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _measure_on_this_rank(run: OnRanks, spec: Any) -> Record:
-    start_counting()
-    if spec.device == "cpu":
-        limit_host_memory()
     _forget_other_networks(spec)
     try:
-        value = run.measure(spec)
-    except Exception as error:
-        reason = out_of_memory_reason(error)
-        if reason is None:
-            raise
-        raise MemoryError(reason) from error
+        value = run_here(run.measure, spec)
     finally:
         free_unused_memory(torch.device(spec.device))
     given: list[Any] = [None] * dist.get_world_size()

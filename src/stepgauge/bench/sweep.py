@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from stepgauge import bench
-from stepgauge.bench.launchers import start_counting, with_launchers
+from stepgauge.bench.launchers import run_here, with_launchers
 from stepgauge.bench.ranks import OnRanks, is_first_process
-from stepgauge.measure.devices import limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import environment
 from stepgauge.report.views import MISSED_CORES, is_disturbed, with_tries
 from stepgauge.runtime.launch import RankError, preload
@@ -145,7 +144,7 @@ def _measure(job: Job, asked: Record, folder: Path, processes: Workers) -> Recor
             record = processes.call(job.run, job.spec, **job.run.settings(job.spec))
             together = {**record.environment, **asked.environment}
             return dataclasses.replace(record, environment=together)
-        return processes.call(_run_within_memory, job, share=job.process)
+        return processes.call(_run, job, share=job.process)
     except (RankError, ValueError) as error:
         reason = getattr(error, "reason", "") or str(error)
         if _ran_out_of_memory(job, error):
@@ -168,17 +167,8 @@ def _log(text: str, folder: Path) -> None:
         log.write(text)
 
 
-def _run_within_memory(job: Job) -> Record:
-    """The job's record. Raises MemoryError, with the reason, where memory ran out."""
-    if job.spec.device == "cpu":
-        limit_host_memory()
-    try:
-        start_counting()
-        return with_launchers(job.run(job.spec))
-    except Exception as error:
-        if (reason := out_of_memory_reason(error)) is None:
-            raise
-        raise MemoryError(reason) from error
+def _run(job: Job) -> Record:
+    return with_launchers(run_here(job.run, job.spec))
 
 
 def what_failed(error: Exception, spec: Any) -> str:

@@ -24,24 +24,31 @@ NoPredict = Annotated[bool, Parameter(help="Predict nothing.")]
 
 
 def predict_rows(
-    specs: Sequence[Any], out: Path, *, hardware: Path | None, no_predict: bool, fresh: bool
+    specs: Sequence[Any],
+    out: Path,
+    hardware: Path | None,
+    *,
+    fresh: bool,
+    is_asked: bool = True,
+    expected: Sequence[str] = (),
 ) -> list[Record]:
-    """The predictions of the rows, on disk before any is run; none where the device has no hardware
-    file. Says which rows cannot be predicted, of a file that was asked for.
+    """The predictions of the rows from a hardware file, on disk before any is run; none without one.
+    Says which rows cannot be predicted, where that was asked for or others can. `expected` are the
+    rows' notes on what their predictions may miss.
     """
     from stepgauge.bench.ranks import store_for
     from stepgauge.validate.before import predict_before
 
-    path = None if no_predict else hardware or hardware_of(specs[0].device)
-    if path is None:
+    if hardware is None:
         return []
-    predictions = predict_before(specs, HardwareFile.read(path), store_for(out), fresh=fresh)
-    if predictions.records:
-        tell(f"{len(predictions.records)} of {len(specs)} rows predicted from {path}")
-    if hardware or predictions.records:
-        for reason, count in predictions.refused.items():
+    found, refused = predict_before(
+        specs, HardwareFile.read(hardware), store_for(out), fresh=fresh, expected=expected
+    )
+    if found or is_asked:
+        tell(f"{len(found)} of {len(specs)} rows predicted from {hardware}")
+        for reason, count in refused.items():
             tell(f"not predicted ({count} of {len(specs)}): {reason}")
-    return predictions.records
+    return found
 
 
 def hardware_of(device: str) -> Path | None:

@@ -90,13 +90,8 @@ class _Measured:
         jobs = checked_jobs(specs, self._out)
         new = [job for job in jobs if job.asked.key not in self.records]
         if new:
-            predict_rows(
-                [job.spec for job in new],
-                self._out,
-                hardware=self._hardware,
-                no_predict=self._hardware is None,
-                fresh=self._fresh,
-            )
+            specs = [job.spec for job in new]
+            predict_rows(specs, self._out, self._hardware, fresh=self._fresh)
             found = run_jobs(new, self._out, fresh=self._fresh)
             self.records.update((record.key, record) for record in found)
         return [self.records[job.asked.key] for job in jobs]

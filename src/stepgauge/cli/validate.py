@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from stepgauge.cli.beside import hardware_of, tell_of_other_devices
+from stepgauge.cli.beside import hardware_of, predict_rows, tell_of_other_devices
 from stepgauge.cli.console import Format, print_tables, tell
 from stepgauge.cli.options import Values, spec_options
 from stepgauge.cli.rows import (
@@ -96,24 +96,17 @@ def compare(
     Raises RunFailedError if a step fails.
     """
     from stepgauge.bench.jobs import checked_jobs
-    from stepgauge.bench.ranks import store_for
     from stepgauge.study import pages
-    from stepgauge.validate.before import predict_before
     from stepgauge.validate.views import error_table, group_table
 
     specs = [row.spec for row in asked]
     jobs = checked_jobs(specs, out)
-    predictions = predict_before(
-        specs, HardwareFile.read(hardware), store_for(out), fresh=fresh,
-        expected=[row.expect for row in asked],
-    )  # fmt: skip
-    tell(f"{len(predictions.records)} of {len(specs)} rows predicted from {hardware}")
-    for reason, count in predictions.refused.items():
-        tell(f"not predicted ({count} of {len(specs)}): {reason}")
+    expected = [row.expect for row in asked]
+    predictions = predict_rows(specs, out, hardware, fresh=fresh, expected=expected)
     measured = run_jobs(jobs, out, fresh=fresh)
-    records = [*predictions.records, *measured]
-    if predictions.records:
-        tell_of_other_devices(predictions.records, measured)
+    records = [*predictions, *measured]
+    if predictions:
+        tell_of_other_devices(predictions, measured)
     print_tables(format, [error_table(records), group_table(records)])
     page = pages.page_of(out, RunStore(out).read().latest())
     tell(f"report: {pages.write(page, out / 'report.html')}")

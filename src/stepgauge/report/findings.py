@@ -1,6 +1,7 @@
 """What to change first: rows that differ in one choice alone, ranked by the milliseconds it saves."""
 
 import dataclasses
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from stepgauge.report.numbers import number
 from stepgauge.report.views import is_disturbed
 from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.model import SIZES
-from stepgauge.spec.options import written
+from stepgauge.spec.options import flag_of, written
 from stepgauge.spec.record import Record
 from stepgauge.spec.user_model import UserModel
 
@@ -249,18 +250,19 @@ def _idle(records: Sequence[Record]) -> Finding | None:
 
 
 def command(record: Record, verb: str = "", **changed: Any) -> str:
-    """The command that measures such a row, with other values for the fields `changed`."""
-    spec = flatten(record.spec) | changed
+    """The command that measures such a row, with other values for the fields `changed`; several
+    values of one as they stand on the command line.
+    """
+    spec = flatten(record.spec)
     if not (verb or record.kind in COMMANDS):
         return f"stepgauge bench kernel {record.kind}"
     told, named = _network_options(record)
-    fields = dict.fromkeys([*(n for n in naming(record)[0] if n not in named), *changed])
     known = {field.name: field for field in declared_fields(record)}
-    for name in fields:
-        field = known.get(name)
-        flag = (field.metadata.get("flag") if field else None) or name
-        value = written(field, spec[name]) if field else str(spec[name])
-        told.append(f"--{flag.replace('_', '-')}" + ("" if value == "true" else f" {value}"))
+    own = [name for name in naming(record)[0] if name not in named and name not in changed]
+    values = {name: shlex.quote(written(known[name], spec[name])) for name in own} | changed
+    for name, value in values.items():
+        flag = flag_of(known[name]) if name in known else name.replace("_", "-")
+        told.append(f"--{flag}" + ("" if value == "true" else f" {value}"))
     return " ".join(["stepgauge", verb or COMMANDS[record.kind], *told])
 
 

@@ -197,34 +197,30 @@ def _flame(flame: Flame) -> str:
     )
 
 
-def _table(table: Table) -> str:
+def html_table(table: Table) -> str:
+    """The table alone; figures have the class n, long texts the class long."""
+
     def row(tag: str, cells: Sequence[str]) -> str:
-        marks = (
-            ' class="n"'
-            if shown.is_numeric(column)
-            else ' class="long"'
-            if len(cell) > LONG
-            else ""
-            for column, cell in zip(shown.columns, cells, strict=True)
-        )
-        return "<tr>" + "".join(
-            f"<{tag}{mark}>{html.escape(cell)}</{tag}>" for cell, mark in zip(cells, marks, strict=True)
-        ) + "</tr>"  # fmt: skip
+        drawn = ""
+        for column, cell in zip(shown.columns, cells, strict=True):
+            kind = "n" if shown.is_numeric(column) else "long" if len(cell) > LONG else ""
+            drawn += f"<{tag}{f' class={kind}' if kind else ''}>{html.escape(cell)}</{tag}>"
+        return f"<tr>{drawn}</tr>"
 
     shown = table.for_eyes()
     body = "".join(row("td", cells) for cells in shown.rows)
+    return f"<table><thead>{row('th', shown.columns)}</thead><tbody>{body}</tbody></table>"
+
+
+def _table(table: Table) -> str:
+    caption = html.escape(table.caption)
     copies = "".join(f'<button data-format="{name}">{name}</button>' for name in FORMATS)
     drawn = (
         f'<div class="table" data-copies="{_packed({name: table.to(name) for name in FORMATS})}">'
-        f'<div class="copies"><span>{html.escape(table.caption)}</span>'
-        f'<span>copy as {copies}</span></div><div class="scroll"><table><thead>{row("th", shown.columns)}</thead>'
-        f"<tbody>{body}</tbody></table></div></div>"
+        f'<div class="copies"><span>{caption}</span><span>copy as {copies}</span></div>'
+        f'<div class="scroll">{html_table(table)}</div></div>'
     )
-    return (
-        f"<details><summary>{html.escape(table.caption)}</summary>{drawn}</details>"
-        if table.folded
-        else drawn
-    )
+    return f"<details><summary>{caption}</summary>{drawn}</details>" if table.folded else drawn
 
 
 def _packed(texts: Mapping[str, str]) -> str:

@@ -30,8 +30,9 @@ def _command(
     ) -> None:
         specs = rows.resolve_devices(rows.distinct(expand(spec, values, network=network)))
         jobs = rows.checked_jobs(specs, out)
+        path = None if no_predict else hardware or beside.hardware_of(specs[0].device)
         predictions = beside.predict_rows(
-            specs, out, hardware=hardware, no_predict=no_predict, fresh=fresh
+            specs, out, path, fresh=fresh, is_asked=hardware is not None
         )
         records = rows.run_jobs(jobs, out, fresh=fresh)
         beside.print_beside(predictions, records, format)
