@@ -11,20 +11,21 @@ from stepgauge.measure.timing import time_phases
 from stepgauge.spec.analysis import Ceilings
 
 _MATRIX = {"cuda": 8192, "cpu": 1024}
+SECONDS = 0.2  # of each
 _COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}  # far more than any cache
 
 
-def ceilings(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> Ceilings:
+def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """Best of the samples: a ceiling is what was reached once. Bytes read and bytes written."""
     size = _MATRIX.get(device.type, 2048)
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     product = torch.empty_like(left)
-    product_ms = _best(lambda: torch.mm(left, right, out=product), device, seconds)
+    product_ms = _best(lambda: torch.mm(left, right, out=product), device)
     source = torch.empty(
         _COPIED_BYTES.get(device.type, 1 << 28) // 4, device=device, dtype=torch.float32
     ).normal_()
     target = torch.empty_like(source)
-    copy_ms = _best(lambda: target.copy_(source), device, seconds)
+    copy_ms = _best(lambda: target.copy_(source), device)
     name = str(dtype).removeprefix("torch.")
     return Ceilings(
         flop_per_s=2.0 * size**3 / product_ms * 1e3,
@@ -33,5 +34,5 @@ def ceilings(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) 
     )
 
 
-def _best(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    return min(time_phases({"call": call}, device, warmup=3, steps=5, seconds=seconds)["call"])
+def _best(call: Callable[[], Any], device: torch.device) -> float:
+    return min(time_phases({"call": call}, device, warmup=3, steps=5, seconds=SECONDS)["call"])

@@ -168,9 +168,7 @@ def stacked_bars(
     return described(output[0], _in_words(labels, {**parts, "in all": totals}, unit))
 
 
-def grouped_bars(
-    labels: Sequence[str], groups: Series, *, unit: str, most: float | None = None
-) -> str:
+def grouped_bars(labels: Sequence[str], groups: Series, *, unit: str) -> str:
     """A cluster of horizontal bars a label, one bar a group."""
     _require_few(groups)
     height = 0.8 / max(1, len(groups))
@@ -180,7 +178,7 @@ def grouped_bars(
             bars = axes.barh(rows, [v or 0.0 for v in values], height=height * 0.9, label=name)
             told = [short(value) if value else "" for value in values]
             axes.bar_label(bars, told, padding=4, color=INK, fontsize=8.5)
-        _finish_rows(axes, labels, unit, most)
+        _finish_rows(axes, labels, unit)
     return described(output[0], _in_words(labels, groups, unit))
 
 

@@ -86,7 +86,7 @@ def rank_table(timeline: Timeline, checked: Checked) -> Table:
     return Table(head, rows, names=1, caption=caption)
 
 
-def tracks(timelines: Mapping[str, Timeline], *, unit: str = "ms") -> str:
+def tracks(timelines: Mapping[str, Timeline]) -> str:
     """An SVG of several timelines by name above each other on one time axis, a track a rank."""
     count = sum(len(timeline.ranks) for timeline in timelines.values())
     longest = max(timeline.step_ms for timeline in timelines.values())
@@ -95,7 +95,7 @@ def tracks(timelines: Mapping[str, Timeline], *, unit: str = "ms") -> str:
         shown: set[str] = set()
         for name, timeline in timelines.items():
             axes.annotate(
-                f"{name}: {timeline.step_ms:.4g} {unit}",
+                f"{name}: {timeline.step_ms:.4g} ms",
                 (0, at - 0.62),
                 color=FAINT,
                 fontsize=8.5,
@@ -109,7 +109,7 @@ def tracks(timelines: Mapping[str, Timeline], *, unit: str = "ms") -> str:
         axes.set_yticks(list(labels), list(labels.values()), color=INK)
         axes.set_ylim(at - 1.3, -1.2)
         axes.set_xlim(0, longest)
-        axes.set_xlabel(unit)
+        axes.set_xlabel("ms")
         axes.grid(axis="y", visible=False)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, borderaxespad=0)
     return output[0]

@@ -275,10 +275,10 @@ def top_table(found: Analysis) -> Table:
     return Table.from_rows(rows, caption=caption, formats={"share of phase %": ".1f"})
 
 
-def kernels_table(found: Analysis, shown: int = SHOWN_KERNELS) -> Table:
+def kernels_table(found: Analysis) -> Table:
     """Those with most time, with their kind and the rule that placed them."""
     sums = sums_by(found, "name", "kind", "phase", "rule")
-    most = [(key, each) for key, each in list(sums.items())[:shown] if each.us > 0]
+    most = [(key, each) for key, each in list(sums.items())[:SHOWN_KERNELS] if each.us > 0]
     in_all = sum(each.us for each in sums.values()) or 1.0
     noun = _noun(found)
     rows = [
@@ -312,11 +312,11 @@ def attention_table(found: Analysis) -> Table:
     return Table.from_rows(rows, caption="Softmax against the matrix products of attention.")
 
 
-def operations_table(found: Analysis, shown: int = SHOWN_OPERATIONS) -> Table:
+def operations_table(found: Analysis) -> Table:
     """What matrix products and memory-bound operations reach, against the roofline of this device."""
     roof = found.ceilings
     rows = []
-    for row in found.operations[:shown]:
+    for row in found.operations[:SHOWN_OPERATIONS]:
         seconds = row.us / row.calls / 1e6 if row.calls else 0.0
         share = None
         if roof and seconds:
