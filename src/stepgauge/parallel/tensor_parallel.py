@@ -132,7 +132,7 @@ def parallelize_tensor(
     *,
     group: dist.ProcessGroup | None = None,
     by_sequence: bool = True,
-    overlap: bool = False,
+    overlap: bool | None = None,
     partial_loss: PartialLoss | None = None,
 ) -> TensorParallel:
     """Cuts the module's layers in place, as the table says. All ranks of the group must call it.
@@ -144,7 +144,8 @@ def parallelize_tensor(
 
     by_sequence  norms and the residual stream have a piece of the sequence each, dim 1 of what the
                  first block takes
-    overlap      large collectives run beside products (parallel.overlapped); on one machine
+    overlap      large collectives run beside products (parallel.overlapped); None: between GPUs of
+                 one machine, where pieces by sequence allow it
     partial_loss linear + cross-entropy over some of the vocabulary, such as kernels'
                  linear_cross_entropy.partial: the head then holds no logits for its loss
 
@@ -154,6 +155,9 @@ def parallelize_tensor(
     group = group or dist.group.WORLD
     assert group is not None, "tensor parallel runs in a process group"
     prepare_replicas(module, group)
+    if overlap is None:
+        is_on_gpu = all(each.is_cuda for each in module.parameters())
+        overlap = by_sequence and is_on_gpu and on_one_machine(group)
     stream = _stream(group, by_sequence, overlap)
     rules = list(matched(table, [name for name, _ in module.named_modules()]))
     for name, rule in rules:
