@@ -20,12 +20,14 @@ NORM_EPSILON = 1e-12
 NOT_MASKED = -100  # the target of a token whose loss does not count
 
 
-class Bert(nn.Module):
-    """The encoder: `forward(tokens_BT, types_BT)` gives hidden_BTD.
+class BertForMaskedLM(nn.Module):
+    """`forward(tokens_BT, None, types_BT)` gives logits_BTV; with targets_BT the mean loss over the
+    masked tokens. Without types_BT all tokens are of the first type. The output matrix is the token
+    embedding.
 
-    pooler  adds the layer over the first token that sentence-pair tasks read
     blocks  the stage of the network to build, all of it if None: one that does not begin with
-            block 0 takes hidden_BTD. Its parameters have the names and values of the whole's
+            block 0 takes hidden_BTD, one that does not end with the last gives it. Its parameters
+            have the names and values of the whole's
     seed    of the weights; None: that of the last torch.manual_seed
     """
 
@@ -34,7 +36,6 @@ class Bert(nn.Module):
         spec: BertSpec,
         *,
         device: torch.device | None = None,
-        pooler: bool = True,
         blocks: range | None = None,
         seed: int | None = None,
     ):
@@ -53,8 +54,13 @@ class Bert(nn.Module):
         self.blocks = nn.ModuleList()
         for layer in blocks:
             self.blocks.add_module(str(layer), Block(spec, device))
-        has_pooler = pooler and self.is_last
-        self.pooler = nn.Linear(spec.d_model, spec.d_model, device=device) if has_pooler else None
+        if self.is_last:
+            self.compute_loss = masked_cross_entropy
+            self.transform = nn.Linear(spec.d_model, spec.d_model, device=device)
+            self.transform_norm = _norm(spec, device)
+            self.head = nn.Linear(spec.d_model, spec.vocab_size, device=device)
+        if self.is_first and self.is_last:
+            self.head.weight = self.tokens.weight
         self.reset_parameters(seed)
 
     @torch.no_grad()
@@ -67,64 +73,25 @@ class Bert(nn.Module):
             elif name.endswith("bias"):
                 parameter.zero_()
 
-    def encode(self, inputs: Tensor, types_BT: Tensor | None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, targets_BT: Tensor | None = None, types_BT: Tensor | None = None
+    ) -> Tensor:
         x_BTD = self._embed(inputs, types_BT) if self.is_first else inputs
-        return self.through_blocks(self.blocks, x_BTD, None)
+        x_BTD = self.through_blocks(self.blocks, x_BTD, None)
+        if not self.is_last:
+            if targets_BT is not None:
+                raise ValueError("targets were given to a stage without the head; it has no loss")
+            return x_BTD
+        x_BTD = self.transform_norm(F.gelu(self.transform(x_BTD)))
+        if targets_BT is None:
+            return self.head(x_BTD)
+        return self.compute_loss(x_BTD, self.head.weight, targets_BT, self.head.bias)
 
     def _embed(self, tokens_BT: Tensor, types_BT: Tensor | None) -> Tensor:
         types_BT = torch.zeros_like(tokens_BT) if types_BT is None else types_BT
         positions_TD = self.positions.weight[: tokens_BT.shape[1]]
         x_BTD = self.tokens(tokens_BT) + self.types(types_BT) + positions_TD
         return self.dropout(self.norm(x_BTD))
-
-    def forward(self, tokens_BT: Tensor, types_BT: Tensor | None = None) -> Tensor:
-        return self.encode(tokens_BT, types_BT)
-
-    def pooled(self, hidden_BTD: Tensor) -> Tensor:
-        """tanh(pooler(first token)). Raises ValueError without a pooler."""
-        if self.pooler is None:
-            raise ValueError("pooler is False; this encoder has no pooled output")
-        return torch.tanh(self.pooler(hidden_BTD[:, 0]))
-
-
-class BertForMaskedLM(Bert):
-    """`forward(tokens_BT, None, types_BT)` gives logits_BTV; with targets_BT the mean loss over the
-    masked tokens.
-
-    Without types_BT all tokens are of the first type. The output matrix is the token embedding.
-    """
-
-    def __init__(
-        self,
-        spec: BertSpec,
-        *,
-        device: torch.device | None = None,
-        blocks: range | None = None,
-        seed: int | None = None,
-    ):
-        super().__init__(spec, device=device, pooler=False, blocks=blocks, seed=seed)
-        if not self.is_last:
-            return
-        self.compute_loss = masked_cross_entropy
-        self.transform = nn.Linear(spec.d_model, spec.d_model, device=device)
-        self.transform_norm = _norm(spec, device)
-        self.head = nn.Linear(spec.d_model, spec.vocab_size, device=device)
-        if self.is_first:
-            self.head.weight = self.tokens.weight
-        self.reset_parameters(seed)
-
-    def forward(  # type: ignore[override]
-        self, inputs: Tensor, targets_BT: Tensor | None = None, types_BT: Tensor | None = None
-    ) -> Tensor:
-        hidden_BTD = self.encode(inputs, types_BT)
-        if not self.is_last:
-            if targets_BT is not None:
-                raise ValueError("targets were given to a stage without the head; it has no loss")
-            return hidden_BTD
-        x_BTD = self.transform_norm(F.gelu(self.transform(hidden_BTD)))
-        if targets_BT is None:
-            return self.head(x_BTD)
-        return self.compute_loss(x_BTD, self.head.weight, targets_BT, self.head.bias)
 
 
 def masked_cross_entropy(

@@ -63,18 +63,13 @@ class BertSpec:
         return self.d_model // self.num_heads
 
     @property
-    def encoder_parameters(self) -> int:
-        """(V + P + 2)D + 2D for embeddings and L blocks of 4D² + 2DF and 9D + F."""
-        embeddings = (self.vocab_size + self.num_positions + NUM_TYPES + 2) * self.d_model
-        matrices = 4 * self.d_model**2 + 2 * self.d_model * self.d_ff
-        return embeddings + self.num_layers * (
-            matrices + 5 * self.d_model + self.d_ff + 4 * self.d_model
-        )
-
-    @property
     def num_parameters(self) -> int:
-        """Encoder and head: D² + D, a norm of 2D, a bias of V; the tied matrix counts once."""
-        return self.encoder_parameters + self.d_model**2 + 3 * self.d_model + self.vocab_size
+        """(V + P + 2)D + 2D of embeddings, L blocks of 4D² + 2DF and 9D + F, and D² + 3D + V of the
+        head, whose tied matrix counts once.
+        """
+        d, embeddings = self.d_model, self.vocab_size + self.num_positions + NUM_TYPES + 2
+        block = 4 * d**2 + 2 * d * self.d_ff + 9 * d + self.d_ff
+        return embeddings * d + self.num_layers * block + d**2 + 3 * d + self.vocab_size
 
     def forward_flops(self, *, batch: int, sequence: int, causal_half: bool = True) -> int:
         """Model FLOPs of encoder and head: 2BT(L(4D² + 2DF) + D² + VD) for the weights, and 4BT²D

@@ -33,7 +33,7 @@ def test_behaviour(two_ranks, name):
 
 
 def test_four_ranks():
-    names = list(BEHAVIOURS) if EVERYTHING else list(BEHAVIOURS)[::8]
+    names = list(BEHAVIOURS) if EVERYTHING else list(BEHAVIOURS)[::12]
     wrappers = TRIED if EVERYTHING else ("bucketed", "zero2", "zero3")
     require_conformance(launch(run, names, list(wrappers), ranks=4)[0])
 
