@@ -1,11 +1,10 @@
 """A C++ file as a shared library, compiled against torch where it runs and kept in the user's cache.
 
-The compiler is called directly: torch.utils.cpp_extension would leave a lock behind if the process
-ended during the build. Here the lock is the operating system's and ends with the process that holds
-it; the result is moved into place in one step.
+The compiler is called directly: torch.utils.cpp_extension needs ninja, and would leave a lock behind
+if the process ended during the build. Here the result is moved into place in one step: two processes
+that compile the same at once make the same.
 """
 
-import fcntl
 import hashlib
 import os
 import shlex
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,8 +21,6 @@ import torch
 COMPILERS = ("c++", "g++", "clang++")
 STANDARDS = ("c++20", "c++17")  # what torch's headers want has changed between versions
 LIMIT_S = 300  # of one run of the compiler
-# Rows of a sweep have a process each: what failed is not compiled again by every one of them.
-RETRY_AFTER_S = 3600
 
 
 class BuildError(RuntimeError):
@@ -32,10 +28,8 @@ class BuildError(RuntimeError):
 
 
 def shared_library(source: Path, *, name: str) -> Path:
-    """The library, from the cache or compiled now.
-
-    Waits for another process that compiles the same. Raises BuildError without a compiler, and
-    where compiling fails or did so less than an hour ago.
+    """The library, from the cache or compiled now. Raises BuildError without a compiler, and where
+    compiling fails.
     """
     command = _command(source)
     told = "\n".join([*command, torch.__version__, sys.version]).encode()
@@ -44,32 +38,8 @@ def shared_library(source: Path, *, name: str) -> Path:
     library = folder / f"{name}-{digest}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        _build_once(command, library)
+        _compile(command, library)
     return library
-
-
-def _build_once(command: Sequence[str], library: Path) -> None:
-    """Compiles unless the library is there once the lock is held.
-
-    The locked file keeps the error of a build that failed. Removing it after a build is safe: each
-    process that gets the lock looks for the library first.
-    """
-    path = library.with_suffix(".building")
-    with path.open("a+") as note:
-        fcntl.lockf(note, fcntl.LOCK_EX)
-        if library.exists():
-            return
-        note.seek(0)
-        reason = note.read()
-        if reason and time.time() - path.stat().st_mtime < RETRY_AFTER_S:
-            raise BuildError(f"{reason} (tried again an hour later, or without {path})")
-        note.truncate(0)
-        try:
-            _compile(command, library)
-        except BuildError as error:
-            note.write(str(error))
-            raise
-        path.unlink(missing_ok=True)
 
 
 def _compile(command: Sequence[str], library: Path) -> None:
