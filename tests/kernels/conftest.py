@@ -96,3 +96,11 @@ def no_library(monkeypatch):
     monkeypatch.setenv("STEPGAUGE_FA4", "0")
     monkeypatch.setattr("stepgauge.kernels.linear_cross_entropy.by_torch.IS_ALLOWED", False)
     monkeypatch.setattr("stepgauge.kernels.rms_norm.TORCH_BYTES", 0)
+
+
+@pytest.fixture(autouse=True)
+def memory_given_back():
+    """Several processes of tests share a GPU: what torch keeps for the next tensor is the others'."""
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
