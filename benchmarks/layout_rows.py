@@ -91,13 +91,18 @@ class Rows:
         yield row("1f1b", ranks=1)
         for schedule in ("zbv", "1f1b", "torch-1f1b", "interleaved", "torch-interleaved", "v-half"):
             yield row(schedule)
+        yield row("zbv", fill=True)
         for schedule in ("zbv", "1f1b"):
             yield row(schedule, cuda_graphs=True)
         yield row("1f1b", ranks=1, compile="off")
         for schedule in ("zbv", "torch-zbv", "1f1b", "v-min"):
             yield row(schedule, compile="off")
-        bert = {"model": BertSpec.preset("bert-tiny" if self.small else "bert-base"), "batch": 64}
+        bert = {"model": self._bert(), "batch": 64}
         yield row("1f1b", compile="off", micro_batches=64, **bert)
+
+    def _bert(self) -> BertSpec:
+        size, length = ("bert-tiny", 16) if self.small else ("bert-base", 128)
+        return BertSpec.preset(size, context_length=length)
 
     def llama(self) -> Iterator[Any]:
         n, model = self.gpus, read_network(LLAMA, context_length=4096, attention="triton")
@@ -139,6 +144,7 @@ def tell(job: Job, record: Record, alone: float | None) -> float | None:
     spec = job.spec
     named = getattr(spec, "layout", "") or f"{spec.ranks} x {spec.schedule}"
     named += f", compile {spec.compile}" + ", graphs" * spec.cuda_graphs
+    named += ", filled" * getattr(spec, "fill", False)
     if record.status != "ok":
         print(f"{record.provenance} {named}: {record.status}: {record.note[:300]}", flush=True)
         return alone

@@ -17,6 +17,7 @@ from stepgauge.bench.pipeline_torch import TorchPipeline
 from stepgauge.bench.rank_figures import spans_table
 from stepgauge.bench.ranks import OnRanks, require_ranks, slowest
 from stepgauge.bench.sweep import Job
+from stepgauge.cost.fill import fill_bubbles
 from stepgauge.cost.timeline import Durations, simulate
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
@@ -38,6 +39,8 @@ REPEATS, MOST_REPEATS = 3, 20
 PROBED_S = 0.4  # in 0.1 s the host's time for a computation was off by 20 %, either way
 # What the parts of a network were measured to take, by what that depends on.
 PART_TIMES: dict[tuple[Any, ...], PartTimes] = {}
+# Schedules whose W were placed anew: a row and its prediction have the same.
+FILLED: dict[PipelineSpec, Schedule] = {}
 
 
 def check(spec: PipelineSpec) -> None:
@@ -88,15 +91,23 @@ def probe(spec: PipelineSpec) -> Probed:
         return bench.probe()
 
 
+def plan_of(spec: PipelineSpec) -> Schedule:
+    """The schedule of a row, not lowered. All ranks must call it."""
+    if not spec.fill:
+        return spec.plan()
+    if spec not in FILLED:
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, probe(dataclasses.replace(spec, fill=False)))
+        FILLED[spec] = fill_bubbles(spec.plan(), durations(told, spec.num_stages))
+    return FILLED[spec]
+
+
 class PipelineBench:
-    """The pipeline of a row on this rank, with its batch.
+    """The pipeline of a row on this rank, with its batch."""
 
-    schedule  runs in place of the spec's; as many stages, ranks and micro-batches
-    """
-
-    def __init__(self, spec: PipelineSpec, schedule: Schedule | None = None):
+    def __init__(self, spec: PipelineSpec):
         self.spec = spec
-        self._schedule = lower(schedule or spec.plan(), ahead=spec.ahead)
+        self._schedule = lower(plan_of(spec), ahead=spec.ahead)
         self.precision = PRECISIONS[spec.precision]
         self.device = _device(spec)
         tokens, targets, *_ = batch_for(spec.model, spec.batch, spec.seed + 1)
@@ -337,7 +348,7 @@ def measured(spec: PipelineSpec, ranks: list[RankFigures]) -> Record:
 
 def modelled(spec: PipelineSpec, ranks: list[Probed]) -> Record:
     """The same schedule simulated: provenance "modelled"."""
-    schedule = lower(spec.plan(), ahead=spec.ahead)
+    schedule = lower(FILLED.get(spec) or spec.plan(), ahead=spec.ahead)
     timeline = simulate(schedule, durations(ranks, spec.num_stages))
     spans = [[(str(s.action), s.start, s.end) for s in row] for row in timeline.ranks]
     metrics = {

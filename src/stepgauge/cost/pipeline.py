@@ -4,6 +4,7 @@ import dataclasses
 
 from stepgauge.cost.activations import stream_bytes
 from stepgauge.cost.estimate import ASSUMED
+from stepgauge.cost.fill import fill_bubbles
 from stepgauge.cost.host import launching
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.operations import StepOperations
@@ -35,6 +36,8 @@ def predict_pipeline(spec: PipelineSpec, machine: Machine) -> Record:
     halves = Halves.of(whole)
     parts = cut(spec, halves.times(prices))
     taken = halves.durations(parts, schedule, prices, nbytes=stream_bytes(whole), host=host)
+    if spec.fill:
+        schedule = lower(fill_bubbles(spec.plan(), taken), ahead=spec.ahead)
     timeline = simulate(schedule, taken)
     figures = {
         "step_ms": timeline.step_ms,

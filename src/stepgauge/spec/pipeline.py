@@ -109,6 +109,12 @@ class PipelineSpec:
         choices=("auto", "copies", "messages"),
         label="changed",
     )
+    fill: bool = option(
+        False,
+        "place each W anew in the gaps that the stages' own times leave, found before the row",
+        flag_value=True,
+        label="changed",
+    )
     warmup: int = option(3, "untimed steps first", least=1, most=100_000)
     steps: int = option(5, "timed steps", least=1, most=1_000_000)
     device: str = option("cpu", "cpu or cuda: each rank takes the GPU of its own number")
@@ -156,4 +162,5 @@ class PipelineSpec:
     def canonical(self) -> Self:
         """With defaults for the options that the schedule does not look at."""
         own = dict.fromkeys(("ahead", "transport", "cuda_graphs"), not self.is_torchs)
+        own["fill"] = not self.is_torchs and self.ours in SPLITTING
         return with_defaults(self, {"per_rank": self.ours in LOOPED, **own})
