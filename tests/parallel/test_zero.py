@@ -61,6 +61,12 @@ def test_a_state_of_two_ranks_goes_on_on_four_and_in_one_process(two_ranks):
             assert torch.equal(rank[name], parameter), name
 
 
+def test_a_gradient_in_other_memory_is_refused_where_its_mean_does_not_come(two_ranks):
+    """Rank 0 owns the only weight, sees nothing to refuse, and must not wait for rank 1."""
+    assert two_ranks[0]["in other memory"] == ""
+    assert "the gradient of weight is part of other memory" in two_ranks[1]["in other memory"]
+
+
 @pytest.fixture(scope="module")
 def two_ranks():
     return launch(all_checks, ranks=2)
@@ -71,7 +77,22 @@ def all_checks():
     found["different"] = different()
     found["bytes"] = state_bytes()
     found["gathered"] = gathered()
+    found["in other memory"] = in_other_memory()
     return found
+
+
+def in_other_memory():
+    module, rank = nn.Linear(2, 2, bias=False), dist.get_rank()
+    parallel = OwnerDataParallel(module, owners={"weight": 0})
+    buffer = torch.zeros(6)
+    module.weight.grad = buffer[:4].view(2, 2)
+    words = ""
+    try:
+        parallel(torch.full((1, 2), 1.0 + rank)).sum().backward()
+    except RuntimeError as error:
+        words = str(error)
+    assert buffer.tolist() == ([1.5] * 4 if rank == 0 else [0.0] * 4) + [0.0] * 2
+    return words
 
 
 def difference_from_one_process(stage, network, optimizer, every):

@@ -9,13 +9,13 @@ at the end of backward: what the classes at the end of this file differ in.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stepgauge.parallel.bucket_gradients import BucketGradients
+from stepgauge.parallel.bucket_gradients import BucketGradients, Launch
 from stepgauge.parallel.collectives import Group
 from stepgauge.parallel.copy_reducer import CopyReducer
 from stepgauge.parallel.present_backward import at_end_of_backward
@@ -32,6 +32,7 @@ from stepgauge.parallel.replicas import (
 )
 from stepgauge.parallel.usage import Usage
 from stepgauge.spec.plan.buckets import FIRST_BUCKET_MB, plan_buckets
+from stepgauge.spec.plan.shards import plan_launches
 
 
 class DataParallel(nn.Module):
@@ -50,7 +51,7 @@ class DataParallel(nn.Module):
     """
 
     _readiness: Readiness | None
-    _in_flight: list[Any]  # what `_gradients_of` gives
+    _in_flight: list[Launch]
     # MB (10^6 bytes) at which a bucket is closed; 0: one a gradient; None: no limit
     cap_mb: float | None = 25.0
     first_mb: float | None = None
@@ -116,7 +117,7 @@ class DataParallel(nn.Module):
             # what zero_grad has taken since is not there any more
             self._local -= {p for p in self._local - self._readiness.arrived if p.grad is None}
             self._send(self._readiness.next_launches(rest=True))
-            planned = [parameter for launch in self._launches for parameter in launch]
+            planned = [parameter for launch in self._planned for parameter in launch]
             unused = self._usage.unused_anywhere(planned, self._local, asks=self.communicates)
             for gradients in self._in_flight:
                 gradients.unpack(unused)
@@ -164,8 +165,12 @@ class DataParallel(nn.Module):
             first_mb=self.first_mb,
             owners=self.owners,
         )
-        # parameters of the messages that are sent at once
-        self._launches = [[of_name[name] for name in bucket.names] for bucket in self.buckets]
+        # with their parameters, those that are sent at once together
+        self._launches = [
+            [(bucket, [of_name[name] for name in bucket.names]) for bucket in launch]
+            for launch in plan_launches(self.buckets)
+        ]
+        self._planned = [[p for _, bucket in launch for p in bucket] for launch in self._launches]
 
     def _averaged(self) -> list[tuple[nn.Parameter, torch.dtype]]:
         """With their types; one may have been frozen since no_sync."""
@@ -179,7 +184,7 @@ class DataParallel(nn.Module):
             at_end_of_backward(self.finish_synchronizing, device)
         if self._averaged() != self._planned_for:
             self._plan()
-        self._readiness = begun = Readiness(self._launches)
+        self._readiness = begun = Readiness(self._planned)
         return begun
 
     def _arrive(self, parameter: nn.Parameter) -> None:
@@ -200,18 +205,25 @@ class DataParallel(nn.Module):
 
     def _send(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            gradients = self._gradients_of(number)
+            buckets = self._launches[number]
+            launch = Launch([self._gradients_of(parameters, b.owner) for b, parameters in buckets])
             if self.communicates:
-                gradients.send()
+                launch.send()
             if not self.overlaps:
-                gradients.wait()
-            self._in_flight.append(gradients)
+                launch.wait()
+            self._in_flight.append(launch)
 
-    def _gradients_of(self, number: int) -> Any:
-        parameters = self._launches[number]
-        dtype = reduced_dtype(parameters[0], self.reduce_dtype)
-        packs = self.packs or (self.copies and len(parameters) > 1)
-        return BucketGradients(parameters, self._local, self.reducer, dtype=dtype, packs=packs)
+    def _gradients_of(
+        self, parameters: Sequence[nn.Parameter], owner: int | None
+    ) -> BucketGradients:
+        return BucketGradients(
+            parameters,
+            self._local,
+            self.reducer,
+            dtype=reduced_dtype(parameters[0], self.reduce_dtype),
+            packs=self.packs or (self.copies and len(parameters) > 1),
+            owner=owner,
+        )
 
 
 def weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -248,6 +248,28 @@ def gradients_in_a_buffer_of_the_user(setup):
     return {"flat": flat.clone()}
 
 
+def gradients_that_are_there_before_the_first_backward(setup):
+    """Alike on all ranks, of weights that backward uses and of one that it does not."""
+    t = Training(setup, Net())
+    for parameter in t.inner.parameters():
+        parameter.grad = torch.full_like(parameter, 0.25)
+    t.backward(0, blocks=(0, 2))
+    t.step()
+    t.train(1)
+    return t.results()
+
+
+def a_gradient_that_is_there_of_a_module_with_one_weight(setup):
+    """It is all one rank's where whole weights have owners."""
+    torch.manual_seed(0)
+    t = Training(setup, nn.Linear(6, 6, bias=False).double())
+    t.inner.weight.grad = torch.full_like(t.inner.weight, 0.25)
+    for step in range(2):
+        t.backward(step)
+    t.step()
+    return t.results()
+
+
 def clip_by_the_wrapper(setup):
     t = Training(setup, Net())
     norms = {}

@@ -52,7 +52,7 @@ REFUSALS = {
     ("lbfgs", ("zero3",)): "Cannot flatten unevenly sharded tensor",
     # what a rank has of the gradients in stage 2 is its share
     ("clip grad norm of torch", ("zero2",)): "clip with the wrapper's clip_gradients()",
-    ("gradients in a buffer of the user", ("zero2",)): "has a gradient on rank",
+    ("gradients in a buffer of the user", ("zero2",)): "is part of other memory on rank",
     ("no sync after a synchronised backward", ("zero2",)): "take no backward under no_sync()",
     ("loss scaling", ("zero2",)): "GradScaler looks at this rank's share",
     # parameters in stage 3 are DTensors
