@@ -29,6 +29,7 @@ from stepgauge.bench.data_parallel import Figures, record
 from stepgauge.bench.rank_figures import kept_bytes, time_steps
 from stepgauge.bench.step import LEARNING_RATE
 from stepgauge.measure import devices
+from stepgauge.measure.timing import Phases
 from stepgauge.parallel.wrappers import Settings, parallelise
 from stepgauge.runtime.launch import RankError, launch
 from stepgauge.runtime.world import joined_world
@@ -40,44 +41,19 @@ from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES
 
 # Ways that the gradients of a wrapper are sent; those of NCCL are settings of its communicator.
 NCCL = {
-    "32 blocks": {"min_ctas": 32},
+    "32 blocks": {"min_ctas": 32, "max_ctas": 32},
     "no clusters": {"cga_cluster_size": 0},
-    "12 blocks": {"max_ctas": 12},
+    "12 blocks": {"min_ctas": 1, "max_ctas": 12},
 }
-SMALL = (
-    "none",
-    "bucketed",
-    "torch-ddp",
-    "torch-ddp-views",
-    "zero1",
-    "zero2",
-    "zero3",
-    "torch-fsdp",
-)
+BESIDE = [("none", ""), ("bucketed", ""), ("bucketed", "copies")]
+SMALL = ("torch-ddp", "torch-ddp-views", "zero1", "zero2", "zero3", "torch-fsdp")
 # Of each part: precision, reduce_dtype, its rows (wrapper, way), in how many rounds.
 PARTS: dict[str, tuple[str, str, list[tuple[str, str]], int]] = {
-    "narrow": (
-        "bf16-master",
-        "own",
-        [("none", ""), ("bucketed", ""), ("bucketed", "copies"), ("torch-ddp", ""), ("zero2", "")],
-        2,
-    ),
-    "wide": (
-        "bf16",
-        "own",
-        [
-            ("none", ""),
-            ("bucketed", ""),
-            ("bucketed", "copies"),
-            ("zero2", ""),
-            ("zero3", ""),
-            ("torch-fsdp", ""),
-        ],
-        3,
-    ),
-    "cast": ("bf16", "bf16", [("bucketed", ""), ("bucketed", "copies"), ("torch-ddp", "")], 1),
+    "narrow": ("bf16-master", "own", [*BESIDE, ("torch-ddp", ""), ("zero2", "")], 3),
+    "wide": ("bf16", "own", [*BESIDE, ("zero3", ""), ("torch-fsdp", "")], 3),
+    "cast": ("bf16", "bf16", [("bucketed", ""), ("torch-ddp", ""), ("zero2", "")], 1),
+    "small": ("bf16", "own", [*BESIDE, *((wrapper, "") for wrapper in SMALL)], 2),
     "ways": ("bf16", "own", [("bucketed", way) for way in NCCL], 1),
-    "small": ("bf16", "own", [(wrapper, "") for wrapper in SMALL], 2),
 }
 
 
@@ -126,7 +102,18 @@ def settings_of(spec: DataParallelSpec, way: str) -> Iterator[Settings]:
     dist.destroy_process_group(group)
 
 
-def measure(spec: DataParallelSpec, way: str) -> Figures:
+def traced(phases: Phases, path: Path, device: torch.device) -> None:
+    """Two steps as the profiler of rank 0 sees them."""
+    kind = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else None
+    with torch.profiler.profile(activities=[kind] if kind else None) as profile:
+        for phase in [*phases.values()] * 2:
+            phase()
+        devices.synchronize(device)
+    if dist.get_rank() == 0:
+        profile.export_chrome_trace(str(path))
+
+
+def measure(spec: DataParallelSpec, way: str, trace: Path | None) -> Figures:
     """On every rank."""
     world = joined_world()
     assert world is not None, "ranks run in a world"
@@ -141,6 +128,8 @@ def measure(spec: DataParallelSpec, way: str) -> Figures:
         with step.precision.matmul_mode():
             times = time_steps(spec, phases, device)
             kept = kept_bytes(step, phases, device, initial)
+            if trace is not None:
+                traced(phases, trace, device)
         name = step.optimizer_name
         del step, phases
     return Figures(
@@ -165,9 +154,19 @@ def campaign(arguments: argparse.Namespace, started: float) -> None:
             return
         begun = time.time()
         figures: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(figures, measure(spec, way))
+        name = f"{spec.size}_{spec.precision}_{spec.wrapper}_{way}.json.gz"
+        trace = (
+            arguments.out / name if arguments.trace and (way == "copies" and not number) else None
+        )
+        try:
+            ours: Figures | str = measure(spec, way, trace)
+        except (RuntimeError, ValueError) as error:  # a setting that NCCL refuses
+            ours = f"{spec.wrapper} {way}: {error}"
+        dist.all_gather_object(figures, ours)
         devices.free_unused_memory(torch.device(spec.device))
-        if dist.get_rank() == 0:
+        if any(isinstance(each, str) for each in figures):
+            print(*figures, sep="\n", flush=True)
+        elif dist.get_rank() == 0:
             found = record(spec, figures)
             how = {"round": number, "way": way, "seconds": round(time.time() - begun, 1)}
             found = dataclasses.replace(found, environment={**found.environment, **how})
@@ -200,6 +199,7 @@ def main() -> None:
     parser.add_argument("--size", default="2.7b")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--no-copies", action="store_true", help="leave these rows out")
+    parser.add_argument("--trace", action="store_true", help="of copies, in the first round")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     arguments = parser.parse_args()

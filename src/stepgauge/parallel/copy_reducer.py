@@ -1,9 +1,10 @@
 """The mean of gradients over the GPUs of one machine by copy engines: multiprocessors, which compute
 backward meanwhile, do no more than add.
 
-A gradient is cut into pieces and a piece into a share a rank. In a turn each rank copies its part of
-share r into an inbox of rank r; rank r adds what has come to its own part, and copies the mean into
-a box of every other rank, which copies it to where its gradient lies. Each of the three has a stream.
+Gradients are sent where they lie, a few small ones or a piece of a large one in a turn, each cut into
+a share a rank. Each rank copies its part of share r into an inbox of rank r; rank r adds what has
+come to its own part, and copies the mean into a box of every other rank, which copies it to where
+its gradient lies. Each of the three has a stream.
 
 Why nothing is overwritten too early. Turns use NUM_BOXES boxes one after another, and a rank begins
 to send in a turn when its stream has all means of the turn NUM_BOXES before. Then every other rank
@@ -15,7 +16,7 @@ streams what others wait for before it lets one wait for them: true even where t
 serves the streams one after another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +25,14 @@ from torch import Tensor
 
 from stepgauge.parallel.peer_memory import ALIGNMENT, peer_memory
 from stepgauge.parallel.reducer import GradientReducer
+from stepgauge.parallel.sharding import real
 
 NUM_BOXES = 2  # of each kind: one is read while the next is written
 # of a gradient in a turn: most matrices go in one
 PIECE_BYTES = 128 * 2**20
 SEND, ADD, RECEIVE = range(3)
+# Of a turn: where it begins in a box, and a tensor's shares by rank.
+Part = tuple[int, Sequence[Tensor]]
 
 
 class CopyReducer(GradientReducer):
@@ -52,74 +56,94 @@ class CopyReducer(GradientReducer):
         self._streams: list[Any] = [None] * 3
         if device.type == "cuda":
             self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(3)]
+        self._handles = [stream and stream.cuda_stream for stream in self._streams]
 
     def launch(self, tensors: Sequence[Tensor]) -> Any:
         """As GradientReducer's, of contiguous tensors."""
-        for tensor in tensors if self._others else ():
-            flat = tensor.detach().view(-1)
-            flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        if self._others:
             if self._streams[SEND] is not None:
                 ready = torch.cuda.current_stream(self._device).record_event()
                 for stream in self._streams:
                     stream.wait_event(ready)
-            for piece in flat.split(self.ranks * self._share_bytes // flat.element_size()):
+            for piece in self._pieces(tensors):
                 self._average(piece)
         return CopyWork(self._received[self._turn % NUM_BOXES], tensors)
 
-    def _average(self, piece: Tensor) -> None:
+    def _pieces(self, tensors: Sequence[Tensor]) -> Iterator[list[Part]]:
+        """What each turn averages."""
+        piece: list[Part] = []
+        place = 0
+        for tensor in tensors:
+            flat = real(tensor.detach())
+            for part in flat.split(self.ranks * self._share_bytes // flat.element_size()):
+                shares = part.tensor_split(self.ranks)
+                nbytes = -(-shares[0].nbytes // ALIGNMENT) * ALIGNMENT
+                if place + nbytes > self._share_bytes:
+                    yield piece
+                    piece, place = [], 0
+                piece.append((place, shares))
+                place += nbytes
+        yield piece
+
+    def _average(self, piece: Sequence[Part]) -> None:
         self._turn += 1
         box = self._turn % NUM_BOXES
-        shares = piece.tensor_split(self.ranks)
         if self._received[box] is not None:
             self._streams[SEND].wait_event(self._received[box])
         for rank in self._others:
-            self._copy(shares[rank], rank, box, SEND)
-        self._add(shares[self.rank], box)
+            self._send(piece, rank, rank, box, SEND)
+        self._add(piece, box)
         for rank in self._others:
-            self._copy(shares[self.rank], rank, NUM_BOXES + box, ADD)
+            self._send(piece, self.rank, rank, NUM_BOXES + box, ADD)
         for rank in self._others:
             self._wait(rank, NUM_BOXES + box, RECEIVE)
-            source, share = self._place(self.rank, rank, NUM_BOXES + box), shares[rank]
-            if share.nbytes:
-                self._memory.copy(share.data_ptr(), source, share.nbytes, self._handle(RECEIVE))
+            source = self._address(self.rank, rank, NUM_BOXES + box)
+            for place, shares in piece:
+                self._copy(shares[rank].data_ptr(), source + place, shares[rank].nbytes, RECEIVE)
         if self._streams[RECEIVE] is not None:
             self._received[box] = self._streams[RECEIVE].record_event()
 
-    def _add(self, own: Tensor, box: int) -> None:
+    def _send(self, piece: Sequence[Part], share: int, rank: int, box: int, side: int) -> None:
+        """A share into the box of another rank, which is told."""
+        target = self._address(rank, self.rank, box)
+        for place, shares in piece:
+            self._copy(target + place, shares[share].data_ptr(), shares[share].nbytes, side)
+        flag = box * self.ranks + self.rank
+        self._memory.tell(rank, flag, self._turn, self._handles[side])
+
+    def _add(self, piece: Sequence[Part], box: int) -> None:
         """The mean of this rank's share, once all parts of it are there."""
         for rank in self._others:
             self._wait(rank, box, ADD)
+        own = [shares[self.rank] for _, shares in piece]
+        inbox = self._memory.box(self.rank, box)
         with torch.cuda.stream(self._streams[ADD]):
-            parts = [self._part(rank, box, own) for rank in self._others]
-            others = parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
-            own.lerp_(others, 1 - 1 / self.ranks)
+            sent = []
+            for rank in self._others:
+                starts = [self._start(self.rank, rank) + place for place, _ in piece]
+                sent.append([_view(inbox, at, o) for at, o in zip(starts, own, strict=True)])
+            others = sent[0]
+            if len(sent) > 1:
+                others = [torch.stack(parts).mean(0) for parts in zip(*sent, strict=True)]
+            torch._foreach_lerp_(own, others, 1 - 1 / self.ranks)
 
-    def _part(self, rank: int, box: int, like: Tensor) -> Tensor:
-        start = self._order(self.rank, rank) * self._share_bytes
-        whole = self._memory.box(self.rank, box)[start : start + like.nbytes]
-        return whole.view(like.dtype)
-
-    def _copy(self, share: Tensor, rank: int, box: int, side: int) -> None:
-        """Into the box of another rank, which is told."""
-        stream = self._handle(side)
-        if share.nbytes:
-            target = self._place(rank, self.rank, box)
-            self._memory.copy(target, share.data_ptr(), share.nbytes, stream)
-        self._memory.tell(rank, box * self.ranks + self.rank, self._turn, stream)
+    def _copy(self, target: int, source: int, nbytes: int, side: int) -> None:
+        if nbytes:
+            self._memory.copy(target, source, nbytes, self._handles[side])
 
     def _wait(self, rank: int, box: int, side: int) -> None:
-        self._memory.wait(box * self.ranks + rank, self._turn, self._handle(side))
+        self._memory.wait(box * self.ranks + rank, self._turn, self._handles[side])
 
-    def _place(self, rank: int, sender: int, box: int) -> int:
-        """The address in a rank's box of what a sender puts there."""
-        return self._memory.address(rank, box) + self._order(rank, sender) * self._share_bytes
+    def _address(self, rank: int, sender: int, box: int) -> int:
+        return self._memory.address(rank, box) + self._start(rank, sender)
 
-    def _order(self, rank: int, sender: int) -> int:
-        return (sender - rank - 1) % self.ranks
+    def _start(self, rank: int, sender: int) -> int:
+        """Where in a rank's box the share is that a sender puts there."""
+        return (sender - rank - 1) % self.ranks * self._share_bytes
 
-    def _handle(self, side: int) -> int | None:
-        stream = self._streams[side]
-        return None if stream is None else stream.cuda_stream
+
+def _view(box: Tensor, start: int, like: Tensor) -> Tensor:
+    return box[start : start + like.nbytes].view(like.dtype)
 
 
 class CopyWork:

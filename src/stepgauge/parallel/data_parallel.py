@@ -71,7 +71,7 @@ class DataParallel(nn.Module):
         if reduce_dtype is not None and not reduce_dtype.is_floating_point:
             raise ValueError(f"reduce_dtype is {reduce_dtype}; it must be a floating type")
         prepare_replicas(module, group)
-        self.module, self.copies = module, copies
+        self.module = module
         self.reducer = CopyReducer(group, device_of(module)) if copies else GradientReducer(group)
         self.reduce_dtype = reduce_dtype
         # False leaves the collectives out and keeps all else, to time the rest
@@ -221,7 +221,7 @@ class DataParallel(nn.Module):
             self._local,
             self.reducer,
             dtype=reduced_dtype(parameters[0], self.reduce_dtype),
-            packs=self.packs or (self.copies and len(parameters) > 1),
+            packs=self.packs,
             owner=owner,
         )
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from stepgauge.parallel.bucket_gradients import Launch
 from stepgauge.parallel.collectives import is_only_group
 from stepgauge.parallel.data_parallel import BucketedDataParallel, weakly
+from stepgauge.parallel.present_backward import goes_on_to
 from stepgauge.parallel.shares import as_plain
 
 
@@ -60,7 +62,7 @@ class OwnerDataParallel(BucketedDataParallel):
     def _expect(self, parameter: nn.Parameter) -> None:
         """Before backward adds to a mean: the owner's counts for all ranks then."""
         gradient, name = parameter.grad, self._names[parameter]
-        if gradient is None or parameter in self._local or not parameter.requires_grad:
+        if gradient is None or parameter in self._local or not _adds_to(parameter):
             return
         if not self._synchronises:
             raise RuntimeError(
@@ -97,3 +99,11 @@ class OwnerDataParallel(BucketedDataParallel):
         sends its part later, and meets us in that group's collective first, or never.
         """
         return self.reducer.is_nccl(device) and is_only_group(self.reducer.group, device)
+
+
+def _adds_to(parameter: nn.Parameter) -> bool:
+    """Whether the present backward adds to `.grad`: autograd.grad calls hooks too."""
+    try:
+        return parameter.requires_grad and goes_on_to(get_gradient_edge(parameter).node)
+    except RuntimeError:  # autograd.grad
+        return False

@@ -425,6 +425,15 @@ def autograd_grad_of_weights(setup):
     return t.results()
 
 
+def autograd_grad_of_weights_that_have_gradients(setup):
+    t = Training(setup, Net())
+    t.backward(0)
+    for rank in setup.batches:
+        torch.autograd.grad(t.loss(1, rank), t.parameter("head.weight"))
+    t.step()
+    return t.results()
+
+
 def backward_with_create_graph(setup):
     t = Training(setup, Net())
     for rank in setup.batches:

@@ -57,6 +57,10 @@ REFUSALS = {
     ("loss scaling", ("zero2",)): "GradScaler looks at this rank's share",
     # parameters in stage 3 are DTensors
     ("autograd grad of weights", ("zero3",)): "gives no gradients of sharded weights",
+    (
+        "autograd grad of weights that have gradients",
+        ("zero3",),
+    ): "gives no gradients of sharded weights",
     ("other parameters on a rank and a collective in backward", ("zero3",)): "all ranks must call",
     ("gradients in a buffer of the user", ("zero3",)): "mixed torch.Tensor and DTensor",
     ("a scalar parameter", ("zero3",)): "scale has no dimensions",
