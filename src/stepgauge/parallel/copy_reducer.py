@@ -97,7 +97,7 @@ class CopyReducer(GradientReducer):
             self._send(piece, self.rank, rank, NUM_BOXES + box, ADD)
         for rank in self._others:
             self._wait(rank, NUM_BOXES + box, RECEIVE)
-            source = self._address(self.rank, rank, NUM_BOXES + box)
+            source = self._memory.address(self.rank, NUM_BOXES + box) + self._start(rank)
             for place, shares in piece:
                 self._copy(shares[rank].data_ptr(), source + place, shares[rank].nbytes, RECEIVE)
         if self._streams[RECEIVE] is not None:
@@ -105,7 +105,8 @@ class CopyReducer(GradientReducer):
 
     def _send(self, piece: Sequence[Part], share: int, rank: int, box: int, side: int) -> None:
         """A share into the box of another rank, which is told."""
-        target = self._address(rank, self.rank, box)
+        start = (self.rank - rank - 1) % self.ranks * self._share_bytes
+        target = self._memory.address(rank, box) + start
         for place, shares in piece:
             self._copy(target + place, shares[share].data_ptr(), shares[share].nbytes, side)
         flag = box * self.ranks + self.rank
@@ -115,17 +116,13 @@ class CopyReducer(GradientReducer):
         """The mean of this rank's share, once all parts of it are there."""
         for rank in self._others:
             self._wait(rank, box, ADD)
-        own = [shares[self.rank] for _, shares in piece]
-        inbox = self._memory.box(self.rank, box)
+        inbox, starts = self._memory.box(self.rank, box), [self._start(r) for r in self._others]
         with torch.cuda.stream(self._streams[ADD]):
-            sent = []
-            for rank in self._others:
-                starts = [self._start(self.rank, rank) + place for place, _ in piece]
-                sent.append([_view(inbox, at, o) for at, o in zip(starts, own, strict=True)])
-            others = sent[0]
-            if len(sent) > 1:
-                others = [torch.stack(parts).mean(0) for parts in zip(*sent, strict=True)]
-            torch._foreach_lerp_(own, others, 1 - 1 / self.ranks)
+            for place, shares in piece:
+                own = shares[self.rank]
+                sent = [_view(inbox, start + place, own) for start in starts]
+                others = sent[0] if len(sent) == 1 else torch.stack(sent).mean(0)
+                own.lerp_(others, 1 - 1 / self.ranks)
 
     def _copy(self, target: int, source: int, nbytes: int, side: int) -> None:
         if nbytes:
@@ -134,12 +131,9 @@ class CopyReducer(GradientReducer):
     def _wait(self, rank: int, box: int, side: int) -> None:
         self._memory.wait(box * self.ranks + rank, self._turn, self._handles[side])
 
-    def _address(self, rank: int, sender: int, box: int) -> int:
-        return self._memory.address(rank, box) + self._start(rank, sender)
-
-    def _start(self, rank: int, sender: int) -> int:
-        """Where in a rank's box the share is that a sender puts there."""
-        return (sender - rank - 1) % self.ranks * self._share_bytes
+    def _start(self, sender: int) -> int:
+        """Where in this rank's boxes the share is that a sender puts there."""
+        return (sender - self.rank - 1) % self.ranks * self._share_bytes
 
 
 def _view(box: Tensor, start: int, like: Tensor) -> Tensor:
