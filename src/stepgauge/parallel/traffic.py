@@ -201,12 +201,16 @@ class Reductions:
                     self._unused_here.append((parameter, part))
 
     def _accumulate(self, parameter: nn.Parameter, part: DTensor) -> None:
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            torch.autograd.backward([parameter], [part])
-        elif parameter.grad is None:
+        """As autograd does, which forgets hooks of a DTensor that was converted."""
+        for hook in (parameter._backward_hooks or {}).values():
+            changed = hook(part)
+            part = part if changed is None else changed
+        if parameter.grad is None:
             parameter.grad = part
         else:
             parameter.grad.add_(part)
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            hook(parameter)
 
     @torch.no_grad()
     def _finish(self, failed: bool) -> None:

@@ -135,9 +135,7 @@ class UnshardedGroup:
         trained = any(p.requires_grad for p in self.parameters) and torch.is_grad_enabled()
         self._ends = int(trained)
         # Autograd calls hooks of a weight, with nothing, where its gradient is not ours to return.
-        unhooked = [
-            p for p in self.parameters if not (p._backward_hooks or p._post_accumulate_grad_hooks)
-        ]
+        unhooked = [p for p in self.parameters if not _has_hooks(p)]
         anchor = torch.empty(0, requires_grad=trained)
         wholes = ShardedWeights.apply(self, unhooked, anchor, *unhooked)
         if not torch.is_inference_mode_enabled():
@@ -207,6 +205,11 @@ class ShardedWeights(torch.autograd.Function):
                 "backward(create_graph=True) into sharded weights is not averaged; differentiate "
                 "with respect to inputs with torch.autograd.grad"
             )
+        if any(map(_has_hooks, ctx.given)):  # which autograd would call, with nothing
+            raise RuntimeError(
+                "a hook was registered on a sharded weight after forward had used it; register it "
+                "before forward"
+            )
         unsharded = ctx.unsharded
         unsharded.end()
         (anchor, _), *nodes = ctx.next_functions
@@ -246,6 +249,10 @@ class _Inputs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         ctx.unsharded.end()
         return None, *gradients
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 @torch.no_grad()

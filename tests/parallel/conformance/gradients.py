@@ -463,6 +463,17 @@ def a_hook_after_accumulation(setup):
     return t.results()
 
 
+def hooks_of_a_module_that_is_converted(setup):
+    """Registered before and after."""
+    t = Training(setup, Net())
+    t.parameter("head.weight").register_hook(lambda gradient: gradient * 3)
+    t.module.to(torch.float32)
+    t.module.to(torch.float64)
+    t.parameter("blocks.0.linear.weight").register_hook(lambda gradient: gradient * 2)
+    t.train(0, 1)
+    return t.results()
+
+
 def gradients_that_share_memory(setup):
     t = Training(setup, Odd())
     t.train(0, 1, 2)

@@ -237,8 +237,10 @@ class Player:
         self.t.module.to(torch.float64)
 
     def hook(self, name, factor):
-        if self.t.parameter(name).requires_grad:
-            self.t.parameter(name).register_hook(lambda gradient: gradient * factor)
+        parameter = self.t.parameter(name)
+        was_trained = parameter.requires_grad
+        parameter.requires_grad_().register_hook(lambda gradient: gradient * factor)
+        parameter.requires_grad_(was_trained)
 
     def _see(self, what, value):
         self.seen[f"{len(self.seen)} {what}"] = whole(value)

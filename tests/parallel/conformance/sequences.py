@@ -34,8 +34,13 @@ WEIGHTS = OFTEN | dict.fromkeys(SELDOM, 1)
 # What a wrapper may refuse, by its sentence.
 REFUSALS = {
     "zero2": ("take no backward under no_sync()", "GradScaler looks at this rank's share"),
-    "zero3": ("zero them before the next", "gives no gradients of sharded weights"),
+    "zero3": (
+        "zero them before the next",
+        "gives no gradients of sharded weights",
+        "register it before",
+    ),
 }
+RAISES = "one process raises"
 REPLACED = "wrap the module again"  # any may refuse a parameter that was replaced
 
 
@@ -95,7 +100,7 @@ def outcome(actions, setup: Setup) -> dict[str, torch.Tensor] | str:
 def difference(actions, wrapper: str, group) -> str:
     """The first difference on each rank, the same words on all; empty for none."""
     expected, found = outcome(actions, Setup("none")), outcome(actions, Setup(wrapper, group))
-    ours = "" if isinstance(expected, str) else _difference(expected, found, wrapper)
+    ours = RAISES if isinstance(expected, str) else _difference(expected, found, wrapper)
     everyones = [""] * dist.get_world_size()
     dist.all_gather_object(everyones, ours)
     return " / ".join(dict.fromkeys(filter(None, everyones)))
@@ -118,7 +123,7 @@ def shortened(actions, wrapper: str, make_group) -> list[tuple]:
     while place < len(actions):
         fewer = actions[:place] + actions[place + 1 :]
         words = difference(fewer, wrapper, make_group())
-        if words and not words.startswith("refused"):
+        if words and not words.startswith(("refused", RAISES)):
             actions = fewer
         else:
             place += 1
@@ -126,13 +131,13 @@ def shortened(actions, wrapper: str, make_group) -> list[tuple]:
 
 
 def run(seeds: range, wrappers: list[str]) -> dict[str, list]:
-    """On every rank: what differs, as wrapper, seed, words and the shortened actions, and how many
-    sequences a wrapper refused.
+    """On every rank: what differs, as wrapper, seed, words and the shortened actions; what a wrapper
+    refused, and what raises in one process.
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     make_group = lambda: dist.new_group(timeout=TIMEOUT)  # noqa: E731
-    found: dict[str, list] = {"different": [], "refused": []}
+    found: dict[str, list] = {"different": [], "refused": [], "raises": []}
     group = make_group()
     for seed in seeds:
         for wrapper in wrappers:
@@ -141,8 +146,8 @@ def run(seeds: range, wrappers: list[str]) -> dict[str, list]:
             if not words:
                 continue
             group = make_group()  # ranks may have parted in the middle
-            if words.startswith("refused"):
-                found["refused"].append((wrapper, seed))
+            if words.startswith(("refused", RAISES)):
+                found["refused" if words != RAISES else "raises"].append((wrapper, seed))
                 continue
             fewer = shortened(actions, wrapper, make_group)
             again = difference(fewer, wrapper, make_group()) or f"{words}, but not again"
@@ -156,7 +161,7 @@ def main() -> None:
     first, count, *wrappers = sys.argv[1:]
     seeds = range(int(first), int(first) + int(count))
     found = launch(run, seeds, wrappers or list(OURS), ranks=2)[0]
-    print(f"{count} sequences, {len(found['different'])} differ, {len(found['refused'])} refused")
+    print(f"{count} sequences:", *(f"{len(cases)} {kind}" for kind, cases in found.items()))
 
 
 if __name__ == "__main__":
