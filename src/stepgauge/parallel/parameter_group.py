@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from stepgauge.parallel.traffic import Prefetcher, Reductions
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+KEPT = frozenset((Tensor, list, tuple))  # attributes in which a module may keep what it computed
 Place = tuple[nn.Module, str]  # a module, and the name of its parameter
 
 
@@ -60,6 +61,8 @@ class ParameterGroup:
         self.unsharded: UnshardedGroup | None = None
         self.stays_whole = False  # its module is whole for longer than a call: residency.py
         self.name = name
+        # Where a loss may be kept to which backward comes first; the root's weights are whole then.
+        self._parts = [] if is_root else [*module.modules()]
         for of_weight in places:
             whole = of_weight[0][0]._parameters[of_weight[0][1]]
             assert whole is not None, "it has a place"
@@ -122,7 +125,7 @@ class ParameterGroup:
                 "its forward, when its weights are sharded again; return a list"
             )
         reached = [each for each in _tensors_of(output) if each.requires_grad]
-        for tensor in [*reached, *_kept_by(module)] if torch.is_grad_enabled() else reached:
+        for tensor in [*reached, *_kept_by(self._parts)] if torch.is_grad_enabled() else reached:
             tensor.register_hook(functools.partial(_before_backward, unsharded))
         recomputed = self.reductions.is_running  # checkpointing's tensors are needed at once
         kept = self.is_root and torch.is_grad_enabled() and reached
@@ -142,13 +145,13 @@ def _tensors_of(output: Any) -> Iterator[Tensor]:
             yield from (each for each in held if isinstance(each, Tensor))
 
 
-def _kept_by(module: nn.Module) -> Iterator[Tensor]:
-    """What a module computed and has as an attribute, as a loss of its own: backward may come to it
+def _kept_by(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """What modules computed and have as attributes, as a loss of their own: backward may come to it
     before it comes to the output.
     """
-    for part in module.modules():
+    for part in parts:
         for value in vars(part).values():
-            if type(value) in (Tensor, list, tuple):  # isinstance of a Tensor is ten times slower
+            if type(value) in KEPT:  # isinstance of a Tensor is ten times slower
                 for each in (value,) if isinstance(value, Tensor) else value:
                     if isinstance(each, Tensor) and each.grad_fn is not None:
                         yield each

@@ -111,6 +111,8 @@ def _difference(expected, found, wrapper: str) -> str:
         refused = any(sentence in found for sentence in (REPLACED, *REFUSALS.get(wrapper, ())))
         return f"refused: {found}" if refused else found
     for name, value in expected.items():
+        if name not in found:
+            return f"{name} is not there"
         ours = found[name].to(value.dtype)  # the norm of nothing has any type
         if not torch.allclose(ours, value, rtol=1e-9, atol=1e-9):
             return f"{name} is off by {(ours - value).abs().max():.2g}"
