@@ -485,6 +485,19 @@ def refusals():
     late.forward = lambda x: (torch.ones(4) @ late.weight for _ in range(2))
     with pytest.raises(RuntimeError, match=r"^0 returns a generator"):
         FullyShardedDataParallel(nn.Sequential(late))(torch.ones(4))
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    parallel = FullyShardedDataParallel(tied)
+    tied[1].weight = nn.Parameter(tied[0].weight.detach().clone())
+    with pytest.raises(
+        RuntimeError, match=r"^weight of a Linear was tied .* wrap the module again"
+    ):
+        parallel(torch.ones(4))
+    hooked = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4)))
+    loss = hooked(torch.ones(4)).sum()
+    hooked.module[0].weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(RuntimeError, match="register it before forward"):
+        loss.backward()
 
 
 CHECKS = {

@@ -84,6 +84,15 @@ class ParameterGroup:
         """The sharded weights, outside of forward."""
         return [owner._parameters[name] for (owner, name), *_ in self.places]  # type: ignore[misc]
 
+    def _require_tied(self, parameters: Sequence[nn.Parameter]) -> None:
+        for of_weight, parameter in zip(self.places, parameters, strict=True):
+            for owner, name in of_weight[1:]:
+                if owner._parameters[name] is not parameter:
+                    raise RuntimeError(
+                        f"{name} of a {type(owner).__name__} was tied to another weight when the "
+                        f"module was wrapped, and is not now; wrap the module again"
+                    )
+
     def unshard(self) -> UnshardedGroup:
         unsharded = UnshardedGroup(self, self.parameters, self.compute_dtype)
         unsharded.unshard()
@@ -100,6 +109,7 @@ class ParameterGroup:
         if self.stays_whole:
             return None
         parameters = self.parameters
+        self._require_tied(parameters)
         # Checkpointing calls the module again in backward, which has its weights already.
         unsharded = self.unsharded
         reused = self.reductions.is_running and unsharded is not None and unsharded.is_current()

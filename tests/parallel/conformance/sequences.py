@@ -40,6 +40,7 @@ REFUSALS = {
         "register it before",
     ),
 }
+ALWAYS_REFUSED = {"zero2": "scaled_step", "zero3": "differentiate_by_weights"}
 RAISES = "one process raises"
 REPLACED = "wrap the module again"  # any may refuse a parameter that was replaced
 
@@ -51,7 +52,8 @@ def actions_of(seed: int, wrapper: str) -> list[tuple]:
     draw = random.Random(seed)
     names = draw.choices([*WEIGHTS], [*WEIGHTS.values()], k=draw.randint(*LENGTHS))
     network = ("network", draw.random() < 0.2, draw.random() < 0.2)
-    return [network, *((name, *_arguments(name, draw, wrapper)) for name in names)]
+    played = [(name, *_arguments(name, draw, wrapper)) for name in names]
+    return [network, *(each for each in played if each[0] != ALWAYS_REFUSED.get(wrapper))]
 
 
 def _arguments(name: str, draw: random.Random, wrapper: str) -> tuple:
@@ -82,7 +84,7 @@ def _arguments(name: str, draw: random.Random, wrapper: str) -> tuple:
         case "call_with_others" | "edit_state":
             return (draw.choice((0.5, 1.5)),)
         case "load_weights":
-            return draw.choice(WRITTEN), draw.random() < 0.3
+            return draw.choice(WRITTEN), draw.random() < 0.1
         case "hook":
             return draw.choice(FROZEN), draw.choice((0.5, 2.0))
     return ()
