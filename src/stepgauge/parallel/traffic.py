@@ -200,7 +200,7 @@ class Reductions:
                 else:
                     self._unused_here.append((parameter, part))
 
-    def _accumulate(self, parameter: nn.Parameter, part: DTensor) -> None:
+    def _accumulate(self, parameter: nn.Parameter, part: Tensor) -> None:
         """As autograd does, which forgets hooks of a DTensor that was converted."""
         for hook in (parameter._backward_hooks or {}).values():
             changed = hook(part)
