@@ -159,10 +159,10 @@ def _ring_forward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """o in q's type, and lse; sums of parts are kept in fp32 or wider."""
+    """o in q's type, and lse; sums of more than two parts are kept in fp32 or wider."""
     own, *others = plan_ring(context.rank, context.ranks, is_causal=is_causal)
     o, lse = context.attention.forward(q, k, v, own.is_causal, scale)
-    if others:
+    if len(others) > 1:
         o = o.to(torch.promote_types(q.dtype, torch.float32))
     for meeting, kv in zip(others, travel.keys(), strict=True):
         rows, columns = _halves(meeting, q, k)
@@ -175,9 +175,12 @@ def _ring_forward(
 
 
 def _add_part(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor) -> None:
-    """Attention over more keys, in place: each part counts by its share of the sum of exponents."""
+    """Attention over more keys, in place: each part counts by its share of the sum of exponents, in
+    the type of lse.
+    """
     total = torch.logaddexp(lse, part_lse)
-    o.mul_((lse - total).exp()[..., None]).addcmul_(part_o, (part_lse - total).exp()[..., None])
+    share, part_share = ((x - total).exp()[..., None] for x in (lse, part_lse))
+    torch.addcmul(o * share, part_o, part_share, out=o)
     lse.copy_(total)
 
 
