@@ -14,7 +14,9 @@ from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.network import Axis, Network, axes_of
 from stepgauge.cost.pipeline import predict_pipeline
+from stepgauge.cost.ring import Ring
 from stepgauge.cost.step import predict
+from stepgauge.cost.terms import Term
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
@@ -225,3 +227,35 @@ def test_tensor_parallel_rows_of_several_sequences():
         found = predict_layout(spec, machine)
         for metric, most in {"step_ms": 0.025, "forward_ms": 0.02, "peak_bytes": 0.002}.items():
             assert found.median(metric) == pytest.approx(row.median(metric), rel=most), metric
+
+
+def test_ranks_that_share_sequences_have_half_of_all_but_the_keys():
+    """Of two ranks each has half of the tokens; its attention is that of half the length twice, of
+    the quarter of pairs that each rank has. Keys travel beside it, their gradients home after it.
+    """
+    model = dataclasses.replace(MODEL, context_length=4096, attention="triton")
+    asked = {"model": model, "batch": 2}
+    alone = step("none", wired(), **asked)
+    shared, slow = (step("cp2 bucketed", wired(rate), **asked) for rate in (450e9, 5e9))
+    assert 0.45 < shared.median("forward_ms") / alone.median("forward_ms") < 0.6
+    assert shared.median("peak_bytes") < alone.median("peak_bytes")
+    block = [row for row in shared.tables["terms"] if row[1] == "attention"]
+    assert [row[3].split(" × ")[1] for row in block] == ["2048"] * 4
+    keys = 2 * 2048 * 2 * 2560 * 2
+    home = 32 * keys / 450e9 * 1e3
+    assert shared.median("context_exposed_ms") == pytest.approx(home, rel=0.6)
+    assert slow.median("context_exposed_ms") > 10 * home
+    assert shared.median("data_exposed_ms") > 0, "gradients are averaged over both"
+
+
+def test_four_ranks_send_keys_three_times_and_gradients_in_fp32():
+    attention = Term("attention", "attention triton backward bf16", (32, 2048, 80))
+    sent = [t for t in Ring(4, 100.0, 200.0, 2).backward(attention) if t.axis]
+    assert [(t.name.split(".")[1], t.sizes[0], len(t.beside)) for t in sent] == [
+        ("keys", 400, 1),
+        ("keys", 400, 1),
+        ("gradients", 800, 1),
+        ("keys", 400, 1),
+        ("gradients", 800, 1),
+        ("gradients", 800, 0),
+    ]

@@ -68,7 +68,7 @@ def of_block(operations: StepOperations) -> Parts:
         "inputs of column layers": 2 * inputs * d * a,
         "queries, keys and values": m * operations.qkv_rows * a,
         "attention output": m * width * a,
-        "attention statistics": heads * model.context_length * STATISTIC,
+        "attention statistics": heads * operations.length * STATISTIC,
         "feed-forward up": (2 if model.is_gated else 1) * m * f * a,
         "feed-forward activation": (2 if model.is_gated and not how.is_compiled else 1) * m * f * a,
     }

@@ -76,7 +76,7 @@ def predict_layout(spec: LayoutSpec, machine: Machine, *, coarse: bool = False) 
         parts.stages[0].spec, parts.stages[0].model, machine, found.step_ms,
         ranks=spec.ranks, batch=spec.batch * spec.accumulation,
     )  # fmt: skip
-    note = unknown_host(machine, spec.axes.wrapper, spec.axes.data, spec.device)
+    note = unknown_host(machine, spec.axes.wrapper, spec.axes.replicas, spec.device)
     record = modelled(spec, machine, metrics, found.rows, parts.memory(), note=note)
     if found.timeline is None:
         return record
@@ -92,7 +92,9 @@ def _exposed(parts: "LayoutParts", found: Predicted) -> dict[str, float]:
     the busiest rank computes.
     """
     figures = {}
-    for axis in parts.spec.axes.axes:
+    layout = parts.spec.axes
+    averaged = ("data",) if layout.replicas > 1 else ()
+    for axis in dict.fromkeys((*layout.axes, *averaged)):
         if axis != "pipeline":
             without = parts.without(axis).predicted().step_ms
             figures[f"without_{axis}_ms"] = without
@@ -122,19 +124,18 @@ class LayoutParts:
     def of(cls, spec: LayoutSpec, machine: Machine, *, coarse: bool = False) -> "LayoutParts":
         """Raises ValueError for what is not modelled."""
         layout, work = spec.axes, work_of(spec)
-        if layout.context > 1:
-            raise ValueError(f"layout is {spec.layout!r}; context parallel is not predicted yet")
         if spec.cuda_graphs:
             raise ValueError("cuda_graphs is True; stages that are replayed are not predicted yet")
         if layout.torch_tensor:
             raise ValueError(f"layout is {spec.layout!r}; torch's tensor parallel is not predicted")
         # a stage of a pipeline is whole for a step, in the parameters' type
-        sharded = WRAPPERS[layout.wrapper].shards("weights") and layout.data > 1
+        sharded = WRAPPERS[layout.wrapper].shards("weights") and layout.replicas > 1
         gathered = sharded and layout.pipeline == 1
         share = NetworkPart(
             batch=spec.micro_batch,
             tensor=layout.tensor,
             overlap=layout.overlap,
+            context=layout.context,
             gathered=gathered,
             passes=spec.accumulation * (layout.microbatches if layout.pipeline > 1 else 1),
         )
@@ -151,7 +152,7 @@ class LayoutParts:
             stages=stages,
             prices=prices,
             host=launching(work, machine, layout),
-            sending=Sending(wrapper=layout.wrapper, ranks=layout.data, bucket_mb=spec.bucket_mb,
+            sending=Sending(wrapper=layout.wrapper, ranks=layout.replicas, bucket_mb=spec.bucket_mb,
                             reduce_dtype=spec.reduce_dtype),
             schedule=spec.schedule(),
             coarse=coarse,

@@ -156,7 +156,7 @@ class _Held:
 
 def _held(operations: StepOperations, layout: Layout, *, accumulates: bool) -> _Held:
     """Whole gradients add up before ZeRO 2 gives them to their owners; ZeRO 3 reduces each time."""
-    wrapper, n = WRAPPERS[layout.wrapper], layout.data
+    wrapper, n = WRAPPERS[layout.wrapper], layout.replicas
     how, state = operations.how, STATE_BYTES[operations.spec.precision]
 
     def of(part: str, itemsize: float) -> float:

@@ -1,7 +1,7 @@
 """What collectives take between the ranks of an axis: measured, or by the formula of a ring on
 published wires.
 
-Ranks are numbered as in a device mesh, tensor fastest, then data, then pipeline; a node has the
+Ranks are numbered as in a device mesh, tensor fastest, then context, data and pipeline; a node has the
 first ones. A ring over several nodes leaves each of them as often as it has ranks there, so that
 ranks of a group share no wire between nodes: its rate is the smaller of the wire within a node and
 of all its ranks' wires out of it.
@@ -35,12 +35,19 @@ class Axis:
 
 def axes_of(layout: Layout, gpus_per_node: int) -> dict[str, Axis]:
     """The axes of a layout as they lie on nodes of so many GPUs."""
-    axes, before = {}, 1
-    for name in ("tensor", "data", "pipeline"):
-        ranks = getattr(layout, name)
-        axes[name] = Axis(ranks, max(1, min(ranks, gpus_per_node // before)))
-        before *= ranks
-    return axes
+    inner = layout.tensor * layout.replicas
+    # ranks of each, and those between one of them and the next; gradients are averaged over all
+    # replicas, also those that share sequences
+    sizes = {
+        "tensor": (layout.tensor, 1),
+        "context": (layout.context, layout.tensor),
+        "data": (layout.replicas, layout.tensor),
+        "pipeline": (layout.pipeline, inner),
+    }
+    return {
+        name: Axis(ranks, max(1, min(ranks, gpus_per_node // apart)))
+        for name, (ranks, apart) in sizes.items()
+    }
 
 
 class Network:

@@ -18,6 +18,7 @@ from stepgauge.cost.beside import beside_products
 from stepgauge.cost.elementwise import Elementwise
 from stepgauge.cost.fused_loss import fused_backward, fused_forward
 from stepgauge.cost.priced import RECOMPUTED, require_priced
+from stepgauge.cost.ring import Ring
 from stepgauge.cost.share import NetworkPart, ShareSizes
 from stepgauge.cost.terms import TRAFFIC, Arithmetic, Term, strided_copy
 from stepgauge.spec.fused_loss import torch_computes
@@ -146,7 +147,7 @@ class StepOperations(ShareSizes):
             )
         if model.positions == "rope":
             yield from self._elementwise.rotation()
-        yield self._attention("forward")
+        yield from self._attention("forward")
         yield from how.linear_forward("attention.output", m, d, width, 0)
         yield from self._exchange("attention.output", "forward", weight=(d, width))
         yield from self._elementwise.residual(own * d)
@@ -221,7 +222,7 @@ class StepOperations(ShareSizes):
         yield from how.passes("residual", own * d * r, eager=3, compiled=0)
         yield from self._exchange("attention.output", "backward", weight=(d, width))
         yield from how.linear_backward("attention.output", m, d, width, 0)
-        yield self._attention("backward")
+        yield from self._attention("backward")
         yield from self._elementwise.heads_backward()
         yield from how.linear_backward(
             "attention.input", m, self.qkv_rows, d, how.narrowed(own * d)
@@ -282,12 +283,19 @@ class StepOperations(ShareSizes):
     def _gate(self) -> str:
         return "feed_forward.gate" if self.model.is_gated else "feed_forward.gelu"
 
-    def _attention(self, direction: str) -> Term:
+    def _attention(self, direction: str) -> Iterator[Term]:
         model = self.model
         kind = "bf16" if self.how.activation == 2 else "fp32"
         heads = self.share.batch * model.num_heads // self.share.tensor
-        sizes = (heads, model.context_length, model.head_width)
-        return Term("attention", f"attention {model.attention} {direction} {kind}", sizes)
+        sizes = (heads, self.length, model.head_width)
+        own = Term("attention", f"attention {model.attention} {direction} {kind}", sizes)
+        if self.share.context == 1:
+            yield own
+            return
+        queries = self.tokens * heads // self.share.batch * model.head_width
+        keys = self.tokens * self.qkv_rows - queries
+        ring = Ring(self.share.context, queries, keys, self.how.activation)
+        yield from ring.forward(own) if direction == "forward" else ring.backward(own)
 
     def _norm(self, name: str, direction: str, module: str) -> Iterator[Term]:
         d, parameters = self.model.d_model, self.norm_parameters

@@ -7,7 +7,7 @@ from stepgauge.cost.contention import ContentionTable
 from stepgauge.cost.estimate import ASSUMED, Estimate
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.network import Axis, axes_of
-from stepgauge.cost.terms import COLLECTIVES, TRAFFIC, Term
+from stepgauge.cost.terms import COLLECTIVES, TRAFFIC, TRANSFER, Term
 from stepgauge.spec.layout import Layout
 
 NCCL, GLOO = "nccl", "gloo"
@@ -66,8 +66,13 @@ class Prices:
             return self.machine.traffic(*term.sizes)
         if self.is_plain_pass(term):
             return self.machine.traffic(term.nbytes)
-        if term.operation in COLLECTIVES:
-            found = self.collective(term.operation, term.sizes[0], term.axis)
+        if term.operation in (*COLLECTIVES, TRANSFER):
+            (nbytes,) = term.sizes
+            found = (
+                self.transfer(nbytes, term.axis)
+                if term.operation == TRANSFER
+                else self.collective(term.operation, nbytes, term.axis)
+            )
             return self._exposed(found, term.beside) if term.beside else found
         return self.machine.time(term.operation, *term.sizes)
 
@@ -97,10 +102,11 @@ class Prices:
         """The same with nothing sent on an axis."""
         return Prices(self.machine, self.layout, self.backend, without=axis)
 
-    def transfer(self, nbytes: float) -> Estimate:
-        """Between neighbouring stages of the pipeline."""
-        axis = self.axes["pipeline"]
-        return self.machine.network.transfer(nbytes, axis, backend=self.backend)
+    def transfer(self, nbytes: float, axis: str = "pipeline") -> Estimate:
+        """Between neighbours on the axis: of a pipeline its stages."""
+        if axis == self._without:
+            return Estimate(0.0, ASSUMED)
+        return self.machine.network.transfer(nbytes, self.axes[axis], backend=self.backend)
 
     def us(self, term: Term) -> float:
         """Of all its runs, at its pace."""

@@ -13,6 +13,7 @@ class NetworkPart:
     tensor    ranks that share each layer
     overlap   what they send runs beside products
     blocks    of its stage; None: all
+    context   ranks that share each sequence
     gathered  weights come from the other ranks, in the type that is computed in (ZeRO 3)
     passes    forwards and backwards of a step, whose gradients are added up
     """
@@ -21,6 +22,7 @@ class NetworkPart:
     tensor: int = 1
     overlap: bool = False
     blocks: range | None = None
+    context: int = 1
     gathered: bool = False
     passes: int = 1
 
@@ -33,7 +35,8 @@ class ShareSizes:
         self.blocks = share.blocks or range(model.num_layers)
         self.is_first = self.blocks.start == 0
         self.is_last = self.blocks.stop == model.num_layers
-        self.tokens = share.batch * model.context_length
+        self.length = model.context_length // share.context
+        self.tokens = share.batch * self.length
         self.own_tokens = self.tokens // share.tensor  # of the residual stream
 
     @property

@@ -21,11 +21,12 @@ PRECISION: dict[str, tuple[str, int, int]] = {
 # (docs/log/2026-11-23-predictions.md).
 STRIDED_BYTES = 12
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+TRANSFER = "send_recv"  # to the next rank of an axis, and from the one before
 
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """`count` runs of an operation at its sizes; for TRAFFIC and COLLECTIVES the one size is bytes.
+    """`count` runs of an operation at its sizes; of TRAFFIC and what is sent the one size is bytes.
 
     gradient  elements of a weight's gradient that is complete after it; 0: of none
     weights   it computes a gradient of weights, for which no other stage waits

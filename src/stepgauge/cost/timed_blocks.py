@@ -22,8 +22,9 @@ BOUND_BY_DEVICE = 1.05
 
 
 def timed_blocks(work: WorkSpec, machine: Machine, layout: Layout) -> TimedBlocks | None:
-    """Those of the machine itself: another one's pace is not this one's. They are of whole steps."""
-    if not isinstance(work.model, ModelSpec) or getattr(work, "phases", "step") == "forward":
+    """Those of the machine itself: another one's pace is not this one's. They are of whole steps and sequences."""
+    is_whole = layout.context == 1 and getattr(work, "phases", "step") != "forward"
+    if not is_whole or not isinstance(work.model, ModelSpec):
         return None
     table = machine.hardware.operations.get(operation_of(work, layout))
     return TimedBlocks(table) if table else None
