@@ -5,7 +5,7 @@
     python benchmarks/validation_campaign.py OUT --gpus 2 --parts calibrate traces fresh_two_gpus \\
         fresh_one_gpu,fresh_other_gpu                                   # side by side, a GPU each
     python benchmarks/validation_campaign.py OUT --gpus 2 --from hardware/h200-sxm.json --blocks \\
-        --parts contention links blocks_two_gpus blocks_one_gpu,blocks_other_gpu
+        --parts contention blocks_one_gpu,blocks_other_gpu blocks_two_gpus
     python benchmarks/validation_campaign.py OUT --trial                # on a CPU, to try it
 
 Parts are the lists of benchmarks/validation/; the calibration, or of it what changes from machine

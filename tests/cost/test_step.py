@@ -26,7 +26,10 @@ from stepgauge.spec.step import StepSpec
 from stepgauge.validate.views import error_table
 
 ROOT = Path(__file__).parents[2]
-H100 = Machine(HardwareFile.read(ROOT / "hardware" / "h100-sxm.json"))
+H100, H200 = (
+    Machine(HardwareFile.read(ROOT / "hardware" / f"{name}.json"))
+    for name in ("h100-sxm", "h200-sxm")
+)
 
 
 def step(size="2.7b", **changes):
@@ -202,8 +205,24 @@ def test_faster_links_are_never_slower(bytes_per_s, ratio, wrapper):
 def test_what_no_link_or_wrapper_is_known_for_is_refused():
     with pytest.raises(ValueError, match="has no all_reduce between 2 ranks"):
         predict_data_parallel(two_ranks(), H100)
-    with pytest.raises(ValueError, match="wrapper is 'torch-fsdp'"):
-        predict_data_parallel(two_ranks("torch-fsdp"), linked(1e9))
+    with pytest.raises(ValueError, match="of torch-ddp only own is predicted"):
+        predict_data_parallel(two_ranks("torch-ddp", reduce_dtype="bf16"), linked(1e9))
+
+
+def test_torchs_wrappers_copy_weights_and_send_them_one_rank_after_the_other():
+    """fully_shard copies each weight out of its buffer, in forward and in backward; the redundancy
+    optimizer broadcasts half of the weights after the other half.
+    """
+    on = {name: predict_data_parallel(two_ranks(name, precision="bf16"), H200)
+        for name in ("zero3", "torch-fsdp", "torch-ddp", "torch-zero1")}  # fmt: skip
+    ours, torchs = on["zero3"].median("forward_ms"), on["torch-fsdp"].median("forward_ms")
+    weights = two_ranks().model.num_parameters
+    copies = H200.traffic(2 * 2 * weights).us / 1e3
+    assert 0 < torchs - ours < copies, "some are hidden, and ours has hooks"
+    assert on["torch-fsdp"].median("peak_bytes") < on["torch-ddp"].median("peak_bytes")
+    whole, shared = (on[name].median("optimizer_ms") for name in ("torch-ddp", "torch-zero1"))
+    sent = Prices(H200, two_ranks().layout).collective("broadcast", 4 * weights, "data").us / 1e3
+    assert shared == pytest.approx(whole / 2 + sent, rel=0.1)
 
 
 def test_a_compiled_backward_gives_gradients_by_its_graphs():

@@ -6,7 +6,8 @@ what computes beside a collective, and the collective, run slower meanwhile (cos
 
 import dataclasses
 
-from stepgauge.cost.data_axis import Bucketed, Sending, data_axis
+from stepgauge.cost.buckets_sent import Bucketed, Sending
+from stepgauge.cost.data_axis import data_axis
 from stepgauge.cost.host import launching
 from stepgauge.cost.ledger import step_rows
 from stepgauge.cost.machine import Machine

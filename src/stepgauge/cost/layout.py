@@ -8,7 +8,9 @@ backward on, beside what other stages compute, and each rank's optimizer follows
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from stepgauge.cost.data_axis import Bucketed, FullySharded, Sending, data_axis
+from stepgauge.cost.buckets_sent import Bucketed, Sending
+from stepgauge.cost.data_axis import data_axis
+from stepgauge.cost.fully_sharded import FullySharded
 from stepgauge.cost.host import Launching, launching
 from stepgauge.cost.ledger import Rows, pipeline_rows, step_rows
 from stepgauge.cost.machine import Machine

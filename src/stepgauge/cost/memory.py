@@ -18,7 +18,8 @@ from stepgauge.cost.activations import (
     stream_bytes,
 )
 from stepgauge.cost.allocator import LARGEST_SMALL, LEAST_OWN_SEGMENT, SEGMENT_ROUNDING, round_up
-from stepgauge.cost.data_axis import TORCH_DDP, most_owned
+from stepgauge.cost.buckets_sent import most_owned
+from stepgauge.cost.data_axis import TORCH_DDP
 from stepgauge.cost.operations import StepOperations
 from stepgauge.spec.hardware import CUDA_CONTEXT
 from stepgauge.spec.layout import WRAPPERS, Layout

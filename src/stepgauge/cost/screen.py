@@ -9,8 +9,8 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
+from stepgauge.cost.buckets_sent import most_owned
 from stepgauge.cost.contention import USUAL
-from stepgauge.cost.data_axis import most_owned
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.memory import Memory, stage_memory, step_memory
 from stepgauge.cost.operations import StepOperations

@@ -5,7 +5,7 @@ it held from moment to moment.
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from stepgauge.cost.data_axis import MODELLED
+from stepgauge.cost.data_axis import SHARDED
 from stepgauge.cost.priced import PRICED
 from stepgauge.cost.program import LaunchGroup, RankStep
 from stepgauge.cost.terms import Arithmetic, Term
@@ -122,7 +122,7 @@ def require_traceable(spec: TracedSpec) -> None:
     if isinstance(spec, LayoutSpec) and set(spec.axes.axes) - {"data"}:
         raise ValueError(f"layout is {spec.layout!r}; {LAYOUTS}")
     wrapper = wrapper_of(spec)
-    if wrapper not in set(MODELLED) - {"zero3"}:
+    if wrapper in SHARDED:
         raise ValueError(f"wrapper is {wrapper!r}; {LAYOUTS}")
 
 

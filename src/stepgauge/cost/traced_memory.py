@@ -2,7 +2,8 @@
 parts that a rank has its share of only.
 """
 
-from stepgauge.cost.data_axis import TORCH_DDP, most_owned
+from stepgauge.cost.buckets_sent import most_owned
+from stepgauge.cost.data_axis import TORCH_DDP
 from stepgauge.cost.memory import ASSUMED, COMMUNICATOR, Item, Memory
 from stepgauge.cost.traced import TracedOperations
 from stepgauge.spec.hardware import CUDA_CONTEXT

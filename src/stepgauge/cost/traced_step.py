@@ -2,7 +2,8 @@
 axis: each operator as a term, its gradients complete where autograd completed them.
 """
 
-from stepgauge.cost.data_axis import Sending, data_axis
+from stepgauge.cost.buckets_sent import Sending
+from stepgauge.cost.data_axis import data_axis
 from stepgauge.cost.host import Launching, launching
 from stepgauge.cost.ledger import step_rows
 from stepgauge.cost.machine import Machine
