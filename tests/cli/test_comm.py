@@ -27,7 +27,7 @@ def test_bench_comm_then_fit(stepgauge, tmp_path):
     assert ",1,0" in lines[1].replace(
         ",1.0,0", ",1,0"
     )  # the factor at two ranks, and no element wrong
-    status, out, err = stepgauge("comm", "fit", run, "--hardware", hardware, "--report", page)
+    status, out, err = stepgauge("comm", "fit", run, "--hardware", hardware)
     assert status == 0, err
     assert "held out" in out
     (link,) = HardwareFile.read(hardware).links
@@ -35,7 +35,8 @@ def test_bench_comm_then_fit(stepgauge, tmp_path):
     assert list(link.held_out) == [128 << 10]
     assert link.measured["date"]
     assert link.time_ms(10**6) > 0
-    assert "measured, held out" in page.read_text()
+    assert stepgauge("report", run, "--out", page)[0] == 0
+    assert "measured, held out" in page.read_text() and "Gloo of torch" in page.read_text()
     status, out, err = stepgauge("comm", "fit", run, "--format", "json")
     assert status == 0, err
     fits, predictions = json.loads(out)

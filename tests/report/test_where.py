@@ -30,29 +30,3 @@ def test_what_is_not_known_is_left_out(record):
     assert measured_where(
         [dataclasses.replace(record(), environment={"device": "Test GPU"}), failed]
     ) == {"Device": "Test GPU"}
-
-
-def test_pages_of_memory_and_profile_say_the_same(record, tmp_path):
-    from stepgauge.bench.profile import write_report
-    from stepgauge.report.memory import memory_page
-    from stepgauge.spec.memory import MemorySpec
-    from stepgauge.spec.model import ModelSpec
-    from stepgauge.spec.profile import ProfileSpec
-    from stepgauge.spec.record import Record
-
-    def row(spec):
-        return Record(
-            kind=spec.kind,
-            spec=dataclasses.asdict(spec),
-            environment=MACHINE,
-            created="2026-01-01T00:00:00Z",
-        )
-
-    model = ModelSpec.preset("nano")
-    pages = [
-        memory_page([row(MemorySpec(model=model))]),
-        write_report([(row(ProfileSpec(model=model)), None)], tmp_path).read_text(),
-    ]
-    facts = [text[text.index("<dl>") : text.index("</dl>")] for text in pages]
-    assert facts[0] == facts[1]
-    assert "Test GPU, 80 GiB" in facts[0]

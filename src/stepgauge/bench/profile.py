@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -18,9 +18,7 @@ from stepgauge.measure.environment import environment
 from stepgauge.measure.profiler import ProfilerSchedule, profile_phases
 from stepgauge.measure.ranges import module_ranges
 from stepgauge.measure.timing import time_phases
-from stepgauge.report.names import labels
-from stepgauge.report.profile_page import ANALYSIS, section, write, write_page
-from stepgauge.report.where import measured_where
+from stepgauge.report.profile_page import ANALYSIS, write
 from stepgauge.spec.analysis import Analysis
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record, Sample
@@ -141,16 +139,4 @@ def read(record: Record, run: Path) -> Analysis | None:
         Analysis.from_json(path.read_text(encoding="utf-8"))
         if record.status == "ok" and path.exists()
         else None
-    )
-
-
-def write_report(found: Sequence[tuple[Record, Analysis | None]], run: Path) -> Path:
-    """One page of all rows; those without an analysis say why."""
-    titles = labels([record for record, _ in found])
-    sections = [
-        section(title, analysis, record.note)
-        for title, (record, analysis) in zip(titles, found, strict=True)
-    ]
-    return write_page(
-        "stepgauge profile step", sections, measured_where([record for record, _ in found]), run
     )

@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from rich.rule import Rule
 
-from stepgauge.cli.console import Format, Output, print_table, print_tables, tell, write
+from stepgauge.cli.console import Format, Output, print_table, print_tables, tell
 from stepgauge.cli.records import Run, read
 from stepgauge.spec.explain import Explained, names_of
 from stepgauge.spec.hardware import HardwareFile
@@ -66,7 +66,6 @@ def fit(
         Path | None,
         Parameter(help="Hardware file that the fits are written to; made if it is not there."),
     ] = None,
-    report: Annotated[Path | None, Parameter(help="An HTML file with the plots, too.")] = None,
     format: Annotated[Format, Parameter(help="What to print.")] = "table",
 ) -> None:
     """Fit time = α + β·bytes to a run of bench comm, and try it on sizes that it has not seen.
@@ -74,7 +73,7 @@ def fit(
     Every third size is held out. Where one line does not fit there are several, each for a range of
     sizes.
     """
-    from stepgauge.report.comm import comm_page, fit_table, links, prediction_table
+    from stepgauge.report.comm import fit_table, links, prediction_table
 
     records = [record for record in read(run) if record.kind == "comm"]
     found = links(records)
@@ -88,6 +87,4 @@ def fit(
         )
         known.with_links(found).write(hardware)
         tell(f"{len(found)} links written to {hardware}")
-    if report is not None:
-        write(comm_page(records), report, "plots")
     print_tables(format, [fit_table(found), prediction_table(found, records)])

@@ -113,6 +113,14 @@ def report(
     print(pages.write(page, out or run / usual))
 
 
+def write_page(run: Path) -> None:
+    """Writes the page of all of a run's records, and tells where it is."""
+    from stepgauge.study import pages
+
+    page = pages.page_of(run, RunStore(run).read().latest())
+    tell(f"report: {pages.write(page, run / 'report.html')}")
+
+
 def save(page: "Page", folder: Path | None) -> None:
     """Writes the page's plots to the folder, if one is named."""
     from stepgauge.report.save_plots import save_plots

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from stepgauge.cli.beside import hardware_of, predict_rows, tell_of_other_devices
 from stepgauge.cli.console import Format, print_tables, tell
 from stepgauge.cli.options import Values, spec_options
+from stepgauge.cli.records import write_page
 from stepgauge.cli.rows import (
     Fresh,
     Out,
@@ -22,7 +23,6 @@ from stepgauge.spec.blocks import blocks_of
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
-from stepgauge.spec.store import RunStore
 from stepgauge.validate.rows import Asked, read_list, specs_of, usual_rows
 
 
@@ -96,7 +96,6 @@ def compare(
     Raises RunFailedError if a step fails.
     """
     from stepgauge.bench.jobs import checked_jobs
-    from stepgauge.study import pages
     from stepgauge.validate.views import error_table, group_table
 
     specs = [row.spec for row in asked]
@@ -108,8 +107,7 @@ def compare(
     if predictions:
         tell_of_other_devices(predictions, measured)
     print_tables(format, [error_table(records), group_table(records)])
-    page = pages.page_of(out, RunStore(out).read().latest())
-    tell(f"report: {pages.write(page, out / 'report.html')}")
+    write_page(out)
     require_success(measured)
 
 

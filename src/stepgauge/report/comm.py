@@ -7,10 +7,9 @@ from typing import Any
 from stepgauge.cost.link_fit import NOISE, LinkPoint, link
 from stepgauge.report.figure import SERIES, lines, short, short_bytes
 from stepgauge.report.numbers import whole
-from stepgauge.report.page import Block, Plot, Section, page
+from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
 from stepgauge.report.views import plotted, remarked
-from stepgauge.report.where import measured_where
 from stepgauge.spec.comm import IN_PLACE, OPS, ROOT, CommSpec
 from stepgauge.spec.links import Link
 from stepgauge.spec.record import Record, Sample
@@ -269,14 +268,3 @@ def _fit_plot(found: Link, records: Sequence[Record]) -> Plot:
         svg,
         f"{spec.op} over {_how(spec)}, {spec.ranks} ranks: the fit through the measured sizes.{told}",
     )
-
-
-def comm_page(records: Sequence[Record]) -> str:
-    """The HTML page of a run of collectives: their curves and fits, and where they were measured."""
-    question = "What do the links give, and what does a byte cost?"
-    section = Section("Collectives", question, comm_blocks(records))
-    where = records[-1].environment
-    hosts = ", ".join(dict.fromkeys(where.get("hosts", [])))
-    told = {"Library": where.get("library"), "Hosts": hosts}
-    facts = measured_where(records) | {name: str(value) for name, value in told.items() if value}
-    return page("stepgauge comm fit", [section], facts=facts)

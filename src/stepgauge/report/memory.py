@@ -8,10 +8,9 @@ from stepgauge.report.checkpointing import best_checkpoint_tables, bytes_a_block
 from stepgauge.report.figure import areas
 from stepgauge.report.names import SHAPE, describe, flatten, labels, shared
 from stepgauge.report.numbers import SizeUnit, size_unit
-from stepgauge.report.page import Block, Plot, Section, Text, page
+from stepgauge.report.page import Block, Plot, Text
 from stepgauge.report.table import Table
 from stepgauge.report.views import record_table
-from stepgauge.report.where import measured_where
 from stepgauge.spec.hardware import fits
 from stepgauge.spec.predictions import Row, paired
 from stepgauge.spec.record import Record, Sample
@@ -311,11 +310,3 @@ def memory_blocks(
         *kept_tables([row.shown for row in rows] if compared is None else compared),
         *best_checkpoint_tables(records),
     ]
-
-
-def memory_page(records: Sequence[Record]) -> str:
-    """A report of these records alone."""
-    section = Section(
-        "Memory", "Who holds memory when, and what is the peak?", memory_blocks(records)
-    )
-    return page("stepgauge profile memory", [section], facts=measured_where(records))

@@ -4,9 +4,8 @@ roof.
 
 from stepgauge.report.figure import roofline
 from stepgauge.report.numbers import cut_to, heading, whole
-from stepgauge.report.page import Block, Plot, Section, page
+from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Range, Table
-from stepgauge.report.where import measured_where
 from stepgauge.spec.record import Record
 
 LONGEST_NAME = 64
@@ -57,8 +56,8 @@ def launched_table(record: Record) -> Table:
     return Table([what, "calls", "µs", "%"], rows, caption=caption, formats={"%": ".1f"})
 
 
-def op_page(record: Record) -> str:
-    """One HTML file: the roofline where FLOPs are known, the figures, the launches."""
+def op_blocks(record: Record) -> list[Block]:
+    """The roofline where FLOPs are known, the figures, the launches."""
     blocks: list[Block] = [figures_table(record)]
     figures = {name: sample.median for name, sample in record.metrics.items()}
     if "intensity" in figures:
@@ -69,7 +68,4 @@ def op_page(record: Record) -> str:
         }
         caption = "Under the roof that a copy and a matrix product reach on this device in the same process."
         blocks.insert(0, Plot(roofline(points, **ceilings), caption))
-    if record.series:
-        blocks.append(launched_table(record))
-    section = Section(title(record), "How fast is it, and how fast could it be here?", blocks)
-    return page(title(record), [section], facts=measured_where([record]))
+    return [*blocks, launched_table(record)] if record.series else blocks

@@ -17,8 +17,9 @@ from stepgauge.report.layout import layout_blocks
 from stepgauge.report.memory import memory_blocks
 from stepgauge.report.names import flatten, labels
 from stepgauge.report.numbers import heading, number
+from stepgauge.report.ops import op_blocks
 from stepgauge.report.page import Block, Elsewhere, Headline, Page, Section, Text
-from stepgauge.report.profile import blocks as profile_blocks
+from stepgauge.report.profile_page import section as profile_section
 from stepgauge.report.step_plots import phase_bars
 from stepgauge.report.views import DISTURBED, is_disturbed, record_table
 from stepgauge.report.where import measured_where
@@ -132,7 +133,8 @@ def run_page(records: Sequence[Record], folder: Path) -> Page:
     """A section for each kind of record in the run, and where steps were predicted one of that."""
     shown = [row.record for row in steps_beside(records)]
     kinds = dict.fromkeys(record.kind for record in shown)
-    sections = [_kind([r for r in shown if r.kind == kind], folder) for kind in kinds]
+    sections = [_kind([r for r in shown if r.kind == kind]) for kind in kinds]
+    sections += _profiles([r for r in shown if r.kind == "profile"], folder)
     if validated(records):
         sections.insert(0, predictions_section(records))
     timed = any("step_ms" in record.metrics for record in shown)
@@ -149,19 +151,15 @@ QUESTIONS = {
     "comm": "What do the links give, and what does a byte cost?",
     "data-parallel": "What does training on several ranks cost a step?",
     "layout": "Which layout trains fastest, and what does each of its axes cost?",
+    "op": "How fast is it, and how fast could it be here?",
     "broadcast": "Which way of copying a tensor from the host to every device is the fastest?",
 }
 
 
-def _kind(records: Sequence[Record], folder: Path) -> Section:
+def _kind(records: Sequence[Record]) -> Section:
     kind = records[0].kind
     draw = _BLOCKS.get(kind, lambda records: [record_table(records)])
-    blocks = [
-        *_of_processes(records),
-        *reservations(records),
-        *draw(records),
-        *_pictures(records, folder),
-    ]
+    blocks = [*_of_processes(records), *reservations(records), *draw(records)]
     question = QUESTIONS.get(kind, "What was measured?")
     return Section(kind, question, blocks, answer=answer(records))
 
@@ -183,15 +181,12 @@ def _steps(records: Sequence[Record]) -> Sequence[Block]:
     return [*bars, record_table(records)]
 
 
-def _pictures(records: Sequence[Record], folder: Path) -> Sequence[Block]:
-    """Of profiles: the analyses that lie in the run's folder."""
-    if records[0].kind != "profile":
-        return []
-    shown: list[Block] = []
-    for name, record in zip(labels(records), records, strict=True):
-        found = profile.read(record, folder)
-        shown += [Text(f"{name}:"), *profile_blocks(found)] if found else []
-    return shown
+def _profiles(records: Sequence[Record], folder: Path) -> list[Section]:
+    """A section a profile, from the analyses that lie in the run's folder."""
+    return [
+        profile_section(name, profile.read(record, folder), record.note)
+        for name, record in zip(labels(records), records, strict=True)
+    ]
 
 
 _BLOCKS: Mapping[str, Callable[[Sequence[Record]], Sequence[Block]]] = {
@@ -202,6 +197,7 @@ _BLOCKS: Mapping[str, Callable[[Sequence[Record]], Sequence[Block]]] = {
     "broadcast": broadcast_blocks,
     "data-parallel": data_parallel.plots,
     "layout": layout_blocks,
+    "op": lambda records: [block for each in records for block in op_blocks(each)],
     "dtypes": lambda records: [dtype_table(each) for each in records if "dtypes" in each.tables],
     "accumulation": lambda records: [*map(accumulation_table, records), Text(EXPLANATION)],
     **dict.fromkeys(KERNELS, lambda records: [*kernel_bars(records), kernel_table(records)]),

@@ -8,9 +8,10 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from stepgauge.cli import rows
-from stepgauge.cli.console import print_records, print_table, write
+from stepgauge.cli.console import print_records, print_table
 from stepgauge.cli.options import Values, spec_options
-from stepgauge.report.ops import figures_table, launched_table, op_page
+from stepgauge.cli.records import write_page
+from stepgauge.report.ops import figures_table, launched_table
 from stepgauge.spec.op import OpSpec, read_target
 
 Target = Annotated[
@@ -57,7 +58,7 @@ def op(
             print(table.caption)
             print_table(dataclasses.replace(table, caption=""))
     rows.require_success([record])
-    write(op_page(record), out / "report.html", "report")
+    write_page(out)
 
 
 def _digest(path: Path) -> str:

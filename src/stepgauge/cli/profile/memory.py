@@ -7,15 +7,15 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from stepgauge.cli import rows
-from stepgauge.cli.console import print_records, print_table, write
+from stepgauge.cli.console import print_records, print_table
 from stepgauge.cli.options import Values, expand, spec_options
+from stepgauge.cli.records import write_page
 from stepgauge.report.checkpointing import best_checkpoint_tables
-from stepgauge.report.memory import kept_tables, memory_page, memory_tables, summary_table
+from stepgauge.report.memory import kept_tables, memory_tables, summary_table
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.predictions import paired
 from stepgauge.spec.record import Record
-from stepgauge.spec.store import RunStore
 
 
 @spec_options(
@@ -46,11 +46,7 @@ def memory(
     """
     specs = rows.resolve_devices(rows.distinct(expand(MemorySpec, values)))
     records = rows.run_jobs(rows.checked_jobs(specs, out), out, fresh=fresh)
-    everything = [
-        record for record in RunStore(out).read().latest() if record.kind == MemorySpec.kind
-    ]
-    # before anything is printed: a reader such as head may end the program
-    write(memory_page(everything), out / "report.html", "timelines and all tables")
+    write_page(out)  # before anything is printed: a reader such as head may end the program
     if format == "table":
         _print_tables(records, details)
     else:

@@ -6,6 +6,7 @@ from stepgauge.cli import rows
 from stepgauge.cli.beside import Hardware, hardware_of
 from stepgauge.cli.console import print_records, print_table, tell
 from stepgauge.cli.options import Values, expand, spec_options
+from stepgauge.cli.records import write_page
 from stepgauge.report.names import labels
 from stepgauge.report.profile import phases_table, tables
 from stepgauge.report.views import remark
@@ -14,7 +15,6 @@ from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record
-from stepgauge.spec.store import RunStore
 
 
 @spec_options(ProfileSpec, ModelSpec, sweep=True, defaults={"size": "small", "device": "auto"})
@@ -42,11 +42,7 @@ def step(
     from stepgauge.bench import profile
 
     if format == "table":
-        everything = [
-            record for record in RunStore(out).read().latest() if record.kind == ProfileSpec.kind
-        ]
-        found = [(record, profile.read(record, out)) for record in everything]
-        tell(f"report: {profile.write_report(found, out)}")
+        write_page(out)
         found = [(record, profile.read(record, out)) for record in records]
         path = hardware or hardware_of(specs[0].device)
         for name, spec, (record, analysis) in zip(labels(records), specs, found, strict=True):
