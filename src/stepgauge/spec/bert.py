@@ -84,9 +84,9 @@ class BertSpec:
         """Of forward and backward: three times the forward's."""
         return 3 * self.forward_flops(batch=batch, sequence=sequence)
 
-    def residual_stream_bytes(self, *, batch: int, sequence: int, bytes_per_value: int = 4) -> int:
-        """Bytes of one (B, T, D) tensor, what every block reads and writes."""
-        return batch * sequence * self.d_model * bytes_per_value
+    def residual_stream_bytes(self, *, batch: int, sequence: int) -> int:
+        """Bytes of one (B, T, D) tensor of fp32, what every block reads and writes."""
+        return 4 * batch * sequence * self.d_model
 
     @staticmethod
     def preset_names() -> tuple[str, ...]:

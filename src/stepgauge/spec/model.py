@@ -114,9 +114,9 @@ class ModelSpec(NetworkFields):
         """Model FLOPs of forward and backward: three forwards. The optimizer is not counted."""
         return 3 * self.forward_flops(batch=batch, sequence=sequence)
 
-    def residual_stream_bytes(self, *, batch: int, sequence: int, bytes_per_value: int = 4) -> int:
-        """Bytes of one (B, T, D) tensor, what every block reads and writes."""
-        return batch * sequence * self.d_model * bytes_per_value
+    def residual_stream_bytes(self, *, batch: int, sequence: int) -> int:
+        """Bytes of one (B, T, D) tensor of fp32, what every block reads and writes."""
+        return 4 * batch * sequence * self.d_model
 
     def architecture(self) -> dict[str, Any]:
         """The fields that decide the function: equal for two implementations of one network."""

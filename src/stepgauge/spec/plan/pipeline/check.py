@@ -21,7 +21,7 @@ from stepgauge.spec.plan.pipeline.action import (
     Schedule,
     ScheduleError,
 )
-from stepgauge.spec.plan.pipeline.depend import Communicator, cycle, dependencies, own
+from stepgauge.spec.plan.pipeline.depend import cycle, dependencies
 from stepgauge.spec.plan.pipeline.lower import lower, receives, with_sends
 
 
@@ -58,14 +58,12 @@ def check(
     ranks: int | None = None,
     held: Mapping[int, Held] | None = None,
     bound: float | None = None,
-    communicator: Communicator = own,
 ) -> Checked:
     """The lowered schedule and its memory. Raises ScheduleError with the actions that prove it.
 
-    ranks         how many it must be for; None: any
-    held          of each stage; without it every stage holds 1 from F until B or W
-    bound         most that a rank may hold
-    communicator  which transfers share a communicator
+    ranks  how many it must be for; None: any
+    held   of each stage; without it every stage holds 1 from F until B or W
+    bound  most that a rank may hold
     """
     if ranks is not None and schedule.num_ranks != ranks:
         raise ScheduleError(f"schedule is for {schedule.num_ranks} ranks; there are {ranks}")
@@ -73,7 +71,7 @@ def check(
     _order_on_ranks(schedule)
     lowered = lower(schedule)
     _communication(lowered)
-    _no_deadlock(lowered, communicator)
+    _no_deadlock(lowered)
     found = _memory(lowered, held or {})
     for rank, peak in enumerate(found.peak):
         if bound is not None and peak > bound:
@@ -150,8 +148,8 @@ def _communication(schedule: Schedule) -> None:
                 raise ScheduleError(f"nobody needs {action} of rank {rank}", (action,))
 
 
-def _no_deadlock(schedule: Schedule, communicator: Communicator) -> None:
-    if stuck := cycle(dependencies(schedule, communicator)):
+def _no_deadlock(schedule: Schedule) -> None:
+    if stuck := cycle(dependencies(schedule)):
         path = " waits for ".join(map(str, (*stuck, stuck[0])))
         raise ScheduleError(f"the schedule cannot end: {path}", stuck)
 

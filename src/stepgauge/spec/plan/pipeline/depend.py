@@ -11,7 +11,7 @@ A transfer is one node, named by its SEND: it begins when both sides are there. 
 
 import collections
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from stepgauge.spec.plan.pipeline.action import (
     BACKWARD,
@@ -22,17 +22,10 @@ from stepgauge.spec.plan.pipeline.action import (
     UNSHARD,
     WEIGHT,
     Action,
-    Channel,
     Schedule,
 )
 
-Communicator = Callable[[Channel], Hashable]
 Waits = dict[Action, list[Action]]
-
-
-def own(channel: Channel) -> Hashable:
-    """A communicator for each direction of each edge."""
-    return channel
 
 
 def node(action: Action) -> Action:
@@ -40,16 +33,13 @@ def node(action: Action) -> Action:
     return action.sent if action.kind in RECEIVES else action
 
 
-def dependencies(schedule: Schedule, communicator: Communicator = own) -> Waits:
-    """Each action with those that it waits for; RECVs stand for their SENDs.
-
-    communicator  which transfers share one; by default those of one direction of one edge
-    """
+def dependencies(schedule: Schedule) -> Waits:
+    """Each action with those that it waits for; RECVs stand for their SENDs."""
     waits: Waits = {node(action): [] for _, action in schedule}
     for row in schedule.ranks:
         for action, before in _placed_after(row):
             waits[node(action)].append(before)
-        for before, after in _order_of_transfers(row, communicator):
+        for before, after in _order_of_transfers(row):
             waits[after].append(before)
     for _, action in schedule:
         if action.is_compute or action.kind in SENDS:
@@ -72,14 +62,14 @@ def _placed_after(row: Sequence[Action]) -> Iterable[tuple[Action, Action]]:
             whole[action.stage] = action
 
 
-def _order_of_transfers(
-    row: Sequence[Action], communicator: Communicator
-) -> Iterable[tuple[Action, Action]]:
-    """Transfers that follow each other on a communicator, as this rank posts them."""
+def _order_of_transfers(row: Sequence[Action]) -> Iterable[tuple[Action, Action]]:
+    """Transfers that follow each other on a communicator, as this rank posts them: each direction of
+    each edge has one.
+    """
     posted = collections.defaultdict(list)
     for action in row:
         if action.kind in (*SENDS, *RECEIVES):
-            posted[communicator(action.channel)].append(node(action))
+            posted[action.channel].append(node(action))
     for transfers in posted.values():
         yield from itertools.pairwise(transfers)
 
