@@ -64,9 +64,7 @@ def rates(engine: Engine, size: int, gpus: int) -> Rates:
     bounds = [size * g // gpus for g in range(gpus + 1)]
 
     def bytes_per_s(*moves: Move) -> float:
-        times = time_schedule(
-            engine, BroadcastPlan(PINNED, list(moves)), warmup=2, repeats=_REPEATS
-        )
+        times = time_schedule(engine, BroadcastPlan(list(moves)), warmup=2, repeats=_REPEATS)
         return sum(move.bytes for move in moves) / statistics.median(times) * 1e3
 
     return Rates(

@@ -36,21 +36,20 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class BroadcastPlan:
-    """Where the tensor lies first, and the moves; `one_by_one`: each waits for the last."""
+    """The moves; `one_by_one`: each waits for the last."""
 
-    origin: str
     moves: list[Move]
     one_by_one: bool = False
 
 
 def naive(size: int, gpus: int, block: int) -> BroadcastPlan:
     """The whole tensor to each GPU, one GPU after another, from memory as it comes."""
-    return BroadcastPlan(HOST, [Move(HOST, g, 0, size) for g in range(gpus)], one_by_one=True)
+    return BroadcastPlan([Move(HOST, g, 0, size) for g in range(gpus)], one_by_one=True)
 
 
 def pinned(size: int, gpus: int, block: int) -> BroadcastPlan:
     """The whole tensor to each GPU at once, a stream each, from page-locked memory."""
-    return BroadcastPlan(PINNED, [Move(PINNED, g, 0, size) for g in range(gpus)])
+    return BroadcastPlan([Move(PINNED, g, 0, size) for g in range(gpus)])
 
 
 def staged(size: int, gpus: int, block: int) -> BroadcastPlan:
@@ -63,7 +62,7 @@ def staged(size: int, gpus: int, block: int) -> BroadcastPlan:
         filled = len(moves) - 1
         moves += [Move(STAGING, g, start, stop, (filled,)) for g in range(gpus)]
         sent.append(tuple(range(filled + 1, filled + 1 + gpus)))
-    return BroadcastPlan(HOST, moves)
+    return BroadcastPlan(moves)
 
 
 def chain(size: int, gpus: int, block: int) -> BroadcastPlan:
@@ -73,7 +72,7 @@ def chain(size: int, gpus: int, block: int) -> BroadcastPlan:
         moves.append(Move(PINNED, 0, start, stop))
         for g in range(1, gpus):
             moves.append(Move(g - 1, g, start, stop, (len(moves) - 1,)))
-    return BroadcastPlan(PINNED, moves)
+    return BroadcastPlan(moves)
 
 
 def tree(size: int, gpus: int, block: int) -> BroadcastPlan:
@@ -88,7 +87,7 @@ def tree(size: int, gpus: int, block: int) -> BroadcastPlan:
                 if child < gpus:
                     moves.append(Move(parent, child, start, stop, (arrival[parent],)))
                     arrival[child] = len(moves) - 1
-    return BroadcastPlan(PINNED, moves)
+    return BroadcastPlan(moves)
 
 
 def scatter_gather(size: int, gpus: int, block: int) -> BroadcastPlan:
@@ -103,7 +102,7 @@ def scatter_gather(size: int, gpus: int, block: int) -> BroadcastPlan:
                 moves.append(Move(PINNED, g, start, stop))
                 arrived = len(moves) - 1
                 moves += [Move(g, (g + k) % gpus, start, stop, (arrived,)) for k in range(1, gpus)]
-    return BroadcastPlan(PINNED, moves)
+    return BroadcastPlan(moves)
 
 
 def _blocks(size: int, block: int, offset: int = 0) -> list[tuple[int, int]]:
