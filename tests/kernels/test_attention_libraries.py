@@ -2,6 +2,7 @@
 for the libraries here), and, on a Hopper GPU, the libraries against float64.
 """
 
+import sys
 import types
 
 import pytest
@@ -129,6 +130,28 @@ def test_a_package_that_is_not_there_is_not_installed(monkeypatch):
         flash_attention_4.is_installed.cache_clear()
         assert flash_attention_4.is_installed() == is_there
     flash_attention_4.is_installed.cache_clear()
+
+
+def test_what_does_not_load_is_told_once_and_no_longer_allowed(on_hopper, monkeypatch):
+    monkeypatch.setattr(flash_attention_4, "_load_errors", [])
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    flash_attention_4._interface.cache_clear()
+    key, x = key_of(1, 16, 16384, 64), torch.empty(1, 16, 16384, 64, device="meta", dtype=BF16)
+    assert flash_attention_4.is_allowed()
+    with pytest.warns(UserWarning, match="FlashAttention-4 is installed and does not load"):
+        assert libraries.forward(key, x, x, x) is None
+    assert not flash_attention_4.is_allowed() and "fa4" not in libraries.allowed()
+    flash_attention_4._interface.cache_clear()
+
+
+def test_refusals_of_ever_new_shapes_are_not_kept_for_good(on_hopper, monkeypatch):
+    monkeypatch.setattr(libraries, "_MOST_KEPT", 3)
+    monkeypatch.setattr(libraries, "TABLE", everything("fa4"))
+    monkeypatch.setattr(flash_attention_4, "refusal", lambda *arguments: "it does not")
+    x = torch.empty(0)
+    for length in range(64, 74):
+        assert libraries.forward(key_of(1, 1, length, 64), x, x, x) is None
+        assert len(libraries._refusals) <= 3
 
 
 # ---- the call, with the libraries' operators in plain PyTorch ------------------------------------

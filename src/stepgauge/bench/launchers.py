@@ -31,5 +31,6 @@ def with_launchers(record: Record) -> Record:
     """The record of a run in this process with what launched its kernels."""
     if not libraries.calls:
         return record
-    paths = {f"attention's {passes}": titles for passes, titles in libraries.served().items()}
+    by_pass = libraries.titles_by_pass()
+    paths = {f"attention's {passes}": titles for passes, titles in by_pass.items()}
     return dataclasses.replace(record, environment={**record.environment, NATIVE: paths})

@@ -20,7 +20,8 @@ BYTES_ALIGNED = 16  # of a head and of an address
 
 
 def is_allowed():
-    return os.environ.get(OPT_OUT) != "0" and is_installed()
+    """Whether it is there and not left out; from the first launch on that tried, whether it loads."""
+    return os.environ.get(OPT_OUT) != "0" and is_installed() and not _load_errors
 
 
 @functools.cache
@@ -32,12 +33,16 @@ def is_installed():
     return True
 
 
+_load_errors: list[str] = []
+
+
 @functools.cache
 def _interface():
     """Its functions; None, with a warning, where they do not load."""
     try:
         from flash_attn.cute import interface
     except (ImportError, OSError, RuntimeError) as error:
+        _load_errors.append(str(error))
         warnings.warn(f"{TITLE} is installed and does not load: {error}", stacklevel=2)
         return None
     return interface

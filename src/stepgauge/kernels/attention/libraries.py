@@ -141,13 +141,16 @@ def backward_bytes(arguments):
 
 calls: collections.Counter[tuple[str, str]] = collections.Counter()  # by pass and library
 _refusals: dict[tuple, str | None] = {}  # by launch, why it is not taken; None: it is
+_MOST_KEPT = 4096  # launches; then it is asked again
 
 
-def served():
-    """Of each pass that libraries ran since `calls` was cleared, their names."""
+def titles_by_pass():
+    """Of each pass that libraries ran since `calls` was cleared, their titles."""
     passes = sorted({passes for passes, _ in calls}, reverse=True)
-    names = {each: [LIBRARIES[name].TITLE for ran, name in calls if ran == each] for each in passes}
-    return {each: " and ".join(named) for each, named in names.items()}
+    titles = {
+        each: [LIBRARIES[name].TITLE for ran, name in calls if ran == each] for each in passes
+    }
+    return {each: " and ".join(of_pass) for each, of_pass in titles.items()}
 
 
 def forward(key, q, k, v, cu_seqlens=None):
@@ -164,6 +167,8 @@ def _tried(passes, key, *given):
     for row in rows_of(passes, key):
         library, launch = LIBRARIES[row.library], (row.library, passes, key)
         if launch not in _refusals:
+            if len(_refusals) >= _MOST_KEPT:
+                _refusals.clear()
             _refusals[launch] = library.refusal(passes, key, *given)
         if _refusals[launch]:
             continue
