@@ -98,7 +98,7 @@ def test_what_libraries_do_not_compute_is_ours(on_hopper, monkeypatch):
     assert taken(key_of(*shape, dtype=torch.float32)) == "ours ours"
     assert taken(key_of(*shape, keys=16383)) == "ours ours"  # another corner of the mask
     assert taken(key_of(*shape, keys=32768, is_causal=False)) == "fa4 fa4"
-    assert taken(key_of(*shape, keys=4096, is_causal=False)) == "ours cudnn"
+    assert taken(key_of(*shape, keys=4096, is_causal=False)) == "ours fa4"
     assert taken(key_of(*shape, is_packed=True)) == "ours ours"
     assert "cudnn" not in taken(key_of(*shape, window=128))
     monkeypatch.setattr(launching, "device_of", lambda index: H100._replace(arch=80))

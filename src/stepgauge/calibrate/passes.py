@@ -49,9 +49,11 @@ def _heads(x_BTN: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Parts:
 
 
 def _compiled_heads(x_BTN: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Parts:
-    """Compiled, attention is given copies of queries and keys."""
-    q_BHTW, k_BHTW, v_BHTW = _heads(x_BTN, cos_TW, sin_TW)
-    return q_BHTW.contiguous(), k_BHTW.contiguous(), v_BHTW
+    """As models/transformer.py has them compiled: each rotated by itself, and as copies."""
+    parts_BTHW = x_BTN.unflatten(-1, (-1, HEAD_WIDTH)).chunk(3, dim=2)
+    tables_T1W = cos_TW[:, None], sin_TW[:, None]
+    q_BTHW, k_BTHW = (rotate(part, *tables_T1W) for part in parts_BTHW[:2])
+    return q_BTHW, k_BTHW, parts_BTHW[2]
 
 
 def _gate_inputs(m: int, n: int, new: Callable[..., Tensor]) -> Parts:

@@ -28,12 +28,11 @@ def rotary_tables(spec: ModelSpec, device: torch.device | None) -> tuple[Tensor,
     return cos_TR.to(device), sin_TR.to(device)
 
 
-def rotate(x_BHTW: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + R/2) of the first R features. A roll swaps the halves and the table
-    holds the sign: three kernels.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the pairs (i, i + R/2) of the first R features of x (..., W) by tables (..., R). A roll
+    swaps the halves and the table holds the sign: three kernels.
     """
-    width = cos_TR.shape[-1]
-    if width < x_BHTW.shape[-1]:
-        rotated = rotate(x_BHTW[..., :width], cos_TR, sin_TR)
-        return torch.cat((rotated, x_BHTW[..., width:]), dim=-1)
-    return torch.addcmul(x_BHTW * cos_TR, x_BHTW.roll(width // 2, -1), sin_TR)
+    width = cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
+    return torch.addcmul(x * cos, x.roll(width // 2, -1), sin)

@@ -169,20 +169,27 @@ class Attention(nn.Module):
             self.qk_norms = nn.ModuleList(_norm(spec, spec.head_width, device) for _ in range(2))
 
     def forward(self, x_BTD: Tensor, rotation: Rotation) -> Tensor:
-        heads_BHTW = self.input(x_BTD).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-        num_heads, num_keys, num_values = (n // self.head_width for n in self.input.sections)
-        # Query and key heads stay one tensor until they are rotated: half the launches.
-        qk_BHTW, v_BKTW = heads_BHTW.split((num_heads + num_keys, num_values), dim=1)
-        if self.qk_norms is not None:
-            parts = qk_BHTW.split((num_heads, num_keys), dim=1)
-            normed = [norm(part) for norm, part in zip(self.qk_norms, parts, strict=True)]
-            qk_BHTW = torch.cat(normed, dim=1)
-        if rotation is not None:
-            with ranged("rotation"):
-                length = qk_BHTW.shape[2]
-                qk_BHTW = rotate(qk_BHTW, *(table_TR[:length] for table_TR in rotation))
-        q_BHTW, k_BKTW = qk_BHTW.split((num_heads, num_keys), dim=1)
-        return self.output(self.attend(q_BHTW, k_BKTW, v_BKTW).transpose(1, 2).flatten(-2))
+        heads_BTHW = self.input(x_BTD).unflatten(-1, (-1, self.head_width))
+        sizes = [n // self.head_width for n in self.input.sections]
+        if self.qk_norms is None and not torch.compiler.is_compiling():
+            # Query and key heads stay one tensor until they are rotated: half the launches.
+            qk_BTHW, v_BTKW = heads_BTHW.split((sum(sizes[:2]), sizes[2]), dim=2)
+            q_BTHW, k_BTKW = _rotated(qk_BTHW, rotation).split(sizes[:2], dim=2)
+        else:
+            # Compiled, three rotated parts of one tensor have their backward in one pass.
+            q_BTHW, k_BTKW, v_BTKW = heads_BTHW.split(sizes, dim=2)
+            if self.qk_norms is not None:
+                q_BTHW, k_BTKW = self.qk_norms[0](q_BTHW), self.qk_norms[1](k_BTKW)
+            q_BTHW, k_BTKW = _rotated(q_BTHW, rotation), _rotated(k_BTKW, rotation)
+        o_BHTW = self.attend(*(x.transpose(1, 2) for x in (q_BTHW, k_BTKW, v_BTKW)))
+        return self.output(o_BHTW.transpose(1, 2).flatten(-2))
+
+
+def _rotated(x_BTHW: Tensor, rotation: Rotation) -> Tensor:
+    if rotation is None:
+        return x_BTHW
+    with ranged("rotation"):
+        return rotate(x_BTHW, *(table_TR[: x_BTHW.shape[1], None] for table_TR in rotation))
 
 
 def _norm(spec: ModelSpec, width: int, device: torch.device | None) -> nn.Module:

@@ -56,12 +56,19 @@ class Row(NamedTuple):
 # for a pass of it takes the host about 0.4 ms (20 heads of 3001 x 96: 0.36 ms here, 0.77 by it, of
 # which the GPU works 0.31), but where a backward of 1 ms hides it. With few heads a loop of ours is
 # split over the chip: one head of 16,384 is faster here (0.225 ms, cuDNN 0.393), one of 32,768 is
-# not. Records in benchmarks/results: 2026-11-23-h100-attention-libraries of FlashAttention-4,
-# 2026-11-22-h200-handed-over and 2026-11-21-h200-kernels-second of cuDNN.
+# not. Records in benchmarks/results: 2026-11-23-h100-attention-libraries and -of-steps of
+# FlashAttention-4, 2026-11-22-h200-handed-over and 2026-11-21-h200-kernels-second of cuDNN.
 TABLE = (
     Row("fa4", "forward", 64, 64, 8192, 262_144, (Measured("H100", (1, 16, 16384), 1.207, 0.998),)),
     Row("fa4", "forward", 256, 256, 4096, 65_536, (Measured("H100", (2, 8, 4096), 0.404, 0.207),)),
-    Row("fa4", "backward", 64, 64, 8192, 262_144, (Measured("H100", (1, 16, 16384), 3.64, 2.51),)),
+    Row("fa4", "forward", 128, 128, 32768, 1 << 20, (Measured("H100", (1, 32, 32768), 13.61, 12.68),)),
+    Row(
+        "fa4", "backward", 64, 64, 2048, 262_144,
+        (
+            Measured("H100", (1, 16, 16384), 3.64, 2.51),
+            Measured("H100", (8, 25, 2048), 0.870, 0.670),
+        ),
+    ),
     Row(
         "fa4", "backward", 128, 128, 8192, 262_144,
         (

@@ -1,0 +1,97 @@
+"""A long step on two GPUs under several plans of what backward computes again, in one process a rank.
+
+    PYTHONPATH=src python benchmarks/recompute_plans.py OUT [--plans 14,20 11,23] [--trial]
+
+The network has 8 B parameters and one sequence of 32,768 tokens a rank, under zero3 with blocks compiled
+alone. A plan is the number of blocks whose feed-forward layer is computed again, and that of those which
+keep the results of all products. Appends a record a plan to OUT/records.jsonl as soon as it is measured;
+before the first plan's timed steps two compile and lay out memory, before another's one. --trial: a small
+network on a CPU.
+"""
+
+import argparse
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepgauge.bench.step import LEARNING_RATE, rates
+from stepgauge.bench.sweep import stamped
+from stepgauge.measure import devices
+from stepgauge.measure.environment import environment
+from stepgauge.measure.timing import time_phases
+from stepgauge.models.checkpointing import by_plan
+from stepgauge.runtime.launch import launch
+from stepgauge.runtime.world import joined_world
+from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.recompute import RecomputePlan
+from stepgauge.spec.record import Record, Sample
+from stepgauge.train.build import batch_for
+from stepgauge.train.layout import build_layout_step
+from stepgauge.train.rank_share import RankShare
+
+LONG = ModelSpec(
+    vocab_size=151_936, context_length=32_768, d_model=4096, d_ff=11_008, num_layers=34, num_heads=32,
+    attention="triton", loss="fused",
+)  # fmt: skip
+SMALL = ModelSpec(
+    vocab_size=64, context_length=32, d_model=32, d_ff=64, num_layers=4, num_heads=2, loss="fused"
+)
+
+
+def measure(model: ModelSpec, device_type: str, counts: list[tuple[int, int]], out: Path) -> None:
+    """Runs on both ranks; the first writes."""
+    world = joined_world()
+    assert world is not None
+    device = world.device(device_type)
+    spec = LayoutSpec(
+        model=model, layout="dp2 zero3", batch=2, precision="bf16", compile="blocks",
+        checkpointing="feed-forward", warmup=2, steps=2, device=device_type,
+    )  # fmt: skip
+    step = build_layout_step(spec, layout=spec.axes, device=device, lr=LEARNING_RATE)
+    batch = batch_for(model, spec.batch, spec.seed + 1)
+    share = [part.to(device) for part in RankShare.of(spec.axes, world.rank).shares(batch)]
+    for number, (feed_forward, selective) in enumerate(counts):
+        steps = 1 if number else 2
+        plan = RecomputePlan(model.num_layers, feed_forward=feed_forward, selective=selective)
+        step.module.through_blocks = functools.partial(by_plan, plan=plan, alone=True)
+        devices.reset_peak_memory(device)
+        times = time_phases(step.phases(share), device, warmup=steps, steps=steps)
+        if world.rank == 0:
+            record = _record(spec, plan, times, device)
+            with (out / "records.jsonl").open("a") as file:
+                file.write(record.to_json() + "\n")
+            print(
+                plan, {name: sample.median for name, sample in record.metrics.items()}, flush=True
+            )
+
+
+def _record(
+    spec: LayoutSpec, plan: RecomputePlan, times: dict[str, list[float]], device: torch.device
+) -> Record:
+    flops = spec.network.step_flops(batch=1, sequence=spec.network.context_length)
+    metrics: dict[str, Any] = {f"{name}_ms": Sample.of(ms, "ms") for name, ms in times.items()}
+    metrics |= rates(spec, times["step"], tokens=spec.tokens_per_step, flops=flops)
+    found = devices.peak_memory(device)
+    metrics |= {name: Sample.exact(value, "bytes") for name, value in found.items()}
+    where = {**environment(device), "checkpointing": str(plan)}
+    return stamped(Record.of(spec, metrics=metrics, environment=where, note=f"rank 0; {plan}"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--plans", nargs="+", default=["14,20", "11,23"])
+    parser.add_argument("--trial", action="store_true")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    counts = [tuple(map(int, plan.split(","))) for plan in options.plans]
+    model, device = (SMALL, "cpu") if options.trial else (LONG, "cuda")
+    counts = [(2, 2), (4, 0)] if options.trial else counts
+    launch(measure, model, device, counts, options.out, ranks=2, device=device)
+
+
+if __name__ == "__main__":
+    main()
