@@ -36,11 +36,9 @@ def step_answer(records: Sequence[Record]) -> str:
         return ""
     names = dict(zip(map(id, timed), labels(timed), strict=True))
     longest, shortest = (pick(timed, key=_step) for pick in (max, min))
-    shares = [
-        f"{phase} {100 * share:.0f} %"
-        for phase in PHASES
-        if (share := (longest.median(f"{phase}_ms") or 0.0) / _step(longest))
-    ]
+    phases = {phase: longest.median(f"{phase}_ms") or 0.0 for phase in PHASES}
+    whole = sum(phases.values())
+    shares = [f"{phase} {100 * ms / whole:.0f} %" for phase, ms in phases.items() if ms]
     parts = f": {', '.join(shares)}" if shares else ""
     which = "A" if longest is shortest else "The longest"
     said = f"{which} step takes {number(_step(longest))} ms ({names[id(longest)]}){parts}."

@@ -220,7 +220,9 @@ def _table(table: Table) -> str:
         f'<div class="copies"><span>{caption}</span><span>copy as {copies}</span></div>'
         f'<div class="scroll">{html_table(table)}</div></div>'
     )
-    return f"<details><summary>{caption}</summary>{drawn}</details>" if table.folded else drawn
+    if not table.folded:
+        return drawn
+    return f"<details><summary>{caption.partition('. ')[0]}</summary>{drawn}</details>"
 
 
 def _packed(texts: Mapping[str, str]) -> str:
