@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
-from rich.tree import Tree
 
-from stepgauge.cli.console import Output, print_table, write
-from stepgauge.report.topology import gpu_table, interface_table, link_of, node_table, topology_page
+from stepgauge.cli.console import print_table, write
+from stepgauge.report.topology import gpu_table, interface_table, node_table, topology_page
 from stepgauge.spec.topology import Topology
 
 
@@ -23,13 +22,8 @@ def topo(
 
     found = topology()
     if format == "json":
-        value = dataclasses.asdict(found)
-        print(
-            json.dumps(
-                {**value, "links": {f"{i}-{j}": name for (i, j), name in found.links.items()}},
-                indent=1,
-            )
-        )
+        links = {f"{i}-{j}": name for (i, j), name in found.links.items()}
+        print(json.dumps({**dataclasses.asdict(found), "links": links}, indent=1))
     else:
         _print(found)
     if report is not None:
@@ -37,42 +31,11 @@ def topo(
 
 
 def _print(found: Topology) -> None:
-    console = Output(highlight=False)
-    console.print(_tree(found))
-    console.print()
+    print(f"{found.host}: {found.cpu}, {found.cores} cores\n")
     if found.gpus:
         print_table(gpu_table(found))
     else:
-        console.print(f"No GPUs: {found.without_gpus}.")
-    console.print()
-    print_table(node_table(found))
-    console.print()
-    print_table(interface_table(found))
-
-
-def _tree(found: Topology) -> Tree:
-    """NUMA nodes, and what hangs on each; what states no node stands under the host."""
-    tree = Tree(f"[bold]{found.host}[/bold]  {found.cpu}, {found.cores} cores")
-    branches: dict[int | None, Tree] = {}
-    for node in found.numa_nodes:
-        memory = f"{node.memory_bytes / 2**30:.0f} GiB"
-        branches[node.index] = tree.add(f"NUMA node {node.index}  cores {node.cores}, {memory}")
-    for gpu in found.gpus:
-        others = [
-            f"{link_of(found, gpu.index, k.index)} to {k.index}"
-            for k in found.gpus
-            if k.index != gpu.index
-        ]
-        text = f"GPU {gpu.index}  {gpu.name}, PCIe {gpu.pcie}" + (
-            f"; {', '.join(others)}" if others else ""
-        )
-        branches.get(gpu.numa_node, tree).add(text)
-    for interface in found.interfaces:
-        rate = (
-            f"{interface.bytes_per_s * 8 / 1e9:g} Gbit/s"
-            if interface.bytes_per_s
-            else "speed not stated"
-        )
-        state = "up" if interface.is_up else "down"
-        branches.get(interface.numa_node, tree).add(f"{interface.name}  {state}, {rate}")
-    return tree
+        print(f"No GPUs: {found.without_gpus}.")
+    for table in (node_table(found), interface_table(found)):
+        print()
+        print_table(table)

@@ -19,7 +19,7 @@ def gpu_table(found: Topology) -> Table:
             "name": gpu.name,
             "GiB": gpu.memory_bytes / 2**30,
             **{
-                f"GPU {other.index}": link_of(found, gpu.index, other.index)
+                f"GPU {other.index}": _link(found, gpu.index, other.index)
                 if other is not gpu
                 else "·"
                 for other in found.gpus
@@ -38,7 +38,7 @@ def gpu_table(found: Topology) -> Table:
     return Table.from_rows(rows, caption=LEGEND, names=2)
 
 
-def link_of(found: Topology, i: int, j: int) -> str:
+def _link(found: Topology, i: int, j: int) -> str:
     return found.links.get((min(i, j), max(i, j)), "")
 
 
