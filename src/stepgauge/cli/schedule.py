@@ -1,5 +1,6 @@
 """`stepgauge schedule show|check|simulate`: pipeline schedules, without torch and without a GPU."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated, Literal
@@ -35,18 +36,6 @@ Which = Annotated[
         help=f"One of {', '.join(SCHEDULES)}, or a file that show wrote, text, JSON or torch's CSV."
     ),
 ]
-Ranks = Annotated[
-    int,
-    Parameter(help="Ranks; a file must be for as many. [4, or the file's]"),
-]
-MicroBatches = Annotated[
-    int,
-    Parameter(
-        name="--microbatches",
-        help="Micro-batches of a step. [8, or the file's]",
-    ),
-]
-PerRank = Annotated[int, Parameter(help="Stages a rank of interleaved schedules. [2]")]
 COLOURS = {
     "F": "black on blue",
     "B": "black on green",
@@ -57,18 +46,29 @@ PLAIN_WIDTH = 100
 WRITERS = {"text": to_text, "csv": to_csv, "json": to_json}
 
 
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    ranks: Annotated[
+        int, Parameter(help="Ranks; a file must be for as many. [4, or the file's]")
+    ] = 0
+    microbatches: Annotated[int, Parameter(help="Micro-batches of a step. [8, or the file's]")] = 0
+    per_rank: Annotated[int, Parameter(help="Stages a rank of interleaved schedules. [2]")] = 0
+
+
+USUAL = Shape()
+
+
 @app.command
 def show(
     which: Which,
     *,
-    ranks: Ranks = 0,
-    micro_batches: MicroBatches = 0,
-    per_rank: PerRank = 0,
+    shape: Shape = USUAL,
     lowered: Annotated[bool, Parameter(help="With sends, receives and reductions.")] = False,
     format: Form = "text",
 ) -> None:
     """Print a schedule: a line a rank, of actions such as 0F3."""
-    schedule = load(which, ranks, micro_batches, per_rank)
+    schedule = load(which, shape)
     schedule = check(schedule).schedule if lowered else schedule
     print(WRITERS[format](schedule), end="")
 
@@ -77,9 +77,7 @@ def show(
 def check_(
     which: Which,
     *,
-    ranks: Ranks = 0,
-    micro_batches: MicroBatches = 0,
-    per_rank: PerRank = 0,
+    shape: Shape = USUAL,
     bound: Annotated[
         float | None, Parameter(help="Most micro-batches of a stage that a rank may hold.")
     ] = None,
@@ -88,7 +86,7 @@ def check_(
     """Prove that a schedule can run, and say what each rank holds; else name the actions that
     prove that it cannot.
     """
-    found = check(load(which, ranks, micro_batches, per_rank), bound=bound)
+    found = check(load(which, shape), bound=bound)
     durations = Durations.of_stages(found.schedule.num_stages)
     table = rank_table(simulate(found.schedule, durations), found)
     if format == "text":
@@ -101,9 +99,7 @@ def check_(
 def simulate_(
     which: Which,
     *,
-    ranks: Ranks = 0,
-    micro_batches: MicroBatches = 0,
-    per_rank: PerRank = 0,
+    shape: Shape = USUAL,
     forward: Annotated[float, Parameter(help="ms of a forward of a stage.")] = 1.0,
     input: Annotated[float, Parameter(help="ms of the gradient of its input.")] = 1.0,
     weight: Annotated[float, Parameter(help="ms of the gradient of its weights.")] = 1.0,
@@ -119,7 +115,7 @@ def simulate_(
     format: Form = "text",
 ) -> None:
     """Draw when everything runs, with the bubble of each rank."""
-    schedule = load(which, ranks, micro_batches, per_rank)
+    schedule = load(which, shape)
     times = {"forward": forward, "input": input, "weight": weight, "transfer": transfer}
     weights = _stage_weights(stage_weights, schedule.num_stages)
     durations = Durations.of_stages(schedule.num_stages, **times, host_ms=host, weights=weights)
@@ -142,10 +138,11 @@ def _print_timeline(timeline: Timeline, found: Checked, format: Form) -> None:
         _draw(timeline, found)
 
 
-def load(which: str, ranks: int, micro_batches: int, per_rank: int) -> Schedule:
+def load(which: str, shape: Shape) -> Schedule:
     """The schedule of that name or in that file. Raises ValueError."""
     if which in SCHEDULES:
-        return build(which, ranks=ranks or 4, micro_batches=micro_batches or 8, per_rank=per_rank)
+        ranks, micro_batches = shape.ranks or 4, shape.microbatches or 8
+        return build(which, ranks=ranks, micro_batches=micro_batches, per_rank=shape.per_rank)
     path = Path(which)
     if not path.is_file():
         raise ValueError(
@@ -157,12 +154,10 @@ def load(which: str, ranks: int, micro_batches: int, per_rank: int) -> Schedule:
     else:
         read = from_csv if "," in text or path.suffix == ".csv" else from_text
     schedule = read(text, path.stem)
-    for name, asked, has in (
-        ("ranks", ranks, schedule.num_ranks),
-        ("microbatches", micro_batches, schedule.num_micro_batches),
-    ):
-        if asked not in (0, has):
-            raise ValueError(f"{name} is {asked}; {which} is for {has}")
+    has = {"ranks": schedule.num_ranks, "microbatches": schedule.num_micro_batches}
+    for name, count in has.items():
+        if getattr(shape, name) not in (0, count):
+            raise ValueError(f"{name} is {getattr(shape, name)}; {which} is for {count}")
     return schedule
 
 
