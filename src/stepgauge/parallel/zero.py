@@ -22,6 +22,7 @@ from stepgauge.parallel.collectives import launch_together
 from stepgauge.parallel.reducer import GradientReducer
 from stepgauge.parallel.replicas import dense, describe_parameter, require_same
 from stepgauge.parallel.shares import Share, as_plain
+from stepgauge.parallel.whole_norm import clip_whole_norm
 from stepgauge.spec.plan.shards import UPDATE_PARTS, plan_owners
 
 
@@ -221,26 +222,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         if self.stage < 2:
             return nn.utils.clip_grad_norm_(parameters, max_norm)
-        own = [p for p in parameters if self.owners[p] == self._reducer.rank]
-        norm = self._norm_over_ranks(own)
-        for dtype in {p.dtype for p in parameters}:
-            same = [p for p in parameters if p.dtype == dtype]
-            nn.utils.clip_grads_with_norm_(same, max_norm, norm.to(dtype.to_real()))
-        return norm
-
-    @torch.no_grad()
-    def _norm_over_ranks(self, own: Sequence[nn.Parameter]) -> Tensor:
-        """In float64 on every rank, whatever the gradients' types: the ranks' squares add up."""
-        device = self.param_groups[0]["params"][0].device
-        square = torch.zeros((), dtype=torch.float64, device=device)
-        kinds = collections.defaultdict(list)
-        for parameter in own:
-            if parameter.grad is not None:
-                kinds[parameter.dtype].append(as_plain(parameter.grad))
-        for gradients in kinds.values():
-            square += nn.utils.get_total_norm(gradients).to(square).square()
-        dist.all_reduce(square, group=self._reducer.group)
-        return square.sqrt()
+        given = [p for p in parameters if p.grad is not None]
+        own = [p.grad for p in given if self.owners[p] == self._reducer.rank]
+        return clip_whole_norm(
+            [p.grad for p in given],
+            [(1, gradient) for gradient in own],
+            max_norm,
+            group=self._reducer.group,
+            device=parameters[0].device,
+        )
 
     def state_bytes(self) -> int:
         """Bytes of the state that this rank keeps."""
