@@ -290,3 +290,28 @@ def test_a_captured_backward_is_the_gpu_s_at_any_size():
         operations = {**H100.hardware.operations, name: OperationTable(("m", "n"), rows, captured)}
         machine = Machine(dataclasses.replace(H100.hardware, operations=operations))
         assert machine.time(name, 512, 512).source == source
+
+
+def heads_us(kv_heads, phase):
+    model = ModelSpec.preset("medium", context_length=2048, num_kv_heads=kv_heads)
+    spec = StepSpec(model=model, batch=2, precision="bf16", device="cuda")
+    terms = getattr(StepOperations(spec), phase)()
+    return next(H200.time(t.operation, *t.sizes).us for t in terms if ".heads" in t.name
+                or ".rotation" in t.name)  # fmt: skip
+
+
+def test_fewer_key_heads_rotate_and_join_at_the_rate_of_strided_views():
+    """As wide in all as the same heads of a narrower network: 16 and 4 + 4 are 24 of 48."""
+    for phase, part in (("forward", 20 / 32), ("backward", 24 / 48)):
+        assert heads_us(4, phase) == pytest.approx(part * heads_us(16, phase), rel=0.1)
+
+
+def test_a_checkpointed_block_is_computed_again_up_to_what_backward_needs():
+    """Its last product is not: torch stops when all that was saved is there again."""
+    spec = StepSpec(model=ModelSpec.preset("medium"), precision="bf16", device="cuda",
+                    checkpointing="blocks")  # fmt: skip
+    again = [t for t in StepOperations(spec).backward() if t.name.startswith("recomputed.")]
+    assert again[-1].name == "recomputed.feed_forward.down.cast_weight"
+    products = [t.name for t in again if t.operation.startswith("matmul")]
+    assert products == [f"recomputed.{name}" for name in
+                        ("attention.input", "attention.output", "feed_forward.up")]  # fmt: skip

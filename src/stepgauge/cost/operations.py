@@ -42,7 +42,11 @@ class StepOperations(ShareSizes):
         stream = self.tokens * self.model.d_model * self.how.activation
         self.overlapped = self.share.overlap and overlaps(stream, self.share.tensor)
         self._elementwise = Elementwise(
-            self.model, self.how, self.tokens, self.rotated_width, self.qkv_rows / 3
+            self.model,
+            self.how,
+            self.tokens,
+            self.rotated_width,
+            self.qkv_rows - self.rotated_width,
         )
         self._table = table_of(self.model, self.blocks) if self.share.tensor > 1 else {}
         self.paces: Mapping[tuple[str, bool], float] = {}  # by phase, of blocks and of the rest
@@ -176,8 +180,11 @@ class StepOperations(ShareSizes):
 
     def _recomputed(self) -> Iterator[Term]:
         """What of a block's forward is computed again, with its collectives."""
+        stops = self.spec.checkpointing == "blocks" and self.spec.checkpoint_blocks == 1
         for _ in range(RECOMPUTED[self.spec.checkpointing]):
             for term in self._block_forward():
+                if stops and term.name == "feed_forward.down":
+                    return  # no backward needs the block's output: torch stops before it
                 if self.spec.checkpointing != "selective" or not term.is_product:
                     yield dataclasses.replace(term, name=f"recomputed.{term.name}")
 
