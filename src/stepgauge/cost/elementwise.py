@@ -22,7 +22,7 @@ class Elementwise:
     how: Arithmetic
     m: int
     rotated: int
-    values: float
+    values: int
 
     @property
     def _has_usual_heads(self) -> bool:
