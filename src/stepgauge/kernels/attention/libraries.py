@@ -56,7 +56,7 @@ class Row(NamedTuple):
 # for a pass of it takes the host about 0.4 ms (20 heads of 3001 x 96: 0.36 ms here, 0.77 by it, of
 # which the GPU works 0.31), but where a backward of 1 ms hides it. With few heads a loop of ours is
 # split over the chip: one head of 16,384 is faster here (0.225 ms, cuDNN 0.393), one of 32,768 is
-# not. Records in benchmarks/results: 2026-11-23-h100-attention-libraries and -of-steps of
+# not. Records in benchmarks/results: 2026-11-23-h100-attention-libraries and -second of
 # FlashAttention-4, 2026-11-22-h200-handed-over and 2026-11-21-h200-kernels-second of cuDNN.
 TABLE = (
     Row("fa4", "forward", 64, 64, 8192, 262_144, (Measured("H100", (1, 16, 16384), 1.207, 0.998),)),
