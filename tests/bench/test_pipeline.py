@@ -1,13 +1,19 @@
 """`bench pipeline`: each row beside its prediction, ours and torch's; what cannot be asked."""
 
 import re
+import types
 
 import pytest
+import torch
 
 from stepgauge import cli
+from stepgauge.bench.pipeline_bytes import in_step, travelling_bytes
+from stepgauge.parallel.pipeline.stage import Meta
 from stepgauge.report.pipeline import timeline_of
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
+from stepgauge.spec.plan.pipeline import build, lower
+from stepgauge.spec.plan.pipeline.check import Held
 from stepgauge.spec.store import RunStore
 
 SHAPE = {"d_model": 16, "d_ff": 32, "num_layers": 4, "num_heads": 2, "vocab_size": 16}
@@ -65,3 +71,17 @@ def test_the_heavy_stage_is_heavier_and_the_others_are_not():
     )
     assert [len(part) for part in heavy] == [len(plain[0]), len(plain[1]) + 6]
     assert plain[-1].stop == 1 + 2 * 4 + 1
+
+
+def test_tensors_from_other_ranks_count_where_they_cross():
+    """V of two ranks: stages 0 and 3 on rank 0, 1 and 2 on rank 1. 2 x 8 x 16 floats travel; of what
+    goes into stage 2, which stays, nothing counts.
+    """
+    schedule = lower(build("zbv", ranks=2, micro_batches=4))
+    metas = [[Meta(torch.Size([2, 8, 16]), torch.float32, True)]] * 3
+    pipeline = types.SimpleNamespace(schedule=schedule, between=metas)
+    one = 2 * 8 * 16 * 4
+    found = [in_step(Held(0, 0), pipeline, stage) for stage in range(4)]
+    assert found == [Held(0, one), Held(one, 0), Held(0, one), Held(one, 0)]
+    # to 1, from 1, to 2, from 2: a message each
+    assert [travelling_bytes(pipeline, rank) for rank in (0, 1)] == [4 * one, 4 * one]

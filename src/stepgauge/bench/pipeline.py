@@ -5,13 +5,13 @@ alone, and then what measures it.
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from stepgauge.bench.pipeline_bytes import in_step, travelling_bytes
 from stepgauge.bench.pipeline_parts import build_stage, counted, mean_loss, part_times
 from stepgauge.bench.pipeline_torch import TorchPipeline
 from stepgauge.bench.rank_figures import spans_table
@@ -23,6 +23,7 @@ from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.parallel.pipeline import Pipeline
 from stepgauge.runtime.recording import CudaGraphs
+from stepgauge.runtime.world import joined_world
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.pipeline_cut import cut
@@ -109,7 +110,9 @@ class PipelineBench:
         self.spec = spec
         self._schedule = lower(plan_of(spec), ahead=spec.ahead)
         self.precision = PRECISIONS[spec.precision]
-        self.device = _device(spec)
+        world = joined_world()
+        assert world is not None, "ranks run in a world"
+        self.device = world.device(spec.device)
         tokens, targets, *_ = batch_for(spec.model, spec.batch, spec.seed + 1)
         self.batch = ((tokens.to(self.device),), (targets.to(self.device),))
         self.parts = cut(spec, self._times() if spec.balance == TIME else None)
@@ -137,11 +140,12 @@ class PipelineBench:
         modules = {stage: make(stage) for stage in schedule.stages(dist.get_rank())}
         return TorchPipeline(
             spec.ours,
-            {stage: _InContext(module, self._context) for stage, module in modules.items()},
+            modules,
             num_stages=schedule.num_stages,
             micro_batches=spec.micro_batches,
             device=self.device,
             loss=mean_loss,
+            context=self._context,
         )
 
     def _times(self) -> PartTimes:
@@ -151,12 +155,9 @@ class PipelineBench:
         asked = (spec.model, micro_batch, spec.ranks, spec.precision, spec.compile, spec.device)
         if asked not in PART_TIMES:
             with self.precision.matmul_mode():
-                PART_TIMES[asked] = part_times(
-                    spec,
-                    device=self.device,
-                    dtype=self.precision.parameters,
-                    context=self._context,
-                )
+                dtype, context = self.precision.parameters, self._context
+                times = part_times(spec, device=self.device, dtype=dtype, context=context)
+                PART_TIMES[asked] = times
         return PART_TIMES[asked]
 
     def _context(self) -> Any:
@@ -208,13 +209,18 @@ class PipelineBench:
         pipeline = self.pipeline
         assert isinstance(pipeline, Pipeline), "torch's pipelines cannot be asked"
         base = self._allocated() + self._kept_by_graphs()
+        if base:  # where memory is counted
+            base += travelling_bytes(pipeline, dist.get_rank())
         found = {number: self._stage(pipeline, number) for number in pipeline.modules}
+        held = {number: own.held for number, own in found.items()}
+        if not self.spec.cuda_graphs:
+            held = {number: in_step(own, pipeline, number) for number, own in held.items()}
         return Probed(
             actions={
                 (number, kind): ms for number, own in found.items() for kind, ms in own.ms.items()
             },
             host_ms=statistics.fmean(own.host_ms for own in found.values()),
-            held={number: own.held for number, own in found.items()},
+            held=held,
             parts=self.parts,
             base_bytes=base,
             within_bytes=max(own.within_bytes for own in found.values()),
@@ -304,23 +310,6 @@ class _Alone:
     host_ms: float
     held: Held
     within_bytes: int
-
-
-class _InContext(nn.Module):
-    """A module whose forward runs in a context."""
-
-    def __init__(self, module: nn.Module, context: Callable[[], Any]):
-        super().__init__()
-        self.module, self._context = module, context
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        with self._context():
-            return self.module(*inputs)
-
-
-def _device(spec: PipelineSpec) -> torch.device:
-    device = torch.device(spec.device)
-    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
 
 
 def measured(spec: PipelineSpec, ranks: list[RankFigures]) -> Record:

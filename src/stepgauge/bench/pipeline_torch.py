@@ -18,6 +18,18 @@ SCHEDULES: Mapping[str, Any] = {
 }
 
 
+class _InContext(nn.Module):
+    """A module whose forward runs in a context."""
+
+    def __init__(self, module: nn.Module, context: Callable[[], Any]):
+        super().__init__()
+        self.module, self._context = module, context
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        with self._context():
+            return self.module(*inputs)
+
+
 class TorchPipeline:
     """A schedule of torch's over the stages of this rank."""
 
@@ -30,10 +42,11 @@ class TorchPipeline:
         micro_batches: int,
         device: torch.device,
         loss: Callable[..., Tensor],
+        context: Callable[[], Any],
     ):
         self._has_first, self._has_last = 0 in modules, num_stages - 1 in modules
         stages = [
-            pipelining.PipelineStage(module, number, num_stages, device)
+            pipelining.PipelineStage(_InContext(module, context), number, num_stages, device)
             for number, module in modules.items()
         ]
         made = SCHEDULES[name]
