@@ -135,8 +135,8 @@ def _exposed(row: Record) -> Iterator[str]:
     ]
     if told:
         yield (
-            f"simulated, {' and '.join(told)} of its step are exposed: what has nothing to run "
-            "beside, such as the first gather and the last sum, and kernels that sending slows"
+            f"simulated, of its step are exposed: {', '.join(told)}: the first gather and the last "
+            "sum, which nothing runs beside, bubbles, and kernels that sending slows"
         )
 
 

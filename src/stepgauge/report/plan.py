@@ -67,7 +67,7 @@ def parts_table(rows: Sequence[Record]) -> Table:
         for row in rows
     ]
     names = list(dict.fromkeys(name for each in parts for name in each))
-    names.sort(key=lambda name: -max(each.get(name, 0.0) for each in parts))
+    names.sort(key=lambda name: -sum(each.get(name, 0.0) for each in parts))
     shown = [
         [place, row.spec["layout"], *(each[name] / GIB if name in each else None for name in names)]
         for place, (row, each) in enumerate(zip(rows, parts, strict=True), start=1)
