@@ -24,26 +24,28 @@ _blocks = itertools.count()
 Value = TypeVar("Value")
 
 
-def together(world: World, action: Callable[[], Value], *, timeout_s: float = TIMEOUT_S) -> Value:
+def propagate_errors(
+    world: World, action: Callable[[], Value], *, timeout_s: float = TIMEOUT_S
+) -> Value:
     """The action's value, on ranks that are all in here, if no rank's action failed.
 
     Otherwise raises the RankError of the first that failed, on every rank, and the process group is
     gone. Raises GroupError if a rank does not end; a collective of the action takes `timeout_s` at
     most.
     """
-    name = f"together{next(_blocks)}"
+    name = f"propagate{next(_blocks)}"
     store = shared_store(name)
     with _Watch(shared_store(name)):
         try:
             value = action()
         except Exception as error:
-            store.compare_set(_FAILURE, "", _told(error, world))  # the first one's stays
+            store.compare_set(_FAILURE, "", _encoded(error, world))  # the first one's stays
             abort_groups()
         store.set(f"ended{world.rank}", "")
         _wait_for_all(store, world, timedelta(seconds=2 * timeout_s))
     if store.check([_FAILURE]):
         abort_groups()
-        raise _untold(store.get(_FAILURE))
+        raise _decoded(store.get(_FAILURE))
     return value
 
 
@@ -77,7 +79,7 @@ def _wait_for_all(store: dist.Store, world: World, limit: timedelta) -> None:
         ) from error
 
 
-def _told(error: Exception, world: World) -> str:
+def _encoded(error: Exception, world: World) -> str:
     reason = _first_line(error) or "no message"
     type_ = type(error).__name__
     return json.dumps({
@@ -86,8 +88,8 @@ def _told(error: Exception, world: World) -> str:
     })  # fmt: skip
 
 
-def _untold(told: bytes) -> RankError:
-    return RankError(**json.loads(told))
+def _decoded(text: bytes) -> RankError:
+    return RankError(**json.loads(text))
 
 
 def _first_line(error: BaseException) -> str:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from stepgauge.runtime.launch import RankError, Ranks
 from stepgauge.runtime.parent import end_with_parent
-from stepgauge.runtime.propagate_errors import together
+from stepgauge.runtime.propagate_errors import propagate_errors
 from stepgauge.runtime.world import KEPT_GROUP, TIMEOUT_S, World, default_backend, joined_world
 
 Function = Callable[..., Any]
@@ -234,7 +234,7 @@ def _call_joined(
     """In a process of torchrun: one rank's failure is all ranks', which go on in a new group."""
     KEPT_GROUP.use(world, backend=backend, device=world.device(device), timeout_s=timeout_s)
     try:
-        return together(world, action, timeout_s=timeout_s)
+        return propagate_errors(world, action, timeout_s=timeout_s)
     except RankError:
         KEPT_GROUP.close()
         raise

@@ -80,7 +80,7 @@ class NormLaunches:
             )  # fmt: skip
         return Launch(
             backward_kernel, WIDTH=self.width, BLOCK=c.block, ROWS=c.rows,
-            FOLD=c.fold(itemsize), KEEP_WEIGHT=c.keep_weight, STREAM=c.stream, STAGES=c.stages,
+            FOLD=c.fold(itemsize), KEEP_WEIGHT=c.keep_weight, STAGES=c.stages,
             num_warps=c.num_warps,
         )  # fmt: skip
 

@@ -64,16 +64,13 @@ def forward_wide_kernel(
 def backward_kernel(
     dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, num_rows,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr,
-    KEEP_WEIGHT: tl.constexpr, STREAM: tl.constexpr, STAGES: tl.constexpr,
+    KEEP_WEIGHT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Both gradients in one pass: dx a tile of rows at a time, dw summed in registers over tiles.
-
-    STREAM: tell L2 that rows are read and written once, so that the weight and dw's parts stay.
 
     FOLD: rows of a tile lie in the same thread, so that summing them as they come costs no
     exchange between threads; otherwise the sum keeps the tile's shape to the end.
     """
-    EVICTION: tl.constexpr = "evict_first" if STREAM else ""
     pid = tl.program_id(0)
     col_D = tl.arange(0, BLOCK)
     in_row_D = col_D < WIDTH
@@ -89,10 +86,8 @@ def backward_kernel(
         row_R = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         offset_RD = (row_R * WIDTH)[:, None] + col_D[None, :]
         mask_RD = (row_R < num_rows)[:, None] & in_row_D[None, :]
-        dy_RD = tl.load(dy_ptr + offset_RD, mask=mask_RD, other=0.0, eviction_policy=EVICTION)
-        dy_RD = dy_RD.to(tl.float32)
-        x_RD = tl.load(x_ptr + offset_RD, mask=mask_RD, other=0.0, eviction_policy=EVICTION)
-        x_RD = x_RD.to(tl.float32)
+        dy_RD = tl.load(dy_ptr + offset_RD, mask=mask_RD, other=0.0).to(tl.float32)
+        x_RD = tl.load(x_ptr + offset_RD, mask=mask_RD, other=0.0).to(tl.float32)
         rstd_R = tl.load(rstd_ptr + row_R, mask=row_R < num_rows, other=0.0)
         xhat_RD = x_RD * rstd_R[:, None]
         if FOLD:
@@ -105,7 +100,7 @@ def backward_kernel(
         mean_R = tl.sum(g_RD * xhat_RD, axis=1) / WIDTH
         dx_RD = (g_RD - xhat_RD * mean_R[:, None]) * rstd_R[:, None]
         dx_RD = dx_RD.to(dx_ptr.dtype.element_ty)
-        tl.store(dx_ptr + offset_RD, dx_RD, mask=mask_RD, eviction_policy=EVICTION)
+        tl.store(dx_ptr + offset_RD, dx_RD, mask=mask_RD)
     dw_D = tl.sum(dw_XD, axis=0)
     tl.store(partial_ptr + pid.to(tl.int64) * WIDTH + col_D, dw_D, mask=in_row_D)
 
@@ -198,7 +193,6 @@ class BackwardConfig:
     programs_per_sm: int = 2
     keep_weight: bool = True
     blocks: int = 0
-    stream: bool = False
 
     def fold(self, itemsize: int) -> bool:
         # A 16-byte load a thread: when the threads do not outnumber the vectors of one row, all
