@@ -103,6 +103,8 @@ def measured(run: Run, out: Path, device: str, limit: float) -> list[dict]:
 
 def step_ms(rows: list[dict], **wanted: str) -> float | None:
     for row in rows:
+        if row["provenance"] != "measured":  # a prediction stands before what it predicts
+            continue
         known = {**row["spec"], "part": row["part"], "label": row["label"]}
         found = row.get("metrics", {}).get("step_ms")
         if found and all(known.get(name) == value for name, value in wanted.items()):
