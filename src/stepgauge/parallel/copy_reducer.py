@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepgauge.parallel.peer_memory import ALIGNMENT, peer_memory
+from stepgauge.parallel.peer_memory import ALIGNMENT, on_one_machine, peer_memory
 from stepgauge.parallel.reducer import GradientReducer
 from stepgauge.parallel.sharding import real
 
@@ -36,7 +36,11 @@ Part = tuple[int, Sequence[Tensor]]
 
 
 class CopyReducer(GradientReducer):
-    """All-reduces on a device by copies; all ranks of the group, on one machine, must make it."""
+    """All-reduces on a device by copies. All ranks of the group must make it.
+
+    Raises ValueError for ranks on several machines; `launch` RuntimeError in a CUDA graph, which
+    would replay the numbers of its turns.
+    """
 
     def __init__(
         self,
@@ -46,6 +50,10 @@ class CopyReducer(GradientReducer):
         piece_bytes: int = PIECE_BYTES,
     ):
         super().__init__(group)
+        if not on_one_machine(self.group):
+            raise ValueError(
+                "copies is True; the ranks are on several machines, and copies reach one"
+            )
         self._device = device
         share = -(-piece_bytes // self.ranks // ALIGNMENT) * ALIGNMENT
         self._share_bytes, self._others = share, [r for r in range(self.ranks) if r != self.rank]
@@ -62,6 +70,8 @@ class CopyReducer(GradientReducer):
         """As GradientReducer's, of contiguous tensors."""
         if self._others:
             if self._streams[SEND] is not None:
+                if torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError("gradients that are averaged by copies cannot be recorded")
                 ready = torch.cuda.current_stream(self._device).record_event()
                 for stream in self._streams:
                     stream.wait_event(ready)
