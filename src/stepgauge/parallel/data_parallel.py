@@ -43,7 +43,7 @@ class DataParallel(nn.Module):
     parameters. Buffers are broadcast once, at the start.
 
     reduce_dtype  floating type that gradients of wider ones travel and are averaged in
-    copies        average by copy engines, where all ranks are on one machine
+    copies        average by copy engines, between GPUs of one machine
 
     Raises DifferentModelsError, on every rank, where the ranks hold different modules; ValueError
     for a reduce_dtype that is not floating. Backward raises RuntimeError for create_graph=True, and
