@@ -49,6 +49,14 @@ def test_rows_fit_are_ranked_and_fill_the_gpus():
         assert len(steps) > 1 and steps == sorted(steps)
 
 
+def test_the_first_row_does_not_depend_on_how_many_are_asked_for():
+    model = ModelSpec.preset("2.7b")
+    spec = asked(model=model, size="2.7b", gpus=8, global_batch=64)
+    machine = Machine(DGX_H100)
+    few, many = (plan(spec, machine, top=top).rows[0] for top in (1, 10))
+    assert few == many
+
+
 def test_tensor_collectives_beside_products_are_not_said_to_be_waited_for():
     waits = [
         overlaps(

@@ -131,7 +131,7 @@ def _exposed(row: Record) -> Iterator[str]:
     told = [
         f"{axis} {number(ms)} ms ({ms / step:.0%})"
         for axis in axes
-        if (ms := row.median(f"{axis}_exposed_ms"))
+        if (ms := row.median(f"{axis}_exposed_ms") or 0.0) > 0
     ]
     if told:
         yield (

@@ -17,7 +17,8 @@ from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import WorkSpec
 
-FINALISTS = 3  # simulated for each row that is asked for
+# Simulated for each row that is asked for, and at least: the first must not depend on how many.
+FINALISTS, LEAST_FINALISTS = 3, 30
 DAY_S = 86_400.0
 
 
@@ -58,7 +59,7 @@ def plan(spec: PlanSpec, machine: Machine, *, top: int = 10) -> Plan:
     fitting.sort(key=lambda one: one.step_us)
     rows: list[Record] = []
     for one in fitting:
-        if len(rows) == FINALISTS * top:
+        if len(rows) == max(FINALISTS * top, LEAST_FINALISTS):
             break
         if (record := _simulated(one.candidate, spec, machine)) is not None:
             rows.append(record)
