@@ -43,7 +43,7 @@ class PartialAttention:
 class ContextParallel:
     """The ranks of a group, each with its tokens of a sequence.
 
-    copies        copy engines move what is sent, between ranks of one machine; None: where they can
+    copies        copy engines move what is sent, between ranks of one machine. Not run on a GPU yet
     communicates  False: each rank computes as much on its own keys alone, to see what sending costs
 
     Ranks' means over their tokens are weighed by how many count (CountedMean): targets of -100 lie
@@ -52,14 +52,14 @@ class ContextParallel:
 
     group: dist.ProcessGroup
     attention: PartialAttention
-    copies: bool | None = None
+    copies: bool = False
     communicates: bool = True
     _positions: dict[tuple[int, str], Tensor] = dataclasses.field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        if self.copies is None:
-            self.copies = on_one_machine(self.group)
         if self.copies:
+            if not on_one_machine(self.group):
+                raise ValueError("copies is True; it needs the ranks of a sequence on one machine")
             register(self.group)
 
     @property
@@ -101,7 +101,7 @@ class ContextParallel:
         if self.ranks == 1 or not self.communicates:
             yield Staying(kv, self.ranks)
             return
-        with travel_of(kv, self.group, copies=bool(self.copies)) as travel:
+        with travel_of(kv, self.group, copies=self.copies) as travel:
             yield travel
 
     @torch.compiler.disable
