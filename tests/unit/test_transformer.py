@@ -90,6 +90,24 @@ def test_rotation_depends_on_distance_only():
         assert (diagonal - diagonal[0]).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"num_kv_heads": 2}, {"rope_fraction": 0.5}, {"qk_norm": True}, {"positions": "none"}],
+)
+def test_queries_and_keys_rotated_together_or_apart_are_the_same(changes, monkeypatch):
+    shape = {"vocab_size": 16, "context_length": 9, "d_model": 32, "d_ff": 16, "num_layers": 1}
+    spec = ModelSpec(**shape, num_heads=4, **changes)
+    model, tokens = TransformerLM(spec).double(), torch.randint(16, (2, 7))
+
+    def gradients():
+        return torch.autograd.grad(model(tokens, tokens), list(model.parameters()))
+
+    together = gradients()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for one, other in zip(together, gradients(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", [name for name in parts.NORMS if name.startswith("rmsnorm")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norms_follow_the_equation(name, dtype):
