@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import datetime
+import functools
 import types
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
+from stepgauge.models.checkpointing import by_plan
 from stepgauge.models.transformer import TransformerLM
 from stepgauge.parallel.call_order import CallOrder
 from stepgauge.parallel.data_parallel import BucketedDataParallel
@@ -25,6 +27,7 @@ from stepgauge.parallel.traffic import Reductions
 from stepgauge.parallel.unsharded_group import UnshardedGroup
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.recompute import RecomputePlan
 
 CLIP = 0.5
 
@@ -192,6 +195,22 @@ def small():
     assert all(isinstance(p, DTensor) for p in module.parameters())
     mine = sum(p.to_local().numel() for p in parallel.parameters())
     assert abs(mine - elements / 2) <= 64 * len(list(module.parameters())), (mine, elements)
+
+
+def compiled_blocks():
+    """Blocks that are compiled alone and checkpoint themselves have the gradients of others."""
+    gradients = []
+    for plan in (None, RecomputePlan(2, feed_forward=1, selective=1)):
+        torch.manual_seed(0)
+        module = transformer()
+        if plan is not None:
+            module.through_blocks = functools.partial(by_plan, plan=plan, alone=True)
+            for block in module.blocks:
+                block.compile(backend="aot_eager")
+        FullyShardedDataParallel(module)(*batch(0, 0, dist.get_rank())).backward()
+        gradients.append([p.grad.full_tensor() for p in module.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def prefetch():
@@ -509,6 +528,7 @@ CHECKS = {
     "two groups of the same ranks": two_groups,
     "types": only_floating_types_are_cast,
     "small": small,
+    "compiled blocks": compiled_blocks,
     "prefetch": prefetch,
     "frees": frees,
     "frees frozen weights": frees_frozen,
