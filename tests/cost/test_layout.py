@@ -259,3 +259,14 @@ def test_four_ranks_send_keys_three_times_and_gradients_in_fp32():
         ("gradients", 800, 1),
         ("gradients", 800, 0),
     ]
+
+
+def test_all_forwards_first_hold_no_gradients_at_the_peak():
+    """unless they are of an earlier pass; 1f1b goes forward again when there are some."""
+    model = ModelSpec.preset("medium", context_length=1024)
+    held = {}
+    for layout, accumulation in (("gpipe m8", 1), ("gpipe m8", 2), ("1f1b m8", 1)):
+        found = step(f"pp2 {layout}", wired(), model=model, accumulation=accumulation)
+        held[layout, accumulation] = {row[0] for row in found.tables["memory"]}
+    assert "gradients" not in held["gpipe m8", 1]
+    assert "gradients" in held["gpipe m8", 2] & held["1f1b m8", 1]

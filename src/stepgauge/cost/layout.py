@@ -173,7 +173,8 @@ class LayoutParts:
     def memory(self) -> Memory:
         if self.schedule is not None:
             plan, _ = self._shortened(self.schedule)
-            return pipeline_memory(self.stages, self.spec.axes, plan)
+            accumulates = self.spec.accumulation > 1
+            return pipeline_memory(self.stages, self.spec.axes, plan, accumulates=accumulates)
         return step_memory(self.stages[0], self.spec.axes, accumulates=self.spec.accumulation > 1)
 
     def _alone(self) -> Predicted:

@@ -24,7 +24,8 @@ from stepgauge.cost.operations import StepOperations
 from stepgauge.spec.hardware import CUDA_CONTEXT
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.plan.pipeline import Schedule, check
-from stepgauge.spec.plan.pipeline.check import Held
+from stepgauge.spec.plan.pipeline.action import BACKWARD, WEIGHT, Action
+from stepgauge.spec.plan.pipeline.check import Held, live
 from stepgauge.spec.plan.shards import MOST_IN_FLIGHT
 
 MIB = 2**20
@@ -93,26 +94,51 @@ def step_memory(
     return _memory(found, levels[moment], moment, layout, boxes_of(operations))
 
 
-def pipeline_memory(stages: Sequence[StepOperations], layout: Layout, schedule: Schedule) -> Memory:
-    """Of the fullest rank: its stages, and the micro-batches that it has in flight."""
+def pipeline_memory(
+    stages: Sequence[StepOperations],
+    layout: Layout,
+    schedule: Schedule,
+    *,
+    accumulates: bool = False,
+) -> Memory:
+    """Of the fullest rank: its stages, and the micro-batches that it has in flight. `accumulates`:
+    gradients of earlier passes are there from the beginning.
+    """
     keeps = [kept(stage) for stage in stages]
     held = {n: Held(keep.total, _for_weights(stages[n])) for n, keep in enumerate(keeps)}
-    live = check(schedule, held=held).peak
+    rows = check(schedule, held=held).schedule.ranks
     ranks = []
-    for rank, activations in enumerate(live):
+    for rank, row in enumerate(rows):
         own = schedule.stages(rank)
         base = _sum([_held(stages[n], layout, accumulates=True) for n in own])
+        resident = _resident([stages[n] for n in own], base)
+        if accumulates or base.unit:
+            activations = max(live(row, held))
+        else:
+            activations, resident["gradients"] = _fullest(row, held, base.gradients)
         extra = max(of_block_backward(stages[n]) + keeps[n].again for n in own)
         extra = max(extra, max(of_loss(stages[n]) for n in own))
         buffers = 4 * max(stream_bytes(stages[n]) for n in own)
         parts = {
-            **_resident([stages[n] for n in own], base),
+            **resident,
             "activations in flight": activations,
             "temporaries": extra,
             "buffers of transfers": buffers,
         }
         ranks.append(_memory(base, parts, f"rank {rank}", layout, boxes_of(stages[0])))
     return max(ranks, key=lambda memory: memory.peak_bytes)
+
+
+def _fullest(
+    row: Sequence[Action], held: Mapping[int, Held], gradients: float
+) -> tuple[float, float]:
+    """Activations and gradients where a rank has most: of these none until its first backward has
+    ended. With gpipe all activations are there before.
+    """
+    levels = live(row, held)
+    first = next(n for n, action in enumerate(row, start=1) if action.kind in (BACKWARD, WEIGHT))
+    before, after = max(levels[:first]), max(levels[first:], default=0.0)
+    return (before, 0.0) if before > after + gradients else (after, gradients)
 
 
 def stage_memory(stage: StepOperations, layout: Layout) -> Memory:
