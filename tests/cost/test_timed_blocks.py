@@ -55,7 +55,7 @@ def test_a_step_is_so_many_blocks_and_what_is_outside_of_them():
 
 def test_a_step_that_the_host_bounds_takes_what_the_host_took():
     host = {phase: (4 * block, 4 * outside) for phase, (block, outside) in DEVICE.items()}
-    found = predicted(STEP, machine(device=host, host=host))
+    found = predicted(STEP, machine(host=host))
     assert found.median("step_ms") == pytest.approx(at_depth(host, 24), rel=0.03)
     assert found.median("device_ms") < at_depth(host, 24) / 2
 

@@ -37,6 +37,7 @@ from stepgauge.train.layout import build_layout_step
 from stepgauge.train.step import TrainingStep
 
 WARMUP, STEPS = 4, 12
+COPIES, COPIED_BYTES = 60, 2**29  # 30 ms on an H200; a step of five blocks is launched in 10 to 25
 NOTHING_MS = 1e-6  # on a CPU, which launches nothing
 Times = Mapping[tuple[int, str, str], float]  # milliseconds by layers, phase and clock
 
@@ -84,8 +85,10 @@ ON_RANKS = OnRanks(measure, record, shared=True)
 
 def _times(spec: BlocksSpec, device: torch.device) -> Times:
     """Medians. Few layers' launches fit into the device's queue, so that a phase's call returns when
-    the host is through.
+    the host is through. The device is timed behind other work, for whose length the host is ahead:
+    few blocks behind nothing would wait for the host, where many do not.
     """
+    lead = {} if device.type == "cpu" else {"lead": _busy(device)}
     found = {}
     for layers in LAYERS:
         step, phases = _build(spec, layers, device)
@@ -94,7 +97,8 @@ def _times(spec: BlocksSpec, device: torch.device) -> Times:
         if dist.is_initialized():
             dist.barrier()
         with step.precision.matmul_mode():
-            taken = time_phases(watched, device, warmup=WARMUP, steps=STEPS)
+            time_phases(watched, device, warmup=WARMUP, steps=STEPS)
+            taken = time_phases({**lead, **phases}, device, warmup=1, steps=STEPS)
         for phase in PHASES:
             launched = statistics.median(host[phase][WARMUP:])
             found[layers, phase, "host"] = NOTHING_MS if device.type == "cpu" else launched
@@ -103,6 +107,17 @@ def _times(spec: BlocksSpec, device: torch.device) -> Times:
         torch.compiler.reset()
         free_unused_memory(device)
     return found
+
+
+def _busy(device: torch.device) -> Callable[[], None]:
+    """Copies for longer than the host takes to launch a step of few blocks."""
+    source, target = (torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device) for _ in "ab")
+
+    def call() -> None:
+        for _ in range(COPIES):
+            target.copy_(source)
+
+    return call
 
 
 def _watched(phase: Callable[[], None], times: list[float]) -> Callable[[], None]:

@@ -7,6 +7,7 @@ adds to its blocks (other ranks, more passes, stages that wait) is predicted as 
 
 import copy
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from stepgauge.cost.machine import Machine
@@ -16,9 +17,6 @@ from stepgauge.spec.blocks import LAYERS, TimedBlocks, operation_of, whole_weigh
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import WorkSpec
-
-# A phase that takes more than so many times of what the host takes is bound by the device.
-BOUND_BY_DEVICE = 1.05
 
 
 def timed_blocks(work: WorkSpec, machine: Machine, layout: Layout) -> TimedBlocks | None:
@@ -63,23 +61,14 @@ def _paces(
             (True, block, found.block_us),
             (False, [*first, *last], found.outside_us),
         ):
-            priced = prices.total_us(terms)
-            paces[phase, is_block] = _pace(us(phase, "device"), us(phase, "host"), priced)
+            paces[phase, is_block] = us(phase, "device") / (prices.total_us(terms) or math.inf)
     return paces
 
 
 def _update_pace(whole: StepOperations, prices: Prices, found: TimedBlocks) -> float:
     """Of a rank's part of the parameters."""
-    device, host = (
-        found.outside_us("optimizer", clock) + LAYERS[-1] * found.block_us("optimizer", clock)
-        for clock in ("device", "host")
-    )
+    taken = found.outside_us("optimizer", "device")
+    taken += LAYERS[-1] * found.block_us("optimizer", "device")
     numel = whole.end_parameters + LAYERS[-1] * whole.block_parameters
     update = whole.optimizer(numel / (prices.layout.data if whole.share.gathered else 1))
-    return _pace(device, host, prices.total_us([update]))
-
-
-def _pace(device_us: float, host_us: float, priced_us: float) -> float:
-    """Where the device waited for the host, its own work took at most as long as the host's."""
-    pace = device_us / priced_us if priced_us else 1.0
-    return pace if device_us > BOUND_BY_DEVICE * host_us else min(1.0, pace)
+    return taken / prices.total_us([update])
