@@ -75,32 +75,10 @@ def test_a_stopped_run_goes_on_bit_for_bit(spec, tmp_path, precision):
 
 def test_killed_by_signal_at_any_moment(spec, tmp_path, corpus):
     """Kills the command itself, several times, wherever it happens to be."""
-    command = [
-        *(
-            sys.executable,
-            "-m",
-            "stepgauge",
-            "train",
-            "--size",
-            "nano",
-            "--context",
-            "32",
-            "--corpus",
-            corpus,
-        ),
-        *(
-            "--steps",
-            "40",
-            "--batch",
-            "4",
-            "--checkpoint-every",
-            "5",
-            "--evaluate-every",
-            "20",
-            "--device",
-            "cpu",
-        ),
-    ]
+    options = {"size": "nano", "context": "32", "corpus": corpus, "steps": "40", "batch": "4"}
+    options |= {"checkpoint-every": "5", "evaluate-every": "20", "device": "cpu"}
+    command = [sys.executable, "-m", "stepgauge", "train"]
+    command += [word for name, value in options.items() for word in (f"--{name}", value)]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     subprocess.run([*command, "--out", str(whole)], check=True, capture_output=True, timeout=200)
     for wanted in (5, 20):

@@ -88,41 +88,15 @@ def test_a_run_goes_on_under_other_layouts(tmp_path, alone):
 
 
 def test_the_command_under_torchrun(tmp_path, alone):
-    options = [
-        "--size",
-        "nano",
-        "--context",
-        "16",
-        "--batch",
-        "6",
-        "--accumulation",
-        "2",
-        "--warmup",
-        "2",
-    ]
-    options += [
-        "--checkpoint-every",
-        "2",
-        "--evaluate-every",
-        "10",
-        "--evaluate-windows",
-        "4",
-        "--device",
-        "cpu",
-    ]
-    options += ["--steps", "10", "--ranks", "2", "--out", str(tmp_path)]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "stepgauge",
-    ]
+    options = {"size": "nano", "context": 16, "num-layers": 4, "batch": 6, "accumulation": 2}
+    options |= {"steps": 10, "warmup": 2, "checkpoint-every": 2, "evaluate-every": 10}
+    options |= {"evaluate-windows": 4, "device": "cpu", "ranks": 2, "data-parallel": "bucketed"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "stepgauge", "train", "--out", str(tmp_path)]
+    command += [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [*command, "train", *options, "--num-layers", "4", "--data-parallel", "bucketed"],
+        command,
         capture_output=True,
         text=True,
         timeout=280,
