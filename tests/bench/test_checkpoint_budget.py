@@ -88,6 +88,7 @@ def ranks_under_a_budget(fields, folder):
 
 def test_ranks_have_one_plan_and_the_curve_of_none(tmp_path):
     shared = {"model": SHAPE, "batch": 8, "optimizer": "sgd", "steps": 2, "evaluate_windows": 1}
+    shared["corpus"] = __file__
     alone = train.run(TrainSpec(**shared), folder=tmp_path / "alone").series["loss"]
     half = of(0.75, dataclasses.replace(SPEC, batch=4)).memory_gib
     fields = shared | {"checkpointing": "budget", "memory_gib": half}

@@ -27,7 +27,8 @@ def spec(**changes):
         "checkpoint_every": 1,
         "evaluate_every": 2,
     }
-    return TrainSpec(model=model, size="nano", evaluate_windows=4, **{**fields, **changes})
+    fields |= {"corpus": __file__, "evaluate_windows": 4}
+    return TrainSpec(model=model, size="nano", **{**fields, **changes})
 
 
 def train(spec, folder, stop_at):
@@ -91,6 +92,7 @@ def test_the_command_under_torchrun(tmp_path, alone):
     options = {"size": "nano", "context": 16, "num-layers": 4, "batch": 6, "accumulation": 2}
     options |= {"steps": 10, "warmup": 2, "checkpoint-every": 2, "evaluate-every": 10}
     options |= {"evaluate-windows": 4, "device": "cpu", "ranks": 2, "data-parallel": "bucketed"}
+    options |= {"corpus": __file__}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "stepgauge", "train", "--out", str(tmp_path)]
     command += [str(word) for name, value in options.items() for word in (f"--{name}", value)]
