@@ -401,6 +401,34 @@ def test_collectives_are_summed_together_and_left_to_the_library(two_ranks):
         assert more == norms - 1 == 4 and largest < 1e-10
 
 
+@pytest.mark.gpu
+def test_overlapped_under_autocast_sends_what_plain_sends_on_gpus():
+    """Autocast on a GPU, unlike a CPU's, makes every sum fp32 that is not told its type."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs; this machine has {torch.cuda.device_count()}")
+    for type_of_a_row, difference in launch(under_autocast, "cuda", ranks=2, device="cuda"):
+        assert type_of_a_row == torch.bfloat16
+        assert difference < 0.02
+
+
+def under_autocast(device):
+    """The type of what a row gives, and the gradients' difference from plain, of the largest one."""
+    plan.LEAST_OVERLAPPED_BYTES = 0
+    gradients, types = [], set()
+    for overlap in (False, True):
+        model, table = build("default")
+        parallel = parallelize_tensor(model.to(device).float(), table, overlap=overlap)
+        for block in parallel.module.blocks:
+            block.feed_forward.register_forward_hook(lambda *seen: types.add(seen[-1].dtype))
+        with torch.autocast(device, torch.bfloat16):
+            loss = parallel.module(*(each.to(device) for each in batch(0)))
+        loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in parallel.module.parameters()]))
+    (kind,) = types
+    plain, overlapped = gradients
+    return kind, ((overlapped - plain).abs().max() / plain.abs().max()).item()
+
+
 def test_mistakes_are_said(two_ranks):
     for _, found in two_ranks:
         said = found["mistakes"]

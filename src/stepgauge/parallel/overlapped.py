@@ -49,13 +49,13 @@ class _Column(torch.autograd.Function):
         x_BQD, weight_FD = ctx.saved_tensors
         wants = ctx.needs_input_grad[1]
         parts_NBQD, weight = column_backward(gradient, x_BQD, weight_FD, wants, ctx.group)
-        return parts_NBQD.sum(0), weight if wants else None, None
+        return _sum(parts_NBQD), weight if wants else None, None
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
     def forward(x_BTF: Tensor, weight_DF: Tensor, group: str) -> Tensor:
-        return row_forward(x_BTF, weight_DF, group).sum(0)
+        return _sum(row_forward(x_BTF, weight_DF, group))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -68,6 +68,13 @@ class _Row(torch.autograd.Function):
         wants = ctx.needs_input_grad[1]
         x, weight = row_backward(gradient, x_BTF, weight_DF, wants, ctx.group)
         return x, weight if wants else None, None
+
+
+def _sum(parts_NBQD: Tensor) -> Tensor:
+    """In the parts' own type: autocast would make a sum fp32, and so the residual stream and what
+    is sent of its gradient.
+    """
+    return parts_NBQD.sum(0, dtype=parts_NBQD.dtype)
 
 
 def _column_forward(x_BQD: Tensor, weight_FD: Tensor, group: str) -> Tensor:
