@@ -154,6 +154,13 @@ def test_refusals_of_ever_new_shapes_are_not_kept_for_good(on_hopper, monkeypatc
         assert len(libraries._refusals) <= 3
 
 
+def test_an_output_for_a_batch_of_one_is_not_broadcast():
+    x = torch.empty_strided((1, 2, 8, 4), (0, 4, 8, 1))  # as compiled code hands it over
+    empty = flash_attention_4._empty_like(x)
+    assert torch.empty_like(x).stride(0) == 0 and 0 not in empty.stride()
+    assert empty.shape == x.shape and empty.stride()[1:] == x.stride()[1:]
+
+
 # ---- the call, with the libraries' operators in plain PyTorch ------------------------------------
 
 

@@ -86,7 +86,7 @@ def _failure(passes, *given):
 
 
 def forward(key, cu_seqlens, q, k, v):
-    o = torch.empty_like(q)
+    o = _empty_like(q)
     _, lse, *_ = _interface()._flash_attn_fwd(
         *_as_there(key, q, k, v), out=_as_there(key, o)[0], return_lse=True, **_options(key, cu_seqlens)
     )  # fmt: skip
@@ -94,7 +94,7 @@ def forward(key, cu_seqlens, q, k, v):
 
 
 def backward(key, cu_seqlens, q, k, v, do, o, lse):
-    grads = [torch.empty_like(x) for x in (q, k, v)]
+    grads = [_empty_like(x) for x in (q, k, v)]
     dq, dk, dv = _as_there(key, *grads)
     lse = lse[0] if key.is_packed else lse
     _interface()._flash_attn_bwd(
@@ -111,6 +111,14 @@ def backward_bytes(q, k):
     if q.shape[1] != k.shape[1]:
         floats += 2 * k[..., 0].numel() * columns
     return 4 * floats
+
+
+def _empty_like(x):
+    """Of a batch of one, torch.empty_like keeps a stride of 0, which the library takes for an output
+    that is broadcast, and refuses.
+    """
+    empty = torch.empty_like(x)
+    return empty.as_strided(x.shape, [stride or x.numel() for stride in empty.stride()])
 
 
 def _as_there(key, *tensors):
