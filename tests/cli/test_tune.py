@@ -20,12 +20,12 @@ def test_the_winner_is_told_and_its_file_asks_for_the_same_row(stepgauge, tmp_pa
     status, text, err = stepgauge(
         "tune", "--size", "nano", "--context", "16", "--vocab-size", "64", "--precision", "fp32",
         "--compile", "off", "--checkpointing", "none", "--batch", "1", "2", *brief,
-        "--device", "cpu", "--out", out,
+        "--num-layers", "1", "--device", "cpu", "--out", out,
     )  # fmt: skip
     assert status == 0, err
     command = text.splitlines()[-1]
     assert command.startswith("stepgauge bench step ") and "--steps 1 --" in command
-    assert "--size nano" in command and "--device cpu" in command and "adamw" not in command
+    assert "--d-model 64" in command and "--device cpu" in command and "adamw" not in command
     assert "2 candidates could be predicted" in err and "tokens/s" in err
     status, text, err = stepgauge(
         "bench", "step", "--config", out / "tuned.toml", "--out", out, "--format", "json"

@@ -53,7 +53,8 @@ def tune(
     """
     if best < 1 or ranks < 1:
         raise ValueError(f"best is {best} and ranks is {ranks}; both must be at least 1")
-    given = values if "size" in values or "model" in values else {"size": ("small",), **values}
+    names_one = values.keys() & {"size", "hf_config", "model"}
+    given = values if names_one else {"size": ("small",), **values}
     asked_for = space(given, device=device, ranks=ranks)
     asked_for.require(asked_for.usual)  # what cannot be is said before torch is loaded
 

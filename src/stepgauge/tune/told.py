@@ -11,7 +11,7 @@ from stepgauge.report.numbers import number
 from stepgauge.report.table import Table
 from stepgauge.spec import options
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.options import Field, flag_of, options_of, written
+from stepgauge.spec.options import SHAPE, Field, flag_of, options_of, written
 from stepgauge.tune.choices import Space
 from stepgauge.tune.search import Tuned, rate
 
@@ -48,7 +48,7 @@ def command_line(tuned: Tuned, space: Space) -> str:
     told = (
         (field, value)
         for field, value in _options(tuned, space)
-        if value != field.default or field.name in ("size", "device")
+        if value != field.default or field.name in ("size", "device", *SHAPE)
     )
     return options.command_line(COMMANDS[tuned.winner.kind], told)
 
@@ -67,7 +67,11 @@ def _options(tuned: Tuned, space: Space) -> Iterator[tuple[Field, Any]]:
     """The winner's value of each option that was given or chosen."""
     spec: dict[str, Any] = {**tuned.winner.spec, **tuned.winner.spec["model"]}
     known = options_of(space.kind, ModelSpec)
-    for name, values in space.values.items():
+    asked = dict(space.values)
+    if "size" in asked and spec["size"] not in ModelSpec.preset_names():  # another shape than its
+        del asked["size"]
+        asked |= {name: (spec[name],) for name in SHAPE}
+    for name, values in asked.items():
         # of a user's network and a config.json the record has what they contain
         is_file = name in ("model", "hf_config")
         yield known[name], values[0] if is_file else spec.get(name, values[0])
