@@ -7,9 +7,9 @@ come to its own part, and copies the mean into a box of every other rank, which 
 its gradient lies. Each of the three has a stream.
 
 Why nothing is overwritten too early. Turns use NUM_BOXES boxes one after another, and a rank begins
-to send in a turn when its stream has all means of the turn NUM_BOXES before. Then every other rank
-has read its inbox of that turn, since its mean came of it; and what this rank sends tells the others
-that their boxes of means here are free.
+to send in a turn when it has all means of the turn NUM_BOXES before, and has sent its own. Then every
+other rank has read its inbox of that turn, since its mean came of it; and what this rank sends tells
+the others that their boxes of means here are free.
 
 Why nobody waits for ever. All ranks have the same turns in the same order, and each hands its
 streams what others wait for before it lets one wait for them: true even where the driver, or a CPU,
@@ -111,6 +111,8 @@ class CopyReducer(GradientReducer):
             for place, shares in piece:
                 self._copy(shares[rank].data_ptr(), source + place, shares[rank].nbytes, RECEIVE)
         if self._streams[RECEIVE] is not None:
+            # Which computes the own share's mean, and reads it while it is sent.
+            self._streams[RECEIVE].wait_stream(self._streams[ADD])
             self._received[box] = self._streams[RECEIVE].record_event()
 
     def _send(self, piece: Sequence[Part], share: int, rank: int, box: int, side: int) -> None:
