@@ -26,9 +26,9 @@ from stepgauge.spec.step import StepSpec
 from stepgauge.validate.views import error_table
 
 ROOT = Path(__file__).parents[2]
-H100, H200 = (
+H100, H200, DGX = (
     Machine(HardwareFile.read(ROOT / "hardware" / f"{name}.json"))
-    for name in ("h100-sxm", "h200-sxm")
+    for name in ("h100-sxm", "h200-sxm", "dgx-h100")
 )
 
 
@@ -223,6 +223,8 @@ def test_torchs_wrappers_copy_weights_and_send_them_one_rank_after_the_other():
     whole, shared = (on[name].median("optimizer_ms") for name in ("torch-ddp", "torch-zero1"))
     sent = Prices(H200, two_ranks().layout).collective("broadcast", 4 * weights, "data").us / 1e3
     assert shared == pytest.approx(whole / 2 + sent, rel=0.1)
+    by_wires = predict_data_parallel(two_ranks("torch-zero1", precision="bf16"), DGX)
+    assert by_wires.median("optimizer_ms") > whole / 2, "a fabric names no broadcast"
 
 
 def test_a_compiled_backward_gives_gradients_by_its_graphs():

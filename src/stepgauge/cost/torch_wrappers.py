@@ -43,7 +43,7 @@ class TorchZero1(TorchDdp):
         own = operations.optimizer(most_owned(operations, self.sending.ranks))
         program.compute(own.name, prices.us(own), own.operation)
         nbytes = operations.num_parameters * operations.how.weight
-        us = prices.collective("broadcast", nbytes, "data").us
+        us = prices.broadcasts(nbytes, "data").us
         program.wait(program.send("broadcasts", DATA, us, "all_gather"))
 
 
