@@ -10,6 +10,7 @@ from stepgauge.report.views import NOT_MEASURABLE, record_table
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
+from stepgauge.study.pages import run_page
 
 
 def test_findings_are_ranked_by_the_milliseconds_that_they_save(record):
@@ -90,13 +91,24 @@ def test_the_commands_are_commands(record):
     user.spec["model"] = {"file": "a.py", "factory": "f", "content": "1", "network": "user"}
     named = record("small")
     named.spec["size"] = "llama-3-8b"
-    rows = record("small"), record("tiny", compile="on", seed=3), user, named
+    custom = record("small")
+    custom.spec["size"] = "custom"
+    custom.spec["model"]["num_layers"] = 2
+    rows = record("small"), record("tiny", compile="on", seed=3), user, named, custom
     assert command(user) == "stepgauge bench step --model a.py:f --precision fp32"
     assert "--hf-config CONFIG.json" in command(named)
+    assert "--size" not in command(custom) and "--num-layers 2" in command(custom)
     for row in rows:
         words = command(row).split()[1:]
         _, bound, _ = app.parse_args(words, print_error=False, exit_on_error=False)
         assert bound.args or bound.kwargs
+
+
+def test_a_page_of_one_row_compares_nothing_and_counts_predictions_apart(record, tmp_path):
+    row = dataclasses.replace(record("small"), kind="profile")
+    beside = dataclasses.replace(row, kind="pipeline", metrics={}, provenance="modelled")
+    page = run_page([row, beside], tmp_path)
+    assert page.findings is None and page.facts["Rows"] == "1 measured, 1 predicted"
 
 
 def test_a_choice_is_answered_by_ratio_and_phase(record):

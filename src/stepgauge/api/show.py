@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from stepgauge.report.kinds import table_of
+from stepgauge.report.memory import summary_table
 from stepgauge.report.names import flatten
 from stepgauge.report.page import html_table
 from stepgauge.report.table import Table, objects
@@ -56,7 +57,8 @@ class Result(Shown):
 
     def tables(self) -> list[Table]:
         records = [self.prediction, self.record] if self.prediction else [self.record]
-        return [table_of(self.record.kind)(records), *self.details]
+        summary = summary_table if self.record.kind == "memory" else table_of(self.record.kind)
+        return [summary(records), *self.details]
 
 
 class Run(Shown, Sequence[Record]):

@@ -7,14 +7,13 @@ from stepgauge.report.figure import short, short_bytes
 from stepgauge.report.findings import CHOICES, Pair, is_comparable, pairs
 from stepgauge.report.layout import layout_answer
 from stepgauge.report.names import describe, flatten, labels
-from stepgauge.report.numbers import number
+from stepgauge.report.numbers import number, size_unit
 from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.kernel import KERNELS, OURS
 from stepgauge.spec.record import Record
 
 PHASES = ("forward", "backward", "optimizer")
 SAME = 0.05  # relative: a change below it is called none
-GIB = 2.0**30
 NOT_OURS = "Our kernels did not run on this machine: nothing here measures them."
 
 
@@ -197,7 +196,8 @@ def memory_answer(records: Sequence[Record]) -> str:
         for part, size in sorted(held.items(), key=lambda each: -each[1])[:3]
     )
     name = dict(zip(map(id, measured), labels(measured), strict=True))[id(largest)]
-    return f"The largest peak is {number(peak / GIB)} GiB ({name}): {shares}."
+    unit = size_unit([peak])
+    return f"The largest peak is {unit.of(peak)} {unit.text} ({name}): {shares}."
 
 
 def train_answer(records: Sequence[Record]) -> str:

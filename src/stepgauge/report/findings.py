@@ -271,7 +271,9 @@ def _network_options(record: Record) -> tuple[list[str], set[str]]:
     network, size = record.spec.get("model", {}), record.spec.get("size", "custom")
     if network.get("network") == UserModel.network:
         return [f"--model {network['file']}:{network['factory']}"], {"size", "batch"}
-    if size == "custom" or size in SIZES:
+    if size == "custom":  # no value of the option: the widths say it
+        return [], {"size"}
+    if size in SIZES:
         return [], set()
     # Its file is known to the user alone.
     return ["--hf-config CONFIG.json"], {"size", *network} - {"context_length"}

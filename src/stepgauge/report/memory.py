@@ -114,19 +114,28 @@ def _in_unit(name: str, sample: Sample, unit: SizeUnit) -> tuple[str, Sample]:
     )
 
 
-def memory_tables(record: Record) -> list[Table]:
-    """Who holds the peak, who keeps for backward, and the sizes that follow from the shape."""
+def memory_tables(record: Record, *, name: str = "") -> list[Table]:
+    """Who holds the peak, who keeps for backward, and the sizes that follow from the shape; with the
+    row's name in each caption, where it is given.
+    """
     if not record.tables:
         return []
-    name = describe(record)
     tables = [
         phases_table(record),
-        _table(record, "at_the_peak", LARGEST_SHOWN, f"{name}: the largest at the peak"),
-        _table(record, "savers", SAVERS_SHOWN, f"{name}: what is kept for backward, all blocks together"),
+        _table(record, "at_the_peak", LARGEST_SHOWN, "the largest at the peak"),
+        _table(record, "savers", SAVERS_SHOWN, "what is kept for backward, all blocks together"),
         blocks_table(record),
         derived_table(record),
-    ]  # fmt: skip
-    return [table for table in tables if table.rows]
+    ]
+    return [
+        dataclasses.replace(table, caption=_captioned(name, table.caption))
+        for table in tables
+        if table.rows
+    ]
+
+
+def _captioned(name: str, text: str) -> str:
+    return f"{name}: {text}" if name else text[0].upper() + text[1:]
 
 
 def _largest(record: Record, which: str, most: int) -> tuple[list[str], list[list[Any]]]:
@@ -190,7 +199,7 @@ def phases_table(record: Record) -> Table:
         for phase, peak in peaks.items()
         if peak is not None
     ]
-    return Table.from_rows(rows, caption=f"{describe(record)}: peak of each phase")
+    return Table.from_rows(rows, caption="peak of each phase")
 
 
 def blocks_table(record: Record) -> Table:
@@ -207,8 +216,7 @@ def blocks_table(record: Record) -> Table:
         {"part": a if a == b else f"{a} to {b.rpartition('.')[2]}", unit.text: unit.value(size)}
         for a, b, size in merged
     ]
-    caption = f"{describe(record)}: kept for backward, each"
-    return Table.from_rows(shown, caption=caption, folded=len(shown) > 8)
+    return Table.from_rows(shown, caption="kept for backward, each", folded=len(shown) > 8)
 
 
 def derived_table(record: Record) -> Table:
@@ -225,9 +233,7 @@ def derived_table(record: Record) -> Table:
         ["residual stream, fp32", f"{batch} × {length} × {width} × 4 B", unit.value(stream)],
         ["one layer's full score matrices, fp32", f"{batch} × {heads} × {length}² × 4 B", unit.value(scores)],
     ]  # fmt: skip
-    caption = (
-        f"{describe(record)}: sizes by formula (fused attention never holds the score matrices)"
-    )
+    caption = "sizes by formula (fused attention never holds the score matrices)"
     return Table(["tensor", "size", unit.text], rows, caption=caption)
 
 
@@ -304,7 +310,8 @@ def memory_blocks(
     for record in drawn:
         plot = timeline(record, predictions.get(record.key), beside=drawn)
         shown += [plot] if plot else []
-        shown += [dataclasses.replace(table, folded=True) for table in memory_tables(record)]
+        name = describe(record) if len(drawn) > 1 else ""
+        shown += [dataclasses.replace(t, folded=True) for t in memory_tables(record, name=name)]
     return [
         *shown,
         *kept_tables([row.shown for row in rows] if compared is None else compared),

@@ -137,8 +137,10 @@ def run_page(records: Sequence[Record], folder: Path) -> Page:
     sections += _profiles([r for r in shown if r.kind == "profile"], folder)
     if validated(records):
         sections.insert(0, predictions_section(records))
-    timed = any("step_ms" in record.metrics for record in shown)
+    timed = sum("step_ms" in record.metrics for record in shown)
     found = (findings.findings(shown) or findings.to_measure(shown)) if timed else None
+    if timed == 1 and not found:  # one row has nothing to be compared with
+        found = None
     name = folder.resolve().name
     return Page(title=f"stepgauge: {name}", sections=sections, facts=_facts(shown), findings=found)
 
@@ -242,9 +244,15 @@ def _facts(records: Sequence[Record]) -> dict[str, str]:
             f"{disturbed} of {len(records)} rows are disturbed (p90 over {DISTURBED} × p10): the machine "
             "was not idle. No finding rests on them."
         )
-    not_ok = sum(record.status != "ok" for record in records)
-    failed = f", {not_ok} did not fit or failed" if not_ok else ""
-    return {**facts, "Rows": f"{len(records) - not_ok} measured{failed}"}
+    ok = [record for record in records if record.status == "ok"]
+    measured = sum(record.provenance == "measured" for record in ok)
+    counts = {
+        "measured": measured,
+        "predicted": len(ok) - measured,
+        "did not fit or failed": len(records) - len(ok),
+    }
+    told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    return {**facts, "Rows": told or "none"}
 
 
 def _headlines(records: Sequence[Record]) -> list[Headline]:

@@ -12,6 +12,7 @@ from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.records import write_page
 from stepgauge.report.checkpointing import best_checkpoint_tables
 from stepgauge.report.memory import kept_tables, memory_tables, summary_table
+from stepgauge.report.names import describe
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.predictions import paired
@@ -58,7 +59,8 @@ def _print_tables(records: Sequence[Record], details: bool) -> None:
     shown = [row.shown for row in paired(records)]
     print_table(summary_table(records))
     for record in shown if details or len(shown) == 1 else []:
-        for table in memory_tables(record):
+        name = describe(record) if len(shown) > 1 else ""
+        for table in memory_tables(record, name=name):
             print_table(table)
     for table in [*kept_tables(shown, largest=False), *best_checkpoint_tables(records)]:
         print_table(table)
