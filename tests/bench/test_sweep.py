@@ -213,7 +213,8 @@ def test_an_interrupt_during_a_row_ends_it_and_keeps_the_others(tmp_path):
     os.killpg(run.pid, signal.SIGINT)
     _, err = run.communicate(timeout=100)
     assert run.returncode == 130
-    assert "goes on from there" in err
+    assert "1 of 2 rows are in" in err and "goes on from there" in err
+    assert "seconds=60.0: warms up 0 steps, then times at least 1 for 60 s" in err
     assert "Traceback" not in err
     assert len(RunStore(tmp_path).read().records) == 1
 

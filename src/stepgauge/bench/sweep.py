@@ -71,7 +71,8 @@ def sweep(
 
     What the store already holds for the same spec, device and torch version is not measured again
     unless `fresh`; failed rows are. An error of one job is its record (status oom or failed), and
-    the sweep goes on. Raises StoreError if a record cannot be written.
+    the sweep goes on. `starting` is told a job at each of its tries. Raises StoreError if a record
+    cannot be written.
     """
     store.prepare()
     done = {} if fresh else {r.identity: r for r in store.read().records if r.status != "failed"}
@@ -88,8 +89,7 @@ def sweep(
             if known:
                 yield JobResult(job, known, was_there=True)
                 continue
-            starting(job)
-            measure = functools.partial(_measure, job, asked, store.folder, processes)
+            measure = functools.partial(_measure, job, asked, store.folder, processes, starting)
             record = stamped(calm.measured(measure))
             if record.status != "ok":
                 processes.close()
@@ -137,8 +137,11 @@ def stamped(record: Record) -> Record:
     )
 
 
-def _measure(job: Job, asked: Record, folder: Path, processes: Workers) -> Record:
+def _measure(
+    job: Job, asked: Record, folder: Path, processes: Workers, starting: Callable[[Job], None]
+) -> Record:
     """The record of the job; the traceback of one that failed goes to a file beside the records."""
+    starting(job)
     try:
         if isinstance(job.run, OnRanks):
             record = processes.call(job.run, job.spec, **job.run.settings(job.spec))

@@ -109,11 +109,8 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     except OSError as error:
         return complain(_of_file(error), 1)
-    except KeyboardInterrupt:
-        return complain(
-            "interrupted; what was measured is on disk, and the same command goes on from there",
-            130,
-        )
+    except KeyboardInterrupt as error:
+        return complain(str(error) or "interrupted", 130)
 
 
 def _terminated(number: int, _: object) -> None:

@@ -3,8 +3,9 @@ verdict at the end.
 """
 
 import collections
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,6 +66,10 @@ RowFormat = Annotated[Format, Parameter(help="How the rows are printed at the en
 
 class RunFailedError(Exception):
     """Something that was run failed; the message is one sentence."""
+
+
+class RunInterruptedError(KeyboardInterrupt):
+    """Somebody interrupted a run; the message says what is left of it."""
 
 
 def resolve_devices(specs: Any) -> list[Any]:
@@ -158,35 +163,68 @@ def run_jobs(jobs: Sequence["Job"], out: Path, *, fresh: bool) -> list["Record"]
     from stepgauge.bench.ranks import store_for
     from stepgauge.bench.sweep import sweep
     from stepgauge.report.names import labels
-    from stepgauge.runtime.world import GroupError
 
     store = store_for(out)
     jobs = list({job.asked.identity: job for job in jobs}.values())
     asked = [job.asked for job in jobs]
     names = dict(zip((each.identity for each in asked), labels(asked), strict=True))
     records, reused = [], 0
-    if len(jobs) > 1 and not error_console.is_terminal:  # where no bar shows that it works
+    shows_all = len(jobs) > 1 and error_console.is_terminal  # the bar says what runs
+    if len(jobs) > 1 and not shows_all:
         tell(f"{len(jobs)} rows; each is told here when it is there, the table comes at the end")
-    try:
-        with store.held(), progress(len(jobs), "rows") as (bar, task):
+    tried: collections.Counter[str] = collections.Counter()
+    ends = _ended_in_a_sentence(records, len(jobs), store.folder)
+    with ends, store.held(), progress(len(jobs), "rows") as (bar, task):
 
-            def starting(job: "Job") -> None:
-                bar.update(task, description=names[job.asked.identity])
+        def starting(job: "Job") -> None:
+            name = names[job.asked.identity]
+            bar.update(task, description=name)
+            doing = _doing(job.spec, again=tried[name])
+            tried[name] += 1
+            if doing and not shows_all:
+                tell(f"{name}: {doing}")
 
-            for problem in store.read().problems:
-                warn(problem)
-            for outcome in sweep(jobs, store, fresh=fresh, starting=starting):
-                records.append(outcome.record)
-                reused += outcome.was_there
-                bar.advance(task)
-                # where it is all there is, require_success says it
-                is_told_later = len(jobs) == 1 and outcome.record.status == "failed"
-                if not outcome.was_there and not is_told_later:
-                    tell(summary(outcome.record, names[outcome.job.asked.identity]))
-    except GroupError as error:
-        raise RunFailedError(str(error)) from error
+        for problem in store.read().problems:
+            warn(problem)
+        for outcome in sweep(jobs, store, fresh=fresh, starting=starting):
+            records.append(outcome.record)
+            reused += outcome.was_there
+            bar.advance(task)
+            # where it is all there is, require_success says it
+            is_told_later = len(jobs) == 1 and outcome.record.status == "failed"
+            if not outcome.was_there and not is_told_later:
+                tell(summary(outcome.record, names[outcome.job.asked.identity]))
     _tell_of_all(records, store.folder, reused)
     return records
+
+
+@contextlib.contextmanager
+def _ended_in_a_sentence(records: Sequence["Record"], most: int, folder: Path) -> Iterator[None]:
+    """Raises RunFailedError where the ranks have lost one another, and where a run is interrupted
+    RunInterruptedError, which says how many rows there are.
+    """
+    from stepgauge.runtime.world import GroupError
+
+    try:
+        yield
+    except GroupError as error:
+        raise RunFailedError(str(error)) from error
+    except KeyboardInterrupt:
+        kept = f"{len(records)} of {most} rows are in {folder}; the same command goes on from there"
+        before = "interrupted before the first row was measured"
+        raise RunInterruptedError(f"interrupted: {kept}" if records else before) from None
+
+
+def _doing(spec: Any, *, again: int) -> str:
+    """What is done before a row has figures; nothing of what takes no steps."""
+    if not (hasattr(spec, "warmup") and hasattr(spec, "steps")):
+        return ""
+    first = "disturbed, measured again: " if again else ""
+    compiles = "" if getattr(spec, "compile", "off") == "off" else "compiles, "
+    seconds = f" for {spec.seconds:g} s" if getattr(spec, "seconds", 0.0) else ""
+    return (
+        f"{first}{compiles}warms up {spec.warmup} steps, then times at least {spec.steps}{seconds}"
+    )
 
 
 def _tell_of_all(records: Sequence["Record"], folder: Path, reused: int) -> None:
