@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from stepgauge.bench import ranks
+from stepgauge.bench import launchers, ranks
 from stepgauge.bench.ranks import OnRanks, slowest
 from stepgauge.bench.sweep import FAILURES, Job, sweep
 from stepgauge.spec.record import Record, Sample
@@ -150,14 +150,23 @@ def test_under_torchrun_a_rank_that_fails_alone_costs_its_row_and_a_death_ends_a
     assert records[2].metrics["row_ms"].mean == 2.5
 
 
-def test_what_was_compiled_for_another_network_or_batch_is_forgotten(monkeypatch):
-    resets = []
-    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
-    monkeypatch.setattr(ranks, "_compiled", [])
-    rows = [("blocks", 4), ("blocks", 4), ("off", 8), ("blocks", 4), ("blocks", 8), ("blocks", 4)]
-    counts = []
-    for compile, batch in rows:
-        row = types.SimpleNamespace(model="small", batch=batch, compile=compile)
-        ranks._forget_other_networks(row)
-        counts.append(len(resets))
-    assert counts == [0, 0, 0, 0, 1, 2]
+def test_what_a_row_compiled_ends_with_it(monkeypatch):
+    """The next one's size is compiled as if it were the only one, not as one that changes."""
+    graphs = []
+    monkeypatch.setattr(launchers, "limit_host_memory", lambda: None)  # of the process of all tests
+
+    def measure(spec):
+        def backend(graph, inputs):
+            graphs.append([x for x in inputs if not isinstance(x, torch.Tensor)])
+            return graph.forward
+
+        torch.compile(twice, backend=backend)(torch.ones(spec.micro_batch, 3))
+
+    for size in (4, 1, 8):
+        spec = types.SimpleNamespace(compile="blocks", device="cpu", micro_batch=size)
+        ranks._value(measure, spec)
+    assert graphs == [[]] * 3
+
+
+def twice(x):
+    return 2 * x

@@ -75,11 +75,7 @@ def slowest(times: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _measure_on_this_rank(run: OnRanks, spec: Any) -> Record:
-    _forget_other_networks(spec)
-    try:
-        value = run_here(run.measure, spec)
-    finally:
-        free_unused_memory(torch.device(spec.device))
+    value = _value(run.measure, spec)
     given: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(given, (value, platform.node(), _device_name(spec.device)))
     values, hosts, devices = (list(part) for part in zip(*given, strict=True))
@@ -91,21 +87,16 @@ def _measure_on_this_rank(run: OnRanks, spec: Any) -> Record:
     return dataclasses.replace(record, environment={**record.environment, **where})
 
 
-_compiled: list[Any] = []  # the network and batch that this process compiled for last
-
-
-def _forget_other_networks(spec: Any) -> None:
-    """Rows of one process share what is compiled for one network and batch. Another size than the
-    last row's would be taken for one that changes from call to call, and compiled slower.
+def _value(measure: Callable[[Any], Any], spec: Any) -> Any:
+    """What the row compiled ends with it: the next row's sizes would be taken for ones that change
+    from call to call, and compiled slower.
     """
-    asked = [
-        getattr(spec, name, None) for name in ("model", "batch", "rank_batch", "micro_batches")
-    ]
-    if getattr(spec, "compile", "off") == "off" or asked == _compiled:
-        return
-    if _compiled:
-        torch.compiler.reset()
-    _compiled[:] = asked
+    try:
+        return run_here(measure, spec)
+    finally:
+        if getattr(spec, "compile", "off") != "off":
+            torch.compiler.reset()
+        free_unused_memory(torch.device(spec.device))
 
 
 def _device_name(device: str) -> str:
