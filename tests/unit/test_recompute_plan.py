@@ -56,6 +56,8 @@ def test_first_blocks_are_computed_again():
     ("spec", "fields", "words"),
     [
         (StepSpec, {"phases": "forward"}, "that of a step"),
+        (TrainSpec, {"accumulation": 2}, "solved for one forward and backward a step"),
+        (LayoutSpec, {"accumulation": 2}, "solved for one forward and backward a step"),
         (TrainSpec, {"layout": "tp2"}, "solved for data parallel ranks"),
         (LayoutSpec, {"layout": "tp2"}, "solved for data parallel ranks"),
         (DataParallelSpec, {}, "checkpointing is 'budget'; choose one of none, blocks"),

@@ -11,7 +11,7 @@ from stepgauge.spec.layout_rules import check_layout, check_recorded, schedule_o
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import Schedule
 from stepgauge.spec.plan.stages import FLOPS, TIME, PartTimes, cut_blocks
-from stepgauge.spec.step import BUDGET, CHECKPOINTING, WorkSpec
+from stepgauge.spec.step import BUDGET, CHECKPOINTING, WorkSpec, check_budget
 from stepgauge.spec.user_model import UserModel, settle_user_model
 
 
@@ -83,6 +83,7 @@ class LayoutSpec(OnBackend):
 
     def __post_init__(self) -> None:
         check(self)
+        check_budget(self)
         if isinstance(self.model, UserModel):
             settle_user_model(self)
         # one text for one layout, whatever the order of its words

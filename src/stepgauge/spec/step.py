@@ -105,11 +105,16 @@ class WorkSpec:
 
 
 def check_budget(spec: Any) -> None:
-    """Raises ValueError for a budget of phases in which nothing is kept."""
+    """Raises ValueError for a budget of phases in which nothing is kept, or of several passes."""
     if spec.checkpointing != BUDGET:
         return
     if getattr(spec, "phases", "step") != "step":
         raise ValueError(f"phases is {spec.phases!r}; --checkpointing budget is that of a step")
+    if (passes := getattr(spec, "accumulation", 1)) > 1:
+        raise ValueError(
+            f"accumulation is {passes}; --checkpointing budget is solved for one forward and "
+            f"backward a step"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.layout_rules import check_layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.step import BUDGET, WorkSpec, check_budget
+from stepgauge.spec.step import WorkSpec, check_budget
 from stepgauge.spec.user_model import UserModel, settle_user_model
 
 DEFAULT_CORPUS = "stdlib"  # the source of Python's own standard library
@@ -85,11 +85,6 @@ class TrainSpec:
     def __post_init__(self) -> None:
         check(self)
         check_budget(self)
-        if self.checkpointing == BUDGET and self.accumulation > 1:
-            raise ValueError(
-                f"accumulation is {self.accumulation}; --checkpointing budget is solved for one "
-                f"forward and backward a step"
-            )
         if isinstance(self.model, UserModel):
             settle_user_model(self)
         elif not isinstance(self.model, ModelSpec) or self.model.mask != "causal":
