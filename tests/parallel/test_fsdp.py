@@ -519,7 +519,36 @@ def refusals():
         loss.backward()
 
 
+def other_weights():
+    """What stands in place of a weight is seen or refused, never ignored."""
+    module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    parallel, x = FullyShardedDataParallel(module), torch.ones(4)
+    whole = {name: p.full_tensor().detach() for name, p in module.named_parameters()}
+
+    def of_weights(weights):
+        return torch.func.functional_call(module, weights, x).sum()
+
+    for call in (of_weights, torch.func.grad(of_weights)):
+        with pytest.raises(RuntimeError, match=r"^weight of a Linear is not sharded .*functional"):
+            call(whole)
+    expected = parallel(x).detach()
+    doubled = module[1].weight.data * 2
+    with torch.no_grad():
+        module[1].weight.data.copy_(doubled)
+    torch.testing.assert_close(parallel(x), 2 * expected)
+    module.to(torch.bfloat16).to(torch.float32)
+    rounded = copy.deepcopy(parallel)(x)
+    torch.testing.assert_close(parallel(x), rounded)
+    module.load_state_dict(whole)
+    torch.testing.assert_close(parallel(x), expected)
+    module[1].weight.data = doubled
+    for each in (parallel, module):
+        with pytest.raises(RuntimeError, match=r"^weight.data of a Linear was set .*copy_"):
+            each(x)
+
+
 CHECKS = {
+    "other weights": other_weights,
     "kept losses": kept_losses,
     "losses kept elsewhere": losses_kept_elsewhere,
     "refusals": refusals,

@@ -171,6 +171,7 @@ PRIVATE_MEMBERS = {
         {"parallel/parameter_group.py"},
         "an RNN that reads its own parameters",
     ),
+    "_local_tensor": ({"parallel/parameter_group.py"}, "a to_local that makes no view"),
     "_get_backend": (
         {"parallel/collectives.py", "parallel/reducer.py"},
         "a public name of a group's backend on a device",

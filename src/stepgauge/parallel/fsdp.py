@@ -33,7 +33,8 @@ class FullyShardedDataParallel(nn.Module):
     that type. Each backward averages its gradients: they add up without further ado.
 
     All ranks must call the units in the same order, within them modules as they like. The weights
-    of a unit are whole only in its forward.
+    of a unit are whole only in its forward. `weight.data = new` raises in the next forward: a DTensor
+    takes nothing of it; write weight.data.copy_(new).
 
     Raises DifferentModelsError, on every rank, where the ranks hold different modules; ValueError
     for a parameter without dimensions or an embedding with max_norm. Backward raises RuntimeError

@@ -6,6 +6,7 @@ autograd knows, whose gradients are averaged into the shards.
 """
 
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,15 +62,17 @@ class ParameterGroup:
         self.unsharded: UnshardedGroup | None = None
         self.stays_whole = False  # its module is whole for longer than a call: residency.py
         self.name = name
+        self._seen: list[tuple[Any, torch.UntypedStorage]] = []
         # Where a loss may be kept to which backward comes first; the root's weights are whole then.
         self._parts = [] if is_root else [*module.modules()]
         for of_weight in places:
             whole = of_weight[0][0]._parameters[of_weight[0][1]]
             assert whole is not None, "it has a place"
-            sharded = nn.Parameter(
+            sharded: Any = nn.Parameter(
                 sharding.shard(whole.detach()), requires_grad=whole.requires_grad
             )
             _put(of_weight, sharded)
+            self._seen.append(_insides(sharded))
             reductions.parameters.append(sharded)
             for owner, _ in of_weight:
                 owner.register_load_state_dict_pre_hook(functools.partial(_cut, sharding))
@@ -77,7 +80,7 @@ class ParameterGroup:
         module.register_forward_hook(self.after, always_call=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_calls": [], "unsharded": None}
+        return {**self.__dict__, "_calls": [], "_seen": [], "unsharded": None}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -92,6 +95,28 @@ class ParameterGroup:
                         f"{name} of a {type(owner).__name__} was tied to another weight when the "
                         f"module was wrapped, and is not now; wrap the module again"
                     )
+
+    def require_shards(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raises RuntimeError where a whole tensor stands in place of a shard, or `weight.data = new`
+        was written, of which a DTensor takes nothing: it keeps its part.
+        """
+        seen = self._seen or [_insides(p) for p in parameters if isinstance(p, DTensor)]
+        for index, parameter in enumerate(parameters):
+            owner, name = self.places[index][0]
+            if not isinstance(parameter, DTensor):
+                raise RuntimeError(
+                    f"{name} of a {type(owner).__name__} is not sharded now; ZeRO 3 computes with the "
+                    f"module's own weights, not with others that torch.func.functional_call is given"
+                )
+            part, storage = seen[index]
+            if parameter.untyped_storage() is not storage:
+                if part() is parameter._local_tensor:
+                    raise RuntimeError(
+                        f"{name}.data of a {type(owner).__name__} was set to another tensor, which a "
+                        f"sharded weight does not take; write weight.data.copy_(new)"
+                    )
+                seen[index] = _insides(parameter)
+        self._seen = seen
 
     def unshard(self) -> UnshardedGroup:
         unsharded = UnshardedGroup(self, self.parameters, self.compute_dtype)
@@ -165,6 +190,13 @@ def _kept_by(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
                 for each in (value,) if isinstance(value, Tensor) else value:
                     if isinstance(each, Tensor) and each.grad_fn is not None:
                         yield each
+
+
+def _insides(sharded: DTensor) -> tuple[Any, torch.UntypedStorage]:
+    """A sharded weight's part, not kept alive, and what stands for the whole's memory: `.data = new`
+    replaces the second alone.
+    """
+    return weakref.ref(sharded._local_tensor), sharded.untyped_storage()
 
 
 def _put(of_weight: Sequence[Place], tensor: Tensor) -> None:

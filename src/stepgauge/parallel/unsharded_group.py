@@ -31,6 +31,7 @@ class UnshardedGroup:
         parameters: Sequence[nn.Parameter],
         compute_dtype: torch.dtype | None,
     ):
+        unit.require_shards(parameters)
         self.unit, self.parameters, self.compute_dtype = unit, parameters, compute_dtype
         self.buffers: list[Tensor] = []
         self._works: list[Any] = []
