@@ -180,7 +180,9 @@ class StepOperations(ShareSizes):
 
     def _recomputed(self) -> Iterator[Term]:
         """What of a block's forward is computed again, with its collectives."""
-        stops = self.spec.checkpointing == "blocks" and self.spec.checkpoint_blocks == 1
+        spec = self.spec
+        stops = spec.checkpointing == "blocks" and spec.checkpoint_blocks == 1
+        stops = stops and spec.compile != "blocks"  # which runs a block's whole forward as one call
         for _ in range(RECOMPUTED[self.spec.checkpointing]):
             for term in self._block_forward():
                 if stops and term.name == "feed_forward.down":
