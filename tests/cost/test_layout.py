@@ -261,6 +261,14 @@ def test_four_ranks_send_keys_three_times_and_gradients_in_fp32():
     ]
 
 
+def test_a_pipelines_record_says_how_it_is_cut_and_what_is_not_known():
+    cut = step("pp2 1f1b m2 dp2 bucketed", wired(), batch=4, balance="time").note
+    assert (
+        cut.startswith("stages of 16, 16 blocks")
+        and "by predicted time; without what bucketed" in cut
+    )
+
+
 def test_all_forwards_first_hold_no_gradients_at_the_peak():
     """unless they are of an earlier pass; 1f1b goes forward again when there are some."""
     model = ModelSpec.preset("medium", context_length=1024)

@@ -84,8 +84,8 @@ def predict_layout(spec: LayoutSpec, machine: Machine, *, coarse: bool = False) 
         return record
     tables = {**record.tables, "spans": span_rows(found.timeline)}
     cut = said([stage.blocks for stage in parts.stages], "blocks")
-    note = f"{cut}, by predicted time" if spec.needs_times else ""
-    return dataclasses.replace(record, tables=tables, note=note)
+    cut = f"{cut}, by predicted time" if spec.needs_times else ""
+    return dataclasses.replace(record, tables=tables, note="; ".join(filter(None, (cut, note))))
 
 
 def _exposed(parts: "LayoutParts", found: Predicted) -> dict[str, float]:
