@@ -60,7 +60,22 @@ def on_ranks(_):
         compare_step(context, positions)
     with pytest.raises(ValueError, match="33 tokens; context parallel over"):
         context.piece(torch.zeros(1, 33))
+    refuse()
     return context.rank
+
+
+def refuse():
+    """What cannot be computed raises before or after keys were sent, and the ranks can go on."""
+    for copies in (False, True):
+        context = ContextParallel(dist.group.WORLD, ATTENTION, copies=copies)
+        odd, even = (torch.ones(1, 2, length, 4, dtype=torch.float64) for length in (5, 4))
+        for q, k in ((odd, odd), (even, odd), (odd, even)):
+            with pytest.raises(ValueError, match="5 tokens on this rank; .* two equal chunks"):
+                context.attend(q, k, k)
+        torch.testing.assert_close(context.attend(odd, odd, odd, is_causal=False), odd)
+        with pytest.raises(ValueError, match="scale"):
+            context.attend(even, even, even, scale=0.0)
+        compare_attention(context, True, 4, torch.float64, 1e-12)
 
 
 def compare_attention(context, is_causal, kv_heads, dtype, tolerance, *, length=32, width=8):

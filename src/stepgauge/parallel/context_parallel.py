@@ -115,12 +115,19 @@ class ContextParallel:
         scale: float | None = None,
     ) -> Tensor:
         """o_BHTD of the rank's queries over the keys of all ranks. Every rank must call it, with as
-        many tokens.
+        many tokens. Raises ValueError for an odd number of them with is_causal, which cuts the two
+        chunks of each rank apart.
 
         Sends (N-1) · (k + v) bytes in forward, and in backward as many and as much of their
         gradients; in messages, sums of these travel in fp32. Copies need boxes of 4N · (k + v)
         bytes on each rank, once.
         """
+        for tokens in (q_BHTD.shape[-2], k_BKTD.shape[-2]) if is_causal and self.ranks > 1 else ():
+            if tokens % 2:
+                raise ValueError(
+                    f"there are {tokens} tokens on this rank; causal context parallel takes two equal "
+                    f"chunks of a sequence on each: choose an even number"
+                )
         scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
         o: Tensor = _RingAttention.apply(q_BHTD, k_BKTD, v_BKTD, self, is_causal, scale)
         return o

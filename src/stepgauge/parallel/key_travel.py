@@ -35,11 +35,16 @@ class Travel(Protocol):
 @contextlib.contextmanager
 def travel_of(kv: Tensor, group: dist.ProcessGroup, *, copies: bool) -> Iterator[Travel]:
     """One pass over the keys of the group. All ranks must make it."""
-    if not copies:
-        yield Messages(kv, group)
+    if copies:
+        with Copies(kv, group) as travel:
+            yield travel
         return
-    with Copies(kv, group) as travel:
-        yield travel
+    messages = Messages(kv, group)
+    try:
+        yield messages
+    except Exception:  # which all ranks have, and may go on from
+        messages.finish()
+        raise
 
 
 class Staying:
@@ -88,6 +93,12 @@ class Messages:
         assert self._returning is not None, "gradients were given"
         return [self._returning.wait()]
 
+    def finish(self) -> None:
+        """Waits for what is on its way, which the next message would else be taken for."""
+        for each in (self._arriving, self._returning):
+            if each is not None:
+                each.wait()
+
 
 class _Arriving:
     """A tensor on its way to the next rank, and the one that comes from the rank before."""
@@ -106,8 +117,8 @@ class _Arriving:
         )
 
     def wait(self) -> Tensor:
-        for work in self._works:
-            work.wait()
+        while self._works:
+            self._works.pop().wait()
         return self._received
 
 
