@@ -70,7 +70,7 @@ def refuse():
         context = ContextParallel(dist.group.WORLD, ATTENTION, copies=copies)
         odd, even = (torch.ones(1, 2, length, 4, dtype=torch.float64) for length in (5, 4))
         for q, k in ((odd, odd), (even, odd), (odd, even)):
-            with pytest.raises(ValueError, match="5 tokens on this rank; .* two equal chunks"):
+            with pytest.raises(ValueError, match=r"5 tokens on this rank; .* two equal chunks"):
                 context.attend(q, k, k)
         torch.testing.assert_close(context.attend(odd, odd, odd, is_causal=False), odd)
         with pytest.raises(ValueError, match="scale"):
