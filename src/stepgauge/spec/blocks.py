@@ -55,7 +55,8 @@ def operation_of(work: WorkSpec, layout: Layout) -> str:
 
 
 def _operation(work: WorkSpec, cut: str, ranks: int) -> str:
-    model = work.network
+    model = work.model
+    assert isinstance(model, ModelSpec)
     changed = {
         field.name: getattr(model, field.name)
         for field in dataclasses.fields(model)
