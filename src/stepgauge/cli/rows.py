@@ -168,7 +168,8 @@ def run_jobs(jobs: Sequence["Job"], out: Path, *, fresh: bool) -> list["Record"]
     jobs = list({job.asked.identity: job for job in jobs}.values())
     asked = [job.asked for job in jobs]
     names = dict(zip((each.identity for each in asked), labels(asked), strict=True))
-    records, reused = [], 0
+    records: list[Record] = []
+    reused = 0
     shows_all = len(jobs) > 1 and error_console.is_terminal  # the bar says what runs
     if len(jobs) > 1 and not shows_all:
         tell(f"{len(jobs)} rows; each is told here when it is there, the table comes at the end")
