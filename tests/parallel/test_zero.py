@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -67,6 +68,11 @@ def test_a_gradient_in_other_memory_is_refused_where_its_mean_does_not_come(two_
     assert "the gradient of weight is part of other memory" in two_ranks[1]["in other memory"]
 
 
+def test_what_a_failed_backward_refused_is_not_said_by_the_next(two_ranks):
+    for rank in two_ranks:
+        assert rank["after a failure"] == ""
+
+
 @pytest.fixture(scope="module")
 def two_ranks():
     return launch(all_checks, ranks=2)
@@ -78,6 +84,7 @@ def all_checks():
     found["bytes"] = state_bytes()
     found["gathered"] = gathered()
     found["in other memory"] = in_other_memory()
+    found["after a failure"] = after_a_failure()
     return found
 
 
@@ -93,6 +100,29 @@ def in_other_memory():
         words = str(error)
     assert buffer.tolist() == ([1.5] * 4 if rank == 0 else [0.0] * 4) + [0.0] * 2
     return words
+
+
+def after_a_failure():
+    module = nn.Linear(2, 2, bias=False)
+    parallel = OwnerDataParallel(module, owners={"weight": 0})
+    module.weight.grad = torch.zeros(6)[:4].view(2, 2)
+    finish = BucketedDataParallel.finish_synchronizing
+
+    def fails(self, failed=False):
+        finish(self, failed)
+        raise ValueError
+
+    with (
+        mock.patch.object(BucketedDataParallel, "finish_synchronizing", fails),
+        pytest.raises(ValueError),
+    ):
+        parallel(torch.ones(1, 2)).sum().backward()
+    module.weight.grad = None
+    try:
+        parallel(torch.ones(1, 2)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def difference_from_one_process(stage, network, optimizer, every):

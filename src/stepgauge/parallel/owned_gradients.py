@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -37,15 +38,16 @@ class OwnerDataParallel(BucketedDataParallel):
         bucket_mb: float = 25.0,
         *,
         owners: Mapping[str, int],
-        **settings: Any,
+        group: dist.ProcessGroup | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ):
         self.owners = owners
         self._views: list[str] = []  # names of parameters, for what is raised when backward ends
-        super().__init__(module, bucket_mb, **settings)
+        super().__init__(module, bucket_mb, group=group, reduce_dtype=reduce_dtype)
 
     def finish_synchronizing(self, failed: bool = False) -> None:
-        super().finish_synchronizing(failed)
         views, self._views = self._views, []
+        super().finish_synchronizing(failed)
         if views:
             raise RuntimeError(
                 f"the gradient of {views[0]} is part of other memory on rank {self.reducer.rank}, "

@@ -83,7 +83,13 @@ def bucketed(
     """Gradients in buckets, averaged on all ranks, or at their owners alone."""
     if owners is None:
         return BucketedDataParallel(module, settings.bucket_mb, **settings.of_messages)
-    return OwnerDataParallel(module, settings.bucket_mb, owners=owners, **settings.of_messages)
+    return OwnerDataParallel(
+        module,
+        settings.bucket_mb,
+        owners=owners,
+        group=settings.group,
+        reduce_dtype=settings.reduce_dtype,
+    )
 
 
 def _ours(wrap: Callable[..., DataParallel]) -> Callable[..., Parallel]:
