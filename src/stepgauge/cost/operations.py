@@ -303,7 +303,8 @@ class StepOperations(ShareSizes):
             return
         queries = self.tokens * heads // self.share.batch * model.head_width
         keys = self.tokens * self.qkv_rows - queries
-        ring = Ring(self.share.context, queries, keys, self.how.activation)
+        key_heads = model.kv_heads // self.share.tensor
+        ring = Ring(self.share.context, queries, keys, self.how.activation, key_heads)
         yield from ring.forward(own) if direction == "forward" else ring.backward(own)
 
     def _norm(self, name: str, direction: str, module: str) -> Iterator[Term]:

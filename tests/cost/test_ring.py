@@ -1,0 +1,77 @@
+"""What the cost model says that ranks of a sequence send, and beside what, is what they do."""
+
+import types
+
+import pytest
+import torch
+
+from stepgauge.cost.ring import Ring
+from stepgauge.cost.terms import Term
+from stepgauge.parallel import key_travel
+from stepgauge.parallel.context_parallel import ContextParallel, PartialAttention
+
+HEADS, TOKENS, WIDTH = 6, 4, 8
+
+
+class Wire:
+    """Of each message its bytes, and the query heads that met keys before it was waited for."""
+
+    def __init__(self):
+        self.messages = []
+
+    def arriving(self, tensor, group):
+        message = [tensor.nbytes, 0]
+        self.messages.append([message, True])
+
+        def wait():
+            self.messages[place][1] = False
+            return tensor.clone()
+
+        place = len(self.messages) - 1
+        return types.SimpleNamespace(wait=wait)
+
+    def met(self, q):
+        for message, travels in self.messages:
+            message[1] += q.shape[1] * travels
+
+    def taken(self):
+        found, self.messages = [tuple(message) for message, _ in self.messages], []
+        return found
+
+
+def predicted(terms):
+    return [(t.sizes[0], sum(b.sizes[0] for b in t.beside if b.name == "attention"))
+            for t in terms if t.axis]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "key_heads"), [(2, 2), (2, 1), (3, 3), (4, 6)])
+def test_messages_and_the_attention_beside_them(ranks, key_heads, monkeypatch):
+    wire = Wire()
+    monkeypatch.setattr(key_travel, "_Arriving", wire.arriving)
+
+    def forward(q, k, v, is_causal, scale):
+        wire.met(q)
+        return q.clone(), torch.zeros(q.shape[:-1])
+
+    def backward(grad_o, q, k, v, o, lse, is_causal, scale):
+        wire.met(q)
+        return q, k, v
+
+    group = types.SimpleNamespace(rank=lambda: 1, size=lambda: ranks)
+    context = ContextParallel(group, PartialAttention(forward, backward))
+    q, k, v = (
+        torch.ones(1, heads, TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (HEADS, key_heads, key_heads)
+    )
+    values = k.numel() + v.numel()
+    ring = Ring(ranks, q.numel(), values, q.itemsize, key_heads)
+    whole = Term("attention", "attention triton backward bf16", (HEADS, TOKENS, WIDTH))
+    o = context.attend(q, k, v)
+    assert wire.taken() == predicted(ring.forward(whole))
+    o.sum().backward()
+    assert wire.taken() == predicted(ring.backward(whole))
+
+
+def test_two_ranks_sum_in_the_type_of_keys():
+    names = [t.name for t in Ring(2, 1.0, 1.0, 2, 1).forward(Term("attention", "a", (1, 1, 1)))]
+    assert not {"attention.widened", "attention.narrowed"} & {*names}
