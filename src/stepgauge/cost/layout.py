@@ -85,7 +85,9 @@ def predict_layout(spec: LayoutSpec, machine: Machine, *, coarse: bool = False) 
     tables = {**record.tables, "spans": span_rows(found.timeline)}
     cut = said([stage.blocks for stage in parts.stages], "blocks")
     cut = f"{cut}, by predicted time" if spec.needs_times else ""
-    return dataclasses.replace(record, tables=tables, note="; ".join(filter(None, (cut, note))))
+    return dataclasses.replace(
+        record, tables=tables, note="; ".join(filter(None, (cut, record.note)))
+    )
 
 
 def _exposed(parts: "LayoutParts", found: Predicted) -> dict[str, float]:
