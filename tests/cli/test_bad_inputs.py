@@ -95,7 +95,7 @@ def test_every_bad_input_is_one_sentence_and_status_2(stepgauge):
         (("show", "{folder}/none"), 1, "no run at {folder}/none"),
         (("bench", "step", "--config"), 2, "config needs a value"),
         (("predict", "--size", "nano"), 2, "predict needs a value for --hardware"),
-        (("schedule", "check"), 2, "schedule check needs a value for --which"),
+        (("schedule", "check"), 2, "schedule check needs a value for WHICH"),
         (("bench", "step", "--config", "{folder}/none.toml"), 2, "there is no such file"),
         (("bench", "step", "--config", "{folder}/bad.toml"), 2, "batch is -2"),
         (("bench", "step", "--config", "{folder}/odd.toml"), 2, "bacth"),

@@ -205,13 +205,14 @@ TRAIN = (
 
 
 def test_train_tells_how_the_loss_went_and_goes_on_from_its_end(stepgauge, tmp_path):
-    asked = ("--evaluate-every", "6", "--attention", "triton", "--out", tmp_path)
+    asked = ("--evaluate-every", "6", "--attention", "triton", "--out", tmp_path,
+             "--vocab-size", "256")  # fmt: skip
     status, out, err = stepgauge(*TRAIN, *asked)
     assert status == 0
     assert "attention triton ran in plain PyTorch: no CUDA GPU" in err
     assert out.startswith("loss 5.")
     assert "parameters on" in out and "tokens/s; run in" in out
-    assert err.count("bits/byte") == 2
+    assert err.count("bits/byte") == 2 and "step 1 of 12: loss 5." in err
     (record,) = rows(tmp_path)
     assert record.series["step"] == list(range(1, 13))
     # a run at its end is not recorded twice, and its checkpoint is of no other model
@@ -332,7 +333,7 @@ def test_a_run_is_measured_by_one_process_at_a_time(stepgauge, tmp_path):
     ("arguments", "words"),
     [
         (("--precision", "tf32"), "tf32 is a mode of CUDA matrix units; cpu has none"),
-        (("--vocab-size", "999"), "vocab_size is the tokenizer's, 256 for bytes"),
+        (("--vocab-size", "999"), "vocab_size is 999; bytes have 256"),
         (("--warmup", "100"), "warmup is 100 of 12 steps; choose at most 12"),
         (("--learning-rate", "nan"), "learning_rate is nan; it must be a finite number"),
         (("--corpus", "a,b.txt"), "corpus a,b.txt does not exist"),

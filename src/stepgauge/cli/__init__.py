@@ -168,6 +168,8 @@ def _sentence(error: CycloptsError) -> str:
         return f"{name} is {error.token.value!r}; it must be {NUMBERS[error.target_type]}"
     if isinstance(error, MissingArgumentError) and error.argument and not error.tokens_so_far:
         command = " ".join(error.command_chain or ())
-        return f"{command} needs a value for {error.argument.name}: see {command} --help"
+        is_place = error.argument.index is not None  # one that stands without a flag
+        name = error.argument.name.lstrip("-").upper() if is_place else error.argument.name
+        return f"{command} needs a value for {name}: see {command} --help"
     cause = error.__cause__ or error.__context__
     return str(cause) if isinstance(cause, ValueError) else " ".join(str(error).split())

@@ -88,6 +88,8 @@ def print_table(table: Table) -> None:
     if table.caption:  # not the table's title, which would wrap at the width of a narrow one
         whole = not console.is_terminal  # another program reads it as one line
         console.print(table.caption, style="table.title", markup=False, soft_wrap=whole)
+    if not table.rows:
+        return
     shown = table.for_eyes()
     parts = _parts(shown, console.width) if console.is_terminal else []
     for place, part in enumerate((parts if every_column else parts[:1]) or [shown]):
@@ -234,4 +236,6 @@ def summary(record: "Record", name: str) -> str:
         f"{predicted}{heading(n, record.metrics[n].unit)} {number(record.median(n), record.metrics[n].unit)}"
         for n in shown
     ]
+    if "shapes" in record.metrics:
+        figures.append(f"{record.metrics['shapes'].median:.0f} shapes")
     return f"{name}: {', '.join(figures) or 'ok'}"

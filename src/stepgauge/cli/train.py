@@ -1,13 +1,14 @@
 """`stepgauge train`: a real training run, that can be killed and goes on."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import progress, tell
+from stepgauge.cli.console import error_console, progress, tell
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import Out, RunFailedError, resolve_devices
 from stepgauge.report.numbers import number
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from stepgauge.runtime.launch import RankError
 
 SAVING_S = 3600.0  # ranks wait for the one that writes a checkpoint
+OF_BYTES = 256  # tokens in the vocabulary of --tokenizer bytes
+QUIET_S = 10.0  # without a bar a step is told when none was for so long
 
 
 @spec_options(
@@ -69,9 +72,10 @@ def train(
 
 def _spec_of(values: Values) -> TrainSpec:
     """Raises ValueError for options that contradict each other, before torch is loaded."""
-    if "vocab_size" in values and values.get("tokenizer", ("bytes",)) == ("bytes",):
+    tokens = values.get("vocab_size", (OF_BYTES,))
+    if tokens != (OF_BYTES,) and values.get("tokenizer", ("bytes",)) == ("bytes",):
         raise ValueError(
-            "vocab_size is the tokenizer's, 256 for bytes; --tokenizer bpe takes another"
+            f"vocab_size is {tokens[0]}; bytes have {OF_BYTES}, --tokenizer bpe takes another"
         )
     (spec,) = expand(TrainSpec, values)
     if spec.corpus != DEFAULT_CORPUS and not Path(spec.corpus).exists():
@@ -112,13 +116,17 @@ def _train(spec: TrainSpec, out: Path) -> str:
     store = RunStore(out)
     unit = "" if isinstance(spec.model, UserModel) else " bits/byte"
     with store.held(), progress(spec.steps, "steps") as (bar, task):
+        told = 0.0
 
         def report(point: LossPoint) -> None:
+            nonlocal told
             bar.update(task, completed=point.step, description=f"loss {point.loss:.3f}")
-            if point.held_out is not None:
-                tell(
-                    f"step {point.step}: loss {point.loss:.4f}, held-out {point.held_out:.4f}{unit}"
-                )
+            is_quiet = time.monotonic() - told > QUIET_S and not error_console.is_terminal
+            evaluated = point.held_out is not None
+            if evaluated or not told or is_quiet:
+                of_text = f", held-out {point.held_out:.4f}{unit}" if evaluated else ""
+                tell(f"step {point.step} of {spec.steps}: loss {point.loss:.4f}{of_text}")
+                told = time.monotonic()
 
         def resumed(step: int) -> None:
             tell(

@@ -27,7 +27,10 @@ from stepgauge.tune.choices import space
 CONFIG = "tuned.toml"
 
 
-@spec_options(LayoutSpec, DataParallelSpec, StepSpec, ModelSpec, sweep=True, without=("device",))
+@spec_options(
+    LayoutSpec, DataParallelSpec, StepSpec, ModelSpec,
+    sweep=True, without=("device",), defaults={"size": "small"},
+)  # fmt: skip
 def tune(
     *,
     values: Values,
@@ -53,8 +56,8 @@ def tune(
     """
     if best < 1 or ranks < 1:
         raise ValueError(f"best is {best} and ranks is {ranks}; both must be at least 1")
-    names_one = values.keys() & {"size", "hf_config", "model"}
-    given = values if names_one else {"size": ("small",), **values}
+    has_file = bool(values.keys() & {"hf_config", "model"})
+    given = {name: value for name, value in values.items() if name != "size" or not has_file}
     asked_for = space(given, device=device, ranks=ranks)
     asked_for.require(asked_for.usual)  # what cannot be is said before torch is loaded
 

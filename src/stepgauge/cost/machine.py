@@ -31,9 +31,10 @@ class Machine:
     def __init__(self, hardware: HardwareFile, *, products: float = HALF):
         calibrated = hardware if hardware.operations else hardware.base
         if calibrated is None or not calibrated.operations:
+            held = "links alone" if hardware.links else "no operations"
             raise ValueError(
-                f"the hardware file {hardware.name} has no operations: run stepgauge calibrate "
-                f"FILE on that machine"
+                f"the hardware file {hardware.name} has {held}: take one that was calibrated, or run "
+                f"stepgauge calibrate FILE on that machine"
             )
         self.hardware, self._calibrated, self._products = hardware, calibrated, products
         self.network = Network(hardware)

@@ -198,7 +198,8 @@ def require_same(about: dict[str, Any], wanted: dict[str, Any], folder: Path) ->
         )
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         raise CheckpointError(
-            f"checkpoint {folder} is of another run: {changes}{more}; choose another --out"
+            f"checkpoint {folder} is of another run: {changes}{more}, which change its loss curve; ask for "
+            f"the same, or choose another --out"
         )
 
 

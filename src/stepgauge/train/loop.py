@@ -83,7 +83,7 @@ class Trainer:
                 last = done == self.spec.steps
                 evaluates = last or done % self.spec.evaluate_every == 0
                 saves = last or done % self.spec.checkpoint_every == 0
-                if evaluates or saves or done % DRAIN_EVERY == 0:
+                if evaluates or saves or number == start or done % DRAIN_EVERY == 0:
                     points = self._drain(pending, self._held_out() if evaluates else None)
                     file.writelines(
                         json.dumps(dataclasses.asdict(point)) + "\n" for point in points
