@@ -57,9 +57,13 @@ def test_a_row_that_was_measured_keeps_the_prediction_that_was_made_before(tmp_p
     predict_before([spec()], BOX, store)
     store.append(row(spec(), 5.0, "measured"))
     takes(5.0)  # calibrated again, knowing more
-    (kept,) = predict_before([spec()], BOX, store).records
+    found = predict_before([spec()], BOX, store)
+    (kept,) = found.records
+    assert found.num_outdated == 1
     assert kept.median("step_ms") == 7.0 and kept.note == BEFORE
-    (again,) = predict_before([spec()], BOX, store, fresh=True).records
+    found = predict_before([spec()], BOX, store, fresh=True)
+    (again,) = found.records
+    assert found.num_outdated == 0
     assert again.median("step_ms") == 5.0  # the row is to be measured again
 
 

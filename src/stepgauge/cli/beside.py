@@ -41,13 +41,18 @@ def predict_rows(
 
     if hardware is None:
         return []
-    found, refused = predict_before(
+    found, refused, outdated = predict_before(
         specs, HardwareFile.read(hardware), store_for(out), fresh=fresh, expected=expected
     )
     if found or is_asked:
         tell(f"{len(found)} of {len(specs)} rows predicted from {hardware}")
         for reason, count in refused.items():
             tell(f"not predicted ({count} of {len(specs)}): {reason}")
+        if outdated:
+            tell(
+                f"{outdated} of them were measured in {out} before and keep their predictions of "
+                f"then, which are not what {hardware} gives now: --fresh makes both again"
+            )
     return found
 
 

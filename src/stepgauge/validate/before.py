@@ -15,10 +15,14 @@ BEFORE, AFTER = "predicted before it was measured", "predicted after it was meas
 
 
 class Predictions(NamedTuple):
-    """The modelled records, and of each reason why a spec has none how many have it."""
+    """The modelled records, and of each reason why a spec has none how many have it.
+
+    num_outdated  records made before that differ from what the hardware file gives now
+    """
 
     records: list[Record]
     refused: dict[str, int]
+    num_outdated: int = 0
 
 
 def predict_before(
@@ -34,7 +38,7 @@ def predict_before(
     one that had none says so.
     """
     store.prepare()
-    found = Predictions([], {})
+    found, num_outdated = Predictions([], {}), 0
     with store.held():
         known = store.read().records
         for spec, miss in itertools.zip_longest(specs, expected, fillvalue=""):
@@ -50,8 +54,9 @@ def predict_before(
                 note = "; ".join(filter(None, (AFTER if is_done else BEFORE, miss)))
                 before = dataclasses.replace(record, note=note)
                 store.append(before)
+            num_outdated += before.metrics != record.metrics
             found.records.append(before)
-    return found
+    return found._replace(num_outdated=num_outdated)
 
 
 def _last(records: Sequence[Record], provenance: str, like: Record) -> Record | None:
