@@ -128,6 +128,9 @@ def test_a_configuration_file_gives_options_and_the_command_line_counts_more(ste
     assert status == 0 and [line.split(",")[0] for line in out.splitlines()] == ["size", "mini"]
     status, out, _ = stepgauge("model", "--format", "csv", "--config", path)
     assert len(out.splitlines()) == 3
+    path.write_text("batch = 2\n[model]\n")
+    status, out, err = stepgauge("model", "--config", path)
+    assert status == 2 and not out and "'batch', which is no command" in err
 
 
 def test_a_wrong_value_loads_neither_torch_nor_matplotlib():

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -150,6 +151,12 @@ def _config_of(arguments: Sequence[str]) -> tuple[list[str], tuple[Toml, ...]]:
         return given, ()
     if not Path(file).is_file():
         raise ValueError(f"config is {file!r}; there is no such file")
+    for name in tomllib.loads(Path(file).read_text(encoding="utf-8")):
+        if name not in COMMANDS:  # it would be left out without a word
+            raise ValueError(
+                f"config {file} has {name!r}, which is no command; options stand in the table of "
+                f"theirs, such as [bench.step]"
+            )
     return given, (Toml(Path(file), search_parents=False),)
 
 
