@@ -93,6 +93,7 @@ def test_every_bad_input_is_one_sentence_and_status_2(stepgauge):
         (("topo", "--report", "{folder}"), 1, "cannot use {folder}: Is a directory"),
         (("comm", "explain", "scatter", "--ranks", "9"), 2, "ranks is 9"),
         (("show", "{folder}/none"), 1, "no run at {folder}/none"),
+        (("show", "{folder}/bad.toml"), 1, "{folder}/bad.toml is a file; name the folder of a run"),
         (("bench", "step", "--config"), 2, "config needs a value"),
         (("predict", "--size", "nano"), 2, "predict needs a value for --hardware"),
         (("schedule", "check"), 2, "schedule check needs a value for WHICH"),

@@ -159,7 +159,7 @@ def test_the_report_has_a_section_an_experiment(machine, tmp_path):
 def test_what_was_not_run_is_named_with_the_reason(tmp_path):
     remember(dataclasses.replace(CPU, has_compiler=False), tmp_path)
     text = page_of(tmp_path, []).html()
-    assert "Not run on this machine" in text
+    assert "Not in this run" in text
     assert "torch.compile needs a C++ compiler" in text
 
 

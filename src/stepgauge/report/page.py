@@ -236,4 +236,4 @@ def _left_out(sections: Sequence[Section]) -> str:
     items = "".join(
         f"<li><b>{html.escape(s.title)}</b>: {html.escape(s.reason)}</li>" for s in sections
     )
-    return f'<section id="not-run"><h2>Not run on this machine</h2><ul>{items}</ul></section>'
+    return f'<section id="not-run"><h2>Not in this run</h2><ul>{items}</ul></section>'

@@ -124,6 +124,8 @@ class RunStore:
             lines = self.path.read_bytes().split(b"\n")
         except FileNotFoundError:
             raise StoreError(f"no run at {self.folder}") from None
+        except NotADirectoryError:
+            raise StoreError(f"{self.folder} is a file; name the folder of a run") from None
         except OSError as error:
             raise StoreError(f"cannot read {self.path}: {error.strerror}") from None
         records, problems = [], []
