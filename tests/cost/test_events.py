@@ -67,6 +67,9 @@ def test_a_product_waits_for_the_collective_beside_which_it_was_launched():
         StreamWork("bucket", "data", 2.0, "all_reduce", (1,)),
     ]
     assert ends(first, Fixed()) == [10.0, 4.0, 7.0], "it had all multiprocessors when it began"
+    two = [StreamWork(f"bucket {us}", "data", us, "all_reduce") for us in (2.0, 20.0)]
+    product = StreamWork("product", COMPUTE, 10.0, "matmul nn bf16")
+    assert ends([*two, product], Fixed())[2] == 20.0, "it waits for the one that follows, too"
 
 
 def test_what_is_exposed_is_what_runs_beside_no_computing():
