@@ -62,3 +62,12 @@ def test_calls_are_repeated_in_one_recording(ended):
     ran = []
     assert recording.repeated(lambda: ran.append(1), 3, DEVICE) is not None
     assert len(ran) == 3
+
+
+def test_a_device_has_one_stream_however_it_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda index: object())
+    recording._stream.cache_clear()
+    streams = [recording.stream_of(torch.device(name)) for name in ("cuda", "cuda:1", "cuda:0")]
+    recording._stream.cache_clear()
+    assert streams[0] is streams[1] and streams[0] is not streams[2]

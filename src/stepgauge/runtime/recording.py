@@ -62,10 +62,18 @@ def repeated(call: Call, count: int, device: torch.device) -> Call | None:
         return None
 
 
-@functools.cache
 def stream_of(device: torch.device) -> torch.cuda.Stream:
     """The one that records; one a device, since cuBLAS keeps a workspace a stream."""
-    return torch.cuda.Stream(device)
+    return _stream(_index(device))
+
+
+@functools.cache
+def _stream(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @contextlib.contextmanager
@@ -118,7 +126,7 @@ def _end_failed_capture(pool: tuple[int, int], device: torch.device) -> None:
     The way out: a torch.cuda.graph that ends what it began also where it raises.
     """
     torch.cuda.synchronize(device)
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = _index(device)
     with contextlib.suppress(RuntimeError):  # this capture has ended, and failed after that
         torch._C._cuda_endAllocateToPool(index, pool)
         torch._C._cuda_releasePool(index, pool)
