@@ -262,12 +262,12 @@ def test_what_has_no_price_is_named(nets):
             traced(StepSpec(model=nets(name), device="cuda"), "sm90")
     with pytest.raises(
         ValueError,
-        match="compile is 'on'; of a user's model, BERT, experts and windows eager steps",
+        match="compile is 'on'; of a user's model, BERT, experts, windows and other masks eager steps",
     ):
         traced(StepSpec(model=nets("convolutions"), compile="on"), "cpu")
     with pytest.raises(
         ValueError,
-        match="wrapper is 'zero3'; of a user's model, BERT, experts and windows one device",
+        match="wrapper is 'zero3'; of a user's model, BERT, experts, windows and other masks one device",
     ):
         traced(DataParallelSpec(model=nets("convolutions"), wrapper="zero3"), "cpu")
 
@@ -292,7 +292,7 @@ def test_predict_takes_a_user_model_over_a_data_axis(stepgauge, nets):
     status, _, err = stepgauge(*asked, "--layout", "tp2")
     assert (
         status == 2
-        and "layout is 'tp2'; of a user's model, BERT, experts and windows one device and data axes"
+        and "layout is 'tp2'; of a user's model, BERT, experts, windows and other masks one device and data axes"
         in err
     )
 

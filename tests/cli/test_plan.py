@@ -149,7 +149,7 @@ def test_a_users_network_has_its_data_axes_ranked(stepgauge, tmp_path):
         (("--tokens", "1B"), "tokens is '1B'; those of a user's model are not known"),
         (
             ("--compile", "on"),
-            "compile is 'on'; of a user's model, BERT, experts and windows eager steps are predicted",
+            "compile is 'on'; of a user's model, BERT, experts, windows and other masks eager steps are predicted",
         ),
     ):
         status, _, err = stepgauge(*on_gpus, *wrong)

@@ -16,7 +16,7 @@ from stepgauge.spec.step import StepSpec
 
 TracedSpec = StepSpec | DataParallelSpec | LayoutSpec
 GROUP = 8  # operators that the host launches before the device may begin the first of them
-TRACED = "a user's model, BERT, experts and windows"
+TRACED = "a user's model, BERT, experts, windows and other masks"
 LAYOUTS = f"of {TRACED} one device and data axes up to zero2 are predicted"
 
 
