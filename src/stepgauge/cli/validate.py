@@ -84,7 +84,8 @@ def with_timed_blocks(asked: Sequence[Asked], hardware: Path, out: Path, *, fres
     records = run_jobs([blocks.job(spec) for spec in found], out / "blocks", fresh=fresh)
     path = out / "hardware.json"
     blocks.with_blocks(HardwareFile.read(hardware), records).write(path)
-    tell(f"blocks of {len(found)} networks are in {path}")
+    timed = sum(record.status == "ok" for record in records)
+    tell(f"blocks of {timed} of {len(found)} networks are in {path}")
     return path
 
 
