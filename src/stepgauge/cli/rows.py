@@ -170,8 +170,9 @@ def run_jobs(jobs: Sequence["Job"], out: Path, *, fresh: bool) -> list["Record"]
     names = dict(zip((each.identity for each in asked), labels(asked), strict=True))
     records: list[Record] = []
     reused = 0
-    shows_all = len(jobs) > 1 and error_console.is_terminal  # the bar says what runs
-    if len(jobs) > 1 and not shows_all:
+    is_alone = len(jobs) == 1
+    shows_all = not is_alone and error_console.is_terminal  # the bar says what runs
+    if not is_alone and not shows_all:
         tell(f"{len(jobs)} rows; each is told here when it is there, the table comes at the end")
     tried: collections.Counter[str] = collections.Counter()
     ends = _ended_in_a_sentence(records, len(jobs), store.folder)
@@ -191,9 +192,8 @@ def run_jobs(jobs: Sequence["Job"], out: Path, *, fresh: bool) -> list["Record"]
             records.append(outcome.record)
             reused += outcome.was_there
             bar.advance(task)
-            # where it is all there is, require_success says it
-            is_told_later = len(jobs) == 1 and outcome.record.status == "failed"
-            if not outcome.was_there and not is_told_later:
+            # a failure that is all there is, require_success tells
+            if not outcome.was_there and not (is_alone and outcome.record.status == "failed"):
                 tell(summary(outcome.record, names[outcome.job.asked.identity]))
     _tell_of_all(records, store.folder, reused)
     return records

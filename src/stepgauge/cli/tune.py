@@ -22,7 +22,9 @@ from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
 from stepgauge.spec.user_model import UserModel
-from stepgauge.tune.choices import space
+from stepgauge.tune import search
+from stepgauge.tune.choices import Space, space
+from stepgauge.tune.told import command_line, gain_table, sentence, write_config
 
 CONFIG = "tuned.toml"
 
@@ -62,8 +64,6 @@ def tune(
     asked_for.require(asked_for.usual)  # what cannot be is said before torch is loaded
 
     from stepgauge.measure.devices import resolve
-    from stepgauge.tune import search
-    from stepgauge.tune.told import command_line, gain_table, sentence, write_config
 
     candidates = space(given, device=str(resolve(device)), ranks=ranks)
     resolve_devices([candidates.require(candidates.usual)])
@@ -71,6 +71,11 @@ def tune(
     known = HardwareFile.read(path) if path else None
     measure = _Measured(out, path, fresh)
     tuned = search.tune(candidates, measure, functools.partial(_predicted, known), best=best)
+    _tell_of(tuned, candidates, measure, out)
+
+
+def _tell_of(tuned: search.Tuned, candidates: Space, measure: "_Measured", out: Path) -> None:
+    """What was predicted and measured, what each choice gains, and the winner."""
     modelled = [r for r in RunStore(out).read().latest() if r.provenance == "modelled"]
     print_beside(
         [r for r in modelled if r.key in measure.records], [*measure.records.values()], "table"

@@ -6,14 +6,13 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from stepgauge.cli.beside import hardware_of, predict_rows, tell_of_other_devices
+from stepgauge.cli.beside import Hardware, hardware_of, predict_rows, tell_of_other_devices
 from stepgauge.cli.console import Format, print_tables, tell
 from stepgauge.cli.options import Values, spec_options
 from stepgauge.cli.records import write_page
 from stepgauge.cli.rows import (
     Fresh,
     Out,
-    existing_hardware,
     require_success,
     resolve_devices,
     run_jobs,
@@ -40,12 +39,7 @@ def validate(
             help='How each step is spread: none "dp2 zero1" "tp2". The batch is that of all ranks.',
         ),
     ] = (),
-    hardware: Annotated[
-        Path | None,
-        Parameter(
-            help="Hardware file of this machine. [that of this device]", converter=existing_hardware
-        ),
-    ] = None,
+    hardware: Hardware = None,
     out: Out = Path("runs/validate"),
     blocks: Annotated[
         bool,

@@ -126,6 +126,10 @@ class GradientSum:
         return _sum_copies(gradient, cut=self.cut, stream=self.stream)
 
 
+def _is_on_gpus_of_one_machine(module: nn.Module, group: dist.ProcessGroup) -> bool:
+    return all(each.is_cuda for each in module.parameters()) and on_one_machine(group)
+
+
 def parallelize_tensor(
     module: nn.Module,
     table: Table,
@@ -156,8 +160,7 @@ def parallelize_tensor(
     assert group is not None, "tensor parallel runs in a process group"
     prepare_replicas(module, group)
     if overlap is None:
-        is_on_gpu = all(each.is_cuda for each in module.parameters())
-        overlap = by_sequence and is_on_gpu and on_one_machine(group)
+        overlap = by_sequence and _is_on_gpus_of_one_machine(module, group)
     stream = _stream(group, by_sequence, overlap)
     rules = list(matched(table, [name for name, _ in module.named_modules()]))
     for name, rule in rules:
