@@ -32,9 +32,11 @@ CASES = (
     [*itertools.product(WRAPPERS, PHASES, WORDS)]
     if EVERYTHING
     else [
+        ("bucketed", "backward", "raises"),
         ("zero1", "save", "killed"),
         ("zero2", "step", "exits with 0"),
         ("zero3", "backward", "raises"),
+        ("zero3", "forward", "killed"),
     ]
 )
 
@@ -64,14 +66,12 @@ def test_a_rank_that_is_killed_while_it_saves_its_share(wrapper, rank, tmp_path)
 
 @contextlib.contextmanager
 def ending_soon(words, failed_at):
-    """What is launched in it raises these words, long before a collective's limit of 120 s, and
-    leaves no process. On a machine that is not busy it takes less than 30 s.
-    """
+    """What is launched in it raises these words within 30 s of the failure, and leaves no process."""
     before = set(multiprocessing.active_children())
     with pytest.raises(RankError) as raised:
         yield
     assert str(raised.value) == words
-    assert time.time() - float(failed_at.read_text()) < 100
+    assert time.time() - float(failed_at.read_text()) < 30
     assert not set(multiprocessing.active_children()) - before
 
 

@@ -65,7 +65,7 @@ def test_the_rank_that_failed_is_named_not_those_that_waited_for_it(how, words, 
         launch(fail, how, failed_at, ranks=3 if how == "raise" else 2)
     assert str(raised.value) == words
     assert raised.value.rank == 1
-    assert time.time() - float(failed_at.read_text()) < 100  # the limit of a collective: 120
+    assert time.time() - float(failed_at.read_text()) < 60
 
 
 def test_a_rank_that_ends_alone_with_status_0():
@@ -74,8 +74,10 @@ def test_a_rank_that_ends_alone_with_status_0():
 
 
 def test_a_rank_that_hangs_ends_the_job_when_the_timeout_is_over():
-    with pytest.raises(RankError, match="rank 0 of 2: "):  # rank 1 sleeps for 600 s
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 0 of 2: "):
         launch(fail, "hangs", ranks=2, timeout_s=3)
+    assert time.monotonic() - start < 120
 
 
 def test_more_ranks_than_can_be_started_are_refused():

@@ -18,12 +18,7 @@ from stepgauge.cost.terms import TRAFFIC, Term
 from stepgauge.cost.wrapper_host import hooks_of
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.plan.buckets import FIRST_BUCKET_MB, Bucket, Parameter, plan_buckets
-from stepgauge.spec.plan.shards import (
-    UPDATE_PARTS,
-    dealt,
-    plan_launches,
-    plan_owners,
-)
+from stepgauge.spec.plan.shards import UPDATE_PARTS, dealt, plan_launches, plan_owners
 
 BYTES: Mapping[str, int] = {"own": 0, "bf16": 2, "fp16": 2}
 

@@ -15,9 +15,7 @@ from stepgauge.cost.program import (
 from stepgauge.cost.terms import TRAFFIC, Term, strided_copy
 from stepgauge.cost.timed_blocks import timed_blocks
 from stepgauge.cost.wrapper_host import hooks_of
-from stepgauge.spec.plan.shards import (
-    MOST_IN_FLIGHT,
-)
+from stepgauge.spec.plan.shards import MOST_IN_FLIGHT
 
 
 class FullySharded(DataParallelCost):
