@@ -45,7 +45,7 @@ NCCL = {
     "no clusters": {"cga_cluster_size": 0},
     "12 blocks": {"min_ctas": 1, "max_ctas": 12},
 }
-BESIDE = [("none", ""), ("bucketed", ""), ("bucketed", "copies")]
+BESIDE = [("none", ""), ("bucketed", "")]
 SMALL = ("torch-ddp", "torch-ddp-views", "zero1", "zero2", "zero3", "torch-fsdp")
 # Of each part: precision, reduce_dtype, its rows (wrapper, way), in how many rounds.
 PARTS: dict[str, tuple[str, str, list[tuple[str, str]], int]] = {
@@ -64,8 +64,6 @@ def rows(arguments: argparse.Namespace) -> Iterator[tuple[int, str, DataParallel
             precision, reduce_dtype, ways, rounds = PARTS[part]
             size = "small" if part == "small" and arguments.size == "2.7b" else arguments.size
             for wrapper, way in ways if number < rounds else ():
-                if way == "copies" and arguments.no_copies:
-                    continue
                 yield (
                     number,
                     way,
@@ -92,7 +90,7 @@ def settings_of(spec: DataParallelSpec, way: str) -> Iterator[Settings]:
         "reduce_dtype": REDUCE_DTYPES[spec.reduce_dtype],
     }
     if way not in NCCL or spec.device == "cpu":
-        yield Settings(**fields, copies=way == "copies")
+        yield Settings(**fields)
         return
     options = dist.ProcessGroupNCCL.Options()
     for name, value in NCCL[way].items():
@@ -154,10 +152,8 @@ def campaign(arguments: argparse.Namespace, started: float) -> None:
             return
         begun = time.time()
         figures: list[Any] = [None] * dist.get_world_size()
-        name = f"{spec.size}_{spec.precision}_{spec.wrapper}_{way}.json.gz"
-        trace = (
-            arguments.out / name if arguments.trace and (way == "copies" and not number) else None
-        )
+        name = f"{spec.size}_{spec.precision}_{spec.wrapper}.json.gz"
+        trace = arguments.out / name if spec.wrapper in arguments.trace and not number else None
         try:
             ours: Figures | str = measure(spec, way, trace)
         except (RuntimeError, ValueError) as error:  # a setting that NCCL refuses
@@ -198,8 +194,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=PARTS)
     parser.add_argument("--size", default="2.7b")
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--no-copies", action="store_true", help="leave these rows out")
-    parser.add_argument("--trace", action="store_true", help="of copies, in the first round")
+    parser.add_argument("--trace", nargs="*", default=[], help="wrappers, in the first round")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     arguments = parser.parse_args()

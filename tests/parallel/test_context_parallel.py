@@ -46,16 +46,15 @@ def test_every_pair_of_tokens_meets_once(ranks):
 
 
 def on_ranks(_):
-    for copies in (False, True):
-        context = ContextParallel(dist.group.WORLD, ATTENTION, copies=copies)
-        for is_causal in (True, False):
-            for kv_heads in (2, 1) if copies else (4, 2):
-                compare_attention(context, is_causal, kv_heads, torch.float64, 1e-12)
-        compare_attention(context, True, 4, torch.bfloat16, 2e-2)
-        context.communicates = False
-        q = torch.randn(1, 2, 4, 8, requires_grad=True)
-        context.attend(q, q, q).sum().backward()  # nobody is waited for
-        context.communicates = True
+    context = ContextParallel(dist.group.WORLD, ATTENTION)
+    for is_causal in (True, False):
+        for kv_heads in (4, 2, 1):
+            compare_attention(context, is_causal, kv_heads, torch.float64, 1e-12)
+    compare_attention(context, True, 4, torch.bfloat16, 2e-2)
+    context.communicates = False
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    context.attend(q, q, q).sum().backward()  # nobody is waited for
+    context.communicates = True
     for positions in ("rope", "learned"):
         compare_step(context, positions)
     with pytest.raises(ValueError, match="33 tokens; context parallel over"):
@@ -66,16 +65,15 @@ def on_ranks(_):
 
 def refuse():
     """What cannot be computed raises before or after keys were sent, and the ranks can go on."""
-    for copies in (False, True):
-        context = ContextParallel(dist.group.WORLD, ATTENTION, copies=copies)
-        odd, even = (torch.ones(1, 2, length, 4, dtype=torch.float64) for length in (5, 4))
-        for q, k in ((odd, odd), (even, odd), (odd, even)):
-            with pytest.raises(ValueError, match=r"5 tokens on this rank; .* two equal chunks"):
-                context.attend(q, k, k)
-        torch.testing.assert_close(context.attend(odd, odd, odd, is_causal=False), odd)
-        with pytest.raises(ValueError, match="scale"):
-            context.attend(even, even, even, scale=0.0)
-        compare_attention(context, True, 4, torch.float64, 1e-12)
+    context = ContextParallel(dist.group.WORLD, ATTENTION)
+    odd, even = (torch.ones(1, 2, length, 4, dtype=torch.float64) for length in (5, 4))
+    for q, k in ((odd, odd), (even, odd), (odd, even)):
+        with pytest.raises(ValueError, match=r"5 tokens on this rank; .* two equal chunks"):
+            context.attend(q, k, k)
+    torch.testing.assert_close(context.attend(odd, odd, odd, is_causal=False), odd)
+    with pytest.raises(ValueError, match="scale"):
+        context.attend(even, even, even, scale=0.0)
+    compare_attention(context, True, 4, torch.float64, 1e-12)
 
 
 def compare_attention(context, is_causal, kv_heads, dtype, tolerance, *, length=32, width=8):
@@ -139,11 +137,10 @@ def test_a_ring_equals_one_process_on_gpus():
 def on_gpus(_):
     """Attention again and again, while one rank or the other comes late."""
     torch.set_default_device(torch.device("cuda", torch.cuda.current_device()))
-    for copies in (False, True):
-        context = ContextParallel(dist.group.WORLD, ATTENTION, copies=copies)
-        for number in range(6):
-            if context.rank == number % 2:
-                torch.cuda._sleep(20_000_000)
-            sizes = {"length": 512, "width": 64}
-            compare_attention(context, number % 3 > 0, 2, torch.bfloat16, 4e-2, **sizes)
+    context = ContextParallel(dist.group.WORLD, ATTENTION)
+    for number in range(6):
+        if context.rank == number % 2:
+            torch.cuda._sleep(20_000_000)
+        sizes = {"length": 512, "width": 64}
+        compare_attention(context, number % 3 > 0, 2, torch.bfloat16, 4e-2, **sizes)
     return context.rank

@@ -19,9 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepgauge.parallel.exchange import register
-from stepgauge.parallel.key_travel import Staying, Travel, travel_of
-from stepgauge.parallel.peer_memory import on_one_machine
+from stepgauge.parallel.key_travel import Messages, Staying, Travel
 from stepgauge.spec.plan.context import Meeting, chunks_of, half, plan_ring, positions_of
 
 
@@ -43,7 +41,6 @@ class PartialAttention:
 class ContextParallel:
     """The ranks of a group, each with its tokens of a sequence.
 
-    copies        copy engines move what is sent, between ranks of one machine. Not run on a GPU yet
     communicates  False: each rank computes as much on its own keys alone, to see what sending costs
 
     Ranks' means over their tokens are weighed by how many count (CountedMean): targets of -100 lie
@@ -52,15 +49,8 @@ class ContextParallel:
 
     group: dist.ProcessGroup
     attention: PartialAttention
-    copies: bool = False
     communicates: bool = True
     _positions: dict[tuple[int, str], Tensor] = dataclasses.field(default_factory=dict, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.copies:
-            if not on_one_machine(self.group):
-                raise ValueError("copies is True; it needs the ranks of a sequence on one machine")
-            register(self.group)
 
     @property
     def rank(self) -> int:
@@ -101,8 +91,12 @@ class ContextParallel:
         if self.ranks == 1 or not self.communicates:
             yield Staying(kv, self.ranks)
             return
-        with travel_of(kv, self.group, copies=self.copies) as travel:
-            yield travel
+        messages = Messages(kv, self.group)
+        try:
+            yield messages
+        except Exception:  # which all ranks have, and may go on from
+            messages.finish()
+            raise
 
     @torch.compiler.disable
     def attend(
@@ -119,8 +113,7 @@ class ContextParallel:
         chunks of each rank apart.
 
         Sends (N-1) · (k + v) bytes in forward, and in backward as many and as much of their
-        gradients; in messages, sums of these travel in fp32. Copies need boxes of 4N · (k + v)
-        bytes on each rank, once.
+        gradients, whose sums travel in fp32.
         """
         for tokens in (q_BHTD.shape[-2], k_BKTD.shape[-2]) if is_causal and self.ranks > 1 else ():
             if tokens % 2:

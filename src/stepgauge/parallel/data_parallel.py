@@ -17,13 +17,11 @@ from torch import Tensor, nn
 
 from stepgauge.parallel.bucket_gradients import BucketGradients, Launch
 from stepgauge.parallel.collectives import Group
-from stepgauge.parallel.copy_reducer import CopyReducer
 from stepgauge.parallel.present_backward import at_end_of_backward
 from stepgauge.parallel.readiness import Readiness
 from stepgauge.parallel.reducer import GradientReducer
 from stepgauge.parallel.replicas import (
     describe_parameter,
-    device_of,
     prepare_replicas,
     reduced_dtype,
     registrations,
@@ -43,7 +41,6 @@ class DataParallel(nn.Module):
     parameters. Buffers are broadcast once, at the start.
 
     reduce_dtype  floating type that gradients of wider ones travel and are averaged in
-    copies        average by copy engines, between GPUs of one machine
 
     Raises DifferentModelsError, on every rank, where the ranks hold different modules; ValueError
     for a reduce_dtype that is not floating. Backward raises RuntimeError for create_graph=True, and
@@ -65,14 +62,13 @@ class DataParallel(nn.Module):
         *,
         group: Group = None,
         reduce_dtype: torch.dtype | None = None,
-        copies: bool = False,
     ):
         super().__init__()
         if reduce_dtype is not None and not reduce_dtype.is_floating_point:
             raise ValueError(f"reduce_dtype is {reduce_dtype}; it must be a floating type")
         prepare_replicas(module, group)
         self.module = module
-        self.reducer = CopyReducer(group, device_of(module)) if copies else GradientReducer(group)
+        self.reducer = GradientReducer(group)
         self.reduce_dtype = reduce_dtype
         # False leaves the collectives out and keeps all else, to time the rest
         self.communicates = True

@@ -1,24 +1,19 @@
 """How the keys of each rank of a sequence get to the others' queries, and their gradients home.
 
-    with travel_of(kv, ...) as travel:
+    with context.travel(k, v) as travel:
         for kv in travel.keys(): ...       # of the other ranks, in the order of plan_ring
         travel.give(source, (dk, dv), columns)
         travel.home()                      # what the others say about this rank's keys
 
-By messages around a ring, which need the multiprocessors that attention has; between ranks of one
-machine by copy engines, straight to each rank that reads. kv is (2, B, K, T, D).
+kv is (2, B, K, T, D).
 """
 
-import contextlib
-import types
 from collections.abc import Iterator, Sequence
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from stepgauge.parallel.exchange import Inbox, Outbox, exchange_of
 
 
 class Travel(Protocol):
@@ -30,21 +25,6 @@ class Travel(Protocol):
 
     def home(self) -> list[Tensor]:
         """What the others gave this rank, to be added up; after the last `give`."""
-
-
-@contextlib.contextmanager
-def travel_of(kv: Tensor, group: dist.ProcessGroup, *, copies: bool) -> Iterator[Travel]:
-    """One pass over the keys of the group. All ranks must make it."""
-    if copies:
-        with Copies(kv, group) as travel:
-            yield travel
-        return
-    messages = Messages(kv, group)
-    try:
-        yield messages
-    except Exception:  # which all ranks have, and may go on from
-        messages.finish()
-        raise
 
 
 class Staying:
@@ -120,56 +100,3 @@ class _Arriving:
         while self._works:
             self._works.pop().wait()
         return self._received
-
-
-class Copies:
-    """By copy engines: keys are pushed into every other rank's inbox, gradients fetched from the
-    outboxes of those that have them. `exchange.register` must know the group.
-    """
-
-    def __init__(self, kv: Tensor, group: dist.ProcessGroup):
-        self._shape = kv.shape
-        self._rows = kv.contiguous().view(1, -1, kv.shape[-1])
-        nbytes = group.size() * kv.nbytes
-        self._exchange = exchange_of(group.group_name, kv.device, nbytes)
-        self._turn = contextlib.ExitStack()
-        self._outbox: Outbox | None = None
-        self._given = 0
-
-    def __enter__(self) -> Self:
-        self._turn.enter_context(self._exchange.sides("send", "tell", "receive"))
-        self._inbox = Inbox(self._exchange, self._rows)
-        self._inbox.send(to_own=False)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> None:
-        self._turn.__exit__(kind, error, trace)
-
-    def keys(self) -> Iterator[Tensor]:
-        for rank in self._exchange.senders:
-            yield self._inbox.arrived(rank).view(self._shape)
-
-    def give(self, source: int, parts: Sequence[Tensor], columns: slice) -> None:
-        exchange, (_, length, width) = self._exchange, self._rows.shape
-        if self._outbox is None:
-            whole = 1, exchange.ranks * length, width
-            self._outbox = Outbox(exchange, whole, self._rows)
-        for place, part in zip(self._outbox.piece(source).view(self._shape), parts, strict=True):
-            if part.shape != place.shape:
-                place.zero_()
-            place[..., columns, :] = part
-        self._outbox.tell(source)
-        self._given += 1
-        if self._given == exchange.ranks - 1:
-            self._outbox.receive()
-
-    def home(self) -> list[Tensor]:
-        assert self._outbox is not None, "gradients were given"
-        self._exchange.order("receive", "")
-        parts = self._outbox.parts_NBQD
-        return [parts[rank].view(self._shape) for rank in self._exchange.senders]

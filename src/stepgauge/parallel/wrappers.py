@@ -54,18 +54,16 @@ class Settings:
 
     compute_dtype  what fully sharded modules compute and communicate in
     reduce_dtype   what the others average gradients in; None: the parameters' type
-    copies         whether those that average on all ranks do it by copy engines
     """
 
     bucket_mb: float = 25.0
     compute_dtype: torch.dtype | None = None
     group: dist.ProcessGroup | None = None
     reduce_dtype: torch.dtype | None = None
-    copies: bool = False
 
     @property
     def of_messages(self) -> dict[str, Any]:
-        return {"group": self.group, "reduce_dtype": self.reduce_dtype, "copies": self.copies}
+        return {"group": self.group, "reduce_dtype": self.reduce_dtype}
 
 
 # Those that leave weights and optimizer whole.
