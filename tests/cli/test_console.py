@@ -34,18 +34,14 @@ def table(rows=2, **more):
     )
 
 
-@pytest.mark.parametrize("width", [30, 44, 80])
-def test_all_columns_come_in_parts_that_fit_and_name_their_rows(terminal, width, monkeypatch):
-    monkeypatch.setattr(console, "every_column", True)
+@pytest.mark.parametrize(("width", "shown"), [(30, 2), (44, 4), (80, 8)])
+def test_columns_that_fit_are_shown_whole(terminal, width, shown):
     printed = terminal(width)
     console.print_table(table())
     lines = printed()
-    assert lines[0] == "what they share" and max(map(len, lines)) <= width
-    parts = "\n".join(lines[1:]).split("\n\n")
-    assert len(parts) == {30: 4, 44: 2, 80: 1}[width]
-    rows = [[line.split() for line in part.splitlines()[-2:]] for part in parts]
-    assert all(part[0][0] == "row0" and part[1][0] == "row1" for part in rows)
-    assert [figure for part in rows for figure in part[1][1:]] == list(table().rows[1][1:])
+    assert lines[0] == "what they share" and max(map(len, lines[:5])) <= width
+    rows = [line.split() for line in lines[3:5]]
+    assert rows[0][0] == "row0" and rows[1] == list(table().rows[1][: 1 + shown])
 
 
 def test_a_narrow_terminal_shows_what_fits_with_the_remark_and_names_the_rest(terminal):
@@ -56,13 +52,18 @@ def test_a_narrow_terminal_shows_what_fits_with_the_remark_and_names_the_rest(te
     text = "\n".join(printed())
     assert max(map(len, text.splitlines())) <= 80 and text.count("row0") == 1
     assert text.count("out of memory") == 2 and "1,000.5" in text
-    assert text.endswith("--columns all shows: figure 6 ms, figure 7 ms")
+    assert text.endswith("--format csv or json has more: figure 6 ms, figure 7 ms")
 
 
-def test_in_a_file_a_table_is_whole(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "40")
-    console.print_table(table())
-    assert capsys.readouterr().out.count("row0") == 1
+@pytest.mark.parametrize("columns", ["40", "400"])
+def test_in_a_file_a_table_is_as_wide_as_a_page(monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    cells = [["row0", *(f"{10**i:,}" for i in range(12))]]
+    wide = [f"a figure {i}" for i in range(12)]
+    console.print_table(Table(["name", *wide], cells, frozenset(wide)))
+    lines = capsys.readouterr().out.splitlines()
+    assert 80 < max(map(len, lines[:3])) <= console.PAGE_WIDTH
+    assert "".join(lines[3:]).endswith("a figure 10, a figure 11")
 
 
 def test_a_remark_wraps_and_figures_do_not(terminal):
@@ -78,33 +79,32 @@ def test_a_remark_wraps_and_figures_do_not(terminal):
     assert lines[-2].startswith("row0   1.5") and lines[-1].startswith("            device")
 
 
-def test_long_names_fold_to_half_of_the_width_and_nothing_is_cut(terminal, monkeypatch):
-    monkeypatch.setattr(console, "every_column", True)
+def test_long_names_fold_to_half_of_the_width_and_nothing_is_cut(terminal):
     printed = terminal(40)
     names = ["blocks.0.feed_forward.gate_up.weight", "blocks.11.attention.output.weight"]
     console.print_table(
         Table(["name", *FIGURES], [[name, *["1,234.5"] * 8] for name in names], frozenset(FIGURES))
     )
     text = "\n".join(printed())
-    assert max(map(len, text.splitlines())) <= 40 and text.count("1,234.5") == 16
-    columns = "".join(line.split("  ")[0].strip() for line in text.split("\n\n")[0].splitlines())
+    assert max(map(len, text.splitlines())) <= 40 and text.count("1,234.5") == 4
+    columns = "".join(line.split("  ")[0].strip() for line in text.splitlines())
     assert all(name in columns for name in names)
 
 
-def test_figures_that_name_rows_are_in_each_part(terminal, monkeypatch):
-    monkeypatch.setattr(console, "every_column", True)
+def test_figures_that_name_rows_are_shown_first(terminal):
     printed = terminal(40)
     cells = [["all_reduce", str(size), *["1,234.5"] * len(FIGURES)] for size in (512, 1024)]
     console.print_table(
         Table(["op", "size B", *FIGURES], cells, frozenset(["size B", *FIGURES]), names=2)
     )
-    parts = "\n".join(printed()).split("\n\n")
-    assert len(parts) > 1 and all("512" in part and "1024" in part for part in parts)
+    assert [line.split()[:3] for line in printed()[2:4]] == [
+        ["all_reduce", "512", "1,234.5"],
+        ["all_reduce", "1024", "1,234.5"],
+    ]
 
 
 @pytest.mark.parametrize("width", [9, 12, 16, 20])
-def test_no_figure_is_cut_in_a_narrow_terminal(terminal, width, monkeypatch):
-    monkeypatch.setattr(console, "every_column", True)
+def test_no_figure_is_cut_in_a_narrow_terminal(terminal, width):
     printed = terminal(width)
     cells = [["row0", "123,456.7 – 234,567.8", "absent because of it"]]
     console.print_table(Table(["name", "step ms", "dot"], cells, frozenset(["step ms", "dot"])))

@@ -37,11 +37,10 @@ def test_tables_fit_80_columns_and_say_once_what_rows_share(monkeypatch, stepgau
     assert "tokens a step in fp32 on 8 x NVIDIA H100" in tables[0].caption
     assert "accumulation 1" in tables[0].caption and "accumulation" in tables[0].hidden
     for table in tables:
-        parts = console._parts(table.for_eyes(), 80)
-        assert parts and all(list(part.columns[:2]) == ["#", "layout"] for part in parts)
-        for part in parts:
-            every = range(len(part.columns))
-            assert sum(console._width(part, n) + console.GAP for n in every) - console.GAP <= 80
+        part = console._that_fits(table.for_eyes(), 80)
+        assert list(part.columns[:2]) == ["#", "layout"]
+        every = range(len(part.columns))
+        assert sum(console._width(part, n) + console.GAP for n in every) - console.GAP <= 80
 
 
 @pytest.mark.parametrize(

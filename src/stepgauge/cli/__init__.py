@@ -1,6 +1,7 @@
 """The command line. Commands load torch only when they run, so that help is quick."""
 
 import contextlib
+import difflib
 import os
 import signal
 import sys
@@ -8,11 +9,18 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cyclopts import App, CoercionError, CycloptsError, MissingArgumentError, Parameter
+from cyclopts import (
+    App,
+    CoercionError,
+    CycloptsError,
+    MissingArgumentError,
+    Parameter,
+    UnknownOptionError,
+)
 from cyclopts.config import Toml
 
 import stepgauge
-from stepgauge.cli.console import complain, print_errors_only, show_every_column
+from stepgauge.cli.console import complain, print_errors_only
 from stepgauge.cli.rows import RunFailedError
 from stepgauge.runtime.torchrun import torchrun_numbers
 
@@ -50,8 +58,8 @@ app = App(
     help="""Measure a Transformer training step, explain it, make it faster, and train with it.
 
     --config FILE.toml gives any command's options by their names, [bench.step] those of bench step;
-    what the command line says counts more. --columns all prints all of a table that is wider than
-    the terminal.
+    what the command line says counts more. A table shows the columns that fit the terminal; --format
+    csv or json has all.
     """,
     version=stepgauge.__version__,
     help_format="markdown",
@@ -85,12 +93,7 @@ def run(arguments: Sequence[str]) -> int:
     from stepgauge.spec.store import StoreError
 
     try:
-        given, every = _without_option(arguments, "columns", "all")
-        if every == "all":
-            show_every_column()
-        elif every is not None:
-            raise ValueError(f"columns is {every!r}; the only choice is all")
-        given, app.config = _config_of(given)
+        given, app.config = _config_of(arguments)
         _load_listed(given)
         status = app(given, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
@@ -129,26 +132,16 @@ def _load_listed(arguments: Sequence[str]) -> None:
             group[name]
 
 
-def _without_option(
-    arguments: Sequence[str], name: str, values: str
-) -> tuple[list[str], str | None]:
-    """The arguments without an option that every command takes, and its value, which `values`
-    names. Raises ValueError for an option without one.
-    """
-    given = list(arguments)
-    if f"--{name}" not in given:
-        return given, None
-    place = given.index(f"--{name}")
-    if place + 1 == len(given):
-        raise ValueError(f"{name} needs a value: {values}")
-    return given[:place] + given[place + 2 :], given[place + 1]
-
-
 def _config_of(arguments: Sequence[str]) -> tuple[list[str], tuple[Toml, ...]]:
     """The arguments without --config FILE, and the file. Raises ValueError where there is none."""
-    given, file = _without_option(arguments, "config", "a TOML file")
-    if file is None:
+    given = list(arguments)
+    if "--config" not in given:
         return given, ()
+    place = given.index("--config")
+    if place + 1 == len(given):
+        raise ValueError("config needs a value: a TOML file")
+    file = given[place + 1]
+    del given[place : place + 2]
     if not Path(file).is_file():
         raise ValueError(f"config is {file!r}; there is no such file")
     for name in tomllib.loads(Path(file).read_text(encoding="utf-8")):
@@ -178,5 +171,11 @@ def _sentence(error: CycloptsError) -> str:
         is_place = error.argument.index is not None  # one that stands without a flag
         name = error.argument.name.lstrip("-").upper() if is_place else error.argument.name
         return f"{command} needs a value for {name}: see {command} --help"
+    if isinstance(error, UnknownOptionError) and (error.token.keyword or "").startswith("["):
+        asked = f"--{error.token.keyword[1:-1].rpartition('.')[2]}"  # type: ignore[index]
+        known = [name for option in error.argument_collection for name in option.names]
+        near = difflib.get_close_matches(asked, known, 1)
+        hint = f" Did you mean {near[0][2:]}?" if near else ""
+        return f"Unknown option: {asked[2:]!r} from {error.token.source}.{hint}"
     cause = error.__cause__ or error.__context__
     return str(cause) if isinstance(cause, ValueError) else " ".join(str(error).split())

@@ -32,6 +32,7 @@ MEMORY = ("peak_bytes", "saved_for_backward_bytes")  # where nothing was timed
 GAP = 2  # between columns
 REMARK_WIDTH = 32  # at least, where the terminal has as much
 NO_BOUND = 10_000
+PAGE_WIDTH = 100  # where no terminal says another
 Format = Literal["table", "csv", "markdown", "latex", "typst", "json"]
 
 
@@ -48,7 +49,6 @@ class Output(Console):
         raise  # the error that is being handled where this is called
 
 
-every_column = False
 error_console = Console(stderr=True, highlight=False, emoji=False)
 
 
@@ -74,15 +74,9 @@ def write(text: str, path: Path, what: str) -> None:
     tell(f"{what}: {path}")
 
 
-def show_every_column() -> None:
-    """From now on tables that are wider than the terminal come whole, in parts."""
-    global every_column
-    every_column = True
-
-
 def print_table(table: Table) -> None:
-    """A table for the eyes. In a terminal that is narrower those columns that fit, the first ones and
-    the remark, and a line on the rest.
+    """A table for the eyes: of one that is wider than the terminal, or a page where there is none,
+    the columns that fit, the first ones and the remark, and a line on the rest.
     """
     console = Output(highlight=False)
     if table.caption:  # not the table's title, which would wrap at the width of a narrow one
@@ -90,20 +84,18 @@ def print_table(table: Table) -> None:
         console.print(table.caption, style="table.title", markup=False, soft_wrap=whole)
     if not table.rows:
         return
-    shown = table.for_eyes()
-    parts = _parts(shown, console.width) if console.is_terminal else []
-    for place, part in enumerate((parts if every_column else parts[:1]) or [shown]):
-        if place:
-            console.print()
-        _draw(part, console.width if parts else NO_BOUND)
-    if len(parts) > 1 and not every_column:
-        rest = [name for name in shown.columns if name not in parts[0].columns]
-        console.print(f"--columns all shows: {', '.join(rest)}", style="dim", markup=False)
+    every = table.for_eyes()
+    shown = _that_fits(every, console.width if console.is_terminal else PAGE_WIDTH)
+    # in a file a row is a line
+    _draw(shown or every, console.width if shown and console.is_terminal else NO_BOUND)
+    rest = [name for name in every.columns if shown and name not in shown.columns]
+    if rest:
+        left_out = f"--format csv or json has more: {', '.join(rest)}"
+        console.print(left_out, style="dim", markup=False)
 
 
-def _parts(table: Table, width: int) -> list[Table]:
-    """Tables that fit the width, each with the columns that name the rows. Names over half of the
-    width wrap.
+def _that_fits(table: Table, width: int) -> Table | None:
+    """The columns that name the rows and as many others as fit. Names over half of the width wrap.
 
     None where names, or half of the width and a column, do not fit: the terminal then wraps whole
     lines.
@@ -112,14 +104,14 @@ def _parts(table: Table, width: int) -> list[Table]:
     first = table.naming().stop
     named = min(sum(widths[:first]), width // 2)
     if sum(widths[:first]) > width or named + max(widths[first:], default=0) - GAP > width:
-        return []
-    parts: list[list[int]] = [[]]
-    remark_first = sorted(range(first, len(widths)), key=lambda n: table.columns[n] != "remark")
-    for place in remark_first:
-        if parts[-1] and named + sum(widths[other] for other in (*parts[-1], place)) - GAP > width:
-            parts.append([])
-        parts[-1].append(place)
-    return [table.of([*table.naming(), *sorted(part)]) for part in parts]
+        return None
+    chosen, taken = list(table.naming()), named - GAP
+    for place in sorted(range(first, len(widths)), key=lambda n: table.columns[n] != "remark"):
+        taken += widths[place]
+        if taken > width:
+            break
+        chosen.append(place)
+    return table.of(sorted(chosen))
 
 
 def _width(table: Table, place: int) -> int:
