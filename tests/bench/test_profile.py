@@ -115,18 +115,20 @@ def test_nothing_is_silently_other(profiled):
     assert other < 0.02 * sum(cell.us for cell in found.cells)
 
 
-def test_the_flame_graphs_hold_the_same_time(profiled):
-    _, found, place = profiled
+def paths(flame, outer=()):
+    """(names from the outside in, µs of its own) of every node."""
+    name, us, children = flame
+    yield (*outer, name), us
+    for child in children:
+        yield from paths(child, (*outer, name))
+
+
+def test_the_flame_graph_holds_the_same_time(profiled):
+    _, found, _ = profiled
     whole = sum(cell.us for cell in found.cells)
-    lines = (place / "stacks.txt").read_text().splitlines()
-    assert sum(int(line.rpartition(" ")[2]) for line in lines) / 1e3 == pytest.approx(
-        whole, rel=1e-3
-    )
-    assert any(line.startswith("forward;blocks.1;attention;softmax;") for line in lines)
-    scope = json.loads((place / "speedscope.json").read_text())
-    assert sum(scope["profiles"][0]["weights"]) == pytest.approx(whole, rel=1e-3)
-    names = len(scope["shared"]["frames"])
-    assert all(index < names for sample in scope["profiles"][0]["samples"] for index in sample)
+    assert sum(us for _, us in paths(found.flame)) == pytest.approx(whole, rel=1e-3)
+    softmax = ("", "forward", "blocks.1", "attention", "softmax")
+    assert any(names[:5] == softmax and us > 0 for names, us in paths(found.flame))
 
 
 def test_a_record_survives_the_disk_and_finds_its_folder(profiled):
@@ -152,9 +154,8 @@ def test_cycles_are_one_analysis(tmp_path):
 
 def test_stacks_are_in_the_flame_graph(tmp_path):
     record = run(nano(stacks=True), folder=tmp_path)
-    text = (folder_of(record, tmp_path) / "stacks.txt").read_text()
-    assert "parts.py" in text
     found = read(record, tmp_path)
+    assert any("parts.py" in names[-1] for names, _ in paths(found.flame))
     assert "blocks.*.attention.softmax" in {
         cell.range for cell in found.cells if cell.phase == "backward"
     }

@@ -48,9 +48,7 @@ def test_profile_step_then_its_trace(stepgauge, tmp_path):
     assert record.median("kind_matmul_ms") > 0
     assert '<figure class="flame"' in (run / "report.html").read_text()
     (place,) = (run / "profiles").iterdir()
-    assert {path.name for path in place.iterdir()} == {
-        "analysis.json", "speedscope.json", "stacks.txt", "trace.json.gz",
-    }  # fmt: skip
+    assert {path.name for path in place.iterdir()} == {"analysis.json", "trace.json.gz"}
     status, out, err = stepgauge(
         "profile", "trace", place / "trace.json.gz", "--out", tmp_path / "again"
     )
@@ -150,18 +148,17 @@ def test_a_foreign_file_is_one_sentence_and_status_2(stepgauge, tmp_path, gpu_tr
     assert "FILE needs a value" in sentence(err)
 
 
-def test_overlap_of_ranks_and_of_a_trace_without_communication(stepgauge, tmp_path, gpu_trace_text):
+def test_overlap_of_a_rank_and_of_a_trace_without_communication(
+    stepgauge, tmp_path, gpu_trace_text
+):
     path = tmp_path / "rank0.json.gz"
     path.write_bytes(gzip.compress(gpu_trace_text.encode()))
-    status, out, _ = stepgauge("profile", "trace", path, path, "--overlap", "--format", "csv")
+    status, out, _ = stepgauge("profile", "trace", path, "--format", "csv")
     assert status == 0
-    assert out.splitlines()[1:3] == ["0,0.15,0.41,0.06,0.09,0.4"] * 2
+    assert "0,0.15,0.41,0.06,0.09,0.4" in out.splitlines()
     silent = json.loads(gpu_trace_text)
     silent["traceEvents"] = [e for e in silent["traceEvents"] if "nccl" not in e["name"]]
     (tmp_path / "silent.json").write_text(json.dumps(silent))
-    status, _, err = stepgauge("profile", "trace", tmp_path / "silent.json", "--overlap")
-    assert status == 2
-    assert "has no communication" in sentence(err)
     status, out, _ = stepgauge("profile", "trace", tmp_path / "silent.json")
     assert status == 0
     assert "Overlap" not in out

@@ -11,7 +11,7 @@ from stepgauge.trace.events import Shapes, load
 from stepgauge.trace.flame import thinned
 from stepgauge.trace.idle import DEPENDENCY, HOST_BOUND, SYNCHRONISED, TURNAROUND
 from stepgauge.trace.names import repeated
-from stepgauge.trace.overlap import overlap, required_overlap
+from stepgauge.trace.overlap import overlap
 from stepgauge.trace.read import TraceError
 
 
@@ -260,8 +260,6 @@ def test_a_trace_without_communication_has_no_overlap(trace, gpu_step, tmp_path)
     gpu_step(trace, communicates=False)
     path = trace.write(tmp_path / "t.json")
     assert overlap(load(path)) is None
-    with pytest.raises(TraceError, match="has no communication"):
-        required_overlap(load(path))
 
 
 def test_a_foreign_trace_needs_no_ranges(trace, tmp_path):

@@ -82,7 +82,7 @@ def profile_step(
 ) -> Result:
     """Where the time of a step goes: kernels by kind, phase and part of the model, idle time.
 
-    The result's `folder` has the Chrome trace, the flame graph and the analysis; `active` steps are
+    The result's `folder` has the Chrome trace and the analysis; `active` steps are
     recorded. Arguments and errors as time_step's.
     """
     run = Path(folder or tempfile.mkdtemp(prefix="stepgauge-profile-"))

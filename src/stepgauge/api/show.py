@@ -36,7 +36,7 @@ class Shown:
 class Result(Shown):
     """One record: result["step_ms"] is the median of a metric, `result.record` has all of it.
 
-    folder      where files lie beside it: a profile's trace and flame graphs
+    folder      where files lie beside it: a profile's trace and analysis
     prediction  the modelled record of the same spec, of profile_memory
     details     tables that say more than the record's row
     """

@@ -28,7 +28,7 @@ from stepgauge.train.step import TrainingStep
 
 
 def folder_of(record: Record, run: Path) -> Path:
-    """Where the run keeps the profile's trace, analysis and flame graphs."""
+    """Where the run keeps the profile's trace and analysis."""
     digest = hashlib.sha256(record.key.encode()).hexdigest()[:8]
     spec = record.spec
     length = spec["model"].get("context_length")  # a user's model has none

@@ -1,7 +1,7 @@
 """Views of an Analysis: one table a question, the timeline and the flame graph."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stepgauge.report.cells import Sum, short_name, sums_by, total
@@ -50,10 +50,8 @@ def tables(found: Analysis) -> list[Table]:
     """One table a question; those that the trace cannot answer are left out."""
     shown = [
         phases_table(found),
-        stopwatch_table(found),
         ranges_table(found),
         kinds_table(found),
-        top_table(found),
         kernels_table(found),
         attention_table(found),
         path_table(found),
@@ -147,7 +145,7 @@ def phases_table(found: Analysis) -> Table:
     sums["step"] = total(found.cells, found.steps)
     rows = []
     for phase in [*found.phases_us, "step"]:
-        alone, watched = found.stopwatch_ms.get(phase), _watched(found, phase, statistics.median)
+        alone, watched = found.stopwatch_ms.get(phase), _watched(found, phase)
         timed = {
             "stopwatch ms": alone,
             "stopwatch profiled ms": watched,
@@ -168,15 +166,13 @@ def phases_table(found: Analysis) -> Table:
     return Table.from_rows(rows, caption=caption, formats={"profiler costs %": "+.1f"})
 
 
-def _watched(
-    found: Analysis, phase: str, statistic: Callable[[Sequence[float]], float]
-) -> float | None:
+def _watched(found: Analysis, phase: str) -> float | None:
     """Milliseconds of the phase, or of the whole step, by the stopwatch in the profiled steps."""
     if phase != "step":
         values: Sequence[float] = found.watched_ms.get(phase, [])
     else:
         values = [sum(step) for step in zip(*found.watched_ms.values(), strict=True)]
-    return statistic(values) if values else None
+    return statistics.median(values) if values else None
 
 
 def _values(found: Analysis, phase: str) -> Sequence[float]:
@@ -207,32 +203,6 @@ def ranges_table(found: Analysis) -> Table:
     return Table.from_rows(rows, caption=caption, formats={"share %": ".1f"})
 
 
-def stopwatch_table(found: Analysis) -> Table:
-    """The phases of the trace beside the stopwatch, which counts from the host's begin: with the
-    lead-in, without what lies between the steps.
-    """
-    if not found.stopwatch_ms and not found.watched_ms:
-        return Table([], [])
-    timed = [phase for phase in found.phases_us if phase]
-    trace = [sum(found.phases_us[phase]) / found.steps / 1e3 for phase in timed]
-    if trace:
-        trace[0] += found.lead_in_us / found.steps / 1e3
-    trace.append(sum(trace))
-    rows: list[list[Any]] = [["trace, with its lead-in", *trace]]
-    for label, watch in (
-        ("stopwatch, same steps", [_watched(found, p, statistics.fmean) for p in [*timed, "step"]]),
-        (
-            "stopwatch, unprofiled (median)",
-            [found.stopwatch_ms.get(phase) for phase in [*timed, "step"]],
-        ),
-    ):
-        if any(watch):
-            off = [100 * (t / w - 1) if w else None for t, w in zip(trace, watch, strict=True)]
-            rows += [[label, *watch], [f"trace against {label}, %", *off]]
-    head = ["", *(f"{phase} ms" for phase in timed), "step ms"]
-    return Table(head, rows, caption="The trace's phases beside the stopwatch.", names=1)
-
-
 def kinds_table(found: Analysis) -> Table:
     """Share of each kind, in a forward and in the whole step."""
     by_phase = {phase: each.us for (phase,), each in sums_by(found, "phase").items()}
@@ -255,24 +225,6 @@ def kinds_table(found: Analysis) -> Table:
     )
     formats = {f"{phase or 'rest'} %": ".1f" for phase in [*found.phases_us, "step"]}
     return Table.from_rows(rows, caption=caption, formats=formats)
-
-
-def top_table(found: Analysis) -> Table:
-    """The one with most time in each phase."""
-    sums = sums_by(found, "phase", "name", "kind")
-    rows = []
-    for phase in found.phases_us:
-        mine = [(key, each) for key, each in sums.items() if key[0] == phase and each.us > 0]
-        if not mine:
-            continue
-        (_, name, kind), most = mine[0]
-        rows.append({
-            "phase": phase or "rest", _noun(found)[:-1]: short_name(name), "kind": kind,
-            "calls a step": whole(most.calls), "ms a step": most.us / 1e3,
-            "share of phase %": 100 * most.us / sum(each.us for _, each in mine),
-        })  # fmt: skip
-    caption = f"The {_noun(found)[:-1]} with most time in each phase."
-    return Table.from_rows(rows, caption=caption, formats={"share of phase %": ".1f"})
 
 
 def kernels_table(found: Analysis) -> Table:

@@ -1,8 +1,7 @@
-"""What a profile leaves on disk: the analysis, flame graphs for other tools, one page of all traces."""
+"""What a profile leaves on disk: the analysis, and one page of all traces."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from stepgauge.report.page import Block, Plot, Section, page
 from stepgauge.report.profile import answer, blocks, collectives_table
@@ -11,7 +10,6 @@ from stepgauge.report.table import Table
 from stepgauge.report.trace_timeline import trace_timeline
 from stepgauge.spec.analysis import Analysis
 from stepgauge.spec.ranks import AcrossRanks
-from stepgauge.trace.flame import collapsed, speedscope
 from stepgauge.trace.ranks import numbers
 
 ANALYSIS = "analysis.json"
@@ -23,15 +21,9 @@ METHOD = (
 
 
 def write(found: Analysis, place: Path) -> None:
-    """The analysis, and the flame graph for speedscope and for flamegraph.pl."""
+    """The analysis."""
     place.mkdir(parents=True, exist_ok=True)
-    files: dict[str, Any] = {
-        ANALYSIS: found.to_json(),
-        "speedscope.json": speedscope(found.flame, place.name),
-        "stacks.txt": "\n".join(collapsed(found.flame)) + "\n",
-    }
-    for name, text in files.items():
-        (place / name).write_text(text, encoding="utf-8")
+    (place / ANALYSIS).write_text(found.to_json(), encoding="utf-8")
 
 
 def trace_names(files: Sequence[Path]) -> list[str]:

@@ -6,7 +6,6 @@ from stepgauge.spec.analysis import Overlap
 from stepgauge.trace.attribution import Resolver, Work
 from stepgauge.trace.events import Trace
 from stepgauge.trace.intervals import Intervals, intersection, merged, total
-from stepgauge.trace.read import TraceError
 
 
 def overlap(trace: Trace, works: Sequence[Work] | None = None) -> Overlap | None:
@@ -31,14 +30,6 @@ def overlap(trace: Trace, works: Sequence[Work] | None = None) -> Overlap | None
         hidden_us=hidden,
         exposed_us=total(communication) - hidden,
     )
-
-
-def required_overlap(trace: Trace) -> Overlap:
-    """Raises TraceError for a trace without communication: its ratio would be none."""
-    found = overlap(trace)
-    if found is None:
-        raise TraceError(f"{trace.path} has no communication, so there is no overlap to measure")
-    return found
 
 
 def busy(trace: Trace, works: Iterable[Work]) -> tuple[Intervals, Intervals]:

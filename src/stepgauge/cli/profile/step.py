@@ -30,10 +30,10 @@ def step(
     graph.
 
     The step is timed by the stopwatch first, then recorded by torch.profiler, and both stand side
-    by side. Each row leaves a folder with its Chrome trace (opens in Perfetto), speedscope JSON,
-    collapsed stacks and analysis. All rows of the run are in its report.html. Every option takes
-    several values, and their product is profiled. Where this device has a hardware file, the terms
-    of the predicted step stand beside the kernels.
+    by side. Each row leaves a folder with its Chrome trace (opens in Perfetto) and its analysis. All
+    rows of the run are in its report.html. Every option takes several values, and their product is
+    profiled. Where this device has a hardware file, the terms of the predicted step stand beside
+    the kernels.
     """
     specs = rows.resolve_devices(rows.distinct(expand(ProfileSpec, values)))
     specs = list(dict.fromkeys(specs))

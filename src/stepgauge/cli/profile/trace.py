@@ -25,16 +25,10 @@ def trace(
     *files: Annotated[
         Path, Parameter(help="Chrome traces of torch.profiler, plain or gzip, one a rank.")
     ],
-    overlap: Annotated[
-        bool,
-        Parameter(
-            help="Only the overlap of communication and computing; fails if there is none.",
-        ),
-    ] = False,
     rules: Rules = None,
     out: Annotated[
         Path | None,
-        Parameter(help="Folder for report, analysis, speedscope JSON and collapsed stacks."),
+        Parameter(help="Folder for the report and the analyses."),
     ] = None,
     format: As = "table",
 ) -> None:
@@ -50,9 +44,6 @@ def trace(
 
     if not files:
         raise ValueError("FILE needs a value: the path of a trace")
-    if overlap:
-        _print_overlap(files, format)
-        return
     names, found = trace_names(files), _analyse(files, rules)
     shared = across(found) if len(found) > 1 else None
     if out:  # before anything is printed: a reader such as head may end the program
@@ -84,14 +75,6 @@ def _print(found: "Sequence[Analysis]", shared: object, format: Format) -> None:
     else:
         tell(answer(found[0]))
     print_tables(format, shown)
-
-
-def _print_overlap(files: Sequence[Path], format: Format) -> None:
-    from stepgauge.report.profile_ranks import overlap_table
-    from stepgauge.trace.events import load
-    from stepgauge.trace.overlap import required_overlap
-
-    print_tables(format, [overlap_table([required_overlap(load(file)) for file in files])])
 
 
 def diff(
