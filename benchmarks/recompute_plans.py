@@ -1,12 +1,13 @@
 """A long step on two GPUs under several plans of what backward computes again, in one process a rank.
 
-    PYTHONPATH=src python benchmarks/recompute_plans.py OUT [--plans 14,20 11,23] [--trial]
+    PYTHONPATH=src python benchmarks/recompute_plans.py OUT [--plans 14,20 11,23] [--trace] [--trial]
 
 The network has 8 B parameters and one sequence of 32,768 tokens a rank, under zero3 with blocks compiled
 alone. A plan is the number of blocks whose feed-forward layer is computed again, and that of those which
 keep the results of all products. Appends a record a plan to OUT/records.jsonl as soon as it is measured;
-before the first plan's timed steps two compile and lay out memory, before another's one. --trial: a small
-network on a CPU.
+before the first plan's timed steps two compile and lay out memory, before another's one. --trace writes
+each rank's kernels of one more step under the first plan to OUT/rank-N/trace.json.gz. --trial: a small network on a
+CPU.
 """
 
 import argparse
@@ -20,7 +21,8 @@ from stepgauge.bench.step import LEARNING_RATE, rates
 from stepgauge.bench.sweep import stamped
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
-from stepgauge.measure.timing import time_phases
+from stepgauge.measure.profiler import ProfilerSchedule, profile_phases
+from stepgauge.measure.timing import Phases, time_phases
 from stepgauge.models.checkpointing import by_plan
 from stepgauge.runtime.launch import launch
 from stepgauge.runtime.world import joined_world
@@ -41,7 +43,9 @@ SMALL = ModelSpec(
 )
 
 
-def measure(model: ModelSpec, device_type: str, counts: list[tuple[int, int]], out: Path) -> None:
+def measure(
+    model: ModelSpec, device_type: str, counts: list[tuple[int, int]], out: Path, trace: bool
+) -> None:
     """Runs on both ranks; the first writes."""
     world = joined_world()
     assert world is not None
@@ -66,6 +70,16 @@ def measure(model: ModelSpec, device_type: str, counts: list[tuple[int, int]], o
             print(
                 plan, {name: sample.median for name, sample in record.metrics.items()}, flush=True
             )
+        if trace and not number:
+            _trace(step.phases(share), device, out / f"rank-{world.rank}")
+
+
+def _trace(phases: Phases, device: torch.device, folder: Path) -> None:
+    """Both ranks' kernels: a rank that does not profile would run ahead."""
+    folder.mkdir(parents=True, exist_ok=True)
+    schedule = ProfilerSchedule(wait=0, warmup=1, active=1)
+    _, watched = profile_phases(phases, device, folder, schedule=schedule, kernels_alone=True)
+    print("profiled", folder.name, watched, flush=True)
 
 
 def _record(
@@ -84,13 +98,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--plans", nargs="+", default=["14,20", "11,23"])
+    parser.add_argument("--trace", action="store_true")
     parser.add_argument("--trial", action="store_true")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     counts = [tuple(map(int, plan.split(","))) for plan in options.plans]
     model, device = (SMALL, "cpu") if options.trial else (LONG, "cuda")
     counts = [(2, 2), (4, 0)] if options.trial else counts
-    launch(measure, model, device, counts, options.out, ranks=2, device=device)
+    launch(measure, model, device, counts, options.out, options.trace, ranks=2, device=device)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@
 #   xl     xl, 8 x 2048: one GPU of 141 GB
 #   wide   1 to 8 B parameters in blocks of 4096 and 8192: one GPU of 141 GB
 #   long   8 B parameters, one sequence of 32,768 tokens a rank: two GPUs of 141 GB; long-torch: by torch's own parts
+#   plans  the same by plans of what backward computes again, with a trace of the first, clocks and power
 # Torch's own parts are autocast, its AdamW, its attention by cuDNN and its loss; of long fully_shard with every block
 # computed again, and our loss, without which it does not fit. Writes OUT/{records.jsonl,tables.txt,log.txt}.
 set -uo pipefail
-known="long long-torch short xl wide"
+known="plans long long-torch short xl wide"
 BUDGET=${BUDGET:-400}
 . "$(dirname "$0")/parts.sh"
 out=$(mkdir -p "$1" && cd "$1" && pwd)
@@ -24,7 +25,7 @@ rows() {  # SECONDS COMMAND OPTIONS...: rows of bench, each command in a folder 
   rm -rf "$folder"
 }
 
-device=cuda patience=1 stock=sdpa-cudnn times="--warmup 3 --steps 10 --seconds 0"
+device=cuda patience=1 trial= stock=sdpa-cudnn times="--warmup 3 --steps 10 --seconds 0"
 short="--size 2.7b --batch 4 --context 512" xl="--size xl --batch 8 --context 2048"
 narrow="--d-model 4096 --d-ff 14336 --num-layers 12 --num-heads 32 --num-kv-heads 8 --batch 16 --context 2048"
 wide="--d-model 8192 --d-ff 28672 --num-layers 4 --num-heads 64 --num-kv-heads 8 --batch 16 --context 2048"
@@ -32,12 +33,21 @@ long="--d-model 4096 --d-ff 11008 --num-layers 34 --num-heads 32 --vocab-size 15
 few="--warmup 2 --steps 3"
 if [ "${TRIAL:-}" ]; then
   small="--d-model 64 --d-ff 128 --num-layers 2 --num-heads 2 --batch 2 --context 32"
-  device=cpu patience=4 BUDGET=3000 stock=sdpa times="--warmup 1 --steps 1 --seconds 0" few="--warmup 1 --steps 1"
+  device=cpu patience=4 trial=--trial BUDGET=3000 stock=sdpa times="--warmup 1 --steps 1 --seconds 0" few="--warmup 1 --steps 1"
   short=$small xl=$small narrow=$small wide=$small long=$small
 fi
 torchs="--precision bf16 --optimizer adamw --attention $stock --loss cross-entropy"
 ours="--precision bf16-master --optimizer fused --attention triton --loss fused"
 
+if chosen plans; then
+  if [ $device = cuda ]; then
+    clocks=index,timestamp,clocks.sm,power.draw,clocks_event_reasons.active
+    nvidia-smi --query-gpu=$clocks --format=csv --loop-ms=100 >"$out/clocks.csv" 2>&1 & watcher=$!
+  fi
+  timed 150 python3 "$(dirname "$0")/recompute_plans.py" "$out" --trace --plans 14,20 11,23 10,24 $trial 2>&1 |
+    tee "$out/plans.txt"
+  [ "${watcher:-}" ] && kill $watcher
+fi
 if chosen long; then
   rows 130 layout $long $few --layout "dp2 zero3" --precision bf16 --compile blocks --attention triton --loss fused \
     --checkpointing feed-forward

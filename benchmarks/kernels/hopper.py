@@ -1,7 +1,7 @@
 """Attention on one Hopper GPU, a pass at a time: the kernels here beside FlashAttention-4 and cuDNN.
 
     PYTHONPATH=src python benchmarks/kernels/hopper.py OUT [--grid] [--budget 60] [--trial]
-    PYTHONPATH=src python benchmarks/kernels/hopper.py OUT --compile I N
+    PYTHONPATH=src python benchmarks/kernels/hopper.py OUT --compile I N [--grid]
 
 The table of kernels/attention/libraries.py is written from it. Without --grid nine shapes of training, with
 forward and backward together, as users call them, and FlashAttention-4's deterministic backward. With it
@@ -86,15 +86,15 @@ class Shape:
 
 
 ROWS = [
-    Shape(8, 25, 2048, 64),
-    Shape(1, 32, 32768, 128),
+    Shape(1, 20, 3001, 96),
+    Shape(2, 32, 8192, 128, kv_heads=8),
+    Shape(2, 16, 8192, 128, dtype="fp16"),
     Shape(16, 32, 2048, 128, kv_heads=8),
+    Shape(8, 25, 2048, 64),
     Shape(1, 16, 16384, 64),
     Shape(1, 16, 16384, 128),
-    Shape(2, 32, 8192, 128, kv_heads=8),
-    Shape(1, 20, 3001, 96),
     Shape(2, 8, 4096, 256),
-    Shape(2, 16, 8192, 128, dtype="fp16"),
+    Shape(1, 32, 32768, 128),
 ]
 HEADS = {64: 32, 96: 20, 128: 16, 256: 8}  # 2048 wide, of 16,384 tokens
 GRID = [
@@ -351,7 +351,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.compile:
         first, step = options.compile
-        for shape in (TRIAL if IS_TRIAL else [*ROWS, *GRID])[first::step]:
+        shapes = [*ROWS, *(GRID if options.grid else [])]
+        for shape in (TRIAL if IS_TRIAL else shapes)[first::step]:
             case = Case(shape)
             for name in ways_of(shape):
                 case.first_call(name)
