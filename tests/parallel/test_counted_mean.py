@@ -1,5 +1,6 @@
 """The weights of means over parts of a batch."""
 
+import pytest
 import torch
 
 from stepgauge.kernels.linear_cross_entropy import linear_cross_entropy
@@ -12,6 +13,15 @@ CPU = torch.device("cpu")
 def test_parts_weigh_by_what_counts():
     parts = [(torch.tensor([1, 2, 0]),), (torch.tensor([-100, 1]),), (torch.tensor([-100]),)]
     assert MEAN.weights(parts, CPU).tolist() == [0.75, 0.25, 0.0]
+
+
+def test_equal_parts_weigh_the_same_by_one_number_and_by_one_a_sequence():
+    targets_BT = torch.tensor([[1, 2, 0], [-100, 1, 2], [-100, 1, -100], [-100, -100, -100]])
+    each = CountedMean(lambda targets_BT: (targets_BT != -100).sum(1))
+    for mean in (MEAN, each):
+        assert mean.weights_of_equal([targets_BT], 2, CPU).tolist() == pytest.approx([5 / 6, 1 / 6])
+        parts = [[targets_BT[:1]], [targets_BT[1:]]]
+        assert mean.weights(parts, CPU).tolist() == [0.5, 0.5]
 
 
 def test_where_nothing_counts_no_gradient_is_nan():

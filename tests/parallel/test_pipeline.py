@@ -2,6 +2,7 @@
 
 import copy
 import random
+import time
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from stepgauge.runtime.launch import RankError, launch
 from stepgauge.spec.plan.pipeline import SCHEDULES, build, from_text
 
 STEPS, CLIP = 2, 0.3
+SLOW_S = 0.2
 # On two ranks every schedule with one network, and every network with a schedule that splits
 # backward and one that does not; on four ranks what has most stages.
 ON_TWO = [
@@ -33,7 +35,7 @@ ON_FOUR = [("zbv", "transformer"), ("interleaved", "list"), ("v-half", "bert")]
 
 
 def test_two_ranks_are_one_process():
-    for found in launch(all_checks, ON_TWO, ("mistakes", "recorded"), ranks=2):
+    for found in launch(all_checks, ON_TWO, ("mistakes", "recorded", "waits"), ranks=2):
         assert {case: told for case, told in found.items() if told} == {}
 
 
@@ -158,6 +160,25 @@ def recorded():
     return "" if kinds - after and nn.Linear in after else f"layers left: {after}"
 
 
+class Slow(nn.Linear):
+    def forward(self, x):
+        time.sleep(SLOW_S)
+        return super().forward(x)
+
+
+def waits():
+    """A rank that waits for another one is idle: no span has another rank's work in it."""
+    schedule = build("1f1b", ranks=2, micro_batches=2)
+    modules = [Slow(2, 2), nn.Linear(2, 2)]
+    pipeline = Pipeline(modules, schedule, loss=lambda y: y.square().mean(), recording=True)
+    pipeline.step((torch.ones(4, 2),))
+    of_kind = {str(action): end - start for action, start, end in pipeline.spans}
+    slow, quick = ({key: ms for key, ms in of_kind.items() if key.startswith(n)} for n in "01")
+    if dist.get_rank() == 0:
+        return "" if all(slow[f"0F{k}"] >= 1e3 * SLOW_S for k in (0, 1)) else f"{slow}"
+    return "" if max(quick.values()) < 1e3 * SLOW_S / 2 else f"{quick}"
+
+
 def any_schedule():
     """Schedules that nobody has published, the same on all ranks."""
     for seed in range(3):
@@ -204,6 +225,7 @@ def replicated():
 OTHERS = {
     "mistakes": mistakes,
     "recorded": recorded,
+    "waits": waits,
     "replicated": replicated,
     "any schedule": any_schedule,
 }

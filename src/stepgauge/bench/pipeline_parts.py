@@ -93,7 +93,8 @@ def mean_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 
 def counted(targets_BT: Tensor) -> Tensor:
-    return (targets_BT != bert.NOT_MASKED).sum()
+    """Of each sequence."""
+    return (targets_BT != bert.NOT_MASKED).sum(1)
 
 
 def parts(model: ModelSpec | BertSpec) -> list[Part]:

@@ -16,7 +16,8 @@ Count = Callable[..., float | Tensor]
 class CountedMean:
     """What means of parts weigh in the mean over ranks.
 
-    count  of a part's targets, how many are in its mean on this rank
+    count  of a part's targets, how many are in its mean on this rank: in all, or of each sequence,
+           which counts the parts of a batch in one call
     group  the ranks whose gradients are averaged; None: this process alone
     """
 
@@ -28,7 +29,19 @@ class CountedMean:
         over ranks, is the mean over all. NaN where nothing counts at all, as that mean is. Every
         rank of the group must call it.
         """
-        counts = torch.stack([torch.as_tensor(self.count(*targets)) for targets in parts])
+        counts = [torch.as_tensor(self.count(*targets)).sum() for targets in parts]
+        return self._weights(torch.stack(counts), device)
+
+    def weights_of_equal(
+        self, targets: Sequence[Tensor], parts: int, device: torch.device
+    ) -> Tensor:
+        """`weights` of a batch in so many equal parts."""
+        counts = torch.as_tensor(self.count(*targets))
+        if counts.ndim:
+            return self._weights(counts.unflatten(0, (parts, -1)).sum(1), device)
+        return self.weights([*zip(*(t.chunk(parts) for t in targets), strict=True)], device)
+
+    def _weights(self, counts: Tensor, device: torch.device) -> Tensor:
         counts = counts.to(device, torch.float32)
         ranks, total = 1, counts.sum()
         if self.group is not None:

@@ -296,4 +296,5 @@ def _types_last(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
 
 
 def _num_counted(targets_BT: Tensor) -> Tensor:
-    return (targets_BT != NOT_MASKED).sum()
+    """Of each sequence."""
+    return (targets_BT != NOT_MASKED).sum(1)

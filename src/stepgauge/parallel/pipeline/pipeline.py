@@ -40,8 +40,9 @@ class Pipeline:
     schedule  checked here; one that cannot run is refused with ScheduleError. Lowered if it is not
     loss      of the last stage's outputs and the targets: the mean over a micro-batch. None: the
               last stage takes the targets after its inputs, and gives the loss
-    share     of targets: what its micro-batch counts in the mean, such as a number of tokens. By
-              default all count alike. A CountedMean counts those of other ranks too
+    share     of targets: what they count in the mean, such as a number of tokens, in all or of each
+              sequence, which is one call a step. By default all count alike. A CountedMean counts
+              those of other ranks too
     tied      copies of one weight in several stages
     reduce    called with stage and module when its gradients of a step are there: data parallel
     weights   of stages that are sharded, as DataAxis has it: whole from a stage's first action of a
@@ -123,23 +124,7 @@ class Pipeline:
         tensors are split along their first dimension. Raises ValueError for a batch that the
         micro-batches do not divide.
         """
-        parts = _split(inputs, self.schedule.num_micro_batches)
-        answers = _split(targets, self.schedule.num_micro_batches)
-        self._prepare(parts[0], answers[0])
-        step = PipelineStep(
-            schedule=self.schedule,
-            stages=self._stages,
-            metas=self._metas,
-            transfers=self._transfers,
-            device=self.device,
-            inputs=parts,
-            targets=answers,
-            shares=self._shares(answers) / batches,
-            reduce=self._reduce_early,
-            weights=self._weights,
-            clock=self._clock,
-        )
-        self._begin()
+        step = self.begun(inputs, targets, batches=batches)
         for action in self.schedule.ranks[self.rank]:
             try:
                 step.act(action)
@@ -153,12 +138,29 @@ class Pipeline:
                 self._reduce(number, self.modules[number])
         return step.loss
 
-    def _begin(self) -> None:
+    def begun(self, inputs: Batch, targets: Batch = (), *, batches: int = 1) -> PipelineStep:
+        """A step before its first action, as `step` goes on with it: the rest is its actions."""
+        if self._clock:
+            self._clock.begin()
+        parts = _split(inputs, self.schedule.num_micro_batches)
+        answers = _split(targets, self.schedule.num_micro_batches)
+        self._prepare(parts[0], answers[0])
         self._tied.begin()
         for stage in self._stages.values():
             stage.begin()
-        if self._clock:
-            self._clock.begin()
+        return PipelineStep(
+            schedule=self.schedule,
+            stages=self._stages,
+            metas=self._metas,
+            transfers=self._transfers,
+            device=self.device,
+            inputs=parts,
+            targets=answers,
+            shares=self._shares(targets) / batches,
+            reduce=self._reduce_early,
+            weights=self._weights,
+            clock=self._clock,
+        )
 
     def _reduce_early(self, stage: int, module: nn.Module) -> None:
         """While other stages still compute, unless the stage waits for copies of its weights."""
@@ -179,11 +181,12 @@ class Pipeline:
                 values = handed(self.schedule.rank_of, number, values, self._group, self.device)
         return values[0] if last in self._stages else None
 
-    def _shares(self, targets: Sequence[Batch]) -> Tensor:
-        """Of each micro-batch, its part of the whole batch's mean."""
-        if self._mean is None:
-            return torch.full((len(targets),), 1.0 / len(targets), device=self.device)
-        return self._mean.weights(targets, self.device)
+    def _shares(self, targets: Batch) -> Tensor:
+        """Of each micro-batch, its part of the whole batch's mean. The last stage's rank reads them."""
+        parts = self.schedule.num_micro_batches
+        if self._mean is None or self.schedule.num_stages - 1 not in self._stages:
+            return torch.full((parts,), 1.0 / parts, device=self.device)
+        return self._mean.weights_of_equal(targets, parts, self.device)
 
     def clip(self, max_norm: float) -> Tensor:
         """Scales all gradients by the norm of the whole pipeline's; gives the norm before."""

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
 from stepgauge.parallel.pipeline.stage import Meta, Stage
 from stepgauge.parallel.pipeline.transfers import Transfers
 from stepgauge.spec.plan.pipeline import Action, Schedule
-from stepgauge.spec.plan.pipeline.action import REDUCE, UNSHARD
+from stepgauge.spec.plan.pipeline.action import BACKWARD, FORWARD, REDUCE, UNSHARD, WEIGHT
 
 Batch = Sequence[Tensor]
 
@@ -39,7 +39,7 @@ class PipelineStep:
 
     metas    what goes into each stage, by its number
     inputs   of each micro-batch, for the first stage; `targets` for the last one
-    shares   of each micro-batch, its part of the whole batch's mean
+    shares   of each micro-batch, its part of the whole batch's mean; for the last stage
     loss     the sum so far, on the last stage's rank
     """
 
@@ -64,8 +64,9 @@ class PipelineStep:
     def act(self, action: Action) -> None:
         stage, kind, micro_batch = action
         if action.is_compute:
+            given = self._read(action)  # waiting for other ranks is no part of the action
             with self.clock.of(action) if self.clock else contextlib.nullcontext():
-                self._compute(action)
+                self._compute(action, given)
         elif kind == "SEND_F":
             self.transfers.send(action, self._activations.pop((stage + 1, micro_batch)))
         elif kind == "SEND_B":
@@ -89,29 +90,37 @@ class PipelineStep:
             change = self.weights.unshard if kind == UNSHARD else self.weights.reshard
             change(number)
 
-    def _compute(self, action: Action) -> None:
+    def _read(self, action: Action) -> Sequence[Tensor | None]:
+        """The inputs of a forward, the gradients of a backward's outputs."""
+        number, kind, micro_batch = action
+        if kind == WEIGHT:
+            return ()
+        return (self._inputs if kind == FORWARD else self._incoming)(number, micro_batch)
+
+    def _compute(self, action: Action, given: Sequence[Any]) -> None:
         number, kind, micro_batch = action
         stage = self.stages[number]
-        if kind == "F":
-            self._forward(number, micro_batch)
-        elif kind == "W":
+        if kind == FORWARD:
+            self._forward(number, micro_batch, given)
+        elif kind == WEIGHT:
             stage.backward_weight(micro_batch)
         else:
-            backward = stage.backward if kind == "B" else stage.backward_input
-            found = backward(micro_batch, self._incoming(number, micro_batch))
+            backward = stage.backward if kind == BACKWARD else stage.backward_input
+            found = backward(micro_batch, given)
             if number > 0:
                 self._gradients[number - 1, micro_batch] = [
                     found.get(place) for place in range(len(self.metas[number]))
                 ]
 
-    def _forward(self, number: int, micro_batch: int) -> None:
-        last = self.schedule.num_stages - 1
+    def _inputs(self, number: int, micro_batch: int) -> Sequence[Tensor]:
         if number == 0:
-            inputs: Sequence[Tensor] = on_device(self.inputs[micro_batch], self.device)
-        elif self.schedule.crosses(number, number - 1):
-            inputs = self.transfers.take(Action(number, "RECV_F", micro_batch))
-        else:
-            inputs = self._activations.pop((number, micro_batch))
+            return on_device(self.inputs[micro_batch], self.device)
+        if self.schedule.crosses(number, number - 1):
+            return self.transfers.take(Action(number, "RECV_F", micro_batch))
+        return self._activations.pop((number, micro_batch))
+
+    def _forward(self, number: int, micro_batch: int, inputs: Sequence[Tensor]) -> None:
+        last = self.schedule.num_stages - 1
         targets = on_device(self.targets[micro_batch], self.device) if number == last else ()
         trained = [meta.is_trained for meta in self.metas[number]]
         outputs = self.stages[number].forward(micro_batch, inputs, trained, targets)
