@@ -5,7 +5,8 @@
 #   context      one long sequence on one GPU, and cut over all
 #   tensor       tensor parallel beside torch's own, plain and asynchronous, with each GPU's clock
 #   sharded      ZeRO 3 beside torch's fully_shard
-#   pipeline     schedules beside torch's, each after its simulated step; with CUDA graphs; eager
+#   pipeline     schedules beside torch's, each after its simulated step and peaks, eager and compiled
+#   bert         BERT-base in few and many micro-batches, recorded, eager and torch's
 #   llama        an 8 B network under every layout that may hold it
 #   pairs        two axes at once; four GPUs
 #   connections  overlapped tensor parallel where each stream has a hardware queue of its own
@@ -13,7 +14,7 @@
 #   tests        tests/parallel that need GPUs
 # Writes OUT/{records.jsonl,rows.txt,log.txt,tensor_parallel.jsonl,connections/,hardware.json,tests.txt,report.html}.
 set -uo pipefail
-known="context tensor sharded pipeline llama pairs connections calibrate tests"
+known="context tensor sharded pipeline bert llama pairs connections calibrate tests"
 . "$(dirname "$0")/parts.sh"
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 work=$(mktemp -d)
@@ -38,7 +39,8 @@ tensor() {  # SECONDS FOLDER OPTIONS...
 rows 90 context
 if chosen tensor; then tensor 150 "$out" --only "one GPU" overlapped "torch async" plain torch; fi
 rows 90 sharded
-rows 200 pipeline
+rows 240 pipeline
+rows 60 bert
 rows 240 llama
 rows 150 pairs
 if chosen connections; then

@@ -10,14 +10,19 @@ the part's row on one GPU, and of pipelines the step that was simulated before. 
 
   context   one sequence of 32,768 tokens on one GPU, and cut over all
   sharded   8192 tokens a GPU, 16 blocks: ZeRO 3 beside torch's fully_shard
-  pipeline  16 blocks, one sequence of 4096 a micro-batch, forward and backward: schedules beside
-            torch's of the same name, with CUDA graphs, eager; BERT-base in 64 micro-batches
+  pipeline  16 blocks cut by measured time, one sequence of 4096 a micro-batch, forward and
+            backward: schedules beside torch's of the same name, eager and compiled, with 2 to 32
+            micro-batches
+  bert      BERT-base, 64 sequences of 128 in 4 and 64 micro-batches: recorded, eager, torch's; its
+            stages of equal FLOPs and one that is overweight
   llama     Llama 3 of 8 B parameters under each layout that may hold it
   pairs     8192 tokens a sequence, 16 blocks: two axes at once; on four GPUs
 """
 
 import argparse
 import dataclasses
+import functools
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +40,7 @@ from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 
-PARTS = ("context", "sharded", "pipeline", "llama", "pairs")
+PARTS = ("context", "sharded", "pipeline", "bert", "llama", "pairs")
 LLAMA = Path(__file__).with_name("llama-3-8b.json")
 SHAPE = {"d_model": 4096, "d_ff": 11_008, "num_heads": 32, "vocab_size": 32_000}
 TINY = {"d_model": 64, "d_ff": 96, "num_heads": 4, "vocab_size": 64}
@@ -78,31 +83,47 @@ class Rows:
         for layout in (f"dp{n} zero3", f"dp{n} torch-fsdp", f"dp{n} zero1"):
             yield self.layout(model, layout, 2 * n)
 
+    def schedule(self, name: str, ranks: int, **changes: Any) -> PipelineSpec:
+        fast = {"warmup": 1, "steps": 3, "balance": "time"}
+        asked = {**self.common, "ranks": ranks, **fast, **changes}
+        if self.small:
+            asked |= {"cuda_graphs": False, "warmup": 1, "steps": 1}
+        batch = asked.setdefault("batch", asked["micro_batches"])
+        asked["micro_batches"] = min(asked["micro_batches"], batch)
+        return PipelineSpec(schedule=name, **asked)
+
     def pipeline(self) -> Iterator[Any]:
-        n, m = self.gpus, 4 * self.gpus
+        n = self.gpus
         model = dataclasses.replace(self.network(16, 4096), attention="sdpa", loss="cross-entropy")
+        row = functools.partial(self.schedule, model=model, micro_batches=8)
+        paired = ("zbv", "1f1b", "interleaved", "izb", "dualpipev", "gpipe")
+        for compile in ("off", "blocks"):
+            yield row("1f1b", 1, compile=compile, micro_batches=4)
+            for name in paired:
+                yield row(name, n, compile=compile)
+                if compile == "off" or name in ("1f1b", "interleaved", "gpipe"):
+                    yield row(f"torch-{name}", n, compile=compile)
+            if compile == "off":
+                for name in ("v-half", "v-min"):
+                    yield row(name, n, compile=compile)
+                for m in (2, 4):  # mostly bubble
+                    yield row("1f1b", n, compile=compile, micro_batches=m)
+        yield row("zbv", n, fill=True)
+        for m, name in itertools.product((16, 32), ("zbv", "1f1b", "torch-1f1b")):
+            yield row(name, n, micro_batches=m, steps=2)
 
-        def row(schedule: str, **changes: Any) -> PipelineSpec:
-            asked = {**self.common, "micro_batches": m, "batch": m, "ranks": n, **changes}
-            if self.small:
-                asked["cuda_graphs"] = False
-            return PipelineSpec(schedule=schedule, **{"model": model, **asked})
-
-        yield row("1f1b", ranks=1)
-        for schedule in ("zbv", "1f1b", "torch-1f1b", "interleaved", "torch-interleaved", "v-half"):
-            yield row(schedule)
-        yield row("zbv", fill=True)
-        for schedule in ("zbv", "1f1b"):
-            yield row(schedule, cuda_graphs=True)
-        yield row("1f1b", ranks=1, compile="off")
-        for schedule in ("zbv", "torch-zbv", "1f1b", "v-min"):
-            yield row(schedule, compile="off")
-        bert = {"model": self._bert(), "batch": 64}
-        yield row("1f1b", compile="off", micro_batches=64, **bert)
-
-    def _bert(self) -> BertSpec:
-        size, length = ("bert-tiny", 16) if self.small else ("bert-base", 128)
-        return BertSpec.preset(size, context_length=length)
+    def bert(self) -> Iterator[Any]:
+        size, length, batch = ("bert-tiny", 16, 8) if self.small else ("bert-base", 128, 64)
+        model = BertSpec.preset(size, context_length=length)
+        row = functools.partial(
+            self.schedule, model=model, size=size, batch=batch, compile="off", balance="flops"
+        )
+        yield row("1f1b", 1, micro_batches=1, cuda_graphs=True)
+        for m, n in itertools.product((4, 64), range(2, self.gpus + 1)):
+            yield row("1f1b", n, micro_batches=m, cuda_graphs=True, steps=10)
+            yield row("1f1b", n, micro_batches=m)
+            yield row("torch-1f1b", n, micro_batches=m)
+        yield row("1f1b", self.gpus, micro_batches=16, cuda_graphs=True, overweight=3)
 
     def llama(self) -> Iterator[Any]:
         n, model = self.gpus, read_network(LLAMA, context_length=4096, attention="triton")
@@ -135,14 +156,18 @@ class Rows:
             yield self.layout(model, layout, 8 if "pp" in layout else 2)
 
 
-def is_torchs(spec: Any) -> bool:
-    return isinstance(spec, PipelineSpec) and spec.is_torchs
+def is_told(job: Job) -> bool:
+    """Predictions of torch's schedules are ours, and one rank has no schedule."""
+    is_ours = isinstance(job.spec, PipelineSpec) and job.spec.ranks > 1 and not job.spec.is_torchs
+    return job.provenance == "measured" or is_ours
 
 
-def tell(job: Job, record: Record, alone: float | None) -> float | None:
-    """Prints a row; gives tokens a second and GPU of a row on one GPU."""
+def tell(job: Job, record: Record, before: Record | None, alone: float | None) -> float | None:
+    """Prints a row, and how far the one before it was off that predicted it; gives tokens a second
+    and GPU of a row on one GPU.
+    """
     spec = job.spec
-    named = getattr(spec, "layout", "") or f"{spec.ranks} x {spec.schedule}"
+    named = getattr(spec, "layout", "") or f"{spec.ranks} x {spec.schedule} m{spec.micro_batches}"
     named += f", compile {spec.compile}" + ", graphs" * spec.cuda_graphs
     named += ", filled" * getattr(spec, "fill", False)
     if record.status != "ok":
@@ -151,6 +176,11 @@ def tell(job: Job, record: Record, alone: float | None) -> float | None:
     ranks, ms = spec.ranks, record.median("step_ms")
     tokens = spec.batch * spec.model.context_length / ms / ranks
     over = f", {tokens / alone:.3f} of one GPU" if alone and ranks > 1 else ""
+    if before and before.provenance == "modelled" and before.key == record.key:
+        over += f", simulated {100 * (before.median('step_ms') / ms - 1):+.1f} %"
+        peaks = [found.series.get("rank_peak_bytes", []) for found in (before, record)]
+        for predicted, peak in zip(*peaks, strict=True):
+            over += f", peak {100 * (predicted / peak - 1):+.1f} % of {peak / 2**30:.1f} GiB"
     print(f"{record.provenance} {named}: {ms:.2f} ms{over}", flush=True)
     return tokens if ranks == 1 and record.provenance == "measured" else alone
 
@@ -166,14 +196,14 @@ def main() -> None:
     end = time.monotonic() + asked.seconds
     rows = Rows(asked.gpus or (2 if asked.small else torch.cuda.device_count()), asked.small)
     for part in asked.parts:
-        jobs = checked_jobs(getattr(rows, part)(), asked.out)
-        jobs = [job for job in jobs if not (is_torchs(job.spec) and job.provenance == "modelled")]
-        alone = None
+        jobs = [job for job in checked_jobs(getattr(rows, part)(), asked.out) if is_told(job)]
+        alone, before = None, None
         print(f"-- {part}, {end - time.monotonic():.0f} s left", flush=True)
         if time.monotonic() > end:
             continue
         for result in sweep(jobs, RunStore(asked.out)):
-            alone = tell(result.job, result.record, alone)
+            alone = tell(result.job, result.record, before, alone)
+            before = result.record
             if time.monotonic() > end:
                 break
 

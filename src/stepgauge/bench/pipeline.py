@@ -40,6 +40,8 @@ REPEATS, MOST_REPEATS = 3, 20
 PROBED_S = 0.4  # in 0.1 s the host's time for a computation was off by 20 %, either way
 # What the parts of a network were measured to take, by what that depends on.
 PART_TIMES: dict[tuple[Any, ...], PartTimes] = {}
+# What a stage takes alone, by what that depends on: schedules of a sweep share stages.
+ALONE: dict[tuple[Any, ...], "_Alone"] = {}
 # Schedules whose W were placed anew: a row and its prediction have the same.
 FILLED: dict[PipelineSpec, Schedule] = {}
 
@@ -231,6 +233,15 @@ class PipelineBench:
         """Of a few rounds after a first one: the medians of the device, and the mean of the host,
         whose slow moments add up in a step too.
         """
+        spec = self.spec
+        shape = (spec.model, spec.batch // spec.micro_batches, spec.seed, self.parts[number])
+        how = (spec.precision, spec.compile, spec.device, spec.cuda_graphs)
+        run = (pipeline.schedule.splits(number), pipeline.room(number))
+        if (shape, how, run) not in ALONE:
+            ALONE[shape, how, run] = self._timed(pipeline, number)
+        return ALONE[shape, how, run]
+
+    def _timed(self, pipeline: Pipeline, number: int) -> "_Alone":
         self._round(pipeline, number)
         rounds: list[_Alone] = []
         end = time.perf_counter() + (PROBED_S if self.device.type == "cuda" else 0.0)
