@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from stepgauge.spec.explain import arrows
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.store import RunStore
 
@@ -100,7 +99,8 @@ def test_explain_shows_what_real_processes_have(stepgauge):
     words = " ".join(out.split())
     assert "rank 0 0 1 2 30 33 36" in words  # all-reduce: before and after
     assert "rank 1 10 11 12 1 11 21" in words  # all-to-all
-    assert "rank 0 ──part 1──▶ rank 1" in out  # scatter
+    assert "rank 1 · 1" in words  # scatter
+    assert "rank 0 chunk 2 → rank 1" in words  # ring
     assert "reduce-scatter 2" in out
     assert "4 steps; each rank sends 2·(3 − 1)·K/3 of K bytes" in out
     waits = [
@@ -115,18 +115,13 @@ def test_explain_shows_what_real_processes_have(stepgauge):
     ("arguments", "words"),
     [
         (("dance",), "op is 'dance'; choose one of broadcast"),
-        (("--ranks", "1"), "ranks is 1; a picture can show 2 to 8"),
+        (("--ranks", "1"), "ranks is 1; a table can show 2 to 8"),
     ],
 )
 def test_explain_refuses(stepgauge, arguments, words):
     status, _, err = stepgauge("comm", "explain", *arguments)
     assert status == 2
     assert words in err
-
-
-def test_arrows_are_the_operation():
-    assert len(arrows("all_to_all", 4)) == 12
-    assert {(a.source, a.target) for a in arrows("gather", 3)} == {(1, 0), (2, 0)}
 
 
 def test_bench_broadcast(stepgauge, tmp_path):

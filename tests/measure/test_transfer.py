@@ -5,7 +5,7 @@ import torch
 
 from stepgauge.bench.broadcast import job, record
 from stepgauge.bench.sweep import sweep
-from stepgauge.measure.transfer import GpuEngine
+from stepgauge.measure.transfer import Engine
 from stepgauge.spec.broadcast import HOST, PINNED, SCHEDULES, STAGING, BroadcastSpec, Rates
 from stepgauge.spec.store import RunStore
 
@@ -57,7 +57,7 @@ def test_the_bound_is_the_busiest_links():
     assert alone.bound_s(SCHEDULES["staged"](100, 1, 10)) == pytest.approx(20)
 
 
-def test_schedules_between_processes(tmp_path):
+def test_schedules_in_the_memory_of_a_cpu(tmp_path):
     asked = [
         BroadcastSpec(
             schedule=name, size_bytes=100_003, block_bytes=20_000, gpus=gpus, repeats=3, warmup=0
@@ -86,7 +86,7 @@ def test_figures_of_a_row():
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_on_gpus(name):
     size, gpus, block = 10_000_003, torch.cuda.device_count(), 1_000_000
-    engine = GpuEngine(size, gpus, block)
+    engine = Engine(size, [torch.device("cuda", number) for number in range(gpus)], block)
     for _ in range(3):
         engine.clear()
         assert engine.wrong() > 0

@@ -1,15 +1,14 @@
-"""A BroadcastSpec measured: in one process on GPUs, between processes elsewhere."""
+"""A BroadcastSpec measured: `run` gives its record."""
 
 import dataclasses
 
 import torch
 
 from stepgauge.bench.comm import WrongResultError
-from stepgauge.bench.ranks import OnRanks, slowest
 from stepgauge.bench.sweep import Job
 from stepgauge.measure.devices import require_host_memory
 from stepgauge.measure.environment import environment
-from stepgauge.measure.transfer import Engine, GpuEngine, ProcessEngine, rates, time_schedule
+from stepgauge.measure.transfer import Engine, rates, time_schedule
 from stepgauge.spec.broadcast import BLOCKLESS, BroadcastSpec, Rates
 from stepgauge.spec.record import Record, Sample
 
@@ -20,30 +19,32 @@ def job(spec: BroadcastSpec) -> Job:
     """
     if spec.schedule in BLOCKLESS:
         spec = dataclasses.replace(spec, block_bytes=BroadcastSpec().block_bytes)
-    return Job(ON_RANKS if spec.device == "cpu" else on_gpus, spec)
+    return Job(run, spec)
 
 
-def on_gpus(spec: BroadcastSpec) -> Record:
-    """The row in this process. Raises ValueError for more GPUs than there are."""
+def run(spec: BroadcastSpec) -> Record:
+    """Checks, times, checks again. Raises ValueError for more GPUs than there are, and
+    WrongResultError.
+    """
+    engine = Engine(spec.size_bytes, _devices(spec), spec.block_bytes)
+    alone = rates(engine, spec.size_bytes, spec.gpus)
+    _require_right(spec, engine)
+    times = time_schedule(engine, spec.plan(), warmup=spec.warmup, repeats=spec.repeats)
+    _require_right(spec, engine)
+    where = environment(torch.device(spec.device))
+    return dataclasses.replace(record(spec, times, alone), environment=where)
+
+
+def _devices(spec: BroadcastSpec) -> list[torch.device]:
+    """Of a CPU as often as there are devices to stand for."""
+    if spec.device == "cpu":
+        require_host_memory((2 + spec.gpus) * spec.size_bytes)
+        return [torch.device("cpu")] * spec.gpus
     there = torch.cuda.device_count()
     if spec.gpus > there:
         raise ValueError(f"gpus is {spec.gpus}; this machine has {there}")
     require_host_memory(2 * spec.size_bytes + 2 * spec.block_bytes)
-    engine = GpuEngine(spec.size_bytes, spec.gpus, spec.block_bytes)
-    times, alone = _measure(spec, engine)
-    return dataclasses.replace(
-        record(spec, times, alone), environment=environment(torch.device(spec.device))
-    )
-
-
-def _measure(spec: BroadcastSpec, engine: Engine) -> tuple[list[float], Rates]:
-    """Checks, times, checks again. Raises WrongResultError."""
-    schedule = spec.plan()
-    alone = rates(engine, spec.size_bytes, spec.gpus)
-    _require_right(spec, engine)
-    times = time_schedule(engine, schedule, warmup=spec.warmup, repeats=spec.repeats)
-    _require_right(spec, engine)
-    return times, alone
+    return [torch.device("cuda", number) for number in range(spec.gpus)]
 
 
 def _require_right(spec: BroadcastSpec, engine: Engine) -> None:
@@ -51,20 +52,8 @@ def _require_right(spec: BroadcastSpec, engine: Engine) -> None:
     engine.run(spec.plan())
     if wrong := engine.wrong():
         raise WrongResultError(
-            f"{wrong:,} bytes of {spec.schedule} are wrong on the {spec.gpus} GPUs"
+            f"{wrong:,} bytes of {spec.schedule} are wrong on the {spec.gpus} devices"
         )
-
-
-def on_rank(spec: BroadcastSpec) -> tuple[list[float], Rates]:
-    require_host_memory(4 * spec.size_bytes * spec.ranks)
-    return _measure(spec, ProcessEngine(spec.size_bytes, spec.gpus, spec.block_bytes))
-
-
-def of_ranks(spec: BroadcastSpec, found: list[tuple[list[float], Rates]]) -> Record:
-    return record(spec, slowest([times for times, _ in found]), found[0][1])
-
-
-ON_RANKS = OnRanks(on_rank, of_ranks, shared=True)
 
 
 def record(spec: BroadcastSpec, times_ms: list[float], alone: Rates) -> Record:

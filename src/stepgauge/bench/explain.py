@@ -15,9 +15,7 @@ from stepgauge.spec.explain import (
     RingStep,
     Seen,
     Values,
-    arrows,
     names_of,
-    ring_arrows,
 )
 
 LATE_S = 0.05  # rank r comes r times this late to the barrier
@@ -89,18 +87,22 @@ def _put_together(
     name: str, n: int, everyone: list[tuple[Seen, list[tuple[str, list[Values]]]]]
 ) -> Explained:
     seen = [mine for mine, _ in everyone]
-    steps = []
-    for index, (step, _) in enumerate(everyone[0][1]):
-        chunks = [[" ".join(chunk) for chunk in theirs[index][1]] for _, theirs in everyone]
-        steps.append(
-            RingStep(step, chunks, ring_arrows(index % (n - 1), step.partition(" ")[0], n))
-        )
     if name == RING:
         remark = f"{2 * (n - 1)} steps; each rank sends 2·({n} − 1)·K/{n} of K bytes, whatever the number of ranks."
-        return Explained("ring all-reduce", _RING_SUMMARY, arrows(name, n), seen, steps, remark)
+        steps = [_ring_step(index, [theirs[index] for _, theirs in everyone])
+                 for index in range(2 * (n - 1))]  # fmt: skip
+        return Explained("ring all-reduce", _RING_SUMMARY, seen, steps, remark)
     remark = (
         f"Rank r came {1e3 * LATE_S:.0f}·r ms late: the first waits longest."
         if name == "barrier"
         else ""
     )
-    return Explained(name, OPS[name].summary, arrows(name, n), seen, steps, remark)
+    return Explained(name, OPS[name].summary, seen, remark=remark)
+
+
+def _ring_step(index: int, ranks: list[tuple[str, list[Values]]]) -> RingStep:
+    """The step of that number as each rank saw it; one chunk goes from each to the next."""
+    n, name = len(ranks), ranks[0][0]
+    back = index % (n - 1) + (1 if name.startswith("reduce-scatter") else 0)
+    sends = [f"chunk {(r - back) % n} → rank {(r + 1) % n}" for r in range(n)]
+    return RingStep(name, sends, [[" ".join(chunk) for chunk in chunks] for _, chunks in ranks])

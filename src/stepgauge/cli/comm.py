@@ -8,12 +8,11 @@ from rich.rule import Rule
 
 from stepgauge.cli.console import Format, Output, print_table, print_tables, tell
 from stepgauge.cli.records import Run, read
+from stepgauge.report.table import Table
 from stepgauge.spec.explain import Explained, names_of
 from stepgauge.spec.hardware import HardwareFile
 
 app = App(name="comm", help="Explain collectives, and fit what bench comm measured.")
-
-MOST_ARROWS = 8  # that are drawn; more are a table
 
 
 @app.command
@@ -27,7 +26,7 @@ def explain(
 ) -> None:
     """Show what a collective does, on small tensors between real processes.
 
-    Each rank before and after, and who sends what.
+    Each rank before and after, and of a ring every step.
     """
     names_of(op, ranks=ranks)  # said before torch is loaded
 
@@ -38,23 +37,35 @@ def explain(
 
 
 def _print(explained: Explained) -> None:
-    from stepgauge.report.explained import rank_table, step_table, traffic_table
-
     console = Output(highlight=False)
     console.print(Rule(explained.op.replace("_", "-"), align="left"))
-    print_table(rank_table(explained))
+    print_table(_rank_table(explained))
     console.print()
     if explained.steps:
-        print_table(step_table(explained))
-    elif len(explained.arrows) <= MOST_ARROWS:
-        for each in explained.arrows:
-            arrow = f"──[bold]{each.what}[/bold]──▶"
-            console.print(f"  rank {each.source} {arrow} rank {each.target}")
-    else:
-        print_table(traffic_table(explained))
+        print_table(_step_table(explained))
     if explained.remark:
         console.print(explained.remark)
     console.print()
+
+
+def _rank_table(explained: Explained) -> Table:
+    """Each rank's values before and after; a point where it has none, or none that are defined."""
+    rows = [
+        [f"rank {r}", " ".join(seen.before) or "·", " ".join(seen.after) or "·", seen.wait_ms]
+        for r, seen in enumerate(explained.ranks)
+    ]
+    return Table(["", "before", "after", "ms inside"], rows, caption=explained.summary)
+
+
+def _step_table(explained: Explained) -> Table:
+    """Each rank's chunks after each step of a ring."""
+    rows = [
+        [step.name if rank == 0 else "", f"rank {rank}", step.sends[rank], *chunks]
+        for step in explained.steps
+        for rank, chunks in enumerate(step.chunks)
+    ]
+    columns = ["step", "", "sends", *(f"chunk {c}" for c in range(len(explained.ranks)))]
+    return Table(columns, rows, caption="Chunks after each step.")
 
 
 @app.command

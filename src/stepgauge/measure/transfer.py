@@ -1,36 +1,20 @@
-"""Executes schedules of moves (spec.broadcast): on GPUs with streams and peer copies, elsewhere
-between processes.
+"""Executes schedules of moves (spec.broadcast) in one process: on GPUs with streams and peer copies;
+on a CPU, whose memory stands for each device, one copy after another.
 """
 
 import contextlib
 import statistics
 import time
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from stepgauge.measure.devices import synchronize
 from stepgauge.spec.broadcast import HOST, PINNED, STAGING, BroadcastPlan, Move, Rates
 
 _PATTERN = 16_777_213  # bytes until the test pattern repeats: a prime
 _REPEATS = 5  # of a link alone
-
-
-class Engine(Protocol):
-    """Holds the tensor in all places."""
-
-    def run(self, schedule: BroadcastPlan) -> None:
-        """All moves, begun and ended."""
-
-    def clear(self) -> None:
-        """As before a run: nothing has arrived."""
-
-    def wrong(self) -> int:
-        """Bytes, over all GPUs, that are not the host tensor's."""
-
-    def meet(self) -> None:
-        """Waits until all that takes part has done all before."""
 
 
 def host_tensor(size: int) -> Tensor:
@@ -46,7 +30,7 @@ def host_tensor(size: int) -> Tensor:
 
 
 def time_schedule(
-    engine: Engine, schedule: BroadcastPlan, *, warmup: int, repeats: int
+    engine: "Engine", schedule: BroadcastPlan, *, warmup: int, repeats: int
 ) -> list[float]:
     """Milliseconds from the first move's begin to the last one's end, on the host's clock."""
     times = []
@@ -59,7 +43,7 @@ def time_schedule(
     return times
 
 
-def rates(engine: Engine, size: int, gpus: int) -> Rates:
+def rates(engine: "Engine", size: int, gpus: int) -> Rates:
     """Each kind of link alone, on the same engine: medians of a few runs."""
     bounds = [size * g // gpus for g in range(gpus + 1)]
 
@@ -90,18 +74,20 @@ class _Host:
         return (self.memory if place == HOST else self.pinned)[move.start : move.stop]
 
 
-class GpuEngine:
-    """One process, all GPUs: a pair of streams for each two places, an event for each move."""
+class Engine:
+    """Holds the tensor in all places. Of GPUs a pair of streams for each two places, an event for
+    each move.
+    """
 
-    def __init__(self, size: int, gpus: int, block: int):
-        self.host = _Host(size, block, pin=True)
-        self.devices = [torch.device("cuda", g) for g in range(gpus)]
-        self.tensors = [
-            torch.zeros(size, dtype=torch.uint8, device=device) for device in self.devices
-        ]
+    def __init__(self, size: int, devices: Sequence[torch.device], block: int):
+        self.on_gpus = devices[0].type == "cuda"
+        self.host = _Host(size, block, pin=self.on_gpus)
+        self.devices = devices
+        self.tensors = [torch.zeros(size, dtype=torch.uint8, device=each) for each in devices]
         self.streams: dict[tuple[str | int, str | int], list[torch.cuda.Stream]] = {}
 
     def run(self, schedule: BroadcastPlan) -> None:
+        """All moves, begun and ended."""
         ended: list[torch.cuda.Event | None] = []
         for move in schedule.moves:
             ended.append(self._start(move, [ended[index] for index in move.after]))
@@ -110,10 +96,10 @@ class GpuEngine:
         self.meet()
 
     def _start(self, move: Move, after: list[torch.cuda.Event | None]) -> torch.cuda.Event | None:
-        """Enqueues the move behind the events; a copy on the host is done now, and has no event."""
+        """Enqueues the move behind the events; a copy by the host is done now, and has no event."""
         source, target = (self._part(place, move) for place in (move.source, move.target))
         waited = [event for event in after if event is not None]
-        if isinstance(move.target, str):
+        if not self.on_gpus or isinstance(move.target, str):
             for event in waited:
                 event.synchronize()
             target.copy_(source)
@@ -144,75 +130,19 @@ class GpuEngine:
         return self.tensors[place][move.start : move.stop]
 
     def clear(self) -> None:
+        """As before a run: nothing has arrived."""
         for tensor in self.tensors:
             tensor.zero_()
         self.meet()
 
     def wrong(self) -> int:
+        """Bytes, over all devices, that are not the host tensor's."""
         return sum(_differing(tensor.cpu(), self.host.memory) for tensor in self.tensors)
 
     def meet(self) -> None:
+        """Waits until all devices have done all before."""
         for device in self.devices:
-            torch.cuda.synchronize(device)
-
-
-class ProcessEngine:
-    """Rank 0 has the host's places, rank g + 1 stands for GPU g; moves between ranks are sends."""
-
-    def __init__(self, size: int, gpus: int, block: int):
-        self.rank = dist.get_rank()
-        self.host = _Host(size, block, pin=False)
-        self.tensor = torch.zeros(size, dtype=torch.uint8)
-
-    def run(self, schedule: BroadcastPlan) -> None:
-        pending: dict[int, dist.Work] = {}
-        for index, move in enumerate(schedule.moves):
-            for before in move.after:
-                if work := pending.pop(before, None):
-                    work.wait()
-            if work := self._start(move):
-                pending[index] = work
-            if schedule.one_by_one:
-                _finish(pending)
-        _finish(pending)
-        self.meet()
-
-    def _start(self, move: Move) -> dist.Work | None:
-        source, target = (
-            0 if isinstance(place, str) else place + 1 for place in (move.source, move.target)
-        )
-        if source == target == self.rank:
-            self._part(move.target, move).copy_(self._part(move.source, move))
-        elif source == self.rank:
-            return dist.isend(self._part(move.source, move), target)
-        elif target == self.rank:
-            return dist.irecv(self._part(move.target, move), source)
-        return None
-
-    def _part(self, place: str | int, move: Move) -> Tensor:
-        return (
-            self.host.part(place, move)
-            if isinstance(place, str)
-            else self.tensor[move.start : move.stop]
-        )
-
-    def clear(self) -> None:
-        self.tensor.zero_()
-
-    def wrong(self) -> int:
-        mine = 0 if self.rank == 0 else _differing(self.tensor, self.host.memory)
-        found = [mine] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
-        return sum(found)
-
-    def meet(self) -> None:
-        dist.barrier()
-
-
-def _finish(pending: dict[int, dist.Work]) -> None:
-    for work in pending.values():
-        work.wait()
-    pending.clear()
+            synchronize(device)
 
 
 def _differing(tensor: Tensor, expected: Tensor) -> int:

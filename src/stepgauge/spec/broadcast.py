@@ -140,7 +140,7 @@ class BroadcastSpec:
         32 << 20, "bytes of a block, where there are blocks", least=1, flag="block"
     )
     gpus: int = option(
-        2, "GPUs that get the tensor; on a CPU, processes", least=1, most=64, label=True
+        2, "GPUs that get the tensor; on a CPU, parts of its memory", least=1, most=64, label=True
     )
     repeats: int = option(16, "timed runs", least=1, most=100_000)
     warmup: int = option(2, "untimed runs first", least=0, most=1000)
@@ -148,11 +148,6 @@ class BroadcastSpec:
 
     def __post_init__(self) -> None:
         check(self)
-
-    @property
-    def ranks(self) -> int:
-        """Processes where there are no GPUs: the host's and one for each GPU."""
-        return self.gpus + 1
 
     def plan(self) -> BroadcastPlan:
         return SCHEDULES[self.schedule](self.size_bytes, self.gpus, self.block_bytes)

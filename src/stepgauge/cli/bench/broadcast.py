@@ -18,8 +18,8 @@ def broadcast(
     """Time ways to bring a host tensor to every GPU, and what part of the links' own rate each
     reaches.
 
-    The links are measured alone in the same run. Without GPUs the same schedules run between
-    processes. Every option takes several values, and their product is measured.
+    The links are measured alone in the same run. Without GPUs the same schedules run in a CPU's
+    memory. Every option takes several values, and their product is measured.
     """
     import torch
 
