@@ -217,7 +217,6 @@ ALL_COMMANDS = [
     ["schedule", "simulate", "1f1b"],
     ["show", "run"],
     ["compare", "run", "run"],
-    ["report", "run", "--save-plots", "plots"],
     ["profile", "trace", "trace.json"],
     ["completion", "bash"],
 ]

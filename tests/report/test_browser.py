@@ -7,11 +7,8 @@ import pytest
 
 from stepgauge.report import figure
 from stepgauge.report.findings import Finding
-from stepgauge.report.page import Flame, Headline, Page, Plot, Section, Text, page
-from stepgauge.report.save_plots import save_plots
+from stepgauge.report.page import Flame, Page, Plot, Section, Text, page
 from stepgauge.report.table import Table
-from stepgauge.report.trace_timeline import trace_timeline
-from stepgauge.spec.analysis import Timeline
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -47,12 +44,10 @@ def path(tmp_path_factory):
         title="A study",
         sections=sections,
         facts={"Device": "Test"},
-        headlines=[Headline("1.5", "ms", "fastest")],
         findings=[finding],
     )
     path = tmp_path_factory.mktemp("report") / "report.html"
     path.write_text(shown.html(), encoding="utf-8")
-    save_plots(sections, path.parent / "plots")
     return path
 
 
@@ -150,12 +145,6 @@ def test_plots_are_described_and_can_be_saved(browser, path):
     root = ElementTree.fromstring(saved)
     assert root.tag.endswith("svg") and "var(--" not in saved and "rgb(" in saved
     assert download.value.suggested_filename == "What-it-shows-.svg"
-    alone = sorted((path.parent / "plots").iterdir())
-    assert [each.name[:2] for each in alone] == ["01", "02", "03"]
-    assert alone[0].name == "01-first-last-what-it-shows.svg"
-    for each in alone:
-        assert ElementTree.fromstring(each.read_text()).tag.endswith("svg")
-        assert "var(--" not in each.read_text() and "#2b63d6" in each.read_text()
 
 
 def test_links_lead_to_sections_and_stay_in_sight(browser, path):
@@ -198,16 +187,7 @@ def flame_path(tmp_path_factory):
         0.0,
         [["forward", 0.0, [block(0), block(1), ["head", 2000.0, []]]], ["optimizer", 2000.0, []]],
     ]
-    shown = Timeline(
-        names=[["gemm", "matmul"], ["Memcpy", "copy"]],
-        tracks=[["stream 7", [0, 4000, 0, 1, 1000, 4000, 0, 1]], ["stream 20", [1000, 1000, 1, 1]]],
-        marks=[["step 0", 0, 9000]],
-        origin_us=5.0,
-    )
-    drawn = Plot(trace_timeline([("rank 0", shown), ("rank 1", shown)]), "Steps over time.")
-    text = page(
-        "A profile", [Section("Row", "Where?", [Flame(tree, 2, "By nesting."), drawn])], facts={}
-    )
+    text = page("A profile", [Section("Row", "Where?", [Flame(tree, 2, "By nesting.")])], facts={})
     path = tmp_path_factory.mktemp("flame") / "report.html"
     path.write_text(text, encoding="utf-8")
     return path
@@ -278,29 +258,3 @@ def test_the_profile_fits_and_changes_with_the_theme(browser, flame_path):
     light, dark = (opened(browser, flame_path, scheme) for scheme in ("light", "dark"))
     assert colour(light) != colour(dark)
     assert light.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
-def test_a_timeline_searches_zooms_and_names_what_is_under_the_pointer(browser, flame_path):
-    tab = opened(browser, flame_path)
-    assert tab.problems == []
-    output, canvas = tab.locator(".trace-timeline output"), tab.locator(".trace-timeline canvas")
-    tab.fill(".trace-timeline input", "GEMM")
-    assert output.inner_text() == "4 found, 1.600 ms"
-    tab.fill(".trace-timeline input", "")
-    box = canvas.bounding_box()
-    # The first row's second product is at 500 to 900 µs of 900.
-    at = {"x": 150 + (box["width"] - 150) * 700 / 900, "y": 41}
-    canvas.hover(position=at)
-    assert tab.locator(".tip").inner_text() == "gemm · matmul · 0.4000 ms at 0.5000 ms"
-    canvas.click(position=at)
-    assert output.inner_text() == "gemm · matmul · 0.4000 ms at 0.5000 ms"
-    before = canvas.screenshot()
-    canvas.press("+")
-    assert canvas.screenshot() != before
-    assert tab.locator("figure:has(.trace-timeline) button.save").count() == 0  # it is no SVG
-    canvas.press("0")
-    canvas.click(position={"x": 150 + (box["width"] - 150) * 150 / 900, "y": 61})
-    assert output.inner_text() == "Memcpy · copy · 0.1000 ms at 0.1000 ms"
-    tab.fill(".trace-timeline input", "gemm")
-    tab.press(".trace-timeline input", "Enter")
-    assert output.inner_text().startswith("gemm · matmul")

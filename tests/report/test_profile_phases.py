@@ -1,5 +1,7 @@
 """The stopwatch without and with the profiler are compared by the same statistic."""
 
+import json
+
 import pytest
 
 from stepgauge.report.profile import phases_table
@@ -18,3 +20,10 @@ def test_what_the_profiler_costs_is_of_medians():
     rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
     assert rows["forward"]["profiler costs %"] == pytest.approx(10.0)
     assert rows["step"]["stopwatch profiled ms"] == pytest.approx(3.1)
+
+
+def test_an_analysis_with_the_timelines_of_older_pages_is_read():
+    now = Analysis(source="trace.json", phases_us={"forward": [1e3]})
+    for schema, gone in ((1, {"lanes": [], "marks": []}), (2, {"timeline": {"names": []}})):
+        older = {**json.loads(now.to_json()), **gone, "schema": schema}
+        assert Analysis.from_json(json.dumps(older)) == now

@@ -6,7 +6,6 @@ import math
 import pytest
 
 from stepgauge.report.profile import answer
-from stepgauge.trace import timeline
 from stepgauge.trace.analysis import analyse
 from stepgauge.trace.read import TraceError
 
@@ -248,22 +247,3 @@ def test_what_cannot_be_read_whole_is_a_sentence(tmp_path, text, words):
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(TraceError, match=words):
         analyse(tmp_path / "t.json")
-
-
-def test_a_timeline_of_kinds_that_take_turns_ends(trace_of_turns, tmp_path, monkeypatch):
-    monkeypatch.setattr(timeline, "MOST_PIECES", 50)
-    found = analyse(trace_of_turns.write(tmp_path / "t.json"))
-    ((_, numbers),) = found.timeline.tracks
-    assert 0 < len(numbers) // 4 <= 50
-    assert sum(numbers[3::4]) == 200  # every kernel is in a piece
-    assert ["several kernels, mostly matmul", "matmul"] in found.timeline.names
-
-
-@pytest.fixture
-def trace_of_turns(gpu_trace):
-    trace = gpu_trace()
-    with trace.range("ProfilerStep#0"):
-        for _ in range(100):
-            trace.launch("gemm", 20)
-            trace.launch("vectorized_elementwise_kernel", 5)
-    return trace

@@ -1,26 +1,18 @@
 """`show`, `compare` and `report`: views of records that are already on disk."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, print_in, print_records, tell, warn
-from stepgauge.cli.rows import named_folder
 from stepgauge.report.compare import closest_differ_in, difference_table
 from stepgauge.report.compare import compare as compare_records
 from stepgauge.report.views import STATISTICS
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 
-if TYPE_CHECKING:
-    from stepgauge.report.page import Page
-
 Run = Annotated[Path, Parameter(help="Folder of a run.")]
-SavePlots = Annotated[
-    Path | None,
-    Parameter(help="A folder for the page's plots, an SVG file each.", converter=named_folder),
-]
 
 
 def show(
@@ -93,7 +85,6 @@ def report(
     /,
     *,
     out: Annotated[Path | None, Parameter(help="The HTML file. [RUN/report.html]")] = None,
-    save_plots: SavePlots = None,
 ) -> None:
     """Write one HTML page of a run, or of two beside each other, from their records.
 
@@ -109,7 +100,6 @@ def report(
     else:
         compared = compare_records(records, others)
         page, usual = pages.comparison_page(compared, (str(run), str(second))), "compare.html"
-    save(page, save_plots)
     print(pages.write(page, out or run / usual))
 
 
@@ -119,14 +109,6 @@ def write_page(run: Path) -> None:
 
     page = pages.page_of(run, RunStore(run).read().latest())
     tell(f"report: {pages.write(page, run / 'report.html')}")
-
-
-def save(page: "Page", folder: Path | None) -> None:
-    """Writes the page's plots to the folder, if one is named."""
-    from stepgauge.report.save_plots import save_plots
-
-    if folder is not None:
-        tell(f"{save_plots(page.sections, folder)} plots in {folder}")
 
 
 def read(run: Path) -> list[Record]:

@@ -6,7 +6,6 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from stepgauge.cli.console import tell
-from stepgauge.cli.records import SavePlots, save
 from stepgauge.cli.rows import Device, Fresh, Out, require_success, run_jobs
 from stepgauge.spec.experiments import EXPERIMENTS
 from stepgauge.spec.store import RunStore
@@ -23,7 +22,6 @@ def study(
     ] = None,
     device: Device = "auto",
     fresh: Fresh = False,
-    save_plots: SavePlots = None,
 ) -> None:
     """Run every experiment that this machine can run, and write one HTML report.
 
@@ -49,6 +47,5 @@ def study(
             tell(f"{experiment.name} is left out: {reason}")
     records = run_jobs(run.plan(machine, out, experiments), out, fresh=fresh)
     page = pages.page_of(out, store.read().latest())
-    save(page, save_plots)
     print(f"report: {pages.write(page, out / 'report.html')}")
     require_success(records)

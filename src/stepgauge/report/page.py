@@ -23,14 +23,10 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """An SVG of report.figure, or a canvas with its script, and what it shows."""
+    """An SVG of report.figure, and what it shows."""
 
     svg: str
     caption: str
-
-    @property
-    def is_svg(self) -> bool:
-        return self.svg.startswith("<svg")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,15 +67,6 @@ class Section:
         return "".join(c if c.isalnum() else "-" for c in self.title.lower())
 
 
-@dataclasses.dataclass(frozen=True)
-class Headline:
-    """One large figure at the top of the page."""
-
-    value: str
-    unit: str
-    label: str
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Page:
     """What a page says. `findings` stand at its top; None: they are not asked for."""
@@ -87,7 +74,6 @@ class Page:
     title: str
     sections: Sequence[Section]
     facts: Mapping[str, str]
-    headlines: Sequence[Headline] = ()
     findings: Sequence[Finding] | None = None
 
     def html(self) -> str:
@@ -99,7 +85,6 @@ class Page:
             style=_resource("page.css"),
             script=_resource("page.js"),
             navigation="".join(map(_link, shown)),
-            headlines="".join(map(_headline, self.headlines)),
             findings="" if self.findings is None else _findings(self.findings),
             facts="".join(
                 f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in self.facts.items()
@@ -110,17 +95,12 @@ class Page:
 
 
 def page(title: str, sections: Sequence[Section], *, facts: Mapping[str, str]) -> str:
-    """The HTML document of a page without headlines and findings."""
+    """The HTML document of a page without findings."""
     return Page(title=title, sections=sections, facts=facts).html()
 
 
 def _resource(name: str) -> str:
     return importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _headline(headline: Headline) -> str:
-    value, unit, label = map(html.escape, dataclasses.astuple(headline))
-    return f'<div class="headline"><b>{value}<small> {unit}</small></b><span>{label}</span></div>'
 
 
 def _link(section: Section) -> str:
@@ -167,11 +147,9 @@ def _block(block: Block) -> str:
         case Text(text):
             return f"<p>{html.escape(text)}</p>"
         case Plot(svg, caption):
-            # A timeline is a canvas, which is no SVG to be saved.
-            save = ' <button class="save">save SVG</button>' if block.is_svg else ""
             return (
-                f'<figure class="plot" aria-label="{html.escape(caption)}">{svg}'
-                f"<figcaption>{html.escape(caption)}{save}</figcaption></figure>"
+                f'<figure class="plot" aria-label="{html.escape(caption)}">{svg}<figcaption>'
+                f'{html.escape(caption)} <button class="save">save SVG</button></figcaption></figure>'
             )
         case Flame():
             return _flame(block)

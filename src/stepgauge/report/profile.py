@@ -1,4 +1,4 @@
-"""Views of an Analysis: one table a question, the timeline and the flame graph."""
+"""Views of an Analysis: one table a question, and the flame graph."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from stepgauge.report.cells import Sum, short_name, sums_by, total
 from stepgauge.report.kernel_names import range_name
 from stepgauge.report.numbers import cut_to, number, whole
-from stepgauge.report.page import Block, Flame, Plot, Text
+from stepgauge.report.page import Block, Flame, Text
 from stepgauge.report.profile_device import (
     collectives_table,
     copies_table,
@@ -17,7 +17,6 @@ from stepgauge.report.profile_device import (
 )
 from stepgauge.report.profile_ranks import overlap_table
 from stepgauge.report.table import Table
-from stepgauge.report.trace_timeline import trace_timeline
 from stepgauge.spec.analysis import Analysis
 
 LONGEST_SHAPES = 48
@@ -30,20 +29,12 @@ _SPELLED = {"host": "Python, views and autograd"}
 _LACKING = {"host": "the host's work", "launch and turnaround": "launch delays and turnaround"}
 
 
-def blocks(found: Analysis, *, with_timeline: bool = True) -> list[Block]:
+def blocks(found: Analysis) -> list[Block]:
     """All of it, for the report."""
-    pictures: list[Block] = []
-    if with_timeline and found.timeline:
-        pictures.append(
-            Plot(
-                trace_timeline([("", found.timeline)]), "The last profiled steps, stream by stream."
-            )
-        )
-    pictures.append(
-        Flame(found.flame, found.steps, "Where the time goes, by nesting: phases, parts of the model, operations"
-              + (", kernels." if found.on_device else "."))
-    )  # fmt: skip
-    return [*pictures, *(Text(line) for line in sentences(found)), *tables(found)]
+    last = ", kernels." if found.on_device else "."
+    nesting = f"Where the time goes, by nesting: phases, parts of the model, operations{last}"
+    flame = Flame(found.flame, found.steps, nesting)
+    return [flame, *(Text(line) for line in sentences(found)), *tables(found)]
 
 
 def tables(found: Analysis) -> list[Table]:

@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from stepgauge.report.page import Block, Plot, Section, page
+from stepgauge.report.page import Section, page
 from stepgauge.report.profile import answer, blocks, collectives_table
 from stepgauge.report.profile_ranks import overlap_table, ranks_table, sentences, shared_table
 from stepgauge.report.table import Table
-from stepgauge.report.trace_timeline import trace_timeline
 from stepgauge.spec.analysis import Analysis
 from stepgauge.spec.ranks import AcrossRanks
 from stepgauge.trace.ranks import numbers
@@ -42,19 +41,6 @@ def trace_names(files: Sequence[Path]) -> list[str]:
     raise ValueError(f"FILE is {twice} twice; give each trace once")
 
 
-def ranks_blocks(found: Sequence[Analysis], across: AcrossRanks) -> list[Block]:
-    """What several ranks' traces say together, the timeline of all first."""
-    drawn = [
-        (f"rank {rank}", one.timeline)
-        for rank, one in zip(numbers(found), found, strict=True)
-        if one.timeline
-    ]
-    pictures = (
-        [Plot(trace_timeline(drawn), "The last profiled steps of all ranks.")] if drawn else []
-    )
-    return [*pictures, *ranks_tables(found, across)]
-
-
 def ranks_tables(found: Sequence[Analysis], across: AcrossRanks) -> list[Table]:
     """The tables that are of all ranks."""
     shown = [ranks_table(found, across), shared_table(across, found[0].steps)]
@@ -70,15 +56,12 @@ def of_one_rank(tables: Sequence[Table], found: Analysis) -> list[Table]:
     return [table for table in tables if table.caption not in said]
 
 
-def section(
-    title: str, found: Analysis | None, note: str = "", *, with_timeline: bool = True
-) -> Section:
+def section(title: str, found: Analysis | None, note: str = "") -> Section:
     """One profile's part of the page."""
     question = "Why does a step take this long?"
     if found is None:
         return Section(title, question, reason=note or "its analysis is not on disk")
-    shown = blocks(found, with_timeline=with_timeline)
-    return Section(title, question, shown, answer(found), METHOD)
+    return Section(title, question, blocks(found), answer(found), METHOD)
 
 
 def write_trace_report(
@@ -96,11 +79,8 @@ def write_trace_report(
     question = "Which rank makes the others wait, and in what?"
     said = " ".join(sentences(across, together))
     sections = [
-        Section("All ranks", question, ranks_blocks(together, across), said),
-        *(
-            section(f"Rank {rank}", one, with_timeline=False)
-            for rank, one in zip(ranks, together, strict=True)
-        ),
+        Section("All ranks", question, ranks_tables(together, across), said),
+        *(section(f"Rank {rank}", one) for rank, one in zip(ranks, together, strict=True)),
     ]
     return write_page("stepgauge profile trace", sections, facts, folder)
 

@@ -7,8 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, Self
 
-SCHEMA = 2  # 1 had `lanes` and `marks` of the last step in place of the timeline
-# Of work; a kind's place gives its colour.
+SCHEMA = 2
+# Of pages that drew each kernel over time, in older files.
+GONE = ("lanes", "marks", "timeline")
 KINDS = (
     "communication",
     "matmul",
@@ -142,23 +143,6 @@ class PathRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Timeline:
-    """What ran when, small enough for a page.
-
-    names    of what ran, each with its kind: [name, kind]
-    tracks   [title, numbers]: for each piece its pause after the one before, its duration, its name
-             by number, how many pieces it stands for; times in tenths of a µs
-    marks    [title, start, end] of steps and phases, in tenths of a µs
-    origin_us  where 0 lies on the trace's clock
-    """
-
-    names: list[list[str]]
-    tracks: list[list[Any]]
-    marks: list[list[Any]]
-    origin_us: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Overlap:
     """Communication of one rank over all steps: how long, and how much computing hid."""
 
@@ -221,7 +205,6 @@ class Analysis:
     ceilings: Ceilings | None = None
     stopwatch_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
     watched_ms: Mapping[str, list[float]] = dataclasses.field(default_factory=dict)
-    timeline: Timeline | None = None
     flame: list[Any] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
 
@@ -240,8 +223,7 @@ class Analysis:
         schema = value.pop("schema", None) if isinstance(value, dict) else None
         if schema not in (1, SCHEMA):
             raise ValueError(f"not an analysis of schema {SCHEMA}")
-        if schema == 1:
-            value = {name: what for name, what in value.items() if name not in ("lanes", "marks")}
+        value = {name: what for name, what in value.items() if name not in GONE}
         try:
             for name, row in _ROWS.items():
                 value[name] = [row(**fields) for fields in value.get(name, [])]
@@ -261,4 +243,4 @@ _ROWS = {
     "collectives": CollectiveRow,
     "path": PathRow,
 }
-_PARTS = {"overlap": Overlap, "ceilings": Ceilings, "timeline": Timeline}
+_PARTS = {"overlap": Overlap, "ceilings": Ceilings}

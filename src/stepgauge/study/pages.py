@@ -15,10 +15,10 @@ from stepgauge.report.kernel_plots import kernel_bars
 from stepgauge.report.kernels import kernel_table
 from stepgauge.report.layout import layout_blocks
 from stepgauge.report.memory import memory_blocks
-from stepgauge.report.names import flatten, labels
-from stepgauge.report.numbers import heading, number
+from stepgauge.report.names import labels
+from stepgauge.report.numbers import heading
 from stepgauge.report.ops import op_blocks
-from stepgauge.report.page import Block, Elsewhere, Headline, Page, Section, Text
+from stepgauge.report.page import Block, Elsewhere, Page, Section, Text
 from stepgauge.report.profile_page import section as profile_section
 from stepgauge.report.step_plots import phase_bars
 from stepgauge.report.views import DISTURBED, is_disturbed, record_table
@@ -61,7 +61,6 @@ def study_page(records: Sequence[Record], machine: Machine, folder: Path) -> Pag
         title="stepgauge study",
         sections=[_experiment(experiment, machine, folder, here) for experiment in EXPERIMENTS],
         facts=_facts(here),
-        headlines=_headlines(here),
         findings=findings.findings(here) or findings.to_measure(here),
     )
 
@@ -253,30 +252,3 @@ def _facts(records: Sequence[Record]) -> dict[str, str]:
     }
     told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     return {**facts, "Rows": told or "none"}
-
-
-def _headlines(records: Sequence[Record]) -> list[Headline]:
-    """The fastest and largest that was measured: what a reader looks for first."""
-    steps = [r for r in records if r.kind == "step" and findings.is_comparable(r)]
-    if not steps:
-        return []
-
-    def named(record: Record) -> str:
-        spec = flatten(record.spec)
-        compiled = ", compiled" if spec["compile"] != "off" else ""
-        return f"{spec['size']}, {spec['precision']}{compiled}"
-
-    most_tokens = max(steps, key=lambda r: r.median("tokens_per_s") or 0.0)
-    most_flops = max(steps, key=lambda r: r.median("tflop_per_s") or 0.0)
-    tokens, flops = most_tokens.median("tokens_per_s"), most_flops.median("tflop_per_s")
-    found = [
-        Headline(number(tokens), "tokens/s", f"most tokens: {named(most_tokens)}"),
-        Headline(number(flops), "TFLOP/s", f"most FLOPs: {named(most_flops)}"),
-    ]
-    if mfu := most_flops.median("mfu"):
-        found.append(Headline(f"{100 * mfu:.1f}", "% MFU", named(most_flops)))
-    return found + [
-        Headline(number(r.median("held_out")), "bits/byte", "held out after training")
-        for r in records
-        if r.kind == "train" and r.status == "ok"
-    ]

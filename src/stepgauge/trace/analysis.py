@@ -19,7 +19,6 @@ from stepgauge.trace.notes import notes
 from stepgauge.trace.overlap import overlap
 from stepgauge.trace.read import TraceError
 from stepgauge.trace.replay import Replay
-from stepgauge.trace.timeline import timeline
 
 
 def analyse(path: Path, *later: Path, kinds: Kinds | None = None) -> Analysis:
@@ -53,7 +52,6 @@ def analysis(trace: Trace, kinds: Kinds | None = None) -> Analysis:
         ],
         overlap=overlap(trace, works),
         collectives=collectives(works) if trace.on_device else [],
-        timeline=timeline(trace, works),
         flame=flame.thinned(flame.tree(resolver.paths, tally.paths)),
         notes=notes(trace, works),
     )

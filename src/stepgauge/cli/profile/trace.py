@@ -33,7 +33,7 @@ def trace(
     format: As = "table",
 ) -> None:
     """Analyse traces that any PyTorch program wrote: kernels by kind, idle time, overlap, critical
-    path, timeline, flame graph; of several ranks, who made the others wait.
+    path, flame graph; of several ranks, who made the others wait.
 
     Phases are the program's own ranges of the names forward, backward and optimizer; where it has
     none, what autograd runs is backward, Optimizer.step is optimizer, and the rest is forward. A
