@@ -101,9 +101,8 @@ def settings_of(spec: DataParallelSpec, way: str) -> Iterator[Settings]:
 
 
 def traced(phases: Phases, path: Path, device: torch.device) -> None:
-    """Two steps as the profiler of rank 0 sees them."""
-    kind = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else None
-    with torch.profiler.profile(activities=[kind] if kind else None) as profile:
+    """Two steps as the profiler of rank 0 sees them, host and device."""
+    with torch.profiler.profile() as profile:
         for phase in [*phases.values()] * 2:
             phase()
         devices.synchronize(device)

@@ -55,7 +55,7 @@ SENDS = {
     "reduce_": 1,
     "broadcast_": 1,
     "allgather_": 1,  # of names, in the first step
-    "_allgather_base_": 1,
+    "allgather_into_tensor_coalesced_": 1,
     "_reduce_scatter_base_": 1,
 }
 
@@ -90,7 +90,8 @@ class Counting(TorchDispatchMode):
         self.most = max(self.most, alive)
         if func.namespace == "c10d":
             sends = SENDS[func._schema.name.partition("::")[2]]
-            self.sent += sends * (RANKS - 1) / RANKS * max(tensor.nbytes for tensor in seen)
+            whole = max(map(nbytes_of, args))  # of what is read or written, the larger
+            self.sent += sends * (RANKS - 1) / RANKS * whole
         return result
 
     def see(self, tensor):
@@ -99,6 +100,10 @@ class Counting(TorchDispatchMode):
         key = storage._cdata
         if key not in self._storages:
             self._storages[key] = weakref.ref(storage, lambda _: self._storages.pop(key))
+
+
+def nbytes_of(argument):
+    return sum(t.nbytes for t in tree_leaves(argument) if isinstance(t, torch.Tensor))
 
 
 class LateWork:

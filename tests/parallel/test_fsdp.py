@@ -20,7 +20,7 @@ from stepgauge.models.checkpointing import by_plan
 from stepgauge.models.transformer import TransformerLM
 from stepgauge.parallel.call_order import CallOrder
 from stepgauge.parallel.data_parallel import BucketedDataParallel
-from stepgauge.parallel.flat_gradients import _pack
+from stepgauge.parallel.flat_gradients import pack
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
 from stepgauge.parallel.parameter_group import ParameterGroup
 from stepgauge.parallel.traffic import Reductions
@@ -67,9 +67,11 @@ CASES = [
 
 def test_padding_is_sent_as_zeros():
     """Memory as it was found may hold NaN, for which NCCL can be told to look."""
-    places = torch.full((4, 2, 3), torch.nan)
-    _pack(torch.ones(5, 3), places)
-    assert places.flatten(0, 1).sum(1).tolist() == [3.0] * 5 + [0.0] * 3
+    whole = torch.full((4, 6 + 1), torch.nan)
+    pack([torch.ones(5, 3), torch.ones(0, 3), torch.full((3,), 2.0)], whole)
+    places, numbers = whole.split([6, 1], dim=1)
+    assert places.reshape(8, 3).sum(1).tolist() == [3.0] * 5 + [0.0] * 3
+    assert numbers.flatten().tolist() == [2.0, 2.0, 2.0, 0.0]
 
 
 def test_training_equals_that_of_one_process(two_ranks):

@@ -29,6 +29,7 @@ PRIVATE_TORCH = {
 PRIVATE_NAMES = {
     "torch._VF": ({"measure/memory/recurrent.py"}, "fake kernels for cuDNN's LSTM and GRU"),
     "torch._assert_async": ({"parallel/vocabulary_loss.py"}, "a public assertion on a device"),
+    "torch._chunk_cat": ({"parallel/flat_gradients.py"}, "a public name of it"),
     "torch._foreach_add_": (
         {"parallel/pipeline/split.py"},
         "a public name of the foreach functions",
@@ -171,7 +172,7 @@ PRIVATE_MEMBERS = {
         {"parallel/parameter_group.py"},
         "an RNN that reads its own parameters",
     ),
-    "_local_tensor": ({"parallel/parameter_group.py"}, "a to_local that makes no view"),
+    "_local_tensor": ({"parallel/sharding.py"}, "a to_local that makes no view"),
     "_get_backend": (
         {"parallel/collectives.py", "parallel/reducer.py"},
         "a public name of a group's backend on a device",

@@ -39,7 +39,7 @@ def all_reduce_of(message: Tensor, operation: Any, group: dist.ProcessGroup) -> 
     """The work of an all-reduce in place: dist.all_reduce without the checks that cost as much
     again as its launch.
     """
-    return group.allreduce([message], _options_of(operation))
+    return group.allreduce([message], _options(dist.AllreduceOptions, reduceOp=operation))
 
 
 def all_reduce_list(
@@ -48,14 +48,37 @@ def all_reduce_list(
     """The same of several tensors of one type and device: over NCCL one launch, and nothing is
     packed.
     """
-    options = _options_of(operation, dist.AllreduceCoalescedOptions)
+    options = _options(dist.AllreduceCoalescedOptions, reduceOp=operation)
     return group.allreduce_coalesced(list(messages), options)
 
 
+def reduce_to(owner: int, message: Tensor, operation: Any, group: dist.ProcessGroup) -> dist.Work:
+    """The work of a reduction to one rank of the group, in place."""
+    return group.reduce([message], _options(dist.ReduceOptions, reduceOp=operation, rootRank=owner))
+
+
+def broadcast_from(owner: int, message: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """The work of sending a message of one rank of the group to all, in place."""
+    message = torch.view_as_real(message) if message.is_complex() else message
+    return group.broadcast([message], _options(dist.BroadcastOptions, rootRank=owner))
+
+
+def all_gather_list(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup
+) -> dist.Work:
+    """The work of all_gather_flat of several tensors of one type and device: over NCCL one launch."""
+    # Renamed in torch 2.13.
+    gather: Any = getattr(group, "all_gather_single_coalesced", None)
+    gather = gather or group.allgather_into_tensor_coalesced
+    return gather(list(outputs), list(inputs), _options(dist.distributed_c10d.AllgatherOptions))
+
+
 @functools.cache
-def _options_of(operation: Any, kind: type = dist.AllreduceOptions) -> Any:
+def _options(kind: type, **fields: Any) -> Any:
     options = kind()
-    options.reduceOp, options.asyncOp = operation, True
+    options.asyncOp = True
+    for name, value in fields.items():
+        setattr(options, name, value)
     return options
 
 

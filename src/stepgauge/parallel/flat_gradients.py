@@ -6,14 +6,14 @@ that took 6 GiB more at 2.7b on 2 × H200.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stepgauge.parallel.sharding import Sharding, local, real, release
+from stepgauge.parallel.sharding import Sharding, like, local, real, release
 
 
 class FlatGradients:
@@ -31,14 +31,11 @@ class FlatGradients:
     ):
         self._used = {parameter: g is not None for parameter, g in gradients.items()}
         self._sharding, self.work = sharding, None
-        self._shapes = [(sharding.rows(p.shape[0]), *p.shape[1:]) for p in gradients]
-        self._lengths = [math.prod(shape) for shape in self._shapes]
-        device = next(iter(gradients)).device
+        self._lengths = [sharding.rows(p.shape[0]) * math.prod(p.shape[1:]) for p in gradients]
+        device = local(next(iter(gradients))).device
         self._mine = torch.empty(sum(self._lengths), dtype=dtype, device=device)
         self._whole = self._mine.new_empty(sharding.ranks, len(self._mine))
-        columns = self._whole.split(self._lengths, dim=1)
-        for gradient, column, shape in zip(gradients.values(), columns, self._shapes, strict=True):
-            _pack(gradient, column.view(sharding.ranks, *shape))
+        pack([_dense(g, p, self._mine) for p, g in gradients.items()], self._whole)
 
     def send(self) -> Any:
         return self._sharding.launch_scatter(real(self._mine), real(self._whole))
@@ -50,37 +47,34 @@ class FlatGradients:
         if self.work is not None:
             self.work.wait()
         release(self._whole)
-        arrived = [
-            part.view(shape)[: local(parameter).shape[0]]
-            for parameter, part, shape in zip(
-                self._used, self._mine.split(self._lengths), self._shapes, strict=True
-            )
-        ]
         # each in memory of its own, which deepcopy asks for and which one alone can give back
-        parts = [
-            part.new_empty(part.shape, dtype=p.dtype)
-            for p, part in zip(self._used, arrived, strict=True)
+        parts = [torch.empty_like(local(parameter)) for parameter in self._used]
+        arrived = [
+            padded[: part.numel()].view(part.shape)
+            for padded, part in zip(self._mine.split(self._lengths), parts, strict=True)
         ]
         torch._foreach_copy_(parts, arrived)
         release(self._mine)
         for (parameter, used), part in zip(self._used.items(), parts, strict=True):
-            yield parameter, self._sharding.distributed(part, parameter.shape), used
+            yield parameter, like(parameter, part), used
 
 
-def _pack(gradient: Tensor | None, places: Tensor) -> None:
-    """Copies the rows of a gradient to the ranks' places of equally many; what is left of the last
-    ones is zero.
+def pack(gradients: Sequence[Tensor], whole: Tensor) -> None:
+    """Copies the rows of each gradient to the rows of `whole` of equally many; what is left of the
+    last ones is zero.
     """
+    filled = [gradient for gradient in gradients if gradient.numel()]
+    if filled:
+        # One kernel of all, as torch's fully_shard packs. The way out: a public name of it.
+        torch._chunk_cat(filled, dim=0, num_chunks=len(whole), out=whole)
+
+
+def _dense(gradient: Tensor | None, parameter: nn.Parameter, message: Tensor) -> Tensor:
+    """The gradient, or zero for None."""
     if gradient is None:
-        places.zero_()
-        return
+        return message.new_zeros(()).expand(parameter.shape)
     if gradient.is_sparse:
         raise ValueError(
             f"a gradient of shape {tuple(gradient.shape)} is sparse; only dense ones are averaged"
         )
-    rows = max(1, places.shape[1])
-    full, rest = divmod(gradient.shape[0], rows)
-    places[:full].copy_(gradient[: full * rows].view(full, rows, *gradient.shape[1:]))
-    places[full:].zero_()
-    if rest:
-        places[full, :rest].copy_(gradient[full * rows :])
+    return gradient

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from stepgauge.parallel.sharding import Sharding
+from stepgauge.parallel.sharding import Sharding, local
 from stepgauge.parallel.unsharded_group import UnshardedGroup
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class ParameterGroup:
                 )
             part, storage = seen[index]
             if parameter.untyped_storage() is not storage:
-                if part() is parameter._local_tensor:
+                if part() is local(parameter):
                     raise RuntimeError(
                         f"{name}.data of a {type(owner).__name__} was set to another tensor, which a "
                         f"sharded weight does not take; write weight.data.copy_(new)"
@@ -196,7 +196,7 @@ def _insides(sharded: DTensor) -> tuple[Any, torch.UntypedStorage]:
     """A sharded weight's part, not kept alive, and what stands for the whole's memory: `.data = new`
     replaces the second alone.
     """
-    return weakref.ref(sharded._local_tensor), sharded.untyped_storage()
+    return weakref.ref(local(sharded)), sharded.untyped_storage()
 
 
 def _put(of_weight: Sequence[Place], tensor: Tensor) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepgauge.parallel.collectives import all_reduce_list, all_reduce_of
+from stepgauge.parallel.collectives import all_reduce_list, all_reduce_of, reduce_to
 
 
 class GradientReducer:
@@ -48,7 +48,7 @@ class GradientReducer:
         """The work of a reduction to one rank of the group, in place."""
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         mean = self.begin_mean([tensor])
-        return dist.reduce(tensor, group_dst=owner, op=mean, group=self.group, async_op=True)
+        return reduce_to(owner, tensor, mean, self.group)
 
     def launch_any(self, flags: Tensor) -> dist.Work:
         """The work of an all-reduce after which a flag is 1 where it was on any rank."""

@@ -40,6 +40,7 @@ class Sharding(GradientReducer):
         return self.distributed(mine, whole.shape)
 
     def distributed(self, mine: Tensor, shape: torch.Size) -> DTensor:
+        """The whole of that shape, of which this rank has `mine`."""
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             mine, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
@@ -53,7 +54,17 @@ class Sharding(GradientReducer):
 def local(parameter: Tensor) -> Tensor:
     """This rank's part of a sharded tensor."""
     assert isinstance(parameter, DTensor), "it is sharded"
-    return parameter.to_local()
+    # to_local, which is for autograd, takes ten times as long, and a step asks for each weight's
+    # four times.
+    return parameter._local_tensor
+
+
+def like(parameter: Tensor, mine: Tensor) -> DTensor:
+    """Another tensor that is sharded as this one, such as its gradient, of which this rank has
+    `mine`: torch's fully_shard makes it so too. DTensor.from_local takes ten times as long.
+    """
+    assert isinstance(parameter, DTensor), "it is sharded"
+    return DTensor(mine, parameter._spec, requires_grad=False)
 
 
 def sent_dtype(dtype: torch.dtype, compute_dtype: torch.dtype | None) -> torch.dtype:

@@ -2,14 +2,13 @@
 them.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from stepgauge.parallel.collectives import all_gather_flat, launch_together
+from stepgauge.parallel.collectives import all_gather_list
 from stepgauge.parallel.present_backward import goes_on_to
 from stepgauge.parallel.sharding import local, real, release, sent_dtype
 
@@ -48,7 +47,6 @@ class UnshardedGroup:
         """Whether the weights are here, and the shards still what was gathered."""
         return self.is_unsharded and _versions(self.parameters) == self._versions
 
-    @torch.no_grad()
     def unshard(self) -> None:
         """Starts gathering, unless the weights are there. Raises RuntimeError where they were
         written since forward.
@@ -66,13 +64,15 @@ class UnshardedGroup:
         self.buffers = self.buffers or [
             part.new_empty(part.shape[0] * sharding.ranks, *part.shape[1:]) for part in mine
         ]
-        launches: list[Callable[[], Any]] = []
-        for buffer, part in zip(self.buffers, mine, strict=True):
+        for buffer in self.buffers:
             buffer.untyped_storage().resize_(buffer.nbytes)
+        alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for buffer, part in zip(self.buffers, mine, strict=True):
             if part.numel():
-                flat = functools.partial(all_gather_flat, real(buffer), real(part))
-                launches.append(functools.partial(flat, sharding.group, True))
-        self._works = launch_together(launches, group=sharding.group, device=self.buffers[0].device)
+                outputs, inputs = alike.setdefault(part.dtype, ([], []))
+                outputs.append(real(buffer))
+                inputs.append(real(part))
+        self._works = [all_gather_list(*of_type, sharding.group) for of_type in alike.values()]
 
     def _padded(self) -> list[Tensor]:
         """This rank's parts in the type that is sent, all ranks' of a weight equally long."""
@@ -256,7 +256,6 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-@torch.no_grad()
 def _versions(parameters: Sequence[nn.Parameter]) -> list[int]:
     """What changes when a shard is written."""
     return [parameter._version for parameter in parameters]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepgauge.parallel.collectives import launch_together
+from stepgauge.parallel.collectives import broadcast_from, launch_together
 from stepgauge.parallel.reducer import GradientReducer
 from stepgauge.parallel.replicas import dense, describe_parameter, require_same
 from stepgauge.parallel.shares import Share, as_plain
@@ -159,6 +159,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         assert self._inner is not None, "it is built"
         self._trained.update(p for p in self.owners if p.requires_grad)
+        trained = [p for p in self.owners if p in self._trained]
         works: list[Any] = []
         after: list[dict[str, Any]] = []  # what each part leaves in the groups, such as a count
         for part in range(UPDATE_PARTS):
@@ -169,7 +170,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     f"parameters together; a sharded optimizer sees a share of them"
                 )
             after = found
-            trained = [p for p in self.owners if p in self._trained]
             works += self._broadcast([p for p in trained if self._part_of[p] == part])
         for group, fields in zip(self.param_groups, after, strict=True):
             group.update(fields)
@@ -199,21 +199,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _broadcast(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
         """The works of sending each parameter from its owner to all."""
-        launches = collections.defaultdict(list)
+        launches, group = collections.defaultdict(list), self._reducer.group
         for p in parameters if self.communicates else ():
-            send = functools.partial(
-                dist.broadcast,
-                group=self._reducer.group,
-                group_src=self.owners[p],
-                async_op=True,
-            )
             if p.numel():
-                launches[p.device].append(functools.partial(send, dense(p)))
-        return [
+                send = functools.partial(broadcast_from, self.owners[p], dense(p), group)
+                launches[p.device].append(send)
+        works = [
             work
             for device, of_device in launches.items()
-            for work in launch_together(of_device, group=self._reducer.group, device=device)
+            for work in launch_together(of_device, group=group, device=device)
         ]
+        return list(dict.fromkeys(works))  # those that were launched together have one
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales the gradients so that the norm of all of them is at most `max_norm`; the norm
