@@ -68,7 +68,7 @@ def test_a_row_of_today_takes_the_place_of_an_older_one():
 
 def test_ranks_give_operations_side_by_side_and_what_they_and_collectives_cost(tmp_path):
     """Links, contention and an operation by the same two processes."""
-    links = [job for job in jobs(HERE, [2], "links all_reduce") if job.spec.size_bytes <= 2**18]
+    links = [job for job in jobs(HERE, [2], ["links all_reduce"]) if job.spec.size_bytes <= 2**18]
     short = [dataclasses.replace(job, spec=dataclasses.replace(job.spec, seconds=0.01))
              for job in links]  # fmt: skip
     beside = ContentionSpec(kernels="traffic", collective="all_reduce", milliseconds=5.0)
@@ -90,7 +90,7 @@ def test_what_cannot_be_calibrated_is_told():
     with pytest.raises(ValueError, match="operation is 'walk'; choose one of"):
         job(spec("walk"))
     with pytest.raises(ValueError, match="only is 'walk'; there are matmul nt fp32, "):
-        jobs(HERE, [2], "walk")
+        jobs(HERE, [2], ["walk"])
     assert "matmul tn bf16" in names(HERE) and "host eager bf16" not in names(HERE)
     ranks = [job for job in jobs(HERE, [2]) if job.spec.ranks == 2]
     assert {job.spec.kind for job in ranks} == {"calibration", "comm", "contention"}

@@ -16,8 +16,10 @@ from stepgauge.spec.calibration import (
 )
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.layout import Layout
 from stepgauge.spec.links import Link, Piece
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.step import StepSpec
 
 ROOT = Path(__file__).parents[2]
 H100 = HardwareFile.read(ROOT / "hardware" / "h100-sxm.json")
@@ -60,18 +62,23 @@ def predicted(wrapper, on, **changes):
     return predict_data_parallel(DataParallelSpec(wrapper=wrapper, **{**asked, **changes}), on)
 
 
+def hooks(on, wrapper, device="cuda"):
+    work = StepSpec(model=ModelSpec.preset("small"), device=device, precision="bf16")
+    return hooks_of(on, wrapper, work, Layout(data=2, wrapper=wrapper))
+
+
 def test_a_plane_is_found_again():
     for wrapper in CALIBRATED_WRAPPERS:
-        found = hooks_of(machine(wrapper, backward=(0.0, 40.0, 7.0)), wrapper, "cuda")["backward"]
+        found = hooks(machine(wrapper, backward=(0.0, 40.0, 7.0)), wrapper)["backward"]
         if wrapper == "flat":  # whose message is always one
             assert found.us(75, 1) == pytest.approx(47.0)
         else:
             assert found == Hooks(0.0, pytest.approx(40.0), pytest.approx(7.0))
-    both = hooks_of(machine("zero2", backward=(6.0, 40.0, 7.0)), "zero2", "cuda")["backward"]
+    both = hooks(machine("zero2", backward=(6.0, 40.0, 7.0)), "zero2")["backward"]
     assert both.us(219, 110) == pytest.approx(7.0 + 6.0 * 219 + 40.0 * 110)
-    less = hooks_of(machine("zero3", forward=(0.0, -5.0, 0.0)), "zero3", "cuda")["forward"]
+    less = hooks(machine("zero3", forward=(0.0, -5.0, 0.0)), "zero3")["forward"]
     assert less == Hooks()  # a host that is quicker under a wrapper is noise
-    assert hooks_of(machine("zero3", forward=(0.0, 5.0, 0.0)), "zero3", "cpu")["forward"] == Hooks()
+    assert hooks(machine("zero3", forward=(0.0, 5.0, 0.0)), "zero3", "cpu")["forward"] == Hooks()
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,14 @@ becomes.
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from stepgauge.bench.ranks import OnRanks
 from stepgauge.bench.step import LEARNING_RATE
 from stepgauge.bench.sweep import Job
+from stepgauge.calibrate.host import host_ms
 from stepgauge.measure.devices import free_unused_memory
 from stepgauge.measure.environment import environment
 from stepgauge.measure.timing import Phases, time_phases
@@ -84,26 +83,21 @@ ON_RANKS = OnRanks(measure, record, shared=True)
 
 
 def _times(spec: BlocksSpec, device: torch.device) -> Times:
-    """Medians. Few layers' launches fit into the device's queue, so that a phase's call returns when
-    the host is through. The device is timed behind other work, for whose length the host is ahead:
+    """Medians. The device is timed behind other work, for whose length the host is ahead:
     few blocks behind nothing would wait for the host, where many do not.
     """
     lead = {} if device.type == "cpu" else {"lead": _busy(device)}
     found = {}
     for layers in LAYERS:
         step, phases = _build(spec, layers, device)
-        host: dict[str, list[float]] = {name: [] for name in phases}
-        watched = {name: _watched(call, host[name]) for name, call in phases.items()}
-        if dist.is_initialized():
-            dist.barrier()
+        launched = host_ms(step, phases, device, warmup=WARMUP, steps=STEPS)
         with step.precision.matmul_mode():
-            time_phases(watched, device, warmup=WARMUP, steps=STEPS)
             taken = time_phases({**lead, **phases}, device, warmup=1, steps=STEPS)
         for phase in PHASES:
-            launched = statistics.median(host[phase][WARMUP:])
-            found[layers, phase, "host"] = NOTHING_MS if device.type == "cpu" else launched
+            host = NOTHING_MS if device.type == "cpu" else launched[phase]
+            found[layers, phase, "host"] = host
             found[layers, phase, "device"] = statistics.median(taken[phase])
-        del step, phases, watched
+        del step, phases
         torch.compiler.reset()
         free_unused_memory(device)
     return found
@@ -116,15 +110,6 @@ def _busy(device: torch.device) -> Callable[[], None]:
     def call() -> None:
         for _ in range(COPIES):
             target.copy_(source)
-
-    return call
-
-
-def _watched(phase: Callable[[], None], times: list[float]) -> Callable[[], None]:
-    def call() -> None:
-        begin = time.perf_counter()
-        phase()
-        times.append((time.perf_counter() - begin) * 1e3)
 
     return call
 

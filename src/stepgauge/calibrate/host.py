@@ -1,53 +1,111 @@
 """What the host takes to launch a step: steps of a network so narrow that its GPU always waits."""
 
+import dataclasses
+import statistics
+import time
 import warnings
+from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 
-from stepgauge.measure.timing import time_phases
+from stepgauge.bench.step import LEARNING_RATE
+from stepgauge.measure.devices import synchronize
+from stepgauge.measure.timing import Phases, time_phases
 from stepgauge.spec.calibration import OperationTable
+from stepgauge.spec.layout import Layout
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
 from stepgauge.train.build import build_step
 from stepgauge.train.data import random_batch
+from stepgauge.train.layout import build_layout_step
+from stepgauge.train.step import TrainingStep
 
 AXES = ("layers", "phase")
 PHASES = ("forward", "backward", "optimizer")  # by number in the table
 LAYERS = (2, 10)
-MODES = {"eager": "off", "compiled": "on"}
+MODES = {"eager": "off", "compiled": "on", "blocks": "blocks"}
+LENGTH, WORDS = 16, 256
+WARMUP, STEPS = 5, 30
 
 
 def names() -> list[str]:
     """Eager, each cast is a launch; compiled, it is part of another."""
-    return ["host eager bf16", "host eager fp32", "host compiled bf16"]
+    return ["host eager bf16", "host eager fp32", "host compiled bf16", "host blocks bf16"]
 
 
-def narrow_network(layers: int) -> ModelSpec:
+def is_host(name: str) -> bool:
+    """Whether the operation is a mode of the host, alone or under a layout: "host eager bf16 tp2"."""
+    return any(name == known or name.startswith(f"{known} ") for known in names())
+
+
+def narrow_network(layers: int, heads: int = 1) -> ModelSpec:
     return ModelSpec(
-        d_model=64, d_ff=128, num_layers=layers, num_heads=1, context_length=16, vocab_size=256
-    )
+        d_model=64 * heads, d_ff=128 * heads, num_layers=layers, num_heads=heads,
+        context_length=LENGTH, vocab_size=WORDS,
+    )  # fmt: skip
 
 
 def measure(name: str, device: torch.device) -> OperationTable:
-    """Median microseconds of each phase, for networks of LAYERS blocks."""
-    _, mode, precision = name.split()
+    """Median microseconds that the host takes for each phase, for networks of LAYERS blocks; where
+    ranks do it together, all of them must call it.
+    """
+    _, mode, precision, *layout = name.split(maxsplit=3)
     rows: list[tuple[float, ...]] = []
     for layers in LAYERS:
-        spec = StepSpec(
-            model=narrow_network(layers),
-            batch=1,
-            precision=precision,
-            compile=MODES[mode],
-            device=str(device),
-        )
-        step = build_step(spec, lr=1e-4)
-        batch = [part.to(device) for part in random_batch(256, 1, 16, 0)]
-        with step.precision.matmul_mode(), warnings.catch_warnings():
-            # fp32 is asked for here
-            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
-            times = time_phases(step.phases(batch), device, warmup=5, steps=30)
-        for number, phase in enumerate(PHASES):
-            middle = sorted(times[phase])[len(times[phase]) // 2]
-            rows.append((layers, number, middle * 1e3))
+        step, phases = _build(layers, MODES[mode], precision, layout[0] if layout else "", device)
+        taken = host_ms(step, phases, device, warmup=WARMUP, steps=STEPS)
+        rows += [(layers, number, 1e3 * taken[phase]) for number, phase in enumerate(PHASES)]
         torch.compiler.reset()
     return OperationTable(AXES, tuple(rows))
+
+
+def host_ms(
+    step: TrainingStep, phases: Phases, device: torch.device, *, warmup: int, steps: int
+) -> Mapping[str, float]:
+    """Median milliseconds until each phase's call returns. Launches of few layers fit into the
+    device's queue, so that it returns when the host is through.
+    """
+    found: dict[str, list[float]] = {name: [] for name in phases}
+    watched = {name: _watched(call, found[name]) for name, call in phases.items()}
+    if dist.is_initialized():
+        dist.barrier()
+    with step.precision.matmul_mode(), warnings.catch_warnings():
+        # fp32 is asked for here
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+        time_phases(watched, device, warmup=warmup, steps=steps)
+    synchronize(device)
+    return {name: statistics.median(times[warmup:]) for name, times in found.items()}
+
+
+def _watched(phase: Callable[[], None], times: list[float]) -> Callable[[], None]:
+    def call() -> None:
+        begin = time.perf_counter()
+        phase()
+        times.append((time.perf_counter() - begin) * 1e3)
+
+    return call
+
+
+def _build(
+    layers: int, mode: str, precision: str, layout: str, device: torch.device
+) -> tuple[TrainingStep, Phases]:
+    """Under a layout two sequences of two heads, which ranks share: copies of several sequences are
+    launches, too.
+    """
+    how = {"precision": precision, "compile": mode, "device": str(device)}
+    if not layout:
+        spec = StepSpec(model=narrow_network(layers), batch=1, **how)  # type: ignore[arg-type]
+        step, own = build_step(spec, lr=LEARNING_RATE), 1
+    else:
+        cut, model = Layout.parse(layout), narrow_network(layers, heads=2)
+        if cut.context > 1:  # keys go around a ring of ours
+            model = dataclasses.replace(model, attention="triton")
+        asked = LayoutSpec(model=model, layout=layout, batch=2 * cut.data, **how)  # type: ignore[arg-type]
+        step = build_layout_step(
+            asked, layout=cut, device=device, stages=[range(layers)], lr=LEARNING_RATE
+        )
+        own = 2
+    batch = [part.to(device) for part in random_batch(WORDS, own, LENGTH, 0)]
+    return step, step.phases(batch)

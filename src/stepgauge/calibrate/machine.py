@@ -23,10 +23,10 @@ TIMED_MS = 3.0  # of each shape: three minutes on an H200 are enough for all
 SIZES = {"cuda": sizes(2**10, 2**30, 4), "cpu": sizes(2**12, 2**26, 4)}
 
 
-def jobs(device: torch.device, ranks: Sequence[int], only: str = "") -> list[Job]:
+def jobs(device: torch.device, ranks: Sequence[int], only: Sequence[str] = ()) -> list[Job]:
     """Operations; for each number of ranks what collectives cost, alone and beside kernels, and on
     a CPU the operations while so many ranks share it; on GPUs for the most ranks what wrappers take
-    of the host. Of these the kinds and names with `only`.
+    of the host. Of these the kinds and names with a word of `only`.
 
     Raises ValueError where none has it, and for more ranks than there are GPUs.
     """
@@ -44,10 +44,10 @@ def jobs(device: torch.device, ranks: Sequence[int], only: str = "") -> list[Job
                   for spec in _contentions(device, number)]  # fmt: skip
     if ranks and device.type == "cuda":
         found += [(n, run.job(_operation(n, device, max(ranks)))) for n in wrappers.names()]
-    asked = [job for name, job in found if only in name]
+    asked = [job for name, job in found if not only or any(word in name for word in only)]
     if not asked:
         names = dict.fromkeys(name for name, _ in found)
-        raise ValueError(f"only is {only!r}; there are {', '.join(names)}")
+        raise ValueError(f"only is {' '.join(only)!r}; there are {', '.join(names)}")
     return asked
 
 

@@ -180,10 +180,9 @@ def _attention(
 
 def _optimizer(name: str, dtype: torch.dtype, numel: int, device: torch.device) -> Call:
     """One step over `numel` parameters in tensors of at most 2^24 elements."""
-    size = min(numel, 2**24)
+    sizes = [2**24] * (numel // 2**24) + [numel % 2**24]
     parameters = [
-        torch.zeros(size, device=device, dtype=dtype).requires_grad_()
-        for _ in range(max(1, numel // size))
+        torch.zeros(size, device=device, dtype=dtype).requires_grad_() for size in sizes if size
     ]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)

@@ -26,7 +26,7 @@ from stepgauge.measure.environment import environment
 from stepgauge.measure.others import Span, missed_cores, reading
 from stepgauge.report.views import MISSED_CORES, is_disturbed
 from stepgauge.runtime.world import joined_world
-from stepgauge.spec.calibration import CalibrationSpec, OperationTable
+from stepgauge.spec.calibration import ASKED, CalibrationSpec, OperationTable
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.record import Record, Sample
 
@@ -45,7 +45,7 @@ def job(spec: CalibrationSpec) -> Job:
     """
     known = names(torch.device(spec.device))
     known += wrappers.names() if spec.ranks > 1 else []
-    if spec.operation not in known:
+    if spec.operation not in known and not host.is_host(spec.operation):
         raise ValueError(f"operation is {spec.operation!r}; choose one of {known}")
     return Job(ON_RANKS if spec.ranks > 1 else run, spec, process="calibration")
 
@@ -72,7 +72,7 @@ def run(spec: CalibrationSpec) -> Record:
 
 def _measured(spec: CalibrationSpec, device: torch.device) -> Timed:
     before = reading()
-    if spec.operation in host.names():
+    if host.is_host(spec.operation):
         timed = _timed(host.measure(spec.operation, device), device)
     elif spec.operation in wrappers.names():
         timed = _timed(wrappers.measure(spec, device), device)
@@ -101,12 +101,16 @@ ON_RANKS = OnRanks(_on_rank, _of_ranks, shared=True)
 
 
 def _record(spec: CalibrationSpec, ranks: Sequence[Timed], device: torch.device) -> Record:
-    """Of each shape the mean over ranks."""
-    first = ranks[0]
-    rows = [
-        (*row[:-1], statistics.fmean(timed.rows[place][-1] for timed in ranks))
-        for place, row in enumerate(first.rows)
-    ]
+    """Of each shape on a CPU, which ranks share, the mean over ranks; of GPUs the slowest one's, for
+    which a step waits.
+    """
+    first = max(ranks, key=lambda timed: sum(row[-1] for row in timed.rows))
+    rows = first.rows
+    if device.type == "cpu":
+        rows = [
+            (*row[:-1], statistics.fmean(timed.rows[place][-1] for timed in ranks))
+            for place, row in enumerate(first.rows)
+        ]
     units = list(first.told[0]) if first.told else []
     clocks = {METRICS[unit]: Sample.of((told[unit] for told in first.told), unit) for unit in units}
     return Record(
@@ -146,7 +150,7 @@ def _times(spec: CalibrationSpec, device: torch.device) -> Timed:
     torch.set_float32_matmul_precision(matmul)
     timed = Timed(operation.axes, [], [], 0)
     deadline = time.perf_counter() + spec.seconds
-    for sizes in operation.grid:
+    for sizes in spec.shapes or operation.grid:
         timing = None
         if _all_agree(time.perf_counter() < deadline):
             timing = _time_of(operation, sizes, device, spec)
@@ -193,10 +197,16 @@ def with_operations(hardware: HardwareFile, records: Sequence[Record]) -> Hardwa
     for record in records:
         ranks = record.spec["ranks"]
         operation = record.spec["operation"]
-        is_shared = ranks > 1 and operation not in wrappers.names()
+        is_shared = ranks > 1 and not operation.startswith("host")
         tables = by_ranks.setdefault(ranks, {}) if is_shared else alone
-        tables[operation] = table_of(record)
+        tables[_table_name(record)] = table_of(record)
     return dataclasses.replace(hardware, operations=alone, by_ranks=by_ranks)
+
+
+def _table_name(record: Record) -> str:
+    """Older records have no sizes of their own."""
+    is_asked = record.spec.get("sizes")
+    return f"{record.spec['operation']} {ASKED}" if is_asked else str(record.spec["operation"])
 
 
 def table_of(record: Record) -> OperationTable:

@@ -28,8 +28,9 @@ def calibrate(
     *,
     ranks: Ranks = (),
     only: Annotated[
-        str, Parameter(help="What has this in its name (matmul, links, contention); else all.")
-    ] = "",
+        tuple[str, ...],
+        Parameter(help="What has one of these in its name: matmul, links, contention. [all]"),
+    ] = (),
     device: Device = "auto",
     out: Out = Path("runs/calibrate"),
     fresh: Fresh = False,

@@ -156,9 +156,15 @@ def measure_and_print(specs: Sequence[Any], out: Path, *, fresh: bool, format: F
     require_success(records)
 
 
-def run_jobs(jobs: Sequence["Job"], out: Path, *, fresh: bool) -> list["Record"]:
+def run_jobs(
+    jobs: Sequence["Job"],
+    out: Path,
+    *,
+    fresh: bool,
+    then: Callable[["Job", "Record"], None] = lambda job, record: None,
+) -> list["Record"]:
     """Sweeps with a progress bar and a line a row, each job once; returns all records, those of
-    earlier runs too.
+    earlier runs too. `then` is told each record before the next row begins.
     """
     from stepgauge.bench.ranks import store_for
     from stepgauge.bench.sweep import sweep
@@ -170,8 +176,7 @@ def run_jobs(jobs: Sequence["Job"], out: Path, *, fresh: bool) -> list["Record"]
     names = dict(zip((each.identity for each in asked), labels(asked), strict=True))
     records: list[Record] = []
     reused = 0
-    is_alone = len(jobs) == 1
-    shows_all = not is_alone and error_console.is_terminal  # the bar says what runs
+    is_alone, shows_all = len(jobs) == 1, len(jobs) > 1 and error_console.is_terminal  # by its bar
     if not is_alone and not shows_all:
         tell(f"{len(jobs)} rows; each is told here when it is there, the table comes at the end")
     tried: collections.Counter[str] = collections.Counter()
@@ -195,6 +200,7 @@ def run_jobs(jobs: Sequence["Job"], out: Path, *, fresh: bool) -> list["Record"]
             # a failure that is all there is, require_success tells
             if not outcome.was_there and not (is_alone and outcome.record.status == "failed"):
                 tell(summary(outcome.record, names[outcome.job.asked.identity]))
+            then(outcome.job, outcome.record)
     _tell_of_all(records, store.folder, reused)
     return records
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -19,10 +19,17 @@ from stepgauge.cli.rows import (
 )
 from stepgauge.cost.traced import has_formulas
 from stepgauge.spec.blocks import blocks_of
+from stepgauge.spec.calibration import CalibrationSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
 from stepgauge.validate.rows import Asked, read_list, specs_of, usual_rows
+
+if TYPE_CHECKING:
+    from stepgauge.bench.sweep import Job
+    from stepgauge.spec.record import Record
+
+HOST_NOW = "its host was timed right before"
 
 
 @spec_options(StepSpec, ModelSpec, sweep=True)
@@ -49,6 +56,15 @@ def validate(
             "each, compiled ones a minute. The hardware file with them is in the run.",
         ),
     ] = False,
+    now: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            help="First time the operations of the rows at their very shapes, half a minute for "
+            "thirty rows, and right before each eager row what its launches take of the host. The "
+            "hardware file with them is in the run.",
+        ),
+    ] = False,
     fresh: Fresh = False,
     format: Annotated[Format, Parameter(help="How the errors are printed.")] = "table",
 ) -> None:
@@ -66,7 +82,9 @@ def validate(
         )
     if blocks:
         path = with_timed_blocks(asked, path, out, fresh=fresh)
-    compare(asked, path, out=out, fresh=fresh, format=format)
+    if now:
+        path = with_asked_shapes(asked, path, out, fresh=fresh)
+    compare(asked, path, out=out, fresh=fresh, format=format, host=now)
 
 
 def with_timed_blocks(asked: Sequence[Asked], hardware: Path, out: Path, *, fresh: bool) -> Path:
@@ -83,10 +101,38 @@ def with_timed_blocks(asked: Sequence[Asked], hardware: Path, out: Path, *, fres
     return path
 
 
+def with_asked_shapes(asked: Sequence[Asked], hardware: Path, out: Path, *, fresh: bool) -> Path:
+    """The hardware file with the operations of the rows at their shapes, in the run; they are timed
+    now.
+    """
+    import torch
+
+    from stepgauge.calibrate.asked import shape_jobs
+    from stepgauge.calibrate.run import with_operations
+    from stepgauge.validate.asked import shapes_of
+
+    file = HardwareFile.read(hardware)
+    specs = [row.spec for row in asked]
+    jobs = shape_jobs(shapes_of(specs, file), torch.device(specs[0].device))
+    records = run_jobs(jobs, out / "shapes", fresh=fresh)
+    path = out / "hardware.json"
+    with_operations(file, [r for r in records if r.status == "ok"]).write(path)
+    timed = sum(int(record.median("shapes") or 0) for record in records)
+    tell(f"{timed} shapes of {len(jobs)} operations are in {path}")
+    return path
+
+
 def compare(
-    asked: Sequence[Asked], hardware: Path, *, out: Path, fresh: bool, format: Format
+    asked: Sequence[Asked],
+    hardware: Path,
+    *,
+    out: Path,
+    fresh: bool,
+    format: Format,
+    host: bool = False,
 ) -> None:
-    """Predicts the steps from the hardware file, runs them, prints the errors, writes the page.
+    """Predicts the steps from the hardware file, runs them, prints the errors, writes the page; with
+    `host` each row after what its launches take of the host was timed.
 
     Raises RunFailedError if a step fails.
     """
@@ -96,14 +142,53 @@ def compare(
     specs = [row.spec for row in asked]
     jobs = checked_jobs(specs, out)
     expected = [row.expect for row in asked]
-    predictions = predict_rows(specs, out, hardware, fresh=fresh, expected=expected)
-    measured = run_jobs(jobs, out, fresh=fresh)
+    if host:
+        predictions, measured = _row_by_row(asked, jobs, hardware, out, fresh=fresh)
+    else:
+        predictions = predict_rows(specs, out, hardware, fresh=fresh, expected=expected)
+        measured = run_jobs(jobs, out, fresh=fresh)
     records = [*predictions, *measured]
     if predictions:
         tell_of_other_devices(predictions, measured)
     print_tables(format, [error_table(records), group_table(records)])
     write_page(out)
     require_success(measured)
+
+
+def _row_by_row(
+    asked: Sequence[Asked], jobs: Sequence["Job"], hardware: Path, out: Path, *, fresh: bool
+) -> tuple[list["Record"], list["Record"]]:
+    """Of each row its prediction, written when its host has been timed and before it is run, and
+    what was measured.
+    """
+    from stepgauge.bench.ranks import store_for
+    from stepgauge.calibrate.asked import host_job
+    from stepgauge.calibrate.run import with_operations
+    from stepgauge.validate.before import predict_held
+
+    file, store = HardwareFile.read(hardware), store_for(out)
+    probes = [host_job(row.spec, turn) for turn, row in enumerate(asked, 1)]
+    after = {p.asked.key: row for p, row in zip(probes, asked, strict=True) if p}
+    predictions = predict_rows(
+        [row.spec for row, probe in zip(asked, probes, strict=True) if not probe],
+        out, hardware, fresh=fresh, is_asked=False,
+        expected=[row.expect for row, probe in zip(asked, probes, strict=True) if not probe],
+    )  # fmt: skip
+
+    def predict(job: "Job", record: "Record") -> None:
+        row = after.get(job.asked.key)
+        if row is None:
+            return
+        now = with_operations(file, [record] if record.status == "ok" else [])
+        expected = "; ".join(filter(None, (HOST_NOW, row.expect)))
+        made = predict_held([row.spec], now, store, fresh=fresh, expected=[expected])
+        predictions.extend(made.records)
+        for reason in made.refused:
+            tell(f"not predicted: {reason}")
+
+    order = [each for pair in zip(probes, jobs, strict=True) for each in pair if each]
+    records = run_jobs(order, out, fresh=fresh, then=predict)
+    return predictions, [record for record in records if record.kind != CalibrationSpec.kind]
 
 
 def _asked(path: Path | None, values: Values, layouts: tuple[str, ...]) -> list[Asked]:

@@ -70,7 +70,9 @@ class Bucketed(DataParallelCost):
     def __init__(self, sending: Sending, step: RankStep):
         self.sending, self.prices = sending, step.prices
         self._how = step.operations.how
-        self.hooks = hooks_of(step.prices.machine, sending.wrapper, step.operations.spec.device)
+        self.hooks = hooks_of(
+            self.prices.machine, sending.wrapper, step.operations.spec, self.prices.layout
+        )
         # one graph of the whole network gives all gradients at its end
         is_one_graph = step.operations.spec.compile in ("on", "reduce-overhead")
         self.overlaps = sending.wrapper not in ("naive", "flat") and not is_one_graph

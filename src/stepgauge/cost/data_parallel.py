@@ -64,7 +64,7 @@ def predict_data_parallel(spec: DataParallelSpec, machine: Machine) -> Record:
     metrics = {name: Sample.exact(v, UNITS.get(name, "ms")) for name, v in figures.items()}
     metrics |= rates(alone, operations.model, machine, found.step_ms, ranks=1, batch=spec.batch)
     rows = step_rows(operations, prices, found)
-    note = unknown_host(machine, spec.wrapper, spec.ranks, spec.device)
+    note = unknown_host(machine, alone, layout)
     return modelled(spec, machine, metrics, rows, step_memory(operations, layout), note=note)
 
 

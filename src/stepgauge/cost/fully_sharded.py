@@ -13,7 +13,6 @@ from stepgauge.cost.program import (
     RankStep,
 )
 from stepgauge.cost.terms import TRAFFIC, Term, strided_copy
-from stepgauge.cost.timed_blocks import timed_blocks
 from stepgauge.cost.wrapper_host import hooks_of
 from stepgauge.spec.plan.shards import MOST_IN_FLIGHT
 
@@ -31,9 +30,9 @@ class FullySharded(DataParallelCost):
         blocks = [f"blocks.{number}" for number in step.operations.blocks]
         self._elements = dict.fromkeys(blocks, step.operations.block_parameters)
         self._ends = step.operations.end_parameters
-        machine, work = step.prices.machine, step.operations.spec
-        is_timed = timed_blocks(work, machine, step.prices.layout) is not None  # with its hooks
-        self._hooks = hooks_of(machine, sending.wrapper, "cpu" if is_timed else work.device)
+        self._hooks = hooks_of(
+            self.prices.machine, sending.wrapper, step.operations.spec, self.prices.layout
+        )
         self.num_gradients = num_gradients(step)
         self._order = {"forward": blocks, "backward": blocks[::-1]}
         self._gathers: dict[tuple[str, str], int] = {}

@@ -5,6 +5,7 @@ import dataclasses
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.priced import RECOMPUTED
 from stepgauge.cost.timed_blocks import timed_blocks
+from stepgauge.spec.calibration import OperationTable
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.step import WorkSpec
 
@@ -22,6 +23,23 @@ class Launching:
         return max(0.0, self.outside_us + self.block_us * blocks)
 
 
+def own_table(spec: WorkSpec, machine: Machine, layout: Layout) -> OperationTable | None:
+    """Of steps under what the host of the layout launches otherwise than one process, its hooks
+    among it; None where nothing is, or was not timed.
+    """
+    cut = layout.launched
+    return _table(spec, machine, f" {cut}") if cut.ranks > 1 else None
+
+
+def _table(spec: WorkSpec, machine: Machine, under: str = "") -> OperationTable | None:
+    """Of compiled blocks as of one compiled network, where they were not timed."""
+    mode = {"off": "eager", "blocks": "blocks"}.get(spec.compile, "compiled")
+    casts = spec.precision in ("bf16", "fp16") or mode != "eager"
+    names = [f"host {m} {'bf16' if casts else 'fp32'}{under}" for m in (mode, "compiled")]
+    known = names if mode != "eager" else names[:1]
+    return next((table for name in known if (table := machine.table(name))), None)
+
+
 def launching(
     spec: WorkSpec, machine: Machine, layout: Layout | None = None
 ) -> dict[str, Launching]:
@@ -30,15 +48,12 @@ def launching(
     """
     if spec.device.startswith("cpu"):
         return {phase: Launching() for phase in HOST_PHASES}
-    mode = "eager" if spec.compile == "off" else "compiled"
-    casts = spec.precision in ("bf16", "fp16") or mode == "compiled"
-    precision = "bf16" if casts else "fp32"
     if timed := timed_blocks(spec, machine, layout or Layout()):
         return {
             phase: Launching(timed.block_us(phase, "host"), timed.outside_us(phase, "host"))
             for phase in HOST_PHASES
         }
-    table = machine.table(f"host {mode} {precision}")
+    table = own_table(spec, machine, layout or Layout()) or _table(spec, machine)
     if table is None:
         raise ValueError(f"the hardware file {machine.hardware.name} has no host times")
     found = {}

@@ -78,7 +78,7 @@ def predict_layout(spec: LayoutSpec, machine: Machine, *, coarse: bool = False) 
         parts.stages[0].spec, parts.stages[0].model, machine, found.step_ms,
         ranks=spec.ranks, batch=spec.batch * spec.accumulation,
     )  # fmt: skip
-    note = unknown_host(machine, spec.axes.wrapper, spec.axes.replicas, spec.device)
+    note = unknown_host(machine, parts.stages[0].spec, spec.axes)
     record = modelled(spec, machine, metrics, found.rows, parts.memory(), note=note)
     if found.timeline is None:
         return record

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from stepgauge.cost.estimate import CALIBRATED, EXTRAPOLATED, INTERPOLATED, TRANSFERRED, Estimate
 from stepgauge.cost.network import Network
-from stepgauge.spec.calibration import ALONE, OperationTable
+from stepgauge.spec.calibration import ALONE, ASKED, OperationTable
 from stepgauge.spec.hardware import HardwareFile, Peaks
 
 # Of the time of a step: what products take where they were timed in turns with passes over memory.
@@ -26,6 +26,7 @@ class Machine:
 
     products  their share of the time of the step that is priced. A GPU at its power limit runs
               them the faster, the more of the step draws less
+    asked     which operations were asked for, at which sizes
     """
 
     def __init__(self, hardware: HardwareFile, *, products: float = HALF):
@@ -39,24 +40,34 @@ class Machine:
         self.hardware, self._calibrated, self._products = hardware, calibrated, products
         self.network = Network(hardware)
         self._grids: dict[str, _Grid] = {}
+        self.asked: set[tuple[str, tuple[float, ...]]] = set()
         is_base = calibrated is hardware.base and calibrated.device != hardware.device
         self._pace = _Pace(calibrated.peaks, hardware.peaks) if is_base else None
 
     def at(self, products: float) -> "Machine":
         """The same where products have that share of the time."""
         other = Machine(self.hardware, products=products)
-        other._grids = self._grids
+        other._grids, other.asked = self._grids, self.asked
         return other
 
     def time(self, operation: str, *sizes: float) -> Estimate:
         """The operation at the sizes of its table's axes. Raises ValueError for one that the file
         does not have.
         """
-        found = self._here(operation, self._grid(operation, self._known(operation)).time(sizes))
+        self.asked.add((operation, sizes))
+        found = self._here(operation, self._looked_up(operation, sizes))
         if operation.startswith("attention"):
             return self._at_least_its_bytes(operation, sizes, found)
         alone = self.table(f"{operation} {ALONE}")
         return self._at_its_pace(operation, sizes, found, alone) if alone else found
+
+    def _looked_up(self, operation: str, sizes: tuple[float, ...]) -> Estimate:
+        """Timed at those very sizes for a step that has them; else between those of the grid."""
+        exact = self.table(f"{operation} {ASKED}")
+        for *shape, us in exact.rows if exact else ():
+            if tuple(shape) == sizes:
+                return Estimate(us, CALIBRATED)
+        return self._grid(operation, self._known(operation)).time(sizes)
 
     def _at_its_pace(
         self, operation: str, sizes: Sequence[float], found: Estimate, alone: OperationTable

@@ -37,7 +37,7 @@ def predict_traced(spec: TracedSpec, traced: Traced, machine: Machine) -> Record
     layout, operations = _layout(spec), TracedOperations(spec, traced)
     backend = GLOO if getattr(spec, "group_backend", "") == "gloo" else NCCL
     prices = Prices(machine, layout, backend).paced_by(operations)
-    step = TracedStep(operations, prices, _host(spec, traced, machine))
+    step = TracedStep(operations, prices, _host(spec, traced, machine, layout))
     accumulation = spec.accumulation if isinstance(spec, LayoutSpec) else 1
     program = step.program(
         data_axis(_sending(spec, layout), step),
@@ -58,7 +58,7 @@ def predict_traced(spec: TracedSpec, traced: Traced, machine: Machine) -> Record
         metrics["tokens_per_s"] = Sample.exact(rate, "tokens/s")
     memory = traced_memory(operations, layout, accumulates=accumulation > 1)
     rows = step_rows(operations, prices, found, passes=accumulation)
-    note = unknown_host(machine, layout.wrapper, layout.data, spec.device)
+    note = unknown_host(machine, spec, layout)  # type: ignore[arg-type]
     return modelled(spec, machine, metrics, rows, memory, note=note)
 
 
@@ -111,9 +111,11 @@ def _figures(spec: TracedSpec, found: Outcome, program: Program) -> dict[str, fl
     }
 
 
-def _host(spec: TracedSpec, traced: Traced, machine: Machine) -> dict[str, Launching]:
+def _host(
+    spec: TracedSpec, traced: Traced, machine: Machine, layout: Layout
+) -> dict[str, Launching]:
     """Each phase's launches as so many blocks of the calibrated network's."""
-    known = launching(spec, machine)  # type: ignore[arg-type]
+    known = launching(spec, machine, layout)  # type: ignore[arg-type]
     return {
         phase: Launching(0.0, launch.us(0) + launch.block_us * traced.blocks.get(phase, 0.0))
         for phase, launch in known.items()

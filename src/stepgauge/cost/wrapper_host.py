@@ -5,8 +5,12 @@ collectives. From networks so narrow that the GPU always waited, under the wrapp
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from stepgauge.cost.host import own_table
 from stepgauge.cost.machine import Machine
+from stepgauge.cost.timed_blocks import timed_blocks
 from stepgauge.spec.calibration import WRAPPER_PHASES, wrapper_operation
+from stepgauge.spec.layout import Layout
+from stepgauge.spec.step import WorkSpec
 
 Row = tuple[float, float, float]  # parameters, messages, microseconds
 
@@ -26,10 +30,12 @@ class Hooks:
         return max(0.0, added)
 
 
-def hooks_of(machine: Machine, wrapper: str, device: str) -> Mapping[str, Hooks]:
-    """By phase; nothing where the file does not say, and on a CPU, where the host is the device."""
-    table = None if device.startswith("cpu") else machine.table(wrapper_operation(wrapper))
-    if table is None:
+def hooks_of(machine: Machine, wrapper: str, work: WorkSpec, layout: Layout) -> Mapping[str, Hooks]:
+    """By phase; nothing where the file does not say, where the host's times have them already, and
+    on a CPU, where the host is the device.
+    """
+    is_cpu, table = work.device.startswith("cpu"), machine.table(wrapper_operation(wrapper))
+    if table is None or is_cpu or _has_hooks(work, machine, layout):
         return dict.fromkeys(WRAPPER_PHASES, Hooks())
     return {
         phase: _fitted([(row[0], row[1], row[3]) for row in table.rows if row[2] == number])
@@ -37,9 +43,20 @@ def hooks_of(machine: Machine, wrapper: str, device: str) -> Mapping[str, Hooks]
     }
 
 
-def unknown_host(machine: Machine, wrapper: str, ranks: int, device: str) -> str:
+def _has_hooks(work: WorkSpec, machine: Machine, layout: Layout) -> bool:
+    """Whether steps or blocks were timed under the wrapper itself."""
+    if layout.launched.wrapper == "none":
+        return False
+    is_timed = timed_blocks(work, machine, layout) is not None
+    return is_timed or own_table(work, machine, layout) is not None
+
+
+def unknown_host(machine: Machine, work: WorkSpec, layout: Layout) -> str:
     """A sentence where a prediction is without what the wrapper takes of the host; or ""."""
-    if wrapper == "none" or ranks == 1 or device.startswith("cpu"):
+    wrapper = layout.wrapper
+    if wrapper == "none" or layout.replicas == 1 or work.device.startswith("cpu"):
+        return ""
+    if _has_hooks(work, machine, layout):
         return ""
     if machine.table(wrapper_operation(wrapper)) is not None:
         return ""

@@ -10,6 +10,8 @@ from stepgauge.spec.fields import check, option
 
 # Ends the name of a product's second table: of calls that nothing else ran between.
 ALONE = "alone"
+# Ends the name of a table of shapes that certain steps have, which were timed for them.
+ASKED = "asked"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +117,18 @@ class CalibrationSpec:
     seconds: float = option(
         20.0, "for all shapes; those that are left are left out", least=0.0, most=1e4
     )
+    sizes: str = option("", "shapes in place of the usual ones: '4096x1024 4096x2560'")
+    turn: int = option(0, "times measured again: the number of the row that it precedes", least=0)
     ranks: int = option(1, "that time it side by side", least=1, most=4096, label="changed")
     device: str = option("cpu", "cpu, cuda, cuda:1, mps; auto takes the fastest there is")
 
     def __post_init__(self) -> None:
         check(self)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Those of `sizes`."""
+        return [tuple(map(int, shape.split("x"))) for shape in self.sizes.split()]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from stepgauge.spec.calibration import Contention, OperationTable, kernel_class, wrapper_operation
+from stepgauge.spec.calibration import (
+    ASKED,
+    Contention,
+    OperationTable,
+    kernel_class,
+    wrapper_operation,
+)
 from stepgauge.spec.links import Link
 
 # Arithmetic a precision's matrix products run in, as the keys of Peaks.
@@ -245,9 +251,13 @@ class HardwareFile:
 
     def on_ranks(self, ranks: int) -> Self:
         """The machine as each of so many ranks finds it: where ranks share a CPU, with the
-        operations that were timed side by side alone.
+        operations that were timed side by side alone. What GPUs were asked for side by side is the
+        slowest one's.
         """
-        operations = self.by_ranks.get(ranks, self.operations)
+        shared = self.by_ranks.get(ranks, {})
+        asked = {name: table for name, table in shared.items() if name.endswith(f" {ASKED}")}
+        known = shared if len(shared) > len(asked) else self.operations
+        operations = {**known, **asked}
         return dataclasses.replace(self, operations=operations, by_ranks={})
 
     def contention_of(

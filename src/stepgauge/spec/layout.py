@@ -197,6 +197,23 @@ class Layout:
         return self.data * self.context
 
     @property
+    def launched(self) -> "Layout":
+        """What of the layout the host of a rank launches otherwise than one process does, and no
+        table of wrappers says: layers and sequences that ranks share, weights that they send (a
+        stage of a pipeline has them for a step), torch's wrappers.
+        """
+        wrapper = WRAPPERS[self.wrapper]
+        sends = wrapper.is_torch or (wrapper.shards("weights") and self.pipeline == 1)
+        is_wrapped = self.context > 1 or (sends and self.data > 1)
+        return Layout(
+            data=self.data if is_wrapped else 1,
+            wrapper=self.wrapper if is_wrapped else "none",
+            context=self.context,
+            tensor=self.tensor,
+            overlap=self.overlap,
+        )
+
+    @property
     def axes(self) -> dict[str, int]:
         """Ranks of each axis that has several, in the order of a device mesh, slowest first."""
         sizes = {

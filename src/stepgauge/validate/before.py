@@ -38,24 +38,36 @@ def predict_before(
     one that had none says so.
     """
     store.prepare()
-    found, num_outdated = Predictions([], {}), 0
     with store.held():
-        known = store.read().records
-        for spec, miss in itertools.zip_longest(specs, expected, fillvalue=""):
-            try:
-                record = predicted(spec, hardware)
-            except ValueError as error:
-                found.refused[str(error)] = found.refused.get(str(error), 0) + 1
-                continue
-            measured = _last(known, "measured", record)
-            is_done = measured is not None and measured.status != "failed" and not fresh
-            before = _last(known, "modelled", record)
-            if before is None or not is_done:
-                note = "; ".join(filter(None, (AFTER if is_done else BEFORE, miss)))
-                before = dataclasses.replace(record, note=note)
-                store.append(before)
-            num_outdated += before.metrics != record.metrics
-            found.records.append(before)
+        return predict_held(specs, hardware, store, fresh=fresh, expected=expected)
+
+
+def predict_held(
+    specs: Sequence[Any],
+    hardware: HardwareFile,
+    store: RunStore,
+    *,
+    fresh: bool = False,
+    expected: Sequence[str] = (),
+) -> Predictions:
+    """The same into a run that is held already."""
+    found, num_outdated = Predictions([], {}), 0
+    known = store.read().records
+    for spec, miss in itertools.zip_longest(specs, expected, fillvalue=""):
+        try:
+            record = predicted(spec, hardware)
+        except ValueError as error:
+            found.refused[str(error)] = found.refused.get(str(error), 0) + 1
+            continue
+        measured = _last(known, "measured", record)
+        is_done = measured is not None and measured.status != "failed" and not fresh
+        before = _last(known, "modelled", record)
+        if before is None or not is_done:
+            note = "; ".join(filter(None, (AFTER if is_done else BEFORE, miss)))
+            before = dataclasses.replace(record, note=note)
+            store.append(before)
+        num_outdated += before.metrics != record.metrics
+        found.records.append(before)
     return found._replace(num_outdated=num_outdated)
 
 

@@ -15,31 +15,35 @@ from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 
 
-def predicted(spec: object, hardware: HardwareFile, *, coarse: bool = False) -> Record:
+def predicted(
+    spec: object,
+    hardware: HardwareFile,
+    *,
+    coarse: bool = False,
+    asked: set[tuple[str, tuple[float, ...]]] | None = None,
+) -> Record:
     """What the row of the spec is predicted to be on that machine. Raises ValueError for what is not
     modelled or not calibrated, and for the device of another kind of machine.
 
     coarse  near enough to rank layouts by the hundred (cost/layout.py)
+    asked   gets the operations that were looked up, with their sizes
     """
     hardware.require_kind(str(getattr(spec, "device", "")))
+    machine = Machine(hardware.on_ranks(getattr(spec, "ranks", 1)))
+    if asked is not None:
+        machine.asked = asked
     if isinstance(spec, TracedSpec) and not has_formulas(spec.model):
-        return _by_operators(spec, hardware)
+        return predict_traced(spec, traced_on(spec, hardware), machine)
     match spec:
         case StepSpec():
-            return predict(spec, Machine(hardware))
+            return predict(spec, machine)
         case DataParallelSpec():
-            return predict_data_parallel(spec, Machine(hardware.on_ranks(spec.ranks)))
+            return predict_data_parallel(spec, machine)
         case LayoutSpec():
-            return predict_layout(spec, Machine(hardware.on_ranks(spec.ranks)), coarse=coarse)
+            return predict_layout(spec, machine, coarse=coarse)
         case PipelineSpec():
-            return predict_pipeline(spec, Machine(hardware.on_ranks(spec.ranks)))
+            return predict_pipeline(spec, machine)
     raise ValueError(f"{type(spec).__name__} has no cost model yet")
-
-
-def _by_operators(spec: TracedSpec, hardware: HardwareFile) -> Record:
-    """Of a user's network, and of a preset whose parts have no formulas."""
-    machine = Machine(hardware.on_ranks(getattr(spec, "ranks", 1)))
-    return predict_traced(spec, traced_on(spec, hardware), machine)
 
 
 def traced_on(spec: TracedSpec, hardware: HardwareFile) -> Traced:

@@ -1,0 +1,77 @@
+"""What certain steps ask of a machine, timed for them before they are predicted: operations at their
+very shapes (between those of a grid a kernel's tiles fill the multiprocessors otherwise), and what
+the host takes for their launches, whose pace changes within minutes.
+"""
+
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+import torch
+
+from stepgauge.bench.sweep import Job
+from stepgauge.calibrate import run
+from stepgauge.calibrate.grids import grid_of
+from stepgauge.calibrate.machine import TIMED_MS
+from stepgauge.calibrate.operations import operations
+from stepgauge.calibrate.passes import BATCH, HEAD_WIDTH
+from stepgauge.spec.calibration import CalibrationSpec
+from stepgauge.spec.layout import Layout
+from stepgauge.spec.layout_step import LayoutSpec
+
+Shape = tuple[float, ...]
+MOST_UPDATED = 3e9  # parameters of an optimizer, which are 48 GB with their state
+
+
+def shape_jobs(shapes: Mapping[tuple[int, str], Set[Shape]], device: torch.device) -> list[Job]:
+    """Of operations by ranks and name: on GPUs side by side, since a step waits for the slowest."""
+    grid = grid_of(device.type)
+    known = operations(grid)
+    found = []
+    for (ranks, operation), asked in sorted(shapes.items()):
+        timed = {sizes for sizes in asked if operation in known and _is_timed(operation, sizes)}
+        if timed:
+            spec = CalibrationSpec(
+                operation=operation, sizes=_text(timed), ranks=ranks, milliseconds=TIMED_MS,
+                seconds=grid.longest_s, device=str(device),
+            )  # fmt: skip
+            found.append(run.job(spec))
+    return found
+
+
+def host_job(spec: Any, turn: int) -> Job | None:
+    """What the host takes for a step that is launched as the spec's, to be timed right before it:
+    the row of that number. None for compiled ones, which would be compiled for it, and on a CPU,
+    which launches nothing.
+    """
+    if spec.compile != "off" or spec.device.startswith("cpu"):
+        return None
+    kind = "bf16" if spec.precision in ("bf16", "fp16") else "fp32"
+    cut = _layout(spec).launched
+    under = f" {cut}" if cut.ranks > 1 else ""
+    return run.job(
+        CalibrationSpec(
+            operation=f"host eager {kind}{under}", turn=turn, ranks=getattr(spec, "ranks", 1),
+            device=spec.device,
+        )
+    )  # fmt: skip
+
+
+def _is_timed(operation: str, sizes: Shape) -> bool:
+    """Compiled passes would be compiled anew for each shape; heads have whole heads."""
+    if operation.startswith("compiled") or any(size != int(size) for size in sizes):
+        return False
+    if operation.startswith("heads"):
+        m, n = sizes
+        return m % BATCH == 0 and n % (2 * HEAD_WIDTH) == 0
+    return not operation.startswith("optimizer") or sizes[0] <= MOST_UPDATED
+
+
+def _text(shapes: Iterable[Shape]) -> str:
+    return " ".join("x".join(str(int(size)) for size in shape) for shape in sorted(shapes))
+
+
+def _layout(spec: Any) -> Layout:
+    if isinstance(spec, LayoutSpec):
+        return spec.axes
+    is_wrapped = getattr(spec, "wrapper", "none") != "none"
+    return spec.layout if is_wrapped else Layout()

@@ -1,0 +1,133 @@
+"""Steps that are predicted from what was timed for them right before."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from tests.cpu_machine import made_up
+
+from stepgauge.calibrate import asked as asked_module
+from stepgauge.calibrate import host, run
+from stepgauge.calibrate.asked import host_job, shape_jobs
+from stepgauge.cli import validate as command
+from stepgauge.cost.layout import predict_layout
+from stepgauge.cost.machine import Machine
+from stepgauge.spec.calibration import ASKED, CalibrationSpec, OperationTable
+from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.step import StepSpec
+from stepgauge.spec.store import RunStore
+from stepgauge.validate.asked import shapes_of
+from stepgauge.validate.predicted import predicted
+from stepgauge.validate.rows import Asked
+
+FILE = HardwareFile.read(Path(__file__).parents[2] / "hardware" / "h200-sxm.json")
+MODEL = ModelSpec.preset("nano", context_length=64)
+STEP = StepSpec(model=MODEL, size="nano", batch=2, device="cpu", warmup=0, steps=1, seconds=0.0)
+LARGE = ModelSpec.preset("large", context_length=640)
+
+
+def with_table(name, *rows, file=FILE):
+    axes = tuple("abc"[: len(rows[0]) - 1])
+    return dataclasses.replace(
+        file, operations={**file.operations, name: OperationTable(axes, rows)}
+    )
+
+
+def test_shapes_of_steps_are_timed_and_then_looked_up():
+    file = made_up()
+    (job,) = [
+        job
+        for job in shape_jobs(shapes_of([STEP], file), torch.device("cpu"))
+        if job.spec.operation == "matmul nt fp32"
+    ]
+    assert (128, MODEL.vocab_size, MODEL.d_model) in job.spec.shapes
+    record = run.run(dataclasses.replace(job.spec, milliseconds=0.0))
+    after = run.with_operations(file, [record])
+    table = after.operations[f"matmul nt fp32 {ASKED}"]
+    assert [row[:-1] for row in table.rows] == job.spec.shapes
+    assert after.operations["matmul nt fp32"] == file.operations["matmul nt fp32"]
+    terms = predicted(STEP, after).tables["terms"]
+    operation, source = terms[0].index("operation"), terms[0].index("source")
+    assert {row[source] for row in terms if row[operation] == "matmul nt fp32"} == {"calibrated"}
+
+
+def test_shapes_of_several_gpus_hold_for_steps_of_as_many(monkeypatch):
+    monkeypatch.setattr(run, "environment", lambda device: {"device": "a GPU", "cpu": "a CPU"})
+    spec = CalibrationSpec(operation="matmul nt bf16", sizes="7x7x7", ranks=2, device="cuda")
+    timed = [run.Timed(("m", "n", "k"), [(7, 7, 7, us)], [{}], 0) for us in (3.0, 5.0)]
+    record = run.ON_RANKS.record(spec, timed)
+    after = run.with_operations(FILE, [record])
+    assert Machine(after.on_ranks(2)).time("matmul nt bf16", 7, 7, 7).us > 3.0  # the slowest's
+    assert f"matmul nt bf16 {ASKED}" not in after.operations
+    assert after.on_ranks(2).operations.keys() >= FILE.operations.keys()
+
+
+@pytest.mark.parametrize(
+    ("spec", "operation"),
+    [
+        (dataclasses.replace(STEP, device="cuda"), "host eager fp32"),
+        (dataclasses.replace(STEP, device="cuda", compile="on"), None),
+        (STEP, None),
+        (DataParallelSpec(model=MODEL, wrapper="bucketed", ranks=2, precision="bf16", device="cuda"),
+         "host eager bf16"),
+        (DataParallelSpec(model=MODEL, wrapper="zero3", ranks=2, precision="bf16", device="cuda"),
+         "host eager bf16 dp2 zero3"),
+        (DataParallelSpec(model=MODEL, wrapper="torch-ddp", ranks=2, device="cuda"),
+         "host eager fp32 dp2 torch-ddp"),
+        (LayoutSpec(model=LARGE, layout="tp2 overlap", batch=4, precision="bf16", device="cuda"),
+         "host eager bf16 tp2 overlap"),
+        (LayoutSpec(model=LARGE, layout="pp2 1f1b m2", batch=4, precision="bf16", device="cuda"),
+         "host eager bf16"),
+    ],
+)  # fmt: skip
+def test_the_host_is_timed_as_the_step_is_launched(spec, operation):
+    job = host_job(spec, 3)
+    assert (job and job.spec.operation) == operation
+    if job:
+        assert job.spec.ranks == getattr(spec, "ranks", 1) and job.spec.turn == 3
+
+
+def test_a_step_takes_what_its_host_took_under_its_layout():
+    spec = LayoutSpec(model=LARGE, layout="tp2", batch=4, precision="bf16", device="cuda")
+    slow = [(layers, phase, 9e3 * layers) for layers in host.LAYERS for phase in range(3)]
+    bound = with_table("host eager bf16 tp2", *slow)
+    ms = predict_layout(spec, Machine(bound)).median("step_ms")
+    assert ms == pytest.approx(3 * 9 * LARGE.num_layers, rel=0.05)
+    zero3 = DataParallelSpec(
+        model=LARGE, wrapper="zero3", ranks=2, batch=1, precision="bf16", device="cuda"
+    )
+    own = predicted(zero3, with_table("host eager bf16 dp2 zero3", *slow))
+    assert own.median("step_ms") == pytest.approx(3 * 9 * LARGE.num_layers, rel=0.05)
+
+
+def test_compiled_blocks_are_launched_as_they_were_timed():
+    spec = StepSpec(model=LARGE, batch=1, precision="bf16", compile="blocks", device="cuda")
+    slow = [(layers, phase, 9e3 * layers) for layers in host.LAYERS for phase in range(3)]
+    found = predicted(spec, with_table("host blocks bf16", *slow)).median("step_ms")
+    assert found == pytest.approx(3 * 9 * LARGE.num_layers, rel=0.05)
+    assert predicted(spec, FILE).median("step_ms") < found / 2  # as one compiled network
+
+
+def test_each_row_is_predicted_after_its_host_and_before_it_is_run(tmp_path, monkeypatch):
+    def timed(spec, turn):
+        asked = CalibrationSpec(operation="host eager fp32", turn=turn, device="cpu")
+        return run.job(asked)
+
+    monkeypatch.setattr(asked_module, "host_job", timed)
+    monkeypatch.setattr(host, "STEPS", 2)
+    path, out = tmp_path / "cpu.json", tmp_path / "run"
+    dataclasses.replace(made_up(), threads=1).write(path)
+    rows = [Asked(dataclasses.replace(STEP, batch=batch), "nothing") for batch in (1, 2)]
+    command.compare(rows, path, out=out, fresh=False, format="json", host=True)
+    order = [(r.kind, r.provenance) for r in RunStore(out).read().records]
+    each = [("calibration", "measured"), ("step", "modelled"), ("step", "measured")]
+    assert order == [*each, *each]
+    assert all(
+        command.HOST_NOW in r.note and "nothing" in r.note
+        for r in RunStore(out).read().records
+        if r.provenance == "modelled"
+    )
