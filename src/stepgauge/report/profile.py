@@ -8,13 +8,7 @@ from stepgauge.report.cells import Sum, short_name, sums_by, total
 from stepgauge.report.kernel_names import range_name
 from stepgauge.report.numbers import cut_to, number, whole
 from stepgauge.report.page import Block, Flame, Text
-from stepgauge.report.profile_device import (
-    collectives_table,
-    copies_table,
-    idle_table,
-    path_table,
-    streams_table,
-)
+from stepgauge.report.profile_device import collectives_table, idle_table, path_table
 from stepgauge.report.profile_ranks import overlap_table
 from stepgauge.report.table import Table
 from stepgauge.spec.analysis import Analysis
@@ -47,8 +41,6 @@ def tables(found: Analysis) -> list[Table]:
         attention_table(found),
         path_table(found),
         idle_table(found),
-        streams_table(found),
-        copies_table(found),
         operations_table(found),
         collectives_table(found),
         overlap_table([found.overlap] if found.overlap else []),

@@ -1,4 +1,4 @@
-"""Tables of how the device was used: idle time, launches, copies, collectives, critical path."""
+"""Tables of how the device was used: idle time, collectives, critical path."""
 
 from stepgauge.report.kernel_names import range_name
 from stepgauge.report.table import Table
@@ -31,33 +31,6 @@ def path_table(found: Analysis) -> Table:
         f"again (its step differs from the trace's by {100 * found.path_error:+.2f} %)."
     )
     return Table(head, rows, caption=caption, names=1)
-
-
-def streams_table(found: Analysis) -> Table:
-    """How the host fed each stream."""
-    rows = [
-        [row.stream, row.launches / found.steps, row.call_us / max(1, row.launches), *row.delay_us, *row.queue,
-         row.late / found.steps]
-        for row in found.streams
-    ]  # fmt: skip
-    head = ["stream", "launches a step", "launch call, mean µs", "delay, median µs", "delay, max µs",
-            "queue, mean", "queue, max", "launched too late, a step"]  # fmt: skip
-    caption = (
-        "Launches: delay from the call's end to the kernel's begin; queue of kernels launched and "
-        "not begun, over time; too late when the device had run dry."
-    )
-    return Table(head, rows, caption=caption, names=1)
-
-
-def copies_table(found: Analysis) -> Table:
-    """The driver's copies and fills with their bandwidth."""
-    rows = [
-        [row.name, row.calls / found.steps, row.us / 1e3 / found.steps, row.bytes / 2**20 / found.steps or None,
-         row.bytes / row.us / 1e3 if row.bytes and row.us else None]
-        for row in found.copies
-    ]  # fmt: skip
-    head = ["copy", "calls a step", "ms a step", "MiB a step", "GB/s"]
-    return Table(head, rows, caption="Copies and fills of the driver.", names=1)
 
 
 def collectives_table(found: Analysis) -> Table:

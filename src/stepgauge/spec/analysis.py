@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 SCHEMA = 2
-# Of pages that drew each kernel over time, in older files.
-GONE = ("lanes", "marks", "timeline")
+# Of older files, for views that are no more.
+GONE = ("lanes", "marks", "timeline", "streams", "copies")
 KINDS = (
     "communication",
     "matmul",
@@ -80,35 +80,6 @@ class Idle:
     phase: str
     gaps: int
     us: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StreamRow:
-    """How one stream was fed, over all profiled steps.
-
-    delay_us  from the end of the host's launch call to the kernel's start, where that was later:
-              median and maximum
-    queue     kernels that were launched and had not begun, over time: mean and maximum
-    call_us   time of the launch calls, added
-    late      kernels that were launched after the device had run dry
-    """
-
-    stream: str
-    launches: int
-    call_us: float
-    delay_us: list[float]
-    queue: list[float]
-    late: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CopyRow:
-    """Transfers and fills of the driver in one direction. `bytes` is 0 where the trace does not say."""
-
-    name: str
-    calls: int
-    us: float
-    bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,8 +168,6 @@ class Analysis:
     operations: list[OperationRow] = dataclasses.field(default_factory=list)
     idle: list[Idle] = dataclasses.field(default_factory=list)
     overlap: Overlap | None = None
-    streams: list[StreamRow] = dataclasses.field(default_factory=list)
-    copies: list[CopyRow] = dataclasses.field(default_factory=list)
     collectives: list[CollectiveRow] = dataclasses.field(default_factory=list)
     path: list[PathRow] = dataclasses.field(default_factory=list)
     path_error: float = 0.0
@@ -238,8 +207,6 @@ _ROWS = {
     "cells": Cell,
     "operations": OperationRow,
     "idle": Idle,
-    "streams": StreamRow,
-    "copies": CopyRow,
     "collectives": CollectiveRow,
     "path": PathRow,
 }

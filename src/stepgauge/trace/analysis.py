@@ -13,7 +13,6 @@ from stepgauge.trace.collector import without_collector
 from stepgauge.trace.events import Shapes, Trace, load
 from stepgauge.trace.idle import Edges, Moment, time_line
 from stepgauge.trace.kinds import Kinds
-from stepgauge.trace.launches import copies, streams
 from stepgauge.trace.names import repeated
 from stepgauge.trace.notes import notes
 from stepgauge.trace.overlap import overlap
@@ -33,8 +32,7 @@ def analysis(trace: Trace, kinds: Kinds | None = None) -> Analysis:
     if not works:
         raise TraceError(f"{trace.path} has nothing within its profiled steps")
     tally, edges = _Tally(), Edges()
-    moments = list(time_line(trace, works, edges) if trace.on_device else _on_host(works))
-    for moment in moments:
+    for moment in time_line(trace, works, edges) if trace.on_device else _on_host(works):
         tally.add(moment)
     found = Analysis(
         source=str(trace.path),
@@ -55,17 +53,13 @@ def analysis(trace: Trace, kinds: Kinds | None = None) -> Analysis:
         flame=flame.thinned(flame.tree(resolver.paths, tally.paths)),
         notes=notes(trace, works),
     )
-    return _with_device(found, trace, works, moments) if trace.on_device else found
+    return _with_path(found, trace, works) if trace.on_device else found
 
 
-def _with_device(
-    found: Analysis, trace: Trace, works: list[Work], moments: list[Moment]
-) -> Analysis:
+def _with_path(found: Analysis, trace: Trace, works: list[Work]) -> Analysis:
     replay = Replay(trace, works)
     return dataclasses.replace(
         found,
-        streams=streams(works, moments),
-        copies=copies(works),
         path=[
             dataclasses.replace(row, us=row.us * found.steps / replay.steps,
                                 gain_us=row.gain_us * found.steps / replay.steps)

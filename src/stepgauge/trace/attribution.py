@@ -60,7 +60,6 @@ class Work(NamedTuple):
     stream: tuple[int, int]
     launched: tuple[float, float] | None
     calls: int
-    bytes: int = 0
     collective: Collective | None = None
     by_driver: bool = False
 
@@ -304,7 +303,7 @@ class Resolver:
         return Work(kernel.start, kernel.end, name, *placed, _phase(frame) if frame else "",
                     frame.range if frame else "", operation.name if operation else "",
                     operation.shapes if operation else None, first, path, step,
-                    (kernel.device, kernel.stream), launch, 1, kernel.bytes, kernel.collective,
+                    (kernel.device, kernel.stream), launch, 1, kernel.collective,
                     kernel.category == "copy")  # fmt: skip
 
 

@@ -92,7 +92,7 @@ class Collective(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What ran on a stream of the device, in µs. `bytes` of a copy or fill, 0 where not said."""
+    """What ran on a stream of the device, in µs."""
 
     start: float
     end: float
@@ -101,7 +101,6 @@ class Kernel(NamedTuple):
     stream: int
     correlation: int | None
     device: int = 0
-    bytes: int = 0
     collective: Collective | None = None
 
 
@@ -317,7 +316,6 @@ def _kernel(
         fields.track(arguments.get("stream", event.get("tid"))),
         fields.whole(arguments.get("correlation")),
         fields.track(arguments.get("device")),
-        fields.whole(arguments.get("bytes")) or 0,
         collective,
     )
 
