@@ -35,8 +35,6 @@ SELECTION: dict[str, tuple[str, Callable[[Row], bool]]] = {
         "2026-11-21-h200-kernels-second",
         where("attention", dtype=("bf16",), passes=("both",), width=(64,), causal=(True,), heads=(1,)),
     ),
-    "output-loss": ("2026-11-21-h200-kernels-second", where("linear-cross-entropy")),
-    "optimizer": ("2026-11-21-h100-kernels", where("adamw")),
     "fused-step": ("2026-11-21-h100-step-parts", where("step")),
     "collectives": (
         "2026-11-21-h200-comm",

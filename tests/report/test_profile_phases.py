@@ -24,6 +24,9 @@ def test_what_the_profiler_costs_is_of_medians():
 
 def test_an_analysis_with_the_timelines_of_older_pages_is_read():
     now = Analysis(source="trace.json", phases_us={"forward": [1e3]})
-    for schema, gone in ((1, {"lanes": [], "marks": []}), (2, {"timeline": {"names": []}, "streams": [{"late": 1}]})):
+    for schema, gone in (
+        (1, {"lanes": [], "marks": []}),
+        (2, {"timeline": {"names": []}, "streams": [{"late": 1}]}),
+    ):
         older = {**json.loads(now.to_json()), **gone, "schema": schema}
         assert Analysis.from_json(json.dumps(older)) == now

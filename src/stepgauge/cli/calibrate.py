@@ -1,5 +1,6 @@
 """`stepgauge calibrate`: this machine as a hardware file that steps are predicted from."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from stepgauge.cli.console import tell
 from stepgauge.cli.rows import Device, Fresh, Out, run_jobs
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.hardware_files import default_path
+from stepgauge.spec.record import Record
 
 Ranks = Annotated[
     tuple[int, ...],
@@ -46,25 +48,24 @@ def calibrate(
     if few := [number for number in ranks if number < 2]:
         raise ValueError(f"ranks is {few[0]}; collectives need at least 2")
 
-    from stepgauge.calibrate.machine import (
-        hardware_file,
-        jobs,
-        require_same_machine,
-        this_machine,
-    )
+    from stepgauge.calibrate import machine
     from stepgauge.measure.devices import resolve
     from stepgauge.runtime.workers import run_isolated
 
     where = resolve(device)
-    asked = jobs(where, ranks, only)
-    name, threads = run_isolated(this_machine, where)
+    asked = machine.jobs(where, ranks, only)
+    name, threads = run_isolated(machine.this_machine, where)
     path = hardware or default_path(name)
     before = HardwareFile.read(path) if path.exists() else HardwareFile(name=path.stem)
-    require_same_machine(before, name, threads)
+    machine.require_same_machine(before, name, threads)
     records = run_jobs(asked, out, fresh=fresh)
-    after = hardware_file(records, before)
-    after.write(path)
+    _write(machine.hardware_file(records, before), path, records)
+
+
+def _write(hardware: HardwareFile, path: Path, records: Sequence[Record]) -> None:
+    """Writes the file, and tells how much is in it."""
+    hardware.write(path)
     good = sum(record.status == "ok" for record in records)
     tell(f"{good} of {len(records)} rows are in {path}")
-    if after.disturbance:
-        tell(after.disturbance)
+    if hardware.disturbance:
+        tell(hardware.disturbance)

@@ -172,8 +172,8 @@ def run_jobs(
 
     store = store_for(out)
     jobs = list({job.asked.identity: job for job in jobs}.values())
-    asked = [job.asked for job in jobs]
-    names = dict(zip((each.identity for each in asked), labels(asked), strict=True))
+    told = labels([job.asked for job in jobs])
+    names = {job.asked.identity: name for job, name in zip(jobs, told, strict=True)}
     records: list[Record] = []
     reused = 0
     is_alone, shows_all = len(jobs) == 1, len(jobs) > 1 and error_console.is_terminal  # by its bar

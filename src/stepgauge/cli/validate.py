@@ -51,7 +51,6 @@ def validate(
     blocks: Annotated[
         bool,
         Parameter(
-            negative="",
             help="First time a few blocks of each network at the shapes of its rows: two seconds "
             "each, compiled ones a minute. The hardware file with them is in the run.",
         ),

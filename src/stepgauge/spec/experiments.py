@@ -8,8 +8,6 @@ EXPERIMENTS = (
     "compile",
     "norm-layers",
     "attention",
-    "output-loss",
-    "optimizer",
     "fused-step",
     "memory",
     "collectives",
@@ -20,5 +18,4 @@ EXPERIMENTS = (
     "layout",
     "broadcast",
     "validation",
-    "training",
 )

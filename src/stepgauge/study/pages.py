@@ -21,6 +21,7 @@ from stepgauge.report.ops import op_blocks
 from stepgauge.report.page import Block, Elsewhere, Page, Section, Text
 from stepgauge.report.profile_page import section as profile_section
 from stepgauge.report.step_plots import phase_bars
+from stepgauge.report.train import train_blocks
 from stepgauge.report.views import DISTURBED, is_disturbed, record_table
 from stepgauge.report.where import measured_where
 from stepgauge.spec.fallbacks import fallbacks
@@ -30,7 +31,7 @@ from stepgauge.spec.model import FLOP_CONVENTION
 from stepgauge.spec.predictions import steps_beside
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import StoreError
-from stepgauge.study import EXPERIMENTS, data_parallel, training
+from stepgauge.study import EXPERIMENTS, data_parallel
 from stepgauge.study.experiment import Experiment, Machine, shipped
 from stepgauge.study.run import remembered
 from stepgauge.validate.errors import errors as validated
@@ -192,7 +193,7 @@ def _profiles(records: Sequence[Record], folder: Path) -> list[Section]:
 
 _BLOCKS: Mapping[str, Callable[[Sequence[Record]], Sequence[Block]]] = {
     "step": _steps,
-    "train": lambda records: [block for each in records for block in training.blocks([each])],
+    "train": train_blocks,
     "memory": memory_blocks,
     "comm": comm_blocks,
     "broadcast": broadcast_blocks,

@@ -185,15 +185,12 @@ def step_of_parts(
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no parameters that are trained")
     parameters = sum(parameter.numel() for parameter in module.parameters())
+    make: Any = functools.partial(
+        build_optimizer, optimizer, master_weights=chosen.master_weights, **settings
+    )
     if parts.optimizer:
         _require_no_other_optimizer(optimizer, chosen)
-    make = (
-        functools.partial(_of_parameters, parts.optimizer)
-        if parts.optimizer
-        else functools.partial(
-            build_optimizer, optimizer, master_weights=chosen.master_weights, **settings
-        )
-    )
+        make = functools.partial(_of_parameters, parts.optimizer)
     grouped = trained_group if parts.optimizer or groups is None else groups
     parallel = parallelise(compiled(module, compile), grouped, make)  # type: ignore[arg-type]
     step = TrainingStep(
