@@ -145,19 +145,8 @@ PRIVATE_NAMES = {
 # Private members of torch's objects, by name: which files ask for them, and the way out.
 HOOKS = "a public question whether a tensor has hooks"
 PRIVATE_MEMBERS = {
-    "_backward_hooks": (
-        {"parallel/gradient_sums.py", "parallel/traffic.py", "parallel/unsharded_group.py"},
-        HOOKS,
-    ),
-    "_post_accumulate_grad_hooks": (
-        {
-            "parallel/gradient_sums.py",
-            "parallel/readiness.py",
-            "parallel/traffic.py",
-            "parallel/unsharded_group.py",
-        },
-        HOOKS,
-    ),
+    "_backward_hooks": ({"parallel/parameter_hooks.py"}, HOOKS),
+    "_post_accumulate_grad_hooks": ({"parallel/parameter_hooks.py"}, HOOKS),
     "_cdata": (
         {
             "measure/memory/autograd_engine.py",

@@ -1,8 +1,7 @@
 """The gradients of a bucket on their way to their mean: pack, cast, send, unpack.
 
 `.grad` itself is sent and averaged in place where nobody else can see its memory. What is packed,
-cast to another type, or missing here, is sent as a copy, and its mean written into `.grad`. All ranks
-get the mean, or the bucket's owner alone, and the others have no gradient then.
+cast to another type, or missing here, is sent as a copy, and its mean written into `.grad`.
 """
 
 from collections.abc import Container, Sequence
@@ -11,9 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepgauge.parallel.collectives import launch_together
 from stepgauge.parallel.reducer import GradientReducer
-from stepgauge.parallel.shares import as_share
 
 
 class BucketGradients:
@@ -23,7 +20,6 @@ class BucketGradients:
             taken to be alike on all ranks that have it, and stays; a missing one counts as zero
     dtype   what is sent
     packs   whether the gradients are copied behind each other
-    owner   the rank that alone gets the mean, in one packed message; None: all do
     """
 
     def __init__(
@@ -34,26 +30,24 @@ class BucketGradients:
         *,
         dtype: torch.dtype,
         packs: bool = False,
-        owner: int | None = None,
     ):
-        self.parameters, self.reducer, self.owner = parameters, reducer, owner
+        self.parameters, self.own, self.reducer = parameters, own, reducer
         self.work: dist.Work | None = None
-        self.own, self._dtype = own, dtype
+        self._dtype = dtype
         # parameters whose mean is not in `.grad` but here
         self.copies: dict[nn.Parameter, Tensor] = {}
-        if packs or (owner is not None and len(parameters) > 1):
+        if packs:
             counts = [parameter.numel() for parameter in parameters]
             flat = parameters[0].new_empty(sum(counts), dtype=dtype)
             for parameter, part in zip(parameters, flat.split(counts), strict=True):
                 self._place(parameter, part.view(parameter.shape))
-            self.tensors = [flat]
-        else:
-            self.tensors = [self._place(parameter) for parameter in parameters]
+        self.tensors = [flat] if packs else [self._place(parameter) for parameter in parameters]
+
+    def send(self) -> None:
+        self.work = self.launch()
 
     def launch(self) -> dist.Work:
-        if self.owner is None:
-            return self.reducer.launch(self.tensors)
-        return self.reducer.launch_to(self.owner, self.tensors[0])
+        return self.reducer.launch(self.tensors)
 
     def wait(self) -> None:
         """Until what is computed next sees the means; on a GPU the host goes on."""
@@ -65,32 +59,15 @@ class BucketGradients:
         self.wait()
         for parameter in self.parameters:
             if parameter not in unused:
-                self._give_mean(parameter)
+                self.give_mean(parameter)
 
-    def has_arrived(self) -> bool:
-        return self.work is None or self.work.is_completed()
-
-    def can_be_unpacked_early(self) -> bool:
-        """Whether backward, which goes on, reads nothing that is written, and some rank, this one,
-        has a gradient of each.
-        """
-        return all(
-            p in self.own and (p not in self.copies or p.grad is None or is_alone(p.grad))
-            for p in self.parameters
-        )
-
-    def _give_mean(self, parameter: nn.Parameter) -> None:
-        if self.owner not in (None, self.reducer.rank):
-            parameter.grad = None
-            return
+    def give_mean(self, parameter: nn.Parameter) -> None:
         mean = self.copies.get(parameter)
         if parameter.grad is None:
             assert mean is not None, "a gradient that is not there was sent as a copy"
             parameter.grad = mean.to(parameter.dtype, copy=True)
         elif mean is not None:
             parameter.grad.copy_(mean)
-        if self.owner is not None:
-            parameter.grad = as_share(parameter.grad)
 
     def _place(self, parameter: nn.Parameter, part: Tensor | None = None) -> Tensor:
         """What is sent of a gradient: a part of a flat message, `.grad` itself where it can be
@@ -107,49 +84,16 @@ class BucketGradients:
         if gradient is not None and part is None:
             return gradient
         part = parameter.new_empty(parameter.shape, dtype=self._dtype) if part is None else part
-        self._fill(part, parameter)
+        self.fill(part, parameter)
         if gradient is not None:
             gradient.data = part  # it is seen only through `.grad`
         else:
             self.copies[parameter] = part
         return part
 
-    def _fill(self, part: Tensor, parameter: nn.Parameter) -> None:
-        """What this rank adds to the mean. What backward has not added to is alike on all ranks, or
-        the owner's alone: its counts for all then.
-        """
-        is_owners = self.owner is not None and parameter not in self.own
-        if parameter.grad is None or (is_owners and self.owner != self.reducer.rank):
-            part.zero_()
-        else:
-            part.copy_(parameter.grad)
-            if is_owners:
-                part.mul_(self.reducer.ranks)
-
-
-class Launch:
-    """Buckets that are sent at once: of different owners, or one for all ranks."""
-
-    def __init__(self, buckets: Sequence[BucketGradients]):
-        self.buckets = buckets
-
-    def send(self) -> None:
-        first = self.buckets[0]
-        works = launch_together(
-            [bucket.launch for bucket in self.buckets],
-            group=first.reducer.group,
-            device=first.parameters[0].device,
-        )
-        for bucket, work in zip(self.buckets, works, strict=True):
-            bucket.work = work
-
-    def wait(self) -> None:
-        for bucket in self.buckets:
-            bucket.wait()
-
-    def unpack(self, unused: Container[nn.Parameter] = ()) -> None:
-        for bucket in self.buckets:
-            bucket.unpack(unused)
+    def fill(self, part: Tensor, parameter: nn.Parameter) -> Tensor:
+        """What this rank adds to the mean, written into the part."""
+        return part.zero_() if parameter.grad is None else part.copy_(parameter.grad)
 
 
 def is_alone(gradient: Tensor) -> bool:

@@ -9,14 +9,15 @@ at the end of backward: what the classes at the end of this file differ in.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stepgauge.parallel.bucket_gradients import BucketGradients, Launch
+from stepgauge.parallel.bucket_gradients import BucketGradients
 from stepgauge.parallel.collectives import Group
+from stepgauge.parallel.parameter_hooks import taking_hooks, weakly
 from stepgauge.parallel.present_backward import at_end_of_backward
 from stepgauge.parallel.readiness import Readiness
 from stepgauge.parallel.reducer import GradientReducer
@@ -26,7 +27,6 @@ from stepgauge.parallel.replicas import (
     reduced_dtype,
     registrations,
     require_known,
-    taking_hooks,
 )
 from stepgauge.parallel.usage import Usage
 from stepgauge.spec.plan.buckets import FIRST_BUCKET_MB, plan_buckets
@@ -48,7 +48,7 @@ class DataParallel(nn.Module):
     """
 
     _readiness: Readiness | None
-    _in_flight: list[Launch]
+    _in_flight: list[Any]  # what `_gradients_of` gives
     # MB (10^6 bytes) at which a bucket is closed; 0: one a gradient; None: no limit
     cap_mb: float | None = 25.0
     first_mb: float | None = None
@@ -57,18 +57,13 @@ class DataParallel(nn.Module):
     owners: Mapping[str, int] | None = None  # ranks, by names, that alone get a mean: ZeRO 2
 
     def __init__(
-        self,
-        module: nn.Module,
-        *,
-        group: Group = None,
-        reduce_dtype: torch.dtype | None = None,
+        self, module: nn.Module, *, group: Group = None, reduce_dtype: torch.dtype | None = None
     ):
         super().__init__()
         if reduce_dtype is not None and not reduce_dtype.is_floating_point:
             raise ValueError(f"reduce_dtype is {reduce_dtype}; it must be a floating type")
         prepare_replicas(module, group)
-        self.module = module
-        self.reducer = GradientReducer(group)
+        self.module, self.reducer = module, GradientReducer(group)
         self.reduce_dtype = reduce_dtype
         # False leaves the collectives out and keeps all else, to time the rest
         self.communicates = True
@@ -113,7 +108,7 @@ class DataParallel(nn.Module):
             # what zero_grad has taken since is not there any more
             self._local -= {p for p in self._local - self._readiness.arrived if p.grad is None}
             self._send(self._readiness.next_launches(rest=True))
-            planned = [parameter for launch in self._planned for parameter in launch]
+            planned = [parameter for launch in self._launches for parameter in launch]
             unused = self._usage.unused_anywhere(planned, self._local, asks=self.communicates)
             for gradients in self._in_flight:
                 gradients.unpack(unused)
@@ -161,12 +156,12 @@ class DataParallel(nn.Module):
             first_mb=self.first_mb,
             owners=self.owners,
         )
-        # with their parameters, those that are sent at once together
+        self._planned = plan_launches(self.buckets)
+        # their parameters
         self._launches = [
-            [(bucket, [of_name[name] for name in bucket.names]) for bucket in launch]
-            for launch in plan_launches(self.buckets)
+            [of_name[name] for bucket in launch for name in bucket.names]
+            for launch in self._planned
         ]
-        self._planned = [[p for _, bucket in launch for p in bucket] for launch in self._launches]
 
     def _averaged(self) -> list[tuple[nn.Parameter, torch.dtype]]:
         """With their types; one may have been frozen since no_sync."""
@@ -180,7 +175,7 @@ class DataParallel(nn.Module):
             at_end_of_backward(self.finish_synchronizing, device)
         if self._averaged() != self._planned_for:
             self._plan()
-        self._readiness = begun = Readiness(self._planned)
+        self._readiness = begun = Readiness(self._launches)
         return begun
 
     def _arrive(self, parameter: nn.Parameter) -> None:
@@ -201,40 +196,17 @@ class DataParallel(nn.Module):
 
     def _send(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            buckets = self._launches[number]
-            launch = Launch([self._gradients_of(parameters, b.owner) for b, parameters in buckets])
+            gradients = self._gradients_of(number)
             if self.communicates:
-                launch.send()
+                gradients.send()
             if not self.overlaps:
-                launch.wait()
-            self._in_flight.append(launch)
+                gradients.wait()
+            self._in_flight.append(gradients)
 
-    def _gradients_of(
-        self, parameters: Sequence[nn.Parameter], owner: int | None
-    ) -> BucketGradients:
-        return BucketGradients(
-            parameters,
-            self._local,
-            self.reducer,
-            dtype=reduced_dtype(parameters[0], self.reduce_dtype),
-            packs=self.packs,
-            owner=owner,
-        )
-
-
-def weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A hook that calls the method as long as its wrapper is there.
-
-    Autograd holds hooks where the garbage collector does not look: through them the wrapper, and
-    all weights, would never be freed.
-    """
-    method_of = weakref.WeakMethod(method)
-
-    def hook(parameter: Any) -> None:
-        if (call := method_of()) is not None:
-            call(parameter)
-
-    return hook
+    def _gradients_of(self, number: int) -> Any:
+        parameters = self._launches[number]
+        dtype = reduced_dtype(parameters[0], self.reduce_dtype)
+        return BucketGradients(parameters, self._local, self.reducer, dtype=dtype, packs=self.packs)
 
 
 class NaiveDataParallel(DataParallel):

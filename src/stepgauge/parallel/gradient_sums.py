@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from stepgauge.parallel.parameter_hooks import num_hooks, taking_hooks
 from stepgauge.parallel.present_backward import at_end_of_backward, goes_on_to
-from stepgauge.parallel.replicas import taking_hooks
 from stepgauge.parallel.residual_stream import ResidualStream
 
 
@@ -75,8 +75,7 @@ class SumsTogether:
 
 
 def _is_seen_by_others(parameter: nn.Parameter, gradient: Tensor) -> bool:
-    hooks = len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
-    if hooks > 1 or torch.is_grad_enabled() or gradient.is_sparse:
+    if num_hooks(parameter) > 1 or torch.is_grad_enabled() or gradient.is_sparse:
         return True
     try:
         return not goes_on_to(get_gradient_edge(parameter).node)

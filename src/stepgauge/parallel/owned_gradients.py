@@ -2,20 +2,23 @@
 2020), of which parallel/zero.py has the optimizer.
 """
 
+import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from stepgauge.parallel.bucket_gradients import Launch
-from stepgauge.parallel.collectives import is_only_group
-from stepgauge.parallel.data_parallel import BucketedDataParallel, weakly
+from stepgauge.parallel.bucket_gradients import BucketGradients, is_alone
+from stepgauge.parallel.collectives import is_only_group, launch_together
+from stepgauge.parallel.data_parallel import BucketedDataParallel
+from stepgauge.parallel.parameter_hooks import weakly
 from stepgauge.parallel.present_backward import goes_on_to
-from stepgauge.parallel.shares import as_plain
+from stepgauge.parallel.replicas import reduced_dtype
+from stepgauge.parallel.shares import as_plain, as_share
 
 
 class OwnerDataParallel(BucketedDataParallel):
@@ -81,17 +84,28 @@ class OwnerDataParallel(BucketedDataParallel):
             self._views.append(name)
         parameter.grad = None
 
+    def _gradients_of(self, number: int) -> "Launch":
+        parameters = iter(self._launches[number])
+        found: list[BucketGradients] = []
+        for bucket in self._planned[number]:
+            own = [*itertools.islice(parameters, len(bucket.names))]
+            dtype = reduced_dtype(own[0], self.reduce_dtype)
+            given = own, self._local, self.reducer
+            if bucket.owner is None:
+                found.append(BucketGradients(*given, dtype=dtype))
+            else:
+                found.append(OwnedGradients(*given, dtype=dtype, owner=bucket.owner))
+        return Launch(found)
+
     def _arrive(self, parameter: nn.Parameter) -> None:
         """Frees others' gradients while backward goes on, but the latest."""
         super()._arrive(parameter)
         while len(self._in_flight) > 1 and self._can_be_freed(self._in_flight[0]):
             self._in_flight.pop(0).unpack()
 
-    def _can_be_freed(self, launch: Launch) -> bool:
-        buckets = launch.buckets
-        return all(bucket.can_be_unpacked_early() for bucket in buckets) and (
-            all(bucket.has_arrived() for bucket in buckets)
-            or self.device_may_wait(buckets[0].parameters[0].device)
+    def _can_be_freed(self, launch: "Launch") -> bool:
+        return launch.can_be_unpacked_early() and (
+            launch.has_arrived() or self.device_may_wait(launch.device)
         )
 
     def device_may_wait(self, device: torch.device) -> bool:
@@ -101,6 +115,68 @@ class OwnerDataParallel(BucketedDataParallel):
         sends its part later, and meets us in that group's collective first, or never.
         """
         return self.reducer.is_nccl(device) and is_only_group(self.reducer.group, device)
+
+
+class OwnedGradients(BucketGradients):
+    """Those of a bucket whose mean its owner alone gets, in one message."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *given: Any, owner: int, **how: Any):
+        self.owner = owner
+        super().__init__(parameters, *given, packs=len(parameters) > 1, **how)
+
+    def launch(self) -> dist.Work:
+        return self.reducer.launch_to(self.owner, self.tensors[0])
+
+    def give_mean(self, parameter: nn.Parameter) -> None:
+        if self.owner != self.reducer.rank:
+            parameter.grad = None
+            return
+        super().give_mean(parameter)
+        assert parameter.grad is not None, "it has its mean"
+        parameter.grad = as_share(parameter.grad)
+
+    def fill(self, part: Tensor, parameter: nn.Parameter) -> Tensor:
+        """What backward has not added to is the owner's: it counts for all ranks."""
+        if parameter in self.own:
+            return super().fill(part, parameter)
+        if self.owner != self.reducer.rank:
+            return part.zero_()
+        return super().fill(part, parameter).mul_(self.reducer.ranks)
+
+
+class Launch:
+    """Buckets that are sent at once: of different owners, or one for all ranks."""
+
+    def __init__(self, buckets: Sequence[BucketGradients]):
+        self._buckets, self._reducer = buckets, buckets[0].reducer
+        self.device = buckets[0].parameters[0].device
+
+    def send(self) -> None:
+        works = launch_together(
+            [bucket.launch for bucket in self._buckets],
+            group=self._reducer.group,
+            device=self.device,
+        )
+        for bucket, work in zip(self._buckets, works, strict=True):
+            bucket.work = work
+
+    def unpack(self, unused: Container[nn.Parameter] = ()) -> None:
+        for bucket in self._buckets:
+            bucket.unpack(unused)
+
+    def has_arrived(self) -> bool:
+        works = [bucket.work for bucket in self._buckets]
+        return all(work is None or work.is_completed() for work in works)
+
+    def can_be_unpacked_early(self) -> bool:
+        """Whether backward, which goes on, reads nothing that is written, and some rank, this one,
+        has a gradient of each.
+        """
+        return all(
+            p in bucket.own and (p not in bucket.copies or p.grad is None or is_alone(p.grad))
+            for bucket in self._buckets
+            for p in bucket.parameters
+        )
 
 
 def _adds_to(parameter: nn.Parameter) -> bool:

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from stepgauge.parallel.parameter_hooks import hooks_after
+
 
 class Readiness:
     """Gradients of one backward as they arrive, and how many each launch of buckets still misses.
@@ -31,7 +33,7 @@ class Readiness:
         self._count_latest()
         self._latest = parameter
         # Hooks of others run after ours, and may write `.grad`: it counts when the next is there.
-        if len(parameter._post_accumulate_grad_hooks or ()) <= 1:
+        if len(hooks_after(parameter)) <= 1:
             self._count_latest()
 
     def next_launches(self, *, rest: bool = False) -> Iterator[int]:

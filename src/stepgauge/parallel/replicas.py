@@ -2,9 +2,8 @@
 values.
 """
 
-import contextlib
 import itertools
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -50,15 +49,6 @@ def require_known(module: nn.Module, known: Container[nn.Parameter]) -> None:
                 f"{name} is no parameter that the module had when it was wrapped, and would not "
                 f"be averaged; wrap the module again"
             )
-
-
-@contextlib.contextmanager
-def taking_hooks(parameter: Tensor) -> Iterator[None]:
-    """What is frozen takes no hook, and may be trained later."""
-    trained = parameter.requires_grad
-    parameter.requires_grad_(True)
-    yield
-    parameter.requires_grad_(trained)
 
 
 def device_of(module: nn.Module) -> torch.device:

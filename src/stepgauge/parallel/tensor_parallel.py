@@ -21,8 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from stepgauge.parallel.exchange import register
 from stepgauge.parallel.gradient_sums import SumsTogether
+from stepgauge.parallel.parameter_hooks import taking_hooks
 from stepgauge.parallel.peer_memory import on_one_machine
-from stepgauge.parallel.replicas import prepare_replicas, registrations, taking_hooks
+from stepgauge.parallel.replicas import prepare_replicas, registrations
 from stepgauge.parallel.residual_stream import ResidualStream
 from stepgauge.parallel.tensor_layers import (
     ColumnParallelLinear,

@@ -15,6 +15,7 @@ from stepgauge.parallel.call_order import CallOrder
 from stepgauge.parallel.collectives import launch_together
 from stepgauge.parallel.flat_gradients import FlatGradients
 from stepgauge.parallel.parameter_group import ParameterGroup
+from stepgauge.parallel.parameter_hooks import hooks_after, hooks_before
 from stepgauge.parallel.present_backward import at_end_of_backward
 from stepgauge.parallel.sharding import Sharding, sent_dtype
 from stepgauge.parallel.unsharded_group import UnshardedGroup
@@ -202,14 +203,14 @@ class Reductions:
 
     def _accumulate(self, parameter: nn.Parameter, part: Tensor) -> None:
         """As autograd does, which forgets hooks of a DTensor that was converted."""
-        for hook in (parameter._backward_hooks or {}).values():
+        for hook in hooks_before(parameter):
             changed = hook(part)
             part = part if changed is None else changed
         if parameter.grad is None:
             parameter.grad = part
         else:
             parameter.grad.add_(part)
-        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        for hook in hooks_after(parameter):
             hook(parameter)
 
     @torch.no_grad()

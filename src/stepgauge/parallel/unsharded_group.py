@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stepgauge.parallel.collectives import all_gather_list
+from stepgauge.parallel.parameter_hooks import num_hooks
 from stepgauge.parallel.present_backward import goes_on_to
 from stepgauge.parallel.sharding import local, real, release, sent_dtype
 
@@ -136,7 +137,7 @@ class UnshardedGroup:
         trained = any(p.requires_grad for p in self.parameters) and torch.is_grad_enabled()
         self._ends = int(trained)
         # Autograd calls hooks of a weight, with nothing, where its gradient is not ours to return.
-        unhooked = [p for p in self.parameters if not _has_hooks(p)]
+        unhooked = [p for p in self.parameters if not num_hooks(p)]
         anchor = torch.empty(0, requires_grad=trained)
         wholes = ShardedWeights.apply(self, unhooked, anchor, *unhooked)
         if not torch.is_inference_mode_enabled():
@@ -206,7 +207,7 @@ class ShardedWeights(torch.autograd.Function):
                 "backward(create_graph=True) into sharded weights is not averaged; differentiate "
                 "with respect to inputs with torch.autograd.grad"
             )
-        if any(map(_has_hooks, ctx.given)):  # which autograd would call, with nothing
+        if any(map(num_hooks, ctx.given)):  # which autograd would call, with nothing
             raise RuntimeError(
                 "a hook was registered on a sharded weight after forward had used it; register it "
                 "before forward"
@@ -250,10 +251,6 @@ class _Inputs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         ctx.unsharded.end()
         return None, *gradients
-
-
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _versions(parameters: Sequence[nn.Parameter]) -> list[int]:

@@ -5,13 +5,13 @@ from tests.parallel.conformance.networks import (
     Answers,
     Attention,
     Complex,
+    Lookup,
     Mixed,
     Net,
     Odd,
     Parametrized,
     Recurrent,
     Scalar,
-    SparseLookup,
     Tied,
     through_checkpoint,
     through_reentrant,
@@ -64,7 +64,12 @@ def parametrized(setup):
 
 
 def sparse_gradients(setup):
-    return _trained(setup, SparseLookup())
+    return _trained(setup, Lookup(sparse=True))
+
+
+def an_embedding_with_max_norm(setup):
+    """Its forward scales the rows that a batch looks up."""
+    return _trained(setup, Lookup(max_norm=0.5))
 
 
 def _checkpointed(setup, through):

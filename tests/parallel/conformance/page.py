@@ -54,7 +54,8 @@ before it is saved.
     STEPGAUGE_CONFORMANCE=1 pytest tests/parallel/conformance    # every wrapper of ours, 2 and 4 ranks
 
 Where a wrapper of ours raises, the sentence says why, and a test holds it; under zero3 Adafactor,
-LBFGS and a `.grad` that is no DTensor raise what DTensor raises. A dot does not apply: all ranks must gather the
+LBFGS and a `.grad` that is no DTensor raise what DTensor raises. An embedding with max_norm is
+refused under fully_shard by `parallelise`, not by torch. A dot does not apply: all ranks must gather the
 same weights, so that none alone uses a layer under fully sharded wrappers."""
     table = [
         head,

@@ -48,6 +48,7 @@ REFUSALS = {
     ("backward with create graph", OURS): "create_graph=True",
     ("a parameter replaced after wrapping", OURS): "wrap the module again",
     ("sparse gradients", OURS): "is sparse; only dense ones are averaged",
+    ("an embedding with max norm", OURS): "has max_norm, which writes in forward",
     ("lbfgs", ZERO): "LBFGS looks at all parameters together",
     ("lbfgs", ("zero3",)): "Cannot flatten unevenly sharded tensor",
     # what a rank has of the gradients in stage 2 is its share
@@ -63,6 +64,7 @@ REFUSALS = {
     ): "gives no gradients of sharded weights",
     ("other parameters on a rank and a collective in backward", ("zero3",)): "all ranks must call",
     ("gradients in a buffer of the user", ("zero3",)): "mixed torch.Tensor and DTensor",
+    ("another tensor set as data", ("zero3",)): "write weight.data.copy_(new)",
     ("a scalar parameter", ("zero3",)): "scale has no dimensions",
     ("adafactor", ("zero3",)): "in-place operations that require placement changes",
     ("a backward that fails and counts", ("zero3",)): "zero them before the next",

@@ -156,6 +156,15 @@ def clamped_after_each_step(setup):
     return t.results()
 
 
+def another_tensor_set_as_data(setup):
+    t = Training(setup, Net())
+    t.train(0)
+    for parameter in t.inner.parameters():
+        parameter.data = parameter.data * 0.9
+    t.train(1)
+    return t.results()
+
+
 def initialised_after_wrapping(setup):
     t = Training(setup, Net())
     nn.init.constant_(t.parameter("head.weight"), 0.25)

@@ -1,0 +1,46 @@
+"""Hooks of parameters: ours, and those of others, which torch lists under private names alone."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+@contextlib.contextmanager
+def taking_hooks(parameter: Tensor) -> Iterator[None]:
+    """What is frozen takes no hook, and may be trained later."""
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    yield
+    parameter.requires_grad_(trained)
+
+
+def weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A hook that calls the method as long as its object is there.
+
+    Autograd holds hooks where the garbage collector does not look: through them the wrapper, and
+    all weights, would never be freed.
+    """
+    method_of = weakref.WeakMethod(method)
+
+    def hook(parameter: Any) -> None:
+        if (call := method_of()) is not None:
+            call(parameter)
+
+    return hook
+
+
+def hooks_before(parameter: Tensor) -> Collection[Any]:
+    """Those that autograd calls with a gradient before it adds it to `.grad`."""
+    return (parameter._backward_hooks or {}).values()
+
+
+def hooks_after(parameter: Tensor) -> Collection[Any]:
+    """Those that autograd calls with the parameter when its `.grad` is there."""
+    return (parameter._post_accumulate_grad_hooks or {}).values()
+
+
+def num_hooks(parameter: Tensor) -> int:
+    return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
