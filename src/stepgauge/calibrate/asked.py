@@ -60,7 +60,7 @@ def _is_timed(operation: str, sizes: Shape) -> bool:
     """Compiled passes would be compiled anew for each shape; heads have whole heads."""
     if operation.startswith("compiled") or any(size != int(size) for size in sizes):
         return False
-    if operation.startswith("heads"):
+    if operation.startswith(("heads", "split")):
         m, n = sizes
         return m % BATCH == 0 and n % (2 * HEAD_WIDTH) == 0
     return not operation.startswith("optimizer") or sizes[0] <= MOST_UPDATED

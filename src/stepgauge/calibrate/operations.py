@@ -178,7 +178,9 @@ def _attention(
     return rotating(make, backward if is_backward else forward)
 
 
-def _optimizer(name: str, dtype: torch.dtype, numel: int, device: torch.device) -> Call:
+def _optimizer(
+    name: str, dtype: torch.dtype, numel: int, device: torch.device, **settings: bool
+) -> Call:
     """One step over `numel` parameters in tensors of at most 2^24 elements."""
     sizes = [2**24] * (numel // 2**24) + [numel % 2**24]
     parameters = [
@@ -187,8 +189,9 @@ def _optimizer(name: str, dtype: torch.dtype, numel: int, device: torch.device) 
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     # torch's step refuses to be captured without `capturable`; its fused kernel is the same.
-    capturable = {"capturable": True} if name == "adamw" and device.type == "cuda" else {}
-    return OPTIMIZERS[name](parameters, lr=1e-4, **capturable).step
+    if name == "adamw" and device.type == "cuda":
+        settings["capturable"] = True
+    return OPTIMIZERS[name](parameters, lr=1e-4, **settings).step
 
 
 @functools.cache
@@ -250,6 +253,8 @@ def _elementwise(grid: Grid) -> dict[str, TimedOperation]:
     """As calibrate/passes.py has it."""
     found = {}
     for name, direction, dtype in itertools.product(grid.passes, DIRECTIONS, ("bf16", "fp32")):
+        if (name, direction) == ("split", "forward"):
+            continue  # views
         make = functools.partial(_pass, name, direction == "backward", DTYPES[dtype])
         shapes = list(itertools.product(grid.few_tokens, grid.few_widths))
         beside = PRODUCTS if dtype == "bf16" else ""  # a GPU holds its clock in fp32
@@ -304,4 +309,8 @@ def _ends(grid: Grid) -> dict[str, TimedOperation]:
         make = functools.partial(_optimizer, name, DTYPES[dtype])
         counts = [(number,) for number in grid.parameters]
         found[f"optimizer {name} {dtype}"] = TimedOperation(("numel",), counts, make)
+        if name == "fused":
+            found["optimizer fused master"] = TimedOperation(
+                ("numel",), counts, functools.partial(make, master_weights=True)
+            )
     return found

@@ -48,6 +48,15 @@ def _heads(x_BTN: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Parts:
     return q_BHTW, k_BHTW, v_BHTW
 
 
+def _split(x_BTN: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Parts:
+    """Queries, keys and values that are not rotated: views, whose gradients are joined."""
+    heads_BHTW = x_BTN.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)
+    third = heads_BHTW.shape[1] // 3
+    qk_BHTW, v_BHTW = heads_BHTW.split((2 * third, third), dim=1)
+    q_BHTW, k_BHTW = qk_BHTW.chunk(2, dim=1)
+    return q_BHTW, k_BHTW, v_BHTW
+
+
 def _compiled_heads(x_BTN: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Parts:
     """As models/transformer.py has them compiled: each rotated by itself, and as copies."""
     parts_BTHW = x_BTN.unflatten(-1, (-1, HEAD_WIDTH)).chunk(3, dim=2)
@@ -65,6 +74,14 @@ def _gate(x_MN: Tensor) -> Parts:
     return (F.silu(gate_MN) * up_MN,)
 
 
+def _gelu_inputs(m: int, n: int, new: Callable[..., Tensor]) -> Parts:
+    return (new(m, n),)
+
+
+def _gelu(x_MN: Tensor) -> Parts:
+    return (F.gelu(x_MN),)
+
+
 def _norm_inputs(m: int, n: int, new: Callable[..., Tensor]) -> Parts:
     return new(m, n, dtype=torch.float32), new(m, n), new(n, dtype=torch.float32)
 
@@ -77,7 +94,9 @@ def _norm(x_MN: Tensor, branch_MN: Tensor, weight_N: Tensor) -> Parts:
 
 PASSES = {
     "heads": Pass(_heads_inputs, _heads, 3, compiled=_compiled_heads),
+    "split": Pass(_heads_inputs, _split, 3),
     "gate": Pass(_gate_inputs, _gate, 1),
+    "gelu": Pass(_gelu_inputs, _gelu, 1),
     "norm": Pass(_norm_inputs, _norm, 3, num_leaves=3),
 }
 

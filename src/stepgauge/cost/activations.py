@@ -35,14 +35,19 @@ class KeptBytes:
 def kept(operations: StepOperations) -> KeptBytes:
     """Of one micro-batch, by the checkpointing of the spec."""
     spec, layers = operations.spec, len(operations.blocks)
-    whole, costly = sum(of_block(operations).values()), sum(of_products(operations).values())
+    whole = sum(of_block(operations).values())
     size = min(spec.checkpoint_blocks, layers)
     inputs = math.ceil(layers / size) * stream_bytes(operations)
     ends = sum(of_ends(operations).values())
     if spec.checkpointing == "none":
         return KeptBytes(layers * whole, ends, 0.0)
     if spec.checkpointing == "selective":
+        costly = sum(of_products(operations).values())
         return KeptBytes(inputs + layers * costly, ends, size * max(0.0, whole - costly))
+    if spec.checkpointing == "feed-forward":  # each block by itself
+        costly = sum(of_attention(operations).values())
+        inputs = layers * stream_bytes(operations)
+        return KeptBytes(inputs + layers * costly, ends, max(0.0, whole - costly))
     if spec.checkpointing == "nested":
         return KeptBytes(inputs, ends, size * stream_bytes(operations) + whole)
     return KeptBytes(inputs, ends, size * whole)
@@ -92,6 +97,16 @@ def of_products(operations: StepOperations) -> Parts:
     names = ("queries, keys and values", "attention output", "attention statistics",
              "feed-forward up")  # fmt: skip
     return {**{name: whole[name] for name in names}, "outputs of row layers": outputs}
+
+
+def of_attention(operations: StepOperations) -> Parts:
+    """What feed-forward checkpointing keeps of a block: of attention and of its two products."""
+    kept = of_products(operations)
+    return {
+        name: nbytes / 2 if name == "outputs of row layers" else nbytes
+        for name, nbytes in kept.items()
+        if name != "feed-forward up"
+    }
 
 
 def of_ends(operations: StepOperations) -> Parts:

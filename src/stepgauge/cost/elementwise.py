@@ -55,10 +55,14 @@ class Elementwise:
             yield from how.norm("attention.qk_norm", "backward", model.norm, rows, model.head_width)
         # the parts' gradients put together in two steps, queries and keys first
         joined = 2 * self.rotated + self.values
+        copy = strided_copy("attention.split", self.m * joined)
         if how.is_compiled:
             yield Term("attention.split", TRAFFIC, (2 * values,))
+        elif model.positions == "rope" or model.qk_norm:
+            yield copy
         else:
-            yield strided_copy("attention.split", self.m * joined)
+            sizes = (self.m, (self.rotated + self.values) / 1.5)  # as heads
+            yield how.timed_pass("attention.split", "split backward", sizes, copy.nbytes)
 
     def gate(self, name: str, direction: str, f: int) -> Iterator[Term]:
         """The activation of the feed-forward layer."""
@@ -69,7 +73,9 @@ class Elementwise:
             (False, "backward"): (3, 4),
         }[self.model.is_gated, direction]
         nbytes, sizes = self.m * f * self.how.activation, (self.m, f)
-        if self.model.feed_forward != "swiglu":
+        if self.model.feed_forward == "gelu" and not self.how.is_compiled:
+            yield self.how.timed_pass(name, f"gelu {direction}", sizes, nbytes * eager)
+        elif self.model.feed_forward != "swiglu":
             yield from self.how.passes(name, nbytes, eager=eager, compiled=compiled)
         elif direction == "backward" and self.how.is_compiled:
             # It also computes the input of the down projection again.

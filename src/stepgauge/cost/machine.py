@@ -61,12 +61,23 @@ class Machine:
         alone = self.table(f"{operation} {ALONE}")
         return self._at_its_pace(operation, sizes, found, alone) if alone else found
 
-    def _looked_up(self, operation: str, sizes: tuple[float, ...]) -> Estimate:
-        """Timed at those very sizes for a step that has them; else between those of the grid."""
+    def knows(self, operation: str, sizes: tuple[float, ...]) -> bool:
+        """Whether the file has times of the operation, or one at these sizes."""
+        self.asked.add((operation, sizes))
+        is_known = self.table(operation) is not None
+        return is_known or self._exact_us(operation, sizes) is not None
+
+    def _exact_us(self, operation: str, sizes: tuple[float, ...]) -> float | None:
+        """Timed for a step that has these very sizes."""
         exact = self.table(f"{operation} {ASKED}")
-        for *shape, us in exact.rows if exact else ():
-            if tuple(shape) == sizes:
-                return Estimate(us, CALIBRATED)
+        rows = exact.rows if exact else ()
+        return next((us for *shape, us in rows if tuple(shape) == sizes), None)
+
+    def _looked_up(self, operation: str, sizes: tuple[float, ...]) -> Estimate:
+        """Exact, or between the sizes of the grid."""
+        exact = self._exact_us(operation, sizes)
+        if exact is not None:
+            return Estimate(exact, CALIBRATED)
         return self._grid(operation, self._known(operation)).time(sizes)
 
     def _at_its_pace(
@@ -167,7 +178,17 @@ WORK: Mapping[str, Callable[..., float]] = {
     "matmul": _work_of_product,
     "attention": _work_of_attention,
     **dict.fromkeys(
-        ("rmsnorm", "layernorm", "cross-entropy", "heads", "gate", "compiled", "embedding"),
+        (
+            "rmsnorm",
+            "layernorm",
+            "cross-entropy",
+            "heads",
+            "split",
+            "gate",
+            "gelu",
+            "compiled",
+            "embedding",
+        ),
         lambda m, n: m * n,
     ),
     **dict.fromkeys(("cast", "optimizer", "traffic", "residual", "strided"), lambda size: size),

@@ -112,7 +112,9 @@ class StepOperations(ShareSizes):
             raise ValueError(f"optimizer is {self.spec.optimizer!r}; its cost is not calibrated")
         pace = self.paces.get(("optimizer", False), 1.0)
         if self.spec.precision == "bf16-master":  # read g, master, m, v; write the last three and p
-            return Term("optimizer", TRAFFIC, (28 * numel,), pace=pace)
+            return Term(
+                "optimizer", "optimizer fused master", (numel,), nbytes=28 * numel, pace=pace
+            )
         kind = "bf16" if self.how.weight == 2 else "fp32"
         return Term("optimizer", f"optimizer {self.spec.optimizer} {kind}", (numel,), pace=pace)
 
@@ -181,14 +183,20 @@ class StepOperations(ShareSizes):
     def _recomputed(self) -> Iterator[Term]:
         """What of a block's forward is computed again, with its collectives."""
         spec = self.spec
-        stops = spec.checkpointing == "blocks" and spec.checkpoint_blocks == 1
-        stops = stops and spec.compile != "blocks"  # which runs a block's whole forward as one call
-        for _ in range(RECOMPUTED[self.spec.checkpointing]):
+        is_one_call = spec.checkpointing == "blocks" and spec.compile == "blocks"
+        is_alone = spec.checkpoint_blocks == 1 or spec.checkpointing == "feed-forward"
+        stops = is_alone and not is_one_call and spec.checkpointing != "nested"
+        for _ in range(RECOMPUTED[spec.checkpointing]):
             for term in self._block_forward():
                 if stops and term.name == "feed_forward.down":
                     return  # no backward needs the block's output: torch stops before it
-                if self.spec.checkpointing != "selective" or not term.is_product:
+                if not self._is_kept(term):
                     yield dataclasses.replace(term, name=f"recomputed.{term.name}")
+
+    def _is_kept(self, term: Term) -> bool:
+        """Whether checkpointing keeps the result."""
+        kept = {"selective": "", "feed-forward": "attention"}.get(self.spec.checkpointing)
+        return kept is not None and term.is_product and term.name.startswith(kept)
 
     def _head_backward(self) -> Iterator[Term]:
         d, v = self.model.d_model, self.model.vocab_size // self.share.tensor

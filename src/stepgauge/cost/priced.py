@@ -12,7 +12,8 @@ PRICED = (
 )
 NORMS = ("rmsnorm", "layernorm", "triton")
 COMPILED = ("off", "on", "blocks", "reduce-overhead")
-RECOMPUTED = {"none": 0, "blocks": 1, "selective": 1, "nested": 2}
+# How often backward runs a block's forward again, or of it what was not kept.
+RECOMPUTED = {"none": 0, "blocks": 1, "selective": 1, "feed-forward": 1, "nested": 2}
 
 
 def require_priced(spec: WorkSpec) -> ModelSpec:

@@ -83,7 +83,7 @@ class Prices:
 
     def is_plain_pass(self, term: Term) -> bool:
         """Whether it is priced by its bytes: the file has no times of the operation."""
-        return term.nbytes > 0 and self.machine.table(term.operation) is None
+        return term.nbytes > 0 and not self.machine.knows(term.operation, term.sizes)
 
     def collective(self, operation: str, nbytes: float, axis: str) -> Estimate:
         found = self.axes[axis]
