@@ -130,7 +130,6 @@ def run_folder(tmp_path, record):
         ("csv", "size,"),
         ("markdown", "batch=4, context=512, precision=fp32 on Test GPU\n\n| size |"),
         ("latex", "% batch=4, context=512, precision=fp32 on Test GPU\n\\begin{tabular}"),
-        ("typst", "// batch=4, context=512, precision=fp32 on Test GPU\n#table("),
         ("json", "[{"),
     ],
 )

@@ -116,8 +116,9 @@ def test_failing_user_code_is_named_by_file_and_line(stepgauge, tmp_path, file):
         "the measuring process was ended by SIGTERM",
     ]
     assert f"tracebacks of what failed: {tmp_path / 'run' / 'failures.log'}" in err
-    status, _, err = stepgauge("profile", "dtypes", "--device", "cpu", "--model", f"{file}:breaks")
-    assert status == 1 and "stepgauge: mine.py:15: RuntimeError: no such tile" in err
+    types = ("profile", "dtypes", "--device", "cpu", "--out", tmp_path / "types")
+    status, _, err = stepgauge(*types, "--model", f"{file}:breaks")
+    assert status == 1 and "failed: mine.py:15: RuntimeError: no such tile" in err
 
 
 def test_a_file_that_ends_the_process_is_one_sentence(stepgauge, tmp_path, file):

@@ -172,14 +172,11 @@ def test_formats_keep_every_cell():
     latex = table.to("latex").splitlines()
     assert latex[0] == r"\begin{tabular}{lr}"
     assert latex[4] == r"x\_1 \& 50\% & 1,000 \\"
-    typst = table.to("typst")
-    assert r"[x\_1 & 50%], [1,000]," in typst
-    assert r"[\#2]" in typst
     assert json.loads(table.to("json")) == [
         {"name": "x_1 & 50%", "a|b": 1000},
         {"name": 'say "hi"', "a|b": "#2"},
     ]
-    assert set(FORMATS) == {"json", "csv", "markdown", "latex", "typst"}
+    assert set(FORMATS) == {"json", "csv", "markdown", "latex"}
 
 
 @pytest.mark.parametrize(
@@ -350,7 +347,6 @@ def test_machines_get_what_the_caption_says(record):
     for form, start in (
         ("markdown", "size=small, "),
         ("latex", "% size=small, "),
-        ("typst", "// size=small, "),
     ):
         assert table.to(form).startswith(start) and "context=512" in table.to(form).splitlines()[0]
 

@@ -33,7 +33,7 @@ GAP = 2  # between columns
 REMARK_WIDTH = 32  # at least, where the terminal has as much
 NO_BOUND = 10_000
 PAGE_WIDTH = 100  # where no terminal says another
-Format = Literal["table", "csv", "markdown", "latex", "typst", "json"]
+Format = Literal["table", "csv", "markdown", "latex", "json"]
 
 
 class Output(Console):

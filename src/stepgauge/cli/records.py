@@ -81,26 +81,19 @@ def compare(
 
 def report(
     run: Run,
-    second: Annotated[Path | None, Parameter(help="Another run, to be compared with.")] = None,
     /,
     *,
     out: Annotated[Path | None, Parameter(help="The HTML file. [RUN/report.html]")] = None,
 ) -> None:
-    """Write one HTML page of a run, or of two beside each other, from their records.
+    """Write one HTML page of a run from its records.
 
-    A study's page has a section an experiment, any other run's a section a kind of record. Two
-    runs go to RUN/compare.html.
+    A study's page has a section an experiment, any other run's a section a kind of record.
     """
-    records, others = read(run), None if second is None else read(second)
+    records = read(run)
 
     from stepgauge.study import pages
 
-    if others is None:
-        page, usual = pages.page_of(run, records), "report.html"
-    else:
-        compared = compare_records(records, others)
-        page, usual = pages.comparison_page(compared, (str(run), str(second))), "compare.html"
-    print(pages.write(page, out or run / usual))
+    print(pages.write(pages.page_of(run, records), out or run / "report.html"))
 
 
 def write_page(run: Path) -> None:

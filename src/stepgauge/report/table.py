@@ -170,26 +170,8 @@ def _latex(table: Table) -> str:
     align = "".join("r" if table.is_numeric(column) else "l" for column in table.columns)
     body = [line(table.columns), r"\midrule", *map(line, table.rows)]
     lines = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", *body, r"\bottomrule", r"\end{tabular}"]
-    return _comment("%", table) + "\n".join(lines) + "\n"
-
-
-_TYPST_ESCAPES = str.maketrans({c: f"\\{c}" for c in "\\#$*_[]<>@`~/"})
-
-
-def _typst(table: Table) -> str:
-    def line(cells: Sequence[str]) -> str:
-        return "  " + ", ".join(f"[{cell.translate(_TYPST_ESCAPES)}]" for cell in cells) + ","
-
-    table = table.for_eyes()
-    align = ", ".join("right" if table.is_numeric(column) else "left" for column in table.columns)
-    head = ["#table(", f"  columns: {len(table.columns)},", f"  align: ({align},),"]
-    header = f"  table.header({line(table.columns).strip().rstrip(',')}),"
-    return _comment("//", table) + "\n".join([*head, header, *map(line, table.rows), ")"]) + "\n"
-
-
-def _comment(mark: str, table: Table) -> str:
-    """LaTeX and Typst carry the caption in a comment."""
-    return f"{mark} {table.caption}\n" if table.caption else ""
+    comment = f"% {table.caption}\n" if table.caption else ""
+    return comment + "\n".join(lines) + "\n"
 
 
 FORMATS: Mapping[str, Callable[[Table], str]] = {
@@ -197,5 +179,4 @@ FORMATS: Mapping[str, Callable[[Table], str]] = {
     "csv": _csv,
     "markdown": _markdown,
     "latex": _latex,
-    "typst": _typst,
 }

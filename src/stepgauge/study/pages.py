@@ -1,4 +1,4 @@
-"""Records in, one HTML page out: of a study, of any other run, of two runs beside each other."""
+"""Records in, one HTML page out: of a study, or of any other run."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -9,14 +9,12 @@ from stepgauge.report import findings
 from stepgauge.report.answers import answer
 from stepgauge.report.broadcast import broadcast_blocks
 from stepgauge.report.comm import comm_blocks
-from stepgauge.report.compare import RunDifferences, difference_table
 from stepgauge.report.dtypes import EXPLANATION, accumulation_table, dtype_table
 from stepgauge.report.kernel_plots import kernel_bars
 from stepgauge.report.kernels import kernel_table
 from stepgauge.report.layout import layout_blocks
 from stepgauge.report.memory import memory_blocks
 from stepgauge.report.names import labels
-from stepgauge.report.numbers import heading
 from stepgauge.report.ops import op_blocks
 from stepgauge.report.page import Block, Elsewhere, Page, Section, Text
 from stepgauge.report.profile_page import section as profile_section
@@ -204,29 +202,6 @@ _BLOCKS: Mapping[str, Callable[[Sequence[Record]], Sequence[Block]]] = {
     "accumulation": lambda records: [*map(accumulation_table, records), Text(EXPLANATION)],
     **dict.fromkeys(KERNELS, lambda records: [*kernel_bars(records), kernel_table(records)]),
 }
-
-
-def comparison_page(compared: RunDifferences, names: Sequence[str]) -> Page:
-    """Two runs: a section a kind, the ratios, and the rows that only one of them has."""
-    sections = []
-    for kind in dict.fromkeys(pair.first.kind for pair in compared.found):
-        found = [pair for pair in compared.found if pair.first.kind == kind]
-        differ = [pair for pair in found if pair.exceeds_spread]
-        spread = [pair for pair in found if pair.has_spread]
-        said = f"{len(differ)} of {len(spread)} figures with a spread differ by more than it."
-        if differ:
-            most = max(differ, key=lambda pair: abs(pair.ratio - 1))
-            figure = heading(most.metric, most.first.metrics[most.metric].unit)
-            said += (
-                f" The most: {figure} of B is {most.ratio:.3f} × A's ({labels([most.second])[0]})."
-            )
-        sections.append(Section(kind, "What differs between A and B?", [difference_table(found)],
-                                answer=said))  # fmt: skip
-    if compared.alone:
-        rest = [Text(sentence) for sentence in compared.alone]
-        sections.append(Section("Without a partner", "Which rows has only one of the runs?", rest))
-    facts = dict(zip("AB", names, strict=True))
-    return Page(title="stepgauge compare", sections=sections, facts=facts)
 
 
 def _facts(records: Sequence[Record]) -> dict[str, str]:
