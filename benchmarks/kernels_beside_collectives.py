@@ -2,6 +2,9 @@
 
     python benchmarks/kernels_beside_collectives.py OUT           # 2.7b, 8 x 512 a rank, 30 s
     python benchmarks/kernels_beside_collectives.py OUT --trial   # on a CPU, to try it
+    python benchmarks/kernels_beside_collectives.py OUT --part context --layouts "cp2 zero2"
+
+The last takes rows of a part of layout_rows.py.
 
 Two steps of each layout are profiled, then two without its communication. OUT/beside.jsonl has a line
 for each layout, rank, and kernel: calls and mean us beside a collective (for nine tenths of its
@@ -17,6 +20,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from layout_rows import PARTS, Rows
+
 from stepgauge.bench.layout import phases_of
 from stepgauge.bench.step import LEARNING_RATE
 from stepgauge.bench.traced import _align_hosts
@@ -24,6 +29,7 @@ from stepgauge.measure.profiler import ProfilerSchedule, profile_phases
 from stepgauge.measure.timing import Phases, time_phases
 from stepgauge.runtime.launch import launch
 from stepgauge.runtime.world import joined_world
+from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.trace.attribution import Resolver, Work
@@ -47,12 +53,22 @@ def spec_of(layout: str, *, trial: bool) -> LayoutSpec:
         batch=16,
         precision="fp32" if trial else "bf16",
         device="cpu" if trial else "cuda",
+        warmup=4,
+        steps=6,
     )
 
 
-def traced(layout: str, trial: bool) -> list[tuple[str, list[Work], list[float]]]:
+def specs_of(part: str, layouts: Sequence[str], *, trial: bool) -> list[LayoutSpec]:
+    if not part:
+        return [spec_of(layout, trial=trial) for layout in layouts]
+    found = getattr(Rows(gpus=2, small=trial), part)()
+    wanted = [Layout.parse(layout) for layout in layouts]
+    return [spec for spec in found if spec.axes in wanted]
+
+
+def traced(spec: LayoutSpec) -> list[tuple[str, list[Work], list[float]]]:
     """On each rank: what ran in profiled steps with and without communication, and ms of steps."""
-    spec, world = spec_of(layout, trial=trial), joined_world()
+    world = joined_world()
     assert world is not None
     device, place = world.device(spec.device), RankShare.of(spec.axes, world.rank)
     step = build_layout_step(
@@ -65,12 +81,15 @@ def traced(layout: str, trial: bool) -> list[tuple[str, list[Work], list[float]]
     )
     batch = [part.to(device) for part in place.shares(batch_for(spec.network, spec.batch, 1))]
     phases, parallel = phases_of(step, [batch]), step.parallel
-    without = parallel.without_communication or parallel.without_axis["tensor"]
+    axes = [parallel.without_communication] if parallel.without_communication else []
+    axes += parallel.without_axis.values()
     found = []
     with step.precision.matmul_mode():
-        for how, context in (("communicating", contextlib.nullcontext), ("without", without)):
-            with context():
-                times = time_phases(phases, device, warmup=4, steps=6)["step"]
+        for how, contexts in (("communicating", []), ("without", axes)):
+            with contextlib.ExitStack() as stack:
+                for each in contexts:
+                    stack.enter_context(each())
+                times = time_phases(phases, device, warmup=spec.warmup, steps=spec.steps)["step"]
                 found.append((how, profiled(phases, device), times))
     return found
 
@@ -107,7 +126,8 @@ def kernels(works: Sequence[Work]) -> list[dict[str, object]]:
 
 def timeline(works: Sequence[Work]) -> dict[str, Intervals]:
     """Of the last step: its collectives, and the gaps of computing."""
-    last = [work for work in works if work.step == max(w.step for w in works)]
+    number = max(work.step for work in works)
+    last = [work for work in works if work.step == number]
     begin = min(work.start for work in last)
     busy = merged(
         (w.start - begin, w.end - begin) for w in last if w.kind not in ("communication", "host")
@@ -128,15 +148,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--trial", action="store_true", help="on two processes of a CPU")
+    parser.add_argument("--part", default="", choices=("", *PARTS), help="of layout_rows.py")
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS))
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     with (
         (asked.out / "beside.jsonl").open("w") as rows,
         (asked.out / "timeline.jsonl").open("w") as lines,
     ):
-        for layout in LAYOUTS:
-            device = "cpu" if asked.trial else "cuda"
-            ranks = launch(traced, layout, asked.trial, ranks=2, device=device)
+        for spec in specs_of(asked.part, asked.layouts, trial=asked.trial):
+            layout = spec.layout
+            ranks = launch(traced, spec, ranks=2, device=spec.device)
             for rank, found in enumerate(ranks):
                 for how, works, step_ms in found:
                     head = {"layout": layout, "rank": rank, "how": how}

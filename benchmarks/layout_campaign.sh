@@ -3,6 +3,7 @@
 # PARTS="context tensor" chooses; by default all, most important first, within BUDGET=... seconds (540 by default).
 # TRIAL=1 runs everything on small shapes of a CPU.
 #   context      one long sequence on one GPU, and cut over all
+#   beside       kernels of that sequence cut over two beside NCCL and alone, from a trace
 #   tensor       tensor parallel beside torch's own, plain and asynchronous, with each GPU's clock
 #   sharded      ZeRO 3 beside torch's fully_shard
 #   pipeline     schedules beside torch's, each after its simulated step and peaks, eager and compiled
@@ -14,13 +15,13 @@
 #   tests        tests/parallel that need GPUs
 # Writes OUT/{records.jsonl,rows.txt,log.txt,tensor_parallel.jsonl,connections/,hardware.json,tests.txt,report.html}.
 set -uo pipefail
-known="context tensor sharded pipeline bert llama pairs connections calibrate tests"
+known="context tensor sharded pipeline bert llama pairs beside connections calibrate tests"
 . "$(dirname "$0")/parts.sh"
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-device=cuda small=()
-[ "${TRIAL:-}" ] && device=cpu small=(--small)
+device=cuda small=() trial=()
+[ "${TRIAL:-}" ] && device=cpu small=(--small) trial=(--trial)
 
 rows() {  # SECONDS PART
   chosen "$2" || return 0
@@ -36,13 +37,17 @@ tensor() {  # SECONDS FOLDER OPTIONS...
     > >(tee -a "$out/rows.txt") 2>>"$out/log.txt"
 }
 
-rows 90 context
-if chosen tensor; then tensor 150 "$out" --only "one GPU" overlapped "torch async" plain torch; fi
+rows 110 context
+if chosen tensor; then tensor 150 "$out" --attention triton --only "one GPU" overlapped torch "torch async" plain; fi
 rows 90 sharded
 rows 240 pipeline
 rows 60 bert
 rows 240 llama
 rows 150 pairs
+if chosen beside; then
+  timed 90 python3 benchmarks/kernels_beside_collectives.py "$out" --part context --layouts "cp2 ulysses zero2" \
+    "${trial[@]}" >>"$out/rows.txt" 2>>"$out/log.txt"
+fi
 if chosen connections; then
   CUDA_DEVICE_MAX_CONNECTIONS=32 tensor 60 "$out/connections" --only "one GPU" overlapped
 fi

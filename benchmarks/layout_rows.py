@@ -74,7 +74,7 @@ class Rows:
 
     def context(self) -> Iterator[Any]:
         n, model = self.gpus, self.network(8, 32_768)
-        for layout in ("none", f"cp{n} zero1", f"cp{n}"):
+        for layout in ("none", f"cp{n} ulysses zero2", f"cp{n} zero2", f"cp{n} zero1"):
             yield self.layout(model, layout, 1)
 
     def sharded(self) -> Iterator[Any]:
@@ -128,8 +128,8 @@ class Rows:
     def llama(self) -> Iterator[Any]:
         n, model = self.gpus, read_network(LLAMA, context_length=4096, attention="triton")
         model = dataclasses.replace(model, loss="fused", **(self._tiny() if self.small else {}))
-        layouts = [f"dp{n} zero3", f"tp{n} overlap", f"pp{n} zbv m{2 * n}", f"tp{n}"]
-        layouts += ["none", f"dp{n} zero1", f"pp{n} 1f1b m{2 * n}", f"cp{n} zero1"]
+        layouts = ["none", f"dp{n} zero2", f"tp{n} overlap", f"pp{n} zbv m{2 * n}"]
+        layouts += [f"dp{n} zero3", f"cp{n} ulysses zero2", f"pp{n} 1f1b m{2 * n}", f"tp{n}"]
         if n == 4:
             layouts[2:2] = ["dp2 zero3 tp2 overlap", "dp2 zero1 pp2 zbv m4", "pp2 1f1b m8 tp2"]
         for layout in layouts:
@@ -140,6 +140,7 @@ class Rows:
                 2 * n,
                 checkpointing="selective",
                 compile="off" if eager else "blocks",
+                **({} if self.small else {"warmup": 1, "steps": 3}),
             )
 
     def _tiny(self) -> dict[str, Any]:

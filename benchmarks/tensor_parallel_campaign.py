@@ -14,8 +14,9 @@ Writes a JSON line a row to $OUT/tensor_parallel.jsonl (the folder here where OU
 soon as it is there: ms of the slowest rank, and the throughput of one GPU over that of one GPU
 alone; each with the GPUs' mean clock and power meanwhile, of the GPU with the lower clock. A way
 that hangs is ended after 40 s and named; the others go on. `--lengths` adds plain and overlapped
-blocks on shorter sequences: where hiding begins to pay. `--traces`: each rank's trace of some steps,
-of one GPU and overlapped, in $OUT/tensor_parallel_trace_WAY_RANK.json.gz.
+blocks on shorter sequences: where hiding begins to pay. `--attention triton`: all ways attend by the
+fastest library for the shape, in place of torch's choice. `--traces`: each rank's trace of some
+steps, of one GPU and overlapped, in $OUT/tensor_parallel_trace_WAY_RANK.json.gz.
 """
 
 import argparse
@@ -46,6 +47,7 @@ from torch.distributed.tensor.parallel import (
 
 from stepgauge.calibrate.timing import clock_and_power
 from stepgauge.measure.timing import time_phases
+from stepgauge.models.parts import ATTENTIONS
 from stepgauge.models.rotary import rotary_tables, rotate
 from stepgauge.models.transformer import TransformerLM, compiled
 from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tensor
@@ -84,6 +86,19 @@ def full(length: int) -> ModelSpec:
     return spec_of(4096, 11008, 32, length, 8 if length == LENGTH else 4)
 
 
+@dataclasses.dataclass(frozen=True)
+class How:
+    """What a way is measured on."""
+
+    length: int
+    small: bool
+    traces: bool
+    attention: str
+
+    def attending(self, spec: ModelSpec) -> ModelSpec:
+        return dataclasses.replace(spec, attention=self.attention)
+
+
 def blocks_of(spec: ModelSpec) -> range:
     return range(1, spec.num_layers - 1)
 
@@ -119,6 +134,7 @@ class TorchAttention(nn.Module):
     def __init__(self, spec: ModelSpec):
         super().__init__()
         d, self.head_width = spec.d_model, spec.head_width
+        self.attend = ATTENTIONS[spec.attention]
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(d, d, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -127,7 +143,7 @@ class TorchAttention(nn.Module):
             for layer in (self.wq, self.wk, self.wv)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = self.attend(q, k, v, is_causal=True)
         return self.wo(mixed.transpose(1, 2).flatten(-2))
 
 
@@ -303,40 +319,43 @@ def watch() -> None:
     faulthandler.dump_traceback_later(HANG_S, exit=True)
 
 
-def check(way: str, small: bool, device: torch.device) -> dict[str, float]:
+def check(way: str, how: How, device: torch.device) -> dict[str, float]:
     errors = {}
     cases = {"float32": (SMALL, torch.float32)}
-    if not small:
+    if not how.small:
         cases["bf16"] = (WIDE, torch.bfloat16)
     least, plan.LEAST_OVERLAPPED_BYTES = plan.LEAST_OVERLAPPED_BYTES, 0
     for name, (spec, dtype) in cases.items():
         watch()
-        errors[f"error_{name}"] = error = Network.of(way, spec, device, dtype).error()
+        network = Network.of(way, how.attending(spec), device, dtype)
+        errors[f"error_{name}"] = error = network.error()
         if error > LARGEST_ERROR[dtype]:
             raise AssertionError(f"{way} is wrong in {name}: relative error {error:.2g}")
-    plan.LEAST_OVERLAPPED_BYTES = 0 if small else least
+    plan.LEAST_OVERLAPPED_BYTES = 0 if how.small else least
     return errors
 
 
-def run(way: str, length: int, small: bool, traces: bool, folder: str) -> dict[str, object]:
+def run(way: str, how: How, folder: str) -> dict[str, object]:
     """A row, on every rank."""
-    device = torch.device("cpu" if small else f"cuda:{torch.cuda.current_device()}")
-    errors = check(way, small, device) if length == LENGTH else {}
-    if length != LENGTH:
+    device = torch.device("cpu" if how.small else f"cuda:{torch.cuda.current_device()}")
+    errors = check(way, how, device) if how.length == LENGTH else {}
+    if how.length != LENGTH:
         plan.LEAST_OVERLAPPED_BYTES = 0
     watch()
-    dtype = torch.float32 if small else torch.bfloat16
-    network = Network.of(way, SMALL if small else full(length), device, dtype)
+    dtype = torch.float32 if how.small else torch.bfloat16
+    spec = how.attending(SMALL if how.small else full(how.length))
+    network = Network.of(way, spec, device, dtype)
     if way == "torch async":
         torch._inductor.config._micro_pipeline_tp = True
         enable_symm_mem_for_group(dist.group.WORLD.group_name)
-    if not small and way.startswith("torch"):  # DTensor of torch 2.11 fails on symbolic sizes
+    if not how.small and way.startswith("torch"):  # DTensor of torch 2.11 fails on symbolic sizes
         for block in network.module.blocks:
             block.compile(dynamic=False)
-    elif not small:
+    elif not how.small:
         compiled(network.module, "blocks")
-    row = {"way": way, "length": length, **errors, **network.times(2 if small else STEPS)}
-    if traces and way in ("one GPU", "overlapped") and length == LENGTH:
+    row = {"way": way, "length": how.length, "attention": how.attention, **errors}
+    row |= network.times(2 if how.small else STEPS)
+    if how.traces and way in ("one GPU", "overlapped") and how.length == LENGTH:
         name = f"tensor_parallel_trace_{way.replace(' ', '-')}_{dist.get_rank()}.json.gz"
         trace(network, Path(folder) / name)
     return row
@@ -349,20 +368,20 @@ def trace(network: Network, path: Path) -> None:
     profile.export_chrome_trace(str(path))
 
 
-def measure(ways: list[str], length: int, small: bool, traces: bool, folder: str) -> None:
+def measure(ways: list[str], how: How, folder: str) -> None:
     """Rows of the slowest rank, written by rank 0 as they come; why a way failed on any rank."""
     torch.set_num_threads(1)
     for way in ways:
         torch.compiler.reset()
         row: dict[str, object] | str
         try:
-            row = run(way, length, small, traces, folder)
+            row = run(way, how, folder)
         except Exception as error:  # the other rows are worth having
             row = f"{type(error).__name__}: {str(error)[:1500]}"
         rows: list[dict[str, object] | str] = [""] * dist.get_world_size()
         dist.all_gather_object(rows, row)
         failed = [each for each in rows if isinstance(each, str)]
-        found = {"way": way, "length": length, "failed": failed[0]} if failed else slowest(rows)
+        found = {"way": way, "length": how.length, "failed": failed[0]} if failed else slowest(rows)
         if dist.get_rank() == 0:
             write(Path(folder), {"ranks": dist.get_world_size(), **found})
         if torch.cuda.is_available():
@@ -371,7 +390,7 @@ def measure(ways: list[str], length: int, small: bool, traces: bool, folder: str
 
 
 def slowest(rows: list[dict[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {name: rows[0][name] for name in ("way", "length")}
+    found: dict[str, object] = {name: rows[0][name] for name in ("way", "length", "attention")}
     found |= {key: max(row[key] for row in rows) for key in rows[0] if "error" in key}
     for name, median in (("steps_ms", "step_ms"), ("ahead_ms", "step_ahead_ms")):
         of_all = [max(step) for step in zip(*(row[name] for row in rows), strict=True)]
@@ -397,24 +416,26 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--lengths", nargs="+", type=int, default=[])
     parser.add_argument("--traces", action="store_true")
+    parser.add_argument("--attention", choices=ATTENTIONS, default="sdpa")
     asked = parser.parse_args()
     device, most = ("cpu", 2) if asked.small else ("cuda", torch.cuda.device_count())
     for ranks in [n for n in (2, 4) if n <= most]:
         for length in (LENGTH, *asked.lengths):
             ways = asked.only if length == LENGTH else ["plain", "overlapped"]
-            measure_all(list(ways), (length, asked.small, asked.traces), ranks, device)
+            how = How(length, asked.small, asked.traces, asked.attention)
+            measure_all(list(ways), how, ranks, device)
 
 
-def measure_all(ways: list[str], how: tuple[int, bool, bool], ranks: int, device: str) -> None:
+def measure_all(ways: list[str], how: How, ranks: int, device: str) -> None:
     folder = Path(os.environ.get("OUT", ".")).resolve()
     before = len(read(folder))
     while ways:
         with contextlib.suppress(RankError):
-            launch(measure, ways, *how, str(folder), ranks=ranks, device=device)
+            launch(measure, ways, how, str(folder), ranks=ranks, device=device)
         done = {row["way"] for row in read(folder)[before:]}
         ways = [way for way in ways if way not in done]
         if ways:  # the first of them took a rank with it
-            failed = {"ranks": ranks, "way": ways.pop(0), "length": how[0]}
+            failed = {"ranks": ranks, "way": ways.pop(0), "length": how.length}
             write(folder, {**failed, "failed": f"a rank ended, or hung for {HANG_S} s"})
     show(read(folder)[before:])
 

@@ -249,6 +249,20 @@ def test_ranks_that_share_sequences_have_half_of_all_but_the_keys():
     assert shared.median("data_exposed_ms") > 0, "gradients are averaged over both"
 
 
+def test_ranks_that_exchange_heads_attend_over_all_tokens_with_some():
+    """In two groups, of which one travels while the other attends."""
+    asked = {"model": dataclasses.replace(MODEL, context_length=4096), "batch": 2}
+    alone = step("none", wired(), **asked)
+    shared, slow = (step("cp2 ulysses bucketed", wired(rate), **asked) for rate in (450e9, 5e9))
+    assert 0.45 < shared.median("forward_ms") / alone.median("forward_ms") < 0.6
+    block = [row for row in shared.tables["terms"] if row[1] == "attention"]
+    assert [row[3] for row in block] == ["16 × 4096 × 80"] * 4
+    sent = 4 * (2 * 2048 * 2560) * 2 / 2  # half of q, k, v and o, in bf16
+    waits_ms = MODEL.num_layers * sent / 5e9 * 1e3
+    longer = slow.median("forward_ms") - shared.median("forward_ms")
+    assert 0.95 * waits_ms < longer < waits_ms, "a part is beside attention in either case"
+
+
 def test_a_pipelines_record_says_how_it_is_cut_and_what_is_not_known():
     cut = step("pp2 1f1b m2 dp2 bucketed", wired(), batch=4, balance="time").note
     assert cut.startswith("stages of 16, 16 blocks, by predicted time; without what bucketed")

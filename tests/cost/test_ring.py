@@ -8,7 +8,7 @@ import torch
 from stepgauge.cost.ring import Ring
 from stepgauge.cost.terms import Term
 from stepgauge.parallel import key_travel
-from stepgauge.parallel.context_parallel import ContextParallel, PartialAttention
+from stepgauge.parallel.ring_attention import PartialAttention, RingAttention
 
 HEADS, TOKENS, WIDTH = 6, 4, 8
 
@@ -58,7 +58,7 @@ def test_messages_and_the_attention_beside_them(ranks, key_heads, monkeypatch):
         return q, k, v
 
     group = types.SimpleNamespace(rank=lambda: 1, size=lambda: ranks)
-    context = ContextParallel(group, PartialAttention(forward, backward))
+    context = RingAttention(group, PartialAttention(forward, backward))
     q, k, v = (
         torch.ones(1, heads, TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
         for heads in (HEADS, key_heads, key_heads)

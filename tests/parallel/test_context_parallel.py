@@ -1,4 +1,4 @@
-"""Ring attention on 1, 2 and 4 ranks against attention in one process, and a whole step with it."""
+"""Ring attention and exchanged heads on 1, 2 and 4 ranks against attention in one process, and a whole step with it."""
 
 import copy
 import dataclasses
@@ -10,9 +10,11 @@ import torch.distributed as dist
 
 from stepgauge.kernels.attention import attention
 from stepgauge.kernels.attention.partial import partial_backward, partial_forward
+from stepgauge.models.parts import sdpa
 from stepgauge.models.transformer import TransformerLM
-from stepgauge.parallel.context_parallel import ContextParallel, PartialAttention
 from stepgauge.parallel.data_parallel import BucketedDataParallel
+from stepgauge.parallel.head_exchange import HeadExchange
+from stepgauge.parallel.ring_attention import PartialAttention, RingAttention
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.context import half, plan_ring, positions_of
@@ -46,7 +48,7 @@ def test_every_pair_of_tokens_meets_once(ranks):
 
 
 def on_ranks(_):
-    context = ContextParallel(dist.group.WORLD, ATTENTION)
+    context = RingAttention(dist.group.WORLD, ATTENTION)
     for is_causal in (True, False):
         for kv_heads in (4, 2, 1):
             compare_attention(context, is_causal, kv_heads, torch.float64, 1e-12)
@@ -55,6 +57,16 @@ def on_ranks(_):
     q = torch.randn(1, 2, 4, 8, requires_grad=True)
     context.attend(q, q, q).sum().backward()  # nobody is waited for
     context.communicates = True
+    heads = HeadExchange(dist.group.WORLD)
+    for is_causal in (True, False):
+        for kv_heads in (4, 8):
+            compare_heads(heads, is_causal, kv_heads, torch.float64, 1e-12)
+    compare_heads(heads, True, 4, torch.bfloat16, 2e-2)
+    heads.communicates = False
+    compare_heads_alone(heads)
+    heads.communicates = True
+    with pytest.raises(ValueError, match=f"3 heads of keys, which {heads.ranks} ranks do not"):
+        heads.attend(sdpa, *(torch.ones(1, 3, 8, 4) for _ in range(3)))
     for positions in ("rope", "learned"):
         compare_step(context, positions)
     with pytest.raises(ValueError, match="33 tokens; context parallel over"):
@@ -63,9 +75,28 @@ def on_ranks(_):
     return context.rank
 
 
+def compare_heads(context, is_causal, kv_heads, dtype, tolerance, **sizes):
+    """By torch's own attention, which knows nothing of ranks."""
+
+    def attend(*qkv, is_causal):
+        return context.attend(functools.partial(sdpa, is_causal=is_causal), *qkv)
+
+    compare_attention(
+        context, is_causal, kv_heads, dtype, tolerance, attend=attend, heads=8, **sizes
+    )
+
+
+def compare_heads_alone(context):
+    """Without communication: results are wrong, of the right shape, and nobody is waited for."""
+    q = torch.randn(1, 4, 8, 8, requires_grad=True)
+    o = context.attend(sdpa, q, q, q)
+    o.sum().backward()
+    assert o.shape == q.shape == q.grad.shape
+
+
 def refuse():
     """What cannot be computed raises before or after keys were sent, and the ranks can go on."""
-    context = ContextParallel(dist.group.WORLD, ATTENTION)
+    context = RingAttention(dist.group.WORLD, ATTENTION)
     odd, even = (torch.ones(1, 2, length, 4, dtype=torch.float64) for length in (5, 4))
     for q, k in ((odd, odd), (even, odd), (odd, even)):
         with pytest.raises(ValueError, match=r"5 tokens on this rank; .* two equal chunks"):
@@ -76,17 +107,19 @@ def refuse():
     compare_attention(context, True, 4, torch.float64, 1e-12)
 
 
-def compare_attention(context, is_causal, kv_heads, dtype, tolerance, *, length=32, width=8):
+def compare_attention(
+    context, is_causal, kv_heads, dtype, tolerance, *, length=32, width=8, heads=4, attend=None
+):
     torch.manual_seed(0)
     q, k, v, grad = (
-        torch.randn(2, heads, length, width, dtype=torch.float64).to(dtype)
-        for heads in (4, kv_heads, kv_heads, 4)
+        torch.randn(2, number, length, width, dtype=torch.float64).to(dtype)
+        for number in (heads, kv_heads, kv_heads, heads)
     )
     pieces = [context.piece(x, dim=2).requires_grad_() for x in (q, k, v)]
-    o = context.attend(*pieces, is_causal=is_causal)
+    o = (attend or context.attend)(*pieces, is_causal=is_causal)
     o.backward(context.piece(grad, dim=2))
     wholes = [x.double().requires_grad_() for x in (q, k, v)]
-    repeated = [x.repeat_interleave(4 // kv_heads, dim=1) for x in wholes[1:]]
+    repeated = [x.repeat_interleave(heads // kv_heads, dim=1) for x in wholes[1:]]
     expected, _ = attention(wholes[0], *repeated, is_causal=is_causal)
     expected.backward(grad.double())
     wanted = [expected.detach(), *(x.grad for x in wholes)]
@@ -137,10 +170,12 @@ def test_a_ring_equals_one_process_on_gpus():
 def on_gpus(_):
     """Attention again and again, while one rank or the other comes late."""
     torch.set_default_device(torch.device("cuda", torch.cuda.current_device()))
-    context = ContextParallel(dist.group.WORLD, ATTENTION)
+    heads = HeadExchange(dist.group.WORLD)
+    context = RingAttention(dist.group.WORLD, ATTENTION)
     for number in range(6):
         if context.rank == number % 2:
             torch.cuda._sleep(20_000_000)
         sizes = {"length": 512, "width": 64}
         compare_attention(context, number % 3 > 0, 2, torch.bfloat16, 4e-2, **sizes)
+        compare_heads(heads, number % 3 > 0, 4, torch.bfloat16, 4e-2, **sizes)
     return context.rank

@@ -23,6 +23,7 @@ def test_the_text_of_a_layout_reads_back(data, context, tensor, pipeline, parts,
     layout = Layout(
         data=data,
         context=context,
+        ulysses=context > 2,
         wrapper="bucketed" if data * context > 1 and wrapper == "none" else wrapper,
         tensor=tensor,
         pipeline=pipeline,

@@ -140,6 +140,7 @@ class LayoutParts:
             tensor=layout.tensor,
             overlap=layout.overlap,
             context=layout.context,
+            ulysses=layout.ulysses,
             gathered=gathered,
             passes=spec.accumulation * (layout.microbatches if layout.pipeline > 1 else 1),
         )

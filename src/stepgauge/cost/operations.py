@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from stepgauge.cost.beside import beside_products
 from stepgauge.cost.elementwise import Elementwise
 from stepgauge.cost.fused_loss import fused_backward, fused_forward
+from stepgauge.cost.head_exchange import HeadExchanges
 from stepgauge.cost.priced import RECOMPUTED, require_priced
 from stepgauge.cost.ring import Ring
 from stepgauge.cost.share import NetworkPart, ShareSizes
@@ -312,6 +313,13 @@ class StepOperations(ShareSizes):
         queries = self.tokens * heads // self.share.batch * model.head_width
         keys = self.tokens * self.qkv_rows - queries
         key_heads = model.kv_heads // self.share.tensor
+        if self.share.ulysses:
+            whole = (heads // self.share.context, model.context_length, model.head_width)
+            exchange = HeadExchanges(
+                self.share.context, queries, keys, self.how.activation, key_heads
+            )
+            yield from exchange.terms(dataclasses.replace(own, sizes=whole))
+            return
         ring = Ring(self.share.context, queries, keys, self.how.activation, key_heads)
         yield from ring.forward(own) if direction == "forward" else ring.backward(own)
 

@@ -1,4 +1,4 @@
-"""Attention of ranks that share each sequence, as terms: what parallel/context_parallel.py does with
+"""Attention of ranks that share each sequence, as terms: what parallel/ring_attention.py does with
 the keys that travel around the ring by messages (spec/plan/context.py).
 
 A rank's own keys meet its queries under the causal mask; of each other rank's keys, or of its own

@@ -14,6 +14,7 @@ class NetworkPart:
     overlap   what they send runs beside products
     blocks    of its stage; None: all
     context   ranks that share each sequence
+    ulysses   these exchange heads for attention
     gathered  weights come from the other ranks, in the type that is computed in (ZeRO 3)
     passes    forwards and backwards of a step, whose gradients are added up
     """
@@ -23,6 +24,7 @@ class NetworkPart:
     overlap: bool = False
     blocks: range | None = None
     context: int = 1
+    ulysses: bool = False
     gathered: bool = False
     passes: int = 1
 

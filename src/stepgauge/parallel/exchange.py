@@ -61,7 +61,8 @@ class Exchange:
         if device.type == "cuda":
             self._streams = {name: torch.cuda.Stream(device) for name in _SIDES}
             self._events = {name: torch.cuda.Event() for name in ("", *_SIDES)}
-            self._done, self._ready = torch.cuda.Event(), torch.cuda.Event()
+            self._ready = torch.cuda.Event()
+            self._current = torch.cuda.current_stream(device)
         self.handles = {name: each.cuda_stream for name, each in self._streams.items()}
 
     def turn(self, kind: int) -> tuple[int, int]:
@@ -90,12 +91,13 @@ class Exchange:
         if not self._streams:
             yield
             return
-        self._current = torch.cuda.current_stream(self.device)
-        self._current.wait_event(self._done)  # of the last turn, whichever stream called then
+        current = torch.cuda.current_stream(self.device)
+        if current != self._current:
+            current.wait_stream(self._current)  # which called in the last turn
+            self._current = current
         yield
         for name in names:
             self.order(name, "")
-        self._done.record(self._current)
 
     def order(self, before: str, after: str) -> None:
         """A stream waits for what another has been given; "" is the calling one."""

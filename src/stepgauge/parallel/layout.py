@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from stepgauge.parallel.context_parallel import ContextParallel
 from stepgauge.parallel.counted_mean import Count, CountedMean, weighted
 from stepgauge.parallel.data_axis import DataAxis, over_data
 from stepgauge.parallel.layout_state import LayoutState, require_own_names
 from stepgauge.parallel.pipeline import Pipeline, Tie
 from stepgauge.parallel.residual_stream import ResidualStream
+from stepgauge.parallel.split_sequences import SplitSequences
 from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tensor
 from stepgauge.parallel.training import Groups, OptimizerClass, Parallel
 from stepgauge.parallel.vocabulary_loss import PartialLoss
@@ -62,7 +62,7 @@ class Network:
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     graphs: Recorder | None = None
     partial_loss: PartialLoss | None = None
-    cut_sequences: Callable[[nn.Module, dist.ProcessGroup], ContextParallel] | None = None
+    cut_sequences: Callable[[nn.Module, dist.ProcessGroup], SplitSequences] | None = None
 
     def cut_layers(
         self, stage: int, module: nn.Module, mesh: DeviceMesh, *, overlap: bool
@@ -77,7 +77,7 @@ class Network:
         )
 
     def mean(
-        self, context: Sequence[ContextParallel], group: dist.ProcessGroup | None
+        self, context: Sequence[SplitSequences], group: dist.ProcessGroup | None
     ) -> CountedMean | None:
         """Over what counts on this rank, of whole sequences its tokens, and on those of the group."""
         count = self.count
@@ -136,7 +136,7 @@ def spread(
     modules = {stage: network.build(stage) for stage in stages}
     pipeline_group = mesh.get_group("pipeline") if network.schedule else None
     require_own_names(modules, network.tied, pipeline_group)
-    context: list[ContextParallel] = []
+    context: list[SplitSequences] = []
     if layout.context > 1:
         assert network.cut_sequences is not None, "the network has a way of its own"
         group = context_group(layout, device.type)
@@ -160,7 +160,7 @@ class Spread:
 
     network: Network
     data: DataAxis
-    context: Sequence[ContextParallel]
+    context: Sequence[SplitSequences]
     tensor: Mapping[int, TensorParallel]
     mean: CountedMean | None
     pipeline: Pipeline | None
@@ -298,7 +298,7 @@ def context_group(layout: Layout, device_type: str) -> dist.ProcessGroup:
 
 
 @contextlib.contextmanager
-def without_communication(parts: Sequence[ContextParallel | ResidualStream]) -> Iterator[None]:
+def without_communication(parts: Sequence[SplitSequences | ResidualStream]) -> Iterator[None]:
     """In it these compute as much and send nothing: to see what sending costs."""
     for part in parts:
         part.communicates = False

@@ -137,6 +137,19 @@ def reduce_scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _ops.wait_tensor(piece).transpose(0, 1)
 
 
+def begin_all_to_all(x_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """y_N with x[n] of this rank as y[rank] of rank n, to be read after `arrived`."""
+    rows = [1] * group.size()
+    sent: Tensor = _ops.all_to_all_single(x_N, rows, rows, group.group_name)
+    return sent
+
+
+def arrived(y: Tensor) -> Tensor:
+    """y, once the current stream has waited for the collective that gives it."""
+    found: Tensor = _ops.wait_tensor(y)
+    return found
+
+
 def piece_of(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     length = x_BTD.shape[1] // group.size()
     return x_BTD.narrow(1, group.rank() * length, length)

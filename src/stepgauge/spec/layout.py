@@ -132,6 +132,7 @@ class Layout:
     data          ranks that train on batches of their own
     wrapper       how they, and those of `context`, are kept equal: a name of WRAPPERS
     context       ranks that share each sequence
+    ulysses       these exchange heads for attention; otherwise keys travel around a ring
     tensor        ranks that share each layer
     overlap       what they send runs beside products, where it is large enough (plan.tensor)
     torch_tensor  torch's own tensor parallel in place of ours, to compare with: of TORCH_TENSOR
@@ -147,6 +148,7 @@ class Layout:
     data: int = 1
     wrapper: str = "none"
     context: int = 1
+    ulysses: bool = False
     tensor: int = 1
     overlap: bool = False
     torch_tensor: str = ""
@@ -164,6 +166,8 @@ class Layout:
         if self.replicas > 1 and self.wrapper == "none":
             axis = f"dp{self.data}" if self.data > 1 else f"cp{self.context}"
             raise ValueError(f"{axis} needs a wrapper, one of {', '.join(WRAPPERS)}")
+        if self.ulysses and self.context == 1:
+            raise ValueError(f"{ULYSSES} needs a context axis: add cp2")
         if self.overlap and self.tensor == 1:
             raise ValueError("overlap needs a tensor axis: add tp2")
         if self.torch_tensor and (self.ranks != self.tensor or self.tensor == 1 or self.overlap):
@@ -241,6 +245,7 @@ class Layout:
             f"dp{self.data}" if self.data > 1 else "",
             self.wrapper if self.wrapper != "none" else "",
             f"cp{self.context}" if self.context > 1 else "",
+            ULYSSES if self.ulysses else "",
             f"tp{self.tensor}" if self.tensor > 1 else "",
             OVERLAP if self.overlap else "",
             self.torch_tensor,
@@ -275,6 +280,7 @@ AXES: Mapping[str, str] = {
     "m": "microbatches",
 }
 OVERLAP = "overlap"
+ULYSSES = "ulysses"
 TORCH_TENSOR = ("torch-tp",)
 SCHEDULES = (
     "gpipe",
@@ -293,8 +299,8 @@ def _meaning(word: str) -> tuple[str, Any]:
     """The field of a Layout that a word sets, and its value."""
     if word in WRAPPERS:
         return "wrapper", word
-    if word == OVERLAP:
-        return "overlap", True
+    if word in (OVERLAP, ULYSSES):
+        return word, True
     if word in TORCH_TENSOR:
         return "torch_tensor", word
     if word in SCHEDULES:
@@ -305,6 +311,6 @@ def _meaning(word: str) -> tuple[str, Any]:
         return AXES[match[1]], int(match[2])
     raise ValueError(
         f"layout has {word!r}; choose dpN, cpN, tpN, ppN, mN, vN with a number, a wrapper "
-        f"({', '.join(WRAPPERS)}), a schedule ({', '.join(SCHEDULES)}), {OVERLAP} or torch's "
+        f"({', '.join(WRAPPERS)}), a schedule ({', '.join(SCHEDULES)}), {OVERLAP}, {ULYSSES} or torch's "
         f"tensor parallel ({', '.join(TORCH_TENSOR)})"
     )

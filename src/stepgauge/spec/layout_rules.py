@@ -5,7 +5,7 @@ layout.
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.layout import WRAPPERS, Layout, check_wrapper
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.plan.context import positions_of
+from stepgauge.spec.plan.context import positions_of, run_of
 from stepgauge.spec.plan.pipeline import Schedule, build
 from stepgauge.spec.plan.stages import cut_blocks
 from stepgauge.spec.plan.tensor import Section
@@ -158,8 +158,11 @@ def _check_context(layout: Layout, model: Network) -> None:
     name = f"cp{layout.context}"
     if not isinstance(model, ModelSpec):
         raise ValueError(
-            f"{name} needs a preset of the Transformer; BERT has no ring attention yet"
+            f"{name} needs a preset of the Transformer; BERT's attention is in one process"
         )
+    if layout.ulysses:
+        _check_head_exchange(layout, model)
+        return
     positions_of(model.context_length, 0, layout.context)
     if model.attention != "triton":
         raise ValueError(
@@ -168,6 +171,16 @@ def _check_context(layout: Layout, model: Network) -> None:
         )
     if any(model.window_of(layer) for layer in range(model.num_layers)):
         raise ValueError(f"window is {model.window}; {name} has no windows yet: choose 0")
+
+
+def _check_head_exchange(layout: Layout, model: ModelSpec) -> None:
+    run_of(model.context_length, 0, layout.context)
+    if model.kv_heads % (layout.tensor * layout.context):
+        ranks = layout.tensor * layout.context
+        raise ValueError(
+            f"num_kv_heads is {model.kv_heads}, which {ranks} ranks of the layout {str(layout)!r} do "
+            f"not divide: each has some heads of all tokens; leave out ulysses for a ring of keys"
+        )
 
 
 def _check_pipeline(layout: Layout, model: Network) -> None:

@@ -16,12 +16,14 @@ from stepgauge.models.bert import NOT_MASKED
 from stepgauge.models.checkpointing import through_blocks
 from stepgauge.models.parts import build_optimizer
 from stepgauge.models.transformer import Attention, compiled
-from stepgauge.parallel.context_parallel import ContextParallel, PartialAttention
 from stepgauge.parallel.counted_mean import CountedMean
 from stepgauge.parallel.data_axis import DataAxis
+from stepgauge.parallel.head_exchange import HeadExchange
 from stepgauge.parallel.layout import Network, mesh_of, require_one_layout, spread
 from stepgauge.parallel.layout_state import LayoutState
 from stepgauge.parallel.pipeline import Tie
+from stepgauge.parallel.ring_attention import PartialAttention, RingAttention
+from stepgauge.parallel.split_sequences import SplitSequences
 from stepgauge.parallel.torch_tensor_parallel import parallelize_by_torch
 from stepgauge.parallel.training import Parallel, Parallelise
 from stepgauge.parallel.vocabulary_loss import PartialLoss
@@ -246,20 +248,23 @@ def network_of(
         count=_num_counted,
         context=context,
         graphs=CudaGraphs(device) if isinstance(spec, LayoutSpec) and spec.cuda_graphs else None,
-        cut_sequences=cut_sequences,
+        cut_sequences=functools.partial(cut_sequences, ulysses=layout.ulysses),
         partial_loss=FUSED_LOSS if isinstance(model, ModelSpec) and model.loss == "fused" else None,
     )
 
 
-def cut_sequences(module: nn.Module, group: dist.ProcessGroup) -> ContextParallel:
+def cut_sequences(module: nn.Module, group: dist.ProcessGroup, *, ulysses: bool) -> SplitSequences:
     """The Transformer, or a stage of it, called with whole sequences, computes this rank's tokens,
-    and the mean loss of these. Its attention sends keys around the group. Between stages there are
-    this rank's tokens only.
+    and the mean loss of these. Its attention exchanges heads or sends keys around the group. Between
+    stages there are this rank's tokens only.
     """
-    context = ContextParallel(group, FUSED_ATTENTION)
+    heads, ring = HeadExchange(group), RingAttention(group, FUSED_ATTENTION)
+    context: SplitSequences = heads if ulysses else ring
     for part in module.modules():
-        if isinstance(part, Attention):
-            part.attend = functools.partial(context.attend, is_causal=part.is_causal)
+        if isinstance(part, Attention) and ulysses:
+            part.attend = functools.partial(heads.attend, part.attend)
+        elif isinstance(part, Attention):
+            part.attend = functools.partial(ring.attend, is_causal=part.is_causal)
 
     def pieces(
         _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]

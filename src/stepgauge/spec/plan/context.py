@@ -1,8 +1,11 @@
-"""Context parallel as data: which tokens each rank has, and which of its queries meet which keys
-(ring attention, Liu et al. 2023; cut in pairs of chunks so that causal ranks have equal work).
+"""Context parallel as data: which tokens each rank has, and which of its queries meet which keys.
 
-The sequence is cut into 2N chunks, and rank r has chunks r and 2N-1-r. In step s it meets the keys
-of rank r-s. With a causal mask whole halves are seen or not, so no product is computed in vain:
+
+Where ranks exchange heads (Ulysses), each has a run of tokens, and all tokens of some heads meanwhile.
+
+In a ring (ring attention, Liu et al. 2023; cut in pairs of chunks so that causal ranks have equal
+work) the sequence is cut into 2N chunks, and rank r has chunks r and 2N-1-r. In step s it meets the
+keys of rank r-s. With a causal mask whole halves are seen or not, so no product is computed in vain:
 each step but the first is half of a full one, on every rank.
 """
 
@@ -39,6 +42,27 @@ def positions_of(length: int, rank: int, ranks: int) -> list[int]:
             f"{2 * ranks} equal chunks: choose a multiple of {2 * ranks}"
         )
     return [i for chunk in chunks_of(rank, ranks) for i in range(chunk * size, (chunk + 1) * size)]
+
+
+def run_of(length: int, rank: int, ranks: int) -> range:
+    """The positions of the rank's tokens where each has a run of them. Raises ValueError for a
+    length that N does not divide.
+    """
+    size, rest = divmod(length, ranks)
+    if rest or not size:
+        raise ValueError(
+            f"the sequence has {length} tokens; {ranks} ranks that exchange heads have equal runs of "
+            f"them: choose a multiple of {ranks}"
+        )
+    return range(rank * size, (rank + 1) * size)
+
+
+MOST_HEAD_GROUPS = 2
+
+
+def num_head_groups(key_heads: int, ranks: int) -> int:
+    """Groups in which heads are exchanged: one travels while another attends."""
+    return MOST_HEAD_GROUPS if key_heads % (MOST_HEAD_GROUPS * ranks) == 0 else 1
 
 
 def half(part: str, length: int) -> slice:

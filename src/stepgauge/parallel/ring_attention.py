@@ -1,11 +1,8 @@
-"""Context parallel: each rank has some tokens of every sequence, and keys travel around a ring.
+"""Context parallel by a ring: each rank has some tokens of every sequence, and the keys of all travel
+around.
 
-    context = ContextParallel(group, PartialAttention(forward, backward))
+    context = RingAttention(group, PartialAttention(forward, backward))
     o_BHTD = context.attend(q_BHTD, k_BKTD, v_BKTD, is_causal=True)
-
-Everything in a network but attention works on each token alone: a module runs on its rank's tokens
-as it is, with their positions, and the gradients of its weights are averaged over the group as
-those of data parallel are.
 
 Legend: B batch, H query heads, K key heads, T tokens of a rank, D head width.
 """
@@ -16,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from stepgauge.parallel.key_travel import Messages, Staying, Travel
-from stepgauge.spec.plan.context import Meeting, chunks_of, half, plan_ring, positions_of
+from stepgauge.parallel.split_sequences import SplitSequences
+from stepgauge.spec.plan.context import Meeting, half, plan_ring, positions_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,51 +35,14 @@ class PartialAttention:
 
 
 @dataclasses.dataclass
-class ContextParallel:
-    """The ranks of a group, each with its tokens of a sequence.
+class RingAttention(SplitSequences):
+    """The ranks of a group, each with two chunks of a sequence: the keys of all travel to all."""
 
-    communicates  False: each rank computes as much on its own keys alone, to see what sending costs
-
-    Ranks' means over their tokens are weighed by how many count (CountedMean): targets of -100 lie
-    on some ranks more than on others.
-    """
-
-    group: dist.ProcessGroup
     attention: PartialAttention
-    communicates: bool = True
-    _positions: dict[tuple[int, str], Tensor] = dataclasses.field(default_factory=dict, repr=False)
 
-    @property
-    def rank(self) -> int:
-        return self.group.rank()
-
-    @property
-    def ranks(self) -> int:
-        return self.group.size()
-
-    def positions(self, length: int, device: torch.device | str = "cpu") -> Tensor:
-        """Positions of the rank's tokens in a sequence of that length, (length / N,). Raises
-        ValueError for a length that 2N does not divide.
-        """
-        key = length, str(device)
-        if key not in self._positions:
-            found = positions_of(length, self.rank, self.ranks)
-            self._positions[key] = torch.tensor(found, device=device)
-        return self._positions[key]
-
-    def piece(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """The rank's tokens of what has all of them along `dim`."""
-        return whole.index_select(dim, self.positions(whole.shape[dim], whole.device))
-
-    def whole(self, piece: Tensor, dim: int = 1) -> Tensor:
-        """The inverse of `piece`. All ranks must call it."""
-        gathered = [torch.empty_like(piece) for _ in range(self.ranks)]
-        dist.all_gather(gathered, piece.contiguous(), group=self.group)
-        chunks: list[Tensor] = [piece] * (2 * self.ranks)
-        for rank, found in enumerate(gathered):
-            first, second = chunks_of(rank, self.ranks)
-            chunks[first], chunks[second] = found.chunk(2, dim)
-        return torch.cat(chunks, dim)
+    def tokens(self, length: int, rank: int) -> Sequence[int]:
+        """Raises ValueError for a length that 2N does not divide."""
+        return positions_of(length, rank, self.ranks)
 
     @contextlib.contextmanager
     def travel(self, k: Tensor, v: Tensor) -> Iterator[Travel]:
@@ -122,16 +82,16 @@ class ContextParallel:
                     f"chunks of a sequence on each: choose an even number"
                 )
         scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
-        o: Tensor = _RingAttention.apply(q_BHTD, k_BKTD, v_BKTD, self, is_causal, scale)
+        o: Tensor = _Ring.apply(q_BHTD, k_BKTD, v_BKTD, self, is_causal, scale)
         return o
 
 
-class _RingAttention(torch.autograd.Function):
+class _Ring(torch.autograd.Function):
     """Saves q, k, v, o and the log-sum-exp over all keys: what attention in one process saves."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: ContextParallel, *how: Any
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: RingAttention, *how: Any
     ) -> Tensor:
         is_causal, scale = how
         with context.travel(k, v) as travel:
@@ -155,7 +115,7 @@ def _ring_forward(
     k: Tensor,
     v: Tensor,
     travel: Travel,
-    context: ContextParallel,
+    context: RingAttention,
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -199,7 +159,7 @@ class RingBackward:
     v: Tensor
     o: Tensor
     lse: Tensor
-    context: ContextParallel
+    context: RingAttention
     is_causal: bool
     scale: float
 
