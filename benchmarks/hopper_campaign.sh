@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # What the kernels of Hopper have to show on one GPU: benchmarks/hopper_campaign.sh OUT
 # PARTS="rows losses" chooses, within BUDGET=... seconds (300 by default). TRIAL=1 tries it all on a CPU, small.
-#   checks   side by side: GPU tests of kernels, bench and measure; a float8 step, a checkpointing budget of a
-#            compiled step; and what the other parts compile, into caches
+#   checks   side by side: GPU tests of kernels, bench and measure, a checkpointing budget of a compiled step, and
+#            what the other parts compile, into caches
 #   losses   linear + cross-entropy by our choice, our loop compiled, torch.compile and eager
 #   rows     attention at nine shapes of training beside FlashAttention-4 and cuDNN
 #   host     eager small by our parts and torch's, and where the host's time of forward goes
-#   xl       a step of xl, 8 x 2048; float8: by torchao's linear layers
+#   xl       a step of xl, 8 x 2048; float8: by torchao's linear layers; profile: its kernels beside predicted terms
 #   grid     attention over widths and lengths
 # Writes OUT/{attention.jsonl,log.txt,checks-*.txt} and folders of the rows under OUT.
 set -uo pipefail
-known="checks losses rows host xl float8 grid"
+known="checks losses rows host xl float8 profile grid"
 BUDGET=${BUDGET:-300}
 . "$(dirname "$0")/parts.sh"
 out=$(mkdir -p "$1" && cd "$1" && pwd)
@@ -26,28 +26,30 @@ loss() {  # SECONDS NAME OPTIONS...
 }
 short="--tokens 2048 --width 2560 --vocabulary 10000"
 long="--tokens 16384 --width 4096 --vocabulary 128256"
-xl="--size xl --batch 8 --context 2048 --warmup 3 --steps 10 --seconds 0"
-xl+=" --optimizer fused --attention triton --loss fused --compile blocks --no-predict"
-processes=9 size=small tests="tests/kernels tests/bench tests/measure"
+xl="--size xl --batch 8 --context 2048" times="--warmup 3 --steps 10 --seconds 0 --no-predict"
+xl+=" --optimizer fused --attention triton --loss fused --compile blocks"
+processes=9 size=small tests="tests/kernels tests/bench tests/measure" alone=tests/bench/test_profile.py
 if [ "${TRIAL:-}" ]; then
   short="--tokens 16 --width 16 --vocabulary 64" long=$short processes=2 size=nano tests=tests/train/test_float8.py
-  xl="--size nano --batch 1 --context 16 --warmup 1 --steps 1 --seconds 0 --optimizer fused --compile blocks --no-predict"
+  xl="--size nano --batch 1 --context 16 --optimizer fused --compile blocks"
 fi
 grid=
 chosen grid && grid=--grid
 
 if chosen checks; then
-  timed 170 python3 -m pytest -q -p no:cacheprovider -m gpu -n 7 $tests >"$out/checks-tests.txt" 2>&1 &
+  test="python3 -m pytest -q -p no:cacheprovider -m gpu"
+  timed 170 $test -n 7 $tests --ignore $alone >"$out/checks-tests.txt" 2>&1 &
   for ((i = 0; i < processes; i++)); do
     timed 100 python3 "$attention" "$out" --compile $i $processes $grid ${TRIAL:+--trial} \
       >"$out/checks-compile-$i.txt" 2>&1 &
   done
   (loss 100 compiled $short --seconds 0; loss 100 compiled $long --seconds 0) >"$out/checks-loss.txt" 2>&1 &
   budget="--size $size --batch 4 --context 512 --compile on --checkpointing none budget --memory-gib 2.4"
-  (stepgauge 60 bench step $xl --num-layers 2 --precision bf16-master --out "$out/compiled"
-   stepgauge 60 bench step $xl --num-layers 2 --precision float8 --out "$out/compiled"
+  (stepgauge 60 bench step $xl $times --num-layers 2 --precision bf16-master --out "$out/compiled-xl"
+   stepgauge 60 bench step $xl $times --num-layers 2 --precision float8 --out "$out/compiled-xl"
    stepgauge 60 bench step $budget --precision bf16 --steps 5 --out "$out/budget") >"$out/checks-steps.txt" 2>&1 &
   wait
+  timed 60 $test $alone >>"$out/checks-tests.txt" 2>&1  # holds two clocks together: needs the GPU for itself
   logged tail -n 15 "$out"/checks-{loss,steps,tests}.txt
 fi
 if chosen losses; then
@@ -61,10 +63,13 @@ if chosen host; then
   logged timed 40 python3 "$(dirname "$0")/kernels/host_time.py" "$out" ${TRIAL:+--trial}
 fi
 if chosen xl; then
-  logged stepgauge 60 bench step $xl --precision bf16-master --out "$out/xl"
+  logged stepgauge 60 bench step $xl $times --precision bf16-master --out "$out/xl"
 fi
 if chosen float8; then
-  logged stepgauge 60 bench step $xl --precision float8 --out "$out/float8"
+  logged stepgauge 60 bench step $xl $times --precision float8 --out "$out/float8"
+fi
+if chosen profile; then
+  logged stepgauge 70 profile step $xl --precision bf16-master --hardware hardware/h200-sxm.json --out "$out/profile"
 fi
 if chosen grid; then
   logged timed 100 python3 "$attention" "$out" --grid --budget $((BUDGET - SECONDS - 8)) ${TRIAL:+--trial}

@@ -94,7 +94,8 @@ def no_library(monkeypatch):
     """These are the tests of the kernels here; those of what libraries run allow it."""
     monkeypatch.setenv("STEPGAUGE_CUDNN", "0")
     monkeypatch.setenv("STEPGAUGE_FA4", "0")
-    monkeypatch.setattr("stepgauge.kernels.linear_cross_entropy.by_torch.IS_ALLOWED", False)
+    for operation in ("attention", "linear_cross_entropy"):
+        monkeypatch.setattr(f"stepgauge.kernels.{operation}.by_torch.IS_ALLOWED", False)
     monkeypatch.setattr("stepgauge.kernels.rms_norm.TORCH_BYTES", 0)
 
 

@@ -16,6 +16,7 @@ from stepgauge.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     reference,
 )
+from stepgauge.spec import fused_loss
 
 OPTIONS = [
     {},
@@ -249,6 +250,22 @@ def test_a_chunk_stays_within_its_limit(num_tokens, limit_tokens):
     assert 1 <= tokens <= max(1, limit_tokens)
     num_chunks = -(-num_tokens // tokens)
     assert num_chunks <= -(-num_tokens // max(1, int(limit_tokens))) or num_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limit"), [(512, 2**29), (16_384, 16_384 * 256_512), (16_385, 2**29)]
+)
+def test_logits_of_few_tokens_are_held_whole(tokens, limit):
+    """Up to four tokens a column of 4096, of 128,256 words in 16 bits."""
+    assert fused_loss.logits_bytes(tokens, 4096, 256_512) == limit
+
+
+@pytest.mark.parametrize(("words", "rows"), [(10_000, 10_000), (50_257, 50_304), (50_304, 50_304)])
+def test_only_a_vocabulary_out_of_step_is_padded(words, rows):
+    """16 bytes are what cuBLAS's fast kernels take; a copy of the weight costs a pass over it."""
+    P = -(-words // 64) * 64
+    assert chunked.operand_rows(words, P, torch.bfloat16) == rows
+    assert chunked.operand_rows(words, P, torch.float32) == words
 
 
 def test_strides_and_leading_dimensions():
@@ -539,6 +556,24 @@ def test_interp_confident_rows_and_a_target_outside(on_kernels):
 
 
 @needs_triton
+@interpreted_only
+@pytest.mark.parametrize("ignored", [-100, 3])
+@pytest.mark.parametrize("bad", [None, -1, 7])
+def test_interp_known_targets_are_the_plain_ones(ignored, bad):
+    from stepgauge.kernels.linear_cross_entropy import plain
+    from stepgauge.kernels.linear_cross_entropy import triton as kernels
+
+    targets = torch.tensor([0, 6, ignored, 5], dtype=torch.int32)
+    if bad is not None:
+        targets[1] = bad
+    known, poison = kernels.known_targets(targets, 7, ignore_index=ignored)
+    wanted, wanted_poison = plain.known_targets(targets, 7, ignore_index=ignored)
+    assert torch.equal(known, wanted) and known.dtype == torch.int64
+    assert poison.isnan() == wanted_poison.isnan() == (bad is not None)
+    assert bad is not None or poison == wanted_poison == 0.0
+
+
+@needs_triton
 @compiled_only
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_rows_build_for_every_architecture(architecture):
@@ -559,6 +594,14 @@ def test_other_kernels_build():
     count = {"targets_ptr": "*i64", "scale_ptr": "*fp32", "N": "i32"}
     constants = {"ignore_index": -100, "BLOCK_N": 4096}
     assert compile_ahead(kernels.loss_scale_kernel, 90, count, constants, **how).asm["cubin"]
+    known = {
+        "targets_ptr": "*i64",
+        "known_ptr": "*i64",
+        "poison_ptr": "*fp32",
+        "N": "i32",
+        "V": "i32",
+    }
+    assert compile_ahead(kernels.known_targets_kernel, 90, known, constants, **how).asm["cubin"]
     multiply = {
         "x_ptr": "*bf16",
         "y_ptr": "*fp32",

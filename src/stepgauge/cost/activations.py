@@ -7,8 +7,8 @@ bytes of the residual stream, all of one rank.
 import dataclasses
 import math
 
-from stepgauge.cost.fused_loss import MOST_LOGITS
 from stepgauge.cost.operations import StepOperations
+from stepgauge.spec.fused_loss import logits_bytes
 
 Parts = dict[str, float]
 STATISTIC = 4  # bytes of a norm's and attention's value a row, in fp32 whatever the precision
@@ -141,7 +141,8 @@ def of_loss(operations: StepOperations) -> float:
     m, v = operations.tokens, operations.model.vocab_size // operations.share.tensor
     is_narrow = operations.how.activation == 2
     if operations.model.loss == "fused" and not operations.loss_by_torch:
-        return min(MOST_LOGITS, m * v * 4)
+        limit = logits_bytes(m, operations.model.d_model, v * operations.how.activation)
+        return min(limit, m * v * 4)
     if operations.compiles_loss:  # the gradient is written over the logits
         return 0.0
     if operations.share.tensor > 1:

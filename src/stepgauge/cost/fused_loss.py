@@ -8,18 +8,19 @@ import math
 from collections.abc import Iterator
 
 from stepgauge.cost.terms import TRAFFIC, Arithmetic, Term
+from stepgauge.spec.fused_loss import logits_bytes
 
-# As kernels/linear_cross_entropy: logits of a chunk, and how often its row is read and written
-# between the products: once each while it stays in registers, else read twice. Plain PyTorch, on a
-# CPU, holds fp32 copies: its eight elementwise operations read and write each.
-MOST_LOGITS, MOST_LOGITS_PLAIN = 512 * 2**20, 64 * 2**20
+# As kernels/linear_cross_entropy: how often a chunk's row is read and written between the products:
+# once each while it stays in registers, else read twice. Plain PyTorch, on a CPU, holds fp32 copies:
+# its eight elementwise operations read and write each.
+MOST_LOGITS_PLAIN = 64 * 2**20
 LONGEST_HELD_ROW = 16_384
 PASSES_PLAIN = 16
 
 
-def most_logits(device: str) -> int:
+def most_logits(device: str, m: int, v: int, d: int, itemsize: int) -> int:
     """Bytes of a chunk's logits."""
-    return MOST_LOGITS_PLAIN if device.startswith("cpu") else MOST_LOGITS
+    return MOST_LOGITS_PLAIN if device.startswith("cpu") else logits_bytes(m, d, v * itemsize)
 
 
 def fused_forward(how: Arithmetic, m: int, v: int, d: int, device: str) -> Iterator[Term]:
@@ -28,7 +29,7 @@ def fused_forward(how: Arithmetic, m: int, v: int, d: int, device: str) -> Itera
     if how.casts:
         yield how.cast("head.cast_weight", "cast fp32 bf16", v * d)
         yield how.cast("head.cast_input", "cast fp32 bf16", m * d)
-    chunks = math.ceil(m * v * a / most_logits(device))
+    chunks = math.ceil(m * v * a / most_logits(device, m, v, d, a))
     c = math.ceil(m / chunks)
     yield Term("head", f"matmul nt {how.type}", (c, v, d), chunks)
     times = 2 if v <= LONGEST_HELD_ROW else 3

@@ -1,4 +1,5 @@
-"""Which sizes of the fused linear + cross-entropy torch computes, by measured crossover.
+"""Which sizes of the fused linear + cross-entropy torch computes, by measured crossover, and how many
+logits the loop of the others holds.
 
 Small ones are over before their launches are: torch's own operators take the host less time than the
 fused loop, and compiled they read the logits once. bf16 on CUDA, forward and backward; rows of
@@ -29,3 +30,16 @@ def torch_computes(tokens: int, width: int, vocabulary: int, *, compiled: bool) 
     """Whether torch was measured faster at no smaller a size."""
     logits = tokens * vocabulary
     return logits <= MOST_LOGITS_COMPILED if compiled else logits * width <= MOST_PRODUCTS_EAGER
+
+
+# 16,384 tokens of a vocabulary of 128,256 in bf16 are then 8 chunks of 2048.
+MOST_LOGITS_BYTES = 512 * 2**20
+# Up to so many tokens for each column of the hidden states there is one chunk: its logits are at most
+# four times the weight's bytes, and the weight's gradient is rounded once, as one product rounds it.
+WHOLE_UP_TO = 4
+
+
+def logits_bytes(tokens: int, width: int, row_bytes: int) -> int:
+    """The most bytes of logits that are held where nobody sets a limit."""
+    whole = tokens * row_bytes if tokens <= WHOLE_UP_TO * width else 0
+    return max(MOST_LOGITS_BYTES, whole)

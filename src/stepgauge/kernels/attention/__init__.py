@@ -19,7 +19,7 @@ import torch
 
 from stepgauge.kernels.plain_eager import is_plain_eager
 
-from . import heuristics, operator
+from . import by_torch, heuristics, libraries, operator
 from .reference import FlashAttentionReference, attention
 from .visible import check_window
 
@@ -61,6 +61,10 @@ def flash_attention(q, k, v, *, is_causal=False, scale=None, window=0):
     their sums in a fixed order, so that gradients have the same bits every time; libraries do not, and
     are left out under `torch.use_deterministic_algorithms(True)`.
 
+    Small eager calls whose tokens lie outside of heads in memory, as a network's do, run in torch's
+    FlashAttention-2 (by_torch.py), which the host launches faster; STEPGAUGE_ATTENTION_BY_TORCH=0,
+    a `scale`, a window or deterministic algorithms keep the kernels here.
+
     Without CUDA (and outside of Triton's interpreter) the plain PyTorch version runs, which takes
     float64 too. Raises ValueError for shapes, types, a scale or a window that it does not take, and
     RuntimeError for a second derivative.
@@ -74,16 +78,20 @@ def attend(q, k, v, is_causal, scale, window=0, cu_seqlens=None):
         raise ValueError(
             f"flash_attention takes (B, H, T, D), not q {tuple(q.shape)}, k {tuple(k.shape)}"
         )
+    has_kernels = _has_kernels(q.device)
+    if has_kernels and is_plain_eager(q):
+        if by_torch.takes(q, k, v, scale, window, cu_seqlens):
+            libraries.calls["forward", "torch"] += 1
+            return by_torch.attention(q, k, v, is_causal)
+        return FlashAttentionTriton.apply(q, k, v, is_causal, scale, window, cu_seqlens)
+    scale = _check(q, k, v, scale)
     check_window(q.shape[2], k.shape[2], window)
-    if not _has_kernels(q.device):
-        return _in_plain_pytorch(q, k, v, is_causal, _check(q, k, v, scale), window, cu_seqlens)
-    if not is_plain_eager(q):
-        scale = _check(q, k, v, scale)
-        q, k, v = _autocast(q, k, v)
-        _check_types(q, k, v, _DTYPES)
-        inputs = q, k, v, is_causal, scale, window, cu_seqlens
-        return torch.ops.stepgauge.flash_attention(*inputs)[0]
-    return FlashAttentionTriton.apply(q, k, v, is_causal, scale, window, cu_seqlens)
+    if not has_kernels:
+        return _in_plain_pytorch(q, k, v, is_causal, scale, window, cu_seqlens)
+    q, k, v = _autocast(q, k, v)
+    _check_types(q, k, v, _DTYPES)
+    inputs = q, k, v, is_causal, scale, window, cu_seqlens
+    return torch.ops.stepgauge.flash_attention(*inputs)[0]
 
 
 def _in_plain_pytorch(q, k, v, is_causal, scale, window, cu_seqlens):

@@ -16,13 +16,14 @@ from typing import NamedTuple
 
 import torch
 
-from . import cudnn, flash_attention_4
+from . import by_torch, cudnn, flash_attention_4
 
 ARCH, DTYPES = 90, (torch.bfloat16, torch.float16)
 # By the name that rows use. A library has TITLE, is_allowed(), refusal(passes, key, *tensors): why
 # it does not take a launch, asked once a launch; forward(key, cu_seqlens, q, k, v) and backward(key,
 # cu_seqlens, q, k, v, do, o, lse), None where it finds out later that it does not; backward_bytes(q, k).
 LIBRARIES = {"fa4": flash_attention_4, "cudnn": cudnn}
+TITLES = {name: module.TITLE for name, module in {**LIBRARIES, "torch": by_torch}.items()}
 
 
 class Measured(NamedTuple):
@@ -154,9 +155,7 @@ _MOST_KEPT = 4096  # launches; then it is asked again
 def titles_by_pass():
     """Of each pass that libraries ran since `calls` was cleared, their titles."""
     passes = sorted({passes for passes, _ in calls}, reverse=True)
-    titles = {
-        each: [LIBRARIES[name].TITLE for ran, name in calls if ran == each] for each in passes
-    }
+    titles = {each: [TITLES[name] for ran, name in calls if ran == each] for each in passes}
     return {each: " and ".join(of_pass) for each, of_pass in titles.items()}
 
 

@@ -17,10 +17,11 @@ Types: fp32, bf16 or fp16, the same for hidden and weight; under autocast the ma
 autocast's type, as F.linear's do. float64 computes in plain PyTorch.
 
 The gradients are formed in the forward pass where hidden or weight wants one: three matmuls in all,
-where backward would need a fourth or all the logits. Extra memory: one chunk of logits, at most
-`max_logits_bytes` (512 MiB unless given, on CUDA), and under autocast a copy of the weight in
-autocast's type. The weight's gradient is summed in fp32 within a chunk of tokens;
-`weight_grad_accumulation` says what holds the sum between chunks:
+where backward would need a fourth or all the logits. Extra memory: one chunk of logits, of at most
+`max_logits_bytes`, and under autocast a copy of the weight in autocast's type. On CUDA that is 512 MiB
+unless given, or all logits of up to 4 D tokens: four times the weight's bytes. The weight's gradient
+is summed in fp32 within a chunk of tokens; `weight_grad_accumulation` says what holds the sum
+between chunks:
   "weight"  the gradient itself, in the weight's type: no memory, one rounding a chunk
   "fp32"    an fp32 buffer of V x D where the weight is in fewer bits: rounded once
   "auto"    "weight" up to 8 chunks, where its error is about twice that of one rounding, and "fp32"
@@ -223,6 +224,16 @@ def _multiply_(gradients: list[Tensor], factor: Tensor) -> None:
     chunked.kernels_for(factor.device, factor.dtype).multiply_(gradients, factor)
 
 
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, _, compute_dtype, mean, *_ = inputs
+    ctx.dtypes = hidden.dtype, weight.dtype
+    ctx.needs = inputs[-2:]
+    ctx.scale_is_pending = mean and not chunked.scales_gradient(compute_dtype)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[1:])
+
+
 class LinearCrossEntropyFunction(torch.autograd.Function):
     """The autograd function: `.apply` takes the operator's arguments, in its order, and gives its
     outputs.
@@ -233,19 +244,12 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         # The operator's dispatch takes the host a few times as long as the launches.
-        return _compute(*arguments) if is_plain_eager(*arguments[:3]) else _OPERATOR(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        hidden, weight, _, compute_dtype, mean, *_ = inputs
-        ctx.dtypes = hidden.dtype, weight.dtype
-        ctx.needs = inputs[-2:]
-        ctx.scale_is_pending = mean and not chunked.scales_gradient(compute_dtype)
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*output[1:])
+        run = _compute if is_plain_eager(*arguments[:3]) else _OPERATOR
+        output = run(*arguments)
+        _setup_context(ctx, arguments, output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
@@ -272,10 +276,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 torch.library.register_autograd(
     "stepgauge::linear_cross_entropy",
     LinearCrossEntropyFunction.backward,
-    # By keyword, whose names differ from those of autograd.Function.
-    setup_context=lambda ctx, inputs, output: LinearCrossEntropyFunction.setup_context(
-        ctx, inputs, output
-    ),
+    setup_context=_setup_context,
 )
 
 
@@ -286,18 +287,18 @@ def _multiplied(gradients: list[Tensor], factor: Tensor) -> list[Tensor]:
     A tracer's tensors take the plain product, which the compiler fuses and may put in the
     gradient's own place.
     """
+    if is_plain_eager(*gradients, factor) and not torch.is_grad_enabled():
+        chunked.kernels_for(factor.device, factor.dtype).multiply_(gradients, factor)
+        # A second backward must find that they changed.
+        torch.autograd.graph.increment_version(gradients)
+        return gradients
     if (
         torch.compiler.is_compiling()
         or get_proxy_mode()
         or any(isinstance(g, FunctionalTensor) for g in gradients)
     ):
         return [gradient * factor for gradient in gradients]
-    if is_plain_eager(*gradients, factor) and not torch.is_grad_enabled():
-        chunked.kernels_for(factor.device, factor.dtype).multiply_(gradients, factor)
-        # A second backward must find that they changed.
-        torch.autograd.graph.increment_version(gradients)
-    else:
-        torch.ops.stepgauge.linear_cross_entropy_multiply_.default(gradients, factor)
+    torch.ops.stepgauge.linear_cross_entropy_multiply_.default(gradients, factor)
     return gradients
 
 

@@ -3,7 +3,6 @@
 Legend: N tokens, D model width, V vocabulary.
 """
 
-import math
 import os
 from typing import Any
 
@@ -11,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stepgauge.kernels.plain_eager import is_plain_eager
 from stepgauge.spec.fused_loss import torch_computes
 
-from . import chunked
+from . import chunked, plain
 
 # Read once: the compiler sees no environment.
 IS_ALLOWED = os.environ.get("STEPGAUGE_LOSS_BY_TORCH") != "0"
@@ -36,9 +36,9 @@ def loss(
     """The scalar in fp32; NaN for a target outside the vocabulary, at which torch's would abort."""
     V, D = weight_VD.shape
     logits_NV = F.linear(hidden.reshape(-1, D), weight_VD).float()
-    targets_N = targets.reshape(-1).long()
-    is_known_N = targets_N == targets_N.clamp(0, V - 1)
-    known_N = torch.where(is_known_N, targets_N, ignore_index)
+    targets_N = targets.reshape(-1)
+    by_kernel = is_plain_eager(targets_N)
+    rows = chunked.kernels_for(targets.device, logits_NV.dtype) if by_kernel else plain
+    known_N, poison = rows.known_targets(targets_N, V, ignore_index=ignore_index)
     found = F.cross_entropy(logits_NV, known_N, ignore_index=ignore_index, reduction=reduction)
-    is_right = (is_known_N | (targets_N == ignore_index)).all()
-    return torch.where(is_right, found, math.nan)
+    return found + poison

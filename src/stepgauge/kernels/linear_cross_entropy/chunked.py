@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepgauge.spec.fused_loss import logits_bytes
+
 from . import plain
 from .plain import Loss
 
@@ -26,15 +28,13 @@ ACCUMULATIONS = ("auto", "weight", "fp32")
 # twice one rounding of the whole (square root of (1 + 2 + ... + 8) / 8); past that "auto" pays for
 # an fp32 sum.
 MAX_ROUNDED_CHUNKS = 8
-# 16,384 tokens of a vocabulary of 128,256 in bf16 are then 8 chunks of 2048.
-MAX_LOGITS_BYTES = 512 * 2**20
 # Plain PyTorch holds several fp32 copies of a chunk.
 MAX_LOGITS_BYTES_PLAIN = 64 * 2**20
 # Rows of logits begin on 128 bytes: matmuls and 16-byte loads need it where the vocabulary is odd
 # (50,257).
 ROW_MULTIPLE = 64
 CHUNK_MULTIPLE = 128
-
+ALIGNED = 8  # numbers of 16 bits in 16 bytes
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -65,10 +65,12 @@ def chunk_shape(
     hidden_ND: Tensor, V: int, compute_dtype: torch.dtype, max_logits_bytes: int
 ) -> tuple[int, int]:
     """C and P of these tokens; `max_logits_bytes` is 0 for the usual limit."""
+    N, D = hidden_ND.shape
     P = math.ceil(V / ROW_MULTIPLE) * ROW_MULTIPLE
+    row_bytes = P * compute_dtype.itemsize
     is_plain = kernels_for(hidden_ND.device, compute_dtype) is plain
-    max_bytes = max_logits_bytes or (MAX_LOGITS_BYTES_PLAIN if is_plain else MAX_LOGITS_BYTES)
-    return chunk_tokens(len(hidden_ND), P * compute_dtype.itemsize, max_bytes), P
+    usual = MAX_LOGITS_BYTES_PLAIN if is_plain else logits_bytes(N, D, row_bytes)
+    return chunk_tokens(N, row_bytes, max_logits_bytes or usual), P
 
 
 def transient_bytes(arguments: Sequence[Any]) -> int:
@@ -85,12 +87,12 @@ def transient_bytes(arguments: Sequence[Any]) -> int:
 
 
 def operand_rows(V: int, P: int, compute_dtype: torch.dtype) -> int:
-    """Rows of the weight as matmuls see it: P in 16 bits, for of 50,257 cuBLAS takes kernels of a
-    quarter of the rate.
+    """Rows of the weight as matmuls see it: in 16 bits P where V words are not whole copies of 16
+    bytes, for of 50,257 cuBLAS takes kernels of a quarter of the rate.
 
     What it costs is a copy of the weight, which another type would cost anyway.
     """
-    return P if compute_dtype.itemsize == 2 else V
+    return P if compute_dtype.itemsize == 2 and V % ALIGNED else V
 
 
 def as_operand(weight_VD: Tensor, rows: int, dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,7 @@ Legend: N tokens of the chunk, D model width, V vocabulary, P the row's length i
 up).
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +67,17 @@ def softmax_gradient_(
 def loss_scale(targets_N: Tensor, *, ignore_index: int) -> Tensor:
     """One-element float64 tensor: 1 / (number of targets that are not ignored)."""
     return 1 / (targets_N != ignore_index).sum().double()
+
+
+def known_targets(
+    targets_N: Tensor, vocabulary: int, *, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """int64 targets of which those outside the vocabulary are ignored, and what that adds to the
+    loss: NaN where there is one, else 0.
+    """
+    targets_N = targets_N.long()
+    known_N = torch.where(targets_N == targets_N.clamp(0, vocabulary - 1), targets_N, ignore_index)
+    return known_N, torch.where((known_N == targets_N).all(), 0.0, math.nan)
 
 
 def multiply_(tensors: list[Tensor], factor: Tensor) -> None:

@@ -197,6 +197,21 @@ def loss_scale_kernel(targets_ptr, scale_ptr, N, ignore_index: tl.constexpr, BLO
     tl.store(scale_ptr, 1.0 / tl.sum(counts, axis=0).to(tl.float32))
 
 
+@triton.jit(do_not_specialize=["N", "V"])
+def known_targets_kernel(
+    targets_ptr, known_ptr, poison_ptr, N, V, ignore_index: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """As plain.known_targets, in one program."""
+    unknown = tl.zeros([BLOCK_N], dtype=tl.int32)
+    for start in range(0, N, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        target = tl.load(targets_ptr + n, mask=n < N, other=ignore_index).to(tl.int64)
+        known = tl.where((target >= 0) & (target < V), target, ignore_index)
+        tl.store(known_ptr + n, known, mask=n < N)
+        unknown += (known != target).to(tl.int32)
+    tl.store(poison_ptr, tl.where(tl.sum(unknown, axis=0) > 0, float("nan"), 0.0))
+
+
 @triton.jit
 def _multiply_block(x_ptr, factor, numel, BLOCK: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -278,6 +293,18 @@ def loss_scale(targets_N: Tensor, *, ignore_index: int) -> Tensor:
     constants = {"ignore_index": ignore_index, "BLOCK_N": 4096, "num_warps": 8}
     _launch(loss_scale_kernel, 1, (targets_N, scale), (targets_N.numel(),), **constants)
     return scale
+
+
+def known_targets(
+    targets_N: Tensor, vocabulary: int, *, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """As plain.known_targets; a launch where that makes six."""
+    known_N = torch.empty_like(targets_N, dtype=torch.int64)
+    poison = torch.empty((), dtype=torch.float32, device=targets_N.device)
+    constants = {"ignore_index": ignore_index, "BLOCK_N": 4096, "num_warps": 8}
+    given = targets_N.contiguous(), known_N, poison
+    _launch(known_targets_kernel, 1, given, (targets_N.numel(), vocabulary), **constants)
+    return known_N, poison
 
 
 def multiply_(tensors: list[Tensor], factor: Tensor) -> None:

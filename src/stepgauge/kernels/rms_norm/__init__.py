@@ -61,13 +61,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     for types other than float32, bfloat16, float16 and float64.
     """
     is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and _is_small(x, weight):
+        return F.rms_norm(x, weight.shape, weight, eps)
     _check(x, weight)
     out_dtype = _output_dtype(x)
     if not _kernel_takes(x, weight) or (is_compiling and x.shape[-1] <= INDUCTOR_WIDTH):
         # The narrow type's float32 image holds the same values: only the rounding of y changes.
         return reference.forward(x.to(out_dtype), weight, eps)
-    if not is_compiling and _is_small(x, weight):
-        return F.rms_norm(x, weight.shape, weight, eps)
     if is_plain_eager(x, weight):
         return RMSNormTriton.apply(x, weight, eps, out_dtype)
     return torch.ops.stepgauge.rms_norm(x, weight, eps, out_dtype)[0]
@@ -130,8 +130,13 @@ def _kernel_takes(x: Tensor, weight: Tensor) -> bool:
 
 
 def _is_small(x: Tensor, weight: Tensor) -> bool:
-    # Of two types torch makes several kernels.
-    return x.dtype == weight.dtype and x.numel() * x.element_size() <= TORCH_BYTES
+    """Asked first, of all calls: what it refuses is looked at closely after it."""
+    return (
+        0 < x.numel() * x.element_size() <= TORCH_BYTES
+        and x.dtype == weight.dtype  # of two types torch makes several kernels
+        and x.shape[-1:] == weight.shape
+        and _kernel_takes(x, weight)
+    )
 
 
 def _require_kernels(x: Tensor, weight: Tensor):
