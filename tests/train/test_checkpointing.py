@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgauge.bench.step import make_batch
 from stepgauge.spec.model import ModelSpec
@@ -46,6 +47,29 @@ def test_gradients_of_a_plan_are_those_of_no_checkpointing():
         found = _after_a_step(SPEC, RecomputePlan(4, *counts))
         for one, other in zip(expected, found, strict=True):
             assert torch.equal(one, other)
+
+
+class Products(TorchDispatchMode):
+    """How many matrix products of two dimensions ran."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += function is torch.ops.aten.mm.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(("checkpointing", "again"), [("selective", 0), ("feed-forward", 4)])
+def test_products_of_the_feed_forward_layer_alone_are_made_again(attention, checkpointing, again):
+    """Gate and up of each of four blocks: what down gives is needed by no gradient."""
+    model = dataclasses.replace(SPEC.model, attention=attention)
+    chosen = dataclasses.replace(SPEC, model=model, checkpointing=checkpointing)
+    step = build_step(chosen, lr=0.5)
+    loss = step.forward(*make_batch(chosen, torch.device("cpu")))
+    with Products() as products:
+        step.backward(loss)
+    assert products.number == 2 * (4 * 4 + 1) + again
 
 
 @pytest.mark.parametrize(

@@ -77,17 +77,24 @@ def _is_costly(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkp
 
 
 class _UntilAttentionEnds:
-    """A policy that keeps a block's costly results up to the product that follows attention."""
+    """A policy that keeps a block's costly results up to the product that follows attention: an
+    operator of that name or, written out, its batched products.
+    """
 
     def __init__(self) -> None:
         # forward and its second time ask separately
-        self.passed = {False: 0, True: 0}  # since attention, itself included
+        self.products_after: dict[bool, int | None] = {False: None, True: None}
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        costly, again = operator in _costly(), context.is_recompute
-        if costly and (self.passed[again] or "attention" in operator.name()):
-            self.passed[again] += 1
-        kept = costly and self.passed[again] <= 2
+        if operator not in _costly():
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        after = self.products_after[context.is_recompute]
+        if "attention" in operator.name() or "bmm" in operator.name():
+            after = 0
+        elif after is not None:
+            after += 1
+        self.products_after[context.is_recompute] = after
+        kept = after is None or after <= 1
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
