@@ -1,6 +1,6 @@
 """Where the host's time goes in an eager step of a small network, by parts that are ours or torch's.
 
-    PYTHONPATH=src python benchmarks/kernels/host_time.py OUT [--size small] [--trial]
+    PYTHONPATH=src python benchmarks/kernels/host_time.py OUT [--size small] [--of torch attention] [--trial]
 
 The network of torch's parts, those with one of ours each, and that of ours alone stand in one process and
 take turns. A phase's host time is from its call to its return, a step's until the GPU is done with it; the
@@ -79,6 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--size", default="small")
+    parser.add_argument("--of", nargs="+", choices=[*WAYS], default=[*WAYS], help="these networks")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=20, help="of each network in each of 3 rounds")
@@ -89,7 +90,9 @@ def main() -> None:
         options.size, options.batch, options.context, options.steps = "nano", 1, 16, 1
     options.out.mkdir(parents=True, exist_ok=True)
     device = torch.device(options.device)
-    networks = {name: phases_of(parts, options) for name, parts in WAYS.items()}
+    networks = {
+        name: phases_of(parts, options) for name, parts in WAYS.items() if name in options.of
+    }
     times: dict[str, list[dict[str, float]]] = {name: [] for name in networks}
     for phases in networks.values():
         host_ms(phases, device)
@@ -105,7 +108,7 @@ def main() -> None:
     (options.out / "host-time.json").write_text(json.dumps(found) + "\n")
     for name, of_one in medians.items():
         print(f"{name:10}", *(f"{phase} {ms:8.3f}" for phase, ms in of_one.items()))
-    for name in ("torch", "ours"):
+    for name in {"torch", "ours"} & {*networks}:
         text = profiled(networks[name], device, options.steps)
         (options.out / f"forward-{name}.txt").write_text(text)
 
