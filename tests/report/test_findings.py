@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from stepgauge.report.answers import answer, choice_answer
-from stepgauge.report.findings import command, findings, pairs, to_measure
+from stepgauge.report.findings import command, findings, pairs
 from stepgauge.report.views import NOT_MEASURABLE, record_table
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
@@ -43,33 +43,6 @@ def test_nothing_is_found_in_noise_fallbacks_or_other_work(record):
     assert findings([base, other]) == []
     modelled = dataclasses.replace(fused, provenance="modelled")
     assert findings([base, modelled]) == []
-
-
-def test_where_all_was_disturbed_a_command_measures_it_again(record):
-    from stepgauge.cli import app
-
-    rows = [
-        record("small", step=[50.0, 90.0]),
-        record("small", step=[20.0, 40.0], precision="bf16"),
-        record("small", step=[45.0, 90.0], compile="on"),
-    ]
-    assert findings(rows) == []
-    (finding,) = to_measure(rows)
-    assert finding.saved_ms is None and finding.title == "To measure again: precision=bf16"
-    assert "other work disturbed 3 of 3 steps" in finding.text
-    assert finding.command == (
-        "stepgauge bench step --size small --batch 4 --context 512 --precision fp32 bf16 --fresh"
-    )
-    slower = record("small", step=[300.0, 600.0], precision="bf16")  # whatever disturbed it
-    (other,) = to_measure([rows[0], slower, rows[2]])
-    assert other.title == "To measure again: compile=on"
-    (pair,) = to_measure(rows[:1])
-    assert pair.title == "To measure: precision=bf16"
-    for each in (finding, pair):
-        words = each.command.split()[1:]
-        assert app.parse_args(words, print_error=False, exit_on_error=False)
-    tried = [record("small", step=[20.0, 20.1], precision="bf16", compile="on")]
-    assert to_measure(tried) == []  # nothing is left to try
 
 
 def test_a_device_that_waits_for_the_host_is_a_finding(record):

@@ -1,10 +1,9 @@
-"""Several ranks' traces, two traces compared, and how the device was fed: by hand-computed figures."""
+"""Several ranks' traces, and how the device was fed: by hand-computed figures."""
 
 import dataclasses
 
 import pytest
 
-from stepgauge.report.profile_diff import difference_tables, sentence
 from stepgauge.report.profile_page import write_trace_report
 from stepgauge.report.profile_ranks import sentences
 from stepgauge.trace.analysis import analyse
@@ -59,19 +58,6 @@ def test_calls_that_do_not_match_are_said_and_not_split(gpu_trace, tmp_path):
     found = across(ranks)
     assert (found.collectives, found.stragglers) == ([], [])
     assert "cannot be matched" in found.notes[0] and "rank 0: 2, rank 1: 1" in found.notes[0]
-
-
-def test_two_traces_say_what_grew(gpu_trace, tmp_path):
-    before, after = (
-        rank(gpu_trace, tmp_path, number, (product, product), (100, 100))
-        for number, product in enumerate((200, 250))
-    )
-    tables = {table.columns[0]: table for table in difference_tables(before, after)}
-    assert tables["kind"].rows[0][:4] == ["matmul", 0.2, 0.25, pytest.approx(0.05)]
-    assert tables["kind"].rows[0][4] == pytest.approx(25)
-    assert tables["range"].rows[0][0] == "mlp"
-    assert tables["kernel"].rows[0][:2] == ["gemm", 0.2]
-    assert "most in matmul (+0.050 ms)" in sentence(before, after)
 
 
 def test_the_critical_path(gpu_trace, tmp_path):

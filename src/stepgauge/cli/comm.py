@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from rich.rule import Rule
 
-from stepgauge.cli.console import Format, Output, print_table, print_tables, tell
+from stepgauge.cli.console import Format, Output, print_in, print_table, tell
 from stepgauge.cli.records import Run, read
 from stepgauge.report.table import Table
 from stepgauge.spec.explain import Explained, names_of
@@ -84,7 +84,7 @@ def fit(
     Every third size is held out. Where one line does not fit there are several, each for a range of
     sizes.
     """
-    from stepgauge.report.comm import fit_table, links, prediction_table
+    from stepgauge.report.comm import fit_table, links
 
     records = [record for record in read(run) if record.kind == "comm"]
     found = links(records)
@@ -98,4 +98,4 @@ def fit(
         )
         known.with_links(found).write(hardware)
         tell(f"{len(found)} links written to {hardware}")
-    print_tables(format, [fit_table(found), prediction_table(found, records)])
+    print_in(format, fit_table(found))

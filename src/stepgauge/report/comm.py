@@ -1,6 +1,5 @@
 """Collectives as nccl-tests prints them, their fits, and plots of both."""
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -152,24 +151,6 @@ def _rate(bytes_per_s: float) -> float | str:
     return "flat" if bytes_per_s > 1e14 else bytes_per_s / 1e9
 
 
-def prediction_table(fitted: Sequence[Link], records: Sequence[Record]) -> Table:
-    """Each measured size beside what the fit says, and whether the fit has seen it."""
-    rows = []
-    for found in fitted:
-        for record in sorted(_own(found, records), key=lambda r: asked(r).bytes):
-            spec = asked(record)
-            measured, predicted = record.metrics["time_ms"].median, found.time_ms(spec.bytes)
-            rows.append({
-                "op": spec.op, "over": _how(spec), "ranks": spec.ranks, "size B": spec.bytes,
-                "measured µs": measured * 1e3,
-                "predicted µs": predicted * 1e3,
-                "error %": 100 * (predicted / measured - 1),
-                "size was": "held out" if spec.bytes in found.held_out else "fitted",
-            })  # fmt: skip
-    caption = "Predicted beside measured."
-    return Table.from_rows(rows, caption=caption, names=4, formats={"error %": "+.2f"})
-
-
 def _own(found: Link, records: Sequence[Record]) -> list[Record]:
     return [
         r
@@ -205,12 +186,7 @@ def comm_blocks(records: Sequence[Record]) -> list[Block]:
     )
     shown += [_fit_plot(found, good) for found in plotted]
     shown.append(comm_table(records))
-    if fitted:
-        shown += [
-            fit_table(fitted),
-            dataclasses.replace(prediction_table(fitted, good), folded=True),
-        ]
-    return shown
+    return [*shown, fit_table(fitted)] if fitted else shown
 
 
 def _of_device(records: Sequence[Record], device: str, default: float) -> float:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stepgauge.report.names import declared_fields, flatten, labels, naming
@@ -30,7 +30,6 @@ CAUTIONS = {
     "fp16": "Needs loss scaling: compare the loss.",
 }
 GRAPHS = "reduce-overhead"
-NEXT = "stepgauge report runs/bench-step then ranks them."
 LEAST_IDLE = 0.1  # of a step: less is not worth a finding
 MOST = 6
 COMMANDS = {
@@ -69,11 +68,9 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What to change, what that saves a step, and the command that does it; of what is still to be
-    measured no milliseconds.
-    """
+    """What to change, what that saves a step, and the command that does it."""
 
-    saved_ms: float | None
+    saved_ms: float
     title: str
     text: str
     command: str
@@ -83,27 +80,20 @@ def _ms(record: Record) -> float:
     return record.metrics["step_ms"].median
 
 
-def is_timed(record: Record) -> bool:
-    """Whether there is a time of a step, and it is what its options say."""
+def is_comparable(record: Record) -> bool:
+    """Whether there is a time of a step, measured without disturbance, and it is what its options
+    say.
+    """
     step = record.metrics.get("step_ms")
     if record.status != "ok" or record.provenance != "measured" or not step or not step.median:
         return False
-    return not fallbacks(record)
-
-
-def is_comparable(record: Record) -> bool:
-    """Whether it was measured without disturbance, too."""
-    return is_timed(record) and not is_disturbed(record)
+    return not fallbacks(record) and not is_disturbed(record)
 
 
 def pairs(records: Sequence[Record], choice: Mapping[str, Any]) -> list[Pair]:
     """Each row with another value of the choice, beside the one with the usual value."""
-    return _pairs(filter(is_comparable, records), choice)
-
-
-def _pairs(records: Iterable[Record], choice: Mapping[str, Any]) -> list[Pair]:
     groups: dict[tuple[Any, ...], list[Record]] = {}
-    for record in records:
+    for record in filter(is_comparable, records):
         spec = flatten(record.spec)
         if any(spec.get(name) == value for name, value in OTHER_WORK.items()):
             continue
@@ -133,49 +123,7 @@ def findings(records: Sequence[Record]) -> list[Finding]:
     slowed = {id(pair.after) for found in by_choice for pair in found if pair.saved_ms < 0}
     best = [_best([p for p in found if id(p.before) not in slowed]) for found in by_choice]
     found = [finding for finding in [*best, _idle(records)] if finding]
-    return sorted(found, key=lambda finding: -(finding.saved_ms or 0.0))[:MOST]
-
-
-def to_measure(records: Sequence[Record]) -> list[Finding]:
-    """Where nothing can be ranked, what to measure for it: again, of the rows that other work
-    disturbed, those of the change that may save most; else the longest step with what no row has
-    tried. At most one.
-    """
-    timed = [record for record in _steps(records) if is_timed(record) and record.kind == "step"]
-    disturbed = [record for record in timed if is_disturbed(record)]
-    seen = [pair for choice in CHOICES for pair in _pairs(timed, choice)]
-    seen = [pair for pair in seen if pair.before in disturbed or pair.after in disturbed]
-    seen = [pair for pair in seen if pair.saved_ms > 0 or not pair.exceeds_spread]
-    if seen:
-        return [_again(max(seen, key=lambda pair: pair.saved_ms), len(disturbed), len(timed))]
-    untried = {"precision": "bf16", "compile": "on"}
-    for name, value in untried.items():
-        usual = [record for record in timed if record.spec.get(name) != value]
-        if usual and len(usual) == len(timed):
-            longest = max(usual, key=_ms)
-            values = f"{longest.spec[name]} {value}"
-            text = (
-                f"No two undisturbed rows differ in one choice alone by more than their spread. "
-                f"The command measures such a pair, and {NEXT}"
-            )
-            asked = command(longest, **{name: values})
-            return [Finding(None, f"To measure: {name}={value}", text, asked)]
-    return []
-
-
-def _again(pair: Pair, disturbed: int, timed: int) -> Finding:
-    before, after = _ms(pair.before), _ms(pair.after)
-    changed = [each.partition("=") for each in pair.change.split()]
-    usual = flatten(pair.before.spec)
-    values = {name: f"{usual.get(name)} {value}" for name, _, value in changed}
-    text = (
-        f"No change saves more than its spread, and other work disturbed {disturbed} of {timed} "
-        f"steps. Of those the most promising took {number(after)} ms with {pair.change} and "
-        f"{number(before)} ms with {pair.instead_of} ({_where(pair.before, pair.change)}). Run the "
-        f"command when nothing else runs: it measures both again, and {NEXT}"
-    )
-    title = f"To measure again: {pair.change}"
-    return Finding(None, title, text, command(pair.before, **values) + " --fresh")
+    return sorted(found, key=lambda finding: -finding.saved_ms)[:MOST]
 
 
 def _steps(records: Sequence[Record]) -> list[Record]:
@@ -250,9 +198,7 @@ def _idle(records: Sequence[Record]) -> Finding | None:
 
 
 def command(record: Record, verb: str = "", **changed: Any) -> str:
-    """The command that measures such a row, with other values for the fields `changed`; several
-    values of one as they stand on the command line.
-    """
+    """The command that measures such a row, with other values for the fields `changed`."""
     spec = flatten(record.spec)
     if not (verb or record.kind in COMMANDS):
         return f"stepgauge bench kernel {record.kind}"

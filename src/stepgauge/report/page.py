@@ -110,16 +110,17 @@ def _link(section: Section) -> str:
 def _findings(findings: Sequence[Finding]) -> str:
     """What to change first, the most milliseconds first, each with its command."""
     if not findings:
-        text = "No choice that was measured saves more than its spread: nothing to change here."
+        text = (
+            "No two undisturbed rows that differ in one choice alone differ by more than their "
+            "spread: nothing can be ranked here."
+        )
         return f'<section id="findings"><h2>What to change first</h2><p>{text}</p></section>'
     items = "".join(map(_finding, findings))
     return f'<section id="findings"><h2>What to change first</h2><ol>{items}</ol></section>'
 
 
 def _finding(finding: Finding) -> str:
-    saved = (
-        "" if finding.saved_ms is None else f"−{html.escape(number(finding.saved_ms))} ms a step: "
-    )
+    saved = f"−{html.escape(number(finding.saved_ms))} ms a step: "
     command = html.escape(finding.command)
     return (
         f"<li><b>{saved}{html.escape(finding.title)}</b><p>{html.escape(finding.text)}</p>"

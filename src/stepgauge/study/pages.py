@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from stepgauge.bench import profile
-from stepgauge.report import findings
 from stepgauge.report.answers import answer
 from stepgauge.report.broadcast import broadcast_blocks
 from stepgauge.report.comm import comm_blocks
 from stepgauge.report.dtypes import EXPLANATION, accumulation_table, dtype_table
+from stepgauge.report.findings import findings
 from stepgauge.report.kernel_plots import kernel_bars
 from stepgauge.report.kernels import kernel_table
 from stepgauge.report.layout import layout_blocks
@@ -60,7 +60,7 @@ def study_page(records: Sequence[Record], machine: Machine, folder: Path) -> Pag
         title="stepgauge study",
         sections=[_experiment(experiment, machine, folder, here) for experiment in EXPERIMENTS],
         facts=_facts(here),
-        findings=findings.findings(here) or findings.to_measure(here),
+        findings=findings(here),
     )
 
 
@@ -136,7 +136,7 @@ def run_page(records: Sequence[Record], folder: Path) -> Page:
     if validated(records):
         sections.insert(0, predictions_section(records))
     timed = sum("step_ms" in record.metrics for record in shown)
-    found = (findings.findings(shown) or findings.to_measure(shown)) if timed else None
+    found = findings(shown) if timed else None
     if timed == 1 and not found:  # one row has nothing to be compared with
         found = None
     name = folder.resolve().name

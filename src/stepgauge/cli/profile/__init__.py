@@ -6,7 +6,6 @@ from cyclopts import App
 COMMANDS = {
     "step": "step:step",
     "trace": "trace:trace",
-    "diff": "trace:diff",
     "memory": "memory:memory",
     "dtypes": "dtypes:dtypes",
 }

@@ -1,4 +1,4 @@
-"""`stepgauge profile trace` and `stepgauge profile diff`."""
+"""`stepgauge profile trace`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,6 @@ from stepgauge.cli.console import Format, print_tables, progress, tell
 
 if TYPE_CHECKING:
     from stepgauge.spec.analysis import Analysis
-    from stepgauge.trace.kinds import Kinds
 
 Rules = Annotated[
     Path | None,
@@ -77,27 +76,8 @@ def _print(found: "Sequence[Analysis]", shared: object, format: Format) -> None:
     print_tables(format, shown)
 
 
-def diff(
-    before: Annotated[Path, Parameter(help="Trace A, or the analysis.json of one.")],
-    after: Annotated[Path, Parameter(help="Trace B, or the analysis.json of one.")],
-    /,
-    *,
-    rules: Rules = None,
-    format: As = "table",
-) -> None:
-    """Compare two traces: what grew from A to B, by phase, kind, range, kernel and cause of idle
-    time.
-
-    All figures are of a step, so that the traces may hold different numbers of them.
-    """
-    from stepgauge.report.profile_diff import difference_tables, sentence
-
-    first, second = _analyse([before, after], rules)
-    tell(sentence(first, second))
-    print_tables(format, difference_tables(first, second))
-
-
 def _analyse(files: Sequence[Path], rules: Path | None) -> "list[Analysis]":
+    from stepgauge.trace.analysis import analyse
     from stepgauge.trace.kinds import Kinds
     from stepgauge.trace.rules import read_rules
 
@@ -106,20 +86,6 @@ def _analyse(files: Sequence[Path], rules: Path | None) -> "list[Analysis]":
     with progress(len(files), "traces") as (bar, task):
         for file in files:
             bar.update(task, description=file.name)
-            found.append(_analysis(file, kinds))
+            found.append(analyse(file, kinds=kinds))
             bar.advance(task)
     return found
-
-
-def _analysis(file: Path, kinds: "Kinds") -> "Analysis":
-    from stepgauge.spec.analysis import Analysis
-    from stepgauge.trace.analysis import analyse
-
-    if file.name != "analysis.json":
-        return analyse(file, kinds=kinds)
-    try:
-        return Analysis.from_json(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {file}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ValueError(f"{file} is {error}") from None
