@@ -1,5 +1,6 @@
 """`bench pipeline`: each row beside its prediction, ours and torch's; what cannot be asked."""
 
+import dataclasses
 import re
 import types
 
@@ -56,6 +57,7 @@ def test_a_row_has_its_prediction_from_before_it_ran(tmp_path, capfd):
         ({"schedule": "zbw"}, "schedule is 'zbw'; choose one of gpipe"),
         ({"schedule": "torch-zbv", "compile": "blocks"}, "torch-zbv takes 'off' only"),
         ({"schedule": "dualpipev", "micro_batches": 2}, "needs at least 4"),
+        ({"model": dataclasses.replace(NANO, block="parallel")}, "which no stage has half of"),
     ],
 )
 def test_what_no_pipeline_can_do_is_refused(fields, sentence):

@@ -16,6 +16,7 @@ from stepgauge.spec import model_fields
 from stepgauge.spec import step as spec_step
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.stages import parts_of
 
 
 def test_the_spec_names_the_parts_that_there_are():
@@ -196,7 +197,10 @@ def test_experts_are_the_layers_that_the_router_picks():
     torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)
 
 
-STAGES = [range(1), range(1, 3), range(3, 4)]
+STAGES = [
+    [parts_of(blocks, 4) for blocks in (range(1), range(1, 3), range(3, 4))],
+    [range(1), range(1, 4), range(4, 9), range(9, 10)],  # embeddings, 1.5 blocks, 2.5, the head
+]
 NETWORKS = {
     "tied": (TransformerLM, ModelSpec.preset("nano", num_layers=4, tied_head=True)),
     "learned": (TransformerLM, ModelSpec.preset("nano", num_layers=4, positions="learned")),
@@ -204,11 +208,12 @@ NETWORKS = {
 }
 
 
+@pytest.mark.parametrize("cuts", STAGES)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_stages_built_alone_are_the_network(name):
+def test_stages_built_alone_are_the_network(name, cuts):
     network, spec = NETWORKS[name]
     whole = network(spec, seed=3)
-    stages = [network(spec, blocks=blocks, seed=3) for blocks in STAGES]
+    stages = [network(spec, parts=parts, seed=3) for parts in cuts]
     named = dict(whole.named_parameters(remove_duplicate=False))
     for stage in stages:
         for key, parameter in stage.named_parameters(remove_duplicate=False):

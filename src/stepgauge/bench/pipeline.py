@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stepgauge.bench.pipeline_bytes import in_step, travelling_bytes
-from stepgauge.bench.pipeline_parts import build_stage, counted, mean_loss, part_times
+from stepgauge.bench.pipeline_parts import build_stage, heavier, mean_loss, times_of
 from stepgauge.bench.pipeline_torch import TorchPipeline
 from stepgauge.bench.rank_figures import spans_table
 from stepgauge.bench.ranks import OnRanks, require_ranks, slowest
@@ -33,6 +33,7 @@ from stepgauge.spec.plan.pipeline.check import Held
 from stepgauge.spec.plan.stages import TIME, PartTimes, said
 from stepgauge.spec.record import Record, Sample
 from stepgauge.train.build import batch_for
+from stepgauge.train.layout import num_counted
 from stepgauge.train.precision import PRECISIONS
 
 PROBED = 4  # micro-batches that a stage is timed over, one after another
@@ -124,7 +125,8 @@ class PipelineBench:
         spec, dtype = self.spec, self.precision.parameters
 
         def make(stage: int) -> nn.Module:
-            return build_stage(spec, self.parts[stage], device=self.device, dtype=dtype)
+            model = heavier(spec)
+            return build_stage(spec, model, self.parts[stage], device=self.device, dtype=dtype)
 
         schedule = self._schedule
         if not spec.is_torchs:
@@ -132,7 +134,7 @@ class PipelineBench:
                 make,
                 schedule,
                 loss=mean_loss,
-                share=counted if isinstance(spec.model, BertSpec) else None,
+                share=num_counted if isinstance(spec.model, BertSpec) else None,
                 device=self.device,
                 context=self._context,
                 transport=spec.transport,
@@ -158,7 +160,7 @@ class PipelineBench:
         if asked not in PART_TIMES:
             with self.precision.matmul_mode():
                 dtype, context = self.precision.parameters, self._context
-                times = part_times(spec, device=self.device, dtype=dtype, context=context)
+                times = times_of(spec, device=self.device, dtype=dtype, context=context)
                 PART_TIMES[asked] = times
         return PART_TIMES[asked]
 

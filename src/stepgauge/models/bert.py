@@ -7,6 +7,8 @@ Legend: B batch, T sequence, D model width, H heads, W head width, F feed-forwar
 vocabulary.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from stepgauge.models.checkpointing import Through, in_order, keeping
 from stepgauge.models.drawing import draw_normal
 from stepgauge.models.fused_linear import FusedLinear
 from stepgauge.spec.bert import NUM_TYPES, BertSpec
+from stepgauge.spec.plan.stages import HALVES, halves_of, num_parts
 
 NORM_EPSILON = 1e-12
 NOT_MASKED = -100  # the target of a token whose loss does not count
@@ -25,10 +28,10 @@ class BertForMaskedLM(nn.Module):
     masked tokens. Without types_BT all tokens are of the first type. The output matrix is the token
     embedding.
 
-    blocks  the stage of the network to build, all of it if None: one that does not begin with
-            block 0 takes hidden_BTD, one that does not end with the last gives it. Its parameters
-            have the names and values of the whole's
-    seed    of the weights; None: that of the last torch.manual_seed
+    parts  the stage of the network to build, as spec.plan.stages numbers them, all if None: one
+           without the embeddings takes hidden_BTD, one without the head gives it. Its parameters
+           have the names and values of the whole's
+    seed   of the weights; None: that of the last torch.manual_seed
     """
 
     def __init__(
@@ -36,15 +39,16 @@ class BertForMaskedLM(nn.Module):
         spec: BertSpec,
         *,
         device: torch.device | None = None,
-        blocks: range | None = None,
+        parts: range | None = None,
         seed: int | None = None,
     ):
         super().__init__()
         self.spec = spec
         # or one that keeps less for backward: models.checkpointing
         self.through_blocks: Through = in_order
-        blocks = range(spec.num_layers) if blocks is None else blocks
-        self.is_first, self.is_last = blocks.start == 0, blocks.stop == spec.num_layers
+        last = num_parts(spec.num_layers) - 1
+        parts = range(last + 1) if parts is None else parts
+        self.is_first, self.is_last = 0 in parts, last in parts
         if self.is_first:
             self.tokens = nn.Embedding(spec.vocab_size, spec.d_model, device=device)
             self.positions = nn.Embedding(spec.num_positions, spec.d_model, device=device)
@@ -52,8 +56,8 @@ class BertForMaskedLM(nn.Module):
             self.norm = _norm(spec, device)
         self.dropout = nn.Dropout(spec.dropout)
         self.blocks = nn.ModuleList()
-        for layer in blocks:
-            self.blocks.add_module(str(layer), Block(spec, device))
+        for layer, halves in halves_of(parts, spec.num_layers).items():
+            self.blocks.add_module(str(layer), Block(spec, device, halves))
         if self.is_last:
             self.compute_loss = masked_cross_entropy
             self.transform = nn.Linear(spec.d_model, spec.d_model, device=device)
@@ -104,14 +108,21 @@ def masked_cross_entropy(
 
 
 class Block(nn.Module):
-    """norm(x + attention(x)), then norm(x + feed_forward(x)): normalised after the sum."""
+    """norm(x + attention(x)), then norm(x + feed_forward(x)): normalised after the sum.
 
-    def __init__(self, spec: BertSpec, device: torch.device | None):
+    halves  those of HALVES that it has
+    """
+
+    def __init__(self, spec: BertSpec, device: torch.device | None, halves: Sequence[str] = HALVES):
         super().__init__()
-        self.attention = Attention(spec, device)
-        self.attention_norm = _norm(spec, device)
-        self.feed_forward = FeedForward(spec, device)
-        self.feed_forward_norm = _norm(spec, device)
+        self.attention: Attention | None = None
+        self.feed_forward: FeedForward | None = None
+        if "attention" in halves:
+            self.attention = Attention(spec, device)
+            self.attention_norm = _norm(spec, device)
+        if "feed_forward" in halves:
+            self.feed_forward = FeedForward(spec, device)
+            self.feed_forward_norm = _norm(spec, device)
         self.dropout = nn.Dropout(spec.dropout)
 
     def forward(self, x_BTD: Tensor, _: None = None, checkpointing: str = "none") -> Tensor:
@@ -120,8 +131,11 @@ class Block(nn.Module):
         return keeping(checkpointing, self._compute, x_BTD)
 
     def _compute(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = self.attention_norm(x_BTD + self.dropout(self.attention(x_BTD)))
-        return self.feed_forward_norm(x_BTD + self.dropout(self.feed_forward(x_BTD)))
+        if self.attention is not None:
+            x_BTD = self.attention_norm(x_BTD + self.dropout(self.attention(x_BTD)))
+        if self.feed_forward is not None:
+            x_BTD = self.feed_forward_norm(x_BTD + self.dropout(self.feed_forward(x_BTD)))
+        return x_BTD
 
 
 class Attention(nn.Module):

@@ -6,6 +6,7 @@ that are rotated, V vocabulary.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -19,6 +20,7 @@ from stepgauge.models.parts import ATTENTIONS, LOSSES, NORMS, WINDOWED
 from stepgauge.models.rotary import rotary_tables, rotate
 from stepgauge.ranges import ranged
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.stages import HALVES, halves_of, num_parts
 from stepgauge.spec.rope import RUNNABLE, RopeScaling
 
 Rotation = tuple[Tensor, Tensor] | None
@@ -28,11 +30,11 @@ class TransformerLM(nn.Module):
     """`forward(tokens_BT)` gives logits_BTV, `forward(tokens_BT, targets_BT)` the mean loss. Tokens
     stand at positions 0 to T-1, or at positions_T.
 
-    blocks  the stage of the network to build, all of it if None. A stage that begins with block 0
-            takes tokens_BT, others hidden_BTD; one that ends with the last block gives logits or
-            loss, others hidden_BTD. Its parameters have the names and values that they have in the
-            whole
-    seed    of the weights; None: that of the last torch.manual_seed
+    parts  the stage of the network to build, as spec.plan.stages numbers them, all if None. A stage
+           with the embeddings takes tokens_BT, others hidden_BTD; one with the head gives logits
+           or loss, others hidden_BTD. Its parameters have the names and values that they have in
+           the whole
+    seed   of the weights; None: that of the last torch.manual_seed
 
     Raises ValueError for a network that can be counted but not yet run.
     """
@@ -42,7 +44,7 @@ class TransformerLM(nn.Module):
         spec: ModelSpec,
         *,
         device: torch.device | None = None,
-        blocks: range | None = None,
+        parts: range | None = None,
         seed: int | None = None,
     ):
         super().__init__()
@@ -51,8 +53,9 @@ class TransformerLM(nn.Module):
         self.compute_loss = LOSSES[spec.loss]
         # or one that keeps less for backward: models.checkpointing
         self.through_blocks: Through = in_order
-        blocks = range(spec.num_layers) if blocks is None else blocks
-        is_first, is_last = blocks.start == 0, blocks.stop == spec.num_layers
+        last = num_parts(spec.num_layers) - 1
+        parts = range(last + 1) if parts is None else parts
+        is_first, is_last = 0 in parts, last in parts
         self.embedding: nn.Embedding | None = None
         self.positions: nn.Embedding | None = None
         self.head: nn.Linear | None = None
@@ -62,8 +65,8 @@ class TransformerLM(nn.Module):
             length = spec.num_positions or spec.context_length
             self.positions = nn.Embedding(length, spec.d_model, device=device)
         self.blocks = nn.ModuleList()
-        for layer in blocks:
-            self.blocks.add_module(str(layer), Block(spec, layer, device))
+        for layer, halves in halves_of(parts, spec.num_layers).items():
+            self.blocks.add_module(str(layer), Block(spec, layer, device, halves))
         has_norm = is_last and spec.block != "post-norm"
         self.norm = _norm(spec, spec.d_model, device) if has_norm else nn.Identity()
         if is_last:
@@ -125,15 +128,30 @@ class TransformerLM(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward layer around the residual stream, norms where spec.block says."""
+    """Attention and feed-forward layer around the residual stream, norms where spec.block says.
 
-    def __init__(self, spec: ModelSpec, layer: int, device: torch.device | None):
+    halves  those of HALVES that it has. Raises ValueError for half a block whose layers are parallel
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: int,
+        device: torch.device | None,
+        halves: Sequence[str] = HALVES,
+    ):
         super().__init__()
+        if spec.block == "parallel" and len(halves) < len(HALVES):
+            raise ValueError("block is 'parallel', which is not cut in two; choose 'pre-norm'")
         self.order = spec.block
-        self.attention_norm = _norm(spec, spec.d_model, device)
-        self.attention = Attention(spec, layer, device)
-        self.feed_forward_norm = _norm(spec, spec.d_model, device)
-        self.feed_forward = build_feed_forward(spec, device)
+        self.attention: Attention | None = None
+        self.feed_forward: nn.Module | None = None
+        if "attention" in halves:
+            self.attention_norm = _norm(spec, spec.d_model, device)
+            self.attention = Attention(spec, layer, device)
+        if "feed_forward" in halves:
+            self.feed_forward_norm = _norm(spec, spec.d_model, device)
+            self.feed_forward = build_feed_forward(spec, device)
 
     def forward(self, x_BTD: Tensor, rotation: Rotation, checkpointing: str = "none") -> Tensor:
         if checkpointing == "none":
@@ -141,14 +159,17 @@ class Block(nn.Module):
         return keeping(checkpointing, self._compute, x_BTD, rotation)
 
     def _compute(self, x_BTD: Tensor, rotation: Rotation) -> Tensor:
-        if self.order == "post-norm":
+        before_BTD = x_BTD
+        if self.attention is not None and self.order == "post-norm":
             x_BTD = self.attention_norm(x_BTD + self.attention(x_BTD, rotation))
+        elif self.attention is not None:
+            x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotation)
+        if self.feed_forward is None:
+            return x_BTD
+        if self.order == "post-norm":
             return self.feed_forward_norm(x_BTD + self.feed_forward(x_BTD))
-        mixed_BTD = self.attention(self.attention_norm(x_BTD), rotation)
-        if self.order == "parallel":
-            return x_BTD + mixed_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))
-        x_BTD = x_BTD + mixed_BTD
-        return x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))
+        inputs_BTD = before_BTD if self.order == "parallel" else x_BTD
+        return x_BTD + self.feed_forward(self.feed_forward_norm(inputs_BTD))
 
 
 class Attention(nn.Module):

@@ -128,6 +128,8 @@ class PipelineSpec:
             )
         if self.is_torchs and self.ours in SPLITTING and self.compile != "off":
             raise ValueError(f"compile is {self.compile!r}; {self.schedule} takes 'off' only")
+        if getattr(self.model, "block", "") == "parallel":
+            raise ValueError("block is 'parallel', which no stage has half of; choose 'pre-norm'")
         if self.cuda_graphs and self.device.startswith("cpu"):
             raise ValueError("cuda_graphs needs a GPU; device is 'cpu'")
         if self.num_stages > self.model.num_layers:

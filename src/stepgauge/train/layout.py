@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,12 +35,12 @@ from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.recompute import RecomputePlan
-from stepgauge.spec.plan.stages import TIME, cut_blocks
+from stepgauge.spec.plan.stages import TIME, cut_blocks, parts_of
 from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.train import TrainSpec
 from stepgauge.spec.user_model import UserModel
-from stepgauge.train.build import NETWORKS, build_step, decay_groups
-from stepgauge.train.part_times import layer_times
+from stepgauge.train.build import NETWORKS, batch_for, build_step, decay_groups
+from stepgauge.train.part_times import part_times
 from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES, Precision, precision_on
 from stepgauge.train.step import TrainingStep
 from stepgauge.train.user_model import UserStep, build_user_step
@@ -157,7 +157,7 @@ def on_data_axis(spec: Spec, layout: Layout) -> Parallelise:
     spread = functools.partial(parallelise, layout.wrapper, settings=_settings(spec, layout))
     if layout.data == 1 or isinstance(spec.model, UserModel):
         return spread
-    mean = CountedMean(_num_counted, dist.group.WORLD)
+    mean = CountedMean(num_counted, dist.group.WORLD)
 
     def weight(batch: Sequence[Any]) -> Tensor:
         return mean.weights([batch[1:2]], batch[1].device)[0]
@@ -204,10 +204,13 @@ def stages_of(spec: Spec, layout: Layout, device: torch.device) -> list[range]:
     times = None
     if spec.balance == TIME:
         with precision.matmul_mode():
-            times = layer_times(
+            batch = batch_for(model, spec.batch // layout.data // layout.microbatches, seed=0)
+            inputs, targets = _cut(model)([part.to(device) for part in batch])
+            times = part_times(
                 model,
-                functools.partial(_build, spec, layout, device),
-                batch=spec.batch // layout.data // layout.microbatches,
+                functools.partial(_build_parts, spec, layout, device),
+                inputs=tuple(inputs),
+                targets=targets[0],
                 device=device,
                 context=lambda: precision.autocasting(device),
             )
@@ -218,12 +221,18 @@ def _build(
     spec: Spec, layout: Layout, device: torch.device, model: Preset, blocks: range
 ) -> nn.Module:
     """A stage, weights drawn from the spec's seed."""
+    return _build_parts(spec, layout, device, model, parts_of(blocks, model.num_layers))
+
+
+def _build_parts(
+    spec: Spec, layout: Layout, device: torch.device, model: Preset, parts: range
+) -> nn.Module:
     make, _ = NETWORKS[type(model)]
-    part = make(model, device=device, blocks=blocks, seed=spec.seed)
+    part = make(model, device=device, parts=parts, seed=spec.seed)
     part.through_blocks = through_blocks(
         spec.checkpointing, spec.checkpoint_blocks, alone=spec.compile == "blocks"
     )
-    if isinstance(model, BertSpec) and layout.pipeline > 1 and blocks.start == 0:
+    if isinstance(model, BertSpec) and layout.pipeline > 1 and 0 in parts:
         part.register_forward_pre_hook(_types_last)
     return compiled(part.to(PRECISIONS[spec.precision].parameters), spec.compile)
 
@@ -234,7 +243,6 @@ def network_of(
     """The network of a spec in the stages of a layout."""
     model, precision = spec.network, PRECISIONS[spec.precision]
     schedule = schedule_of(layout) if layout.pipeline > 1 else None
-    is_bert = isinstance(model, BertSpec)
 
     def context() -> contextlib.AbstractContextManager[Any]:
         return precision.autocasting(device)
@@ -244,8 +252,8 @@ def network_of(
         table=lambda stage: table_of(model, stages[stage]),
         schedule=schedule,
         tied=_tied(model, len(stages)),
-        cut=_cut_bert if is_bert else lambda batch: (batch[:1], batch[1:]),
-        count=_num_counted,
+        cut=_cut(model),
+        count=num_counted,
         context=context,
         graphs=CudaGraphs(device) if isinstance(spec, LayoutSpec) and spec.cuda_graphs else None,
         cut_sequences=functools.partial(cut_sequences, ulysses=layout.ulysses),
@@ -288,10 +296,11 @@ def _tied(model: ModelSpec | BertSpec, stages: int) -> list[Tie]:
     return [((0, embedding), (stages - 1, "head.weight"))]
 
 
-def _cut_bert(batch: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Tokens and types go into the first stage, targets into the last."""
-    tokens, targets, types = batch
-    return (tokens, types), (targets,)
+def _cut(model: Preset) -> Callable[[Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]:
+    """A batch as what goes into the first stage, BERT's types too, and targets for the last."""
+    if isinstance(model, BertSpec):
+        return lambda batch: ((batch[0], batch[2]), batch[1:2])
+    return lambda batch: (batch[:1], batch[1:])
 
 
 def _types_last(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
@@ -300,6 +309,6 @@ def _types_last(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
     return tokens, None, types
 
 
-def _num_counted(targets_BT: Tensor) -> Tensor:
+def num_counted(targets_BT: Tensor) -> Tensor:
     """Of each sequence."""
     return (targets_BT != NOT_MASKED).sum(1)

@@ -9,44 +9,42 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.plan.stages import PartTimes
-from stepgauge.train.build import batch_for
+from stepgauge.spec.plan.stages import PartTimes, num_parts
 
 WARMUP, REPEATS = 2, 5
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-def layer_times(
+def part_times(
     model: ModelSpec | BertSpec,
-    build: Callable[[ModelSpec | BertSpec, range], nn.Module],
+    build: Callable[[ModelSpec | BertSpec, range], Callable[..., Tensor]],
     *,
-    batch: int,
+    inputs: tuple[Tensor, ...],
+    targets: Tensor,
     device: torch.device,
     context: Context,
 ) -> PartTimes:
-    """Of the embedding, a block and the head, from stages of one block each: the first, one in
-    between, and the last. Whole layers: of a tensor axis each rank has as large a part of them all.
-    The same on all ranks, which must all call it.
+    """Of the embeddings, the halves of a block and the head, from a network of one block. Whole
+    layers: of a tensor axis each rank has as large a part of them all. The same on all ranks, which
+    must all call it.
 
-    build    a stage of a network, by its blocks
-    batch    sequences of a micro-batch
+    build    a stage of a network, by its parts; the last one takes targets after its input
+    inputs   what the first stage takes of a micro-batch
     context  around every forward, such as autocast
     """
-    short = dataclasses.replace(model, num_layers=3)
-    tokens, targets, *types = (part.to(device) for part in batch_for(short, batch, seed=0))
-    inputs, found = (tokens, *types), []
-    for layer in range(3):
-        stage = build(short, range(layer, layer + 1))
-        inputs = (*inputs, targets) if layer == 2 else inputs
+    short, found = dataclasses.replace(model, num_layers=1), []
+    for part in range(num_parts(1)):
+        stage = build(short, range(part, part + 1))
+        inputs = (*inputs, targets) if part == num_parts(1) - 1 else inputs
         output, ms = forward_and_backward(stage, inputs, device=device, context=context)
         inputs = (output.detach().requires_grad_(),)
         found.append(ms)
-    first, block, last = found
-    return agreed(PartTimes(max(0.0, first - block), (block,), max(0.0, last - block)))
+    first, *block, last = found
+    return agreed(PartTimes(first, tuple(block), last))
 
 
 def forward_and_backward(

@@ -1,4 +1,7 @@
-"""Which blocks of a network each stage of a pipeline has."""
+"""Which parts of a network each stage of a pipeline has.
+
+Parts are numbered through: the embeddings, two of each block (attention, feed-forward), the head.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -10,6 +13,7 @@ from stepgauge.spec.plan.pipeline.action import Schedule
 from stepgauge.spec.plan.pipeline.balance import balance
 
 FLOPS, TIME = "flops", "time"
+HALVES = ("attention", "feed_forward")
 
 
 class PartTimes(NamedTuple):
@@ -24,6 +28,26 @@ class PartTimes(NamedTuple):
     def of(self, num_layers: int) -> list[float]:
         """A value for each part of a network of so many blocks."""
         return [self.embedding, *self.block * num_layers, self.head]
+
+
+def num_parts(num_layers: int) -> int:
+    """Of a network of so many blocks."""
+    return 2 * num_layers + 2
+
+
+def parts_of(blocks: range, num_layers: int) -> range:
+    """The parts of a stage of whole blocks, the first with the embeddings, the last with the head."""
+    first = 2 * blocks.start + (blocks.start > 0)
+    return range(first, 2 * blocks.stop + 1 + (blocks.stop == num_layers))
+
+
+def halves_of(parts: range, num_layers: int) -> dict[int, tuple[str, ...]]:
+    """What of each block is among the parts, by the block's number."""
+    inside = range(max(1, parts.start), min(parts.stop, num_parts(num_layers) - 1))
+    found: dict[int, tuple[str, ...]] = {}
+    for block, half in (divmod(part - 1, 2) for part in inside):
+        found[block] = (*found.get(block, ()), HALVES[half])
+    return found
 
 
 def cut_blocks(
