@@ -66,10 +66,8 @@ def test_what_no_pipeline_can_do_is_refused(fields, sentence):
 
 
 def test_the_heavy_stage_is_heavier_and_the_others_are_not():
-    from stepgauge.spec.pipeline_cut import cut
-
     plain, heavy = (
-        cut(PipelineSpec(model=NANO, micro_batches=4, ranks=2, overweight=n)) for n in (0, 3)
+        PipelineSpec(model=NANO, micro_batches=4, ranks=2, overweight=n).stages() for n in (0, 3)
     )
     assert [len(part) for part in heavy] == [len(plain[0]), len(plain[1]) + 6]
     assert plain[-1].stop == 1 + 2 * 4 + 1

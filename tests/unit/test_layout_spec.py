@@ -33,7 +33,7 @@ def test_what_follows_from_a_layout():
     assert spec.stages() == [range(3), range(3, 4)], "the head weighs as much as two blocks"
     assert spec.schedule().num_micro_batches == 2
     # Measured, it may weigh half a block, and the embedding two.
-    times = PartTimes(embedding=2.0, block=(1.0,), head=0.5)
+    times = PartTimes(embedding=2.0, attention=0.4, feed_forward=0.6, head=0.5)
     assert asked("pp2 1f1b m2", balance="time").stages(times) == [range(1), range(1, 4)]
     alone = asked("none")
     assert (alone.ranks, alone.stages(), alone.schedule()) == (1, [range(4)], None)

@@ -26,7 +26,6 @@ from stepgauge.runtime.recording import CudaGraphs
 from stepgauge.runtime.world import joined_world
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.pipeline import PipelineSpec
-from stepgauge.spec.pipeline_cut import cut
 from stepgauge.spec.plan.pipeline import Channel, Schedule, lower
 from stepgauge.spec.plan.pipeline import check as require_runnable
 from stepgauge.spec.plan.pipeline.check import Held
@@ -118,7 +117,7 @@ class PipelineBench:
         self.device = world.device(spec.device)
         tokens, targets, *_ = batch_for(spec.model, spec.batch, spec.seed + 1)
         self.batch = ((tokens.to(self.device),), (targets.to(self.device),))
-        self.parts = cut(spec, self._times() if spec.balance == TIME else None)
+        self.parts = spec.stages(self._times() if spec.balance == TIME else None)
         self.pipeline = self._build()
 
     def _build(self) -> Pipeline | TorchPipeline:

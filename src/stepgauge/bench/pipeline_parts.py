@@ -43,7 +43,7 @@ def heavier(spec: PipelineSpec) -> ModelSpec | BertSpec:
 def times_of(
     spec: PipelineSpec, *, device: torch.device, dtype: torch.dtype, context: Context
 ) -> PartTimes:
-    """What `cut` takes. The same on all ranks, which must all call it."""
+    """What `cut_parts` takes. The same on all ranks, which must all call it."""
     batch = spec.batch // spec.micro_batches
     tokens, targets, *_ = (part.to(device) for part in batch_for(spec.model, batch, spec.seed))
 

@@ -21,7 +21,7 @@ from stepgauge.cost.pipeline import span_rows
 from stepgauge.cost.prices import GLOO, NCCL, Prices
 from stepgauge.cost.program import Program, RankStep
 from stepgauge.cost.share import NetworkPart
-from stepgauge.cost.stages import durations, layer_times
+from stepgauge.cost.stages import Halves, durations
 from stepgauge.cost.step import modelled, rates
 from stepgauge.cost.timed_blocks import as_timed
 from stepgauge.cost.timeline import Timeline, simulate
@@ -147,7 +147,7 @@ class LayoutParts:
         whole = StepOperations(work, share)
         backend = GLOO if spec.group_backend == "gloo" else NCCL
         prices = Prices(machine, layout, backend).paced_by(whole)
-        times = layer_times(as_timed(whole, prices), prices) if spec.needs_times else None
+        times = Halves.of(as_timed(whole, prices)).times(prices) if spec.needs_times else None
         stages = [
             as_timed(StepOperations(work, dataclasses.replace(share, blocks=blocks)), prices)
             for blocks in spec.stages(times)

@@ -16,7 +16,6 @@ from stepgauge.cost.timeline import Timeline, simulate
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
-from stepgauge.spec.pipeline_cut import cut
 from stepgauge.spec.plan.pipeline import lower
 from stepgauge.spec.plan.stages import TIME, said
 from stepgauge.spec.record import Record, Sample
@@ -34,7 +33,7 @@ def predict_pipeline(spec: PipelineSpec, machine: Machine) -> Record:
     schedule = lower(spec.plan(), ahead=spec.ahead)
     host = launching(whole.spec, machine)
     halves = Halves.of(whole)
-    parts = cut(spec, halves.times(prices))
+    parts = spec.stages(halves.times(prices))
     taken = halves.durations(parts, schedule, prices, nbytes=stream_bytes(whole), host=host)
     if spec.fill:
         schedule = lower(fill_bubbles(spec.plan(), taken), ahead=spec.ahead)

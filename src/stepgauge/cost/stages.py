@@ -48,16 +48,6 @@ def durations(
     )
 
 
-def layer_times(whole: StepOperations, prices: Prices) -> PartTimes:
-    """What `cut_blocks` takes."""
-    forward, backward = whole.forward_parts(), reversed(whole.backward_parts())
-    embedding, block, head = (
-        prices.total_us([*there, *back]) / 1e3
-        for there, back in zip(forward, backward, strict=True)
-    )
-    return PartTimes(embedding, (block,), head)
-
-
 def transfers(schedule: Schedule, prices: Prices, nbytes: float) -> dict[Channel, float]:
     """ms of a tensor between stages on different ranks."""
     ms = prices.transfer(nbytes).us / 1e3
@@ -67,9 +57,9 @@ def transfers(schedule: Schedule, prices: Prices, nbytes: float) -> dict[Channel
 
 @dataclasses.dataclass(frozen=True)
 class Halves:
-    """A network as parts of half blocks, each with its terms: as `bench pipeline` cuts it.
+    """A network as parts of half blocks, each with its terms.
 
-    backward's first term list is the head's; numbers are those of spec/pipeline_cut.py
+    backward's first term list is the head's; numbers are those of spec/plan/stages.py
     """
 
     forward: Sequence[Sequence[Term]]
@@ -103,13 +93,13 @@ class Halves:
         )
 
     def times(self, prices: Prices) -> PartTimes:
-        """What `cut` takes."""
+        """What cuts a network into stages, of whole blocks or of halves."""
         last = len(self.forward) - 1
         ms = [
             prices.total_us([*self.forward[part], *self.backward[part]]) / 1e3
             for part in (0, 1, 2, last)
         ]
-        return PartTimes(ms[0], (ms[1], ms[2]), ms[3])
+        return PartTimes(*ms)
 
     def _part(self, parts: Sequence[Sequence[Term]], number: int) -> Sequence[Term]:
         """A stage that is overweight has more blocks than the network: parts like the others."""

@@ -46,9 +46,8 @@ class BertForMaskedLM(nn.Module):
         self.spec = spec
         # or one that keeps less for backward: models.checkpointing
         self.through_blocks: Through = in_order
-        last = num_parts(spec.num_layers) - 1
-        parts = range(last + 1) if parts is None else parts
-        self.is_first, self.is_last = 0 in parts, last in parts
+        parts = parts or range(num_parts(spec.num_layers))
+        self.is_first, self.is_last = 0 in parts, num_parts(spec.num_layers) - 1 in parts
         if self.is_first:
             self.tokens = nn.Embedding(spec.vocab_size, spec.d_model, device=device)
             self.positions = nn.Embedding(spec.num_positions, spec.d_model, device=device)

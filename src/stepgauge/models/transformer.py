@@ -53,9 +53,8 @@ class TransformerLM(nn.Module):
         self.compute_loss = LOSSES[spec.loss]
         # or one that keeps less for backward: models.checkpointing
         self.through_blocks: Through = in_order
-        last = num_parts(spec.num_layers) - 1
-        parts = range(last + 1) if parts is None else parts
-        is_first, is_last = 0 in parts, last in parts
+        parts = parts or range(num_parts(spec.num_layers))
+        is_first, is_last = 0 in parts, num_parts(spec.num_layers) - 1 in parts
         self.embedding: nn.Embedding | None = None
         self.positions: nn.Embedding | None = None
         self.head: nn.Linear | None = None

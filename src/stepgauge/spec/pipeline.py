@@ -12,7 +12,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import SCHEDULES, Schedule, build
 from stepgauge.spec.plan.pipeline.lower import AHEAD
 from stepgauge.spec.plan.pipeline.schedules import LOOPED, stages_per_rank
-from stepgauge.spec.plan.stages import FLOPS, TIME
+from stepgauge.spec.plan.stages import FLOPS, TIME, PartTimes, cut_parts, part_flops
 from stepgauge.spec.step import WorkSpec
 
 # torch.distributed.pipelining's own schedules, and ours of the same name.
@@ -160,6 +160,18 @@ class PipelineSpec:
             micro_batches=self.micro_batches,
             per_rank=stages_per_rank(self.ours, self.per_rank),
         )
+
+    def stages(self, times: PartTimes | None = None) -> list[range]:
+        """The parts of each stage. `times` are measured or predicted, for a spec balanced by time."""
+        layers = self.model.num_layers
+        if self.balance == TIME:
+            assert times is not None, "whoever runs or predicts the spec has them"
+            weights = times.of(layers)
+        elif self.balance == "count":
+            weights = [0.0, *[1.0] * (2 * layers), 0.0]
+        else:
+            weights = part_flops(self.model)
+        return cut_parts(weights, self.plan(), overweight=self.overweight)
 
     def canonical(self) -> Self:
         """With defaults for the options that the schedule does not look at."""

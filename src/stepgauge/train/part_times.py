@@ -43,8 +43,7 @@ def part_times(
         output, ms = forward_and_backward(stage, inputs, device=device, context=context)
         inputs = (output.detach().requires_grad_(),)
         found.append(ms)
-    first, *block, last = found
-    return agreed(PartTimes(first, tuple(block), last))
+    return agreed(PartTimes(*found))
 
 
 def forward_and_backward(
@@ -73,12 +72,7 @@ def agreed(times: PartTimes) -> PartTimes:
     """The mean over all ranks, the same on each."""
     given: list[PartTimes] = [times] * dist.get_world_size()
     dist.all_gather_object(given, times)
-    embeddings, blocks, heads = zip(*given, strict=True)
-    return PartTimes(
-        statistics.fmean(embeddings),
-        tuple(statistics.fmean(of_part) for of_part in zip(*blocks, strict=True)),
-        statistics.fmean(heads),
-    )
+    return PartTimes(*map(statistics.fmean, zip(*given, strict=True)))
 
 
 def _synchronize(device: torch.device) -> None:

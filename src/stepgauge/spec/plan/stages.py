@@ -18,16 +18,17 @@ HALVES = ("attention", "feed_forward")
 
 class PartTimes(NamedTuple):
     """ms of forward and backward of a micro-batch, measured or predicted: of the embeddings, of the
-    parts of a block (one: the whole block), of the head with the loss.
+    halves of a block, of the head with the loss.
     """
 
     embedding: float
-    block: tuple[float, ...]
+    attention: float
+    feed_forward: float
     head: float
 
     def of(self, num_layers: int) -> list[float]:
         """A value for each part of a network of so many blocks."""
-        return [self.embedding, *self.block * num_layers, self.head]
+        return [self.embedding, *[self.attention, self.feed_forward] * num_layers, self.head]
 
 
 def num_parts(num_layers: int) -> int:
@@ -64,10 +65,23 @@ def cut_blocks(
             f"{schedule.name} on {schedule.num_ranks} ranks has {stages} stages; the network has "
             f"{layers} blocks"
         )
-    weights = [sum(times.block)] * layers if times else [_block_flops(model)] * layers
-    weights[0] += times.embedding if times else 0.0
-    weights[-1] += times.head if times else _head_flops(model)
+    first, *halves, last = times.of(layers) if times else part_flops(model)
+    weights = [sum(halves[n : n + 2]) for n in range(0, len(halves), 2)]
+    weights[0] += first
+    weights[-1] += last
+    return _cut(weights, schedule)
+
+
+def cut_parts(weights: Sequence[float], schedule: Schedule, *, overweight: int = 0) -> list[range]:
+    """The parts of each stage, by what each part weighs: of PartTimes, or part_flops. The second
+    stage has `overweight` blocks more than its share.
+    """
+    return _cut(weights, schedule, more=len(HALVES) * overweight)
+
+
+def _cut(weights: Sequence[float], schedule: Schedule, more: int = 0) -> list[range]:
     sizes = balance(weights, list(schedule.rank_of.values()))
+    sizes[min(1, len(sizes) - 1)] += more
     borders = [0, *itertools.accumulate(sizes)]
     return [range(first, end) for first, end in itertools.pairwise(borders)]
 
@@ -77,10 +91,11 @@ def said(cuts: Sequence[range], unit: str) -> str:
     return f"stages of {', '.join(str(len(cut)) for cut in cuts)} {unit}"
 
 
-def _head_flops(model: ModelSpec | BertSpec) -> float:
-    return 2.0 * model.context_length * model.d_model * model.vocab_size
-
-
-def _block_flops(model: ModelSpec | BertSpec) -> float:
-    whole = float(model.forward_flops(batch=1, sequence=model.context_length))
-    return (whole - _head_flops(model)) / model.num_layers
+def part_flops(model: ModelSpec | BertSpec) -> list[float]:
+    """Forward FLOPs of each part for a sequence. Embeddings are looked up."""
+    length, d = model.context_length, model.d_model
+    head = 2.0 * length * d * model.vocab_size
+    block = (float(model.forward_flops(batch=1, sequence=length)) - head) / model.num_layers
+    up = 2 if isinstance(model, ModelSpec) and model.is_gated else 1
+    feed_forward = min(block, 2.0 * length * (up + 1) * d * model.d_ff)
+    return [0.0, *[block - feed_forward, feed_forward] * model.num_layers, head]
