@@ -3,7 +3,6 @@ alone, and then what measures it.
 """
 
 import dataclasses
-import statistics
 import time
 from typing import Any
 
@@ -11,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stepgauge.bench.pipeline_bytes import in_step, travelling_bytes
+from stepgauge.bench.pipeline_alone import Probed, StagesAlone, durations
 from stepgauge.bench.pipeline_parts import build_stage, heavier, mean_loss, times_of
 from stepgauge.bench.pipeline_torch import TorchPipeline
 from stepgauge.bench.rank_figures import spans_table
 from stepgauge.bench.ranks import OnRanks, require_ranks, slowest
 from stepgauge.bench.sweep import Job
 from stepgauge.cost.fill import fill_bubbles
-from stepgauge.cost.timeline import Durations, simulate
+from stepgauge.cost.timeline import simulate
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.parallel.pipeline import Pipeline
@@ -26,22 +25,16 @@ from stepgauge.runtime.recording import CudaGraphs
 from stepgauge.runtime.world import joined_world
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.pipeline import PipelineSpec
-from stepgauge.spec.plan.pipeline import Channel, Schedule, lower
+from stepgauge.spec.plan.pipeline import Schedule, lower
 from stepgauge.spec.plan.pipeline import check as require_runnable
-from stepgauge.spec.plan.pipeline.check import Held
 from stepgauge.spec.plan.stages import TIME, PartTimes, said
 from stepgauge.spec.record import Record, Sample
 from stepgauge.train.build import batch_for
 from stepgauge.train.layout import num_counted
 from stepgauge.train.precision import PRECISIONS
 
-PROBED = 4  # micro-batches that a stage is timed over, one after another
-REPEATS, MOST_REPEATS = 3, 20
-PROBED_S = 0.4  # in 0.1 s the host's time for a computation was off by 20 %, either way
 # What the parts of a network were measured to take, by what that depends on.
 PART_TIMES: dict[tuple[Any, ...], PartTimes] = {}
-# What a stage takes alone, by what that depends on: schedules of a sweep share stages.
-ALONE: dict[tuple[Any, ...], "_Alone"] = {}
 # Schedules whose W were placed anew: a row and its prediction have the same.
 FILLED: dict[PipelineSpec, Schedule] = {}
 
@@ -64,22 +57,6 @@ class RankFigures:
     parts: list[range]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Probed:
-    """What the stages of one rank take alone: ms by (stage, kind), and of a transfer; bytes that a
-    micro-batch of a stage holds, beside those that the rank always has (weights and gradients) and
-    those that an action needs for itself; the parts of each stage. Without a GPU no bytes are known.
-    """
-
-    actions: dict[tuple[int, str], float]
-    transfer_ms: float
-    host_ms: float
-    held: dict[int, Held]
-    parts: list[range]
-    base_bytes: int = 0
-    within_bytes: int = 0
-
-
 def measure(spec: PipelineSpec) -> RankFigures:
     """Runs on every rank. Raises what torch raises: out of memory, mostly."""
     with PipelineBench(spec) as bench:
@@ -91,7 +68,7 @@ def probe(spec: PipelineSpec) -> Probed:
     """Runs on every rank: its stages alone, without any schedule."""
     with PipelineBench(dataclasses.replace(spec, schedule=spec.ours)) as bench:
         bench.warm_up(steps=1)
-        return bench.probe()
+        return bench.probed()
 
 
 def plan_of(spec: PipelineSpec) -> Schedule:
@@ -189,7 +166,8 @@ class PipelineBench:
         steps = [self.timed_step() for _ in range(self.spec.steps)]
         found = devices.peak_memory(self.device)
         if "peak_bytes" in found:
-            found["peak_bytes"] += self._kept_by_graphs()
+            kept = devices.kept_by_graphs(self.device) if self.spec.cuda_graphs else 0
+            found["peak_bytes"] += kept
         return RankFigures(steps=steps, spans=self.spans(), bytes=found, parts=self.parts)
 
     def timed_step(self) -> float:
@@ -207,121 +185,14 @@ class PipelineBench:
             return []
         return [(str(action), start, end) for action, start, end in self.pipeline.spans]
 
-    def probe(self) -> Probed:
+    def probed(self) -> Probed:
         """What the stages take alone. All ranks must call it, after a step."""
-        pipeline = self.pipeline
-        assert isinstance(pipeline, Pipeline), "torch's pipelines cannot be asked"
-        base = self._allocated() + self._kept_by_graphs()
-        if base:  # where memory is counted
-            base += travelling_bytes(pipeline, dist.get_rank())
-        found = {number: self._stage(pipeline, number) for number in pipeline.modules}
-        held = {number: own.held for number, own in found.items()}
-        if not self.spec.cuda_graphs:
-            held = {number: in_step(own, pipeline, number) for number, own in held.items()}
-        return Probed(
-            actions={
-                (number, kind): ms for number, own in found.items() for kind, ms in own.ms.items()
-            },
-            host_ms=statistics.fmean(own.host_ms for own in found.values()),
-            held=held,
-            parts=self.parts,
-            base_bytes=base,
-            within_bytes=max(own.within_bytes for own in found.values()),
-            transfer_ms=self.transfer_ms(),
-        )
-
-    def _stage(self, pipeline: Pipeline, number: int) -> "_Alone":
-        """Of a few rounds after a first one: the medians of the device, and the mean of the host,
-        whose slow moments add up in a step too.
-        """
+        assert isinstance(self.pipeline, Pipeline), "torch's pipelines cannot be asked"
         spec = self.spec
-        shape = (spec.model, spec.batch // spec.micro_batches, spec.seed, self.parts[number])
-        how = (spec.precision, spec.compile, spec.device, spec.cuda_graphs)
-        run = (pipeline.schedule.splits(number), pipeline.room(number))
-        if (shape, how, run) not in ALONE:
-            ALONE[shape, how, run] = self._timed(pipeline, number)
-        return ALONE[shape, how, run]
-
-    def _timed(self, pipeline: Pipeline, number: int) -> "_Alone":
-        self._round(pipeline, number)
-        rounds: list[_Alone] = []
-        end = time.perf_counter() + (PROBED_S if self.device.type == "cuda" else 0.0)
-        while len(rounds) < REPEATS or (time.perf_counter() < end and len(rounds) < MOST_REPEATS):
-            rounds.append(self._round(pipeline, number))
-        last = rounds[-1]
-        return dataclasses.replace(
-            last,
-            ms={kind: statistics.median(one.ms[kind] for one in rounds) for kind in last.ms},
-            host_ms=statistics.fmean(one.host_ms for one in rounds),
-        )
-
-    def _round(self, pipeline: Pipeline, number: int) -> "_Alone":
-        """Each kind of action for micro-batches one after another, without waiting for the device
-        in between.
-        """
-        calls = pipeline.alone(number, *self.batch)
-        probed = min(PROBED, pipeline.room(number) or PROBED)
-        ms, issued, levels, within = {}, 0.0, [self._allocated()], 0.0
-        for kind, call in calls.items():
-            devices.synchronize(self.device)
-            if self.device.type == "cuda":  # but the allocator keeps its blocks
-                torch.cuda.reset_peak_memory_stats(self.device)
-            start = time.perf_counter()
-            for micro_batch in range(probed):
-                call(micro_batch)
-            issued += time.perf_counter() - start
-            devices.synchronize(self.device)
-            ms[kind] = (time.perf_counter() - start) * 1e3 / probed
-            peak = devices.peak_memory(self.device).get("peak_bytes", 0)
-            levels.append(self._allocated())
-            within = max(within, peak - max(levels[-2:]))
-        held = [max(0.0, level - levels[0]) / probed for level in levels[1:]]
-        on_host = self.device.type == "cpu"  # there the host is the device
-        return _Alone(
-            ms=ms,
-            host_ms=0.0 if on_host else issued * 1e3 / probed / len(calls),
-            held=Held(held[0], held[1] if len(held) > 2 else 0.0),
-            within_bytes=round(within),
-        )
-
-    def _allocated(self) -> int:
-        return devices.allocated_memory(self.device) or 0
-
-    def _kept_by_graphs(self) -> int:
-        return devices.kept_by_graphs(self.device) if self.spec.cuda_graphs else 0
-
-    def transfer_ms(self) -> float:
-        """Of the largest tensor between two stages, between ranks 0 and 1; nothing on one rank."""
-        rank, pipeline = dist.get_rank(), self.pipeline
-        if dist.get_world_size() == 1:
-            return 0.0
-        assert isinstance(pipeline, Pipeline)
-        tensor = max(
-            (meta.empty(self.device) for metas in pipeline.between for meta in metas),
-            key=lambda t: t.nbytes,
-        )
-        times = []
-        for _ in range(REPEATS + 2 if rank < 2 else 0):
-            devices.synchronize(self.device)
-            start = time.perf_counter()
-            for place in (0, 1):
-                if rank == place:
-                    dist.send(tensor, 1 - rank)
-                else:
-                    dist.recv(tensor, 1 - rank)
-            devices.synchronize(self.device)
-            times.append((time.perf_counter() - start) * 1e3 / 2)
-        return statistics.median(times[2:]) if times else 0.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Alone:
-    """A stage alone: ms a micro-batch by kind, and of the host; bytes as in Probed."""
-
-    ms: dict[str, float]
-    host_ms: float
-    held: Held
-    within_bytes: int
+        asked = (spec.model, spec.batch // spec.micro_batches, spec.precision, spec.compile)
+        how = (*asked, spec.seed, spec.device, spec.cuda_graphs)
+        recorded = spec.cuda_graphs
+        return StagesAlone(self.pipeline, self.batch, self.parts, how, recorded).probed()
 
 
 def measured(spec: PipelineSpec, ranks: list[RankFigures]) -> Record:
@@ -371,17 +242,6 @@ def modelled(spec: PipelineSpec, ranks: list[Probed]) -> Record:
         metrics["peak_bytes"] = Sample.exact(max(series["rank_peak_bytes"]), "bytes")
     asked = _asked(spec, ranks[0].parts, "modelled")
     return Record.of(spec, metrics=metrics, series=series, tables=spans_table(spans), **asked)
-
-
-def durations(ranks: list[Probed], num_stages: int) -> Durations:
-    """What the simulator takes, from what the ranks have measured."""
-    transfer = max(rank.transfer_ms for rank in ranks)
-    edges = [(a, b) for a in range(num_stages) for b in (a - 1, a + 1)]
-    return Durations(
-        actions={key: ms for rank in ranks for key, ms in rank.actions.items()},
-        transfers={Channel(a, b): transfer for a, b in edges},
-        host_ms=max(rank.host_ms for rank in ranks),
-    )
 
 
 def _asked(spec: PipelineSpec, parts: list[range], provenance: str = "measured") -> dict[str, Any]:

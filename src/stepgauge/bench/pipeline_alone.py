@@ -1,0 +1,182 @@
+"""What the stages of a rank take when nothing else runs: from it a row's step and its peaks are
+simulated before it runs.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Hashable
+
+import torch
+import torch.distributed as dist
+
+from stepgauge.bench.pipeline_bytes import in_step, travelling_bytes
+from stepgauge.cost.timeline import Durations
+from stepgauge.measure import devices
+from stepgauge.parallel.pipeline import Pipeline
+from stepgauge.parallel.pipeline.step import Batch
+from stepgauge.spec.plan.pipeline import Channel
+from stepgauge.spec.plan.pipeline.check import Held
+
+PROBED = 4  # micro-batches that a stage is timed over, one after another
+REPEATS, MOST_REPEATS = 3, 20
+PROBED_S = 0.4  # in 0.1 s the host's time for a computation was off by 20 %, either way
+# What a stage takes alone, by what that depends on: schedules of a sweep share stages.
+KNOWN: dict[Hashable, "_Alone"] = {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Probed:
+    """What the stages of one rank take alone: ms by (stage, kind), and of a transfer; bytes that a
+    micro-batch of a stage holds, beside those that the rank always has (weights and gradients) and
+    those that an action needs for itself; the parts of each stage. Without a GPU no bytes are known.
+    """
+
+    actions: dict[tuple[int, str], float]
+    transfer_ms: float
+    host_ms: float
+    held: dict[int, Held]
+    parts: list[range]
+    base_bytes: int = 0
+    within_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Alone:
+    """A stage alone: ms a micro-batch by kind, and of the host; bytes as in Probed."""
+
+    ms: dict[str, float]
+    host_ms: float
+    held: Held
+    within_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StagesAlone:
+    """The stages of a pipeline that has run a step, with its batch.
+
+    parts     of each stage
+    how       what the times depend on, beside a stage's parts and how its backward is run
+    recorded  its stages are replayed from CUDA graphs
+    """
+
+    pipeline: Pipeline
+    batch: tuple[Batch, Batch]
+    parts: list[range]
+    how: Hashable
+    recorded: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.pipeline.device
+
+    def probed(self) -> Probed:
+        """All ranks must call it."""
+        pipeline = self.pipeline
+        base = self._allocated()
+        base += devices.kept_by_graphs(self.device) if self.recorded else 0
+        if base:  # where memory is counted
+            base += travelling_bytes(pipeline, dist.get_rank())
+        found = {number: self._stage(number) for number in pipeline.modules}
+        held = {number: own.held for number, own in found.items()}
+        if not self.recorded:
+            held = {number: in_step(own, pipeline, number) for number, own in held.items()}
+        return Probed(
+            actions={
+                (number, kind): ms for number, own in found.items() for kind, ms in own.ms.items()
+            },
+            host_ms=statistics.fmean(own.host_ms for own in found.values()),
+            held=held,
+            parts=self.parts,
+            base_bytes=base,
+            within_bytes=max(own.within_bytes for own in found.values()),
+            transfer_ms=self._transfer_ms(),
+        )
+
+    def _stage(self, number: int) -> "_Alone":
+        splits, room = self.pipeline.schedule.splits(number), self.pipeline.room(number)
+        run = (self.how, self.parts[number], splits, room)
+        if run not in KNOWN:
+            KNOWN[run] = self._timed(number)
+        return KNOWN[run]
+
+    def _timed(self, number: int) -> "_Alone":
+        """Of a few rounds after a first one: the medians of the device, and the mean of the host,
+        whose slow moments add up in a step too.
+        """
+        self._round(number)
+        rounds: list[_Alone] = []
+        end = time.perf_counter() + (PROBED_S if self.device.type == "cuda" else 0.0)
+        while len(rounds) < REPEATS or (time.perf_counter() < end and len(rounds) < MOST_REPEATS):
+            rounds.append(self._round(number))
+        last = rounds[-1]
+        return dataclasses.replace(
+            last,
+            ms={kind: statistics.median(one.ms[kind] for one in rounds) for kind in last.ms},
+            host_ms=statistics.fmean(one.host_ms for one in rounds),
+        )
+
+    def _round(self, number: int) -> "_Alone":
+        """Each kind of action for micro-batches one after another, without waiting for the device
+        in between.
+        """
+        calls = self.pipeline.alone(number, *self.batch)
+        probed = min(PROBED, self.pipeline.room(number) or PROBED)
+        ms, issued, levels, within = {}, 0.0, [self._allocated()], 0.0
+        for kind, call in calls.items():
+            devices.synchronize(self.device)
+            if self.device.type == "cuda":  # but the allocator keeps its blocks
+                torch.cuda.reset_peak_memory_stats(self.device)
+            start = time.perf_counter()
+            for micro_batch in range(probed):
+                call(micro_batch)
+            issued += time.perf_counter() - start
+            devices.synchronize(self.device)
+            ms[kind] = (time.perf_counter() - start) * 1e3 / probed
+            peak = devices.peak_memory(self.device).get("peak_bytes", 0)
+            levels.append(self._allocated())
+            within = max(within, peak - max(levels[-2:]))
+        held = [max(0.0, level - levels[0]) / probed for level in levels[1:]]
+        on_host = self.device.type == "cpu"  # there the host is the device
+        return _Alone(
+            ms=ms,
+            host_ms=0.0 if on_host else issued * 1e3 / probed / len(calls),
+            held=Held(held[0], held[1] if len(held) > 2 else 0.0),
+            within_bytes=round(within),
+        )
+
+    def _allocated(self) -> int:
+        return devices.allocated_memory(self.device) or 0
+
+    def _transfer_ms(self) -> float:
+        """Of the largest tensor between two stages, between ranks 0 and 1; nothing on one rank."""
+        rank = dist.get_rank()
+        if dist.get_world_size() == 1:
+            return 0.0
+        tensor = max(
+            (meta.empty(self.device) for metas in self.pipeline.between for meta in metas),
+            key=lambda t: t.nbytes,
+        )
+        times = []
+        for _ in range(REPEATS + 2 if rank < 2 else 0):
+            devices.synchronize(self.device)
+            start = time.perf_counter()
+            for place in (0, 1):
+                if rank == place:
+                    dist.send(tensor, 1 - rank)
+                else:
+                    dist.recv(tensor, 1 - rank)
+            devices.synchronize(self.device)
+            times.append((time.perf_counter() - start) * 1e3 / 2)
+        return statistics.median(times[2:]) if times else 0.0
+
+
+def durations(ranks: list[Probed], num_stages: int) -> Durations:
+    """What the simulator takes, from what the ranks have measured."""
+    transfer = max(rank.transfer_ms for rank in ranks)
+    edges = [(a, b) for a in range(num_stages) for b in (a - 1, a + 1)]
+    return Durations(
+        actions={key: ms for rank in ranks for key, ms in rank.actions.items()},
+        transfers={Channel(a, b): transfer for a, b in edges},
+        host_ms=max(rank.host_ms for rank in ranks),
+    )
