@@ -121,8 +121,9 @@ class Rows:
         yield row("1f1b", 1, micro_batches=1, cuda_graphs=True)
         for m, n in itertools.product((4, 64), range(2, self.gpus + 1)):
             yield row("1f1b", n, micro_batches=m, cuda_graphs=True, steps=10)
-            yield row("1f1b", n, micro_batches=m)
-            yield row("torch-1f1b", n, micro_batches=m)
+            for seed in range(3 if m == 4 else 1):  # hosts are not the same from second to second
+                yield row("1f1b", n, micro_batches=m, seed=seed)
+                yield row("torch-1f1b", n, micro_batches=m, seed=seed)
         yield row("1f1b", self.gpus, micro_batches=16, cuda_graphs=True, overweight=3)
 
     def llama(self) -> Iterator[Any]:
@@ -163,14 +164,17 @@ def is_told(job: Job) -> bool:
     return job.provenance == "measured" or is_ours
 
 
+def name_of(spec: Any) -> str:
+    named = getattr(spec, "layout", "") or f"{spec.ranks} x {spec.schedule} m{spec.micro_batches}"
+    named += f", compile {spec.compile}" + ", graphs" * spec.cuda_graphs
+    return named + ", filled" * getattr(spec, "fill", False)
+
+
 def tell(job: Job, record: Record, before: Record | None, alone: float | None) -> float | None:
     """Prints a row, and how far the one before it was off that predicted it; gives tokens a second
     and GPU of a row on one GPU.
     """
-    spec = job.spec
-    named = getattr(spec, "layout", "") or f"{spec.ranks} x {spec.schedule} m{spec.micro_batches}"
-    named += f", compile {spec.compile}" + ", graphs" * spec.cuda_graphs
-    named += ", filled" * getattr(spec, "fill", False)
+    spec, named = job.spec, name_of(job.spec)
     if record.status != "ok":
         print(f"{record.provenance} {named}: {record.status}: {record.note[:300]}", flush=True)
         return alone
@@ -193,11 +197,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--only", nargs="+", default=[""], help="rows whose printed names have one")
     asked = parser.parse_args()
     end = time.monotonic() + asked.seconds
     rows = Rows(asked.gpus or (2 if asked.small else torch.cuda.device_count()), asked.small)
     for part in asked.parts:
-        jobs = [job for job in checked_jobs(getattr(rows, part)(), asked.out) if is_told(job)]
+        specs = [s for s in getattr(rows, part)() if any(text in name_of(s) for text in asked.only)]
+        jobs = [job for job in checked_jobs(specs, asked.out) if is_told(job)]
         alone, before = None, None
         print(f"-- {part}, {end - time.monotonic():.0f} s left", flush=True)
         if time.monotonic() > end:

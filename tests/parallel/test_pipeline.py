@@ -179,6 +179,23 @@ def waits():
     return "" if max(quick.values()) < 1e3 * SLOW_S / 2 else f"{quick}"
 
 
+def test_one_rank_has_all_stages_and_sends_nothing():
+    assert launch(one_rank, ranks=1) == [""]
+
+
+def one_rank():
+    modules, ties, share = network("transformer", 2)
+    alone = copy.deepcopy(modules)
+    schedule = build("interleaved", ranks=1, micro_batches=4)
+    pipeline = Pipeline(
+        modules, schedule, loss=mean_loss, tied=ties, share=share, transport="copies"
+    )
+    tokens, targets, _ = batch(0)
+    mean_loss(whole(alone, tokens), targets).backward()
+    pipeline.step((tokens,), (targets,))
+    return differing(pipeline, alone, 0)
+
+
 def any_schedule():
     """Schedules that nobody has published, the same on all ranks."""
     for seed in range(3):

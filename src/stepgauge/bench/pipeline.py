@@ -17,7 +17,7 @@ from stepgauge.bench.rank_figures import spans_table
 from stepgauge.bench.ranks import OnRanks, require_ranks, slowest
 from stepgauge.bench.sweep import Job
 from stepgauge.cost.fill import fill_bubbles
-from stepgauge.cost.timeline import simulate
+from stepgauge.cost.timeline import Durations, simulate
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.parallel.pipeline import Pipeline
@@ -33,6 +33,7 @@ from stepgauge.train.build import batch_for
 from stepgauge.train.layout import num_counted
 from stepgauge.train.precision import PRECISIONS
 
+IDLE = 0.05  # of the step; schedules that differ less in what a rank waits share times of stages
 # What the parts of a network were measured to take, by what that depends on.
 PART_TIMES: dict[tuple[Any, ...], PartTimes] = {}
 # Schedules whose W were placed anew: a row and its prediction have the same.
@@ -191,8 +192,15 @@ class PipelineBench:
         spec = self.spec
         asked = (spec.model, spec.batch // spec.micro_batches, spec.precision, spec.compile)
         how = (*asked, spec.seed, spec.device, spec.cuda_graphs)
-        recorded = spec.cuda_graphs
-        return StagesAlone(self.pipeline, self.batch, self.parts, how, recorded).probed()
+        alike = simulate(self._schedule, Durations.of_stages(spec.num_stages))
+        return StagesAlone(
+            self.pipeline,
+            self.batch,
+            self.parts,
+            how,
+            recorded=spec.cuda_graphs,
+            idle=round(alike.bubbles[dist.get_rank()] / IDLE) * IDLE,
+        ).probed()
 
 
 def measured(spec: PipelineSpec, ranks: list[RankFigures]) -> Record:

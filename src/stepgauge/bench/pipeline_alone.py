@@ -5,7 +5,8 @@ simulated before it runs.
 import dataclasses
 import statistics
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,10 @@ from stepgauge.spec.plan.pipeline import Channel
 from stepgauge.spec.plan.pipeline.check import Held
 
 PROBED = 4  # micro-batches that a stage is timed over, one after another
+ISSUED = 2  # of them, whose issue is timed: later ones may wait for room in the launch queue
 REPEATS, MOST_REPEATS = 3, 20
 PROBED_S = 0.4  # in 0.1 s the host's time for a computation was off by 20 %, either way
+COPIED, COPY_S = 2**28, 1e-4  # bytes, and about the seconds of a GPU that copies them
 # What a stage takes alone, by what that depends on: schedules of a sweep share stages.
 KNOWN: dict[Hashable, "_Alone"] = {}
 
@@ -43,10 +46,10 @@ class Probed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Alone:
-    """A stage alone: ms a micro-batch by kind, and of the host; bytes as in Probed."""
+    """A stage alone: ms a micro-batch by kind, and of the host to issue one; bytes as in Probed."""
 
     ms: dict[str, float]
-    host_ms: float
+    issue_ms: float
     held: Held
     within_bytes: int
 
@@ -58,6 +61,7 @@ class StagesAlone:
     parts     of each stage
     how       what the times depend on, beside a stage's parts and how its backward is run
     recorded  its stages are replayed from CUDA graphs
+    idle      the share of the step in which the rank waits for others
     """
 
     pipeline: Pipeline
@@ -65,6 +69,7 @@ class StagesAlone:
     parts: list[range]
     how: Hashable
     recorded: bool
+    idle: float
 
     @property
     def device(self) -> torch.device:
@@ -81,11 +86,12 @@ class StagesAlone:
         held = {number: own.held for number, own in found.items()}
         if not self.recorded:
             held = {number: in_step(own, pipeline, number) for number, own in held.items()}
+        on_host = self.device.type == "cpu"  # there the host is the device
         return Probed(
             actions={
                 (number, kind): ms for number, own in found.items() for kind, ms in own.ms.items()
             },
-            host_ms=statistics.fmean(own.host_ms for own in found.values()),
+            host_ms=0.0 if on_host else statistics.fmean(own.issue_ms for own in found.values()),
             held=held,
             parts=self.parts,
             base_bytes=base,
@@ -95,7 +101,7 @@ class StagesAlone:
 
     def _stage(self, number: int) -> "_Alone":
         splits, room = self.pipeline.schedule.splits(number), self.pipeline.room(number)
-        run = (self.how, self.parts[number], splits, room)
+        run = (self.how, self.parts[number], splits, room, self.idle)
         if run not in KNOWN:
             KNOWN[run] = self._timed(number)
         return KNOWN[run]
@@ -104,46 +110,80 @@ class StagesAlone:
         """Of a few rounds after a first one: the medians of the device, and the mean of the host,
         whose slow moments add up in a step too.
         """
-        self._round(number)
+        first = self._round(number, lead_s=0.0)
+        lead_s = 2 * PROBED * first.issue_ms / 1e3  # some kinds take the host longer than others
         rounds: list[_Alone] = []
         end = time.perf_counter() + (PROBED_S if self.device.type == "cuda" else 0.0)
         while len(rounds) < REPEATS or (time.perf_counter() < end and len(rounds) < MOST_REPEATS):
-            rounds.append(self._round(number))
+            rounds.append(self._round(number, lead_s))
         last = rounds[-1]
         return dataclasses.replace(
             last,
             ms={kind: statistics.median(one.ms[kind] for one in rounds) for kind in last.ms},
-            host_ms=statistics.fmean(one.host_ms for one in rounds),
+            issue_ms=statistics.fmean(one.issue_ms for one in rounds),
         )
 
-    def _round(self, number: int) -> "_Alone":
+    def _round(self, number: int, lead_s: float) -> "_Alone":
         """Each kind of action for micro-batches one after another, without waiting for the device
-        in between.
+        in between. The device is timed behind work of `lead_s`, for which the host is ahead of it.
         """
         calls = self.pipeline.alone(number, *self.batch)
         probed = min(PROBED, self.pipeline.room(number) or PROBED)
-        ms, issued, levels, within = {}, 0.0, [self._allocated()], 0.0
+        timed = min(ISSUED, probed)
+        lead, ms, issued = self._lead(lead_s), {}, 0.0
+        levels, within = [self._allocated()], 0.0
         for kind, call in calls.items():
             devices.synchronize(self.device)
             if self.device.type == "cuda":  # but the allocator keeps its blocks
                 torch.cuda.reset_peak_memory_stats(self.device)
-            start = time.perf_counter()
+            lead()
+            begin, start = self._mark(), time.perf_counter()
             for micro_batch in range(probed):
                 call(micro_batch)
-            issued += time.perf_counter() - start
+                if micro_batch + 1 == timed:
+                    issued += (time.perf_counter() - start) / timed
+            end = self._mark()
             devices.synchronize(self.device)
-            ms[kind] = (time.perf_counter() - start) * 1e3 / probed
+            took_ms = end - begin if isinstance(begin, float) else begin.elapsed_time(end)
+            ms[kind] = took_ms / probed
             peak = devices.peak_memory(self.device).get("peak_bytes", 0)
             levels.append(self._allocated())
             within = max(within, peak - max(levels[-2:]))
+            self._rest(took_ms / 1e3)
         held = [max(0.0, level - levels[0]) / probed for level in levels[1:]]
-        on_host = self.device.type == "cpu"  # there the host is the device
         return _Alone(
             ms=ms,
-            host_ms=0.0 if on_host else issued * 1e3 / probed / len(calls),
+            issue_ms=issued * 1e3 / len(calls),
             held=Held(held[0], held[1] if len(held) > 2 else 0.0),
             within_bytes=round(within),
         )
+
+    def _mark(self) -> Any:
+        """Now, in ms on the host or as an event on the device."""
+        if self.device.type != "cuda":
+            return time.perf_counter() * 1e3
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _lead(self, seconds: float) -> Callable[[], None]:
+        """Copies that take a GPU so long, more or less; nothing on a CPU."""
+        if self.device.type != "cuda":
+            return lambda: None
+        source, target = (torch.empty(COPIED, dtype=torch.uint8, device=self.device) for _ in "ab")
+
+        def copy() -> None:
+            for _ in range(round(seconds / COPY_S)):
+                target.copy_(source)
+
+        return copy
+
+    def _rest(self, busy_s: float) -> None:
+        """As long as a rank waits for others after so much work: a GPU at its power limit then goes
+        on faster, by up to a tenth.
+        """
+        if self.device.type == "cuda":
+            time.sleep(busy_s * self.idle / (1 - self.idle))
 
     def _allocated(self) -> int:
         return devices.allocated_memory(self.device) or 0

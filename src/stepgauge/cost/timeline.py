@@ -3,7 +3,8 @@ action and each transfer, gives when everything happens.
 
 A rank computes one action at a time, in its order; an action starts as soon as all that it waits
 for has ended (spec/plan/pipeline/depend.py). Transfers run beside computation. The host may be the
-slower one: it issues a rank's computations one after another, and none starts before it is issued.
+slower one: it issues a rank's computations one after another; each starts when its first kernel may
+be issued at the earliest, and ends when its last one is.
 """
 
 import dataclasses
@@ -135,22 +136,23 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     waits = dependencies(schedule)
     if stuck := cycle(waits):
         raise ScheduleError(f"the schedule cannot end: {stuck[0]} waits for itself", stuck)
-    issued = _issued(schedule, durations.host_ms)
+    begun, host_ms = _begun(schedule, durations.host_ms), durations.host_ms
     spans: dict[Action, Span] = {}
     for action in in_order(waits):
+        issued = begun.get(action, -host_ms)  # transfers cost the host little
         start = max((spans[other].end for other in waits[action]), default=0.0)
-        start = max(start, issued.get(action, 0.0))
-        spans[action] = Span(action, start, start + durations.of(action))
+        start = max(start, issued)
+        spans[action] = Span(action, start, max(start + durations.of(action), issued + host_ms))
     return Timeline(
         tuple(tuple(spans[a] for a in row if a.is_compute) for row in schedule.ranks),
         tuple(span for span in spans.values() if span.action.kind in SENDS),
     )
 
 
-def _issued(schedule: Schedule, host_ms: float) -> dict[Action, float]:
-    """When the host of each rank has issued each computation."""
+def _begun(schedule: Schedule, host_ms: float) -> dict[Action, float]:
+    """When the host of each rank begins to issue each computation."""
     return {
-        action: (number + 1) * host_ms
+        action: number * host_ms
         for row in schedule.compute.ranks
         for number, action in enumerate(row)
         if host_ms

@@ -71,7 +71,9 @@ class PeerTransfers:
         self._received: dict[Action, tuple[Callable[[], Any], list[Tensor]]] = {}
 
     def prepare(self, messages: Mapping[Channel, Sequence[Meta]]) -> None:
-        """Makes boxes for messages of these tensors."""
+        """Makes boxes for messages of these tensors. All stages of one rank send none."""
+        if not self._ends:
+            return
         box_bytes = max(sum(_bytes(meta) for meta in metas) for metas in messages.values())
         boxes = self._most * self._boxes
         self._memory = peer_memory(boxes, box_bytes, 2 * boxes, self._device, self._group)
