@@ -1,6 +1,6 @@
 """A long step on two GPUs under several plans of what backward computes again, in one process a rank.
 
-    PYTHONPATH=src python benchmarks/recompute_plans.py OUT [--plans 14,20 11,23] [--trace] [--trial]
+    PYTHONPATH=src python benchmarks/recompute_plans.py OUT [--plans 11,23 10,24] [--trace] [--trial]
 
 The network has 8 B parameters and one sequence of 32,768 tokens a rank, under zero3 with blocks compiled
 alone. A plan is the number of blocks whose feed-forward layer is computed again, and that of those which
@@ -97,7 +97,7 @@ def _record(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--plans", nargs="+", default=["14,20", "11,23"])
+    parser.add_argument("--plans", nargs="+", default=["11,23", "10,24"])
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--trial", action="store_true")
     options = parser.parse_args()

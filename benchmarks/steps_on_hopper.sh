@@ -44,7 +44,7 @@ if chosen plans; then
     clocks=index,timestamp,clocks.sm,power.draw,clocks_event_reasons.active
     nvidia-smi --query-gpu=$clocks --format=csv --loop-ms=100 >"$out/clocks.csv" 2>&1 & watcher=$!
   fi
-  timed 150 python3 "$(dirname "$0")/recompute_plans.py" "$out" --trace --plans 14,20 11,23 10,24 $trial 2>&1 |
+  timed 150 python3 "$(dirname "$0")/recompute_plans.py" "$out" --trace $trial 2>&1 |
     tee "$out/plans.txt"
   [ "${watcher:-}" ] && kill $watcher
 fi
