@@ -1,11 +1,11 @@
 """Where the host's time goes in an eager step of a small network, by parts that are ours or torch's.
 
-    PYTHONPATH=src python benchmarks/kernels/host_time.py OUT [--size small] [--of torch attention] [--trial]
+    PYTHONPATH=src python benchmarks/kernels/host_time.py OUT [--sizes small] [--of torch attention] [--trial]
 
 The network of torch's parts, those with one of ours each, and that of ours alone stand in one process and
-take turns. A phase's host time is from its call to its return, a step's until the GPU is done with it; the
-next begins after that, so that launches never wait for a full queue. Writes OUT/host-time.json (median ms of each phase
-by each) and, of forward in the first and the last network, OUT/forward-{torch,ours}.txt: cProfile's tables
+take turns, a step each. A phase's host time is from its call to its return, a step's until the GPU is done with it; the
+next begins after that, so that launches never wait for a full queue. Writes OUT/host-time.jsonl (median ms of each phase
+by each, a line a size) and, of forward in the first and the last network, OUT/forward-SIZE-{torch,ours}.txt: cProfile's tables
 of functions by their own time and by that of all they call. --trial: nano on a CPU.
 """
 
@@ -32,12 +32,13 @@ TORCH = {"attention": "sdpa", "norm": "rmsnorm", "loss": "cross-entropy", "optim
 OURS = {"attention": "triton", "norm": "triton", "loss": "fused", "optimizer": "fused"}
 WAYS = {"torch": TORCH, **{name: TORCH | {name: part} for name, part in OURS.items()}, "ours": OURS}
 Phases = dict[str, Callable[[], None]]
+WARMUP = 3
 
 
-def phases_of(parts: dict[str, str], options: argparse.Namespace) -> Phases:
+def phases_of(size: str, parts: dict[str, str], options: argparse.Namespace) -> Phases:
     *of_model, optimizer = parts.items()
     spec = StepSpec(
-        model=ModelSpec.preset(options.size, context_length=options.context, **dict(of_model)),
+        model=ModelSpec.preset(size, context_length=options.context, **dict(of_model)),
         batch=options.batch,
         precision="bf16",
         optimizer=optimizer[1],
@@ -75,42 +76,48 @@ def profiled(phases: Phases, device: torch.device, steps: int) -> str:
     return text.getvalue()
 
 
+def medians_of(networks: dict[str, Phases], device: torch.device, steps: int) -> dict:
+    """Host ms of each phase by each network, which take turns a step at a time."""
+    times: dict[str, list[dict[str, float]]] = {name: [] for name in networks}
+    for number in range(WARMUP + steps):
+        for name, phases in networks.items():
+            found = host_ms(phases, device)
+            if number >= WARMUP:
+                times[name].append(found)
+    return {
+        name: {phase: statistics.median(each[phase] for each in of_one) for phase in of_one[0]}
+        for name, of_one in times.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--size", default="small")
+    parser.add_argument("--sizes", nargs="+", default=["small"])
     parser.add_argument("--of", nargs="+", choices=[*WAYS], default=[*WAYS], help="these networks")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=20, help="of each network in each of 3 rounds")
+    parser.add_argument("--steps", type=int, default=60, help="of each network")
     parser.add_argument("--trial", action="store_true")
     options = parser.parse_args()
     options.device = "cpu" if options.trial else "cuda"
     if options.trial:
-        options.size, options.batch, options.context, options.steps = "nano", 1, 16, 1
+        options.sizes, options.batch, options.context, options.steps = ["nano"], 1, 16, 1
     options.out.mkdir(parents=True, exist_ok=True)
     device = torch.device(options.device)
-    networks = {
-        name: phases_of(parts, options) for name, parts in WAYS.items() if name in options.of
-    }
-    times: dict[str, list[dict[str, float]]] = {name: [] for name in networks}
-    for phases in networks.values():
-        host_ms(phases, device)
     gc.disable()
-    for _ in range(3):
-        for name, phases in networks.items():
-            times[name] += [host_ms(phases, device) for _ in range(options.steps)]
-    medians = {
-        name: {phase: statistics.median(each[phase] for each in of_one) for phase in of_one[0]}
-        for name, of_one in times.items()
-    }
-    found = {"size": options.size, "environment": environment(device), "host_ms": medians}
-    (options.out / "host-time.json").write_text(json.dumps(found) + "\n")
-    for name, of_one in medians.items():
-        print(f"{name:10}", *(f"{phase} {ms:8.3f}" for phase, ms in of_one.items()))
-    for name in {"torch", "ours"} & {*networks}:
-        text = profiled(networks[name], device, options.steps)
-        (options.out / f"forward-{name}.txt").write_text(text)
+    for size in options.sizes:
+        ways = {name: parts for name, parts in WAYS.items() if name in options.of}
+        networks = {name: phases_of(size, parts, options) for name, parts in ways.items()}
+        medians = medians_of(networks, device, options.steps)
+        found = {"size": size, "environment": environment(device), "host_ms": medians}
+        with (options.out / "host-time.jsonl").open("a") as file:
+            file.write(json.dumps(found) + "\n")
+        for name, of_one in medians.items():
+            print(f"{size} {name:10}", *(f"{phase} {ms:8.3f}" for phase, ms in of_one.items()))
+        for name in {"torch", "ours"} & {*networks}:
+            text = profiled(networks[name], device, min(20, options.steps))
+            (options.out / f"forward-{size}-{name}.txt").write_text(text)
 
 
 if __name__ == "__main__":
