@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from stepgauge.calibrate import passes
 from stepgauge.calibrate.grids import CPU, GPU
@@ -46,6 +48,40 @@ def test_heads_are_those_of_the_network():
     found = passes.PASSES["heads"].call(products[0], model.cos_TR, model.sin_TR)
     for ours, theirs in zip(found, seen, strict=True):
         assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+
+
+class Ran(TorchDispatchMode):
+    """What makes new values, with the places of what it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        read = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+        known = {x.untyped_storage()._cdata for x in read}
+        made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        if any(x.untyped_storage()._cdata not in known for x in made):
+            self.calls.append((func.overloadpacket.__name__, [x.stride() for x in read]))
+        return result
+
+
+def test_heads_run_the_kernels_of_the_network():
+    spec = ModelSpec(d_model=192, d_ff=256, num_layers=1, num_heads=3, context_length=8,
+                     vocab_size=16)  # fmt: skip
+    model = TransformerLM(spec, device=HERE)
+    x_BTD = torch.randn(4, 8, 192, requires_grad=True)
+    with Ran() as network:
+        y_BTD = model.blocks[0].attention(x_BTD, (model.cos_TR, model.sin_TR))
+        y_BTD.backward(torch.ones_like(y_BTD))
+    parts = passes.operands("heads", torch.float32, 32, 2 * 192, HERE)
+    with Ran() as ours:
+        passes.run("heads", False, *parts)
+        passes.run("heads", True, *parts)
+    names = ("mul", "roll", "addcmul", "cat", "add", "clone")
+    both = [[call for call in ran.calls if call[0] in names] for ran in (ours, network)]
+    assert both[0] == both[1]
 
 
 def test_they_are_timed_on_gpus_alone():

@@ -73,7 +73,7 @@ def test_shapes_of_several_gpus_hold_for_steps_of_as_many(monkeypatch):
         (dataclasses.replace(STEP, device="cuda", compile="on"), None),
         (STEP, None),
         (DataParallelSpec(model=MODEL, wrapper="bucketed", ranks=2, precision="bf16", device="cuda"),
-         "host eager bf16"),
+         "host eager bf16 dp2 bucketed"),
         (DataParallelSpec(model=MODEL, wrapper="zero3", ranks=2, precision="bf16", device="cuda"),
          "host eager bf16 dp2 zero3"),
         (DataParallelSpec(model=MODEL, wrapper="torch-ddp", ranks=2, device="cuda"),
@@ -82,6 +82,8 @@ def test_shapes_of_several_gpus_hold_for_steps_of_as_many(monkeypatch):
          "host eager bf16 tp2 overlap"),
         (LayoutSpec(model=LARGE, layout="pp2 1f1b m2", batch=4, precision="bf16", device="cuda"),
          "host eager bf16"),
+        (StepSpec(model=MODEL, checkpointing="selective", device="cuda"),
+         "host eager fp32 keeping selective"),
     ],
 )  # fmt: skip
 def test_the_host_is_timed_as_the_step_is_launched(spec, operation):

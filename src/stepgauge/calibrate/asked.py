@@ -11,15 +11,17 @@ import torch
 from stepgauge.bench.sweep import Job
 from stepgauge.calibrate import run
 from stepgauge.calibrate.grids import grid_of
+from stepgauge.calibrate.host import narrow_network
 from stepgauge.calibrate.machine import TIMED_MS
 from stepgauge.calibrate.operations import operations
 from stepgauge.calibrate.passes import BATCH, HEAD_WIDTH
-from stepgauge.spec.calibration import CalibrationSpec
+from stepgauge.spec.calibration import CalibrationSpec, launched_under
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.model import ModelSpec
 
 Shape = tuple[float, ...]
-MOST_UPDATED = 3e9  # parameters of an optimizer, which are 48 GB with their state
+MOST_UPDATED = 4e9  # parameters of an optimizer, which are 64 GB with their state
 
 
 def shape_jobs(shapes: Mapping[tuple[int, str], Set[Shape]], device: torch.device) -> list[Job]:
@@ -40,18 +42,21 @@ def shape_jobs(shapes: Mapping[tuple[int, str], Set[Shape]], device: torch.devic
 
 def host_job(spec: Any, turn: int) -> Job | None:
     """What the host takes for a step that is launched as the spec's, to be timed right before it:
-    the row of that number. None for compiled ones, which would be compiled for it, and on a CPU,
-    which launches nothing.
+    the row of that number. A wrapper's buckets are as much smaller as the blocks are. None for
+    compiled steps, which would be compiled for it, and on a CPU, which launches nothing.
     """
     if spec.compile != "off" or spec.device.startswith("cpu"):
         return None
     kind = "bf16" if spec.precision in ("bf16", "fp16") else "fp32"
-    cut = _layout(spec).launched
-    under = f" {cut}" if cut.ranks > 1 else ""
+    under = launched_under(_layout(spec), spec.checkpointing)
+    narrower = 1.0
+    if isinstance(spec.model, ModelSpec):
+        narrow = narrow_network(1, heads=2).block_matrix_parameters
+        narrower = narrow / spec.model.block_matrix_parameters
     return run.job(
         CalibrationSpec(
             operation=f"host eager {kind}{under}", turn=turn, ranks=getattr(spec, "ranks", 1),
-            device=spec.device,
+            bucket_mb=narrower * getattr(spec, "bucket_mb", 0.0), device=spec.device,
         )
     )  # fmt: skip
 

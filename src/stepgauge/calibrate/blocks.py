@@ -11,7 +11,7 @@ import torch
 from stepgauge.bench.ranks import OnRanks
 from stepgauge.bench.step import LEARNING_RATE
 from stepgauge.bench.sweep import Job
-from stepgauge.calibrate.host import host_ms
+from stepgauge.calibrate.host import host_times
 from stepgauge.measure.devices import free_unused_memory
 from stepgauge.measure.environment import environment
 from stepgauge.measure.timing import Phases, time_phases
@@ -90,11 +90,11 @@ def _times(spec: BlocksSpec, device: torch.device) -> Times:
     found = {}
     for layers in LAYERS:
         step, phases = _build(spec, layers, device)
-        launched = host_ms(step, phases, device, warmup=WARMUP, steps=STEPS)
+        launched = host_times(step, phases, device, warmup=WARMUP, steps=STEPS)
         with step.precision.matmul_mode():
             taken = time_phases({**lead, **phases}, device, warmup=1, steps=STEPS)
         for phase in PHASES:
-            host = NOTHING_MS if device.type == "cpu" else launched[phase]
+            host = NOTHING_MS if device.type == "cpu" else statistics.median(launched[phase])
             found[layers, phase, "host"] = host
             found[layers, phase, "device"] = statistics.median(taken[phase])
         del step, phases

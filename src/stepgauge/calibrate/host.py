@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from stepgauge.bench.step import LEARNING_RATE
-from stepgauge.measure.devices import synchronize
 from stepgauge.measure.timing import Phases, time_phases
-from stepgauge.spec.calibration import OperationTable
+from stepgauge.spec.calibration import CalibrationSpec, OperationTable
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.tensor import LEAST_OVERLAPPED_BYTES
 from stepgauge.spec.step import StepSpec
 from stepgauge.train.build import build_step
 from stepgauge.train.data import random_batch
@@ -27,7 +27,7 @@ PHASES = ("forward", "backward", "optimizer")  # by number in the table
 LAYERS = (2, 10)
 MODES = {"eager": "off", "compiled": "on", "blocks": "blocks"}
 LENGTH, WORDS = 16, 256
-WARMUP, STEPS = 5, 30
+WARMUP, STEPS, ROUNDS = 5, 12, 3
 
 
 def names() -> list[str]:
@@ -36,7 +36,7 @@ def names() -> list[str]:
 
 
 def is_host(name: str) -> bool:
-    """Whether the operation is a mode of the host, alone or under a layout: "host eager bf16 tp2"."""
+    """Whether the operation is a mode of the host, alone or under what launched_under says."""
     return any(name == known or name.startswith(f"{known} ") for known in names())
 
 
@@ -47,25 +47,33 @@ def narrow_network(layers: int, heads: int = 1) -> ModelSpec:
     )  # fmt: skip
 
 
-def measure(name: str, device: torch.device) -> OperationTable:
+def measure(spec: CalibrationSpec, device: torch.device) -> OperationTable:
     """Median microseconds that the host takes for each phase, for networks of LAYERS blocks; where
-    ranks do it together, all of them must call it.
+    ranks do it together, all of them must call it. The networks take turns: a core's pace moves
+    from second to second.
     """
-    _, mode, precision, *layout = name.split(maxsplit=3)
-    rows: list[tuple[float, ...]] = []
-    for layers in LAYERS:
-        step, phases = _build(layers, MODES[mode], precision, layout[0] if layout else "", device)
-        taken = host_ms(step, phases, device, warmup=WARMUP, steps=STEPS)
-        rows += [(layers, number, 1e3 * taken[phase]) for number, phase in enumerate(PHASES)]
-        torch.compiler.reset()
+    built = {layers: _build(spec, layers, device) for layers in LAYERS}
+    times: dict[tuple[int, str], list[float]] = {}
+    for number in range(ROUNDS):
+        for layers, (step, phases) in built.items():
+            warmup = 1 if number else WARMUP
+            found = host_times(step, phases, device, warmup=warmup, steps=STEPS)
+            for phase in PHASES:
+                times.setdefault((layers, phase), []).extend(found[phase])
+    torch.compiler.reset()
+    rows = [
+        (layers, number, 1e3 * statistics.median(times[layers, phase]))
+        for layers in LAYERS
+        for number, phase in enumerate(PHASES)
+    ]
     return OperationTable(AXES, tuple(rows))
 
 
-def host_ms(
+def host_times(
     step: TrainingStep, phases: Phases, device: torch.device, *, warmup: int, steps: int
-) -> Mapping[str, float]:
-    """Median milliseconds until each phase's call returns. Launches of few layers fit into the
-    device's queue, so that it returns when the host is through.
+) -> Mapping[str, list[float]]:
+    """Milliseconds until each phase's call returns. Launches of few layers fit into the device's
+    queue, so that it returns when the host is through.
     """
     found: dict[str, list[float]] = {name: [] for name in phases}
     watched = {name: _watched(call, found[name]) for name, call in phases.items()}
@@ -75,8 +83,7 @@ def host_ms(
         # fp32 is asked for here
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         time_phases(watched, device, warmup=warmup, steps=steps)
-    synchronize(device)
-    return {name: statistics.median(times[warmup:]) for name, times in found.items()}
+    return {name: times[warmup:] for name, times in found.items()}
 
 
 def _watched(phase: Callable[[], None], times: list[float]) -> Callable[[], None]:
@@ -89,23 +96,30 @@ def _watched(phase: Callable[[], None], times: list[float]) -> Callable[[], None
 
 
 def _build(
-    layers: int, mode: str, precision: str, layout: str, device: torch.device
+    asked: CalibrationSpec, layers: int, device: torch.device
 ) -> tuple[TrainingStep, Phases]:
     """Under a layout two sequences of two heads, which ranks share: copies of several sequences are
-    launches, too.
+    launches, too; where ranks send beside products, as many as they do it for.
     """
-    how = {"precision": precision, "compile": mode, "device": str(device)}
-    if not layout:
+    _, mode, precision, *words = asked.operation.split()
+    under, _, keeping = " ".join(words).partition("keeping ")
+    how = {"precision": precision, "compile": MODES[mode], "device": str(device),
+           "checkpointing": keeping or "none"}  # fmt: skip
+    cut = Layout.parse(under) if under.strip() else Layout()
+    if cut.ranks == 1:
         spec = StepSpec(model=narrow_network(layers), batch=1, **how)  # type: ignore[arg-type]
         step, own = build_step(spec, lr=LEARNING_RATE), 1
     else:
-        cut, model = Layout.parse(layout), narrow_network(layers, heads=2)
+        model = narrow_network(layers, heads=2)
         if cut.context > 1:  # keys go around a ring of ours
             model = dataclasses.replace(model, attention="triton")
-        asked = LayoutSpec(model=model, layout=layout, batch=2 * cut.data, **how)  # type: ignore[arg-type]
-        step = build_layout_step(
-            asked, layout=cut, device=device, stages=[range(layers)], lr=LEARNING_RATE
-        )
         own = 2
+        if cut.overlap:
+            own = cut.tensor * LEAST_OVERLAPPED_BYTES // (2 * LENGTH * model.d_model)
+        layout = LayoutSpec(model=model, layout=str(cut), batch=own * cut.data,
+                            bucket_mb=asked.bucket_mb, **how)  # type: ignore[arg-type]  # fmt: skip
+        step = build_layout_step(
+            layout, layout=cut, device=device, stages=[range(layers)], lr=LEARNING_RATE
+        )
     batch = [part.to(device) for part in random_batch(WORDS, own, LENGTH, 0)]
     return step, step.phases(batch)

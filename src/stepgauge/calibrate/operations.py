@@ -159,12 +159,14 @@ def _embedding_backward(m: int, n: int, device: torch.device) -> Call:
 def _attention(
     name: str, is_backward: bool, dtype: torch.dtype, h: int, t: int, d: int, device: torch.device
 ) -> Call:
-    """Causal attention of h heads in all, without grouped keys."""
+    """Causal attention of h heads in all, without grouped keys; of a position all heads lie one beside
+    the other, as the product before it leaves them.
+    """
     attend = functools.partial(ATTENTIONS[name], is_causal=True)
 
     def make() -> tuple[Tensor, ...]:
-        new = functools.partial(torch.randn, 1, h, t, d, device=device, dtype=dtype)
-        q, k, v = (new(requires_grad=True) for _ in range(3))
+        new = functools.partial(torch.randn, 1, t, h, d, device=device, dtype=dtype)
+        q, k, v = (new(requires_grad=True).transpose(1, 2) for _ in range(3))
         o = attend(q, k, v)
         return q, k, v, o, torch.randn_like(o)
 

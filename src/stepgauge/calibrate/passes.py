@@ -41,20 +41,22 @@ def _heads_inputs(m: int, n: int, new: Callable[..., Tensor]) -> Parts:
 
 def _heads(x_BTN: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Parts:
     """Queries, keys and values from their one product; queries and keys rotated."""
-    heads_BHTW = x_BTN.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)
-    third = heads_BHTW.shape[1] // 3
-    qk_BHTW, v_BHTW = heads_BHTW.split((2 * third, third), dim=1)
-    q_BHTW, k_BHTW = rotate(qk_BHTW, cos_TW, sin_TW).chunk(2, dim=1)
-    return q_BHTW, k_BHTW, v_BHTW
+    qk_BTHW, v_BTHW = _queries_and_values(x_BTN)
+    q_BTHW, k_BTHW = rotate(qk_BTHW, cos_TW[:, None], sin_TW[:, None]).chunk(2, dim=2)
+    return tuple(x.transpose(1, 2) for x in (q_BTHW, k_BTHW, v_BTHW))
+
+
+def _queries_and_values(x_BTN: Tensor) -> Parts:
+    """Queries with keys, and values."""
+    heads_BTHW = x_BTN.unflatten(-1, (-1, HEAD_WIDTH))
+    third = heads_BTHW.shape[2] // 3
+    return heads_BTHW.split((2 * third, third), dim=2)
 
 
 def _split(x_BTN: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Parts:
     """Queries, keys and values that are not rotated: views, whose gradients are joined."""
-    heads_BHTW = x_BTN.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)
-    third = heads_BHTW.shape[1] // 3
-    qk_BHTW, v_BHTW = heads_BHTW.split((2 * third, third), dim=1)
-    q_BHTW, k_BHTW = qk_BHTW.chunk(2, dim=1)
-    return q_BHTW, k_BHTW, v_BHTW
+    qk_BTHW, v_BTHW = _queries_and_values(x_BTN)
+    return tuple(x.transpose(1, 2) for x in (*qk_BTHW.chunk(2, dim=2), v_BTHW))
 
 
 def _compiled_heads(x_BTN: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Parts:

@@ -73,7 +73,7 @@ def run(spec: CalibrationSpec) -> Record:
 def _measured(spec: CalibrationSpec, device: torch.device) -> Timed:
     before = reading()
     if host.is_host(spec.operation):
-        timed = _timed(host.measure(spec.operation, device), device)
+        timed = _timed(host.measure(spec, device), device)
     elif spec.operation in wrappers.names():
         timed = _timed(wrappers.measure(spec, device), device)
     else:

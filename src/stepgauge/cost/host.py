@@ -5,7 +5,7 @@ import dataclasses
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.priced import RECOMPUTED
 from stepgauge.cost.timed_blocks import timed_blocks
-from stepgauge.spec.calibration import OperationTable
+from stepgauge.spec.calibration import KEEPING, OperationTable, launched_under
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.step import WorkSpec
 
@@ -24,11 +24,11 @@ class Launching:
 
 
 def own_table(spec: WorkSpec, machine: Machine, layout: Layout) -> OperationTable | None:
-    """Of steps under what the host of the layout launches otherwise than one process, its hooks
-    among it; None where nothing is, or was not timed.
+    """Of steps under what the host launches otherwise than one process does and keeps all, a
+    wrapper's hooks among it; None where nothing is, or was not timed.
     """
-    cut = layout.launched
-    return _table(spec, machine, f" {cut}") if cut.ranks > 1 else None
+    under = launched_under(layout, spec.checkpointing)
+    return _table(spec, machine, under) if under else None
 
 
 def _table(spec: WorkSpec, machine: Machine, under: str = "") -> OperationTable | None:
@@ -53,7 +53,8 @@ def launching(
             phase: Launching(timed.block_us(phase, "host"), timed.outside_us(phase, "host"))
             for phase in HOST_PHASES
         }
-    table = own_table(spec, machine, layout or Layout()) or _table(spec, machine)
+    own = own_table(spec, machine, layout or Layout())
+    table = own or _table(spec, machine)
     if table is None:
         raise ValueError(f"the hardware file {machine.hardware.name} has no host times")
     found = {}
@@ -65,7 +66,8 @@ def launching(
         found[phase] = Launching(slope, short - slope * few)
     if spec.compile == "reduce-overhead":
         return {**found, "forward": Launching(), "backward": Launching()}
-    again = RECOMPUTED[spec.checkpointing] * found["forward"].block_us
+    is_counted = own is not None and spec.checkpointing in KEEPING
+    again = 0 if is_counted else RECOMPUTED[spec.checkpointing] * found["forward"].block_us
     backward = found["backward"]
     found["backward"] = Launching(backward.block_us + again, backward.outside_us)
     return found

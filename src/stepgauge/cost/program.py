@@ -1,7 +1,8 @@
 """A step of one rank written down as works of its streams: forward, backward and optimizer of its
 share, and where a way of data parallel training adds communication.
 
-The host launches a block at a time; the device runs its terms in order. Collectives of a tensor
+The host launches what is outside of blocks together (most of its time there is before the first
+launch), of a block one term after the other; the device runs them in order. Collectives of a tensor
 axis stand between two computations, which wait for them.
 """
 
@@ -188,13 +189,17 @@ class RankStep:
     def _run(
         self, program: Program, group: LaunchGroup, axis: DataParallelCost | None = None
     ) -> None:
-        program.host(group.name, group.host_us)
         if self.coarse:
+            program.host(group.name, group.host_us)
             self._run_whole(program, group, axis)
             return
+        is_block = group.name.startswith("blocks.") and len(group.terms) > 0
+        launch_us = group.host_us / len(group.terms) if is_block else 0.0
+        program.host(group.name, group.host_us - launch_us * len(group.terms))
         computed: list[tuple[str, Term]] = []
         for term in group.terms:
             name, us = f"{group.name}.{term.name}", self.prices.us(term)
+            program.host(name, launch_us)
             if term.axis:
                 program.wait(program.send(name, term.axis, us, term.operation))
                 continue

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 
 from stepgauge.spec.comm import OPS
 from stepgauge.spec.fields import check, option
+from stepgauge.spec.layout import Layout
 
 # Ends the name of a product's second table: of calls that nothing else ran between.
 ALONE = "alone"
@@ -106,6 +107,19 @@ def wrapper_operation(wrapper: str) -> str:
     return f"host wrapper {wrapper}"
 
 
+# Checkpointing that asks of each operator whether its result is kept, which the host pays for.
+KEEPING = ("selective", "feed-forward")
+
+
+def launched_under(layout: Layout, checkpointing: str) -> str:
+    """Ends the name of a table of the host: " dp2 zero3 keeping selective"; "" for one process that
+    keeps all, or runs blocks again as they were.
+    """
+    cut = layout.launched
+    said = f" {cut}" if cut.ranks > 1 else ""
+    return said + (f" keeping {checkpointing}" if checkpointing in KEEPING else "")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CalibrationSpec:
     """What `calibrate` measures in one record: an operation in a type, over all shapes."""
@@ -119,6 +133,7 @@ class CalibrationSpec:
     )
     sizes: str = option("", "shapes in place of the usual ones: '4096x1024 4096x2560'")
     turn: int = option(0, "times measured again: the number of the row that it precedes", least=0)
+    bucket_mb: float = option(25.0, "of the host's wrapper, as the narrow network's", least=0.0)
     ranks: int = option(1, "that time it side by side", least=1, most=4096, label="changed")
     device: str = option("cpu", "cpu, cuda, cuda:1, mps; auto takes the fastest there is")
 

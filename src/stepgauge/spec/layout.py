@@ -202,17 +202,14 @@ class Layout:
 
     @property
     def launched(self) -> "Layout":
-        """What of the layout the host of a rank launches otherwise than one process does, and no
-        table of wrappers says: layers and sequences that ranks share, weights that they send (a
-        stage of a pipeline has them for a step), torch's wrappers.
+        """What of the layout the host of a rank launches otherwise than one process does. The
+        wrapper of a stage of a pipeline does little in most of its passes.
         """
-        wrapper = WRAPPERS[self.wrapper]
-        sends = wrapper.is_torch or (wrapper.shards("weights") and self.pipeline == 1)
-        is_wrapped = self.context > 1 or (sends and self.data > 1)
+        is_wrapped = self.pipeline == 1 and self.replicas > 1
         return Layout(
             data=self.data if is_wrapped else 1,
             wrapper=self.wrapper if is_wrapped else "none",
-            context=self.context,
+            context=self.context if is_wrapped else 1,
             tensor=self.tensor,
             overlap=self.overlap,
         )
