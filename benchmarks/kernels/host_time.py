@@ -3,10 +3,11 @@
     PYTHONPATH=src python benchmarks/kernels/host_time.py OUT [--sizes small] [--of torch attention] [--trial]
 
 The network of torch's parts, those with one of ours each, and that of ours alone stand in one process and
-take turns, a step each. A phase's host time is from its call to its return, a step's until the GPU is done with it; the
-next begins after that, so that launches never wait for a full queue. Writes OUT/host-time.jsonl (median ms of each phase
-by each, a line a size) and, of forward in the first and the last network, OUT/forward-SIZE-{torch,ours}.txt: cProfile's tables
-of functions by their own time and by that of all they call. --trial: nano on a CPU.
+take turns, a step each. A phase's host time is from its call to its return, a step's until the GPU is done
+with it; the next begins after that, so that launches never wait for a full queue. Writes OUT/host-time.jsonl
+(median ms of each phase by each, a line a size) and, of forward by torch's parts and by ours, cProfile's
+tables of functions by their own time and by that of all they call: OUT/forward-SIZE-{torch,ours}.txt.
+--trial: nano on a CPU.
 """
 
 import argparse
