@@ -162,7 +162,9 @@ def _attention(
     """Causal attention of h heads in all, without grouped keys; of a position all heads lie one beside
     the other, as the product before it leaves them.
     """
-    attend = functools.partial(ATTENTIONS[name], is_causal=True)
+    # With a scale small ones are our kernels too, as in compiled networks: kernels/attention/by_torch.py.
+    scale = {"scale": d**-0.5} if name == "triton" else {}
+    attend = functools.partial(ATTENTIONS[name], is_causal=True, **scale)
 
     def make() -> tuple[Tensor, ...]:
         new = functools.partial(torch.randn, 1, t, h, d, device=device, dtype=dtype)
