@@ -15,7 +15,9 @@ from stepgauge.bench.operators import traced
 from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.step import predict
+from stepgauge.cost.terms import Term
 from stepgauge.cost.traced_step import predict_traced
+from stepgauge.measure.fusion import Moved, fused
 from stepgauge.runtime.workers import run_isolated
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
@@ -189,6 +191,39 @@ def test_a_presets_operators_cost_what_its_formulas_say(tmp_path):
     assert sum(term.gradient for term in seen.backward) == model.num_parameters
 
 
+def test_a_compiled_presets_operators_are_passes_between_products():
+    machine = Machine(HardwareFile.read(HARDWARE / "h200-sxm.json"))
+    model = ModelSpec.preset("medium", num_layers=2)
+    spec = StepSpec(model=model, size="medium", precision="bf16", batch=16, device="cuda",
+                    compile="on")  # fmt: skip
+    seen = run_isolated(traced, spec, "sm90")
+    formula, by_operators = predict(spec, machine), predict_traced(spec, seen, machine)
+    for metric, within in (("forward_ms", 0.12), ("backward_ms", 0.12), ("optimizer_ms", 0.01)):
+        assert abs(by_operators.median(metric) / formula.median(metric) - 1) < within, metric
+    products = [
+        term for term in predict(spec, machine).tables["terms"] if term[2].startswith("matmul")
+    ]
+    assert sum(term.is_product for term in (*seen.forward, *seen.backward)) >= len(products)
+    assert sum(term.gradient for term in seen.backward) == model.num_parameters
+    assert "peak_bytes" not in by_operators.metrics  # of eager steps alone is memory traced
+
+
+def test_passes_that_follow_one_another_read_and_write_what_others_do():
+    def moved(operation, reads, writes):
+        return Moved(Term(operation, operation, (1.0,)), reads, writes)
+
+    forward = [
+        moved("traffic", {1: 10}, {2: 10}),
+        moved("cast fp32 bf16", {2: 10}, {3: 5}),  # 2 is read by nothing after the product
+        moved("matmul nt bf16", {3: 5, 4: 7}, {5: 8}),
+        moved("traffic", {5: 8, 3: 5}, {6: 8, 7: 2}),
+    ]
+    backward = [moved("traffic", {6: 8}, {8: 8}), moved("optimizer adamw fp32", {8: 8}, {1: 10})]
+    found = fused({"forward": forward, "backward": backward})
+    sizes = {name: [term.sizes[0] for term in terms] for name, terms in found.items()}
+    assert sizes == {"forward": [10 + 5, 1.0, 8 + 5 + 8], "backward": [8 + 8, 1.0]}
+
+
 @pytest.fixture
 def nets(tmp_path):
     path = tmp_path / "nets.py"
@@ -262,9 +297,9 @@ def test_what_has_no_price_is_named(nets):
             traced(StepSpec(model=nets(name), device="cuda"), "sm90")
     with pytest.raises(
         ValueError,
-        match="compile is 'on'; of a user's model, BERT, experts, windows and other masks eager steps",
+        match="compile is 'reduce-overhead'; of a user's model, BERT, experts, windows and other mas",
     ):
-        traced(StepSpec(model=nets("convolutions"), compile="on"), "cpu")
+        traced(StepSpec(model=nets("convolutions"), compile="reduce-overhead"), "cpu")
     with pytest.raises(
         ValueError,
         match="wrapper is 'zero3'; of a user's model, BERT, experts, windows and other masks one device",

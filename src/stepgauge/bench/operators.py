@@ -10,6 +10,7 @@ from stepgauge.bench import step as bench_step
 from stepgauge.bench.storage_tracking import predict as predict_memory
 from stepgauge.cost.terms import TRAFFIC, Term
 from stepgauge.cost.traced import Traced, TracedSpec, require_traceable
+from stepgauge.measure.fusion import fused
 from stepgauge.measure.memory.fake_device import fake_device
 from stepgauge.measure.memory.missing_rules import NotPredictableError
 from stepgauge.measure.memory.recurrent import layers_that_raise
@@ -64,7 +65,8 @@ def traced(spec: TracedSpec, architecture: str) -> Traced:
     work = _work(spec)
     try:
         found = _counted(work, architecture)
-        moments = [] if architecture == "cpu" else _moments(work, architecture)
+        is_tracked = architecture != "cpu" and work.compile == "off"
+        moments = _moments(work, architecture) if is_tracked else []
     except ValueError:
         raise
     except Exception as error:  # of the user's own code: the step may run for all that
@@ -117,13 +119,14 @@ def _counted(spec: WorkSpec, architecture: str) -> Counted:
         fake_device(architecture) as device,
         layers_that_raise(untimed, () if architecture == "cpu" else RECURRENT),
     ):
-        step, batch = bench_step.build(dataclasses.replace(spec, device=str(device)), device)
+        eager = dataclasses.replace(spec, device=str(device), compile="off")
+        step, batch = bench_step.build(eager, device)
         trace = OperatorTrace(fp32="tf32" if spec.precision == "tf32" else "fp32")
         with step.precision.matmul_mode():
             phases = step.phases(batch, until=spec.phases)
             record_step(trace, phases, step.module, steps=STEPS)
         sizes = [p.numel() for p in step.module.parameters() if p.requires_grad]
-    return Counted(trace.terms, sizes)
+    return Counted(fused(trace.moved) if spec.compile == "on" else trace.terms, sizes)
 
 
 def _as_one(terms: list[Term]) -> Term:
@@ -148,7 +151,7 @@ def _in_blocks(found: Counted, spec: WorkSpec, architecture: str) -> dict[str, f
         _counted(
             WorkSpec(
                 model=dataclasses.replace(NARROW, num_layers=number), batch=1,
-                precision=spec.precision, phases=spec.phases,
+                precision=spec.precision, phases=spec.phases, compile=spec.compile,
             ),
             architecture,
         ).launched()

@@ -45,7 +45,7 @@ class TracedOperations:
 
     def __init__(self, spec: TracedSpec, traced: Traced):
         self.spec, self.traced = spec, traced
-        self.how = Arithmetic.of(spec.precision, is_compiled=False)
+        self.how = Arithmetic.of(spec.precision, is_compiled=spec.compile != "off")
         self.blocks = range(0)  # unknown: all of the network is its ends
         self.block_matrices: list[int] = []
         self.block_parameters = 0
@@ -114,11 +114,8 @@ def has_formulas(model: object) -> bool:
 
 def require_traceable(spec: TracedSpec) -> None:
     """Raises ValueError for what is not predicted by operators, before anything is traced."""
-    if spec.compile != "off":
-        raise ValueError(
-            f"compile is {spec.compile!r}; of {TRACED} eager steps are predicted: what a compiler "
-            f"makes of their operators is not known before it is compiled"
-        )
+    if spec.compile not in ("off", "on"):
+        raise ValueError(f"compile is {spec.compile!r}; of {TRACED} off and on are predicted")
     if isinstance(spec, LayoutSpec) and set(spec.axes.axes) - {"data"}:
         raise ValueError(f"layout is {spec.layout!r}; {LAYOUTS}")
     wrapper = wrapper_of(spec)

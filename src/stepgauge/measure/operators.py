@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stepgauge.cost.terms import TRAFFIC, Term
+from stepgauge.measure.fusion import Moved
 
 FREE = ("empty", "new_empty", "detach", "lift", "_local_scalar_dense", "is_", "_unsafe_view")
 # Read as many values of their first input as they write.
@@ -43,17 +44,23 @@ class OperatorTrace(TorchDispatchMode):
 
     def __init__(self, *, fp32: str = "fp32"):
         super().__init__()
-        self.terms: dict[str, list[Term]] = {}
+        self.moved: dict[str, list[Moved]] = {}
+        self._held: list[Any] = []  # storages, so that none of their places is taken again
         self._fp32, self._phase = fp32, ""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """What runs within is recorded under the name, anew."""
-        self._phase, self.terms[name] = name, []
+        self._phase, self.moved[name] = name, []
         try:
             yield
         finally:
             self._phase = ""
+
+    @property
+    def terms(self) -> dict[str, list[Term]]:
+        """As eager PyTorch runs them."""
+        return {name: [each.term for each in moved] for name, moved in self.moved.items()}
 
     @contextlib.contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
@@ -72,8 +79,8 @@ class OperatorTrace(TorchDispatchMode):
     def _complete(self, parameter: Tensor) -> None:
         if self._phase:
             name = f"gradient of {parameter.numel()}"
-            terms = self.terms[self._phase]
-            terms.append(Term(name, TRAFFIC, (0.0,), gradient=parameter.numel(), count=0))
+            term = Term(name, TRAFFIC, (0.0,), gradient=parameter.numel(), count=0)
+            self.moved[self._phase].append(Moved(term))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -86,9 +93,21 @@ class OperatorTrace(TorchDispatchMode):
         if self._phase:
             inputs, outputs = _tensors((args, kwargs)), _tensors(result)
             if not _is_free(func, name, inputs, outputs):
+                written = outputs or inputs  # lists that are changed in place
+                places = self._by_storage(_read(name, inputs, outputs)), self._by_storage(written)
                 for operation, sizes, count in self._priced(func, name, args, inputs, outputs):
-                    self.terms[self._phase].append(Term(name, operation, sizes, count))
+                    term = Term(name, operation, sizes, count)
+                    self.moved[self._phase].append(Moved(term, *places))
         return result
+
+    def _by_storage(self, tensors: list[Tensor]) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._held.append(storage)
+            whole = found.get(storage._cdata, 0) + _bytes(tensor)
+            found[storage._cdata] = min(whole, storage.nbytes())
+        return found
 
     def _priced(
         self, func: Any, name: str, args: Any, inputs: list[Tensor], outputs: list[Tensor]
@@ -220,6 +239,11 @@ def _turned(x: Tensor) -> bool:
 def _bytes(x: Tensor) -> int:
     """Of the values that there are: an expanded tensor has fewer than its shape says."""
     return min(x.numel() * x.itemsize, x.untyped_storage().nbytes())
+
+
+def _read(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
+    """Of what an operator looks up in its first input no more than it writes."""
+    return [*outputs, *inputs[1:]] if name in GATHERS else inputs
 
 
 def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:

@@ -1,0 +1,65 @@
+"""What torch.compile makes of traced operators, near enough to price them: what passes over memory
+between two products becomes one pass, which reads what was made before it and writes what is read
+after it. inductor fuses less across reductions, and keeps less for backward.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from stepgauge.cost.terms import TRAFFIC, Term
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """A term with the bytes that it reads and writes, by storage."""
+
+    term: Term
+    reads: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    writes: Mapping[int, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_pass(self) -> bool:
+        is_apart = self.term.is_product or self.term.operation.startswith("optimizer")
+        return not is_apart and self.term.count > 0
+
+
+def fused(phases: Mapping[str, Sequence[Moved]]) -> dict[str, list[Term]]:
+    """The terms of each phase, in which neighbours that are no products are one."""
+    whole = [each for moved in phases.values() for each in moved]
+    last = {storage: place for place, each in enumerate(whole) for storage in each.reads}
+    found, start = {}, 0
+    for name, moved in phases.items():
+        found[name] = list(_together(moved, start, last))
+        start += len(moved)
+    return found
+
+
+def _together(moved: Sequence[Moved], start: int, last: Mapping[int, int]) -> Iterator[Term]:
+    """`start` is the place of the first in the step, `last` that of each storage's last reader."""
+    run: list[Moved] = []
+    marks: list[Term] = []  # of gradients that are complete with the run
+    for place, each in enumerate(moved, start):
+        if each.is_pass:
+            run.append(each)
+        elif not each.term.count:
+            marks.append(each.term)
+        else:
+            yield from _ended(run, place, last)
+            yield from marks
+            yield each.term
+            run, marks = [], []
+    yield from _ended(run, start + len(moved), last)
+    yield from marks
+
+
+def _ended(run: Sequence[Moved], end: int, last: Mapping[int, int]) -> Iterator[Term]:
+    reads: dict[int, int] = {}
+    writes: dict[int, int] = {}
+    for each in run:
+        for storage, nbytes in each.reads.items():
+            if storage not in writes:
+                reads[storage] = max(reads.get(storage, 0), nbytes)
+        writes.update(each.writes)
+    kept = sum(nbytes for storage, nbytes in writes.items() if last.get(storage, -1) >= end)
+    if nbytes := sum(reads.values()) + kept:
+        yield Term("fused", TRAFFIC, (float(nbytes),))
