@@ -59,6 +59,7 @@ def test_simulate_draws_a_line_a_rank_and_says_what_waits(stepgauge, tmp_path):
     assert lines[0].split() == ["rank", "0", "F0", "F1", "B0", "B1"]
     assert lines[1].split() == ["rank", "1", "F0", "B0", "F1", "B1"]
     assert "step 9, 1.500 of ideal" in out
+    assert max(map(len, lines)) == 80, "a line is as wide as the page, and does not wrap"
     svg = (tmp_path / "drawn.svg").read_text()
     assert "rank 1" in svg and "var(--series-2)" in svg
     _, out, _ = stepgauge(*asked, "--stage-weights", "1,2", "--format", "json")

@@ -42,7 +42,6 @@ COLOURS = {
     "I": "black on cyan",
     "W": "black on yellow",
 }
-PLAIN_WIDTH = 100
 WRITERS = {"text": to_text, "csv": to_csv, "json": to_json}
 
 
@@ -175,8 +174,7 @@ def _stage_weights(text: str, stages: int) -> list[float]:
 
 def _draw(timeline: Timeline, found: Checked) -> None:
     output = Output(highlight=False)
-    width = (output.width if output.is_terminal else PLAIN_WIDTH) - 8
-    for rank, bars in enumerate(drawing(timeline, width)):
+    for rank, bars in enumerate(drawing(timeline, output.width - 8)):  # 80 columns in a file
         line = Text(f"rank {rank}".ljust(8))
         for text, kind in bars:
             line.append(text, COLOURS.get(kind, "") if output.is_terminal else "")
