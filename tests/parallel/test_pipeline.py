@@ -1,6 +1,7 @@
 """Pipelines against one process: loss, every gradient and every weight, under SGD."""
 
 import copy
+import itertools
 import random
 import time
 
@@ -20,12 +21,12 @@ from stepgauge.spec.plan.pipeline import SCHEDULES, build, from_text
 
 STEPS, CLIP = 2, 0.3
 SLOW_S = 0.2
-# On two ranks every schedule with one network, and every network with a schedule that splits
-# backward and one that does not; on four ranks what has most stages.
+# On two ranks every schedule with every network, and some that are checkpointed, compiled or
+# recorded; on four ranks what has most stages.
+NETWORKS = ("transformer", "transformer untied", "bert", "list")
 ON_TWO = [
-    *((name, "transformer") for name in SCHEDULES),
-    *(("zbv", name) for name in ("transformer untied", "bert", "list")),
-    *(("1f1b", name) for name in ("transformer checkpointed", "list")),
+    *itertools.product(SCHEDULES, NETWORKS),
+    ("1f1b", "transformer checkpointed"),
     ("zb-h1", "transformer checkpointed"),
     ("zb-h1", "transformer compiled"),
     *(("zbv", f"{name} graphed") for name in ("transformer", "list")),
