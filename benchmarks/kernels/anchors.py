@@ -1,15 +1,15 @@
 """What is to be decided about the kernels, on one H100 in under six minutes:
 
-    PYTHONPATH=src python benchmarks/kernels/anchors.py OUT [--parts step host adamw ...] [--trial]
+    PYTHONPATH=src python benchmarks/kernels/anchors.py OUT [--parts step adamw ...] [--trial]
 
 step       2.7b 4 × 512, all parts ours, bf16 and bf16-master, compiled and eager: does it gain?
-host       small 4 × 512 eager and stock: what do our launches cost the host?
 attention, rms-norm, linear-cross-entropy, adamw
            rows of the anchors beside the peers that are installed, each checked against its oracle
 
-Each part is `stepgauge bench step` or `bench kernel` in processes of its own. Writes OUT/anchors.jsonl
-(a record a line, with its part), OUT/tables.txt and OUT/decisions.json, and prints the decisions. Ends
-with status 1 where a row is wrong or has no time. --trial takes tiny shapes on the CPU.
+Each part is `stepgauge bench step` or `bench kernel` in processes of its own; what launches cost the host
+of a small network: host_time.py. Writes OUT/anchors.jsonl (a record a line, with its part), OUT/tables.txt
+and OUT/decisions.json, and prints the decisions. Ends with status 1 where a row is wrong or has no time.
+--trial takes tiny shapes on the CPU.
 """
 
 import argparse
@@ -37,14 +37,11 @@ class Run:
 
 
 def runs(trial: bool) -> list[Run]:
-    big, small = ("--size nano", "--size nano") if trial else ("--size 2.7b", "--size small")
+    big = "--size nano" if trial else "--size 2.7b"
     step = "--batch 1 --context 16 --steps 1 --seconds 0" if trial else STEP
     modes = "off" if trial else "on off"
-    eager = f"bench step {small} {step} --precision bf16"
     return [
         Run("step", "ours", 150, f"bench step {big} {step} {OURS} --precision bf16 bf16-master --compile {modes}"),
-        Run("host", "ours", 40, f"{eager} {OURS}"),
-        Run("host", "stock", 30, eager),
         *(Run(*each) for each in kernels(trial)),
     ]  # fmt: skip
 
@@ -126,9 +123,6 @@ def decisions(rows: list[dict]) -> dict:
         )
         found |= {f"bf16 compile={mode} ms": bf16, f"bf16-master compile={mode} ms": master}
         found[f"bf16 over bf16-master compile={mode}"] = ratio(bf16, master)
-    host = {label: step_ms(rows, part="host", label=label) for label in ("ours", "stock")}
-    found |= {f"small eager, {label} ms": value for label, value in host.items()}
-    found["stock over ours"] = ratio(host["stock"], host["ours"])
     return found
 
 
