@@ -1,21 +1,22 @@
 #!/usr/bin/env bash
 # Layouts on the GPUs of one host, two or four: benchmarks/layout_campaign.sh OUT
 # PARTS="context tensor" chooses; by default all, most important first, within BUDGET=... seconds (540 by default).
-# TRIAL=1 runs everything on small shapes of a CPU.
+# TRIAL=1 runs everything on small shapes of a CPU. Four GPUs, what only they can show, in one call of ten minutes:
+#   BUDGET=590 PARTS="pairs tensor sharded llama context" benchmarks/layout_campaign.sh OUT
 #   context      one long sequence on one GPU, and cut over all
-#   beside       kernels of that sequence cut over two beside NCCL and alone, from a trace
 #   tensor       tensor parallel beside torch's own, plain and asynchronous, with each GPU's clock
+#   beside       kernels of the long sequence cut over two beside NCCL and alone, from a trace
+#   pairs        two axes at once; four GPUs
 #   sharded      ZeRO 3 beside torch's fully_shard
 #   pipeline     schedules beside torch's, each after its simulated step and peaks, eager and compiled
 #   bert         BERT-base in few and many micro-batches, recorded, eager and torch's
 #   llama        an 8 B network under every layout that may hold it
-#   pairs        two axes at once; four GPUs
 #   connections  overlapped tensor parallel where each stream has a hardware queue of its own
 #   calibrate    a hardware file, for `stepgauge validate` of the rows
 #   tests        tests/parallel that need GPUs
 # Writes OUT/{records.jsonl,rows.txt,log.txt,tensor_parallel.jsonl,connections/,hardware.json,tests.txt,report.html}.
 set -uo pipefail
-known="context tensor sharded pipeline bert llama pairs beside connections calibrate tests"
+known="context tensor beside pairs sharded pipeline bert llama connections calibrate tests"
 . "$(dirname "$0")/parts.sh"
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 work=$(mktemp -d)
@@ -39,15 +40,15 @@ tensor() {  # SECONDS FOLDER OPTIONS...
 
 rows 110 context
 if chosen tensor; then tensor 150 "$out" --attention triton --only "one GPU" overlapped torch "torch async" plain; fi
-rows 90 sharded
-rows 240 pipeline
-rows 60 bert
-rows 240 llama
-rows 150 pairs
 if chosen beside; then
   timed 90 python3 benchmarks/kernels_beside_collectives.py "$out" --part context --layouts "cp2 ulysses zero2" \
     "${trial[@]}" >>"$out/rows.txt" 2>>"$out/log.txt"
 fi
+rows 150 pairs
+rows 90 sharded
+rows 240 pipeline
+rows 60 bert
+rows 240 llama
 if chosen connections; then
   CUDA_DEVICE_MAX_CONNECTIONS=32 tensor 60 "$out/connections" --only "one GPU" overlapped
 fi

@@ -134,13 +134,11 @@ class Rows:
         if n == 4:
             layouts[2:2] = ["dp2 zero3 tp2 overlap", "dp2 zero1 pp2 zbv m4", "pp2 1f1b m8 tp2"]
         for layout in layouts:
-            eager = "zero3" in layout and "tp" in layout
             yield self.layout(
                 model,
                 layout,
                 2 * n,
                 checkpointing="selective",
-                compile="off" if eager else "blocks",
                 **({} if self.small else {"warmup": 1, "steps": 3}),
             )
 
@@ -153,7 +151,7 @@ class Rows:
         model = self.network(16, 8192)
         yield self.layout(model, "none", 1)
         yield self.layout(model, "dp2 zero1 tp2 overlap", 2)
-        yield self.layout(model, "dp2 zero3 tp2 overlap", 2, compile="off")
+        yield self.layout(model, "dp2 zero3 tp2 overlap", 2)
         for layout in ("tp4 overlap", "dp2 zero1 cp2", "pp4 zbv m8", "dp2 zero1 pp2 zbv m4"):
             yield self.layout(model, layout, 8 if "pp" in layout else 2)
 
@@ -186,6 +184,7 @@ def tell(job: Job, record: Record, before: Record | None, alone: float | None) -
         peaks = [found.series.get("rank_peak_bytes", []) for found in (before, record)]
         for predicted, peak in zip(*peaks, strict=True):
             over += f", peak {100 * (predicted / peak - 1):+.1f} % of {peak / 2**30:.1f} GiB"
+    over += f", MFU {record.median('mfu'):.3f}" if "mfu" in record.metrics else ""
     print(f"{record.provenance} {named}: {ms:.2f} ms{over}", flush=True)
     return tokens if ranks == 1 and record.provenance == "measured" else alone
 

@@ -87,7 +87,7 @@ def test_layouts_are_rows_with_names_of_their_own():
         ("tp2 zero1", {}, "zero1 needs a data axis"),
         ("dp2 torch-ddp tp2", {}, "takes whole networks"),
         ("dp2 zero3", {"compile": "reduce-overhead"}, "zero3 gathers and frees them"),
-        ("dp2 zero3 tp2", {"compile": "blocks"}, "zero3 of a network that is cut"),
+        ("dp2 zero3 tp2", {"compile": "on"}, "cut as 'dp2 zero3 tp2' takes off or blocks"),
         ("pp2 zbv m4 dp2 zero3", {}, "zbv computes gradients of weights later"),
         ("pp2 zbv m4 dp2 zero2", {}, "zero2 takes both at once only; choose 1f1b or zero1"),
         ("xp2", {}, "layout has 'xp2'"),

@@ -218,11 +218,6 @@ def _check_cut(layout: Layout, model: Network, *, precision: str, compile: str) 
         raise ValueError(
             f"precision is {precision!r}, whose {whole[precision]}; in {str(layout)!r} choose bf16"
         )
-    if compile != "off" and WRAPPERS[layout.wrapper].shards("weights"):
-        raise ValueError(
-            f"compile is {compile!r}; {layout.wrapper} of a network that is cut as {str(layout)!r} "
-            f"takes off"
-        )
     if compile not in ("off", "blocks"):
         raise ValueError(
             f"compile is {compile!r}; a network that is cut as {str(layout)!r} takes off or blocks"
