@@ -2,6 +2,7 @@
 state under AdamW, and states that another layout goes on from.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from tests.parallel.graphs import RunAgain
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgauge.models.bert import NOT_MASKED
 from stepgauge.parallel.layout import Network, spread
@@ -186,8 +188,38 @@ def all_differences(cases):
             )
         found["compiled"] = with_blocks_compiled("dp2 zero3 tp2 overlap", "grouped", "sgd")
     if dist.get_world_size() == 2:
+        found["computed again"] = products_of_selective_checkpointing()
         found["torch's"] = of_torchs_tensor_parallel()
     return found
+
+
+def products_of_selective_checkpointing():
+    """None is computed again, and nothing sent again, where they run beside each other."""
+    spec = LayoutSpec(
+        model=NETWORKS["grouped"], layout="tp2 overlap", batch=8, checkpointing="selective"
+    )
+    step = build(spec, spec.axes)
+    with Counting() as counting:
+        step.gradients(batch_for(spec.model, spec.batch, 0))
+    each = 2 * spec.model.num_layers
+    expected = {
+        f"{kind}_{phase}": each for kind in ("column", "row") for phase in ("forward", "backward")
+    }
+    return "" if counting.operators == expected else str(counting.operators)
+
+
+class Counting(TorchDispatchMode):
+    """Of operators that compute and send."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = collections.Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        space, _, name = operator.name().partition("::")
+        if space == "stepgauge" and name.startswith(("column", "row")):
+            self.operators[name] += 1
+        return operator(*args, **(kwargs or {}))
 
 
 def with_blocks_compiled(*case):

@@ -53,9 +53,15 @@ def _parts(blocks: list[nn.Module], size: int) -> Iterator[list[nn.Module]]:
         yield blocks[start : start + size]
 
 
+BESIDE_PRODUCTS = ("column_forward", "row_forward")  # parallel.overlapped
+
+
 def _costly() -> frozenset[Any]:
-    """Operators whose results selective checkpointing keeps: matrix products and attention."""
-    aten = torch.ops.aten
+    """Operators whose results selective checkpointing keeps: matrix products, also those with what
+    ranks send beside them, which are defined once there are such, and attention.
+    """
+    aten, own = torch.ops.aten, torch.ops.stepgauge
+    beside = [getattr(own, name).default for name in BESIDE_PRODUCTS if hasattr(own, name)]
     return frozenset(
         (
             aten.mm.default,
@@ -66,7 +72,8 @@ def _costly() -> frozenset[Any]:
             aten._scaled_dot_product_flash_attention_for_cpu.default,
             aten._scaled_dot_product_efficient_attention.default,
             aten._scaled_dot_product_cudnn_attention.default,
-            torch.ops.stepgauge.flash_attention.default,
+            own.flash_attention.default,
+            *beside,
         )
     )
 
