@@ -14,7 +14,7 @@ ranks, G groups, h heads of a rank and group.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -55,11 +55,16 @@ class HeadExchange(SplitSequences):
         ranks, group = self.ranks, self.group if self.communicates else None
         groups = num_head_groups(k_BKQW.shape[1], ranks)
 
-        def sent(x_BHQW: Tensor) -> list[Tensor]:
-            x_BQGNhW = x_BHQW.transpose(1, 2).unflatten(2, (groups, ranks, -1))
-            return [_Send.apply(x.permute(2, 0, 1, 3, 4), group) for x in x_BQGNhW.unbind(2)]
+        def by_group(x_BHQW: Tensor) -> Iterable[Tensor]:
+            return x_BHQW.transpose(1, 2).unflatten(2, (groups, ranks, -1)).unbind(2)
 
-        sent_NBQhW = list(zip(*map(sent, (q_BHQW, k_BKQW, v_BKQW)), strict=True))
+        def sent(x_BQNhW: Tensor) -> Tensor:
+            x_NBQhW: Tensor = _Send.apply(x_BQNhW.permute(2, 0, 1, 3, 4), group)
+            return x_NBQhW
+
+        # All of one group before the next, which its attention does not wait for.
+        qkv_BQNhW = zip(*map(by_group, (q_BHQW, k_BKQW, v_BKQW)), strict=True)
+        sent_NBQhW = [[sent(x) for x in each] for each in qkv_BQNhW]
         outputs_NBQhW = []
         for each in sent_NBQhW:
             qkv_BhTW = [_Arrive.apply(x, group).permute(1, 3, 0, 2, 4).flatten(2, 3) for x in each]

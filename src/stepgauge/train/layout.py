@@ -256,20 +256,20 @@ def network_of(
         count=num_counted,
         context=context,
         graphs=CudaGraphs(device) if isinstance(spec, LayoutSpec) and spec.cuda_graphs else None,
-        cut_sequences=functools.partial(cut_sequences, ulysses=layout.ulysses),
+        cut_sequences=functools.partial(cut_sequences, layout=layout),
         partial_loss=FUSED_LOSS if isinstance(model, ModelSpec) and model.loss == "fused" else None,
     )
 
 
-def cut_sequences(module: nn.Module, group: dist.ProcessGroup, *, ulysses: bool) -> SplitSequences:
+def cut_sequences(module: nn.Module, group: dist.ProcessGroup, *, layout: Layout) -> SplitSequences:
     """The Transformer, or a stage of it, called with whole sequences, computes this rank's tokens,
     and the mean loss of these. Its attention exchanges heads or sends keys around the group. Between
-    stages there are this rank's tokens only.
+    stages there are this rank's tokens only, of a tensor axis a piece of them.
     """
     heads, ring = HeadExchange(group), RingAttention(group, FUSED_ATTENTION)
-    context: SplitSequences = heads if ulysses else ring
+    context: SplitSequences = heads if layout.ulysses else ring
     for part in module.modules():
-        if isinstance(part, Attention) and ulysses:
+        if isinstance(part, Attention) and layout.ulysses:
             part.attend = functools.partial(heads.attend, part.attend)
         elif isinstance(part, Attention):
             part.attend = functools.partial(ring.attend, is_causal=part.is_causal)
@@ -279,7 +279,7 @@ def cut_sequences(module: nn.Module, group: dist.ProcessGroup, *, ulysses: bool)
     ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         first, *targets = inputs
         is_cut = module.embedding is None
-        length = first.shape[1] * (dist.get_world_size(group) if is_cut else 1)
+        length = first.shape[1] * (layout.context * layout.tensor if is_cut else 1)
         positions_T = context.positions(length, first.device)
         own = [whole.index_select(1, positions_T) for whole in (targets if is_cut else inputs)]
         return (first, *own) if is_cut else tuple(own), {**named, "positions_T": positions_T}
