@@ -76,6 +76,8 @@ class Rows:
         n, model = self.gpus, self.network(8, 32_768)
         for layout in ("none", f"cp{n} ulysses zero2", f"cp{n} zero2", f"cp{n} zero1"):
             yield self.layout(model, layout, 1)
+        # Without its communication this is each GPU alone at once, of which the slower one counts.
+        yield self.layout(model, f"dp{n} zero2", n)
 
     def sharded(self) -> Iterator[Any]:
         n, model = self.gpus, self.network(16, 4096)
@@ -184,6 +186,8 @@ def tell(job: Job, record: Record, before: Record | None, alone: float | None) -
         peaks = [found.series.get("rank_peak_bytes", []) for found in (before, record)]
         for predicted, peak in zip(*peaks, strict=True):
             over += f", peak {100 * (predicted / peak - 1):+.1f} % of {peak / 2**30:.1f} GiB"
+    if "without_data_ms" in record.metrics:
+        over += f", without data {record.median('without_data_ms'):.2f} ms"
     over += f", MFU {record.median('mfu'):.3f}" if "mfu" in record.metrics else ""
     print(f"{record.provenance} {named}: {ms:.2f} ms{over}", flush=True)
     return tokens if ranks == 1 and record.provenance == "measured" else alone
