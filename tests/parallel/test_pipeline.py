@@ -16,6 +16,7 @@ from torch import nn
 from stepgauge.cost.timeline import Durations, simulate
 from stepgauge.parallel.pipeline import Pipeline
 from stepgauge.parallel.pipeline.split import SplitBackward, Watch
+from stepgauge.parallel.pipeline.step import PipelineStep
 from stepgauge.runtime.launch import RankError, launch
 from stepgauge.spec.plan.pipeline import SCHEDULES, build, from_text
 
@@ -45,10 +46,16 @@ def test_four_ranks_are_one_process_alone_and_as_two_pipelines_of_two():
         assert {case: told for case, told in found.items() if told} == {}
 
 
-def test_a_rank_that_dies_in_an_action_ends_the_job_with_its_name():
-    with pytest.raises(RankError, match=r"rank 1 of 2: ZeroDivisionError: in 1F2") as ended:
-        launch(dies, ranks=2)
-    assert "in 1F2 on rank 1 of the pipeline" in ended.value.trace
+@pytest.mark.parametrize(
+    ("schedule", "action"), [("1f1b", "1F2"), ("1f1b", "0B1"), ("zb-h1", "1I2"), ("zb-h1", "0W3")]
+)
+def test_a_rank_that_dies_in_an_action_ends_the_job_with_its_name(schedule, action):
+    rank = action[0]
+    with pytest.raises(
+        RankError, match=rf"rank {rank} of 2: ZeroDivisionError: in {action}"
+    ) as ended:
+        launch(dies, schedule, action, ranks=2)
+    assert f"in {action} on rank {rank} of the pipeline" in ended.value.trace
 
 
 def all_checks(cases, others):
@@ -249,23 +256,18 @@ OTHERS = {
 }
 
 
-class Dies(nn.Linear):
-    """Raises at the third micro-batch; the first forward of all is the pipeline's own."""
+def dies(schedule_name, action):
+    schedule = build(schedule_name, ranks=2, micro_batches=4)
+    modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    pipeline = Pipeline(modules, schedule, loss=lambda y: y.square().mean())
+    whole_act = PipelineStep._compute
 
-    forwards = 0
+    def act(step, now, given):
+        if str(now) == action:
+            raise ZeroDivisionError(f"in {action}")
+        return whole_act(step, now, given)
 
-    def forward(self, x):
-        self.forwards += 1
-        if self.forwards == 4:
-            raise ZeroDivisionError("in 1F2")
-        return super().forward(x)
-
-
-def dies():
-    modules = [nn.Linear(2, 2), Dies(2, 2)]
-    pipeline = Pipeline(
-        modules, build("1f1b", ranks=2, micro_batches=4), loss=lambda y: y.square().mean()
-    )
+    PipelineStep._compute = act
     pipeline.step((torch.ones(4, 2),))
 
 
