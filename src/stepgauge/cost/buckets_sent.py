@@ -18,7 +18,7 @@ from stepgauge.cost.terms import TRAFFIC, Term
 from stepgauge.cost.wrapper_host import hooks_of
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.plan.buckets import FIRST_BUCKET_MB, Bucket, Parameter, plan_buckets
-from stepgauge.spec.plan.shards import UPDATE_PARTS, dealt, plan_launches, plan_owners
+from stepgauge.spec.plan.shards import dealt, num_update_parts, plan_launches, plan_owners
 
 BYTES: Mapping[str, int] = {"own": 0, "bf16": 2, "fp16": 2}
 
@@ -186,13 +186,14 @@ class Owned(Bucketed):
         """In parts: while one is broadcast, the next is updated. What a rank does not own comes
         through its wire, and what the fullest owner has leaves by one.
         """
-        term = operations.optimizer(self.own / UPDATE_PARTS)
-        ranks = self.sending.ranks
+        weight, ranks = operations.how.weight, self.sending.ranks
+        num_parts = num_update_parts(operations.num_parameters * weight)
+        term = operations.optimizer(self.own / num_parts)
         sent = max(operations.num_parameters * (ranks - 1) / ranks, self.own)
-        us = prices.broadcasts(sent * operations.how.weight / UPDATE_PARTS, "data").us
+        us = prices.broadcasts(sent * weight / num_parts, "data").us
         works = []
-        host_us = self.update_host_us() / UPDATE_PARTS
-        for part in range(UPDATE_PARTS):
+        host_us = self.update_host_us() / num_parts
+        for part in range(num_parts):
             program.host(f"optimizer {part}", host_us)
             place = program.compute(f"optimizer {part}", prices.us(term), term.operation)
             name = f"broadcast {part}"

@@ -23,7 +23,7 @@ from stepgauge.parallel.reducer import GradientReducer
 from stepgauge.parallel.replicas import dense, describe_parameter, require_same
 from stepgauge.parallel.shares import Share, as_plain
 from stepgauge.parallel.whole_norm import clip_whole_norm
-from stepgauge.spec.plan.shards import UPDATE_PARTS, plan_owners
+from stepgauge.spec.plan.shards import num_update_parts, plan_owners
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -58,6 +58,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.owners: dict[nn.Parameter, int] = {}
         self.elements = [0] * self._reducer.ranks
         self._part_of: dict[nn.Parameter, int] = {}
+        self._num_parts = 1
         # What was trained once is broadcast for good: its owner alone knows whether it moves.
         self._trained: set[nn.Parameter] = set()
         self._inner: torch.optim.Optimizer | None = None
@@ -105,13 +106,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             dataclasses.replace(described, numel=self._sizes.get(parameter, described.numel))
             for described, parameter in zip(plan, added["params"], strict=True)
         ]
+        num_parts = num_update_parts(sum(p.nbytes for p in added["params"]))
+        self._num_parts = max(self._num_parts, num_parts)
         owned = plan_owners(counted, ranks=self._reducer.ranks, held=self.elements)
         self.elements = list(owned.elements)
         for owner in range(self._reducer.ranks):
             mine = [
                 p for index, p in enumerate(added["params"]) if owned.owners[str(index)] == owner
             ]
-            self._divide(mine)
+            self._divide(mine, num_parts)
             self.owners.update(dict.fromkeys(mine, owner))
         self._trained.update(p for p in added["params"] if p.requires_grad)
         if self._inner is not None:
@@ -119,11 +122,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             inner = self._inner.param_groups[-1]
             added.update({k: v for k, v in inner.items() if k not in added})
 
-    def _divide(self, parameters: list[nn.Parameter]) -> None:
+    def _divide(self, parameters: list[nn.Parameter], num_parts: int) -> None:
         """Parts of about equal elements, in order, so that all of an owner's parts take as long."""
         whole, before = sum(p.numel() for p in parameters), 0
         for parameter in parameters:
-            self._part_of[parameter] = min(UPDATE_PARTS - 1, before * UPDATE_PARTS // max(1, whole))
+            self._part_of[parameter] = min(num_parts - 1, before * num_parts // max(1, whole))
             before += parameter.numel()
 
     def _own(self, group: dict[str, Any], part: int | None = None) -> dict[str, Any]:
@@ -162,7 +165,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         trained = [p for p in self.owners if p in self._trained]
         works: list[Any] = []
         after: list[dict[str, Any]] = []  # what each part leaves in the groups, such as a count
-        for part in range(UPDATE_PARTS):
+        for part in range(self._num_parts):
             found = self._step_part(part)
             if after and not _equal(after, found):
                 raise RuntimeError(

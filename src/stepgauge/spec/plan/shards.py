@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from stepgauge.spec.plan.buckets import Bucket, Parameter
 
-# Of an optimizer step under ZeRO 1 and 2: while one part is broadcast, the next is updated.
-UPDATE_PARTS = 4
+# Of parameters that are updated and then broadcast under ZeRO 1 and 2, while the next are updated.
+PART_BYTES, LEAST_PARTS, MOST_PARTS = 2**28, 2, 8
 MOST_FOR_AN_OWNER = 4  # buckets of a launch in ZeRO 2, so that none waits for long
 # Of ZeRO 3, units whose gradients are on their way, as flat messages: more only takes memory.
 MOST_IN_FLIGHT = 2
@@ -43,6 +43,14 @@ def plan_owners(
     elements, of_size = dealt([p.numel for p in by_name.values()], held or [0] * ranks)
     owners = _in_turns(list(reversed(by_name.values())), of_size, ranks)
     return OwnerPlan({name: owners[name] for name in by_name}, elements)
+
+
+def num_update_parts(nbytes: float) -> int:
+    """In how many parts an optimizer step under ZeRO 1 and 2 updates parameters of so many bytes.
+    The last part's broadcast is waited for; each costs the host a call of the optimizer. Two show
+    an optimizer that keeps what depends on all parameters.
+    """
+    return max(LEAST_PARTS, min(MOST_PARTS, round(nbytes / PART_BYTES)))
 
 
 def dealt(
