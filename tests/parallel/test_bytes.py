@@ -55,7 +55,7 @@ SENDS = {
     "reduce_": 1,
     "broadcast_": 1,
     "allgather_": 1,  # of names, in the first step
-    "allgather_into_tensor_coalesced_": 1,
+    "_allgather_base_": 1,
     "_reduce_scatter_base_": 1,
 }
 

@@ -65,12 +65,19 @@ def broadcast_from(owner: int, message: Tensor, group: dist.ProcessGroup) -> dis
 
 def all_gather_list(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup
-) -> dist.Work:
-    """The work of all_gather_flat of several tensors of one type and device: over NCCL one launch."""
+) -> list[Any]:
+    """The works of all_gather_flat of several tensors of one type and device: over NCCL one launch.
+
+    Not over Gloo: while its threads joined what travels together, ranks ended by SIGSEGV in two runs
+    of the tests (docs/log/2026-11-23-data-parallel.md).
+    """
+    if group._get_backend(outputs[0].device).name() == "gloo":
+        pairs = zip(outputs, inputs, strict=True)
+        return [all_gather_flat(output, part, group, True) for output, part in pairs]
     # Renamed in torch 2.13.
     gather: Any = getattr(group, "all_gather_single_coalesced", None)
     gather = gather or group.allgather_into_tensor_coalesced
-    return gather(list(outputs), list(inputs), _options(dist.distributed_c10d.AllgatherOptions))
+    return [gather(list(outputs), list(inputs), _options(dist.distributed_c10d.AllgatherOptions))]
 
 
 @functools.cache

@@ -73,7 +73,9 @@ class UnshardedGroup:
                 outputs, inputs = alike.setdefault(part.dtype, ([], []))
                 outputs.append(real(buffer))
                 inputs.append(real(part))
-        self._works = [all_gather_list(*of_type, sharding.group) for of_type in alike.values()]
+        self._works = [
+            work for of_type in alike.values() for work in all_gather_list(*of_type, sharding.group)
+        ]
 
     def _padded(self) -> list[Tensor]:
         """This rank's parts in the type that is sent, all ranks' of a weight equally long."""
