@@ -33,7 +33,7 @@ keep topo 30 python3 -m stepgauge topo --format json
 large=(${LARGE:-524288 786432 1M 1536K 2M 3M 4M 6M 8M 12M 16M 24M 32M 48M 64M 96M 128M 192M 256M 384M 512M 768M 1G})
 small=(${SMALL:-16 256 4K 16K 64K 128K 256K})
 comm large 110 --op "${ops[@]}" --ranks "${ranks[@]}" --size "${small[@]}" "${large[@]}"
-keep fit 20 python3 -m stepgauge comm fit "$work/comm" --hardware "$out/hardware.json" --report "$out/fit.html"
+keep fit 20 python3 -m stepgauge comm fit "$work/comm" --hardware "$out/hardware.json"
 for n in $most ${ranks[0]}; do
   keep "plain $n" 45 python3 benchmarks/comm_plain.py "$out/plain.jsonl" --device "$device" --ranks "$n" \
     --seconds 0.03 --sizes ${PLAIN:-524288 1048576 4194304 16777216 67108864 268435456 1073741824}
