@@ -76,6 +76,7 @@ ON_FOUR = [
     ("dp2 zero1 tp2", "grouped", "adamw"),
     ("dp2 zero2 tp2", "bert", "adamw"),
     ("dp2 zero3 tp2", "tied", "adamw"),
+    ("dp2 zero3 tp2 overlap", "grouped", "sgd"),
     ("cp2 tp2", "ring", "sgd"),
     ("dp2 cp2 zero1", "ring", "adamw"),
     ("cp2 ulysses tp2", "windowed", "adamw"),
