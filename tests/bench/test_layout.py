@@ -52,6 +52,15 @@ def test_every_row_has_its_phases_and_adds_up(rows):
         assert weights[cut] < 0.8 * weights["dp2 bucketed"], "a rank has its part only"
 
 
+def test_blocks_without_halves_are_timed_whole(tmp_path):
+    """A block whose layers are parallel cannot be built in halves, by which stages are cut."""
+    asked = spec("pp2 1f1b m2", warmup=1, balance="time")
+    asked = dataclasses.replace(asked, model=dataclasses.replace(asked.model, block="parallel"))
+    (row,) = [found.record for found in sweep([Job(bench.ON_RANKS, asked)], RunStore(tmp_path))]
+    assert row.status == "ok", row.note
+    assert "by measured time" in row.note
+
+
 def test_what_an_axis_costs_is_told_where_it_can_be(rows):
     def measured(axis):
         return [layout for layout, row in rows.items() if f"{axis}_exposed_ms" in row.metrics]

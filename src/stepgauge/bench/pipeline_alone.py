@@ -24,6 +24,7 @@ ISSUED = 2  # of them, whose issue is timed: later ones may wait for room in the
 REPEATS, MOST_REPEATS = 3, 20
 PROBED_S = 0.4  # in 0.1 s the host's time for a computation was off by 20 %, either way
 COPIED, COPY_S = 2**28, 1e-4  # bytes, and about the seconds of a GPU that copies them
+MOST_COPIES = 128  # a GPU takes about a thousand launches before the host has to wait
 # What a stage takes alone, by what that depends on: schedules of a sweep share stages.
 KNOWN: dict[Hashable, "_Alone"] = {}
 
@@ -167,13 +168,15 @@ class StagesAlone:
         return event
 
     def _lead(self, seconds: float) -> Callable[[], None]:
-        """Copies that take a GPU so long, more or less; nothing on a CPU."""
-        if self.device.type != "cuda":
+        """Copies that take a GPU so long, more or less, and leave room in its queue of launches;
+        nothing on a CPU.
+        """
+        if self.device.type != "cuda" or not seconds:
             return lambda: None
         source, target = (torch.empty(COPIED, dtype=torch.uint8, device=self.device) for _ in "ab")
 
         def copy() -> None:
-            for _ in range(round(seconds / COPY_S)):
+            for _ in range(min(MOST_COPIES, round(seconds / COPY_S))):
                 target.copy_(source)
 
         return copy

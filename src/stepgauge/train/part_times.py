@@ -36,13 +36,16 @@ def part_times(
     inputs   what the first stage takes of a micro-batch
     context  around every forward, such as autocast
     """
-    short, found = dataclasses.replace(model, num_layers=1), []
-    for part in range(num_parts(1)):
-        stage = build(short, range(part, part + 1))
-        inputs = (*inputs, targets) if part == num_parts(1) - 1 else inputs
+    short, found, end = dataclasses.replace(model, num_layers=1), [], num_parts(1)
+    parts = [range(part, part + 1) for part in range(end)]
+    if getattr(model, "block", "") == "parallel":  # its block has no halves: each is half of it
+        parts[1:3] = [range(1, 3)]
+    for part in parts:
+        stage = build(short, part)
+        inputs = (*inputs, targets) if part.stop == end else inputs
         output, ms = forward_and_backward(stage, inputs, device=device, context=context)
         inputs = (output.detach().requires_grad_(),)
-        found.append(ms)
+        found += [ms / len(part)] * len(part)
     return agreed(PartTimes(*found))
 
 
