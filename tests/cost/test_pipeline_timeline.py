@@ -74,6 +74,8 @@ def test_a_slow_host_bounds_the_step():
     timeline = simulate(schedule, durations)
     computations = 2 * 4  # F and B of four micro-batches
     assert computations <= timeline.step_ms < computations + 1
+    without = Durations.of_stages(2, forward=0.01, input=0.01, weight=0.01, host_ms=0.0)
+    assert simulate(schedule, without).step_ms < 1
     # A fast one costs nothing: a GPU computes while the rest is issued.
     slow, none = (
         simulate(schedule, Durations.of_stages(2, host_ms=ms)).step_ms for ms in (0.5, 0.0)

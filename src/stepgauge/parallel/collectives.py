@@ -68,8 +68,8 @@ def all_gather_list(
 ) -> list[Any]:
     """The works of all_gather_flat of several tensors of one type and device: over NCCL one launch.
 
-    Not over Gloo: while its threads joined what travels together, ranks ended by SIGSEGV in two runs
-    of the tests (docs/log/2026-11-23-data-parallel.md).
+    Over Gloo one by one: ranks of two test runs that gathered all at once ended by SIGSEGV
+    (docs/log/2026-11-23-data-parallel.md).
     """
     if group._get_backend(outputs[0].device).name() == "gloo":
         pairs = zip(outputs, inputs, strict=True)

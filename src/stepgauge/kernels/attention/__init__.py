@@ -62,7 +62,7 @@ def flash_attention(q, k, v, *, is_causal=False, scale=None, window=0):
     are left out under `torch.use_deterministic_algorithms(True)`.
 
     Small eager calls whose tokens lie outside of heads in memory, as a network's do, run in torch's
-    FlashAttention-2 (by_torch.py), which the host launches faster; STEPGAUGE_ATTENTION_BY_TORCH=0,
+    scaled_dot_product_attention (by_torch.py), which the host launches faster; STEPGAUGE_ATTENTION_BY_TORCH=0,
     a `scale`, a window or deterministic algorithms keep the kernels here.
 
     Without CUDA (and outside of Triton's interpreter) the plain PyTorch version runs, which takes

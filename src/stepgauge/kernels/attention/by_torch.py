@@ -1,5 +1,6 @@
-"""Small eager attention by torch's FlashAttention-2: where launches are all that counts, an operator in
-C++ takes the host less time than what is written in Python here.
+"""Small eager attention by torch's scaled_dot_product_attention: where launches are all that counts, an
+operator in C++ takes the host less time than what is written in Python here. Torch chooses whether
+FlashAttention-2 or cuDNN runs.
 
 Legend: B batch, H heads, T tokens, D head width.
 """
@@ -9,7 +10,7 @@ import os
 import torch
 import torch.nn.functional as F
 
-TITLE = "torch's FlashAttention-2, its backward too"
+TITLE = "torch's scaled_dot_product_attention, its backward too"
 IS_ALLOWED = os.environ.get("STEPGAUGE_ATTENTION_BY_TORCH") != "0"
 # The largest B H T^2 D that it takes, of the size small at 4 x 512. There one H200's host takes 0.29 ms
 # less a layer for forward and backward (docs/log/2026-11-23-launches.md).
