@@ -57,11 +57,17 @@ def test_simulate_draws_a_line_a_rank_and_says_what_waits(stepgauge, tmp_path):
     lines = out.splitlines()
     assert status == 0, err
     assert lines[0].split() == ["rank", "0", "F0", "F1", "B0", "B1"]
-    assert lines[1].split() == ["rank", "1", "F0", "B0", "F1", "B1"]
+    assert lines[2].split() == ["rank", "1", "F0", "B0", "F1", "B1"]
     assert "step 9, 1.500 of ideal" in out
+    # Below its computations what a rank holds: one of two micro-batches from 0 to 1 and from 6 to 9.
+    assert (lines[1][:8], lines[3][:8]) == ("peak 2  ", "peak 1  ")
+    assert lines[1][8:] == "▄" * 8 + "█" * 40 + "▄" * 24
+    assert lines[3][8:].rstrip() == " " * 8 + "▄" * 48
     assert max(map(len, lines)) == 80, "a line is as wide as the page, and does not wrap"
     svg = (tmp_path / "drawn.svg").read_text()
-    assert "rank 1" in svg and "var(--series-2)" in svg
+    assert all(
+        word in svg for word in ("rank 1", "var(--series-2)", "held, micro-batches of a stage")
+    )
     _, out, _ = stepgauge(*asked, "--stage-weights", "1,2", "--format", "json")
     found = json.loads(out)
     assert found["step"] == 1 + 2 * 6 + 2

@@ -163,6 +163,11 @@ def recorded():
     if ran != [span.action for span in simulated]:
         return f"ran {ran}"
     kinds = {type(layer) for module in modules for layer in module.modules()}
+    seen = itertools.count()
+    if pipeline.levels(lambda: next(seen), lambda: pipeline.step((tokens,), (targets,))) != list(
+        range(2 * len(ran))
+    ):
+        return "what is held is asked for at the start and the end of each action"
     pipeline.close()
     after = {type(layer) for module in modules for layer in module.modules()}
     return "" if kinds - after and nn.Linear in after else f"layers left: {after}"

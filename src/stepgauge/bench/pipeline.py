@@ -13,7 +13,7 @@ from torch import nn
 from stepgauge.bench.pipeline_alone import Probed, StagesAlone, durations
 from stepgauge.bench.pipeline_parts import build_stage, heavier, mean_loss, times_of
 from stepgauge.bench.pipeline_torch import TorchPipeline
-from stepgauge.bench.rank_figures import spans_table
+from stepgauge.bench.rank_figures import held_table, spans_table
 from stepgauge.bench.ranks import OnRanks, require_ranks, slowest
 from stepgauge.bench.sweep import Job
 from stepgauge.cost.fill import fill_bubbles
@@ -48,12 +48,13 @@ def check(spec: PipelineSpec) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankFigures:
-    """What one rank measured: ms of each step, spans of one (action, start, end), bytes by name;
-    the parts of each stage.
+    """What one rank measured: ms of each step, spans of one (action, start, end), what it held
+    (ms, bytes from then on) where that is known, bytes by name; the parts of each stage.
     """
 
     steps: list[float]
     spans: list[tuple[str, float, float]]
+    held: list[tuple[float, float]]
     bytes: dict[str, int]
     parts: list[range]
 
@@ -166,10 +167,13 @@ class PipelineBench:
         devices.reset_peak_memory(self.device)
         steps = [self.timed_step() for _ in range(self.spec.steps)]
         found = devices.peak_memory(self.device)
+        kept = devices.kept_by_graphs(self.device) if self.spec.cuda_graphs else 0
         if "peak_bytes" in found:
-            kept = devices.kept_by_graphs(self.device) if self.spec.cuda_graphs else 0
             found["peak_bytes"] += kept
-        return RankFigures(steps=steps, spans=self.spans(), bytes=found, parts=self.parts)
+        spans = self.spans()
+        return RankFigures(
+            steps=steps, spans=spans, held=self._held(spans, kept), bytes=found, parts=self.parts
+        )
 
     def timed_step(self) -> float:
         """ms from when all ranks are there to when this one has finished."""
@@ -185,6 +189,16 @@ class PipelineBench:
         if not isinstance(self.pipeline, Pipeline):
             return []
         return [(str(action), start, end) for action, start, end in self.pipeline.spans]
+
+    def _held(self, spans: list[tuple[str, float, float]], kept: int) -> list[tuple[float, float]]:
+        """Of one more step, which is not timed, on the time axis of the last one."""
+        if not isinstance(self.pipeline, Pipeline) or devices.allocated_memory(self.device) is None:
+            return []
+        levels = self.pipeline.levels(
+            lambda: kept + (devices.allocated_memory(self.device) or 0), self.step
+        )
+        times = [ms for _, start, end in spans for ms in (start, end)]
+        return list(zip(times, levels, strict=True))
 
     def probed(self) -> Probed:
         """What the stages take alone. All ranks must call it, after a step."""
@@ -222,6 +236,7 @@ def measured(spec: PipelineSpec, ranks: list[RankFigures]) -> Record:
         busy = [sum(end - start for _, start, end in rank.spans) for rank in ranks]
         metrics["busy_ms"] = Sample.exact(sum(busy) / len(busy), "ms")
         tables = spans_table([rank.spans for rank in ranks])
+        tables |= held_table([rank.held for rank in ranks])
     asked = _asked(spec, ranks[0].parts)
     return Record.of(spec, series=series, metrics=metrics, tables=tables, **asked)
 
@@ -240,16 +255,21 @@ def modelled(spec: PipelineSpec, ranks: list[Probed]) -> Record:
     }
     metrics["samples_per_s"] = Sample.exact(spec.batch / timeline.step_ms * 1e3, "samples/s")
     series: dict[str, list[float]] = {}
+    tables = spans_table(spans)
     if any(rank.base_bytes for rank in ranks):
         held = {stage: own for rank in ranks for stage, own in rank.held.items()}
         live = require_runnable(schedule, held=held).peak
+        levels = zip(ranks, timeline.held(held), strict=True)
+        tables |= held_table(
+            [[(ms, r.base_bytes + level) for ms, level in row] for r, row in levels]
+        )
         series["rank_peak_bytes"] = [
             rank.base_bytes + peak + rank.within_bytes
             for rank, peak in zip(ranks, live, strict=True)
         ]
         metrics["peak_bytes"] = Sample.exact(max(series["rank_peak_bytes"]), "bytes")
     asked = _asked(spec, ranks[0].parts, "modelled")
-    return Record.of(spec, metrics=metrics, series=series, tables=spans_table(spans), **asked)
+    return Record.of(spec, metrics=metrics, series=series, tables=tables, **asked)
 
 
 def _asked(spec: PipelineSpec, parts: list[range], provenance: str = "measured") -> dict[str, Any]:

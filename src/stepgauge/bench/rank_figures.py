@@ -78,6 +78,12 @@ def spans_table(ranks: Sequence[Sequence[tuple[str, float, float]]]) -> dict[str
     return {"spans": [["rank", "action", "start ms", "end ms"], *rows]} if rows else {}
 
 
+def held_table(ranks: Sequence[Sequence[tuple[float, float]]]) -> dict[str, list[list[Any]]]:
+    """The record's table of what each rank held: (ms, bytes from then on) by rank."""
+    rows = [[number, *point] for number, points in enumerate(ranks) for point in points]
+    return {"held": [["rank", "ms", "bytes"], *rows]} if rows else {}
+
+
 def record_of_ranks(
     spec: Any,
     ranks: Sequence[RankFigures],

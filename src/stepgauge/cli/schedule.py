@@ -12,7 +12,8 @@ from stepgauge.cli import console
 from stepgauge.cli.console import Output, print_in, print_table
 from stepgauge.cost.fill import fill_bubbles
 from stepgauge.cost.timeline import Durations, Timeline, simulate
-from stepgauge.report.pipeline import drawing, rank_table, tracks
+from stepgauge.report.pipeline import drawing, held_drawing, rank_table
+from stepgauge.report.pipeline_steps import Step, tracks
 from stepgauge.spec.plan.pipeline import (
     SCHEDULES,
     Checked,
@@ -125,7 +126,7 @@ def simulate_(
         console.write(to_text(schedule), write, "schedule")
     _print_timeline(timeline, found, format)
     if report is not None:
-        console.write(tracks({found.schedule.name: timeline}), report, "picture")
+        console.write(tracks({found.schedule.name: Step.counted(timeline)}), report, "picture")
 
 
 def _print_timeline(timeline: Timeline, found: Checked, format: Form) -> None:
@@ -173,12 +174,18 @@ def _stage_weights(text: str, stages: int) -> list[float]:
 
 
 def _draw(timeline: Timeline, found: Checked) -> None:
+    """Two lines a rank: what it computes, and what it holds."""
     output = Output(highlight=False)
-    for rank, bars in enumerate(drawing(timeline, output.width - 8)):  # 80 columns in a file
-        line = Text(f"rank {rank}".ljust(8))
-        for text, kind in bars:
+    peaks = [f"peak {peak:g}" for peak in found.peak]
+    label_width = max(8, *(len(label) + 1 for label in peaks))
+    width = output.width - label_width  # 80 columns in a file
+    bars, levels = drawing(timeline, width), held_drawing(timeline, width)
+    for rank, (actions, held) in enumerate(zip(bars, levels, strict=True)):
+        line = Text(f"rank {rank}".ljust(label_width))
+        for text, kind in actions:
             line.append(text, COLOURS.get(kind, "") if output.is_terminal else "")
         output.print(line, soft_wrap=True)
+        output.print(Text(peaks[rank].ljust(label_width) + held), soft_wrap=True)
     output.print()
     print_table(rank_table(timeline, found))
 

@@ -24,6 +24,7 @@ from stepgauge.spec.plan.pipeline.action import (
     Schedule,
     ScheduleError,
 )
+from stepgauge.spec.plan.pipeline.check import Held, changes
 from stepgauge.spec.plan.pipeline.depend import cycle, dependencies, in_order
 
 
@@ -127,6 +128,20 @@ class Timeline:
     def over_ideal(self) -> float:
         """The step over one in which the same work is spread evenly and nobody waits."""
         return self.step_ms * len(self.ranks) / sum(self.busy_ms)
+
+    def held(self, held: Mapping[int, Held]) -> list[list[tuple[float, float]]]:
+        """Of each rank (ms, what its micro-batches hold from then on), in the unit of `held`: at the
+        start and the end of each computation. A stage that is not in it holds 1.
+        """
+        return [_levels(row, held) for row in self.ranks]
+
+
+def _levels(row: Sequence[Span], held: Mapping[int, Held]) -> list[tuple[float, float]]:
+    levels, now = [], 0.0
+    for span, (taken, freed) in zip(row, changes((s.action for s in row), held), strict=True):
+        levels += [(span.start, now + taken), (span.end, now + taken - freed)]
+        now = levels[-1][1]
+    return levels
 
 
 def simulate(schedule: Schedule, durations: Durations) -> Timeline:

@@ -17,6 +17,7 @@ from stepgauge.report.memory import memory_blocks
 from stepgauge.report.names import labels
 from stepgauge.report.ops import op_blocks
 from stepgauge.report.page import Block, Elsewhere, Page, Section, Text
+from stepgauge.report.pipeline_steps import step_blocks
 from stepgauge.report.profile_page import section as profile_section
 from stepgauge.report.step_plots import phase_bars
 from stepgauge.report.train import train_blocks
@@ -131,7 +132,7 @@ def run_page(records: Sequence[Record], folder: Path) -> Page:
     """A section for each kind of record in the run, and where steps were predicted one of that."""
     shown = [row.record for row in steps_beside(records)]
     kinds = dict.fromkeys(record.kind for record in shown)
-    sections = [_kind([r for r in shown if r.kind == kind]) for kind in kinds]
+    sections = [_kind([r for r in shown if r.kind == kind], records) for kind in kinds]
     sections += _profiles([r for r in shown if r.kind == "profile"], folder)
     if validated(records):
         sections.insert(0, predictions_section(records))
@@ -151,15 +152,18 @@ QUESTIONS = {
     "comm": "What do the links give, and what does a byte cost?",
     "data-parallel": "What does training on several ranks cost a step?",
     "layout": "Which layout trains fastest, and what does each of its axes cost?",
+    "pipeline": "What does a schedule cost beside computing, and how much does each rank hold?",
     "op": "How fast is it, and how fast could it be here?",
     "broadcast": "Which way of copying a tensor from the host to every device is the fastest?",
 }
 
 
-def _kind(records: Sequence[Record]) -> Section:
+def _kind(records: Sequence[Record], run: Sequence[Record]) -> Section:
+    """The rows of one kind; steps of pipelines are drawn below their predictions in the run."""
     kind = records[0].kind
     draw = _BLOCKS.get(kind, lambda records: [record_table(records)])
-    blocks = [*_of_processes(records), *reservations(records), *draw(records)]
+    reserved = [*_of_processes(records), *reservations(records)]
+    blocks = [*reserved, *draw(records), *step_blocks(records, run)]
     question = QUESTIONS.get(kind, "What was measured?")
     return Section(kind, question, blocks, answer=answer(records))
 

@@ -7,7 +7,7 @@ from typing import Any
 from stepgauge.report.figure import lines, short
 from stepgauge.report.numbers import number
 from stepgauge.report.page import Block, Plot
-from stepgauge.report.pipeline import timelines_of, tracks
+from stepgauge.report.pipeline_steps import steps_of, tracks
 from stepgauge.report.views import record_table
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.pipeline import PipelineSpec
@@ -92,7 +92,7 @@ def _by_chunks(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
 def _picture(record: Record, records: Sequence[Record]) -> list[Block]:
     """The step as it was predicted, above the step as it ran."""
     caption = "The second stage has more blocks than its share: the others wait for it."
-    found = timelines_of(record, records)
+    found = steps_of(record, records)
     return [Plot(tracks(found), caption)] if found else []
 
 

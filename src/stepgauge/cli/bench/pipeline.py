@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from stepgauge.cli import rows
 from stepgauge.cli.console import print_records, write
 from stepgauge.cli.options import Networks, Values, expand, spec_options
-from stepgauge.report.pipeline import timelines_of, tracks
+from stepgauge.report.pipeline_steps import steps_of, tracks
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.record import Record
 
@@ -39,6 +39,6 @@ def pipeline(
 
 def _draw(records: list[Record], folder: Path) -> None:
     measured = [record for record in records if record.provenance == "measured"]
-    drawn = [found for record in measured if (found := timelines_of(record, records))]
-    for number, timelines in enumerate(drawn):
-        write(tracks(timelines), folder / f"timeline-{number}.svg", "picture")
+    drawn = [found for record in measured if (found := steps_of(record, records))]
+    for number, steps in enumerate(drawn):
+        write(tracks(steps), folder / f"timeline-{number}.svg", "picture")

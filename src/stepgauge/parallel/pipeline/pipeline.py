@@ -216,9 +216,26 @@ class Pipeline:
 
         Raises ValueError where the pipeline does not record.
         """
+        return self._recording.spans()
+
+    def levels(self, level: Callable[[], float], run: Callable[[], object]) -> list[float]:
+        """What `level` gives at the start and the end of each computation of the step that `run` runs.
+
+        Raises ValueError where the pipeline does not record.
+        """
+        clock = self._recording
+        clock.level = level
+        try:
+            run()
+        finally:
+            clock.level = None
+        return clock.levels
+
+    @property
+    def _recording(self) -> Clock:
         if self._clock is None:
             raise ValueError("recording is False; a pipeline that records has spans")
-        return self._clock.spans()
+        return self._clock
 
     @property
     def between(self) -> list[list[Meta]]:

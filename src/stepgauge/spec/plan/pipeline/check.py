@@ -8,7 +8,7 @@ through others (deadlock); the memory bound holds.
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from stepgauge.spec.plan.pipeline.action import (
     BACKWARD,
@@ -169,20 +169,24 @@ def _memory(schedule: Schedule, held: Mapping[int, Held]) -> Checked:
 def live(row: Sequence[Action], held: Mapping[int, Held]) -> list[float]:
     """What a rank holds during each of its actions."""
     levels, now = [], 0.0
-    for action in row:
-        of_stage = held.get(action.stage, Held())
-        freed = 0.0
-        if action.kind == FORWARD:
-            now += of_stage.activations
-        elif action.kind == BACKWARD:
-            freed = of_stage.activations
-        elif action.kind == INPUT:
-            freed = of_stage.activations - of_stage.for_weights
-        elif action.kind == WEIGHT:
-            freed = of_stage.for_weights
+    for taken, freed in changes(row, held):
+        now += taken
         levels.append(now)
         now -= freed
     return levels
+
+
+def changes(row: Iterable[Action], held: Mapping[int, Held]) -> Iterator[tuple[float, float]]:
+    """Of each action what the rank holds more from its begin on, and less from its end on."""
+    for action in row:
+        of_stage = held.get(action.stage, Held())
+        freed = {
+            BACKWARD: of_stage.activations,
+            INPUT: of_stage.activations - of_stage.for_weights,
+            WEIGHT: of_stage.for_weights,
+        }
+        taken = of_stage.activations if action.kind == FORWARD else 0.0
+        yield taken, freed.get(action.kind, 0.0)
 
 
 def _most(row: Sequence[Action], opening: Sequence[str], closing: Sequence[str]) -> int:

@@ -1,0 +1,196 @@
+"""Steps of pipelines as pictures: when every action ran and what each rank held, on one time axis,
+predicted above measured.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from stepgauge.cost.timeline import Span, Timeline
+from stepgauge.report.figure import DASHED, FAINT, INK, SERIES, canvas, described, short
+from stepgauge.report.names import labels
+from stepgauge.report.numbers import size_unit
+from stepgauge.report.page import Block, Plot, Text
+from stepgauge.spec.plan.pipeline.action import BACKWARD, FORWARD, INPUT, WEIGHT
+from stepgauge.spec.plan.pipeline.text import parse
+from stepgauge.spec.predictions import steps_beside
+from stepgauge.spec.record import Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+KINDS: Mapping[str, str] = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT: "gradient of input",
+    WEIGHT: "gradient of weights",
+}
+COLOURS = dict(zip(KINDS, SERIES, strict=False))
+HELD_COLOUR = SERIES[len(KINDS)]
+COUNTED = "micro-batches of a stage"
+# A bar is named by its micro-batch where it is at least this share of the drawing wide.
+NAMED = 0.012
+# Of a rank, in rows of bars: its bars, what it holds below them, and a gap.
+BAR, HELD, RANK = 0.76, 0.8, 2.0
+ROW_INCHES = 0.26
+MOST_PICTURES = 8  # of a page
+
+Levels = Sequence[Sequence[tuple[float, float]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """When every action of a step ran, and what each rank held: as predicted or as measured.
+
+    levels  of each rank (ms, what it held from then on)
+    peaks   of each rank, as it was predicted
+    unit    of both
+    """
+
+    timeline: Timeline
+    levels: Levels
+    peaks: Sequence[float]
+    unit: str = COUNTED
+
+    @classmethod
+    def counted(cls, timeline: Timeline) -> "Step":
+        """What is held is counted in micro-batches of a stage."""
+        levels = timeline.held({})
+        return cls(timeline, levels, [_most(points) for points in levels])
+
+
+def steps_of(record: Record, run: Sequence[Record]) -> dict[str, Step]:
+    """The step as it was predicted and as it ran, what of them the run has. In bytes where all have
+    bytes.
+    """
+    pairs = [row for row in steps_beside(run) if row.record is record]
+    both = [record, *(row.prediction for row in pairs if row.prediction)]
+    by_provenance = {one.provenance: one for one in both if "spans" in one.tables}
+    named = {"predicted": by_provenance.get("modelled"), "measured": by_provenance.get("measured")}
+    found = {name: one for name, one in named.items() if one}
+    if all("held" in one.tables for one in found.values()):
+        return _in_bytes(found)
+    return {name: Step.counted(timeline_of(one)) for name, one in found.items()}
+
+
+def _in_bytes(found: Mapping[str, Record]) -> dict[str, Step]:
+    levels = {name: _levels_of(one) for name, one in found.items()}
+    unit = size_unit([_most(points) for ranks in levels.values() for points in ranks])
+    steps = {}
+    for name, one in found.items():
+        peaks = next(iter(found.values())).series["rank_peak_bytes"]
+        scaled = [[(ms, held / unit.bytes) for ms, held in points] for points in levels[name]]
+        steps[name] = Step(timeline_of(one), scaled, [p / unit.bytes for p in peaks], unit.text)
+    return steps
+
+
+def timeline_of(record: Record) -> Timeline:
+    """The timeline of a record that has one, predicted or measured."""
+    rows: dict[int, list[Span]] = {}
+    for rank, action, start, end in record.tables["spans"][1:]:
+        rows.setdefault(rank, []).append(Span(parse(action), start, end))
+    return Timeline(tuple(tuple(rows[rank]) for rank in sorted(rows)))
+
+
+def _levels_of(record: Record) -> Levels:
+    rows: dict[int, list[tuple[float, float]]] = {}
+    for rank, ms, held in record.tables["held"][1:]:
+        rows.setdefault(rank, []).append((ms, held))
+    return [rows[rank] for rank in sorted(rows)]
+
+
+def _most(points: Sequence[tuple[float, float]]) -> float:
+    return max(held for _, held in points)
+
+
+def step_blocks(records: Sequence[Record], run: Sequence[Record]) -> list[Block]:
+    """A picture of each of the first records that say when their actions ran, with the others of
+    their run.
+    """
+    told = [record for record in records if "spans" in record.tables]
+    plots: list[Block] = [
+        Plot(
+            tracks(steps_of(record, run)),
+            f"{name}: what each rank computes, and below it what it holds.",
+        )
+        for name, record in list(zip(labels(told), told, strict=True))[:MOST_PICTURES]
+    ]
+    more = len(told) - len(plots)
+    return [*plots, Text(f"{more} more steps are not drawn.")] if more else plots
+
+
+def tracks(steps: Mapping[str, Step]) -> str:
+    """An SVG of steps by name above each other on one time axis: of each rank its computations, and
+    below them what it holds, with its predicted peak: temporaries within an action count in that alone.
+    """
+    ranks = sum(len(step.levels) for step in steps.values())
+    longest = max(step.timeline.step_ms for step in steps.values())
+    most = max(max(*step.peaks, *map(_most, step.levels)) for step in steps.values())
+    ticks, at = {}, 0.0
+    with canvas(7.2, 0.9 + ROW_INCHES * (RANK * ranks + len(steps))) as (axes, output):
+        for name, step in steps.items():
+            title = f"{name}: {step.timeline.step_ms:.4g} ms"
+            axes.annotate(title, (0, at - 0.55), color=FAINT, fontsize=8.5, va="bottom")
+            for rank, row in enumerate(step.timeline.ranks):
+                _bars(axes, row, at, longest)
+                base = at + BAR / 2 + HELD + 0.1
+                points = [*step.levels[rank], (step.timeline.step_ms, step.levels[rank][-1][1])]
+                times, held = zip(*points, strict=True)
+                _held(axes, times, [level / most for level in held], base)
+                _peak(axes, step.peaks[rank], most, base, longest)
+                ticks[at] = f"rank {rank}"
+                at += RANK
+            at += 0.9
+        axes.set_yticks(list(ticks), list(ticks.values()), color=INK)
+        axes.set_ylim(at - 1.2, -1.2)
+        axes.set_xlim(0, longest)
+        axes.set_xlabel("ms")
+        axes.grid(axis="y", visible=False)
+        unit = next(iter(steps.values())).unit
+        _legend(axes, steps, unit)
+    told = [f"{name}: {step.timeline.step_ms:.4g} ms, most held by each rank "
+            f"{', '.join(short(_most(points)) for points in step.levels)} {unit}"
+            for name, step in steps.items()]  # fmt: skip
+    return described(output[0], f"{'; '.join(told)}.")
+
+
+def _bars(axes: "Axes", row: Sequence[Span], at: float, longest: float) -> None:
+    for kind, colour in COLOURS.items():
+        spans = [(span.start, span.end - span.start) for span in row if span.action.kind == kind]
+        axes.broken_barh(spans, (at - BAR / 2, BAR), facecolors=colour, linewidth=0)
+    for action, start, end in row:
+        if end - start > NAMED * longest * max(1, math.ceil(math.log10(action.micro_batch + 1))):
+            axes.annotate(
+                str(action.micro_batch),
+                ((start + end) / 2, at),
+                ha="center",
+                va="center",
+                fontsize=6.5,
+                color=INK,
+            )
+
+
+def _held(axes: "Axes", times: Sequence[float], shares: Sequence[float], base: float) -> None:
+    """A filled curve on its base; the axis points down."""
+    heights = [base - HELD * share for share in shares]
+    axes.fill_between(times, base, heights, step="post", color=HELD_COLOUR, linewidth=0, alpha=0.7)
+
+
+def _peak(axes: "Axes", peak: float, most: float, base: float, longest: float) -> None:
+    height = base - HELD * peak / most
+    axes.plot([0, longest], [height, height], color=INK, linewidth=0.8, linestyle=DASHED)
+    axes.annotate(short(peak), (longest, height), (4, 0), textcoords="offset points",
+                  va="center", fontsize=7.5, color=INK, annotation_clip=False)  # fmt: skip
+
+
+def _legend(axes: "Axes", steps: Mapping[str, Step], unit: str) -> None:
+    """Of the kinds that are there, what is held and its peak."""
+    there = {
+        span.action.kind for step in steps.values() for row in step.timeline.ranks for span in row
+    }
+    for kind in (kind for kind in KINDS if kind in there):
+        axes.broken_barh([], (0, 0), facecolors=COLOURS[kind], label=KINDS[kind])
+    axes.fill_between([], [], color=HELD_COLOUR, linewidth=0, alpha=0.7, label=f"held, {unit}")
+    axes.plot([], [], color=INK, linewidth=0.8, linestyle=DASHED, label="predicted peak")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, borderaxespad=0)

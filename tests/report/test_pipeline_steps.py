@@ -1,0 +1,77 @@
+"""Pictures of pipeline steps: what ran and what was held, predicted above measured."""
+
+import re
+
+import pytest
+
+from stepgauge.cost.timeline import Durations, simulate
+from stepgauge.report.page import Plot, Text
+from stepgauge.report.pipeline_steps import COUNTED, MOST_PICTURES, step_blocks, steps_of, tracks
+from stepgauge.spec.plan.pipeline import build, check, lower
+from stepgauge.spec.plan.pipeline.check import Held
+from stepgauge.spec.record import Record, Sample
+
+GIB = 2**30
+TIMELINE = simulate(lower(build("zb-h1", ranks=2, micro_batches=4)), Durations.of_stages(2))
+
+
+def record(provenance="measured", *, held=None, number=0):
+    """Of a step whose ranks always have 1 GiB beside what their micro-batches hold."""
+    spans = [
+        [rank, str(s.action), s.start, s.end]
+        for rank, row in enumerate(TIMELINE.ranks)
+        for s in row
+    ]
+    tables = {"spans": [["rank", "action", "start ms", "end ms"], *spans]}
+    series = {}
+    if held:
+        rows = [
+            [rank, ms, GIB + n]
+            for rank, points in enumerate(TIMELINE.held(held))
+            for ms, n in points
+        ]
+        tables["held"] = [["rank", "ms", "bytes"], *rows]
+        series["rank_peak_bytes"] = [
+            GIB + peak for peak in check(build("zb-h1", ranks=2, micro_batches=4), held=held).peak
+        ]
+    metrics = {"step_ms": Sample.exact(TIMELINE.step_ms, "ms")}
+    return Record(kind="pipeline", spec={"schedule": "zb-h1", "number": number}, tables=tables,
+                  series=series, metrics=metrics, provenance=provenance)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbv", "v-half", "izb"])
+def test_the_highest_of_what_is_held_over_time_is_the_checker_s_peak(name):
+    found = check(build(name, ranks=3, micro_batches=9))
+    held = {stage: Held(3.0 + stage, 1.0 + stage / 4) for stage in range(found.schedule.num_stages)}
+    found = check(found.schedule, held=held)
+    timeline = simulate(found.schedule, Durations.of_stages(found.schedule.num_stages))
+    for points, peak in zip(timeline.held(held), found.peak, strict=True):
+        assert max(level for _, level in points) == pytest.approx(peak)
+        assert points[-1] == (pytest.approx(timeline.step_ms, abs=9), pytest.approx(0))
+
+
+def test_bytes_are_drawn_where_the_prediction_and_the_measurement_have_them():
+    held = {stage: Held(2.0 * GIB, 1.0 * GIB) for stage in range(2)}
+    measured, modelled = record(held=held), record("modelled", held=held)
+    both = steps_of(measured, [modelled, measured])
+    assert list(both) == ["predicted", "measured"]
+    assert both["measured"].unit == "GiB"
+    assert both["measured"].peaks == both["predicted"].peaks == [5.0, 4.0]
+    assert max(level for _, level in both["measured"].levels[0]) == 5.0
+    svg = tracks(both)
+    assert svg.index("predicted: ") < svg.index("measured: ")
+    assert "held, GiB" in svg
+    # An old record has no bytes: both are counted.
+    old = record()
+    counted = steps_of(old, [modelled, old])
+    assert [step.unit for step in counted.values()] == [COUNTED] * 2
+    assert counted["measured"].peaks == [2, 2]
+
+
+def test_a_page_draws_its_first_steps_and_says_how_many_it_leaves_out():
+    records = [record(number=n) for n in range(MOST_PICTURES + 2)]
+    torchs = Record(kind="pipeline", spec={"schedule": "torch-1f1b"})
+    *plots, rest = step_blocks([torchs, *records], [torchs, *records])
+    assert len(plots) == MOST_PICTURES and all(isinstance(plot, Plot) for plot in plots)
+    assert rest == Text("2 more steps are not drawn.")
+    assert re.search(r"number=0", plots[0].caption)
