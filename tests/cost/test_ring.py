@@ -74,4 +74,4 @@ def test_messages_and_the_attention_beside_them(ranks, key_heads, monkeypatch):
 
 def test_two_ranks_sum_in_the_type_of_keys():
     names = [t.name for t in Ring(2, 1.0, 1.0, 2, 1).forward(Term("attention", "a", (1, 1, 1)))]
-    assert not {"attention.widened", "attention.narrowed"} & {*names}
+    assert not {"attention.ring.widened", "attention.ring.narrowed"} & {*names}

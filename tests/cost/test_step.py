@@ -13,6 +13,7 @@ from stepgauge.cost.estimate import CALIBRATED, EXTRAPOLATED, INTERPOLATED
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.prices import Prices
+from stepgauge.cost.share import NetworkPart
 from stepgauge.cost.step import predict
 from stepgauge.spec.calibration import Contention, OperationTable
 from stepgauge.spec.data_parallel import DataParallelSpec
@@ -325,3 +326,20 @@ def test_a_checkpointed_block_is_computed_again_up_to_what_backward_needs(compil
     assert [t.name.split(".")[2] for t in again if t.operation.startswith("matmul")] == [
         "input", "output", "up", *last,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("share", "sent"),
+    [
+        (NetworkPart(batch=1, tensor=2), ["all_gather", "all_gather"]),
+        (NetworkPart(batch=1, tensor=2, overlap=True), []),
+        (NetworkPart(batch=1, context=2), []),
+        (NetworkPart(batch=1, context=2, ulysses=True), []),
+    ],
+)
+def test_selective_checkpointing_sends_again_what_products_gather(share, sent):
+    model = ModelSpec.preset("xl", context_length=16_384, attention="triton")
+    spec = StepSpec(model=model, precision="bf16", device="cuda", checkpointing="selective")
+    again = [t for t in StepOperations(spec, share).backward() if t.name.startswith("recomputed.")]
+    assert [term.operation for term in again if term.axis] == sent
+    assert not [term for term in again if term.is_product]

@@ -105,6 +105,13 @@ ROUNDED_ON_TWO = {
     "cp2 ulysses zero2": 1.25,
 }
 ROUNDED_ON_FOUR = {"dp2 zero2 tp2": 1.25, "pp2 1f1b m2 tp2": 1.25}
+RECORDED = ("pp2 1f1b m2 dp2 bucketed", "pp2 1f1b m4 dp2 zero1")
+CHECKPOINTED = (
+    ("tp2", "grouped"),
+    ("tp2 overlap", "grouped"),
+    ("cp2", "ring"),
+    ("cp2 ulysses", "windowed"),
+)
 ON_EIGHT = [
     ("pp2 1f1b m2 dp2 zero1 tp2", "tied", "adamw"),
     ("pp2 1f1b m2 dp2 zero3 tp2", "grouped", "sgd"),
@@ -114,10 +121,38 @@ ON_EIGHT = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, ON_TWO), (4, ON_FOUR), (8, ON_EIGHT)])
-def test_every_axis_beside_every_other_is_one_process(ranks, cases):
-    for found in launch(all_differences, cases, ranks=ranks):
-        assert {case: told for case, told in found.items() if told} == {}
+def test_two_ranks_are_one_process():
+    checks = [(work_of_backward, *case) for case in CHECKPOINTED]
+    find_nothing(2, differences_of(ON_TWO) + checks + [(of_torchs_tensor_parallel,)])
+
+
+def test_four_ranks_are_one_process():
+    checks = [(gathers_of_sharded_stages,), (unwritten_where_parts_are_uneven,)]
+    checks += [(recorded, layout) for layout in RECORDED]
+    checks += [(with_blocks_compiled, "dp2 zero3 tp2 overlap", "grouped", "sgd")]
+    find_nothing(4, differences_of(ON_FOUR) + checks)
+
+
+def test_eight_ranks_are_one_process():
+    find_nothing(8, differences_of(ON_EIGHT))
+
+
+def differences_of(cases):
+    return [(differences, *case) for case in cases]
+
+
+def find_nothing(ranks, checks):
+    """Runs all checks, a function and its arguments each, in one start of so many ranks."""
+    for found in launch(run_checks, checks, ranks=ranks):
+        assert found == {}
+
+
+def run_checks(checks):
+    """What each check found, in words, if it found anything."""
+    torch.set_num_threads(1)
+    plan.LEAST_OVERLAPPED_BYTES = 0  # in this process
+    found = {(check.__name__, *arguments): check(*arguments) for check, *arguments in checks}
+    return {check: told for check, told in found.items() if told}
 
 
 def test_what_ranks_are_told():
@@ -175,52 +210,51 @@ def weights_of(step):
     return whole["model"] if dist.get_rank() == 0 else {"": torch.zeros(1)}
 
 
-def all_differences(cases):
-    torch.set_num_threads(1)
-    plan.LEAST_OVERLAPPED_BYTES = 0  # in this process
-    found = {case: differences(*case) for case in cases}
-    if dist.get_world_size() == 4:
-        found["gathers"] = gathers_of_sharded_stages()
-        found["uneven"] = unwritten_where_parts_are_uneven()
-        train_layout.CudaGraphs = lambda device: RunAgain()
-        for layout in ("pp2 1f1b m2 dp2 bucketed", "pp2 1f1b m4 dp2 zero1"):
-            found["recorded", layout] = differences(
-                layout, "tied", "sgd", device="cuda", cuda_graphs=True
-            )
-        found["compiled"] = with_blocks_compiled("dp2 zero3 tp2 overlap", "grouped", "sgd")
-    if dist.get_world_size() == 2:
-        found["computed again"] = products_of_selective_checkpointing()
-        found["torch's"] = of_torchs_tensor_parallel()
-    return found
-
-
-def products_of_selective_checkpointing():
-    """None is computed again, and nothing sent again, where they run beside each other."""
-    spec = LayoutSpec(
-        model=NETWORKS["grouped"], layout="tp2 overlap", batch=8, checkpointing="selective"
-    )
-    step = build(spec, spec.axes)
-    with Counting() as counting:
-        step.gradients(batch_for(spec.model, spec.batch, 0))
-    each = 2 * spec.model.num_layers
-    expected = {
-        f"{kind}_{phase}": each for kind in ("column", "row") for phase in ("forward", "backward")
-    }
-    return "" if counting.operators == expected else str(counting.operators)
+def work_of_backward(layout, network):
+    """What backward computes or sends again under a checkpointing that keeps attention: nothing of
+    attention, of products beside which ranks send, or of what is sent. Gathers before other products
+    are as large as what all ranks have together, and not kept.
+    """
+    told, expected = [], None
+    for checkpointing in ("none", "feed-forward", "selective"):
+        spec = LayoutSpec(
+            model=NETWORKS[network], layout=layout, batch=8, checkpointing=checkpointing
+        )
+        step = build(spec, spec.axes)
+        with Counting() as counting:
+            step.gradients(batch_for(spec.model, spec.batch, 0))
+        gradients = {name: p.grad for name, p in step.module.named_parameters()}
+        expected = expected or (counting.operators, gradients)
+        if checkpointing == "selective" or "tp" not in layout:
+            told += differing(f"{checkpointing} {layout}", counting.operators, expected[0])
+        told += differing(f"{checkpointing} {layout}", gradients, expected[1])
+    return told
 
 
 class Counting(TorchDispatchMode):
-    """Of operators that compute and send."""
+    """Of operators that send, or that compute attention or products beside what is sent."""
 
     def __init__(self):
         super().__init__()
         self.operators = collections.Counter()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        space, _, name = operator.name().partition("::")
-        if space == "stepgauge" and name.startswith(("column", "row")):
+        name = operator.name()
+        counts = name.startswith(("stepgauge::", "c10d::", "_c10d_functional::"))
+        if (counts or "attention" in name) and not name.endswith(
+            ("wait_tensor", "all_gather_into_tensor")
+        ):
             self.operators[name] += 1
         return operator(*args, **(kwargs or {}))
+
+
+def recorded(layout):
+    """With stages that are recorded, by a recorder that runs them again."""
+    graphs, train_layout.CudaGraphs = train_layout.CudaGraphs, lambda device: RunAgain()
+    try:
+        return differences(layout, "tied", "sgd", device="cuda", cuda_graphs=True)
+    finally:
+        train_layout.CudaGraphs = graphs
 
 
 def with_blocks_compiled(*case):

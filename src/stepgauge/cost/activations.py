@@ -91,20 +91,27 @@ def narrow_copies(operations: StepOperations) -> float:
 
 
 def of_products(operations: StepOperations) -> Parts:
-    """What selective checkpointing keeps of a block: results of products and attention."""
-    whole, m = of_block(operations), operations.tokens
-    outputs = 2 * m * operations.model.d_model * operations.how.activation
+    """What selective checkpointing keeps of a block: results of products and attention, and what
+    ranks sent for them (models/checkpointing.py).
+    """
+    whole, m, a = of_block(operations), operations.tokens, operations.how.activation
+    d, share = operations.model.d_model, operations.share
     names = ("queries, keys and values", "attention output", "attention statistics",
              "feed-forward up")  # fmt: skip
-    return {**{name: whole[name] for name in names}, "outputs of row layers": outputs}
+    found = {**{name: whole[name] for name in names}, "outputs of row layers": 2 * m * d * a}
+    if share.tensor > 1 and not operations.overlapped:
+        found["pieces of outputs of row layers"] = 2 * operations.own_tokens * d * a
+    if share.ulysses:
+        exchanged = ("queries, keys and values", "attention output")
+        found["exchanged heads"] = sum(whole[name] for name in exchanged)
+    return found
 
 
 def of_attention(operations: StepOperations) -> Parts:
     """What feed-forward checkpointing keeps of a block: of attention and of its two products."""
-    kept = of_products(operations)
     return {
-        name: nbytes / 2 if name == "outputs of row layers" else nbytes
-        for name, nbytes in kept.items()
+        name: nbytes / 2 if name.endswith("outputs of row layers") else nbytes
+        for name, nbytes in of_products(operations).items()
         if name != "feed-forward up"
     }
 

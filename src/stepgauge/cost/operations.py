@@ -19,7 +19,7 @@ from stepgauge.cost.elementwise import Elementwise
 from stepgauge.cost.fused_loss import fused_backward, fused_forward
 from stepgauge.cost.head_exchange import HeadExchanges
 from stepgauge.cost.priced import RECOMPUTED, require_priced
-from stepgauge.cost.ring import Ring
+from stepgauge.cost.ring import RING, Ring
 from stepgauge.cost.share import NetworkPart, ShareSizes
 from stepgauge.cost.terms import TRAFFIC, Arithmetic, Term, strided_copy
 from stepgauge.spec.fused_loss import torch_computes
@@ -195,9 +195,15 @@ class StepOperations(ShareSizes):
                     yield dataclasses.replace(term, name=f"recomputed.{term.name}")
 
     def _is_kept(self, term: Term) -> bool:
-        """Whether checkpointing keeps the result."""
+        """Whether checkpointing keeps the result: of products, of attention and of what is sent but
+        for gathers before products (models/checkpointing.py).
+        """
         kept = {"selective": "", "feed-forward": "attention"}.get(self.spec.checkpointing)
-        return kept is not None and term.is_product and term.name.startswith(kept)
+        if kept is None or not term.name.startswith(kept):
+            return False
+        gathers = term.operation == "all_gather" and not self.overlapped
+        is_sent = bool(term.axis) and not gathers
+        return term.is_product or is_sent or term.name.startswith(RING)
 
     def _head_backward(self) -> Iterator[Term]:
         d, v = self.model.d_model, self.model.vocab_size // self.share.tensor

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from stepgauge.cost.terms import TRAFFIC, Term
 
+RING = "attention.ring."  # what names begin with of its terms, which are one operator
 WIDE = 4  # bytes of a value that is summed over more than two parts
 
 
@@ -81,7 +82,7 @@ class Ring:
         return 2 * WIDE + a + (WIDE + a if meeting == 2 and a < WIDE else 0)
 
     def _pass(self, name: str, nbytes: float) -> Term:
-        return Term(f"attention.{name}", TRAFFIC, (nbytes,))
+        return Term(f"{RING}{name}", TRAFFIC, (nbytes,))
 
     def _sent(self, name: str, nbytes: float, *beside: Term) -> Term:
-        return Term(f"attention.{name}", "send_recv", (nbytes,), axis="context", beside=beside)
+        return Term(f"{RING}{name}", "send_recv", (nbytes,), axis="context", beside=beside)

@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -53,39 +52,51 @@ def _parts(blocks: list[nn.Module], size: int) -> Iterator[list[nn.Module]]:
         yield blocks[start : start + size]
 
 
-BESIDE_PRODUCTS = ("column_forward", "row_forward")  # parallel.overlapped
-
-
-def _costly() -> frozenset[Any]:
-    """Operators whose results selective checkpointing keeps: matrix products, also those with what
-    ranks send beside them, which are defined once there are such, and attention.
-    """
-    aten, own = torch.ops.aten, torch.ops.stepgauge
-    beside = [getattr(own, name).default for name in BESIDE_PRODUCTS if hasattr(own, name)]
-    return frozenset(
-        (
-            aten.mm.default,
-            aten.bmm.default,
-            aten.addmm.default,
-            aten.baddbmm.default,
-            aten._scaled_dot_product_flash_attention.default,
-            aten._scaled_dot_product_flash_attention_for_cpu.default,
-            aten._scaled_dot_product_efficient_attention.default,
-            aten._scaled_dot_product_cudnn_attention.default,
-            own.flash_attention.default,
-            *beside,
-        )
+# Operators whose results selective checkpointing keeps. Those of stepgauge, but for flash_attention,
+# are of networks that are spread over ranks: parallel.overlapped and parallel.ring_attention.
+PRODUCTS = frozenset(
+    (
+        "aten::mm",
+        "aten::bmm",
+        "aten::addmm",
+        "aten::baddbmm",
+        "stepgauge::column_forward",
+        "stepgauge::row_forward",
     )
+)
+ATTENTION = frozenset(
+    (
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "stepgauge::flash_attention",
+        "stepgauge::ring_attention",
+    )
+)
+# What ranks send each other within a block (parallel.residual_stream). Not what they gather before a
+# product, which is as large as all of them have together.
+SENT = frozenset(
+    (
+        "_c10d_functional::all_reduce",
+        "_c10d_functional::reduce_scatter_tensor",
+        "_c10d_functional::all_to_all_single",
+    )
+)
+COSTLY = PRODUCTS | ATTENTION | SENT
 
 
 def _is_costly(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = operator in _costly()
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return _policy(operator.name() in COSTLY)
+
+
+def _policy(is_kept: bool) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _UntilAttentionEnds:
     """A policy that keeps a block's costly results up to the product that follows attention: an
-    operator of that name or, written out, its batched products.
+    operator of ATTENTION or, written out, its batched products.
     """
 
     def __init__(self) -> None:
@@ -93,16 +104,16 @@ class _UntilAttentionEnds:
         self.products_after: dict[bool, int | None] = {False: None, True: None}
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operator not in _costly():
-            return CheckpointPolicy.PREFER_RECOMPUTE
+        name = operator.name()
+        if name not in COSTLY:
+            return _policy(False)
         after = self.products_after[context.is_recompute]
-        if "attention" in operator.name() or "bmm" in operator.name():
+        if name in ATTENTION or "bmm" in name:
             after = 0
-        elif after is not None:
+        elif after is not None and name in PRODUCTS:
             after += 1
         self.products_after[context.is_recompute] = after
-        kept = after is None or after <= 1
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        return _policy(after is None or after <= 1)
 
 
 # Functions of a module, which is what compilers take.

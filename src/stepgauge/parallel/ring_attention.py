@@ -9,7 +9,8 @@ Legend: B batch, H query heads, K key heads, T tokens of a rank, D head width.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -93,11 +94,10 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: RingAttention, *how: Any
     ) -> Tensor:
-        is_causal, scale = how
-        with context.travel(k, v) as travel:
-            o, lse = _ring_forward(q, k, v, travel, context, is_causal, scale)
+        _CONTEXTS[id(context)] = context
+        o, lse = torch.ops.stepgauge.ring_attention(q, k, v, id(context), *how)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.context, ctx.is_causal, ctx.scale = context, is_causal, scale
+        ctx.context, (ctx.is_causal, ctx.scale) = context, how
         return o
 
     @staticmethod
@@ -111,27 +111,34 @@ class _Ring(torch.autograd.Function):
 
 
 def _ring_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    travel: Travel,
-    context: RingAttention,
-    is_causal: bool,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, context_id: int, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """o in q's type, and lse; sums of more than two parts are kept in fp32 or wider."""
+    context = _CONTEXTS[context_id]
+    attend = context.attention.forward
     own, *others = plan_ring(context.rank, context.ranks, is_causal=is_causal)
-    o, lse = context.attention.forward(q, k, v, own.is_causal, scale)
-    if len(others) > 1:
-        o = o.to(torch.promote_types(q.dtype, torch.float32))
-    for meeting, kv in zip(others, travel.keys(), strict=True):
-        rows, columns = _halves(meeting, q, k)
-        keys = (x[..., columns, :] for x in kv)
-        part_o, part_lse = context.attention.forward(
-            q[..., rows, :], *keys, meeting.is_causal, scale
-        )
-        _add_part(o[..., rows, :], lse[..., rows], part_o, part_lse)
+    with context.travel(k, v) as travel:
+        o, lse = attend(q, k, v, own.is_causal, scale)
+        if len(others) > 1:
+            o = o.to(torch.promote_types(q.dtype, torch.float32))
+        for meeting, kv in zip(others, travel.keys(), strict=True):
+            rows, columns = _halves(meeting, q, k)
+            keys = (x[..., columns, :] for x in kv)
+            part = attend(q[..., rows, :], *keys, meeting.is_causal, scale)
+            _add_part(o[..., rows, :], lse[..., rows], *part)
     return o.to(q.dtype), lse
+
+
+# An operator, so that selective checkpointing can keep what it gives: backward then neither attends
+# nor sends keys a second time.
+_CONTEXTS: MutableMapping[int, RingAttention] = weakref.WeakValueDictionary()  # by id
+_LIBRARY = torch.library.Library("stepgauge", "FRAGMENT")
+_LIBRARY.define(
+    "ring_attention(Tensor q, Tensor k, Tensor v, int context_id, bool is_causal, float scale)"
+    " -> (Tensor, Tensor)"
+)
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("ring_attention", _ring_forward, _device)
 
 
 def _add_part(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor) -> None:
