@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from stepgauge.bench.step import build
-from stepgauge.measure.devices import synchronize
+from stepgauge.measure.devices import free_unused_memory, synchronize
 from stepgauge.measure.environment import environment
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
@@ -119,6 +119,8 @@ def main() -> None:
         for name in {"torch", "ours"} & {*networks}:
             text = profiled(networks[name], device, min(20, options.steps))
             (options.out / f"forward-{size}-{name}.txt").write_text(text)
+        networks.clear()  # before the next size takes memory
+        free_unused_memory(device)
 
 
 if __name__ == "__main__":

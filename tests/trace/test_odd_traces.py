@@ -69,6 +69,16 @@ def test_numbers_written_as_text_are_numbers(events, tmp_path):
     assert found.phases_us["forward"] == [150, 152]
 
 
+@pytest.mark.parametrize("text", ["--5", "²", "9" * 5000])
+def test_text_that_is_no_number_is_a_number_that_is_missing(events, tmp_path, text):
+    for event in events:
+        if event["args"].get("Sequence number"):
+            event["args"]["Sequence number"] = text
+        if event["name"].startswith("ProfilerStep#0"):
+            event["name"] = f"ProfilerStep#{text}"
+    assert is_whole(analysed(events, tmp_path))
+
+
 def test_arguments_of_other_types_are_arguments_that_are_missing(events, tmp_path):
     for event in events:
         if event.get("cat") == "cpu_op":
@@ -95,7 +105,7 @@ def test_a_byte_order_mark_and_bytes_that_are_no_text_do_no_harm(events, tmp_pat
     assert "blocks.*.attention.sc\ufffdres" in {cell.range for cell in found.cells}
 
 
-@pytest.mark.parametrize("time", [math.nan, math.inf, None, "soon", [1]])
+@pytest.mark.parametrize("time", [math.nan, math.inf, None, "soon", [1], pytest.param(10**400, id="huge")])
 def test_a_time_that_is_none_is_refused(events, tmp_path, time):
     kernels(events)[3]["ts"] = time
     with pytest.raises(TraceError, match="an event has no name or time"):

@@ -345,7 +345,7 @@ def _steps(trace: Trace) -> list[Mark]:
     """
     marked = sorted(
         {
-            (call.start, call.end, int(number) if number.isdigit() else 0)
+            (call.start, call.end, fields.whole(number) or 0)
             for thread in trace.threads.values()
             for call in thread
             if call.name.startswith(STEP)

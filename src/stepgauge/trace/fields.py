@@ -5,13 +5,17 @@ import re
 from typing import Any
 
 _LAST_DIGITS = re.compile(r"\d+$")
+_WHOLE = re.compile(r"-?\d{1,20}")  # of 64 bits
 
 
 def time(value: Any) -> float:
     """µs. Raises ValueError or TypeError for what is no time: text, null, NaN, infinity."""
-    result = float(value)
+    try:
+        result = float(value)
+    except OverflowError:
+        result = math.inf
     if not math.isfinite(result):
-        raise ValueError(f"{value} is no time")
+        raise ValueError("no number of microseconds")
     return result
 
 
@@ -19,7 +23,7 @@ def whole(value: Any) -> int | None:
     """A whole number, which may be text (64 bits are too many for some readers of JSON)."""
     if isinstance(value, int):
         return value
-    return int(value) if isinstance(value, str) and value.lstrip("-").isdecimal() else None
+    return int(value) if isinstance(value, str) and _WHOLE.fullmatch(value) else None
 
 
 def track(value: Any) -> int:
