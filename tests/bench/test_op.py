@@ -33,6 +33,20 @@ def adds_up_reference(x): return x * 1
 def expanded(x): return x[:1].sum() + 1
 def expanded_inputs(device): return (torch.ones(1, device=device).expand(1000),)
 
+def hidden(x): return torch.where(x.cumsum(0) > 500, -torch.inf, x)
+def hidden_reference(x): return hidden(x)
+def shown(x): return torch.where(x.cumsum(0) > 500, 7.0, x)
+def shown_reference(x): return hidden(x)
+
+def turned(x): return torch.complex(x, -x)
+def turned_reference(x): return torch.complex(x, x)
+def complex_product(x): return torch.complex(x, x) * (1 + 3e-7)
+def complex_product_reference(x): return torch.complex(x, x)
+
+def number(x): return 3
+number_inputs = lambda device: (1.0,)
+number_flops = 10
+
 def nothing(x): x.sum()
 def nothing_reference(x): x.sum()
 
@@ -76,6 +90,22 @@ def test_a_function_that_leaves_nothing_behind_is_timed(measured):
 
 def test_expanded_inputs_that_nobody_changes_are_left_alone(measured):
     assert measured("expanded").status == "ok"
+
+
+@pytest.mark.parametrize("name, is_right", [("hidden", True), ("shown", False)])
+def test_an_infinity_is_right_where_the_references_is_the_same(measured, name, is_right):
+    assert (measured(name).status == "ok") is is_right
+
+
+@pytest.mark.parametrize("name, is_right", [("complex_product", True), ("turned", False)])
+def test_imaginary_parts_are_compared(measured, name, is_right):
+    assert (measured(name).status == "ok") is is_right
+
+
+def test_flops_without_a_byte_are_below_the_matrix_rate_alone(measured):
+    record = measured("number")
+    assert record.status == "ok" and record.median("attainable_tflop_per_s") == 1.0
+    assert "intensity" not in record.metrics
 
 
 def test_a_triton_kernel_without_a_gpu_is_told_in_a_sentence(measured):

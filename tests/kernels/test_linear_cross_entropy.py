@@ -559,7 +559,7 @@ def test_interp_confident_rows_and_a_target_outside(on_kernels):
 @interpreted_only
 @pytest.mark.parametrize("ignored", [-100, 3])
 @pytest.mark.parametrize("bad", [None, -1, 7])
-def test_interp_known_targets_are_the_plain_ones(ignored, bad):
+def test_interp_known_targets_are_the_plain_ones(ignored, bad, interpreter):
     from stepgauge.kernels.linear_cross_entropy import plain
     from stepgauge.kernels.linear_cross_entropy import triton as kernels
 

@@ -30,6 +30,7 @@ BF16 = torch.bfloat16
     [
         ((2048, 768, 10_000), False, True),
         ((2048, 2560, 10_000), False, False),
+        ((100_000, 16, 8192), False, False),  # 3 GiB of logits in fp32
         ((2048, 2560, 10_000), True, True),
         ((512, 4096, 32_000), True, True),
         ((8192, 4096, 32_000), True, False),

@@ -177,12 +177,14 @@ def _roofline(
         return figures | {
             "fraction_of_roofline": Sample.exact(num_bytes / median / 1e6 / copy, "of the roof")
         }
-    intensity = flops / num_bytes
-    attainable = min(matmul, copy * intensity / 1e3)
+    attainable = matmul
+    if num_bytes:
+        intensity = flops / num_bytes
+        attainable = min(matmul, copy * intensity / 1e3)
+        figures["intensity"] = Sample.exact(intensity, "FLOP/byte")
     return figures | {
         "flops": Sample.exact(flops, "FLOP"),
         "tflop_per_s": Sample.of((flops / ms / 1e9 for ms in times), "TFLOP/s"),
-        "intensity": Sample.exact(intensity, "FLOP/byte"),
         "attainable_tflop_per_s": Sample.exact(attainable, "TFLOP/s"),
         "fraction_of_roofline": Sample.exact(flops / median / 1e9 / attainable, "of the roof"),
     }

@@ -207,13 +207,14 @@ class PipelineBench:
         asked = (spec.model, spec.batch // spec.micro_batches, spec.precision, spec.compile)
         how = (*asked, spec.seed, spec.device, spec.cuda_graphs)
         alike = simulate(self._schedule, Durations.of_stages(spec.num_stages))
+        idle = round(alike.bubbles[dist.get_rank()] / IDLE) * IDLE
         return StagesAlone(
             self.pipeline,
             self.batch,
             self.parts,
             how,
             recorded=spec.cuda_graphs,
-            idle=round(alike.bubbles[dist.get_rank()] / IDLE) * IDLE,
+            idle=min(idle, 1 - IDLE),  # a pause is not endless
         ).probed()
 
 

@@ -22,14 +22,17 @@ class Measured(NamedTuple):
 COMPILED = (Measured(2048, 768, 10_000, 0.688, 0.471), Measured(2048, 2560, 10_000, 0.660, 0.491))
 EAGER = (Measured(2048, 768, 10_000, 0.688, 0.412),)
 
-MOST_LOGITS_COMPILED = max(row.tokens * row.vocabulary for row in COMPILED)
+MOST_LOGITS = max(row.tokens * row.vocabulary for row in (*COMPILED, *EAGER))
 MOST_PRODUCTS_EAGER = max(row.tokens * row.width * row.vocabulary for row in EAGER)
 
 
 def torch_computes(tokens: int, width: int, vocabulary: int, *, compiled: bool) -> bool:
-    """Whether torch was measured faster at no smaller a size."""
+    """Whether torch was measured faster at no smaller a size. It holds all logits, so that a narrow
+    network's many tokens stay with the fused loop.
+    """
     logits = tokens * vocabulary
-    return logits <= MOST_LOGITS_COMPILED if compiled else logits * width <= MOST_PRODUCTS_EAGER
+    is_short = compiled or logits * width <= MOST_PRODUCTS_EAGER
+    return is_short and logits <= MOST_LOGITS
 
 
 # 16,384 tokens of a vocabulary of 128,256 in bf16 are then 8 chunks of 2048.

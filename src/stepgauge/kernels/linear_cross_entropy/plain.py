@@ -77,7 +77,8 @@ def known_targets(
     """
     targets_N = targets_N.long()
     known_N = torch.where(targets_N == targets_N.clamp(0, vocabulary - 1), targets_N, ignore_index)
-    return known_N, torch.where((known_N == targets_N).all(), 0.0, math.nan)
+    poison = torch.where((known_N == targets_N).all(), 0.0, math.nan)
+    return known_N, poison.float()  # whatever the default type is
 
 
 def multiply_(tensors: list[Tensor], factor: Tensor) -> None:
