@@ -77,6 +77,22 @@ def test_memory_is_predicted_of_a_module_and_of_a_function_alike():
     assert "predicted peak" in repr(measured)
 
 
+def test_a_module_on_the_meta_device_is_predicted_and_not_run():
+    loss = nn.CrossEntropyLoss()
+
+    def on_meta():
+        with torch.device("meta"):
+            return net(), batch(), loss
+
+    there = sg.predict_memory(lambda: (net(), batch(), loss), on="cpu")
+    for given in ((on_meta,), (on_meta()[0], batch(), loss)):
+        how = {"loss": given[2]} if given[2:] else {}
+        found = sg.predict_memory(*given[:2], on="cpu", **how)
+        assert found.record.status == "ok" and found["peak_bytes"] == there["peak_bytes"]
+    with pytest.raises(ValueError, match="Sequential is on the meta device and has no values"):
+        sg.time_step(on_meta, **QUICK)
+
+
 class Noisy(nn.Linear):
     """Holds what is neither a parameter nor a buffer: a generator."""
 

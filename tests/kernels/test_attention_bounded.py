@@ -211,8 +211,9 @@ def test_interp_operator_compiles_and_checks(interpreter):
         assert flash_attention(q, k, v, window=8).dtype == torch.float16
 
 
-# What the compiler of Triton 3.6 gave before there was a window: bf16, causal, width 128, sm_90.
-REGISTERS = {"forward": 141, "dq": 175, "dkdv": 251}
+# What PyPI's Triton 3.6.0 (ptxas 12.8.93) gave before there was a window: bf16, causal, width 128,
+# sm_90.
+REGISTERS = {"forward": 141, "dq": 176, "dkdv": 255}
 
 
 @needs_triton

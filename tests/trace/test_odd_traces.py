@@ -105,7 +105,9 @@ def test_a_byte_order_mark_and_bytes_that_are_no_text_do_no_harm(events, tmp_pat
     assert "blocks.*.attention.sc\ufffdres" in {cell.range for cell in found.cells}
 
 
-@pytest.mark.parametrize("time", [math.nan, math.inf, None, "soon", [1], pytest.param(10**400, id="huge")])
+@pytest.mark.parametrize(
+    "time", [math.nan, math.inf, None, "soon", [1], pytest.param(10**400, id="huge")]
+)
 def test_a_time_that_is_none_is_refused(events, tmp_path, time):
     kernels(events)[3]["ts"] = time
     with pytest.raises(TraceError, match="an event has no name or time"):

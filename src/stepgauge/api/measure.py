@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from stepgauge.api.processes import without_main
 from stepgauge.api.show import Result
@@ -31,11 +31,10 @@ from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
-from stepgauge.train.user_model import in_memory
+from stepgauge.train.user_model import empty_like, in_memory, without_values
 
 Model = nn.Module | Callable[[], Any]
 Optimizer = str | Callable[..., torch.optim.Optimizer]
-HAS_MEMORY = (Tensor, torch.Generator)
 
 
 def time_step(
@@ -199,10 +198,8 @@ def _factory_of(
         if _has_memory():
             parts = {"module": copy.deepcopy(module), "batch": batch}
         else:
-            held = (leaf for part in module.modules() for leaf in tree_leaves(vars(part)))
-            memo = {id(leaf): _like(leaf) for leaf in held if isinstance(leaf, HAS_MEMORY)}
-            empty = tree_map_only(Tensor, _like, _plain(batch))
-            parts = {"module": copy.deepcopy(module, memo), "batch": empty}
+            empty = tree_map_only(Tensor, empty_like, _plain(batch))
+            parts = {"module": without_values(module), "batch": empty}
         return {**parts, "loss": loss, "optimizer": optimizer}
 
     return factory
@@ -214,13 +211,3 @@ def _has_memory() -> bool:
 
 def _plain(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) else batch
-
-
-def _like(value: Any) -> Any:
-    """A tensor of that size on the default device, a parameter of a parameter. A generator stays the
-    same: without memory nothing is drawn from it.
-    """
-    if isinstance(value, torch.Generator):
-        return value
-    empty = torch.empty(value.shape, dtype=value.dtype)
-    return nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty

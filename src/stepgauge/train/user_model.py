@@ -14,6 +14,7 @@ first floating-point tensor.
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -164,6 +165,38 @@ def build_user_step(
     )
 
 
+def _moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module on the device. Of one on the meta device a prediction needs no values; where there
+    are any, it raises ValueError.
+    """
+    held = (*module.parameters(), *module.buffers())
+    if not any(tensor.device.type == "meta" for tensor in held):
+        return module.to(device)
+    if type(torch.empty(0)) is Tensor:
+        raise ValueError(
+            f"{type(module).__name__} is on the meta device and has no values; a step needs some "
+            "(its memory is predicted without)"
+        )
+    return without_values(module, device)
+
+
+def without_values(module: nn.Module, device: torch.device | None = None) -> nn.Module:
+    """A copy whose tensors have the sizes of the module's and lie on the device, or on the default
+    one: for where tensors have no memory. A generator stays: nothing is drawn from it there.
+    """
+    held = (leaf for part in module.modules() for leaf in tree_leaves(vars(part)))
+    memo = {id(x): empty_like(x, device) for x in held if isinstance(x, Tensor | torch.Generator)}
+    return copy.deepcopy(module, memo)
+
+
+def empty_like(value: Any, device: torch.device | None = None) -> Any:
+    """A tensor of that size, a parameter of a parameter; what is no tensor as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    empty = torch.empty(value.shape, dtype=value.dtype, device=device)
+    return nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
+
+
 def step_of_parts(
     parts: UserParts,
     device: torch.device,
@@ -181,7 +214,7 @@ def step_of_parts(
     """
     chosen = precision_on(precision, device)
     own_types = {parameter.dtype for parameter in parts.module.parameters()}
-    module = chosen.of(parts.module.to(device))
+    module = chosen.of(_moved(parts.module, device))
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no parameters that are trained")
     parameters = sum(parameter.numel() for parameter in module.parameters())
