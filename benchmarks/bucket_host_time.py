@@ -115,7 +115,6 @@ class Contender:
             self.group.messages = 0
         start = time.thread_time()
         self.parallel.module(tokens_BT, tokens_BT).backward()
-        self.parallel.finish()
         self.parallel.optimizer.step()
         self.times.append((time.thread_time() - start) * 1e6)
 

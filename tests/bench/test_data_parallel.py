@@ -33,12 +33,12 @@ def rows(tmp_path_factory):
     return {name: records[each] for name, each in specs.items()}
 
 
-def test_every_row_has_its_phases_and_adds_up(rows):
+def test_every_row_has_its_phases_which_add_up(rows):
     for wrapper, row in rows.items():
         assert row.status == "ok", (wrapper, row.note)
-        assert {"forward_ms", "backward_ms", "synchronize_ms", "optimizer_ms", "step_ms"} <= set(
-            row.metrics
-        )
+        parts = sum(row.median(f"{name}_ms") for name in ("forward", "backward", "optimizer"))
+        assert 0.5 < parts / row.median("step_ms") < 2
+        assert "synchronize_ms" not in row.metrics, "backward ends with whole gradients"
         assert len(row.series["rank_step_ms"]) == 2
         assert row.environment["devices"]
 

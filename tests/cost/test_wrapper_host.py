@@ -36,7 +36,7 @@ def table(wrapper, **phases):
     """Times that are a plane: of a parameter, of a message, and once."""
     rows = [
         (parameters, messages, number, once + each * parameters + every * messages)
-        for number, phase in enumerate(WRAPPER_PHASES)
+        for phase, number in WRAPPER_PHASES.items()
         for each, every, once in [phases.get(phase, (0.0, 0.0, 0.0))]
         for parameters, messages in SIZES[wrapper]
     ]
@@ -90,7 +90,7 @@ def test_a_plane_is_found_again():
         ("zero1", {"optimizer": (100.0, 0.0, 20.0)}, 100.0 * PARAMETERS + 20.0),
         ("zero3", {"forward": (0.0, 300.0, 0.0)}, 300.0 * (BLOCKS + 1)),
         ("zero3", {"backward": (0.0, 300.0, 0.0)}, 300.0 * (BLOCKS + 1)),
-        ("flat", {"synchronize": (0.0, 0.0, 70.0)}, 70.0),
+        ("flat", {"backward": (0.0, 0.0, 70.0)}, 70.0),
     ],
 )
 def test_a_step_that_its_host_bounds_takes_that_much_longer(wrapper, phases, added_us):

@@ -170,7 +170,6 @@ def count_a_step(wrapper):
             for parameter in module.parameters():
                 counting.see(parameter)
             parallel.module(torch.ones(1, WIDTH)).sum().backward()
-            parallel.finish()
             most = counting.most
             parallel.optimizer.step()
     return most, counting.sent

@@ -56,6 +56,14 @@ def test_communication_is_what_it_adds_to_the_step():
     assert found.terms["backward"] == pytest.approx(0.1)  # both were hidden in one phase
 
 
+def test_a_wait_that_an_older_record_has_apart_is_part_of_backward():
+    phases = {"forward": 20.0, "backward": 50.0, "optimizer": 10.0}
+    older = row(two_ranks("zero3"), "modelled", **phases, synchronize=10.0, step=90.0)
+    measured = row(two_ranks("zero3"), **{**phases, "backward": 60.0}, synchronize=0.0, step=90.0)
+    (found,) = errors([older, measured])
+    assert found.terms == pytest.approx(dict.fromkeys([*phases, "unexplained"], 0.0))
+
+
 def test_axes_that_communicate_everywhere_leave_computing_as_the_rest():
     spec = LayoutSpec(model=NANO, size="nano", batch=4, layout="pp2 1f1b m2 dp2")
     phases = {"forward_and_backward": 80.0, "synchronize": 10.0, "optimizer": 10.0}

@@ -55,7 +55,7 @@ def measure(spec: DataParallelSpec) -> Figures:
     device = world.device(spec.device)
     step, batch, parameters = build(spec, device, world.rank)
     initial = devices.allocated_memory(device)
-    phases = step.phases(batch, synchronize=True)
+    phases = step.phases(batch)
     with step.precision.matmul_mode():
         times = time_steps(spec, phases, device)
         kept = kept_bytes(step, phases, device, initial, has_graphs=spec.cuda_graphs)
@@ -112,7 +112,7 @@ def _without_and_alone(
     alone: list[float] = []
     parallel = step.parallel
     if parallel.communicate is not None:
-        for name in ("forward", "backward", "synchronize"):
+        for name in ("forward", "backward"):
             phases[name]()
         alone = time_phases({"communication": parallel.communicate}, device, warmup=2, steps=steps)[
             "step"

@@ -115,16 +115,12 @@ def phases_of(step: TrainingStep, batches: Sequence[Sequence[Any]]) -> Phases:
     several batches follow each other.
     """
     if len(batches) == 1:
-        return step.phases(batches[0], synchronize=True)
+        return step.phases(batches[0])
 
     def forward_and_backward() -> None:
         step.accumulate(batches, count=len(batches))
 
-    return {
-        "forward_and_backward": forward_and_backward,
-        "synchronize": step.synchronize,
-        "optimizer": step.update,
-    }
+    return {"forward_and_backward": forward_and_backward, "optimizer": step.update}
 
 
 def _without_axes(

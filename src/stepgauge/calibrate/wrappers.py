@@ -41,7 +41,7 @@ def measure(spec: CalibrationSpec, device: torch.device) -> OperationTable:
             phases, parameters, messages = _phases_us(wrapper, layers, bucket_mb, spec, device)
             rows += [
                 (parameters, messages, number, phases[phase] - bare[phase])
-                for number, phase in enumerate(WRAPPER_PHASES)
+                for phase, number in WRAPPER_PHASES.items()
             ]
     return OperationTable(AXES, tuple(rows))
 
@@ -68,9 +68,7 @@ def _phases_us(
     steps = max(2, round(STEPS_A_MILLISECOND * spec.milliseconds))
     with step.precision.matmul_mode():
         dist.barrier()
-        times = time_phases(
-            step.phases(batch, synchronize=True), device, warmup=min(5, steps), steps=steps
-        )
+        times = time_phases(step.phases(batch), device, warmup=min(5, steps), steps=steps)
     wrapped: Any = step.parallel.module
     parameters = sum(1 for _ in wrapped.parameters())
     # of ZeRO 3 a unit a block, and one for both ends

@@ -217,8 +217,7 @@ class LayoutParts:
         before = (accumulation - 1) * each + accumulation * steady
         step_ms = before + sum(waits[last]) + updates[last]
         phases = {
-            "forward_and_backward": before + waits[last][0],
-            "synchronize": waits[last][1],
+            "forward_and_backward": before + sum(waits[last]),
             "optimizer": updates[last],
         }
         return Predicted(
@@ -228,7 +227,8 @@ class LayoutParts:
                 [self.stages[n] for n in schedule.stages(last)],
                 self.prices,
                 passes=accumulation * whole.num_micro_batches,
-                phases=phases,
+                exposed_ms=waits[last][1],
+                optimizer_ms=updates[last],
                 step_ms=step_ms,
             ),
             timeline=timeline,

@@ -2,7 +2,7 @@
 and what is left, in which it waits for the host or for other stages.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from stepgauge.cost.estimate import ASSUMED
 from stepgauge.cost.outcome import Outcome
@@ -38,19 +38,20 @@ def pipeline_rows(
     prices: Prices,
     *,
     passes: int,
-    phases: Mapping[str, float],
+    exposed_ms: float,
+    optimizer_ms: float,
     step_ms: float,
 ) -> Rows:
     """Of the rank that ends last, which has these stages; each goes forward and backward `passes`
-    times. `phases` has the ms of what follows.
+    times. Gradients arrive `exposed_ms` after its last backward; the optimizer follows.
     """
     terms = {
         "forward": [term for stage in stages for term in stage.forward()],
         "backward": [term for stage in stages for term in stage.backward()],
     }
     rows = term_rows(terms, prices, times=passes)
-    rows.append(_update_row(stages[0], prices, phases["optimizer"]))
-    rows += _row("exposed", "data axis", "communication", phases["synchronize"] * 1e3)
+    rows.append(_update_row(stages[0], prices, optimizer_ms))
+    rows += _row("exposed", "data axis", "communication", exposed_ms * 1e3)
     left = step_ms * 1e3 - total_us(rows)
     return rows + _row("step", "waits", "other stages and the host's launches", left)
 

@@ -12,7 +12,7 @@ from stepgauge.cost.program import Program
 class Outcome:
     """Milliseconds.
 
-    phases         of forward, backward, synchronize, optimizer; passes before the last are in none
+    phases         of forward, backward, optimizer; passes before the last are in none
     communication  of each axis, with nothing beside it
     exposed        of each axis, while nothing is computed; where several are, of the first
     slowed         by which computing takes longer beside communication
@@ -85,7 +85,7 @@ def _exposed_ms(ran: Sequence[Ran], streams: Sequence[str]) -> dict[str, float]:
 
 def _update_us(program: Program) -> float:
     """What is computed after the gradients are there."""
-    first = program.ends.get("synchronize", len(program.works))
+    first = program.ends.get("backward", len(program.works))
     return sum(work.us for work in program.works[first:] if work.stream == COMPUTE)
 
 

@@ -120,7 +120,7 @@ class DataParallelCost:
         """Called when a group is computed."""
 
     def after_backward(self, program: Program) -> None:
-        """What is left to send when backward has ended."""
+        """Called when the last group of backward is computed: what is left to send."""
 
     def optimizer(self, program: Program, operations: Operations, prices: Prices) -> None:
         term = operations.optimizer(operations.num_parameters)
@@ -168,9 +168,8 @@ class RankStep:
             axis.before(program, "backward", group)
             self._run(program, group, axis)
             axis.after(program, "backward", group)
-        program.end("backward")
         axis.after_backward(program)
-        program.end("synchronize")
+        program.end("backward")
 
     def groups(self, phase: str) -> Iterator[LaunchGroup]:
         """In the order in which they are computed."""

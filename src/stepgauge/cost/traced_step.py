@@ -90,8 +90,6 @@ def _sending(spec: TracedSpec, layout: Layout) -> Sending:
 def _figures(spec: TracedSpec, found: Outcome, program: Program) -> dict[str, float]:
     """ms by the names of the command that measures the spec."""
     phases = dict(found.phases)
-    if isinstance(spec, StepSpec):
-        phases.pop("synchronize", None)
     if isinstance(spec, LayoutSpec) and spec.accumulation > 1:
         both = phases.pop("forward") + phases.pop("backward")
         phases = {"forward_and_backward": both, **phases}

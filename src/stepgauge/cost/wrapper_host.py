@@ -39,7 +39,7 @@ def hooks_of(machine: Machine, wrapper: str, work: WorkSpec, layout: Layout) -> 
         return dict.fromkeys(WRAPPER_PHASES, Hooks())
     return {
         phase: _fitted([(row[0], row[1], row[3]) for row in table.rows if row[2] == number])
-        for number, phase in enumerate(WRAPPER_PHASES)
+        for phase, number in WRAPPER_PHASES.items()
     }
 
 

@@ -25,7 +25,6 @@ class Parallel:
     """A module to call and its optimizer, as a training step uses them. The defaults are those of
     one process alone.
 
-    finish       waits for the gradients of all ranks; before the optimizer
     no_sync      in it, a backward adds to the local gradients
     clip         scales by the norm of the whole gradient, and gives the norm before
     without_communication  in it, nothing is communicated but all else is done; None where that
@@ -51,7 +50,6 @@ class Parallel:
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
-    finish: Callable[[], None] = lambda: None
     no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     clip: Callable[[float], Tensor] | None = None
     without_communication: Callable[[], contextlib.AbstractContextManager[Any]] | None = None

@@ -47,15 +47,13 @@ class TrainingStep:
         """The class that steps, and whether the user's file brought it."""
         return f"{'user ' if self.brings_optimizer else ''}{type(self.optimizer).__name__}"
 
-    def phases(
-        self, batch: Sequence[Any], *, until: str = "step", synchronize: bool = False
-    ) -> dict[str, Callable[[], None]]:
+    def phases(self, batch: Sequence[Any], *, until: str = "step") -> dict[str, Callable[[], None]]:
         """The phases of a step by name, in order; each leaves behind only what the next one needs.
+        Backward ends when `.grad` has what all ranks' gradients come to.
 
-        until        "forward": it alone, without gradients; "backward": with its forward, from
-                     gradients that are None; "step": with the optimizer. Where a schedule mixes
-                     them, forward and backward are one phase
-        synchronize  the wait for other ranks is a phase of its own, and not the optimizer's
+        until  "forward": it alone, without gradients; "backward": with its forward, from gradients
+               that are None; "step": with the optimizer. Where a schedule mixes them, forward and
+               backward are one phase
         """
         loss: list[Tensor] = []
 
@@ -83,7 +81,6 @@ class TrainingStep:
         if self.parallel.mixed is not None:
             phases = {"forward_and_backward": mixed}
         if until == "step":
-            phases |= {"synchronize": self.synchronize} if synchronize else {}
             phases["optimizer"] = self.update
         return phases
 
@@ -122,13 +119,8 @@ class TrainingStep:
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
 
-    def synchronize(self) -> None:
-        """Waits for what other ranks have to do with the gradients."""
-        self.parallel.finish()
-
     def update(self) -> None:
-        """Synchronizes if that is not done, clips, steps the optimizer and frees the gradients."""
-        self.synchronize()
+        """Clips, steps the optimizer and frees the gradients."""
         if self.max_gradient_norm is not None:
             self.scaler.unscale_(self.optimizer)
             self.parallel.clip_gradients(self.max_gradient_norm)

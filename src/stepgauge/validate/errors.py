@@ -75,9 +75,10 @@ def parts(record: Record, known: Collection[str]) -> dict[str, float]:
         return {"computing": ms["busy"], "bubble": step - ms["busy"]}
     exposed = {n: ms.pop(n) for n in EXPOSED if n in ms}
     bubble = {"bubble": ms.pop(BUBBLE)} if BUBBLE in ms else {}
-    waits = ms.pop("synchronize", 0.0)
+    if "backward" in ms:  # its wait for other ranks: apart in records of 2026-11-23 and before
+        ms["backward"] += ms.pop("synchronize", 0.0)
     if not exposed and not bubble:
-        return ms | ({"communication": waits} if waits else {})
+        return ms
     found = {"communication": sum(exposed.values()), **bubble}
     if "optimizer" in ms:
         found["optimizer"] = ms["optimizer"]

@@ -190,7 +190,6 @@ def backward_with_inputs(setup):
 def gradient_scaled_in_place(setup):
     t = Training(setup, Net())
     t.backward(0)
-    t.parallel.finish()
     for parameter in t.inner.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(0.5)
@@ -202,7 +201,6 @@ def gradient_replaced(setup):
     t = Training(setup, Net())
     for step in range(2):
         t.backward(step)
-        t.parallel.finish()
         for parameter in t.inner.parameters():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad * 0.5
@@ -215,7 +213,6 @@ def one_gradient_set_to_none(setup):
     t.train(0)
     t.optimizer.zero_grad()
     t.backward(1)
-    t.parallel.finish()
     t.parameter("blocks.1.linear.weight").grad = None
     t.step()
     return t.results()
@@ -225,10 +222,8 @@ def gradients_held_across_backward(setup):
     """Somebody keeps `.grad` and looks at it after the next backward."""
     t = Training(setup, Net())
     t.backward(0)
-    t.parallel.finish()
     held = {n: p.grad for n, p in t.inner.named_parameters() if p.grad is not None}
     t.backward(1)
-    t.parallel.finish()
     parameters = dict(t.inner.named_parameters())
     for name, gradient in held.items():
         assert whole(gradient).equal(whole(parameters[name].grad)), f"{name} is another tensor"
@@ -244,7 +239,6 @@ def gradients_in_a_buffer_of_the_user(setup):
     for parameter, part in zip(parameters, parts, strict=True):
         parameter.grad = part.view_as(parameter)
     t.backward(0)
-    t.parallel.finish()
     return {"flat": flat.clone()}
 
 
@@ -276,7 +270,6 @@ def clip_by_the_wrapper(setup):
     for step in range(3):
         t.optimizer.zero_grad()
         t.backward(step)
-        t.parallel.finish()
         norms[f"norm {step}"] = whole(t.parallel.clip_gradients(0.05))
         t.optimizer.step()
     return t.results() | norms
@@ -288,7 +281,6 @@ def clip_grad_norm_of_torch(setup):
     for step in range(3):
         t.optimizer.zero_grad()
         t.backward(step)
-        t.parallel.finish()
         norm = nn.utils.clip_grad_norm_(t.module.parameters(), 0.05)
         norms[f"norm {step}"] = whole(norm)
         t.optimizer.step()
@@ -298,7 +290,6 @@ def clip_grad_norm_of_torch(setup):
 def clip_grad_value_of_torch(setup):
     t = Training(setup, Net())
     t.backward(0)
-    t.parallel.finish()
     if any(p.grad is not None for p in t.module.parameters()):  # torch's function raises for none
         nn.utils.clip_grad_value_(t.module.parameters(), 0.01)
     t.step()
@@ -311,7 +302,6 @@ def clip_of_mixed_types(setup):
     for step in range(2):
         t.optimizer.zero_grad()
         t.backward(step)
-        t.parallel.finish()
         norms[f"norm {step}"] = whole(t.parallel.clip_gradients(0.05)).float()
         t.optimizer.step()
     return t.results() | norms
@@ -508,7 +498,6 @@ def deferred_optimizer_of_one_group(setup):
     for step in range(4):
         rest.zero_grad()
         t.backward(step)
-        t.parallel.finish()
         rest.step()
         if step % 2:
             head.step()

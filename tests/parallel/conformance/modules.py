@@ -208,7 +208,6 @@ def loss_scaling(setup):
     for step in range(3):
         t.optimizer.zero_grad()
         t.backward(step, loss)
-        t.parallel.finish()
         scaler.step(t.optimizer)
         scaler.update()
     return t.results() | {"scale": torch.tensor(scaler.get_scale())}

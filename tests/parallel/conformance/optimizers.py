@@ -69,7 +69,6 @@ def lbfgs(setup):
     def closure():
         t.optimizer.zero_grad()
         t.backward(0)
-        t.parallel.finish()
         return sum(t.loss(0, rank) for rank in range(torch.distributed.get_world_size()))
 
     t.optimizer.step(closure)
@@ -82,7 +81,6 @@ def a_closure(setup):
     def closure():
         t.optimizer.zero_grad()
         t.backward(0)
-        t.parallel.finish()
         return 0.0
 
     t.optimizer.step(closure)

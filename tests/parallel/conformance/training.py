@@ -76,7 +76,6 @@ class Training:
                     (self.loss(step, rank) / len(self.setup.batches)).backward()
 
     def step(self) -> None:
-        self.parallel.finish()
         self.optimizer.step()
 
     def train(self, *steps: int, **how) -> None:
@@ -90,7 +89,6 @@ class Training:
         return {name: whole(weight) for name, weight in self.inner.named_parameters()}
 
     def gradient_norm(self) -> torch.Tensor:
-        self.parallel.finish()
         return whole(self.parallel.clip_gradients(float("inf")))
 
 

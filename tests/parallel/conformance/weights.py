@@ -353,7 +353,6 @@ def pickled(setup):
 def read_between_backward_and_step(setup):
     t = Training(setup, Net())
     t.backward(0)
-    t.parallel.finish()
     norms = {n: whole(p.norm()) for n, p in t.inner.named_parameters()}
     t.optimizer.step()
     after = {f"after {n}": whole(p.norm()) for n, p in t.inner.named_parameters()}
