@@ -54,7 +54,7 @@ def curve(spec, device, precision, optimizer, steps, *, compiled=False):
     step = TrainingStep(
         model, update, PRECISIONS[precision], device, max_gradient_norm=1.0, compute_loss=loss
     )
-    corpus = Corpus.tokenize(read_text("stdlib"), "bytes", 256)
+    corpus = Corpus.of(read_text("stdlib"))
     losses = []
     for number in range(steps):
         tokens, targets = corpus.batch(number, batch=4, length=spec.context_length, seed=0)

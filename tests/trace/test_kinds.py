@@ -4,7 +4,6 @@ import pytest
 
 from stepgauge.trace.kinds import Kinds
 from stepgauge.trace.names import readable
-from stepgauge.trace.rules import UserRules, read_rules
 
 # kind: (operator, kernel) of public traces; "" for a kernel that nothing known launched
 REAL = {
@@ -102,32 +101,6 @@ def test_real_names_are_of_their_kind(kind):
         names: kinds.of_kernel(names[1], "kernel", names[0], False).kind for names in REAL[kind]
     }
     assert found == dict.fromkeys(REAL[kind], kind)
-
-
-def test_a_users_rules_come_first_and_a_wrong_file_is_one_sentence(tmp_path):
-    path = tmp_path / "rules.toml"
-    path.write_text(
-        "[[rule]]\nkind = 'attention'\nkernel = '^my_'\n"
-        "[[rule]]\nkind = 'norm'\noperator = '^mine::'\n"
-    )
-    kinds = Kinds(read_rules(path))
-    assert kinds.of_kernel("my_gemm", "kernel", "aten::mm", True).kind == "attention"
-    assert kinds.of_kernel("gemm", "kernel", "mine::scale", False).kind == "norm"
-    assert kinds.of_kernel("gemm", "kernel", "aten::mm", False).kind == "matmul"
-    assert kinds.of_operation("mine::scale", "op", False).kind == "norm"
-    for text, words in (
-        ("", "has no \\[\\[rule\\]\\]"),
-        ("[[rule]]\nkind = 'matmul'", "rule 1 of .* needs kind and one of"),
-        ("[[rule]]\nkind = 'maths'\nkernel = 'x'", "kind 'maths'; choose one of communication"),
-        ("[[rule]]\nkind = 'matmul'\nkernel = '('", "no regular expression as kernel"),
-        ("rule = ", "is no TOML"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=words):
-            read_rules(path)
-    with pytest.raises(ValueError, match="cannot read"):
-        read_rules(tmp_path / "absent.toml")
-    assert Kinds(UserRules()).of_kernel("gemm", "kernel", "", False).kind == "matmul"
 
 
 def test_a_reason_stays_short():

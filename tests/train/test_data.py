@@ -13,28 +13,14 @@ def test_the_default_corpus_is_the_standard_library():
 
 def test_bytes_are_tokens_and_the_end_is_held_out():
     data = b"".join(b"line %d\n" % i for i in range(1000))
-    corpus = Corpus.tokenize(Text("t", data), "bytes", 0)
+    corpus = Corpus.of(Text("t", data))
     assert bytes(corpus.train.tolist()) + bytes(corpus.held_out.tolist()) == data
     assert corpus.train[-1] == ord("\n")
     assert 0.04 < corpus.held_out.numel() / len(data) < 0.06
-    assert (corpus.vocab_size, corpus.bytes_per_held_out_token) == (256, 1.0)
-
-
-def test_bpe_is_trained_on_the_training_part_and_loses_nothing():
-    text = read_text("stdlib")
-    text = Text("part", text.data[:300_000])
-    corpus = Corpus.tokenize(text, "bpe", 1000)
-    assert corpus.vocab_size == 1000
-    assert corpus.train.max() < 1000
-    assert 2 < corpus.bytes_per_held_out_token < 6
-    held_out_bytes = len(text.data) - text.train_length
-    assert corpus.held_out.numel() * corpus.bytes_per_held_out_token == pytest.approx(
-        held_out_bytes
-    )
 
 
 def test_a_batch_is_a_function_of_seed_and_step():
-    corpus = Corpus.tokenize(Text("t", bytes(range(1, 200)) * 100), "bytes", 0)
+    corpus = Corpus.of(Text("t", bytes(range(1, 200)) * 100))
     first = corpus.batch(3, batch=4, length=16, seed=1)
     again = corpus.batch(3, batch=4, length=16, seed=1)
     other = corpus.batch(4, batch=4, length=16, seed=1)
@@ -44,7 +30,7 @@ def test_a_batch_is_a_function_of_seed_and_step():
 
 
 def test_held_out_windows_do_not_overlap():
-    corpus = Corpus.tokenize(Text("t", b"ab\n" * 10_000), "bytes", 0)
+    corpus = Corpus.of(Text("t", b"ab\n" * 10_000))
     tokens, targets = corpus.held_out_windows(1000, 100)
     assert tokens.shape == targets.shape == (14, 100)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
@@ -82,7 +68,7 @@ def test_a_folder_is_its_text_files_in_order(tmp_path):
 
 @pytest.mark.parametrize("data", [b"just a few words\n", b"x"])
 def test_a_corpus_shorter_than_a_sequence_is_named(data):
-    corpus = Corpus.tokenize(Text("short.txt", data), "bytes", 0)
+    corpus = Corpus.of(Text("short.txt", data))
     with pytest.raises(
         CorpusError, match=r"short.txt is too short: its training part has \d+ tokens"
     ):

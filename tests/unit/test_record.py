@@ -109,6 +109,8 @@ def test_fields_that_there_are_no_more_are_left_out_of_old_records():
     assert "transport" not in read.spec and "max_ctas" not in read.spec
     other = Record(kind="data-parallel", spec={**asked, "transport": "peer-copies"})
     assert Record.from_json(other.to_json()).spec["transport"] == "peer-copies"
+    trained = Record(kind="train", spec={"model": {}, "tokenizer": "bytes"})
+    assert "tokenizer" not in Record.from_json(trained.to_json()).spec
 
 
 def test_a_metric_that_was_renamed_is_read_by_its_name_today():

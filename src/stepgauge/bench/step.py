@@ -19,12 +19,11 @@ from stepgauge.spec.step import StepSpec, WorkSpec
 from stepgauge.spec.train import DEFAULT_CORPUS, TrainSpec
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import batch_for, build_step
-from stepgauge.train.data import Corpus, read_text
+from stepgauge.train.data import BYTES, Corpus, read_text
 from stepgauge.train.precision import PRECISIONS, unavailable
 from stepgauge.train.step import TrainingStep
 from stepgauge.train.user_model import build_user_step
 
-SMALLEST_BYTE_VOCABULARY = 256
 LEARNING_RATE = 1e-4  # small enough that random tokens never drive a timed model to infinities
 
 
@@ -37,9 +36,9 @@ def check(spec: WorkSpec) -> None:
         return
     if spec.data == "text" and isinstance(spec.model, BertSpec):
         raise ValueError("data is 'text', which has no masked tokens; BERT takes 'random'")
-    if spec.data == "text" and spec.network.vocab_size < SMALLEST_BYTE_VOCABULARY:
+    if spec.data == "text" and spec.network.vocab_size < BYTES:
         raise ValueError(
-            f"vocab_size is {spec.network.vocab_size}; text as bytes needs at least 256"
+            f"vocab_size is {spec.network.vocab_size}; text as bytes needs at least {BYTES}"
         )
 
 
@@ -85,7 +84,7 @@ def make_batch(spec: WorkSpec, device: torch.device) -> list[Tensor]:
         batch = batch_for(spec.network, spec.batch, spec.seed)
     else:
         length = spec.network.context_length
-        corpus = Corpus.tokenize(read_text(DEFAULT_CORPUS), "bytes", spec.network.vocab_size)
+        corpus = Corpus.of(read_text(DEFAULT_CORPUS))
         batch = corpus.batch(0, batch=spec.batch, length=length, seed=spec.seed)
     return [part.to(device) for part in batch]
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from stepgauge.runtime.launch import RankError
 
 SAVING_S = 3600.0  # ranks wait for the one that writes a checkpoint
-OF_BYTES = 256  # tokens in the vocabulary of --tokenizer bytes
+BYTES = 256  # tokens are bytes
 QUIET_S = 10.0  # without a bar a step is told when none was for so long
 
 
@@ -40,10 +40,10 @@ def train(
     """Train a preset on real text, or your own network on its batches, and follow the loss.
 
     Killed at any moment and started again with the same command, it goes on from the last whole
-    checkpoint. The vocabulary is the tokenizer's: 256 for bytes, --vocab-size for a BPE. With
-    --ranks, or as the processes of torchrun, each rank takes its share of every batch; another
-    number of ranks or another wrapper may go on with the run. Your own network (--model
-    FILE.py:factory) trains on what its factory returns, on the number of ranks that it began with.
+    checkpoint. Tokens are bytes. With --ranks, or as the processes of torchrun, each rank takes its
+    share of every batch; another number of ranks or another wrapper may go on with the run. Your
+    own network (--model FILE.py:factory) trains on what its factory returns, on the number of ranks
+    that it began with.
     """
     spec = _spec_of(values)
 
@@ -72,11 +72,8 @@ def train(
 
 def _spec_of(values: Values) -> TrainSpec:
     """Raises ValueError for options that contradict each other, before torch is loaded."""
-    tokens = values.get("vocab_size", (OF_BYTES,))
-    if tokens != (OF_BYTES,) and values.get("tokenizer", ("bytes",)) == ("bytes",):
-        raise ValueError(
-            f"vocab_size is {tokens[0]}; bytes have {OF_BYTES}, --tokenizer bpe takes another"
-        )
+    if (tokens := values.get("vocab_size", (BYTES,))) != (BYTES,):
+        raise ValueError(f"vocab_size is {tokens[0]}; tokens are bytes, of which there are {BYTES}")
     (spec,) = expand(TrainSpec, values)
     if spec.corpus != DEFAULT_CORPUS and not Path(spec.corpus).exists():
         raise ValueError(f"corpus {spec.corpus} does not exist")

@@ -106,9 +106,7 @@ def _unplaced(found: Analysis) -> list[str]:
     shown = ", ".join(
         f"{short_name(name)} ({100 * us / whole_us:.1f} %)" for name, us in list(names.items())[:8]
     )
-    return [
-        f"No rule placed {100 * share:.1f} % of the time ({len(names)} names); --rules FILE can: {shown}."
-    ]
+    return [f"No rule placed {100 * share:.1f} % of the time ({len(names)} names): {shown}."]
 
 
 def _attention_us(found: Analysis, parts: Sequence[str]) -> float:

@@ -57,7 +57,7 @@ NESTED: Mapping[str, Mapping[str, type]] = {"model": NETWORKS}
 # value pairs with today's; one with another value keeps the field.
 RETIRED: Mapping[str, Mapping[str, Any]] = {
     DataParallelSpec.kind: {"transport": "collectives", "max_ctas": 0},
-    TrainSpec.kind: {"transport": "collectives"},
+    TrainSpec.kind: {"transport": "collectives", "tokenizer": "bytes"},
     **{kind: {"own": ""} for kind in (ProfileSpec.kind, MemorySpec.kind, DtypesSpec.kind)},
 }
 

@@ -22,17 +22,15 @@ OF_OPTIMIZER = ("learning_rate", "weight_decay", "beta1", "beta2")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSpec:
-    """What `train` runs. The model's vocab_size is the tokenizer's."""
+    """What `train` runs. Tokens are bytes, so that the model's vocab_size is 256."""
 
     kind: ClassVar[str] = "train"
 
     model: ModelSpec | UserModel
     size: str = option("custom", "preset that the model spec starts from", label=True)
     corpus: str = option(
-        DEFAULT_CORPUS, "text file or folder; stdlib is Python's own library's source"
-    )
-    tokenizer: str = option(
-        "bytes", "bytes, or a BPE trained on the corpus", choices=("bytes", "bpe"), label="changed"
+        DEFAULT_CORPUS,
+        "text file or folder, read as bytes; stdlib is Python's own library's source",
     )
     steps: int = option(200, "optimizer steps", least=1, most=1_000_000_000)
     batch: int = option(

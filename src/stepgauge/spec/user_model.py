@@ -14,7 +14,6 @@ DECIDED = {
     "data": "brings its own batch",
     "checkpointing": "chooses its own",
     "corpus": "brings its own batches",
-    "tokenizer": "brings its own batches",
     "evaluate_windows": "brings what is held out",
 }
 

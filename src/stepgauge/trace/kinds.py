@@ -1,12 +1,10 @@
-"""What kind of work a kernel or an operator is, and the rule that says so: the tables of `rules`,
-a user's own first.
-"""
+"""What kind of work a kernel or an operator is, and the rule that says so: the tables of `rules`."""
 
 import functools
 import re
 from typing import NamedTuple
 
-from stepgauge.trace.rules import COMPOSITES, KERNELS, OPERATORS, VIEWS, Table, UserRules
+from stepgauge.trace.rules import COMPOSITES, KERNELS, OPERATORS, VIEWS, Table
 
 LONGEST_NAME = 60  # of an operator in a reason
 
@@ -39,8 +37,7 @@ def _match(table: Table, name: str) -> tuple[str, str]:
 class Kinds:
     """The kind of each piece of work, remembered by its names."""
 
-    def __init__(self, own: UserRules | None = None) -> None:
-        self.own = own or UserRules()
+    def __init__(self) -> None:
         self.of_kernel = functools.cache(self._of_kernel)
         self.of_operation = functools.cache(self._of_operation)
         self.whole = functools.cache(self._whole)
@@ -51,10 +48,6 @@ class Kinds:
 
     def _of_kernel(self, name: str, category: str, operation: str, in_optimizer: bool) -> Placed:
         """Of something that ran on a device; `operation` launched it."""
-        for what, table in (("operator", self.own.operators), ("kernel name", self.own.kernels)):
-            kind, words = _match(table, operation if what == "operator" else name)
-            if kind:
-                return Placed(kind, f"your rule: {what} has {_short(words)!r}")
         if category == "copy":
             if found := _BETWEEN_GPUS.search(name):
                 return Placed("communication", f"a transfer whose name has {found[0]!r}")
@@ -83,9 +76,6 @@ class Kinds:
         """Of something that ran on the host by itself, without the calls inside it; inside of the
         operation `whole`, whose kind all of it has.
         """
-        kind, words = _match(self.own.operators, name)
-        if kind:
-            return Placed(kind, f"your rule: operator has {_short(words)!r}")
         if host := _on_host_alone(name, category):
             return Placed("host", host)
         if name.startswith(GENERATED):

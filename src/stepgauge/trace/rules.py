@@ -6,11 +6,7 @@ many things, whose kernels' names did not tell. Patterns ignore case and match a
 """
 
 import re
-import tomllib
-from pathlib import Path
 from typing import NamedTuple
-
-from stepgauge.spec.analysis import KINDS
 
 
 class Rule(NamedTuple):
@@ -105,42 +101,3 @@ VIEWS = re.compile(
     r"squeeze|flatten|unflatten|permute|detach|alias|_unsafe_view|resize|set_|result_type|lift|numpy_T|unbind|"
     r"_has_compatible|is_)"
 )
-
-
-class UserRules(NamedTuple):
-    """What a user's file says of operators and of kernels."""
-
-    operators: Table = ()
-    kernels: Table = ()
-
-
-def read_rules(path: Path) -> UserRules:
-    """Of a TOML file with [[rule]] tables: `kind` and a regular expression, `operator` or `kernel`.
-
-    Raises ValueError for a file that is no such file.
-    """
-    try:
-        rows = tomllib.loads(path.read_text(encoding="utf-8")).get("rule", [])
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no TOML: {error}") from None
-    if not isinstance(rows, list) or not rows:
-        raise ValueError(f"{path} has no [[rule]] with kind and operator or kernel")
-    found: dict[str, list[Rule]] = {"operator": [], "kernel": []}
-    for number, row in enumerate(rows, 1):
-        which, rule = _user_rule(row, f"rule {number} of {path}")
-        found[which].append(rule)
-    return UserRules(tuple(found["operator"]), tuple(found["kernel"]))
-
-
-def _user_rule(row: object, name: str) -> tuple[str, Rule]:
-    if not isinstance(row, dict) or len(row) != 2 or not {"operator", "kernel"} & row.keys():
-        raise ValueError(f"{name} needs kind and one of operator and kernel, and nothing else")
-    if row.get("kind") not in KINDS:
-        raise ValueError(f"{name} has kind {row.get('kind')!r}; choose one of {', '.join(KINDS)}")
-    which = "operator" if "operator" in row else "kernel"
-    try:
-        return which, Rule(row["kind"], re.compile(row[which]))
-    except (re.error, TypeError) as error:
-        raise ValueError(f"{name} has no regular expression as {which}: {error}") from None

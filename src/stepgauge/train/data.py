@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import hashlib
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from stepgauge.models.bert import NOT_MASKED
 from stepgauge.spec.train import DEFAULT_CORPUS
 
+BYTES = 256  # the vocabulary of a text
 HELD_OUT_FRACTION = 0.05  # the last part of the corpus
 MASKED_SHARE = 0.15
 MASK_TOKEN = 103  # [MASK] in the published vocabulary
@@ -94,24 +94,17 @@ def _is_text(data: bytes) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Tokens of a text, split into a training part and a held-out part."""
+    """The bytes of a text as tokens, split into a training part and a held-out part."""
 
     text: Text
-    vocab_size: int
     train: Tensor
     held_out: Tensor
-    bytes_per_held_out_token: float
 
     @classmethod
-    def tokenize(cls, text: Text, tokenizer: str, vocab_size: int) -> "Corpus":
-        """Tokens by "bytes", or by a "bpe" of `vocab_size` trained on the training part only."""
-        split = text.train_length
-        parts = text.data[:split], text.data[split:]
-        encode, size = (
-            _byte_encoder() if tokenizer == "bytes" else _bpe_encoder(parts[0], vocab_size)
-        )
-        train, held_out = (encode(part) for part in parts)
-        return cls(text, size, train, held_out, len(parts[1]) / max(1, held_out.numel()))
+    def of(cls, text: Text) -> "Corpus":
+        """Its bytes as tokens."""
+        tokens = torch.frombuffer(bytearray(text.data), dtype=torch.uint8)
+        return cls(text, tokens[: text.train_length], tokens[text.train_length :])
 
     def require(self, *, length: int) -> None:
         """Raises CorpusError unless both parts hold at least one sequence of that length and its
@@ -172,37 +165,3 @@ def masked_batch(
     tokens = tokens.masked_fill(fate < 0.8 * MASKED_SHARE, min(MASK_TOKEN, vocab_size - 1))
     types = (torch.arange(length) >= length // 2).long().expand(batch, -1).contiguous()
     return tokens, targets, types
-
-
-def _byte_encoder() -> tuple[Callable[[bytes], Tensor], int]:
-    # frombuffer takes no empty one
-    return lambda data: torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[
-        : len(data)
-    ], 256
-
-
-def _bpe_encoder(data: bytes, vocab_size: int) -> tuple[Callable[[bytes], Tensor], int]:
-    """A byte-level BPE (Sennrich et al. 2016) of at least the 256 bytes, by the tokenizers library."""
-    if vocab_size < 257:
-        raise CorpusError(f"vocab_size is {vocab_size}; a byte-level BPE needs at least 257")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_lines(data), trainer)
-
-    def encode(part: bytes) -> Tensor:
-        ids = [i for encoding in tokenizer.encode_batch_fast(_lines(part)) for i in encoding.ids]
-        return torch.tensor(ids, dtype=torch.int32)
-
-    return encode, tokenizer.get_vocab_size()
-
-
-def _lines(data: bytes) -> list[str]:
-    return data.decode(errors="replace").splitlines(keepends=True)

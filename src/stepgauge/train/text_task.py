@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stepgauge.spec.train import TrainSpec
 from stepgauge.train.build import build_step
-from stepgauge.train.data import Corpus, read_text
+from stepgauge.train.data import BYTES, Corpus, read_text
 from stepgauge.train.rank_share import SINGLE_PROCESS, RankShare
 from stepgauge.train.step import TrainingStep
 from stepgauge.train.task import Task
@@ -21,14 +21,14 @@ def text_task(
     place: RankShare = SINGLE_PROCESS,
     build: Callable[..., TrainingStep] = build_step,
 ) -> Task:
-    """The spec's model, its vocabulary the tokenizer's, on the spec's corpus. Raises CorpusError.
+    """The spec's model, its vocabulary the bytes, on the spec's corpus. Raises CorpusError.
 
     build  makes the step of the spec, with the optimizer's settings
     """
-    corpus = Corpus.tokenize(read_text(spec.corpus), spec.tokenizer, spec.network.vocab_size)
+    corpus = Corpus.of(read_text(spec.corpus))
     length = spec.network.context_length
     corpus.require(length=length)
-    model = dataclasses.replace(spec.network, vocab_size=corpus.vocab_size)
+    model = dataclasses.replace(spec.network, vocab_size=BYTES)
     step = build(
         dataclasses.replace(spec, model=model),
         max_gradient_norm=spec.clip or None,
@@ -45,7 +45,7 @@ def text_task(
         environment={
             "corpus_sha256": corpus.text.sha256,
             "corpus_bytes": len(corpus.text.data),
-            "vocab_size": corpus.vocab_size,
+            "vocab_size": BYTES,
             "num_parameters": model.num_parameters,
         },
         loss_unit="nats/token",
@@ -69,7 +69,7 @@ def micro_batches(
 def bits_per_byte(
     step: TrainingStep, corpus: Corpus, spec: TrainSpec, place: RankShare = SINGLE_PROCESS
 ) -> float:
-    """Held-out loss: nats a token over ln 2 and over the bytes that a token stands for."""
+    """Held-out loss: nats a token, which is a byte, over ln 2."""
     tokens, targets = corpus.held_out_windows(spec.evaluate_windows, spec.network.context_length)
     total = torch.zeros((), dtype=torch.float64)
     for micro in zip(tokens.split(spec.batch), targets.split(spec.batch), strict=True):
@@ -77,4 +77,4 @@ def bits_per_byte(
         total += loss.double().cpu() * len(micro[0])
     if place.ranks > 1:
         total = place.mean(total.to(step.device))
-    return total.item() / len(tokens) / math.log(2) / corpus.bytes_per_held_out_token
+    return total.item() / len(tokens) / math.log(2)

@@ -11,12 +11,6 @@ from stepgauge.cli.console import Format, print_tables, progress, tell
 if TYPE_CHECKING:
     from stepgauge.spec.analysis import Analysis
 
-Rules = Annotated[
-    Path | None,
-    Parameter(
-        help="TOML file with rules of your own for the kinds of work: [[rule]] with kind and operator or kernel."
-    ),
-]
 As = Annotated[Format, Parameter(help="How the tables are printed.")]
 
 
@@ -24,7 +18,6 @@ def trace(
     *files: Annotated[
         Path, Parameter(help="Chrome traces of torch.profiler, plain or gzip, one a rank.")
     ],
-    rules: Rules = None,
     out: Annotated[
         Path | None,
         Parameter(help="Folder for the report and the analyses."),
@@ -43,7 +36,7 @@ def trace(
 
     if not files:
         raise ValueError("FILE needs a value: the path of a trace")
-    names, found = trace_names(files), _analyse(files, rules)
+    names, found = trace_names(files), _analyse(files)
     shared = across(found) if len(found) > 1 else None
     if out:  # before anything is printed: a reader such as head may end the program
         for name, analysis in zip(names, found, strict=True):
@@ -76,12 +69,11 @@ def _print(found: "Sequence[Analysis]", shared: object, format: Format) -> None:
     print_tables(format, shown)
 
 
-def _analyse(files: Sequence[Path], rules: Path | None) -> "list[Analysis]":
+def _analyse(files: Sequence[Path]) -> "list[Analysis]":
     from stepgauge.trace.analysis import analyse
     from stepgauge.trace.kinds import Kinds
-    from stepgauge.trace.rules import read_rules
 
-    kinds = Kinds(read_rules(rules)) if rules else Kinds()
+    kinds = Kinds()  # remembers names over all files
     found = []
     with progress(len(files), "traces") as (bar, task):
         for file in files:
