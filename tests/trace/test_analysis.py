@@ -91,9 +91,6 @@ def test_steps_of_a_host_that_runs_ahead_lie_on_the_devices_time_line(trace, tmp
     assert found.phases_us == {"forward": [20_000.0] * 4}
     assert found.idle == []
     assert (found.lead_in_us, found.tail_us) == (2, 0)
-    (row,) = found.path
-    # Without the products the host is left: four launches, 15 µs apart.
-    assert (row.what, row.us, row.gain_us) == ("matmul", 80_000, 80_000 - 3 * 15)
 
 
 def test_a_kernel_that_outlasts_its_step_hides_nothing_of_the_next_one(trace, tmp_path):

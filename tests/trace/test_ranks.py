@@ -60,24 +60,6 @@ def test_calls_that_do_not_match_are_said_and_not_split(gpu_trace, tmp_path):
     assert "cannot be matched" in found.notes[0] and "rank 0: 2, rank 1: 1" in found.notes[0]
 
 
-def test_the_critical_path(gpu_trace, tmp_path):
-    trace = gpu_trace()
-    with trace.range("ProfilerStep#0"), trace.op("aten::mm"):
-        trace.launch("void gemm()", 100)  # called 1000 to 1010, runs 1002 to 1102
-        trace.launch("Memcpy HtoD (Pinned -> Device)", 50, category="gpu_memcpy")  # to 1152
-        trace.synchronize()
-        trace.now += 200
-        trace.launch("void gemm()", 100)  # called 1352 to 1362, runs 1354 to 1454
-    found = analyse(trace.write(tmp_path / "t.json"))
-    path = {row.what: (row.us, row.gain_us) for row in found.path}
-    # 1002 to 1102 product, 50 of the copy, 200 of the host, 2 to the start, 100 of the product.
-    assert path["matmul"] == (200, pytest.approx(200, abs=10))
-    assert path["copy"] == (50, 50)
-    assert path["host"] == (200, 200)
-    assert sum(us for us, _ in path.values()) == sum(map(sum, found.phases_us.values())) == 452
-    assert found.path_error == 0
-
-
 def test_a_page_of_eight_ranks_of_very_many_kernels_stays_under_3_mb(gpu_trace, tmp_path):
     trace, functors = gpu_trace(), "at::native::BinaryFunctor<float, float, float, " * 3
     with trace.range("ProfilerStep#0"), trace.range("forward"):

@@ -8,10 +8,10 @@ from stepgauge.report.cells import Sum, short_name, sums_by, total
 from stepgauge.report.kernel_names import range_name
 from stepgauge.report.numbers import cut_to, number, whole
 from stepgauge.report.page import Block, Flame, Text
-from stepgauge.report.profile_device import collectives_table, idle_table, path_table
 from stepgauge.report.profile_ranks import overlap_table
 from stepgauge.report.table import Table
 from stepgauge.spec.analysis import Analysis
+from stepgauge.trace.collectives import bus_bytes_per_s
 
 LONGEST_SHAPES = 48
 SHOWN_KERNELS, SHOWN_OPERATIONS = 20, 16
@@ -20,7 +20,6 @@ OTHER_LIMIT = 0.02  # what no rule could place is named one by one above this sh
 MOST_BYTES_PER_S, MOST_FLOP_PER_S = 3e13, 3e16
 ATTENTION_PARTS = ("scores", "softmax", "values")
 _SPELLED = {"host": "Python, views and autograd"}
-_LACKING = {"host": "the host's work", "launch and turnaround": "launch delays and turnaround"}
 
 
 def blocks(found: Analysis) -> list[Block]:
@@ -39,7 +38,6 @@ def tables(found: Analysis) -> list[Table]:
         kinds_table(found),
         kernels_table(found),
         attention_table(found),
-        path_table(found),
         idle_table(found),
         operations_table(found),
         collectives_table(found),
@@ -58,15 +56,9 @@ def answer(found: Analysis) -> str:
         )
         return f"{step} on the host: {parts}."
     idle = total(found.cells, found.steps).idle_us
-    gains = sorted(found.path, key=lambda row: -row.gain_us)[:3]
-    gained = ", ".join(
-        f"{_ms(row.gain_us / found.steps)} ms without {_LACKING.get(row.what, row.what)}"
-        for row in gains
-        if row.gain_us > 0.01 * found.step_us * found.steps
-    )
     return (
         f"{step}: the device works {_ms(found.step_us - idle)} ms and stands still {_ms(idle)} ms."
-    ) + (f" It would be shorter by {gained}." if gained else "")
+    )
 
 
 def sentences(found: Analysis) -> list[str]:
@@ -276,6 +268,39 @@ def operations_table(found: Analysis) -> Table:
     )
     caption = f"Operations with shapes against the roofline, those with most time; bytes are the least.{limits}"
     return Table.from_rows(rows, caption=caption, names=4)
+
+
+def idle_table(found: Analysis) -> Table:
+    """Times in which the device stood still, and why."""
+    rows = [
+        [row.reason, row.phase or "rest", row.gaps / found.steps, row.us / 1e3 / found.steps, row.us / row.gaps]
+        for row in sorted(found.idle, key=lambda row: -row.us)
+    ]  # fmt: skip
+    head = ["why the device stood still", "phase", "gaps a step", "ms a step", "mean µs"]
+    return Table(head, rows, caption="Idle time of the device, by cause.", names=2)
+
+
+def collectives_table(found: Analysis) -> Table:
+    """This rank's collectives; the time in each includes waiting for other ranks."""
+    rows = []
+    for row in found.collectives[:SHOWN_OPERATIONS]:
+        calls = len(row.calls_us)
+        busbw = bus_bytes_per_s(row, row.us / calls) / 1e9
+        rows.append([row.name, range_name(row.range), row.dtype, row.group_size or None, row.bytes or None,
+                     calls / found.steps, row.us / 1e3 / found.steps, row.us / calls, busbw or None])  # fmt: skip
+    head = [
+        "collective",
+        "range",
+        "type",
+        "ranks",
+        "size B",
+        "calls a step",
+        "ms a step",
+        "mean µs",
+        "busbw GB/s",
+    ]
+    caption = "Collectives of this rank; their times include waiting for the others, so busbw is the least."
+    return Table(head, rows, caption=caption, names=5)
 
 
 def _ms(us: float) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 SCHEMA = 2
 # Of older files, for views that are no more.
-GONE = ("lanes", "marks", "timeline", "streams", "copies")
+GONE = ("lanes", "marks", "timeline", "streams", "copies", "path", "path_error")
 KINDS = (
     "communication",
     "matmul",
@@ -105,15 +105,6 @@ class CollectiveRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PathRow:
-    """A part of the critical path, over all steps, and the gain if it took no time."""
-
-    what: str
-    us: float
-    gain_us: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Overlap:
     """Communication of one rank over all steps: how long, and how much computing hid."""
 
@@ -151,7 +142,6 @@ class Analysis:
     stopwatch_ms  phase -> milliseconds without the profiler, where they were taken; "step" is the
                   whole
     watched_ms    phase -> one value a step: the same stopwatch in the profiled steps themselves
-    path        the critical path and its gains; `path_error` is the model's step over the trace's, -1
     flame       nested [name, µs itself, children], all steps together
     notes       what a reader must know before the figures: sentences
     """
@@ -169,8 +159,6 @@ class Analysis:
     idle: list[Idle] = dataclasses.field(default_factory=list)
     overlap: Overlap | None = None
     collectives: list[CollectiveRow] = dataclasses.field(default_factory=list)
-    path: list[PathRow] = dataclasses.field(default_factory=list)
-    path_error: float = 0.0
     ceilings: Ceilings | None = None
     stopwatch_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
     watched_ms: Mapping[str, list[float]] = dataclasses.field(default_factory=dict)
@@ -208,6 +196,5 @@ _ROWS = {
     "operations": OperationRow,
     "idle": Idle,
     "collectives": CollectiveRow,
-    "path": PathRow,
 }
 _PARTS = {"overlap": Overlap, "ceilings": Ceilings}

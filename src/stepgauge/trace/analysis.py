@@ -1,6 +1,5 @@
 """All that a trace says, as an Analysis."""
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +16,6 @@ from stepgauge.trace.names import repeated
 from stepgauge.trace.notes import notes
 from stepgauge.trace.overlap import overlap
 from stepgauge.trace.read import TraceError
-from stepgauge.trace.replay import Replay
 
 
 def analyse(path: Path, *later: Path, kinds: Kinds | None = None) -> Analysis:
@@ -34,7 +32,7 @@ def analysis(trace: Trace, kinds: Kinds | None = None) -> Analysis:
     tally, edges = _Tally(), Edges()
     for moment in time_line(trace, works, edges) if trace.on_device else _on_host(works):
         tally.add(moment)
-    found = Analysis(
+    return Analysis(
         source=str(trace.path),
         rank=trace.rank,
         device=trace.device,
@@ -53,20 +51,6 @@ def analysis(trace: Trace, kinds: Kinds | None = None) -> Analysis:
         flame=flame.thinned(flame.tree(resolver.paths, tally.paths)),
         notes=notes(trace, works),
     )
-    return _with_path(found, trace, works) if trace.on_device else found
-
-
-def _with_path(found: Analysis, trace: Trace, works: list[Work]) -> Analysis:
-    replay = Replay(trace, works)
-    return dataclasses.replace(
-        found,
-        path=[
-            dataclasses.replace(row, us=row.us * found.steps / replay.steps,
-                                gain_us=row.gain_us * found.steps / replay.steps)
-            for row in replay.rows()
-        ],
-        path_error=replay.error,
-    )  # fmt: skip
 
 
 def _on_host(works: Iterable[Work]) -> Iterable[Moment]:

@@ -24,8 +24,8 @@ def trace(
     ] = None,
     format: As = "table",
 ) -> None:
-    """Analyse traces that any PyTorch program wrote: kernels by kind, idle time, overlap, critical
-    path, flame graph; of several ranks, who made the others wait.
+    """Analyse traces that any PyTorch program wrote: kernels by kind, idle time, overlap, flame
+    graph; of several ranks, who made the others wait.
 
     Phases are the program's own ranges of the names forward, backward and optimizer; where it has
     none, what autograd runs is backward, Optimizer.step is optimizer, and the rest is forward. A
