@@ -14,15 +14,17 @@ part() {
   local name=$1 most=$2 left=$((limit - SECONDS))
   shift 2
   ((left > 10)) || { echo "$name: no time left"; return; }
-  timeout "$((most < left ? most : left))" python3 -m stepgauge bench ddp-vs-fsdp "${load[@]}" \
+  timeout "$((most < left ? most : left))" python3 -m stepgauge bench data-parallel "${load[@]}" \
     --warmup 5 --steps "${STEPS:-20}" "$@" --out "$work/$name" >>"$out/tables.txt" 2>>"$out/log.txt"
   echo "$name: status $?, $SECONDS s so far" | tee -a "$out/log.txt"
   cat "$work/$name/records.jsonl" >>"$out/records.jsonl" 2>/dev/null
   cat "$work/$name/failures.log" >>"$out/failures.txt" 2>/dev/null
-  cp "$work/$name/ddp-vs-fsdp.json" "$out/$name.json" 2>/dev/null
+  python3 -m stepgauge show "$work/$name" --over seed --format json >"$out/$name.json"
 }
 
-read -ra batches <<<"${BATCHES:-64 16}"
-part fp32 150 --precision fp32 --global-batch "${batches[@]}"
-part bf16 120 --precision bf16 --global-batch "${batches[@]}"
+# of each rank: 64 and 16 of two
+read -ra batches <<<"${BATCHES:-32 8}"
+rows=(--wrapper torch-ddp torch-fsdp bucketed zero3 --seed 1 2 3 --batch "${batches[@]}")
+part fp32 150 --precision fp32 "${rows[@]}"
+part bf16 120 --precision bf16 "${rows[@]}"
 exit 0

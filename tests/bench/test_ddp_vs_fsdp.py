@@ -6,21 +6,21 @@ import json
 
 import pytest
 
-from stepgauge.report.ddp_vs_fsdp import aggregated, gap_table
+from stepgauge.report.over import over
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
-from stepgauge.spec.ddp_vs_fsdp import GlobalBatch
-from stepgauge.spec.record import Record
+from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.store import RunStore
+from stepgauge.study.ddp_vs_fsdp import blocks, gap_table
 
 SHAPE = ["--size", "bert-tiny", "--context", "8", "--vocab-size", "64", "--device", "cpu"]
-COUNTS = ["--warmup", "1", "--steps", "2", "--seed", "1,2", "--global-batch", "4"]
+COUNTS = ["--warmup", "1", "--steps", "2", "--seed", "1,2", "--batch", "2"]
 
 
 def test_the_command_line(stepgauge, tmp_path):
     wrappers = ["--wrapper", "bucketed", "zero3"]
-    status, out, err = stepgauge(
-        "bench", "ddp-vs-fsdp", *SHAPE, *COUNTS, *wrappers, "--out", tmp_path
+    status, _, err = stepgauge(
+        "bench", "data-parallel", *SHAPE, *COUNTS, *wrappers, "--out", tmp_path
     )
     assert status == 0, err
     records = RunStore(tmp_path).read().records
@@ -29,70 +29,66 @@ def test_the_command_line(stepgauge, tmp_path):
     assert records == [Record.from_json(record.to_json()) for record in records]
     assert {record.spec["model"]["network"] for record in records} == {"bert"}
     assert "feed_forward" not in records[0].spec["model"]
-    rows = json.loads((tmp_path / "ddp-vs-fsdp.json").read_text())
-    assert [(row["wrapper"], row["global_batch"], row["seeds"]) for row in rows] == [
-        ("bucketed", 4, [1, 2]),
-        ("zero3", 4, [1, 2]),
-    ]
+    status, out, err = stepgauge("show", tmp_path, "--over", "seed", "--format", "json")
+    assert status == 0, err
+    plain, sharded = json.loads(out)
+    assert (plain["spec"]["wrapper"], sharded["spec"]["wrapper"]) == ("bucketed", "zero3")
+    assert plain["spec"]["seed"] == "1 2"
     steps = [
         record.metrics["step_ms"].mean for record in records if record.spec["wrapper"] == "zero3"
     ]
-    assert rows[1]["step_ms"]["mean"] == pytest.approx(sum(steps) / 2)
-    assert rows[1]["step_ms"]["std"] == pytest.approx(abs(steps[0] - steps[1]) / 2**0.5)
+    assert sharded["metrics"]["step_ms"]["mean"] == pytest.approx(sum(steps) / 2)
+    assert sharded["metrics"]["step_ms"]["std"] == pytest.approx(abs(steps[0] - steps[1]) / 2**0.5)
     spec = BertSpec.preset("bert-tiny", context_length=8, vocab_size=64)
-    assert rows[0]["parameter_bytes"] == 4 * spec.num_parameters
-    assert rows[1]["parameter_bytes"] == pytest.approx(2 * spec.num_parameters, rel=0.03)
-    assert "samples/s" in out
-    assert "bucketed less zero3" in out
+    kept = [row["metrics"]["parameter_bytes"]["mean"] for row in (plain, sharded)]
+    assert kept == [4 * spec.num_parameters, pytest.approx(2 * spec.num_parameters, rel=0.03)]
+    table, gap, beside = blocks(records)
+    assert "samples/s mean" in table.columns and "step ms std" in table.columns
+    assert [row[:3] for row in gap.rows] == [["bucketed less zero3", 2, 4]]
+    assert len(beside.rows) == 4
+    status, out, err = stepgauge("show", tmp_path, "--over", "seed")
+    assert status == 0 and "seed=1 2" in out and "std" in out
+    status, _, err = stepgauge("show", tmp_path, "--over", "seeds")
+    assert (status, "over is 'seeds'; choose from " in err) == (2, True)
 
 
-def test_what_cannot_be_is_said(stepgauge, tmp_path):
-    status, _, err = stepgauge(
-        "bench", "ddp-vs-fsdp", *SHAPE, "--ranks", "3", "--global-batch", "64"
-    )
-    assert (
-        status,
-        "global_batch is 64, which 3 ranks do not divide; choose a multiple of 3" in err,
-    ) == (2, True)
-    status, _, err = stepgauge("bench", "ddp-vs-fsdp", "--size", "small", "--device", "cpu")
-    assert (status, "size is 'small'; choose one of bert-tiny" in err) == (2, True)
+def test_bert_and_dropout():
     with pytest.raises(ValueError, match=r"dropout is 0\.1; checkpointing would drop other values"):
         DataParallelSpec(model=BertSpec(dropout=0.1), checkpointing="blocks")
-    with pytest.raises(ValueError, match="ranks is 1; sharding wants at least 2"):
-        GlobalBatch().of_rank(1)
-    with pytest.raises(ValueError, match="global_batch is 0; it must be at least 1"):
-        GlobalBatch(global_batch=0)
 
 
-def row(wrapper, peak, parts):
-    names = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "rest_bytes")
-    load = {
-        "size": "bert-base",
-        "ranks": 4,
-        "global_batch": 64,
-        "context_length": 512,
-        "precision": "fp32",
-    }
-    return {
-        "wrapper": wrapper,
-        **load,
-        "peak_bytes": {"mean": peak, "std": 0.0},
-        **dict(zip(names, parts, strict=True)),
-    }
+def row(wrapper, seed=1, *, ranks=4, **gib):
+    spec = {"wrapper": wrapper, "ranks": ranks, "batch": 16, "global_batch": 64, "seed": seed}
+    metrics = {f"{n}_bytes": Sample.exact(value * 2**30, "bytes") for n, value in gib.items()}
+    metrics["step_ms"] = Sample.exact(100.0 + seed, "ms")
+    return Record(kind="data-parallel", spec=spec, metrics=metrics)
 
 
 def test_the_gap_is_taken_apart():
-    gib = 2**30
-    whole, quarter = (4 * gib, 4 * gib, 8 * gib, 10 * gib), (gib, gib, 2 * gib, 11 * gib)
-    table = gap_table([row("torch-ddp", 26 * gib, whole), row("torch-fsdp", 15 * gib, quarter)])
+    plain = row("torch-ddp", peak=26, parameter=4, gradient=4, optimizer=8, rest=10)
+    sharded = row("torch-fsdp", peak=15, parameter=1, gradient=1, optimizer=2, rest=11)
+    other = row("torch-fsdp", ranks=2, peak=15, parameter=1, gradient=1, optimizer=2, rest=11)
+    table = gap_table([plain, other, sharded])
     gib_parts = [11.0, 12.0, 3.0, 3.0, 6.0, -1.0]
     assert table.rows == [["torch-ddp less torch-fsdp", 4, 64, *gib_parts]]
-    assert aggregated([]) == []
+    assert gap_table([]).rows == []
 
 
 def test_without_a_peak_of_tensors_the_gap_is_that_of_what_is_kept():
-    rows = [row("torch-ddp", 26, (4 * 2**30,) * 4), row("torch-fsdp", 15, (2**30,) * 4)]
-    for each in rows:
-        del each["peak_bytes"], each["rest_bytes"]
-    gib_parts = [None, 9.0, 3.0, 3.0, 3.0, None]
-    assert gap_table(rows).rows == [["torch-ddp less torch-fsdp", 4, 64, *gib_parts]]
+    plain, sharded = (
+        row(wrapper, parameter=size, gradient=size, optimizer=size)
+        for wrapper, size in (("torch-ddp", 4), ("torch-fsdp", 1))
+    )
+    assert gap_table([plain, sharded]).rows == [
+        ["torch-ddp less torch-fsdp", 4, 64, None, 9.0, 3.0, 3.0, 3.0, None]
+    ]
+
+
+def test_times_are_over_the_field_and_bytes_over_ranks_too():
+    rows = [row("zero3", seed, peak=seed) for seed in (1, 2, 3)]
+    rows[0].series["rank_peak_bytes"] = [1.0 * 2**30, 3.0 * 2**30]
+    failed = Record(kind="data-parallel", spec=rows[0].spec, status="failed")
+    (together,) = over([*rows, failed], "seed")
+    assert together.metrics["step_ms"] == Sample.of([101.0, 102.0, 103.0], "ms")
+    assert together.metrics["peak_bytes"].n == 4
+    assert len(over(rows, "wrapper")) == 3

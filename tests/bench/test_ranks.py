@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from stepgauge.bench import launchers, ranks
+from stepgauge.bench import ranks
 from stepgauge.bench.ranks import OnRanks, slowest
 from stepgauge.bench.sweep import FAILURES, Job, sweep
 from stepgauge.runtime.world import TIMEOUT_S  # of a collective that waits for a rank in vain
@@ -159,7 +159,7 @@ def test_under_torchrun_a_rank_that_fails_alone_costs_its_row_and_a_death_ends_a
 def test_what_a_row_compiled_ends_with_it(monkeypatch):
     """The next one's size is compiled as if it were the only one, not as one that changes."""
     graphs = []
-    monkeypatch.setattr(launchers, "limit_host_memory", lambda: None)  # of the process of all tests
+    monkeypatch.setattr(ranks, "limit_host_memory", lambda: None)  # of the process of all tests
 
     def measure(spec):
         def backend(graph, inputs):

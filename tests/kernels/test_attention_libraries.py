@@ -19,7 +19,7 @@ from tests.kernels.test_attention import (  # noqa: E402
     relative,
 )
 
-from stepgauge.bench import launchers  # noqa: E402
+from stepgauge.bench import ranks  # noqa: E402
 from stepgauge.kernels.attention import (  # noqa: E402
     cudnn,
     flash_attention,
@@ -351,7 +351,7 @@ def test_a_record_names_the_libraries(in_pytorch, monkeypatch):
     monkeypatch.setattr(libraries, "TABLE", everything("cudnn"))
     x = torch.zeros(2, 4, 64, 256, dtype=BF16)
     libraries.forward(key_of(2, 4, 64, 256), x, x, x)
-    record = launchers.with_launchers(Record(kind="step", spec={}))
+    record = ranks.with_launchers(Record(kind="step", spec={}))
     assert record.environment["native"] == {"attention's forward": "cuDNN"}
 
 

@@ -109,3 +109,13 @@ def test_a_value_of_several_words_is_quoted():
     spec = LayoutSpec(model=ModelSpec.preset("nano"), size="nano", layout="dp2 zero1", batch=4)
     assert "--layout 'dp2 zero1' --batch 4" in command(Record.of(spec))
     assert "--precision fp32 bf16" in command(Record.of(spec), precision="fp32 bf16")
+
+
+def test_the_answer_says_that_it_leaves_disturbed_rows_out(record):
+    quick, slow = record("nano", step=[5.0, 50.0]), record("tiny", step=[20.0, 20.1])
+    assert answer([quick, slow]).startswith("The only undisturbed step takes 20.05 ms (")
+    slower = record("mini", step=[30.0, 30.1])
+    told = answer([quick, slow, slower])
+    assert told.startswith("The longest undisturbed step takes 30.05 ms (size=mini)")
+    assert "The shortest takes 20.05 ms (size=tiny)" in told
+    assert answer([slow]).startswith("A step takes 20.05 ms")

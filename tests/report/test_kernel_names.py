@@ -1,6 +1,6 @@
 """Names of kernels and their kinds, as tables have them."""
 
-from stepgauge.report.kernel_names import shortened
+from stepgauge.report.kernel_names import short_name
 from stepgauge.spec.analysis import KINDS
 from stepgauge.trace import rules
 
@@ -13,9 +13,9 @@ def test_every_rule_gives_a_known_kind():
 def test_names_of_cpp_are_shortened_with_their_templates_closed():
     functor = "BinaryFunctor<c10::BFloat16, c10::BFloat16, binary_internal::MulFunctor<float> >"
     name = f"vectorized_elementwise_kernel<4, {functor}, at::detail::Array<char*, 3> >"
-    assert shortened(name, 200) == name
-    short = shortened(name, 72)
+    assert short_name(name, 200) == name
+    short = short_name(name, 72)
     assert short == "vectorized_elementwise_kernel<BinaryFunctor<…>, …>"
     copy = "elementwise_kernel<128, 4, gpu_kernel_impl<direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}>>"
-    assert shortened(copy, 72) == "elementwise_kernel<gpu_kernel_impl<direct_copy_kernel_cuda>, …>"
-    assert shortened("x" * 100, 72) == f"{'x' * 71}…"
+    assert short_name(copy, 72) == "elementwise_kernel<gpu_kernel_impl<direct_copy_kernel_cuda>, …>"
+    assert short_name("x" * 100, 72) == f"{'x' * 71}…"

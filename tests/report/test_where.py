@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from stepgauge.report.where import measured_where
+from stepgauge.study.pages import measured_where
 
 MACHINE = {
     "device": "Test GPU", "device_bytes": 80 * 2**30, "cpu": "Test CPU", "cores": 8, "os": "Linux 6",
@@ -20,7 +20,7 @@ def test_it_says_machine_software_and_times(record):
         "Host": "Test CPU, 8 cores, Linux 6",
         "Software": "Python 3.12.1, torch 2.13.0, Triton 3.8.0, stepgauge 0.1",
         "Commit": "abc",
-        "Measured": "2026-01-01T00:00:00Z to 2026-01-02T00:00:00Z",
+        "Measured": "2026-01-01 00:00 UTC to 2026-01-02 00:00 UTC",
     }
 
 

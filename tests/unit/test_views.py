@@ -9,12 +9,11 @@ import pytest
 
 from stepgauge.cli.console import summary
 from stepgauge.report.compare import closest_differ_in, compare, difference_table
-from stepgauge.report.kernels import launchers_of
 from stepgauge.report.names import describe, labels, shared, varying
 from stepgauge.report.numbers import Doubtful, heading, number, size_unit
 from stepgauge.report.table import FORMATS, Range, Table
 from stepgauge.report.views import plotted, record_table
-from stepgauge.spec.fallbacks import fallbacks, with_fallbacks
+from stepgauge.spec.fallbacks import fallbacks, what_ran, with_fallbacks
 from stepgauge.spec.predictions import paired
 from stepgauge.spec.record import Sample
 
@@ -138,6 +137,11 @@ def test_rows_are_named_by_the_fields_that_vary(record):
             {},
             ["optimizer fused ran in plain PyTorch: no Triton"],
         ),
+        (
+            {"optimizer": "fused", "loss": "fused"},
+            {},
+            ["loss fused, optimizer fused ran in plain PyTorch: no CUDA GPU"],
+        ),
         ({}, {}, []),
     ],
 )
@@ -147,7 +151,7 @@ def test_a_row_says_what_ran_in_place_of_our_kernels(record, spec, environment, 
     row = with_fallbacks(dataclasses.replace(asked, environment=environment))
     assert fallbacks(row) == said
     assert record_table([row]).columns[-1] == ("remark" if said else "peak GiB")
-    assert launchers_of([row]) == said
+    assert what_ran(row) == said
 
 
 def test_statistics_are_columns(record):
@@ -293,10 +297,10 @@ def test_a_modelled_row_pairs_with_a_measured_one_only_where_that_is_asked(recor
     assert "provenance" in record_table([measured, other]).columns
 
 
-def test_what_did_not_run_in_cpp_is_said_once(record):
-    paths = [{"rms_norm": "C++", "attention": "Python: why"}, {"attention": "Python: why"}, {}]
+def test_what_did_not_run_in_cpp_is_said(record):
+    paths = [{"rms_norm": "C++", "attention": "Python: why"}, {}]
     rows = [dataclasses.replace(record("small"), environment={"native": path}) for path in paths]
-    assert launchers_of(rows) == ["attention ran in Python: why"]
+    assert [what_ran(row) for row in rows] == [["attention ran in Python: why"], []]
 
 
 def test_what_all_rows_share_is_said_once_above_them(record):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from stepgauge.api.processes import without_main
+from stepgauge.api.runs import without_main
 from stepgauge.api.show import Result
 from stepgauge.bench import memory, profile
 from stepgauge.bench import step as bench_step

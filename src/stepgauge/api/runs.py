@@ -1,12 +1,14 @@
 """Specs run, and runs opened and compared."""
 
+import contextlib
+import sys
 import tempfile
+import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepgauge.api.processes import without_main
 from stepgauge.api.show import Comparison, Run
 from stepgauge.report.compare import compare as compare_records
 from stepgauge.report.compare import difference_table
@@ -58,3 +60,18 @@ def compare(
     if not found.found:
         raise ValueError("the runs share no row; ignoring=[FIELD] pairs rows that differ in FIELD")
     return Comparison(difference_table(found.found), found.alone)
+
+
+@contextlib.contextmanager
+def without_main() -> Iterator[None]:
+    """Processes that start while the block runs do not run the user's script again.
+
+    multiprocessing would, to find what it defines; a script without `if __name__ == "__main__"`
+    then starts itself without end. What we send there is defined in modules.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

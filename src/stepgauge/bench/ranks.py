@@ -16,11 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stepgauge.bench.launchers import run_here, with_launchers
-from stepgauge.measure.devices import free_unused_memory
+from stepgauge.kernels.attention import libraries
+from stepgauge.measure.devices import free_unused_memory, limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import device_name
 from stepgauge.runtime.torchrun import torchrun_numbers
 from stepgauge.runtime.world import KEPT_GROUP, TIMEOUT_S, World, joined_world
+from stepgauge.spec.fallbacks import NATIVE
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import Contents, RunStore, StoreError
 from stepgauge.train.precision import unavailable
@@ -153,3 +154,27 @@ def is_first_process() -> bool:
     """Whether this process speaks for all: it does unless torchrun has made it another rank than 0."""
     numbers = torchrun_numbers()
     return numbers is None or numbers[0] == 0
+
+
+def run_here(run: Callable[[Any], Any], spec: Any) -> Any:
+    """What the function gives of the spec. Raises MemoryError, with the reason, where memory ran
+    out.
+    """
+    libraries.calls.clear()  # what `with_launchers` names is what ran from here on
+    if spec.device == "cpu":
+        limit_host_memory()
+    try:
+        return run(spec)
+    except Exception as error:
+        if (reason := out_of_memory_reason(error)) is None:
+            raise
+        raise MemoryError(reason) from error
+
+
+def with_launchers(record: Record) -> Record:
+    """The record of a run in this process with what launched its kernels."""
+    if not libraries.calls:
+        return record
+    by_pass = libraries.titles_by_pass()
+    paths = {f"attention's {passes}": titles for passes, titles in by_pass.items()}
+    return dataclasses.replace(record, environment={**record.environment, NATIVE: paths})

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from stepgauge import bench
-from stepgauge.bench.launchers import run_here, with_launchers
-from stepgauge.bench.ranks import OnRanks, is_first_process
+from stepgauge.bench.ranks import OnRanks, is_first_process, run_here, with_launchers
 from stepgauge.measure.environment import environment
 from stepgauge.report.views import MISSED_CORES, is_disturbed, with_tries
 from stepgauge.runtime.launch import RankError, preload

@@ -8,6 +8,7 @@ from cyclopts import Parameter
 from stepgauge.cli.console import Format, print_in, print_records, tell, warn
 from stepgauge.report.compare import closest_differ_in, difference_table
 from stepgauge.report.compare import compare as compare_records
+from stepgauge.report.over import over as together
 from stepgauge.report.views import STATISTICS
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
@@ -29,6 +30,10 @@ def show(
     kind: Annotated[
         str | None, Parameter(help="Only records of this kind: step, train, ...")
     ] = None,
+    over: Annotated[
+        str | None,
+        Parameter(help="Rows that differ in this field alone, seed say, as one: mean and std."),
+    ] = None,
 ) -> None:
     """Print a run's records."""
     unknown = set(statistics) - set(STATISTICS)
@@ -39,7 +44,9 @@ def show(
         raise ValueError(
             f"the run at {run} holds no records" + (f" of kind {kind}" if kind else "")
         )
-    print_records(records, format, statistics)
+    if over is not None:
+        records = together(records, over.replace("-", "_"))
+    print_records(records, format, statistics or (("mean", "std") if over else ()))
 
 
 def compare(

@@ -21,6 +21,7 @@ from stepgauge.cli.console import (
     warn,
 )
 from stepgauge.cli.options import Values
+from stepgauge.spec.fallbacks import what_ran
 from stepgauge.spec.hardware import HOW_TO_HAVE_ONE
 from stepgauge.spec.options import device_name
 from stepgauge.spec.user_model import UserModel
@@ -237,9 +238,8 @@ def _doing(spec: Any, *, again: int) -> str:
 def _tell_of_all(records: Sequence["Record"], folder: Path, reused: int) -> None:
     """What launched our kernels, where tracebacks are, and how many rows an earlier run left."""
     from stepgauge.bench.sweep import FAILURES
-    from stepgauge.report.kernels import launchers_of
 
-    for sentence in launchers_of(records):
+    for sentence in dict.fromkeys(told for record in records for told in what_ran(record)):
         tell(sentence)
     if any(record.status == "failed" for record in records):
         tell(f"tracebacks of what failed: {folder / FAILURES}")

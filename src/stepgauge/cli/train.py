@@ -13,6 +13,7 @@ from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import Out, RunFailedError, resolve_devices
 from stepgauge.report.numbers import number
 from stepgauge.runtime.load_file import user_line
+from stepgauge.spec.fallbacks import what_ran
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
@@ -107,7 +108,6 @@ def _train(spec: TrainSpec, out: Path) -> str:
     """Trains with a progress bar, keeps the record, and says in a sentence how it went."""
     from stepgauge.bench import train as bench_train
     from stepgauge.bench.sweep import stamped
-    from stepgauge.report.kernels import launchers_of
     from stepgauge.train.loop import LossPoint
 
     store = RunStore(out)
@@ -137,7 +137,7 @@ def _train(spec: TrainSpec, out: Path) -> str:
         record = stamped(record)
         if {"tokens_per_s", "steps_per_s"} & record.metrics.keys():
             store.append(record)
-    for sentence in launchers_of([record]):
+    for sentence in what_ran(record):
         tell(sentence)
     return _told(spec, record, out)
 

@@ -8,6 +8,7 @@ from stepgauge.report.findings import CHOICES, Pair, is_comparable, pairs
 from stepgauge.report.layout import layout_answer
 from stepgauge.report.names import describe, flatten, labels
 from stepgauge.report.numbers import number, size_unit
+from stepgauge.report.profile import SPELLED
 from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.kernel import KERNELS, OURS
 from stepgauge.spec.record import Record
@@ -30,7 +31,9 @@ def answer(records: Sequence[Record]) -> str:
 def step_answer(records: Sequence[Record]) -> str:
     """Where the longest step goes, and how far the shortest is from it."""
     timed = [r for r in records if r.median("step_ms") and r.provenance == "measured"]
-    timed = list(filter(is_comparable, timed)) or timed  # disturbed rows where there are no others
+    comparable = list(filter(is_comparable, timed))
+    left_out = 0 < len(comparable) < len(timed)
+    timed = comparable or timed  # disturbed rows where there are no others
     if not timed:
         return ""
     names = dict(zip(map(id, timed), labels(timed), strict=True))
@@ -39,8 +42,10 @@ def step_answer(records: Sequence[Record]) -> str:
     whole = sum(phases.values())
     shares = [f"{phase} {100 * ms / whole:.0f} %" for phase, ms in phases.items() if ms]
     parts = f": {', '.join(shares)}" if shares else ""
-    which = "A" if longest is shortest else "The longest"
-    said = f"{which} step takes {number(_step(longest))} ms ({names[id(longest)]}){parts}."
+    alone = "The only" if left_out else "A"
+    which = alone if longest is shortest else "The longest"
+    step = "undisturbed step" if left_out else "step"
+    said = f"{which} {step} takes {number(_step(longest))} ms ({names[id(longest)]}){parts}."
     if longest is not shortest:
         said += f" The shortest takes {number(_step(shortest))} ms ({names[id(shortest)]})."
     return said
@@ -222,9 +227,10 @@ def profile_answer(records: Sequence[Record]) -> str:
     if not whole:
         return ""
     first = sorted(kinds.items(), key=lambda each: -each[1])[:3]
-    shares = ", ".join(f"{kind} {100 * ms / whole:.0f} %" for kind, ms in first)
+    shares = ", ".join(f"{SPELLED.get(kind, kind)} {100 * ms / whole:.0f} %" for kind, ms in first)
     noun = "the kernels' time" if "idle_ms" in largest.metrics else "the operations' time"
-    return f"Of {noun} in a step of {labels(records)[records.index(largest)]}: {shares}."
+    name = labels(records)[records.index(largest)].removeprefix(f"{largest.kind} ")
+    return f"Of {noun} in a step ({name}): {shares}."
 
 
 _ANSWERS: Mapping[str, Callable[[Sequence[Record]], Any]] = {

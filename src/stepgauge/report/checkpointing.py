@@ -73,7 +73,7 @@ def best_checkpoint_tables(records: Sequence[Record]) -> list[Table]:
         layers = int(flatten(group[0].shown.spec)["num_layers"])
         unit = size_unit(row.shown.median("peak_bytes") for row in group)
         rows = []
-        for row in sorted(group, key=lambda row: choice_of(row.shown)):
+        for row in sorted(group, key=lambda row: _order(row.shown)):
             choice, k = choice_of(row.shown)
             by_formula = choice in ("blocks", "nested")
             measured = row.shown.provenance == "measured"
@@ -91,8 +91,8 @@ def best_checkpoint_tables(records: Sequence[Record]) -> list[Table]:
         best = {choice: sizes.best(layers, choice) for choice in ("blocks", "nested")}
         caption = (
             f"{name}: a block keeps {unit.of(sizes.inside)} {unit.text}, its input "
-            f"{unit.of(sizes.boundary)} {unit.text}; of {layers} blocks the formula takes parts of {best['blocks']}, "
-            f"nested of {best['nested']}"
+            f"{unit.of(sizes.boundary)} {unit.text}. Of the {layers} blocks, by formula parts of "
+            f"{best['blocks']} keep least, and nested ones of {best['nested']}."
         )
         tables.append(Table.from_rows(rows, caption=caption))
     return tables
@@ -104,10 +104,15 @@ def choice_of(record: Record) -> tuple[str, int]:
     return str(spec["checkpointing"]), int(spec["checkpoint_blocks"])
 
 
+def _order(record: Record) -> tuple[bool, str, int]:
+    choice, k = choice_of(record)
+    return choice != "none", choice, k
+
+
 def _by_model(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows that differ in their checkpointing alone, those without any first."""
+    """Rows that differ in their checkpointing alone."""
     groups: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: choice_of(row.shown)[0] != "none"):
+    for row in rows:
         spec = row.shown.spec
         rest = {n: v for n, v in spec.items() if n not in ("checkpointing", "checkpoint_blocks")}
         if row.shown.tables:

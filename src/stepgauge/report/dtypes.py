@@ -23,7 +23,7 @@ def dtype_table(record: Record, *, each: bool = False) -> Table:
         counts[row] = counts.get(row, 0) + 1
     rows = [[*row, count] for row, count in counts.items()]
     caption = f"Types of one step: {describe(record).removeprefix('dtypes ')}"
-    return Table([*head, "tensors"], rows, caption=caption)
+    return Table([*head, "tensors"], rows, caption=caption, folded=True)
 
 
 def accumulation_table(record: Record) -> Table:

@@ -12,9 +12,7 @@ _PLAIN = re.compile(
     r"StoreWithoutCast)"
 )
 _Pieces = list[Any]  # of a name: text, or the list of a template's arguments
-
-
-LONGEST_RANGE = 56
+LONGEST_NAME, LONGEST_RANGE = 72, 56
 
 
 def range_name(range: str) -> str:
@@ -26,7 +24,7 @@ def range_name(range: str) -> str:
 
 
 @functools.cache
-def shortened(name: str, longest: int) -> str:
+def short_name(name: str, longest: int = LONGEST_NAME) -> str:
     """A name of C++ that fits, its templates closed: plain arguments go first, then the inner ones."""
     pieces = _parsed(iter(name)) if len(name) > longest else []
     for deepest in range(6, 0, -1) if pieces else ():

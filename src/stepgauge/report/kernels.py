@@ -84,14 +84,6 @@ def _time(record: Record, name: str) -> float | str | None:
     return str(record.environment.get("outcomes", {}).get(name, "")).partition(":")[0]
 
 
-def launchers_of(records: Sequence[Record]) -> list[str]:
-    """One sentence an operation: which library ran it, or why plain PyTorch did. Older runs say "C++"
-    of our own kernels.
-    """
-    paths = [path for record in records for path in record.environment.get("native", {}).items()]
-    return [f"{name} ran in {path}" for name, path in dict.fromkeys(paths) if path != "C++"]
-
-
 def outcomes_of(records: Sequence[Record]) -> list[str]:
     """One sentence an implementation that is absent, with the reason."""
     return [

@@ -51,10 +51,12 @@ def summary_table(records: Sequence[Record], caption: str = "") -> Table:
     common = shared(shown).text if len(shown) > 1 else ""
     figures = ["predicted" if record.provenance == "modelled" else "measured" for record in shown]
     held = [_holds(record) for record in shown]
+    # which figures are predicted is said in a column
+    names = labels([dataclasses.replace(record, provenance="measured") for record in shown])
     columns = ["row", *table.columns[:at], "figures", *table.columns[at:], "fits"]
     rows = [
         [name, *row[:at], of, *row[at:], holds]
-        for name, row, of, holds in zip(labels(shown), table.rows, figures, held, strict=True)
+        for name, row, of, holds in zip(names, table.rows, figures, held, strict=True)
     ]
     same = figures[:1] if len(set(figures)) == 1 else []
     said = ", ".join(filter(None, (common, *same)))
@@ -267,7 +269,8 @@ def timeline(
         most=highest / unit.bytes if shared else 0.0,
     )
     whole = "predicted" if record.provenance == "modelled" else "tracked"
-    return Plot(svg, f"{describe(record)}: memory in use over one step, {whole}.")
+    name = describe(record).removeprefix(f"{record.kind} ")
+    return Plot(svg, f"{name}: memory in use over one step, {whole}.")
 
 
 def _highest(record: Record) -> float:
@@ -310,7 +313,7 @@ def memory_blocks(
     for record in drawn:
         plot = timeline(record, predictions.get(record.key), beside=drawn)
         shown += [plot] if plot else []
-        name = describe(record) if len(drawn) > 1 else ""
+        name = describe(record) if len(drawn) > 1 and not plot else ""  # else the plot names it
         shown += [dataclasses.replace(t, folded=True) for t in memory_tables(record, name=name)]
     return [
         *shown,

@@ -113,8 +113,10 @@ def _pairs(records: Sequence[Record]) -> list[list[str]]:
         own = [field for field in fields if field in spec]
         whole.append([pair(record, field) for field in own])
         brief.append([pair(record, field) for field in own if field not in default])
-    tells_as_much = len(set(map(tuple, brief))) == len(set(map(tuple, whole)))
-    shown = brief if all(brief) and tells_as_much else whole
+    if len(set(map(tuple, brief))) == len(set(map(tuple, whole))):  # as much is told
+        shown = [some or every for some, every in zip(brief, whole, strict=True)]
+    else:
+        shown = whole
     if len({record.provenance for record in records}) > 1:
         shown = [[*pairs, r.provenance] for pairs, r in zip(shown, records, strict=True)]
     return shown

@@ -111,8 +111,8 @@ def _findings(findings: Sequence[Finding]) -> str:
     """What to change first, the most milliseconds first, each with its command."""
     if not findings:
         text = (
-            "No two undisturbed rows that differ in one choice alone differ by more than their "
-            "spread: nothing can be ranked here."
+            "Nothing can be ranked here: among the undisturbed rows no two differ in one choice "
+            "alone and in their times by more than their spread."
         )
         return f'<section id="findings"><h2>What to change first</h2><p>{text}</p></section>'
     items = "".join(map(_finding, findings))

@@ -4,13 +4,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stepgauge.report.cells import Sum, short_name, sums_by, total
-from stepgauge.report.kernel_names import range_name
+from stepgauge.report.kernel_names import range_name, short_name
 from stepgauge.report.numbers import cut_to, number, whole
 from stepgauge.report.page import Block, Flame, Text
 from stepgauge.report.profile_ranks import overlap_table
 from stepgauge.report.table import Table
-from stepgauge.spec.analysis import Analysis
+from stepgauge.spec.analysis import Analysis, Sum, sums_by, total
 from stepgauge.trace.collectives import bus_bytes_per_s
 
 LONGEST_SHAPES = 48
@@ -19,7 +18,7 @@ OTHER_LIMIT = 0.02  # what no rule could place is named one by one above this sh
 # Above any device's memory and caches, and any device's products: such a rate is no rate.
 MOST_BYTES_PER_S, MOST_FLOP_PER_S = 3e13, 3e16
 ATTENTION_PARTS = ("scores", "softmax", "values")
-_SPELLED = {"host": "Python, views and autograd"}
+SPELLED = {"host": "Python, views and autograd"}
 
 
 def blocks(found: Analysis) -> list[Block]:
@@ -51,7 +50,7 @@ def answer(found: Analysis) -> str:
     step = f"A step takes {_ms(found.step_us)} ms"
     if not found.on_device:
         parts = ", ".join(
-            f"{_ms(each.us)} ms in {_SPELLED.get(kind, kind)}"
+            f"{_ms(each.us)} ms in {SPELLED.get(kind, kind)}"
             for (kind,), each in list(sums_by(found, "kind").items())[:3]
         )
         return f"{step} on the host: {parts}."

@@ -7,8 +7,7 @@ from stepgauge.report.page import Section, page
 from stepgauge.report.profile import answer, blocks, collectives_table
 from stepgauge.report.profile_ranks import overlap_table, ranks_table, sentences, shared_table
 from stepgauge.report.table import Table
-from stepgauge.spec.analysis import Analysis
-from stepgauge.spec.ranks import AcrossRanks
+from stepgauge.spec.analysis import AcrossRanks, Analysis
 from stepgauge.trace.ranks import numbers
 
 ANALYSIS = "analysis.json"

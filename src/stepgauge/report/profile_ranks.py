@@ -2,12 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 
-from stepgauge.report.cells import total
 from stepgauge.report.kernel_names import range_name
 from stepgauge.report.numbers import number
 from stepgauge.report.table import Table
-from stepgauge.spec.analysis import Analysis, Overlap
-from stepgauge.spec.ranks import AcrossRanks
+from stepgauge.spec.analysis import AcrossRanks, Analysis, Overlap, total
 from stepgauge.trace.ranks import numbers
 
 SHOWN = 20

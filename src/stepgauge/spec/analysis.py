@@ -1,10 +1,11 @@
-"""What a trace was found to say: plain figures, from which every table and picture of a profile is
-a view.
+"""What traces were found to say, of one rank and of several: plain figures, from which every table
+and picture of a profile is a view.
 """
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 SCHEMA = 2
@@ -198,3 +199,78 @@ _ROWS = {
     "collectives": CollectiveRow,
 }
 _PARTS = {"overlap": Overlap, "ceilings": Ceilings}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedCollective:
+    """Calls of one collective of one group, matched across its ranks in order.
+
+    A call can move data only once its last rank has come: `transfer_us` is the last rank's time in
+    it, `waiting_us` what the others spent beyond that, the mean over all ranks. Both are of all
+    calls. No clocks are compared.
+
+    bus_bytes_per_s  of the transfer alone, as nccl-tests derives it; 0 where size or group is unknown
+    last, last_calls  the rank that made the others wait longest, and in how many calls it came last
+    """
+
+    name: str
+    range: str
+    group_size: int
+    dtype: str
+    bytes: int
+    calls: int
+    transfer_us: float
+    waiting_us: float
+    bus_bytes_per_s: float
+    last: int
+    last_calls: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """One rank, over all calls: how long it waited, how long it made the others wait (their mean),
+    and in what it spent most beyond the other ranks' mean: a kind of work in a range, or idle time.
+    """
+
+    rank: int
+    waited_us: float
+    made_wait_us: float
+    calls_last: int
+    most_in: str
+    excess_us: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AcrossRanks:
+    collectives: list[SharedCollective]
+    stragglers: list[Straggler]
+    notes: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """Several cells together, in one step."""
+
+    calls: float = 0.0
+    us: float = 0.0
+    busy_us: float = 0.0
+    idle_us: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
+FIGURES = [field.name for field in dataclasses.fields(Sum)]
+
+
+def total(cells: Iterable[Cell], steps: int) -> Sum:
+    cells = list(cells)
+    return Sum(*(sum(getattr(cell, name) for cell in cells) / steps for name in FIGURES))
+
+
+def sums_by(found: Analysis, *fields: str) -> dict[tuple[str, ...], Sum]:
+    """The sum of the cells that agree in these fields, by their values, most time first."""
+    groups: dict[tuple[str, ...], list[Cell]] = defaultdict(list)
+    for cell in found.cells:
+        groups[tuple(getattr(cell, name) for name in fields)].append(cell)
+    sums = {values: total(cells, found.steps) for values, cells in groups.items()}
+    return dict(sorted(sums.items(), key=lambda item: -item[1].us))

@@ -31,9 +31,19 @@ def with_fallbacks(record: Record) -> Record:
 
 
 def fallbacks(record: Record) -> list[str]:
-    """One sentence a kernel of ours in whose place plain PyTorch ran."""
-    ran = record.environment.get(NATIVE, {})
-    return [f"{name} ran in {path}" for name, path in ran.items() if path.startswith(FALLBACK)]
+    """One sentence a reason for which plain PyTorch ran in place of kernels of ours."""
+    return [told for told in what_ran(record) if f" ran in {FALLBACK}" in told]
+
+
+def what_ran(record: Record) -> list[str]:
+    """One sentence for what ran the kernels that were asked for: a library, or plain PyTorch and
+    why. Older records say "C++" of our own kernels.
+    """
+    by_path: dict[str, list[str]] = {}
+    for name, path in record.environment.get(NATIVE, {}).items():
+        if path != "C++":
+            by_path.setdefault(path, []).append(name)
+    return [f"{', '.join(names)} ran in {path}" for path, names in by_path.items()]
 
 
 def ours_asked(record: Record) -> list[str]:

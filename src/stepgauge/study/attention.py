@@ -10,8 +10,8 @@ from stepgauge.spec.grids import ATTENTION_BATCH, ATTENTION_HEADS
 from stepgauge.spec.kernel import KernelSpec
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.kernels import kernel_specs, needs_gpu
 from stepgauge.study.published import beside
+from stepgauge.study.sizes import kernel_specs, needs_gpu
 
 
 def specs(machine: Machine, folder: Path) -> Sequence[KernelSpec]:

@@ -10,9 +10,8 @@ import numpy as np
 from stepgauge.report.figure import lines
 from stepgauge.report.numbers import number, whole
 from stepgauge.report.page import Block, Plot, Text
-from stepgauge.report.step_plots import step_bars
+from stepgauge.report.step_plots import overlap_tracks, step_bars
 from stepgauge.report.table import Table
-from stepgauge.report.tracks import overlap_tracks
 from stepgauge.report.views import plotted, record_table
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS

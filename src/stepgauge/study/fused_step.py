@@ -14,8 +14,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.study.experiment import Experiment, Machine
-from stepgauge.study.kernels import needs_gpu
-from stepgauge.study.sizes import step_spec
+from stepgauge.study.sizes import needs_gpu, step_spec
 
 OUR_PARTS = {"norm": "triton", "attention": "triton", "loss": "fused"}
 

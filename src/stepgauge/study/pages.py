@@ -8,7 +8,7 @@ from stepgauge.bench import profile
 from stepgauge.report.answers import answer
 from stepgauge.report.broadcast import broadcast_blocks
 from stepgauge.report.comm import comm_blocks
-from stepgauge.report.dtypes import EXPLANATION, accumulation_table, dtype_table
+from stepgauge.report.dtypes import dtype_table
 from stepgauge.report.findings import findings
 from stepgauge.report.kernel_plots import kernel_bars
 from stepgauge.report.kernels import kernel_table
@@ -22,7 +22,6 @@ from stepgauge.report.profile_page import section as profile_section
 from stepgauge.report.step_plots import phase_bars
 from stepgauge.report.train import train_blocks
 from stepgauge.report.views import DISTURBED, is_disturbed, record_table
-from stepgauge.report.where import measured_where
 from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.hardware import peaks
 from stepgauge.spec.kernel import KERNELS
@@ -115,7 +114,7 @@ def _table(records: Sequence[Record]) -> Block:
 
 def reservations(records: Sequence[Record]) -> list[Text]:
     """What a reader of the section has to know before its figures."""
-    ran = list(dict.fromkeys(sentence for record in records for sentence in fallbacks(record)))
+    ran = dict.fromkeys(sentence for record in records for sentence in fallbacks(record))
     said = [f"No measure of our kernels here: {'; '.join(ran)}."] if ran else []
     names = zip(labels(records), records, strict=True)
     disturbed = [name for name, record in names if is_disturbed(record)]
@@ -203,7 +202,6 @@ _BLOCKS: Mapping[str, Callable[[Sequence[Record]], Sequence[Block]]] = {
     "layout": layout_blocks,
     "op": lambda records: [block for each in records for block in op_blocks(each)],
     "dtypes": lambda records: [dtype_table(each) for each in records if "dtypes" in each.tables],
-    "accumulation": lambda records: [*map(accumulation_table, records), Text(EXPLANATION)],
     **dict.fromkeys(KERNELS, lambda records: [*kernel_bars(records), kernel_table(records)]),
 }
 
@@ -232,3 +230,37 @@ def _facts(records: Sequence[Record]) -> dict[str, str]:
     }
     told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     return {**facts, "Rows": told or "none"}
+
+
+def measured_where(records: Sequence[Record]) -> dict[str, str]:
+    """Device, host, software, commit and times of the records; what they do not know is left out."""
+    known = [record for record in records if record.environment]
+    if not known:
+        return {}
+    where = known[-1].environment
+    software = {"Python": "python", "torch": "torch", "Triton": "triton", "stepgauge": "stepgauge"}
+    cores = f"{where['cores']} cores" if where.get("cores") else ""
+    size = f"{where['device_bytes'] / 2**30:.0f} GiB" if where.get("device_bytes") else ""
+    times = sorted(record.created for record in known if record.created)
+    hosts = list(dict.fromkeys(where.get("hosts", [])))
+    facts = {
+        "Device": _listed(where.get("device"), size),
+        "Host": _listed(where.get("cpu"), cores, where.get("os")),
+        "Software": _listed(
+            *(f"{name} {where[key]}" for name, key in software.items() if where.get(key))
+        ),
+        "Library": _listed(where.get("library")),
+        "Hosts": _listed(*hosts) if len(hosts) > 1 else "",
+        "Commit": _listed(where.get("commit")),
+        "Measured": " to ".join(dict.fromkeys(map(_minute, [*times[:1], *times[-1:]]))),
+    }
+    return {name: told for name, told in facts.items() if told}
+
+
+def _minute(created: str) -> str:
+    """Of an ISO 8601 time in UTC."""
+    return f"{created[:16].replace('T', ' ')} UTC"
+
+
+def _listed(*parts: str | None) -> str:
+    return ", ".join(part for part in parts if part)

@@ -9,7 +9,7 @@ from stepgauge.bench import profile
 from stepgauge.bench.jobs import jobs_of
 from stepgauge.bench.sweep import Job
 from stepgauge.report.names import describe
-from stepgauge.report.page import Block, Text
+from stepgauge.report.page import Block
 from stepgauge.report.profile import blocks as profile_blocks
 from stepgauge.report.profile_page import METHOD
 from stepgauge.report.table import Table
@@ -68,17 +68,15 @@ def _timings(record: Record) -> Record:
 
 def pictures(records: Sequence[Record], folder: Path) -> Sequence[Block]:
     shown: list[Block] = []
-    rows = []
     for record in records:
         found = profile.read(record, folder / "profile")
         if found is None:
             continue
         name = describe(record).removeprefix("profile ")
-        rows += [[name, *cells] for cells in kinds_shares(found)]
-        shown += [Text(f"{name}:"), *profile_blocks(found)]
-    head = ["row", "figure", "forward %", "whole step %"]
-    table = Table(head, rows, caption="Shares of kernel time, forward against whole step.")
-    return [table, published_table(), *shown] if rows else []
+        caption = f"Shares of the time in a forward and in the whole step: {name}"
+        shares = Table(["kind", "forward %", "step %"], kinds_shares(found), caption=caption)
+        shown += [shares, *profile_blocks(found)]
+    return [published_table(), *shown] if shown else []
 
 
 def kinds_shares(found: Analysis) -> list[tuple[str, float, float]]:

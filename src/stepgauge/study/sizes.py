@@ -2,9 +2,12 @@
 that end soon.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from stepgauge.bench.step import least_bytes
+from stepgauge.spec.grids import Point
+from stepgauge.spec.kernel import KERNELS, KernelSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
 from stepgauge.study.experiment import Machine
@@ -38,3 +41,17 @@ def step_spec(
         "device": machine.device,
     }
     return StepSpec(**{**asked, **fields})
+
+
+SECONDS = 0.05  # of timing for each implementation: a grid has many rows
+
+
+def kernel_specs(machine: Machine, kind: str, points: Iterable[Point]) -> list[KernelSpec]:
+    """One row a point."""
+    rows = ({"seconds": SECONDS, **point, "device": machine.device} for point in points)
+    return [KERNELS[kind](**row) for row in rows]
+
+
+def needs_gpu(machine: Machine) -> str | None:
+    """Elsewhere plain PyTorch runs in place of our kernels, which measures nothing of them."""
+    return None if machine.is_gpu else "our kernels run on CUDA GPUs only"

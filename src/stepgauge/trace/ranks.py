@@ -5,8 +5,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from stepgauge.spec.analysis import Analysis, CollectiveRow
-from stepgauge.spec.ranks import AcrossRanks, SharedCollective, Straggler
+from stepgauge.spec.analysis import (
+    AcrossRanks,
+    Analysis,
+    CollectiveRow,
+    SharedCollective,
+    Straggler,
+)
 from stepgauge.trace.collectives import bus_bytes_per_s
 
 PAIRWISE = ("send_recv",)  # between two ranks of a group: the others' calls are not its own

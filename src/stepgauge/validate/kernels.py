@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
-from stepgauge.report.kernel_names import shortened
+from stepgauge.report.kernel_names import short_name
 from stepgauge.report.table import Table
 from stepgauge.spec.analysis import Analysis, Cell
 from stepgauge.spec.calibration import kernel_class
@@ -111,7 +111,7 @@ def kernels_beside(prediction: Record, found: Analysis) -> Table:
     rows = [
         [part.phase, part.part, part.kind, part.predicted_ms, part.measured_ms,
          part.predicted_ms - part.measured_ms, (part.predicted_ms - part.measured_ms) / measured,
-         part.launches, shortened(part.longest, 48)]
+         part.launches, short_name(part.longest, 48)]
         for part in parts
     ]  # fmt: skip
     columns = ["phase", "part", "kernels", "predicted ms", "traced ms", "difference", "of the step",

@@ -6,7 +6,6 @@ from cyclopts import App
 COMMANDS = {
     "step": "steps:step",
     "data-parallel": "steps:data_parallel",
-    "ddp-vs-fsdp": "ddp_vs_fsdp:ddp_vs_fsdp",
     "pipeline": "pipeline:pipeline",
     "layout": "steps:layout",
     "kernel": "kernel:app",

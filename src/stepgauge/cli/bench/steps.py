@@ -63,6 +63,7 @@ data_parallel = _command(
     have buckets. Where this device was calibrated, each row shows what was predicted before it was
     run.
     """,
+    network=Networks,
 )
 layout = _command(
     LayoutSpec,

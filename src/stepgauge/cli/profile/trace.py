@@ -49,7 +49,7 @@ def _print(found: "Sequence[Analysis]", shared: object, format: Format) -> None:
     from stepgauge.report.profile import answer, tables
     from stepgauge.report.profile_page import of_one_rank, ranks_tables
     from stepgauge.report.profile_ranks import sentences
-    from stepgauge.spec.ranks import AcrossRanks
+    from stepgauge.spec.analysis import AcrossRanks
 
     for one in found:
         for note in one.notes:

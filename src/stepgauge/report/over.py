@@ -1,0 +1,46 @@
+"""Records that differ in one field alone, their seed say, as one record."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from stepgauge.report.names import flatten
+from stepgauge.spec.record import Record, Sample
+
+
+def over(records: Sequence[Record], field: str) -> list[Record]:
+    """One record for those that agree in all but the field. Its figures are samples: of times and
+    rates each record's mean, of bytes those of each rank. The field has all values, as a text.
+
+    Raises ValueError for a field that no record has.
+    """
+    if not any(field in record.spec for record in records):
+        known = dict.fromkeys(name for record in records for name in record.spec)
+        raise ValueError(f"over is {field!r}; choose from {', '.join(known)}")
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        if record.status == "ok":
+            same = {**record.spec, field: None}
+            name = f"{record.kind} {record.provenance} {json.dumps(same, sort_keys=True)}"
+            groups.setdefault(name, []).append(record)
+    return [_together(group, field) for group in groups.values()]
+
+
+def _together(records: Sequence[Record], field: str) -> Record:
+    first = records[0]
+    known = [name for name in first.metrics if all(name in each.metrics for each in records)]
+    metrics = {
+        name: Sample.of(
+            [value for each in records for value in _values(each, name)], first.metrics[name].unit
+        )
+        for name in known
+    }
+    values = " ".join(str(flatten(each.spec).get(field)) for each in records)
+    spec = {**first.spec, field: values}
+    return dataclasses.replace(first, spec=spec, metrics=metrics, series={}, tables={})
+
+
+def _values(record: Record, metric: str) -> list[float]:
+    if metric.endswith("_bytes") and f"rank_{metric}" in record.series:
+        return record.series[f"rank_{metric}"]
+    return [record.metrics[metric].mean]
