@@ -275,6 +275,47 @@ def differences_of_other_parameters():
     return found
 
 
+class Encoder(nn.Module):
+    """torch's own layers, which read the weights of theirs where no gradients are asked for, and an
+    embedding with a padding row.
+    """
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True)
+        self.embed = nn.Embedding(VOCABULARY, 16, padding_idx=4)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, tokens):
+        return self.encoder(self.embed(tokens))
+
+
+ENCODER_TABLE = {
+    "embed": Rule("embedding"),
+    "encoder.layers.*.linear1": Rule("column"),
+    "encoder.layers.*.linear2": Rule("row"),
+}
+
+
+def differences_of_torchs_encoder():
+    torch.manual_seed(5)
+    whole = Encoder().double()
+    parallel = parallelize_tensor(copy.deepcopy(whole), ENCODER_TABLE, by_sequence=False)
+    tokens = torch.arange(VOCABULARY)[None]
+    found = {}
+    for mode in (torch.inference_mode, torch.enable_grad):
+        whole.train(mode is torch.enable_grad)
+        parallel.module.train(mode is torch.enable_grad)
+        with mode():
+            pair = parallel.module(tokens), whole(tokens)
+        found["encoder", mode.__name__] = (pair[0] - pair[1]).abs().max().item()
+    for output in pair:
+        output.square().sum().backward()
+    expected = parallel.part("embed.weight", whole.embed.weight.grad)
+    difference = parallel.module.embed.weight.grad - expected
+    return {**found, "padding row": difference.abs().max().item()}
+
+
 def many_turns():
     """Of products of pieces that are others in each turn, while flags take the same values again."""
     group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
@@ -329,6 +370,45 @@ def message_of(call):
     return "nothing was raised"
 
 
+class Scaled(nn.Embedding):
+    def forward(self, tokens):
+        return 4 * super().forward(tokens)
+
+
+def changed(**modules):
+    """The user's model with other modules at those names."""
+    model = UserModel()
+    for name, module in modules.items():
+        model.set_submodule(name, module)
+    return model
+
+
+def of_changed_models():
+    """What is said about models of which a part would not be what it was."""
+    tied, twice = changed(), changed()
+    tied.scale = tied.out.bias = nn.Parameter(torch.ones(VOCABULARY))
+    twice.layers[0].k = twice.layers[0].q
+    shared = changed(embed=nn.Embedding(16, 16))
+    shared.layers[1].o.weight = shared.layers[0].q.weight = shared.embed.weight
+    models = {
+        "tied": tied,
+        "twice": twice,
+        "cut twice": shared,
+        "scaled": changed(embed=Scaled(VOCABULARY, 16)),
+        "sparse": changed(embed=nn.Embedding(VOCABULARY, 16, sparse=True)),
+        "weight norm": changed(
+            out=nn.utils.parametrizations.weight_norm(nn.Linear(16, VOCABULARY))
+        ),
+        "dropout": changed(**{"layers.0.norm": nn.Dropout(0.1)}),
+    }
+    found = {
+        name: message_of(lambda model=model: parallelize_tensor(model, USER_TABLE))
+        for name, model in models.items()
+    }
+    unsplit = {name: rule for name, rule in USER_TABLE.items() if rule.kind != "split"}
+    return found | {"no split": message_of(lambda: parallelize_tensor(UserModel(), unsplit))}
+
+
 def mistakes():
     """What is said about tables, shapes and networks that do not fit."""
     model, table = build("default")
@@ -353,6 +433,7 @@ def mistakes():
         "target": message_of(lambda: parallel.module(tokens, beyond)),
         "fused target": message_of(lambda: fused.module(tokens, torch.full_like(tokens, -1))),
         "different": message_of(lambda: parallelize_tensor(wrong, {"": Rule("column")})),
+        **of_changed_models(),
     }
 
 
@@ -368,6 +449,7 @@ def everything():
     found |= overlapped_differences()
     if is_two:
         found |= differences_of_other_parameters() | {"logits": logits_differ()}
+        found |= differences_of_torchs_encoder()
     return found
 
 
@@ -443,3 +525,23 @@ def test_mistakes_are_said(two_ranks):
         assert said["target"] == "a target is not in the vocabulary of 11 words: 11"
         assert said["fused target"] == "a target is not in the vocabulary of 11 words: -1"
         assert "the ranks' models differ: parameter or buffer weight" in said["different"]
+        part = "give its module a rule that cuts it alike, or a parameter of its own"
+        assert said["tied"] == f"scale is the parameter out.bias, which is cut; {part}"
+        assert said["twice"] == (
+            f"layers.0.k.weight is the parameter layers.0.q.weight, which is cut; {part}"
+        )
+        assert said["cut twice"] == (
+            f"layers.1.o.weight is the parameter embed.weight, which is cut; {part}"
+        )
+        assert said["scaled"] == (
+            "embed is a Scaled with a forward of its own; the rule embedding cuts nn.Embedding"
+        )
+        assert said["sparse"] == "embed has sparse, which an embedding that is cut does not do"
+        assert said["weight norm"] == "out has no parameter weight of its own to cut"
+        assert said["dropout"] == (
+            "layers.0.norm drops 0.1 of what it is given, other values on each rank; set its p to 0"
+        )
+        assert said["no split"] == (
+            "by_sequence is True, and the table cuts the embedding embed and splits nothing; give "
+            "the first module of the residual stream the rule split, or choose by_sequence=False"
+        )

@@ -56,12 +56,17 @@ class VocabularyParallelEmbedding(nn.Module):
         super().__init__()
         self.weight, self.stream = layer.weight, stream
         self.first_row, self.vocab_size = first_row, vocab_size
+        self.padding_row: int | None = None  # of this rank's rows, the one without a gradient
+        if layer.padding_idx is not None and 0 <= layer.padding_idx - first_row < len(self.weight):
+            self.padding_row = layer.padding_idx - first_row
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         require_in_vocabulary(tokens_BT, self.vocab_size, noun="token")
         rows_BT = tokens_BT - self.first_row
         elsewhere_BT = (rows_BT < 0) | (rows_BT >= self.weight.shape[0])
-        x_BTD = F.embedding(rows_BT.masked_fill(elsewhere_BT, 0), self.weight)
+        x_BTD = F.embedding(
+            rows_BT.masked_fill(elsewhere_BT, 0), self.weight, padding_idx=self.padding_row
+        )
         return self.stream.sum(x_BTD.masked_fill(elsewhere_BT[..., None], 0.0))
 
 
