@@ -302,9 +302,9 @@ def _meaning(word: str) -> tuple[str, Any]:
         return "torch_tensor", word
     if word in SCHEDULES:
         return "schedule", word
-    if word == "v0":
-        raise ValueError("layout has 'v0'; a rank has at least one stage")
     if (match := re.fullmatch(r"(dp|cp|tp|pp|m|v)(\d{1,6})", word)) is not None:
+        if int(match[2]) == 0:
+            raise ValueError(f"layout has {word!r}; the number must be at least 1")
         return AXES[match[1]], int(match[2])
     raise ValueError(
         f"layout has {word!r}; choose dpN, cpN, tpN, ppN, mN, vN with a number, a wrapper "

@@ -42,24 +42,15 @@ def check_layout(
     if isinstance(model, UserModel):
         _check_user_model(layout)
         return
-    if checkpointing == BUDGET and layout.data != layout.ranks:
-        raise ValueError(
-            f"layout is {str(layout)!r}; --checkpointing budget is solved for data parallel ranks"
-        )
     _check_batch(layout, batch)
-    if layout.torch_tensor and compile != "off":
-        raise ValueError(
-            f"compile is {compile!r}; the backward of compiled blocks fails under "
-            f"{layout.torch_tensor} (torch 2.13): choose off"
-        )
     if layout.tensor > 1:
-        _check_tensor(layout, model)
+        _check_tensor(layout, model, compile=compile)
     if layout.pipeline > 1:
         _check_pipeline(layout, model)
     if layout.context > 1:
         _check_context(layout, model)
-    if layout.context > 1 or layout.tensor > 1 or layout.pipeline > 1:
-        _check_cut(layout, model, precision=precision, compile=compile)
+    if layout.data != layout.ranks:
+        _check_cut(layout, model, precision=precision, compile=compile, checkpointing=checkpointing)
 
 
 def check_recorded(layout: Layout, *, device: str) -> None:
@@ -110,7 +101,7 @@ def _check_batch(layout: Layout, batch: int) -> None:
         )
 
 
-def _check_tensor(layout: Layout, model: Network) -> None:
+def _check_tensor(layout: Layout, model: Network, *, compile: str) -> None:
     degree, name = layout.tensor, f"tp{layout.tensor}"
     if model.context_length % (degree * layout.context):
         axes = f"{name} with cp{layout.context}" if layout.context > 1 else name
@@ -121,7 +112,7 @@ def _check_tensor(layout: Layout, model: Network) -> None:
     if model.vocab_size < degree:
         raise ValueError(f"vocab_size is {model.vocab_size}; {name} needs a row a rank")
     if layout.torch_tensor:
-        _check_torch_tensor(layout, model)
+        _check_torch_tensor(layout, model, compile=compile)
     sections = {
         (pattern, section) for pattern, rule in table_of(model).items() for section in rule.sections
     }
@@ -135,9 +126,14 @@ def _check_tensor(layout: Layout, model: Network) -> None:
 TORCH_NORMS = ("rmsnorm", "rmsnorm-eager", "layernorm")
 
 
-def _check_torch_tensor(layout: Layout, model: Network) -> None:
+def _check_torch_tensor(layout: Layout, model: Network, *, compile: str) -> None:
     """What torch's tensor parallel does of our networks."""
     name, degree = layout.torch_tensor, layout.tensor
+    if compile != "off":
+        raise ValueError(
+            f"compile is {compile!r}; the backward of compiled blocks fails under {name} (torch "
+            f"2.13): choose off"
+        )
     if not isinstance(model, ModelSpec):
         raise ValueError(f"{name} needs a preset of the Transformer; BERT's loss is not cut there")
     fields = {"tied_head": (False,), "qk_norm": (False,), "positions": ("rope", "none")}
@@ -199,8 +195,14 @@ def _check_pipeline(layout: Layout, model: Network) -> None:
         )
 
 
-def _check_cut(layout: Layout, model: Network, *, precision: str, compile: str) -> None:
-    """What a network that is cut by layer or into stages does not do."""
+def _check_cut(
+    layout: Layout, model: Network, *, precision: str, compile: str, checkpointing: str
+) -> None:
+    """What a network does not do that is cut by layer, by sequence or into stages."""
+    if checkpointing == BUDGET:
+        raise ValueError(
+            f"layout is {str(layout)!r}; --checkpointing budget is solved for data parallel ranks"
+        )
     if WRAPPERS[layout.wrapper].is_torch:
         raise ValueError(
             f"wrapper is {layout.wrapper!r}, which takes whole networks; in {str(layout)!r} choose "

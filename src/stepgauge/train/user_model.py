@@ -218,12 +218,7 @@ def step_of_parts(
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no parameters that are trained")
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    make: Any = functools.partial(
-        build_optimizer, optimizer, master_weights=chosen.master_weights, **settings
-    )
-    if parts.optimizer:
-        _require_no_other_optimizer(optimizer, chosen)
-        make = functools.partial(_of_parameters, parts.optimizer)
+    make = _optimizer_class(parts, optimizer, chosen, **settings)
     grouped = trained_group if parts.optimizer or groups is None else groups
     parallel = parallelise(compiled(module, compile), grouped, make)  # type: ignore[arg-type]
     step = TrainingStep(
@@ -240,14 +235,22 @@ def step_of_parts(
     return UserStep(step, lambda batch: (put(batch),), parts.batches, parameters)
 
 
-def _require_no_other_optimizer(optimizer: str, precision: Precision) -> None:
-    """Raises ValueError for what cannot stand beside an optimizer that the user's model brings."""
+def _optimizer_class(
+    parts: UserParts, optimizer: str, precision: Precision, **settings: Any
+) -> Any:
+    """What makes an optimizer of parameters: the user's model's own, or ours of that name. Raises
+    ValueError for what cannot stand beside the former.
+    """
+    if parts.optimizer is None:
+        masters = precision.master_weights
+        return functools.partial(build_optimizer, optimizer, master_weights=masters, **settings)
     if optimizer != "adamw":
         raise ValueError(f"optimizer is {optimizer!r}; the user's model brings an optimizer itself")
     if precision.master_weights:
         raise ValueError(
             "the user's model brings an optimizer; bf16-master needs --optimizer fused"
         )
+    return functools.partial(_of_parameters, parts.optimizer)
 
 
 def trained_group(module: nn.Module) -> list[dict[str, Any]]:
