@@ -80,6 +80,21 @@ def test_candidates_hide_what_a_tensor_axis_sends_where_it_is_large():
     assert not any(c.layout.overlap for c in candidates(small, 8))
 
 
+def test_micro_batches_are_all_that_divide_a_ranks_batch():
+    """25 sequences a rank in one pass of zero3 are 1.6 times as fast as any pipeline of 16."""
+    of_25 = asked(model=ModelSpec.preset("10b"), global_batch=100)
+    sizes = {
+        (c.micro_batch, c.accumulation)
+        for c in candidates(of_25, 8)
+        if c.layout.wrapper == "zero3" and c.layout.axes == {"data": 4, "tensor": 4}
+    }
+    assert sizes == {(1, 25), (5, 5), (25, 1)}
+    on_a_cpu = asked(model=ModelSpec.preset("nano"), gpus=1, global_batch=192, device="cpu")
+    assert max(c.micro_batch for c in candidates(on_a_cpu, 1)) == 64
+    row = plan(of_25, Machine(DGX_H100), top=1).rows[0]
+    assert row.spec["layout"] == "dp4 zero3 tp4 overlap"
+
+
 def test_the_context_of_a_process_is_counted_once():
     """An H100 of 80 GB has 79.2 GiB for programs; tensors have what their context leaves."""
     row = plan(asked(), Machine(DGX_H100), top=1).rows[0]

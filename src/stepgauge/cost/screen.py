@@ -7,6 +7,7 @@ axis what backward cannot hide.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 
 from stepgauge.cost.buckets_sent import most_owned
@@ -26,7 +27,7 @@ from stepgauge.spec.step import WorkSpec
 SCHEDULES = ("1f1b", "interleaved", "zbv")
 STAGES = {"1f1b": 1, "interleaved": 2, "zbv": 2}
 CHECKPOINTING = ("none", "selective", "blocks")
-MOST_MICRO_BATCH = 64
+MOST_ON_A_CPU = 64  # sequences of a micro-batch, where no memory limits them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ def _of_axes(spec: PlanSpec, tensor: int, pipeline: int, data: int) -> Iterator[
         for schedule in schedules if pipeline > 1 else ("",):
             if schedule == "zbv" and (tensor > 1 or WRAPPERS[wrapper].shards("gradients")):
                 continue
-            for micro_batch in _powers(rank_batch):
+            for micro_batch in _micro_batches(spec, rank_batch):
                 passes = rank_batch // micro_batch
                 if pipeline > 1 and not _runs(schedule, pipeline, passes):
                     continue
@@ -98,15 +99,14 @@ def _runs(schedule: str, pipeline: int, micro_batches: int) -> bool:
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
-def _powers(limit: int) -> Iterator[int]:
-    size = 1
-    while size <= min(limit, MOST_MICRO_BATCH):
-        if limit % size == 0:
-            yield size
-        size *= 2
+def _micro_batches(spec: PlanSpec, rank_batch: int) -> list[int]:
+    """All that divide the batch of a rank: a batch of 25 is 25 passes of one without them."""
+    most = MOST_ON_A_CPU if spec.device == "cpu" else rank_batch
+    return [size for size in _divisors(rank_batch) if size <= most]
 
 
 class Screen:
