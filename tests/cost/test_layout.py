@@ -156,26 +156,26 @@ def test_sharded_weights_are_gathered_in_each_pass():
 
 
 @pytest.mark.parametrize("layout", ["dp2 zero2", "tp2", "pp2 1f1b m16", "pp2 zbv m16 dp2"])
-def test_the_coarse_step_is_the_step(layout):
-    """Blocks as one work and repeated micro-batches counted: near enough to rank layouts."""
+def test_the_shortened_step_is_the_step(layout):
+    """Passes and micro-batches that repeat one another are counted."""
     asked = {"model": MODEL, "size": "2.7b", "layout": layout, "precision": "bf16-pure"}
     spec = LayoutSpec(device="cuda", batch=64, accumulation=4, **asked)
-    fine, coarse = (
-        predict_layout(spec, wired(), coarse=how).median("step_ms") for how in (False, True)
+    whole, shortened = (
+        predict_layout(spec, wired(), shortened=how).median("step_ms") for how in (False, True)
     )
-    assert coarse == pytest.approx(fine, rel=0.02)
+    assert shortened == pytest.approx(whole, rel=0.01)
 
 
-@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize("shortened", [False, True])
 @pytest.mark.parametrize(
     "layout", ["none", "dp4 bucketed", "dp4 zero1", "dp4 zero3", "dp2 zero3 tp2", "pp2 1f1b m8 tp2"]
 )
-def test_a_step_is_the_sum_of_its_terms(layout, coarse):
+def test_a_step_is_the_sum_of_its_terms(layout, shortened):
     """and no rest is below zero: nothing counts twice."""
     asked = {"model": MODEL, "size": "2.7b", "layout": layout, "precision": "bf16"}
     for accumulation in (1, 3):
         spec = LayoutSpec(device="cuda", batch=64, accumulation=accumulation, **asked)
-        record = predict_layout(spec, wired(), coarse=coarse)
+        record = predict_layout(spec, wired(), shortened=shortened)
         head, *rows = record.tables["terms"]
         us = [row[head.index("us")] for row in rows]
         assert sum(us) / 1e3 == pytest.approx(record.median("step_ms"), rel=1e-4)

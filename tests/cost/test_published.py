@@ -51,7 +51,7 @@ def test_published_throughputs_of_megatron(row):
         batch=sequences if axis else data, accumulation=1 if axis else passes,
         precision="bf16-master", optimizer="fused", checkpointing="blocks", device="cuda",
     )  # fmt: skip
-    step_ms = predict_layout(spec, DGX_A100, coarse=True).median("step_ms")
+    step_ms = predict_layout(spec, DGX_A100, shortened=True).median("step_ms")
     block = 1 + 2048 / (6 * width) + 51200 / (16 * layers * width)
     flops = 96 * sequences * 2048 * layers * width**2 * block
     assert abs(flops / gpus / step_ms / 1e9 / published - 1) < 0.12
@@ -76,5 +76,5 @@ def test_configurations_that_calculon_is_validated_with(name):
             model=gpt(heads, width, layers), layout=layout, batch=batch, optimizer="fused",
             precision="bf16-master", checkpointing=checkpointing, device="cuda",
         )  # fmt: skip
-        step_ms = predict_layout(spec, DGX_A100, coarse=True).median("step_ms")
+        step_ms = predict_layout(spec, DGX_A100, shortened=True).median("step_ms")
         assert abs(step_ms / 1e3 / seconds - 1) < 0.12

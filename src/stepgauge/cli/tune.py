@@ -108,7 +108,7 @@ class _Measured:
 
 def _predicted(hardware: HardwareFile | None, spec: Any) -> Record | None:
     """The prediction, where the machine was calibrated and the step is modelled; of layouts, which
-    are many, a coarse one. Out of memory where the machine has less than it needs.
+    are many, a shortened one. Out of memory where the machine has less than it needs.
     """
     from stepgauge.validate.predicted import predicted
 
@@ -117,7 +117,7 @@ def _predicted(hardware: HardwareFile | None, spec: Any) -> Record | None:
     if not (has_formulas(spec.model) or isinstance(spec.model, UserModel)):
         return None  # a trace takes seconds, and a preset has a hundred candidates
     try:
-        found = predicted(spec, hardware, coarse=True)
+        found = predicted(spec, hardware, shortened=True)
     except ValueError:
         return None
     known = hardware.peaks

@@ -38,15 +38,12 @@ def parameters_of(step: RankStep, reduce_dtype: str = "own") -> list[Parameter]:
     itemsize = BYTES[reduce_dtype] or step.operations.how.weight
     found = []
     for group in step.groups("backward"):
-        if step.coarse:
-            whole = sum(term.gradient for term in group.terms)
-            named = [("weights", whole)]
-        else:
-            named = [(term.name, term.gradient) for term in group.terms]
         found += [
-            Parameter(name=f"{group.name}.{name}", numel=numel, bytes_per_value=itemsize)
-            for name, numel in named
-            if numel
+            Parameter(
+                name=f"{group.name}.{term.name}", numel=term.gradient, bytes_per_value=itemsize
+            )
+            for term in group.terms
+            if term.gradient
         ]
     return found[::-1]
 
@@ -170,13 +167,11 @@ class Owned(Bucketed):
     """
 
     def __init__(self, sending: Sending, step: RankStep):
-        self.coarse = step.coarse
         super().__init__(sending, step)
         self.own = most_owned(step.operations, sending.ranks)
 
     def owners(self) -> Mapping[str, int] | None:
-        """In a coarse step a block is one parameter, which no rank owns as a whole."""
-        if self.coarse or not WRAPPERS[self.sending.wrapper].shards("gradients"):
+        if not WRAPPERS[self.sending.wrapper].shards("gradients"):
             return None
         return plan_owners(self.parameters, ranks=self.sending.ranks).owners
 

@@ -57,12 +57,12 @@ class Predicted:
     bubble: float = 0.0
 
 
-def predict_layout(spec: LayoutSpec, machine: Machine, *, coarse: bool = False) -> Record:
+def predict_layout(spec: LayoutSpec, machine: Machine, *, shortened: bool = False) -> Record:
     """The modelled record. Raises ValueError for what the cost model or the hardware file does not
-    know. `coarse` is for layouts by the hundred: blocks are single works, and of a long pipeline
-    the micro-batches that repeat one another are counted, not simulated.
+    know. `shortened` is for layouts by the hundred: passes and, of a long pipeline, micro-batches
+    that repeat one another are counted, not simulated.
     """
-    parts = LayoutParts.of(spec, machine, coarse=coarse)
+    parts = LayoutParts.of(spec, machine, shortened=shortened)
     found = parts.predicted()
     figures = {
         **{f"{phase}_ms": ms for phase, ms in found.phases.items()},
@@ -113,7 +113,7 @@ def _exposed(parts: "LayoutParts", found: Predicted) -> dict[str, float]:
 class LayoutParts:
     """A layout's step taken apart: what each stage computes, at what prices.
 
-    coarse  as predict_layout has it
+    shortened  as predict_layout has it
     """
 
     spec: LayoutSpec
@@ -122,10 +122,10 @@ class LayoutParts:
     host: dict[str, Launching]
     sending: Sending
     schedule: Schedule | None
-    coarse: bool = False
+    shortened: bool = False
 
     @classmethod
-    def of(cls, spec: LayoutSpec, machine: Machine, *, coarse: bool = False) -> "LayoutParts":
+    def of(cls, spec: LayoutSpec, machine: Machine, *, shortened: bool = False) -> "LayoutParts":
         """Raises ValueError for what is not modelled."""
         layout, work = spec.axes, work_of(spec)
         if spec.cuda_graphs:
@@ -160,14 +160,14 @@ class LayoutParts:
             sending=Sending(wrapper=layout.wrapper, ranks=layout.replicas, bucket_mb=spec.bucket_mb,
                             reduce_dtype=spec.reduce_dtype),
             schedule=spec.schedule(),
-            coarse=coarse,
+            shortened=shortened,
         )  # fmt: skip
 
     def predicted(self) -> Predicted:
         return self._in_stages(self.schedule) if self.schedule else self._alone()
 
     def rank_step(self, stage: int) -> RankStep:
-        return RankStep(self.stages[stage], self.prices, self.host, coarse=self.coarse)
+        return RankStep(self.stages[stage], self.prices, self.host)
 
     def without(self, axis: str) -> "LayoutParts":
         """The same with nothing sent on the axis."""
@@ -182,7 +182,7 @@ class LayoutParts:
 
     def _alone(self) -> Predicted:
         accumulation = self.spec.accumulation
-        passes = min(accumulation, 2) if self.coarse else accumulation
+        passes = min(accumulation, 2) if self.shortened else accumulation
         found = self._outcome(passes)
         if passes < accumulation:
             found = found.with_more(self._outcome(passes - 1), accumulation - passes)
@@ -238,12 +238,12 @@ class LayoutParts:
 
     def _shortened(self, plan: Schedule) -> tuple[Schedule, int]:
         """A schedule that repeats itself from some micro-batch on, with fewer of them, and how many
-        are left out; coarse only.
+        are left out.
         """
         layout = self.spec.axes
         enough = SHORTEST * layout.pipeline
         left = (layout.microbatches - enough) // layout.pipeline * layout.pipeline
-        if not self.coarse or left <= 0:
+        if not self.shortened or left <= 0:
             return plan, 0
         fewer = dataclasses.replace(layout, microbatches=layout.microbatches - left)
         return schedule_of(fewer), left

@@ -112,7 +112,7 @@ def _simulated(candidate: Candidate, spec: PlanSpec, machine: Machine) -> Record
     """The modelled record with what a run comes to; None for what the runtime refuses."""
     try:
         asked = layout_spec(candidate, spec)
-        record = predict_layout(asked, machine, coarse=True)
+        record = predict_layout(asked, machine, shortened=True)
     except ValueError:
         return None
     step_ms = record.metrics["step_ms"].median

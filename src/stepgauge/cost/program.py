@@ -129,15 +129,11 @@ class DataParallelCost:
 
 @dataclasses.dataclass(frozen=True)
 class RankStep:
-    """What a rank computes, at what prices.
-
-    coarse  a block is one work, not one a term: for layouts by the hundred
-    """
+    """What a rank computes, at what prices."""
 
     operations: Operations
     prices: Prices
     host: dict[str, Launching]
-    coarse: bool = False
 
     def program(self, axis: DataParallelCost, *, passes: int = 1, phases: str = "step") -> Program:
         """Forward and backward, `passes` times, then the optimizer; or as the `phases` of a
@@ -188,10 +184,6 @@ class RankStep:
     def _run(
         self, program: Program, group: LaunchGroup, axis: DataParallelCost | None = None
     ) -> None:
-        if self.coarse:
-            program.host(group.name, group.host_us)
-            self._run_whole(program, group, axis)
-            return
         is_block = group.name.startswith("blocks.") and len(group.terms) > 0
         launch_us = group.host_us / len(group.terms) if is_block else 0.0
         program.host(group.name, group.host_us - launch_us * len(group.terms))
@@ -209,20 +201,3 @@ class RankStep:
         if axis is not None and self.operations.how.is_compiled and computed:
             for name, term in computed:  # a compiled block gives its gradients when it has ended
                 axis.after_term(program, name, term, place)
-
-    def _run_whole(
-        self, program: Program, group: LaunchGroup, axis: DataParallelCost | None
-    ) -> None:
-        """The group's computing as one work, its collectives as one, its gradients as one."""
-        own = [term for term in group.terms if not term.axis]
-        sent = [term for term in group.terms if term.axis]
-        if sent:
-            us = self.prices.total_us(sent)
-            program.wait(program.send(group.name, TENSOR, us, sent[0].operation))
-        if not own:
-            return
-        place = program.compute(group.name, self.prices.total_us(own), "matmul")
-        if axis is not None:
-            whole = sum(term.gradient for term in own)
-            term = dataclasses.replace(own[-1], name="weights", gradient=whole)
-            axis.after_term(program, f"{group.name}.weights", term, place)

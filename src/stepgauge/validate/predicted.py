@@ -19,14 +19,14 @@ def predicted(
     spec: object,
     hardware: HardwareFile,
     *,
-    coarse: bool = False,
+    shortened: bool = False,
     asked: set[tuple[str, tuple[float, ...]]] | None = None,
 ) -> Record:
     """What the row of the spec is predicted to be on that machine. Raises ValueError for what is not
     modelled or not calibrated, and for the device of another kind of machine.
 
-    coarse  near enough to rank layouts by the hundred (cost/layout.py)
-    asked   gets the operations that were looked up, with their sizes
+    shortened  for layouts by the hundred (cost/layout.py)
+    asked      gets the operations that were looked up, with their sizes
     """
     hardware.require_kind(str(getattr(spec, "device", "")))
     machine = Machine(hardware.on_ranks(getattr(spec, "ranks", 1)))
@@ -40,7 +40,7 @@ def predicted(
         case DataParallelSpec():
             return predict_data_parallel(spec, machine)
         case LayoutSpec():
-            return predict_layout(spec, machine, coarse=coarse)
+            return predict_layout(spec, machine, shortened=shortened)
         case PipelineSpec():
             return predict_pipeline(spec, machine)
     raise ValueError(f"{type(spec).__name__} has no cost model yet")
