@@ -76,6 +76,18 @@ def test_simulate_draws_a_line_a_rank_and_says_what_waits(stepgauge, tmp_path):
     assert [row["busy"] for row in csv.DictReader(io.StringIO(out))] == ["6.0", "6.0"]
 
 
+def test_files_of_other_editors(stepgauge, tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_bytes("\ufeff0F0 0B0\r\n1F0 1B0\r\n".encode())
+    assert stepgauge("schedule", "show", path)[:2] == (0, "0F0 0B0\n1F0 1B0\n")
+    path.write_bytes(b"\xff\xfe\x00")
+    status, _, err = stepgauge("schedule", "check", path)
+    assert (status, err) == (2, f"stepgauge: {path} is no text in UTF-8\n")
+    path.write_text("1000000000F0 1000000000B0\n")
+    status, _, err = stepgauge("schedule", "simulate", path)
+    assert (status, err) == (2, "stepgauge: 0F0 is missing\n")
+
+
 def test_check_says_what_is_held(stepgauge):
     status, out, _ = stepgauge("schedule", "check", "zb-h1", "--format", "json")
     assert status == 0

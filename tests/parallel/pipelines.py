@@ -100,9 +100,22 @@ class Several(nn.Module):
         return self.head(x + y) if self.last else (tokens, x, y)
 
 
+def shared_list(stages):
+    """One block in every stage, and one weight in the first and the last: what Python shares."""
+    block = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    embedding, head = nn.Embedding(VOCABULARY, 6), nn.Linear(6, VOCABULARY)
+    head.weight = embedding.weight
+    parts = [[block] for _ in range(stages)]
+    parts[0].insert(0, embedding)
+    parts[-1].append(head)
+    return [nn.Sequential(*layers) for layers in parts]
+
+
 def network(name, stages):
     """(modules of the stages, ties, share): a list, our Transformer or BERT."""
     torch.manual_seed(0)
+    if name == "shared list":
+        return shared_list(stages), (), None
     if name.startswith("list"):
         modules = [Several(n == 0, n == stages - 1) for n in range(stages)]
         return modules, (), None

@@ -30,6 +30,7 @@ ON_TWO = [
     ("1f1b", "transformer checkpointed"),
     ("zb-h1", "transformer checkpointed"),
     ("zb-h1", "transformer compiled"),
+    *((schedule, "shared list") for schedule in ("1f1b", "zb-h1", "zbv")),
     *(("zbv", f"{name} graphed") for name in ("transformer", "list")),
     *(("1f1b", f"{name} graphed") for name in ("bert", "list")),
 ]
@@ -47,7 +48,11 @@ def test_four_ranks_are_one_process_alone_and_as_two_pipelines_of_two():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "action"), [("1f1b", "1F2"), ("1f1b", "0B1"), ("zb-h1", "1I2"), ("zb-h1", "0W3")]
+    ("schedule", "action"),
+    [
+        *(("1f1b", action) for action in ("1F2", "0B1", "0SEND_F1", "0RECV_B2")),
+        *(("zb-h1", action) for action in ("1I2", "0W3")),
+    ],
 )
 def test_a_rank_that_dies_in_an_action_ends_the_job_with_its_name(schedule, action):
     rank = action[0]
@@ -144,6 +149,10 @@ def mistakes():
         (
             lambda: Pipeline(modules, schedule).step((torch.zeros(6, 2),)),
             "the batch is 6; 4 micro-batches must divide it",
+        ),
+        (
+            lambda: Pipeline(modules, build("1f1b", ranks=2, micro_batches=2 + dist.get_rank())),
+            "the schedule of rank 1 is another one than that of rank 0",
         ),
     ):
         with pytest.raises(ValueError, match=sentence):
@@ -265,14 +274,14 @@ def dies(schedule_name, action):
     schedule = build(schedule_name, ranks=2, micro_batches=4)
     modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
     pipeline = Pipeline(modules, schedule, loss=lambda y: y.square().mean())
-    whole_act = PipelineStep._compute
+    whole_act = PipelineStep.act
 
-    def act(step, now, given):
+    def act(step, now):
         if str(now) == action:
             raise ZeroDivisionError(f"in {action}")
-        return whole_act(step, now, given)
+        whole_act(step, now)
 
-    PipelineStep._compute = act
+    PipelineStep.act = act
     pipeline.step((torch.ones(4, 2),))
 
 
@@ -291,3 +300,78 @@ def test_fused_layers_are_split_too_and_given_back():
     assert [layer.out_features for layer in split.layers] == [8, 2]
     split.close()
     assert [type(layer) for layer in module] == [Fused, Own, nn.Linear]
+
+
+class Sums(nn.Module):
+    """Gradients of sums are one tensor for all that is summed: here of p, q, the input and the layer's
+    output.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.p, self.q = nn.Parameter(torch.ones(2, 4)), nn.Parameter(torch.ones(2, 4))
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x) + x + (self.p + self.q)
+
+
+class Direct(nn.Module):
+    """Its weight is used by its layer and without it; the layer is called by keyword."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(input=x) @ self.layer.weight
+
+
+class Spread(nn.Module):
+    """A gradient without memory of its own for each element."""
+
+    def __init__(self):
+        super().__init__()
+        self.p, self.layer = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x).sum() + self.p.sum()
+
+
+def hooked():
+    layer = nn.Linear(4, 4)
+    layer.weight.register_hook(lambda gradient: 3 * gradient)
+    return layer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Sums, Direct, Spread, hooked, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))],
+)
+def test_a_split_backward_is_autograd_s_whatever_the_module_does_with_its_weights(make):
+    """Two micro-batches whose W wait until both I are done, and their sum by autograd alone."""
+    module = make()
+    batches = [torch.randn(2, 4, requires_grad=True) for _ in range(2)]
+    expected = [torch.zeros_like(p) for p in module.parameters()]
+    for x in batches:
+        found = torch.autograd.grad(module(x).square().sum(), [*module.parameters(), x])
+        x.expected = found[-1].clone()
+        expected = [a + b for a, b in zip(expected, found, strict=False)]
+    with Watch(module) as watch, torch.no_grad():
+        module(batches[0])
+    split = SplitBackward(module, watch.splittable)
+    losses = [module(x).square().sum() for x in batches]
+    parts = [
+        split.input_gradients([loss], [torch.ones(())], [x])
+        for loss, x in zip(losses, batches, strict=True)
+    ]
+    for _, factors in parts:
+        for each in factors:
+            each.accumulate()
+    split.close()
+    for x, ((given,), _) in zip(batches, parts, strict=True):
+        torch.testing.assert_close(given, x.expected)
+    for (name, parameter), gradient in zip(module.named_parameters(), expected, strict=True):
+        torch.testing.assert_close(
+            parameter.grad, gradient, msg=lambda text, name=name: f"{name}: {text}"
+        )

@@ -112,6 +112,20 @@ def test_receives_are_posted_as_many_computations_ahead_as_asked():
     ]
 
 
+def test_work_on_weights_that_a_lowered_schedule_lacks_is_added():
+    """Without its reduction a stage's gradients would stay those of one data rank."""
+    sends = "0F0 0SEND_F0 0RECV_B0 0B0\n1RECV_F0 1F0 1B0 1SEND_B0"
+    assert to_text(check(from_text(sends)).schedule).splitlines() == [
+        "0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD",
+        "1RECV_F0 1F0 1B0 1REDUCE_GRAD 1SEND_B0",
+    ]
+    whole = lower(from_text(sends), sharded=[1])
+    assert to_text(whole).splitlines()[1] == (
+        "1RECV_F0 1UNSHARD 1F0 1B0 1REDUCE_GRAD 1RESHARD 1SEND_B0"
+    )
+    assert lower(whole, sharded=[1]) == whole
+
+
 def test_a_deadlock_is_refused_with_its_cycle():
     with pytest.raises(ScheduleError) as refused:
         check(from_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"))
@@ -140,6 +154,11 @@ def test_a_deadlock_is_refused_with_its_cycle():
         ("0F0 0W0 0I0", "rank 0 runs 0W0 before 0I0"),
         ("0SEND_F0", "rank 0 of 1 has nothing to compute"),
         ("0F0 0SEND_F0 0B0", "nobody needs 0SEND_F0 of rank 0"),
+        ("0F0 0REDUCE_GRAD 0B0", "rank 0 runs 0REDUCE_GRAD before 0B0"),
+        ("0F0 0I0 0REDUCE_GRAD 0W0", "rank 0 runs 0REDUCE_GRAD before 0W0"),
+        ("0F0 0UNSHARD 0B0", "rank 0 runs 0F0 before 0UNSHARD"),
+        ("0UNSHARD 0F0 0RESHARD 0B0", "rank 0 runs 0RESHARD before 0B0"),
+        ("0UNSHARD 0F0 0B0 0RESHARD 0REDUCE_GRAD", "rank 0 runs 0RESHARD before 0REDUCE_GRAD"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(text, sentence):

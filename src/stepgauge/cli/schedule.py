@@ -116,6 +116,7 @@ def simulate_(
 ) -> None:
     """Draw when everything runs, with the bubble of each rank."""
     schedule = load(which, shape)
+    check(schedule)
     times = {"forward": forward, "input": input, "weight": weight, "transfer": transfer}
     weights = _stage_weights(stage_weights, schedule.num_stages)
     durations = Durations.of_stages(schedule.num_stages, **times, host_ms=host, weights=weights)
@@ -148,7 +149,10 @@ def load(which: str, shape: Shape) -> Schedule:
         raise ValueError(
             f"schedule is {which!r}; choose one of {', '.join(SCHEDULES)}, or the path of a file"
         )
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{which} is no text in UTF-8") from None
     if text.lstrip().startswith("{"):
         read = from_json
     else:

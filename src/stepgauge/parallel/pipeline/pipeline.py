@@ -1,8 +1,10 @@
 """Pipeline parallel training: each rank runs its list of a checked schedule, action by action."""
 
+import collections
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +18,18 @@ from stepgauge.parallel.pipeline.graphed import GraphedStage
 from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
 from stepgauge.parallel.pipeline.stage import Meta, Stage
 from stepgauge.parallel.pipeline.step import Batch, PipelineStep, ShardedWeights, on_device
-from stepgauge.parallel.pipeline.tied import Tie, TiedWeights
+from stepgauge.parallel.pipeline.tied import Tie, TiedWeights, with_shared
 from stepgauge.parallel.pipeline.transfers import Transfers, handed, shared_metas
 from stepgauge.runtime.recording import Recorder
-from stepgauge.spec.plan.pipeline import Action, Channel, Schedule, ScheduleError, check, lower
+from stepgauge.spec.plan.pipeline import (
+    Action,
+    Channel,
+    Schedule,
+    ScheduleError,
+    check,
+    lower,
+    to_text,
+)
 from stepgauge.spec.plan.pipeline.lower import AHEAD
 
 TRANSPORTS: Mapping[str, type[Transfers] | type[PeerTransfers]] = {
@@ -43,7 +53,7 @@ class Pipeline:
     share     of targets: what they count in the mean, such as a number of tokens, in all or of each
               sequence, which is one call a step. By default all count alike. A CountedMean counts
               those of other ranks too
-    tied      copies of one weight in several stages
+    tied      copies of one weight in several stages; weights that modules of a list share are tied
     reduce    called with stage and module when its gradients of a step are there: data parallel
     weights   of stages that are sharded, as DataAxis has it: whole from a stage's first action of a
               step to its last, by the schedule's UNSHARD and RESHARD
@@ -56,7 +66,8 @@ class Pipeline:
     recording keeps when each action ran: `spans`
     graphs    records forward and backward of each stage, to be replayed: CudaGraphs(device)
 
-    Raises ValueError for another number of stages or ranks than the schedule's.
+    Raises ValueError for another number of stages or ranks than the schedule's, and for ranks that
+    have different schedules.
     """
 
     def __init__(
@@ -78,19 +89,24 @@ class Pipeline:
         graphs: Recorder | None = None,
     ):
         sharded = schedule.rank_of if weights is not None else ()
-        self.schedule = check(
-            lower(schedule, ahead=ahead, sharded=sharded), ranks=dist.get_world_size(group)
-        ).schedule
+        self.schedule = _agreed(lower(schedule, ahead=ahead, sharded=sharded), group)
         self._weights = weights
         self.rank = dist.get_rank(group)
         self.modules = _own_modules(stages, self.schedule, self.rank)
+        ties = tied if callable(stages) else with_shared(tied, stages)
         self.device = torch.device(device or _device_of(self.modules.values()))
         self._group, self._reduce = group, reduce
         self._mean = CountedMean(share) if callable(share) else share
-        make = functools.partial(self._stage, context=context, loss=loss, graphs=graphs)
+        make = functools.partial(
+            self._stage,
+            context=context,
+            loss=loss,
+            graphs=graphs,
+            whole=_shared_layers(self.modules),
+        )
         self._stages = {number: make(number, module) for number, module in self.modules.items()}
         self._transfers = _transfers(transport, self.schedule, group, self.device)
-        self._tied = TiedWeights(tied, self.modules, self.schedule, group)
+        self._tied = TiedWeights(ties, self.modules, self.schedule, group)
         self._metas: dict[int, list[Meta]] = {}
         self._clock = Clock(self.device) if recording else None
 
@@ -102,6 +118,7 @@ class Pipeline:
         context: Callable[[], contextlib.AbstractContextManager[Any]],
         loss: Callable[..., Tensor] | None,
         graphs: Recorder | None,
+        whole: Collection[nn.Module],
     ) -> Stage | GraphedStage:
         stage = Stage(
             module,
@@ -109,6 +126,7 @@ class Pipeline:
             splits=self.schedule.splits(number),
             loss=loss if number == self.schedule.num_stages - 1 else None,
             recorded=graphs is not None,
+            whole=whole,
         )
         if graphs is None:
             return stage
@@ -312,6 +330,26 @@ def _own_modules(stages: Stages, schedule: Schedule, rank: int) -> dict[int, nn.
         )
     build = stages if callable(stages) else stages.__getitem__
     return {stage: build(stage) for stage in schedule.stages(rank)}
+
+
+def _agreed(schedule: Schedule, group: dist.ProcessGroup | None) -> Schedule:
+    """A lowered schedule that can run. Raises ScheduleError for another, and on all ranks where they
+    have different ones: they would wait for each other.
+    """
+    ranks = dist.get_world_size(group)
+    checked = check(schedule, ranks=ranks).schedule
+    told = [""] * ranks
+    dist.all_gather_object(told, hashlib.sha256(to_text(checked).encode()).hexdigest(), group)
+    for rank, other in enumerate(told):
+        if other != told[0]:
+            raise ScheduleError(f"the schedule of rank {rank} is another one than that of rank 0")
+    return checked
+
+
+def _shared_layers(modules: Mapping[int, nn.Module]) -> set[nn.Module]:
+    """Those that are in several stages of this rank."""
+    stages = collections.Counter(each for module in modules.values() for each in module.modules())
+    return {layer for layer, number in stages.items() if number > 1}
 
 
 def _transfers(

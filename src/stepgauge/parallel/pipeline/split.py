@@ -15,16 +15,21 @@ the graph's inside and finds one node in a compiled block, which it cannot split
 autograd.grad twice, once for inputs and once for weights, costs every backward product twice.
 
 What is not a linear layer (norms, embeddings, biases outside of linear layers, a weight that is
-used without its layer or more than once in a forward) gets its gradient in I: cheap, or rare.
+used without its layer, that has a hook, or whose layer runs more than once in a forward) gets its
+gradient in I: cheap, or rare.
 """
 
+import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from stepgauge.parallel.parameter_hooks import hooks_before
 
 Shape = tuple[torch.Size, torch.dtype]
 
@@ -51,13 +56,13 @@ class SplitLinear(nn.Linear):
     x_slot: Tensor
     dy_slot: Tensor
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # by its name in nn.Linear
         if not torch.is_grad_enabled():
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(input, self.weight, self.bias)
         dtype = self.dy_slot.dtype  # of the computation, which autocast may have chosen
         bias = None if self.bias is None else self.bias.detach().to(dtype)
         return _LinearWithoutWeight.apply(
-            x.to(dtype), self.weight.detach().to(dtype), bias, self.x_slot, self.dy_slot
+            input.to(dtype), self.weight.detach().to(dtype), bias, self.x_slot, self.dy_slot
         )
 
 
@@ -98,21 +103,31 @@ def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def is_linear(layer: nn.Module) -> bool:
-    """Whether it computes what nn.Linear does: one, or a subclass that adds nothing to forward."""
+    """Whether it computes what nn.Linear does, of a weight that is its parameter: one, or a subclass
+    that adds nothing to forward.
+    """
     own = type(layer).forward in (nn.Linear.forward, SplitLinear.forward)
-    return isinstance(layer, nn.Linear) and own
+    names = (name for name, _ in layer.named_parameters(recurse=False))
+    return isinstance(layer, nn.Linear) and own and "weight" in names
 
 
 class Watch:
-    """While it is open: what each linear layer of a module is called with, in one forward."""
+    """While it is open: what each linear layer of a module is called with, in one forward.
 
-    def __init__(self, module: nn.Module):
+    besides  layers that are left as they are
+    """
+
+    def __init__(self, module: nn.Module, besides: Collection[nn.Module] = ()):
         self.calls: dict[nn.Linear, list[tuple[Shape, Shape]]] = {}
-        layers = [layer for layer in module.modules() if is_linear(layer)]
-        self._hooks = [layer.register_forward_hook(self._called) for layer in layers]
+        layers = [each for each in module.modules() if is_linear(each) and each not in besides]
+        self._hooks = [
+            layer.register_forward_hook(self._called, with_kwargs=True) for layer in layers
+        ]
 
-    def _called(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        (x,) = inputs
+    def _called(
+        self, layer: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor
+    ) -> None:
+        (x,) = (*inputs, *named.values())
         assert isinstance(layer, nn.Linear)
         self.calls.setdefault(layer, []).append(((x.shape, x.dtype), (output.shape, output.dtype)))
 
@@ -126,13 +141,15 @@ class Watch:
     @property
     def splittable(self) -> dict[nn.Linear, tuple[torch.Size, Shape]]:
         """The shape of the input, and shape and type of the output, of the layers whose weight
-        gradient can wait: they are called once, and their weight is theirs alone and trained.
+        gradient can wait: they are called once, and their weight is trained, with no hook that
+        wants its gradient.
         """
-        users = [id(layer.weight) for layer in self.calls]
         return {
             layer: (calls[0][0][0], calls[0][1])
             for layer, calls in self.calls.items()
-            if len(calls) == 1 and users.count(id(layer.weight)) == 1 and layer.weight.requires_grad
+            if len(calls) == 1
+            and layer.weight.requires_grad
+            and not any(map(hooks_before, layer.parameters(recurse=False)))
         }
 
 
@@ -157,8 +174,8 @@ class SplitBackward:
             )
             layer.x_slot.requires_grad_()
             layer.dy_slot.requires_grad_()
-        later = {id(p) for layer in self.layers for p in layer.parameters(recurse=False)}
-        self.others = [p for p in module.parameters() if p.requires_grad and id(p) not in later]
+        # also weights of these layers: whatever uses one without its layer adds to its gradient
+        self._trained = [p for p in module.parameters() if p.requires_grad]
 
     def close(self) -> None:
         for layer, before in zip(self.layers, self._classes, strict=True):
@@ -168,36 +185,57 @@ class SplitBackward:
     def input_gradients(
         self, outputs: Sequence[Any], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
     ) -> tuple[list[Tensor | None], list[Factors]]:
-        """I: the gradients of the inputs, and what W needs. Adds those of all other parameters.
+        """I: the gradients of the inputs, and what W needs. Adds all other gradients of parameters.
 
         outputs  tensors or gradient edges; frees the graph behind them
         """
         slots = [slot for layer in self.layers for slot in (layer.x_slot, layer.dy_slot)]
-        wanted = [*inputs, *self.others, *slots]
+        wanted = [*inputs, *self._trained, *slots]
         if not wanted or not outputs:
             return [None] * len(inputs), []
         found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
-        after = len(inputs) + len(self.others)
-        _add_all(self.others, found[len(inputs) : after])
-        pairs = _pairs(found[after:])
+        after = len(inputs) + len(self._trained)
+        given, own, of_slots = found[: len(inputs)], found[len(inputs) : after], found[after:]
+        _add_all(self._trained, own, others=[*gradients, *given, *of_slots])
+        pairs = zip(of_slots[::2], of_slots[1::2], strict=True)
         factors = [Factors(layer, x, dy) for layer, (x, dy) in zip(self.layers, pairs, strict=True)]
-        return list(found[: len(inputs)]), factors
+        return list(given), factors
 
 
-def _pairs(values: Sequence[Tensor | None]) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-    return zip(values[::2], values[1::2], strict=True)
-
-
-def _add_all(parameters: Sequence[nn.Parameter], gradients: Iterable[Tensor | None]) -> None:
-    """Adds gradients to parameters', those that are there already in one call."""
-    sums, terms = [], []
+def _add_all(
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[Tensor | None],
+    *,
+    others: Sequence[Tensor | None],
+) -> None:
+    """Adds gradients to parameters', those that are there already in one call. A first one becomes
+    `.grad` itself, as autograd has it: unless its memory is another one's too, for of what is summed
+    all terms have one gradient, or is laid out in another way than the parameter's.
+    """
+    sums, terms, first = [], [], []
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None:
             continue
         if parameter.grad is None:
-            parameter.grad = gradient
+            first.append((parameter, gradient))
         else:
             sums.append(parameter.grad)
             terms.append(gradient)
     if sums:
         torch._foreach_add_(sums, terms)
+    if first:
+        users = collections.Counter(
+            _memory(each) for each in (*gradients, *others) if each is not None
+        )
+        for parameter, gradient in first:
+            dense = gradient.layout is torch.strided
+            alike = not dense or gradient.stride() == parameter.stride()
+            alone = users[_memory(gradient)] == 1
+            parameter.grad = (
+                gradient if alike and alone else torch.empty_like(parameter).copy_(gradient)
+            )
+
+
+def _memory(tensor: Tensor) -> int:
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own.untyped_storage().data_ptr() if own.layout is torch.strided else id(tensor)

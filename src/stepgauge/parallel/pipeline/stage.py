@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +53,7 @@ class Stage:
              takes the targets too
     recorded whether it is run by a GraphedStage: gradients of weights are asked for and added, for
              autograd's own accumulation cannot be recorded
+    whole    layers whose backward stays in one part: other stages run them too
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class Stage:
         splits: bool,
         loss: Callable[..., Tensor] | None = None,
         recorded: bool = False,
+        whole: Collection[nn.Module] = (),
     ):
         self.module, self._context, self.splits, self._loss = module, context, splits, loss
-        self._recorded = recorded
+        self._recorded, self._whole = recorded, whole
         self._kept: dict[int, Kept] = {}
         self._split: SplitBackward | None = None
 
@@ -83,7 +85,7 @@ class Stage:
             trial(self.module, example),
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
-            Watch(self.module) as watch,
+            Watch(self.module, besides=self._whole) as watch,
             self._context(),
         ):
             outputs = self._call(example, targets)

@@ -93,6 +93,23 @@ class TiedWeights:
         }
 
 
+def with_shared(ties: Sequence[Tie], modules: Sequence[nn.Module]) -> list[Tie]:
+    """The ties, and those of parameters that several of the modules share: each rank has a copy of
+    them. Raises ValueError for a parameter that is not there.
+    """
+    places: dict[int, list[tuple[int, str]]] = {}
+    for stage, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            places.setdefault(id(parameter), []).append((stage, name))
+    found: list[Tie] = []
+    for tie in ties:
+        stages = {stage for stage, _ in tie}
+        copies = {id(_parameter(modules[stage], name)) for stage, name in tie}
+        shared = [place for copy in copies for place in places.pop(copy, [])]
+        found.append([*tie, *(place for place in shared if place[0] not in stages)])
+    return [*found, *(copies for copies in places.values() if len(copies) > 1)]
+
+
 def _own(tensor: Tensor) -> Tensor:
     """What this rank has of it: all, or a shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -2,8 +2,9 @@
 
 A schedule that fails is refused with the actions that prove it. What is checked, in this order:
 each stage runs each micro-batch forward and backward once; in an order of a rank that makes sense;
-everything that is read is sent and received once, before it is read; no action waits for itself
-through others (deadlock); the memory bound holds.
+its weights are whole while it runs, and its gradients there when they are reduced; everything that
+is read is sent and received once, before it is read; no action waits for itself through others
+(deadlock); the memory bound holds.
 """
 
 import collections
@@ -15,7 +16,10 @@ from stepgauge.spec.plan.pipeline.action import (
     FORWARD,
     INPUT,
     RECEIVES,
+    REDUCE,
+    RESHARD,
     SENDS,
+    UNSHARD,
     WEIGHT,
     Action,
     Schedule,
@@ -70,6 +74,7 @@ def check(
     _each_once(schedule)
     _order_on_ranks(schedule)
     lowered = lower(schedule)
+    _work_on_weights(lowered)
     _communication(lowered)
     _no_deadlock(lowered)
     found = _memory(lowered, held or {})
@@ -117,6 +122,20 @@ def _order_on_ranks(schedule: Schedule) -> None:
             first = Action(stage, earlier, micro_batch) if earlier else action
             if place[first] > place[action]:
                 raise ScheduleError(f"rank {rank} runs {action} before {first}", (action, first))
+
+
+def _work_on_weights(schedule: Schedule) -> None:
+    """UNSHARD before a stage's first action, REDUCE_GRAD after its last gradient, RESHARD after all."""
+    for rank, row in enumerate(schedule.ranks):
+        place = {action: number for number, action in enumerate(row)}
+        for stage in schedule.stages(rank):
+            own = [action for action in row if action.stage == stage and action.is_compute]
+            graded = [action for action in own if action.kind in (BACKWARD, WEIGHT)]
+            unshard, reduce, reshard = (Action(stage, kind) for kind in (UNSHARD, REDUCE, RESHARD))
+            order = ((unshard, own[0]), (graded[-1], reduce), (own[-1], reshard), (reduce, reshard))
+            for first, later in order:
+                if {first, later} <= place.keys() and place[first] > place[later]:
+                    raise ScheduleError(f"rank {rank} runs {later} before {first}", (later, first))
 
 
 def _communication(schedule: Schedule) -> None:

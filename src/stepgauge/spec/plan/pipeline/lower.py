@@ -29,7 +29,7 @@ AHEAD = 1
 
 
 def lower(schedule: Schedule, *, ahead: int = AHEAD, sharded: Collection[int] = ()) -> Schedule:
-    """The schedule with all that a runtime does; one that is lowered already is left as it is.
+    """The schedule with all that a runtime does; where it has sends and receives they stay.
 
     ahead    computations between a receive and the one that needs it
     sharded  stages whose weights are gathered before their first action and dropped after their
@@ -40,12 +40,11 @@ def lower(schedule: Schedule, *, ahead: int = AHEAD, sharded: Collection[int] = 
     """
     if ahead < 0:
         raise ValueError(f"ahead is {ahead}; it must be at least 0")
-    if schedule.is_lowered:
-        return schedule
     rows = [with_stage_work(row, sharded) for row in schedule.ranks]
-    rows = [with_sends(schedule, row) for row in rows]
-    order = sent_order(rows)
-    rows = [place_receives(row, receives(schedule, row), order, ahead) for row in rows]
+    if not schedule.is_lowered:
+        rows = [with_sends(schedule, row) for row in rows]
+        order = sent_order(rows)
+        rows = [place_receives(row, receives(schedule, row), order, ahead) for row in rows]
     return dataclasses.replace(schedule, ranks=tuple(map(tuple, rows)))
 
 
@@ -111,7 +110,7 @@ def place_receives(
 
 def with_stage_work(row: Sequence[Action], sharded: Collection[int]) -> list[Action]:
     """Gradients of a stage are reduced after its last W or B; a sharded stage is whole from its
-    first action to its last.
+    first action to its last. What of this is there stays where it is.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -119,17 +118,19 @@ def with_stage_work(row: Sequence[Action], sharded: Collection[int]) -> list[Act
     for place, action in enumerate(row):
         if action.is_compute:
             first.setdefault(action.stage, place)
+        if action.is_compute or action.kind == REDUCE:
             last[action.stage] = place
-            if action.kind in (BACKWARD, WEIGHT):
-                graded[action.stage] = place
-    lowered = []
+        if action.kind in (BACKWARD, WEIGHT):
+            graded[action.stage] = place
+    there, lowered = set(row), []
     for place, action in enumerate(row):
         stage = action.stage
-        if stage in sharded and first[stage] == place:
-            lowered.append(Action(stage, UNSHARD))
+        unshard, reduce, reshard = (Action(stage, kind) for kind in (UNSHARD, REDUCE, RESHARD))
+        if stage in sharded and first[stage] == place and unshard not in there:
+            lowered.append(unshard)
         lowered.append(action)
-        if graded.get(stage) == place:
-            lowered.append(Action(stage, REDUCE))
-        if stage in sharded and last[stage] == place:
-            lowered.append(Action(stage, RESHARD))
+        if graded.get(stage) == place and reduce not in there:
+            lowered.append(reduce)
+        if stage in sharded and last[stage] == place and reshard not in there:
+            lowered.append(reshard)
     return lowered

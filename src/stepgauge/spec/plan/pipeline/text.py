@@ -15,7 +15,7 @@ from stepgauge.spec.plan.pipeline.action import KINDS, OF_STAGES, Action, Schedu
 
 # longest first: I is a kind, and so would be the W of a longer name
 _KINDS = "|".join(sorted(KINDS, key=len, reverse=True))
-_ACTION = re.compile(rf"(\d+)({_KINDS})(\d*)")
+_ACTION = re.compile(rf"([0-9]+)({_KINDS})([0-9]*)")
 # torch runs a forward and a backward "overlapped" in one cell: (0F3;7B0)OVERLAP_F_B
 _TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
 
