@@ -57,6 +57,13 @@ def test_what_cannot_be_planned_is_told(stepgauge, arguments, said):
     assert status == 2 and said in err
 
 
+def test_why_no_layout_that_fits_is_predicted_is_told(stepgauge):
+    asked = ("plan", "--size", "small", "--gpus", "7", "--global-batch", "8", "--hardware")
+    status, _, err = stepgauge(*asked, HARDWARE / "h100-sxm.json")
+    assert status == 2 and "layouts that fit can be predicted; the first: " in err
+    assert "h100-sxm has no send_recv; stepgauge calibrate --ranks 2" in err
+
+
 def test_a_machine_without_operations_or_a_base(stepgauge):
     status, _, err = stepgauge("plan", *SMALL, "--hardware", HARDWARE / "h200-nvlink.json")
     assert status == 2 and "has links alone" in err

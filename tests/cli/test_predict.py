@@ -52,6 +52,18 @@ def test_what_is_not_predicted_is_told(stepgauge, arguments, said):
     assert said in err
 
 
+def test_what_does_not_fit_its_device_is_told(stepgauge):
+    asked = ("predict", "--size", "10b", "--context", "4096", "--precision", "bf16", "--batch", "32",
+             "--hardware", H100.with_name("dgx-h100.json"), "--format", "json")  # fmt: skip
+    status, out, err = stepgauge(*asked, "--layout", "none", "dp16", "dp8 zero3 tp4 overlap")
+    assert status == 0, err
+    alone, dp16, fits = json.loads(out)
+    for row in (alone, dp16):
+        needs = sum(nbytes for _, nbytes, _ in row["tables"]["memory"][1:]) / 2**30
+        assert f"does not fit: a rank needs {needs:.1f} GiB, its device has 78.5" in row["note"]
+    assert "does not fit" not in fits["note"]
+
+
 @pytest.fixture
 def linked(tmp_path):
     """The H100's operations and the H200's links in one file."""

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgauge.cost.layout import predict_layout
+from stepgauge.cost.outcome import exposed_ms
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.network import Axis, Network, axes_of
 from stepgauge.cost.pipeline import predict_pipeline
@@ -153,6 +154,11 @@ def test_sharded_weights_are_gathered_in_each_pass():
     }
     assert exposed["zero3", 3] > 2.5 * exposed["zero3", 1]
     assert exposed["bucketed", 3] == pytest.approx(exposed["bucketed", 1], rel=0.02)
+
+
+def test_what_an_axis_sends_costs_no_less_than_nothing():
+    assert exposed_ms(7.0, 5.0) == 2.0
+    assert exposed_ms(5.0, 7.0) == exposed_ms(5.0, 5.0 + 1e-12) == 0.0
 
 
 @pytest.mark.parametrize("layout", ["dp2 zero2", "tp2", "pp2 1f1b m16", "pp2 zbv m16 dp2"])

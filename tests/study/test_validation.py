@@ -10,7 +10,7 @@ from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 from stepgauge.study import validation
 from stepgauge.study.experiment import Machine
-from stepgauge.validate.before import BEFORE
+from stepgauge.spec.predictions import BEFORE
 
 CPU = Machine(device="cpu", name="Test CPU", bytes=24 * 2**30, has_compiler=True)
 AXES = {"matmul": "mnk", "rmsnorm": "mn", "attention": "htd", "cross-entropy": "mv",

@@ -4,12 +4,14 @@ import dataclasses
 
 import pytest
 
+from stepgauge.report.views import record_table
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.predictions import AFTER, BEFORE
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
-from stepgauge.validate.before import AFTER, BEFORE, predict_before
+from stepgauge.validate.before import predict_before
 
 BOX = HardwareFile(name="box")
 
@@ -76,3 +78,15 @@ def test_a_prediction_that_came_late_says_so(tmp_path, takes):
     failed = dataclasses.replace(row(spec(batch=2), 5.0, "measured"), status="failed")
     store.append(failed)  # runs again
     assert predict_before([spec(batch=2)], BOX, store).records[0].note == BEFORE
+
+
+def test_what_a_prediction_says_of_itself_stands_beside_the_row(tmp_path, monkeypatch):
+    """A file calibrated beside other work is off by a multiple: without it the predictor would be."""
+    busy = "the hardware file box was calibrated beside other work"
+    made = dataclasses.replace(row(spec(), 7.0, "modelled"), note=busy)
+    monkeypatch.setattr("stepgauge.validate.before.predicted", lambda asked, hardware: made)
+    (kept,) = predict_before([spec()], BOX, RunStore(tmp_path)).records
+    assert kept.note == f"{BEFORE}; {busy}"
+    late = dataclasses.replace(row(spec(), 5.0, "measured"), note="its own")
+    table = record_table([kept, late])
+    assert table.rows[0][list(table.columns).index("remark")] == f"{busy}; its own"

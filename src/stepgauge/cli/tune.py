@@ -15,7 +15,7 @@ from stepgauge.cli.rows import Device, Fresh, Out, checked_jobs, resolve_devices
 from stepgauge.cost.planner import device_bytes
 from stepgauge.cost.traced import has_formulas
 from stepgauge.spec.data_parallel import DataParallelSpec
-from stepgauge.spec.hardware import NOT_FOR_PROGRAMS, HardwareFile
+from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
@@ -120,11 +120,7 @@ def _predicted(hardware: HardwareFile | None, spec: Any) -> Record | None:
         found = predicted(spec, hardware, shortened=True)
     except ValueError:
         return None
-    known = hardware.peaks
-    if (
-        known
-        and known.memory_gb
-        and device_bytes(found) > known.memory_gb * 2**30 - NOT_FOR_PROGRAMS
-    ):
+    has = hardware.peaks.program_bytes if hardware.peaks else 0
+    if has and device_bytes(found) > has:
         return dataclasses.replace(found, status="oom")
     return found

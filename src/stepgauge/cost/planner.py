@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,7 +11,6 @@ from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.priced import require_priced
 from stepgauge.cost.screen import Candidate, Screen, Screened, candidates
-from stepgauge.spec.hardware import NOT_FOR_PROGRAMS
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.planning import PlanSpec
@@ -57,20 +57,17 @@ def plan(spec: PlanSpec, machine: Machine, *, top: int = 10) -> Plan:
             f"{limit / 2**30:.1f}; add GPUs, or shorten the context"
         )
     fitting.sort(key=lambda one: one.step_us)
-    rows: list[Record] = []
-    for one in fitting:
-        if len(rows) == max(FINALISTS * top, LEAST_FINALISTS):
-            break
-        if (record := _simulated(one.candidate, spec, machine)) is not None:
-            rows.append(record)
-    rows = [row for row in rows if device_bytes(row) <= limit]
+    refused: list[str] = []
+    simulate = functools.partial(_simulated, spec=spec, machine=machine, refused=refused)
+    possible = filter(None, (simulate(one.candidate) for one in fitting))
+    rows = list(itertools.islice(possible, max(FINALISTS * top, LEAST_FINALISTS)))
     if not rows:
         raise ValueError(
-            f"none of the {len(fitting)} layouts that fit can be run with compile {spec.compile!r}, "
-            f"precision {spec.precision!r} and this network; choose others"
+            f"none of the {len(fitting)} layouts that fit can be predicted; the first: {refused[0]}"
         )
-    rows.sort(key=_step_ms)
-    simulate = functools.partial(_simulated, spec=spec, machine=machine)
+    if not (holding := [row for row in rows if device_bytes(row) <= limit]):
+        raise ValueError(f"nothing fits: {rows[0].spec['layout']} {rows[0].note}")
+    rows = sorted(holding, key=_step_ms)
     fastest = {
         "wrapper": _fastest_by(lambda c: c.layout.wrapper, rows, fitting, simulate),
         "checkpointing": _fastest_by(lambda c: c.checkpointing, rows, fitting, simulate),
@@ -90,7 +87,7 @@ def memory_limit(machine: Machine) -> int:
         raise ValueError(
             f"the memory of {machine.hardware.device!r} is not known; give the hardware file peaks"
         )
-    return peaks.memory_gb * 2**30 - NOT_FOR_PROGRAMS
+    return peaks.program_bytes
 
 
 def device_bytes(row: Record) -> float:
@@ -108,12 +105,17 @@ def layout_spec(candidate: Candidate, spec: PlanSpec) -> LayoutSpec:
     )  # fmt: skip
 
 
-def _simulated(candidate: Candidate, spec: PlanSpec, machine: Machine) -> Record | None:
-    """The modelled record with what a run comes to; None for what the runtime refuses."""
+def _simulated(
+    candidate: Candidate, spec: PlanSpec, machine: Machine, refused: list[str]
+) -> Record | None:
+    """The modelled record with what a run comes to; None for what the runtime refuses or nobody
+    has calibrated, whose reason is then `refused`.
+    """
     try:
         asked = layout_spec(candidate, spec)
         record = predict_layout(asked, machine, shortened=True)
-    except ValueError:
+    except ValueError as error:
+        refused.append(str(error))
         return None
     step_ms = record.metrics["step_ms"].median
     more = {"spread": Sample.exact(spread(record), "fraction of the step")}

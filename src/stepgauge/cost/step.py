@@ -67,6 +67,7 @@ def modelled(
     if memory is not None and not spec.device.startswith("cpu"):
         metrics = {**metrics, "peak_bytes": Sample.exact(round(memory.peak_bytes), "bytes")}
         tables["memory"] = memory.rows()
+        note = "; ".join(filter(None, [note, lacking(memory, machine)]))
     return Record(
         kind=spec.kind,
         spec=dataclasses.asdict(spec),
@@ -76,6 +77,16 @@ def modelled(
         provenance="modelled",
         note="; ".join(filter(None, [note, machine.disturbance])),
     )
+
+
+def lacking(memory: Memory, machine: Machine) -> str:
+    """That a rank needs more than its device has, a clause; "" where it fits or nobody knows."""
+    peaks = machine.hardware.peaks
+    has = peaks.program_bytes if peaks else 0
+    if not has or memory.device_bytes <= has:
+        return ""
+    needs = memory.device_bytes / 2**30
+    return f"does not fit: a rank needs {needs:.1f} GiB, its device has {has / 2**30:.1f}"
 
 
 def rates(

@@ -26,7 +26,7 @@ def plan_table(rows: Sequence[Record], caption: str) -> Table:
         names=2,
         caption=", ".join([caption, *(f"{name} {value}" for name, value in alike.items())]),
         hidden=frozenset({*alike, *empty}),
-        formats={"MFU": ".3f", "± %": ".0f"},
+        formats={"± %": ".0f"},
     )
 
 
@@ -42,7 +42,7 @@ def _cells(place: int, row: Record) -> dict[str, Any]:
         "checkpointing": None if is_user else row.spec["checkpointing"],
         "step ms": row.median("step_ms"),
         "± %": _percent(row.median("spread")),
-        "MFU": row.median("mfu"),
+        "MFU %": _percent(row.median("mfu")),
         "peak GiB": None if peak is None else peak / GIB,
         **(
             {"days": row.median("days"), "GPU-hours": row.median("gpu_hours")}

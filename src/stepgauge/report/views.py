@@ -8,7 +8,7 @@ from stepgauge.report.names import flatten, shared, varying
 from stepgauge.report.numbers import Doubtful, heading, scaled, whole
 from stepgauge.report.table import Range, Table
 from stepgauge.spec.fallbacks import fallbacks
-from stepgauge.spec.predictions import STEP, Row, steps_beside
+from stepgauge.spec.predictions import STEP, Row, caveat, steps_beside
 from stepgauge.spec.record import Record, Sample
 
 STATISTICS = ("median", "range", "p10", "p90", "mean", "std", "n")
@@ -38,7 +38,7 @@ def record_table(
     alike = shared(records)
     fields = list(dict.fromkeys([*first, *varying(records), *alike.fields]))
     figures = _figures(records, statistics)
-    remarks = [remark(record) for record in records]
+    remarks = ["; ".join(filter(None, (caveat(r.prediction), remark(r.record)))) for r in pairs]
     provenances = [record.provenance for record in records]
     predictions = _predictions(pairs)
     extra = {"provenance": provenances} if len(set(provenances)) > 1 else {}

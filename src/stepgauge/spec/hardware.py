@@ -49,6 +49,11 @@ class Peaks:
     def of(self, precision: str) -> float | None:
         return self.flops.get(MATMUL_TYPE[precision])
 
+    @property
+    def program_bytes(self) -> int:
+        """Of a device for a process and its CUDA context; 0 where its memory is not known."""
+        return self.memory_gb * 2**30 - NOT_FOR_PROGRAMS if self.memory_gb else 0
+
 
 def _nvidia(
     fp32: float,

@@ -7,6 +7,7 @@ from stepgauge.spec.record import Record
 
 OLD = "predicted_"
 STEP = "step_ms"
+BEFORE, AFTER = "predicted before it was measured", "predicted after it was measured"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +27,13 @@ class Row:
         predicted = self.prediction.median(metric) if self.prediction else None
         measured = self.record.median(metric) if self.record.provenance == "measured" else None
         return predicted / measured - 1 if predicted and measured else None
+
+
+def caveat(prediction: Record | None) -> str:
+    """What is to be known of a prediction that stands beside a measurement, beyond that it was made
+    in time; or "".
+    """
+    return prediction.note.removeprefix(BEFORE).lstrip("; ") if prediction else ""
 
 
 def paired(records: Sequence[Record]) -> list[Row]:

@@ -20,13 +20,13 @@ from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.hardware_files import file_of
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.predictions import BEFORE
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 from stepgauge.study import collectives
 from stepgauge.study.experiment import Experiment, Machine
 from stepgauge.study.sizes import step_spec
 from stepgauge.validate import views
-from stepgauge.validate.before import BEFORE
 from stepgauge.validate.errors import sentence
 from stepgauge.validate.predicted import predicted
 

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from stepgauge.spec.hardware import HardwareFile
-from stepgauge.spec.predictions import is_for
+from stepgauge.spec.predictions import AFTER, BEFORE, is_for
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 from stepgauge.validate.predicted import predicted
-
-BEFORE, AFTER = "predicted before it was measured", "predicted after it was measured"
 
 
 class Predictions(NamedTuple):
@@ -63,7 +61,7 @@ def predict_held(
         is_done = measured is not None and measured.status != "failed" and not fresh
         before = _last(known, "modelled", record)
         if before is None or not is_done:
-            note = "; ".join(filter(None, (AFTER if is_done else BEFORE, miss)))
+            note = "; ".join(filter(None, (AFTER if is_done else BEFORE, miss, record.note)))
             before = dataclasses.replace(record, note=note)
             store.append(before)
         num_outdated += before.metrics != record.metrics

@@ -9,9 +9,8 @@ from stepgauge.report.names import labels
 from stepgauge.report.page import Block, Plot, Section
 from stepgauge.report.table import Table
 from stepgauge.report.views import remark
-from stepgauge.spec.predictions import STEP
+from stepgauge.spec.predictions import STEP, caveat
 from stepgauge.spec.record import Record
-from stepgauge.validate.before import BEFORE
 from stepgauge.validate.errors import TERMS, Errors, errors, groups, ranks_of, sentence
 
 QUESTION = "How far is what was predicted from what was measured?"
@@ -54,9 +53,7 @@ def _times(each: Errors) -> list[float | None]:
 
 def _remark(each: Errors) -> str:
     """What the prediction's note says beyond that it was made in time, and what spoils the row."""
-    assert each.row.prediction is not None
-    note = each.row.prediction.note.removeprefix(BEFORE).lstrip("; ")
-    return "; ".join(filter(None, (note, remark(each.row.record))))
+    return "; ".join(filter(None, (caveat(each.row.prediction), remark(each.row.record))))
 
 
 def group_table(records: Sequence[Record]) -> Table:
