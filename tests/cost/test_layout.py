@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgauge.cost.layout import predict_layout
-from stepgauge.cost.outcome import exposed_ms
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.network import Axis, Network, axes_of
+from stepgauge.cost.outcome import exposed_ms
 from stepgauge.cost.pipeline import predict_pipeline
 from stepgauge.cost.prices import LEAST_EXPOSED_US
 from stepgauge.cost.step import predict

@@ -6,11 +6,11 @@ import torch
 
 from stepgauge.measure.environment import environment
 from stepgauge.spec.calibration import CalibrationSpec
+from stepgauge.spec.predictions import BEFORE
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 from stepgauge.study import validation
 from stepgauge.study.experiment import Machine
-from stepgauge.spec.predictions import BEFORE
 
 CPU = Machine(device="cpu", name="Test CPU", bytes=24 * 2**30, has_compiler=True)
 AXES = {"matmul": "mnk", "rmsnorm": "mn", "attention": "htd", "cross-entropy": "mv",

@@ -67,7 +67,7 @@ def modelled(
     if memory is not None and not spec.device.startswith("cpu"):
         metrics = {**metrics, "peak_bytes": Sample.exact(round(memory.peak_bytes), "bytes")}
         tables["memory"] = memory.rows()
-        note = "; ".join(filter(None, [note, lacking(memory, machine)]))
+        note = "; ".join(filter(None, [lacking(memory, machine), note]))
     return Record(
         kind=spec.kind,
         spec=dataclasses.asdict(spec),
