@@ -43,9 +43,21 @@ def turned_reference(x): return torch.complex(x, x)
 def complex_product(x): return torch.complex(x, x) * (1 + 3e-7)
 def complex_product_reference(x): return torch.complex(x, x)
 
+def thinned(x): return (x * torch.eye(1000)).to_sparse()
+def thinned_reference(x): return torch.eye(1000).to_sparse()
+def of_sparse(x): return torch.sparse.mm(x, torch.ones(1000, 2))
+def of_sparse_inputs(device): return (torch.eye(1000).to_sparse(),)
+
 def number(x): return 3
 number_inputs = lambda device: (1.0,)
 number_flops = 10
+
+def less(x): return x
+less_bytes = -5
+def unknown(x): return x
+unknown_flops = float("nan")
+def told(x): return x
+told_bytes = lambda x: "many"
 
 def nothing(x): x.sum()
 def nothing_reference(x): x.sum()
@@ -100,6 +112,18 @@ def test_an_infinity_is_right_where_the_references_is_the_same(measured, name, i
 @pytest.mark.parametrize("name, is_right", [("complex_product", True), ("turned", False)])
 def test_imaginary_parts_are_compared(measured, name, is_right):
     assert (measured(name).status == "ok") is is_right
+
+
+def test_sparse_tensors_count_their_indices_and_values(measured):
+    sparse = 1000 * (2 * 8 + 4)
+    assert measured("thinned").median("bytes") == 1000 * 4 + sparse
+    assert measured("of_sparse").median("bytes") == sparse + 2000 * 4
+
+
+@pytest.mark.parametrize("name", ["less", "unknown", "told"])
+def test_a_count_that_is_no_number_is_refused(measured, name):
+    with pytest.raises(ValueError, match=f"{name}_.* it must be a number of at least 0"):
+        measured(name)
 
 
 def test_flops_without_a_byte_are_below_the_matrix_rate_alone(measured):

@@ -165,8 +165,10 @@ def test_a_model_of_ones_own(tmp_path):
     own = tmp_path / "mine.py"
     own.write_text(
         "import torch\n"
+        "from torch import nn\n"
         "def make():\n"
-        "    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)), (torch.randn(4, 8),)\n"
+        "    scripted = torch.jit.script(nn.Sequential(nn.ReLU()))  # takes no hooks\n"
+        "    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), scripted), (torch.randn(4, 8),)\n"
     )
     record = run(dataclasses.replace(nano(), model=UserModel.read(f"{own}:make")), folder=tmp_path)
     assert {c.range for c in read(record, tmp_path).cells if c.phase == "backward"} >= {

@@ -5,7 +5,8 @@ from stepgauge.measure.dtypes import accumulation, probe
 
 
 def test_types_under_autocast_are_told_where_they_change():
-    module = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    scripted = torch.jit.script(nn.Sequential(nn.ReLU()))  # takes no hooks
+    module = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2), scripted)
 
     def forward():
         with torch.autocast("cpu", torch.bfloat16):

@@ -18,6 +18,7 @@ from stepgauge.measure.ceilings import ceilings
 from stepgauge.measure.environment import environment
 from stepgauge.measure.interleaved import time_interleaved
 from stepgauge.measure.launches import Launched, launches
+from stepgauge.measure.memory.storage_tracker import dense_parts
 from stepgauge.spec.op import OpSpec
 from stepgauge.spec.record import Record, Sample
 
@@ -119,7 +120,12 @@ def _outcome(
 
 
 def _same(new: torch.Tensor, old: torch.Tensor) -> bool:
+    new, old = _dense(new), _dense(old)
     return bool(((new == old) | ((new != new) & (old != old))).all())  # NaN is NaN
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def _record(
@@ -152,7 +158,7 @@ def _check(
     longest_sum = max((side for t in tensors(user.inputs) for side in t.shape), default=1)
     limit = asked or max(tolerance(t.dtype, longest_sum) for t in ours.given)
     pairs = zip(ours.given, right.given, strict=True)
-    error = largest(relative_error(a, b) for a, b in pairs)
+    error = largest(relative_error(_dense(a), _dense(b)) for a, b in pairs)
     return error, "" if error <= limit else WRONG.format(error, limit)
 
 
@@ -202,4 +208,5 @@ def _counted_flops(user: UserFunction) -> int:
 
 def _num_bytes(values: Any) -> int:
     """Of the distinct tensors, each moved once."""
-    return sum({t.data_ptr(): t.nbytes for t in tensors(values)}.values())
+    parts = (part for tensor in tensors(values) for part in dense_parts(tensor))
+    return sum({part.data_ptr(): part.nbytes for part in parts}.values())

@@ -9,6 +9,7 @@ FILE.cu binds NAME with PYBIND11_MODULE; the rest stands in a FILE.py of the sam
 
 import dataclasses
 import inspect
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -132,8 +133,9 @@ def _number(given: Mapping[str, Any], name: str, inputs: tuple[Any, ...]) -> flo
     value = given.get(name)
     if callable(value):
         value = value(*inputs)
-    if value is not None and not isinstance(value, int | float):
-        raise ValueError(
-            f"{name} is {value!r}; it must be a number, or a function of the inputs that gives one"
-        )
-    return value
+    if value is None or (isinstance(value, int | float) and 0 <= value < math.inf):
+        return value
+    raise ValueError(
+        f"{name} is {value!r}; it must be a number of at least 0, or a function of the inputs that "
+        "gives one"
+    )

@@ -1,6 +1,5 @@
 """One collective on this rank: its tensors, its call, its check and its clock."""
 
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from stepgauge.parallel.collectives import all_gather_flat, group_of, reduce_sca
 from stepgauge.parallel.ring import Ring
 from stepgauge.runtime.recording import record
 from stepgauge.spec.comm import IN_PLACE, ROOT, CommSpec
+from stepgauge.trace.collector import without_collector
 
 # of the test pattern: a prime, so that no chunk of usual size can stand in for another
 PERIOD = 1021
@@ -185,15 +185,9 @@ def time_collective(collective: Collective) -> tuple[list[float], int]:
     if spec.timing == "graph":
         return _time_graph(collective, operations, batches), operations
     clock = _blocking if spec.timing == "blocking" else _batch
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return [
-            clock(collective.run, operations, collective.device) for _ in range(batches)
-        ], operations
-    finally:
-        if was_enabled:
-            gc.enable()
+    with without_collector():
+        times = [clock(collective.run, operations, collective.device) for _ in range(batches)]
+    return times, operations
 
 
 def _agreed(milliseconds: float) -> float:

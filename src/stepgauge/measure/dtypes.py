@@ -36,7 +36,12 @@ def probe(
             if isinstance(tensor, Tensor):
                 found.append(told("output", paths[part], tensor, type(part).__name__))
 
-    handles = [part.register_forward_hook(note) for part in paths if part is not module]
+    watched = [
+        part
+        for part in paths
+        if part is not module and not isinstance(part, torch.jit.ScriptModule)  # it takes no hooks
+    ]
+    handles = [part.register_forward_hook(note) for part in watched]
     try:
         loss = forward()
     finally:

@@ -1,7 +1,6 @@
 """Several implementations of one thing timed in turns, so that clocks that drift hit all alike."""
 
 import contextlib
-import gc
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from stepgauge.measure.devices import synchronize
+from stepgauge.trace.collector import without_collector
 
 ROUNDS = 3
 WARMUP_SHARE = 0.25
@@ -40,9 +40,7 @@ def time_interleaved(
     times: dict[str, list[float]] = {name: [] for name in calls}
     failures: dict[str, Exception] = {}
     clock = _device_times if device.type == "cuda" else _host_times
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collector():
         for _ in range(rounds):
             for name in [name for name in calls if name not in failures]:
                 try:
@@ -51,9 +49,6 @@ def time_interleaved(
                 except Exception as error:
                     # a traceback holds the tensors of its frames
                     failures[name] = error.with_traceback(None)
-    finally:
-        if was_enabled:
-            gc.enable()
     return times, failures
 
 

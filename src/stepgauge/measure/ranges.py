@@ -40,14 +40,14 @@ def module_ranges(module: nn.Module, *, nvtx: bool) -> Iterator[None]:
 
 
 def _named_parts(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[Any]:
-    """Every submodule once, with its qualified name.
+    """Every submodule once, with its qualified name; of a scripted one none, which takes no hooks.
 
     Children of an nn.Sequential of several types carry theirs, "layers.0 (Linear)": what is
     summed over equal blocks must not sum a convolution and an activation.
     """
     mixed = isinstance(module, nn.Sequential) and len({type(part) for part in module}) > 1
     for name, part in module.named_children():
-        if part in seen:
+        if part in seen or isinstance(part, torch.jit.ScriptModule):
             continue
         seen.add(part)
         path = f"{prefix}{name} ({type(part).__name__})" if mixed else f"{prefix}{name}"

@@ -1,6 +1,5 @@
 """Clocks. How a figure in milliseconds comes about is decided here and nowhere else."""
 
-import gc
 import itertools
 import time
 from collections.abc import Callable, Mapping
@@ -8,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from stepgauge.measure.devices import synchronize
+from stepgauge.trace.collector import without_collector
 
 Phases = Mapping[str, Callable[[], None]]
 
@@ -29,18 +29,13 @@ def time_phases(
             phase()
     synchronize(device)
     times: dict[str, list[float]] = {name: [] for name in (*phases, "step")}
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collector():
         end = time.perf_counter() + seconds
         while len(times["step"]) < steps or time.perf_counter() < end:
             marks = clock(phases, device)
             for name, milliseconds in zip(phases, marks, strict=True):
                 times[name].append(milliseconds)
             times["step"].append(sum(marks))
-    finally:
-        if was_enabled:
-            gc.enable()
     return times
 
 

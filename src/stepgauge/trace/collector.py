@@ -1,4 +1,4 @@
-"""Python's garbage collector, paused while a trace is read and analysed."""
+"""Python's garbage collector, paused where it would be timed or takes long."""
 
 import contextlib
 import gc
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """The collector looks for cycles among all that lives, again and again as events come in; a
-    trace of a million events makes none, and takes a fifth longer with it.
+    """The collector looks for cycles among all that lives: within a timed step it is a step that
+    takes longer, and a trace of a million events, which makes none, takes a fifth longer with it.
     """
     was_on = gc.isenabled()
     gc.disable()
