@@ -94,10 +94,11 @@ def test_a_module_on_the_meta_device_is_predicted_and_not_run():
 
 
 class Noisy(nn.Linear):
-    """Holds what is neither a parameter nor a buffer: a generator."""
+    """Holds a buffer, and what is neither a parameter nor a buffer: a generator."""
 
     def __init__(self):
         super().__init__(64, 64)
+        self.register_buffer("kept", torch.ones(1000))
         self.generator = torch.Generator().manual_seed(0)
 
     def forward(self, x):

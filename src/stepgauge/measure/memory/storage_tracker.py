@@ -223,7 +223,9 @@ class StorageTracker(TorchDispatchMode):
         there = self._storages_before(func, (args, kwargs))
         result = func(*args, **(kwargs or {}))
         name = str(func).removeprefix("aten.").removesuffix(".default")
-        for part in self._parts(tree_leaves(result)):
+        # set_ takes storage that was there: deepcopy reads buffers of a module at hand so
+        made = [] if func.overloadpacket is torch.ops.aten.set_ else tree_leaves(result)
+        for part in self._parts(made):
             if storage_number(part) not in there:
                 self._see(part, name, module, line)
         for allocation in passing:
