@@ -56,6 +56,11 @@ def test_a_module_is_timed_and_left_as_it_was():
     assert "<td" in result._repr_html_() and "size=Sequential" in repr(result)
     with pytest.raises(ValueError, match="choose one of fp32"):
         sg.time_step(module, batch(), precision="fp7", **QUICK)
+    with pytest.raises(ValueError, match="optimizer's function returned NoneType"):
+        sg.time_step(module, batch(), optimizer=lambda parameters: None, **QUICK)
+    for given in (3, nn.Linear):
+        with pytest.raises(ValueError, match="give an nn.Module, or a function"):
+            sg.time_step(given, batch(), **QUICK)
 
 
 def test_memory_is_predicted_of_a_module_and_of_a_function_alike():

@@ -38,6 +38,7 @@ def test_small_ones_are_torchs():
     assert not takes(on_gpu(SMALL, torch.float32)) and not takes(q, v=on_gpu(SMALL, torch.float16))
     assert not takes(q, k=on_gpu((4, 512, 4, 64)))
     assert not takes(on_gpu((2, 300, 3, 36)))
+    assert takes(on_gpu((1, 64, 2, 256))) and not takes(on_gpu((1, 64, 2, 264)))
     assert not any([takes(q, scale=0.1), takes(q, window=8), takes(q, cu_seqlens=object())])
 
 

@@ -181,6 +181,10 @@ def _asked(
         factory = _factory_of(module, batch, loss, own)
         name = type(module).__name__
     else:
+        if isinstance(module, type) or not callable(module):
+            raise ValueError(
+                f"module is {module!r}; give an nn.Module, or a function that returns one with a batch"
+            )
         if batch is not None or loss is not None or own is not None:
             raise ValueError("a function brings its batch, loss and optimizer: leave them out")
         factory, name = module, getattr(module, "__name__", "factory")

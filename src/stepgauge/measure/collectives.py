@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepgauge.measure.devices import synchronize
+from stepgauge.measure.timing import clock_of
 from stepgauge.parallel.collectives import all_gather_flat, group_of, reduce_scatter_flat
 from stepgauge.parallel.ring import Ring
 from stepgauge.runtime.recording import record
@@ -199,18 +200,16 @@ def _agreed(milliseconds: float) -> float:
 
 def _batch(run: Callable[[], object], operations: int, device: torch.device) -> float:
     run()
-    if device.type != "cuda":
-        start = time.perf_counter()
+    (milliseconds,) = clock_of(device)({"batch": _several(run, operations)}, device)
+    return milliseconds / operations
+
+
+def _several(run: Callable[[], object], operations: int) -> Callable[[], None]:
+    def several() -> None:
         for _ in range(operations):
             run()
-        return (time.perf_counter() - start) * 1e3 / operations
-    before, after = (torch.Event(device, enable_timing=True) for _ in range(2))
-    before.record()
-    for _ in range(operations):
-        run()
-    after.record()
-    after.synchronize()
-    return before.elapsed_time(after) / operations
+
+    return several
 
 
 def _blocking(run: Callable[[], object], operations: int, device: torch.device) -> float:
@@ -224,11 +223,7 @@ def _blocking(run: Callable[[], object], operations: int, device: torch.device) 
 
 
 def _time_graph(collective: Collective, operations: int, batches: int) -> list[float]:
-    def several() -> None:
-        for _ in range(operations):
-            collective.run()
-
-    _, replay = record(several, collective.device)
+    _, replay = record(_several(collective.run, operations), collective.device)
     times = [_batch(replay, 1, collective.device) / operations for _ in range(batches)]
     del replay  # before the communicator that its graph holds
     return times

@@ -260,7 +260,10 @@ def trained_group(module: nn.Module) -> list[dict[str, Any]]:
 def _of_parameters(make: Callable[..., Any], groups: Iterable[Any]) -> torch.optim.Optimizer:
     """The user's optimizer, of parameters: a function that sorts them into groups takes no groups."""
     grouped = [group["params"] if isinstance(group, dict) else [group] for group in groups]
-    return make([parameter for group in grouped for parameter in group])
+    made = make([parameter for group in grouped for parameter in group])
+    if not hasattr(made, "step"):
+        raise ValueError(f"the optimizer's function returned {type(made).__name__}, no optimizer")
+    return made
 
 
 def _on_device(

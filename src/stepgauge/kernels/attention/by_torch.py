@@ -10,6 +10,8 @@ import os
 import torch
 import torch.nn.functional as F
 
+from . import heuristics
+
 TITLE = "torch's scaled_dot_product_attention, its backward too"
 IS_ALLOWED = os.environ.get("STEPGAUGE_ATTENTION_BY_TORCH") != "0"
 # The largest B H T^2 D that it takes, of the size small at 4 x 512. There one H200's host takes 0.29 ms
@@ -34,6 +36,7 @@ def takes(q, k, v, scale, window, cu_seqlens):
         and q.shape == k.shape == v.shape
         and of_head <= of_token
         and width % _STEP == 0
+        and width <= heuristics.MAX_HEAD_WIDTH  # wider ones are refused, whatever their length
         and scale is None
         and not window
         and cu_seqlens is None
