@@ -59,7 +59,7 @@ def test_a_module_is_timed_and_left_as_it_was():
     with pytest.raises(ValueError, match="optimizer's function returned NoneType"):
         sg.time_step(module, batch(), optimizer=lambda parameters: None, **QUICK)
     for given in (3, nn.Linear):
-        with pytest.raises(ValueError, match="give an nn.Module, or a function"):
+        with pytest.raises(ValueError, match="or a function that returns one"):
             sg.time_step(given, batch(), **QUICK)
 
 
