@@ -57,6 +57,15 @@ def test_what_cannot_be_planned_is_told(stepgauge, arguments, said):
     assert status == 2 and said in err
 
 
+def test_what_one_node_cannot_run_is_started_by_torchrun(stepgauge):
+    asked = ("plan", "--size", "nano", "--context", "64", "--top", "1", "--hardware", "dgx-h100")
+    for gpus, said in ((4, "\n  stepgauge bench layout"),
+                       (12, "torchrun --nnodes 2 --nproc-per-node 6 ")):  # fmt: skip
+        status, out, err = stepgauge(*asked, "--gpus", str(gpus), "--global-batch", "12")
+        assert status == 0, err
+        assert said in out
+
+
 def test_why_no_layout_that_fits_is_predicted_is_told(stepgauge):
     asked = ("plan", "--size", "small", "--gpus", "7", "--global-batch", "8", "--hardware")
     status, _, err = stepgauge(*asked, HARDWARE / "h100-sxm.json")

@@ -130,6 +130,15 @@ def test_no_time_of_a_gpu_is_taken_for_a_cpu_s_nor_the_other_way_round(stepgauge
             assert status == 2 and out == "" and said in err
 
 
+def test_the_device_is_that_of_the_file(stepgauge, tmp_path):
+    dataclasses.replace(made_up(), threads=2).write(tmp_path / "cpu.json")
+    for file, device in ((tmp_path / "cpu.json", "cpu"), ("h100-sxm", "cuda")):
+        asked = ("--size", "nano", "--context", "64", "--vocab-size", "1024", "--format", "json")
+        status, out, err = stepgauge("predict", *asked, "--hardware", file)
+        assert status == 0, err
+        assert json.loads(out)[0]["spec"]["device"] == device
+
+
 def test_a_file_that_lacks_what_every_step_does_is_one_sentence(stepgauge, tmp_path):
     path = tmp_path / "cpu.json"
     machine = made_up()

@@ -2,12 +2,15 @@
 
 import dataclasses
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from stepgauge.spec.calibration import Contention, OperationTable
 from stepgauge.spec.fabric import Fabric
-from stepgauge.spec.hardware import ACCELERATORS, NOT_FOR_TENSORS, HardwareFile, fits
+from stepgauge.spec.hardware import ACCELERATORS, NOT_FOR_TENSORS, SHIPPED, HardwareFile, fits
+from stepgauge.spec.hardware_files import file_named
 
 GIB = 2**30
 
@@ -98,3 +101,30 @@ def test_a_fabric_has_numbers_that_can_be(changed, said):
         value[name] = {**wire, **part} if isinstance(part, dict) else part
     with pytest.raises(ValueError, match=said):
         Fabric.from_json(value)
+
+
+def test_files_of_the_package_are_found_by_name_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    for name in ("dgx-h100", "dgx-h100.json"):
+        read = HardwareFile.read(file_named(name))
+        assert read.name == "dgx-h100" and read.base.operations
+    with pytest.raises(ValueError, match=r"no hardware file at dgx-b200: .* dgx-a100, dgx-h100"):
+        file_named("dgx-b200")
+    with pytest.raises(ValueError, match=r"no hardware file at elsewhere/dgx-h100\.json"):
+        file_named("elsewhere/dgx-h100.json")  # a path is not searched for
+    own = tmp_path / "hardware"
+    own.mkdir()
+    HardwareFile(name="mine", device="A").write(own / "dgx-h100.json")
+    assert HardwareFile.read(file_named("dgx-h100")).name == "mine"
+    (own / "faster.json").write_text(json.dumps({"schema": 1, "base": "h100-sxm.json"}))
+    assert HardwareFile.read(file_named("faster")).base.name == "h100-sxm"  # of the package
+
+
+def test_the_package_brings_its_hardware_files_and_the_checkout_has_them_in_hardware():
+    root = Path(__file__).parents[2]
+    with (root / "pyproject.toml").open("rb") as file:
+        brought = tomllib.load(file)["tool"]["setuptools"]["package-data"]["stepgauge.spec"]
+    assert f"{SHIPPED.name}/*.json" in brought
+    shipped = sorted(SHIPPED.glob("*.json"))
+    assert shipped and all((root / "hardware" / f.name).samefile(f) for f in shipped)

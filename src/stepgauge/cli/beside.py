@@ -16,7 +16,8 @@ from stepgauge.spec.record import Record
 Hardware = Annotated[
     Path | None,
     Parameter(
-        help="Hardware file that each row is predicted from before it is run. [that of this device]",
+        help="Hardware file, or its name, that each row is predicted from before it is run. [that of "
+        "this device]",
         converter=existing_hardware,
     ),
 ]

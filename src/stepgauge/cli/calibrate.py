@@ -69,3 +69,4 @@ def _write(hardware: HardwareFile, path: Path, records: Sequence[Record]) -> Non
     tell(f"{good} of {len(records)} rows are in {path}")
     if hardware.disturbance:
         tell(hardware.disturbance)
+    tell(f"a step on this machine: stepgauge predict --size small --hardware {path}")

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, print_table, tell
 from stepgauge.cli.options import Values, expand, spec_options
-from stepgauge.cli.rows import Fresh, Out
+from stepgauge.cli.rows import Fresh, Out, existing_hardware
 from stepgauge.cli.validate import compare
 from stepgauge.cost.hiding import overlaps, scales
 from stepgauge.cost.machine import Machine
@@ -43,7 +43,11 @@ def command(
     *,
     values: Values,
     hardware: Annotated[
-        Path, Parameter(help="Hardware file, calibrated or of published peaks; hardware/ has some.")
+        Path,
+        Parameter(
+            help="Hardware file, calibrated or of published peaks, or its name: dgx-h100.",
+            converter=existing_hardware,
+        ),
     ],
     top: Annotated[int, Parameter(help="Layouts that are shown.")] = 10,
     format: Annotated[Format, Parameter(help="How the rows are printed.")] = "table",
@@ -63,8 +67,8 @@ def command(
     """
     if top < 1 or verify < 0:
         raise ValueError(f"top is {top} and verify {verify}; they must be at least 1 and 0")
-    (spec,) = expand(PlanSpec, values)
     file = HardwareFile.read(hardware)
+    (spec,) = expand(PlanSpec, {"device": (file.device_kind,), **values})
     file.require_kind(spec.device)
     machine = Machine(file.on_ranks(spec.gpus))
     found = _planned(spec, file, machine, top=max(top, verify))
@@ -121,7 +125,19 @@ def _headed(
         yield "Orders of magnitude of a micro-batch", [magnitudes(scales(asked))]
         yield "What else fits", _answers(spec, found, machine)
     yield "Assumed", _assumptions(machine)
-    yield "Run the first", [command_of(best, values)]
+    yield "Run the first", [_started(command_of(best, values), spec, machine)]
+
+
+def _started(command: str, spec: PlanSpec, machine: Machine) -> str:
+    """The command as it is started, on several nodes by torchrun on each."""
+    fewest = -(-spec.gpus // machine.network.gpus_per_node)
+    if fewest == 1:
+        return command
+    nodes = next(n for n in range(fewest, spec.gpus + 1) if spec.gpus % n == 0)
+    return (
+        f"torchrun --nnodes {nodes} --nproc-per-node {spec.gpus // nodes} --node-rank N "
+        f"--master-addr HOST -m {command} (on each node: docs/multi-node.md)"
+    )
 
 
 def _exposed(row: Record) -> Iterator[str]:
@@ -137,6 +153,11 @@ def _exposed(row: Record) -> Iterator[str]:
         yield (
             f"simulated, of its step are exposed: {', '.join(told)}: the first gather and the last "
             "sum, which nothing runs beside, bubbles, and kernels that sending slows"
+        )
+    if row.median("bubble"):
+        yield (
+            "what a pipeline exposes counts from the rank that computes longest, the column bubble is "
+            "what the rank waits that waits longest"
         )
 
 

@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, print_in, print_records
 from stepgauge.cli.options import Networks, Values, expand, spec_options
+from stepgauge.cli.rows import existing_hardware
 from stepgauge.cost.traced import LAYOUTS
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
@@ -22,8 +23,15 @@ from stepgauge.validate.predicted import predicted
 from stepgauge.validate.rows import rank_batch
 
 Hardware = Annotated[
-    Path, Parameter(help="Hardware file of a calibrated machine; hardware/ has some.")
+    Path,
+    Parameter(
+        help="Hardware file of a calibrated machine, or its name: dgx-h100.",
+        converter=existing_hardware,
+    ),
 ]
+
+
+THAT_OF_THE_FILE = "that of the file"
 
 
 @spec_options(
@@ -31,7 +39,7 @@ Hardware = Annotated[
     StepSpec,
     Networks,
     sweep=True,
-    defaults={"size": "small", "device": "cuda", "batch": StepSpec.batch},
+    defaults={"size": "small", "device": THAT_OF_THE_FILE, "batch": StepSpec.batch},
 )
 def predict(
     *,
@@ -52,10 +60,12 @@ def predict(
     a pipeline alone with --phases backward of bench pipeline. Each is a sum of named terms, from calibrated shapes or
     interpolated between them; nothing is scaled to fit.
     """
+    file = HardwareFile.read(hardware)
     texts = values.get("layout", ("none",))
     rest = {name: value for name, value in values.items() if name != "layout"}
+    if rest["device"] == (THAT_OF_THE_FILE,):
+        rest["device"] = (file.device_kind,)
     specs = [spec for text in texts for spec in specs_of(Layout.parse(text), rest)]
-    file = HardwareFile.read(hardware)
     records = [predicted(spec, file) for spec in specs]
     print_records(records, format)
     if terms and format != "json":  # whose records have them

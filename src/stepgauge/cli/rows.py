@@ -22,7 +22,7 @@ from stepgauge.cli.console import (
 )
 from stepgauge.cli.options import Values
 from stepgauge.spec.fallbacks import what_ran
-from stepgauge.spec.hardware import HOW_TO_HAVE_ONE
+from stepgauge.spec.hardware_files import file_named
 from stepgauge.spec.options import device_name
 from stepgauge.spec.user_model import UserModel
 
@@ -45,10 +45,7 @@ def named_device(type_: Any, tokens: Sequence[Token]) -> str:
 
 def existing_hardware(type_: Any, tokens: Sequence[Token]) -> Path:
     """Raises ValueError where there is no such file, before anything is loaded or measured."""
-    path = Path(tokens[0].value)
-    if not path.is_file():
-        raise ValueError(f"no hardware file at {path}: {HOW_TO_HAVE_ONE}")
-    return path
+    return file_named(tokens[0].value)
 
 
 Out = Annotated[Path, Parameter(help="Folder of the run.", converter=named_folder)]

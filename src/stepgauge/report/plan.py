@@ -69,10 +69,15 @@ def parts_table(rows: Sequence[Record]) -> Table:
     names = list(dict.fromkeys(name for each in parts for name in each))
     names.sort(key=lambda name: -sum(each.get(name, 0.0) for each in parts))
     shown = [
-        [place, row.spec["layout"], *(each[name] / GIB if name in each else None for name in names)]
+        [
+            place,
+            row.spec["layout"],
+            sum(each.values()) / GIB,
+            *(each[name] / GIB if name in each else None for name in names),
+        ]
         for place, (row, each) in enumerate(zip(rows, parts, strict=True), start=1)
     ]
-    columns = ["#", "layout", *names]
+    columns = ["#", "layout", "in all", *names]
     return Table(columns, shown, names=2, caption="Memory of the fullest rank, GiB")
 
 

@@ -133,7 +133,7 @@ def fits(needed: float, architecture: str) -> str:
 
 
 HARDWARE_SCHEMA = 1
-HOW_TO_HAVE_ONE = "stepgauge calibrate FILE makes one of this machine, and hardware/ has others"
+SHIPPED = Path(__file__).parent / "machines"  # files of the package
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,8 +162,8 @@ class HardwareFile:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The file, with the one beside it that its `base` names. Raises ValueError if either is no
-        hardware file.
+        """The file, with the one beside it, else of the package, that its `base` names. Raises
+        ValueError if either is no hardware file.
         """
         return cls._read(path, ())
 
@@ -175,13 +175,16 @@ class HardwareFile:
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise ValueError(f"no hardware file at {path}: {HOW_TO_HAVE_ONE}") from None
+            raise ValueError(f"no hardware file at {path}") from None
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read the hardware file {path}: {error}") from None
         if not isinstance(value, dict) or value.pop("schema", None) != HARDWARE_SCHEMA:
             raise ValueError(f"{path} is no hardware file of schema {HARDWARE_SCHEMA}")
-        name = value.get("base")
-        base = cls._read(path.parent / str(name), (*above, path.resolve())) if name else None
+        base = None
+        if name := value.get("base"):
+            beside = path.parent / str(name)
+            known = beside if beside.exists() else SHIPPED / str(name)
+            base = cls._read(known if known.exists() else beside, (*above, path.resolve()))
         try:
             return cls._from_json(value, base, name=path.stem)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -223,6 +226,11 @@ class HardwareFile:
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"the hardware file {self.name} has no such peaks: {error}") from None
         return found
+
+    @property
+    def device_kind(self) -> str:
+        """What steps are predicted for where nobody says: cpu or cuda."""
+        return "cpu" if self.threads else "cuda"
 
     def require_kind(self, device: str) -> None:
         """Of a GPU's file no time of a CPU is taken, nor the other way round. Raises ValueError."""

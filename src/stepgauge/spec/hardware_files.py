@@ -1,13 +1,13 @@
-"""Where hardware files lie, and which one is of a device.
+"""Where hardware files lie, which one has a name, and which one is of a device.
 
 Files of the working folder's hardware/ come first, then those of the user: there `calibrate` writes
-without being told where.
+without being told where. Last come those of the package, which are meant by their names alone.
 """
 
 import os
 from pathlib import Path
 
-from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.hardware import SHIPPED, HardwareFile
 
 
 def user_folder() -> Path:
@@ -23,13 +23,30 @@ def default_path(device: str) -> Path:
 
 
 def known_files() -> list[Path]:
-    """All there are, in the order in which they count."""
+    """Those of the working folder and of the user, in the order in which they count."""
     return [
         path
         for folder in (Path("hardware"), user_folder())
         if folder.is_dir()
         for path in sorted(folder.glob("*.json"))
     ]
+
+
+def file_named(text: str) -> Path:
+    """The file of a path, or of a name: "dgx-h100". Raises ValueError where there is none."""
+    path = Path(text)
+    if path.is_file():
+        return path
+    every = [*known_files(), *sorted(SHIPPED.glob("*.json"))]
+    if path.parent == Path():
+        for known in every:
+            if path.name in (known.stem, known.name):
+                return known
+    names = ", ".join(dict.fromkeys(known.stem for known in every))
+    raise ValueError(
+        f"no hardware file at {text}: stepgauge calibrate FILE makes one of this machine; by name "
+        f"there are {names}"
+    )
 
 
 def file_of(device: str, threads: int) -> Path | None:

@@ -38,7 +38,7 @@ class PlanSpec:
     precision: str = as_in(WorkSpec, "precision", choices=PRECISIONS)
     compile: str = as_in(WorkSpec, "compile")
     optimizer: str = as_in(WorkSpec, "optimizer")
-    device: str = option("cuda", "cpu or cuda")
+    device: str = option("cuda", "cpu or cuda; without it that of the hardware file")
 
     def __post_init__(self) -> None:
         check(self)
