@@ -82,6 +82,11 @@ def test_memory_is_predicted_of_a_module_and_of_a_function_alike():
     assert "predicted peak" in repr(measured)
 
 
+def test_an_unknown_device_is_told_by_its_argument():
+    with pytest.raises(ValueError, match="on is 'h100'; choose one of cpu, sm80, sm90"):
+        sg.predict_memory(net(), batch(), on="h100")
+
+
 def test_a_module_on_the_meta_device_is_predicted_and_not_run():
     loss = nn.CrossEntropyLoss()
 

@@ -27,7 +27,7 @@ from stepgauge.measure.devices import resolve
 from stepgauge.report.memory import memory_tables
 from stepgauge.report.profile import tables as profile_tables
 from stepgauge.runtime.workers import run_isolated
-from stepgauge.spec.memory import MemorySpec
+from stepgauge.spec.memory import PREDICTIONS, MemorySpec
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
@@ -35,6 +35,7 @@ from stepgauge.train.user_model import empty_like, in_memory, without_values
 
 Model = nn.Module | Callable[[], Any]
 Optimizer = str | Callable[..., torch.optim.Optimizer]
+PREDICTED_ON = PREDICTIONS[1:]  # without "no"
 
 
 def time_step(
@@ -132,6 +133,8 @@ def predict_memory(
     in a process of its own. What cannot be sent there, such as a class of a notebook, is predicted
     here; raises RuntimeError where this process had a backward before.
     """
+    if on not in PREDICTED_ON:
+        raise ValueError(f"on is {on!r}; choose one of {', '.join(PREDICTED_ON)}")
     arguments = (module, batch, loss, optimizer, precision, on)
     if on != "cpu" and _can_be_sent(arguments):
         with without_main():

@@ -53,9 +53,9 @@ def summary_table(records: Sequence[Record], caption: str = "") -> Table:
     held = [_holds(record) for record in shown]
     # which figures are predicted is said in a column
     names = labels([dataclasses.replace(record, provenance="measured") for record in shown])
-    columns = ["row", *table.columns[:at], "figures", *table.columns[at:], "fits"]
+    columns = ["row", *table.columns[:at], "figures", "fits", *table.columns[at:]]
     rows = [
-        [name, *row[:at], of, *row[at:], holds]
+        [name, *row[:at], of, holds, *row[at:]]
         for name, row, of, holds in zip(names, table.rows, figures, held, strict=True)
     ]
     same = figures[:1] if len(set(figures)) == 1 else []
@@ -68,7 +68,7 @@ def summary_table(records: Sequence[Record], caption: str = "") -> Table:
         hidden=frozenset([*table.columns[:at], "provenance", *(["figures"] if same else [])]),
         names=None,
     )
-    return found if any(held) else found.of(range(len(columns) - 1))
+    return found if any(held) else found.of([n for n, c in enumerate(columns) if c != "fits"])
 
 
 def _holds(record: Record) -> str:

@@ -10,7 +10,7 @@ from stepgauge.spec.step import PRECISIONS, WorkSpec
 from stepgauge.spec.user_model import UserModel
 
 USUAL_BATCH = 1024
-UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class PlanSpec:
 
     A user's network brings the batch of a rank: its global batch is a number of those.
 
-    Raises ValueError for a number of tokens that is none.
+    Raises ValueError for a number of tokens that is none, or less than a step's.
     """
 
     kind: ClassVar[str] = "plan"
@@ -51,6 +51,10 @@ class PlanSpec:
                     f"tokens is {self.tokens!r}; those of a user's model are not known"
                 )
         object.__setattr__(self, "global_batch", self.global_batch or usual)
+        if self.num_tokens:
+            step = self.global_batch * self.network.context_length
+            if self.num_tokens < step:
+                raise ValueError(f"tokens is {self.tokens!r}; a single step has {step:,}")
 
     @property
     def network(self) -> ModelSpec:
@@ -60,7 +64,7 @@ class PlanSpec:
 
     @property
     def num_tokens(self) -> float:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", self.tokens.strip().upper())
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGBT]?)", self.tokens.strip().upper())
         if match is None:
             raise ValueError(f"tokens is {self.tokens!r}; it must be a number such as 300B or 1.5T")
         return float(match[1]) * UNITS[match[2]]
