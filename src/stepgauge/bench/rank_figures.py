@@ -49,10 +49,11 @@ def kept_bytes(
     for name, phase in phases.items():
         if name != "optimizer":
             phase()
-    kept = {"gradient_bytes": footprint.gradient_bytes(module)}
+    gradients = (p.grad for p in module.parameters() if p.grad is not None)
+    kept = {"gradient_bytes": footprint.bytes_of(gradients)}
     before_update = devices.allocated_memory(device)
     phases["optimizer"]()
-    kept["parameter_bytes"] = footprint.parameter_bytes(module)
+    kept["parameter_bytes"] = footprint.bytes_of(module.parameters())
     kept["optimizer_bytes"] = footprint.state_bytes(step.optimizer)
     after, found = devices.allocated_memory(device), devices.peak_memory(device)
     if initial is not None and before_update is not None and after is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
@@ -15,14 +15,6 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
         storage = local.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
-
-
-def parameter_bytes(module: nn.Module) -> int:
-    return bytes_of(module.parameters())
-
-
-def gradient_bytes(module: nn.Module) -> int:
-    return bytes_of(p.grad for p in module.parameters() if p.grad is not None)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
