@@ -258,7 +258,7 @@ def test_of_several_ranks_the_first_table_has_one_line_each(stepgauge, tmp_path,
         (tmp_path / name).write_text(text)
     files = [tmp_path / "rank0.json", tmp_path / "rank1.json"]
     status, out, err = stepgauge("profile", "trace", *files, "--format", "csv")
-    assert status == 0 and "first table is of all 2 traces" in err
+    assert status == 0 and "what is of all 2 traces comes first" in err
     head, *rows = (line.split(",") for line in out.splitlines()[:3])
     assert head == [
         "rank",

@@ -23,7 +23,7 @@ def test_the_optimum_is_the_least_of_the_model():
     best = model.best_bytes(total)
     steps = [model.step_ms(total / size, size) for size in (0.9 * best, best, 1.1 * best)]
     assert min(steps) == steps[1]
-    assert "= 2.449 MB" in model.sentence(total, 5)
+    assert "optimum at 2.449 MB" in model.sentence(total, 5)
 
 
 def test_plans_that_end_alike_tell_nothing_of_the_tail():

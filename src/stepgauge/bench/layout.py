@@ -25,6 +25,7 @@ from stepgauge.bench.ranks import OnRanks, slowest
 from stepgauge.bench.step import LEARNING_RATE, rates
 from stepgauge.measure import devices
 from stepgauge.measure.timing import Phases, time_phases
+from stepgauge.runtime.progress import tell
 from stepgauge.runtime.world import joined_world
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.plan.recompute import RecomputePlan
@@ -133,6 +134,7 @@ def _without_axes(
         contexts["data"] = parallel.without_communication
     found = {}
     for axis in sorted(contexts, reverse=True):
+        tell(f"without communication of {axis}")
         with contexts[axis]():
             found[axis] = time_phases(phases, device, warmup=2, steps=steps)["step"]
     return found

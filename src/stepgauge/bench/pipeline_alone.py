@@ -16,6 +16,7 @@ from stepgauge.cost.timeline import Durations
 from stepgauge.measure import devices
 from stepgauge.parallel.pipeline import Pipeline
 from stepgauge.parallel.pipeline.step import Batch
+from stepgauge.runtime.progress import tell
 from stepgauge.spec.plan.pipeline import Channel
 from stepgauge.spec.plan.pipeline.check import Held
 
@@ -114,6 +115,7 @@ class StagesAlone:
         first = self._round(number, lead_s=0.0)
         lead_s = 2 * PROBED * first.issue_ms / 1e3  # some kinds take the host longer than others
         rounds: list[_Alone] = []
+        tell(f"times stage {number} alone")
         end = time.perf_counter() + (PROBED_S if self.device.type == "cuda" else 0.0)
         while len(rounds) < REPEATS or (time.perf_counter() < end and len(rounds) < MOST_REPEATS):
             rounds.append(self._round(number, lead_s))

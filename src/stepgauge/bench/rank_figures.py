@@ -11,6 +11,7 @@ from stepgauge.bench.ranks import slowest
 from stepgauge.measure import devices, footprint
 from stepgauge.measure.environment import environment
 from stepgauge.measure.timing import Phases, time_phases
+from stepgauge.runtime.progress import tell
 from stepgauge.spec.record import Record, Sample
 from stepgauge.train.step import TrainingStep
 
@@ -28,6 +29,7 @@ def time_steps(spec: Any, phases: Phases, device: torch.device) -> dict[str, lis
     """ms of each phase after the spec's warm-up, whose first step makes optimizer state,
     communicators and libraries; from there on peak memory counts.
     """
+    tell("first step" if spec.compile == "off" else "compiles in its first step")
     for phase in phases.values():
         phase()
     devices.reset_peak_memory(device)

@@ -11,6 +11,7 @@ from torch import Tensor
 from stepgauge.measure import devices
 from stepgauge.measure.environment import device_name, environment
 from stepgauge.measure.timing import time_phases
+from stepgauge.runtime.progress import tell
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.hardware import peaks
 from stepgauge.spec.plan.recompute import RecomputePlan
@@ -50,6 +51,7 @@ def run(spec: StepSpec) -> Record:
         devices.require_host_memory(least_bytes(spec))
     from stepgauge.bench.checkpoint_budget import solve  # which builds steps itself
 
+    tell("builds")
     solution = solve(spec)
     step, batch = build(spec, device, recompute=solution.plan)
     phases = step.phases(batch, until=spec.phases)
@@ -91,6 +93,7 @@ def make_batch(spec: WorkSpec, device: torch.device) -> list[Tensor]:
 
 def _first_call(phases: dict[str, Callable[[], None]], device: torch.device) -> float:
     """Seconds of the step in which torch.compile works."""
+    tell("compiles in its first step")
     start = time.perf_counter()
     for phase in phases.values():
         phase()

@@ -20,6 +20,7 @@ from stepgauge.measure.environment import environment
 from stepgauge.report.views import MISSED_CORES, is_disturbed, with_tries
 from stepgauge.runtime.launch import RankError, preload
 from stepgauge.runtime.load_file import user_line
+from stepgauge.runtime.progress import Hear
 from stepgauge.runtime.workers import Workers, run_isolated
 from stepgauge.spec.fallbacks import with_fallbacks
 from stepgauge.spec.record import Record
@@ -65,19 +66,20 @@ def sweep(
     *,
     fresh: bool = False,
     starting: Callable[[Job], None] = lambda job: None,
+    hear: Hear = lambda text: None,
 ) -> Iterator[JobResult]:
     """Yields each job's record, in order, when it is on disk.
 
     What the store already holds for the same spec, device and torch version is not measured again
     unless `fresh`; failed rows are. An error of one job is its record (status oom or failed), and
-    the sweep goes on. `starting` is told a job at each of its tries. Raises StoreError if a record
-    cannot be written.
+    the sweep goes on. `starting` is told a job at each of its tries, `hear` what it does then. Raises
+    StoreError if a record cannot be written.
     """
     store.prepare()
     done = {} if fresh else {r.identity: r for r in store.read().records if r.status != "failed"}
     environments: dict[str, dict[str, Any]] = {}
     calm = Calm()
-    with Workers() as processes:
+    with Workers(hear) as processes:
         for job in jobs:
             device = job.spec.device
             if device not in environments:

@@ -5,7 +5,7 @@ verdict at the end.
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +27,9 @@ from stepgauge.spec.options import device_name
 from stepgauge.spec.user_model import UserModel
 
 if TYPE_CHECKING:
-    from stepgauge.bench.sweep import Job
+    from rich.progress import Progress
+
+    from stepgauge.bench.sweep import Job, JobResult
     from stepgauge.spec.record import Record
 
 
@@ -174,33 +176,54 @@ def run_jobs(
     names = {job.asked.identity: name for job, name in zip(jobs, told, strict=True)}
     records: list[Record] = []
     reused = 0
-    is_alone, shows_all = len(jobs) == 1, len(jobs) > 1 and error_console.is_terminal  # by its bar
-    if not is_alone and not shows_all:
-        tell(f"{len(jobs)} rows; each is told here when it is there, the table comes at the end")
-    tried: collections.Counter[str] = collections.Counter()
     ends = _ended_in_a_sentence(records, len(jobs), store.folder)
     with ends, store.held(), progress(len(jobs), "rows") as (bar, task):
-
-        def starting(job: "Job") -> None:
-            name = names[job.asked.identity]
-            bar.update(task, description=name)
-            doing = _doing(job.spec, again=tried[name])
-            tried[name] += 1
-            if doing and not shows_all:
-                tell(f"{name}: {doing}")
-
+        shown = _Rows(names, bar, task)
         for problem in store.read().problems:
             warn(problem)
-        for outcome in sweep(jobs, store, fresh=fresh, starting=starting):
+        for outcome in sweep(jobs, store, fresh=fresh, starting=shown.begins, hear=shown.does):
             records.append(outcome.record)
             reused += outcome.was_there
-            bar.advance(task)
-            # a failure that is all there is, require_success tells
-            if not outcome.was_there and not (is_alone and outcome.record.status == "failed"):
-                tell(summary(outcome.record, names[outcome.job.asked.identity]))
+            shown.ends(outcome)
             then(outcome.job, outcome.record)
     _tell_of_all(records, store.folder, reused)
     return records
+
+
+class _Rows:
+    """Rows as people see them go: a bar that says what runs in a terminal, a line for each, and
+    where no bar is drawn another at its begin.
+    """
+
+    def __init__(self, names: Mapping[tuple[str, ...], str], bar: "Progress", task: Any):
+        self.names, self.bar, self.task = names, bar, task
+        self.is_alone = len(names) == 1
+        self.has_bar = not self.is_alone and error_console.is_terminal
+        self.name = ""
+        self.tried: collections.Counter[str] = collections.Counter()
+        if not self.is_alone and not self.has_bar:
+            tell(
+                f"{len(names)} rows; each is told here when it is there, the table comes at the end"
+            )
+
+    def begins(self, job: "Job") -> None:
+        """A row is measured, for the first time or again."""
+        self.name = self.names[job.asked.identity]
+        self.bar.update(self.task, description=self.name)
+        doing = _doing(job, again=self.tried[self.name])
+        self.tried[self.name] += 1
+        if doing and not self.has_bar:
+            tell(f"{self.name}: {doing}")
+
+    def does(self, text: str) -> None:
+        """What the row does now."""
+        self.bar.update(self.task, description=f"{self.name}: {text}")
+
+    def ends(self, outcome: "JobResult") -> None:
+        self.bar.advance(self.task)
+        # a failure that is all there is, require_success tells
+        if not outcome.was_there and not (self.is_alone and outcome.record.status == "failed"):
+            tell(summary(outcome.record, self.names[outcome.job.asked.identity]))
 
 
 @contextlib.contextmanager
@@ -220,9 +243,11 @@ def _ended_in_a_sentence(records: Sequence["Record"], most: int, folder: Path) -
         raise RunInterruptedError(f"interrupted: {kept}" if records else before) from None
 
 
-def _doing(spec: Any, *, again: int) -> str:
+def _doing(job: "Job", *, again: int) -> str:
     """What is done before a row has figures; nothing of what takes no steps."""
-    if not (hasattr(spec, "warmup") and hasattr(spec, "steps")):
+    spec = job.spec
+    takes_steps = hasattr(spec, "warmup") and hasattr(spec, "steps")
+    if not takes_steps or job.provenance == "modelled":
         return ""
     first = "disturbed, measured again: " if again else ""
     compiles = "" if getattr(spec, "compile", "off") == "off" else "compiles, "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from stepgauge.measure.devices import synchronize
+from stepgauge.runtime.progress import tell
 from stepgauge.trace.collector import without_collector
 
 Phases = Mapping[str, Callable[[], None]]
@@ -24,7 +25,8 @@ def time_phases(
     the clock is time.perf_counter.
     """
     clock = clock_of(device)
-    for _ in range(warmup):
+    for number in range(warmup):
+        tell(f"warm-up {number + 1} of {warmup}", count=True)
         for phase in phases.values():
             phase()
     synchronize(device)
@@ -36,6 +38,7 @@ def time_phases(
             for name, milliseconds in zip(phases, marks, strict=True):
                 times[name].append(milliseconds)
             times["step"].append(sum(marks))
+            tell(f"timed {len(times['step'])}, at least {steps}", count=True)  # between two steps
     return times
 
 

@@ -9,6 +9,7 @@ from stepgauge.report.layout import layout_answer
 from stepgauge.report.names import describe, flatten, labels
 from stepgauge.report.numbers import number, size_unit
 from stepgauge.report.profile import SPELLED
+from stepgauge.report.views import undisturbed
 from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.kernel import KERNELS, OURS
 from stepgauge.spec.record import Record
@@ -134,8 +135,12 @@ def _bytes(record: Record) -> str:
 
 
 def broadcast_answer(records: Sequence[Record]) -> str:
-    best = max(records, key=lambda r: r.median("gb_per_s") or 0.0)
-    naive = [r for r in records if r.spec["schedule"] == "naive"]
+    """The fastest schedule, beside the naive copies."""
+    held, among = undisturbed(records)
+    if not held:
+        return "All rows were disturbed: no schedule can be called the fastest."
+    best = max(held, key=lambda r: r.median("gb_per_s") or 0.0)
+    naive = [r for r in held if r.spec["schedule"] == "naive"]
     times = (
         f", {(naive[0].median('time_ms') or 0.0) / (best.median('time_ms') or 1.0):.1f} times as fast "
         "as the naive copies"
@@ -143,7 +148,7 @@ def broadcast_answer(records: Sequence[Record]) -> str:
         else ""
     )
     return (
-        f"{best.spec['schedule']} is the fastest: {number(best.median('gb_per_s'))} GB/s to each of "
+        f"{among}{best.spec['schedule']} is the fastest: {number(best.median('gb_per_s'))} GB/s to each of "
         f"{best.spec['gpus']} devices{times}."
     )
 
@@ -152,7 +157,8 @@ def data_parallel_answer(records: Sequence[Record]) -> str:
     """What the quickest wrapper costs beside one rank alone and beside torch's DDP."""
     timed = [r for r in records if r.median("step_ms")]
     largest = max((r.median("gradient_bytes") or 0.0 for r in timed), default=0.0)
-    own = [r for r in timed if (r.median("gradient_bytes") or 0.0) == largest and is_comparable(r)]
+    own = [r for r in timed if (r.median("gradient_bytes") or 0.0) == largest]
+    own, among = undisturbed([record for record in own if not fallbacks(record)])
     wrapped = [r for r in own if r.spec["wrapper"] != "none"]
     if not wrapped:
         return "All rows were disturbed: no wrapper can be called the quickest."
@@ -162,7 +168,8 @@ def data_parallel_answer(records: Sequence[Record]) -> str:
     peer = f"; torch-ddp takes {number(_step(torch))} ms" if torch and torch is not best else ""
     low = " with gradients in bf16" if best.spec.get("reduce_dtype", "own") != "own" else ""
     return (
-        f"At size={best.spec['size']} on {best.spec['ranks']} ranks {best.spec['wrapper']}{low} is "
+        f"{f'{among}at' if among else 'At'} size={best.spec['size']} on {best.spec['ranks']} ranks "
+        f"{best.spec['wrapper']}{low} is "
         f"the quickest: {number(_step(best))} ms a step{costs}{peer}.{_exposed(best)}"
     )
 

@@ -6,7 +6,7 @@ from stepgauge.report.figure import grouped_bars
 from stepgauge.report.names import labels
 from stepgauge.report.numbers import number
 from stepgauge.report.page import Block, Plot, Text
-from stepgauge.report.views import record_table
+from stepgauge.report.views import plotted, record_table
 from stepgauge.spec.record import Record
 
 MEANING = (
@@ -21,7 +21,7 @@ def broadcast_blocks(records: Sequence[Record]) -> list[Block]:
     good = [record for record in records if record.status == "ok"]
     if not good:
         return shown
-    rates = {"GB/s to each": [record.median("gb_per_s") for record in good]}
+    rates = {"GB/s to each": [plotted(record, "gb_per_s") for record in good]}
     link = number(good[0].median("host_link_gb_per_s"))
     caption = f"What each schedule gives to each device; one host link alone gives {link} GB/s."
     return [Plot(grouped_bars(labels(good), rates, unit="GB/s"), caption), *shown]

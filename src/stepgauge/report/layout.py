@@ -6,7 +6,7 @@ from stepgauge.report.figure import stacked_bars
 from stepgauge.report.names import flatten, labels
 from stepgauge.report.numbers import number
 from stepgauge.report.page import Block, Plot, Text
-from stepgauge.report.views import is_disturbed, plotted, record_table
+from stepgauge.report.views import plotted, record_table, undisturbed
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.record import Record
 from stepgauge.spec.user_model import UserModel
@@ -55,7 +55,7 @@ def _rest(record: Record) -> float | None:
 def layout_answer(records: Sequence[Record]) -> str:
     """Of the rows that do the same step as most others, the quickest on several ranks."""
     timed = [r for r in records if r.median("step_ms") and r.provenance == "measured"]
-    good = [r for r in timed if not is_disturbed(r)]
+    good, among = undisturbed(timed)
     if not good:
         return "All rows were disturbed: no layout can be called the quickest."
     work = _work(good[-1])
@@ -67,7 +67,7 @@ def layout_answer(records: Sequence[Record]) -> str:
     if alone is not None and alone is not best:
         beside = f", {(alone.median('step_ms') or 0.0) / step:.2f} × as fast as one process"
     return (
-        f"At size={best.spec['size']} layout {best.spec['layout']!r} is the quickest: "
+        f"{f'{among}at' if among else 'At'} size={best.spec['size']} layout {best.spec['layout']!r} is the quickest: "
         f"{number(step)} ms a step{beside}{_why(best, same)}."
     )
 

@@ -20,12 +20,11 @@ def plan_table(rows: Sequence[Record], caption: str) -> Table:
         for name in SETTINGS
         if len(shown) > 1 and len(set(columns[name])) == 1 and columns[name][0] is not None
     }
-    empty = {name for name, cells in columns.items() if all(cell is None for cell in cells)}
     return Table.from_rows(
         shown,
         names=2,
         caption=", ".join([caption, *(f"{name} {value}" for name, value in alike.items())]),
-        hidden=frozenset({*alike, *empty}),
+        hidden=frozenset(alike),
         formats={"± %": ".0f"},
     )
 

@@ -66,7 +66,7 @@ class Table:
         return range(next(figures, len(self.columns)) if self.names is None else self.names)
 
     def for_eyes(self) -> "Table":
-        """The table as people read it: every cell a text, without the hidden columns."""
+        """The table as people read it: every cell a text, without columns that are hidden or empty."""
         numeric = frozenset(filter(self.is_numeric, self.columns))
         texts = [
             [
@@ -75,7 +75,13 @@ class Table:
             ]
             for row in self.rows
         ]
-        shown = [place for place, name in enumerate(self.columns) if name not in self.hidden]
+        empty = {
+            name
+            for place, name in enumerate(self.columns)
+            if self.rows and all(row[place] is None for row in self.rows)
+        }
+        left_out = self.hidden | empty
+        shown = [place for place, name in enumerate(self.columns) if name not in left_out]
         return dataclasses.replace(self, rows=texts, numeric=numeric).of(shown)
 
     def of(self, places: Sequence[int]) -> "Table":

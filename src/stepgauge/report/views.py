@@ -164,3 +164,9 @@ def is_disturbed(record: Record) -> bool:
     timed = [record.metrics[name] for name in ("step_ms", "time_ms") if name in record.metrics]
     timed = timed or [sample for sample in record.metrics.values() if sample.unit == "ms"]
     return any(sample.p90 > DISTURBED * sample.p10 for sample in timed)
+
+
+def undisturbed(records: Sequence[Record]) -> tuple[list[Record], str]:
+    """The rows whose medians hold, and what an answer begins with that leaves others out."""
+    held = [record for record in records if not is_disturbed(record)]
+    return held, "Of the undisturbed rows " if 0 < len(held) < len(records) else ""

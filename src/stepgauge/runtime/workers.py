@@ -5,6 +5,7 @@ in milliseconds from a server that has imported what `preload` named and touched
 """
 
 import contextlib
+import dataclasses
 import multiprocessing
 import multiprocessing.connection
 import signal
@@ -19,10 +20,18 @@ import torch.distributed as dist
 
 from stepgauge.runtime.launch import RankError, Ranks
 from stepgauge.runtime.parent import end_with_parent
+from stepgauge.runtime.progress import Hear, heard_by
 from stepgauge.runtime.propagate_errors import propagate_errors
 from stepgauge.runtime.world import KEPT_GROUP, TIMEOUT_S, World, default_backend, joined_world
 
 Function = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What a process says that it does, on its way to an answer."""
+
+    text: str
 
 
 def run_isolated(function: Function, *arguments: Any) -> Any:
@@ -34,9 +43,12 @@ def run_isolated(function: Function, *arguments: Any) -> Any:
 class Workers:
     """Calls functions in other processes, and keeps the processes for the next call where both
     calls name the same `share`. A context manager: no process is left when it ends.
+
+    hear  is told what the function says of its progress (runtime.progress)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hear: Hear = lambda text: None) -> None:
+        self._hear = hear
         self._kept: tuple[tuple[Any, ...], _Processes] | None = None
 
     def __enter__(self) -> Self:
@@ -72,10 +84,11 @@ class Workers:
         if ranks is not None and world is not None:
             if world.size != ranks:
                 raise ValueError(f"ranks is {ranks}; torchrun has started {world.size}")
-            return _call_joined(world, lambda: function(*arguments), device, backend, timeout_s)
+            with heard_by(self._hear):
+                return _call_joined(world, lambda: function(*arguments), device, backend, timeout_s)
         processes = self._processes(share, ranks, device, backend, timeout_s)
         try:
-            return processes.call(function, *arguments)
+            return processes.call(self._hear, function, *arguments)
         except BaseException:
             self.close(kill=True)
             raise
@@ -102,7 +115,7 @@ class Workers:
 
 
 class _Processes(Protocol):
-    def call(self, function: Function, *arguments: Any) -> Any: ...
+    def call(self, hear: Hear, function: Function, *arguments: Any) -> Any: ...
 
     def close(self, *, kill: bool) -> None: ...
 
@@ -118,21 +131,25 @@ class _Process:
             self._process.start()
         theirs.close()
 
-    def call(self, function: Function, *arguments: Any) -> Any:
+    def call(self, hear: Hear, function: Function, *arguments: Any) -> Any:
         try:
             self._pipe.send((function, arguments))
-            # The process itself is waited for too: what it started may hold the pipe open after it
-            # died.
-            multiprocessing.connection.wait([self._pipe, self._process.sentinel])
-            if not self._pipe.poll():
-                raise EOFError
-            succeeded, value = self._pipe.recv()
+            while isinstance(answer := self._receive(), Told):
+                hear(answer.text)
+            succeeded, value = answer
         except (EOFError, ConnectionError):
             self._process.join()
             raise _died(self._process.exitcode or 0) from None
         if succeeded:
             return value
         raise RankError(**value)
+
+    def _receive(self) -> Any:
+        # The process itself is waited for too: what it started may hold the pipe open after it died.
+        multiprocessing.connection.wait([self._pipe, self._process.sentinel])
+        if not self._pipe.poll():
+            raise EOFError
+        return self._pipe.recv()
 
     def close(self, *, kill: bool) -> None:
         self._pipe.close()
@@ -169,7 +186,7 @@ def _answer(pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
     sys.stdout = sys.stderr  # a user's network may print; standard output has the tables
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError), heard_by(lambda text: pipe.send(Told(text))):
         while True:
             function, arguments = pipe.recv()
             try:
@@ -196,9 +213,14 @@ class _Group:
         )
         self._ranks.__enter__()
 
-    def call(self, function: Function, *arguments: Any) -> Any:
+    def call(self, hear: Hear, function: Function, *arguments: Any) -> Any:
         with contextlib.suppress(BrokenPipeError):  # `wait` says why it is broken
             self._pipe.send((function, arguments))
+        while isinstance(answer := self._receive(), Told):
+            hear(answer.text)
+        return answer
+
+    def _receive(self) -> Any:
         while not self._pipe.poll(0.1):
             if not self._ranks.running:
                 self._ranks.wait()
@@ -223,9 +245,12 @@ def _answer_together(pipe: Connection) -> None:
         if told[0] is None:
             return
         function, arguments = told[0]
-        value = function(*arguments)
         if is_first:
+            with heard_by(lambda text: pipe.send(Told(text))):
+                value = function(*arguments)
             pipe.send(value)
+        else:
+            function(*arguments)
 
 
 def _call_joined(

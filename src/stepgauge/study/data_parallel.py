@@ -12,7 +12,7 @@ from stepgauge.report.numbers import number, whole
 from stepgauge.report.page import Block, Plot, Text
 from stepgauge.report.step_plots import overlap_tracks, step_bars
 from stepgauge.report.table import Table
-from stepgauge.report.views import plotted, record_table
+from stepgauge.report.views import is_disturbed, record_table
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.model import ModelSpec
@@ -142,7 +142,8 @@ class Overhead:
         best = self.best_bytes(total_bytes)
         if best is not None:
             said.append(
-                f"The model has its optimum at sqrt(o · rate · S) = {number(best / 1e6)} MB."
+                f"The model has its optimum at {number(best / 1e6)} MB, the root of a bucket's cost "
+                f"times the link's rate times the gradients' bytes."
             )
         if not self.ms_per_byte:
             said.append(
@@ -176,7 +177,9 @@ def overhead_blocks(records: Sequence[Record]) -> list[Block]:
     rows = sorted(largest, key=lambda r: float(r.spec["bucket_mb"]))
     if len(rows) < 4:
         return []
-    measured = [plotted(r, "step_ms") or 0.0 for r in rows]
+    if len([r for r in rows if not is_disturbed(r)]) < len(rows):
+        return [Text("A row of the bucket sweep was disturbed: no model is fitted to it.")]
+    measured = [r.metrics["step_ms"].median for r in rows]
     buckets, tails = ([r.metrics[name].median for r in rows] for name in ("buckets", "tail_bytes"))
     model = Overhead.fitted(buckets, tails, measured)
     predicted = [model.step_ms(n, tail) for n, tail in zip(buckets, tails, strict=True)]

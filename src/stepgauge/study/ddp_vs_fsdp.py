@@ -9,7 +9,7 @@ from stepgauge.report.numbers import scaled
 from stepgauge.report.over import over
 from stepgauge.report.page import Block
 from stepgauge.report.table import Table
-from stepgauge.report.views import record_table
+from stepgauge.report.views import record_table, undisturbed
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.record import Record, Sample
@@ -91,14 +91,18 @@ def _of_all_ranks(row: Record) -> Record:
 
 def answer(records: Sequence[Record]) -> str:
     """Sharding's memory and time beside replication, torch's wrappers, at the largest batch."""
-    rows = {(row.spec["wrapper"], row.spec["global_batch"]): row for row in over_seeds(records)}
+    held, among = undisturbed(records)
+    rows = {(row.spec["wrapper"], row.spec["global_batch"]): row for row in over_seeds(held)}
     batch = max((batch for _, batch in rows), default=0)
     plain, sharded = (rows.get((name, batch)) for name in PAIRS[0])
     if not plain or not sharded:
-        return ""
+        return "Rows were disturbed: torch-ddp and torch-fsdp cannot be compared here."
     time, memory = (_ratio(sharded, plain, name) for name in ("step_ms", "peak_bytes"))
     of_peak = f" and {memory:.2f} of its peak memory" if memory else ""
-    return f"At a global batch of {batch} torch-fsdp takes {time:.2f} of torch-ddp's step{of_peak}."
+    at = f"{among}at" if among else "At"
+    return (
+        f"{at} a global batch of {batch} torch-fsdp takes {time:.2f} of torch-ddp's step{of_peak}."
+    )
 
 
 def _ratio(above: Record, below: Record, metric: str) -> float | None:

@@ -8,7 +8,7 @@ from stepgauge.report.figure import lines, short
 from stepgauge.report.numbers import number
 from stepgauge.report.page import Block, Plot
 from stepgauge.report.pipeline_steps import steps_of, tracks
-from stepgauge.report.views import record_table
+from stepgauge.report.views import record_table, undisturbed
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.record import Record
@@ -99,13 +99,14 @@ def _picture(record: Record, records: Sequence[Record]) -> list[Block]:
 def answer(records: Sequence[Record]) -> str:
     """How the best number of micro-batches compares with the fewest, and how the simulator did."""
     measured = [r for r in records if r.status == "ok" and r.provenance == "measured"]
+    measured, among = undisturbed(measured)
     of_name = {name: points for name, points in _by_chunks(measured).items() if len(points) > 1}
     if not of_name:
         return ""
     name, points = max(of_name.items(), key=lambda item: max(rate for _, rate in item[1]))
     best, fewest = max(points, key=lambda point: point[1]), points[0]
     said = (
-        f"{name} does {number(best[1])} samples/s at best, with {best[0]} micro-batches; "
+        f"{among}{name} does {number(best[1])} samples/s at best, with {best[0]} micro-batches; "
         f"with {fewest[0]} it does {number(fewest[1])}."
     )
     modelled = {r.key: r.median("step_ms") for r in records if r.provenance == "modelled"}

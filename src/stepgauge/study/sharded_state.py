@@ -28,7 +28,11 @@ COLUMNS = {
 def specs(machine: Machine, folder: Path) -> Sequence[DataParallelSpec]:
     """Those of data parallel training: what both ask is measured once."""
     asked = data_parallel.specs(machine, folder)
-    usual = [spec for spec in asked if spec.bucket_mb == data_parallel.USUAL_BUCKET_MB]
+    usual = [
+        spec
+        for spec in asked
+        if spec.bucket_mb == data_parallel.USUAL_BUCKET_MB and spec.reduce_dtype == "own"
+    ]
     return [spec for spec in usual if spec.wrapper in WRAPPERS]
 
 

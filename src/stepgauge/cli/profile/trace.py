@@ -58,9 +58,9 @@ def _print(found: "Sequence[Analysis]", shared: object, format: Format) -> None:
     if isinstance(shared, AcrossRanks):
         together = ranks_tables(found, shared)
         shown = [*together, *of_one_rank(shown, found[0])]
-        count = "first table is" if len(together) == 1 else f"first {len(together)} tables are"
         tell(
-            f"the {count} of all {len(found)} traces, the others of {found[0].source}; --out has all"
+            f"what is of all {len(found)} traces comes first, then what is of {found[0].source} "
+            f"alone; --out has all"
         )
         for sentence in sentences(shared, found):
             tell(sentence)
