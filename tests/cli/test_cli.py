@@ -332,7 +332,7 @@ def test_a_run_is_measured_by_one_process_at_a_time(stepgauge, tmp_path):
     ("arguments", "words"),
     [
         (("--precision", "tf32"), "tf32 is a mode of CUDA matrix units; cpu has none"),
-        (("--vocab-size", "999"), "Unknown option"),  # tokens are bytes
+        (("--vocab-size", "999"), "vocab_size is 999; tokens are bytes, of which there are 256"),
         (("--warmup", "100"), "warmup is 100 of 12 steps; choose at most 12"),
         (("--learning-rate", "nan"), "learning_rate is nan; it must be a finite number"),
         (("--corpus", "a,b.txt"), "corpus a,b.txt does not exist"),

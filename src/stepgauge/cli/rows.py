@@ -178,6 +178,7 @@ def run_jobs(
     reused = 0
     ends = _ended_in_a_sentence(records, len(jobs), store.folder)
     with ends, store.held(), progress(len(jobs), "rows") as (bar, task):
+        bar.update(task, description="starts")
         shown = _Rows(names, bar, task)
         for problem in store.read().problems:
             warn(problem)

@@ -24,14 +24,12 @@ if TYPE_CHECKING:
     from stepgauge.runtime.launch import RankError
 
 SAVING_S = 3600.0  # ranks wait for the one that writes a checkpoint
+BYTES = 256  # tokens are bytes
 QUIET_S = 10.0  # without a bar a step is told when none was for so long
 
 
 @spec_options(
-    TrainSpec,
-    ModelSpec,
-    defaults={"size": "mini", "context_length": 256, "device": "auto"},
-    without=("vocab_size",),  # tokens are bytes
+    TrainSpec, ModelSpec, defaults={"size": "mini", "context_length": 256, "device": "auto"}
 )
 def train(
     *,
@@ -75,6 +73,8 @@ def train(
 
 def _spec_of(values: Values) -> TrainSpec:
     """Raises ValueError for options that contradict each other, before torch is loaded."""
+    if (tokens := values.get("vocab_size", (BYTES,))) != (BYTES,):
+        raise ValueError(f"vocab_size is {tokens[0]}; tokens are bytes, of which there are {BYTES}")
     (spec,) = expand(TrainSpec, values)
     if spec.corpus != DEFAULT_CORPUS and not Path(spec.corpus).exists():
         raise ValueError(f"corpus {spec.corpus} does not exist")

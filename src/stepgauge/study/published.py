@@ -53,7 +53,8 @@ def _unit(metric: str) -> str:
 
 
 def beside(experiment: str, records: Sequence[Record], note: str = "Hardware differs") -> Table:
-    """Each published row beside the nearest one measured here; alone where there is none.
+    """Each published row beside the nearest one measured here; alone where there is none. Shown only
+    when opened where nothing was measured here.
 
     Hardware and networks differ in detail, so that the table gives both figures and no verdict.
     """
@@ -71,13 +72,6 @@ def beside(experiment: str, records: Sequence[Record], note: str = "Hardware dif
             row |= {f"published {name}": scaled(sample.median, sample.unit)}
         at = {"batch × context here": _load(ours), "published batch × context": _load(their)}
         rows.append(row | (at if set(LOAD) <= their.spec.keys() else {}) | {"source": their.source})
-    return beside_table(rows, note=note)
-
-
-def beside_table(rows: Sequence[Mapping[str, Any]], *, note: str) -> Table:
-    """Published figures, each row with its source, beside those in the columns "here ..."; shown only
-    when opened where nothing was measured here.
-    """
     caption = f"Beside published figures. {legend([row['source'] for row in rows])}. {note}."
     measured = any(row[name] for row in rows for name in row if name.startswith("here"))
     return Table.from_rows(rows, caption=caption, names=1, folded=not measured)
