@@ -101,11 +101,13 @@ class Several(nn.Module):
 
 
 def shared_list(stages):
-    """One block in every stage, and one weight in the first and the last: what Python shares."""
+    """One block in every stage, and one weight in the first and the last: what Python shares. Each
+    stage writes into what it is given.
+    """
     block = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
     embedding, head = nn.Embedding(VOCABULARY, 6), nn.Linear(6, VOCABULARY)
     head.weight = embedding.weight
-    parts = [[block] for _ in range(stages)]
+    parts = [[nn.ReLU(inplace=True), block] for _ in range(stages)]
     parts[0].insert(0, embedding)
     parts[-1].append(head)
     return [nn.Sequential(*layers) for layers in parts]

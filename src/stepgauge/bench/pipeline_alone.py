@@ -5,7 +5,7 @@ simulated before it runs.
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -133,13 +133,13 @@ class StagesAlone:
         calls = self.pipeline.alone(number, *self.batch)
         probed = min(PROBED, self.pipeline.room(number) or PROBED)
         timed = min(ISSUED, probed)
-        lead, ms, issued = self._lead(lead_s), {}, 0.0
+        ms, issued = {}, 0.0
         levels, within = [self._allocated()], 0.0
         for kind, call in calls.items():
             devices.synchronize(self.device)
+            self._lead(lead_s)
             if self.device.type == "cuda":  # but the allocator keeps its blocks
                 torch.cuda.reset_peak_memory_stats(self.device)
-            lead()
             begin, start = self._mark(), time.perf_counter()
             for micro_batch in range(probed):
                 call(micro_batch)
@@ -169,19 +169,17 @@ class StagesAlone:
         event.record()
         return event
 
-    def _lead(self, seconds: float) -> Callable[[], None]:
+    def _lead(self, seconds: float) -> None:
         """Copies that take a GPU so long, more or less, and leave room in its queue of launches;
-        nothing on a CPU.
+        nothing on a CPU. What runs behind them on their stream may have their memory.
         """
-        if self.device.type != "cuda" or not seconds:
-            return lambda: None
-        source, target = (torch.empty(COPIED, dtype=torch.uint8, device=self.device) for _ in "ab")
-
-        def copy() -> None:
-            for _ in range(min(MOST_COPIES, round(seconds / COPY_S))):
+        copies = min(MOST_COPIES, round(seconds / COPY_S)) if self.device.type == "cuda" else 0
+        if copies:
+            source, target = (
+                torch.empty(COPIED, dtype=torch.uint8, device=self.device) for _ in range(2)
+            )
+            for _ in range(copies):
                 target.copy_(source)
-
-        return copy
 
     def _rest(self, busy_s: float) -> None:
         """As long as a rank waits for others after so much work: a GPU at its power limit then goes

@@ -69,6 +69,7 @@ class Stage:
         self.module, self._context, self.splits, self._loss = module, context, splits, loss
         self._recorded, self._whole = recorded, whole
         self._kept: dict[int, Kept] = {}
+        self._written: list[bool] = []  # whether the module writes into an input, by position
         self._split: SplitBackward | None = None
 
     def prepare(
@@ -81,6 +82,7 @@ class Stage:
         stay as they were.
         """
         self.close()
+        given = [tensor.clone() for tensor in example]
         with (
             trial(self.module, example),
             torch.no_grad(),
@@ -88,7 +90,8 @@ class Stage:
             Watch(self.module, besides=self._whole) as watch,
             self._context(),
         ):
-            outputs = self._call(example, targets)
+            outputs = self._call(given, targets)
+        self._written = [tensor._version > 0 for tensor in given]
         if self.splits or self._recorded:
             self._split = SplitBackward(self.module, watch.splittable if self.splits else {})
         trains = any(meta.is_trained for meta in inputs) or any(
@@ -127,7 +130,8 @@ class Stage:
             for tensor, needs in zip(inputs, trained, strict=True)
         ]
         with self._context():
-            outputs = self._call(leaves, targets)
+            written = zip(leaves, self._written, strict=True)
+            outputs = self._call([x.clone() if own else x for x, own in written], targets)
         self._kept[micro_batch] = Kept(
             {place: leaf for place, leaf in enumerate(leaves) if leaf.requires_grad},
             {
