@@ -23,6 +23,7 @@ from stepgauge.spec.plan.pipeline import (
 )
 from stepgauge.spec.plan.pipeline.balance import balance
 from stepgauge.spec.plan.pipeline.check import Held
+from stepgauge.spec.plan.pipeline.schedules import LOOPED
 from stepgauge.spec.plan.pipeline.text import parse
 
 
@@ -37,6 +38,12 @@ def test_every_published_schedule_can_run_and_travels_as_text_and_csv(name, rank
         for form in (schedule, lowered):
             assert from_text(to_text(form), name) == form
             assert from_csv(to_csv(form), name) == form
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in (*LOOPED, "dualpipev")])
+def test_what_has_no_rounds_takes_any_number_of_micro_batches(name):
+    for ranks, micro_batches in itertools.product((1, 2, 3, 4), (1, 2, 3, 5, 7, 16)):
+        check(build(name, ranks=ranks, micro_batches=micro_batches))
 
 
 def test_schedules_of_torch_s_names_are_torch_s():

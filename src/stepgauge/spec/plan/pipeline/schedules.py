@@ -72,9 +72,9 @@ def one_f_one_b(p: int, m: int, v: int) -> Iterator[list[Action]]:
         yield row.actions
 
 
-def _rounds(p: int, m: int) -> int:
+def _rounds(p: int, m: int, v: int) -> int:
     """Micro-batches that go through one stage of a rank before its next. Raises ValueError."""
-    number = max(1, m // p)
+    number = max(1, m // p) if v > 1 else 1
     if m % number:
         raise ValueError(
             f"micro_batches is {m}; stages are interleaved in {number} rounds, which must divide it"
@@ -84,7 +84,7 @@ def _rounds(p: int, m: int) -> int:
 
 def _visits(p: int, m: int, v: int, rank: int) -> tuple[list[int], list[int]]:
     """The stages of a rank in the order of its forwards, and of its backwards."""
-    own, size = [rank + p * chunk for chunk in range(v)], _rounds(p, m)
+    own, size = [rank + p * chunk for chunk in range(v)], _rounds(p, m, v)
     turns = [[stage] * size for stage in own]
     forwards = [stage for _ in range(m // size) for turn in turns for stage in turn]
     return forwards, [rank + p * (v - 1) - (stage - rank) for stage in forwards]
@@ -94,7 +94,7 @@ def interleaved(p: int, m: int, v: int) -> Iterator[list[Action]]:
     for rank in range(p):
         row = RankActions(m)
         forwards, backwards = _visits(p, m, v, rank)
-        warm_up = min(v * m, (v - 1) * _rounds(p, m) + 2 * (p - 1 - rank))
+        warm_up = min(v * m, (v - 1) * _rounds(p, m, v) + 2 * (p - 1 - rank))
         for stage in forwards[:warm_up]:
             row.add(stage, F)
         for number, stage in enumerate(backwards):
@@ -109,7 +109,7 @@ def interleaved_zero_bubble(p: int, m: int, v: int) -> Iterator[list[Action]]:
     for rank in range(p):
         row = RankActions(m)
         forwards, backwards = _visits(p, m, v, rank)
-        warm_up = min(v * m, (v - 1) * _rounds(p, m) + p - 1 - rank)
+        warm_up = min(v * m, (v - 1) * _rounds(p, m, v) + p - 1 - rank)
         for stage in forwards[:warm_up]:
             row.add(stage, F)
         for number, stage in enumerate(backwards):
