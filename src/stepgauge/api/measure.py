@@ -186,7 +186,8 @@ def _asked(
     else:
         if isinstance(module, type) or not callable(module):
             raise ValueError(
-                f"module is {module!r}; give an nn.Module, or a function that returns one with a batch"
+                f"module is {module!r}; give an nn.Module, or a function that returns one with a "
+                "batch"
             )
         if batch is not None or loss is not None or own is not None:
             raise ValueError("a function brings its batch, loss and optimizer: leave them out")

@@ -136,7 +136,8 @@ def _as_one(terms: list[Term]) -> Term:
     for term in terms:
         if not term.operation.startswith(("optimizer", TRAFFIC, "cast")):
             raise ValueError(
-                f"the optimizer runs {term.name}; of a user's optimizer what it reads and writes is "
+                f"the optimizer runs {term.name}; of a user's optimizer what it reads and writes "
+                "is "
                 "predicted"
             )
     if fused := [term for term in terms if term.operation.startswith("optimizer")]:

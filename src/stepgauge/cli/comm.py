@@ -90,7 +90,8 @@ def fit(
     found = links(records)
     if not found:
         raise ValueError(
-            f"the run at {run} has no collective at three sizes or more; measure one with bench comm -b 1M -e 64M"
+            f"the run at {run} has no collective at three sizes or more; measure one with bench "
+            "comm -b 1M -e 64M"
         )
     if hardware is not None:
         known = (

@@ -225,7 +225,8 @@ def summary(record: "Record", name: str) -> str:
 
     shown = [name for name in shown if is_measurable(record, name)]
     figures = [
-        f"{predicted}{heading(n, record.metrics[n].unit)} {number(record.median(n), record.metrics[n].unit)}"
+        f"{predicted}{heading(n, record.metrics[n].unit)} "
+        f"{number(record.median(n), record.metrics[n].unit)}"
         for n in shown
     ]
     if "shapes" in record.metrics:

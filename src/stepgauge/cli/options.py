@@ -160,5 +160,6 @@ def _require_one_network(given: Values, network: Network) -> None:
     beside = next((name for name in given if name in useless), None)
     if any(given.get("model", ())) and beside:
         raise ValueError(
-            f"{beside} is {given[beside][0]!r}; a user's model has its own network and batch: leave it out"
+            f"{beside} is {given[beside][0]!r}; a user's model has its own network and batch: "
+            "leave it out"
         )

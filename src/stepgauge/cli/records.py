@@ -74,7 +74,8 @@ def compare(
         fields = ", ".join(closest_differ_in(read(first), read(second)))
         differ = f" (the closest differ in {fields})" if fields else ""
         raise ValueError(
-            f"{first} and {second} share no row{differ}; --ignoring FIELD pairs rows that differ in FIELD"
+            f"{first} and {second} share no row{differ}; --ignoring FIELD pairs rows that differ "
+            "in FIELD"
         )
     tell(f"A is {first}, B is {second}")
     for kind in dict.fromkeys(pair.first.kind for pair in pairs):

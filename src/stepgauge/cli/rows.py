@@ -121,7 +121,8 @@ def distinct(specs: Sequence[Any]) -> list[Any]:
             value = getattr(specs[0], name)
             raise ValueError(f"{name} is {value!r}, which has no effect here: leave it out")
         tell(
-            f"{name} has no effect in {count} of {len(specs)} rows; rows that differ only in it run once"
+            f"{name} has no effect in {count} of {len(specs)} rows; rows that differ only in it "
+            "run once"
         )
     return list(dict.fromkeys(kept))
 

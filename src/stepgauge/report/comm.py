@@ -48,8 +48,10 @@ def comm_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> 
             **remarked(record, records),
         })  # fmt: skip
     caption = (
-        "busbw = algbw × factor; percentiles are of batches. As nccl-tests prints them: count is a rank's part where "
-        "the operation is split, root is -1 where there is none; place: whether the result lies where the input was."
+        "busbw = algbw × factor; percentiles are of batches. As nccl-tests prints them: count is "
+        "a rank's part where "
+        "the operation is split, root is -1 where there is none; place: whether the result lies "
+        "where the input was."
     )
     return Table.from_rows(rows, caption=caption, names=5, formats={"factor": ".4g"})
 
@@ -242,5 +244,6 @@ def _fit_plot(found: Link, records: Sequence[Record]) -> Plot:
     told = f" {of} from 1 MiB: {100 * errors:.2f} %." if errors is not None else ""
     return Plot(
         svg,
-        f"{spec.op} over {_how(spec)}, {spec.ranks} ranks: the fit through the measured sizes.{told}",
+        f"{spec.op} over {_how(spec)}, {spec.ranks} ranks: the fit through the measured "
+        f"sizes.{told}",
     )

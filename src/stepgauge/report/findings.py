@@ -153,7 +153,8 @@ def _best(found: Sequence[Pair]) -> Finding | None:
         else ""
     )
     text = (
-        f"{number(before)} ms a step with {most.instead_of}, {number(after)} ms with {most.change}: "
+        f"{number(before)} ms a step with {most.instead_of}, {number(after)} ms with "
+        f"{most.change}: "
         f"{after / before:.2f} of it ({_where(most.before, most.change)}).{every}"
     )
     text = " ".join([text, *_cautions(most)])

@@ -133,7 +133,8 @@ def _section(section: Section) -> str:
     blocks = "".join(map(_block, section.blocks))
     answer = f'<p class="answer">{html.escape(section.answer)}</p>' if section.answer else ""
     method = (
-        f"<details><summary>How this is measured</summary><p>{html.escape(section.method)}</p></details>"
+        "<details><summary>How this is "
+        f"measured</summary><p>{html.escape(section.method)}</p></details>"
         if section.method
         else ""
     )

@@ -15,7 +15,8 @@ def terms_table(record: Record, label: str) -> Table:
     shown = [[*row[:place], row[place] / 1e3, *row[place + 1 :]] for row in rows]
     columns = [*head[:place], "ms", *head[place + 1 :]]
     caption = (
-        f"{label}: terms of {record.median('step_ms'):.2f} ms ± {spread(record):.0%} by their sources, on "
+        f"{label}: terms of {record.median('step_ms'):.2f} ms ± {spread(record):.0%} by their "
+        "sources, on "
         f"{record.environment['hardware']}"
     )
     return Table(columns, shown, names=4, caption=caption, numeric=frozenset(("count", "ms")))

@@ -72,15 +72,18 @@ def sentences(found: Analysis) -> list[str]:
     if idle is not None:
         still = sum(row.us for row in found.idle)
         result.append(
-            f"The device stood still {100 * still / found.steps / found.step_us:.1f} % of the step; most of it "
-            f"{idle.reason}, in {idle.phase or 'the rest'} ({100 * idle.us / still:.0f} % of that time)."
+            f"The device stood still {100 * still / found.steps / found.step_us:.1f} % of the "
+            "step; most of it "
+            f"{idle.reason}, in {idle.phase or 'the rest'} ({100 * idle.us / still:.0f} % of that "
+            "time)."
         )
     matmul, softmax = (_attention_us(found, part) for part in (("scores", "values"), ("softmax",)))
     if matmul and softmax:
         ratio = softmax / matmul
         result.append(
             f"In attention, forward: softmax {number(softmax)} µs a step, the two matrix products "
-            f"{number(matmul)} µs; softmax takes {number(ratio)} times as long with a small part of "
+            f"{number(matmul)} µs; softmax takes {number(ratio)} times as long with a small part "
+            "of "
             "the FLOPs (table below)."
         )
     return result + _unplaced(found)
@@ -193,7 +196,8 @@ def kinds_table(found: Analysis) -> Table:
     noun = _noun(found)
     caption = (
         f"Kinds of work: time of the {noun} a step, and its share of all {noun} of the phase. What "
-        "autograd computes by plain operators, such as backward of an eager norm, is of their kinds."
+        "autograd computes by plain operators, such as backward of an eager norm, is of their "
+        "kinds."
     )
     formats = {f"{phase or 'rest'} %": ".1f" for phase in [*found.phases_us, "step"]}
     return Table.from_rows(rows, caption=caption, formats=formats)
@@ -260,7 +264,8 @@ def operations_table(found: Analysis) -> Table:
             "FLOP/byte": row.flops / row.bytes or None, "of roofline %": share,
         })  # fmt: skip
     limits = (
-        f" Measured ceilings: {number(roof.flop_per_s / 1e12)} TFLOP/s, {number(roof.bytes_per_s / 1e9)} GB/s "
+        f" Measured ceilings: {number(roof.flop_per_s / 1e12)} TFLOP/s, "
+        f"{number(roof.bytes_per_s / 1e9)} GB/s "
         f"({roof.condition})."
         if roof
         else ""

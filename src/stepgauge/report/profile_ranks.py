@@ -71,7 +71,8 @@ def shared_table(across: AcrossRanks, steps: int) -> Table:
     head = ["collective", "range", "type", "ranks", "size B", "calls a step", "transfer ms", "waiting ms", "waiting %",
             "busbw GB/s", "waited for", "came last"]  # fmt: skip
     caption = (
-        "Collectives across ranks, a step: transfer is the last rank's time in the call, waiting what "
+        "Collectives across ranks, a step: transfer is the last rank's time in the call, waiting "
+        "what "
         "the ranks spent beyond it (mean); busbw is of the transfer alone."
     )
     numeric = frozenset(head[3:10])
@@ -93,7 +94,8 @@ def sentences(across: AcrossRanks, found: Sequence[Analysis]) -> list[str]:
         else ""
     )
     why = (
-        f" Against the others' mean it spends {number(worst.excess_us / 1e3)} ms more in {worst.most_in}."
+        f" Against the others' mean it spends {number(worst.excess_us / 1e3)} ms more in "
+        f"{worst.most_in}."
         if worst.most_in
         else ""
     )

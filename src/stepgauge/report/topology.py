@@ -60,7 +60,8 @@ def network(places: Mapping[str, Point], edges: Sequence[Edge], *, height: float
 
 
 LEGEND = (
-    "NVn: n NVLinks; PIX, PXB: PCIe switches only; PHB: through the host bridge; NODE: within a NUMA node; SYS: "
+    "NVn: n NVLinks; PIX, PXB: PCIe switches only; PHB: through the host bridge; NODE: within a "
+    "NUMA node; SYS: "
     "between NUMA nodes."
 )
 

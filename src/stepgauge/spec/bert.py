@@ -55,7 +55,8 @@ class BertSpec:
             )
         if self.context_length > self.num_positions:
             raise ValueError(
-                f"context_length is {self.context_length}; the network has {self.num_positions} positions"
+                f"context_length is {self.context_length}; the network has {self.num_positions} "
+                "positions"
             )
 
     @property

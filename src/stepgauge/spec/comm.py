@@ -96,7 +96,8 @@ class CommSpec:
     dtype: str = option("float32", "element type", choices=DTYPE_BYTES)
     timing: str = option(
         "pipelined",
-        "pipelined: one after another without waiting; blocking: wait after each; graph: replayed as a CUDA graph",
+        "pipelined: one after another without waiting; blocking: wait after each; graph: replayed "
+        "as a CUDA graph",
         choices=("pipelined", "blocking", "graph"),
         label="changed",
     )

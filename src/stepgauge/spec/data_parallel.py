@@ -66,7 +66,8 @@ class DataParallelSpec(OnBackend):
     )
     reduce_dtype: str = option(
         "own",
-        "type that gradients are averaged in, by wrappers that leave weights whole; own: the parameters'",
+        "type that gradients are averaged in, by wrappers that leave weights whole; own: the "
+        "parameters'",
         choices=REDUCE_DTYPES,
         label="changed",
     )
@@ -82,7 +83,8 @@ class DataParallelSpec(OnBackend):
     checkpoint_blocks: int = as_in(WorkSpec, "checkpoint_blocks")
     cuda_graphs: bool = option(
         False,
-        "record forward, backward and the averaging once as one CUDA graph, and replay it: for steps "
+        "record forward, backward and the averaging once as one CUDA graph, and replay it: for "
+        "steps "
         "that the host is too slow for",
         flag_value=True,
         label="changed",
@@ -114,7 +116,8 @@ class DataParallelSpec(OnBackend):
             self._check_graphs()
         if isinstance(self.model, BertSpec) and self.model.dropout and self.checkpointing != "none":
             raise ValueError(
-                f"dropout is {self.model.dropout}; checkpointing would drop other values as it computes again; choose 0"
+                f"dropout is {self.model.dropout}; checkpointing would drop other values as it "
+                "computes again; choose 0"
             )
 
     def _check_graphs(self) -> None:

@@ -17,7 +17,8 @@ class DtypesSpec(WorkSpec):
         super().__post_init__()
         if self.compile != "off":
             raise ValueError(
-                f"compile is {self.compile!r}; a compiled module shows no outputs, types are probed eager"
+                f"compile is {self.compile!r}; a compiled module shows no outputs, types are "
+                "probed eager"
             )
 
 

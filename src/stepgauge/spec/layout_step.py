@@ -50,7 +50,8 @@ class LayoutSpec(OnBackend):
     )
     balance: str = option(
         FLOPS,
-        "how blocks are cut into the stages of a pipeline: by their FLOPs and the head's, or by time, "
+        "how blocks are cut into the stages of a pipeline: by their FLOPs and the head's, or by "
+        "time, "
         "measured at the start (predictions: the hardware file's)",
         choices=(FLOPS, TIME),
         label="changed",
@@ -64,7 +65,8 @@ class LayoutSpec(OnBackend):
     checkpointing: str = as_in(
         WorkSpec,
         "checkpointing",
-        "what backward computes again; selective keeps products and attention, feed-forward attention "
+        "what backward computes again; selective keeps products and attention, feed-forward "
+        "attention "
         "with its products",
         choices=(*CHECKPOINTING, BUDGET),
     )
@@ -72,7 +74,8 @@ class LayoutSpec(OnBackend):
     memory_gib: float = as_in(WorkSpec, "memory_gib")
     cuda_graphs: bool = option(
         False,
-        "record forward and backward of each stage of a pipeline once as CUDA graphs, and replay them",
+        "record forward and backward of each stage of a pipeline once as CUDA graphs, and replay "
+        "them",
         flag_value=True,
         label="changed",
     )

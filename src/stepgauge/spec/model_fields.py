@@ -154,7 +154,8 @@ class NetworkFields:
     )
     rope_scaling: str = option(
         "none",
-        "how angles are stretched to a longer context: linear:FACTOR, llama3:FACTOR:LOW:HIGH:CONTEXT",
+        "how angles are stretched to a longer context: linear:FACTOR, "
+        "llama3:FACTOR:LOW:HIGH:CONTEXT",
         label="changed",
     )
 

@@ -33,7 +33,8 @@ class WorkSpec:
     precision: str = option(
         "fp32",
         "bf16 and fp16 are autocast, fp16 with loss scaling; bf16-pure has bf16 parameters, "
-        "bf16-master fp32 masters of them in the optimizer; float8: bf16 with torchao's linear layers",
+        "bf16-master fp32 masters of them in the optimizer; float8: bf16 with torchao's linear "
+        "layers",
         choices=(*PRECISIONS, FLOAT8),
         label=True,
     )
@@ -49,7 +50,8 @@ class WorkSpec:
     )
     checkpointing: str = option(
         "none",
-        "what backward computes again; selective keeps products and attention, feed-forward attention "
+        "what backward computes again; selective keeps products and attention, feed-forward "
+        "attention "
         "with its products; budget: the least, block by block, that fits into --memory-gib",
         choices=(*CHECKPOINTING, BUDGET),
         label="changed",

@@ -135,7 +135,8 @@ class TrainSpec:
         if self.reduce_dtype != "own" and not WRAPPERS[wrapper].reduce_dtype:
             takers = [name for name in TRAINING_WRAPPERS if WRAPPERS[name].reduce_dtype]
             raise ValueError(
-                f"reduce_dtype is {self.reduce_dtype!r}, which {wrapper} has no use for: choose one "
+                f"reduce_dtype is {self.reduce_dtype!r}, which {wrapper} has no use for: choose "
+                "one "
                 f"of {', '.join(takers)}"
             )
         if self.ranks == 1 and wrapper != "none":

@@ -28,7 +28,8 @@ EXPERIMENT = Experiment(
     name="attention",
     title="Attention",
     question=(
-        "From which length on is attention without a score matrix faster, and where does the one with "
+        "From which length on is attention without a score matrix faster, and where does the one "
+        "with "
         "it run out of memory?"
     ),
     method=(

@@ -156,7 +156,8 @@ EXPERIMENT = Experiment(
     method=(
         "One process a rank, BERT with the masked-language-model loss on random pairs of texts, "
         "three seeds of weights and tokens. Throughput and step time are means over each seed's "
-        "steps; memory is each rank's peak. The gap between a replicating and a sharding wrapper is "
+        "steps; memory is each rank's peak. The gap between a replicating and a sharding wrapper "
+        "is "
         "taken apart into parameters, gradients, optimizer state and the rest."
     ),
     specs=specs,

@@ -218,7 +218,8 @@ def _facts(records: Sequence[Record]) -> dict[str, str]:
     disturbed = sum(map(is_disturbed, records))
     if disturbed:
         facts["Spread"] = (
-            f"{disturbed} of {len(records)} rows are disturbed (p90 over {DISTURBED} × p10): the machine "
+            f"{disturbed} of {len(records)} rows are disturbed (p90 over {DISTURBED} × p10): the "
+            "machine "
             "was not idle. No finding rests on them."
         )
     ok = [record for record in records if record.status == "ok"]

@@ -62,8 +62,10 @@ EXPERIMENT = Experiment(
     title="Step time",
     question="What do forward, backward and optimizer take, and how does that grow with the model?",
     method=(
-        "Each row runs in a process of its own: build, warm up, then time n steps. On a GPU, events mark the phase "
-        "boundaries on the device's queue and the host waits once at the end of a step; on a CPU the clock is "
+        "Each row runs in a process of its own: build, warm up, then time n steps. On a GPU, "
+        "events mark the phase "
+        "boundaries on the device's queue and the host waits once at the end of a step; on a CPU "
+        "the clock is "
         "perf_counter. Forward includes the loss. Figures are medians, with p10 and p90."
     ),
     specs=specs,

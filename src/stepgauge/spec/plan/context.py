@@ -51,7 +51,8 @@ def run_of(length: int, rank: int, ranks: int) -> range:
     size, rest = divmod(length, ranks)
     if rest or not size:
         raise ValueError(
-            f"the sequence has {length} tokens; {ranks} ranks that exchange heads have equal runs of "
+            f"the sequence has {length} tokens; {ranks} ranks that exchange heads have equal runs "
+            "of "
             f"them: choose a multiple of {ranks}"
         )
     return range(rank * size, (rank + 1) * size)
