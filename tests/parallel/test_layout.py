@@ -4,6 +4,7 @@ state under AdamW, and states that another layout goes on from.
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import tempfile
@@ -106,7 +107,7 @@ ROUNDED_ON_TWO = {
 }
 ROUNDED_ON_FOUR = {"dp2 zero2 tp2": 1.25, "pp2 1f1b m2 tp2": 1.25}
 RECORDED = ("pp2 1f1b m2 dp2 bucketed", "pp2 1f1b m4 dp2 zero1")
-CHECKPOINTED = (
+CUT = (
     ("tp2", "grouped"),
     ("tp2 overlap", "grouped"),
     ("cp2", "ring"),
@@ -122,7 +123,7 @@ ON_EIGHT = [
 
 
 def test_two_ranks_are_one_process():
-    checks = [(work_of_backward, *case) for case in CHECKPOINTED]
+    checks = [(check, *case) for case in CUT for check in (work_of_backward, of_a_copy)]
     find_nothing(2, differences_of(ON_TWO) + checks + [(of_torchs_tensor_parallel,)])
 
 
@@ -229,6 +230,21 @@ def work_of_backward(layout, network):
             told += differing(f"{checkpointing} {layout}", counting.operators, expected[0])
         told += differing(f"{checkpointing} {layout}", gradients, expected[1])
     return told
+
+
+def of_a_copy(layout, network):
+    """Gradients of a deep copy, after the first forward was one of inference: what is made in it
+    and kept takes part in backward afterwards.
+    """
+    spec = LayoutSpec(model=NETWORKS[network], layout=layout, batch=8)
+    batch, step = batch_for(spec.model, spec.batch, 0), build(spec, spec.axes)
+    with torch.inference_mode():
+        step.evaluate(batch)
+    copied = copy.deepcopy(step.module)
+    step.gradients(batch)
+    copied(*batch).backward()
+    modules = copied, step.module
+    return differing("copy", *({n: p.grad for n, p in m.named_parameters()} for m in modules))
 
 
 class Counting(TorchDispatchMode):

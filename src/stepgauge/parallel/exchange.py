@@ -75,8 +75,9 @@ class Exchange:
         key = box, shape, dtype
         if key not in self._views:
             nbytes = math.prod(shape) * dtype.itemsize
-            whole = self.memory.box(self.rank, box)[:nbytes].view(dtype).view(shape)
-            self._views[key] = whole, whole.chunk(self.ranks, dim)
+            with torch.inference_mode(False):  # they are used in training too
+                whole = self.memory.box(self.rank, box)[:nbytes].view(dtype).view(shape)
+                self._views[key] = whole, whole.chunk(self.ranks, dim)
         return self._views[key]
 
     def tell(self, rank: int, box: int, turn: int, side: str) -> None:
@@ -237,6 +238,7 @@ def exchange_of(group_name: str, device: torch.device, nbytes: int) -> Exchange:
     if exchange is None or exchange.box_bytes < nbytes or exchange.device != device:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # and all ranks wait for each other in the constructor
-        exchange = Exchange(group, device, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        with torch.inference_mode(False):
+            exchange = Exchange(group, device, -(-nbytes // ALIGNMENT) * ALIGNMENT)
         _exchanges[group] = exchange
     return exchange

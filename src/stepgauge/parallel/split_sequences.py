@@ -7,6 +7,7 @@ those of data parallel are. Attention is that of ring_attention or of head_excha
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,9 @@ class SplitSequences:
         default_factory=dict, repr=False, kw_only=True
     )
 
+    def __deepcopy__(self, _: Any) -> Self:
+        return dataclasses.replace(self)  # a copy talks to the same ranks
+
     @property
     def rank(self) -> int:
         return self.group.rank()
@@ -46,7 +50,8 @@ class SplitSequences:
         """`tokens` of this rank, (length / N,)."""
         key = length, str(device)
         if key not in self._positions:
-            self._positions[key] = torch.tensor(self.tokens(length, self.rank), device=device)
+            with torch.inference_mode(False):  # it is kept, and used in training too
+                self._positions[key] = torch.tensor(self.tokens(length, self.rank), device=device)
         return self._positions[key]
 
     def piece(self, whole: Tensor, dim: int = 1) -> Tensor:
