@@ -406,7 +406,11 @@ def of_changed_models():
         for name, model in models.items()
     }
     unsplit = {name: rule for name, rule in USER_TABLE.items() if rule.kind != "split"}
-    return found | {"no split": message_of(lambda: parallelize_tensor(UserModel(), unsplit))}
+    first = parallelize_tensor(UserModel(), USER_TABLE).module.layers[0]
+    return found | {
+        "no split": message_of(lambda: parallelize_tensor(UserModel(), unsplit)),
+        "by keyword": message_of(lambda: first(x=torch.ones(1, 8, 16))),
+    }
 
 
 def mistakes():
@@ -540,6 +544,9 @@ def test_mistakes_are_said(two_ranks):
         assert said["weight norm"] == "out has no parameter weight of its own to cut"
         assert said["dropout"] == (
             "layers.0.norm drops 0.1 of what it is given, other values on each rank; set its p to 0"
+        )
+        assert said["by keyword"] == (
+            "layers.0 splits its first argument, which must be given by position"
         )
         assert said["no split"] == (
             "by_sequence is True, and the table cuts the embedding embed and splits nothing; give "

@@ -8,13 +8,11 @@ run beside the product before or after them.
 - Their mirrors in backward; the gradient of the weight covers a reduce-scatter, before which the
   product need not be cut. The input of a column is gathered again there rather than kept.
 
-`exchange` moves the pieces. Operators of their own, since a compiler must not look into them, by
-torch.library's plain functions: its custom_op costs more host time than all that is launched here.
+`exchange` moves the pieces. Operators of their own, since a compiler must not look into them.
 
 Legend: B batch, T sequence, D width of the stream, F features of this rank, N ranks, Q = T/N.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepgauge.parallel.exchange import Exchange, Inbox, Outbox, exchange_of, num_ranks
+from stepgauge.parallel.operators import define_operator
 
 
 def gathered_product(x_BQD: Tensor, weight_FD: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -158,36 +157,25 @@ def _fake_row_backward(
     return x_BTF.new_empty(x_BTF.shape), weight
 
 
-_LIBRARY = torch.library.Library("stepgauge", "FRAGMENT")
-
-
-def _operator(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    _LIBRARY.define(name + schema)
-    for device in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, run, device)
-    torch.library.register_fake(f"stepgauge::{name}", fake)
-    return getattr(torch.ops.stepgauge, name).default
-
-
-column_forward = _operator(
+column_forward = define_operator(
     "column_forward",
     "(Tensor x, Tensor weight, str group) -> Tensor",
     _column_forward,
     _fake_column_forward,
 )
-column_backward = _operator(
+column_backward = define_operator(
     "column_backward",
     "(Tensor gradient, Tensor x, Tensor weight, bool wants_weight, str group) -> (Tensor, Tensor)",
     _column_backward,
     _fake_column_backward,
 )
-row_forward = _operator(
+row_forward = define_operator(
     "row_forward",
     "(Tensor x, Tensor weight, str group) -> Tensor",
     _row_forward,
     _fake_row_forward,
 )
-row_backward = _operator(
+row_backward = define_operator(
     "row_backward",
     "(Tensor gradient, Tensor x, Tensor weight, bool wants_weight, str group) -> (Tensor, Tensor)",
     _row_backward,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from stepgauge.parallel.key_travel import Messages, Staying, Travel
+from stepgauge.parallel.operators import define_operator
 from stepgauge.parallel.split_sequences import SplitSequences
 from stepgauge.spec.plan.context import Meeting, half, plan_ring, positions_of
 
@@ -95,7 +96,7 @@ class _Ring(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: RingAttention, *how: Any
     ) -> Tensor:
         _CONTEXTS[id(context)] = context
-        o, lse = torch.ops.stepgauge.ring_attention(q, k, v, id(context), *how)
+        o, lse = ring_attention(q, k, v, id(context), *how)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.context, (ctx.is_causal, ctx.scale) = context, how
         return o
@@ -129,16 +130,14 @@ def _ring_forward(
     return o.to(q.dtype), lse
 
 
-# An operator, so that selective checkpointing can keep what it gives: backward then neither attends
-# nor sends keys a second time.
 _CONTEXTS: MutableMapping[int, RingAttention] = weakref.WeakValueDictionary()  # by id
-_LIBRARY = torch.library.Library("stepgauge", "FRAGMENT")
-_LIBRARY.define(
-    "ring_attention(Tensor q, Tensor k, Tensor v, int context_id, bool is_causal, float scale)"
-    " -> (Tensor, Tensor)"
+# Selective checkpointing keeps what it gives: backward neither attends nor sends keys again.
+ring_attention = define_operator(
+    "ring_attention",
+    "(Tensor q, Tensor k, Tensor v, int context_id, bool is_causal, float scale)"
+    " -> (Tensor o, Tensor lse)",
+    _ring_forward,
 )
-for _device in ("CPU", "CUDA"):
-    _LIBRARY.impl("ring_attention", _ring_forward, _device)
 
 
 def _add_part(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor) -> None:

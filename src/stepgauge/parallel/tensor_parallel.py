@@ -184,6 +184,8 @@ def _head(module: nn.Module, name: str, stream: ResidualStream, cuts: Cuts) -> N
 
 def _split(module: nn.Module, name: str, stream: ResidualStream, cuts: Cuts) -> None:
     def pre_hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if not arguments:
+            raise ValueError(f"{name} splits its first argument, which must be given by position")
         return (stream.split(arguments[0]), *arguments[1:])
 
     module.get_submodule(name).register_forward_pre_hook(pre_hook)
