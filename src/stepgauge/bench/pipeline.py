@@ -17,6 +17,7 @@ from stepgauge.bench.rank_figures import held_table, spans_table
 from stepgauge.bench.ranks import OnRanks, require_ranks, slowest
 from stepgauge.bench.sweep import Job
 from stepgauge.cost.fill import fill_bubbles
+from stepgauge.cost.pipeline import simulated_metrics, span_rows
 from stepgauge.cost.timeline import Durations, simulate
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
@@ -245,18 +246,11 @@ def measured(spec: PipelineSpec, ranks: list[RankFigures]) -> Record:
 def modelled(spec: PipelineSpec, ranks: list[Probed]) -> Record:
     """The same schedule simulated: provenance "modelled"."""
     schedule = lower(FILLED.get(spec) or spec.plan(), ahead=spec.ahead)
-    timeline = simulate(schedule, durations(ranks, spec.num_stages))
-    spans = [[(str(s.action), s.start, s.end) for s in row] for row in timeline.ranks]
-    metrics = {
-        "step_ms": Sample.exact(timeline.step_ms, "ms"),
-        "busy_ms": Sample.exact(sum(timeline.busy_ms) / len(ranks), "ms"),
-        "over_ideal": Sample.exact(timeline.over_ideal, ""),
-        "transfer_ms": Sample.exact(max(rank.transfer_ms for rank in ranks), "ms"),
-        "host_ms": Sample.exact(max(rank.host_ms for rank in ranks), "ms"),
-    }
-    metrics["samples_per_s"] = Sample.exact(spec.batch / timeline.step_ms * 1e3, "samples/s")
+    taken = durations(ranks, spec.num_stages)
+    timeline = simulate(schedule, taken)
+    metrics = simulated_metrics(timeline, taken, batch=spec.batch)
     series: dict[str, list[float]] = {}
-    tables = spans_table(spans)
+    tables: dict[str, list[list[Any]]] = {"spans": span_rows(timeline)}
     if any(rank.base_bytes for rank in ranks):
         held = {stage: own for rank in ranks for stage, own in rank.held.items()}
         live = require_runnable(schedule, held=held).peak

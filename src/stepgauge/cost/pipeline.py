@@ -12,7 +12,7 @@ from stepgauge.cost.prices import Prices
 from stepgauge.cost.share import NetworkPart
 from stepgauge.cost.stages import Halves
 from stepgauge.cost.step import modelled, term_rows
-from stepgauge.cost.timeline import Timeline, simulate
+from stepgauge.cost.timeline import Durations, Timeline, simulate
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
@@ -38,25 +38,30 @@ def predict_pipeline(spec: PipelineSpec, machine: Machine) -> Record:
     if spec.fill:
         schedule = lower(fill_bubbles(spec.plan(), taken), ahead=spec.ahead)
     timeline = simulate(schedule, taken)
-    figures = {
-        "step_ms": timeline.step_ms,
-        "busy_ms": sum(timeline.busy_ms) / schedule.num_ranks,
-        "transfer_ms": max(taken.transfers.values()),
-        "host_ms": taken.host_ms,
-    }
-    metrics = {name: Sample.exact(value, "ms") for name, value in figures.items()}
-    rate = spec.batch / timeline.step_ms * 1e3
-    metrics |= {
-        "over_ideal": Sample.exact(timeline.over_ideal, ""),
-        "samples_per_s": Sample.exact(rate, "samples/s"),
-        "tokens_per_s": Sample.exact(rate * whole.model.context_length, "tokens/s"),
-    }
+    metrics = simulated_metrics(timeline, taken, batch=spec.batch)
+    tokens = spec.batch * whole.model.context_length
+    metrics["tokens_per_s"] = Sample.exact(tokens / timeline.step_ms * 1e3, "tokens/s")
     rows = term_rows({"forward": whole.forward(), "backward": whole.backward()}, prices)
     rows.append(bubble_row(timeline))
     record = modelled(spec, machine, metrics, rows, None)
     tables = {**record.tables, "spans": span_rows(timeline)}
     note = f"{said(parts, 'parts')}, by predicted time" if spec.balance == TIME else ""
     return dataclasses.replace(record, tables=tables, note=note)
+
+
+def simulated_metrics(timeline: Timeline, taken: Durations, *, batch: int) -> dict[str, Sample]:
+    """Of a step that was simulated from what its actions take; `batch` sequences go through it."""
+    figures = {
+        "step_ms": timeline.step_ms,
+        "busy_ms": sum(timeline.busy_ms) / len(timeline.ranks),
+        "transfer_ms": max(taken.transfers.values()),
+        "host_ms": taken.host_ms,
+    }
+    return {
+        **{name: Sample.exact(value, "ms") for name, value in figures.items()},
+        "over_ideal": Sample.exact(timeline.over_ideal, ""),
+        "samples_per_s": Sample.exact(batch / timeline.step_ms * 1e3, "samples/s"),
+    }
 
 
 def bubble_row(timeline: Timeline) -> list[object]:
