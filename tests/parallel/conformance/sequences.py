@@ -116,7 +116,7 @@ def _difference(expected, found, wrapper: str) -> str:
         if name not in found:
             return f"{name} is not there"
         ours = found[name].to(value.dtype)  # the norm of nothing has any type
-        if not torch.allclose(ours, value, rtol=1e-9, atol=1e-9):
+        if not torch.allclose(ours, value, rtol=1e-9, atol=1e-9, equal_nan=True):
             return f"{name} is off by {(ours - value).abs().max():.2g}"
     return ""
 
