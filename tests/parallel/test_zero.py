@@ -71,6 +71,12 @@ def test_what_a_failed_backward_refused_is_not_said_by_the_next(two_ranks):
         assert rank["after a failure"] == ""
 
 
+def test_a_step_writes_weights_on_all_ranks_and_may_be_compiled(two_ranks):
+    """A graph that needs them as they were raises then, at their owner and elsewhere."""
+    for rank in two_ranks:
+        assert rank["written"] == [True] * 4 + [False]
+
+
 @pytest.fixture(scope="module")
 def two_ranks():
     return launch(all_checks, ranks=2)
@@ -83,6 +89,7 @@ def all_checks():
     found["gathered"] = gathered()
     found["in other memory"] = in_other_memory()
     found["after a failure"] = after_a_failure()
+    found["written"] = written()
     return found
 
 
@@ -166,6 +173,17 @@ def trained():
     loss_of(parallel, dist.get_rank()).backward()
     optimizer.step()
     return parallel.module, optimizer
+
+
+def written():
+    """Whether a step has raised the version of each parameter; the last one has no gradient."""
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(5)]
+    optimizer = ShardedOptimizer(parameters, torch.optim.SGD, lr=0.1)
+    for parameter in parameters[:-1]:
+        parameter.grad = torch.ones(2)
+    before = [parameter._version for parameter in parameters]
+    torch.compile(optimizer.step, backend="eager")()
+    return [p._version > version for p, version in zip(parameters, before, strict=True)]
 
 
 def state_bytes():

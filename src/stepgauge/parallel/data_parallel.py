@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from stepgauge.parallel.bucket_gradients import BucketGradients
 from stepgauge.parallel.collectives import Group
-from stepgauge.parallel.parameter_hooks import taking_hooks, weakly
+from stepgauge.parallel.parameter_hooks import Weakly, hooks_after, taking_hooks
 from stepgauge.parallel.present_backward import at_end_of_backward
 from stepgauge.parallel.readiness import Readiness
 from stepgauge.parallel.reducer import GradientReducer
@@ -27,6 +27,7 @@ from stepgauge.parallel.replicas import (
     reduced_dtype,
     registrations,
     require_known,
+    require_whole,
 )
 from stepgauge.parallel.usage import Usage
 from stepgauge.spec.plan.buckets import FIRST_BUCKET_MB, plan_buckets
@@ -43,8 +44,8 @@ class DataParallel(nn.Module):
     reduce_dtype  floating type that gradients of wider ones travel and are averaged in
 
     Raises DifferentModelsError, on every rank, where the ranks hold different modules; ValueError
-    for a reduce_dtype that is not floating. Backward raises RuntimeError for create_graph=True, and
-    forward where the module has other parameters than when it was wrapped.
+    for a reduce_dtype that is not floating and for sharded parameters. Backward raises RuntimeError
+    for create_graph=True, and forward where the module has other parameters than when it was wrapped.
     """
 
     _readiness: Readiness | None
@@ -62,15 +63,15 @@ class DataParallel(nn.Module):
         super().__init__()
         if reduce_dtype is not None and not reduce_dtype.is_floating_point:
             raise ValueError(f"reduce_dtype is {reduce_dtype}; it must be a floating type")
+        require_whole(module)
         prepare_replicas(module, group)
         self.module, self.reducer = module, GradientReducer(group)
         self.reduce_dtype = reduce_dtype
-        # False leaves the collectives out and keeps all else, to time the rest
-        self.communicates = True
+        self.communicates = True  # False leaves the collectives out, to time the rest
         self._synchronises = True
         self._registered = registrations()
-        of_module = module.named_parameters()
-        self._attach({p: n for n, p in of_module if p.is_floating_point() or p.is_complex()})
+        named = module.named_parameters()
+        self._attach({p: n for n, p in named if p.is_floating_point() or p.is_complex()})
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if self._registered != (now := registrations()):
@@ -121,7 +122,7 @@ class DataParallel(nn.Module):
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_remove_hooks"}
+        return {n: v for n, v in self.__dict__.items() if n not in ("_hook", "_remove_hooks")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -133,23 +134,27 @@ class DataParallel(nn.Module):
         self._readiness, self._in_flight = None, []
         # parameters that backward has added to since gradients were averaged
         self._local: set[nn.Parameter] = set()
+        self._hook = Weakly(self._arrive)
+        handles: list[Any] = []
+        for parameter in names:
+            with taking_hooks(parameter):
+                handles += self._hooks_of(parameter)
         self._plan()
-        handles = [*self._hooked()]
         self._remove_hooks = weakref.finalize(self, lambda: [each.remove() for each in handles])
         self._remove_hooks.atexit = False
 
-    def _hooked(self) -> Iterator[Any]:
-        for parameter in self._names:
-            with taking_hooks(parameter):
-                yield from self._hooks_of(parameter)
-
     def _hooks_of(self, parameter: nn.Parameter) -> list[Any]:
-        return [parameter.register_post_accumulate_grad_hook(weakly(self._arrive))]
+        return [parameter.register_post_accumulate_grad_hook(self._hook)]
+
+    def _averages(self, parameter: nn.Parameter) -> bool:
+        """Whether no later wrapper does, around this one or of a module with the same parameter."""
+        hooks = hooks_after(parameter)
+        return len(hooks) < 2 or [h for h in hooks if isinstance(h, Weakly)][-1:] == [self._hook]
 
     def _plan(self) -> None:
         """Buckets of what is trained, and of what no_sync has left."""
         self._planned_for = self._averaged()
-        of_name = {self._names[p]: p for p, _ in self._planned_for}
+        of_name = {self._names[p]: p for p in self._planned_for}
         self.buckets = plan_buckets(
             [describe_parameter(name, p, self.reduce_dtype) for name, p in of_name.items()],
             cap_mb=self.cap_mb,
@@ -157,15 +162,15 @@ class DataParallel(nn.Module):
             owners=self.owners,
         )
         self._planned = plan_launches(self.buckets)
-        # their parameters
-        self._launches = [
+        self._launches = [  # their parameters
             [of_name[name] for bucket in launch for name in bucket.names]
             for launch in self._planned
         ]
 
-    def _averaged(self) -> list[tuple[nn.Parameter, torch.dtype]]:
+    def _averaged(self) -> dict[nn.Parameter, torch.dtype]:
         """With their types; one may have been frozen since no_sync."""
-        return [(p, p.dtype) for p in self._names if p.requires_grad or p in self._local]
+        trained = (p for p in self._names if p.requires_grad or p in self._local)
+        return {p: p.dtype for p in trained if self._averages(p)}
 
     def _begin(self, device: torch.device | None = None) -> Readiness:
         """Of the backward that goes on, on a device, whose end averages what it has not."""
@@ -185,7 +190,8 @@ class DataParallel(nn.Module):
                 "backward(create_graph=True) into `.grad` is not averaged; take the gradients that "
                 "are differentiated again with torch.autograd.grad"
             )
-        if not parameter.requires_grad:  # frozen since forward: autograd has added nothing
+        # frozen since forward: autograd has added nothing
+        if not parameter.requires_grad or not self._averages(parameter):
             return
         self._local.add(parameter)
         if self._synchronises:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stepgauge.parallel.parameter_group import ParameterGroup, Place, repeated_blocks
+from stepgauge.parallel.parameter_group import SHARDED, ParameterGroup, Place, repeated_blocks
 from stepgauge.parallel.replicas import device_of, prepare_replicas, registrations, require_known
 from stepgauge.parallel.residency import Residency
 from stepgauge.parallel.sharding import Sharding
@@ -37,7 +37,8 @@ class FullyShardedDataParallel(nn.Module):
     takes nothing of it; write weight.data.copy_(new).
 
     Raises DifferentModelsError, on every rank, where the ranks hold different modules; ValueError
-    for a parameter without dimensions or an embedding with max_norm. Backward raises RuntimeError
+    for a parameter without dimensions or of a module that is sharded already, and for an embedding
+    with max_norm. Backward raises RuntimeError
     for create_graph=True, and for weights that were written since forward.
 
     residency  keeps all weights whole over several forwards and backwards
@@ -115,13 +116,19 @@ class FullyShardedDataParallel(nn.Module):
 
 def _places_of_parameters(module: nn.Module) -> dict[str, list[Place]]:
     """Of each whole parameter, under its first name, the modules and attributes where it is:
-    several if it is tied. Raises ValueError for one without dimensions.
+    several if it is tied. Raises ValueError for one without dimensions, and for one that a module
+    which is sharded already had: its shards are no longer tied to it.
     """
     whole = {p: name for name, p in module.named_parameters() if not isinstance(p, DTensor)}
     places: dict[str, list[Place]] = {name: [] for name in whole.values()}
     for parameter, name in whole.items():
         if parameter.ndim == 0:
             raise ValueError(f"{name} has no dimensions; ZeRO 3 shards the first one of each")
+        if parameter in SHARDED:
+            raise ValueError(
+                f"{name} is a weight of another module too, which was sharded before and has its "
+                f"shards; wrap one module that holds both"
+            )
     for owner in module.modules():
         for attribute, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             if parameter in whole:
@@ -133,12 +140,12 @@ def _by_unit(
     places: Mapping[str, list[Place]], units: Sequence[nn.Module]
 ) -> list[list[list[Place]]]:
     """The places of each unit's weights. What is in several units is the last one's, the whole."""
-    unit_of: dict[nn.Module, int] = {}
-    for index, unit in enumerate(units):
+    units_of: dict[nn.Module, set[int]] = {}
+    for index, unit in enumerate(units[:-1]):
         for module in unit.modules():
-            unit_of.setdefault(module, index)
+            units_of.setdefault(module, set()).add(index)
     found: list[list[list[Place]]] = [[] for _ in units]
     for of_weight in places.values():
-        its_units = {unit_of[owner] for owner, _ in of_weight}
+        its_units = {unit for owner, _ in of_weight for unit in units_of.get(owner, {-1})}
         found[its_units.pop() if len(its_units) == 1 else -1].append(of_weight)
     return found

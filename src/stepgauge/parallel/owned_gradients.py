@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from stepgauge.parallel.bucket_gradients import BucketGradients, is_alone
 from stepgauge.parallel.collectives import is_only_group, launch_together
 from stepgauge.parallel.data_parallel import BucketedDataParallel
-from stepgauge.parallel.parameter_hooks import weakly
+from stepgauge.parallel.parameter_hooks import Weakly
 from stepgauge.parallel.present_backward import goes_on_to
 from stepgauge.parallel.replicas import reduced_dtype
 from stepgauge.parallel.shares import as_plain, as_share
@@ -60,14 +60,16 @@ class OwnerDataParallel(BucketedDataParallel):
     def _hooks_of(self, parameter: nn.Parameter) -> list[Any]:
         hooks = super()._hooks_of(parameter)
         if self._names[parameter] in self.owners:
-            expect, parameter_of = weakly(self._expect), weakref.ref(parameter)
+            expect, parameter_of = Weakly(self._expect), weakref.ref(parameter)
             hooks.append(parameter.register_hook(lambda _: expect(parameter_of())))
         return hooks
 
     def _expect(self, parameter: nn.Parameter) -> None:
         """Before backward adds to a mean: the owner's counts for all ranks then."""
         gradient, name = parameter.grad, self._names[parameter]
-        if gradient is None or parameter in self._local or not _adds_to(parameter):
+        if gradient is None or parameter in self._local or not self._averages(parameter):
+            return
+        if not _adds_to(parameter):
             return
         if not self._synchronises:
             raise RuntimeError(

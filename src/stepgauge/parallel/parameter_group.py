@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from stepgauge.parallel.sharding import Sharding, local
 from stepgauge.parallel.unsharded_group import UnshardedGroup
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 KEPT = frozenset((Tensor, list, tuple))  # attributes in which a module may keep what it computed
 Place = tuple[nn.Module, str]  # a module, and the name of its parameter
+# Whole parameters in whose places shards were put: another module that has one has not its shards.
+SHARDED = WeakIdKeyDictionary()
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -58,9 +61,10 @@ class ParameterGroup:
     ):
         self.places, self.sharding, self.compute_dtype = places, sharding, compute_dtype
         self.prefetcher, self.reductions, self.is_root = prefetcher, reductions, is_root
-        self._calls: list[tuple[UnshardedGroup, bool, list[nn.Parameter]]] = []
+        # Weights of each call that goes on, and what computed its inputs; None where they were whole.
+        self._calls: list[tuple[UnshardedGroup, Sequence[Any]] | None] = []
         self.unsharded: UnshardedGroup | None = None
-        self.stays_whole = False  # its module is whole for longer than a call: residency.py
+        self.in_place: UnshardedGroup | None = None  # whose weights stand in place of the shards
         self.name = name
         self._seen: list[tuple[Any, torch.UntypedStorage]] = []
         # Where a loss may be kept to which backward comes first; the root's weights are whole then.
@@ -72,19 +76,20 @@ class ParameterGroup:
                 sharding.shard(whole.detach()), requires_grad=whole.requires_grad
             )
             _put(of_weight, sharded)
+            SHARDED[whole] = None
             self._seen.append(_insides(sharded))
             reductions.parameters.append(sharded)
             for owner, _ in of_weight:
                 owner.register_load_state_dict_pre_hook(functools.partial(_cut, sharding))
-        module.register_forward_pre_hook(self.before, prepend=True)
+        module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.after, always_call=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_calls": [], "_seen": [], "unsharded": None}
+        return {**self.__dict__, "_calls": [], "_seen": [], "unsharded": None, "in_place": None}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The sharded weights, outside of forward."""
+        """The sharded weights, where they are in their places."""
         return [owner._parameters[name] for (owner, name), *_ in self.places]  # type: ignore[misc]
 
     def _require_tied(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -129,42 +134,46 @@ class ParameterGroup:
             _put(of_weight, weight)
 
     @torch.compiler.disable
-    def before(self, module: nn.Module, inputs: Any) -> Any:
+    def before(self, module: nn.Module, inputs: Any, named: Any) -> None:
         """Puts whole weights in place of the shards."""
-        if self.stays_whole:
-            return None
-        parameters = self.parameters
-        self._require_tied(parameters)
         # Checkpointing calls the module again in backward, which has its weights already.
-        unsharded = self.unsharded
-        reused = self.reductions.is_running and unsharded is not None and unsharded.is_current()
-        unsharded = unsharded if reused else self.prefetcher.take(self)
-        assert unsharded is not None, "it is reused or taken"
+        current = self.unsharded
+        if self.reductions.is_running and current is not None and current.is_current():
+            current.wait()
+            current.put_again()
+        if self.in_place is not None:
+            self._calls.append(None)
+            return
+        self._require_tied(self.parameters)
+        unsharded = self.prefetcher.take(self)
         unsharded.wait()
-        self._calls.append((unsharded, reused, parameters))
-        self.put(unsharded.use())
+        given = [x for x in _tensors_of((inputs, named)) if x.grad_fn is not None]
+        self._calls.append((unsharded, [x.grad_fn for x in given]))
+        unsharded.put()
+        unsharded.watch(given)
         self.prefetcher.entered(self)
-        return unsharded.watched(inputs)
 
     @torch.compiler.disable
     def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Puts the shards back; whole weights are freed until backward needs them."""
-        if not self._calls:  # what failed was before us
+        if not self._calls or (call := self._calls.pop()) is None:  # what failed was before us
             return
-        unsharded, reused, parameters = self._calls.pop()
+        unsharded, given = call
+        unsharded.put_back()
         unsharded.require_unwritten()
-        self.put(parameters)
         if isinstance(output, Iterator):
             raise RuntimeError(
                 f"{self.name or 'the module'} returns a {type(output).__name__}, which computes after "
                 "its forward, when its weights are sharded again; return a list"
             )
-        reached = [each for each in _tensors_of(output) if each.requires_grad]
+        # What is given back as it came was computed, and is hooked, elsewhere.
+        reached = [
+            x for x in _tensors_of(output) if x.grad_fn is not None and x.grad_fn not in given
+        ]
         for tensor in [*reached, *_kept_by(self._parts)] if torch.is_grad_enabled() else reached:
             tensor.register_hook(functools.partial(_before_backward, unsharded))
         recomputed = self.reductions.is_running  # checkpointing's tensors are needed at once
-        kept = self.is_root and torch.is_grad_enabled() and reached
-        if not reused and not recomputed and not kept:
+        if not recomputed and not (self.is_root and torch.is_grad_enabled() and reached):
             unsharded.reshard()
         if reached:
             self.prefetcher.left(unsharded)
@@ -175,8 +184,9 @@ def _tensors_of(output: Any) -> Iterator[Tensor]:
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
-            held = tree_leaves(list(vars(leaf).values()))
+        elif not isinstance(leaf, type | nn.Module):
+            names = (*getattr(leaf, "__dict__", ()), *getattr(leaf, "__slots__", ()))
+            held = tree_leaves([getattr(leaf, name, None) for name in names])
             yield from (each for each in held if isinstance(each, Tensor))
 
 
@@ -223,7 +233,10 @@ def _cut(
 
 
 def _before_backward(unsharded: UnshardedGroup, _: Tensor) -> None:
-    unsharded.unit.reductions.begin(unsharded.parameters[0].device)
-    unsharded.unit.prefetcher.entered_backward(unsharded)
+    unit = unsharded.unit
+    unit.reductions.begin(unsharded.parameters[0].device)
+    unit.prefetcher.entered_backward(unsharded)
     unsharded.unshard()
     unsharded.wait()
+    unit.reductions.uses(unsharded)
+    unsharded.put_again()

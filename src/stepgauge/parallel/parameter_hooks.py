@@ -17,19 +17,19 @@ def taking_hooks(parameter: Tensor) -> Iterator[None]:
     parameter.requires_grad_(trained)
 
 
-def weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
+class Weakly:
     """A hook that calls the method as long as its object is there.
 
     Autograd holds hooks where the garbage collector does not look: through them the wrapper, and
     all weights, would never be freed.
     """
-    method_of = weakref.WeakMethod(method)
 
-    def hook(parameter: Any) -> None:
-        if (call := method_of()) is not None:
+    def __init__(self, method: Callable[[Any], None]):
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, parameter: Any) -> None:
+        if (call := self._method()) is not None:
             call(parameter)
-
-    return hook
 
 
 def hooks_before(parameter: Tensor) -> Collection[Any]:

@@ -51,6 +51,15 @@ def require_known(module: nn.Module, known: Container[nn.Parameter]) -> None:
             )
 
 
+def require_whole(module: nn.Module) -> None:
+    """Raises ValueError for a sharded parameter, whose gradient another wrapper averages."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} is sharded already; a module that is sharded in part is sharded whole, by zero3"
+            )
+
+
 def device_of(module: nn.Module) -> torch.device:
     return next((p.device for p in module.parameters()), torch.device("cpu"))
 

@@ -32,7 +32,7 @@ class Residency:
                 for buffer, shard in zip(group.buffers, group.parameters, strict=True)
             ]
             self._whole.append((group, list(group.parameters), weights))
-            each.stays_whole = True
+            each.in_place = group
             each.put(weights)
 
     def reduce(self) -> None:
@@ -49,8 +49,6 @@ class Residency:
     @torch.no_grad()
     def reshard(self) -> None:
         """Puts the shards back and frees the whole weights."""
-        for each, (group, shards, _) in zip(self._groups, self._whole, strict=True):
-            each.put(shards)
-            each.stays_whole = False
+        for group, _, _ in self._whole:
             group.reshard()
         self._whole = []

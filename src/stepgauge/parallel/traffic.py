@@ -127,7 +127,7 @@ class Reductions:
         self._usage: Usage | None = None
         # gradients, by their versions, when a backward failed
         self._incomplete: list[tuple[Tensor, int]] = []
-        # what this backward gathers, and frees at its end where it has not come to the weights
+        # what this backward used, and frees at its end where it has not come to the weights
         self._whole: list[UnshardedGroup] = []
         self._keeps_whole = False
 
@@ -140,8 +140,8 @@ class Reductions:
             self._keeps_whole = torch.is_grad_enabled()
             at_end_of_backward(self._finish, device)
 
-    def gathers(self, unsharded: UnshardedGroup) -> None:
-        if self.is_running and not self._keeps_whole:
+    def uses(self, unsharded: UnshardedGroup) -> None:
+        if self.is_running:
             self._whole.append(unsharded)
 
     def _require_zeroed(self) -> None:
@@ -219,7 +219,8 @@ class Reductions:
             while self._in_flight:
                 self._collect()
             for unsharded in self._whole:
-                if unsharded.is_unsharded:
+                unsharded.put_back()
+                if unsharded.is_unsharded and not self._keeps_whole:
                     unsharded.reshard()
             if failed:  # elsewhere it may not have: ranks cannot ask each other
                 given = [p.grad for p in self.parameters if p.grad is not None]

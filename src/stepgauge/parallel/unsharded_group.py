@@ -42,7 +42,7 @@ class UnshardedGroup:
         self._versions = _versions(parameters)
         self.is_unsharded = False
         # what backward has to come to before nobody needs the weights, and what it has come to
-        self._ends, self._ended = 0, 0
+        self._ends, self._ended = 1, 0
 
     def is_current(self) -> bool:
         """Whether the weights are here, and the shards still what was gathered."""
@@ -60,7 +60,7 @@ class UnshardedGroup:
             )
         self.is_unsharded = True
         self.unit.unsharded = self
-        self.unit.reductions.gathers(self)
+        self.unit.reductions.uses(self)
         sharding, mine = self.unit.sharding, self._padded()
         self.buffers = self.buffers or [
             part.new_empty(part.shape[0] * sharding.ranks, *part.shape[1:]) for part in mine
@@ -108,6 +108,7 @@ class UnshardedGroup:
         self._mark(away=False)
 
     def reshard(self) -> None:
+        self.put_back()
         self.wait()
         self.is_unsharded, self._ended = False, 0
         if self.unit.unsharded is self:
@@ -134,36 +135,44 @@ class UnshardedGroup:
             for whole, parameter in zip(wholes, self.parameters, strict=True)
         )
 
-    def use(self) -> tuple[Tensor, ...]:
-        """The weights, each with its own shape, for a call of the module."""
+    def put(self) -> None:
+        """The weights, each with its own shape, in place of the shards for a call of the module."""
         trained = any(p.requires_grad for p in self.parameters) and torch.is_grad_enabled()
-        self._ends = int(trained)
         # Autograd calls hooks of a weight, with nothing, where its gradient is not ours to return.
         unhooked = [p for p in self.parameters if not num_hooks(p)]
         anchor = torch.empty(0, requires_grad=trained)
         wholes = ShardedWeights.apply(self, unhooked, anchor, *unhooked)
         if not torch.is_inference_mode_enabled():
             self._views = [(whole, whole._version) for whole in wholes]
-        return wholes
+        self._put(wholes)
 
-    def watched(self, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """The inputs of a module with frozen weights such that backward tells when it has their
-        gradients; None where that need not be known.
+    @torch.enable_grad()
+    def put_again(self) -> None:
+        """The same in backward, for what checkpointing computes again of the module's inside."""
+        if self.unit.in_place is not self:
+            anchor = torch.empty(0, requires_grad=True)
+            self._put(WeightsAgain.apply(self, (), anchor))
+
+    def _put(self, weights: Sequence[Tensor]) -> None:
+        self.unit.in_place = self
+        self.unit.put(weights)
+
+    def put_back(self) -> None:
+        """The shards in their places, unless others' weights stand there."""
+        if self.unit.in_place is self:
+            self.unit.in_place = None
+            self.unit.put(self.parameters)
+
+    def watch(self, inputs: Sequence[Tensor]) -> None:
+        """Of a module whose weights are all frozen: they are needed until backward has the gradients
+        of its inputs.
         """
-        places = [
-            place
-            for place, each in enumerate(inputs)
-            if isinstance(each, Tensor) and each.requires_grad
-        ]
-        frozen = any(not parameter.requires_grad for parameter in self.parameters)
-        if not (places and frozen and torch.is_grad_enabled()):
-            return None
-        self._ends += 1
-        given = _Inputs.apply(self, *(inputs[place] for place in places))
-        by_place = dict(zip(places, given, strict=True))
-        return tuple(by_place.get(place, each) for place, each in enumerate(inputs))
+        if not any(parameter.requires_grad for parameter in self.parameters):
+            self._ends = len(inputs)
+            for each in inputs:
+                each.register_hook(self.end)
 
-    def end(self) -> None:
+    def end(self, _: Any = None) -> None:
         """One of those who needed the weights in backward has run."""
         self._ended += 1
         if self._ended >= self._ends:
@@ -239,20 +248,15 @@ def _is_wanted(node: Any) -> bool:
         ) from error
 
 
-class _Inputs(torch.autograd.Function):
-    """The inputs of a module with frozen weights, which backward needs until it has the gradients
-    of the inputs.
-    """
+class WeightsAgain(ShardedWeights):
+    """Weights of a forward in backward, whose graph nobody needs."""
 
     @staticmethod
-    def forward(ctx: Any, unsharded: UnshardedGroup, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.unsharded = unsharded
-        return tuple(each.view_as(each) for each in inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.unsharded.end()
-        return None, *gradients
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        raise RuntimeError(
+            "a part of a module with sharded weights was checkpointed with use_reentrant=True; "
+            "checkpoint the whole module, or with use_reentrant=False"
+        )
 
 
 def _versions(parameters: Sequence[nn.Parameter]) -> list[int]:

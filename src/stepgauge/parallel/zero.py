@@ -146,6 +146,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if parameter in self.owners
         }
 
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's share and waits (on a GPU its stream does) for the other ranks'
@@ -178,17 +179,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group.update(fields)
         for work in works:
             work.wait()
+        # So that a backward which needs them as they were raises, as it does at their owners.
+        torch.autograd.graph.increment_version(
+            [p for p in trained if p.grad is not None and self.owners[p] != self._reducer.rank]
+        )
         return loss
 
     def _step_part(self, part: int) -> list[dict[str, Any]]:
         """Updates this rank's parameters of a part; the groups' fields afterwards."""
         assert self._inner is not None, "it is built"
-        for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            own = self._own(ours, part)
-            inner.update(own)
-            for parameter in own["params"]:
-                if isinstance(parameter.grad, Share):
-                    parameter.grad = as_plain(parameter.grad)
+        self._inner.param_groups = [self._own(group, part) for group in self.param_groups]
+        for parameter in (p for group in self._inner.param_groups for p in group["params"]):
+            if isinstance(parameter.grad, Share):
+                parameter.grad = as_plain(parameter.grad)
         self._inner.step()
         return [
             {name: value for name, value in inner.items() if name != "params"}

@@ -1,24 +1,33 @@
 """Modules with something unusual about them, and unusual ways to call them."""
 
+import functools
+
 import torch
 from tests.parallel.conformance.networks import (
     Answers,
     Attention,
     Complex,
+    Inside,
     Lookup,
     Mixed,
     Net,
     Odd,
     Parametrized,
+    Passing,
     Recurrent,
+    Recursive,
     Scalar,
+    Slotted,
+    Stack,
     Tied,
+    Writing,
     through_checkpoint,
     through_reentrant,
     through_selective,
 )
 from tests.parallel.conformance.training import Training, batch, whole
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 def _trained(setup, module, **how):
@@ -98,6 +107,70 @@ def reentrant_checkpointing(setup):
 
 def selective_checkpointing(setup):
     return _checkpointed(setup, through_selective)
+
+
+def checkpointing_within_blocks(setup):
+    return _trained(setup, Stack(Inside))
+
+
+def reentrant_checkpointing_within_blocks(setup):
+    return _trained(setup, Stack(functools.partial(Inside, reentrant=True)))
+
+
+def checkpointing_within_checkpointed_blocks(setup):
+    through = functools.partial(checkpoint, use_reentrant=False)
+    return _trained(setup, Stack(Inside, through))
+
+
+def checkpointing_of_all_blocks_together(setup):
+    net = Net()
+    module = nn.Sequential(net)
+    module.forward = functools.partial(checkpoint, net, use_reentrant=False)
+    return _trained(setup, module)
+
+
+def blocks_that_write_their_input(setup):
+    module = Stack(Writing)
+    module.layers[1].gain.requires_grad_(False)
+    return _trained(setup, nn.Sequential(nn.Linear(6, 6).double(), module))
+
+
+def a_learned_input_that_blocks_give_back(setup):
+    module = Stack(Passing)
+    module.forward = lambda x, dropped: [
+        x := layer(x, layer is dropped)[0] for layer in module.layers
+    ]
+    t = Training(setup, module)
+    learned = batch(0, 0).requires_grad_()
+
+    def loss(step, rank):
+        outputs = t.module(learned, module.layers[step])
+        return (outputs[-1] * batch(step, rank)).square().mean()
+
+    for step in range(3):
+        t.optimizer.zero_grad()
+        t.backward(step, loss)
+        t.step()
+    return t.results()
+
+
+def a_block_that_calls_itself(setup):
+    return _trained(setup, Stack(Recursive))
+
+
+def outputs_with_slots(setup):
+    t = Training(setup, Stack(Slotted))
+    for step in range(2):
+        t.optimizer.zero_grad()
+        t.backward(step, lambda *at: t.module(batch(*at)).y.square().mean())
+        t.step()
+    return t.results()
+
+
+def a_layer_in_two_blocks(setup):
+    module = Net()
+    module.blocks[2].linear = module.blocks[0].linear
+    return _trained(setup, module)
 
 
 def compiled_blocks(setup):

@@ -1,5 +1,6 @@
 """Small networks with what is unusual about real ones."""
 
+import dataclasses
 import datetime
 
 import torch
@@ -63,6 +64,74 @@ def through_selective(block, x, expert):
         )
 
     return checkpoint(block, x, expert, use_reentrant=False, context_fn=contexts)
+
+
+class Stack(nn.Module):
+    """Layers one after the other, called by `through`."""
+
+    def __init__(self, make, through=lambda layer, x: layer(x)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(make() for _ in range(3)).double()
+        self.through = through
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.through(layer, x)
+        return x
+
+
+class Inside(nn.Module):
+    """A layer that checkpoints a part of itself."""
+
+    def __init__(self, reentrant=False):
+        super().__init__()
+        self.linear, self.mlp = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        return x + checkpoint(lambda x: torch.tanh(self.mlp(x)), y, use_reentrant=self.reentrant)
+
+
+class Writing(nn.Module):
+    """A layer, frozen in part or as a whole, that writes its input."""
+
+    def __init__(self, trained=True):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH), requires_grad=trained)
+
+    def forward(self, x):
+        x += 1.0
+        return torch.tanh(self.linear(x)) * self.gain
+
+
+class Passing(Block):
+    """A layer that gives its input back: beside its output, or alone where it is dropped."""
+
+    def forward(self, x, is_dropped=False):
+        return (x if is_dropped else super().forward(x)), x
+
+
+class Recursive(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, depth=2):
+        x = torch.tanh(self.linear(x))
+        return self(x, depth - 1) if depth else x
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    y: torch.Tensor
+
+
+class Slotted(Block):
+    def forward(self, x):
+        return Slots(super().forward(x.y if isinstance(x, Slots) else x))
 
 
 class Tied(nn.Module):

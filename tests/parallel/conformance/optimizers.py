@@ -128,6 +128,18 @@ def a_group_added_later(setup):
     return t.results()
 
 
+def a_group_taken_away(setup):
+    def groups(module):
+        head = {*module.head.parameters()}
+        return [{"params": [*head]}, {"params": [p for p in module.parameters() if p not in head]}]
+
+    t = Training(setup, Net(), groups=groups)
+    t.train(0)
+    del t.optimizer.param_groups[0]
+    t.train(1, 2)
+    return t.results()
+
+
 def a_rate_changed_in_the_groups(setup):
     t = Training(setup, Net())
     t.train(0)

@@ -72,7 +72,7 @@ class Player:
     def fail_in_backward(self, index, zeroes):
         self.t.backward_that_fails(70, index)
         if zeroes:
-            self.zero_grad(True)
+            self.zero_grad_of_the_module()
         self.is_local = False
 
     def fail_in_forward(self, index):

@@ -66,6 +66,11 @@ REFUSALS = {
     ("gradients in a buffer of the user", ("zero3",)): "mixed torch.Tensor and DTensor",
     ("another tensor set as data", ("zero3",)): "write weight.data.copy_(new)",
     ("a scalar parameter", ("zero3",)): "scale has no dimensions",
+    (
+        "reentrant checkpointing within blocks",
+        ("zero3",),
+    ): "was checkpointed with use_reentrant=True",
+    ("a weight in two wrapped modules", ("zero3",)): "is a weight of another module too",
     ("adafactor", ("zero3",)): "in-place operations that require placement changes",
     ("a backward that fails and counts", ("zero3",)): "zero them before the next",
 }

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import io
 
 import torch
@@ -38,6 +39,17 @@ def unfrozen_after_a_step(setup):
     t = Training(setup, _freeze(Net()))
     t.train(0)
     _freeze(t.inner, False)
+    t.train(1, 2)
+    return t.results()
+
+
+def as_many_frozen_as_unfrozen(setup):
+    t = Training(setup, _freeze(Net()))
+    t.train(0)
+    _freeze(t.inner, False)
+    t.inner.blocks[2].linear.requires_grad_(False)
+    t.inner.blocks[2].gain.requires_grad_(False)
+    t.inner.blocks[0].gain.requires_grad_(False)
     t.train(1, 2)
     return t.results()
 
@@ -399,3 +411,34 @@ def wrapped_again(setup):
     t = Training(setup, module)
     t.train(1)
     return t.results()
+
+
+def wrapped_a_second_time_for_a_while(setup):
+    module = Net()
+    t = Training(setup, module)
+    t.train(0)
+    if setup.wrapper in ("zero3", "torch-fsdp"):
+        return None
+    Training(setup, module).backward(1)
+    gc.collect()
+    t.train(2)
+    return t.results()
+
+
+def a_weight_in_two_wrapped_modules(setup):
+    first, second = Net(), Net(1)
+    second.blocks[0].linear.weight = first.blocks[0].linear.weight
+    shared = ("blocks.0.linear.weight",)
+    t = Training(setup, first)
+    other = Training(
+        setup,
+        second,
+        groups=lambda m: [{"params": [p for n, p in m.named_parameters() if n not in shared]}],
+    )
+    for step in range(3):
+        t.module.zero_grad()
+        other.module.zero_grad()
+        t.backward(step, lambda *at: t.loss(*at) + other.loss(*at))
+        t.step()
+        other.step()
+    return t.results() | {f"other {name}": value for name, value in other.results().items()}
