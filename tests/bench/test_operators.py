@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from tests.cpu_machine import wired
 
 from stepgauge.bench import operators
@@ -18,6 +19,8 @@ from stepgauge.cost.step import predict
 from stepgauge.cost.terms import Term
 from stepgauge.cost.traced_step import predict_traced
 from stepgauge.measure.fusion import Moved, fused
+from stepgauge.measure.memory.fake_device import fake_device
+from stepgauge.measure.operators import OperatorTrace
 from stepgauge.runtime.workers import run_isolated
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
@@ -160,17 +163,18 @@ def orthogonal():
 
 def test_a_presets_operators_cost_what_its_formulas_say(tmp_path):
     """Two ways to one figure: terms written down from the network's shape, and the operators that
-    torch dispatches for it, with the memory of their tensors.
+    torch dispatches for it, with the memory of their tensors. The file has rotation's backward as it
+    was with one copy more.
     """
     machine, dgx = (
-        Machine(HardwareFile.read(HARDWARE / f"{name}.json")) for name in ("h100-sxm", "dgx-h100")
+        Machine(HardwareFile.read(HARDWARE / f"{name}.json")) for name in ("h200-sxm", "dgx-h100")
     )
     model = ModelSpec.preset("medium", num_layers=2)
     spec = StepSpec(model=model, size="medium", precision="bf16", batch=16, device="cuda")
     seen = run_isolated(traced, spec, "sm90")  # another test may have run a backward here
     formula, by_operators = predict(spec, machine), predict_traced(spec, seen, machine)
     for metric, within in (
-        ("backward_ms", 0.05), ("optimizer_ms", 0.01), ("device_ms", 0.04), ("peak_bytes", 0.03)
+        ("backward_ms", 0.08), ("optimizer_ms", 0.01), ("device_ms", 0.05), ("peak_bytes", 0.03)
     ):  # fmt: skip
         assert abs(by_operators.median(metric) / formula.median(metric) - 1) < within, metric
     for wrapper in ("bucketed", "zero1", "zero2"):
@@ -355,3 +359,25 @@ def test_presets_without_formulas_are_predicted_by_their_operators(monkeypatch):
     assert two.median("tokens_per_s") == pytest.approx(8 * 64 / two.median("step_ms") * 1e3)
     with pytest.raises(ValueError, match="layout is 'tp2'; of a user's model, BERT, experts"):
         predicted(LayoutSpec(model=bert, layout="tp2"), machine)
+
+
+def test_passes_over_views_take_a_gpu_longer_than_their_bytes():
+    """As long as the bytes of a plain pass that torch's kernel for such operands keeps up with."""
+    trace = OperatorTrace()
+    with fake_device("sm90") as device, trace, trace.phase("forward"):
+        half = {"dtype": torch.bfloat16, "device": device}
+        gate_MF, up_MF = torch.empty(64, 64, **half).chunk(2, dim=-1)
+        kept_MF = gate_MF * up_MF
+        kept_MF * kept_MF
+        torch.cat((kept_MF, kept_MF))
+        torch.cat((gate_MF, up_MF))
+        gate_MF.roll(16, -1)
+        torch.empty(64, 32, device=device) + kept_MF
+        kept_MF * torch.empty(32, **half)
+        kept_MF.mT * kept_MF.mT  # dense, and alike
+    numel = 64 * 32
+    assert [(term.name, *term.sizes) for term in trace.terms["forward"]] == [
+        ("mul of views", 12 * numel), ("mul", 6 * numel), ("cat", 8 * numel),
+        ("cat of views", 20 * 2 * numel), ("roll of views", (21 + 12) * numel),
+        ("add of two types", 16 * numel), ("mul of views", 12 * numel), ("mul", 6 * numel),
+    ]  # fmt: skip

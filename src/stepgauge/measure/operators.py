@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from stepgauge.cost.terms import TRAFFIC, Term
 from stepgauge.measure.fusion import Moved
+from stepgauge.measure.pointwise import passes
 
 FREE = ("empty", "new_empty", "detach", "lift", "_local_scalar_dense", "is_", "_unsafe_view")
 # Read as many values of their first input as they write.
@@ -30,7 +31,7 @@ UNPRICED_WORDS = {
 BUT_PRICED = ("linalg_vector_norm",)  # reads its input once
 SMALLEST_CAST = 2048  # values, as calibrate/grids.py
 KINDS = {torch.bfloat16: "bf16", torch.float16: "bf16"}  # fp16 has the same rate
-Terms = Iterator[tuple[str, tuple[float, ...], int]]  # operation, sizes, count
+Sized = tuple[str, tuple[float, ...], int]  # operation, sizes, count
 
 
 class OperatorTrace(TorchDispatchMode):
@@ -95,8 +96,7 @@ class OperatorTrace(TorchDispatchMode):
             if not _is_free(func, name, inputs, outputs):
                 written = outputs or inputs  # lists that are changed in place
                 places = self._by_storage(_read(name, inputs, outputs)), self._by_storage(written)
-                for operation, sizes, count in self._priced(func, name, args, inputs, outputs):
-                    term = Term(name, operation, sizes, count)
+                for term in self._priced(func, name, args, inputs, outputs):
                     self.moved[self._phase].append(Moved(term, *places))
         return result
 
@@ -111,10 +111,21 @@ class OperatorTrace(TorchDispatchMode):
 
     def _priced(
         self, func: Any, name: str, args: Any, inputs: list[Tensor], outputs: list[Tensor]
-    ) -> Terms:
+    ) -> Iterator[Term]:
         unpriced = f"the model runs {func}, which no calibration has a time for"
         if func.namespace != "aten":
             raise ValueError(unpriced)
+        if calibrated := list(self._calibrated(func, name, args, inputs, outputs)):
+            yield from (Term(name, *sized) for sized in calibrated)
+        elif _is_unpriced(name):
+            raise ValueError(unpriced)
+        elif name != "nll_loss_backward":  # which the calibrated loss's backward has in it
+            yield from passes(func, inputs, outputs, _moved(name, inputs, outputs))
+
+    def _calibrated(
+        self, func: Any, name: str, args: Any, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> Iterator[Sized]:
+        """What hardware files have times of; nothing for other operators."""
         product = name.removesuffix("_")  # addmm_ writes into what it adds to
         if product in PRODUCTS:
             yield self._product(*args[PRODUCTS[product] : PRODUCTS[product] + 2])
@@ -133,15 +144,11 @@ class OperatorTrace(TorchDispatchMode):
             yield f"optimizer adamw {self._kind(args[0][0], 'fp32')}", (numel,), 1
         elif name == "_to_copy" and (pair := _cast(inputs, outputs)):
             yield pair, (outputs[0].numel(),), 1
-        elif _is_unpriced(name):
-            raise ValueError(unpriced)
-        elif name != "nll_loss_backward":  # which the calibrated loss's backward has in it
-            yield TRAFFIC, (float(_moved(name, inputs, outputs)),), 1
 
     def _kind(self, x: Tensor, fp32: str = "") -> str:
         return KINDS.get(x.dtype, fp32 or self._fp32)
 
-    def _product(self, a: Tensor, b: Tensor) -> tuple[str, tuple[float, ...], int]:
+    def _product(self, a: Tensor, b: Tensor) -> Sized:
         """(..., M, K) times (..., K, N); a batch of them as one with so many times the rows."""
         if b.ndim == 1:
             return TRAFFIC, (float(_bytes(a)),), 1
@@ -149,7 +156,7 @@ class OperatorTrace(TorchDispatchMode):
         m, k, n = math.prod(a.shape[:-1]), a.shape[-1], b.shape[-1]
         return f"matmul {how} {self._kind(a)}", (m, n, k), 1
 
-    def _convolution(self, name: str, args: Any, outputs: list[Tensor]) -> Terms:
+    def _convolution(self, name: str, args: Any, outputs: list[Tensor]) -> Iterator[Sized]:
         """As the implicit product (N · positions, channels in · kernel, channels out); its backward
         as two of them. A transposed one is the backward of the other way: its positions are of its
         input.
@@ -173,7 +180,7 @@ class OperatorTrace(TorchDispatchMode):
         if wants_weight:
             yield f"matmul tn {kind}", (n, k, m), 1
 
-    def _attention(self, func: Any, name: str, args: Any) -> tuple[str, tuple[float, ...], int]:
+    def _attention(self, func: Any, name: str, args: Any) -> Sized:
         """Calibrated with a causal mask: without one there is twice as much to compute."""
         direction = "backward" if "backward" in name else "forward"
         given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}

@@ -1,0 +1,66 @@
+"""What passes over memory take on a GPU, by the kernel that torch chooses for their operands
+(aten/src/ATen/native/cuda/CUDALoops.cuh): vectors of neighbours where all operands lie alike, else
+one value at a time, whose place in each operand is computed.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepgauge.cost.terms import STRIDED_BYTES, TRAFFIC, Term
+
+COPIES = ("clone", "copy_", "_to_copy")  # elementwise, whatever torch's tags say
+# Bytes of a plain pass (4.2 TB/s there) that takes as long as a value: of operands of two types 256 G
+# values/s, of a roll 201, of views put together 213 in the trace of an eager 2.7b step on an H200
+# (benchmarks/results/2026-11-23-h200-beside-collectives.jsonl).
+MIXED_BYTES, ROLLED_BYTES, JOINED_BYTES = 16, 21, 20
+
+
+def passes(
+    func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], nbytes: int
+) -> Iterator[Term]:
+    """The kernels of an operator that reads and writes so many bytes, and computes next to nothing."""
+    name = func.overloadpacket.__name__
+    if not outputs or not outputs[0].is_cuda:
+        yield Term(name, TRAFFIC, (float(nbytes),))
+        return
+    if name == "embedding_dense_backward":
+        tokens, width = inputs[0].numel() // inputs[0].shape[-1], inputs[0].shape[-1]
+        written = outputs[0].numel() * outputs[0].itemsize
+        yield Term(f"{name} clear", TRAFFIC, (float(written),))
+        yield Term(name, "embedding backward", (tokens, width), nbytes=nbytes)
+        return
+    a_value = _bytes_a_value(func, name, [x for x in (*inputs, *outputs) if x.is_cuda])
+    as_long = a_value * outputs[0].numel()
+    slower = "" if as_long <= nbytes else " of two types" if a_value == MIXED_BYTES else " of views"
+    yield Term(name + slower, TRAFFIC, (float(max(as_long, nbytes)),))
+
+
+def _bytes_a_value(func: Any, name: str, operands: Sequence[Tensor]) -> int:
+    """Of a plain pass that takes as long; 0 for an operator that is one."""
+    views = [x for x in operands if not x.is_contiguous()]
+    if name == "roll":  # which first copies a view
+        return ROLLED_BYTES + (STRIDED_BYTES if views else 0)
+    if name == "cat":
+        return JOINED_BYTES if views else 0
+    if torch.Tag.pointwise not in func.tags and name not in COPIES:
+        return 0
+    if len({x.dtype for x in operands if x.is_floating_point()}) > 1:
+        return MIXED_BYTES
+    return 0 if _lie_alike(operands) else STRIDED_BYTES
+
+
+def _lie_alike(operands: Sequence[Tensor]) -> bool:
+    """Whether all have the same values beside one another, with no gaps."""
+    first, *others = (
+        [(size, step) for size, step in zip(x.shape, x.stride(), strict=True) if size > 1]
+        for x in operands
+    )
+    reached = 1
+    for size, step in sorted(first, key=lambda each: each[1]):
+        if step != reached:
+            return False
+        reached *= size
+    return all(other == first for other in others)
