@@ -9,7 +9,7 @@ from tests.cpu_machine import made_up
 
 from stepgauge.calibrate import asked as asked_module
 from stepgauge.calibrate import host, run
-from stepgauge.calibrate.asked import host_job, shape_jobs
+from stepgauge.calibrate.asked import host_job, shape_jobs, usual_host
 from stepgauge.cli import validate as command
 from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.machine import Machine
@@ -18,6 +18,7 @@ from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
 from stepgauge.validate.asked import shapes_of
@@ -133,3 +134,19 @@ def test_each_row_is_predicted_after_its_host_and_before_it_is_run(tmp_path, mon
         for r in RunStore(out).read().records
         if r.provenance == "modelled"
     )
+
+
+def test_a_probe_of_the_host_counts_with_those_before_it_of_the_same_launches():
+    def probe(us, turn=0, **changes):
+        spec = CalibrationSpec(operation="host eager bf16", turn=turn, device="cuda", **changes)
+        times = [["layers", "phase", "us", "MHz"], [2, 0, us, 1980.0], [10, 0, 5 * us, turn]]
+        return Record.of(spec, metrics={}, environment={}, tables={"times": times})
+
+    probes = [probe(100.0), probe(10.0, ranks=2), probe(900.0, turn=1), probe(110.0, turn=2)]
+    assert usual_host(probes).tables["times"][1:] == [[2, 0, 110.0, 1980.0], [10, 0, 550.0, 2]]
+    assert usual_host(probes[:2]).tables == probes[1].tables
+    wide, narrow = (
+        host_job(DataParallelSpec(model=model, wrapper=wrapper, ranks=2, device="cuda"), 1).spec
+        for model, wrapper in ((LARGE, "zero3"), (MODEL, "zero3"))
+    )
+    assert wide == narrow  # which has no buckets

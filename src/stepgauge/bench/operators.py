@@ -1,26 +1,33 @@
 """A user's step as the terms of its operators, traced on tensors without memory."""
 
+import collections
 import dataclasses
 import functools
+import itertools
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import torch
+from torch import nn
 
 from stepgauge.bench import step as bench_step
 from stepgauge.bench.storage_tracking import predict as predict_memory
+from stepgauge.cost.data_axis import SHARDED
 from stepgauge.cost.terms import TRAFFIC, Term
-from stepgauge.cost.traced import Traced, TracedSpec, require_traceable
-from stepgauge.measure.fusion import fused
+from stepgauge.cost.traced import Run, Traced, TracedSpec, require_traceable, wrapper_of
+from stepgauge.measure.fusion import Moved, fused
 from stepgauge.measure.memory.fake_device import fake_device
 from stepgauge.measure.memory.missing_rules import NotPredictableError
 from stepgauge.measure.memory.recurrent import layers_that_raise
 from stepgauge.measure.operators import OperatorTrace, record_step
+from stepgauge.parallel.parameter_group import repeated_blocks
 from stepgauge.runtime.load_file import user_line
 from stepgauge.runtime.workers import run_isolated
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.step import StepSpec, WorkSpec
+from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.user_model import UserModel
 
 STEPS = 2  # the optimizer makes its state in the first
@@ -35,48 +42,64 @@ RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell")
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """A traced step: its terms by phase, and the elements of its parameters."""
+    """A traced step: its runs of terms by phase, the elements of its parameters and of its units."""
 
-    terms: dict[str, list[Term]]
+    runs: dict[str, list[Run]]
     parameters: list[int]
+    units: dict[str, int]
 
     def launched(self) -> dict[str, int]:
         """By phase, what grows with a network; of the optimizer its tensors, many a launch."""
-        found = {name: sum(term.count > 0 for term in terms) for name, terms in self.terms.items()}
+        found = {
+            name: sum(term.count > 0 for run in runs for term in run.terms)
+            for name, runs in self.runs.items()
+        }
         return {**found, "optimizer": len(self.parameters)}
 
 
 def traced_apart(spec: TracedSpec, architecture: str) -> Traced:
-    """The same in a process of its own, which leaves no memory on a GPU; once for all layouts of a
-    step.
+    """As `traced` in a process of its own, which leaves no memory on a GPU; once for all layouts of
+    a step.
     """
-    require_traceable(spec)
-    found = _in_a_process(_work(spec), architecture)
-    if isinstance(found, str):
-        raise ValueError(found)
-    return found
+    return _of_layout(spec, functools.partial(_in_a_process, architecture))
 
 
 def traced(spec: TracedSpec, architecture: str) -> Traced:
     """The step of the spec as it would run on a device of the architecture: cpu, sm80 or
     sm90. Raises ValueError for a step that is not predicted, or does what cannot be traced.
     """
+    return _of_layout(spec, functools.partial(_traced, architecture))
+
+
+def _of_layout(spec: TracedSpec, trace: Callable[[WorkSpec, bool], Traced]) -> Traced:
+    """ZeRO 3 gathers weights in the type that is computed in; what a rank updates is in theirs."""
     require_traceable(spec)
     work = _work(spec)
+    found = trace(work, False)
+    if wrapper_of(spec) not in SHARDED or work.precision != "bf16":
+        return found
+    return dataclasses.replace(trace(work, True), update=found.update)
+
+
+def _traced(architecture: str, work: WorkSpec, gathered: bool) -> Traced:
+    """`gathered`: with weights as ZeRO 3 gathers them under autocast."""
+    weights = torch.bfloat16 if gathered else None
     try:
-        found = _counted(work, architecture)
+        found = _counted(work, architecture, weights)
         is_tracked = architecture != "cpu" and work.compile == "off"
-        moments = _moments(work, architecture) if is_tracked else []
+        moments = _moments(work, architecture, weights) if is_tracked else []
     except ValueError:
         raise
     except Exception as error:  # of the user's own code: the step may run for all that
         raise ValueError(f"the step cannot be traced: {_why(error, work)}") from error
     blocks = {} if architecture == "cpu" else _in_blocks(found, work, architecture)
+    update = [term for run in found.runs.get("optimizer", ()) for term in run.terms]
     return Traced(
-        forward=found.terms["forward"],
-        backward=found.terms.get("backward", ()),
-        update=_as_one(found.terms.get("optimizer", [])),
+        forward=found.runs["forward"],
+        backward=found.runs.get("backward", ()),
+        update=_as_one(update),
         parameters=found.parameters,
+        units=found.units,
         blocks=blocks,
         moments=moments,
     )
@@ -92,14 +115,21 @@ def _why(error: Exception, spec: WorkSpec) -> str:
     return ": ".join(filter(None, (where, type(error).__name__, first)))
 
 
+def _in_a_process(architecture: str, work: WorkSpec, gathered: bool) -> Traced:
+    found = _told_by_a_process(architecture, work, gathered)
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
+
+
 @functools.cache
-def _in_a_process(work: WorkSpec, architecture: str) -> Traced | str:
-    return run_isolated(_traced_or_why, work, architecture)
+def _told_by_a_process(architecture: str, work: WorkSpec, gathered: bool) -> Traced | str:
+    return run_isolated(_traced_or_why, architecture, work, gathered)
 
 
-def _traced_or_why(work: WorkSpec, architecture: str) -> Traced | str:
+def _traced_or_why(architecture: str, work: WorkSpec, gathered: bool) -> Traced | str:
     try:
-        return traced(StepSpec(**vars(work)), architecture)
+        return _traced(architecture, work, gathered)
     except ValueError as error:
         return str(error)
 
@@ -113,20 +143,40 @@ def _work(spec: TracedSpec) -> WorkSpec:
     return WorkSpec(**values)
 
 
-def _counted(spec: WorkSpec, architecture: str) -> Counted:
+def _counted(spec: WorkSpec, architecture: str, weights: torch.dtype | None = None) -> Counted:
     untimed = ValueError("the model runs a recurrent layer, which no calibration has a time for")
     with (
         fake_device(architecture) as device,
         layers_that_raise(untimed, () if architecture == "cpu" else RECURRENT),
     ):
         eager = dataclasses.replace(spec, device=str(device), compile="off")
-        step, batch = bench_step.build(eager, device)
+        step, batch = bench_step.build(eager, device, weights=weights)
+        units = _units(step.module)
         trace = OperatorTrace(fp32="tf32" if spec.precision == "tf32" else "fp32")
         with step.precision.matmul_mode():
             phases = step.phases(batch, until=spec.phases)
-            record_step(trace, phases, step.module, steps=STEPS)
+            record_step(trace, phases, step.module, units, steps=STEPS)
         sizes = [p.numel() for p in step.module.parameters() if p.requires_grad]
-    return Counted(fused(trace.moved) if spec.compile == "on" else trace.terms, sizes)
+        elements = {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
+    if spec.compile == "on":
+        runs = {name: [Run("", terms)] for name, terms in fused(trace.moved).items()}
+    else:
+        runs = {name: list(_runs(moved)) for name, moved in trace.moved.items()}
+    return Counted(runs, sizes, elements)
+
+
+def _units(module: nn.Module) -> dict[str, nn.Module]:
+    """Blocks with weights that no other has, as ZeRO 3 gathers them (parallel/fsdp.py)."""
+    names = {part: name for name, part in module.named_modules()}
+    blocks = [block for block in dict.fromkeys(repeated_blocks(module)) if block is not module]
+    users = collections.Counter(p for block in blocks for p in block.parameters())
+    owned = (b for b in blocks if users.keys() & set(b.parameters()))
+    return {names[b]: b for b in owned if all(users[p] == 1 for p in b.parameters())}
+
+
+def _runs(moved: Sequence[Moved]) -> Iterator[Run]:
+    for unit, each in itertools.groupby(moved, lambda each: each.unit):
+        yield Run(unit, [moved.term for moved in each])
 
 
 def _as_one(terms: list[Term]) -> Term:
@@ -166,9 +216,11 @@ def _in_blocks(found: Counted, spec: WorkSpec, architecture: str) -> dict[str, f
     }
 
 
-def _moments(spec: WorkSpec, architecture: str) -> list[Mapping[str, int]]:
+def _moments(
+    spec: WorkSpec, architecture: str, weights: torch.dtype | None
+) -> list[Mapping[str, int]]:
     """None of a step without its optimizer, whose memory is not tracked."""
     if spec.phases != "step":
         return []
     asked = MemorySpec(**{**vars(spec), "predict": architecture})
-    return [moment.held for moment in predict_memory(asked).step.thinned()]
+    return [moment.held for moment in predict_memory(asked, weights=weights).step.thinned()]

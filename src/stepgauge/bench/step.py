@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from stepgauge.measure import devices
 from stepgauge.measure.environment import device_name, environment
@@ -67,17 +68,29 @@ def run(spec: StepSpec) -> Record:
 
 
 def build(
-    spec: WorkSpec, device: torch.device, *, recompute: RecomputePlan | None = None
+    spec: WorkSpec,
+    device: torch.device,
+    *,
+    recompute: RecomputePlan | None = None,
+    weights: torch.dtype | None = None,
 ) -> tuple[TrainingStep, Sequence[Any]]:
     """The step on the device and its batch, of a preset or of a user's model; `recompute` in place
-    of the spec's checkpointing.
+    of the spec's checkpointing. `weights`: another type of these and of inputs, as ZeRO 3 computes.
     """
     if isinstance(spec.model, UserModel):
         built = build_user_step(spec, device, lr=LEARNING_RATE)
-        return built.step, built.arguments(0)
-    on_device = dataclasses.replace(spec, device=str(device))
-    step = build_step(on_device, lr=LEARNING_RATE, recompute=recompute)
-    return step, make_batch(spec, device)
+        step = built.step
+        batch: Sequence[Any] = built.arguments(0)
+    else:
+        on_device = dataclasses.replace(spec, device=str(device))
+        step = build_step(on_device, lr=LEARNING_RATE, recompute=recompute)
+        batch = make_batch(spec, device)
+    if weights is not None:
+        step.module.to(weights)
+        batch = tree_map_only(
+            Tensor, lambda x: x.to(weights) if x.is_floating_point() else x, batch
+        )
+    return step, batch
 
 
 def make_batch(spec: WorkSpec, device: torch.device) -> list[Tensor]:

@@ -51,9 +51,14 @@ class StepMemory:
     left_out: tuple[str, ...] = ()
 
 
-def predict(spec: MemorySpec, *, plan: RecomputePlan | None = None) -> StepMemory:
+def predict(
+    spec: MemorySpec,
+    *,
+    plan: RecomputePlan | None = None,
+    weights: torch.dtype | None = None,
+) -> StepMemory:
     """The same step on tensors without memory, for the device that is asked for or the one it runs
-    on; with a plan in place of the spec's checkpointing.
+    on; with a plan in place of the spec's checkpointing, and weights of a type of their own.
     """
     architecture = (
         spec.predict if spec.predict != "no" else _architecture(torch.device(spec.device))
@@ -66,7 +71,7 @@ def predict(spec: MemorySpec, *, plan: RecomputePlan | None = None) -> StepMemor
         tracker = StorageTracker(device, workspaces=workspaces)
         with tracker:
             here = dataclasses.replace(spec, device=str(device))
-            track_step(here, device, tracker, plan=plan)
+            track_step(here, device, tracker, plan=plan, weights=weights)
     memory = step_memory(tracker, tracker.allocations, caching=is_cuda)
     return dataclasses.replace(memory, left_out=tuple(left_out))
 
@@ -84,6 +89,7 @@ def track_step(
     *,
     around_forward_only: contextlib.AbstractContextManager[None] | None = None,
     plan: RecomputePlan | None = None,
+    weights: torch.dtype | None = None,
 ) -> Callable[[Around], None]:
     """Builds the step, runs forward without gradients and then whole steps, and tells whose is what.
     Gives what runs one step more, each phase within a context.
@@ -92,7 +98,7 @@ def track_step(
     what backward keeps.
     """
     with tracker.phase("build"):
-        step, batch = bench_step.build(spec, device, recompute=plan)
+        step, batch = bench_step.build(spec, device, recompute=plan, weights=weights)
     phases = step.phases(batch, until=spec.phases)
 
     def one_step(around: Around) -> None:

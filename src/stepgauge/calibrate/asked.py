@@ -3,7 +3,9 @@ very shapes (between those of a grid a kernel's tiles fill the multiprocessors o
 the host takes for their launches, whose pace changes within minutes.
 """
 
-from collections.abc import Iterable, Mapping, Set
+import dataclasses
+import statistics
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -16,9 +18,10 @@ from stepgauge.calibrate.machine import TIMED_MS
 from stepgauge.calibrate.operations import operations
 from stepgauge.calibrate.passes import BATCH, HEAD_WIDTH
 from stepgauge.spec.calibration import CalibrationSpec, launched_under
-from stepgauge.spec.layout import Layout
+from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.record import Record
 
 Shape = tuple[float, ...]
 MOST_UPDATED = 4e9  # parameters of an optimizer, which are 64 GB with their state
@@ -49,8 +52,8 @@ def host_job(spec: Any, turn: int) -> Job | None:
         return None
     kind = "bf16" if spec.precision in ("bf16", "fp16") else "fp32"
     under = launched_under(_layout(spec), spec.checkpointing)
-    narrower = 1.0
-    if isinstance(spec.model, ModelSpec):
+    narrower = 1.0 if WRAPPERS[_layout(spec).wrapper].buckets else 0.0
+    if narrower and isinstance(spec.model, ModelSpec):
         narrow = narrow_network(1, heads=2).block_matrix_parameters
         narrower = narrow / spec.model.block_matrix_parameters
     return run.job(
@@ -59,6 +62,25 @@ def host_job(spec: Any, turn: int) -> Job | None:
             bucket_mb=narrower * getattr(spec, "bucket_mb", 0.0), device=spec.device,
         )
     )  # fmt: skip
+
+
+def usual_host(probes: Sequence[Record]) -> Record:
+    """The last probe of the host with the medians of all that timed the same launches: one by itself
+    was off by up to 2.5 times (docs/log/2026-11-23-timed-right-before.md).
+    """
+    last = probes[-1]
+    head, *rows = last.tables["times"]
+    us = head.index("us")
+    alike = [p.tables["times"][1:] for p in probes if _launches(p) == _launches(last)]
+    medians = [
+        [*own[:us], statistics.median(row[us] for row in each), *own[us + 1 :]]
+        for own, each in zip(rows, zip(*alike, strict=True), strict=True)
+    ]
+    return dataclasses.replace(last, tables={**last.tables, "times": [head, *medians]})
+
+
+def _launches(probe: Record) -> dict[str, Any]:
+    return {name: value for name, value in probe.spec.items() if name != "turn"}
 
 
 def _is_timed(operation: str, sizes: Shape) -> bool:

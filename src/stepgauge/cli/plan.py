@@ -32,7 +32,6 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.options import command_line, options_of
 from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.record import Record
-from stepgauge.spec.step import StepSpec
 from stepgauge.spec.user_model import UserModel
 from stepgauge.validate.predicted import traced_on
 from stepgauge.validate.rows import Asked
@@ -84,11 +83,7 @@ def _planned(spec: PlanSpec, file: HardwareFile, machine: Machine, *, top: int) 
     """Of a user's network from its traced operators, for which torch is imported."""
     if not isinstance(spec.model, UserModel):
         return plan(spec, machine, top=top)
-    step = StepSpec(
-        model=spec.model, precision=spec.precision, compile=spec.compile,
-        optimizer=spec.optimizer, device=spec.device,
-    )  # fmt: skip
-    return plan_traced(spec, traced_on(step, file), machine)
+    return plan_traced(spec, lambda asked: traced_on(asked, file), machine)
 
 
 def _show(

@@ -161,7 +161,7 @@ def _row_by_row(
     what was measured.
     """
     from stepgauge.bench.ranks import store_for
-    from stepgauge.calibrate.asked import host_job
+    from stepgauge.calibrate.asked import host_job, usual_host
     from stepgauge.calibrate.run import with_operations
     from stepgauge.validate.before import predict_held
 
@@ -174,11 +174,15 @@ def _row_by_row(
         expected=[row.expect for row, probe in zip(asked, probes, strict=True) if not probe],
     )  # fmt: skip
 
+    hosts: list[Record] = []
+
     def predict(job: "Job", record: "Record") -> None:
         row = after.get(job.asked.key)
         if row is None:
             return
-        now = with_operations(file, [record] if record.status == "ok" else [])
+        if record.status == "ok":
+            hosts.append(record)
+        now = with_operations(file, [usual_host(hosts)] if record.status == "ok" else [])
         expected = "; ".join(filter(None, (HOST_NOW, row.expect)))
         made = predict_held([row.spec], now, store, fresh=fresh, expected=[expected])
         predictions.extend(made.records)

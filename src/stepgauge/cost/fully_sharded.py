@@ -18,7 +18,7 @@ from stepgauge.spec.plan.shards import MOST_IN_FLIGHT
 
 
 class FullySharded(DataParallelCost):
-    """ZeRO 3: a unit a block, and one for both ends, which stays whole between forward and
+    """ZeRO 3: a unit a block, and one for the rest, which stays whole between forward and
     backward. The next unit's weights are gathered while one computes; gradients are reduced to
     their slices, in each of several passes: no rank has a place for whole ones.
     """
@@ -27,15 +27,17 @@ class FullySharded(DataParallelCost):
 
     def __init__(self, sending: Sending, step: RankStep):
         self.sending, self.prices, self.how = sending, step.prices, step.operations.how
-        blocks = [f"blocks.{number}" for number in step.operations.blocks]
-        self._elements = dict.fromkeys(blocks, step.operations.block_parameters)
-        self._ends = step.operations.end_parameters
+        self._elements = step.operations.units
+        self._ends = step.operations.num_parameters - sum(self._elements.values())
         self._hooks = hooks_of(
             self.prices.machine, sending.wrapper, step.operations.spec, self.prices.layout
         )
         self.num_gradients = num_gradients(step)
-        self._order = {"forward": blocks, "backward": blocks[::-1]}
-        self._gathers: dict[tuple[str, str], int] = {}
+        names = {p: [g.name for g in step.groups(p)] for p in ("forward", "backward")}
+        self._first = {phase: found[0] for phase, found in names.items()}
+        self._order = {p: [n for n in found if n in self._elements] for p, found in names.items()}
+        self._begun = {"forward": 0, "backward": 0}  # how many units of a phase have
+        self._gathers: dict[tuple[str, int], int] = {}
         self._reductions: list[tuple[int, int]] = []  # with the elements of each
 
     def resident_us(self) -> tuple[float, float]:
@@ -51,32 +53,35 @@ class FullySharded(DataParallelCost):
         return gather, reduce
 
     def begin(self) -> None:
-        self._gathers = {}
+        self._gathers, self._begun = {}, {"forward": 0, "backward": 0}
 
     def before(self, program: Program, phase: str, group: LaunchGroup) -> None:
         program.host(f"{group.name} hooks", self._hooks_us(phase, group))
+        if phase == "forward" and group.name == self._first[phase] and self._ends:
+            program.wait(self._gather(program, "ends", self._ends))
+            self.copied_out(program, "ends", self._ends)
+            self._gather_unit(program, phase, 0)
         if group.name not in self._elements:
-            if phase == "forward" and group.name == "embedding":
-                program.wait(self._gather(program, "ends", self._ends))
-                self.copied_out(program, "ends", self._ends)
-                self._gather_unit(program, phase, 0)
             return
-        place = self._order[phase].index(group.name)
+        place = self._begun[phase]
         self._gather_unit(program, phase, place)
-        program.wait(self._gathers[phase, group.name])
+        program.wait(self._gathers[phase, place])
         self.copied_out(program, group.name, self._elements[group.name])
         self._gather_unit(program, phase, place + 1)
+        self._begun[phase] += 1
 
     def after(self, program: Program, phase: str, group: LaunchGroup) -> None:
-        if phase != "backward":
+        if phase != "backward" or group.name not in self._elements:
             return
-        if group.name in self._elements:
-            self._reduce(program, group.name, self._elements[group.name])
-            if len(self._reductions) > MOST_IN_FLIGHT:
-                self._collect(program)
+        if group.name in self._order[phase][self._begun[phase] :]:  # it is run once more
+            return
+        self._reduce(program, group.name, self._elements[group.name])
+        if len(self._reductions) > MOST_IN_FLIGHT:
+            self._collect(program)
 
     def after_backward(self, program: Program) -> None:
-        self._reduce(program, "ends", self._ends)
+        if self._ends:
+            self._reduce(program, "ends", self._ends)
         while self._reductions:
             self._collect(program)
 
@@ -96,19 +101,17 @@ class FullySharded(DataParallelCost):
     def _hooks_us(self, phase: str, group: LaunchGroup) -> float:
         """Of a block's unit, and with the group that begins the phase of that of the ends."""
         hooks = self._hooks[phase]
+        is_first = group.name == self._first[phase]
         own = hooks.message_us + hooks.parameter_us * group.gradients
-        if group.name in self._elements:
-            return own
-        is_first = group.name == ("embedding" if phase == "forward" else "head")
-        return own + hooks.once_us if is_first else 0.0
+        found = own if is_first or group.name in self._elements else 0.0
+        return found + hooks.once_us * is_first
 
     def _gather_unit(self, program: Program, phase: str, place: int) -> None:
         units = self._order[phase]
-        if place >= len(units) or (phase, units[place]) in self._gathers:
-            return
-        name = units[place]
-        gathered = self._gather(program, f"{phase} {name}", self._elements[name])
-        self._gathers[phase, name] = gathered
+        if place < len(units) and (phase, place) not in self._gathers:
+            name = units[place]
+            gathered = self._gather(program, f"{phase} {name}", self._elements[name])
+            self._gathers[phase, place] = gathered
 
     def _gather(self, program: Program, name: str, numel: int) -> int:
         """The rank's slice in the type that is computed in, from all ranks."""

@@ -1,26 +1,14 @@
 """What the host takes to launch a step, from steps that were so narrow that the GPU always waited."""
 
-import dataclasses
-
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.priced import RECOMPUTED
+from stepgauge.cost.program import Launching
 from stepgauge.cost.timed_blocks import timed_blocks
 from stepgauge.spec.calibration import KEEPING, OperationTable, launched_under
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.step import WorkSpec
 
 HOST_PHASES = ("forward", "backward", "optimizer")
-
-
-@dataclasses.dataclass(frozen=True)
-class Launching:
-    """Microseconds of the host for a phase: of each block, and of all that is outside of blocks."""
-
-    block_us: float = 0.0
-    outside_us: float = 0.0
-
-    def us(self, blocks: int) -> float:
-        return max(0.0, self.outside_us + self.block_us * blocks)
 
 
 def own_table(spec: WorkSpec, machine: Machine, layout: Layout) -> OperationTable | None:

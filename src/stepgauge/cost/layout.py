@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from stepgauge.cost.buckets_sent import Bucketed, Sending
 from stepgauge.cost.data_axis import data_axis
 from stepgauge.cost.fully_sharded import FullySharded
-from stepgauge.cost.host import Launching, launching
+from stepgauge.cost.host import launching
 from stepgauge.cost.ledger import Rows, pipeline_rows, step_rows
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.memory import Memory, pipeline_memory, step_memory
@@ -19,7 +19,7 @@ from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.outcome import Outcome, exposed_ms, outcome
 from stepgauge.cost.pipeline import span_rows
 from stepgauge.cost.prices import GLOO, NCCL, Prices
-from stepgauge.cost.program import Program, RankStep
+from stepgauge.cost.program import Launching, Program, RankStep
 from stepgauge.cost.share import NetworkPart
 from stepgauge.cost.stages import Halves, durations
 from stepgauge.cost.step import modelled, rates

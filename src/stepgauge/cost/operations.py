@@ -19,6 +19,7 @@ from stepgauge.cost.elementwise import Elementwise
 from stepgauge.cost.fused_loss import fused_backward, fused_forward
 from stepgauge.cost.head_exchange import HeadExchanges
 from stepgauge.cost.priced import RECOMPUTED, require_priced
+from stepgauge.cost.program import LaunchGroup, Launching
 from stepgauge.cost.ring import RING, Ring
 from stepgauge.cost.share import NetworkPart, ShareSizes
 from stepgauge.cost.terms import TRAFFIC, Arithmetic, Term, strided_copy
@@ -106,6 +107,18 @@ class StepOperations(ShareSizes):
 
         ends, inside = (self.paces.get((phase, is_block), 1.0) for is_block in (False, True))
         return paced(before, ends), paced(block, inside), paced(after, ends)
+
+    def groups(self, phase: str, host: Launching) -> Iterator[LaunchGroup]:
+        """In the order in which they are computed."""
+        is_forward = phase == "forward"
+        before, block, after = self.forward_parts() if is_forward else self.backward_parts()
+        numbers = list(self.blocks if is_forward else reversed(self.blocks))
+        first, last = ("embedding", "head") if is_forward else ("head", "embedding")
+        outside = host.us(len(numbers)) - host.block_us * len(numbers)
+        yield LaunchGroup(first, before, max(0.0, outside))
+        for number in numbers:
+            yield LaunchGroup(f"blocks.{number}", block, host.block_us, one_by_one=True)
+        yield LaunchGroup(last, after, 0.0)
 
     def optimizer(self, numel: float) -> Term:
         """Of so many parameters."""

@@ -7,11 +7,10 @@ axis stand between two computations, which wait for them.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from stepgauge.cost.events import COMPUTE, HOST, StreamWork
-from stepgauge.cost.host import Launching
 from stepgauge.cost.prices import Prices
 from stepgauge.cost.terms import Arithmetic, Term
 
@@ -59,6 +58,34 @@ class Program:
         self.ends[phase] = self.compute(f"end of {phase}", 0.0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Launching:
+    """Microseconds of the host for a phase: of each block, and of all that is outside of blocks."""
+
+    block_us: float = 0.0
+    outside_us: float = 0.0
+
+    def us(self, blocks: int) -> float:
+        return max(0.0, self.outside_us + self.block_us * blocks)
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchGroup:
+    """Terms of a block, or of one of the ends, which the host launches one after the other, or all
+    before the device has the first.
+    """
+
+    name: str
+    terms: Sequence[Term]
+    host_us: float
+    one_by_one: bool = False
+
+    @property
+    def gradients(self) -> int:
+        """How many parameters get theirs here, where it is of backward."""
+        return sum(1 for term in self.terms if term.gradient)
+
+
 class Operations(Protocol):
     """What a rank runs: of a preset its StepOperations, of a user's network its traced operators."""
 
@@ -71,32 +98,15 @@ class Operations(Protocol):
     @property
     def num_parameters(self) -> int: ...
     @property
-    def block_parameters(self) -> int: ...
+    def units(self) -> Mapping[str, int]: ...
     @property
     def block_matrices(self) -> list[int]: ...
-    @property
-    def end_parameters(self) -> int: ...
     @property
     def end_matrices(self) -> list[int]: ...
     def forward(self) -> Iterator[Term]: ...
     def backward(self) -> Iterator[Term]: ...
-    def forward_parts(self) -> tuple[list[Term], list[Term], list[Term]]: ...
-    def backward_parts(self) -> tuple[list[Term], list[Term], list[Term]]: ...
+    def groups(self, phase: str, host: Launching) -> Iterator[LaunchGroup]: ...
     def optimizer(self, numel: float) -> Term: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class LaunchGroup:
-    """Terms that the host launches together: of a block, or of one of the ends."""
-
-    name: str
-    terms: Sequence[Term]
-    host_us: float
-
-    @property
-    def gradients(self) -> int:
-        """How many parameters get theirs here, where it is of backward."""
-        return sum(1 for term in self.terms if term.gradient)
 
 
 class DataParallelCost:
@@ -169,23 +179,12 @@ class RankStep:
 
     def groups(self, phase: str) -> Iterator[LaunchGroup]:
         """In the order in which they are computed."""
-        operations, host = self.operations, self.host[phase]
-        is_forward = phase == "forward"
-        before, block, after = (
-            operations.forward_parts() if is_forward else operations.backward_parts()
-        )
-        numbers = list(operations.blocks if is_forward else reversed(operations.blocks))
-        names = ("embedding", "head") if is_forward else ("head", "embedding")
-        outside = host.us(len(numbers)) - host.block_us * len(numbers)
-        first = LaunchGroup(names[0], before, max(0.0, outside))
-        blocks = [LaunchGroup(f"blocks.{n}", block, host.block_us) for n in numbers]
-        return iter([first, *blocks, LaunchGroup(names[1], after, 0.0)])
+        return self.operations.groups(phase, self.host[phase])
 
     def _run(
         self, program: Program, group: LaunchGroup, axis: DataParallelCost | None = None
     ) -> None:
-        is_block = group.name.startswith("blocks.") and len(group.terms) > 0
-        launch_us = group.host_us / len(group.terms) if is_block else 0.0
+        launch_us = group.host_us / max(1, len(group.terms)) if group.one_by_one else 0.0
         program.host(group.name, group.host_us - launch_us * len(group.terms))
         computed: list[tuple[str, Term]] = []
         for term in group.terms:

@@ -47,6 +47,11 @@ class ShareSizes:
         return len(self.blocks) * self.block_parameters + self.end_parameters
 
     @property
+    def units(self) -> dict[str, int]:
+        """Elements that ZeRO 3 gathers together, by the name of the block; the rest is one more."""
+        return {f"blocks.{number}": self.block_parameters for number in self.blocks}
+
+    @property
     def block_parameters(self) -> int:
         return sum(self.block_matrices) + self.model.block_vector_parameters
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from stepgauge.cost.data_axis import SHARDED
 from stepgauge.cost.priced import PRICED
-from stepgauge.cost.program import LaunchGroup, RankStep
+from stepgauge.cost.program import LaunchGroup, Launching
 from stepgauge.cost.terms import Arithmetic, Term
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout_step import LayoutSpec
@@ -15,9 +15,16 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
 
 TracedSpec = StepSpec | DataParallelSpec | LayoutSpec
-GROUP = 8  # operators that the host launches before the device may begin the first of them
 TRACED = "a user's model, BERT, experts, windows and other masks"
-LAYOUTS = f"of {TRACED} one device and data axes up to zero2 are predicted"
+LAYOUTS = f"of {TRACED} one device and data axes are predicted"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Operators that follow one another in a block, or outside of all ("")."""
+
+    unit: str
+    terms: Sequence[Term]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,18 +33,26 @@ class Traced:
 
     update      the optimizer's operators as one term
     parameters  elements of each that is trained
+    units       elements of each block that ZeRO 3 gathers as one
     blocks      operators of each phase, of the optimizer its tensors, over those of a block of the
                 network that the host's times were calibrated with
     moments     bytes by category, from moment to moment of a step on one device, by torch's count;
                 none where memory was not traced
     """
 
-    forward: Sequence[Term]
-    backward: Sequence[Term]
+    forward: Sequence[Run]
+    backward: Sequence[Run]
     update: Term
     parameters: Sequence[int]
+    units: Mapping[str, int]
     blocks: Mapping[str, float]
     moments: Sequence[Mapping[str, int]] = ()
+
+    def runs(self, phase: str) -> Sequence[Run]:
+        return self.forward if phase == "forward" else self.backward
+
+    def terms(self, phase: str) -> list[Term]:
+        return [term for run in self.runs(phase) for term in run.terms]
 
 
 class TracedOperations:
@@ -45,24 +60,34 @@ class TracedOperations:
 
     def __init__(self, spec: TracedSpec, traced: Traced):
         self.spec, self.traced = spec, traced
-        self.how = Arithmetic.of(spec.precision, is_compiled=spec.compile != "off")
-        self.blocks = range(0)  # unknown: all of the network is its ends
+        self.how = Arithmetic.of(
+            spec.precision, is_compiled=spec.compile != "off", gathered=wrapper_of(spec) in SHARDED
+        )
+        self.blocks = range(1)  # the host launches all of it as one block
         self.block_matrices: list[int] = []
-        self.block_parameters = 0
         self.end_matrices = list(traced.parameters)
-        self.end_parameters = self.num_parameters = sum(traced.parameters)
+        self.num_parameters = sum(traced.parameters)
+        self.units = traced.units
 
     def forward(self) -> Iterator[Term]:
-        return iter(_together(self.traced.forward))
+        return iter(_together(self.traced.terms("forward")))
 
     def backward(self) -> Iterator[Term]:
-        return iter(_together(self.traced.backward))
+        return iter(_together(self.traced.terms("backward")))
 
-    def forward_parts(self) -> tuple[list[Term], list[Term], list[Term]]:
-        return list(self.traced.forward), [], []
-
-    def backward_parts(self) -> tuple[list[Term], list[Term], list[Term]]:
-        return list(self.traced.backward), [], []
+    def groups(self, phase: str, host: Launching) -> Iterator[LaunchGroup]:
+        """The runs, each with its part of the phase's launches, after what the host does first."""
+        runs = self.traced.runs(phase)
+        yield LaunchGroup(f"start of {phase}", [], host.outside_us)
+        total, place = sum(len(run.terms) for run in runs), 0
+        for number, run in enumerate(runs):
+            named = [
+                dataclasses.replace(term, name=f"{n}.{term.name}")
+                for n, term in enumerate(run.terms, place)
+            ]
+            place += len(named)
+            host_us = host.block_us * len(named) / total
+            yield LaunchGroup(run.unit or f"{phase} {number}", named, host_us, one_by_one=True)
 
     def optimizer(self, numel: float) -> Term:
         """Of so many of the parameters."""
@@ -78,25 +103,6 @@ def _together(terms: Sequence[Term]) -> list[Term]:
         alike = dataclasses.replace(term, count=1, gradient=0)
         counts[alike] = counts.get(alike, 0) + term.count
     return [dataclasses.replace(term, count=count) for term, count in counts.items()]
-
-
-class TracedStep(RankStep):
-    """A rank's step in groups of a few operators."""
-
-    def groups(self, phase: str) -> Iterator[LaunchGroup]:
-        before, _, _ = (
-            self.operations.forward_parts()
-            if phase == "forward"
-            else self.operations.backward_parts()
-        )
-        cuts = range(0, len(before), GROUP)
-        host_us = self.host[phase].us(0) / max(1, len(cuts))
-        for first in cuts:
-            named = [
-                dataclasses.replace(term, name=f"{place}.{term.name}")
-                for place, term in enumerate(before[first : first + GROUP], first)
-            ]
-            yield LaunchGroup(phase, named, host_us)
 
 
 def has_formulas(model: object) -> bool:
@@ -118,9 +124,10 @@ def require_traceable(spec: TracedSpec) -> None:
         raise ValueError(f"compile is {spec.compile!r}; of {TRACED} off and on are predicted")
     if isinstance(spec, LayoutSpec) and set(spec.axes.axes) - {"data"}:
         raise ValueError(f"layout is {spec.layout!r}; {LAYOUTS}")
-    wrapper = wrapper_of(spec)
-    if wrapper in SHARDED:
-        raise ValueError(f"wrapper is {wrapper!r}; {LAYOUTS}")
+    if spec.compile == "on" and wrapper_of(spec) in SHARDED:
+        raise ValueError(
+            f"compile is 'on'; of {TRACED} under {wrapper_of(spec)} only off is predicted"
+        )
 
 
 def wrapper_of(spec: TracedSpec) -> str:

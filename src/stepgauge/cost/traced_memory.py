@@ -2,15 +2,18 @@
 parts that a rank has its share of only.
 """
 
+from collections.abc import Mapping
+
 from stepgauge.cost.buckets_sent import most_owned
 from stepgauge.cost.data_axis import TORCH_DDP
 from stepgauge.cost.memory import ASSUMED, COMMUNICATOR, Item, Memory
 from stepgauge.cost.traced import TracedOperations
 from stepgauge.spec.hardware import CUDA_CONTEXT
 from stepgauge.spec.layout import WRAPPERS, Layout
+from stepgauge.spec.plan.shards import MOST_IN_FLIGHT
 
-# Categories of a traced step that ZeRO shards, by the names that spec/layout.py has for them, too.
-SHARDED = ("optimizer state", "gradients")
+# Categories of a traced step that ZeRO shards, by what spec/layout.py calls them.
+SHARDED = {"parameters": "weights", "optimizer state": "optimizer state", "gradients": "gradients"}
 
 
 def traced_memory(
@@ -22,20 +25,19 @@ def traced_memory(
     moments = operations.traced.moments
     if not moments:
         return None
-    wrapper = WRAPPERS[layout.wrapper]
-    share = most_owned(operations, layout.data) / operations.num_parameters
     gradients = max(moment.get("gradients", 0) for moment in moments)
 
-    def of_a_rank(category: str, nbytes: float) -> float:
-        if category == "gradients" and accumulates:
-            return gradients
-        is_sharded = category in SHARDED and wrapper.shards(category)
-        return nbytes * share if is_sharded and layout.data > 1 else nbytes
+    def held(moment: Mapping[str, int]) -> dict[str, float]:
+        whole = {**moment, "gradients": gradients} if accumulates else moment
+        found = {
+            name: size * _share(operations, layout, name, accumulates)
+            for name, size in whole.items()
+        }
+        if _gathers(layout):
+            found["unsharded weights"] = _unsharded(operations, bool(moment.get("gradients")))
+        return found
 
-    fullest = max(
-        ({name: of_a_rank(name, size) for name, size in moment.items()} for moment in moments),
-        key=lambda held: sum(held.values()),
-    )
+    fullest = max(map(held, moments), key=lambda held: sum(held.values()))
     items = [Item(name, nbytes, "traced") for name, nbytes in fullest.items() if nbytes]
     if layout.wrapper in TORCH_DDP:
         items.append(Item("buckets", gradients, "traced"))
@@ -43,3 +45,30 @@ def traced_memory(
     if layout.axes:
         outside.append(Item("communicators", COMMUNICATOR, ASSUMED))
     return Memory(items, outside, "the fullest moment")
+
+
+def _gathers(layout: Layout) -> bool:
+    return layout.data > 1 and WRAPPERS[layout.wrapper].shards("weights")
+
+
+def _share(operations: TracedOperations, layout: Layout, category: str, accumulates: bool) -> float:
+    """Of what one device holds. The step of ZeRO 3 is traced in the type that is computed in, and
+    whole gradients add up before ZeRO 2 gives them to their owners.
+    """
+    wrapper, how = WRAPPERS[layout.wrapper], operations.how
+    part = SHARDED.get(category)
+    if layout.data == 1 or part is None or not wrapper.shards(part):
+        return 1.0
+    if _gathers(layout):
+        return how.weight / how.activation / layout.data
+    if category == "gradients" and accumulates:
+        return 1.0
+    return most_owned(operations, layout.data) / operations.num_parameters
+
+
+def _unsharded(operations: TracedOperations, in_backward: bool) -> float:
+    """What ZeRO 3 has whole at once, gradients on their way among it: as cost/memory.py has it."""
+    largest = max(operations.units.values(), default=0)
+    ends = operations.num_parameters - sum(operations.units.values())
+    units = 2 + MOST_IN_FLIGHT if in_backward else 0  # the loss is outside of all
+    return (ends + units * largest) * operations.how.activation

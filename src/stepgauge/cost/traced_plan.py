@@ -1,7 +1,9 @@
 """Layouts of a network that is known by its traced operators alone: data axes, ranked."""
 
 import dataclasses
+from collections.abc import Callable
 
+from stepgauge.cost.data_axis import SHARDED
 from stepgauge.cost.estimate import spread
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.planner import Plan, device_bytes, limit_of
@@ -12,11 +14,11 @@ from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.record import Record, Sample
 
-WRAPPERS = ("bucketed", "zero1", "zero2")
+WRAPPERS = ("bucketed", "zero1", "zero2", "zero3")
 
 
-def plan_traced(spec: PlanSpec, traced: Traced, machine: Machine) -> Plan:
-    """Every layout, all of them simulated. Raises ValueError for batches that the ranks cannot
+def plan_traced(spec: PlanSpec, trace: Callable[[LayoutSpec], Traced], machine: Machine) -> Plan:
+    """Every layout, all of them traced and simulated. Raises ValueError for batches that the ranks cannot
     share, and where nothing fits.
     """
     if spec.global_batch % spec.gpus:
@@ -25,8 +27,10 @@ def plan_traced(spec: PlanSpec, traced: Traced, machine: Machine) -> Plan:
             f"the model: choose a multiple"
         )
     limit = limit_of(spec, machine)
-    wrappers = WRAPPERS if spec.gpus > 1 else ("none",)
-    rows = [_simulated(wrapper, spec, traced, machine) for wrapper in wrappers]
+    wrappers = [w for w in WRAPPERS if spec.compile == "off" or w not in SHARDED]
+    if spec.gpus == 1:
+        wrappers = ["none"]
+    rows = [_simulated(wrapper, spec, trace, machine) for wrapper in wrappers]
     fitting = [row for row in rows if device_bytes(row) <= limit]
     if not fitting:
         least = min(map(device_bytes, rows)) / 2**30
@@ -38,12 +42,14 @@ def plan_traced(spec: PlanSpec, traced: Traced, machine: Machine) -> Plan:
     return Plan(fitting, {}, (len(rows), len(fitting)), limit)
 
 
-def _simulated(wrapper: str, spec: PlanSpec, traced: Traced, machine: Machine) -> Record:
+def _simulated(
+    wrapper: str, spec: PlanSpec, trace: Callable[[LayoutSpec], Traced], machine: Machine
+) -> Record:
     asked = LayoutSpec(
         model=spec.model, layout=str(Layout(data=spec.gpus, wrapper=wrapper)),
         accumulation=spec.global_batch // spec.gpus, precision=spec.precision,
         compile=spec.compile, optimizer=spec.optimizer, device=spec.device,
     )  # fmt: skip
-    record = predict_traced(asked, traced, machine)
+    record = predict_traced(asked, trace(asked), machine)
     off = Sample.exact(spread(record), "fraction of the step")
     return dataclasses.replace(record, metrics={**record.metrics, "spread": off})

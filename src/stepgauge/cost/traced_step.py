@@ -3,19 +3,18 @@ axis: each operator as a term, its gradients complete where autograd completed t
 """
 
 from stepgauge.cost.buckets_sent import Sending
-from stepgauge.cost.data_axis import data_axis
-from stepgauge.cost.host import Launching, launching
+from stepgauge.cost.data_axis import SHARDED, data_axis
+from stepgauge.cost.host import launching
 from stepgauge.cost.ledger import step_rows
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.outcome import Outcome, exposed_ms, outcome, without_communication_ms
 from stepgauge.cost.prices import GLOO, NCCL, Prices
-from stepgauge.cost.program import DATA, Program
+from stepgauge.cost.program import DATA, Launching, Program, RankStep
 from stepgauge.cost.step import modelled
 from stepgauge.cost.traced import (
     Traced,
     TracedOperations,
     TracedSpec,
-    TracedStep,
     require_traceable,
     wrapper_of,
 )
@@ -37,7 +36,7 @@ def predict_traced(spec: TracedSpec, traced: Traced, machine: Machine) -> Record
     layout, operations = _layout(spec), TracedOperations(spec, traced)
     backend = GLOO if getattr(spec, "group_backend", "") == "gloo" else NCCL
     prices = Prices(machine, layout, backend).paced_by(operations)
-    step = TracedStep(operations, prices, _host(spec, traced, machine, layout))
+    step = RankStep(operations, prices, _host(spec, traced, machine, layout))
     accumulation = spec.accumulation if isinstance(spec, LayoutSpec) else 1
     program = step.program(
         data_axis(_sending(spec, layout), step),
@@ -48,7 +47,9 @@ def predict_traced(spec: TracedSpec, traced: Traced, machine: Machine) -> Record
     figures = _figures(spec, found, program)
     metrics = {name: Sample.exact(value, "ms") for name, value in figures.items()}
     if isinstance(spec, DataParallelSpec):
-        nbytes = operations.num_parameters * operations.how.weight
+        how = operations.how
+        travelling = how.activation if spec.wrapper in SHARDED else how.weight
+        nbytes = operations.num_parameters * travelling
         sent = sent_bytes(
             spec.wrapper, gradient_bytes=nbytes, weight_bytes=nbytes, ranks=spec.ranks
         )
@@ -112,9 +113,11 @@ def _figures(spec: TracedSpec, found: Outcome, program: Program) -> dict[str, fl
 def _host(
     spec: TracedSpec, traced: Traced, machine: Machine, layout: Layout
 ) -> dict[str, Launching]:
-    """Each phase's launches as so many blocks of the calibrated network's."""
+    """Each phase's launches as so many blocks of the calibrated network's: all of it is one block,
+    and what the calibrated network has outside of blocks comes first.
+    """
     known = launching(spec, machine, layout)  # type: ignore[arg-type]
     return {
-        phase: Launching(0.0, launch.us(0) + launch.block_us * traced.blocks.get(phase, 0.0))
+        phase: Launching(launch.block_us * traced.blocks.get(phase, 0.0), launch.us(0))
         for phase, launch in known.items()
     }

@@ -11,11 +11,12 @@ from stepgauge.cost.terms import TRAFFIC, Term
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """A term with the bytes that it reads and writes, by storage."""
+    """A term with the bytes that it reads and writes, by storage, and the block that runs it."""
 
     term: Term
     reads: Mapping[int, int] = dataclasses.field(default_factory=dict)
     writes: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    unit: str = ""
 
     @property
     def is_pass(self) -> bool:

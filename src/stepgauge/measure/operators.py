@@ -4,13 +4,14 @@ loss and casts by their sizes, all else by the bytes that it reads and writes.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from stepgauge.cost.terms import TRAFFIC, Term
 from stepgauge.measure.fusion import Moved
@@ -47,12 +48,12 @@ class OperatorTrace(TorchDispatchMode):
         super().__init__()
         self.moved: dict[str, list[Moved]] = {}
         self._held: list[Any] = []  # storages, so that none of their places is taken again
-        self._fp32, self._phase = fp32, ""
+        self._fp32, self._phase, self._unit = fp32, "", ""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """What runs within is recorded under the name, anew."""
-        self._phase, self.moved[name] = name, []
+        self._phase, self._unit, self.moved[name] = name, "", []
         try:
             yield
         finally:
@@ -64,13 +65,17 @@ class OperatorTrace(TorchDispatchMode):
         return {name: [each.term for each in moved] for name, moved in self.moved.items()}
 
     @contextlib.contextmanager
-    def watching(self, module: nn.Module) -> Iterator[None]:
-        """Notes when gradients of the module's parameters are complete."""
-        handles = [
+    def watching(self, module: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Notes when gradients of the module's parameters are complete, and which of its units runs
+        what.
+        """
+        handles: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(self._complete)
             for parameter in module.parameters()
             if parameter.requires_grad
         ]
+        for name, unit in units.items():
+            handles += self._watch(name, unit)
         try:
             yield
         finally:
@@ -81,7 +86,35 @@ class OperatorTrace(TorchDispatchMode):
         if self._phase:
             name = f"gradient of {parameter.numel()}"
             term = Term(name, TRAFFIC, (0.0,), gradient=parameter.numel(), count=0)
-            self.moved[self._phase].append(Moved(term))
+            self.moved[self._phase].append(Moved(term, unit=self._unit))
+
+    def _watch(self, name: str, unit: nn.Module) -> list[RemovableHandle]:
+        """A unit runs from its call to its return, and in backward from the gradients of its outputs
+        to those of its inputs.
+        """
+        callers: list[str] = []
+
+        def called(_: nn.Module, inputs: Any, named: Any) -> None:
+            callers.append(self._unit)
+            self._unit = name
+            for x in _differentiable((inputs, named)):
+                x.register_hook(lambda _: left())
+
+        def returned(_: nn.Module, inputs: Any, outputs: Any) -> None:
+            self._unit = callers.pop()
+            for y in _differentiable(outputs):
+                y.register_hook(lambda _: entered())
+
+        def entered() -> None:
+            self._unit = name
+
+        def left() -> None:  # unless the unit before, whose output this is, has begun
+            self._unit = "" if self._unit == name else self._unit
+
+        return [
+            unit.register_forward_pre_hook(called, with_kwargs=True),
+            unit.register_forward_hook(returned),
+        ]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -97,7 +130,7 @@ class OperatorTrace(TorchDispatchMode):
                 written = outputs or inputs  # lists that are changed in place
                 places = self._by_storage(_read(name, inputs, outputs)), self._by_storage(written)
                 for term in self._priced(func, name, args, inputs, outputs):
-                    self.moved[self._phase].append(Moved(term, *places))
+                    self.moved[self._phase].append(Moved(term, *places, self._unit))
         return result
 
     def _by_storage(self, tensors: list[Tensor]) -> dict[int, int]:
@@ -206,10 +239,15 @@ LOSSES = {
 
 
 def record_step(
-    trace: OperatorTrace, phases: dict[str, Callable[[], None]], module: nn.Module, *, steps: int
+    trace: OperatorTrace,
+    phases: Mapping[str, Callable[[], None]],
+    module: nn.Module,
+    units: Mapping[str, nn.Module],
+    *,
+    steps: int,
 ) -> None:
     """Runs the phases so many times under the trace, which keeps the last."""
-    with trace, trace.watching(module):
+    with trace, trace.watching(module, units):
         for _ in range(steps):
             for name, phase in phases.items():
                 with trace.phase(name):
@@ -218,6 +256,10 @@ def record_step(
 
 def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _differentiable(values: Any) -> list[Tensor]:
+    return [x for x in _tensors(values) if x.requires_grad]
 
 
 def _is_free(func: Any, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
