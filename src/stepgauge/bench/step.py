@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from stepgauge.measure import devices
 from stepgauge.measure.environment import device_name, environment
@@ -24,7 +23,7 @@ from stepgauge.train.build import batch_for, build_step
 from stepgauge.train.data import BYTES, Corpus, read_text
 from stepgauge.train.precision import PRECISIONS, unavailable
 from stepgauge.train.step import TrainingStep
-from stepgauge.train.user_model import build_user_step
+from stepgauge.train.user_model import build_user_step, in_type
 
 LEARNING_RATE = 1e-4  # small enough that random tokens never drive a timed model to infinities
 
@@ -87,9 +86,7 @@ def build(
         batch = make_batch(spec, device)
     if weights is not None:
         step.module.to(weights)
-        batch = tree_map_only(
-            Tensor, lambda x: x.to(weights) if x.is_floating_point() else x, batch
-        )
+        batch = in_type(batch, weights)
     return step, batch
 
 

@@ -281,6 +281,11 @@ def _on_device(
     return tree_map_only(Tensor, moved, batch)
 
 
+def in_type(batch: Any, dtype: torch.dtype) -> Any:
+    """The batch with its floating-point tensors in a type."""
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
+
+
 def loss_of(module: Callable[..., Any], batch: Any, loss: Callable[..., Any] | None) -> Tensor:
     """The loss of a batch, as the module's output says it or by the user's function."""
     if loss is None:
