@@ -127,3 +127,18 @@ def test_names_wider_than_the_terminal_leave_the_table_whole(terminal):
 def test_what_the_caption_says_is_for_machines():
     told = table(hidden=frozenset(["name"]))
     assert told.for_eyes().columns == list(FIGURES) and "name" in told.to("csv")
+
+
+def test_sentences_wrap_behind_their_indent_in_a_terminal(terminal):
+    said = "weights gathered over 16 ranks take no longer than computing"
+    printed = terminal(30)
+    console.print_points("What hides", [said, "short"])
+    lines = printed()
+    assert lines[1] == "What hides" and lines[-1] == "  short" and max(map(len, lines)) <= 30
+    assert lines[2].startswith("  w") and all(line.startswith("    ") for line in lines[3:-1])
+    assert " ".join(" ".join(lines[2:-1]).split()) == said
+
+
+def test_sentences_in_a_file_are_one_line_each(capsys):
+    console.print_points("What hides", ["word " * 60])
+    assert len(capsys.readouterr().out.splitlines()) == 3

@@ -48,7 +48,7 @@ def test_tables_fit_80_columns_and_say_once_what_rows_share(monkeypatch, stepgau
     [
         (("--tokens", "many"), "tokens is 'many'; it must be a number such as 300B"),
         (("--tokens", "300"), "tokens is '300'; a single step has 32,768"),
-        (("--top", "0"), "top is 0 and verify 0; they must be at least 1 and 0"),
+        (("--top", "0"), "top is 0; it must be at least 1"),
         (("--num-experts", "8", "--experts-per-token", "2"), "num_experts is 8, which has no cost"),
         (("--d-model", "17"), "num_heads is 16, which does not divide d_model 17"),
     ],

@@ -16,6 +16,7 @@ from cyclopts import (
     MissingArgumentError,
     Parameter,
     UnknownOptionError,
+    UnusedCliTokensError,
 )
 from cyclopts.config import Toml
 
@@ -177,5 +178,9 @@ def _sentence(error: CycloptsError) -> str:
         near = difflib.get_close_matches(asked, known, 1)
         hint = f" Did you mean {near[0][2:]}?" if near else ""
         return f"Unknown option: {asked[2:]!r} from {error.token.source}.{hint}"
+    if isinstance(error, UnusedCliTokensError):
+        command = " ".join(error.command_chain or ())
+        first, *_ = error.unused_tokens or [""]
+        return f"{first!r} belongs to no option of {command}: see {command} --help"
     cause = error.__cause__ or error.__context__
     return str(cause) if isinstance(cause, ValueError) else " ".join(str(error).split())

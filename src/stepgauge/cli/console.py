@@ -4,7 +4,8 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -72,6 +73,22 @@ def write(text: str, path: Path, what: str) -> None:
     """Writes a file, and tells the user what is where."""
     path.write_text(text, encoding="utf-8")
     tell(f"{what}: {path}")
+
+
+def print_points(head: str, points: Iterable[str]) -> None:
+    """A heading, and sentences below it: in a terminal they wrap behind their indent, in a file each
+    is one line.
+    """
+    console = Output(highlight=False)
+    width = console.width if console.is_terminal else NO_BOUND
+    lines = [
+        textwrap.fill(
+            point, max(width, 20), initial_indent="  ", subsequent_indent="    ",
+            break_long_words=False, break_on_hyphens=False,
+        )
+        for point in points
+    ]  # fmt: skip
+    print(f"\n{head}", *lines, sep="\n")
 
 
 def print_table(table: Table) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import Format, print_table, tell
+from stepgauge.cli.console import Format, print_points, print_table, tell
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import Fresh, Out, existing_hardware
 from stepgauge.cli.validate import compare
@@ -64,8 +64,9 @@ def command(
     closed formula; the best that fit are simulated. Each row is a prediction of what bench layout
     would measure; --verify runs the best on this machine and shows how far they are off.
     """
-    if top < 1 or verify < 0:
-        raise ValueError(f"top is {top} and verify {verify}; they must be at least 1 and 0")
+    for name, value, least in (("top", top, 1), ("verify", verify, 0)):
+        if value < least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
     file = HardwareFile.read(hardware)
     (spec,) = expand(PlanSpec, {"device": (file.device_kind,), **values})
     file.require_kind(spec.device)
@@ -102,13 +103,14 @@ def _show(
     if spec.device != "cpu":
         print()
         print_table(parts_table(rows))
-    for heading, lines in _headed(spec, found, machine, values):
-        print(f"\n{heading}", *(f"  {line}" for line in lines), sep="\n")
+    for heading, lines in _headed(spec, found, machine):
+        print_points(heading, lines)
+    # in one piece, to be copied
+    command = command_of(found.rows[0], values)
+    print("\nRun the first", f"  {_started(command, spec, machine)}", sep="\n")
 
 
-def _headed(
-    spec: PlanSpec, found: Plan, machine: Machine, values: Values
-) -> Iterator[tuple[str, Iterable[str]]]:
+def _headed(spec: PlanSpec, found: Plan, machine: Machine) -> Iterator[tuple[str, Iterable[str]]]:
     """Headings with their sentences; the shape of a user's network, on which formulas rest, is not
     known.
     """
@@ -120,7 +122,6 @@ def _headed(
         yield "Orders of magnitude of a micro-batch", [magnitudes(scales(asked))]
         yield "What else fits", _answers(spec, found, machine)
     yield "Assumed", _assumptions(machine)
-    yield "Run the first", [_started(command_of(best, values), spec, machine)]
 
 
 def _started(command: str, spec: PlanSpec, machine: Machine) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import Format, print_in, print_records
+from stepgauge.cli.console import Format, print_in, print_points, print_records
 from stepgauge.cli.options import Networks, Values, expand, spec_options
 from stepgauge.cli.rows import existing_hardware
 from stepgauge.cost.traced import LAYOUTS
@@ -87,8 +87,8 @@ def _print_what_hides(spec: LayoutSpec, file: HardwareFile) -> None:
     from stepgauge.report.plan import magnitudes
 
     sentences = [o.sentence for o in overlaps(spec, Machine(file.on_ranks(spec.ranks)))]
-    print(f"\n{spec.layout}, {spec.size}", f"  {magnitudes(scales(spec))}", sep="\n")
-    print(*(f"  {sentence}" for sentence in sentences or ["nothing is sent"]), sep="\n")
+    points = [magnitudes(scales(spec)), *(sentences or ["nothing is sent"])]
+    print_points(f"{spec.layout}, {spec.size}", points)
 
 
 def as_layout(spec: StepSpec | DataParallelSpec | PipelineSpec | LayoutSpec) -> LayoutSpec:

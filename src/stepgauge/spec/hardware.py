@@ -176,8 +176,10 @@ class HardwareFile:
             value = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ValueError(f"no hardware file at {path}") from None
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot read the hardware file {path}: {error}") from None
+        except OSError as error:
+            raise ValueError(f"cannot read the hardware file {path}: {error.strerror}") from None
+        except ValueError:
+            raise ValueError(f"{path} is no hardware file: it is not JSON") from None
         if not isinstance(value, dict) or value.pop("schema", None) != HARDWARE_SCHEMA:
             raise ValueError(f"{path} is no hardware file of schema {HARDWARE_SCHEMA}")
         base = None

@@ -44,8 +44,10 @@ def read_list(path: Path, given: Values) -> list[Asked]:
     """
     try:
         value = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read the list {path}: {error}") from None
+    except OSError as error:
+        raise ValueError(f"cannot read the list {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"cannot read the list {path}, which is no TOML: {error}") from None
     if unknown := set(value) - {"usual", "rows"}:
         raise ValueError(f"{path} has {sorted(unknown)[0]!r}; a list has [usual] and [[rows]]")
     usual, found = value.get("usual", {}), []
