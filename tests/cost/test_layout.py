@@ -283,3 +283,16 @@ def test_all_forwards_first_hold_no_gradients_at_the_peak():
         held[layout, accumulation] = {row[0] for row in found.tables["memory"]}
     assert "gradients" not in held["gpipe m8", 1]
     assert "gradients" in held["gpipe m8", 2] & held["1f1b m8", 1]
+
+
+@pytest.mark.parametrize("layout", ["none", "dp2 zero3", "tp2 overlap", "pp2 zbv m4"])
+def test_a_larger_batch_takes_longer_and_what_is_computed_again_is_not_held(layout):
+    asked = {"model": dataclasses.replace(MODEL, num_layers=4), "compile": "blocks"}
+    once = step(layout, wired(), **asked)
+    longer = step(layout, wired(), **asked, batch=32)
+    assert longer.median("step_ms") > once.median("step_ms")
+    assert longer.median("peak_bytes") > once.median("peak_bytes")
+    for name in ("selective", "feed-forward", "blocks"):
+        again = step(layout, wired(), **asked, checkpointing=name)
+        assert again.median("peak_bytes") < once.median("peak_bytes"), name
+        assert again.median("step_ms") > once.median("step_ms"), name
