@@ -124,6 +124,27 @@ def test_names_wider_than_the_terminal_leave_the_table_whole(terminal):
     assert printed()[-1].split() == ["n" * 40, *["1.5"] * 8]
 
 
+@pytest.mark.parametrize(("width", "names"), [(60, 4), (120, 8)])
+def test_of_many_naming_columns_those_with_room_are_shown(terminal, width, names):
+    printed = terminal(width)
+    head = [f"field_{n:02}_name" for n in range(30)]
+    console.print_table(
+        Table([*head, "step ms"], [[*(f"v{n}" for n in range(30)), "1.5"]], frozenset(["step ms"]))
+    )
+    lines = printed()
+    assert max(map(len, lines[:3])) <= width
+    assert lines[2].split() == [*(f"v{n}" for n in range(names)), "1.5"]
+    assert "field_29_name" in "".join(lines[3:])
+
+
+def test_names_wider_together_than_the_terminal_wrap_in_half_of_it(terminal):
+    printed = terminal(56)
+    row = ["aten::linear_of_a_wide_layer", "4x512x1024, 1024x4096, 4096", "1,234.5"]
+    console.print_table(Table(["operation", "shapes", "step ms"], [row], frozenset(["step ms"])))
+    text = printed()
+    assert max(map(len, text)) <= 56 and "1,234.5" in text[2]
+
+
 def test_what_the_caption_says_is_for_machines():
     told = table(hidden=frozenset(["name"]))
     assert told.for_eyes().columns == list(FIGURES) and "name" in told.to("csv")

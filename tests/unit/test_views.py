@@ -85,6 +85,25 @@ def test_columns_are_what_tells_rows_apart(record):
     assert varying(rows) == ["size", "precision", "compile", "batch"]
 
 
+def test_networks_of_two_kinds_differ_in_what_both_have(record):
+    """A user's network has no shape, a preset no file: neither is a column of the other."""
+    own = [_of_user(record, file) for file in ("a/my.py", "b/my.py")]
+    presets = [record("nano"), record("small")]
+    assert varying([*presets, own[0]]) == ["size", "precision", "compile", "batch"]
+    table = record_table([*presets, own[0]])
+    sizes = [row[table.columns.index("size")] for row in table.rows]
+    assert sizes == ["nano", "small", "my.py:make"]
+    assert "rope base" not in table.columns
+    assert "file" in varying(own)
+    assert describe(own[0]).startswith("step size=my.py:make")
+
+
+def _of_user(record, file):
+    row = record("nano", batch=1)
+    model = {"file": file, "factory": "make", "content": "0" * 16, "network": "user"}
+    return dataclasses.replace(row, spec={**row.spec, "model": model, "size": "make"})
+
+
 def test_a_changed_shape_is_told_apart_within_a_size(record):
     changed = record("small")
     changed.spec["model"]["d_ff"] = 99

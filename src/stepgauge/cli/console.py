@@ -32,6 +32,7 @@ SUMMED_UP = ("tokens_per_s", "first_loss", "last_loss", "busbw_gb_per_s", "gb_pe
 MEMORY = ("peak_bytes", "saved_for_backward_bytes")  # where nothing was timed
 GAP = 2  # between columns
 REMARK_WIDTH = 32  # at least, where the terminal has as much
+WRAPPED = 12  # of a name, at least, where names wrap
 NO_BOUND = 10_000
 PAGE_WIDTH = 100  # where no terminal says another
 Format = Literal["table", "csv", "markdown", "latex", "json"]
@@ -112,23 +113,37 @@ def print_table(table: Table) -> None:
 
 
 def _that_fits(table: Table, width: int) -> Table | None:
-    """The columns that name the rows and as many others as fit. Names over half of the width wrap.
+    """The columns that name the rows and as many others as fit. Names over half of the width wrap;
+    where they have no room to, the last ones are left out.
 
-    None where names, or half of the width and a column, do not fit: the terminal then wraps whole
+    None where a name, or half of the width and a column, do not fit: the terminal then wraps whole
     lines.
     """
     widths = [_width(table, place) + GAP for place in range(len(table.columns))]
     first = table.naming().stop
-    named = min(sum(widths[:first]), width // 2)
-    if sum(widths[:first]) > width or named + max(widths[first:], default=0) - GAP > width:
+    if max(widths[:first], default=0) > width:
         return None
-    chosen, taken = list(table.naming()), named - GAP
+    names = _names_with_room(widths[:first], width)
+    named = min(sum(widths[:names]), width // 2)
+    if named + max(widths[first:], default=0) - GAP > width:
+        return None
+    chosen, taken = list(range(names)), named - GAP
     for place in sorted(range(first, len(widths)), key=lambda n: table.columns[n] != "remark"):
         taken += widths[place]
         if taken > width:
             break
         chosen.append(place)
     return table.of(sorted(chosen))
+
+
+def _names_with_room(widths: Sequence[int], width: int) -> int:
+    """How many of the naming columns fit: as they are, or wrapped in half of the width."""
+    names = len(widths)
+    while names > 1 and sum(widths[:names]) > width:
+        if sum(min(each, WRAPPED + GAP) for each in widths[:names]) <= width // 2:
+            break
+        names -= 1
+    return names
 
 
 def _width(table: Table, place: int) -> int:

@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from stepgauge.spec.fields import naming_fields
 from stepgauge.spec.kinds import declarations
 from stepgauge.spec.options import written
 from stepgauge.spec.record import Record
+from stepgauge.spec.user_model import UserModel
 
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
 # Spec fields that are columns even where all rows share them.
@@ -15,26 +17,45 @@ ALWAYS = ("size", "wrapper", "layout", "precision", "compile")
 
 
 def flatten(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested specs as one level of fields; the outer one wins where names meet."""
+    """Nested specs as one level of fields; the outer one wins where names meet. The size of a
+    user's network is its file and factory.
+    """
     inner = {
         k: v
         for part in spec.values()
         if isinstance(part, Mapping)
         for k, v in flatten(part).items()
     }
-    return inner | {k: v for k, v in spec.items() if not isinstance(v, Mapping)}
+    flat = inner | {k: v for k, v in spec.items() if not isinstance(v, Mapping)}
+    if flat.get("network") == UserModel.network and flat["file"] and "size" in flat:
+        flat["size"] = f"{Path(flat['file']).name}:{flat['factory']}"
+    return flat
 
 
 def differing(records: Sequence[Record]) -> list[str]:
-    """Spec fields whose values differ, without the shape where the size names it."""
+    """Spec fields whose values differ, without the shape where the size names it.
+
+    A field that only networks of one kind have is compared between those.
+    """
     specs = [flatten(record.spec) for record in records]
     fields = dict.fromkeys(name for spec in specs for name in spec)
-    differs = [name for name in fields if len({str(spec.get(name)) for spec in specs}) > 1]
+    nested = {name for record in records for name in _of_networks(record)}
+    differs = []
+    for name in fields:
+        having = [spec for spec in specs if name in spec] if name in nested else specs
+        if len({str(spec.get(name)) for spec in having}) > 1:
+            differs.append(name)
     shapes = {(spec.get("size"), *(spec.get(n) for n in SHAPE)) for spec in specs}
     is_custom = any(spec.get("size") == "custom" for spec in specs)
     if not is_custom and len(shapes) == len({spec.get("size") for spec in specs}):
         differs = [name for name in differs if name not in SHAPE]
     return differs
+
+
+def _of_networks(record: Record) -> set[str]:
+    """The fields of the nested specs."""
+    parts = (part for part in record.spec.values() if isinstance(part, Mapping))
+    return {name for part in parts for name in flatten(part)}
 
 
 def varying(records: Sequence[Record]) -> list[str]:
