@@ -28,6 +28,7 @@ from stepgauge.runtime.world import joined_world
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, sent_bytes
 from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.throughput import throughput
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import batch_for, build_step
 from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES
@@ -129,8 +130,7 @@ def record(spec: DataParallelSpec, ranks: list[Figures]) -> Record:
     rates = {}
     if not isinstance(spec.model, UserModel):  # of which tokens are not known
         tokens = spec.batch * spec.model.context_length * spec.ranks
-        per_s = (tokens / ms * 1e3 for ms in slowest_step(ranks))
-        rates["tokens_per_s"] = Sample.of(per_s, "tokens/s")
+        rates = throughput(slowest_step(ranks), tokens=tokens)
     traced = [rank.traced for rank in ranks if rank.traced]
     return record_of_ranks(
         spec,

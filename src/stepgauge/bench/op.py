@@ -21,6 +21,7 @@ from stepgauge.measure.launches import Launched, launches
 from stepgauge.measure.memory.storage_tracker import dense_parts
 from stepgauge.spec.op import OpSpec
 from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.throughput import rate, throughput
 
 NO_REFERENCE = "there is no reference: the result was not checked"
 NOTHING_GIVEN = "it gives no tensor and changes no input: there was nothing to check"
@@ -174,7 +175,7 @@ def _roofline(
     copy, matmul = reached.bytes_per_s / 1e9, reached.flop_per_s / 1e12
     figures = {
         "bytes": Sample.exact(num_bytes, "bytes"),
-        "gb_per_s": Sample.of((num_bytes / ms / 1e6 for ms in times), "GB/s"),
+        "gb_per_s": rate(num_bytes / 1e9, times, "GB"),
         "copy_gb_per_s": Sample.exact(copy, "GB/s"),
         "matmul_tflop_per_s": Sample.exact(matmul, "TFLOP/s"),
     }
@@ -190,7 +191,7 @@ def _roofline(
         figures["intensity"] = Sample.exact(intensity, "FLOP/byte")
     return figures | {
         "flops": Sample.exact(flops, "FLOP"),
-        "tflop_per_s": Sample.of((flops / ms / 1e9 for ms in times), "TFLOP/s"),
+        **throughput(times, flops=flops),
         "attainable_tflop_per_s": Sample.exact(attainable, "TFLOP/s"),
         "fraction_of_roofline": Sample.exact(flops / median / 1e9 / attainable, "of the roof"),
     }

@@ -30,6 +30,7 @@ from stepgauge.spec.plan.pipeline import Schedule, lower
 from stepgauge.spec.plan.pipeline import check as require_runnable
 from stepgauge.spec.plan.stages import TIME, PartTimes, said
 from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.throughput import throughput
 from stepgauge.train.build import batch_for
 from stepgauge.train.layout import num_counted
 from stepgauge.train.precision import PRECISIONS
@@ -225,8 +226,7 @@ def measured(spec: PipelineSpec, ranks: list[RankFigures]) -> Record:
     tokens = spec.batch * spec.model.context_length
     metrics = {
         "step_ms": Sample.of(steps, "ms"),
-        "samples_per_s": Sample.of((spec.batch / ms * 1e3 for ms in steps), "samples/s"),
-        "tokens_per_s": Sample.of((tokens / ms * 1e3 for ms in steps), "tokens/s"),
+        **throughput(steps, samples=spec.batch, tokens=tokens),
     }
     series: dict[str, list[float]] = {}
     tables: dict[str, list[list[Any]]] = {}

@@ -17,6 +17,7 @@ from stepgauge.spec.hardware import peaks
 from stepgauge.spec.plan.recompute import RecomputePlan
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec, WorkSpec
+from stepgauge.spec.throughput import throughput
 from stepgauge.spec.train import DEFAULT_CORPUS, TrainSpec
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import batch_for, build_step
@@ -130,15 +131,9 @@ def _metrics(
 
 def rates(spec: Any, step_ms: Sequence[float], *, tokens: int, flops: float) -> dict[str, Sample]:
     """Tokens and FLOPs of a step of the device by the second, and the share of its peak."""
-    found = {
-        "tokens_per_s": Sample.of((tokens / ms * 1e3 for ms in step_ms), "tokens/s"),
-        "tflop_per_s": Sample.of((flops / ms / 1e9 for ms in step_ms), "TFLOP/s"),
-    }
     known = peaks(device_name(torch.device(spec.device)))
-    if peak := known.of(spec.precision) if known else None:
-        of_peak = (flops / (ms / 1e3) / peak for ms in step_ms)
-        found["mfu"] = Sample.of(of_peak, "fraction of dense peak")
-    return found
+    peak = known.of(spec.precision) if known else None
+    return throughput(step_ms, tokens=tokens, flops=flops, peak=peak)
 
 
 def model_flops(spec: StepSpec) -> int:

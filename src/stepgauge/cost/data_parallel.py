@@ -24,8 +24,9 @@ from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, Layout, sent_bytes
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
+from stepgauge.spec.throughput import throughput
 
-UNITS = {"tokens_per_s": "tokens/s", "sent_bytes": "bytes", "buckets": "", "tail_bytes": "bytes"}
+UNITS = {"sent_bytes": "bytes", "buckets": "", "tail_bytes": "bytes"}
 
 
 def predict_data_parallel(spec: DataParallelSpec, machine: Machine) -> Record:
@@ -53,7 +54,6 @@ def predict_data_parallel(spec: DataParallelSpec, machine: Machine) -> Record:
     figures = {
         **{f"{phase}_ms": ms for phase, ms in found.phases.items()},
         "step_ms": found.step_ms,
-        "tokens_per_s": tokens / found.step_ms * 1e3,
         "communication_ms": found.communication.get(DATA, 0.0),
         "without_communication_ms": without,
         "exposed_ms": exposed_ms(found.step_ms, without),
@@ -62,6 +62,7 @@ def predict_data_parallel(spec: DataParallelSpec, machine: Machine) -> Record:
     if isinstance(axis, Bucketed):
         figures |= {"buckets": len(axis.buckets), "tail_bytes": axis.buckets[-1].bytes}
     metrics = {name: Sample.exact(v, UNITS.get(name, "ms")) for name, v in figures.items()}
+    metrics |= throughput([found.step_ms], tokens=tokens)
     metrics |= rates(alone, operations.model, machine, found.step_ms, ranks=1, batch=spec.batch)
     rows = step_rows(operations, prices, found)
     note = unknown_host(machine, alone, layout)

@@ -33,6 +33,7 @@ from stepgauge.spec.plan.pipeline import Schedule, lower
 from stepgauge.spec.plan.stages import said
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.throughput import throughput
 
 SHORTEST = 3  # rounds of a pipeline's ranks, after which a schedule repeats itself
 
@@ -70,8 +71,7 @@ def predict_layout(spec: LayoutSpec, machine: Machine, *, shortened: bool = Fals
         **_exposed(parts, found),
     }
     metrics = {name: Sample.exact(value, "ms") for name, value in figures.items()}
-    rate = spec.tokens_per_step / found.step_ms * 1e3
-    metrics["tokens_per_s"] = Sample.exact(rate, "tokens/s")
+    metrics |= throughput([found.step_ms], tokens=spec.tokens_per_step)
     if found.timeline is not None:
         metrics["bubble"] = Sample.exact(found.bubble, "fraction of the step")
     metrics |= rates(

@@ -20,6 +20,7 @@ from stepgauge.spec.plan.pipeline import lower
 from stepgauge.spec.plan.stages import TIME, said
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
+from stepgauge.spec.throughput import throughput
 
 
 def predict_pipeline(spec: PipelineSpec, machine: Machine) -> Record:
@@ -40,7 +41,7 @@ def predict_pipeline(spec: PipelineSpec, machine: Machine) -> Record:
     timeline = simulate(schedule, taken)
     metrics = simulated_metrics(timeline, taken, batch=spec.batch)
     tokens = spec.batch * whole.model.context_length
-    metrics["tokens_per_s"] = Sample.exact(tokens / timeline.step_ms * 1e3, "tokens/s")
+    metrics |= throughput([timeline.step_ms], tokens=tokens)
     rows = term_rows({"forward": whole.forward(), "backward": whole.backward()}, prices)
     rows.append(bubble_row(timeline))
     record = modelled(spec, machine, metrics, rows, None)
@@ -60,7 +61,7 @@ def simulated_metrics(timeline: Timeline, taken: Durations, *, batch: int) -> di
     return {
         **{name: Sample.exact(value, "ms") for name, value in figures.items()},
         "over_ideal": Sample.exact(timeline.over_ideal, ""),
-        "samples_per_s": Sample.exact(batch / timeline.step_ms * 1e3, "samples/s"),
+        **throughput([timeline.step_ms], samples=batch),
     }
 
 

@@ -22,6 +22,7 @@ from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec, WorkSpec
+from stepgauge.spec.throughput import throughput
 
 HEADINGS = ["phase", "term", "operation", "sizes", "count", "us", "source"]
 
@@ -41,7 +42,7 @@ def predict(spec: StepSpec, machine: Machine) -> Record:
     metrics = {
         **{f"{name}_ms": _ms(found.phases[name]) for name in phases},
         "step_ms": _ms(found.step_ms),
-        "tokens_per_s": Sample.exact(operations.tokens / found.step_ms * 1e3, "tokens/s"),
+        **throughput([found.step_ms], tokens=operations.tokens),
         "host_ms": _ms(host_ms),
         "device_ms": _ms(found.device_ms),
         **rates(spec, operations.model, machine, found.step_ms, ranks=1, batch=spec.batch),
@@ -95,12 +96,9 @@ def rates(
     """Model FLOPs a second of one of the ranks, and their part of its peak, where that is known."""
     count = model.forward_flops if spec.phases == "forward" else model.step_flops
     flops = count(batch=batch, sequence=model.context_length) / ranks
-    found = {"tflop_per_s": Sample.exact(flops / step_ms / 1e9, "TFLOP/s")}
     known = machine.hardware.peaks
-    if known and (peak := known.of(spec.precision)):
-        share = flops / (step_ms / 1e3) / peak
-        found["mfu"] = Sample.exact(share, "fraction of dense peak")
-    return found
+    peak = known.of(spec.precision) if known else None
+    return throughput([step_ms], flops=flops, peak=peak)
 
 
 def term_rows(

@@ -25,6 +25,7 @@ from stepgauge.spec.layout import Layout, sent_bytes
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
+from stepgauge.spec.throughput import throughput
 from stepgauge.spec.user_model import UserModel
 
 
@@ -55,8 +56,7 @@ def predict_traced(spec: TracedSpec, traced: Traced, machine: Machine) -> Record
         )
         metrics["sent_bytes"] = Sample.exact(sent, "bytes")
     if not isinstance(spec.model, UserModel):  # of which tokens are not known
-        rate = _tokens(spec) / found.step_ms * 1e3
-        metrics["tokens_per_s"] = Sample.exact(rate, "tokens/s")
+        metrics |= throughput([found.step_ms], tokens=_tokens(spec))
     memory = traced_memory(operations, layout, accumulates=accumulation > 1)
     rows = step_rows(operations, prices, found, passes=accumulation)
     note = unknown_host(machine, spec, layout)  # type: ignore[arg-type]

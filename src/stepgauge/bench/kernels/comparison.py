@@ -23,10 +23,11 @@ from stepgauge.measure.environment import environment
 from stepgauge.measure.interleaved import time_interleaved
 from stepgauge.spec.kernel import OURS, KernelSpec
 from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.throughput import rate
 
 PEER_PACKAGES = ("liger-kernel", "quack-kernels", "flash-attn-4", "nvidia-cutlass-dsl")
-# The rate's name, its unit, and what work over milliseconds is divided by.
-RATES = {"copy": ("gb_per_s", "GB/s", 1e6), "matmul": ("tflop_per_s", "TFLOP/s", 1e9)}
+# The rate's name, what it counts, and how much work that is.
+RATES = {"copy": ("gb_per_s", "GB", 1e9), "matmul": ("tflop_per_s", "TFLOP", 1e12)}
 
 
 def check(spec: KernelSpec) -> None:
@@ -145,17 +146,17 @@ class ShapeComparison:
         )
 
     def _speeds(self, spec: KernelSpec, times: Mapping[str, list[float]]) -> dict[str, Sample]:
-        rate, unit, scale = RATES[self.operation.ceiling]
+        named, unit, scale = RATES[self.operation.ceiling]
         work = {name: self.operation.work(spec, name) for name in times}
         metrics = {f"{name}_ms": Sample.of(values, "ms") for name, values in times.items()}
         for name, values in times.items():
-            metrics[f"{name}_{rate}"] = Sample.of((work[name] / ms / scale for ms in values), unit)
+            metrics[f"{name}_{named}"] = rate(work[name] / scale, values, unit)
         ceiling = self._ceiling()
-        metrics[f"{self.operation.ceiling}_{rate}"] = Sample.exact(ceiling, unit)
+        metrics[f"{self.operation.ceiling}_{named}"] = Sample.exact(ceiling, f"{unit}/s")
         if OURS in times:
             ours = statistics.median(times[OURS])
             metrics["fraction_of_ceiling"] = Sample.exact(
-                work[OURS] / ours / scale / ceiling, "of the ceiling"
+                work[OURS] / ours * 1e3 / scale / ceiling, "of the ceiling"
             )
             implementations = self.operation.implementations
             peers = [
