@@ -184,7 +184,11 @@ def test_the_same_thing_asked_twice_is_measured_once(tmp_path):
     assert [row.was_there for row in rows] == [False, True]
 
 
-def test_an_interrupt_during_a_row_ends_it_and_keeps_the_others(tmp_path):
+@pytest.mark.parametrize(
+    ("sent", "status", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+def test_an_interrupt_during_a_row_ends_it_and_keeps_the_others(tmp_path, sent, status, word):
     command = [
         sys.executable,
         "-m",
@@ -210,10 +214,10 @@ def test_an_interrupt_during_a_row_ends_it_and_keeps_the_others(tmp_path):
         lambda: (tmp_path / "records.jsonl").exists() and RunStore(tmp_path).read().records
     )
     time.sleep(0.5)
-    os.killpg(run.pid, signal.SIGINT)
+    os.killpg(run.pid, sent)
     _, err = run.communicate(timeout=100)
-    assert run.returncode == 130
-    assert "1 of 2 rows are in" in err and "goes on from there" in err
+    assert run.returncode == status
+    assert f"stepgauge: {word}: 1 of 2 rows are in" in err and "goes on from there" in err
     assert "seconds=60.0: warms up 0 steps, then times at least 1 for 60 s" in err
     assert "Traceback" not in err
     assert len(RunStore(tmp_path).read().records) == 1

@@ -241,7 +241,26 @@ def test_a_bad_corpus_is_one_sentence(stepgauge, tmp_path, content, words):
     assert words in one_sentence(err)
 
 
-def test_sigterm_leaves_as_an_interrupt_does():
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ((), "before the first checkpoint, of step 5: it would begin anew"),
+        ((5, 10), "the same command goes on from step 10 of 12"),
+    ],
+)
+def test_interrupted_training_says_where_it_goes_on(stepgauge, tmp_path, monkeypatch, steps, said):
+    def interrupted(*_, **__):
+        for step in steps:
+            (tmp_path / "run/checkpoints" / f"step-{step:09d}").mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stepgauge.bench.train.run", interrupted)
+    status, _, err = stepgauge(*TRAIN, "--checkpoint-every", 5, "--out", tmp_path / "run")
+    assert (status, err.splitlines()[-1]) == (130, f"stepgauge: interrupted: {said}")
+
+
+def test_sigterm_leaves_as_an_interrupt_does_and_a_second_one_does_not_cut_that_short():
+    """timeout sends it to the command and to its group, so that it comes twice."""
     code = """
 import os, signal
 from stepgauge import cli
@@ -249,13 +268,15 @@ def app(*_, **__):
     try:
         os.kill(os.getpid(), signal.SIGTERM)
     finally:
+        os.kill(os.getpid(), signal.SIGTERM)
         print("cleaned up")
 cli._load_listed = list  # there are no commands
 cli.app = app
 cli.main(["show"])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (143, "cleaned up\n", "")
+    assert (done.returncode, done.stdout) == (143, "cleaned up\n")
+    assert done.stderr == "stepgauge: terminated\n"
 
 
 TORCHRUN = {

@@ -22,7 +22,7 @@ from cyclopts.config import Toml
 
 import stepgauge
 from stepgauge.cli.console import complain, print_errors_only
-from stepgauge.cli.rows import RunFailedError
+from stepgauge.cli.rows import RunFailedError, TerminatedError
 from stepgauge.runtime.torchrun import torchrun_numbers
 
 # Each command, and where it stands: a module is loaded when its command is called.
@@ -115,12 +115,15 @@ def run(arguments: Sequence[str]) -> int:
     except OSError as error:
         return complain(_of_file(error), 1)
     except KeyboardInterrupt as error:
-        return complain(str(error) or "interrupted", 130)
+        is_terminated = isinstance(error, TerminatedError)
+        word, status = ("terminated", 143) if is_terminated else ("interrupted", 130)
+        return complain(": ".join([word, *map(str, error.args)]), status)
 
 
 def _terminated(number: int, _: object) -> None:
     """Leaves as at an interrupt, so that processes and semaphores do not stay behind."""
-    raise SystemExit(128 + number)
+    signal.signal(number, signal.SIG_IGN)  # sent to a group it comes twice: cleaning up goes on
+    raise TerminatedError
 
 
 def _load_listed(arguments: Sequence[str]) -> None:

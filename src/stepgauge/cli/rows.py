@@ -68,8 +68,8 @@ class RunFailedError(Exception):
     """Something that was run failed; the message is one sentence."""
 
 
-class RunInterruptedError(KeyboardInterrupt):
-    """Somebody interrupted a run; the message says what is left of it."""
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM, which a scheduler sends; what runs ends as at Ctrl-C."""
 
 
 def resolve_devices(specs: Any) -> list[Any]:
@@ -230,8 +230,8 @@ class _Rows:
 
 @contextlib.contextmanager
 def _ended_in_a_sentence(records: Sequence["Record"], most: int, folder: Path) -> Iterator[None]:
-    """Raises RunFailedError where the ranks have lost one another, and where a run is interrupted
-    RunInterruptedError, which says how many rows there are.
+    """Raises RunFailedError where the ranks have lost one another. An interrupt is told with how
+    many rows there are.
     """
     from stepgauge.runtime.world import GroupError
 
@@ -239,10 +239,10 @@ def _ended_in_a_sentence(records: Sequence["Record"], most: int, folder: Path) -
         yield
     except GroupError as error:
         raise RunFailedError(str(error)) from error
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         kept = f"{len(records)} of {most} rows are in {folder}; the same command goes on from there"
-        before = "interrupted before the first row was measured"
-        raise RunInterruptedError(f"interrupted: {kept}" if records else before) from None
+        none = "no row was measured yet"
+        raise type(interrupt)(kept if records else none) from None
 
 
 def _doing(job: "Job", *, again: int) -> str:

@@ -58,17 +58,32 @@ def train(
         bench_train.require_memory(spec)
     except MemoryError as error:
         raise RunFailedError(str(error)) from None
-    if spec.ranks == 1 and not is_own:
-        print(_train(spec, out))
-        return
-    try:  # what a user's file does to its process is not done to this one
-        told = launch(
-            _train_on_rank, spec, out, ranks=spec.ranks, device=spec.device, timeout_s=SAVING_S
-        )[0]
-    except RankError as error:
-        raise RunFailedError(_reason(error, spec)) from None
+    with _interrupted_in_a_sentence(spec, out):
+        if spec.ranks == 1 and not is_own:
+            print(_train(spec, out))
+            return
+        try:  # what a user's file does to its process is not done to this one
+            told = launch(
+                _train_on_rank, spec, out, ranks=spec.ranks, device=spec.device, timeout_s=SAVING_S
+            )[0]
+        except RankError as error:
+            raise RunFailedError(_reason(error, spec)) from None
     if is_first_process():
         print(told)
+
+
+@contextlib.contextmanager
+def _interrupted_in_a_sentence(spec: TrainSpec, out: Path) -> Iterator[None]:
+    """An interrupt says where the same command goes on."""
+    from stepgauge.train.loop import checkpoints_in
+
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        step = checkpoints_in(out).last_step()
+        goes_on = f"the same command goes on from step {step} of {spec.steps}"
+        anew = f"before the first checkpoint, of step {spec.checkpoint_every}: it would begin anew"
+        raise type(interrupt)(goes_on if step else anew) from None
 
 
 def _spec_of(values: Values) -> TrainSpec:

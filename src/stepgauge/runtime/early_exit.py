@@ -75,7 +75,9 @@ def _kill(folder: str) -> None:
 
 
 def _names(folder: str) -> list[str]:
-    return [file.name for file in Path(folder).iterdir()]
+    with contextlib.suppress(FileNotFoundError):  # the interpreter ends, and has removed it
+        return [file.name for file in Path(folder).iterdir()]
+    return []
 
 
 def _rank_and_pid(name: str) -> tuple[int, int]:

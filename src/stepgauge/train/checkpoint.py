@@ -120,6 +120,10 @@ class Checkpoints:
             else:
                 warnings.warn(f"checkpoint {folder} is not whole and is passed over", stacklevel=2)
 
+    def last_step(self) -> int:
+        """Of the newest checkpoint, by its folder's name; 0 where there is none."""
+        return max((int(p.name.removeprefix("step-")) for p in self._folders()), default=0)
+
     def load(self, folder: Path) -> dict[str, Any]:
         """The state of a checkpoint, its tensors on the host."""
         return _read(FileSystemReader(folder))

@@ -41,6 +41,11 @@ class DivergedError(Exception):
     """The loss is no longer a number."""
 
 
+def checkpoints_in(folder: Path) -> Checkpoints:
+    """Those of the training run in the folder."""
+    return Checkpoints(folder / "checkpoints")
+
+
 class Trainer:
     """A training run in a folder: its task, its curve on disk, its checkpoints.
 
@@ -52,7 +57,7 @@ class Trainer:
         self, spec: TrainSpec, task: Task, folder: Path, *, place: RankShare = SINGLE_PROCESS
     ):
         self.spec, self.task, self.step, self.place = spec, task, task.step, place
-        self.checkpoints = Checkpoints(folder / "checkpoints")
+        self.checkpoints = checkpoints_in(folder)
         self.curve_path = folder / CURVE_FILE
         # what the schedule's fraction is of; an optimizer may have no learning rate
         self.highest_rates = [group.get("lr") for group in self.step.optimizer.param_groups]
