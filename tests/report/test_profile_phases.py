@@ -3,8 +3,11 @@
 import json
 
 import pytest
+import torch
 
-from stepgauge.report.profile import phases_table
+from stepgauge.measure import ceilings
+from stepgauge.measure.others import Reading
+from stepgauge.report.profile import operations_table, phases_table
 from stepgauge.spec.analysis import Analysis
 
 
@@ -30,3 +33,15 @@ def test_an_analysis_with_the_timelines_of_older_pages_is_read():
     ):
         older = {**json.loads(now.to_json()), **gone, "schema": schema}
         assert Analysis.from_json(json.dumps(older)) == now
+
+
+@pytest.mark.parametrize(("busy_s", "missed"), [(4.0, 2.0), (2.0, 0.0)])
+def test_ceilings_measured_beside_other_work_are_told(monkeypatch, busy_s, missed):
+    readings = iter([Reading(0.0, 0.0, 0.0, 2), Reading(1.0, busy_s, 2.0, 2)])
+    monkeypatch.setattr(ceilings, "reading", lambda: next(readings))
+    monkeypatch.setattr(ceilings, "_best", lambda *_: 1.0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    roof = ceilings.ceilings(torch.device("cpu"), torch.float32)
+    assert roof.missed_cores == pytest.approx(missed, abs=0.1)
+    caption = operations_table(Analysis(source="trace.json", ceilings=roof)).caption
+    assert ("other work had 2.0 of the cores" in caption) == bool(missed)

@@ -355,3 +355,28 @@ def test_what_backward_computes_again_keeps_its_range(trace, tmp_path):
     assert {(c.phase, c.range): c.us for c in found.cells} == {
         ("forward", "blocks.*.down"): 10, ("backward", "blocks.*.up.softmax"): 20,
     }  # fmt: skip
+
+
+def test_a_host_operation_that_calls_another_for_its_work_has_none_itself(trace, tmp_path):
+    """linear calls addmm: its own time is the host's, and no product's. A norm that allocates its
+    result works itself.
+    """
+
+    def taking(us, name, *dims):
+        with trace.op(name, dims):
+            trace.now += us
+
+    with trace.range("ProfilerStep#0"), trace.range("forward"):
+        with trace.op("aten::linear", [(64, 32), (16, 32), (16,)]):
+            trace.now += 5
+            taking(1, "aten::t", (16, 32))
+            taking(100, "aten::addmm", (16,), (64, 32), (32, 16))
+        with trace.op("aten::native_layer_norm", [(64, 32), (32,)]):
+            taking(1, "aten::empty", (64, 32))
+            trace.now += 20
+        with trace.op("aten::to", [(64, 32)]), trace.op("aten::_to_copy", [(64, 32)]):
+            taking(7, "aten::copy_", (64, 32), (64, 32))
+    found = analyse(trace.write(tmp_path / "t.json"))
+    took = {row.operation: row.us for row in found.operations}
+    assert took == {"aten::addmm": 100, "aten::native_layer_norm": 20, "aten::copy_": 7}
+    assert sum(cell.us for cell in found.cells if cell.name == "aten::linear") == 5

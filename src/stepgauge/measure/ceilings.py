@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from stepgauge.measure.others import missed_cores, reading
 from stepgauge.measure.timing import time_phases
 from stepgauge.spec.analysis import Ceilings
 
@@ -17,6 +18,7 @@ _COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}  # far more than any cache
 
 def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """Best of the samples: a ceiling is what was reached once. Bytes read and bytes written."""
+    before = reading()
     size = _MATRIX.get(device.type, 2048)
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     product = torch.empty_like(left)
@@ -26,11 +28,15 @@ def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     ).normal_()
     target = torch.empty_like(source)
     copy_ms = _best(lambda: target.copy_(source), device)
+    after = reading()
+    is_told = before and after and device.type == "cpu"
+    missed = missed_cores([(before, after)], torch.get_num_threads()) if is_told else 0.0
     name = str(dtype).removeprefix("torch.")
     return Ceilings(
         flop_per_s=2.0 * size**3 / product_ms * 1e3,
         bytes_per_s=2.0 * source.nbytes / copy_ms * 1e3,
         condition=f"{name} product of {size}³; copy of {source.nbytes / 2**20:.0f} MiB, read and written",
+        missed_cores=missed,
     )
 
 

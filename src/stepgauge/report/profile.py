@@ -9,7 +9,8 @@ from stepgauge.report.numbers import cut_to, number, whole
 from stepgauge.report.page import Block, Flame, Text
 from stepgauge.report.profile_ranks import overlap_table
 from stepgauge.report.table import Table
-from stepgauge.spec.analysis import Analysis, Sum, sums_by, total
+from stepgauge.report.views import LEAST_MISSED
+from stepgauge.spec.analysis import Analysis, Ceilings, Sum, sums_by, total
 from stepgauge.trace.collectives import bus_bytes_per_s
 
 LONGEST_SHAPES = 48
@@ -263,15 +264,21 @@ def operations_table(found: Analysis) -> Table:
             "TFLOP/s": flop_per_s / 1e12 or None, "GB/s": bytes_per_s / 1e9 or None,
             "FLOP/byte": row.flops / row.bytes or None, "of roofline %": share,
         })  # fmt: skip
-    limits = (
-        f" Measured ceilings: {number(roof.flop_per_s / 1e12)} TFLOP/s, "
-        f"{number(roof.bytes_per_s / 1e9)} GB/s "
-        f"({roof.condition})."
-        if roof
-        else ""
+    caption = (
+        "Operations with shapes against the roofline, those with most time; bytes are the least."
     )
-    caption = f"Operations with shapes against the roofline, those with most time; bytes are the least.{limits}"
-    return Table.from_rows(rows, caption=caption, names=4)
+    return Table.from_rows(rows, caption=f"{caption}{_limits(roof)}" if roof else caption, names=4)
+
+
+def _limits(roof: Ceilings) -> str:
+    reached = f"{number(roof.flop_per_s / 1e12)} TFLOP/s, {number(roof.bytes_per_s / 1e9)} GB/s"
+    told = f" Measured ceilings: {reached} ({roof.condition})."
+    if roof.missed_cores <= LEAST_MISSED:
+        return told
+    return (
+        f"{told} They are too low and the shares too high: other work had "
+        f"{roof.missed_cores:.1f} of the cores meanwhile."
+    )
 
 
 def idle_table(found: Analysis) -> Table:

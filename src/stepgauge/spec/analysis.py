@@ -123,11 +123,15 @@ class Overlap:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What the machine reached in the same process: the roofline's two lines."""
+    """What the machine reached in the same process: the roofline's two lines.
+
+    missed_cores  what other work had of the cores that they need; 0 where nothing tells
+    """
 
     flop_per_s: float
     bytes_per_s: float
     condition: str
+    missed_cores: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from stepgauge.trace import flops
 from stepgauge.trace.events import STEP, Call, Collective, Kernel, Shapes, Trace
 from stepgauge.trace.kinds import GENERATED, Kinds
 from stepgauge.trace.names import joined, readable, split
+from stepgauge.trace.wrappers import wrappers
 
 PHASES = ("forward", "backward", "optimizer")
 _PHASE = re.compile(rf"^\W*({'|'.join(PHASES)})\W*$", re.IGNORECASE)
@@ -39,7 +40,8 @@ class Work(NamedTuple):
     """A piece of work, times in µs. Pieces of one call add up; only the first counts as a call.
 
     range     dotted name of the part of the model, "" outside of all
-    operation the innermost operation around it, with `shapes`; `first` for its first piece of work
+    operation the innermost operation around it, with `shapes` where it works itself; `first` for
+              its first piece of work
     path      node of Paths: where it stands in the flame graph
     launched  when the host began and ended asking for it, None where the trace does not say
     by_driver a transfer or a fill, no kernel
@@ -265,6 +267,7 @@ class Resolver:
         return self._path_of_range[key]
 
     def _self_time(self, calls: list[Call]) -> Iterator[Work]:
+        calling = wrappers(calls, self.kinds)
         for frame, start, end in self._frames(calls):
             call, phase = frame.call, _phase(frame)
             if call is None or call.name.startswith(STEP) or not phase:
@@ -274,7 +277,8 @@ class Resolver:
             )
             first = frame.pieces == 0
             frame.pieces += 1
-            yield Work(start, end, _label(call), *placed, phase, frame.range, call.name, call.shapes, first,
+            shapes = None if id(call) in calling else call.shapes
+            yield Work(start, end, _label(call), *placed, phase, frame.range, call.name, shapes, first,
                        frame.path, self.step_of(call.start), (0, 0), (call.start, call.end),
                        int(first))  # fmt: skip
 
