@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 
 import pytest
 
@@ -56,8 +57,11 @@ def test_simulate_draws_a_line_a_rank_and_says_what_waits(stepgauge, tmp_path):
     status, out, err = stepgauge(*asked, "--report", tmp_path / "drawn.svg")
     lines = out.splitlines()
     assert status == 0, err
-    assert lines[0].split() == ["rank", "0", "F0", "F1", "B0", "B1"]
-    assert lines[2].split() == ["rank", "1", "F0", "B0", "F1", "B1"]
+    forward, backward, waits = "F{}──────", "B{}──────────────", " " * 8
+    drawn = forward.format(0) + forward.format(1)
+    drawn += 2 * waits + backward.format(0) + waits + backward.format(1)
+    assert lines[0] == f"rank 0  {drawn}"
+    assert lines[2].split()[2:] == ["F0──────B0──────────────F1──────B1──────────────"]
     assert "step 9, 1.500 of ideal" in out
     # Below its computations what a rank holds: one of two micro-batches from 0 to 1 and from 6 to 9.
     assert (lines[1][:8], lines[3][:8]) == ("peak 2  ", "peak 1  ")
@@ -86,6 +90,27 @@ def test_files_of_other_editors(stepgauge, tmp_path):
     path.write_text("1000000000F0 1000000000B0\n")
     status, _, err = stepgauge("schedule", "simulate", path)
     assert (status, err) == (2, "stepgauge: 0F0 is missing\n")
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_a_step_wider_than_the_page_is_drawn_in_bands_with_every_action_named(
+    stepgauge, monkeypatch, columns
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    _, out, _ = stepgauge("schedule", "simulate", "zbv", "--ranks", 4)
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= columns and sum(line.startswith("from ") for line in lines) == 2
+    for rank, actions in enumerate(build("zbv", ranks=4, micro_batches=8).ranks):
+        drawn = "".join(line[8:] for line in lines if line.startswith(f"rank {rank} "))
+        names = re.findall(r"\d+[FIW]\d+", drawn)
+        assert names == list(map(str, actions)), "the stages of a rank are told apart"
+        assert drawn.count(" ") == 4 * 3, "a rank waits 3 of 51: nothing else is empty"
+
+
+def test_of_a_long_step_the_kinds_are_drawn_and_it_is_said(stepgauge):
+    _, out, err = stepgauge("schedule", "simulate", "1f1b", "--microbatches", 64)
+    assert "no room in this width" in err and not re.search(r"[FB]\d", out)
+    assert max(map(len, out.splitlines())) == 80
 
 
 def test_check_says_what_is_held(stepgauge):

@@ -9,10 +9,11 @@ from cyclopts import App, Parameter
 from rich.text import Text
 
 from stepgauge.cli import console
-from stepgauge.cli.console import Output, print_in, print_table
+from stepgauge.cli.console import Output, print_in, print_table, tell
 from stepgauge.cost.fill import fill_bubbles
 from stepgauge.cost.timeline import Durations, Timeline, simulate
-from stepgauge.report.pipeline import drawing, held_drawing, rank_table
+from stepgauge.report.pipeline import rank_table
+from stepgauge.report.pipeline_drawing import drawing
 from stepgauge.report.pipeline_steps import Step, tracks
 from stepgauge.spec.plan.pipeline import (
     SCHEDULES,
@@ -182,15 +183,19 @@ def _draw(timeline: Timeline, found: Checked) -> None:
     output = Output(highlight=False)
     peaks = [f"peak {peak:g}" for peak in found.peak]
     label_width = max(8, *(len(label) + 1 for label in peaks))
-    width = output.width - label_width  # 80 columns in a file
-    bars, levels = drawing(timeline, width), held_drawing(timeline, width)
-    for rank, (actions, held) in enumerate(zip(bars, levels, strict=True)):
-        line = Text(f"rank {rank}".ljust(label_width))
-        for text, kind in actions:
-            line.append(text, COLOURS.get(kind, "") if output.is_terminal else "")
-        output.print(line, soft_wrap=True)
-        output.print(Text(peaks[rank].ljust(label_width) + held), soft_wrap=True)
+    drawn = drawing(timeline, output.width - label_width)  # 80 columns in a file
+    for band in drawn.bands:
+        if band.begin_ms:
+            output.print(f"\nfrom {band.begin_ms:.4g}")
+        for rank, ((text, kinds), held) in enumerate(zip(band.actions, band.held, strict=True)):
+            line = Text(f"rank {rank}".ljust(label_width))
+            for character, kind in zip(text, kinds, strict=True):
+                line.append(character, COLOURS.get(kind, "") if output.is_terminal else "")
+            output.print(line, soft_wrap=True)
+            output.print(Text(peaks[rank].ljust(label_width) + held), soft_wrap=True)
     output.print()
+    if not drawn.has_names:
+        tell("micro-batches have no room in this width: --report FILE.svg names them")
     print_table(rank_table(timeline, found))
 
 
