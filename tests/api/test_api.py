@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import stepgauge as sg
+from stepgauge.api.show import Result
 from stepgauge.spec.store import RunStore
 
 QUICK = {"device": "cpu"}
@@ -61,6 +62,14 @@ def test_a_module_is_timed_and_left_as_it_was():
     for given in (3, nn.Linear):
         with pytest.raises(ValueError, match="or a function that returns one"):
             sg.time_step(given, batch(), **QUICK)
+
+
+def test_a_metric_that_is_not_there_names_the_nearest(record):
+    timed = Result(record("nano"))
+    with pytest.raises(KeyError, match="no metric 'stepms': did you mean 'step_ms'"):
+        timed["stepms"]
+    with pytest.raises(KeyError, match="it has step_ms, peak_bytes"):
+        timed["loss"]
 
 
 def test_memory_is_predicted_of_a_module_and_of_a_function_alike():

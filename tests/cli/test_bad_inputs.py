@@ -122,6 +122,17 @@ def test_what_ended_badly_before(stepgauge, tmp_path, arguments, status, said):
     assert said.replace("{folder}", str(tmp_path)) in err
 
 
+@pytest.mark.parametrize("command", [("bench", "step"), ("train",), ("profile", "memory")])
+def test_a_file_in_the_place_of_the_runs_folder_is_told_before_anything_is_loaded(
+    stepgauge, tmp_path, monkeypatch, command
+):
+    (tmp_path / "my.py").write_text("")
+    monkeypatch.setitem(sys.modules, "stepgauge.measure.devices", None)  # which asks torch
+    for out in ("my.py", "my.py/run"):
+        status, _, err = stepgauge(*command, "--size", "nano", "--out", tmp_path / out)
+        assert status == 1 and f"{tmp_path}/my.py is a file, not a folder" in err
+
+
 def test_a_configuration_file_gives_options_and_the_command_line_counts_more(stepgauge, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('[model]\nsize = ["nano", "tiny"]\nbatch = 2\n')

@@ -1,6 +1,7 @@
 """Records and tables that show themselves in a notebook, at a prompt and in print."""
 
 import dataclasses
+import difflib
 import html
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -48,7 +49,12 @@ class Result(Shown):
 
     def __getitem__(self, metric: str) -> float:
         """The median. Raises KeyError for a metric that the record does not have."""
-        return self.record.metrics[metric].median
+        known = self.record.metrics
+        if metric not in known:
+            near = difflib.get_close_matches(metric, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+            raise KeyError(f"no metric {metric!r}: {hint}")
+        return known[metric].median
 
     @cached_property
     def metrics(self) -> dict[str, float]:

@@ -24,6 +24,7 @@ from stepgauge.cli.options import Values
 from stepgauge.spec.fallbacks import what_ran
 from stepgauge.spec.hardware_files import file_named
 from stepgauge.spec.options import device_name
+from stepgauge.spec.store import RunStore
 from stepgauge.spec.user_model import UserModel
 
 if TYPE_CHECKING:
@@ -34,10 +35,14 @@ if TYPE_CHECKING:
 
 
 def named_folder(type_: Any, tokens: Sequence[Token]) -> Path:
-    """Raises ValueError for an empty text, which would be the working folder."""
+    """Raises ValueError for an empty text, which would be the working folder, and StoreError where
+    nothing can be written, before anything is loaded.
+    """
     if not tokens[0].value:
         raise ValueError(f"{(tokens[0].keyword or 'out').lstrip('-')} is empty; name a folder")
-    return Path(tokens[0].value)
+    store = RunStore(tokens[0].value)
+    store.require_possible()
+    return store.folder
 
 
 def named_device(type_: Any, tokens: Sequence[Token]) -> str:

@@ -4,6 +4,7 @@ measured.
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -38,13 +39,20 @@ class RunStore:
         self.folder = Path(folder)
         self.path = self.folder / FILE_NAME
 
+    def require_possible(self) -> None:
+        """Raises StoreError where the folder is a file or cannot be written or made; makes nothing."""
+        there = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise StoreError(f"cannot write to {self.folder}: {there} is a file, not a folder")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise StoreError(f"cannot write to {self.folder}: {os.strerror(errno.EACCES)}")
+
     def prepare(self) -> None:
         """Makes the folder and proves that it can be written. Raises StoreError if not."""
+        self.require_possible()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
-        except FileExistsError:
-            raise StoreError(f"cannot write to {self.folder}: it is a file, not a folder") from None
         except OSError as error:
             raise StoreError(f"cannot write to {self.folder}: {error.strerror}") from None
 
