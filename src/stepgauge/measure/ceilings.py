@@ -29,8 +29,8 @@ def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     target = torch.empty_like(source)
     copy_ms = _best(lambda: target.copy_(source), device)
     after = reading()
-    is_told = before and after and device.type == "cpu"
-    missed = missed_cores([(before, after)], torch.get_num_threads()) if is_told else 0.0
+    spans = [(before, after)] if before and after and device.type == "cpu" else []
+    missed = missed_cores(spans, torch.get_num_threads()) if spans else 0.0
     name = str(dtype).removeprefix("torch.")
     return Ceilings(
         flop_per_s=2.0 * size**3 / product_ms * 1e3,
