@@ -179,6 +179,14 @@ def test_a_log_that_cannot_be_written_does_not_cost_the_record(tmp_path):
     assert len(RunStore(tmp_path).read().records) == 1
 
 
+def test_a_command_whose_rows_are_on_disk_starts_no_process(tmp_path, monkeypatch):
+    (first,) = outcomes(RunStore(tmp_path), "a", is_command=True)
+    monkeypatch.setattr("stepgauge.bench.sweep.run_isolated", None)
+    monkeypatch.setattr("stepgauge.bench.sweep.Workers.call", None)
+    (again,) = outcomes(RunStore(tmp_path), "a", is_command=True)
+    assert again.was_there and again.record == first.record
+
+
 def test_the_same_thing_asked_twice_is_measured_once(tmp_path):
     rows = outcomes(RunStore(tmp_path), "a", "a")
     assert [row.was_there for row in rows] == [False, True]

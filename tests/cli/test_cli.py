@@ -12,6 +12,7 @@ import pytest
 
 from stepgauge import cli
 from stepgauge.cli import console
+from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.store import RunStore
 
 NANO = (
@@ -185,7 +186,28 @@ def test_compare_of_runs_that_share_nothing(stepgauge, tmp_path, record, run_fol
     assert "share no row" in one_sentence(err)
     status, _, err = stepgauge("compare", run_folder, other.folder, "--ignoring", "size")
     assert status == 2  # the shape differs too
-    assert "share no row" in one_sentence(err)
+    said = one_sentence(err)
+    assert "share no row: the closest differ in size, d_model" in said
+    assert "--ignoring" not in said, "without these the two rows of run A are one"
+
+
+def test_compare_says_the_option_that_pairs_rows_measured_for_longer(stepgauge, tmp_path, record):
+    runs = [RunStore(tmp_path / name) for name in ("a", "b")]
+    for run, steps in zip(runs, (10, 20), strict=True):
+        run.prepare()
+        run.append(record("small", steps=steps))
+    asked = ("compare", runs[0].folder, runs[1].folder)
+    said = one_sentence(stepgauge(*asked)[2])
+    assert said.endswith("share no row: the closest differ in steps; --ignoring steps pairs them")
+    assert stepgauge(*asked, "--ignoring", "steps")[0] == 0
+
+
+def test_models_figures_are_whole_where_a_program_reads_them(stepgauge):
+    _, out, _ = stepgauge("model", "--size", "nano", "--batch", 1, "--format", "json")
+    (row,) = json.loads(out)
+    network = ModelSpec.preset("nano")
+    assert row["parameters"] == network.num_parameters
+    assert row["step TFLOP"] == network.step_flops(batch=1, sequence=512) / 1e12
 
 
 TRAIN = (

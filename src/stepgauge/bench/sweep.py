@@ -67,13 +67,15 @@ def sweep(
     fresh: bool = False,
     starting: Callable[[Job], None] = lambda job: None,
     hear: Hear = lambda text: None,
+    is_command: bool = False,
 ) -> Iterator[JobResult]:
     """Yields each job's record, in order, when it is on disk.
 
     What the store already holds for the same spec, device and torch version is not measured again
     unless `fresh`; failed rows are. An error of one job is its record (status oom or failed), and
-    the sweep goes on. `starting` is told a job at each of its tries, `hear` what it does then. Raises
-    StoreError if a record cannot be written.
+    the sweep goes on. `starting` is told a job at each of its tries, `hear` what it does then.
+    `is_command`: nothing in this process has chosen its threads. Raises StoreError if a record cannot
+    be written.
     """
     store.prepare()
     done = {} if fresh else {r.identity: r for r in store.read().records if r.status != "failed"}
@@ -83,8 +85,7 @@ def sweep(
         for job in jobs:
             device = job.spec.device
             if device not in environments:
-                # In a process of its own: naming a GPU takes hundreds of MiB of it.
-                environments[device] = run_isolated(environment, torch.device(device))
+                environments[device] = _environment(torch.device(device), is_command=is_command)
             asked = dataclasses.replace(job.asked, environment=environments[device])
             known = done.get(asked.identity)
             if known:
@@ -97,6 +98,16 @@ def sweep(
             store.append(record)
             done[asked.identity] = record
             yield JobResult(job, record, was_there=False)
+
+
+def _environment(device: torch.device, *, is_command: bool) -> dict[str, Any]:
+    """As a process of its own has it: naming a GPU takes hundreds of MiB of it. Of a CPU a command
+    itself has the same, and starts no process where all rows are on disk.
+    """
+    if is_command and device.type == "cpu":
+        return environment(device)
+    found: dict[str, Any] = run_isolated(environment, device)
+    return found
 
 
 class Calm:

@@ -6,7 +6,6 @@ from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, print_table
 from stepgauge.cli.options import Values, expand, spec_options
-from stepgauge.report.numbers import number
 from stepgauge.report.table import Table
 from stepgauge.spec.hf_config import HfConfig
 from stepgauge.spec.model import FLOP_CONVENTION, SIZES, ModelSpec
@@ -38,10 +37,10 @@ def model(
         residual = network.residual_stream_bytes(batch=batch, sequence=sequence)
         shape = (network.d_model, network.d_ff, network.num_layers, network.num_heads, sequence)
         figures = (
-            f"{network.num_parameters:,}",
-            number(forward / 1e12),
-            number(step / 1e12),
-            number(residual / 2**20),
+            network.num_parameters,
+            forward / 1e12,
+            step / 1e12,
+            residual / 2**20,
         )
         rows.append([spec.size, *map(str, shape), *figures])
     head = ["size", "d_model", "d_ff", "layers", "heads", "context"]

@@ -1,5 +1,6 @@
 """`show`, `compare` and `report`: views of records that are already on disk."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -71,12 +72,7 @@ def compare(
     )
     pairs = compared.found
     if not pairs:
-        fields = ", ".join(closest_differ_in(read(first), read(second)))
-        differ = f" (the closest differ in {fields})" if fields else ""
-        raise ValueError(
-            f"{first} and {second} share no row{differ}; --ignoring FIELD pairs rows that differ "
-            "in FIELD"
-        )
+        raise ValueError(f"{first} and {second} share no row{_closest(first, second, ignoring)}")
     tell(f"A is {first}, B is {second}")
     for kind in dict.fromkeys(pair.first.kind for pair in pairs):
         print_in(format, difference_table([pair for pair in pairs if pair.first.kind == kind]))
@@ -85,6 +81,20 @@ def compare(
     exceeding = sum(pair.exceeds_spread for pair in pairs)
     with_spread = sum(pair.has_spread for pair in pairs)
     tell(f"{exceeding} of {with_spread} figures differ by more than their spread")
+
+
+def _closest(first: Path, second: Path, ignoring: Sequence[str]) -> str:
+    """What keeps the closest rows of two runs apart, and the option that pairs them where one does."""
+    sides = read(first), read(second)
+    fields = closest_differ_in(*sides)
+    if not fields:
+        return ""
+    ignored = list(dict.fromkeys([*ignoring, *fields]))
+    try:
+        compare_records(*sides, ignoring=ignored)
+    except ValueError:  # rows of one run would be the same without these
+        return f": the closest differ in {', '.join(fields)}"
+    return f": the closest differ in {', '.join(fields)}; --ignoring {' '.join(ignored)} pairs them"
 
 
 def report(

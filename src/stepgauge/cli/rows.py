@@ -188,7 +188,10 @@ def run_jobs(
         shown = _Rows(names, bar, task)
         for problem in store.read().problems:
             warn(problem)
-        for outcome in sweep(jobs, store, fresh=fresh, starting=shown.begins, hear=shown.does):
+        found = sweep(
+            jobs, store, fresh=fresh, starting=shown.begins, hear=shown.does, is_command=True
+        )
+        for outcome in found:
             records.append(outcome.record)
             reused += outcome.was_there
             shown.ends(outcome)

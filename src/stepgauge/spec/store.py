@@ -41,7 +41,9 @@ class RunStore:
 
     def require_possible(self) -> None:
         """Raises StoreError where the folder is a file or cannot be written or made; makes nothing."""
-        there = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+        there = next(
+            path for path in (self.folder, *self.folder.absolute().parents) if path.exists()
+        )
         if not there.is_dir():
             raise StoreError(f"cannot write to {self.folder}: {there} is a file, not a folder")
         if not os.access(there, os.W_OK | os.X_OK):
