@@ -89,4 +89,4 @@ def test_what_a_prediction_says_of_itself_stands_beside_the_row(tmp_path, monkey
     assert kept.note == f"{BEFORE}; {busy}"
     late = dataclasses.replace(row(spec(), 5.0, "measured"), note="its own")
     table = record_table([kept, late])
-    assert table.rows[0][list(table.columns).index("remark")] == f"{busy}; its own"
+    assert table.rows[0][list(table.columns).index("remark")] == f"its own; prediction: {busy}"

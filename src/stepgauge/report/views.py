@@ -38,7 +38,7 @@ def record_table(
     alike = shared(records)
     fields = list(dict.fromkeys([*first, *varying(records), *alike.fields]))
     figures = _figures(records, statistics)
-    remarks = ["; ".join(filter(None, (caveat(r.prediction), remark(r.record)))) for r in pairs]
+    remarks = [remark_beside(row) for row in pairs]
     provenances = [record.provenance for record in records]
     predictions = _predictions(pairs)
     extra = {"provenance": provenances} if len(set(provenances)) > 1 else {}
@@ -120,6 +120,11 @@ def remark(record: Record) -> str:
     own = [f"optimizer of the user's file: {brought[5:]}"] if brought.startswith("user ") else []
     disturbed = [_disturbance(record)] if is_disturbed(record) else []
     return "; ".join([*filter(None, [record.note]), *own, *fallbacks(record), *disturbed])
+
+
+def remark_beside(row: Row) -> str:
+    """The remark of a row, and what is to be known of its prediction."""
+    return "; ".join(filter(None, (remark(row.record), caveat(row.prediction))))
 
 
 def remarked(record: Record, records: Sequence[Record]) -> dict[str, str]:

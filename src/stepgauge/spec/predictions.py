@@ -33,7 +33,9 @@ def caveat(prediction: Record | None) -> str:
     """What is to be known of a prediction that stands beside a measurement, beyond that it was made
     in time; or "".
     """
-    return prediction.note.removeprefix(BEFORE).lstrip("; ") if prediction else ""
+    note = prediction.note if prediction else ""
+    said = note.removeprefix(BEFORE).lstrip("; ")
+    return f"prediction: {said}" if said and note.startswith(BEFORE) else said
 
 
 def paired(records: Sequence[Record]) -> list[Row]:

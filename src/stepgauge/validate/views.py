@@ -8,8 +8,8 @@ from stepgauge.report.figure import Curve, lines, short
 from stepgauge.report.names import labels
 from stepgauge.report.page import Block, Plot, Section
 from stepgauge.report.table import Table
-from stepgauge.report.views import remark
-from stepgauge.spec.predictions import STEP, caveat
+from stepgauge.report.views import remark_beside
+from stepgauge.spec.predictions import STEP
 from stepgauge.spec.record import Record
 from stepgauge.validate.errors import TERMS, Errors, errors, groups, ranks_of, sentence
 
@@ -33,7 +33,10 @@ def error_table(records: Sequence[Record]) -> Table:
         for name, each in zip(_names(found), found, strict=True)
     ]
     extra: dict[str, list[Any]]
-    extra = {"peak error": [each.peak for each in found], "remark": [_remark(e) for e in found]}
+    extra = {
+        "peak error": [each.peak for each in found],
+        "remark": [remark_beside(e.row) for e in found],
+    }
     for name, values in extra.items():
         if any(values):
             columns.append(name)
@@ -49,11 +52,6 @@ def _names(found: Sequence[Errors]) -> list[str]:
 def _times(each: Errors) -> list[float | None]:
     assert each.row.prediction is not None
     return [record.median(STEP) for record in (each.row.prediction, each.row.record)]
-
-
-def _remark(each: Errors) -> str:
-    """What the prediction's note says beyond that it was made in time, and what spoils the row."""
-    return "; ".join(filter(None, (caveat(each.row.prediction), remark(each.row.record))))
 
 
 def group_table(records: Sequence[Record]) -> Table:
