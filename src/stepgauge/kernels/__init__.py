@@ -14,7 +14,7 @@ _HOMES = {
     "flash_attention": "attention",
     "flash_attention_varlen": "attention",
 }
-_FOLDERS = ("adamw", "attention", "linear_cross_entropy", "rms_norm")
+_FOLDERS = ("adamw", "attention", "linear_cross_entropy", "rms_norm", "swiglu")
 
 
 def __getattr__(name: str) -> Any:

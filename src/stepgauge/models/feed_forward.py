@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepgauge.kernels.swiglu import swiglu
 from stepgauge.models.drawing import has_values
 from stepgauge.models.fused_linear import FusedLinear
 from stepgauge.spec.model import ModelSpec
@@ -62,7 +63,10 @@ class GatedFeedForward(nn.Module):
         self.down = nn.Linear(spec.d_ff, spec.d_model, bias=bias, device=device)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        gate_BTF, up_BTF = self.gate_up(x_BTD).chunk(2, dim=-1)
+        gate_up_BTF = self.gate_up(x_BTD)
+        if self.activation is F.silu and torch.compiler.is_compiling():
+            return self.down(swiglu(gate_up_BTF))
+        gate_BTF, up_BTF = gate_up_BTF.chunk(2, dim=-1)
         return self.down(self.activation(gate_BTF) * up_BTF)
 
 
