@@ -18,8 +18,8 @@ WANTED = 300
 # Arguments that a command does not go without.
 POSITIONAL = {
     ("bench", "op"): ("examples/softmax.py:softmax",),
-    ("predict",): ("--hardware=absent.json",),
-    ("plan",): ("--hardware=absent.json",),
+    ("predict",): ("--hardware=dgx-h100",),
+    ("plan",): ("--hardware=dgx-h100",),
 }
 
 
