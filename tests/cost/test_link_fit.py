@@ -116,7 +116,7 @@ def test_links_in_a_hardware_file(tmp_path):
     ("text", "words"),
     [
         ("[]", "no hardware file"),
-        ("{", "cannot read"),
+        ("{", "is no hardware file: it is not JSON"),
         ('{"schema": 1, "links": [{"op": 1}]}', "not a link"),
     ],
 )
