@@ -137,6 +137,13 @@ def test_of_many_naming_columns_those_with_room_are_shown(terminal, width, names
     assert "field_29_name" in "".join(lines[3:])
 
 
+def test_a_wide_text_behind_the_figures_is_left_out_as_they_are(terminal):
+    printed = terminal(60)
+    row = ["aten::mm", "325.5", "called inside of another operation " * 2]
+    console.print_table(Table(["operation", "step ms", "rule"], [row], frozenset(["step ms"])))
+    assert printed()[2:] == ["aten::mm   325.5", "--format csv or json has more: rule"]
+
+
 def test_names_wider_together_than_the_terminal_wrap_in_half_of_it(terminal):
     printed = terminal(56)
     row = ["aten::linear_of_a_wide_layer", "4x512x1024, 1024x4096, 4096", "1,234.5"]

@@ -116,7 +116,7 @@ def _that_fits(table: Table, width: int) -> Table | None:
     """The columns that name the rows and as many others as fit. Names over half of the width wrap;
     where they have no room to, the last ones are left out.
 
-    None where a name, or half of the width and a column, do not fit: the terminal then wraps whole
+    None where a name, or half of the width and the next column, do not fit: the terminal then wraps whole
     lines.
     """
     widths = [_width(table, place) + GAP for place in range(len(table.columns))]
@@ -125,10 +125,11 @@ def _that_fits(table: Table, width: int) -> Table | None:
         return None
     names = _names_with_room(widths[:first], width)
     named = min(sum(widths[:names]), width // 2)
-    if named + max(widths[first:], default=0) - GAP > width:
+    others = sorted(range(first, len(widths)), key=lambda n: table.columns[n] != "remark")
+    if others and named + widths[others[0]] - GAP > width:
         return None
     chosen, taken = list(range(names)), named - GAP
-    for place in sorted(range(first, len(widths)), key=lambda n: table.columns[n] != "remark"):
+    for place in others:
         taken += widths[place]
         if taken > width:
             break
