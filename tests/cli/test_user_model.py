@@ -90,7 +90,7 @@ def test_a_script_that_trains_as_it_is_imported_may_print_and_tables_stay_tables
     done = subprocess.run([*command, "--format", "csv"], capture_output=True, text=True)
     assert done.returncode == 0 and "loading" in done.stderr and "forward" in done.stderr
     head, row = done.stdout.splitlines()
-    assert head.startswith("size,") and row.startswith("net,fp32")
+    assert head.startswith("size,") and row.startswith("script.py:net,fp32")
 
 
 def test_the_residual_network_of_the_examples_is_trained(stepgauge, tmp_path):
