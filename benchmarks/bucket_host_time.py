@@ -33,7 +33,6 @@ from stepgauge.parallel.reducer import GradientReducer
 from stepgauge.parallel.replicas import describe_parameter
 from stepgauge.parallel.wrappers import Settings, parallelise
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.plan.buckets import FIRST_BUCKET_MB, plan_buckets
 
 SHARDED = ("zero3", "torch-fsdp")
 REPLICATING = ("none", "naive", "overlapped", "bucketed", "torch-ddp", "torch-ddp-views")
@@ -52,7 +51,7 @@ def narrow(full: ModelSpec) -> ModelSpec:
 def require_same_plan(full: ModelSpec, ours: DataParallel) -> None:
     whole = TransformerLM(full, device=torch.device("meta"))
     order = [describe_parameter(name, p) for name, p in whole.named_parameters()]
-    at_full_width = plan_buckets(order, cap_mb=BUCKET_MB, first_mb=FIRST_BUCKET_MB)
+    at_full_width = ours.policy.plan_buckets(order, bucket_mb=BUCKET_MB)
     assert [b.names for b in ours.buckets] == [b.names for b in at_full_width], (
         "narrowed, it is packed otherwise"
     )

@@ -24,7 +24,9 @@ from stepgauge.parallel.data_parallel import (
     OverlappedDataParallel,
 )
 from stepgauge.parallel.replicas import DifferentModelsError
+from stepgauge.parallel.wrappers import REPLICATING, Settings, bucketed
 from stepgauge.runtime.launch import launch
+from stepgauge.spec import layout
 
 WRAPPERS = {
     "naive": NaiveDataParallel,
@@ -70,6 +72,7 @@ def test_four_ranks_too():
     "check",
     [
         "several types",
+        "each wrapper runs by the row that it is predicted from",
         "gradients that share a storage",
         "gradients are views of their buckets",
         "one large gradient stays where it is",
@@ -276,8 +279,16 @@ def sparse():
         return "" if "a gradient of shape (5, 2) is sparse" in str(error) else str(error)
 
 
+def rows():
+    for name, wrap in REPLICATING.items():
+        assert wrap(mlp(), Settings()).policy is layout.WRAPPERS[name], name
+    owners = {"0.weight": 0}
+    assert bucketed(mlp(), Settings(), owners).policy is layout.WRAPPERS["zero2"]
+
+
 CHECKS = {
     "several types": several_types,
+    "each wrapper runs by the row that it is predicted from": rows,
     "gradients that share a storage": shared_storage,
     "gradients are views of their buckets": views,
     "one large gradient stays where it is": stays,

@@ -17,7 +17,7 @@ from stepgauge.cost.program import (
 from stepgauge.cost.terms import TRAFFIC, Term
 from stepgauge.cost.wrapper_host import hooks_of
 from stepgauge.spec.layout import WRAPPERS
-from stepgauge.spec.plan.buckets import FIRST_BUCKET_MB, Bucket, Parameter, plan_buckets
+from stepgauge.spec.plan.buckets import Bucket, Parameter
 from stepgauge.spec.plan.shards import dealt, num_update_parts, plan_launches, plan_owners
 
 BYTES: Mapping[str, int] = {"own": 0, "bf16": 2, "fp16": 2}
@@ -72,16 +72,11 @@ class Bucketed(DataParallelCost):
         )
         # one graph of the whole network gives all gradients at its end
         is_one_graph = step.operations.spec.compile in ("on", "reduce-overhead")
-        self.overlaps = sending.wrapper not in ("naive", "flat") and not is_one_graph
+        wrapper = WRAPPERS[sending.wrapper]
+        self.overlaps = wrapper.overlaps and not is_one_graph
         self.parameters = parameters_of(step, sending.reduce_dtype)
-        wrapper = sending.wrapper
-        caps = {"naive": 0.0, "overlapped": 0.0, "flat": None}
-        self.buckets: tuple[Bucket, ...] = plan_buckets(
-            self.parameters,
-            cap_mb=caps.get(wrapper, sending.bucket_mb),
-            first_mb=None if wrapper in caps else FIRST_BUCKET_MB,
-            owners=self.owners(),
-            alone=not wrapper.startswith("torch"),
+        self.buckets = wrapper.plan_buckets(
+            self.parameters, bucket_mb=sending.bucket_mb, owners=self.owners()
         )
         self._launches = plan_launches(self.buckets)
         self._launch_of = {

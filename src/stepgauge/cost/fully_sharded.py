@@ -14,12 +14,12 @@ from stepgauge.cost.program import (
 )
 from stepgauge.cost.terms import TRAFFIC, Term, strided_copy
 from stepgauge.cost.wrapper_host import hooks_of
-from stepgauge.spec.plan.shards import MOST_IN_FLIGHT
+from stepgauge.spec.plan.shards import MOST_IN_FLIGHT, PREFETCHED
 
 
 class FullySharded(DataParallelCost):
     """ZeRO 3: a unit a block, and one for the rest, which stays whole between forward and
-    backward. The next unit's weights are gathered while one computes; gradients are reduced to
+    backward. The next units' weights are gathered while one computes; gradients are reduced to
     their slices, in each of several passes: no rank has a place for whole ones.
     """
 
@@ -67,7 +67,8 @@ class FullySharded(DataParallelCost):
         self._gather_unit(program, phase, place)
         program.wait(self._gathers[phase, place])
         self.copied_out(program, group.name, self._elements[group.name])
-        self._gather_unit(program, phase, place + 1)
+        for following in range(place + 1, place + 1 + PREFETCHED):
+            self._gather_unit(program, phase, following)
         self._begun[phase] += 1
 
     def after(self, program: Program, phase: str, group: LaunchGroup) -> None:

@@ -19,14 +19,13 @@ from stepgauge.cost.activations import (
 )
 from stepgauge.cost.allocator import LARGEST_SMALL, LEAST_OWN_SEGMENT, SEGMENT_ROUNDING, round_up
 from stepgauge.cost.buckets_sent import most_owned
-from stepgauge.cost.data_axis import TORCH_DDP
 from stepgauge.cost.operations import StepOperations
 from stepgauge.spec.hardware import CUDA_CONTEXT
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.plan.pipeline import Schedule, check
 from stepgauge.spec.plan.pipeline.action import BACKWARD, WEIGHT, Action
 from stepgauge.spec.plan.pipeline.check import Held, live
-from stepgauge.spec.plan.shards import MOST_IN_FLIGHT
+from stepgauge.spec.plan.shards import MOST_IN_FLIGHT, PREFETCHED
 
 MIB = 2**20
 # cuBLAS takes 32 MiB on Hopper, once for forward's thread and once for autograd's; they are of
@@ -86,9 +85,9 @@ def step_memory(
     keeps = kept(operations)
     before = found.gradients if accumulates else 0.0
     levels = _levels(operations, found, keeps, before)
-    if layout.wrapper == "flat":  # all gradients are copied into one message
+    if WRAPPERS[layout.wrapper].packs:  # all gradients are copied into one message
         levels["end of backward"]["temporaries"] += found.gradients
-    if layout.wrapper in TORCH_DDP:  # which keeps a place for all gradients beside them
+    if WRAPPERS[layout.wrapper].keeps_buckets:
         levels = {name: {**parts, "buckets": found.gradients} for name, parts in levels.items()}
     moment = max(levels, key=lambda name: sum(levels[name].values()))
     return _memory(found, levels[moment], moment, layout, boxes_of(operations))
@@ -238,8 +237,8 @@ def _levels(
     end = gradients * operations.end_parameters / operations.num_parameters
     head = end / 2 if operations.is_first and operations.is_last else end
     inside = of_block_backward(operations) + keeps.again
-    # of ZeRO 3: two units gathered, and whole gradients on their way
-    first_units, last_units = 3 * held.unit, (2 + MOST_IN_FLIGHT) * held.unit
+    gathered = 1 + PREFETCHED  # of ZeRO 3, beside whole gradients on their way
+    first_units, last_units = (gathered + 1) * held.unit, (gathered + MOST_IN_FLIGHT) * held.unit
     # blocks whose backward begins together, when their activations are all there
     recomputes = operations.spec.checkpointing in ("blocks", "selective")
     together = min(layers, operations.spec.checkpoint_blocks) if recomputes else 1

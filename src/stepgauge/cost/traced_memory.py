@@ -5,12 +5,11 @@ parts that a rank has its share of only.
 from collections.abc import Mapping
 
 from stepgauge.cost.buckets_sent import most_owned
-from stepgauge.cost.data_axis import TORCH_DDP
 from stepgauge.cost.memory import ASSUMED, COMMUNICATOR, Item, Memory
 from stepgauge.cost.traced import TracedOperations
 from stepgauge.spec.hardware import CUDA_CONTEXT
 from stepgauge.spec.layout import WRAPPERS, Layout
-from stepgauge.spec.plan.shards import MOST_IN_FLIGHT
+from stepgauge.spec.plan.shards import MOST_IN_FLIGHT, PREFETCHED
 
 # Categories of a traced step that ZeRO shards, by what spec/layout.py calls them.
 SHARDED = {"parameters": "weights", "optimizer state": "optimizer state", "gradients": "gradients"}
@@ -39,7 +38,7 @@ def traced_memory(
 
     fullest = max(map(held, moments), key=lambda held: sum(held.values()))
     items = [Item(name, nbytes, "traced") for name, nbytes in fullest.items() if nbytes]
-    if layout.wrapper in TORCH_DDP:
+    if WRAPPERS[layout.wrapper].keeps_buckets:
         items.append(Item("buckets", gradients, "traced"))
     outside = [Item("CUDA context", CUDA_CONTEXT, ASSUMED)]
     if layout.axes:
@@ -70,5 +69,5 @@ def _unsharded(operations: TracedOperations, in_backward: bool) -> float:
     """What ZeRO 3 has whole at once, gradients on their way among it: as cost/memory.py has it."""
     largest = max(operations.units.values(), default=0)
     ends = operations.num_parameters - sum(operations.units.values())
-    units = 2 + MOST_IN_FLIGHT if in_backward else 0  # the loss is outside of all
+    units = 1 + PREFETCHED + MOST_IN_FLIGHT if in_backward else 0  # the loss is outside of all
     return (ends + units * largest) * operations.how.activation

@@ -4,7 +4,8 @@ all step with.
 When backward returns, `.grad` is the mean over the ranks, and nothing is kept elsewhere: what is
 done to it then means what it means in one process. Gradients travel in the buckets of a plan
 (spec/plan/buckets.py). A bucket is sent when its last gradient is there, while backward goes on, or
-at the end of backward: what the classes at the end of this file differ in.
+at the end of backward: what the classes at the end of this file differ in, each by its row of
+WRAPPERS in spec/layout.py.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from stepgauge.parallel.replicas import (
     require_whole,
 )
 from stepgauge.parallel.usage import Usage
-from stepgauge.spec.plan.buckets import FIRST_BUCKET_MB, plan_buckets
+from stepgauge.spec.layout import WRAPPERS, Wrapper
 from stepgauge.spec.plan.shards import plan_launches
 
 
@@ -50,11 +51,8 @@ class DataParallel(nn.Module):
 
     _readiness: Readiness | None
     _in_flight: list[Any]  # what `_gradients_of` gives
-    # MB (10^6 bytes) at which a bucket is closed; 0: one a gradient; None: no limit
-    cap_mb: float | None = 25.0
-    first_mb: float | None = None
-    overlaps = True  # buckets are sent while backward goes on
-    packs = False  # gradients are copied behind each other where they could be sent as they lie
+    policy: Wrapper  # what is sent when
+    bucket_mb = 25.0
     owners: Mapping[str, int] | None = None  # ranks, by names, that alone get a mean: ZeRO 2
 
     def __init__(
@@ -155,10 +153,9 @@ class DataParallel(nn.Module):
         """Buckets of what is trained, and of what no_sync has left."""
         self._planned_for = self._averaged()
         of_name = {self._names[p]: p for p in self._planned_for}
-        self.buckets = plan_buckets(
+        self.buckets = self.policy.plan_buckets(
             [describe_parameter(name, p, self.reduce_dtype) for name, p in of_name.items()],
-            cap_mb=self.cap_mb,
-            first_mb=self.first_mb,
+            bucket_mb=self.bucket_mb,
             owners=self.owners,
         )
         self._planned = plan_launches(self.buckets)
@@ -197,7 +194,7 @@ class DataParallel(nn.Module):
         if self._synchronises:
             readiness = self._begin(parameter.device)
             readiness.arrive(parameter)
-            if self.overlaps:
+            if self.policy.overlaps:
                 self._send(readiness.next_launches())
 
     def _send(self, numbers: Iterable[int]) -> None:
@@ -205,39 +202,39 @@ class DataParallel(nn.Module):
             gradients = self._gradients_of(number)
             if self.communicates:
                 gradients.send()
-            if not self.overlaps:
+            if not self.policy.overlaps:
                 gradients.wait()
             self._in_flight.append(gradients)
 
     def _gradients_of(self, number: int) -> Any:
         parameters = self._launches[number]
-        dtype = reduced_dtype(parameters[0], self.reduce_dtype)
-        return BucketGradients(parameters, self._local, self.reducer, dtype=dtype, packs=self.packs)
+        dtype, packs = reduced_dtype(parameters[0], self.reduce_dtype), self.policy.packs
+        return BucketGradients(parameters, self._local, self.reducer, dtype=dtype, packs=packs)
 
 
 class NaiveDataParallel(DataParallel):
     """A bucket a gradient, all-reduced at the end of backward, one after the other."""
 
-    cap_mb, overlaps = 0.0, False
+    policy = WRAPPERS["naive"]
 
 
 class FlatDataParallel(DataParallel):
     """All gradients of a type and device packed into one bucket, at the end of backward."""
 
-    cap_mb, overlaps, packs = None, False, True
+    policy = WRAPPERS["flat"]
 
 
 class OverlappedDataParallel(DataParallel):
     """A bucket a gradient, while backward goes on."""
 
-    cap_mb = 0.0
+    policy = WRAPPERS["overlapped"]
 
 
 class BucketedDataParallel(DataParallel):
     """Buckets of `bucket_mb` (10^6 bytes) to less than twice that, while backward goes on."""
 
-    first_mb = FIRST_BUCKET_MB
+    policy = WRAPPERS["bucketed"]
 
     def __init__(self, module: nn.Module, bucket_mb: float = 25.0, **settings: Any):
-        self.cap_mb = bucket_mb
+        self.bucket_mb = bucket_mb
         super().__init__(module, **settings)

@@ -19,6 +19,7 @@ from stepgauge.parallel.parameter_hooks import Weakly
 from stepgauge.parallel.present_backward import goes_on_to
 from stepgauge.parallel.replicas import reduced_dtype
 from stepgauge.parallel.shares import as_plain, as_share
+from stepgauge.spec.layout import WRAPPERS
 
 
 class OwnerDataParallel(BucketedDataParallel):
@@ -33,6 +34,7 @@ class OwnerDataParallel(BucketedDataParallel):
     larger memory, which would not get the mean.
     """
 
+    policy = WRAPPERS["zero2"]
     owners: Mapping[str, int]
 
     def __init__(

@@ -20,9 +20,7 @@ from stepgauge.parallel.present_backward import at_end_of_backward
 from stepgauge.parallel.sharding import Sharding, sent_dtype
 from stepgauge.parallel.unsharded_group import UnshardedGroup
 from stepgauge.parallel.usage import Usage
-from stepgauge.spec.plan.shards import MOST_IN_FLIGHT
-
-PREFETCHED = 1  # modules whose weights are gathered ahead, in forward and in backward
+from stepgauge.spec.plan.shards import MOST_IN_FLIGHT, PREFETCHED
 
 
 class Prefetcher:

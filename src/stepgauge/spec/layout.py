@@ -8,10 +8,11 @@ layers. Its text names what is not the default: "dp2 zero3 tp2 overlap", "cp2", 
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Self
 
+from stepgauge.spec.plan.buckets import FIRST_BUCKET_MB, Bucket, Parameter, plan_buckets
 from stepgauge.spec.plan.pipeline.schedules import LOOPED
 
 SHARDED_PARTS = ("optimizer state", "gradients", "weights")
@@ -24,7 +25,12 @@ class Wrapper:
     gradient_sends  how often a step sends a share (N−1)/N of all gradients, by ring algorithms
     weight_sends    the same of all weights
     stage           ZeRO stage: how many of SHARDED_PARTS a rank has its share of only
-    buckets         gradients travel in buckets of `bucket_mb`
+    buckets         gradients travel in buckets of `bucket_mb`, the first of FIRST_BUCKET_MB
+    cap_mb          MB (10^6 bytes) at which other wrappers close a bucket; 0: one a gradient; None:
+                    no limit
+    overlaps        a bucket is sent as soon as it is complete, while backward goes on
+    packs           gradients are copied behind each other where they could be sent as they lie
+    keeps_buckets   memory for all buckets stays, beside the gradients
     reduce_dtype    gradients can be averaged in a type of the user's choice
     is_torch        torch's own, to compare with
     resumes         its checkpoint can be loaded by another number of ranks
@@ -37,6 +43,10 @@ class Wrapper:
     weight_sends: int = 0
     stage: int = 0
     buckets: bool = False
+    cap_mb: float | None = 0.0
+    overlaps: bool = True
+    packs: bool = False
+    keeps_buckets: bool = False
     reduce_dtype: bool = False
     is_torch: bool = False
     resumes: bool = True
@@ -47,12 +57,30 @@ class Wrapper:
         """Whether a rank has only its share of one of SHARDED_PARTS."""
         return SHARDED_PARTS.index(part) < self.stage
 
+    def plan_buckets(
+        self,
+        order_of_use: Sequence[Parameter],
+        *,
+        bucket_mb: float,
+        owners: Mapping[str, int] | None = None,
+    ) -> tuple[Bucket, ...]:
+        """The buckets of trained parameters, as `spec.plan.buckets.plan_buckets` makes them."""
+        return plan_buckets(
+            order_of_use,
+            cap_mb=bucket_mb if self.buckets else self.cap_mb,
+            first_mb=FIRST_BUCKET_MB if self.buckets else None,
+            owners=owners,
+            alone=not self.is_torch,
+        )
+
 
 WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
     {
         "none": Wrapper(gradient_sends=0, recorded=True),
-        "naive": Wrapper(gradient_sends=2, reduce_dtype=True, recorded=True),
-        "flat": Wrapper(gradient_sends=2, reduce_dtype=True),
+        "naive": Wrapper(gradient_sends=2, overlaps=False, reduce_dtype=True, recorded=True),
+        "flat": Wrapper(
+            gradient_sends=2, cap_mb=None, overlaps=False, packs=True, reduce_dtype=True
+        ),
         "overlapped": Wrapper(gradient_sends=2, reduce_dtype=True, recorded=True),
         "bucketed": Wrapper(gradient_sends=2, buckets=True, reduce_dtype=True, recorded=True),
         "zero1": Wrapper(
@@ -67,15 +95,18 @@ WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
             gradient_sends=1, weight_sends=1, stage=2, buckets=True, reduce_dtype=True
         ),
         "zero3": Wrapper(gradient_sends=1, weight_sends=2, stage=3, graphs=False),
-        "torch-ddp": Wrapper(gradient_sends=2, buckets=True, reduce_dtype=True, is_torch=True),
+        "torch-ddp": Wrapper(
+            gradient_sends=2, buckets=True, keeps_buckets=True, reduce_dtype=True, is_torch=True
+        ),
         "torch-ddp-views": Wrapper(
-            gradient_sends=2, buckets=True, reduce_dtype=True, is_torch=True
+            gradient_sends=2, buckets=True, keeps_buckets=True, reduce_dtype=True, is_torch=True
         ),
         "torch-zero1": Wrapper(
             gradient_sends=2,
             weight_sends=1,
             stage=1,
             buckets=True,
+            keeps_buckets=True,
             reduce_dtype=True,
             is_torch=True,
             resumes=False,

@@ -12,6 +12,7 @@ PART_BYTES, LEAST_PARTS, MOST_PARTS = 2**28, 2, 8
 MOST_FOR_AN_OWNER = 4  # buckets of a launch in ZeRO 2, so that none waits for long
 # Of ZeRO 3, units whose gradients are on their way, as flat messages: more only takes memory.
 MOST_IN_FLIGHT = 2
+PREFETCHED = 1  # units whose weights are gathered ahead, in forward and in backward
 
 
 @dataclasses.dataclass(frozen=True)
