@@ -63,20 +63,20 @@ def specs_of(part: str, layouts: Sequence[str], *, trial: bool) -> list[LayoutSp
         return [spec_of(layout, trial=trial) for layout in layouts]
     found = getattr(Rows(gpus=2, small=trial), part)()
     wanted = [Layout.parse(layout) for layout in layouts]
-    return [spec for spec in found if spec.axes in wanted]
+    return [spec for spec in found if spec.parsed_layout in wanted]
 
 
 def traced(spec: LayoutSpec) -> list[tuple[str, list[Work], list[float]]]:
     """On each rank: what ran in profiled steps with and without communication, and ms of steps."""
     world = joined_world()
     assert world is not None
-    device, place = world.device(spec.device), RankShare.of(spec.axes, world.rank)
+    device, place = world.device(spec.device), RankShare.of(spec.parsed_layout, world.rank)
     step = build_layout_step(
         spec,
-        layout=spec.axes,
+        layout=spec.parsed_layout,
         device=device,
         recording=False,
-        stages=stages_of(spec, spec.axes, device),
+        stages=stages_of(spec, spec.parsed_layout, device),
         lr=LEARNING_RATE,
     )
     batch = [part.to(device) for part in place.shares(batch_for(spec.network, spec.batch, 1))]

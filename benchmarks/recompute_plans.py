@@ -54,9 +54,9 @@ def measure(
         model=model, layout="dp2 zero3", batch=2, precision="bf16", compile="blocks",
         checkpointing="feed-forward", warmup=2, steps=2, device=device_type,
     )  # fmt: skip
-    step = build_layout_step(spec, layout=spec.axes, device=device, lr=LEARNING_RATE)
+    step = build_layout_step(spec, layout=spec.parsed_layout, device=device, lr=LEARNING_RATE)
     batch = batch_for(model, spec.batch, spec.seed + 1)
-    share = [part.to(device) for part in RankShare.of(spec.axes, world.rank).shares(batch)]
+    share = [part.to(device) for part in RankShare.of(spec.parsed_layout, world.rank).shares(batch)]
     for number, (feed_forward, selective) in enumerate(counts):
         steps = 1 if number else 2
         plan = RecomputePlan(model.num_layers, feed_forward=feed_forward, selective=selective)

@@ -349,7 +349,7 @@ def test_units_of_a_users_network_are_gathered_ahead_and_each_gradient_is_reduce
     assert seen.units == {"layers.0": 16 * 16, "layers.1": 16 * 16}
     machine = Machine(wired(2))
     operations = TracedOperations(spec, seen)
-    step = RankStep(operations, Prices(machine, spec.layout, GLOO), launching(spec, machine))
+    step = RankStep(operations, Prices(machine, spec.parsed_layout, GLOO), launching(spec, machine))
     program = step.program(data_axis(Sending(wrapper="zero3", ranks=2), step))
     sent = [work.name for work in program.works if work.stream == DATA]
     assert sent == [

@@ -86,7 +86,7 @@ def test_micro_batches_are_all_that_divide_a_ranks_batch():
     sizes = {
         (c.micro_batch, c.accumulation)
         for c in candidates(of_25, 8)
-        if c.layout.wrapper == "zero3" and c.layout.axes == {"data": 4, "tensor": 4}
+        if c.layout.wrapper == "zero3" and c.layout.sizes == {"data": 4, "tensor": 4}
     }
     assert sizes == {(1, 25), (5, 5), (25, 1)}
     on_a_cpu = asked(model=ModelSpec.preset("nano"), gpus=1, global_batch=192, device="cpu")

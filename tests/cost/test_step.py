@@ -230,7 +230,8 @@ def test_torchs_wrappers_copy_weights_and_send_them_one_rank_after_the_other():
     assert 0 < torchs - ours < copies, "some are hidden, and ours has hooks"
     assert on["torch-fsdp"].median("peak_bytes") < on["torch-ddp"].median("peak_bytes")
     whole, shared = (on[name].median("optimizer_ms") for name in ("torch-ddp", "torch-zero1"))
-    sent = Prices(H200, two_ranks().layout).collective("broadcast", 4 * weights, "data").us / 1e3
+    prices = Prices(H200, two_ranks().parsed_layout)
+    sent = prices.collective("broadcast", 4 * weights, "data").us / 1e3
     assert shared == pytest.approx(whole / 2 + sent, rel=0.1)
     by_wires = predict_data_parallel(two_ranks("torch-zero1", precision="bf16"), DGX)
     assert by_wires.median("optimizer_ms") > whole / 2, "a fabric names no broadcast"

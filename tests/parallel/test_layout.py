@@ -187,8 +187,8 @@ def rounding_of(layouts):
             model=NETWORKS["ring"], layout=layout, batch=8, optimizer="sgd", precision="bf16"
         )
         precise = dataclasses.replace(spec, precision="fp32")
-        parts = spec.axes.data * spec.axes.microbatches
-        asked = (spec, spec.axes, 1), (spec, Layout(), parts), (precise, Layout(), parts)
+        parts = spec.parsed_layout.data * spec.parsed_layout.microbatches
+        asked = (spec, spec.parsed_layout, 1), (spec, Layout(), parts), (precise, Layout(), parts)
         ours, alone, exact = (update_of(*each) for each in asked)
         found[layout] = ((ours - alone).norm() / (alone - exact).norm()).item()
     return found
@@ -221,7 +221,7 @@ def work_of_backward(layout, network):
         spec = LayoutSpec(
             model=NETWORKS[network], layout=layout, batch=8, checkpointing=checkpointing
         )
-        step = build(spec, spec.axes)
+        step = build(spec, spec.parsed_layout)
         with Counting() as counting:
             step.gradients(batch_for(spec.model, spec.batch, 0))
         gradients = {name: p.grad for name, p in step.module.named_parameters()}
@@ -237,7 +237,7 @@ def of_a_copy(layout, network):
     and kept takes part in backward afterwards.
     """
     spec = LayoutSpec(model=NETWORKS[network], layout=layout, batch=8)
-    batch, step = batch_for(spec.model, spec.batch, 0), build(spec, spec.axes)
+    batch, step = batch_for(spec.model, spec.batch, 0), build(spec, spec.parsed_layout)
     with torch.inference_mode():
         step.evaluate(batch)
     copied = copy.deepcopy(step.module)
@@ -289,7 +289,7 @@ def of_torchs_tensor_parallel():
     """
     model = ModelSpec(**{**SHAPE, "vocab_size": 12}, num_layers=2, num_heads=4, num_kv_heads=2)
     spec = LayoutSpec(model=model, layout="tp2 torch-tp", batch=8, optimizer="sgd")
-    theirs, alone = (build(spec, axes) for axes in (spec.axes, Layout()))
+    theirs, alone = (build(spec, axes) for axes in (spec.parsed_layout, Layout()))
     told = []
     for number in range(STEPS):
         batch = batch_for(model, spec.batch, number)
@@ -324,10 +324,10 @@ def gathers_of_sharded_stages():
         spec = LayoutSpec(
             model=NETWORKS["tied"], layout=f"pp2 1f1b m{micro_batches} dp2 zero3", batch=8
         )
-        step = build(spec, spec.axes)
+        step = build(spec, spec.parsed_layout)
         calls = counted[micro_batches] = {"gathers": 0, "means": 0}
         with counting(calls):
-            train(step, spec, spec.axes, 0)
+            train(step, spec, spec.parsed_layout, 0)
         if not all(isinstance(p, DTensor) for p in step.parallel.module.parameters()):
             return "weights are whole after the step"
     if counted[2] != counted[4] or not counted[2]["gathers"]:
@@ -360,9 +360,9 @@ def rate_after_loading(ranks):
     spec = LayoutSpec(
         model=NETWORKS["tied"], layout=f"dp{ranks} zero3", batch=ranks, optimizer="sgd"
     )
-    state = [build(spec, spec.axes).parallel.state()]
+    state = [build(spec, spec.parsed_layout).parallel.state()]
     dist.broadcast_object_list(state)
-    other = build_layout_step(spec, layout=spec.axes, device=torch.device("cpu"), lr=0.5)
+    other = build_layout_step(spec, layout=spec.parsed_layout, device=torch.device("cpu"), lr=0.5)
     other.parallel.load(state[0])
     return other.optimizer.param_groups[0]["lr"]
 
@@ -386,7 +386,7 @@ def of_two_minds():
     layout = ("tp2", "dp2", "pp2 1f1b m2")[dist.get_rank() % 3]
     spec = LayoutSpec(model=NETWORKS["tied"], layout=layout)
     try:
-        build(spec, spec.axes)
+        build(spec, spec.parsed_layout)
     except ValueError as error:
         return str(error)
     return "nothing"
@@ -402,31 +402,31 @@ def differences(layout, network, optimizer, **more):
         optimizer=optimizer,
         **more,
     )
-    ours = build(spec, spec.axes)
+    ours = build(spec, spec.parsed_layout)
     alone = build(dataclasses.replace(spec, cuda_graphs=False), Layout())
     told = []
     for number in range(STEPS):
-        loss, norm = train(ours, spec, spec.axes, number)
+        loss, norm = train(ours, spec, spec.parsed_layout, number)
         their_loss, their_norm = train(alone, spec, Layout(), number)
         told += differing(f"loss {number}", loss, their_loss)
         told += differing(f"norm {number}", norm, their_norm)
     held_out = batch_for(spec.model, 3, 99)
     told += differing(
-        "held out", mean(ours.evaluate(held_out), spec.axes), alone.evaluate(held_out)
+        "held out", mean(ours.evaluate(held_out), spec.parsed_layout), alone.evaluate(held_out)
     )
     expected, state = alone.parallel.state(), ours.parallel.state()
     if ours.parallel.shares is not None:
         told += written_by_nobody(ours.parallel.shares(), expected)
     if dist.get_rank() == 0:
         told += differing("state", state, expected)
-    another = build(dataclasses.replace(spec, seed=1), spec.axes)
+    another = build(dataclasses.replace(spec, seed=1), spec.parsed_layout)
     with opened(expected) as stored:  # read by name, as a run that goes on does
         another.parallel.load(stored if another.parallel.loads_by_name else expected)
     loaded = another.parallel.state()
     if dist.get_rank() == 0:
         told += differing("loaded", loaded, expected)
         alone.parallel.load(state)
-    train(another, spec, spec.axes, STEPS)  # with what was loaded
+    train(another, spec, spec.parsed_layout, STEPS)  # with what was loaded
     train(alone, spec, Layout(), STEPS)
     expected, state = alone.parallel.state(), another.parallel.state()
     return told + (
@@ -445,8 +445,8 @@ def unwritten_where_parts_are_uneven():
     """Ranks have 11 and 12 rows of the embedding, of which 12 are as large as another weight."""
     model = dataclasses.replace(NETWORKS["tied"], vocab_size=23)
     spec = LayoutSpec(model=model, layout="dp2 zero1 tp2", batch=8)
-    step = build(spec, spec.axes)
-    train(step, spec, spec.axes, 0)
+    step = build(spec, spec.parsed_layout)
+    train(step, spec, spec.parsed_layout, 0)
     whole = [step.parallel.state()]
     dist.broadcast_object_list(whole)
     return written_by_nobody(step.parallel.shares(), whole[0])
@@ -494,7 +494,7 @@ def mean(loss, layout):
         return loss
     loss = loss.clone()
     dist.all_reduce(loss)
-    return loss / (layout.replicas * layout.tensor)
+    return loss / (layout.num_replicas * layout.tensor)
 
 
 def differing(name, ours, theirs):

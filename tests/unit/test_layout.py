@@ -44,9 +44,9 @@ def test_words_come_in_any_order_and_a_data_axis_is_bucketed():
     assert str(Layout.parse("m8, 1F1B tp2 pp2")) == "pp2 1f1b m8 tp2"
     assert str(Layout.parse("dp4")) == "dp4 bucketed"
     assert str(Layout.parse("cp2 tp2")) == "bucketed cp2 tp2"
-    assert Layout.parse("cp4 dp2 zero3").replicas == 8
+    assert Layout.parse("cp4 dp2 zero3").num_replicas == 8
     assert Layout.parse("none") == Layout() and str(Layout()) == "none"
-    assert Layout.parse("pp2 zbv m4 dp2").axes == {"pipeline": 2, "data": 2}
+    assert Layout.parse("pp2 zbv m4 dp2").sizes == {"pipeline": 2, "data": 2}
 
 
 @pytest.mark.parametrize(

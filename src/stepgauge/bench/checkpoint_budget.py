@@ -77,7 +77,7 @@ def solve(spec: WorkSpec | TrainSpec | LayoutSpec) -> Solution:
     """
     if spec.checkpointing != "budget":
         return Solution()
-    layout = Layout() if isinstance(spec, WorkSpec) else spec.axes
+    layout = spec.parsed_layout
     given = {name: getattr(spec, name) for name in SHARED} | {"batch": spec.batch // layout.data}
     step = MemorySpec(**given, checkpointing="none", predict=getattr(spec, "predict", "no"))
     budget = _budget_bytes(step, layout.ranks)

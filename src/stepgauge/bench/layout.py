@@ -62,9 +62,9 @@ def measure(spec: LayoutSpec) -> Figures:
     assert world is not None, "ranks run in a world"
     device = world.device(spec.device)
     is_ours = not isinstance(spec.model, UserModel)
-    stages = stages_of(spec, spec.axes, device) if is_ours else []
+    stages = stages_of(spec, spec.parsed_layout, device) if is_ours else []
     solution = solve(dataclasses.replace(spec, device=str(device)))
-    place = RankShare.of(spec.axes, world.rank)
+    place = RankShare.of(spec.parsed_layout, world.rank)
     step, batches = _build(spec, place, device, stages, solution.plan)
     phases = phases_of(step, batches)
     initial = devices.allocated_memory(device)
@@ -94,12 +94,14 @@ def _build(
 ) -> tuple[TrainingStep, list[Sequence[Any]]]:
     """This rank's step, and its batches, whose gradients add up. All ranks must call it."""
     if isinstance(spec.model, UserModel):
-        built = build_user_layout_step(spec, layout=spec.axes, device=device, lr=LEARNING_RATE)
+        built = build_user_layout_step(
+            spec, layout=spec.parsed_layout, device=device, lr=LEARNING_RATE
+        )
         every = range(spec.accumulation)
         return built.step, [built.arguments(n * place.ranks + place.rank) for n in every]
     step = build_layout_step(
         spec,
-        layout=spec.axes,
+        layout=spec.parsed_layout,
         device=device,
         recording=True,
         stages=stages,
@@ -183,8 +185,8 @@ def _note(spec: LayoutSpec, rank: Figures) -> str:
     """
     told = [f"{said(rank.stages, 'blocks')}, by measured time"] if spec.needs_times else []
     told += filter(None, [rank.solution.note])
-    if spec.axes.replicas > 1 and "data" not in rank.without_axis:
-        wrapper = spec.axes.wrapper
+    if spec.parsed_layout.num_replicas > 1 and "data" not in rank.without_axis:
+        wrapper = spec.parsed_layout.wrapper
         told.append(
             f"data exposed is not measured: {wrapper} cannot compute without its communication"
         )

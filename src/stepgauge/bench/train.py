@@ -73,7 +73,7 @@ def require_memory(spec: TrainSpec) -> None:
     """
     if spec.device != "cpu" or isinstance(spec.model, UserModel):
         return
-    whole = 1 if WRAPPERS[spec.axes.wrapper].stage else spec.axes.replicas
+    whole = 1 if WRAPPERS[spec.parsed_layout.wrapper].stage else spec.parsed_layout.num_replicas
     least = bench_step.least_bytes(spec) * whole
     devices.require_host_memory(least)
     free = devices.available_host_bytes()
@@ -81,7 +81,7 @@ def require_memory(spec: TrainSpec) -> None:
         return
     fields = {field.name for field in dataclasses.fields(WorkSpec)}
     shared = {name: value for name, value in vars(spec).items() if name in fields}
-    step = MemorySpec(**{**shared, "batch": spec.batch // spec.axes.data})
+    step = MemorySpec(**{**shared, "batch": spec.batch // spec.parsed_layout.data})
     if peak := run_isolated(memory.predicted, step).median("peak_bytes"):
         devices.require_host_memory(int(peak) * whole)
 
@@ -118,7 +118,9 @@ def _place(spec: TrainSpec) -> RankShare:
     """This process's share of the run."""
     world = joined_world()
     return (
-        SINGLE_PROCESS if spec.ranks == 1 or world is None else RankShare.of(spec.axes, world.rank)
+        SINGLE_PROCESS
+        if spec.ranks == 1 or world is None
+        else RankShare.of(spec.parsed_layout, world.rank)
     )
 
 
@@ -135,8 +137,8 @@ def build_task(spec: TrainSpec, place: RankShare = SINGLE_PROCESS) -> Task:
     device = world.device(spec.device)
     here = dataclasses.replace(spec, device=str(device))
     if is_user:
-        return user_task(here, place=place, parallelise=on_data_axis(here, spec.axes))
-    build = functools.partial(build_layout_step, layout=spec.axes, device=device)
+        return user_task(here, place=place, parallelise=on_data_axis(here, spec.parsed_layout))
+    build = functools.partial(build_layout_step, layout=spec.parsed_layout, device=device)
     return _text_task(here, place, build)
 
 

@@ -17,9 +17,9 @@ from stepgauge.calibrate.host import narrow_network
 from stepgauge.calibrate.machine import TIMED_MS
 from stepgauge.calibrate.operations import operations
 from stepgauge.calibrate.passes import BATCH, HEAD_WIDTH
+from stepgauge.spec.blocks import layout_of
 from stepgauge.spec.calibration import CalibrationSpec, launched_under
-from stepgauge.spec.layout import WRAPPERS, Layout
-from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 
@@ -51,8 +51,8 @@ def host_job(spec: Any, turn: int) -> Job | None:
     if spec.compile != "off" or spec.device.startswith("cpu"):
         return None
     kind = "bf16" if spec.precision in ("bf16", "fp16") else "fp32"
-    under = launched_under(_layout(spec), spec.checkpointing)
-    narrower = 1.0 if WRAPPERS[_layout(spec).wrapper].buckets else 0.0
+    under = launched_under(layout_of(spec), spec.checkpointing)
+    narrower = 1.0 if WRAPPERS[layout_of(spec).wrapper].buckets else 0.0
     if narrower and isinstance(spec.model, ModelSpec):
         narrow = narrow_network(1, heads=2).block_matrix_parameters
         narrower = narrow / spec.model.block_matrix_parameters
@@ -95,10 +95,3 @@ def _is_timed(operation: str, sizes: Shape) -> bool:
 
 def _text(shapes: Iterable[Shape]) -> str:
     return " ".join("x".join(str(int(size)) for size in shape) for shape in sorted(shapes))
-
-
-def _layout(spec: Any) -> Layout:
-    if isinstance(spec, LayoutSpec):
-        return spec.axes
-    is_wrapped = getattr(spec, "wrapper", "none") != "none"
-    return spec.layout if is_wrapped else Layout()

@@ -125,7 +125,7 @@ def _build(spec: BlocksSpec, layers: int, device: torch.device) -> tuple[Trainin
         asked = LayoutSpec(model=model, layout=spec.cut, device=spec.device,
                            batch=spec.batch * Layout.parse(spec.cut).data, **how)  # fmt: skip
         step = build_layout_step(
-            asked, layout=asked.axes, device=device, recording=False,
+            asked, layout=asked.parsed_layout, device=device, recording=False,
             stages=[range(layers)], lr=LEARNING_RATE,
         )  # fmt: skip
     batch = batch_for(model, spec.batch, spec.seed)

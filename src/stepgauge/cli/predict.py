@@ -99,7 +99,7 @@ def as_layout(spec: StepSpec | DataParallelSpec | PipelineSpec | LayoutSpec) -> 
         raise ValueError("--hides takes whole steps of a preset: leave --model and --phases out")
     if isinstance(spec, LayoutSpec):
         return spec
-    layout = spec.layout if isinstance(spec, DataParallelSpec) else Layout()
+    layout = spec.parsed_layout
     alike = {f.name: getattr(spec, f.name) for f in fields(LayoutSpec) if hasattr(spec, f.name)}
     return LayoutSpec(**{**alike, "layout": str(layout), "batch": spec.batch * layout.data})
 
@@ -110,7 +110,7 @@ def specs_of(layout: Layout, values: Values) -> list[Any]:
     """
     if "model" in values:  # which brings the batch of a rank
         values = {name: value for name, value in values.items() if name != "batch"}
-        if set(layout.axes) - {"data"}:
+        if set(layout.sizes) - {"data"}:
             raise ValueError(f"layout is {str(layout)!r}; {LAYOUTS}")
     spec: type = LayoutSpec
     asked: dict[str, Any] = {"layout": str(layout)}
@@ -118,11 +118,11 @@ def specs_of(layout: Layout, values: Values) -> list[Any]:
         pass  # which bench layout alone measures
     elif layout.ranks == 1:
         spec, asked = StepSpec, {}
-    elif set(layout.axes) == {"data"}:
+    elif set(layout.sizes) == {"data"}:
         spec, asked = DataParallelSpec, {"ranks": layout.data, "wrapper": layout.wrapper}
         batches = tuple(rank_batch(batch, layout) for batch in values.get("batch", ()))
         values = {**values, "batch": batches} if batches else values
-    elif set(layout.axes) == {"pipeline"} and values.get("phases") == ("backward",):
+    elif set(layout.sizes) == {"pipeline"} and values.get("phases") == ("backward",):
         spec = PipelineSpec
         values = {name: value for name, value in values.items() if name != "phases"}
         asked = {"ranks": layout.pipeline, "schedule": layout.schedule,

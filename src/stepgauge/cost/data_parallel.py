@@ -21,7 +21,7 @@ from stepgauge.cost.step import modelled, rates
 from stepgauge.cost.timed_blocks import as_timed
 from stepgauge.cost.wrapper_host import unknown_host
 from stepgauge.spec.data_parallel import DataParallelSpec
-from stepgauge.spec.layout import WRAPPERS, Layout, sent_bytes
+from stepgauge.spec.layout import WRAPPERS, sent_bytes
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.throughput import throughput
@@ -38,7 +38,7 @@ def predict_data_parallel(spec: DataParallelSpec, machine: Machine) -> Record:
     alone = _alone(spec)
     sharded = WRAPPERS[spec.wrapper].shards("weights") and spec.ranks > 1
     priced = StepOperations(alone, NetworkPart(batch=spec.batch, gathered=sharded))
-    layout = Layout() if spec.wrapper == "none" else spec.layout  # each rank alone
+    layout = spec.parsed_layout
     prices = Prices(machine, layout, _backend(spec)).paced_by(priced)
     operations = as_timed(priced, prices)
     step = RankStep(operations, prices, launching(alone, machine, layout))

@@ -28,14 +28,14 @@ def overlaps(spec: LayoutSpec, machine: Machine) -> list[overlap_ratios.OverlapR
     parts = LayoutParts.of(spec, machine)
     stage, prices = parts.stages[0], parts.prices
     computing = prices.total_us(term for term in stage.forward_parts()[1] if not term.axis)
-    weights = stage.model.block_matrix_parameters / spec.axes.tensor
+    weights = stage.model.block_matrix_parameters / spec.parsed_layout.tensor
     rate = 2 * stage.tokens * weights / computing * 1e6
     found: list[overlap_ratios.OverlapRatio] = []
-    if spec.axes.tensor > 1:
+    if spec.parsed_layout.tensor > 1:
         found.append(_tensor(stage, prices, rate))
-    if spec.axes.data > 1:
+    if spec.parsed_layout.data > 1:
         found += _data(spec, stage, prices, rate)
-    if spec.axes.pipeline > 1:
+    if spec.parsed_layout.pipeline > 1:
         found.append(_pipeline(stage, prices, rate))
     return found
 
@@ -63,8 +63,8 @@ def _data(
     spec: LayoutSpec, stage: StepOperations, prices: Prices, rate: float
 ) -> list[overlap_ratios.OverlapRatio]:
     """Of ZeRO 3 both directions, else gradients in buckets."""
-    ranks = spec.axes.data
-    if spec.axes.wrapper == "zero3":
+    ranks = spec.parsed_layout.data
+    if spec.parsed_layout.wrapper == "zero3":
         itemsize = stage.how.activation
         unit = stage.model.block_matrix_parameters / stage.share.tensor * itemsize
         return list(overlap_ratios.sharded(

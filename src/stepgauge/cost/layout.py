@@ -78,7 +78,7 @@ def predict_layout(spec: LayoutSpec, machine: Machine, *, shortened: bool = Fals
         parts.stages[0].spec, parts.stages[0].model, machine, found.step_ms,
         ranks=spec.ranks, batch=spec.batch * spec.accumulation,
     )  # fmt: skip
-    note = unknown_host(machine, parts.stages[0].spec, spec.axes)
+    note = unknown_host(machine, parts.stages[0].spec, spec.parsed_layout)
     record = modelled(spec, machine, metrics, found.rows, parts.memory(), note=note)
     if found.timeline is None:
         return record
@@ -96,9 +96,9 @@ def _exposed(parts: "LayoutParts", found: Predicted) -> dict[str, float]:
     the busiest rank computes.
     """
     figures = {}
-    layout = parts.spec.axes
-    averaged = ("data",) if layout.replicas > 1 else ()
-    for axis in dict.fromkeys((*layout.axes, *averaged)):
+    layout = parts.spec.parsed_layout
+    averaged = ("data",) if layout.num_replicas > 1 else ()
+    for axis in dict.fromkeys((*layout.sizes, *averaged)):
         if axis != "pipeline":
             without = parts.without(axis).predicted().step_ms
             figures[f"without_{axis}_ms"] = without
@@ -127,13 +127,13 @@ class LayoutParts:
     @classmethod
     def of(cls, spec: LayoutSpec, machine: Machine, *, shortened: bool = False) -> "LayoutParts":
         """Raises ValueError for what is not modelled."""
-        layout, work = spec.axes, work_of(spec)
+        layout, work = spec.parsed_layout, work_of(spec)
         if spec.cuda_graphs:
             raise ValueError("cuda_graphs is True; stages that are replayed are not predicted yet")
         if layout.torch_tensor:
             raise ValueError(f"layout is {spec.layout!r}; torch's tensor parallel is not predicted")
         # a stage of a pipeline is whole for a step, in the parameters' type
-        sharded = WRAPPERS[layout.wrapper].shards("weights") and layout.replicas > 1
+        sharded = WRAPPERS[layout.wrapper].shards("weights") and layout.num_replicas > 1
         gathered = sharded and layout.pipeline == 1
         share = NetworkPart(
             batch=spec.micro_batch,
@@ -157,7 +157,7 @@ class LayoutParts:
             stages=stages,
             prices=prices,
             host=launching(work, machine, layout),
-            sending=Sending(wrapper=layout.wrapper, ranks=layout.replicas, bucket_mb=spec.bucket_mb,
+            sending=Sending(wrapper=layout.wrapper, ranks=layout.num_replicas, bucket_mb=spec.bucket_mb,
                             reduce_dtype=spec.reduce_dtype),
             schedule=spec.schedule(),
             shortened=shortened,
@@ -177,8 +177,12 @@ class LayoutParts:
         if self.schedule is not None:
             plan, _ = self._shortened(self.schedule)
             accumulates = self.spec.accumulation > 1
-            return pipeline_memory(self.stages, self.spec.axes, plan, accumulates=accumulates)
-        return step_memory(self.stages[0], self.spec.axes, accumulates=self.spec.accumulation > 1)
+            return pipeline_memory(
+                self.stages, self.spec.parsed_layout, plan, accumulates=accumulates
+            )
+        return step_memory(
+            self.stages[0], self.spec.parsed_layout, accumulates=self.spec.accumulation > 1
+        )
 
     def _alone(self) -> Predicted:
         accumulation = self.spec.accumulation
@@ -240,7 +244,7 @@ class LayoutParts:
         """A schedule that repeats itself from some micro-batch on, with fewer of them, and how many
         are left out.
         """
-        layout = self.spec.axes
+        layout = self.spec.parsed_layout
         enough = SHORTEST * layout.pipeline
         left = (layout.microbatches - enough) // layout.pipeline * layout.pipeline
         if not self.shortened or left <= 0:

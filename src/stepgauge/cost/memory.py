@@ -182,7 +182,7 @@ class _Held:
 
 def _held(operations: StepOperations, layout: Layout, *, accumulates: bool) -> _Held:
     """Whole gradients add up before ZeRO 2 gives them to their owners; ZeRO 3 reduces each time."""
-    wrapper, n = WRAPPERS[layout.wrapper], layout.replicas
+    wrapper, n = WRAPPERS[layout.wrapper], layout.num_replicas
     how, state = operations.how, STATE_BYTES[operations.spec.precision]
 
     def of(part: str, itemsize: float) -> float:
@@ -301,6 +301,6 @@ def _memory(
     outside = [Item("CUDA context", CUDA_CONTEXT, ASSUMED)]
     if boxes:
         outside.append(Item("boxes of the tensor axis", boxes))
-    if layout.axes:
-        outside.append(Item("communicators", COMMUNICATOR * len(layout.axes), ASSUMED))
+    if layout.sizes:
+        outside.append(Item("communicators", COMMUNICATOR * len(layout.sizes), ASSUMED))
     return Memory([item for item in items if item.bytes], outside, moment)

@@ -35,13 +35,13 @@ class Axis:
 
 def axes_of(layout: Layout, gpus_per_node: int) -> dict[str, Axis]:
     """The axes of a layout as they lie on nodes of so many GPUs."""
-    inner = layout.tensor * layout.replicas
+    inner = layout.tensor * layout.num_replicas
     # ranks of each, and those between one of them and the next; gradients are averaged over all
     # replicas, also those that share sequences
     sizes = {
         "tensor": (layout.tensor, 1),
         "context": (layout.context, layout.tensor),
-        "data": (layout.replicas, layout.tensor),
+        "data": (layout.num_replicas, layout.tensor),
         "pipeline": (layout.pipeline, inner),
     }
     return {

@@ -122,7 +122,7 @@ def require_traceable(spec: TracedSpec) -> None:
     """Raises ValueError for what is not predicted by operators, before anything is traced."""
     if spec.compile not in ("off", "on"):
         raise ValueError(f"compile is {spec.compile!r}; of {TRACED} off and on are predicted")
-    if isinstance(spec, LayoutSpec) and set(spec.axes.axes) - {"data"}:
+    if isinstance(spec, LayoutSpec) and set(spec.parsed_layout.sizes) - {"data"}:
         raise ValueError(f"layout is {spec.layout!r}; {LAYOUTS}")
     if spec.compile == "on" and wrapper_of(spec) in SHARDED:
         raise ValueError(
@@ -133,5 +133,5 @@ def require_traceable(spec: TracedSpec) -> None:
 def wrapper_of(spec: TracedSpec) -> str:
     """How the ranks of the data axis are kept equal."""
     if isinstance(spec, LayoutSpec):
-        return spec.axes.wrapper
+        return spec.parsed_layout.wrapper
     return spec.wrapper if isinstance(spec, DataParallelSpec) else "none"

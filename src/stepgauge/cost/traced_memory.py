@@ -41,7 +41,7 @@ def traced_memory(
     if WRAPPERS[layout.wrapper].keeps_buckets:
         items.append(Item("buckets", gradients, "traced"))
     outside = [Item("CUDA context", CUDA_CONTEXT, ASSUMED)]
-    if layout.axes:
+    if layout.sizes:
         outside.append(Item("communicators", COMMUNICATOR, ASSUMED))
     return Memory(items, outside, "the fullest moment")
 

@@ -16,7 +16,6 @@ from stepgauge.cost.traced import (
     TracedOperations,
     TracedSpec,
     require_traceable,
-    wrapper_of,
 )
 from stepgauge.cost.traced_memory import traced_memory
 from stepgauge.cost.wrapper_host import unknown_host
@@ -34,7 +33,7 @@ def predict_traced(spec: TracedSpec, traced: Traced, machine: Machine) -> Record
     ValueError for what is not predicted, and for an operator that the hardware file does not have.
     """
     require_traceable(spec)
-    layout, operations = _layout(spec), TracedOperations(spec, traced)
+    layout, operations = spec.parsed_layout, TracedOperations(spec, traced)
     backend = GLOO if getattr(spec, "group_backend", "") == "gloo" else NCCL
     prices = Prices(machine, layout, backend).paced_by(operations)
     step = RankStep(operations, prices, _host(spec, traced, machine, layout))
@@ -61,13 +60,6 @@ def predict_traced(spec: TracedSpec, traced: Traced, machine: Machine) -> Record
     rows = step_rows(operations, prices, found, passes=accumulation)
     note = unknown_host(machine, spec, layout)  # type: ignore[arg-type]
     return modelled(spec, machine, metrics, rows, memory, note=note)
-
-
-def _layout(spec: TracedSpec) -> Layout:
-    """Without a wrapper each rank is alone."""
-    if isinstance(spec, LayoutSpec):
-        return spec.axes
-    return Layout() if wrapper_of(spec) == "none" else spec.layout  # type: ignore[union-attr]
 
 
 def _tokens(spec: TracedSpec) -> int:

@@ -54,7 +54,7 @@ def _has_hooks(work: WorkSpec, machine: Machine, layout: Layout) -> bool:
 def unknown_host(machine: Machine, work: WorkSpec, layout: Layout) -> str:
     """A sentence where a prediction is without what the wrapper takes of the host; or ""."""
     wrapper = layout.wrapper
-    if wrapper == "none" or layout.replicas == 1 or work.device.startswith("cpu"):
+    if wrapper == "none" or layout.num_replicas == 1 or work.device.startswith("cpu"):
         return ""
     if _has_hooks(work, machine, layout):
         return ""

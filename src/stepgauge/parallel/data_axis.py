@@ -41,7 +41,7 @@ class DataAxis:
     synchronises: bool = True
 
     @property
-    def replicas(self) -> list[DataParallel]:
+    def wrapped(self) -> list[DataParallel]:
         return [module for module in self.modules.values() if isinstance(module, DataParallel)]
 
     @property
@@ -73,14 +73,14 @@ class DataAxis:
     def quiet(self) -> Iterator[None]:
         """Inside, a backward sends nothing by itself: `begin` does, when a stage has had its last."""
         with contextlib.ExitStack() as stack:
-            for replica in self.replicas:
+            for replica in self.wrapped:
                 stack.enter_context(replica.no_sync())
             yield
 
     @contextlib.contextmanager
     def without_communication(self) -> Iterator[None]:
         """Nothing is communicated inside, but all else is done."""
-        talking: list[Any] = [*self.replicas]
+        talking: list[Any] = [*self.wrapped]
         talking += [self.optimizer] if isinstance(self.optimizer, ShardedOptimizer) else []
         for part in talking:
             part.communicates = False
@@ -111,7 +111,7 @@ class DataAxis:
 
     def finish(self) -> None:
         """Waits for the gradients of all stages that `begin` has sent."""
-        for replica in self.replicas:
+        for replica in self.wrapped:
             replica.finish_synchronizing()
 
     def optimizer_state(self, names: Mapping[Tensor, str]) -> dict[str, Any]:
@@ -167,12 +167,12 @@ def over_data(
             stage: bucketed(module, settings, sharded.owners_of(module) if number == 2 else None)
             for stage, module in modules.items()
         }
-        return DataAxis(wrapped, modules, sharded, layout.replicas)
+        return DataAxis(wrapped, modules, sharded, layout.num_replicas)
     wrapped = {stage: _wrapped(layout.wrapper, each, settings) for stage, each in modules.items()}
     for stage, cut in tensor.items() if number == 3 else ():
         cut.hooking.remove()
         _hook_shards(modules[stage], cut.sums)
-    return DataAxis(wrapped, modules, optimizer(groups(everything)), layout.replicas)
+    return DataAxis(wrapped, modules, optimizer(groups(everything)), layout.num_replicas)
 
 
 def _wrapped(wrapper: str, module: nn.Module, settings: Settings) -> nn.Module:

@@ -146,9 +146,9 @@ def spread(
         for stage, module in modules.items()
         if layout.tensor > 1
     }
-    if layout.replicas > 1:
+    if layout.num_replicas > 1:
         settings = dataclasses.replace(settings, group=mesh.get_group("data"))
-    mean = network.mean(context, settings.group if layout.replicas > 1 else None)
+    mean = network.mean(context, settings.group if layout.num_replicas > 1 else None)
     data = over_data(layout, modules, groups, optimizer, settings, tensor=tensor)
     pipeline = network.pipeline(data, mean, mesh, device, recording) if network.schedule else None
     return Spread(network, data, context, tensor, mean, pipeline, mesh, device).parallel()
@@ -171,7 +171,7 @@ class Spread:
         state = LayoutState(
             data=self.data,
             tensor=self.tensor,
-            place={axis: self.mesh.get_local_rank(axis) for axis in self.axes},
+            place={axis: self.mesh.get_local_rank(axis) for axis in self.axis_names},
             pipeline=self.mesh.get_group("pipeline") if self.pipeline else None,
             aliases={name: tie[0][1] for tie in self.network.tied for _, name in tie[1:]},
             device=self.device,
@@ -195,7 +195,7 @@ class Spread:
         )
 
     @property
-    def axes(self) -> tuple[str, ...]:
+    def axis_names(self) -> tuple[str, ...]:
         return self.mesh.mesh_dim_names or ()
 
     def _without_axis(self) -> dict[str, WithoutAxis]:
@@ -203,7 +203,7 @@ class Spread:
         are sharded.
         """
         found: dict[str, WithoutAxis] = {}
-        if self.data.replicas:
+        if self.data.wrapped:
             found["data"] = self.data.without_communication
         if self.context:
             found["context"] = functools.partial(without_communication, self.context)
@@ -268,7 +268,7 @@ def mesh_of(layout: Layout, device_type: str) -> DeviceMesh:
     are kept equal together. All ranks must call it.
     """
     require_one_layout(layout)
-    sizes = {"pipeline": layout.pipeline, "data": layout.replicas, "tensor": layout.tensor}
+    sizes = {"pipeline": layout.pipeline, "data": layout.num_replicas, "tensor": layout.tensor}
     axes = {axis: size for axis, size in sizes.items() if size > 1} or {"data": 1}
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
@@ -292,7 +292,7 @@ def require_one_layout(layout: Layout) -> None:
 
 def context_group(layout: Layout, device_type: str) -> dist.ProcessGroup:
     """The ranks with the other tokens of this rank's sequences. All ranks must call it."""
-    axes = layout.axes
+    axes = layout.sizes
     mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     return mesh.get_group("context")
 

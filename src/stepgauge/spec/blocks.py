@@ -6,11 +6,11 @@ import dataclasses
 from typing import Any, ClassVar
 
 from stepgauge.spec.calibration import OperationTable
-from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.fields import option
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.step import BUDGET, WorkSpec
 
 LAYERS = (2, 5)
@@ -79,7 +79,7 @@ def blocks_of(spec: Any) -> list[BlocksSpec]:
     weights also with weights that are there. None where ranks share a sequence, for networks that
     are hardly deeper, and for those without a known shape.
     """
-    model, layout = spec.model, _layout_of(spec)
+    model, layout = spec.model, layout_of(spec)
     if not isinstance(model, ModelSpec) or model.num_layers <= max(LAYERS):
         return []
     is_step = getattr(spec, "phases", "step") == "step" and spec.checkpointing != BUDGET
@@ -96,12 +96,9 @@ def blocks_of(spec: Any) -> list[BlocksSpec]:
     return list(dict.fromkeys(asked))
 
 
-def _layout_of(spec: Any) -> Layout:
-    """Without a wrapper each rank is alone."""
-    if isinstance(spec, LayoutSpec):
-        return spec.axes
-    is_spread = isinstance(spec, DataParallelSpec) and spec.wrapper != "none"
-    return spec.layout if is_spread else Layout()
+def layout_of(spec: Any) -> Layout:
+    """Of a pipeline's stages timed alone there is none: each is what one process has."""
+    return Layout() if isinstance(spec, PipelineSpec) else spec.parsed_layout
 
 
 @dataclasses.dataclass(frozen=True)

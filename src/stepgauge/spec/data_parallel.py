@@ -148,5 +148,8 @@ class DataParallelSpec(OnBackend):
         return with_defaults(self, used)
 
     @property
-    def layout(self) -> Layout:
+    def parsed_layout(self) -> Layout:
+        """Without a wrapper each rank is alone."""
+        if self.wrapper == "none":
+            return Layout()
         return Layout(data=self.ranks, wrapper=self.wrapper)

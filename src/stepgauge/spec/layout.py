@@ -194,7 +194,7 @@ class Layout:
                 raise ValueError(f"{axis} is {getattr(self, axis)}; it must be at least 1")
         if self.wrapper not in WRAPPERS:
             raise ValueError(f"wrapper is {self.wrapper!r}; choose one of {', '.join(WRAPPERS)}")
-        if self.replicas > 1 and self.wrapper == "none":
+        if self.num_replicas > 1 and self.wrapper == "none":
             axis = f"dp{self.data}" if self.data > 1 else f"cp{self.context}"
             raise ValueError(f"{axis} needs a wrapper, one of {', '.join(WRAPPERS)}")
         if self.ulysses and self.context == 1:
@@ -224,10 +224,10 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        return self.replicas * self.tensor * self.pipeline
+        return self.num_replicas * self.tensor * self.pipeline
 
     @property
-    def replicas(self) -> int:
+    def num_replicas(self) -> int:
         """Ranks that the wrapper keeps equal: each computes a part of the same weights' gradients."""
         return self.data * self.context
 
@@ -236,7 +236,7 @@ class Layout:
         """What of the layout the host of a rank launches otherwise than one process does. The
         wrapper of a stage of a pipeline does little in most of its passes.
         """
-        is_wrapped = self.pipeline == 1 and self.replicas > 1
+        is_wrapped = self.pipeline == 1 and self.num_replicas > 1
         return Layout(
             data=self.data if is_wrapped else 1,
             wrapper=self.wrapper if is_wrapped else "none",
@@ -246,7 +246,7 @@ class Layout:
         )
 
     @property
-    def axes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, int]:
         """Ranks of each axis that has several, in the order of a device mesh, slowest first."""
         sizes = {
             "pipeline": self.pipeline,

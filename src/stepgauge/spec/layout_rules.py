@@ -82,7 +82,7 @@ def schedule_of(layout: Layout) -> Schedule:
 
 def _check_user_model(layout: Layout) -> None:
     """Its layers and stages are not known from outside."""
-    if cut := sorted(set(layout.axes) - {"data"}):
+    if cut := sorted(set(layout.sizes) - {"data"}):
         raise ValueError(
             f"layout is {str(layout)!r}; a user's model has a data axis here, and no "
             f"{' or '.join(cut)} axis: choose one such as 'dp2 zero3', or cut the model in Python "
@@ -210,7 +210,7 @@ def _check_cut(
             f"wrapper is {layout.wrapper!r}, which takes whole networks; in {str(layout)!r} choose "
             f"one of {', '.join(name for name, w in WRAPPERS.items() if not w.is_torch)}"
         )
-    if layout.replicas == 1 and layout.wrapper != "none":
+    if layout.num_replicas == 1 and layout.wrapper != "none":
         raise ValueError(
             f"{layout.wrapper} needs a data axis, which {str(layout)!r} has not: add dp2"
         )

@@ -93,7 +93,7 @@ class LayoutSpec(OnBackend):
         object.__setattr__(self, "layout", str(Layout.parse(self.layout)))
         self.check_backend()
         check_layout(
-            self.axes,
+            self.parsed_layout,
             self.model,
             batch=self.batch,
             device=self.device,
@@ -103,17 +103,17 @@ class LayoutSpec(OnBackend):
             checkpointing=self.checkpointing,
         )
         if self.cuda_graphs:
-            check_recorded(self.axes, device=self.device)
+            check_recorded(self.parsed_layout, device=self.device)
 
     def canonical(self) -> Self:
         """With defaults for the options that the layout has no use for."""
-        wrapper = WRAPPERS[self.axes.wrapper]
+        wrapper = WRAPPERS[self.parsed_layout.wrapper]
         used = {
             "bucket_mb": wrapper.buckets,
             "reduce_dtype": wrapper.reduce_dtype,
             "checkpoint_blocks": self.checkpointing not in ("none", BUDGET),
             "memory_gib": self.checkpointing == BUDGET,
-            "balance": self.axes.pipeline > 1,
+            "balance": self.parsed_layout.pipeline > 1,
         }
         return with_defaults(self, used)
 
@@ -124,22 +124,22 @@ class LayoutSpec(OnBackend):
         return self.model
 
     @property
-    def axes(self) -> Layout:
+    def parsed_layout(self) -> Layout:
         return Layout.parse(self.layout)
 
     @property
     def ranks(self) -> int:
-        return self.axes.ranks
+        return self.parsed_layout.ranks
 
     @property
     def rank_batch(self) -> int:
         """Sequences of a forward and backward on each data rank."""
-        return self.batch // self.axes.data
+        return self.batch // self.parsed_layout.data
 
     @property
     def micro_batch(self) -> int:
         """Sequences that pass a pipeline's stage together; without a pipeline all of a data rank."""
-        return self.rank_batch // self.axes.microbatches
+        return self.rank_batch // self.parsed_layout.microbatches
 
     @property
     def tokens_per_step(self) -> int:
@@ -147,12 +147,12 @@ class LayoutSpec(OnBackend):
 
     def schedule(self) -> Schedule | None:
         """The order of the pipeline's work, not lowered; None without a pipeline."""
-        return schedule_of(self.axes) if self.axes.pipeline > 1 else None
+        return schedule_of(self.parsed_layout) if self.parsed_layout.pipeline > 1 else None
 
     @property
     def needs_times(self) -> bool:
         """Whether `stages` needs the times of the network's parts."""
-        return self.axes.pipeline > 1 and self.balance == TIME
+        return self.parsed_layout.pipeline > 1 and self.balance == TIME
 
     def stages(self, times: PartTimes | None = None) -> list[range]:
         """The blocks of each stage of the pipeline; all in one without a pipeline.

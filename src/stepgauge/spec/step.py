@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Self
 
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.fields import check, option, with_defaults
+from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.user_model import UserModel, settle_user_model
 
@@ -98,6 +99,11 @@ class WorkSpec:
             "optimizer": self.phases == "step",
         }
         return with_defaults(self, used)
+
+    @property
+    def parsed_layout(self) -> Layout:
+        """Of one process."""
+        return Layout()
 
     @property
     def network(self) -> ModelSpec | BertSpec:

@@ -117,21 +117,23 @@ class TrainSpec:
                 f"ranks is {self.ranks}; --data-parallel or --layout says how they train: choose "
                 f"one of {', '.join(TRAINING_WRAPPERS[1:])}"
             )
-        if self.axes.torch_tensor:
+        if self.parsed_layout.torch_tensor:
             raise ValueError(
-                f"layout is {self.layout!r}; {self.axes.torch_tensor} is there to compare with, in "
-                f"bench layout: choose 'tp{self.axes.tensor}'"
+                f"layout is {self.layout!r}; {self.parsed_layout.torch_tensor} is there to compare with, in "
+                f"bench layout: choose 'tp{self.parsed_layout.tensor}'"
             )
-        if self.axes.wrapper not in TRAINING_WRAPPERS:
+        if self.parsed_layout.wrapper not in TRAINING_WRAPPERS:
             raise ValueError(
-                f"layout is {self.layout!r}, and {self.axes.wrapper} has no checkpoint that other "
+                f"layout is {self.layout!r}, and {self.parsed_layout.wrapper} has no checkpoint that other "
                 f"ranks could go on from: choose one of {', '.join(TRAINING_WRAPPERS)}"
             )
 
     def _check_layout(self) -> None:
-        wrapper = self.axes.wrapper
+        wrapper = self.parsed_layout.wrapper
         names = ("batch", "device", "compile", "precision", "reduce_dtype", "checkpointing")
-        check_layout(self.axes, self.model, **{name: getattr(self, name) for name in names})
+        check_layout(
+            self.parsed_layout, self.model, **{name: getattr(self, name) for name in names}
+        )
         if self.reduce_dtype != "own" and not WRAPPERS[wrapper].reduce_dtype:
             takers = [name for name in TRAINING_WRAPPERS if WRAPPERS[name].reduce_dtype]
             raise ValueError(
@@ -145,7 +147,7 @@ class TrainSpec:
             )
 
     @property
-    def axes(self) -> Layout:
+    def parsed_layout(self) -> Layout:
         if self.layout != "none":
             return Layout.parse(self.layout)
         return Layout(data=self.ranks, wrapper=self.data_parallel)

@@ -176,7 +176,7 @@ def layout_state_of(module: nn.Module, parallel: Parallel, layout: Layout) -> La
     """Of a whole network, by its names without torch.compile's."""
     compiled = (name for name in module.state_dict() if COMPILED in name)
     return LayoutState(
-        data=DataAxis({0: parallel.module}, {0: module}, parallel.optimizer, layout.replicas),
+        data=DataAxis({0: parallel.module}, {0: module}, parallel.optimizer, layout.num_replicas),
         tensor={},
         place={},
         pipeline=None,

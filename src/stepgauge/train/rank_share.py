@@ -32,7 +32,7 @@ class RankShare:
             layout.ranks,
             data_rank=layout.place(rank)["data"],
             data_ranks=layout.data,
-            losses=layout.replicas * layout.tensor,
+            losses=layout.num_replicas * layout.tensor,
         )
 
     @property

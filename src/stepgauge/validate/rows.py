@@ -104,7 +104,7 @@ def specs_of(values: Mapping[str, tuple[Any, ...]], layouts: Sequence[str]) -> l
 def _kind(layout: Layout) -> type:
     if layout.ranks == 1:
         return StepSpec
-    return DataParallelSpec if set(layout.axes) == {"data"} else LayoutSpec
+    return DataParallelSpec if set(layout.sizes) == {"data"} else LayoutSpec
 
 
 def rank_batch(batch: int, layout: Layout) -> int:
