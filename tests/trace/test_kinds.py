@@ -82,6 +82,7 @@ REAL = {
     ],
     "elementwise": [
         ("aten::add", "unrolled_elementwise_kernel<CUDAFunctor_add<float>>"),
+        ("stepgauge::swiglu_backward", "backward_kernel"),
         ("sgl_kernel::silu_and_mul", "_ZN7sgl_hip10activation18act_and_mul_kernel"),
         ("RopeLoraFlashAttnVarlenFuncBackward", "rotary_kernel"),
         ("", "triton_poi_fused_mul_silu_4"),
