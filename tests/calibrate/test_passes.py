@@ -13,6 +13,8 @@ from stepgauge.calibrate.grids import CPU, GPU
 from stepgauge.calibrate.operations import operations
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.step import predict
+from stepgauge.kernels import swiglu
+from stepgauge.models.feed_forward import GatedFeedForward
 from stepgauge.models.transformer import TransformerLM
 from stepgauge.spec.calibration import OperationTable
 from stepgauge.spec.hardware import HardwareFile
@@ -48,6 +50,21 @@ def test_heads_are_those_of_the_network():
     found = passes.PASSES["heads"].call(products[0], model.cos_TR, model.sin_TR)
     for ours, theirs in zip(found, seen, strict=True):
         assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+
+
+def test_the_compiled_gate_is_that_of_a_compiled_network(monkeypatch):
+    """It runs as an operator of its own, and an eager network's gate does not."""
+    called = []
+    plain = swiglu._plain
+    monkeypatch.setattr(swiglu, "_plain", lambda x: called.append(x) or plain(x))
+    gate = passes.PASSES["gate"]
+    (x,) = gate.inputs(M, N, torch.randn)
+    network = GatedFeedForward(ModelSpec(d_model=16, d_ff=N, num_layers=1, num_heads=2), HERE)
+    network.gate_up, network.down = torch.nn.Identity(), torch.nn.Identity()
+    for is_compiling, ours in ((False, gate.call), (True, gate.compiled)):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda told=is_compiling: told)
+        assert torch.equal(*ours(x), network(x))
+        assert len(called) == (2 if is_compiling else 0)
 
 
 class Ran(TorchDispatchMode):

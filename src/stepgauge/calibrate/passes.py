@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepgauge.bench.kernels.operation import compiled as code_of
+from stepgauge.kernels.swiglu import swiglu
 from stepgauge.models.rotary import rotate
 
 HEAD_WIDTH = 64
@@ -76,6 +77,11 @@ def _gate(x_MN: Tensor) -> Parts:
     return (F.silu(gate_MN) * up_MN,)
 
 
+def _compiled_gate(x_MN: Tensor) -> Parts:
+    """As models/feed_forward.py has it compiled: both gradients come from one kernel."""
+    return (swiglu(x_MN),)
+
+
 def _gelu_inputs(m: int, n: int, new: Callable[..., Tensor]) -> Parts:
     return (new(m, n),)
 
@@ -97,7 +103,7 @@ def _norm(x_MN: Tensor, branch_MN: Tensor, weight_N: Tensor) -> Parts:
 PASSES = {
     "heads": Pass(_heads_inputs, _heads, 3, compiled=_compiled_heads),
     "split": Pass(_heads_inputs, _split, 3),
-    "gate": Pass(_gate_inputs, _gate, 1),
+    "gate": Pass(_gate_inputs, _gate, 1, compiled=_compiled_gate),
     "gelu": Pass(_gelu_inputs, _gelu, 1),
     "norm": Pass(_norm_inputs, _norm, 3, num_leaves=3),
 }
