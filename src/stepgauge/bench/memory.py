@@ -44,8 +44,8 @@ def check(spec: MemorySpec) -> None:
         if spec.compile != "off" and not spec.kept_is_told and not spec.device.startswith("cuda"):
             raise ValueError(
                 f"checkpointing is {spec.checkpointing!r} around blocks that are compiled one by "
-                "one; what is kept "
-                "then can be tracked on CUDA only (compile the whole model: --compile on)"
+                "one; what is kept then can be tracked on CUDA only (compile the whole model: "
+                "--compile on)"
             )
 
 

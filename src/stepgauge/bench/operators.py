@@ -187,8 +187,7 @@ def _as_one(terms: list[Term]) -> Term:
         if not term.operation.startswith(("optimizer", TRAFFIC, "cast")):
             raise ValueError(
                 f"the optimizer runs {term.name}; of a user's optimizer what it reads and writes "
-                "is "
-                "predicted"
+                "is predicted"
             )
     if fused := [term for term in terms if term.operation.startswith("optimizer")]:
         return Term("optimizer", fused[0].operation, (sum(term.sizes[0] for term in fused),))

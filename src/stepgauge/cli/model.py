@@ -13,10 +13,8 @@ from stepgauge.spec.step import StepSpec
 
 OF_PRESETS = (
     "Presets have the published widths and depths. Their names count a feed-forward of two "
-    "matrices; "
-    "ours, SwiGLU, has three: 2.7b is 3.4 billion parameters and 10b 12.8, with --feed-forward "
-    "gelu "
-    "2.6 and 10.0."
+    "matrices; ours, SwiGLU, has three: 2.7b is 3.4 billion parameters and 10b 12.8, with "
+    "--feed-forward gelu 2.6 and 10.0."
 )
 
 

@@ -152,9 +152,8 @@ def _exposed(row: Record) -> Iterator[str]:
         )
     if row.median("bubble"):
         yield (
-            "what a pipeline exposes counts from the rank that computes longest, the column "
-            "bubble is "
-            "what the rank waits that waits longest"
+            "what a pipeline exposes counts from the rank that computes longest, the column bubble "
+            "is what the rank waits that waits longest"
         )
 
 

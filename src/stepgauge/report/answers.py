@@ -123,10 +123,8 @@ def comm_answer(records: Sequence[Record]) -> str:
     over = f"{widest.spec['backend']}, {widest.spec['ranks']} ranks"
     return (
         f"{widest.spec['op']} over {over} reaches {number(widest.median('busbw_gb_per_s'))} GB/s "
-        "of "
-        f"bus bandwidth at {_bytes(widest)}; the quickest row takes "
-        f"{number(1e3 * (soonest.median('time_ms') or 0.0))} µs at "
-        f"{_bytes(soonest)}."
+        f"of bus bandwidth at {_bytes(widest)}; the quickest row takes "
+        f"{number(1e3 * (soonest.median('time_ms') or 0.0))} µs at {_bytes(soonest)}."
     )
 
 
@@ -144,15 +142,13 @@ def broadcast_answer(records: Sequence[Record]) -> str:
     naive = [r for r in held if r.spec["schedule"] == "naive"]
     times = (
         f", {(naive[0].median('time_ms') or 0.0) / (best.median('time_ms') or 1.0):.1f} times as "
-        "fast "
-        "as the naive copies"
+        "fast as the naive copies"
         if naive and best.spec["schedule"] != "naive"
         else ""
     )
     return (
-        f"{among}{best.spec['schedule']} is the fastest: {number(best.median('gb_per_s'))} GB/s "
-        "to each of "
-        f"{best.spec['gpus']} devices{times}."
+        f"{among}{best.spec['schedule']} is the fastest: {number(best.median('gb_per_s'))} GB/s to "
+        f"each of {best.spec['gpus']} devices{times}."
     )
 
 

@@ -48,10 +48,9 @@ def comm_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> 
             **remarked(record, records),
         })  # fmt: skip
     caption = (
-        "busbw = algbw × factor; percentiles are of batches. As nccl-tests prints them: count is "
-        "a rank's part where "
-        "the operation is split, root is -1 where there is none; place: whether the result lies "
-        "where the input was."
+        "busbw = algbw × factor; percentiles are of batches. As nccl-tests prints them: count is a "
+        "rank's part where the operation is split, root is -1 where there is none; place: whether "
+        "the result lies where the input was."
     )
     return Table.from_rows(rows, caption=caption, names=5, formats={"factor": ".4g"})
 

@@ -8,12 +8,10 @@ from stepgauge.spec.record import Record
 
 EXPLANATION = (
     "0.01 is no binary fraction. fp32 holds 0.0099999998, fp16 0.0100021: rounded once, its "
-    "thousand add up to 10.0021 "
-    "in fp32, and casting each term first changes nothing, since addition casts it anyway. An "
-    "fp16 sum is rounded at "
-    "every addition, from 8 on to steps of 0.0078, where 0.01 becomes 0.0078: it falls behind. "
-    "Hence sums (of "
-    "products, gradients, means) are kept in fp32 whatever their terms are."
+    "thousand add up to 10.0021 in fp32, and casting each term first changes nothing, since "
+    "addition casts it anyway. An fp16 sum is rounded at every addition, from 8 on to steps of "
+    "0.0078, where 0.01 becomes 0.0078: it falls behind. Hence sums (of products, gradients, "
+    "means) are kept in fp32 whatever their terms are."
 )
 
 

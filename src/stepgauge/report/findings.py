@@ -154,8 +154,7 @@ def _best(found: Sequence[Pair]) -> Finding | None:
     )
     text = (
         f"{number(before)} ms a step with {most.instead_of}, {number(after)} ms with "
-        f"{most.change}: "
-        f"{after / before:.2f} of it ({_where(most.before, most.change)}).{every}"
+        f"{most.change}: {after / before:.2f} of it ({_where(most.before, most.change)}).{every}"
     )
     text = " ".join([text, *_cautions(most)])
     return Finding(most.saved_ms, most.change, text, command(most.after))

@@ -16,8 +16,7 @@ def terms_table(record: Record, label: str) -> Table:
     columns = [*head[:place], "ms", *head[place + 1 :]]
     caption = (
         f"{label}: terms of {record.median('step_ms'):.2f} ms ± {spread(record):.0%} by their "
-        "sources, on "
-        f"{record.environment['hardware']}"
+        f"sources, on {record.environment['hardware']}"
     )
     return Table(columns, shown, names=4, caption=caption, numeric=frozenset(("count", "ms")))
 

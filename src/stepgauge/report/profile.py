@@ -74,9 +74,8 @@ def sentences(found: Analysis) -> list[str]:
         still = sum(row.us for row in found.idle)
         result.append(
             f"The device stood still {100 * still / found.steps / found.step_us:.1f} % of the "
-            "step; most of it "
-            f"{idle.reason}, in {idle.phase or 'the rest'} ({100 * idle.us / still:.0f} % of that "
-            "time)."
+            f"step; most of it {idle.reason}, in {idle.phase or 'the rest'} "
+            f"({100 * idle.us / still:.0f} % of that time)."
         )
     matmul, softmax = (_attention_us(found, part) for part in (("scores", "values"), ("softmax",)))
     if matmul and softmax:
@@ -84,8 +83,7 @@ def sentences(found: Analysis) -> list[str]:
         result.append(
             f"In attention, forward: softmax {number(softmax)} µs a step, the two matrix products "
             f"{number(matmul)} µs; softmax takes {number(ratio)} times as long with a small part "
-            "of "
-            "the FLOPs (table below)."
+            "of the FLOPs (table below)."
         )
     return result + _unplaced(found)
 

@@ -13,11 +13,9 @@ from stepgauge.trace.ranks import numbers
 ANALYSIS = "analysis.json"
 METHOD = (
     "The step runs under torch.profiler. A kernel belongs to the host call that launched it, a "
-    "backward kernel to the "
-    "part of the model whose forward made its operation. On a device, a step lasts from the end "
-    "of the work of the "
-    "step before to the end of its own, and so does a phase. On a CPU every operation counts for "
-    "what it did itself."
+    "backward kernel to the part of the model whose forward made its operation. On a device, a "
+    "step lasts from the end of the work of the step before to the end of its own, and so does a "
+    "phase. On a CPU every operation counts for what it did itself."
 )
 
 

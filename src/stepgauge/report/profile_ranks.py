@@ -72,8 +72,7 @@ def shared_table(across: AcrossRanks, steps: int) -> Table:
             "busbw GB/s", "waited for", "came last"]  # fmt: skip
     caption = (
         "Collectives across ranks, a step: transfer is the last rank's time in the call, waiting "
-        "what "
-        "the ranks spent beyond it (mean); busbw is of the transfer alone."
+        "what the ranks spent beyond it (mean); busbw is of the transfer alone."
     )
     numeric = frozenset(head[3:10])
     return Table(head, rows, numeric=numeric, caption=caption, names=5)

@@ -61,8 +61,7 @@ def network(places: Mapping[str, Point], edges: Sequence[Edge], *, height: float
 
 LEGEND = (
     "NVn: n NVLinks; PIX, PXB: PCIe switches only; PHB: through the host bridge; NODE: within a "
-    "NUMA node; SYS: "
-    "between NUMA nodes."
+    "NUMA node; SYS: between NUMA nodes."
 )
 
 

@@ -84,8 +84,7 @@ class DataParallelSpec(OnBackend):
     cuda_graphs: bool = option(
         False,
         "record forward, backward and the averaging once as one CUDA graph, and replay it: for "
-        "steps "
-        "that the host is too slow for",
+        "steps that the host is too slow for",
         flag_value=True,
         label="changed",
     )

@@ -65,8 +65,7 @@ def check_recorded(layout: Layout, *, device: str) -> None:
     if WRAPPERS[layout.wrapper].shards("gradients"):
         raise ValueError(
             f"cuda_graphs needs weights and gradients that stay in one place; {layout.wrapper} "
-            "frees "
-            f"them: choose zero1"
+            "frees them: choose zero1"
         )
 
 
@@ -176,8 +175,7 @@ def _check_head_exchange(layout: Layout, model: ModelSpec) -> None:
         ranks = layout.tensor * layout.context
         raise ValueError(
             f"num_kv_heads is {model.kv_heads}, which {ranks} ranks of the layout {str(layout)!r} "
-            "do "
-            f"not divide: each has some heads of all tokens; leave out ulysses for a ring of keys"
+            "do not divide: each has some heads of all tokens; leave out ulysses for a ring of keys"
         )
 
 
@@ -229,6 +227,5 @@ def _check_cut(
     if isinstance(model, BertSpec) and model.dropout:
         raise ValueError(
             f"dropout is {model.dropout}; ranks of {str(layout)!r} would drop other values than "
-            "one "
-            f"process: choose 0"
+            "one process: choose 0"
         )

@@ -51,8 +51,7 @@ class LayoutSpec(OnBackend):
     balance: str = option(
         FLOPS,
         "how blocks are cut into the stages of a pipeline: by their FLOPs and the head's, or by "
-        "time, "
-        "measured at the start (predictions: the hardware file's)",
+        "time, measured at the start (predictions: the hardware file's)",
         choices=(FLOPS, TIME),
         label="changed",
     )
@@ -66,8 +65,7 @@ class LayoutSpec(OnBackend):
         WorkSpec,
         "checkpointing",
         "what backward computes again; selective keeps products and attention, feed-forward "
-        "attention "
-        "with its products",
+        "attention with its products",
         choices=(*CHECKPOINTING, BUDGET),
     )
     checkpoint_blocks: int = as_in(WorkSpec, "checkpoint_blocks")

@@ -30,8 +30,7 @@ class PlanSpec:
     global_batch: int = option(
         0,
         f"sequences of a step, of all ranks, 0: {USUAL_BATCH}; of your own network, which brings "
-        "the "
-        "batch of a rank, such batches, 0: one a rank",
+        "the batch of a rank, such batches, 0: one a rank",
         least=0,
         most=10_000_000,
     )

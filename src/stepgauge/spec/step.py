@@ -52,8 +52,8 @@ class WorkSpec:
     checkpointing: str = option(
         "none",
         "what backward computes again; selective keeps products and attention, feed-forward "
-        "attention "
-        "with its products; budget: the least, block by block, that fits into --memory-gib",
+        "attention with its products; budget: the least, block by block, that fits into "
+        "--memory-gib",
         choices=(*CHECKPOINTING, BUDGET),
         label="changed",
         named_with="checkpoint_blocks",

@@ -138,8 +138,7 @@ class TrainSpec:
             takers = [name for name in TRAINING_WRAPPERS if WRAPPERS[name].reduce_dtype]
             raise ValueError(
                 f"reduce_dtype is {self.reduce_dtype!r}, which {wrapper} has no use for: choose "
-                "one "
-                f"of {', '.join(takers)}"
+                f"one of {', '.join(takers)}"
             )
         if self.ranks == 1 and wrapper != "none":
             raise ValueError(

@@ -29,8 +29,7 @@ EXPERIMENT = Experiment(
     title="Attention",
     question=(
         "From which length on is attention without a score matrix faster, and where does the one "
-        "with "
-        "it run out of memory?"
+        "with it run out of memory?"
     ),
     method=(
         "fa2, cudnn, efficient and math are the backends of torch's scaled_dot_product_attention. "

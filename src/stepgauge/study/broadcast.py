@@ -36,10 +36,8 @@ EXPERIMENT = Experiment(
     question="Which way of copying a tensor from the host to every GPU is the fastest?",
     method=(
         "Each schedule is a list of moves that one engine executes, in one process with streams, "
-        "events and "
-        "peer copies. Times are the host's clock from the first "
-        "move to the end of the last, 16 repeats. The links alone are measured in the same run; "
-        "the bound is what the "
+        "events and peer copies. Times are the host's clock from the first move to the end of the "
+        "last, 16 repeats. The links alone are measured in the same run; the bound is what the "
         "busiest link needs for the bytes that the schedule gives it. Every byte is compared on "
         "every GPU."
     ),

@@ -48,12 +48,10 @@ EXPERIMENT = Experiment(
     question="What do the links between ranks give, and what does a byte cost?",
     method=(
         "A process a rank. Each operation is run on known values and every element is compared, "
-        "before the timing and "
-        "after it. Batches of operations are enqueued one after another; a batch's time over its "
-        "number of operations "
-        "is one value, the slowest rank's counts, the median is shown. Bus bandwidth as "
-        "nccl-tests defines it. A third "
-        "of the sizes is held out of the fit."
+        "before the timing and after it. Batches of operations are enqueued one after another; a "
+        "batch's time over its number of operations is one value, the slowest rank's counts, the "
+        "median is shown. Bus bandwidth as nccl-tests defines it. A third of the sizes is held out "
+        "of the fit."
     ),
     specs=specs,
     blocks=blocks,

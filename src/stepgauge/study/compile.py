@@ -72,8 +72,8 @@ EXPERIMENT = Experiment(
     question="What does compiling the whole model gain a step, and how long does it take once?",
     method=(
         "The model and its loss are compiled as one; the optimizer is torch's fused one in both. "
-        "compile s is the "
-        "first step's time less an ordinary step's, with whatever compiler cache the machine has."
+        "compile s is the first step's time less an ordinary step's, with whatever compiler cache "
+        "the machine has."
     ),
     specs=specs,
     blocks=blocks,

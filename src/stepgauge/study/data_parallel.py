@@ -143,8 +143,7 @@ class Overhead:
         if best is not None:
             said.append(
                 f"The model has its optimum at {number(best / 1e6)} MB, the root of a bucket's "
-                "cost "
-                f"times the link's rate times the gradients' bytes."
+                "cost times the link's rate times the gradients' bytes."
             )
         if not self.ms_per_byte:
             said.append(
@@ -153,14 +152,12 @@ class Overhead:
         if self.ms_per_byte < 0 or self.per_bucket_ms < 0:
             said.append(
                 "A cost below zero is no cost: the line describes these sizes, predicts no other, "
-                "and "
-                "it has no optimum here."
+                "and it has no optimum here."
             )
         if self.per_bucket_ms < 0:
             said.append(
                 "More buckets were quicker: gradients of the bucket's size are sent as they are, "
-                "smaller "
-                "ones are copied together, for which the line has no term."
+                "smaller ones are copied together, for which the line has no term."
             )
         return " ".join(said)
 
@@ -217,11 +214,9 @@ EXPERIMENT = Experiment(
     question="What does training on two ranks cost a step, and how much of the communication is hidden?",
     method=(
         "One process a rank; of each step the slowest counts. Exposed communication is the step "
-        "less the same step "
-        "with the collectives left out; the overlap ratio is the time in which a traced step both "
-        "communicates and "
-        "computes over the time in which it communicates. Sent bytes are those of ring "
-        "algorithms, not measured."
+        "less the same step with the collectives left out; the overlap ratio is the time in which "
+        "a traced step both communicates and computes over the time in which it communicates. Sent "
+        "bytes are those of ring algorithms, not measured."
     ),
     specs=specs,
     blocks=blocks,

@@ -157,8 +157,7 @@ EXPERIMENT = Experiment(
         "One process a rank, BERT with the masked-language-model loss on random pairs of texts, "
         "three seeds of weights and tokens. Throughput and step time are means over each seed's "
         "steps; memory is each rank's peak. The gap between a replicating and a sharding wrapper "
-        "is "
-        "taken apart into parameters, gradients, optimizer state and the rest."
+        "is taken apart into parameters, gradients, optimizer state and the rest."
     ),
     specs=specs,
     blocks=blocks,

@@ -101,17 +101,13 @@ EXPERIMENT = Experiment(
     question="Who holds memory when in a step, what is its peak, and what does computing again give back?",
     method=(
         "Every storage is tracked from birth to death; a gradient is what a parameter's grad "
-        "holds, optimizer state "
-        "what the optimizer's state holds, an activation what outlives the forward pass, a "
-        "temporary the rest. On "
-        "a GPU the bytes are those of the caching allocator's own history, on a CPU those of the "
-        "storages. The "
-        "prediction is a record of its own: the same step on tensors without memory, through a "
-        "model of "
-        "the allocator. Forward only is "
-        "the first thing that runs, without gradients or optimizer state. What compiled code "
-        "keeps is what autograd's "
-        "node holds, and where it was made is known from torch.compile's partitioner."
+        "holds, optimizer state what the optimizer's state holds, an activation what outlives the "
+        "forward pass, a temporary the rest. On a GPU the bytes are those of the caching "
+        "allocator's own history, on a CPU those of the storages. The prediction is a record of "
+        "its own: the same step on tensors without memory, through a model of the allocator. "
+        "Forward only is the first thing that runs, without gradients or optimizer state. What "
+        "compiled code keeps is what autograd's node holds, and where it was made is known from "
+        "torch.compile's partitioner."
     ),
     specs=specs,
     blocks=blocks,

@@ -28,10 +28,9 @@ EXPERIMENT = Experiment(
     title="Norm layers",
     question="What does RMSNorm cost as torch operations, compiled and fused, and what LayerNorm?",
     method=(
-        "All implementations of a row run in one process, each checked against float64 first, "
-        "then timed in turns "
-        "over several rounds. Bytes count two tensors of the input's size in the forward, five in "
-        "both passes."
+        "All implementations of a row run in one process, each checked against float64 first, then "
+        "timed in turns over several rounds. Bytes count two tensors of the input's size in the "
+        "forward, five in both passes."
     ),
     specs=specs,
     blocks=blocks,

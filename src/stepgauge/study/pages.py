@@ -219,8 +219,7 @@ def _facts(records: Sequence[Record]) -> dict[str, str]:
     if disturbed:
         facts["Spread"] = (
             f"{disturbed} of {len(records)} rows are disturbed (p90 over {DISTURBED} × p10): the "
-            "machine "
-            "was not idle. No finding rests on them."
+            "machine was not idle. No finding rests on them."
         )
     ok = [record for record in records if record.status == "ok"]
     measured = sum(record.provenance == "measured" for record in ok)

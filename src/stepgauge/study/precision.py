@@ -86,13 +86,10 @@ EXPERIMENT = Experiment(
     ),
     method=(
         "fp32 forbids tf32 products; tf32 allows them, on CUDA GPUs only; bf16 and fp16 are "
-        "autocast over fp32 "
-        "parameters, fp16 with loss scaling; bf16-pure keeps parameters and optimizer state in "
-        "bf16; bf16-master "
-        "keeps fp32 masters of bf16 parameters in our fused optimizer. MFU is taken "
-        "against the dense peak of the arithmetic that the precision's products run in. A "
-        "published total is forward "
-        "plus backward."
+        "autocast over fp32 parameters, fp16 with loss scaling; bf16-pure keeps parameters and "
+        "optimizer state in bf16; bf16-master keeps fp32 masters of bf16 parameters in our fused "
+        "optimizer. MFU is taken against the dense peak of the arithmetic that the precision's "
+        "products run in. A published total is forward plus backward."
     ),
     specs=specs,
     blocks=blocks,

@@ -118,10 +118,9 @@ EXPERIMENT = Experiment(
     question="What does each stage of ZeRO free on a rank, and what does it cost a step?",
     method=(
         "The rows of data parallel training with the usual buckets. Memory is that of tensors: "
-        "after the first build, "
-        "before and after the update, and at the peak, taken apart into parameters, gradients "
-        "before the update, "
-        "optimizer state and the rest. An even share is the plain wrapper's state over the ranks."
+        "after the first build, before and after the update, and at the peak, taken apart into "
+        "parameters, gradients before the update, optimizer state and the rest. An even share is "
+        "the plain wrapper's state over the ranks."
     ),
     specs=specs,
     blocks=blocks,

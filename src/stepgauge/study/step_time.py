@@ -63,10 +63,9 @@ EXPERIMENT = Experiment(
     question="What do forward, backward and optimizer take, and how does that grow with the model?",
     method=(
         "Each row runs in a process of its own: build, warm up, then time n steps. On a GPU, "
-        "events mark the phase "
-        "boundaries on the device's queue and the host waits once at the end of a step; on a CPU "
-        "the clock is "
-        "perf_counter. Forward includes the loss. Figures are medians, with p10 and p90."
+        "events mark the phase boundaries on the device's queue and the host waits once at the end "
+        "of a step; on a CPU the clock is perf_counter. Forward includes the loss. Figures are "
+        "medians, with p10 and p90."
     ),
     specs=specs,
     blocks=blocks,

@@ -78,8 +78,7 @@ EXPERIMENT = Experiment(
     question="How wrong is a mean that includes the first steps of a process?",
     method=(
         "The same row with 0, 1, 2 and 5 untimed steps first, each in a fresh process, so that no "
-        "earlier row has "
-        "loaded kernels, chosen algorithms or grown the memory pool."
+        "earlier row has loaded kernels, chosen algorithms or grown the memory pool."
     ),
     specs=specs,
     blocks=blocks,

@@ -52,8 +52,7 @@ def run_of(length: int, rank: int, ranks: int) -> range:
     if rest or not size:
         raise ValueError(
             f"the sequence has {length} tokens; {ranks} ranks that exchange heads have equal runs "
-            "of "
-            f"them: choose a multiple of {ranks}"
+            f"of them: choose a multiple of {ranks}"
         )
     return range(rank * size, (rank + 1) * size)
 
