@@ -46,8 +46,17 @@ def show(
             f"the run at {run} holds no records" + (f" of kind {kind}" if kind else "")
         )
     if over is not None:
-        records = together(records, over.replace("-", "_"))
+        records = together(_with_figures(records), over.replace("-", "_"))
     print_records(records, format, statistics or (("mean", "std") if over else ()))
+
+
+def _with_figures(records: Sequence[Record]) -> list[Record]:
+    good = [record for record in records if record.status == "ok"]
+    if not good:
+        raise ValueError(f"none of the {len(records)} rows has figures: each failed or had no room")
+    if left := len(records) - len(good):
+        tell(f"{left} of {len(records)} rows have no figures and are left out")
+    return good
 
 
 def compare(

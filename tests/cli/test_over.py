@@ -1,0 +1,37 @@
+"""`show --over`: rows that differ in one field alone, as one row."""
+
+import pytest
+
+from stepgauge.cli.records import show
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.step import StepSpec
+from stepgauge.spec.store import RunStore
+
+NETWORK = ModelSpec(d_model=16, d_ff=32, num_layers=1, num_heads=2)
+
+
+def run_of(folder, *rows):
+    """(seed, ms of each step, status) of each row."""
+    store = RunStore(folder)
+    store.prepare()
+    for seed, ms, status in rows:
+        metrics = {"step_ms": Sample.of(ms, "ms")} if ms else {}
+        spec = StepSpec(model=NETWORK, seed=seed)
+        store.append(Record.of(spec, status=status, environment={}, metrics=metrics))
+    return folder
+
+
+def test_figures_are_of_each_rows_mean_and_failed_rows_are_told(tmp_path, capsys):
+    rows = (1, [1.0, 3.0], "ok"), (2, [6.0], "ok"), (3, [], "failed")
+    show(run_of(tmp_path, *rows), over="seed", format="csv")
+    out, err = capsys.readouterr()
+    head, row = out.splitlines()
+    found = dict(zip(head.split(","), row.split(","), strict=True))
+    assert found["seed"] == "1 2" and float(found["step ms mean"]) == 4.0
+    assert "1 of 3 rows have no figures and are left out" in err
+
+
+def test_rows_of_which_none_has_figures_are_a_sentence(tmp_path):
+    with pytest.raises(ValueError, match="none of the 2 rows has figures"):
+        show(run_of(tmp_path, (1, [], "failed"), (2, [], "oom")), over="seed")
