@@ -46,9 +46,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from stepgauge.calibrate.timing import clock_and_power
+from stepgauge.kernels.rotary import rotate
 from stepgauge.measure.timing import time_phases
 from stepgauge.models.parts import ATTENTIONS
-from stepgauge.models.rotary import rotary_tables, rotate
+from stepgauge.models.rotary import rotary_tables
 from stepgauge.models.transformer import TransformerLM, compiled
 from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tensor
 from stepgauge.runtime.launch import RankError, launch

@@ -93,11 +93,11 @@ def test_interp_strides_and_no_rows(interpreter, poisoned):
 @compiled_only
 @pytest.mark.parametrize("arch", [80, 90])
 def test_the_kernel_compiles_without_spills(arch):
-    from stepgauge.kernels.swiglu.triton import BLOCK, NUM_WARPS, backward_kernel
+    from stepgauge.kernels.swiglu.triton import BLOCK, NUM_WARPS, swiglu_backward_kernel
 
     pointers = ("dy_ptr", "gate_up_ptr", "out_ptr")
     compiled = compile_ahead(
-        backward_kernel,
+        swiglu_backward_kernel,
         arch,
         dict.fromkeys(pointers, "*bf16"),
         {"WIDTH": 6400, "BLOCK": BLOCK},

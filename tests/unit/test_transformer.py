@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from stepgauge.kernels.rotary import rotate
 from stepgauge.models import parts
 from stepgauge.models.bert import BertForMaskedLM
 from stepgauge.models.feed_forward import ACTIVATIONS
-from stepgauge.models.rotary import rotary_tables, rotate
+from stepgauge.models.rotary import rotary_tables
 from stepgauge.models.transformer import TransformerLM
 from stepgauge.spec import model_fields
 from stepgauge.spec import step as spec_step

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepgauge.bench.kernels.operation import compiled as code_of
+from stepgauge.kernels.rotary import rotate, rotated_heads
 from stepgauge.kernels.swiglu import swiglu
-from stepgauge.models.rotary import rotate
 
 HEAD_WIDTH = 64
 BATCH = 4  # views of one sequence have fewer dimensions, and faster kernels
@@ -61,11 +61,9 @@ def _split(x_BTN: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Parts:
 
 
 def _compiled_heads(x_BTN: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Parts:
-    """As models/transformer.py has them compiled: each rotated by itself, and as copies."""
-    parts_BTHW = x_BTN.unflatten(-1, (-1, HEAD_WIDTH)).chunk(3, dim=2)
-    tables_T1W = cos_TW[:, None], sin_TW[:, None]
-    q_BTHW, k_BTHW = (rotate(part, *tables_T1W) for part in parts_BTHW[:2])
-    return q_BTHW, k_BTHW, parts_BTHW[2]
+    """As models/transformer.py has them compiled."""
+    heads_BTHW = x_BTN.unflatten(-1, (-1, HEAD_WIDTH))
+    return rotated_heads(heads_BTHW, [heads_BTHW.shape[2] // 3] * 3, cos_TW, sin_TW)
 
 
 def _gate_inputs(m: int, n: int, new: Callable[..., Tensor]) -> Parts:

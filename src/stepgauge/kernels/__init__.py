@@ -14,7 +14,7 @@ _HOMES = {
     "flash_attention": "attention",
     "flash_attention_varlen": "attention",
 }
-_FOLDERS = ("adamw", "attention", "linear_cross_entropy", "rms_norm", "swiglu")
+_FOLDERS = ("adamw", "attention", "linear_cross_entropy", "rms_norm", "rotary", "swiglu")
 
 
 def __getattr__(name: str) -> Any:

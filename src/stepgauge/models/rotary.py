@@ -26,13 +26,3 @@ def rotary_tables(spec: ModelSpec, device: torch.device | None) -> tuple[Tensor,
     cos, sin = angle.cos(), angle.sin()
     cos_TR, sin_TR = torch.cat((cos, cos), -1).float(), torch.cat((-sin, sin), -1).float()
     return cos_TR.to(device), sin_TR.to(device)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + R/2) of the first R features of x (..., W) by tables (..., R). A roll
-    swaps the halves and the table holds the sign: three kernels.
-    """
-    width = cos.shape[-1]
-    if width < x.shape[-1]:
-        return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
-    return torch.addcmul(x * cos, x.roll(width // 2, -1), sin)

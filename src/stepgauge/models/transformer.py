@@ -12,12 +12,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from stepgauge.kernels.rotary import rotate, rotated_heads
 from stepgauge.models.checkpointing import Through, in_order, keeping
 from stepgauge.models.drawing import draw_normal
 from stepgauge.models.feed_forward import build_feed_forward
 from stepgauge.models.fused_linear import FusedLinear
 from stepgauge.models.parts import ATTENTIONS, LOSSES, NORMS, WINDOWED
-from stepgauge.models.rotary import rotary_tables, rotate
+from stepgauge.models.rotary import rotary_tables
 from stepgauge.ranges import ranged
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.stages import HALVES, halves_of, num_parts
@@ -191,15 +192,16 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, rotation: Rotation) -> Tensor:
         heads_BTHW = self.input(x_BTD).unflatten(-1, (-1, self.head_width))
         sizes = [n // self.head_width for n in self.input.sections]
-        if self.qk_norms is None and not torch.compiler.is_compiling():
+        if self.qk_norms is None and rotation is not None and torch.compiler.is_compiling():
+            tables_TR = [table_TR[: x_BTD.shape[1]] for table_TR in rotation]
+            q_BTHW, k_BTKW, v_BTKW = rotated_heads(heads_BTHW, sizes, *tables_TR)
+        elif self.qk_norms is None:
             # Query and key heads stay one tensor until they are rotated: half the launches.
             qk_BTHW, v_BTKW = heads_BTHW.split((sum(sizes[:2]), sizes[2]), dim=2)
             q_BTHW, k_BTKW = _rotated(qk_BTHW, rotation).split(sizes[:2], dim=2)
         else:
-            # Compiled, three rotated parts of one tensor have their backward in one pass.
             q_BTHW, k_BTKW, v_BTKW = heads_BTHW.split(sizes, dim=2)
-            if self.qk_norms is not None:
-                q_BTHW, k_BTKW = self.qk_norms[0](q_BTHW), self.qk_norms[1](k_BTKW)
+            q_BTHW, k_BTKW = self.qk_norms[0](q_BTHW), self.qk_norms[1](k_BTKW)
             q_BTHW, k_BTKW = _rotated(q_BTHW, rotation), _rotated(k_BTKW, rotation)
         o_BHTW = self.attend(*(x.transpose(1, 2) for x in (q_BTHW, k_BTKW, v_BTKW)))
         return self.output(o_BHTW.transpose(1, 2).flatten(-2))

@@ -12,7 +12,7 @@ BLOCK, NUM_WARPS = 2048, 4
 
 
 @triton.jit
-def backward_kernel(dy_ptr, gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def swiglu_backward_kernel(dy_ptr, gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """A block of a row's columns."""
     blocks = tl.cdiv(WIDTH, BLOCK)
     # int64: rows times width may pass 2^31
@@ -31,7 +31,7 @@ def backward_kernel(dy_ptr, gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl
     tl.store(out_ptr + 2 * start + WIDTH + col_F, dup_F, mask=mask_F)
 
 
-IS_INTERPRETED = not isinstance(backward_kernel, triton.runtime.JITFunction)
+IS_INTERPRETED = not isinstance(swiglu_backward_kernel, triton.runtime.JITFunction)
 
 
 def backward(dy: Tensor, gate_up: Tensor, out: Tensor) -> None:
@@ -39,4 +39,4 @@ def backward(dy: Tensor, gate_up: Tensor, out: Tensor) -> None:
     if dy.numel():
         width = dy.shape[-1]
         grid = (dy.numel() // width * triton.cdiv(width, BLOCK),)
-        backward_kernel[grid](dy, gate_up, out, width, BLOCK, num_warps=NUM_WARPS)
+        swiglu_backward_kernel[grid](dy, gate_up, out, width, BLOCK, num_warps=NUM_WARPS)

@@ -1,0 +1,80 @@
+"""Queries, keys and values out of one matrix product, rotated, with a backward of one kernel.
+
+``rotated_heads`` is what a compiled model calls. The equations stand in reference.py. Its forward is
+plain operations, which torch.compile fuses. Of the three gradients, one behind the other as the
+matrix product wants them, Inductor makes a concatenation that reads its inputs several times: of
+8 x 2048 x 75 heads of 64 in bf16 it took 229 us, where the bytes of one pass take 75 (one H200,
+docs/log/2026-11-23-hopper-steps.md).
+
+CUDA tensors in float32, bfloat16 and float16 go to Triton; others, and those that a process without
+Triton has, to plain PyTorch. Legend: reference.py.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .reference import rotate
+
+if importlib.util.find_spec("triton") is not None:
+    from . import triton as kernels
+else:  # The reference computes.
+    kernels = None
+
+__all__ = ["rotate", "rotated_heads"]
+
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rotated_heads(
+    heads_BTSW: Tensor, num: Sequence[int], cos_TR: Tensor, sin_TR: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q_BTHW, k_BTKW and v_BTKW: `num` heads of each, q and k rotated.
+
+    The kernel has no second derivative and raises; the plain PyTorch version has.
+    """
+    if _takes(heads_BTSW):
+        return _RotatedHeads.apply(heads_BTSW, num, cos_TR, sin_TR)
+    return _plain(heads_BTSW, num, cos_TR, sin_TR)
+
+
+def _takes(heads: Tensor) -> bool:
+    return heads.is_cuda and kernels is not None and heads.dtype in _KERNEL_DTYPES
+
+
+def _plain(heads_BTSW, num, cos_TR, sin_TR):
+    q_BTHW, k_BTKW, v_BTKW = heads_BTSW.split(list(num), dim=2)
+    tables = cos_TR[:, None], sin_TR[:, None]
+    return rotate(q_BTHW, *tables), rotate(k_BTKW, *tables), v_BTKW
+
+
+class _RotatedHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, heads, num, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        q, k, v = _plain(heads, num, cos, sin)
+        return q, k, v.clone()
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        return torch.ops.stepgauge.rotary_backward(dq, dk, dv, *ctx.saved_tensors), *[None] * 3
+
+
+@torch.library.custom_op("stepgauge::rotary_backward", mutates_args=())
+def rotary_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient of heads_BTSW, in dv's type."""
+    if kernels is None or not (dq.is_cuda or kernels.IS_INTERPRETED):
+        return reference.backward(dq, dk, dv, cos, sin)
+    out = _like_all_heads(dq, dk, dv)
+    parts = (part if part.stride(-1) == 1 else part.contiguous() for part in (dq, dk, dv))
+    kernels.backward(*parts, cos.contiguous(), sin.contiguous(), out)
+    return out
+
+
+@rotary_backward.register_fake
+def _like_all_heads(dq, dk, dv, cos=None, sin=None):
+    batch, num_tokens, num_heads, width = dq.shape
+    return dv.new_empty(batch, num_tokens, num_heads + 2 * dk.shape[2], width)
