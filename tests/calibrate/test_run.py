@@ -15,8 +15,9 @@ from stepgauge.calibrate.run import job, names, run, table_of
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.step import modelled
 from stepgauge.measure.others import Reading
-from stepgauge.report.views import TRIES, is_disturbed, remark
+from stepgauge.report.views import remark
 from stepgauge.spec.calibration import CalibrationSpec, ContentionSpec
+from stepgauge.spec.disturbance import TRIES, is_disturbed
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.hardware_files import default_path, file_of
 from stepgauge.spec.model import ModelSpec

@@ -17,11 +17,11 @@ import torch
 from stepgauge import bench
 from stepgauge.bench.ranks import OnRanks, is_first_process, run_here, with_launchers
 from stepgauge.measure.environment import environment
-from stepgauge.report.views import MISSED_CORES, is_disturbed, with_tries
 from stepgauge.runtime.launch import RankError, preload
 from stepgauge.runtime.load_file import user_line
 from stepgauge.runtime.progress import Hear
 from stepgauge.runtime.workers import Workers, run_isolated
+from stepgauge.spec.disturbance import MISSED_CORES, is_disturbed, with_tries
 from stepgauge.spec.fallbacks import with_fallbacks
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore

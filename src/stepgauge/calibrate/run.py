@@ -24,9 +24,9 @@ from stepgauge.calibrate.timing import METRICS, Timing, clock_and_power, time_of
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.measure.others import Span, missed_cores, reading
-from stepgauge.report.views import MISSED_CORES, is_disturbed
 from stepgauge.runtime.world import joined_world
 from stepgauge.spec.calibration import ASKED, CalibrationSpec, OperationTable
+from stepgauge.spec.disturbance import MISSED_CORES, is_disturbed
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.record import Record, Sample
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from stepgauge.report.names import declared_fields, flatten, labels, naming
 from stepgauge.report.numbers import number
-from stepgauge.report.views import is_disturbed
+from stepgauge.spec.disturbance import is_disturbed
 from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.model import SIZES
 from stepgauge.spec.options import flag_of, written

@@ -9,8 +9,8 @@ from stepgauge.report.numbers import cut_to, number, whole
 from stepgauge.report.page import Block, Flame, Text
 from stepgauge.report.profile_ranks import overlap_table
 from stepgauge.report.table import Table
-from stepgauge.report.views import LEAST_MISSED
 from stepgauge.spec.analysis import Analysis, Ceilings, Sum, sums_by, total
+from stepgauge.spec.disturbance import LEAST_MISSED
 from stepgauge.trace.collectives import bus_bytes_per_s
 
 LONGEST_SHAPES = 48

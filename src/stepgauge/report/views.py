@@ -1,22 +1,18 @@
 """Records as a table: which columns a set of records needs, and what each row is worth."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from stepgauge.report.names import flatten, shared, varying
 from stepgauge.report.numbers import Doubtful, heading, scaled, whole
 from stepgauge.report.table import Range, Table
+from stepgauge.spec.disturbance import describe_disturbance, is_disturbed
 from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.predictions import STEP, Row, caveat, steps_beside
 from stepgauge.spec.record import Record, Sample
 
 STATISTICS = ("median", "range", "p10", "p90", "mean", "std", "n")
 LABELS = {"median": "", "range": " p10 – p90"}
-DISTURBED = 1.5
-MISSED_CORES = "missed_cores"  # a metric: what others had of the cores that a row needed
-LEAST_MISSED = 0.15  # a quiet machine's own services stay below
-TRIES = "measurements"  # of an environment: how often a disturbed row was measured
 FIRST = (
     *("step_ms", "time_ms", "exposed_ms"),
     *("data_exposed_ms", "tensor_exposed_ms", "pipeline_exposed_ms", "tokens_per_s"),
@@ -118,7 +114,7 @@ def remark(record: Record) -> str:
         return f"{record.status.upper()}: {record.note}"
     brought = str(record.environment.get("optimizer", ""))
     own = [f"optimizer of the user's file: {brought[5:]}"] if brought.startswith("user ") else []
-    disturbed = [_disturbance(record)] if is_disturbed(record) else []
+    disturbed = [describe_disturbance(record)] if is_disturbed(record) else []
     return "; ".join([*filter(None, [record.note]), *own, *fallbacks(record), *disturbed])
 
 
@@ -132,21 +128,6 @@ def remarked(record: Record, records: Sequence[Record]) -> dict[str, str]:
     return {"remark": remark(record)} if any(map(remark, records)) else {}
 
 
-def _disturbance(record: Record) -> str:
-    tries = record.environment.get(TRIES, 1)
-    every = f", in the last of {tries} measurements too" if tries > 1 else ""
-    if missed := record.median(MISSED_CORES):
-        return f"disturbed: other work had {missed:.1f} of the cores that it needed{every}"
-    return f"disturbed: p90 is over {DISTURBED} × p10{every}"
-
-
-def with_tries(record: Record, tries: int) -> Record:
-    """The record, its environment saying how often it was measured where that was not once."""
-    if tries == 1:
-        return record
-    return dataclasses.replace(record, environment={**record.environment, TRIES: tries})
-
-
 def is_measurable(record: Record, metric: str) -> bool:
     """Whether a figure stands for something: exposed time below zero is less than what the two
     steps repeat to that it is the difference of.
@@ -158,17 +139,6 @@ def plotted(record: Record, metric: str) -> float | None:
     """The median, Doubtful where the row was disturbed; None where it could not be measured."""
     value = record.median(metric) if is_measurable(record, metric) else None
     return Doubtful(value) if value is not None and is_disturbed(record) else value
-
-
-def is_disturbed(record: Record) -> bool:
-    """Whether other work took cores that a row needed, or its times spread so far that its median is
-    doubtful: of the step or the operation, else of any of the peers that are timed.
-    """
-    if MISSED_CORES in record.metrics:
-        return (record.median(MISSED_CORES) or 0.0) > LEAST_MISSED
-    timed = [record.metrics[name] for name in ("step_ms", "time_ms") if name in record.metrics]
-    timed = timed or [sample for sample in record.metrics.values() if sample.unit == "ms"]
-    return any(sample.p90 > DISTURBED * sample.p10 for sample in timed)
 
 
 def undisturbed(records: Sequence[Record]) -> tuple[list[Record], str]:

@@ -12,8 +12,9 @@ from stepgauge.report.numbers import number, whole
 from stepgauge.report.page import Block, Plot, Text
 from stepgauge.report.step_plots import overlap_tracks, step_bars
 from stepgauge.report.table import Table
-from stepgauge.report.views import is_disturbed, record_table
+from stepgauge.report.views import record_table
 from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.disturbance import is_disturbed
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record

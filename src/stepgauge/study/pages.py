@@ -21,7 +21,8 @@ from stepgauge.report.pipeline_steps import step_blocks
 from stepgauge.report.profile_page import section as profile_section
 from stepgauge.report.step_plots import phase_bars
 from stepgauge.report.train import train_blocks
-from stepgauge.report.views import DISTURBED, is_disturbed, record_table
+from stepgauge.report.views import record_table
+from stepgauge.spec.disturbance import DISTURBED, is_disturbed
 from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.hardware import peaks
 from stepgauge.spec.kernel import KERNELS

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 
 from stepgauge.report.names import flatten
-from stepgauge.report.views import is_disturbed
+from stepgauge.spec.disturbance import is_disturbed
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.predictions import STEP, Row, steps_beside
 from stepgauge.spec.record import Record
